@@ -1,0 +1,82 @@
+"""A command as data: composed here, executed elsewhere.
+
+``Command`` holds an argv and what goes with it. ``render()`` gives a line that a shell would run as
+exactly that argv; ``str()`` gives the same line with its secrets masked, for logs and dry runs.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+MASK = "*****"
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """An argv with its environment, working folder and standard input.
+
+    ``secrets`` are the values (whole or as parts of an argument) that ``str()`` masks.
+    Standard input is the place for secret bytes: it is never rendered.
+    """
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    cwd: str | None = None
+    secrets: tuple[str, ...] = ()
+    stdin: bytes | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.argv:
+            raise ValueError("a command needs at least a program name")
+
+    @classmethod
+    def of(cls, *argv: str, env: Mapping[str, str] | None = None, stdin: bytes | None = None) -> Command:
+        """Builds a command from its words: ``Command.of("docker", "ps")``."""
+        return cls(tuple(argv), env=dict(env or {}), stdin=stdin)
+
+    def extended(self, words: Iterable[str]) -> Command:
+        """The same command with more words at its end."""
+        return replace(self, argv=(*self.argv, *words))
+
+    def inside(self, prefix: Command) -> Command:
+        """This command as the last words of another: ``docker exec NODE`` + this argv.
+
+        The environment and the working folder travel in front of the argv through ``env``.
+        """
+        words: list[str] = []
+        if self.env or self.cwd is not None:
+            words.append("env")
+            if self.cwd is not None:
+                words += ["-C", self.cwd]
+            words += [f"{name}={value}" for name, value in self.env.items()]
+        return replace(
+            prefix,
+            argv=(*prefix.argv, *words, *self.argv),
+            secrets=(*prefix.secrets, *self.secrets),
+            stdin=self.stdin if self.stdin is not None else prefix.stdin,
+        )
+
+    def render(self) -> str:
+        """One shell line that runs exactly this command (POSIX quoting)."""
+        words = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
+        words += [shlex.quote(word) for word in self.argv]
+        line = " ".join(words)
+        return f"cd {shlex.quote(self.cwd)} && {line}" if self.cwd is not None else line
+
+    def __str__(self) -> str:
+        # Secrets are masked before quoting: a quoted secret no longer reads as itself.
+        def masked(text: str) -> str:
+            for secret in sorted(self.secrets, key=len, reverse=True):
+                text = text.replace(secret, MASK) if secret else text
+            return text
+
+        shown = replace(
+            self,
+            argv=tuple(masked(word) for word in self.argv),
+            env={name: masked(value) for name, value in self.env.items()},
+            cwd=masked(self.cwd) if self.cwd is not None else None,
+            secrets=(),
+        )
+        return shown.render()

@@ -1,0 +1,58 @@
+"""User-facing errors: one small tree, each branch with its exit code.
+
+Every message reads ``<where>: <what is wrong>; got <value>; <what to do>``. An error carries
+all the problems that were found, so that a user mends them in one go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar, Final
+
+EXIT_INTERRUPTED: Final = 130
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong: where it stands, what it is, the value found, and the remedy.
+
+    ``got`` is left out of the message when it is empty (a host that did not answer has no value).
+    """
+
+    where: str
+    what: str
+    got: str
+    todo: str
+
+    def __str__(self) -> str:
+        got = f"got {self.got}; " if self.got else ""
+        return f"{self.where}: {self.what}; {got}{self.todo}"
+
+
+class TridockError(Exception):
+    """Base of every error that a user can cause or mend. ``exit_code`` is the process's."""
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, problems: Problem | Iterable[Problem]) -> None:
+        self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class RequestError(TridockError):
+    """The request is wrong: YAML, hostfile, arguments, an illegal plan."""
+
+    exit_code = 2
+
+
+class ClusterError(TridockError):
+    """The cluster is not fit: a host, ssh, Docker, the image."""
+
+    exit_code = 3
+
+
+class RunError(TridockError):
+    """The run failed."""
+
+    exit_code = 4

@@ -1,0 +1,158 @@
+"""The typed experiment: frozen, strict, with Megatron's own names; no I/O.
+
+Each field's description and unit stand here once; ``configs/reference.yaml`` is rendered from them.
+Checks that need more than one section live in :mod:`tridock.plan`, those of one field or section here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+Engine = Literal["torch", "megatron-deepspeed", "megatron-core"]
+Strategy = Literal["ddp", "zero"]
+Precision = Literal["fp32", "bf16", "fp16"]
+
+Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,40}$")]
+EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+EnvValue = Annotated[str, StringConstraints(pattern=r"^[^\n\r\x00]*$")]
+Positive = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class Section(BaseModel):
+    """A part of the experiment: unknown keys are errors, nothing is coerced, nothing changes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Model(Section):
+    """The shape of the GPT, in Megatron's words."""
+
+    num_layers: Positive = Field(description="Transformer layers.")
+    hidden_size: Positive = Field(description="Width of the residual stream.")
+    num_attention_heads: Positive = Field(description="Attention heads; must divide hidden_size.")
+    seq_length: Positive = Field(description="Tokens of one training sample.")
+    max_position_embeddings: Positive | None = Field(
+        default=None, description="Rows of the position table; seq_length where left out."
+    )
+    vocab_size: Positive | None = Field(
+        default=None, description="Tokens of the tokenizer; read from the data where left out."
+    )
+    make_vocab_size_divisible_by: Positive = Field(
+        default=128, description="The embedding is padded to a multiple of this times the tensor parallel size."
+    )
+    hidden_dropout: Fraction = Field(default=0.1, description="Dropout on the residual branches and the embedding.")
+    attention_dropout: Fraction = Field(default=0.1, description="Dropout on the attention weights.")
+    init_method_std: float = Field(default=0.02, gt=0.0, description="Standard deviation of the initial weights.")
+    checkpoint_activations: bool = Field(
+        default=False, description="Recompute each layer's activations in the backward pass."
+    )
+
+
+class Parallel(Section):
+    """How the model and its state are laid out over the ranks."""
+
+    strategy: Strategy = Field(
+        default="zero", description="Engine torch: ddp (torch's own) or zero (DeepSpeed, stages 0 to 3)."
+    )
+    zero_stage: Literal[0, 1, 2, 3] = Field(
+        default=0,
+        description="What DeepSpeed's ZeRO partitions: 1 optimizer states, 2 and gradients, 3 and parameters.",
+    )
+    tensor_model_parallel_size: Positive = Field(default=1, description="Ranks that share one layer.")
+    pipeline_model_parallel_size: Positive = Field(default=1, description="Stages that the layers are cut into.")
+
+
+class Batch(Section):
+    """Samples per step."""
+
+    micro_batch_size: Positive = Field(description="Samples of one forward pass on one rank.")
+    global_batch_size: Positive = Field(
+        description="Samples of one optimizer step: micro batch x data parallel size x accumulation steps."
+    )
+
+
+class Data(Section):
+    """What is read: Megatron's indexed data sets."""
+
+    data_path: str = Field(
+        min_length=1, description="Prefix of <prefix>.bin and <prefix>.idx, as seen in the container's /workspace."
+    )
+    split: Annotated[str, StringConstraints(pattern=r"^\d+(\.\d+)?,\d+(\.\d+)?,\d+(\.\d+)?$")] = Field(
+        default="949,50,1", description="Shares of the documents for training, validation and test."
+    )
+
+
+class Optimizer(Section):
+    """AdamW, and its schedule."""
+
+    lr: float = Field(default=1.5e-4, gt=0.0, description="Peak learning rate.")
+    min_lr: float = Field(default=1.0e-5, ge=0.0, description="Learning rate at the end of the decay.")
+    lr_decay_style: Literal["cosine", "linear", "constant"] = Field(default="cosine", description="Shape of the decay.")
+    lr_warmup_iters: Count = Field(default=0, description="Iterations of linear warm-up from zero.")
+    lr_decay_iters: Positive | None = Field(
+        default=None, description="Iteration at which min_lr is reached; train_iters where left out."
+    )
+    weight_decay: float = Field(default=0.01, ge=0.0, description="Decoupled weight decay; not on biases and norms.")
+    adam_beta1: Fraction = Field(default=0.9, description="Decay of the first moment.")
+    adam_beta2: Fraction = Field(default=0.999, description="Decay of the second moment.")
+    adam_eps: float = Field(default=1e-8, gt=0.0, description="Added to the denominator.")
+    clip_grad: float = Field(default=1.0, ge=0.0, description="Largest global gradient norm; 0 turns clipping off.")
+
+
+class LossScale(Section):
+    """fp16 only. ``loss_scale: 0`` is dynamic, as in Megatron and DeepSpeed."""
+
+    loss_scale: float = Field(default=0.0, ge=0.0, description="Fixed loss scale; 0 for a dynamic one.")
+    initial_scale_power: Count = Field(default=16, description="The dynamic scale starts at 2 to this power.")
+    loss_scale_window: Positive = Field(default=1000, description="Good steps before the dynamic scale doubles.")
+    hysteresis: Positive = Field(default=2, description="Overflows before the dynamic scale halves.")
+
+
+class Train(Section):
+    """Length of the run and what is reported and kept."""
+
+    train_iters: Positive = Field(description="Optimizer steps.")
+    log_interval: Positive = Field(default=10, description="Iterations between log lines.")
+    eval_interval: Count = Field(default=0, description="Iterations between evaluations; 0 for none.")
+    eval_iters: Positive = Field(default=10, description="Batches of one evaluation.")
+    save_interval: Count = Field(default=0, description="Iterations between checkpoints; 0: only at the end.")
+    save: bool = Field(default=True, description="Write checkpoints into the run's folder.")
+    load: str | None = Field(
+        default=None, description="Checkpoint folder to continue from (of a run: runs/<run-id>/checkpoints)."
+    )
+    seed: Count = Field(default=1234, description="Seed of the weights, dropout and the order of the data.")
+    tensorboard: bool = Field(default=True, description="Write TensorBoard files into the run's folder.")
+
+
+class Launch(Section):
+    """How the ranks are started."""
+
+    launcher: Literal["deepspeed"] = Field(
+        default="deepspeed", description="What starts the ranks: deepspeed (pdsh over SSH)."
+    )
+    master_port: Annotated[int, Field(ge=1024, le=65535)] | None = Field(
+        default=None, description="Port of the rendezvous on the head; a free one where left out."
+    )
+
+
+class Experiment(Section):
+    """What is trained, how, and for how long."""
+
+    name: Name = Field(description="Short name; begins every run id.")
+    engine: Engine = Field(default="torch", description="The training code.")
+    model: Model
+    parallel: Parallel = Field(default_factory=Parallel)
+    batch: Batch
+    data: Data
+    optimizer: Optimizer = Field(default_factory=Optimizer)
+    precision: Precision = Field(default="bf16", description="Number format of the forward and backward pass.")
+    fp16: LossScale = Field(default_factory=LossScale)
+    train: Train
+    launch: Launch = Field(default_factory=Launch)
+    env: dict[EnvName, EnvValue] = Field(
+        default_factory=dict, description="Environment of every rank; wins over the cluster's."
+    )

@@ -1,0 +1,67 @@
+"""Names that the operator's side and the container's side agree on: paths, files of a run, the run marker."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+WORKSPACE: Final = "/workspace"
+CODE: Final = "/opt/tridock"
+SECRETS: Final = "/run/tridock/secrets"
+USER: Final = "tridock"
+SSH_PORT: Final = 2222
+
+RUN_ID_VARIABLE: Final = "TRIDOCK_RUN_ID"
+WORLD_SIZE_VARIABLE: Final = "TRIDOCK_WORLD_SIZE"
+
+EXPERIMENT: Final = "experiment.yaml"
+PLAN: Final = "plan.json"
+MANIFEST: Final = "manifest.json"
+HOSTFILE: Final = "hostfile"
+DEEPSPEED_ENV: Final = "deepspeed_env"
+DEEPSPEED_CONFIG: Final = "ds_config.json"
+LAUNCH_SCRIPT: Final = "launch.sh"
+LAUNCHER_LOG: Final = "logs/launcher.log"
+EVENTS: Final = "events.jsonl"
+METRICS: Final = "metrics.jsonl"
+TENSORBOARD: Final = "tensorboard"
+CHECKPOINTS: Final = "checkpoints"
+EXIT_CODE: Final = "exit_code"
+
+_RUN_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,40}-\d{8}-\d{6}-[0-9a-f]{4}")
+
+
+def new_run_id(name: str) -> str:
+    """``<name>-<UTC yyyymmdd-hhmmss>-<4 hex>``: sorts by time within a name, and two in one second differ."""
+    return f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+
+
+def is_run_id(text: str) -> bool:
+    """Whether the text has the form of a run id (and so is safe as a folder's name)."""
+    return _RUN_ID.fullmatch(text) is not None
+
+
+def rank_log(rank: int) -> str:
+    """The log of one rank, relative to the run's folder."""
+    return f"logs/rank-{rank}.log"
+
+
+def write_atomic(path: Path, content: bytes, mode: int = 0o644) -> None:
+    """Writes a file that appears whole, with its final mode, or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.part")
+    try:
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(file.fileno(), mode)
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,176 @@
+"""YAML into pydantic models, strictly: shared by the experiment's and the cluster's loaders.
+
+PyYAML takes the last of two equal keys in silence and reads ``1e-4`` as text; both cost people runs.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from tridock.errors import Problem, RequestError
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """SafeLoader that rejects duplicate keys and reads 1e-4 as the number it is in YAML 1.2."""
+
+
+_StrictLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
+
+
+class _DuplicateKey(Exception):
+    def __init__(self, key: object, line: int) -> None:
+        super().__init__(str(key))
+        self.key, self.line = key, line
+
+
+def _construct_mapping(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: set[object] = set()
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node, deep=True)
+        if not isinstance(key, str | int | float | bool):
+            continue
+        if key in seen:
+            raise _DuplicateKey(key, key_node.start_mark.line + 1)
+        seen.add(key)
+    loader.flatten_mapping(node)
+    return {loader.construct_object(k, deep=True): loader.construct_object(v, deep=True) for k, v in node.value}
+
+
+_StrictLoader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
+
+
+def read_text(path: Path, kind: str) -> str:
+    """Reads a UTF-8 file that a user named; ``kind`` says what it was meant to be ("an experiment")."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        got, todo = "no such file", f"give the path of {kind} file"
+    except IsADirectoryError:
+        got, todo = "a folder", f"give the path of {kind} file"
+    except UnicodeDecodeError as error:
+        got, todo = f"byte 0x{error.object[error.start]:02x} at offset {error.start}", "save it as UTF-8"
+    except OSError as error:
+        got, todo = error.strerror or str(error), "make it readable"
+    raise RequestError(Problem(str(path), f"cannot be read as {kind}", got, todo))
+
+
+def parse_yaml(text: str, source: str) -> Mapping[str, Any]:
+    """Parses one YAML mapping; an empty document is an empty mapping."""
+    try:
+        loaded = yaml.load(text, Loader=_StrictLoader)
+    except _DuplicateKey as error:
+        raise RequestError(
+            Problem(f"{source}:{error.line}", "the key stands twice", repr(error.key), "keep one of the two")
+        ) from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark is not None else source
+        got = getattr(error, "problem", None) or str(error)
+        raise RequestError(Problem(where, "is not valid YAML", got, "mend the syntax at this place")) from None
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise RequestError(
+            Problem(source, "must be a mapping of fields", type(loaded).__name__, "write `field: value` lines")
+        )
+    return loaded
+
+
+def dump_yaml(fields: Mapping[str, Any]) -> str:
+    """Block-style YAML in the order given; reads back as the same values."""
+    return yaml.safe_dump(dict(fields), sort_keys=False, default_flow_style=False, allow_unicode=True)
+
+
+def problems_of(error: ValidationError, source: str, model: type[BaseModel]) -> list[Problem]:
+    """Pydantic's findings in our form, in the order of the file's fields."""
+    return [_problem_of(details, source, model) for details in error.errors(include_url=False)]
+
+
+def _problem_of(details: Any, source: str, model: type[BaseModel]) -> Problem:
+    location = [str(part) for part in details["loc"] if part != "[key]"]
+    where = f"{source}: {'.'.join(location)}" if location else source
+    kind, context = details["type"], details.get("ctx", {})
+    got = _shown(details["input"])
+    if kind == "missing":
+        return Problem(where, "is missing", "", "add it")
+    if kind == "extra_forbidden":
+        return Problem(where, "is not a field", got, _known_fields(model, location))
+    what, todo = _explained(kind, context, details["msg"])
+    return Problem(where, what, got, todo)
+
+
+_TYPES: Mapping[str, tuple[str, str]] = {
+    "int_type": ("must be a whole number", "write it without quotes or a fraction"),
+    "int_from_float": ("must be a whole number", "write it without a fraction"),
+    "float_type": ("must be a number", "write it without quotes"),
+    "bool_type": ("must be true or false", "write true or false, without quotes"),
+    "string_type": ("must be text", "put it in quotes"),
+    "dict_type": ("must be a mapping", "write `name: value` lines below it"),
+    "list_type": ("must be a list", "write `- value` lines below it"),
+    "tuple_type": ("must be a list", "write `- value` lines below it"),
+    "model_type": ("must be a section of fields", "write `field: value` lines below it"),
+    "finite_number": ("must be a finite number", "write an ordinary number"),
+}
+
+
+def _explained(kind: str, context: Mapping[str, Any], message: str) -> tuple[str, str]:
+    if kind in _TYPES:
+        return _TYPES[kind]
+    match kind:
+        case "greater_than":
+            return f"must be greater than {context['gt']:g}", "raise it"
+        case "greater_than_equal":
+            return f"must be at least {context['ge']:g}", "raise it"
+        case "less_than":
+            return f"must be less than {context['lt']:g}", "lower it"
+        case "less_than_equal":
+            return f"must be at most {context['le']:g}", "lower it"
+        case "literal_error":
+            return "is not one of the choices", f"use {context['expected']}"
+        case "string_pattern_mismatch":
+            return "has the wrong form", f"write text that matches {context['pattern']}"
+        case "string_too_short":
+            return "must not be empty", "give a value"
+        case "value_error":
+            return str(context["error"]), "mend it"
+        case _:
+            return message[:1].lower() + message[1:], "mend it"
+
+
+def _shown(value: object) -> str:
+    text = repr(value) if isinstance(value, str) else str(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _known_fields(model: type[BaseModel], location: list[str]) -> str:
+    section: Any = model
+    for part in location[:-1]:
+        field = section.model_fields.get(part) if hasattr(section, "model_fields") else None
+        section = _model_in(field.annotation) if field is not None else None
+        if section is None:
+            return "remove it"
+    names = list(section.model_fields)
+    near = difflib.get_close_matches(location[-1], names, n=1)
+    return f"did you mean {near[0]}?" if near else f"remove it, or use one of {', '.join(names)}"
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The model of a field: itself, or the one inside an optional or a mapping's values."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for argument in typing.get_args(annotation):
+        if (found := _model_in(argument)) is not None:
+            return found
+    return None

@@ -68,8 +68,20 @@ def read_text(path: Path, kind: str) -> str:
 
 def parse_yaml(text: str, source: str) -> Mapping[str, Any]:
     """Parses one YAML mapping; an empty document is an empty mapping."""
+    loaded = parse_value(text, source)
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise RequestError(
+            Problem(source, "must be a mapping of fields", type(loaded).__name__, "write `field: value` lines")
+        )
+    return loaded
+
+
+def parse_value(text: str, source: str) -> Any:
+    """Parses one YAML value of any kind."""
     try:
-        loaded = yaml.load(text, Loader=_StrictLoader)
+        return yaml.load(text, Loader=_StrictLoader)
     except _DuplicateKey as error:
         raise RequestError(
             Problem(f"{source}:{error.line}", "the key stands twice", repr(error.key), "keep one of the two")
@@ -79,13 +91,6 @@ def parse_yaml(text: str, source: str) -> Mapping[str, Any]:
         where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark is not None else source
         got = getattr(error, "problem", None) or str(error)
         raise RequestError(Problem(where, "is not valid YAML", got, "mend the syntax at this place")) from None
-    if loaded is None:
-        return {}
-    if not isinstance(loaded, dict):
-        raise RequestError(
-            Problem(source, "must be a mapping of fields", type(loaded).__name__, "write `field: value` lines")
-        )
-    return loaded
 
 
 def dump_yaml(fields: Mapping[str, Any]) -> str:

@@ -2,33 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from tridock.errors import RequestError
+from tridock.errors import Problem, RequestError
 from tridock.experiment.schema import Experiment
-from tridock.strict_yaml import dump_yaml, parse_yaml, problems_of, read_text
+from tridock.strict_yaml import dump_yaml, parse_value, parse_yaml, problems_of, read_text
 
 
-def load_experiment(path: Path) -> Experiment:
-    """Reads an experiment file.
+def load_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
+    """Reads an experiment file; each override is ``field.path=value``, the value read as YAML.
 
     Raises :class:`RequestError` with every problem found: a missing file, broken YAML, keys given twice,
     unknown or missing fields, wrong types, values out of range.
     """
-    return parse_experiment(read_text(path, "an experiment"), source=str(path))
+    return parse_experiment(read_text(path, "an experiment"), str(path), overrides)
 
 
-def parse_experiment(text: str, source: str) -> Experiment:
+def parse_experiment(text: str, source: str, overrides: Sequence[str] = ()) -> Experiment:
     """The same from text; ``source`` is the name that messages begin with."""
-    fields: Mapping[str, Any] = parse_yaml(text, source)
+    fields = dict(parse_yaml(text, source))
+    for override in overrides:
+        _override(fields, override)
     try:
         return Experiment.model_validate(fields)
     except ValidationError as error:
         raise RequestError(problems_of(error, source, Experiment)) from None
+
+
+def _override(fields: dict[str, Any], override: str) -> None:
+    path, equals, text = override.partition("=")
+    names = path.split(".")
+    if not equals or not all(names):
+        raise RequestError(
+            Problem("--set", "must be a field's path, =, and a value", repr(override), "write for example train.seed=7")
+        )
+    section = fields
+    for name in names[:-1]:
+        inner = section.get(name)
+        # Copied on the way down: the value may be shared with an anchor elsewhere in the file.
+        section[name] = dict(inner) if isinstance(inner, Mapping) else {}
+        section = section[name]
+    section[names[-1]] = parse_value(text, f"--set {path}")
 
 
 def dump_experiment(experiment: Experiment) -> str:

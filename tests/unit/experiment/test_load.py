@@ -1,0 +1,133 @@
+"""What a user sees for each mistake in an experiment file."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tridock.errors import RequestError
+from tridock.experiment import dump_experiment, load_experiment, parse_experiment
+
+GOOD = """\
+name: tiny
+model: {num_layers: 2, hidden_size: 8, num_attention_heads: 2, seq_length: 16}
+batch: {micro_batch_size: 1, global_batch_size: 2}
+data: {data_path: data/x}
+train: {train_iters: 3}
+"""
+
+
+def message(text: str, *overrides: str) -> str:
+    with pytest.raises(RequestError) as caught:
+        parse_experiment(text, "e.yaml", overrides)
+    return str(caught.value)
+
+
+def test_defaults_are_megatrons() -> None:
+    experiment = parse_experiment(GOOD, "e.yaml")
+    assert experiment.optimizer.lr == 1.5e-4
+    assert experiment.model.make_vocab_size_divisible_by == 128
+    assert experiment.parallel.zero_stage == 0
+
+
+def test_what_is_written_reads_back_as_the_same() -> None:
+    experiment = parse_experiment(GOOD, "e.yaml", ["optimizer.lr=1e-4", "env.NCCL_DEBUG=INFO"])
+    assert parse_experiment(dump_experiment(experiment), "again") == experiment
+
+
+def test_every_problem_at_once_with_its_path() -> None:
+    text = """\
+name: Demo
+model: {num_layer: 4, hidden_size: 1.5, num_attention_heads: "4", seq_length: 0}
+batch: {micro_batch_size: 1}
+data: {data_path: ""}
+optimizer: {lr: fast}
+precision: int8
+train: {train_iters: 3, eval_interval: -1, save: 1}
+env: {A: 1}
+launch: {master_port: 80}
+fp16: 3
+"""
+    assert message(text).splitlines() == [
+        "e.yaml: name: has the wrong form; got 'Demo'; write text that matches ^[a-z0-9][a-z0-9._-]{0,40}$",
+        "e.yaml: model.num_layers: is missing; add it",
+        "e.yaml: model.hidden_size: must be a whole number; got 1.5; write it without quotes or a fraction",
+        "e.yaml: model.num_attention_heads: must be a whole number; got '4'; write it without quotes or a fraction",
+        "e.yaml: model.seq_length: must be greater than 0; got 0; raise it",
+        "e.yaml: model.num_layer: is not a field; got 4; did you mean num_layers?",
+        "e.yaml: batch.global_batch_size: is missing; add it",
+        "e.yaml: data.data_path: must not be empty; got ''; give a value",
+        "e.yaml: optimizer.lr: must be a number; got 'fast'; write it without quotes",
+        "e.yaml: precision: is not one of the choices; got 'int8'; use 'fp32', 'bf16' or 'fp16'",
+        "e.yaml: fp16: must be a section of fields; got 3; write `field: value` lines below it",
+        "e.yaml: train.eval_interval: must be at least 0; got -1; raise it",
+        "e.yaml: train.save: must be true or false; got 1; write true or false, without quotes",
+        "e.yaml: launch.master_port: must be at least 1024; got 80; raise it",
+        "e.yaml: env.A: must be text; got 1; put it in quotes",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (GOOD + "name: other\n", "e.yaml:6: the key stands twice; got 'name'; keep one of the two"),
+        ("a: [1", "e.yaml:1:6: is not valid YAML; got expected ',' or ']', but got '<stream end>'; "
+         "mend the syntax at this place"),
+        ("- a\n", "e.yaml: must be a mapping of fields; got list; write `field: value` lines"),
+        (GOOD + "zz: 1\n", "e.yaml: zz: is not a field; got 1; remove it, or use one of name, engine, model, parallel, "
+         "batch, data, optimizer, precision, fp16, train, launch, env"),
+        (GOOD + "launch: {master_port: 70000}\n", "e.yaml: launch.master_port: must be at most 65535; got 70000; lower it"),
+        (GOOD.replace("num_layers: 2", "num_layers: 2, hidden_dropout: 1.0"),
+         "e.yaml: model.hidden_dropout: must be less than 1; got 1.0; lower it"),
+        (GOOD + "optimizer: {lr: .inf}\n", "e.yaml: optimizer.lr: must be a finite number; got inf; write an ordinary number"),
+        (GOOD + "env: [A]\n", "e.yaml: env: must be a mapping; got ['A']; write `name: value` lines below it"),
+    ],
+)  # fmt: skip
+def test_single_problems(text: str, expected: str) -> None:
+    assert message(text) == expected
+
+
+def test_overrides_change_fields_and_are_checked_like_the_file() -> None:
+    experiment = parse_experiment(GOOD, "e.yaml", ["train.seed=7", "optimizer.lr=1e-3", "name=other"])
+    assert (experiment.train.seed, experiment.optimizer.lr, experiment.name) == (7, 1e-3, "other")
+    assert message(GOOD, "train.seeds=7") == "e.yaml: train.seeds: is not a field; got 7; did you mean seed?"
+
+
+@pytest.mark.parametrize("override", ["train", "=3", "train..seed=1", ".a=1"])
+def test_an_override_has_a_path_and_a_value(override: str) -> None:
+    assert message(GOOD, override) == (
+        f"--set: must be a field's path, =, and a value; got {override!r}; write for example train.seed=7"
+    )
+
+
+def test_an_override_leaves_anchored_sections_elsewhere_alone() -> None:
+    text = GOOD.replace("train: {train_iters: 3}", "train: &t {train_iters: 3}") + "fp16: {}\n"
+    assert parse_experiment(text, "e.yaml", ["train.train_iters=9"]).train.train_iters == 9
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    def failing(path: Path) -> str:
+        with pytest.raises(RequestError) as caught:
+            load_experiment(path)
+        return str(caught.value)
+
+    missing, folder, latin = tmp_path / "no.yaml", tmp_path, tmp_path / "latin.yaml"
+    latin.write_bytes(b"name: caf\xe9\n")
+    assert failing(missing) == (
+        f"{missing}: cannot be read as an experiment; got no such file; give the path of an experiment file"
+    )
+    assert failing(folder) == (
+        f"{folder}: cannot be read as an experiment; got a folder; give the path of an experiment file"
+    )
+    assert failing(latin) == f"{latin}: cannot be read as an experiment; got byte 0xe9 at offset 9; save it as UTF-8"
+
+
+def test_scientific_notation_is_a_number() -> None:
+    for text in ("1e-4", "1.0e-4", "1E-4", "0.1e-3"):
+        assert parse_experiment(GOOD, "e", [f"optimizer.lr={text}"]).optimizer.lr == pytest.approx(1e-4)
+
+
+@pytest.mark.parametrize("path", sorted(Path("configs").rglob("*.yaml")), ids=str)
+def test_every_shipped_experiment_loads(path: Path) -> None:
+    if path.name == "reference.yaml" or "model" in yaml.safe_load(path.read_text()):
+        load_experiment(path)

@@ -1,0 +1,67 @@
+"""The run's folder before the run: compared with golden files, line for line."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tridock.experiment import parse_experiment
+from tridock.launchers import RunBundle, make_bundle
+from tridock.launchers.bundle import default_port
+from tridock.plan import make_plan
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "launch"
+RUN_ID = "tiny-20260102-030405-abcd"
+EXPERIMENT = """\
+name: tiny
+model: {num_layers: 2, hidden_size: 8, num_attention_heads: 2, seq_length: 16}
+batch: {micro_batch_size: 1, global_batch_size: 4}
+data: {data_path: data/x}
+train: {train_iters: 3}
+env: {NCCL_DEBUG: INFO, GREETING: it's two words}
+"""
+CLUSTERS = {
+    "two-nodes": {"node-1": [0, 1], "node-2": [0, 1]},
+    "one-node": {"node-1": [0, 1, 2, 3]},
+    "chosen-slots": {"10.10.10.102": [4, 5], "10.10.10.105": [4, 5]},
+}
+
+
+def bundle(cluster: str, *overrides: str) -> RunBundle:
+    experiment, slots = parse_experiment(EXPERIMENT, "e.yaml", overrides), CLUSTERS[cluster]
+    return make_bundle(
+        experiment, make_plan(experiment, slots, "e.yaml"), slots,
+        run_id=RUN_ID, master_addr=next(iter(slots)), master_port=29500, manifest={"image": "sha256:1"},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_launch_script_is_the_golden_one(cluster: str, tmp_path: Path) -> None:
+    script = bundle(cluster).files["launch.sh"].decode()
+    assert script == (GOLDEN / f"{cluster}.sh").read_text()
+    file = tmp_path / "launch.sh"
+    file.write_text(script)
+    subprocess.run(["shellcheck", str(file)], check=True)
+
+
+def test_files_of_the_folder() -> None:
+    made = bundle("chosen-slots")
+    assert made.path == f"/workspace/runs/{RUN_ID}"
+    assert made.files["hostfile"].decode() == "10.10.10.102 slots=6\n10.10.10.105 slots=6\n"
+    assert made.files["deepspeed_env"].decode().splitlines() == [
+        "NCCL_DEBUG=INFO", "GREETING=it's two words", f"TRIDOCK_RUN_ID={RUN_ID}", "TRIDOCK_WORLD_SIZE=4",
+    ]  # fmt: skip
+    assert json.loads(made.files["manifest.json"]) == {"image": "sha256:1", "run_id": RUN_ID}
+    assert json.loads(made.files["ds_config.json"])["train_batch_size"] == 4
+    assert json.loads(made.files["plan.json"])["world_size"] == 4
+
+
+def test_ddp_needs_no_deepspeed_configuration() -> None:
+    assert "ds_config.json" not in bundle("one-node", "parallel.strategy=ddp").files
+
+
+def test_ports_of_runs_differ_and_stay_below_the_ephemeral_range() -> None:
+    ports = {default_port(f"tiny-20260102-030405-{n:04x}") for n in range(200)}
+    assert len(ports) > 190
+    assert all(20000 <= port < 30000 for port in ports)

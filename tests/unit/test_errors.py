@@ -1,0 +1,17 @@
+"""The form of messages and the exit codes, which scripts rely on."""
+
+from tridock.errors import ClusterError, Problem, RequestError, RunError
+
+
+def test_a_problem_reads_where_what_got_todo() -> None:
+    assert str(Problem("a.yaml: x", "is wrong", "3", "use 4")) == "a.yaml: x: is wrong; got 3; use 4"
+    assert str(Problem("host-a", "does not answer", "", "start it")) == "host-a: does not answer; start it"
+
+
+def test_an_error_shows_all_its_problems_one_a_line() -> None:
+    error = RequestError([Problem("a", "b", "c", "d"), Problem("e", "f", "g", "h")])
+    assert str(error) == "a: b; got c; d\ne: f; got g; h"
+
+
+def test_exit_codes() -> None:
+    assert (RequestError.exit_code, ClusterError.exit_code, RunError.exit_code) == (2, 3, 4)

@@ -1,0 +1,92 @@
+"""Everything that a run's folder holds before the run starts, as bytes: shown by a dry run, put on the nodes by a launch."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tridock import run_folder
+from tridock.command import Command
+from tridock.engines import rank_program
+from tridock.experiment import Experiment, dump_experiment
+from tridock.launchers.deepspeed import deepspeed_command, environment_file
+from tridock.plan import Plan
+
+_FIRST_PORT, _PORTS = 20000, 10000
+
+
+@dataclass(frozen=True, slots=True)
+class RunBundle:
+    """A run that is ready to start: its id, its folder, the command of the head and the folder's first files."""
+
+    run_id: str
+    path: str
+    command: Command
+    files: Mapping[str, bytes]
+
+
+def make_bundle(
+    experiment: Experiment,
+    plan: Plan,
+    slots: Mapping[str, Sequence[int]],
+    *,
+    run_id: str,
+    master_addr: str,
+    master_port: int,
+    manifest: Mapping[str, object],
+    workspace: str = run_folder.WORKSPACE,
+) -> RunBundle:
+    """Composes the run's files and the head's command.
+
+    ``workspace`` is the folder that relative paths start from, the same on every node.
+    """
+    path = f"{workspace}/runs/{run_id}"
+    program = rank_program(experiment, plan, run_id, path)
+    command = deepspeed_command(program, slots, f"{path}/{run_folder.HOSTFILE}", master_addr, master_port)
+    script = _launch_script(run_id, workspace, {**program.env, "DS_ENV_FILE": f"{path}/{run_folder.DEEPSPEED_ENV}"}, command)
+    texts = {
+        run_folder.EXPERIMENT: dump_experiment(experiment),
+        run_folder.PLAN: plan.to_json(),
+        run_folder.MANIFEST: json.dumps({**manifest, "run_id": run_id}, indent=2) + "\n",
+        run_folder.HOSTFILE: "".join(f"{node} slots={_slot_count(numbers)}\n" for node, numbers in slots.items()),
+        run_folder.DEEPSPEED_ENV: environment_file(program.env),
+        run_folder.LAUNCH_SCRIPT: script,
+    }
+    files = {name: text.encode() for name, text in texts.items()} | dict(program.files)
+    return RunBundle(run_id, path, command, files)
+
+
+def default_port(run_id: str) -> int:
+    """A rendezvous port for a run that names none: from its id, so that two runs of a node rarely meet."""
+    return _FIRST_PORT + zlib.crc32(run_id.encode()) % _PORTS
+
+
+def _slot_count(numbers: Sequence[int]) -> int:
+    # A filter may leave slots 4 and 5 of a node: the hostfile must still declare the six that DeepSpeed counts.
+    return max(numbers) + 1
+
+
+def _launch_script(run_id: str, workspace: str, env: Mapping[str, str], command: Command) -> str:
+    """A readable script: one option a line, so that two runs' scripts differ where their commands do."""
+    exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in env.items())
+    return (
+        "#!/usr/bin/env bash\n"
+        f"# Run {run_id}: what the head executes. Started by Tridock, which records its exit code.\n"
+        "set -Eeuo pipefail\n\n"
+        f"cd {shlex.quote(workspace)}\n"
+        f"{exports}\n"
+        f"exec {_one_option_a_line(command.argv)}\n"
+    )
+
+
+def _one_option_a_line(argv: Sequence[str]) -> str:
+    lines: list[list[str]] = [[argv[0]]]
+    for word in argv[1:]:
+        if word.startswith("-"):
+            lines.append([word])
+        else:
+            lines[-1].append(word)
+    return " \\\n  ".join(" ".join(shlex.quote(word) for word in line) for line in lines)

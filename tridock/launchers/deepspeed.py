@@ -1,0 +1,49 @@
+"""The ``deepspeed`` command line: pdsh over SSH from the head, or one node's ranks without ssh."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from tridock.command import Command
+from tridock.engines import RankProgram
+
+_DOUBLE_QUOTED_SPECIALS = re.compile(r'([\\"$`])')
+
+
+def deepspeed_command(
+    program: RankProgram,
+    slots: Mapping[str, Sequence[int]],
+    hostfile: str,
+    master_addr: str,
+    master_port: int,
+) -> Command:
+    """What runs on the head.
+
+    ``slots`` maps each node to the slot numbers in use; ``hostfile`` is the path of the run's own hostfile. With one node the ranks are this machine's: no ssh is needed, and DeepSpeed is told so.
+    ``--master_addr`` is always given: DeepSpeed's own guess is the first word of ``hostname -I``.
+    """
+    words = ["deepspeed", "--hostfile", hostfile]
+    if any(list(numbers) != list(range(len(numbers))) for numbers in slots.values()):
+        words += ["--include", "@".join(f"{node}:{','.join(map(str, numbers))}" for node, numbers in slots.items())]
+    words += ["--master_addr", master_addr, "--master_port", str(master_port)]
+    if len(slots) == 1:
+        words += ["--no_ssh", "--node_rank", "0"]
+    else:
+        # The check that DeepSpeed would make tries the first node only and hides ssh's words.
+        words += ["--launcher", "pdsh", "--no_ssh_check"]
+    words += ["--no_local_rank", "--module", program.module, *program.arguments]
+    return Command(tuple(words))
+
+
+def environment_file(env: Mapping[str, str]) -> str:
+    """DeepSpeed's environment file (``DS_ENV_FILE``): ``NAME=value`` lines, and nothing else.
+
+    DeepSpeed strips each value, puts it between double quotes and gives it to the remote shell, and stops at a
+    blank or comment line; so what a shell expands between double quotes is escaped here.
+    """
+    return "".join(f"{name}={_DOUBLE_QUOTED_SPECIALS.sub(_escaped, value)}\n" for name, value in env.items())
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return "\\" + match.group(1)

@@ -1,0 +1,108 @@
+"""Reasons why an experiment cannot run on a number of ranks: all of them, each with the nearest choice that can."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tridock.errors import Problem
+from tridock.experiment import Experiment
+
+
+def layout_problems(experiment: Experiment, world_size: int) -> list[Problem]:
+    """Every problem of the experiment on ``world_size`` ranks; ``where`` is the field's path."""
+    return [
+        *_engine_problems(experiment),
+        *_model_problems(experiment),
+        *_batch_problems(experiment, world_size),
+        *_schedule_problems(experiment),
+    ]
+
+
+def _engine_problems(experiment: Experiment) -> Iterator[Problem]:
+    parallel = experiment.parallel
+    if experiment.engine != "torch":
+        yield Problem("engine", "is not in this release", repr(experiment.engine), "use torch")
+        return
+    for field in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        size = getattr(parallel, field)
+        if size != 1:
+            yield Problem(f"parallel.{field}", "the torch engine does not split the model", str(size), "set it to 1")
+    if parallel.strategy == "ddp" and parallel.zero_stage != 0:
+        yield Problem(
+            "parallel.zero_stage",
+            "strategy ddp keeps everything on every rank",
+            str(parallel.zero_stage),
+            "set it to 0, or strategy to zero",
+        )
+
+
+def _model_problems(experiment: Experiment) -> Iterator[Problem]:
+    model = experiment.model
+    if model.hidden_size % model.num_attention_heads:
+        near = nearest_divisors(model.hidden_size, model.num_attention_heads)
+        yield Problem(
+            "model.num_attention_heads",
+            f"must divide hidden_size {model.hidden_size}",
+            str(model.num_attention_heads),
+            f"use {_either(near)}",
+        )
+    positions = model.max_position_embeddings
+    if positions is not None and positions < model.seq_length:
+        yield Problem(
+            "model.max_position_embeddings",
+            f"must be at least seq_length {model.seq_length}",
+            str(positions),
+            f"raise it to {model.seq_length}, or leave it out",
+        )
+
+
+def _batch_problems(experiment: Experiment, world_size: int) -> Iterator[Problem]:
+    parallel, batch = experiment.parallel, experiment.batch
+    model_parallel = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    if world_size % model_parallel:
+        yield Problem(
+            "parallel",
+            f"tensor x pipeline size {model_parallel} must divide the {world_size} slots of the hostfile",
+            f"{world_size} slots",
+            "change the layout, or the hostfile's slots",
+        )
+        return
+    per_pass = batch.micro_batch_size * (world_size // model_parallel)
+    if batch.global_batch_size % per_pass:
+        below = batch.global_batch_size // per_pass * per_pass
+        choices = [below, below + per_pass] if below else [per_pass]
+        yield Problem(
+            "batch.global_batch_size",
+            f"must be a multiple of micro_batch_size {batch.micro_batch_size} x"
+            f" data parallel size {world_size // model_parallel}",
+            str(batch.global_batch_size),
+            f"use {_either(choices)}",
+        )
+
+
+def _schedule_problems(experiment: Experiment) -> Iterator[Problem]:
+    optimizer, iterations = experiment.optimizer, experiment.train.train_iters
+    decay = optimizer.lr_decay_iters or iterations
+    if optimizer.lr_warmup_iters and optimizer.lr_warmup_iters >= decay:
+        yield Problem(
+            "optimizer.lr_warmup_iters",
+            f"must be less than lr_decay_iters {decay}",
+            str(optimizer.lr_warmup_iters),
+            "lower it",
+        )
+    if optimizer.min_lr > optimizer.lr:
+        yield Problem(
+            "optimizer.min_lr", f"must not exceed lr {optimizer.lr:g}", f"{optimizer.min_lr:g}", "lower it"
+        )
+
+
+def nearest_divisors(number: int, wanted: int) -> list[int]:
+    """The divisors of ``number`` next to ``wanted``: the greatest below it and the least above it."""
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    below = [d for d in divisors if d < wanted]
+    above = [d for d in divisors if d > wanted]
+    return below[-1:] + above[:1]
+
+
+def _either(choices: list[int]) -> str:
+    return " or ".join(str(choice) for choice in choices)

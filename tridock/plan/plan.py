@@ -1,0 +1,89 @@
+"""The plan: the rank map and the batch arithmetic, or every reason why the run cannot be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from tridock.errors import Problem, RequestError
+from tridock.experiment import Experiment
+from tridock.plan.legality import layout_problems
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One process: its number in the world, where it runs and its place in the layout."""
+
+    rank: int
+    node: str
+    slot: int
+    local_rank: int
+    data_parallel_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """An experiment laid out on slots.
+
+    ``accumulation_steps`` is the number of micro batches that one rank works through in one optimizer step;
+    ``tokens_per_step`` counts the tokens of the global batch.
+    """
+
+    world_size: int
+    tensor_model_parallel_size: int
+    pipeline_model_parallel_size: int
+    data_parallel_size: int
+    micro_batch_size: int
+    global_batch_size: int
+    accumulation_steps: int
+    tokens_per_step: int
+    ranks: tuple[Rank, ...]
+
+    @property
+    def layout(self) -> str:
+        """Short form for tables: ``TP1 PP1 DP2``."""
+        return (
+            f"TP{self.tensor_model_parallel_size} PP{self.pipeline_model_parallel_size} DP{self.data_parallel_size}"
+        )
+
+    def to_json(self) -> str:
+        """What ``plan.json`` holds."""
+        return json.dumps({**asdict(self), "layout": self.layout}, indent=2) + "\n"
+
+
+def make_plan(experiment: Experiment, slots: Mapping[str, Sequence[int]], source: str) -> Plan:
+    """Lays the experiment out on ``slots`` (node name to its slot numbers, in the hostfile's order).
+
+    Ranks go node by node and slot by slot, as DeepSpeed's and torch's launchers number them.
+    Raises :class:`RequestError` with every reason found; ``source`` (the experiment's file) begins each message.
+    """
+    world_size = sum(len(numbers) for numbers in slots.values())
+    problems = layout_problems(experiment, world_size)
+    if problems:
+        raise RequestError(
+            Problem(f"{source}: {problem.where}", problem.what, problem.got, problem.todo) for problem in problems
+        )
+    parallel, batch = experiment.parallel, experiment.batch
+    model_parallel = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    data_parallel = world_size // model_parallel
+    return Plan(
+        world_size=world_size,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        data_parallel_size=data_parallel,
+        micro_batch_size=batch.micro_batch_size,
+        global_batch_size=batch.global_batch_size,
+        accumulation_steps=batch.global_batch_size // (batch.micro_batch_size * data_parallel),
+        tokens_per_step=batch.global_batch_size * experiment.model.seq_length,
+        ranks=tuple(_ranks(slots)),
+    )
+
+
+def _ranks(slots: Mapping[str, Sequence[int]]) -> Iterator[Rank]:
+    rank = 0
+    for node, numbers in slots.items():
+        for local_rank, slot in enumerate(numbers):
+            # The only layout so far is plain data parallelism: a rank is its own data parallel rank.
+            yield Rank(rank, node, slot, local_rank, data_parallel_rank=rank)
+            rank += 1

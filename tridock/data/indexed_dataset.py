@@ -1,0 +1,236 @@
+"""Megatron's indexed data sets: ``<prefix>.bin`` holds token ids, ``<prefix>.idx`` says where each sequence lies.
+
+Layout of the index, little-endian, as in Megatron-LM's ``indexed_dataset.py`` (``MMapIndexedDataset``)::
+
+    9 bytes   MMIDIDX\\0\\0
+    uint64    version, 1
+    uint8     code of the token type: 4 int32, 8 uint16 (1 uint8, 2 int8, 3 int16, 5 int64 are read too)
+    uint64    sequences S
+    uint64    entries of the document index D (documents + 1)
+    int32[S]  tokens of each sequence
+    int64[S]  offset of each sequence in the .bin, in bytes
+    int64[D]  first sequence of each document, from 0; the last entry is S
+
+An empty document has no sequence: it repeats an entry of the document index.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import struct
+from array import array
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tridock.errors import Problem, RequestError
+
+Tokens = NDArray[Any]
+
+MAGIC: Final = b"MMIDIDX\x00\x00"
+VERSION: Final = 1
+HEADER: Final = struct.Struct("<9sQBQQ")
+DTYPES: Final[dict[int, np.dtype[Any]]] = {
+    1: np.dtype("<u1"),
+    2: np.dtype("<i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    8: np.dtype("<u2"),
+}
+UINT16_VOCABULARY: Final = 65500
+"""Megatron writes uint16 for vocabularies under this size, not under 65536."""
+
+
+def bin_path(prefix: Path) -> Path:
+    """``<prefix>.bin``; a prefix may itself hold dots."""
+    return prefix.with_name(prefix.name + ".bin")
+
+
+def idx_path(prefix: Path) -> Path:
+    """``<prefix>.idx``."""
+    return prefix.with_name(prefix.name + ".idx")
+
+
+def token_dtype(vocab_size: int | None) -> np.dtype[Any]:
+    """uint16 where every id of the vocabulary fits by Megatron's rule, else int32."""
+    return DTYPES[8] if vocab_size is not None and vocab_size < UINT16_VOCABULARY else DTYPES[4]
+
+
+class IndexedDatasetWriter:
+    """Streams documents into ``<prefix>.bin/.idx``; both appear whole, or (after an exception) neither does.
+
+    A context manager: leaving it without an exception publishes the files. Memory grows by 20 bytes a document.
+    """
+
+    def __init__(self, prefix: Path, vocab_size: int | None = None) -> None:
+        self.prefix = prefix
+        self.dtype = token_dtype(vocab_size)
+        self.tokens = 0
+        self._limit = np.iinfo(self.dtype).max if vocab_size is None else vocab_size - 1
+        self._lengths = array("i")
+        self._document_index = array("q", [0])
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+        self._mark = f"{os.getpid()}.{secrets.token_hex(4)}.part"
+        self._partial_bin = prefix.with_name(f".{prefix.name}.bin.{self._mark}")
+        self._partial_idx = prefix.with_name(f".{prefix.name}.idx.{self._mark}")
+        self._bin = self._partial_bin.open("xb")
+
+    @property
+    def documents(self) -> int:
+        """Documents added so far, empty ones included."""
+        return len(self._document_index) - 1
+
+    def add_document(self, tokens: Iterable[int] | Tokens) -> None:
+        """Appends one document as one sequence; an empty one leaves no sequence.
+
+        Raises ValueError for an id outside the vocabulary: cast to uint16 it would come back as another token.
+        """
+        ids = np.asarray(tokens if isinstance(tokens, np.ndarray | list) else list(tokens), dtype=np.int64)
+        if ids.size:
+            if int(ids.min()) < 0 or int(ids.max()) > self._limit:
+                raise ValueError(f"token ids {ids.min()} to {ids.max()} do not lie in 0 to {self._limit}")
+            self._bin.write(ids.astype(self.dtype).tobytes())
+            self._lengths.append(int(ids.size))
+            self.tokens += int(ids.size)
+        self._document_index.append(len(self._lengths))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._publish()
+        finally:
+            self._bin.close()
+            self._partial_bin.unlink(missing_ok=True)
+            self._partial_idx.unlink(missing_ok=True)
+
+    def _publish(self) -> None:
+        lengths = np.frombuffer(self._lengths, dtype=np.int32) if self._lengths else np.zeros(0, np.int32)
+        offsets = np.zeros(len(lengths), dtype=np.int64)
+        np.cumsum(lengths[:-1], dtype=np.int64, out=offsets[1:])
+        with self._partial_idx.open("xb") as file:
+            code = next(code for code, dtype in DTYPES.items() if dtype == self.dtype)
+            file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(self._document_index)))
+            file.write(lengths.astype("<i4").tobytes())
+            file.write((offsets * self.dtype.itemsize).astype("<i8").tobytes())
+            file.write(np.frombuffer(self._document_index, dtype=np.int64).astype("<i8").tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+        self._bin.flush()
+        os.fsync(self._bin.fileno())
+        # A reader opens the index first. Without one there is no data set, so an old index never meets new tokens.
+        idx_path(self.prefix).unlink(missing_ok=True)
+        self._partial_bin.replace(bin_path(self.prefix))
+        self._partial_idx.replace(idx_path(self.prefix))
+
+
+class IndexedDataset:
+    """A memory-mapped data set. ``dataset[i]`` is sequence i: an array of token ids, shape [length], not copied.
+
+    Attributes: ``dtype``; ``lengths`` int32[S], ``offsets`` int64[S] in bytes, ``document_index`` int64[D];
+    ``tokens``, the whole .bin as one array. All are views of the mapped files.
+
+    Raises :class:`RequestError` where the files are missing, foreign, cut short, or do not belong together.
+    """
+
+    def __init__(self, prefix: Path) -> None:
+        self.prefix = prefix
+        index, data = idx_path(prefix), bin_path(prefix)
+        _check_presence(prefix, index, data)
+        buffer = np.memmap(index, dtype=np.uint8, mode="r") if index.stat().st_size else np.zeros(0, np.uint8)
+        self.dtype, sequences, entries = _read_header(index, buffer)
+        position = HEADER.size
+        parts: list[Tokens] = []
+        for dtype, count in ((np.dtype("<i4"), sequences), (np.dtype("<i8"), sequences), (np.dtype("<i8"), entries)):
+            parts.append(np.frombuffer(buffer, dtype=dtype, count=count, offset=position))
+            position += dtype.itemsize * count
+        self.lengths, self.offsets, self.document_index = parts
+        size = data.stat().st_size
+        self.tokens: Tokens = (
+            np.memmap(data, dtype=self.dtype, mode="r", shape=(size // self.dtype.itemsize,))
+            if size >= self.dtype.itemsize
+            else np.zeros(0, self.dtype)
+        )
+        self._check_consistency(index, data, size)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, sequence: int) -> Tokens:
+        start = int(self.offsets[sequence]) // self.dtype.itemsize
+        return self.tokens[start : start + int(self.lengths[sequence])]
+
+    @property
+    def documents(self) -> int:
+        """Documents, empty ones included."""
+        return len(self.document_index) - 1
+
+    def token_bounds(self, first: int, last: int) -> tuple[int, int]:
+        """The documents first to last (exclusive) as a range of ``tokens``: they lie one after another."""
+        return self._token_at(int(self.document_index[first])), self._token_at(int(self.document_index[last]))
+
+    def _token_at(self, sequence: int) -> int:
+        if sequence == len(self):
+            return len(self.tokens)
+        return int(self.offsets[sequence]) // self.dtype.itemsize
+
+    def _check_consistency(self, index: Path, data: Path, size: int) -> None:
+        promised = int(self.lengths.sum(dtype=np.int64)) * self.dtype.itemsize
+        if promised != size:
+            what = f"does not fit its index, which promises {promised} bytes"
+            raise RequestError(Problem(str(data), what, f"{size} bytes", _COPY_OR_MAKE))
+        # Ends only: a billion documents must open at once. Together with the sum above they catch every mix-up seen.
+        contiguous = len(self) == 0 or (
+            self.offsets[0] == 0 and int(self.offsets[-1]) + int(self.lengths[-1]) * self.dtype.itemsize == size
+        )
+        ordered = self.document_index[0] == 0
+        if not contiguous or not ordered or self.document_index[-1] != len(self):
+            what = "has offsets or documents that do not follow one another"
+            raise RequestError(Problem(str(index), what, "a damaged index", _COPY_OR_MAKE))
+
+
+_COPY_OR_MAKE = "copy both files again, or make them again with `tridock data preprocess`"
+
+
+def _check_presence(prefix: Path, index: Path, data: Path) -> None:
+    missing = [path for path in (index, data) if not path.is_file()]
+    if len(missing) == 2:
+        todo = "make it with `tridock data preprocess`, or mend data.data_path"
+        if prefix.suffix in (".bin", ".idx") and prefix.is_file():
+            todo = f"give the prefix: {prefix.with_suffix('')}"
+        what = "no indexed data set lies there"
+        raise RequestError(Problem(str(prefix), what, f"neither {index.name} nor {data.name}", todo))
+    if missing:
+        present = data if missing[0] == index else index
+        raise RequestError(Problem(str(missing[0]), "is missing", f"only {present.name}", _COPY_OR_MAKE))
+
+
+def _read_header(index: Path, buffer: Tokens) -> tuple[np.dtype[Any], int, int]:
+    start = buffer[: HEADER.size].tobytes()
+    if start[: len(MAGIC)] != MAGIC:
+        got = repr(start[: len(MAGIC)])
+        raise RequestError(Problem(str(index), "is not an index of Megatron's", got, _COPY_OR_MAKE))
+    if len(start) < HEADER.size:
+        raise RequestError(Problem(str(index), "ends inside its header", f"{len(start)} bytes", _COPY_OR_MAKE))
+    _, version, code, sequences, entries = HEADER.unpack(start)
+    if version != VERSION:
+        what = f"has a version other than {VERSION}"
+        raise RequestError(Problem(str(index), what, str(version), "make it again with `tridock data preprocess`"))
+    if code not in DTYPES:
+        todo = "make it again with `tridock data preprocess`"
+        raise RequestError(Problem(str(index), "has an unknown token type", f"code {code}", todo))
+    expected = HEADER.size + 12 * sequences + 8 * entries
+    if len(buffer) != expected or entries == 0:
+        what = f"promises {sequences} sequences and {entries} document entries, which take {expected} bytes"
+        raise RequestError(Problem(str(index), what, f"{len(buffer)} bytes", _COPY_OR_MAKE))
+    return DTYPES[code], sequences, entries

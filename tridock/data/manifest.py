@@ -1,0 +1,58 @@
+"""``<prefix>.json`` beside a data set: what it was made of, and with which tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tridock.errors import Problem, RequestError
+from tridock.run_folder import write_atomic
+
+
+class Input(BaseModel):
+    """One input file."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+class DatasetManifest(BaseModel):
+    """The facts that a later step relies on. Fields that a newer Tridock adds are let pass."""
+
+    model_config = ConfigDict(frozen=True)
+
+    vocab_size: int = Field(gt=0)
+    documents: int = Field(ge=0)
+    tokens: int = Field(ge=0)
+    tokenizer_sha256: str
+    end_of_document: int | None
+    """The id that closes every document; None where there is none."""
+    inputs: tuple[Input, ...]
+
+
+def manifest_path(prefix: Path) -> Path:
+    """``<prefix>.json``."""
+    return prefix.with_name(prefix.name + ".json")
+
+
+def write_manifest(prefix: Path, manifest: DatasetManifest) -> None:
+    """Writes the manifest whole."""
+    write_atomic(manifest_path(prefix), (manifest.model_dump_json(indent=2) + "\n").encode())
+
+
+def read_manifest(prefix: Path) -> DatasetManifest | None:
+    """The manifest, or None where there is none (Megatron's own tools write none)."""
+    path = manifest_path(prefix)
+    try:
+        return DatasetManifest.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        got = f"{'.'.join(str(part) for part in first['loc']) or 'the file'}: {first['msg']}"
+        todo = "make the data again with `tridock data preprocess`, or delete this file and set model.vocab_size"
+        raise RequestError(Problem(str(path), "is not a data set's manifest", got, todo)) from None

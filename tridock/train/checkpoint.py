@@ -1,0 +1,183 @@
+"""Checkpoints: written beside, renamed when whole, and pointed to by ``latest`` last.
+
+``checkpoints/iter_0000100/`` holds what the strategy writes and ``tridock.json``; ``checkpoints/latest`` the newest
+folder's name, as DeepSpeed's own tools expect it. Random states need no place in it: dropout of an iteration is seeded by
+(seed, rank, iteration), and the order of the data is a function of the number of consumed samples.
+
+Nodes may or may not share the run's folder. Ranks find out by looking for each other's files; the lowest rank on each
+file system, its leader, makes and renames folders there and writes what is common to all ranks. So a checkpoint is
+whole on one shared folder, and on nodes that share nothing each holds what its own ranks need to go on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from tridock.errors import Problem, RequestError, RunError
+from tridock.experiment.schema import Experiment
+from tridock.run_folder import CHECKPOINTS, write_atomic
+from tridock.train.process_group import Ranks, barrier, together
+from tridock.train.strategies import Strategy
+
+LATEST = "latest"
+_PROGRESS = "tridock.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run has come, and what a checkpoint of it fits."""
+
+    iteration: int
+    consumed_samples: int
+    strategy: str
+    zero_stage: int
+    precision: str
+    data_parallel_size: int
+    model: dict[str, int]
+
+    @classmethod
+    def of(cls, experiment: Experiment, ranks: Ranks, padded_vocab_size: int) -> Progress:
+        """The beginning of an experiment."""
+        model = experiment.model
+        return cls(
+            iteration=0,
+            consumed_samples=0,
+            strategy=experiment.parallel.strategy,
+            zero_stage=experiment.parallel.zero_stage if experiment.parallel.strategy == "zero" else 0,
+            precision=experiment.precision,
+            data_parallel_size=ranks.world_size,
+            model={
+                "num_layers": model.num_layers,
+                "hidden_size": model.hidden_size,
+                "num_attention_heads": model.num_attention_heads,
+                "max_position_embeddings": model.max_position_embeddings or model.seq_length,
+                "padded_vocab_size": padded_vocab_size,
+            },
+        )
+
+
+class Checkpoints:
+    """The checkpoints of one run. Creating it is a collective."""
+
+    def __init__(self, run_folder: Path, ranks: Ranks) -> None:
+        self.folder = run_folder / CHECKPOINTS
+        self.ranks = ranks
+        self.leads = _leader(self.folder, ranks) == ranks.rank
+
+    def save(self, strategy: Strategy, progress: Progress) -> Path:
+        """Writes a checkpoint and points ``latest`` at it; gives its folder. A collective."""
+        name = f"iter_{progress.iteration:07d}"
+        final, partial = self.folder / name, self.folder / f".{name}.part"
+        try:
+            if self.leads:
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+            barrier()
+            strategy.save(partial, writes_shared=self.leads)
+            if self.leads:
+                write_atomic(partial / _PROGRESS, (json.dumps(asdict(progress), indent=2) + "\n").encode())
+            barrier()
+            if self.leads:
+                _flush(partial)
+                shutil.rmtree(final, ignore_errors=True)
+                partial.rename(final)
+                write_atomic(self.folder / LATEST, name.encode())
+            barrier()
+        except OSError as error:
+            todo = "free space there or mend its permissions; continue from the last whole checkpoint with train.load"
+            what = "the checkpoint could not be written"
+            raise RunError(Problem(str(final), what, error.strerror or str(error), todo)) from error
+        return final
+
+    def load(self, strategy: Strategy, source: Path, fresh: Progress) -> Progress:
+        """Continues ``strategy`` from a checkpoint folder, or from the latest of a folder of them. A collective.
+
+        ``fresh`` is the beginning of this experiment; what does not fit it is refused before anything is loaded.
+        """
+        with together(self.ranks):
+            folder = find_checkpoint(source)
+            progress = read_progress(folder)
+            check_fit(folder, progress, fresh)
+            missing = [name for name in strategy.files(self.ranks.rank) if not (folder / name).is_file()]
+            if missing:
+                todo = "copy the checkpoint's files to this node, or use a checkpoint that is whole"
+                raise RequestError(Problem(str(folder), "lacks a file of this rank", missing[0], todo))
+        strategy.load(folder)
+        return progress
+
+
+def find_checkpoint(source: Path) -> Path:
+    """The folder of one checkpoint: ``source`` itself, or what ``source/latest`` names."""
+    if (source / _PROGRESS).is_file():
+        return source
+    try:
+        return source / (source / LATEST).read_text().strip()
+    except OSError:
+        todo = "give runs/<run-id>/checkpoints of a run that has saved, or one iter_… folder in it"
+        got = "no such folder" if not source.is_dir() else f"no file named {LATEST} in it"
+        raise RequestError(Problem("train.load", f"no checkpoint lies at {source}", got, todo)) from None
+
+
+def read_progress(folder: Path) -> Progress:
+    """Reads how far a checkpoint had come."""
+    try:
+        return Progress(**json.loads((folder / _PROGRESS).read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
+        got = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        todo = "use another checkpoint: this one is not whole"
+        raise RequestError(Problem(str(folder / _PROGRESS), "cannot be read", got, todo)) from None
+
+
+def check_fit(folder: Path, saved: Progress, wanted: Progress) -> None:
+    """Refuses a checkpoint of another model or layout, with every difference."""
+    pairs = [(f"model.{name}", saved.model.get(name), value) for name, value in wanted.model.items()]
+    pairs.append(("parallel.strategy", saved.strategy, wanted.strategy))
+    if wanted.strategy == "zero":
+        # DeepSpeed stores the optimizer cut into one piece a rank, in the layout of the stage and precision.
+        pairs.append(("parallel.zero_stage", saved.zero_stage, wanted.zero_stage))
+        pairs.append(("precision", saved.precision, wanted.precision))
+        pairs.append(("data parallel size", saved.data_parallel_size, wanted.data_parallel_size))
+    problems = [
+        Problem(name, f"the checkpoint {folder} was saved with {there}", str(here), "use the same, or start anew")
+        for name, there, here in pairs
+        if there != here
+    ]
+    if problems:
+        raise RequestError(problems)
+
+
+def _leader(folder: Path, ranks: Ranks) -> int:
+    """The lowest rank that sees the same files in ``folder`` as this one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    token = [secrets.token_hex(8)]
+    dist.broadcast_object_list(token, src=0)
+    local_ranks: list[int] = [0] * ranks.world_size
+    dist.all_gather_object(local_ranks, ranks.local_rank)
+    candidates = [rank for rank, local_rank in enumerate(local_ranks) if local_rank == min(local_ranks)]
+    mine = folder / f".{token[0]}-{ranks.rank}"
+    if ranks.rank in candidates:
+        mine.touch()
+    barrier()
+    # Asked for by name: a listing could come out of a network file system's cache.
+    leader = next((rank for rank in candidates if (folder / f".{token[0]}-{rank}").exists()), ranks.rank)
+    barrier()
+    mine.unlink(missing_ok=True)
+    return leader
+
+
+def _flush(folder: Path) -> None:
+    """Brings the folder's files to the disk, before the rename that makes them count."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)

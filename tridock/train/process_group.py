@@ -1,0 +1,186 @@
+"""The ranks: how they find each other, agree on errors, and part."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from types import FrameType
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from tridock.errors import Problem, RequestError, RunError, TridockError
+from tridock.run_folder import WORLD_SIZE_VARIABLE
+
+TIMEOUT_VARIABLE: Final = "DEEPSPEED_TIMEOUT"
+"""Minutes to wait for the other ranks, at the rendezvous and in a collective; DeepSpeed's own variable."""
+_DEFAULT_TIMEOUT_MINUTES: Final = 30
+_GRACE_SECONDS: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This rank among the others."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def backend(self) -> str:
+        """What carries the collectives: gloo or nccl."""
+        return str(dist.get_backend())
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0, which speaks for all."""
+        return self.rank == 0
+
+
+class Stopped(BaseException):
+    """SIGTERM arrived. Not an Exception: nothing on the way up may take it for an ordinary failure."""
+
+
+def choose_device(local_rank: int) -> torch.device:
+    """The rank's accelerator, or the CPU where there is none or ``DS_ACCELERATOR=cpu`` asks for it."""
+    if os.environ.get("DS_ACCELERATOR") != "cpu" and torch.cuda.is_available():
+        torch.cuda.set_device(local_rank)
+        return torch.device("cuda", local_rank)
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before DeepSpeed is imported: it would warn and probe
+    return torch.device("cpu")
+
+
+def join() -> Ranks:
+    """Joins the ranks that the launcher's environment names; a process started alone is a world of one.
+
+    Raises :class:`RunError` where the others do not come, or where another world formed than the planned one
+    (a launcher that did not find its hostfile trains on one machine, in silence).
+    """
+    environment = os.environ
+    environment.setdefault("RANK", "0")
+    environment.setdefault("LOCAL_RANK", "0")
+    environment.setdefault("WORLD_SIZE", "1")
+    environment.setdefault("MASTER_ADDR", "127.0.0.1")
+    if "MASTER_PORT" not in environment:
+        environment["MASTER_PORT"] = str(_free_port() if environment["WORLD_SIZE"] == "1" else 29500)
+    rank, local_rank = int(environment["RANK"]), int(environment["LOCAL_RANK"])
+    device = choose_device(local_rank)
+    minutes = float(environment.get(TIMEOUT_VARIABLE) or _DEFAULT_TIMEOUT_MINUTES)
+    try:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=minutes))
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        meeting = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
+        what = f"the {environment['WORLD_SIZE']} ranks did not all meet at {meeting}"
+        todo = f"see the other ranks' logs, and that every node reaches this address ({TIMEOUT_VARIABLE}: minutes to wait)"
+        got = str(error).strip().splitlines()[0]
+        raise RunError(Problem(f"rank {rank}", what, got, todo)) from None
+    ranks = Ranks(rank, local_rank, dist.get_world_size(), device)
+    check_world(ranks)
+    return ranks
+
+
+def check_world(ranks: Ranks) -> None:
+    """Compares the world that formed with the planned one, if the launcher said how many ranks were planned."""
+    planned = os.environ.get(WORLD_SIZE_VARIABLE)
+    if planned is not None and int(planned) != ranks.world_size:
+        todo = "check the hostfile that the launcher read (logs/launcher.log) and that every node started its ranks"
+        what = f"the plan has {planned} ranks, but another number found each other"
+        raise Agreed(RunError(Problem("world size", what, str(ranks.world_size), todo)))
+
+
+class Agreed(Exception):
+    """An error that every rank holds alike; only rank 0 shows it."""
+
+    def __init__(self, error: TridockError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@contextmanager
+def together(ranks: Ranks) -> Iterator[None]:
+    """What any rank finds wrong inside stops all of them, with one list of problems.
+
+    A collective: every rank has to enter and leave it.
+    """
+    error: TridockError | None = None
+    try:
+        yield
+    except TridockError as found:
+        error = found
+    reports: list[tuple[int, tuple[Problem, ...]] | None] = [None] * ranks.world_size
+    dist.all_gather_object(reports, (error.exit_code, error.problems) if error else None)
+    holders: dict[Problem, list[int]] = {}
+    for rank, report in enumerate(reports):
+        for problem in report[1] if report else ():
+            holders.setdefault(problem, []).append(rank)
+    if not holders:
+        return
+    problems = [_located(problem, found_by, ranks.world_size) for problem, found_by in holders.items()]
+    worst = max(report[0] for report in reports if report)
+    raise Agreed((RunError if worst == RunError.exit_code else RequestError)(problems))
+
+
+def _located(problem: Problem, found_by: list[int], world_size: int) -> Problem:
+    if len(found_by) == world_size:
+        return problem
+    who = f"rank {found_by[0]}" if len(found_by) == 1 else f"ranks {', '.join(str(rank) for rank in found_by)}"
+    return Problem(f"{who}: {problem.where}", problem.what, problem.got, problem.todo)
+
+
+def barrier() -> None:
+    """Waits for every rank."""
+    if dist.get_backend() == "nccl":
+        dist.barrier(device_ids=[torch.cuda.current_device()])
+    else:
+        dist.barrier()
+
+
+def mean_over_ranks(value: torch.Tensor) -> float:
+    """The mean of a scalar over the ranks, on all of them."""
+    total = value.detach().to(torch.float32, copy=True)
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+def leave() -> None:
+    """Takes the process group down. Without it a process that has done its work can abort while it exits."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def stop_on_sigterm() -> None:
+    """SIGTERM raises :class:`Stopped` in the main thread; a rank that is deep inside a collective leaves all the same.
+
+    Python runs signal handlers between bytecodes, and a rank that waits for a dead one executes none.
+    The wake-up descriptor is written by the C handler itself, so a thread can see the signal and end the process.
+    """
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        raise Stopped
+
+    def watch() -> None:
+        while data := os.read(read_end, 1):
+            if data[0] == signal.SIGTERM:
+                threading.Event().wait(_GRACE_SECONDS)
+                os._exit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, handler)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    threading.Thread(target=watch, name="sigterm", daemon=True).start()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,28 @@
+"""The learning rate as a function of the iteration: nothing to save, nothing to restore."""
+
+from __future__ import annotations
+
+import math
+
+from tridock.experiment.schema import Optimizer
+
+
+def learning_rate(iteration: int, optimizer: Optimizer, train_iters: int) -> float:
+    """Learning rate of the step that is number ``iteration``, counted from 1.
+
+    Linear from 0 over ``lr_warmup_iters`` (so step 1 takes lr / warmup, and step ``lr_warmup_iters`` the whole lr),
+    then cosine or linear down to ``min_lr`` at ``lr_decay_iters`` and ``min_lr`` from there on, or constant;
+    Megatron-LM's ``OptimizerParamScheduler``. A ``min_lr`` above ``lr`` counts as ``lr``.
+    """
+    floor = min(optimizer.min_lr, optimizer.lr)
+    warmup = optimizer.lr_warmup_iters
+    if iteration <= warmup:
+        return optimizer.lr * iteration / warmup
+    if optimizer.lr_decay_style == "constant":
+        return optimizer.lr
+    end = optimizer.lr_decay_iters or train_iters
+    if iteration >= end:
+        return floor
+    progress = (iteration - warmup) / (end - warmup)
+    remaining = 0.5 * (1.0 + math.cos(math.pi * progress)) if optimizer.lr_decay_style == "cosine" else 1.0 - progress
+    return floor + (optimizer.lr - floor) * remaining

@@ -1,0 +1,254 @@
+"""How the ranks share the work: torch's DDP, or DeepSpeed's ZeRO, behind the same five calls."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tridock.errors import Problem, RequestError
+from tridock.experiment.schema import Experiment
+from tridock.run_folder import DEEPSPEED_CONFIG
+from tridock.train.gpt import parameter_groups
+from tridock.train.loss_scale import LossScaler
+from tridock.train.process_group import Ranks
+
+_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one optimizer step tells."""
+
+    loss: Tensor
+    """Mean loss of this rank's micro-batches, a scalar."""
+    grad_norm: float
+    """2-norm of the whole gradient, averaged over the ranks, before clipping; infinite where fp16 overflowed."""
+
+
+class Strategy(Protocol):
+    """One model under training. Batches are int64 [micro batch, seq_length + 1] on the rank's device."""
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by for fp16; 1 otherwise."""
+
+    def step(self, batches: Sequence[Tensor], lr: float) -> Step:
+        """Forward and backward over the micro-batches, and one update."""
+
+    def evaluate(self, batch: Tensor) -> Tensor:
+        """Mean loss of one micro-batch, without dropout or gradient."""
+
+    def files(self, rank: int) -> tuple[str, ...]:
+        """Names of the checkpoint files that a rank reads."""
+
+    def save(self, folder: Path, writes_shared: bool) -> None:
+        """Writes this rank's part; ``writes_shared``: also what is the same on all ranks. A collective."""
+
+    def load(self, folder: Path) -> None:
+        """Continues from what ``save`` wrote. A collective."""
+
+
+def build_strategy(model: nn.Module, experiment: Experiment, ranks: Ranks, run_folder: Path) -> Strategy:
+    """The strategy that the experiment names."""
+    if experiment.parallel.strategy == "ddp":
+        return DistributedDataParallel(model, experiment, ranks)
+    return Zero(model, experiment, ranks, _read_deepspeed_config(run_folder))
+
+
+def _adamw(model: nn.Module, experiment: Experiment, device: torch.device) -> torch.optim.AdamW:
+    settings = experiment.optimizer
+    groups: Any = parameter_groups(model, settings.weight_decay)
+    betas = (settings.adam_beta1, settings.adam_beta2)
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=betas, eps=settings.adam_eps, fused=True)
+
+
+class DistributedDataParallel:
+    """torch DDP. Weights, gradients and optimizer states are fp32 on every rank.
+
+    bf16 and fp16 come from autocast, which runs matrix products in the short format and keeps the rest in fp32.
+    Only fp16 needs a loss scale: bf16 has the exponent range of fp32.
+    """
+
+    def __init__(self, model: nn.Module, experiment: Experiment, ranks: Ranks) -> None:
+        self.experiment = experiment
+        self.device = ranks.device
+        devices = [ranks.device.index] if ranks.device.type == "cuda" else None
+        self.model = nn.parallel.DistributedDataParallel(
+            model.to(ranks.device), device_ids=devices, gradient_as_bucket_view=True
+        )
+        self.optimizer = _adamw(self.model.module, experiment, ranks.device)
+        self.scaler = LossScaler(experiment.fp16, experiment.precision)
+
+    @property
+    def loss_scale(self) -> float:
+        return self.scaler.scale
+
+    def _loss(self, batch: Tensor) -> Tensor:
+        short = self.experiment.precision != "fp32"
+        with torch.autocast(self.device.type, _DTYPES[self.experiment.precision]) if short else nullcontext():
+            loss: Tensor = self.model(batch[:, :-1], batch[:, 1:])
+        return loss
+
+    def step(self, batches: Sequence[Tensor], lr: float) -> Step:
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=False)  # the gradients are views of DDP's buckets
+        total = torch.zeros((), device=self.device)
+        for number, batch in enumerate(batches, start=1):
+            # Ranks exchange gradients once a step, during the last backward pass.
+            with nullcontext() if number == len(batches) else self.model.no_sync():
+                loss = self._loss(batch)
+                (loss * (self.scaler.scale / len(batches))).backward()
+            total += loss.detach()
+        return Step(total / len(batches), self._update(lr))
+
+    def _update(self, lr: float) -> float:
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients).item() / self.scaler.scale
+        overflow = norm != norm or norm == float("inf")
+        if not overflow:
+            largest = self.experiment.optimizer.clip_grad
+            # 1e-6 as in torch's clip_grad_norm_ and in Megatron
+            factor = min(1.0, largest / (norm + 1e-6)) if largest > 0.0 else 1.0
+            if factor != 1.0 or self.scaler.scale != 1.0:
+                torch._foreach_mul_(gradients, factor / self.scaler.scale)
+            _set_lr(self.optimizer, lr)
+            self.optimizer.step()
+        self.scaler.update(overflow)
+        return float("inf") if overflow else norm
+
+    @torch.no_grad()
+    def evaluate(self, batch: Tensor) -> Tensor:
+        self.model.eval()
+        # Not through DDP: an evaluation exchanges nothing.
+        short = self.experiment.precision != "fp32"
+        with torch.autocast(self.device.type, _DTYPES[self.experiment.precision]) if short else nullcontext():
+            loss: Tensor = self.model.module(batch[:, :-1], batch[:, 1:])
+        return loss
+
+    def files(self, rank: int) -> tuple[str, ...]:
+        return ("ddp.pt",)
+
+    def save(self, folder: Path, writes_shared: bool) -> None:
+        if writes_shared:
+            state = {
+                "model": self.model.module.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "loss_scaler": self.scaler.state(),
+            }
+            torch.save(state, folder / "ddp.pt")
+
+    def load(self, folder: Path) -> None:
+        state = torch.load(folder / "ddp.pt", map_location=self.device, weights_only=True)
+        self.model.module.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.restore(state["loss_scaler"])
+
+
+class Zero:
+    """DeepSpeed's engine with ZeRO stages 0 to 3, configured by the run's ``ds_config.json``.
+
+    The model itself is in the short format, with fp32 master weights in the optimizer.
+    """
+
+    def __init__(self, model: nn.Module, experiment: Experiment, ranks: Ranks, config: dict[str, Any]) -> None:
+        deepspeed = _import_deepspeed(ranks)
+        if experiment.precision == "fp16" and not deepspeed.get_accelerator().is_fp16_supported():
+            todo = "use bf16 or fp32, or parallel.strategy ddp"
+            raise RequestError(Problem("precision", "DeepSpeed has no fp16 on this processor", "fp16", todo))
+        self.stage = experiment.parallel.zero_stage
+        self.precision = experiment.precision
+        self.engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=_adamw(model.to(ranks.device), experiment, ranks.device),
+            config=config,
+            dist_init_required=False,
+        )
+
+    @property
+    def loss_scale(self) -> float:
+        if self.precision != "fp16":
+            return 1.0
+        optimizer = self.engine.optimizer
+        # Stage 0 and stages 1 to 3 keep it in different places.
+        return float(optimizer.loss_scale_config.cur_scale if self.stage == 0 else optimizer.loss_scaler.cur_scale)
+
+    def step(self, batches: Sequence[Tensor], lr: float) -> Step:
+        self.engine.train()
+        _set_lr(self.engine.optimizer, lr)
+        total = torch.zeros((), device=self.engine.device)
+        scale, fp32_norm = self.loss_scale, None
+        for number, batch in enumerate(batches, start=1):
+            loss = self.engine(batch[:, :-1], batch[:, 1:])
+            self.engine.backward(loss)
+            if number == len(batches) and self.stage == 0 and self.precision == "fp32":
+                # Here DeepSpeed leaves the optimizer bare, averages the gradients, and keeps their norm to itself.
+                gradients = [parameter.grad for parameter in self.engine.parameters() if parameter.grad is not None]
+                fp32_norm = torch.nn.utils.get_total_norm(gradients)
+            self.engine.step()  # updates after the last micro-batch only
+            total += loss.detach().float()
+        if fp32_norm is not None:
+            norm = fp32_norm.item()
+        elif getattr(self.engine.optimizer, "overflow", False):
+            norm = float("inf")
+        else:
+            norm = float(self.engine.get_global_grad_norm())
+            # At stage 0 in fp16 the norm that DeepSpeed reports is still multiplied by the loss scale.
+            norm = norm / scale if self.stage == 0 else norm
+        return Step(total / len(batches), norm)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Tensor) -> Tensor:
+        self.engine.eval()
+        loss: Tensor = self.engine(batch[:, :-1], batch[:, 1:])
+        return loss
+
+    def files(self, rank: int) -> tuple[str, ...]:
+        model = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if self.stage == 3 else "mp_rank_00_model_states.pt"
+        prefix = "bf16_" if self.precision == "bf16" else ""
+        optimizer = f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        return (model, optimizer) if self.stage > 0 else (model,)
+
+    def save(self, folder: Path, writes_shared: bool) -> None:
+        # By itself DeepSpeed lets rank 0 write what is common to all ranks; nodes that share no folder need a copy each.
+        self.engine.save_non_zero_checkpoint = writes_shared or self.stage == 3
+        self.engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False)
+
+    def load(self, folder: Path) -> None:
+        self.engine.load_checkpoint(str(folder.parent), tag=folder.name)
+
+
+def _set_lr(optimizer: Any, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def _read_deepspeed_config(run_folder: Path) -> dict[str, Any]:
+    path = run_folder / DEEPSPEED_CONFIG
+    try:
+        config: dict[str, Any] = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        todo = "start the run with `fab launch` or `tridock`, which write it"
+        raise RequestError(Problem(str(path), "is missing; strategy zero needs it", "", todo)) from None
+    return config
+
+
+def _import_deepspeed(ranks: Ranks) -> Any:
+    import deepspeed
+    import deepspeed.ops
+    from deepspeed.utils import set_log_level_from_string
+
+    set_log_level_from_string(os.environ.get("TRIDOCK_DEEPSPEED_LOG_LEVEL", "warning"))
+    if ranks.device.type == "cpu":
+        # DeepSpeed would compile a shared-memory collective for inference while the ranks wait; training never calls it.
+        deepspeed.ops.__compatible_ops__ = {}
+    deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+    return deepspeed

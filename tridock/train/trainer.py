@@ -1,0 +1,174 @@
+"""The training loop of engine ``torch``."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tridock.errors import Problem, RequestError, RunError
+from tridock.experiment.schema import Experiment
+from tridock.train.checkpoint import Checkpoints, Progress
+from tridock.train.dataset import Samples, load_splits, mixed_seed
+from tridock.train.gpt import GPT, Shape
+from tridock.train.metrics import Metrics, record_event
+from tridock.train.process_group import Agreed, Ranks, mean_over_ranks, together
+from tridock.train.schedule import learning_rate
+from tridock.train.strategies import Step, build_strategy
+
+
+class Trainer:
+    """One rank's view of a run: everything that the loop needs, made once."""
+
+    def __init__(self, experiment: Experiment, run_folder: Path, workspace: Path, ranks: Ranks) -> None:
+        self.experiment, self.run_folder, self.ranks = experiment, run_folder, ranks
+        with together(ranks):
+            check_batch(experiment, ranks.world_size)
+            self.splits = load_splits(experiment, workspace)
+        torch.manual_seed(experiment.train.seed)  # the same weights on all ranks
+        shape = Shape.of(experiment.model, self.splits["train"].vocab_size)
+        model = GPT(shape)
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        with together(ranks):
+            self.strategy = build_strategy(model, experiment, ranks, run_folder)
+        self.progress = Progress.of(experiment, ranks, shape.padded_vocab_size)
+        self.checkpoints = Checkpoints(run_folder, ranks)
+        if experiment.train.load is not None:
+            source = workspace / experiment.train.load
+            self.progress = self.checkpoints.load(self.strategy, source, self.progress)
+            self.event("checkpoint_loaded", folder=str(source), iteration=self.progress.iteration)
+        self.metrics = Metrics(run_folder, active=ranks.first, tensorboard=experiment.train.tensorboard)
+        self._logged_at, self._logged_iteration = time.monotonic(), self.progress.iteration
+
+    def run(self) -> None:
+        """Trains from where the run stands to its last iteration, then evaluates on the test split."""
+        train = self.experiment.train
+        self.announce()
+        for iteration in range(self.progress.iteration + 1, train.train_iters + 1):
+            last = iteration == train.train_iters
+            step = self.step(iteration)
+            if last or iteration % train.log_interval == 0:
+                self.log(iteration, step)
+            if train.eval_interval and (last or iteration % train.eval_interval == 0):
+                self.evaluate("valid")
+            if train.save and (last or (train.save_interval and iteration % train.save_interval == 0)):
+                self.save()
+        self.evaluate("test")
+        self.metrics.close()
+
+    def step(self, iteration: int) -> Step:
+        """One optimizer step on the next global batch."""
+        # Dropout depends on the iteration and the rank alone: a resumed run draws what an uninterrupted one draws.
+        torch.manual_seed(mixed_seed(self.experiment.train.seed, self.ranks.rank, iteration) >> 1)
+        global_batch = self.experiment.batch.global_batch_size
+        batches = list(self.batches(self.splits["train"], self.progress.consumed_samples, global_batch))
+        lr = learning_rate(iteration, self.experiment.optimizer, self.experiment.train.train_iters)
+        step = self.strategy.step(batches, lr)
+        consumed = self.progress.consumed_samples + global_batch
+        self.progress = replace(self.progress, iteration=iteration, consumed_samples=consumed)
+        return step
+
+    def batches(self, samples: Samples, first: int, count: int) -> list[Tensor]:
+        """This rank's micro-batches out of ``count`` samples, on its device."""
+        size = self.experiment.batch.micro_batch_size
+        arrays = samples.batches(first, count, size, self.ranks.rank, self.ranks.world_size)
+        return [torch.from_numpy(array).to(self.ranks.device, non_blocking=True) for array in arrays]
+
+    def log(self, iteration: int, step: Step) -> None:
+        """One line on the terminal and one in metrics.jsonl; stops the run where the loss is no number."""
+        loss = mean_over_ranks(step.loss)
+        now = time.monotonic()
+        step_time = (now - self._logged_at) / max(1, iteration - self._logged_iteration)
+        self._logged_at, self._logged_iteration = now, iteration
+        batch, train = self.experiment.batch, self.experiment.train
+        tokens_per_second = batch.global_batch_size * self.experiment.model.seq_length / step_time
+        lr = learning_rate(iteration, self.experiment.optimizer, train.train_iters)
+        self.metrics.iteration(
+            {
+                "iteration": iteration,
+                "loss": loss,
+                "lr": lr,
+                "grad_norm": step.grad_norm,
+                "step_time_s": step_time,
+                "tokens_per_second": tokens_per_second,
+                "consumed_samples": self.progress.consumed_samples,
+                "loss_scale": self.strategy.loss_scale,
+            }
+        )
+        left = timedelta(seconds=round(step_time * (train.train_iters - iteration)))
+        width = len(str(train.train_iters))
+        line = f"iteration {iteration:{width}d}/{train.train_iters} | loss {loss:.4f} | lr {lr:.3e}"
+        line += f" | grad norm {step.grad_norm:.3f} | {tokens_per_second:,.0f} tokens/s | {left} left"
+        if self.experiment.precision == "fp16":
+            line += f" | loss scale {self.strategy.loss_scale:g}"
+            line += " | step skipped: fp16 overflow" if math.isinf(step.grad_norm) else ""
+        self.say(line)
+        if not math.isfinite(loss):
+            todo = "lower optimizer.lr, lengthen optimizer.lr_warmup_iters, or use bf16 or fp32"
+            raise Agreed(RunError(Problem(f"iteration {iteration}", "the loss is not finite", str(loss), todo)))
+
+    def evaluate(self, split: str) -> None:
+        """The mean loss over the first ``eval_iters`` global batches of a split: the same samples every time."""
+        samples, batch = self.splits[split], self.experiment.batch
+        if samples.per_epoch == 0:
+            self.say(f"no {split} loss: the {split} split holds less than one sample")
+            return
+        started = time.monotonic()
+        total, count = torch.zeros((), device=self.ranks.device), self.experiment.train.eval_iters
+        for number in range(count):
+            for tokens in self.batches(samples, number * batch.global_batch_size, batch.global_batch_size):
+                total += self.strategy.evaluate(tokens).float()
+        per_rank = count * batch.global_batch_size // (batch.micro_batch_size * self.ranks.world_size)
+        loss = mean_over_ranks(total / per_rank)
+        self.metrics.evaluation(self.progress.iteration, split, loss)
+        self.event("evaluation", iteration=self.progress.iteration, split=split, loss=loss)
+        self.say(f"{split} loss after iteration {self.progress.iteration}: {loss:.4f}")
+        self._logged_at += time.monotonic() - started  # not training time
+
+    def save(self) -> None:
+        """A checkpoint of this moment."""
+        started = time.monotonic()
+        folder = self.checkpoints.save(self.strategy, self.progress)
+        seconds = time.monotonic() - started
+        self.event("checkpoint_saved", iteration=self.progress.iteration, folder=str(folder), seconds=round(seconds, 3))
+        self.say(f"checkpoint saved: {folder}")
+        self._logged_at += seconds
+
+    def announce(self) -> None:
+        """What is about to be trained, in two lines."""
+        experiment, ranks = self.experiment, self.ranks
+        train = self.splits["train"]
+        zero = f" stage {experiment.parallel.zero_stage}" if experiment.parallel.strategy == "zero" else ""
+        self.say(
+            f"{experiment.name}: {self.parameters / 1e6:.2f} M parameters, {experiment.parallel.strategy}{zero}, "
+            f"{experiment.precision}, {ranks.world_size} {ranks.device.type} ranks"
+        )
+        self.say(
+            f"data: {len(train.tokens):,} training tokens, {train.per_epoch:,} samples of {train.seq_length} an epoch, "
+            f"{experiment.batch.global_batch_size} a step, vocabulary of {train.vocab_size}"
+        )
+
+    def say(self, line: str) -> None:
+        """A line for people, from rank 0."""
+        if self.ranks.first:
+            print(line, flush=True)
+
+    def event(self, event: str, **fields: object) -> None:
+        """A line for programs, from rank 0."""
+        if self.ranks.first:
+            record_event(self.run_folder, event, **fields)
+
+
+def check_batch(experiment: Experiment, data_parallel_size: int) -> None:
+    """The batch must come out even: every rank runs the same number of micro-batches."""
+    batch = experiment.batch
+    samples = batch.micro_batch_size * data_parallel_size
+    if batch.global_batch_size % samples:
+        what = f"is no multiple of micro_batch_size x data parallel ranks = {batch.micro_batch_size} x {data_parallel_size}"
+        todo = f"use a multiple of {samples}"
+        raise RequestError(Problem("batch.global_batch_size", what, str(batch.global_batch_size), todo))

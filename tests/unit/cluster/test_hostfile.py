@@ -1,0 +1,232 @@
+"""The hostfile: DeepSpeed's grammar, compared with DeepSpeed's own parser, and the stricter checks beside it."""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tridock.cluster.hostfile import Hostfile, Node, is_ipv6, load_hostfile, parse_hostfile
+from tridock.errors import RequestError
+
+LOCAL = "a run never falls back to this machine alone"
+EXAMPLE = "write for example `node-1 slots=8`"
+NAMES = "use letters, digits, dots, dashes and underscores, or an address; users and ports go into the settings"
+
+# Pieces that stand on both sides of every rule of the grammar, so that valid and near-valid texts are both common.
+_HOSTS = st.sampled_from(["a", "b", "c", "a.b", "10.0.0.1", "fe80::1", "a:1", "#a", "-x", "n[1-2]", "slots=2", "ä"])
+_GAPS = st.sampled_from([" ", "  ", "\t", "", "\x0b", "\x1c", "\u00a0", "\x85"])
+_SLOTS = st.sampled_from(["slots=2", "slots=0", "slots=12", "slots=", "slots=-1", "slots = 2", "Slots=2", "slots=٣"])
+_TAILS = st.sampled_from(["", " ", " # note", " max_slots=3", "x", ",4", "\x0c"])
+_ENDS = st.sampled_from(["\n", "\r\n", "\r", "\n\n", "\x0b", "\u2028", ""])
+_LINES = st.one_of(
+    st.tuples(st.sampled_from(["", " ", "\t"]), _HOSTS, _GAPS, _SLOTS, _TAILS, _ENDS).map("".join),
+    st.sampled_from(["# note\n", "\n", "   \n", "a\n", "slots=4\n", "\ufeffa slots=2\n"]),
+    st.text(max_size=12),
+)
+_TEXTS = st.lists(_LINES, max_size=6).map("".join)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quiet_deepspeed() -> Iterator[None]:
+    logger = logging.getLogger("DeepSpeed")
+    before, logger.disabled = logger.disabled, True
+    yield
+    logger.disabled = before
+
+
+def deepspeed_pool(text: str) -> dict[str, int] | None:
+    runner = pytest.importorskip("deepspeed.launcher.runner")
+    try:
+        # As fetch_hostfile reads it: open(path, 'r').readlines().
+        return dict(runner._parse_hostfile(io.StringIO(text, newline=None).readlines()))
+    except ValueError:
+        return None
+
+
+def our_pool(text: str) -> dict[str, int] | None:
+    try:
+        return parse_hostfile(text, "hostfile").pool
+    except RequestError:
+        return None
+
+
+@settings(deadline=None)  # the first call imports DeepSpeed
+@given(_TEXTS)
+@example("a slots=" + "1" * 5000)
+@example("a slots=2\ra slots=2")
+def test_accepts_and_reads_what_deepspeed_does(text: str) -> None:
+    theirs, ours = deepspeed_pool(text), our_pool(text)
+    assert ours == theirs
+    assert list(ours or {}) == list(theirs or {})
+
+
+_SPECS = st.tuples(
+    st.sampled_from(["a", "b", "c", "d", "zero", "fe80::1", ""]),
+    st.sampled_from(["", ":0", ":1", ":0,1", ":1,0,1", ":2", ":-1", ":", ":x", ": 1", ":0,", "::1", ":0:1"]),
+).map("".join)
+_FILTERS = st.lists(_SPECS, max_size=4).map("@".join)
+_POOL = "b slots=2\na slots=1\nzero slots=0\nc slots=3\nfe80::1 slots=2\n"
+
+
+@settings(deadline=None)
+@given(_FILTERS, _FILTERS)
+@example("a@a:0", "")
+@example("", "b@b:0")
+def test_filters_as_deepspeed_does(include: str, exclude: str) -> None:
+    runner = pytest.importorskip("deepspeed.launcher.runner")
+    hostfile = parse_hostfile(_POOL, "hostfile")
+    theirs: dict[str, list[int]] | None
+    try:
+        theirs = dict(runner.parse_inclusion_exclusion(dict(hostfile.pool), include, exclude))
+    except ValueError:
+        theirs = None
+    try:
+        ours = {name: list(slots) for name, slots in hostfile.select(include, exclude).items()}
+    except RequestError:
+        assert theirs is None
+    else:
+        assert ours == theirs
+        assert list(ours) == list(theirs)
+
+
+@given(st.lists(st.tuples(st.from_regex(r"[A-Za-z0-9._-]{1,12}", fullmatch=True), st.integers(0, 99)), min_size=1))
+def test_round_trip(entries: list[tuple[str, int]]) -> None:
+    hostfile = Hostfile(tuple(Node(name, slots) for name, slots in dict(entries).items()))
+    assert parse_hostfile(hostfile.render(), "again") == hostfile
+
+
+def test_entries_keep_their_order_and_the_first_is_the_head() -> None:
+    hostfile = parse_hostfile("# rack 3\n\nb slots=2 # note\n  a\tslots=08 max_slots=9\r\n::1 slots=1", "lab")
+    assert hostfile.nodes == (Node("b", 2), Node("a", 8), Node("::1", 1))
+    assert hostfile.head == Node("b", 2)
+    assert hostfile.render() == "b slots=2\na slots=8\n::1 slots=1\n"
+    hostfile.validate()
+
+
+def message(text: str) -> str:
+    with pytest.raises(RequestError) as caught:
+        parse_hostfile(text, "lab").validate()
+    return str(caught.value)
+
+
+def test_all_bad_lines_are_named_at_once() -> None:
+    assert message("a slots=1\nb\nc slots=x\na slots=2\nd slots = 4\n") == (
+        f"lab:2: is not a `host slots=N` line; got 'b'; {EXAMPLE}\n"
+        f"lab:3: is not a `host slots=N` line; got 'c slots=x'; {EXAMPLE}\n"
+        "lab:4: names a host that line 1 has already; got 'a'; keep one of the two, with all its slots\n"
+        f"lab:5: is not a `host slots=N` line; got 'd slots = 4'; {EXAMPLE}"
+    )
+
+
+@pytest.mark.parametrize("text", ["", "\n", "# a slots=4\n"])
+def test_an_empty_hostfile(text: str) -> None:
+    assert message(text) == f"lab: the hostfile names no node; got no entry; {EXAMPLE}; {LOCAL}"
+
+
+def test_a_number_too_long() -> None:
+    assert message("a slots=" + "1" * 5000) == f"lab:1: has a number too long to read; got 5000 digits; {EXAMPLE}"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["-oProxyCommand=id", "user@host", "node[1-4]", "a,b", "a:22", "[::1]", "^file", "a/b", "..", ".", "a;b", "$(id)", "*",
+     "fe80::1%eth0;id", "a..", "-", "x" * 254],
+)  # fmt: skip
+def test_names_that_ssh_pdsh_or_a_file_system_reads_otherwise(name: str) -> None:
+    assert message(f"{name} slots=1") == f"lab:1: cannot be used as a host's name; got {name!r}; {NAMES}"
+
+
+@pytest.mark.parametrize(
+    "name", ["a", "node-1", "gpu_3.rack.example.org", "10.1.2.3", "::1", "fe80::1%eth0", "2001:DB8::7"]
+)
+def test_names_that_are_fine(name: str) -> None:
+    parse_hostfile(f"{name} slots=1", "lab").validate()
+
+
+def test_slots_that_deepspeed_takes_and_no_run_can_use() -> None:
+    assert message("a slots=0\nb slots=4,5\nc slots=4097\nd slots=8x # y\n") == (
+        "lab:1: has no slots; got a slots=0; give at least 1, or comment the line out\n"
+        f"lab:2: has more than a number after slots=; got 'slots=4,5'; {EXAMPLE}\n"
+        "lab:3: has more slots than a host can have; got 4097; give at most 4096\n"
+        f"lab:4: has more than a number after slots=; got 'slots=8x'; {EXAMPLE}"
+    )
+
+
+def test_names_that_differ_in_case_only() -> None:
+    assert message("Node slots=1\nnode slots=1") == (
+        "lab:2: differs from line 1 in case only, which ssh does not tell apart; got 'node'; keep one of the two"
+    )
+
+
+def select_message(include: str = "", exclude: str = "") -> str:
+    with pytest.raises(RequestError) as caught:
+        parse_hostfile(_POOL, "lab").select(include, exclude)
+    return str(caught.value)
+
+
+def test_filter_messages() -> None:
+    assert select_message("a", "b") == "--include, --exclude: exclude each other; got 'a' and 'b'; give one of them"
+    assert select_message("d@a:7,x@zero:0@fe80::1") == (
+        "--include: names a host that lab does not have; got 'd'; use one of b, a, zero, c, fe80::1\n"
+        "--include: names a slot that a does not have; got 7; use 0 to 0\n"
+        "--include: has a slot of a that is not a number; got 'x'; write a:0,1\n"
+        "--include: names a slot that zero does not have; got 0; it has no slots\n"
+        "--include: has more than one colon in a host; got 'fe80::1'; name its host instead: "
+        "in this grammar a colon begins the list of slots, so IPv6 addresses cannot stand here"
+    )
+    assert select_message(exclude="d").startswith("--exclude: names a host that lab does not have; got 'd'; ")
+
+
+def test_filters_keep_the_numbers_of_the_slots() -> None:
+    hostfile = parse_hostfile("a slots=8\nb slots=2\n", "lab")
+    assert hostfile.select() == {"a": tuple(range(8)), "b": (0, 1)}
+    assert hostfile.select("b@a:5,4") == {"a": (4, 5), "b": (0, 1)}
+    assert hostfile.select(exclude="a@b:0") == {"b": (1,)}
+
+
+def test_loading_names_every_bad_line_of_both_kinds(tmp_path: Path) -> None:
+    path = tmp_path / "lab"
+    path.write_text("-x slots=1\nb\nc slots=0\n")
+    with pytest.raises(RequestError) as caught:
+        load_hostfile(path)
+    assert str(caught.value) == (
+        f"{path}:1: cannot be used as a host's name; got '-x'; {NAMES}\n"
+        f"{path}:2: is not a `host slots=N` line; got 'b'; {EXAMPLE}\n"
+        f"{path}:3: has no slots; got c slots=0; give at least 1, or comment the line out"
+    )
+    path.write_text("a slots=1\n")
+    assert load_hostfile(path) == Hostfile((Node("a", 1),))
+
+
+def test_a_missing_or_empty_file_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "lab"
+    with pytest.raises(RequestError) as caught:
+        load_hostfile(path)
+    assert (
+        str(caught.value) == f"{path}: the hostfile is missing; got no such file; give the path of a hostfile; {LOCAL}"
+    )
+    path.touch()
+    with pytest.raises(RequestError) as caught:
+        load_hostfile(path)
+    assert str(caught.value) == f"{path}: the hostfile names no node; got no entry; {EXAMPLE}; {LOCAL}"
+    with pytest.raises(RequestError) as caught:
+        load_hostfile(tmp_path)
+    assert (
+        str(caught.value) == f"{tmp_path}: cannot be read as a hostfile; got a folder; give the path of a hostfile file"
+    )
+
+
+def test_ipv6() -> None:
+    assert [is_ipv6(name) for name in ("::1", "fe80::1%eth0", "10.0.0.1", "a:b", "node")] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]

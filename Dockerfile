@@ -1,0 +1,99 @@
+# Stages: base (what runs need from the distribution) → builder (the Python environment) → runtime.
+#
+#   make image               NVIDIA's PyTorch image, whose torch is used and never replaced
+#   make image FLAVOR=cpu    the twin's: the same recipe on Debian, with torch's CPU build
+#
+# No "syntax" line: it would have to be fetched from a registry, which not every machine reaches.
+# For the same reason nothing here is newer than the BuildKit of Docker 20.10 (no here-documents, no named contexts).
+
+ARG BASE_IMAGE=nvcr.io/nvidia/pytorch:25.12-py3
+ARG FLAVOR=gpu
+
+# ---- base ------------------------------------------------------------------------------------------------------------
+# hadolint ignore=DL3006
+FROM ${BASE_IMAGE} AS base
+SHELL ["/bin/bash", "-Eeuo", "pipefail", "-c"]
+# ssh's host keys, which the package makes on installation, are removed in the same layer: a node gets its own from outside.
+# The CA that a proxy may need is a build secret: it serves the build and does not stay.
+# hadolint ignore=DL3008
+RUN --mount=type=bind,source=tools,target=/tools \
+    --mount=type=secret,id=ca \
+    --mount=type=cache,target=/var/cache/apt,sharing=locked \
+    --mount=type=cache,target=/var/lib/apt/lists,sharing=locked \
+    rm -f /etc/apt/apt.conf.d/docker-clean \
+    && source /tools/image/ca.sh \
+    && apt-get update -qq \
+    && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+        ca-certificates iproute2 libaio1* libgomp1 libnuma1 numactl openssh-client openssh-server pdsh procps python3 tini \
+    && rm -f /etc/ssh/ssh_host_* \
+    && rm -rf /var/log/apt /var/log/dpkg.log /var/cache/debconf/*-old
+
+FROM base AS base-gpu
+ENV DS_ACCELERATOR=cuda
+
+FROM base AS base-cpu
+ENV DS_ACCELERATOR=cpu
+
+# ---- builder ---------------------------------------------------------------------------------------------------------
+# hadolint ignore=DL3006
+FROM base-${FLAVOR} AS builder
+ARG FLAVOR
+# hadolint ignore=DL3008
+RUN --mount=type=bind,source=tools,target=/tools \
+    --mount=type=secret,id=ca \
+    --mount=type=cache,target=/var/cache/apt,sharing=locked \
+    --mount=type=cache,target=/var/lib/apt/lists,sharing=locked \
+    source /tools/image/ca.sh \
+    && apt-get update -qq \
+    && if [[ $FLAVOR == cpu ]]; then \
+        DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends g++ libaio-dev python3-dev python3-venv; \
+    fi
+# NVIDIA's images constrain pip to their own versions; the locks are the only word here.
+ENV PIP_CONSTRAINT= PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+# The folders that are mounted here are what the layer depends on: an edit elsewhere in the repository does not rebuild it.
+RUN --mount=type=bind,source=tools,target=/src/tools \
+    --mount=type=bind,source=locks,target=/src/locks \
+    --mount=type=secret,id=ca \
+    --mount=type=cache,target=/root/.cache/pip \
+    --mount=type=cache,target=/root/.cache/uv \
+    source /src/tools/image/ca.sh \
+    && /src/tools/image/environment.sh /opt/venv "$FLAVOR"
+
+# ---- runtime ---------------------------------------------------------------------------------------------------------
+# hadolint ignore=DL3006
+FROM base-${FLAVOR} AS runtime
+ARG FLAVOR
+ARG BASE_IMAGE
+COPY --from=builder /opt/venv /opt/venv
+# One Include, so that every ssh inside a node (pdsh's too) finds the keys and host names that the operator delivered.
+# The state folder is for what the entrypoint renders; anyone may write there because it may be started with --user.
+RUN printf 'Include /run/tridock/secrets/ssh_config\n' >/etc/ssh/ssh_config.d/tridock.conf \
+    && mkdir -p /workspace /opt/tridock /run/tridock/secrets /home/tridock \
+    && install -d -m 1777 /run/tridock/state \
+    && ln -s /opt/tridock/entrypoint/profile.sh /etc/profile.d/tridock.sh
+ENV PATH=/opt/venv/bin:/opt/tridock/entrypoint:${PATH} \
+    PYTHONPATH=/opt/tridock \
+    PYTHONUNBUFFERED=1 \
+    PDSH_RCMD_TYPE=ssh
+WORKDIR /workspace
+ENTRYPOINT ["tini", "-s", "--", "/opt/tridock/entrypoint/entrypoint.sh"]
+CMD ["bash"]
+HEALTHCHECK --interval=5s --timeout=5s --start-period=5s --retries=3 CMD ["/opt/tridock/entrypoint/healthcheck.sh"]
+
+# From here on everything is cheap: what changes with every edit comes last.
+COPY configs /opt/tridock/configs
+COPY entrypoint /opt/tridock/entrypoint
+COPY tridock /opt/tridock/tridock
+ARG GIT_COMMIT=unknown
+ARG VERSION=unknown
+RUN --mount=type=bind,source=tools/image/manifest.py,target=/image-manifest.py \
+    python3 -m compileall -q /opt/tridock/tridock \
+    && /opt/venv/bin/python /image-manifest.py --flavor "$FLAVOR" --base-image "$BASE_IMAGE" --git-commit "$GIT_COMMIT" --version "$VERSION" \
+        >/opt/tridock/manifest.json
+LABEL org.opencontainers.image.title="tridock" \
+    org.opencontainers.image.description="One node of a 3D-parallel training cluster: DeepSpeed, Megatron, sshd" \
+    org.opencontainers.image.source="https://github.com/tridock/tridock" \
+    org.opencontainers.image.licenses="Apache-2.0" \
+    org.opencontainers.image.version="${VERSION}" \
+    org.opencontainers.image.revision="${GIT_COMMIT}" \
+    org.opencontainers.image.base.name="${BASE_IMAGE}"

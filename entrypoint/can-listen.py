@@ -1,0 +1,54 @@
+#!/usr/bin/env python3
+"""Whether a port of an address is free: exits 0, or prints the system's words and exits 1.
+
+    can-listen.py ADDRESS PORT
+
+The socket is made the way sshd makes its own, so that what passes here passes there.
+"""
+
+import socket
+import sys
+
+
+def complaint(address: str, port: int) -> str | None:
+    """The reason why nothing can listen there, or None. IPv6 switched off on the host is no reason: sshd skips it as well."""
+    try:
+        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE | socket.AI_NUMERICSERV)
+    except socket.gaierror as error:
+        return str(error.strerror)
+    for family, kind, protocol, _, target in found:
+        try:
+            listener = socket.socket(family, kind, protocol)
+        except OSError:
+            continue
+        with listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            try:
+                listener.bind(target)
+                listener.listen(1)
+            except OSError as error:
+                if family == socket.AF_INET6 and target[0] == "::" and not has_ipv6():
+                    continue
+                return str(error.strerror)
+    return None
+
+
+def has_ipv6() -> bool:
+    """Whether any interface, the loopback included, has an IPv6 address."""
+    try:
+        with open("/proc/net/if_inet6") as interfaces:
+            return bool(interfaces.read().strip())
+    except FileNotFoundError:
+        return False
+
+
+def main() -> None:
+    reason = complaint(sys.argv[1], int(sys.argv[2]))
+    if reason is not None:
+        sys.exit(print(reason) or 1)
+
+
+if __name__ == "__main__":
+    main()

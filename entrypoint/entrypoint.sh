@@ -1,0 +1,254 @@
+#!/usr/bin/env bash
+# The first program in every container of the image.
+#
+#   node        sshd in the foreground, as the operator's user: one node of a cluster
+#   COMMAND...  anything else is run as it stands, as the operator's user
+#
+# Started as root it takes on the operator's uid and gid and drops to them; started with --user it stays what it is.
+set -Eeuo pipefail
+
+readonly STATE=${TRIDOCK_STATE:-/run/tridock/state}
+readonly SECRETS=${TRIDOCK_SECRETS:-/run/tridock/secrets}
+readonly ACCOUNT=tridock
+readonly ACCOUNT_HOME=/home/tridock
+readonly EXIT_REQUEST=2 EXIT_CLUSTER=3
+
+# Prints an error in the form of the whole project, "where: what; got value; remedy", and leaves.
+fail() {
+    local status=$1 what=$2 got=$3 todo=$4
+    printf '%s: %s; %s%s\n' "${TRIDOCK_NODE:-$(hostname)}" "$what" "${got:+got $got; }" "$todo" >&2
+    exit "$status"
+}
+
+# ---- who runs here ---------------------------------------------------------------------------------------------------
+
+is_id() {
+    [[ $1 =~ ^(0|[1-9][0-9]{0,9})$ ]]
+}
+
+# Prints the id to take: TRIDOCK_UID or TRIDOCK_GID where it is set, else that of the owner of /workspace.
+operator_id() {
+    local name=$1 format=$2 id
+    id=${!name:-$(stat --format "$format" /workspace)}
+    is_id "$id" || fail "$EXIT_REQUEST" "$name is not a number" "$id" "set it to what 'id' prints on the operator's machine, or leave it out"
+    printf '%s\n' "$id"
+}
+
+# Prints a passwd or group file with the account's line in it, once. It comes first, so that the id resolves to this
+# name even where the base image has another for it (uid 1000 is "ubuntu" on NVIDIA's); but root stays root.
+with_account() {
+    local file=$1 line=$2 id=$3
+    [[ $id == 0 ]] || printf '%s\n' "$line"
+    grep -v "^$ACCOUNT:" "$file" || true
+    [[ $id != 0 ]] || printf '%s\n' "$line"
+}
+
+create_account() {
+    local uid=$1 gid=$2 content
+    # "*" is no password that anyone could type, and is not "locked", which sshd would refuse.
+    content=$(with_account /etc/passwd "$ACCOUNT:*:$uid:$gid:Tridock:$ACCOUNT_HOME:/bin/bash" "$uid")
+    printf '%s\n' "$content" >/etc/passwd
+    content=$(with_account /etc/group "$ACCOUNT:x:$gid:" "$gid")
+    printf '%s\n' "$content" >/etc/group
+    mkdir -p "$ACCOUNT_HOME" "$STATE"
+    chown "$uid:$gid" "$ACCOUNT_HOME" "$STATE"
+    chmod 755 "$STATE"
+}
+
+# Prints the groups to keep: those that the container was started with (--group-add) and those of the device files in it.
+supplementary_groups() {
+    local gid=$1
+    {
+        id -G | tr ' ' '\n'
+        find /dev/dri /dev/kfd /dev/infiniband -type c -exec stat --format %g {} + 2>/dev/null || true
+    } | grep -v '^0$' | { cat; printf '%s\n' "$gid"; } | sort -nu | paste -sd,
+}
+
+# Puts the account into those groups by name as well: `docker exec --user tridock` reads them from the file.
+join_groups() {
+    local groups=$1 id name
+    for id in ${groups//,/ }; do
+        name=$(getent group "$id" | cut -d: -f1) || { name=device$id; printf '%s:x:%s:\n' "$name" "$id" >>/etc/group; }
+        [[ $name == "$ACCOUNT" ]] || usermod --append --groups "$name" "$ACCOUNT"
+    done
+}
+
+# As root: becomes the operator, and starts this script again as that user. Root as the operator goes on as root.
+adopt_operator() {
+    local uid gid groups
+    uid=$(operator_id TRIDOCK_UID %u)
+    gid=$(operator_id TRIDOCK_GID %g)
+    create_account "$uid" "$gid"
+    export HOME=$ACCOUNT_HOME USER=$ACCOUNT LOGNAME=$ACCOUNT
+    [[ $uid != 0 ]] || return 0
+    groups=$(supplementary_groups "$gid")
+    join_groups "$groups"
+    exec setpriv --reuid "$uid" --regid "$gid" --groups "$groups" -- "$0" "$@"
+}
+
+# Not as root: torch, git and others want a home that they can write to and a name for the user.
+settle_in() {
+    export USER=${USER:-$ACCOUNT} LOGNAME=${LOGNAME:-$ACCOUNT}
+    [[ -n ${HOME:-} && -w $HOME ]] || export HOME=/tmp
+}
+
+# ---- the environment, for whoever comes in later -----------------------------------------------------------------------
+
+# Whether a variable is the cluster's, and not the process's own or one run's.
+is_shared_variable() {
+    case $1 in
+    HOME | USER | LOGNAME | SHELL | SHLVL | PWD | OLDPWD | HOSTNAME | TERM | MAIL | _) return 1 ;;
+    SSH_* | TRIDOCK_RUN_ID | TRIDOCK_WORLD_SIZE) return 1 ;;
+    *) [[ $1 =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]] ;;
+    esac
+}
+
+# Prints the shared part of this environment, NAME=VALUE, each ended by a zero byte.
+shared_environment() {
+    local pair
+    while IFS= read -r -d '' pair; do
+        is_shared_variable "${pair%%=*}" && printf '%s\0' "$pair"
+    done < <(env -0 | sort -z)
+    return 0
+}
+
+# For shells: export NAME='VALUE', quoted for bash.
+render_shell_environment() {
+    local pair
+    while IFS= read -r -d '' pair; do
+        printf 'export %s=%q\n' "${pair%%=*}" "${pair#*=}"
+    done < <(shared_environment)
+}
+
+# For sshd: one SetEnv line (it reads the first one only), each pair in double quotes with \ and " escaped.
+render_setenv() {
+    local pair words=()
+    while IFS= read -r -d '' pair; do
+        # sshd's configuration has no way to write a newline; login shells still get such a variable.
+        [[ $pair != *$'\n'* ]] || continue
+        pair=${pair//\\/\\\\}
+        pair=${pair//\"/\\\"}
+        words+=("\"$pair\"")
+    done < <(shared_environment)
+    [[ ${#words[@]} == 0 ]] || printf 'SetEnv %s\n' "${words[*]}"
+}
+
+write_environment() {
+    # Written whole or not at all: a login may come in between.
+    render_shell_environment >"$STATE/.environment.sh.part"
+    mv "$STATE/.environment.sh.part" "$STATE/environment.sh"
+}
+
+# ---- a node: sshd ----------------------------------------------------------------------------------------------------
+
+is_port() {
+    [[ $1 =~ ^[1-9][0-9]{0,4}$ && $1 -le 65535 ]]
+}
+
+listen_addresses() {
+    tr ',' '\n' <<<"${TRIDOCK_SSH_LISTEN:-0.0.0.0,::}" | tr -d ' \t' | grep . || true
+}
+
+render_sshd_config() {
+    local port=$1 address
+    cat <<EOF
+Port $port
+AddressFamily any
+EOF
+    while IFS= read -r address; do
+        printf 'ListenAddress %s\n' "$address"
+    done < <(listen_addresses)
+    cat <<EOF
+HostKey $SECRETS/ssh_host_ed25519_key
+AuthorizedKeysFile $SECRETS/authorized_keys
+PidFile $STATE/sshd.pid
+AllowUsers $ACCOUNT
+AuthenticationMethods publickey
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+PermitEmptyPasswords no
+PermitRootLogin prohibit-password
+UsePAM no
+DisableForwarding yes
+PermitUserEnvironment no
+PrintMotd no
+PrintLastLog no
+UseDNS no
+# A launch opens one connection to every node at the same moment.
+MaxStartups 512:30:1024
+MaxSessions 512
+$(render_setenv)
+EOF
+}
+
+require_account() {
+    local uid
+    uid=$(id -u)
+    [[ $(getent passwd "$ACCOUNT" | cut -d: -f3) == "$uid" ]] ||
+        fail "$EXIT_REQUEST" "sshd needs a passwd entry named $ACCOUNT for the user it runs as" "uid $uid" \
+            "start the container as root (it drops to the uid in TRIDOCK_UID by itself), or mount an /etc/passwd with that entry"
+}
+
+require_secrets() {
+    local file path owner mode
+    for file in ssh_host_ed25519_key id_ed25519 authorized_keys known_hosts ssh_config; do
+        path=$SECRETS/$file
+        [[ -e $path ]] || fail "$EXIT_CLUSTER" "the node's key material is missing" "no $path" "run 'fab keys' for this cluster and mount its folder on $SECRETS"
+        [[ -r $path ]] || fail "$EXIT_CLUSTER" "the node's key material cannot be read by uid $(id -u)" \
+            "$path of uid $(stat --format %u "$path")" "give the folder to the operator, or set TRIDOCK_UID to its owner"
+    done
+    for file in ssh_host_ed25519_key id_ed25519; do
+        path=$SECRETS/$file
+        mode=$(stat --format %a "$path")
+        (((8#$mode & 8#077) == 0)) || fail "$EXIT_CLUSTER" "a private key is open to others" "$path with mode $mode" "chmod 600 it on the host"
+    done
+    # sshd would refuse each login without a word to the client, so it is said here.
+    for path in "$SECRETS" "$SECRETS/authorized_keys"; do
+        mode=$(stat --format %a "$path")
+        owner=$(stat --format %u "$path")
+        (((8#$mode & 8#022) == 0)) || fail "$EXIT_CLUSTER" "others may write to the node's key material" "$path with mode $mode" "chmod 700 the folder and 600 its files on the host"
+        [[ $owner == 0 || $owner == "$(id -u)" ]] || fail "$EXIT_CLUSTER" "the node's key material belongs to somebody else" "$path of uid $owner" \
+            "give the folder to the operator, or set TRIDOCK_UID to its owner"
+    done
+}
+
+# sshd goes on when one of several addresses is taken, and a container that fails late is hard to read: ask first.
+require_free_port() {
+    local port=$1 address complaint
+    while IFS= read -r address; do
+        complaint=$(/opt/tridock/entrypoint/can-listen.py "$address" "$port") ||
+            fail "$EXIT_CLUSTER" "sshd cannot listen on $address port $port" "$complaint" \
+                "stop what listens there ('ss -ltnp' on the host shows it), or change the cluster's ssh port or listen address"
+    done < <(listen_addresses)
+}
+
+prepare_node() {
+    local port=${TRIDOCK_SSH_PORT:-2222} complaint
+    is_port "$port" || fail "$EXIT_REQUEST" "TRIDOCK_SSH_PORT is not a port" "$port" "set it to a number from 1 to 65535"
+    require_account
+    require_secrets
+    require_free_port "$port"
+    # Only root's sshd uses it, to shut away the part that talks to strangers.
+    [[ $(id -u) != 0 ]] || mkdir -p -m 755 /run/sshd
+    (umask 077 && render_sshd_config "$port" >"$STATE/sshd_config")
+    complaint=$(/usr/sbin/sshd -t -f "$STATE/sshd_config" 2>&1) ||
+        fail "$EXIT_CLUSTER" "sshd refuses its configuration" "$complaint" "mend what it names; an unreadable host key is made anew by 'fab keys --rotate'"
+}
+
+# ---- together --------------------------------------------------------------------------------------------------------
+
+main() {
+    if [[ $(id -u) == 0 ]]; then
+        adopt_operator "$@"
+    elif [[ ${USER:-} != "$ACCOUNT" ]]; then
+        settle_in
+    fi
+    write_environment
+    if [[ ${1:-} == node ]]; then
+        prepare_node
+        set -- /usr/sbin/sshd -D -e -f "$STATE/sshd_config"
+    fi
+    exec "$@"
+}
+
+[[ ${BASH_SOURCE[0]} != "$0" ]] || main "$@"

@@ -1,0 +1,74 @@
+"""`make bench-launch`: time to the first training step, `fab launch` beside `deepspeed --hostfile` typed on the head.
+
+Both start the same ranks on the same nodes of the twin, in turns. The run by hand is given what our launch prepares
+(hostfile, environment file, configuration): it measures the least that a user could wait for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tridock.ops import runs
+from tridock.ops.launch import make_request, preview
+from tridock.ops.nodes import up
+from tridock.ops.session import Session
+
+CONFIG = Path("configs/demo.yaml")
+SHORT = ["train.train_iters=1", "train.log_interval=1", "train.eval_interval=0", "train.save=false"]
+FIRST_STEP = "iteration 1/1 "
+
+
+def seconds_to_first_step(argv: list[str]) -> float:
+    """Runs a command; seconds from its start to the line of the first step. Its failure is ours."""
+    started, first, lines = time.monotonic(), None, []
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if first is None and FIRST_STEP in line:
+                first = time.monotonic() - started
+    if process.returncode or first is None:
+        sys.exit(f"{' '.join(argv)} ended with {process.returncode} and no first step:\n{''.join(lines[-20:])}")
+    return first
+
+
+def by_hand(session: Session) -> list[str]:
+    """The command that a user types on the head, in a folder that was prepared beforehand."""
+    request = make_request(session, CONFIG, SHORT)
+    bundle = preview(session, request)
+    session.hosts[session.head].put_tree(
+        bundle.files, f"{session.cluster.project_folder}/runs/{bundle.run_id}", mode=0o644
+    )
+    return list(session.inside(session.head, "bash", f"{bundle.path}/launch.sh").argv)
+
+
+def main() -> None:
+    """Prints a table and writes runs/bench-launch.json."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hosts", type=Path, default=Path("hostfiles/twin"))
+    parser.add_argument("--repeats", type=int, default=5)
+    arguments = parser.parse_args()
+    session = Session.open(arguments.hosts)
+    up(session)
+    fab = [str(Path(sys.executable).with_name("fab")), "launch", "--hosts", str(arguments.hosts)]
+    fab += ["--config", str(CONFIG), *(word for field in SHORT for word in ("--set", field))]
+    times: dict[str, list[float]] = {"fab launch": [], "deepspeed by hand": []}
+    for _ in range(arguments.repeats):
+        times["deepspeed by hand"].append(seconds_to_first_step(by_hand(session)))
+        times["fab launch"].append(seconds_to_first_step(fab))
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    for name, values in times.items():
+        print(f"{name:18s} median {medians[name]:6.2f} s   from {min(values):.2f} to {max(values):.2f} s")
+    ratio = medians["fab launch"] / medians["deepspeed by hand"]
+    print(f"ratio {ratio:.3f} (at most 1.15 is the goal), {arguments.repeats} repeats each, {len(runs.list_runs(session))} runs kept")
+    Path("runs/bench-launch.json").write_text(json.dumps({"seconds": times, "ratio": ratio}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+#!/usr/bin/env bash
+# Builds the image (make image). Words on standard output are few: the image's name comes last.
+#
+#   tools/build-image.sh cpu|gpu BASE_IMAGE IMAGE [CA_FILE]
+set -Eeuo pipefail
+cd "$(dirname "$0")/.."
+
+readonly FLAVOR=$1 BASE_IMAGE=$2 IMAGE=$3 CA=${4:-}
+readonly STANDABLE=debian:bookworm-slim
+
+fail() {
+    printf '%s\n' "$2" >&2
+    exit "$1"
+}
+
+check_request() {
+    [[ $FLAVOR == cpu || $FLAVOR == gpu ]] || fail 2 "FLAVOR: neither cpu nor gpu; got $FLAVOR; write FLAVOR=cpu for the twin's image, or leave it out"
+    [[ -z $CA || -r $CA ]] || fail 2 "CA: no such file, or it cannot be read; got $CA; name a file of PEM certificates"
+    command -v docker >/dev/null || fail 3 "docker: no such command; install Docker, or run tools/docker-engine.sh as root on Debian"
+    docker info >/dev/null 2>&1 || fail 3 "docker: no engine answers; got $(docker info 2>&1 | grep -iE 'cannot|permission|error' | head -n 1); start it, or run tools/docker-engine.sh as root on Debian"
+}
+
+# The base from here, from a registry, or (Debian's, which can be made anywhere from packages) as a stand-in.
+find_base() {
+    local complaint
+    docker image inspect "$BASE_IMAGE" >/dev/null 2>&1 && return
+    complaint=$(docker pull --quiet "$BASE_IMAGE" 2>&1) && return
+    [[ $BASE_IMAGE == "$STANDABLE" ]] || fail 3 "$BASE_IMAGE: the base image cannot be pulled; got ${complaint##*$'\n'}; log in to its registry, or name another with BASE_IMAGE"
+    printf '%s cannot be pulled (%s); making a stand-in from Debian packages\n' "$BASE_IMAGE" "${complaint##*: }"
+    tools/base-image.sh "$BASE_IMAGE"
+}
+
+# A container does not see the folders in which pip finds wheels on this machine; the one wheel that matters goes along.
+collect_wheels() {
+    local version folder wheel
+    [[ $FLAVOR == cpu ]] || return 0
+    version=$(sed -n 's/^torch==//p' locks/torch.txt)
+    while IFS= read -r folder; do
+        for wheel in "$folder/torch-$version+cpu-"*.whl; do
+            [[ ! -e $wheel || -e locks/wheels/${wheel##*/} ]] || cp -p "$wheel" locks/wheels/
+        done
+    done < <(tools/pip-wheel-folders.sh)
+}
+
+git_commit() {
+    local commit
+    commit=$(git rev-parse HEAD 2>/dev/null) || { echo unknown; return; }
+    # What the image holds, and so what "dirty" is about.
+    [[ -z $(git status --porcelain -- Dockerfile tridock entrypoint configs locks tools 2>/dev/null) ]] || commit+=-dirty
+    printf '%s\n' "$commit"
+}
+
+build() {
+    local options=() name
+    for name in http_proxy https_proxy no_proxy HTTP_PROXY HTTPS_PROXY NO_PROXY; do
+        [[ -z ${!name:-} ]] || options+=(--build-arg "$name")
+    done
+    [[ -z $CA ]] || options+=(--secret "id=ca,src=$CA")
+    # An engine older than 23 builds with BuildKit only when asked.
+    DOCKER_BUILDKIT=1 docker build "${options[@]}" \
+        --build-arg "BASE_IMAGE=$BASE_IMAGE" --build-arg "FLAVOR=$FLAVOR" --build-arg "GIT_COMMIT=$(git_commit)" \
+        --build-arg "VERSION=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)" --tag "$IMAGE" .
+}
+
+main() {
+    check_request
+    find_base
+    collect_wheels
+    build
+    tools/compose-env.sh "$FLAVOR" "$IMAGE"
+    printf '%s\n' "$IMAGE"
+}
+
+main

@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# Writes into .env what `docker compose` should use from now on: the image that was built last, and its compose files.
+# The user's own lines stay; only the block between the two marks is ours.
+#
+#   tools/compose-env.sh cpu|gpu IMAGE
+set -Eeuo pipefail
+cd "$(dirname "$0")/.."
+
+readonly FLAVOR=$1 IMAGE=$2
+readonly BEGIN='# --- written by make image ---' END='# --- end ---'
+
+files=docker-compose.yml
+[[ $FLAVOR == cpu ]] || files+=:docker-compose.gpu.yml
+
+partial=$(mktemp .env.XXXXXX)
+trap 'rm -f "$partial"' EXIT
+{
+    [[ ! -e .env ]] || sed "/^$BEGIN\$/,/^$END\$/d" .env
+    printf '%s\n' "$BEGIN" "COMPOSE_FILE=$files" "TRIDOCK_IMAGE=$IMAGE" "$END"
+} >"$partial"
+[[ ! -e .env ]] || chmod --reference .env "$partial"
+mv "$partial" .env

@@ -1,0 +1,77 @@
+#!/usr/bin/env bash
+# Makes the image's Python environment from the locks.
+#
+#   tools/image/environment.sh FOLDER cpu|gpu
+#
+# cpu: everything is installed, torch's CPU build too. gpu: the environment sees the base image's packages, torch among
+# them, and gets only those of the lock that the base lacks; a package of the base is never replaced.
+set -Eeuo pipefail
+
+readonly VENV=$1 FLAVOR=$2
+HERE=$(dirname "$(readlink -f "$0")")
+readonly HERE
+readonly ROOT=$HERE/../.. LOCKS=$HERE/../../locks
+readonly PYTHON=$VENV/bin/python
+
+install() {
+    "$PYTHON" -m pip install --quiet --no-deps --require-hashes "$@"
+}
+
+torch_version() {
+    sed -n 's/^torch==//p' "$LOCKS/torch.txt"
+}
+
+make_environment() {
+    if [[ $FLAVOR == gpu ]]; then
+        python3 -m venv --without-pip --system-site-packages "$VENV"
+    else
+        python3 -m venv "$VENV"
+    fi
+}
+
+install_locked() {
+    if [[ $FLAVOR == gpu ]]; then
+        "$PYTHON" "$HERE/missing-requirements.py" "$LOCKS/train-gpu.txt" >/tmp/missing.txt
+        install -r /tmp/missing.txt
+    else
+        install -r "$LOCKS/train-cpu.txt"
+    fi
+}
+
+# The ops that DeepSpeed would otherwise compile at first use, where a node may have no compiler: the shared-memory
+# reduction that it loads whenever a CPU process group is formed, and its own Adam.
+install_deepspeed() {
+    export DS_BUILD_OPS=0 DS_BUILD_CPU_ADAM=1 DS_BUILD_FUSED_ADAM=1 MAX_JOBS
+    MAX_JOBS=$(nproc)
+    if [[ $FLAVOR == cpu ]]; then
+        export DS_BUILD_SHM_COMM=1 CXX="$HERE/portable-cxx.sh" CC="$HERE/portable-cxx.sh"
+    fi
+    install --no-build-isolation --config-settings="--build-option=build_ext" --config-settings="--build-option=-j$MAX_JOBS" -r "$LOCKS/deepspeed.txt"
+}
+
+# What an environment without a compiler, and without anybody's tests, has no use for.
+strip_environment() {
+    local packages
+    packages=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+    rm -rf "$packages"/torch/{include,share,test} "$packages"/torch/bin/{protoc*,test_*}
+    find "$packages" -name '*.a' -delete
+}
+
+main() {
+    local before after
+    make_environment
+    before=$("$PYTHON" -c 'import torch; print(torch.__version__, torch.__file__)' 2>/dev/null || true)
+    install_locked
+    "$ROOT/tools/install-torch.sh" "$PYTHON" "$(torch_version)" "$FLAVOR" "$LOCKS/wheels"
+    install_deepspeed
+    if [[ $FLAVOR == gpu ]]; then
+        after=$("$PYTHON" -c 'import torch; print(torch.__version__, torch.__file__)')
+        [[ $before == "$after" ]] || { echo "image/environment: the base image's torch was replaced; got $after; expected $before" >&2; exit 3; }
+    else
+        "$PYTHON" -m pip check
+        strip_environment
+    fi
+    "$PYTHON" -c 'import deepspeed, megatron.core, numpy, tokenizers, yaml, pydantic, rich, matplotlib, tensorboard' >/dev/null
+}
+
+main

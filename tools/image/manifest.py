@@ -1,0 +1,67 @@
+#!/usr/bin/env python3
+"""Prints the image's manifest: every version in it, as JSON. Runs inside the image, at its build."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+NOTABLE_DISTRIBUTIONS = ("torch", "deepspeed", "megatron-core", "numpy", "tokenizers")
+DEBIAN_PACKAGES = ("libc6", "numactl", "openssh-client", "openssh-server", "pdsh", "procps", "tini")
+
+
+def python_packages() -> dict[str, str]:
+    """Every distribution that Python sees, by name. The first of a name on the path is the one that is imported."""
+    found: dict[str, str] = {}
+    for distribution in metadata.distributions():
+        found.setdefault(distribution.metadata["Name"].lower(), distribution.version)
+    return dict(sorted(found.items()))
+
+
+def debian_packages() -> dict[str, str]:
+    query = ["dpkg-query", "--show", "--showformat", "${Package} ${Version}\n", *DEBIAN_PACKAGES]
+    lines = subprocess.run(query, check=True, capture_output=True, text=True).stdout.splitlines()
+    return dict(line.split(" ", 1) for line in lines)
+
+
+def deepspeed_ops() -> list[str]:
+    """The ops that were compiled with DeepSpeed; read, not imported, since importing it imports torch."""
+    location = metadata.distribution("deepspeed").locate_file("deepspeed/git_version_info_installed.py")
+    values: dict[str, object] = {}
+    exec(Path(str(location)).read_text(), values)
+    ops = values["installed_ops"]
+    assert isinstance(ops, dict)
+    return sorted(name for name, built in ops.items() if built)
+
+
+def os_name() -> str:
+    return platform.freedesktop_os_release()["PRETTY_NAME"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for option in ("flavor", "base-image", "git-commit", "version"):
+        parser.add_argument(f"--{option}", required=True)
+    given = parser.parse_args()
+    packages = python_packages()
+    manifest = {
+        "tridock": given.version,
+        "git_commit": given.git_commit,
+        "flavor": given.flavor,
+        "base_image": given.base_image,
+        "os": os_name(),
+        "python": platform.python_version(),
+        **{name.replace("-", "_"): packages[name] for name in NOTABLE_DISTRIBUTIONS},
+        "deepspeed_ops": deepspeed_ops(),
+        "debian_packages": debian_packages(),
+        "python_packages": packages,
+    }
+    print(json.dumps(manifest, indent=2))
+
+
+if __name__ == "__main__":
+    main()

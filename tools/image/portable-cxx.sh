@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# A C++ compiler for DeepSpeed's ops. DeepSpeed compiles them for the very CPU that it is built on; an image travels, so
+# on x86-64 they are made for AVX2 instead, which every server of the last ten years has.
+set -Eeuo pipefail
+
+words=()
+for word in "$@"; do
+    if [[ $(uname -m) == x86_64 ]]; then
+        case $word in
+        -march=native) word=-march=x86-64-v3 ;;
+        -D__AVX512__) word=-D__AVX256__ ;;
+        esac
+    fi
+    words+=("$word")
+done
+exec g++ "${words[@]}"

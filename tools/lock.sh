@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Writes locks/*.txt from locks/*.in, with the hashes of every file that the index has for a version.
+#
+#   tools/lock.sh [uv pip compile's options, such as --upgrade or --upgrade-package NAME]
+#
+# The locks name no index: a mirror or a private index serves them as well, and the hashes say whether it serves the same.
+set -Eeuo pipefail
+cd "$(dirname "$0")/../locks"
+
+compile() {
+    local output=$1
+    shift
+    UV_CUSTOM_COMPILE_COMMAND=tools/lock.sh uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
+        --no-emit-index-url --no-emit-find-links "$@" --output-file "$output"
+}
+
+# No torch, whoever asks for it; and DeepSpeed, which is built against torch and so comes after it, alone.
+trap 'rm -f deepspeed.in excluded.in' EXIT
+echo torch >excluded.in
+without_torch=(--excludes excluded.in)
+
+compile train-cpu.txt train.in "${without_torch[@]}" --no-emit-package deepspeed "$@"
+compile train-gpu.txt train.in train-gpu.in "${without_torch[@]}" --no-emit-package deepspeed --constraint train-cpu.txt "$@"
+grep '^deepspeed==' train.in >deepspeed.in
+compile deepspeed.txt deepspeed.in --no-deps "$@"
+compile operator.txt operator.in --constraint train-cpu.txt "$@"
+compile dev.txt dev.in --constraint train-cpu.txt --constraint operator.txt "$@"
+compile uv.txt uv.in "$@"

@@ -1,0 +1,102 @@
+"""``python -m tridock.node VERB``: answers are JSON or plain text on standard output, refusals on standard error."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from tridock import run_folder
+from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError, RunError, TridockError
+from tridock.node import ports, runs, supervisor
+from tridock.node.follow import follow
+from tridock.node.processes import find_processes, stop_processes
+
+
+def main() -> int:
+    """Runs one verb; returns its exit code."""
+    arguments = _parser().parse_args()
+    try:
+        code: int = arguments.action(arguments)
+        return code
+    except TridockError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except (KeyboardInterrupt, BrokenPipeError):
+        return EXIT_INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tridock.node", description="Runs of this node.")
+    verbs = parser.add_subparsers(required=True, metavar="VERB")
+
+    start = verbs.add_parser("start", help="start a run that goes on when this session ends")
+    start.add_argument("folder", type=Path)
+    start.set_defaults(action=_start)
+
+    supervise = verbs.add_parser("supervise")
+    supervise.add_argument("folder", type=Path)
+    supervise.add_argument("ready", type=int)
+    supervise.set_defaults(action=lambda a: supervisor.supervise(a.folder, a.ready))
+
+    follow_ = verbs.add_parser("follow", help="print a run's output until it ends; exit with its code")
+    follow_.add_argument("folder", type=Path)
+    follow_.set_defaults(action=lambda a: follow(a.folder))
+
+    processes = verbs.add_parser("processes", help="the processes of a run, or of all runs, as JSON")
+    processes.add_argument("run_id", nargs="?")
+    processes.set_defaults(action=_processes)
+
+    stop = verbs.add_parser("stop", help="end the processes of a run")
+    stop.add_argument("run_id")
+    stop.add_argument("--grace", type=float, default=10.0, help="seconds between SIGTERM and SIGKILL (default 10)")
+    stop.add_argument("--workspace", type=Path, default=Path(run_folder.WORKSPACE))
+    stop.set_defaults(action=_stop)
+
+    runs_ = verbs.add_parser("runs", help="the runs of this workspace, as JSON")
+    runs_.add_argument("--workspace", type=Path, default=Path(run_folder.WORKSPACE))
+    runs_.set_defaults(action=_runs)
+
+    port = verbs.add_parser("port", help="print a free port, or check the one given")
+    port.add_argument("port", type=int, nargs="?")
+    port.set_defaults(action=_port)
+    return parser
+
+
+def _start(arguments: argparse.Namespace) -> int:
+    supervisor.start(arguments.folder)
+    return 0
+
+
+def _processes(arguments: argparse.Namespace) -> int:
+    print(json.dumps([process.to_json() for process in find_processes(arguments.run_id)]))
+    return 0
+
+
+def _stop(arguments: argparse.Namespace) -> int:
+    if not run_folder.is_run_id(arguments.run_id):
+        raise RequestError(Problem("run id", "has the wrong form", repr(arguments.run_id), "see fab status for the runs"))
+    supervisor.mark_stopped(arguments.workspace / "runs" / arguments.run_id)
+    stopped, left = stop_processes(arguments.run_id, arguments.grace)
+    print(json.dumps({"stopped": stopped, "left": left}))
+    if left:
+        todo = "look for processes in state D there; they go when their device or file system answers"
+        raise RunError(Problem(arguments.run_id, "has processes that did not end", str(left), todo))
+    return 0
+
+
+def _runs(arguments: argparse.Namespace) -> int:
+    print(json.dumps(runs.list_runs(arguments.workspace)))
+    return 0
+
+
+def _port(arguments: argparse.Namespace) -> int:
+    if arguments.port is not None:
+        ports.require_free(arguments.port)
+    print(arguments.port if arguments.port is not None else ports.free_port())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""``events.jsonl`` from the supervisor's side: the ranks write the same file with the same form."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+
+from tridock import run_folder
+
+
+def append_event(folder: Path, event: str, **fields: object) -> None:
+    """Adds one line; a single write, so that lines of several writers stay whole."""
+    line = json.dumps({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **fields})
+    with (folder / run_folder.EVENTS).open("a") as file:
+        file.write(line + "\n")
+
+
+def has_event(folder: Path, event: str) -> bool:
+    """Whether the run has recorded an event of this name."""
+    return any(entry.get("event") == event for entry in read_lines(folder / run_folder.EVENTS))
+
+
+def read_lines(path: Path) -> list[dict[str, object]]:
+    """The objects of a JSON-lines file; a last line that is still being written is left out."""
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return []
+    entries = []
+    for line in text.splitlines():
+        try:
+            entries.append(json.loads(line))
+        except ValueError:
+            continue
+    return entries

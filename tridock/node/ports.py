@@ -1,0 +1,69 @@
+"""TCP ports of this node: a free one for the rendezvous, or who holds a given one."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from tridock.errors import ClusterError, Problem
+
+# Below the range from which the kernel hands out ports of its own (32768 by default).
+_RANGE = range(20000, 30000)
+_LISTEN = "0A"
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    for port in random.sample(_RANGE, 200):
+        if is_free(port):
+            return port
+    todo = "give launch.master_port, or end what listens there"
+    raise ClusterError(Problem("ports", f"none of 200 tried from {_RANGE.start} to {_RANGE.stop - 1} is free", "", todo))
+
+
+def require_free(port: int) -> None:
+    """Raises :class:`ClusterError` naming the process that listens on the port."""
+    if not is_free(port):
+        raise ClusterError(
+            Problem(f"port {port}", "is taken", holder(port) or "a process that cannot be seen from here", "use another")
+        )
+
+
+def is_free(port: int) -> bool:
+    """Whether a server could listen on the port, on all addresses."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        # As the rendezvous itself does: a port in TIME_WAIT is no hindrance.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+            probe.listen()
+        except OSError:
+            return False
+    return True
+
+
+def holder(port: int) -> str | None:
+    """``name (pid N)`` of the process that listens on the port, where this node can see it."""
+    inodes = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        try:
+            if any(str(link.readlink()) in inodes for link in (entry / "fd").iterdir()):
+                return f"{(entry / 'comm').read_text().strip()} (pid {entry.name})"
+        except OSError:
+            continue
+    return None
+
+
+def _listening_inodes(port: int) -> Iterator[str]:
+    for table in ("tcp", "tcp6"):
+        try:
+            lines = Path("/proc/net", table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for fields in (line.split() for line in lines):
+            if fields[3] == _LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
+                yield fields[9]

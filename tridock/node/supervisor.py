@@ -1,0 +1,112 @@
+"""A run's supervisor on the head: starts ``launch.sh`` on its own, waits for it, writes ``exit_code``.
+
+It holds a lock on ``.supervisor`` in the run's folder as long as it lives: whoever finds neither the lock held nor an
+exit code knows that the run was lost, with no process number that a restarted container could have given away again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from tridock import run_folder
+from tridock.errors import Problem, RequestError
+from tridock.node.events import append_event, has_event
+
+LOCK = ".supervisor"
+STOPPED = ".stopped"
+EXIT_STOPPED = 143
+EXIT_UNFINISHED = 4
+
+
+def start(folder: Path) -> int:
+    """Starts the run of ``folder`` detached from this session; returns its supervisor's pid once it is running."""
+    run_id = folder.name
+    if not run_folder.is_run_id(run_id):
+        raise _refused(str(folder), "is not a run's folder", run_id, "give /workspace/runs/<run-id>")
+    if not (folder / run_folder.LAUNCH_SCRIPT).is_file():
+        raise _refused(str(folder), f"holds no {run_folder.LAUNCH_SCRIPT}", "", "start runs with fab launch or tridock train")
+    if (folder / LOCK).exists():
+        raise _refused(run_id, "has been started already", "", "launch again: every run has an id of its own")
+    (folder / "logs").mkdir(exist_ok=True)
+    read, write = os.pipe()
+    with (folder / run_folder.LAUNCHER_LOG).open("ab") as log, os.fdopen(read, "rb") as ready:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tridock.node", "supervise", str(folder), str(write)],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, pass_fds=(write,),
+        )  # fmt: skip
+        os.close(write)
+        if ready.read() != b"started":
+            raise _refused(run_id, "could not be started", f"exit code {process.wait()}", f"look at {log.name}")
+    return process.pid
+
+
+def _refused(where: str, what: str, got: str, todo: str) -> RequestError:
+    return RequestError(Problem(where, what, got, todo))
+
+
+def supervise(folder: Path, ready: int) -> int:
+    """What the supervisor's process does; ``ready`` is the pipe that tells :func:`start` that the run is going."""
+    # Held open until the process ends: the lock lives as long as its descriptor.
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    # Only the run itself carries the marker: stopping the run must not end the one who records its end.
+    env = {**os.environ, run_folder.RUN_ID_VARIABLE: folder.name}
+    with (folder / run_folder.LAUNCHER_LOG).open("ab") as log:
+        script = str(folder / run_folder.LAUNCH_SCRIPT)
+        run = subprocess.Popen(["bash", script], stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env)
+        os.write(ready, b"started")
+        os.close(ready)
+        code = _verdict(folder, run.wait())
+    if code:
+        append_event(folder, "launcher_ended", exit_code=code)
+    run_folder.write_atomic(folder / run_folder.EXIT_CODE, f"{code}\n".encode())
+    return 0
+
+
+def _verdict(folder: Path, returned: int) -> int:
+    """The run's exit code: what the launcher returned, unless that is not the truth."""
+    if (folder / STOPPED).exists():
+        return EXIT_STOPPED
+    if returned < 0:
+        return 128 - returned
+    if returned == 0 and not has_event(folder, "run_finished"):
+        # DeepSpeed's runner exits 0 where its own child was killed by a signal.
+        print("tridock: the launcher ended with 0, but rank 0 never finished: counted as failed", flush=True)
+        return EXIT_UNFINISHED
+    return returned
+
+
+def is_supervised(folder: Path) -> bool:
+    """Whether the run's supervisor lives."""
+    try:
+        descriptor = os.open(folder / LOCK, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def mark_stopped(folder: Path) -> None:
+    """Lets the supervisor know that the end of the run is wanted; a node without the folder has nothing to tell."""
+    if folder.is_dir() and not (folder / run_folder.EXIT_CODE).exists():
+        (folder / STOPPED).touch()
+        append_event(folder, "run_stopped")
+
+
+def exit_code_of(folder: Path) -> int | None:
+    """The run's exit code, or None while there is none."""
+    try:
+        return int((folder / run_folder.EXIT_CODE).read_text())
+    except FileNotFoundError:
+        return None

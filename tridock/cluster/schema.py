@@ -1,0 +1,213 @@
+"""The settings beside a hostfile: how to reach its hosts and how to run the container there. Typed, no I/O.
+
+``hostfiles/lab.yaml`` is optional: every field has a default that works for GPU hosts that ssh reaches by the
+names of the hostfile.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
+
+from tridock import run_folder
+from tridock.errors import Problem, RequestError
+from tridock.strict_yaml import parse_yaml, problems_of
+
+ClusterName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,40}$")]
+EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+EnvValue = Annotated[str, StringConstraints(pattern=r"^[^\n\r\x00]*$")]
+Word = Annotated[str, StringConstraints(pattern=r"^[^\n\r\x00]+$")]
+Port = Annotated[int, Field(ge=1, le=65535)]
+
+
+def _frozen(value: Any) -> Any:
+    # YAML has lists only; a frozen model wants tuples, and strict mode takes no list for one.
+    return tuple(value) if isinstance(value, list) else value
+
+
+Words = Annotated[tuple[Word, ...], BeforeValidator(_frozen)]
+Mounts = Annotated[
+    tuple[
+        Annotated[
+            str, StringConstraints(pattern=r"^(/[^:\n\r\x00]*|[A-Za-z0-9][A-Za-z0-9_.-]*):/[^:\n\r\x00]+(:(ro|rw))?$")
+        ],
+        ...,
+    ],
+    BeforeValidator(_frozen),
+]
+Limit = Annotated[str, StringConstraints(pattern=r"^(-1|[0-9]+)(:(-1|[0-9]+))?$")]
+
+
+class Section(BaseModel):
+    """A part of the settings: unknown keys are errors, nothing is coerced, nothing changes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Ssh(Section):
+    """How the operator's machine reaches the hosts. What is left out comes from the ssh configuration."""
+
+    user: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*\$?$")] | None = Field(
+        default=None, description="User on the hosts; from the ssh configuration where left out."
+    )
+    port: Port | None = Field(default=None, description="Port of the hosts' sshd; from the ssh configuration.")
+    identity_file: Word | None = Field(
+        default=None, description="Private key of the operator; the ssh configuration's, the agent's where left out."
+    )
+    config_file: Word | None = Field(
+        default=None, description="The ssh configuration to read; ~/.ssh/config and the system's where left out."
+    )
+    connect_timeout: Annotated[float, Field(gt=0, le=600)] = Field(
+        default=10.0, description="Seconds until a host that does not answer is given up."
+    )
+    max_connections: Annotated[int, Field(ge=1, le=256)] = Field(
+        default=8, description="Hosts that are worked on at the same time."
+    )
+    retries: Annotated[int, Field(ge=0, le=20)] = Field(
+        default=4, description="Further attempts after a refused or dropped connection."
+    )
+
+
+def _gpu_ulimits() -> dict[str, str | int]:
+    # What NVIDIA asks for: RDMA pins memory, and NCCL's threads have large stacks.
+    return {"memlock": -1, "stack": 67108864}
+
+
+class Container(Section):
+    """How ``docker run`` starts a node."""
+
+    network: Word = Field(default="host", description="Docker's --network.")
+    ipc: Word = Field(default="host", description="Docker's --ipc.")
+    shm_size: Annotated[str, StringConstraints(pattern=r"^[0-9]+[bkmgBKMG]?$")] | None = Field(
+        default=None, description="Docker's --shm-size, for example 16g; only without ipc: host."
+    )
+    ulimits: dict[Annotated[str, StringConstraints(pattern=r"^[a-z]+$")], Limit | int] = Field(
+        default_factory=_gpu_ulimits,
+        description="Docker's --ulimit: name to limit, or to soft:hard.",
+    )
+    gpus: Literal["auto", "all", "none"] = Field(
+        default="auto", description="auto: all GPUs where nvidia-smi finds some, none elsewhere."
+    )
+    devices: Words = Field(default=(), description="Docker's --device; InfiniBand's are added where they exist.")
+    mounts: Mounts = Field(default=(), description="Further folders: source:target or source:target:ro.")
+    cap_add: Words = Field(default=("IPC_LOCK",), description="Docker's --cap-add.")
+    extra_args: Words = Field(default=(), description="Further words for docker run.")
+
+
+class Compose(Section):
+    """Only with ``transport: compose``."""
+
+    file: Word = Field(default="docker-compose.yml", description="Compose file, from the project's folder.")
+    project: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]*$")] | None = Field(
+        default=None, description="Compose project; tridock-<name> where left out."
+    )
+
+
+class NodeSettings(Section):
+    """What one node has of its own."""
+
+    address: Word | None = Field(
+        default=None, description="Address at which the other nodes reach it; its name in the hostfile where left out."
+    )
+    listen: Words | None = Field(default=None, description="Like listen above, for this node.")
+    env: dict[EnvName, EnvValue] = Field(default_factory=dict, description="Added to env above, and wins over it.")
+
+
+class Settings(Section):
+    """The settings of one cluster."""
+
+    name: ClusterName | None = Field(
+        default=None, description="Name of the cluster; the hostfile's own where left out."
+    )
+    transport: Literal["ssh", "compose"] = Field(
+        default="ssh", description="ssh to hosts, or compose: the twin on this machine's own Docker engine."
+    )
+    ssh: Ssh = Field(default_factory=Ssh)
+    workdir: Word | None = Field(
+        default=None, description="Folder of the cluster on each host; ~/tridock/<name> where left out."
+    )
+    image: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][A-Za-z0-9._/:@-]*$")] = Field(
+        default="tridock:latest", description="The image that every node runs."
+    )
+    container: Container = Field(default_factory=Container)
+    ssh_port: Annotated[int, Field(ge=1024, le=65535)] = Field(
+        default=run_folder.SSH_PORT, description="Port of the nodes' own sshd, which runs without root."
+    )
+    listen: Words = Field(default=(), description="Addresses of the nodes' sshd; all of them where left out.")
+    env: dict[EnvName, EnvValue] = Field(default_factory=dict, description="Environment of every node.")
+    nodes: dict[str, NodeSettings] = Field(
+        default_factory=dict, description="What differs for one node, by its name in the hostfile."
+    )
+    compose: Compose = Field(default_factory=Compose)
+
+
+def parse_settings(text: str, source: str) -> Settings:
+    """YAML to settings; every problem of the fields in one :class:`RequestError`."""
+    try:
+        settings = Settings.model_validate(dict(parse_yaml(text, source)))
+    except ValidationError as error:
+        raise RequestError(problems_of(error, source, Settings)) from None
+    if problems := list(_unusable(settings, source)):
+        raise RequestError(problems)
+    return settings
+
+
+# DeepSpeed's launcher sends variables with these beginnings to the other nodes between double quotes, unescaped.
+_RESENT: Final = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
+_EXPANDED: Final = re.compile(r'["$`\\]')
+_OWNED: Final = ("HOME", "USER", "LOGNAME", "SHELL", "PATH")
+_ADDRESS: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?")
+
+
+def _unusable(settings: Settings, source: str) -> Iterator[Problem]:
+    yield from _env_problems(settings.env, f"{source}: env")
+    yield from _listen_problems(settings.listen, f"{source}: listen")
+    for name, node in settings.nodes.items():
+        where = f"{source}: nodes.{name}"
+        yield from _env_problems(node.env, f"{where}.env")
+        yield from _listen_problems(node.listen or (), f"{where}.listen")
+        if node.address is not None and not is_address(node.address):
+            todo = "give a host name or an IP address, without a port"
+            yield Problem(f"{where}.address", "is not an address", repr(node.address), todo)
+    for mount in settings.container.mounts:
+        target = mount.split(":")[1].rstrip("/")
+        if target in (run_folder.WORKSPACE, run_folder.SECRETS, run_folder.CODE):
+            where = f"{source}: container.mounts"
+            yield Problem(where, "covers a folder of Tridock's own", repr(mount), "choose another target")
+
+
+def _env_problems(env: Mapping[str, str], where: str) -> Iterator[Problem]:
+    for name, value in env.items():
+        here = f"{where}.{name}"
+        if name.startswith("TRIDOCK_"):
+            yield Problem(here, "is a name of Tridock's own", repr(value), "choose a name without TRIDOCK_")
+        elif name in _OWNED:
+            yield Problem(here, "is set by the image", repr(value), "remove it; `mounts` brings further programs")
+        elif name.startswith(_RESENT) and _EXPANDED.search(value):
+            todo = "write it without these, or set it in the experiment's env, which is quoted"
+            what = 'has one of " $ ` \\, which DeepSpeed passes to a shell unquoted'
+            yield Problem(here, what, repr(value), todo)
+
+
+def _listen_problems(listen: tuple[str, ...], where: str) -> Iterator[Problem]:
+    for address in listen:
+        try:
+            ipaddress.ip_address(address)
+        except ValueError:
+            yield Problem(
+                where, "is not an IP address", repr(address), "give addresses of the node itself, without ports"
+            )
+
+
+def is_address(text: str) -> bool:
+    """Whether the text is a host name or an IP address, safe in ssh's files and on command lines."""
+    if _ADDRESS.fullmatch(text):
+        return True
+    try:
+        return ipaddress.ip_address(text).version == 6 and re.fullmatch(r"[0-9A-Za-z:.%_-]+", text) is not None
+    except ValueError:
+        return False

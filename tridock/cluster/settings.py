@@ -1,0 +1,153 @@
+"""A cluster: a hostfile, the settings beside it, and what follows from the two."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tridock.cluster.hostfile import Hostfile, is_ipv6, load_hostfile
+from tridock.cluster.schema import NodeSettings, Settings, parse_settings
+from tridock.errors import Problem, RequestError
+from tridock.strict_yaml import read_text
+
+STATE: str = ".tridock"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterNode:
+    """A node by its names.
+
+    ``name`` is what Tridock, the run's hostfile and the other nodes call it: the hostfile's entry, or a label for an
+    IPv6 address (pdsh takes the part before a colon for a module's name, Docker for a mount's). ``host`` is the entry
+    itself, which the operator's ssh is given; ``address`` is where the other nodes reach it.
+    """
+
+    name: str
+    host: str
+    address: str
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Everything that is known of a cluster before a host is contacted.
+
+    ``nodes`` holds every entry of the hostfile; ``slots`` those that the filters left, with their slot numbers.
+    """
+
+    name: str
+    hostfile_path: Path
+    hostfile: Hostfile
+    settings: Settings
+    project_folder: Path
+    nodes: tuple[ClusterNode, ...]
+    slots: Mapping[str, tuple[int, ...]]
+
+    @property
+    def head(self) -> str:
+        """The first node in use: launchers run there."""
+        return next(iter(self.slots))
+
+    @property
+    def state_folder(self) -> Path:
+        """Where the operator's machine keeps the cluster's keys."""
+        return self.project_folder / STATE / self.name
+
+    @property
+    def workdir(self) -> str:
+        """The cluster's folder on each host; may begin with ``~``."""
+        return self.settings.workdir or f"~/tridock/{self.name}"
+
+    def node(self, name: str) -> ClusterNode:
+        """The node of that name."""
+        return next(node for node in self.nodes if node.name == name)
+
+    def host_of(self, name: str) -> str:
+        """What the operator's ssh is given for a node."""
+        return self.node(name).host
+
+    def address_of(self, name: str) -> str:
+        """Where the other nodes reach a node."""
+        return self.node(name).address
+
+    def listen_of(self, name: str) -> tuple[str, ...]:
+        """Where a node's sshd listens; empty for every address."""
+        own = self._own(name).listen
+        return self.settings.listen if own is None else own
+
+    def env_of(self, name: str) -> dict[str, str]:
+        """What the settings put into a node's environment."""
+        return {**self.settings.env, **self._own(name).env}
+
+    def _own(self, name: str) -> NodeSettings:
+        return self.settings.nodes.get(self.node(name).host, NodeSettings())
+
+
+def load_cluster(path: Path, include: str = "", exclude: str = "", project_folder: Path | None = None) -> Cluster:
+    """Reads a hostfile and, where it exists, the settings file beside it (``lab`` and ``lab.yaml``).
+
+    ``include`` and ``exclude`` are DeepSpeed's filters, on the hostfile's own names. The project's folder is the one
+    with the fabfile, above the hostfile or else above the current folder.
+    """
+    hostfile = load_hostfile(path)
+    settings_path = path.with_name(f"{path.name}.yaml")
+    settings = Settings()
+    if settings_path.exists():
+        settings = parse_settings(read_text(settings_path, "a cluster's settings"), str(settings_path))
+    _refuse_unknown_nodes(settings, hostfile, str(settings_path))
+    nodes = tuple(
+        ClusterNode(
+            name=node_label(entry.name),
+            host=entry.name,
+            address=settings.nodes.get(entry.name, NodeSettings()).address or entry.name,
+            slots=entry.slots,
+        )
+        for entry in hostfile.nodes
+    )
+    selected = hostfile.select(include, exclude)
+    if not selected:
+        got = repr(include or exclude)
+        raise RequestError(Problem("--exclude", "leaves no slot of the hostfile", got, "leave some in"))
+    return Cluster(
+        name=settings.name or cluster_name(path),
+        hostfile_path=path,
+        hostfile=hostfile,
+        settings=settings,
+        project_folder=project_folder or _project_folder(path),
+        nodes=nodes,
+        slots={node_label(name): slots for name, slots in selected.items()},
+    )
+
+
+def node_label(name: str) -> str:
+    """A hostfile's entry as a name that is safe everywhere; only IPv6 addresses change."""
+    return "ip6-" + re.sub(r"[:%]", "-", name.lower()) if is_ipv6(name) else name
+
+
+def cluster_name(path: Path) -> str:
+    """A cluster's name from its hostfile's: lower case, as Docker and Compose want it."""
+    return re.sub(r"[^a-z0-9_-]+", "-", path.name.lower()).strip("-_")[:41] or "cluster"
+
+
+def _refuse_unknown_nodes(settings: Settings, hostfile: Hostfile, source: str) -> None:
+    names = list(hostfile.pool)
+    problems = []
+    for name in settings.nodes:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            todo = f"did you mean {near[0]}?" if near else f"use one of {', '.join(names)}"
+            problems.append(Problem(f"{source}: nodes.{name}", f"is not a node of {hostfile.source}", "", todo))
+    if problems:
+        raise RequestError(problems)
+
+
+def _project_folder(hostfile: Path) -> Path:
+    here = Path.cwd()
+    for start in (hostfile.resolve().parent, here):
+        for folder in (start, *start.parents):
+            if (folder / "fabfile.py").is_file():
+                return folder
+    return here

@@ -76,7 +76,9 @@ def _processes(arguments: argparse.Namespace) -> int:
 
 def _stop(arguments: argparse.Namespace) -> int:
     if not run_folder.is_run_id(arguments.run_id):
-        raise RequestError(Problem("run id", "has the wrong form", repr(arguments.run_id), "see fab status for the runs"))
+        raise RequestError(
+            Problem("run id", "has the wrong form", repr(arguments.run_id), "see fab status for the runs")
+        )
     supervisor.mark_stopped(arguments.workspace / "runs" / arguments.run_id)
     stopped, left = stop_processes(arguments.run_id, arguments.grace)
     print(json.dumps({"stopped": stopped, "left": left}))

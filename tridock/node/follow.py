@@ -29,5 +29,7 @@ def follow(folder: Path) -> int:
                 return code
             if not alive and exit_code_of(folder) is None:
                 todo = "its node was restarted or its supervisor killed; launch again, with train.load to go on"
-                raise RunError(Problem(folder.name, "was lost: nothing supervises it and no exit code was written", "", todo))
+                raise RunError(
+                    Problem(folder.name, "was lost: nothing supervises it and no exit code was written", "", todo)
+                )
             time.sleep(_POLL_S)

@@ -20,14 +20,18 @@ def free_port() -> int:
         if is_free(port):
             return port
     todo = "give launch.master_port, or end what listens there"
-    raise ClusterError(Problem("ports", f"none of 200 tried from {_RANGE.start} to {_RANGE.stop - 1} is free", "", todo))
+    raise ClusterError(
+        Problem("ports", f"none of 200 tried from {_RANGE.start} to {_RANGE.stop - 1} is free", "", todo)
+    )
 
 
 def require_free(port: int) -> None:
     """Raises :class:`ClusterError` naming the process that listens on the port."""
     if not is_free(port):
         raise ClusterError(
-            Problem(f"port {port}", "is taken", holder(port) or "a process that cannot be seen from here", "use another")
+            Problem(
+                f"port {port}", "is taken", holder(port) or "a process that cannot be seen from here", "use another"
+            )
         )
 
 

@@ -29,7 +29,9 @@ def start(folder: Path) -> int:
     if not run_folder.is_run_id(run_id):
         raise _refused(str(folder), "is not a run's folder", run_id, "give /workspace/runs/<run-id>")
     if not (folder / run_folder.LAUNCH_SCRIPT).is_file():
-        raise _refused(str(folder), f"holds no {run_folder.LAUNCH_SCRIPT}", "", "start runs with fab launch or tridock train")
+        raise _refused(
+            str(folder), f"holds no {run_folder.LAUNCH_SCRIPT}", "", "start runs with fab launch or tridock train"
+        )
     if (folder / LOCK).exists():
         raise _refused(run_id, "has been started already", "", "launch again: every run has an id of its own")
     (folder / "logs").mkdir(exist_ok=True)

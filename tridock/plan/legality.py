@@ -91,9 +91,7 @@ def _schedule_problems(experiment: Experiment) -> Iterator[Problem]:
             "lower it",
         )
     if optimizer.min_lr > optimizer.lr:
-        yield Problem(
-            "optimizer.min_lr", f"must not exceed lr {optimizer.lr:g}", f"{optimizer.min_lr:g}", "lower it"
-        )
+        yield Problem("optimizer.min_lr", f"must not exceed lr {optimizer.lr:g}", f"{optimizer.min_lr:g}", "lower it")
 
 
 def nearest_divisors(number: int, wanted: int) -> list[int]:

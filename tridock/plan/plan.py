@@ -43,9 +43,7 @@ class Plan:
     @property
     def layout(self) -> str:
         """Short form for tables: ``TP1 PP1 DP2``."""
-        return (
-            f"TP{self.tensor_model_parallel_size} PP{self.pipeline_model_parallel_size} DP{self.data_parallel_size}"
-        )
+        return f"TP{self.tensor_model_parallel_size} PP{self.pipeline_model_parallel_size} DP{self.data_parallel_size}"
 
     def to_json(self) -> str:
         """What ``plan.json`` holds."""

@@ -1,0 +1,222 @@
+"""Tridock's tasks: each parses its words, calls an operation and prints. `fab --list` shows them.
+
+Every task takes --hosts: a DeepSpeed hostfile, with its settings in a .yaml file beside it.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fabric import task
+from invoke.context import Context
+from invoke.exceptions import Exit
+from rich.console import Console
+from rich.table import Table
+
+from tridock.errors import EXIT_INTERRUPTED, TridockError
+from tridock.launchers import RunBundle
+from tridock.ops import keys as keys_
+from tridock.ops import launch as launch_
+from tridock.ops import nodes, runs
+from tridock.ops import push as push_
+from tridock.ops.session import Session
+from tridock.run_folder import write_atomic
+
+CONSOLE = Console(highlight=False, soft_wrap=True)
+DEFAULT_CONFIG = "configs/demo.yaml"
+
+HELP = {
+    "hosts": "a DeepSpeed hostfile: lines of `host slots=N`",
+    "config": f"the experiment's YAML file (default: {DEFAULT_CONFIG})",
+    "set": "change a field of the experiment: --set train.seed=7 (may be repeated)",
+    "include": "only these nodes and slots, as DeepSpeed writes them: host-a@host-b:0,2",
+    "exclude": "all but these nodes and slots, as DeepSpeed writes them",
+    "dry-run": "print everything that would be done; contact no host",
+    "detach": "start the run and return at once",
+    "run-id-file": "write the run's id into this file, for scripts",
+    "run": "a run's id (default: the only one that goes on, or the last)",
+    "rank": "the log of this rank instead of the launcher's",
+    "rotate": "replace all keys by new ones; runs go on",
+    "force": "even while runs go on",
+    "path": "a file or folder below the project's data/ (default: data)",
+    "checkpoints": "bring the checkpoints too",
+}
+
+
+def command(*, iterable: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Any]:
+    """A Fabric task with our help texts, whose package errors become its exit message and code, here and once."""
+
+    def decorate(function: Callable[..., None]) -> Any:
+        @functools.wraps(function)
+        def run(context: Context, *args: Any, **options: Any) -> None:
+            try:
+                function(context, *args, **options)
+            except TridockError as error:
+                raise Exit(str(error), error.exit_code) from None
+            except KeyboardInterrupt:
+                raise Exit("interrupted", EXIT_INTERRUPTED) from None
+
+        names = function.__code__.co_varnames[1 : function.__code__.co_argcount]
+        texts = {name.replace("_", "-"): HELP[name.replace("_", "-")] for name in names}
+        return task(run, help=texts, iterable=list(iterable), auto_shortflags=False)
+
+    return decorate
+
+
+@command()
+def up(_: Context, hosts: str, include: str = "", exclude: str = "") -> None:
+    """Bring the cluster up: keys, image, one node a host."""
+    session = Session.open(Path(hosts), include, exclude)
+    image_id = nodes.up(session)
+    CONSOLE.print(f"{len(session.nodes)} nodes up, image {image_id[:19]}: {', '.join(session.nodes)}")
+
+
+@command()
+def down(_: Context, hosts: str, force: bool = False) -> None:
+    """Remove the nodes; runs' folders and data stay on the hosts."""
+    removed = nodes.down(Session.open(Path(hosts)), force=force)
+    CONSOLE.print(f"removed {', '.join(removed)}" if removed else "no node was up")
+
+
+@command()
+def keys(_: Context, hosts: str, rotate: bool = False) -> None:
+    """Make and distribute the cluster's SSH keys."""
+    session = Session.open(Path(hosts))
+    store = keys_.distribute_keys(session, rotate=rotate)
+    CONSOLE.print(f"keys of {len(session.nodes)} nodes in place; client key {store.fingerprint()}")
+
+
+@command(iterable=("set",))
+def launch(
+    _: Context,
+    hosts: str,
+    config: str = DEFAULT_CONFIG,
+    set: list[str] | None = None,
+    include: str = "",
+    exclude: str = "",
+    dry_run: bool = False,
+    detach: bool = False,
+    run_id_file: str = "",
+) -> None:
+    """Run an experiment on the cluster and follow it; Ctrl-C detaches, the run goes on."""
+    session = Session.open(Path(hosts), include, exclude)
+    request = launch_.make_request(session, Path(config), set or [])
+    if dry_run:
+        _show(launch_.preview(session, request))
+        return
+    bundle = launch_.launch(session, request)
+    if run_id_file:
+        write_atomic(Path(run_id_file), f"{bundle.run_id}\n".encode())
+    _say(f"run {bundle.run_id}: {request.plan.world_size} ranks on {len(session.nodes)} nodes, {request.plan.layout}")
+    if detach:
+        _say(_how_to_return(hosts, bundle.run_id))
+        return
+    _follow(session, hosts, bundle.run_id)
+
+
+@command()
+def logs(_: Context, hosts: str, run: str = "", rank: str = "") -> None:
+    """Follow a run's output, or show the log of one rank."""
+    session = Session.open(Path(hosts))
+    session.require_up()
+    run_id = runs.choose_run(session, run or None, active=False)
+    if rank:
+        sys.stdout.buffer.write(runs.rank_log(session, run_id, runs.parse_rank(rank)))
+        return
+    _follow(session, hosts, run_id)
+
+
+@command()
+def stop(_: Context, hosts: str, run: str = "") -> None:
+    """End one run on every node, and nothing else."""
+    session = Session.open(Path(hosts))
+    session.require_up()
+    run_id = runs.choose_run(session, run or None, active=True)
+    counts = runs.stop(session, run_id)
+    CONSOLE.print(f"stopped {run_id}: " + ", ".join(f"{count} processes on {node}" for node, count in counts.items()))
+
+
+@command()
+def status(_: Context, hosts: str) -> None:
+    """Show the nodes and the runs."""
+    session = Session.open(Path(hosts))
+    CONSOLE.print(_node_table(session))
+    if all(state.container and state.container.running for state in session.states().values()):
+        CONSOLE.print(_run_table(session))
+
+
+@command()
+def fetch(_: Context, hosts: str, run: str = "", checkpoints: bool = False) -> None:
+    """Bring a run's folder home, into runs/."""
+    session = Session.open(Path(hosts))
+    session.require_up()
+    run_id = runs.choose_run(session, run or None, active=False)
+    CONSOLE.print(str(runs.fetch(session, run_id, Path("runs"), checkpoints=checkpoints)))
+
+
+@command()
+def push(_: Context, hosts: str, path: str = "data") -> None:
+    """Copy data to every host's workspace."""
+    session = Session.open(Path(hosts))
+    sent = push_.push(session, Path(path))
+    CONSOLE.print(f"{path} is on {', '.join(sent)}")
+
+
+def _follow(session: Session, hosts: str, run_id: str) -> None:
+    stream = runs.follow(session, run_id)
+    try:
+        for chunk in stream:
+            sys.stdout.buffer.write(chunk)
+            sys.stdout.buffer.flush()
+    except KeyboardInterrupt:
+        _say(f"\ndetached: run {run_id} goes on. {_how_to_return(hosts, run_id)}")
+        raise Exit(None, EXIT_INTERRUPTED) from None
+    runs.check_exit(session, run_id, stream.exit_code)
+    _say(f"run {run_id} is done; its folder is {runs.folder_of(session, run_id)}")
+
+
+def _how_to_return(hosts: str, run_id: str) -> str:
+    return (
+        f"Come back with: fab logs --hosts {hosts} --run {run_id}\n"
+        f"Stop it with:   fab stop --hosts {hosts} --run {run_id}"
+    )
+
+
+def _show(bundle: RunBundle) -> None:
+    _say(f"# on the head, in {bundle.path}:\n{bundle.command}")
+    for name, content in bundle.files.items():
+        _say(f"\n# {name}\n{content.decode()}".rstrip())
+
+
+def _say(text: str) -> None:
+    # Not through Rich: a path or a command line must come out as it is, to be copied.
+    print(text, flush=True)
+
+
+def _node_table(session: Session) -> Table:
+    table = Table("node", "slots", "container", "image", title=f"cluster {session.cluster.name}", title_justify="left")
+    for node, state in session.states().items():
+        container = state.container
+        shown = "none" if container is None else "running" if container.running else f"exited {container.exit_code}"
+        image = (container.image_id if container else state.image_id) or "none"
+        table.add_row(node, str(len(session.cluster.slots[node])), shown, image.removeprefix("sha256:")[:12])
+    return table
+
+
+def _run_table(session: Session) -> Table:
+    table = Table("run", "state", "iteration", "loss", "created (UTC)", title="runs", title_justify="left")
+    for run in runs.list_runs(session)[-10:]:
+        metrics = run.get("metrics") or {}
+        loss = metrics.get("loss")
+        table.add_row(
+            run["run_id"],
+            run["state"],
+            str(metrics.get("iteration", "")),
+            f"{loss:.4f}" if loss is not None else "",
+            run["created"],
+        )
+    return table

@@ -1,0 +1,102 @@
+"""What each host says about itself, in one round trip: ids, home, devices, Docker, the image, the node's container."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tridock.cluster.containers import RECIPE_LABEL, HostFacts
+from tridock.command import Command
+from tridock.errors import ClusterError, Problem
+
+# One POSIX script, one `name value` line a fact: a second round trip to a far host costs more than all of this.
+_SCRIPT = r"""
+printf 'uid %s\n' "$(id -u)"
+printf 'gid %s\n' "$(id -g)"
+printf 'home %s\n' "$HOME"
+if command -v nvidia-smi >/dev/null 2>&1; then printf 'gpus %s\n' "$(nvidia-smi --list-gpus 2>/dev/null | wc -l)"; fi
+if [ -d /dev/infiniband ]; then echo 'infiniband 1'; fi
+if ! command -v docker >/dev/null 2>&1; then echo 'docker_missing 1'; exit 0; fi
+if version=$(docker version --format '{{.Server.Version}}' 2>&1); then printf 'docker %s\n' "$version"
+else printf 'docker_error %s\n' "$(printf '%s' "$version" | tail -n 1)"; exit 0; fi
+docker image inspect --format 'image {{.Id}}' "$1" 2>/dev/null
+docker container inspect --format 'container {{json .}}' "$2" 2>/dev/null
+exit 0
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """A node's container as the engine describes it."""
+
+    id: str
+    image_id: str
+    running: bool
+    recipe: str | None
+    exit_code: int
+    health: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class HostState:
+    """A host's facts, the id of the cluster's image there and the node's container, where they exist."""
+
+    facts: HostFacts
+    docker: str
+    image_id: str | None
+    container: Container | None
+
+
+def facts_command(image: str, container: str) -> Command:
+    """The command that prints the facts; ``image`` and ``container`` are the names to look for."""
+    return Command.of("sh", "-c", _SCRIPT, "facts", image, container)
+
+
+def parse_facts(name: str, text: str) -> HostState:
+    """Reads the facts of host ``name``. Raises :class:`ClusterError` where Docker cannot be used there."""
+    facts = dict(_lines(text))
+    if "docker_missing" in facts:
+        raise ClusterError(Problem(name, "has no Docker", "no docker on PATH", "install Docker Engine there"))
+    if "docker_error" in facts:
+        raise ClusterError(Problem(name, "Docker does not answer", facts["docker_error"], _docker_remedy(facts)))
+    try:
+        host = HostFacts(
+            uid=int(facts["uid"]),
+            gid=int(facts["gid"]),
+            home=facts["home"],
+            gpus=int(facts.get("gpus", "0")),
+            infiniband="infiniband" in facts,
+        )
+        docker = facts["docker"]
+    except (KeyError, ValueError) as error:
+        todo = "make its login shell print nothing of its own"
+        raise ClusterError(Problem(name, "gave no facts", f"{error} in {text[-200:]!r}", todo)) from None
+    container = _container(json.loads(facts["container"])) if "container" in facts else None
+    return HostState(host, docker, facts.get("image"), container)
+
+
+def _lines(text: str) -> Iterator[tuple[str, str]]:
+    for line in text.splitlines():
+        name, _, value = line.partition(" ")
+        yield name, value.strip()
+
+
+def _docker_remedy(facts: dict[str, str]) -> str:
+    if "permission denied" in facts["docker_error"].lower():
+        return "add the ssh user to the docker group there"
+    return "start Docker there (systemctl start docker)"
+
+
+def _container(fields: Mapping[str, Any]) -> Container:
+    # The engine's own JSON: its keys are stable across the API versions that Docker supports.
+    state = fields["State"]
+    return Container(
+        id=fields["Id"],
+        image_id=fields["Image"],
+        running=bool(state["Running"]),
+        recipe=(fields["Config"].get("Labels") or {}).get(RECIPE_LABEL),
+        exit_code=int(state["ExitCode"]),
+        health=(state.get("Health") or {}).get("Status"),
+    )

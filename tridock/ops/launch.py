@@ -1,0 +1,133 @@
+"""A launch: experiment and cluster to a run that goes on at the head, on its own, until it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from tridock import __version__, run_folder
+from tridock.cluster.containers import workspace_on_host
+from tridock.errors import ClusterError, Problem, RequestError
+from tridock.experiment import Experiment, load_experiment
+from tridock.launchers import RunBundle, make_bundle
+from tridock.launchers.bundle import default_port
+from tridock.ops.nodes import up
+from tridock.ops.session import Session
+from tridock.plan import Plan, make_plan
+from tridock.remote import Host
+
+_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the user asked to run, already checked against the cluster: nothing has been contacted."""
+
+    config: Path
+    experiment: Experiment
+    plan: Plan
+    run_id: str
+
+
+def make_request(session: Session, config: Path, overrides: Sequence[str] = ()) -> Request:
+    """Reads and checks the experiment on the cluster's slots; every problem in one :class:`RequestError`."""
+    experiment = load_experiment(config, overrides)
+    plan = make_plan(experiment, session.cluster.slots, str(config))
+    return Request(config, experiment, plan, run_folder.new_run_id(experiment.name))
+
+
+def preview(session: Session, request: Request) -> RunBundle:
+    """The run as it would start, from what is known without contacting a host."""
+    port = request.experiment.launch.master_port or default_port(request.run_id)
+    return _bundle(session, request, port, _manifest(session, None))
+
+
+def launch(session: Session, request: Request) -> RunBundle:
+    """Brings the nodes up, checks what the run needs, puts its folder on every node and starts it on the head."""
+    image_id = up(session)
+    _require_data(session, request)
+    port = _choose_port(session, request)
+    bundle = _bundle(session, request, port, _manifest(session, image_id))
+
+    def put(node: str, host: Host) -> None:
+        workspace = workspace_on_host(session.cluster, session.states()[node].facts)
+        host.put_tree(bundle.files, f"{workspace}/runs/{request.run_id}", mode=0o644)
+
+    session.each(put)
+    session.node_verb(session.head, "start", bundle.path, timeout=_TIMEOUT_S).checked(session.head)
+    return bundle
+
+
+def _bundle(session: Session, request: Request, port: int, manifest: dict[str, object]) -> RunBundle:
+    return make_bundle(
+        request.experiment,
+        request.plan,
+        session.cluster.slots,
+        run_id=request.run_id,
+        master_addr=session.cluster.address_of(session.head),
+        master_port=port,
+        manifest={**manifest, "config": str(request.config)},
+    )
+
+
+def _require_data(session: Session, request: Request) -> None:
+    """Refuses before any rank starts where a node lacks the data."""
+    prefix = request.experiment.data.data_path
+    script = 'for file; do [ -r "$file" ] || echo "$file"; done'
+
+    def missing(node: str, host: Host) -> list[str]:
+        command = session.inside(node, "sh", "-c", script, "sh", f"{prefix}.bin", f"{prefix}.idx")
+        return host.run(command, timeout=_TIMEOUT_S).checked(node).stdout.decode().splitlines()
+
+    hosts = session.cluster.hostfile_path
+    todo = f"bring the data to the nodes: fab push --hosts {hosts} --path {Path(prefix).parent}"
+    problems = [
+        Problem(f"{request.config}: data.data_path", f"is not on node {node}", ", ".join(files), todo)
+        for node, files in session.each(missing).items()
+        if files
+    ]
+    if problems:
+        raise RequestError(problems)
+
+
+def _choose_port(session: Session, request: Request) -> int:
+    """The experiment's port if it is free on the head, else a free one found there."""
+    wanted = request.experiment.launch.master_port
+    words = ("port",) if wanted is None else ("port", str(wanted))
+    done = session.node_verb(session.head, *words, timeout=_TIMEOUT_S)
+    if done.exit_code == 0:
+        return int(done.stdout)
+    words_of_node = done.stderr.decode(errors="replace").strip()
+    todo = "change launch.master_port or leave it out"
+    raise ClusterError(Problem(session.head, "has no free port for the rendezvous", words_of_node, todo))
+
+
+def _manifest(session: Session, image_id: str | None) -> dict[str, object]:
+    """Where the run comes from; with an image id, also what is in the image (read on the head)."""
+    manifest: dict[str, object] = {
+        "tridock": __version__,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "git_commit": _git(session.cluster.project_folder, "rev-parse", "HEAD"),
+        "git_dirty": bool(_git(session.cluster.project_folder, "status", "--porcelain")),
+        "cluster": session.cluster.name,
+        "hostfile": session.cluster.hostfile.render(),
+        "image": session.cluster.settings.image,
+        "image_id": image_id,
+    }
+    if image_id is not None:
+        read = session.inside(session.head, "cat", f"{run_folder.CODE}/manifest.json")
+        done = session.hosts[session.head].run(read, timeout=_TIMEOUT_S)
+        manifest["image_manifest"] = json.loads(done.stdout) if done.exit_code == 0 else None
+    return manifest
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,140 @@
+"""Nodes up and down: one container a host, made from the cluster's recipe, ready when its sshd answers."""
+
+from __future__ import annotations
+
+import time
+
+from tridock.cluster.containers import (
+    compose_command,
+    container_name,
+    recipe_of,
+    run_command,
+    secrets_on_host,
+    workspace_on_host,
+)
+from tridock.command import Command
+from tridock.errors import ClusterError, Problem, RequestError
+from tridock.ops.image import ensure_image
+from tridock.ops.keys import distribute_keys
+from tridock.ops.session import Session
+from tridock.remote import Host, LocalHost
+
+READY_TIMEOUT_S = 60.0
+_DOCKER_TIMEOUT_S = 120.0
+
+
+def up(session: Session) -> str:
+    """Keys, image and nodes: brings what is missing and leaves what is right alone. Returns the image's id."""
+    image_id = ensure_image(session)
+    compose = session.cluster.settings.transport == "compose"
+    if compose:
+        distribute_keys(session)
+        _compose_up(session)
+    else:
+        stale = _stale(session, image_id)
+        _refuse_while_runs(session, stale, "would be replaced by fab up")
+        distribute_keys(session)
+        session.each(lambda node, host: _start(session, node, host, image_id, node in stale))
+    session.forget_states()
+    session.each(lambda node, host: _wait_ready(session, node, host))
+    session.forget_states()
+    return image_id
+
+
+def down(session: Session, *, force: bool = False) -> tuple[str, ...]:
+    """Removes the nodes (and their keys on the hosts); runs' folders and data stay. Returns the nodes removed."""
+    there = tuple(node for node, state in session.states().items() if state.container is not None)
+    running = tuple(node for node in there if (c := session.states()[node].container) and c.running)
+    if not force:
+        _refuse_while_runs(session, running, "would be removed by fab down")
+    if session.cluster.settings.transport == "compose":
+        facts = session.states()[session.head].facts
+        done = LocalHost().run(
+            compose_command(session.cluster, facts, "down", "--timeout", "5"), timeout=_DOCKER_TIMEOUT_S
+        )
+        done.checked("docker compose")
+        return there
+
+    def remove(node: str, host: Host) -> None:
+        state = session.states()[node]
+        if state.container is not None:
+            name = container_name(session.cluster, node)
+            host.run(Command.of("docker", "rm", "--force", name), timeout=_DOCKER_TIMEOUT_S).checked(node)
+        keys = secrets_on_host(session.cluster, node, state.facts)
+        host.run(Command.of("rm", "-rf", keys), timeout=30.0).checked(node)
+
+    session.each(remove)
+    return there
+
+
+def _compose_up(session: Session) -> None:
+    facts = session.states()[session.head].facts
+    words = ("up", "--detach", "--no-build", "--quiet-pull", *session.nodes)
+    done = LocalHost().run(compose_command(session.cluster, facts, *words), timeout=_DOCKER_TIMEOUT_S)
+    done.checked("docker compose")
+
+
+def _stale(session: Session, image_id: str) -> tuple[str, ...]:
+    """The nodes whose container is not the one that the settings ask for."""
+    return tuple(
+        node
+        for node, state in session.states().items()
+        if state.container is not None
+        and (
+            not state.container.running
+            or state.container.image_id != image_id
+            or state.container.recipe != recipe_of(run_command(session.cluster, node, image_id, state.facts))
+        )
+    )
+
+
+def _refuse_while_runs(session: Session, nodes: tuple[str, ...], fate: str) -> None:
+    from tridock.ops.runs import active_runs
+
+    containers = {node: state.container for node, state in session.states().items()}
+    live = tuple(node for node in nodes if (container := containers[node]) is not None and container.running)
+    busy = {node: runs for node, runs in active_runs(session, live).items() if runs}
+    if busy:
+        raise RequestError(
+            Problem(node, f"its node {fate} while a run goes on", ", ".join(runs), "stop the run first: fab stop")
+            for node, runs in busy.items()
+        )
+
+
+def _start(session: Session, node: str, host: Host, image_id: str, stale: bool) -> None:
+    state = session.states()[node]
+    if state.container is not None and not stale:
+        return
+    if state.container is not None:
+        name = container_name(session.cluster, node)
+        host.run(Command.of("docker", "rm", "--force", name), timeout=_DOCKER_TIMEOUT_S).checked(node)
+    # Made here, as the operator: Docker would make a missing folder as root.
+    workspace = workspace_on_host(session.cluster, state.facts)
+    folders = (workspace, f"{workspace}/data", f"{workspace}/runs")
+    host.run(Command.of("mkdir", "-p", *folders), timeout=30.0).checked(node)
+    run = run_command(session.cluster, node, image_id, state.facts)
+    host.run(run, timeout=_DOCKER_TIMEOUT_S).checked(node)
+
+
+def _wait_ready(session: Session, node: str, host: Host) -> None:
+    """Waits until the node's sshd answers; a container that has ended gives its last words instead."""
+    name, deadline = container_name(session.cluster, node), time.monotonic() + READY_TIMEOUT_S
+    probe = Command.of("docker", "exec", name, "healthcheck.sh")
+    while True:
+        if host.run(probe, timeout=30.0).exit_code == 0:
+            return
+        inspect = Command.of("docker", "container", "inspect", "--format", "{{.State.Running}}", name)
+        running = host.run(inspect, timeout=30.0).stdout.decode().strip() == "true"
+        if not running or time.monotonic() > deadline:
+            raise ClusterError(_not_ready(session, node, host, name, running))
+        time.sleep(0.2)
+
+
+def _not_ready(session: Session, node: str, host: Host, name: str, running: bool) -> Problem:
+    logs = host.run(Command.of("docker", "logs", "--tail", "5", name), timeout=30.0)
+    words = " | ".join((logs.stdout + logs.stderr).decode(errors="replace").split("\n")).strip(" |")
+    if not running and session.cluster.settings.transport == "ssh":
+        # Nothing half-started stays behind: a dead container would only be in the way of the next try.
+        host.run(Command.of("docker", "rm", "--force", name), timeout=_DOCKER_TIMEOUT_S)
+    what = "its sshd did not answer in time" if running else "its node ended at once"
+    return Problem(node, what, words or "no output", f"look at docker logs {name} there, mend it, run fab up again")

@@ -1,0 +1,78 @@
+"""A cluster in use: one connection a host, the hosts' states, and commands inside the nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from tridock.cluster import Cluster, load_cluster
+from tridock.cluster.containers import container_name, exec_command
+from tridock.command import Command
+from tridock.errors import ClusterError, Problem
+from tridock.ops.facts import HostState, facts_command, parse_facts
+from tridock.remote import Completed, Host, connect, on_all, raise_failures
+
+T = TypeVar("T")
+
+FACTS_TIMEOUT_S = 30.0
+
+
+class Session:
+    """Hosts of one cluster by node name, in the hostfile's order; facts are read once and kept."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.hosts: Mapping[str, Host] = connect(cluster)
+        self._states: dict[str, HostState] | None = None
+
+    @classmethod
+    def open(cls, hostfile: Path, include: str = "", exclude: str = "") -> Session:
+        """Loads the cluster and prepares its connections; nothing is contacted yet."""
+        return cls(load_cluster(hostfile, include=include, exclude=exclude))
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes' names; the head comes first."""
+        return tuple(self.hosts)
+
+    @property
+    def head(self) -> str:
+        """The first node: launchers run there."""
+        return self.nodes[0]
+
+    def each(self, action: Callable[[str, Host], T], only: tuple[str, ...] | None = None) -> dict[str, T]:
+        """Runs an action on every host at once, under the cluster's cap; all failures in one error."""
+        hosts = {name: host for name, host in self.hosts.items() if only is None or name in only}
+        return raise_failures(on_all(hosts, action, cap=self.cluster.settings.ssh.max_connections))
+
+    def states(self) -> dict[str, HostState]:
+        """What every host says about itself; read at the first call."""
+        if self._states is None:
+            self._states = self.each(self._read_state)
+        return self._states
+
+    def forget_states(self) -> None:
+        """Makes the next call of :meth:`states` ask the hosts again."""
+        self._states = None
+
+    def _read_state(self, name: str, host: Host) -> HostState:
+        command = facts_command(self.cluster.settings.image, container_name(self.cluster, name))
+        return parse_facts(name, host.run(command, timeout=FACTS_TIMEOUT_S).checked(name).stdout.decode())
+
+    def inside(self, node: str, *argv: str, stdin: bytes | None = None, interactive: bool = False) -> Command:
+        """A command of the node's container, as the words that its host executes."""
+        command = Command(argv, stdin=stdin)
+        return exec_command(self.cluster, node, self.states()[node].facts, command, interactive=interactive)
+
+    def node_verb(self, node: str, *words: str, timeout: float | None = None) -> Completed:
+        """``python -m tridock.node …`` inside a node; the caller looks at the exit code."""
+        command = self.inside(node, "python", "-m", "tridock.node", *words)
+        return self.hosts[node].run(command, timeout=timeout)
+
+    def require_up(self) -> None:
+        """Raises :class:`ClusterError` naming every node that is not running."""
+        down = [node for node, state in self.states().items() if not (state.container and state.container.running)]
+        if down:
+            todo = f"run fab up --hosts {self.cluster.hostfile_path}"
+            raise ClusterError(Problem(node, "its node is not running", "", todo) for node in down)

@@ -4,7 +4,7 @@
 compares them). ``Hostfile.validate`` refuses more, where DeepSpeed would start a run that cannot work:
 
 * ``slots=0``: DeepSpeed counts the node but starts no rank there; were it the first, rank 0 would wait elsewhere;
-* more than 4096 slots, and digits with something stuck to them (``slots=4,5``, ``slots=8x``): DeepSpeed drops the rest in silence;
+* more than 4096 slots, and digits with something stuck to them (``slots=4,5``, ``slots=8x``), which DeepSpeed drops;
 * names that ssh, pdsh or a file system reads as something else (``-oProxyCommand=…``, ``node[1-4]``, ``user@host``);
 * names that differ in case only: ssh lowers them, so that their host keys would be one.
 """
@@ -186,7 +186,10 @@ def _parse_filter(text: str, option: str, hostfile: Hostfile) -> Mapping[str, Se
     for part in text.split("@"):
         name, colon, slots = part.partition(":")
         if ":" in slots:
-            todo = "name its host instead: in this grammar a colon begins the list of slots, so IPv6 addresses cannot stand here"
+            todo = (
+                "name its host instead: in this grammar a colon begins the list of slots, "
+                "so IPv6 addresses cannot stand here"
+            )
             problems.append(Problem(option, "has more than one colon in a host", repr(part), todo))
             continue
         if name not in pool:

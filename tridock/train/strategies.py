@@ -156,7 +156,7 @@ class DistributedDataParallel:
 class Zero:
     """DeepSpeed's engine with ZeRO stages 0 to 3, configured by the run's ``ds_config.json``.
 
-    The model itself is in the short format, with fp32 master weights in the optimizer.
+    bf16 and fp16 are the format of the model itself; the optimizer holds fp32 master weights.
     """
 
     def __init__(self, model: nn.Module, experiment: Experiment, ranks: Ranks, config: dict[str, Any]) -> None:
@@ -166,44 +166,47 @@ class Zero:
             raise RequestError(Problem("precision", "DeepSpeed has no fp16 on this processor", "fp16", todo))
         self.stage = experiment.parallel.zero_stage
         self.precision = experiment.precision
+        # DeepSpeed's own scaler at stage 0 knows no hysteresis and forgets to scale the loss (0.19.8): ours instead.
+        self.scaler = LossScaler(experiment.fp16, experiment.precision) if self.stage == 0 else None
+        if self.scaler is not None and experiment.precision == "fp16":
+            config = {**config, "fp16": {**config["fp16"], "loss_scale": self.scaler.scale}}
+        optimizer = _adamw(model.to(ranks.device), experiment, ranks.device)
+        _set_lr(optimizer, 0.0)
         self.engine, *_ = deepspeed.initialize(
-            model=model,
-            optimizer=_adamw(model.to(ranks.device), experiment, ranks.device),
-            config=config,
-            dist_init_required=False,
+            model=model, optimizer=optimizer, config=config, dist_init_required=False
         )
+        if self.stage == 0:
+            # In the short formats DeepSpeed makes Adam's states by a step on zero gradients (lr 0, so the weights stay),
+            # and would count it: every bias correction would be one step off.
+            optimizer.state.clear()
 
     @property
     def loss_scale(self) -> float:
         if self.precision != "fp16":
             return 1.0
-        optimizer = self.engine.optimizer
-        # Stage 0 and stages 1 to 3 keep it in different places.
-        return float(optimizer.loss_scale_config.cur_scale if self.stage == 0 else optimizer.loss_scaler.cur_scale)
+        return self.scaler.scale if self.scaler is not None else float(self.engine.optimizer.loss_scaler.cur_scale)
 
     def step(self, batches: Sequence[Tensor], lr: float) -> Step:
         self.engine.train()
         _set_lr(self.engine.optimizer, lr)
-        total = torch.zeros((), device=self.engine.device)
-        scale, fp32_norm = self.loss_scale, None
+        scale = self.scaler.scale if self.scaler is not None else 1.0
+        if scale != 1.0:
+            self.engine.optimizer.loss_scale_config.cur_scale = scale
+        total, bare_norm = torch.zeros((), device=self.engine.device), None
         for number, batch in enumerate(batches, start=1):
             loss = self.engine(batch[:, :-1], batch[:, 1:])
-            self.engine.backward(loss)
+            self.engine.backward(loss * scale if scale != 1.0 else loss)
             if number == len(batches) and self.stage == 0 and self.precision == "fp32":
-                # Here DeepSpeed leaves the optimizer bare, averages the gradients, and keeps their norm to itself.
+                # Here DeepSpeed uses the optimizer as it is, and keeps the norm of the averaged gradients to itself.
                 gradients = [parameter.grad for parameter in self.engine.parameters() if parameter.grad is not None]
-                fp32_norm = torch.nn.utils.get_total_norm(gradients)
+                bare_norm = torch.nn.utils.get_total_norm(gradients)
             self.engine.step()  # updates after the last micro-batch only
             total += loss.detach().float()
-        if fp32_norm is not None:
-            norm = fp32_norm.item()
-        elif getattr(self.engine.optimizer, "overflow", False):
-            norm = float("inf")
-        else:
-            norm = float(self.engine.get_global_grad_norm())
-            # At stage 0 in fp16 the norm that DeepSpeed reports is still multiplied by the loss scale.
-            norm = norm / scale if self.stage == 0 else norm
-        return Step(total / len(batches), norm)
+        overflow = bool(getattr(self.engine.optimizer, "overflow", False))
+        if self.scaler is not None:
+            self.scaler.update(overflow)
+        norm = self.engine.get_global_grad_norm() if bare_norm is None else bare_norm
+        return Step(total / len(batches), float("inf") if overflow else float(norm) / scale)
 
     @torch.no_grad()
     def evaluate(self, batch: Tensor) -> Tensor:
@@ -220,10 +223,13 @@ class Zero:
     def save(self, folder: Path, writes_shared: bool) -> None:
         # By itself DeepSpeed lets rank 0 write what is common to all ranks; nodes that share no folder need a copy each.
         self.engine.save_non_zero_checkpoint = writes_shared or self.stage == 3
-        self.engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False)
+        own = {"loss_scaler": self.scaler.state()} if self.scaler is not None else {}
+        self.engine.save_checkpoint(str(folder.parent), tag=folder.name, client_state=own, save_latest=False)
 
     def load(self, folder: Path) -> None:
-        self.engine.load_checkpoint(str(folder.parent), tag=folder.name)
+        _, own = self.engine.load_checkpoint(str(folder.parent), tag=folder.name)
+        if self.scaler is not None:
+            self.scaler.restore(own["loss_scaler"])
 
 
 def _set_lr(optimizer: Any, lr: float) -> None:

@@ -101,7 +101,9 @@ class Samples:
             )
         return sample
 
-    def batches(self, first: int, count: int, micro_batch_size: int, rank: int, ranks: int) -> Iterator[NDArray[np.int64]]:
+    def batches(
+        self, first: int, count: int, micro_batch_size: int, rank: int, ranks: int
+    ) -> Iterator[NDArray[np.int64]]:
         """This rank's micro-batches out of the ``count`` samples from number ``first``: int64 [micro batch, seq + 1].
 
         Consecutive micro-batches go to consecutive ranks, so the samples of a step do not depend on their number.

@@ -79,7 +79,7 @@ def join() -> Ranks:
     except (dist.DistError, RuntimeError, ValueError) as error:
         meeting = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
         what = f"the {environment['WORLD_SIZE']} ranks did not all meet at {meeting}"
-        todo = f"see the other ranks' logs, and that every node reaches this address ({TIMEOUT_VARIABLE}: minutes to wait)"
+        todo = f"see the other ranks' logs; every node must reach this address ({TIMEOUT_VARIABLE}: minutes to wait)"
         got = str(error).strip().splitlines()[0]
         raise RunError(Problem(f"rank {rank}", what, got, todo)) from None
     ranks = Ranks(rank, local_rank, dist.get_world_size(), device)

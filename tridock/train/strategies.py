@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -113,7 +114,7 @@ class DistributedDataParallel:
     def _update(self, lr: float) -> float:
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients).item() / self.scaler.scale
-        overflow = norm != norm or norm == float("inf")
+        overflow = not math.isfinite(norm)
         if not overflow:
             largest = self.experiment.optimizer.clip_grad
             # 1e-6 as in torch's clip_grad_norm_ and in Megatron
@@ -123,7 +124,7 @@ class DistributedDataParallel:
             _set_lr(self.optimizer, lr)
             self.optimizer.step()
         self.scaler.update(overflow)
-        return float("inf") if overflow else norm
+        return math.inf if overflow else norm
 
     @torch.no_grad()
     def evaluate(self, batch: Tensor) -> Tensor:
@@ -206,7 +207,7 @@ class Zero:
         if self.scaler is not None:
             self.scaler.update(overflow)
         norm = self.engine.get_global_grad_norm() if bare_norm is None else bare_norm
-        return Step(total / len(batches), float("inf") if overflow else float(norm) / scale)
+        return Step(total / len(batches), math.inf if overflow else float(norm) / scale)
 
     @torch.no_grad()
     def evaluate(self, batch: Tensor) -> Tensor:

@@ -20,6 +20,13 @@ fail() {
     exit "$status"
 }
 
+# A step that fails without words of its own is named; those of fail() have spoken.
+name_failed_step() {
+    local status=$? line=$1
+    [[ $status == "$EXIT_REQUEST" || $status == "$EXIT_CLUSTER" ]] || printf 'entrypoint.sh: line %s failed: %s (exit %s)\n' "$line" "$BASH_COMMAND" "$status" >&2
+}
+trap 'name_failed_step $LINENO' ERR
+
 # ---- who runs here ---------------------------------------------------------------------------------------------------
 
 is_id() {
@@ -61,7 +68,8 @@ supplementary_groups() {
     {
         id -G | tr ' ' '\n'
         find /dev/dri /dev/kfd /dev/infiniband -type c -exec stat --format %g {} + 2>/dev/null || true
-    } | grep -v '^0$' | { cat; printf '%s\n' "$gid"; } | sort -nu | paste -sd,
+        printf '%s\n' "$gid"
+    } | sed '/^0$/d' | sort -nu | paste -sd,
 }
 
 # Puts the account into those groups by name as well: `docker exec --user tridock` reads them from the file.

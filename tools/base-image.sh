@@ -93,7 +93,8 @@ slim() {
     local root=$1
     chroot "$root" apt-get clean
     rm -rf "$root"/var/lib/apt/lists/* "$root"/var/cache/debconf/*-old "$root"/var/log/{apt,bootstrap.log,dpkg.log} \
-        "$root"/usr/share/{doc,man,info,locale,groff,lintian}/* "$root"/var/cache/apt/*.bin
+        "$root"/usr/share/{man,info,locale,groff,lintian}/* "$root"/var/cache/apt/*.bin
+    find "$root/usr/share/doc" -type f ! -name copyright -delete
     # The official slim image drops documentation too, and has dpkg drop that of later packages.
     printf '%s\n' 'path-exclude /usr/share/doc/*' 'path-include /usr/share/doc/*/copyright' 'path-exclude /usr/share/man/*' \
         'path-exclude /usr/share/info/*' 'path-exclude /usr/share/locale/*' >"$root/etc/dpkg/dpkg.cfg.d/docker"

@@ -13,6 +13,10 @@ readonly HERE
 readonly ROOT=$HERE/../.. LOCKS=$HERE/../../locks
 readonly PYTHON=$VENV/bin/python
 
+step() {
+    printf '%s %s\n' "$(date +%T)" "$1"
+}
+
 install() {
     "$PYTHON" -m pip install --quiet --no-deps --require-hashes "$@"
 }
@@ -41,12 +45,12 @@ install_locked() {
 # The ops that DeepSpeed would otherwise compile at first use, where a node may have no compiler: the shared-memory
 # reduction that it loads whenever a CPU process group is formed, and its own Adam.
 install_deepspeed() {
-    export DS_BUILD_OPS=0 DS_BUILD_CPU_ADAM=1 DS_BUILD_FUSED_ADAM=1 MAX_JOBS
+    export DS_BUILD_OPS=0 DS_BUILD_CPU_ADAM=1 DS_BUILD_FUSED_ADAM=1 DS_ENABLE_NINJA=1 MAX_JOBS
     MAX_JOBS=$(nproc)
     if [[ $FLAVOR == cpu ]]; then
         export DS_BUILD_SHM_COMM=1 CXX="$HERE/portable-cxx.sh" CC="$HERE/portable-cxx.sh"
     fi
-    install --no-build-isolation --config-settings="--build-option=build_ext" --config-settings="--build-option=-j$MAX_JOBS" -r "$LOCKS/deepspeed.txt"
+    PATH=$VENV/bin:$PATH install --use-pep517 --no-build-isolation -r "$LOCKS/deepspeed.txt"
 }
 
 # What an environment without a compiler, and without anybody's tests, has no use for.
@@ -59,11 +63,16 @@ strip_environment() {
 
 main() {
     local before after
+    step "making $VENV"
     make_environment
     before=$("$PYTHON" -c 'import torch; print(torch.__version__, torch.__file__)' 2>/dev/null || true)
+    step "installing the locked packages"
     install_locked
+    step "installing torch"
     "$ROOT/tools/install-torch.sh" "$PYTHON" "$(torch_version)" "$FLAVOR" "$LOCKS/wheels"
+    step "installing DeepSpeed and compiling its ops"
     install_deepspeed
+    step "checking"
     if [[ $FLAVOR == gpu ]]; then
         after=$("$PYTHON" -c 'import torch; print(torch.__version__, torch.__file__)')
         [[ $before == "$after" ]] || { echo "image/environment: the base image's torch was replaced; got $after; expected $before" >&2; exit 3; }
@@ -71,7 +80,7 @@ main() {
         "$PYTHON" -m pip check
         strip_environment
     fi
-    "$PYTHON" -c 'import deepspeed, megatron.core, numpy, tokenizers, yaml, pydantic, rich, matplotlib, tensorboard' >/dev/null
+    "$PYTHON" -W ignore -c 'import deepspeed, megatron.core, numpy, tokenizers, yaml, pydantic, rich, matplotlib, tensorboard' >/dev/null
 }
 
 main

@@ -6,6 +6,6 @@
 # TRIDOCK_EXPERIMENT names another experiment.
 set -Eeuo pipefail
 
-experiment=${TRIDOCK_EXPERIMENT:-/opt/tridock/configs/gpt2.yaml}
+experiment=${TRIDOCK_EXPERIMENT:-/opt/tridock/configs/demo.yaml}
 printf 'ds_pretrain_gpt2.sh: the torch engine trains %s\n' "$experiment" >&2
 exec tridock train "$experiment" "$@"

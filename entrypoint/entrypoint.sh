@@ -143,7 +143,7 @@ render_setenv() {
 
 write_environment() {
     # Written whole or not at all: a login may come in between.
-    render_shell_environment >"$STATE/.environment.sh.part"
+    (umask 077 && render_shell_environment >"$STATE/.environment.sh.part")
     mv "$STATE/.environment.sh.part" "$STATE/environment.sh"
 }
 
@@ -251,6 +251,8 @@ main() {
     elif [[ ${USER:-} != "$ACCOUNT" ]]; then
         settle_in
     fi
+    # A container that is started again still has what its last life rendered.
+    rm -f "$STATE"/{sshd_config,sshd.pid}
     write_environment
     if [[ ${1:-} == node ]]; then
         prepare_node

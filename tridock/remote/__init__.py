@@ -1,21 +1,20 @@
-"""Commands on hosts: over SSH or on this machine, with a cap, time-outs and one result a host."""
+"""Commands and files on hosts: over SSH or on this machine, with a cap, time limits and one outcome a host."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from tridock.cluster import Cluster
 from tridock.remote.fanout import Outcome, on_all, raise_failures
-from tridock.remote.host import Completed, Host, LocalHost, Stream
+from tridock.remote.host import Completed, Host, Stream
+from tridock.remote.local import LocalHost
 from tridock.remote.ssh import SshHost
 
 __all__ = ["Completed", "Host", "LocalHost", "Outcome", "SshHost", "Stream", "connect", "on_all", "raise_failures"]
 
 
-def connect(cluster: Cluster) -> Mapping[str, Host]:
+def connect(cluster: Cluster) -> dict[str, Host]:
     """The hosts of the nodes in use, by node name, in the hostfile's order; nothing is contacted yet."""
     if cluster.settings.transport == "compose":
-        return {node: LocalHost() for node in cluster.slots}
+        return {node: LocalHost(node) for node in cluster.slots}
     ssh = cluster.settings.ssh
     return {
         node: SshHost(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
 from tridock.errors import ClusterError, Problem, TridockError
@@ -12,38 +15,84 @@ from tridock.remote.host import Host
 
 T = TypeVar("T")
 
+_TICK_S = 0.1
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome(Generic[T]):
     """What came of one host: a value, or the error."""
 
     value: T | None = None
-    error: TridockError | None = None
+    error: Exception | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is a value."""
+        return self.error is None
 
 
-def on_all(hosts: Mapping[str, Host], action: Callable[[str, Host], T], cap: int) -> dict[str, Outcome[T]]:
-    """Runs ``action`` on every host, at most ``cap`` at once; an error of one host does not stop the others."""
+def on_all(
+    hosts: Mapping[str, Host], action: Callable[[str, Host], T], cap: int, timeout: float | None = None
+) -> dict[str, Outcome[T]]:
+    """Runs ``action`` on every host, at most ``cap`` at once; what one host does never stops the others.
 
-    def attempt(name: str) -> Outcome[T]:
+    A host that takes more than ``timeout`` seconds of its own is given up and its connection closed. Ctrl-C begins
+    nothing new, closes the connections of what is under way, and goes on to the caller at once.
+    """
+    results: SimpleQueue[tuple[str, Outcome[T]]] = SimpleQueue()
+    waiting, begun, outcomes = deque(hosts), dict[str, float](), dict[str, Outcome[T]]()
+
+    def attempt(name: str) -> None:
         try:
-            return Outcome(value=action(name, hosts[name]))
-        except TridockError as error:
-            return Outcome(error=error)
+            outcome = Outcome(value=action(name, hosts[name]))
+        except Exception as error:
+            outcome = Outcome(error=error)
+        results.put((name, outcome))
 
-    pool = ThreadPoolExecutor(max_workers=max(1, min(cap, len(hosts))))
     try:
-        futures = {name: pool.submit(attempt, name) for name in hosts}
-        return {name: future.result() for name, future in futures.items()}
-    finally:
-        # After Ctrl-C nothing new is begun; what is under way is left to end on its own.
-        pool.shutdown(wait=False, cancel_futures=True)
+        while len(outcomes) < len(hosts):
+            while waiting and len(begun) < max(1, cap):
+                name = waiting.popleft()
+                begun[name] = time.monotonic()
+                # Threads that the interpreter does not wait for: a host that hangs must not hold up the way out.
+                threading.Thread(target=attempt, args=(name,), daemon=True).start()
+            try:
+                name, outcome = results.get(timeout=_TICK_S)
+                if begun.pop(name, None) is not None:
+                    outcomes[name] = outcome
+            except Empty:
+                pass
+            for name in _overdue(begun, timeout):
+                del begun[name]
+                todo = "see what holds it up there, then try again"
+                problem = Problem(name, f"was given up after {timeout:g} s", "", todo)
+                outcomes[name] = Outcome(error=ClusterError(problem))
+                hosts[name].close()
+    except BaseException:
+        for name in begun:
+            hosts[name].close()
+        raise
+    return {name: outcomes[name] for name in hosts}
+
+
+def _overdue(begun: Mapping[str, float], timeout: float | None) -> list[str]:
+    now = time.monotonic()
+    return [name for name, start in begun.items() if timeout is not None and now - start > timeout]
 
 
 def raise_failures(outcomes: Mapping[str, Outcome[T]]) -> dict[str, T]:
-    """The values by host; or one error with the problems of all hosts that failed."""
+    """The values by host; or one error with the problems of every host that failed, and the names of the others."""
     errors = [outcome.error for outcome in outcomes.values() if outcome.error is not None]
+    for error in errors:
+        if not isinstance(error, TridockError):
+            raise error  # a bug of ours: its traceback says more than a list of hosts
     if errors:
-        problems: list[Problem] = [problem for error in errors for problem in error.problems]
-        kind = type(errors[0]) if len({type(error) for error in errors}) == 1 else ClusterError
+        problems = [problem for error in errors if isinstance(error, TridockError) for problem in error.problems]
+        fine = [name for name, outcome in outcomes.items() if outcome.ok]
+        if fine:
+            problems.append(Problem(", ".join(fine), "no problem here", "", "mend the others"))
+        kinds = {type(error) for error in errors}
+        kind = kinds.pop() if len(kinds) == 1 else ClusterError
+        assert issubclass(kind, TridockError)
         raise kind(problems)
     return {name: outcome.value for name, outcome in outcomes.items()}  # type: ignore[misc]

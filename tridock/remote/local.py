@@ -1,0 +1,193 @@
+"""The operator's own machine as a host: for the twin, whose nodes run on the engine here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from typing import IO
+
+from tridock.command import Command
+from tridock.errors import ClusterError
+from tridock.remote.failures import timed_out
+from tridock.remote.host import CHUNK, Completed, FileOperations, Progress, Stream, completed
+
+_NOT_FOUND = 127
+_GRACE_S = 2.0
+
+
+class LocalHost(FileOperations):
+    """Commands as processes of this machine, each in a session of its own: Ctrl-C at the terminal is the caller's."""
+
+    def __init__(self, name: str = "this machine") -> None:
+        self.name = name
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[bytes]] = set()
+
+    def run(self, command: Command, timeout: float | None = None) -> Completed:
+        """As in :class:`tridock.remote.host.Host`."""
+        return self.pipe((command.stdin,) if command.stdin else (), command, timeout=timeout)
+
+    def pipe(
+        self,
+        chunks: Iterable[bytes],
+        command: Command,
+        progress: Progress | None = None,
+        timeout: float | None = None,
+    ) -> Completed:
+        """As in :class:`tridock.remote.host.Host`."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        try:
+            process = _started(command, stderr=subprocess.PIPE)
+        except FileNotFoundError as error:
+            return completed(command, _NOT_FOUND, b"", _not_found(error))
+        with self._lock:
+            self._running.add(process)
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        readers = [_Reader(process.stdout), _Reader(process.stderr)]
+        sender = _Sender(process, chunks, progress)
+        try:
+            process.wait(timeout)
+            # What the command left behind in the background may hold the pipes: it shares the time limit.
+            parts = [reader.content(deadline) for reader in readers]
+        except subprocess.TimeoutExpired:
+            assert timeout is not None
+            raise ClusterError(timed_out(self.name, command, timeout)) from None
+        finally:
+            _end(process)
+            with self._lock:
+                self._running.discard(process)
+        sender.join()
+        if sender.failure is not None:
+            raise sender.failure
+        return completed(command, _code(process), *parts)
+
+    def stream(self, command: Command) -> Stream:
+        """As in :class:`tridock.remote.host.Host`."""
+        return _LocalStream(command)
+
+    def close(self) -> None:
+        """As in :class:`tridock.remote.host.Host`."""
+        with self._lock:
+            running = tuple(self._running)
+        for process in running:
+            _end(process)
+
+
+class _Reader(threading.Thread):
+    """Reads a pipe to its end beside whoever writes: neither side blocks the other."""
+
+    def __init__(self, source: IO[bytes]) -> None:
+        super().__init__(daemon=True)
+        self._source, self._parts = source, list[bytes]()
+        self.start()
+
+    def run(self) -> None:
+        while part := os.read(self._source.fileno(), CHUNK):
+            self._parts.append(part)
+
+    def content(self, deadline: float | None) -> bytes:
+        self.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        if self.is_alive():
+            raise subprocess.TimeoutExpired("", 0)
+        self._source.close()
+        return b"".join(self._parts)
+
+
+class _Sender(threading.Thread):
+    """Writes the chunks; an error of their source is kept for the caller."""
+
+    def __init__(self, process: subprocess.Popen[bytes], chunks: Iterable[bytes], progress: Progress | None) -> None:
+        super().__init__(daemon=True)
+        self._process, self._chunks, self._progress = process, chunks, progress
+        self.failure: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        sink = self._process.stdin
+        assert sink is not None
+        try:
+            for chunk in self._chunks:
+                try:
+                    sink.write(chunk)
+                    sink.flush()
+                except (BrokenPipeError, ValueError):
+                    return  # the command has ended early: its exit code and words say why
+                if self._progress is not None:
+                    self._progress(len(chunk))
+        except BaseException as error:
+            self.failure = error
+            _end(self._process)  # before its input closes: it must not take the part for the whole
+        finally:
+            with suppress(BrokenPipeError):
+                sink.close()
+
+
+class _LocalStream:
+    def __init__(self, command: Command) -> None:
+        self.exit_code = -1
+        self._process: subprocess.Popen[bytes] | None = None
+        self._words = b""
+        try:
+            self._process = _started(command, stderr=subprocess.STDOUT)
+        except FileNotFoundError as error:
+            self.exit_code, self._words = _NOT_FOUND, _not_found(error)
+            return
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+    def __iter__(self) -> Iterator[bytes]:
+        if self._process is None:
+            yield self._words
+            return
+        assert self._process.stdout is not None
+        try:
+            while part := os.read(self._process.stdout.fileno(), CHUNK):
+                yield part
+            self._process.wait()
+            self.exit_code = _code(self._process)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        if self._process is not None:
+            _end(self._process)
+            assert self._process.stdout is not None
+            self._process.stdout.close()
+
+
+def _started(command: Command, stderr: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command.argv,
+        env={**os.environ, **command.env},
+        cwd=command.cwd,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        start_new_session=True,
+    )
+
+
+def _not_found(error: FileNotFoundError) -> bytes:
+    return f"{error.filename}: {(error.strerror or 'not found').lower()}\n".encode()
+
+
+def _code(process: subprocess.Popen[bytes]) -> int:
+    # As a shell counts it: 128 and the signal's number.
+    return process.returncode if process.returncode >= 0 else 128 - process.returncode
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process that still runs, and all that it started in its session."""
+    if process.poll() is not None:
+        return
+    for number, patience in ((signal.SIGTERM, _GRACE_S), (signal.SIGKILL, None)):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(patience)
+            return

@@ -1,0 +1,139 @@
+"""Where an ssh connection goes and what it trusts: the operator's ssh configuration, as ssh itself reads it.
+
+``ssh -G`` is asked rather than the files read: it knows Include, Match, canonical names and the defaults.
+"""
+
+from __future__ import annotations
+
+import getpass
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import paramiko
+
+from tridock.errors import ClusterError, Problem, RequestError
+
+_TIMEOUT_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One hop of a connection. ``jumps`` are the hosts to go through, in order; ``proxy_command`` stands instead."""
+
+    host: str
+    port: int
+    user: str
+    identity_files: tuple[str, ...]
+    use_agent: bool
+    host_key_alias: str | None
+    known_hosts_files: tuple[str, ...]
+    jumps: tuple[str, ...]
+    proxy_command: str | None
+
+    def __str__(self) -> str:
+        return f"{self.user}@{self.host} port {self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the settings ask for; what is None comes from the ssh configuration."""
+
+    user: str | None = None
+    port: int | None = None
+    identity_file: str | None = None
+    config_file: str | None = None
+
+
+def resolve(name: str, address: str, wanted: Wanted) -> Target:
+    """What ssh would do for ``address``; ``name`` is the node's, for messages."""
+    argv = ["ssh", "-G"]
+    if wanted.config_file is not None:
+        argv += ["-F", _existing(wanted.config_file, "ssh.config_file")]
+    if wanted.user is not None:
+        argv += ["-l", wanted.user]
+    if wanted.port is not None:
+        argv += ["-p", str(wanted.port)]
+    if wanted.identity_file is not None:
+        argv += ["-i", _existing(wanted.identity_file, "ssh.identity_file")]
+    try:
+        done = subprocess.run(
+            [*argv, "--", address], capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S, check=False,
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except FileNotFoundError:
+        todo = "install OpenSSH's client (openssh-client)"
+        raise ClusterError(Problem("this machine", "has no ssh", "no ssh on PATH", todo)) from None
+    except subprocess.TimeoutExpired:
+        todo = "look at the Match lines of ~/.ssh/config"
+        raise ClusterError(Problem(name, "ssh -G did not end in time", f"{_TIMEOUT_S:g} s", todo)) from None
+    if done.returncode:
+        words = done.stderr.strip().splitlines()
+        raise RequestError(
+            Problem(name, "ssh cannot read its configuration", words[0] if words else "", "mend what it names")
+        )
+    return parse(done.stdout, address)
+
+
+def parse(text: str, address: str) -> Target:
+    """Reads what ``ssh -G`` printed for ``address``."""
+    fields: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        key, _, value = line.partition(" ")
+        fields.setdefault(key, []).append(value.strip())
+
+    def one(key: str, default: str = "none") -> str | None:
+        value = fields.get(key, [default])[0]
+        return None if value.lower() == "none" else value
+
+    host = one("hostname", address) or address
+    user = one("user", getpass.getuser()) or getpass.getuser()
+    port = one("port", "22") or "22"
+    tokens = {"%": "%", "d": str(Path.home()), "h": host, "n": address, "p": port, "r": user, "u": getpass.getuser()}
+    known = [word for key in ("userknownhostsfile", "globalknownhostsfile") for word in (one(key) or "").split()]
+    jumps = one("proxyjump")
+    return Target(
+        host=host,
+        port=int(port),
+        user=user,
+        identity_files=_files(fields.get("identityfile", []), tokens),
+        use_agent=fields.get("identityagent", [""])[0].lower() != "none",
+        host_key_alias=one("hostkeyalias"),
+        known_hosts_files=_files(known, tokens),
+        jumps=tuple(jumps.split(",")) if jumps else (),
+        proxy_command=None if jumps else one("proxycommand"),
+    )
+
+
+def known_keys(target: Target) -> list[paramiko.PKey]:
+    """The host keys on file for a target, under the names that ssh looks for; the order of the files."""
+    name = target.host_key_alias or (target.host if target.port == 22 else f"[{target.host}]:{target.port}")
+    for wanted in (name, target.host_key_alias or target.host):  # ssh falls back on the name without its port
+        keys = [key for path in target.known_hosts_files for key in _listed(path, wanted.lower())]
+        if keys:
+            return keys
+    return []
+
+
+def _listed(path: str, name: str) -> list[paramiko.PKey]:
+    known = paramiko.HostKeys()
+    try:
+        known.load(path)
+    except (OSError, paramiko.SSHException):
+        return []  # ssh, too, goes on without a file that it cannot read; the key is then unknown
+    return list((known.lookup(name) or {}).values())
+
+
+def _files(listed: Sequence[str], tokens: Mapping[str, str]) -> tuple[str, ...]:
+    expanded = (re.sub("%(.)", lambda match: tokens.get(match[1], match[0]), item.strip('"')) for item in listed)
+    paths = (Path(item).expanduser() for item in expanded)
+    return tuple(dict.fromkeys(str(path) for path in paths if path.is_file()))
+
+
+def _existing(path: str, field: str) -> str:
+    full = Path(path).expanduser()
+    if not full.is_file():
+        raise RequestError(Problem(field, "names a file that is not there", str(full), "correct the path"))
+    return str(full)

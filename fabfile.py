@@ -17,7 +17,7 @@ from invoke.exceptions import Exit
 from rich.console import Console
 from rich.table import Table
 
-from tridock.errors import EXIT_INTERRUPTED, TridockError
+from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError, TridockError
 from tridock.launchers import RunBundle
 from tridock.ops import keys as keys_
 from tridock.ops import launch as launch_
@@ -68,24 +68,24 @@ def command(*, iterable: tuple[str, ...] = ()) -> Callable[[Callable[..., None]]
 
 
 @command()
-def up(_: Context, hosts: str, include: str = "", exclude: str = "") -> None:
+def up(_: Context, hosts: str = "", include: str = "", exclude: str = "") -> None:
     """Bring the cluster up: keys, image, one node a host."""
-    session = Session.open(Path(hosts), include, exclude)
+    session = _open(hosts, include, exclude)
     image_id = nodes.up(session)
     CONSOLE.print(f"{len(session.nodes)} nodes up, image {image_id[:19]}: {', '.join(session.nodes)}")
 
 
 @command()
-def down(_: Context, hosts: str, force: bool = False) -> None:
+def down(_: Context, hosts: str = "", force: bool = False) -> None:
     """Remove the nodes; runs' folders and data stay on the hosts."""
-    removed = nodes.down(Session.open(Path(hosts)), force=force)
+    removed = nodes.down(_open(hosts), force=force)
     CONSOLE.print(f"removed {', '.join(removed)}" if removed else "no node was up")
 
 
 @command()
-def keys(_: Context, hosts: str, rotate: bool = False) -> None:
+def keys(_: Context, hosts: str = "", rotate: bool = False) -> None:
     """Make and distribute the cluster's SSH keys."""
-    session = Session.open(Path(hosts))
+    session = _open(hosts)
     store = keys_.distribute_keys(session, rotate=rotate)
     CONSOLE.print(f"keys of {len(session.nodes)} nodes in place; client key {store.fingerprint()}")
 
@@ -93,7 +93,7 @@ def keys(_: Context, hosts: str, rotate: bool = False) -> None:
 @command(iterable=("set",))
 def launch(
     _: Context,
-    hosts: str,
+    hosts: str = "",
     config: str = DEFAULT_CONFIG,
     set: list[str] | None = None,
     include: str = "",
@@ -103,7 +103,7 @@ def launch(
     run_id_file: str = "",
 ) -> None:
     """Run an experiment on the cluster and follow it; Ctrl-C detaches, the run goes on."""
-    session = Session.open(Path(hosts), include, exclude)
+    session = _open(hosts, include, exclude)
     request = launch_.make_request(session, Path(config), set or [])
     if dry_run:
         _show(launch_.preview(session, request))
@@ -119,9 +119,9 @@ def launch(
 
 
 @command()
-def logs(_: Context, hosts: str, run: str = "", rank: str = "") -> None:
+def logs(_: Context, hosts: str = "", run: str = "", rank: str = "") -> None:
     """Follow a run's output, or show the log of one rank."""
-    session = Session.open(Path(hosts))
+    session = _open(hosts)
     session.require_up()
     run_id = runs.choose_run(session, run or None, active=False)
     if rank:
@@ -131,9 +131,9 @@ def logs(_: Context, hosts: str, run: str = "", rank: str = "") -> None:
 
 
 @command()
-def stop(_: Context, hosts: str, run: str = "") -> None:
+def stop(_: Context, hosts: str = "", run: str = "") -> None:
     """End one run on every node, and nothing else."""
-    session = Session.open(Path(hosts))
+    session = _open(hosts)
     session.require_up()
     run_id = runs.choose_run(session, run or None, active=True)
     counts = runs.stop(session, run_id)
@@ -141,29 +141,35 @@ def stop(_: Context, hosts: str, run: str = "") -> None:
 
 
 @command()
-def status(_: Context, hosts: str) -> None:
+def status(_: Context, hosts: str = "") -> None:
     """Show the nodes and the runs."""
-    session = Session.open(Path(hosts))
+    session = _open(hosts)
     CONSOLE.print(_node_table(session))
     if all(state.container and state.container.running for state in session.states().values()):
         CONSOLE.print(_run_table(session))
 
 
 @command()
-def fetch(_: Context, hosts: str, run: str = "", checkpoints: bool = False) -> None:
+def fetch(_: Context, hosts: str = "", run: str = "", checkpoints: bool = False) -> None:
     """Bring a run's folder home, into runs/."""
-    session = Session.open(Path(hosts))
+    session = _open(hosts)
     session.require_up()
     run_id = runs.choose_run(session, run or None, active=False)
     CONSOLE.print(str(runs.fetch(session, run_id, Path("runs"), checkpoints=checkpoints)))
 
 
 @command()
-def push(_: Context, hosts: str, path: str = "data") -> None:
+def push(_: Context, hosts: str = "", path: str = "data") -> None:
     """Copy data to every host's workspace."""
-    session = Session.open(Path(hosts))
+    session = _open(hosts)
     sent = push_.push(session, Path(path))
     CONSOLE.print(f"{path} is on {', '.join(sent)}")
+
+
+def _open(hosts: str, include: str = "", exclude: str = "") -> Session:
+    if not hosts:
+        raise RequestError(Problem("--hosts", "is missing", "", "give a DeepSpeed hostfile, for example hostfiles/lab"))
+    return Session.open(Path(hosts), include, exclude)
 
 
 def _follow(session: Session, hosts: str, run_id: str) -> None:

@@ -32,7 +32,9 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="run an experiment on this machine or in this container")
     train.add_argument("config", type=Path, help="the experiment's YAML file")
     train.add_argument("--nproc", type=int, help="ranks to start (default: one a GPU, or 2 without GPUs)")
-    train.add_argument("--workspace", type=Path, default=Path(), help="folder that holds data/ and runs/ (default: here)")
+    train.add_argument(
+        "--workspace", type=Path, default=Path(), help="folder that holds data/ and runs/ (default: here)"
+    )
     train.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="change a field: train.seed=7")
     train.add_argument("--run-id-file", type=Path, help="write the run's id into this file")
     train.set_defaults(action=_train)

@@ -12,6 +12,7 @@ from typing import Final
 WORKSPACE: Final = "/workspace"
 CODE: Final = "/opt/tridock"
 SECRETS: Final = "/run/tridock/secrets"
+SSHD_PID: Final = "/run/tridock/state/sshd.pid"
 USER: Final = "tridock"
 SSH_PORT: Final = 2222
 

@@ -116,17 +116,31 @@ def exec_command(
     return command.inside(Command((*words, container_name(cluster, node))))
 
 
-def compose_command(cluster: Cluster, facts: HostFacts, *words: str) -> Command:
-    """``docker compose`` on the twin's project, told whose files its containers write."""
-    settings = cluster.settings
+def compose_override(cluster: Cluster) -> str:
+    """A second Compose file, with what the cluster's settings put into each node's environment.
+
+    Compose reads JSON as the YAML that it is; ``$`` is doubled, as Compose would expand it.
+    """
+    services = {
+        node: {"environment": {name: value.replace("$", "$$") for name, value in cluster.env_of(node).items()}}
+        for node in cluster.slots
+    }
+    return json.dumps({"services": services}, indent=2) + "\n"
+
+
+def compose_command(cluster: Cluster, facts: HostFacts, override: str, *words: str) -> Command:
+    """``docker compose`` on the twin's project, told whose files its containers write.
+
+    ``override`` is the path of :func:`compose_override`'s file.
+    """
+    head = ["docker", "compose", "--project-name", compose_project(cluster), "--file", cluster.settings.compose.file]
     return Command(
-        ("docker", "compose", "--project-name", compose_project(cluster), "--file", settings.compose.file,
-         "--profile", "twin", *words),
+        (*head, "--file", override, "--profile", "twin", *words),
         env={
             "TRIDOCK_CLUSTER": cluster.name,
-            "TRIDOCK_IMAGE": settings.image,
+            "TRIDOCK_IMAGE": cluster.settings.image,
             "TRIDOCK_UID": str(facts.uid),
             "TRIDOCK_GID": str(facts.gid),
         },
         cwd=str(cluster.project_folder),
-    )  # fmt: skip
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tridock import run_folder
 from tridock.cluster.containers import secrets_on_host
 from tridock.ops.key_store import KeyStore
 from tridock.ops.session import Session
@@ -26,7 +27,7 @@ def distribute_keys(session: Session, *, rotate: bool = False) -> KeyStore:
             host.put_tree(files, secrets_on_host(session.cluster, node, states[node].facts), mode=0o600)
         container = states[node].container
         if container is not None and container.running:
-            reload = session.inside(node, "sh", "-c", "kill -HUP $(cat /run/tridock/sshd.pid)")
+            reload = session.inside(node, "sh", "-c", f"kill -HUP $(cat {run_folder.SSHD_PID})")
             host.run(reload, timeout=30.0).checked(node)
 
     session.each(push)

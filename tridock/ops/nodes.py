@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 
+from tridock import run_folder
 from tridock.cluster.containers import (
     compose_command,
+    compose_override,
     container_name,
     recipe_of,
     run_command,
@@ -18,6 +20,7 @@ from tridock.ops.image import ensure_image
 from tridock.ops.keys import distribute_keys
 from tridock.ops.session import Session
 from tridock.remote import Host, LocalHost
+from tridock.run_folder import write_atomic
 
 READY_TIMEOUT_S = 60.0
 _DOCKER_TIMEOUT_S = 120.0
@@ -29,7 +32,7 @@ def up(session: Session) -> str:
     compose = session.cluster.settings.transport == "compose"
     if compose:
         distribute_keys(session)
-        _compose_up(session)
+        _compose(session, "up", "--detach", "--no-build", "--quiet-pull", *session.nodes)
     else:
         stale = _stale(session, image_id)
         _refuse_while_runs(session, stale, "would be replaced by fab up")
@@ -48,11 +51,7 @@ def down(session: Session, *, force: bool = False) -> tuple[str, ...]:
     if not force:
         _refuse_while_runs(session, running, "would be removed by fab down")
     if session.cluster.settings.transport == "compose":
-        facts = session.states()[session.head].facts
-        done = LocalHost().run(
-            compose_command(session.cluster, facts, "down", "--timeout", "5"), timeout=_DOCKER_TIMEOUT_S
-        )
-        done.checked("docker compose")
+        _compose(session, "down", "--timeout", "5")
         return there
 
     def remove(node: str, host: Host) -> None:
@@ -67,11 +66,12 @@ def down(session: Session, *, force: bool = False) -> tuple[str, ...]:
     return there
 
 
-def _compose_up(session: Session) -> None:
+def _compose(session: Session, *words: str) -> None:
+    cluster, override = session.cluster, session.cluster.state_folder / "compose.json"
+    write_atomic(override, compose_override(cluster).encode())
     facts = session.states()[session.head].facts
-    words = ("up", "--detach", "--no-build", "--quiet-pull", *session.nodes)
-    done = LocalHost().run(compose_command(session.cluster, facts, *words), timeout=_DOCKER_TIMEOUT_S)
-    done.checked("docker compose")
+    command = compose_command(cluster, facts, str(override), *words)
+    LocalHost().run(command, timeout=_DOCKER_TIMEOUT_S).checked("docker compose")
 
 
 def _stale(session: Session, image_id: str) -> tuple[str, ...]:
@@ -112,14 +112,19 @@ def _start(session: Session, node: str, host: Host, image_id: str, stale: bool) 
     workspace = workspace_on_host(session.cluster, state.facts)
     folders = (workspace, f"{workspace}/data", f"{workspace}/runs")
     host.run(Command.of("mkdir", "-p", *folders), timeout=30.0).checked(node)
-    run = run_command(session.cluster, node, image_id, state.facts)
-    host.run(run, timeout=_DOCKER_TIMEOUT_S).checked(node)
+    done = host.run(run_command(session.cluster, node, image_id, state.facts), timeout=_DOCKER_TIMEOUT_S)
+    if done.exit_code:
+        # A container that could not start stays behind as "created", and would be in the way of the next try.
+        name = container_name(session.cluster, node)
+        host.run(Command.of("docker", "rm", "--force", name), timeout=_DOCKER_TIMEOUT_S)
+    done.checked(node)
 
 
 def _wait_ready(session: Session, node: str, host: Host) -> None:
     """Waits until the node's sshd answers; a container that has ended gives its last words instead."""
     name, deadline = container_name(session.cluster, node), time.monotonic() + READY_TIMEOUT_S
-    probe = Command.of("docker", "exec", name, "healthcheck.sh")
+    # The health check of a container that is no node passes too: sshd must have written its pid first.
+    probe = Command.of("docker", "exec", name, "sh", "-c", f"test -e {run_folder.SSHD_PID} && healthcheck.sh")
     while True:
         if host.run(probe, timeout=30.0).exit_code == 0:
             return

@@ -15,7 +15,6 @@ FROM ${BASE_IMAGE} AS base
 SHELL ["/bin/bash", "-Eeuo", "pipefail", "-c"]
 # ssh's host keys, which the package makes on installation, are removed in the same layer: a node gets its own from outside.
 # The CA that a proxy may need is a build secret: it serves the build and does not stay.
-# hadolint ignore=DL3008
 RUN --mount=type=bind,source=tools,target=/tools \
     --mount=type=secret,id=ca \
     --mount=type=cache,target=/var/cache/apt,sharing=locked \
@@ -37,8 +36,8 @@ ENV DS_ACCELERATOR=cpu
 # ---- builder ---------------------------------------------------------------------------------------------------------
 # hadolint ignore=DL3006
 FROM base-${FLAVOR} AS builder
+# hadolint shell=bash
 ARG FLAVOR
-# hadolint ignore=DL3008
 RUN --mount=type=bind,source=tools,target=/tools \
     --mount=type=secret,id=ca \
     --mount=type=cache,target=/var/cache/apt,sharing=locked \

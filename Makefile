@@ -4,6 +4,32 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+
+.PHONY: help
+help: ## This list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+# ---- environment -------------------------------------------------------------------------------------------------------
+# PYTHON  the interpreter for .venv (default: the first of at least 3.11)
+
+.PHONY: venv
+venv: .venv/.full ## Make .venv, with everything that tests, checks and local runs need
+
+.PHONY: venv-operator
+venv-operator: .venv/.operator ## Make .venv, with what fab needs only
+
+.venv/.full: locks/operator.txt locks/train-cpu.txt locks/deepspeed.txt locks/torch.txt locks/dev.txt tools/venv.sh tools/install-torch.sh
+	@tools/venv.sh full
+
+.venv/.operator: locks/operator.txt tools/venv.sh
+	@tools/venv.sh operator
+
+.PHONY: locks
+locks: .venv/.full ## Write locks/*.txt anew from locks/*.in (UPGRADE=1 to take newer versions)
+	@python -m pip install --quiet --require-hashes -r locks/uv.txt
+	@tools/lock.sh $(if $(UPGRADE),--upgrade)
+
 # ---- image -------------------------------------------------------------------------------------------------------------
 # FLAVOR      gpu (NVIDIA's PyTorch image) or cpu (the twin's)
 # BASE_IMAGE  another base of that flavor, as nvcr.io/nvidia/pytorch:24.12-py3 for V100
@@ -18,6 +44,35 @@ CA ?=
 image: ## Build the image: tridock:latest on NVIDIA's PyTorch image, or tridock:cpu with FLAVOR=cpu
 	@tools/build-image.sh '$(FLAVOR)' '$(BASE_IMAGE)' '$(IMAGE)' '$(CA)'
 
-.PHONY: help
-help: ## This list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+# ---- checks ------------------------------------------------------------------------------------------------------------
+# TESTS  more words for pytest, as TESTS='-k hostfile -x'
+TESTS ?=
+
+.PHONY: lint
+lint: .venv/.full ## Formatting, types, shell scripts, the Dockerfile
+	ruff check .
+	ruff format --check .
+	mypy
+	tools/shell-scripts.sh | xargs shellcheck --external-sources
+	hadolint Dockerfile $(wildcard tests/*/*/Dockerfile)
+
+.PHONY: test
+test: test-unit test-distributed test-integration ## All tests (those with Docker are skipped where no engine answers)
+
+.PHONY: test-unit
+test-unit: .venv/.full ## What needs neither ranks nor Docker
+	pytest tests --ignore tests/distributed --ignore tests/integration --ignore tests/gpu -n auto $(TESTS)
+
+.PHONY: test-distributed
+test-distributed: .venv/.full ## Several ranks on this machine's CPU
+	pytest tests/distributed $(TESTS)
+
+.PHONY: test-integration
+test-integration: .venv/.full ## A real engine: the image, the twin, hosts reached over ssh
+	pytest tests/integration $(TESTS)
+
+.PHONY: clean
+clean: ## Remove .venv, caches and the twin's containers and keys; runs/ and data/ stay
+	-@docker compose --project-name tridock-twin --profile twin down --timeout 5 2>/dev/null
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .tridock *.egg-info locks/wheels/*.whl
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

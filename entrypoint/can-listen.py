@@ -8,12 +8,14 @@ The socket is made the way sshd makes its own, so that what passes here passes t
 
 import socket
 import sys
+from pathlib import Path
 
 
 def complaint(address: str, port: int) -> str | None:
-    """The reason why nothing can listen there, or None. IPv6 switched off on the host is no reason: sshd skips it as well."""
+    """The reason why nothing can listen there, or None. No IPv6 on the host is no reason: sshd passes over it as well."""
+    flags = socket.AI_PASSIVE | socket.AI_NUMERICSERV
     try:
-        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE | socket.AI_NUMERICSERV)
+        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=flags)
     except socket.gaierror as error:
         return str(error.strerror)
     for family, kind, protocol, _, target in found:
@@ -37,11 +39,8 @@ def complaint(address: str, port: int) -> str | None:
 
 def has_ipv6() -> bool:
     """Whether any interface, the loopback included, has an IPv6 address."""
-    try:
-        with open("/proc/net/if_inet6") as interfaces:
-            return bool(interfaces.read().strip())
-    except FileNotFoundError:
-        return False
+    interfaces = Path("/proc/net/if_inet6")
+    return interfaces.exists() and bool(interfaces.read_text().strip())
 
 
 def main() -> None:

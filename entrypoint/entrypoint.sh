@@ -237,7 +237,7 @@ prepare_node() {
     require_secrets
     require_free_port "$port"
     # Only root's sshd uses it, to shut away the part that talks to strangers.
-    [[ $(id -u) != 0 ]] || mkdir -p -m 755 /run/sshd
+    [[ $(id -u) != 0 ]] || install -d -m 755 /run/sshd
     (umask 077 && render_sshd_config "$port" >"$STATE/sshd_config")
     complaint=$(/usr/sbin/sshd -t -f "$STATE/sshd_config" 2>&1) ||
         fail "$EXIT_CLUSTER" "sshd refuses its configuration" "$complaint" "mend what it names; an unreadable host key is made anew by 'fab keys --rotate'"

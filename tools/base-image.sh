@@ -32,6 +32,7 @@ install_debootstrap() {
 # Prints the archives of this machine that hold the suite: "<uri> <codename> <components>", one a line.
 # Nothing is printed on another distribution; debootstrap's default mirror serves then.
 machine_archives() {
+    # shellcheck disable=SC2016 # apt expands these, not the shell
     apt-get indextargets --format '$(REPO_URI) $(RELEASE) $(COMPONENT)' 'Created-By: Packages' 2>/dev/null |
         awk -v suite="$SUITE" '$2 ~ "^" suite "(-updates|-security)?$" && $3 == "main" && $1 ~ /^https?:/' | sort -u
 }

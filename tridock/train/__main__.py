@@ -56,6 +56,12 @@ def _guarded(run_folder: Path, workspace: Path) -> int:
     except process_group.Stopped:
         _report(run_folder, rank, f"rank {rank}: stopped by SIGTERM", "stopped by SIGTERM")
         return 128 + signal.SIGTERM
+    except RuntimeError as error:
+        if (lost := process_group.lost_rank(error)) is None:
+            _report(run_folder, rank, f"rank {rank} failed:\n{traceback.format_exc()}", repr(error))
+        else:
+            _report(run_folder, rank, f"rank {rank}: {lost}", str(lost))
+        return RunError.exit_code
     except BaseException as error:  # noqa: BLE001  whatever it is, the launcher needs an exit code
         _report(run_folder, rank, f"rank {rank} failed:\n{traceback.format_exc()}", repr(error))
         return RunError.exit_code

@@ -20,8 +20,9 @@ from tridock.errors import Problem, RequestError, RunError, TridockError
 from tridock.run_folder import WORLD_SIZE_VARIABLE
 
 TIMEOUT_VARIABLE: Final = "DEEPSPEED_TIMEOUT"
-"""Minutes to wait for the other ranks, at the rendezvous and in a collective; DeepSpeed's own variable."""
+"""Minutes to wait for the other ranks in a collective (and at most as long for them to come); DeepSpeed's own variable."""
 _DEFAULT_TIMEOUT_MINUTES: Final = 30
+_MEETING_PATIENCE: Final = timedelta(minutes=5)
 _GRACE_SECONDS: Final = 5.0
 
 
@@ -73,15 +74,19 @@ def join() -> Ranks:
         environment["MASTER_PORT"] = str(_free_port() if environment["WORLD_SIZE"] == "1" else 29500)
     rank, local_rank = int(environment["RANK"]), int(environment["LOCAL_RANK"])
     device = choose_device(local_rank)
-    minutes = float(environment.get(TIMEOUT_VARIABLE) or _DEFAULT_TIMEOUT_MINUTES)
+    patience = timedelta(minutes=float(environment.get(TIMEOUT_VARIABLE) or _DEFAULT_TIMEOUT_MINUTES))
+    backend = "nccl" if device.type == "cuda" else "gloo"
     try:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(minutes=minutes))
+        # Two steps, because a rank that never starts should not be waited for as long as one that writes a checkpoint.
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=min(patience, _MEETING_PATIENCE)))
+        store.set_timeout(patience)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=patience)
     except (dist.DistError, RuntimeError, ValueError) as error:
         meeting = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
         what = f"the {environment['WORLD_SIZE']} ranks did not all meet at {meeting}"
-        todo = f"see the other ranks' logs; every node must reach this address ({TIMEOUT_VARIABLE}: minutes to wait)"
-        got = str(error).strip().splitlines()[0]
-        raise RunError(Problem(f"rank {rank}", what, got, todo)) from None
+        todo = "see the launcher's log for nodes that did not start, and that every node reaches this address"
+        got = str(error).strip().splitlines()[0].rstrip(".")
+        raise RunError(Problem("rendezvous", what, got, todo)) from None
     ranks = Ranks(rank, local_rank, dist.get_world_size(), device)
     check_world(ranks)
     return ranks
@@ -150,6 +155,21 @@ def mean_over_ranks(value: torch.Tensor) -> float:
     return total.item() / dist.get_world_size()
 
 
+def lost_rank(error: RuntimeError) -> Problem | None:
+    """What to say where a collective failed because another rank has gone; None for any other error.
+
+    The trace of such an error leads nowhere, and would bury the message of the rank that failed first.
+    """
+    first_line = str(error).strip().partition("\n")[0]
+    marks = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "remote process exited")
+    if not isinstance(error, dist.DistBackendError) and not any(mark in str(error) for mark in marks):
+        return None
+    got = first_line.rpartition("pair.cc:")[2].partition("] ")[2] or first_line
+    got = got.partition(". This is typically")[0]
+    todo = "look for the rank that failed first: its message stands in logs/rank-<N>.log"
+    return Problem("collective", "another rank has gone", got, todo)
+
+
 def leave() -> None:
     """Takes the process group down. Without it a process that has done its work can abort while it exits."""
     if dist.is_available() and dist.is_initialized():
@@ -172,6 +192,7 @@ def stop_on_sigterm() -> None:
         while data := os.read(read_end, 1):
             if data[0] == signal.SIGTERM:
                 threading.Event().wait(_GRACE_SECONDS)
+                os.write(2, f"rank {os.environ['RANK']}: stopped by SIGTERM inside a collective\n".encode())
                 os._exit(128 + signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, handler)

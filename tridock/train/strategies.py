@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ def build_strategy(model: nn.Module, experiment: Experiment, ranks: Ranks, run_f
     """The strategy that the experiment names."""
     if experiment.parallel.strategy == "ddp":
         return DistributedDataParallel(model, experiment, ranks)
-    return Zero(model, experiment, ranks, _read_deepspeed_config(run_folder))
+    return Zero(model, experiment, ranks, _read_deepspeed_config(run_folder, ranks.world_size))
 
 
 def _adamw(model: nn.Module, experiment: Experiment, device: torch.device) -> torch.optim.AdamW:
@@ -238,13 +239,18 @@ def _set_lr(optimizer: Any, lr: float) -> None:
         group["lr"] = lr
 
 
-def _read_deepspeed_config(run_folder: Path) -> dict[str, Any]:
+def _read_deepspeed_config(run_folder: Path, world_size: int) -> dict[str, Any]:
     path = run_folder / DEEPSPEED_CONFIG
+    todo = "start the run with `fab launch` or `tridock train`, which write it"
     try:
         config: dict[str, Any] = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        todo = "start the run with `fab launch` or `tridock`, which write it"
-        raise RequestError(Problem(str(path), "is missing; strategy zero needs it", "", todo)) from None
+    except (OSError, ValueError) as error:
+        got = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise RequestError(Problem(str(path), "cannot be read; strategy zero needs it", got, todo)) from None
+    micro, steps = config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]
+    if micro * steps * world_size != config["train_batch_size"]:
+        ranks = config["train_batch_size"] // (micro * steps)
+        raise RequestError(Problem(str(path), f"was made for {ranks} ranks", f"{world_size} ranks", todo))
     return config
 
 
@@ -257,5 +263,7 @@ def _import_deepspeed(ranks: Ranks) -> Any:
     if ranks.device.type == "cpu":
         # DeepSpeed would compile a shared-memory collective for inference while the ranks wait; training never calls it.
         deepspeed.ops.__compatible_ops__ = {}
+    # DeepSpeed's own calls, which nobody here can change; the text would stand in every log once a rank.
+    warnings.filterwarnings("ignore", message=r".*torch\.distributed\.\w+. is deprecated", category=FutureWarning)
     deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
     return deepspeed

@@ -1,4 +1,4 @@
-"""JSON lines to ``<prefix>_text_document.bin/.idx`` and its manifest: Megatron's ``tools/preprocess_data.py``, first cut.
+"""JSON lines to ``<prefix>_text_document.bin/.idx`` and a manifest: Megatron's ``tools/preprocess_data.py``, first cut.
 
 Nothing is skipped: a line that cannot be used stops the work before any output appears.
 """

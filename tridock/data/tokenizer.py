@@ -65,14 +65,14 @@ class BytePairTokenizer:
             raise RequestError(Problem(str(file), "cannot be read as a tokenizer", got, todo)) from None
         try:
             tokenizer = cls(Tokenizer.from_str(text))
-        except Exception as error:  # noqa: BLE001  the library raises no narrower type
+        except Exception as error:  # the library raises no narrower type
             raise RequestError(Problem(str(file), "is not a tokenizer", str(error), todo)) from None
         if tokenizer._tokenizer.token_to_id(END_OF_TEXT) is None:
             raise RequestError(Problem(str(file), f"has no token {END_OF_TEXT}", "", "use one that has it"))
         return tokenizer
 
     def save(self, folder: Path) -> None:
-        """Writes ``tokenizer.json``, and ``vocab.json`` with ``merges.txt`` as Megatron's GPT2BPETokenizer reads them."""
+        """Writes ``tokenizer.json``; ``vocab.json`` and ``merges.txt`` as Megatron's GPT2BPETokenizer reads them."""
         text = self._tokenizer.to_str(pretty=True)
         model = json.loads(text)["model"]
         merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in model["merges"]]

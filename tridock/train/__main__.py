@@ -62,7 +62,7 @@ def _guarded(run_folder: Path, workspace: Path) -> int:
         else:
             _report(run_folder, rank, f"rank {rank}: {lost}", str(lost))
         return RunError.exit_code
-    except BaseException as error:  # noqa: BLE001  whatever it is, the launcher needs an exit code
+    except BaseException as error:  # whatever it is, the launcher needs an exit code
         _report(run_folder, rank, f"rank {rank} failed:\n{traceback.format_exc()}", repr(error))
         return RunError.exit_code
     process_group.leave()

@@ -3,10 +3,10 @@
 A split is a run of whole documents, and so one stretch of tokens. Sample k of it is tokens ``k * seq_length`` to
 ``(k + 1) * seq_length`` inclusive: ``seq_length + 1`` of them, so that every position has a next token to predict.
 
-Samples are read in a shuffled order that is a function of (seed, split, epoch, position) alone. Sample number n of a run
-(n = consumed samples + place in the global batch) is therefore the same one on any number of ranks and after any restart,
-and nothing has to be stored or rebuilt to find it: the order is a pseudo-random permutation computed where it is needed
-(a Feistel network with cycle walking, Black and Rogaway 2002), not a table of every sample.
+Samples are read in a shuffled order that is a function of (seed, split, epoch, position) alone. Sample number n of a
+run (n = consumed samples + place in the global batch) is therefore the same one on any number of ranks and after any
+restart, and nothing has to be stored or rebuilt to find it: the order is a pseudo-random permutation computed where it
+is needed (a Feistel network with cycle walking, Black and Rogaway 2002), not a table of every sample.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from tridock.errors import Problem, RequestError, RunError, TridockError
 from tridock.run_folder import WORLD_SIZE_VARIABLE
 
 TIMEOUT_VARIABLE: Final = "DEEPSPEED_TIMEOUT"
-"""Minutes to wait for the other ranks in a collective (and at most as long for them to come); DeepSpeed's own variable."""
+"""Minutes to wait for the others in a collective, and at most as long for them to come; DeepSpeed's own variable."""
 _DEFAULT_TIMEOUT_MINUTES: Final = 30
 _MEETING_PATIENCE: Final = timedelta(minutes=5)
 _GRACE_SECONDS: Final = 5.0
@@ -185,7 +185,7 @@ def stop_on_sigterm() -> None:
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
 
-    def handler(number: int, frame: FrameType | None) -> None:
+    def handler(_number: int, _frame: FrameType | None) -> None:
         raise Stopped
 
     def watch() -> None:

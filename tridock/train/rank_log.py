@@ -57,7 +57,7 @@ class RankLog:
 
 
 def _copy(source: int, targets: tuple[int, ...]) -> None:
-    """Copies until the last writer has gone; a target that fails (disk full, terminal gone) is dropped, not the other."""
+    """Copies until the last writer has gone; a target that fails (disk full, terminal gone) is dropped alone."""
     # Whoever stops the rank signals its children as well; the copy ends by itself when the rank has.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)

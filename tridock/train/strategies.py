@@ -66,7 +66,7 @@ def build_strategy(model: nn.Module, experiment: Experiment, ranks: Ranks, run_f
     return Zero(model, experiment, ranks, _read_deepspeed_config(run_folder, ranks.world_size))
 
 
-def _adamw(model: nn.Module, experiment: Experiment, device: torch.device) -> torch.optim.AdamW:
+def _adamw(model: nn.Module, experiment: Experiment) -> torch.optim.AdamW:
     settings = experiment.optimizer
     groups: Any = parameter_groups(model, settings.weight_decay)
     betas = (settings.adam_beta1, settings.adam_beta2)
@@ -87,7 +87,7 @@ class DistributedDataParallel:
         self.model = nn.parallel.DistributedDataParallel(
             model.to(ranks.device), device_ids=devices, gradient_as_bucket_view=True
         )
-        self.optimizer = _adamw(self.model.module, experiment, ranks.device)
+        self.optimizer = _adamw(self.model.module, experiment)
         self.scaler = LossScaler(experiment.fp16, experiment.precision)
 
     @property
@@ -136,7 +136,7 @@ class DistributedDataParallel:
             loss: Tensor = self.model.module(batch[:, :-1], batch[:, 1:])
         return loss
 
-    def files(self, rank: int) -> tuple[str, ...]:
+    def files(self, rank: int) -> tuple[str, ...]:  # noqa: ARG002  one file holds all
         return ("ddp.pt",)
 
     def save(self, folder: Path, writes_shared: bool) -> None:
@@ -172,14 +172,14 @@ class Zero:
         self.scaler = LossScaler(experiment.fp16, experiment.precision) if self.stage == 0 else None
         if self.scaler is not None and experiment.precision == "fp16":
             config = {**config, "fp16": {**config["fp16"], "loss_scale": self.scaler.scale}}
-        optimizer = _adamw(model.to(ranks.device), experiment, ranks.device)
+        optimizer = _adamw(model.to(ranks.device), experiment)
         _set_lr(optimizer, 0.0)
         self.engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=config, dist_init_required=False
         )
         if self.stage == 0:
-            # In the short formats DeepSpeed makes Adam's states by a step on zero gradients (lr 0, so the weights stay),
-            # and would count it: every bias correction would be one step off.
+            # In the short formats DeepSpeed makes Adam's states by a step on zero gradients (at lr 0, so the weights
+            # stay) and counts it: every bias correction would be one step off.
             optimizer.state.clear()
 
     @property
@@ -223,7 +223,7 @@ class Zero:
         return (model, optimizer) if self.stage > 0 else (model,)
 
     def save(self, folder: Path, writes_shared: bool) -> None:
-        # By itself DeepSpeed lets rank 0 write what is common to all ranks; nodes that share no folder need a copy each.
+        # DeepSpeed lets rank 0 alone write what is common to all ranks; nodes that share no folder need a copy each.
         self.engine.save_non_zero_checkpoint = writes_shared or self.stage == 3
         own = {"loss_scaler": self.scaler.state()} if self.scaler is not None else {}
         self.engine.save_checkpoint(str(folder.parent), tag=folder.name, client_state=own, save_latest=False)
@@ -261,7 +261,7 @@ def _import_deepspeed(ranks: Ranks) -> Any:
 
     set_log_level_from_string(os.environ.get("TRIDOCK_DEEPSPEED_LOG_LEVEL", "warning"))
     if ranks.device.type == "cpu":
-        # DeepSpeed would compile a shared-memory collective for inference while the ranks wait; training never calls it.
+        # DeepSpeed would compile a shared-memory collective while the ranks wait. It is for inference only.
         deepspeed.ops.__compatible_ops__ = {}
     # DeepSpeed's own calls, which nobody here can change; the text would stand in every log once a rank.
     warnings.filterwarnings("ignore", message=r".*torch\.distributed\.\w+. is deprecated", category=FutureWarning)

@@ -52,7 +52,7 @@ class Trainer:
         for iteration in range(self.progress.iteration + 1, train.train_iters + 1):
             last = iteration == train.train_iters
             step = self.step(iteration)
-            if last or iteration % train.log_interval == 0:
+            if iteration == 1 or last or iteration % train.log_interval == 0:
                 self.log(iteration, step)
             if train.eval_interval and (last or iteration % train.eval_interval == 0):
                 self.evaluate("valid")
@@ -169,6 +169,7 @@ def check_batch(experiment: Experiment, data_parallel_size: int) -> None:
     batch = experiment.batch
     samples = batch.micro_batch_size * data_parallel_size
     if batch.global_batch_size % samples:
-        what = f"is no multiple of micro_batch_size x data parallel ranks = {batch.micro_batch_size} x {data_parallel_size}"
+        product = f"{batch.micro_batch_size} x {data_parallel_size}"
+        what = f"is no multiple of micro_batch_size x data parallel ranks = {product}"
         todo = f"use a multiple of {samples}"
         raise RequestError(Problem("batch.global_batch_size", what, str(batch.global_batch_size), todo))

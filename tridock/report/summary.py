@@ -1,0 +1,140 @@
+"""A run in one table."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from rich.table import Table
+
+from tridock import run_folder
+from tridock.experiment import Experiment, load_experiment
+from tridock.report.records import Record, check_run, read_lines, read_metrics, read_plan
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The figures of one run. None where the run has not come that far."""
+
+    run_id: str
+    state: str
+    """finished, running, or the reason of the failure."""
+    model: str
+    layout: str
+    nodes: int | None
+    ranks: int | None
+    iterations: int
+    train_iters: int
+    tokens: int
+    """Tokens trained on."""
+    tokens_per_second: float | None
+    """Median over the logged iterations, the first left out where there are more: it pays for the start."""
+    first_loss: float | None
+    last_loss: float | None
+    valid_loss: float | None
+    test_loss: float | None
+    seconds: float | None
+    """From the first rank's start to the last event."""
+
+
+def summarize(folder: Path) -> Summary:
+    """Reads a run's folder. Raises :class:`RequestError` where it is none."""
+    check_run(folder)
+    experiment = load_experiment(folder / run_folder.EXPERIMENT)
+    iterations, evaluations = read_metrics(folder)
+    plan = read_plan(folder)
+    events = read_lines(folder / run_folder.EVENTS)
+    speeds = [record["tokens_per_second"] for record in (iterations[1:] or iterations)]
+    consumed = iterations[-1]["consumed_samples"] if iterations else 0
+    return Summary(
+        run_id=folder.absolute().name,
+        state=_state(events),
+        model=_model(experiment),
+        layout=_layout(experiment, plan),
+        nodes=len({rank["node"] for rank in plan["ranks"]}) if "ranks" in plan else None,
+        ranks=plan.get("world_size") or _world_size(events),
+        iterations=iterations[-1]["iteration"] if iterations else 0,
+        train_iters=experiment.train.train_iters,
+        tokens=consumed * experiment.model.seq_length,
+        tokens_per_second=statistics.median(speeds) if speeds else None,
+        first_loss=iterations[0]["loss"] if iterations else None,
+        last_loss=iterations[-1]["loss"] if iterations else None,
+        valid_loss=evaluations["valid"][-1]["loss"] if "valid" in evaluations else None,
+        test_loss=evaluations["test"][-1]["loss"] if "test" in evaluations else None,
+        seconds=_seconds(events),
+    )
+
+
+def render_table(summary: Summary) -> Table:
+    """The summary for a terminal."""
+    table = Table(title=f"Run {summary.run_id}", show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    done = f"{summary.iterations:,} of {summary.train_iters:,} iterations, {summary.tokens:,} tokens"
+    rows = (
+        ("state", summary.state),
+        ("nodes", _count(summary.nodes)),
+        ("ranks", _count(summary.ranks)),
+        ("layout", summary.layout),
+        ("model", summary.model),
+        ("trained", done),
+        ("tokens/s (median)", "-" if summary.tokens_per_second is None else f"{summary.tokens_per_second:,.0f}"),
+        ("first loss", _loss(summary.first_loss)),
+        ("last loss", _loss(summary.last_loss)),
+        ("validation loss", _loss(summary.valid_loss)),
+        ("test loss", _loss(summary.test_loss)),
+        ("time", "-" if summary.seconds is None else f"{timedelta(seconds=round(summary.seconds))}"),
+    )
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _model(experiment: Experiment) -> str:
+    model = experiment.model
+    return (
+        f"GPT, {model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} heads, "
+        f"sequence {model.seq_length}, {experiment.precision}"
+    )
+
+
+def _layout(experiment: Experiment, plan: Record) -> str:
+    parallel = experiment.parallel
+    strategy = f"ZeRO-{parallel.zero_stage}" if parallel.strategy == "zero" else parallel.strategy.upper()
+    return f"{plan['layout']}, {strategy}" if "layout" in plan else strategy
+
+
+def _state(events: list[Record]) -> str:
+    """What the last attempt came to: a run may be started again in its folder."""
+    state = "not started"
+    for event in events:
+        if event.get("event") == "run_started":
+            state = "running"
+        elif event.get("event") == "run_finished":
+            state = "finished"
+        elif event.get("event") == "run_failed" and state != "failed" and not state.startswith("failed: "):
+            state = f"failed: {event['reason']}" if event.get("reason") else "failed"
+    return state
+
+
+def _world_size(events: list[Record]) -> int | None:
+    sizes = [event["world_size"] for event in events if event.get("event") == "world_formed"]
+    return sizes[-1] if sizes else None
+
+
+def _seconds(events: list[Record]) -> float | None:
+    starts = [number for number, event in enumerate(events) if event.get("event") == "run_started"]
+    if not starts:
+        return None
+    attempt = [datetime.fromisoformat(event["time"]) for event in events[starts[-1] :] if "time" in event]
+    return (max(attempt) - min(attempt)).total_seconds()
+
+
+def _count(value: int | None) -> str:
+    return "-" if value is None else str(value)
+
+
+def _loss(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"

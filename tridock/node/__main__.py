@@ -13,6 +13,8 @@ from tridock.node import ports, runs, supervisor
 from tridock.node.follow import follow
 from tridock.node.processes import find_processes, stop_processes
 
+_RECORD_S = 3.0
+
 
 def main() -> int:
     """Runs one verb; returns its exit code."""
@@ -42,7 +44,8 @@ def _parser() -> argparse.ArgumentParser:
 
     follow_ = verbs.add_parser("follow", help="print a run's output until it ends; exit with its code")
     follow_.add_argument("folder", type=Path)
-    follow_.set_defaults(action=lambda a: follow(a.folder))
+    follow_.add_argument("--offset", type=int, default=0, help="bytes of the output to leave out (default 0)")
+    follow_.set_defaults(action=lambda a: follow(a.folder, a.offset))
 
     processes = verbs.add_parser("processes", help="the processes of a run, or of all runs, as JSON")
     processes.add_argument("run_id", nargs="?")
@@ -70,22 +73,28 @@ def _start(arguments: argparse.Namespace) -> int:
 
 
 def _processes(arguments: argparse.Namespace) -> int:
+    if arguments.run_id is not None:
+        _require_run_id(arguments.run_id)
     print(json.dumps([process.to_json() for process in find_processes(arguments.run_id)]))
     return 0
 
 
 def _stop(arguments: argparse.Namespace) -> int:
-    if not run_folder.is_run_id(arguments.run_id):
-        raise RequestError(
-            Problem("run id", "has the wrong form", repr(arguments.run_id), "see fab status for the runs")
-        )
-    supervisor.mark_stopped(arguments.workspace / "runs" / arguments.run_id)
+    _require_run_id(arguments.run_id)
+    folder = arguments.workspace / "runs" / arguments.run_id
+    supervisor.mark_stopped(folder)
     stopped, left = stop_processes(arguments.run_id, arguments.grace)
+    supervisor.wait_for_end(folder, _RECORD_S)
     print(json.dumps({"stopped": stopped, "left": left}))
     if left:
         todo = "look for processes in state D there; they go when their device or file system answers"
         raise RunError(Problem(arguments.run_id, "has processes that did not end", str(left), todo))
     return 0
+
+
+def _require_run_id(text: str) -> None:
+    if not run_folder.is_run_id(text):
+        raise RequestError(Problem("run id", "has the wrong form", repr(text), "see fab status for the runs"))
 
 
 def _runs(arguments: argparse.Namespace) -> int:

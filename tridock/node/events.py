@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -21,16 +22,24 @@ def has_event(folder: Path, event: str) -> bool:
     return any(entry.get("event") == event for entry in read_lines(folder / run_folder.EVENTS))
 
 
-def read_lines(path: Path) -> list[dict[str, object]]:
-    """The objects of a JSON-lines file; a last line that is still being written is left out."""
+def read_lines(path: Path, last_bytes: int | None = None) -> list[dict[str, object]]:
+    """The objects of a JSON-lines file; a line that is still being written is left out.
+
+    ``last_bytes`` reads the end of the file only: a long run's metrics are long.
+    """
     try:
-        text = path.read_text()
+        with path.open("rb") as file:
+            if last_bytes is not None:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - last_bytes))
+            content = file.read()
     except FileNotFoundError:
         return []
     entries = []
-    for line in text.splitlines():
+    for line in content.split(b"\n"):
         try:
-            entries.append(json.loads(line))
+            entry = json.loads(line)
         except ValueError:
             continue
+        if isinstance(entry, dict):
+            entries.append(entry)
     return entries

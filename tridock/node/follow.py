@@ -14,11 +14,12 @@ _POLL_S = 0.1
 _CHUNK = 1 << 16
 
 
-def follow(folder: Path) -> int:
-    """Prints ``launcher.log`` from its beginning until the run has ended and all is printed; returns its exit code."""
+def follow(folder: Path, offset: int = 0) -> int:
+    """Prints ``launcher.log`` from ``offset`` until the run has ended and all is printed; returns its exit code."""
     if not (folder / run_folder.LAUNCHER_LOG).is_file():
         raise RequestError(Problem(folder.name, "has no output here", str(folder), "see fab status for the runs"))
     with (folder / run_folder.LAUNCHER_LOG).open("rb") as log:
+        log.seek(offset)
         while True:
             # Looked at before the log: what was written before the end is read after it.
             alive, code = is_supervised(folder), exit_code_of(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import socket
 from collections.abc import Iterator
@@ -37,14 +38,22 @@ def require_free(port: int) -> None:
 
 def is_free(port: int) -> bool:
     """Whether a server could listen on the port, on all addresses."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+    return all(_can_listen(family, port) for family in (socket.AF_INET, socket.AF_INET6))
+
+
+def _can_listen(family: socket.AddressFamily, port: int) -> bool:
+    try:
+        probe = socket.socket(family, socket.SOCK_STREAM)
+    except OSError:
+        return True  # no such addresses on this node, so nobody listens there
+    with probe:
         # As the rendezvous itself does: a port in TIME_WAIT is no hindrance.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
             probe.listen()
-        except OSError:
-            return False
+        except OSError as error:
+            return error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
     return True
 
 

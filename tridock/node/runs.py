@@ -8,9 +8,11 @@ from tridock import run_folder
 from tridock.node.events import read_lines
 from tridock.node.supervisor import EXIT_STOPPED, LOCK, exit_code_of, is_supervised
 
+_TAIL_BYTES = 1 << 16
+
 
 def list_runs(workspace: Path) -> list[dict[str, object]]:
-    """One object a run, oldest first: run_id, state, exit_code, started (epoch seconds), metrics (the last ones).
+    """One object a run, oldest first: run_id, state, exit_code, created (yyyymmdd-hhmmss), metrics (the last).
 
     States: ``ready`` (never started here), ``running``, ``done``, ``failed``, ``stopped``, ``lost``.
     """
@@ -21,7 +23,7 @@ def list_runs(workspace: Path) -> list[dict[str, object]]:
 
 def _describe(folder: Path) -> dict[str, object]:
     code = exit_code_of(folder)
-    training = [entry for entry in read_lines(folder / run_folder.METRICS) if "split" not in entry]
+    training = [entry for entry in read_lines(folder / run_folder.METRICS, _TAIL_BYTES) if "split" not in entry]
     # The id ends in -yyyymmdd-hhmmss-xxxx: it sorts by the moment of creation whatever the experiment's name.
     created = "-".join(folder.name.split("-")[-3:-1])
     return {

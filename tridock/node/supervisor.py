@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from tridock import run_folder
@@ -32,17 +33,23 @@ def start(folder: Path) -> int:
         raise _refused(
             str(folder), f"holds no {run_folder.LAUNCH_SCRIPT}", "", "start runs with fab launch or tridock train"
         )
-    if (folder / LOCK).exists():
-        raise _refused(run_id, "has been started already", "", "launch again: every run has an id of its own")
+    try:
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    except FileExistsError:
+        raise _refused(run_id, "has been started already", "", "launch again: every run has an id of its own") from None
+    # Held from before the supervisor lives, and handed on to it: the lock is the open file's, not the process's.
+    fcntl.flock(lock, fcntl.LOCK_EX)
     (folder / "logs").mkdir(exist_ok=True)
     read, write = os.pipe()
     with (folder / run_folder.LAUNCHER_LOG).open("ab") as log, os.fdopen(read, "rb") as ready:
         process = subprocess.Popen(
             [sys.executable, "-m", "tridock.node", "supervise", str(folder), str(write)],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, pass_fds=(write,),
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, pass_fds=(write, lock),
         )  # fmt: skip
         os.close(write)
+        os.close(lock)
         if ready.read() != b"started":
+            (folder / LOCK).unlink()
             raise _refused(run_id, "could not be started", f"exit code {process.wait()}", f"look at {log.name}")
     return process.pid
 
@@ -52,10 +59,10 @@ def _refused(where: str, what: str, got: str, todo: str) -> RequestError:
 
 
 def supervise(folder: Path, ready: int) -> int:
-    """What the supervisor's process does; ``ready`` is the pipe that tells :func:`start` that the run is going."""
-    # Held open until the process ends: the lock lives as long as its descriptor.
-    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    """What the supervisor's process does; ``ready`` is the pipe that tells :func:`start` that the run is going.
+
+    The lock that it inherited is open until it ends, and is not handed on to the run.
+    """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # Only the run itself carries the marker: stopping the run must not end the one who records its end.
     env = {**os.environ, run_folder.RUN_ID_VARIABLE: folder.name}
@@ -91,7 +98,8 @@ def is_supervised(folder: Path) -> bool:
     except FileNotFoundError:
         return False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Shared: two who look at the same moment must not take each other for the supervisor.
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     finally:
@@ -104,6 +112,13 @@ def mark_stopped(folder: Path) -> None:
     if folder.is_dir() and not (folder / run_folder.EXIT_CODE).exists():
         (folder / STOPPED).touch()
         append_event(folder, "run_stopped")
+
+
+def wait_for_end(folder: Path, timeout_s: float) -> None:
+    """Waits until the supervisor, where there is one, has recorded the end of a run whose processes are gone."""
+    deadline = time.monotonic() + timeout_s
+    while is_supervised(folder) and exit_code_of(folder) is None and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def exit_code_of(folder: Path) -> int | None:

@@ -47,7 +47,8 @@ class LocalHost(FileOperations):
             return completed(command, _NOT_FOUND, b"", _not_found(error))
         with self._lock:
             self._running.add(process)
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
         readers = [_Reader(process.stdout), _Reader(process.stderr)]
         sender = _Sender(process, chunks, progress)
         try:

@@ -25,7 +25,7 @@ from tridock.command import Command
 from tridock.errors import ClusterError, TridockError
 from tridock.remote.failures import killed, lost, shown, timed_out
 from tridock.remote.host import CHUNK, Completed, FileOperations, Progress, Stream, completed
-from tridock.remote.ssh_failures import UnknownHostKey, connection_problem, is_passing
+from tridock.remote.ssh_failures import UnknownHostKeyError, connection_problem, is_passing
 from tridock.remote.ssh_target import Target, Wanted, known_keys, resolve
 
 _FIRST_WAIT_S: Final = 0.25
@@ -145,7 +145,7 @@ class SshHost(FileOperations):
                     problem = connection_problem(self.name, target, error, self._timeout, self._retries + 1 - left)
                     raise ClusterError(problem) from None
             # Jitter, so that connections that were dropped together do not come again together.
-            time.sleep(wait * random.uniform(0.5, 1.5))
+            time.sleep(wait * random.uniform(0.5, 1.5))  # noqa: S311
             wait = min(2 * wait, _LONGEST_WAIT_S)
         raise AssertionError("the last attempt returns or raises")
 
@@ -195,9 +195,9 @@ class _Refuse:
     def __init__(self, target: Target) -> None:
         self._target = target
 
-    def missing_host_key(self, client: paramiko.SSHClient, hostname: str, key: paramiko.PKey) -> None:
+    def missing_host_key(self, _client: paramiko.SSHClient, _hostname: str, key: paramiko.PKey) -> None:
         """Called by paramiko."""
-        raise UnknownHostKey(self._target, key)
+        raise UnknownHostKeyError(self._target, key)
 
 
 class _Sender(threading.Thread):

@@ -14,7 +14,7 @@ from tridock.remote.ssh_target import Target
 _DROPPED = (ConnectionRefusedError, ConnectionResetError, ConnectionAbortedError, BrokenPipeError, EOFError)
 
 
-class UnknownHostKey(Exception):
+class UnknownHostKeyError(Exception):
     """A host shows a key, and none is on file for it."""
 
     def __init__(self, target: Target, key: paramiko.PKey) -> None:
@@ -24,7 +24,7 @@ class UnknownHostKey(Exception):
 
 def is_passing(error: BaseException) -> bool:
     """Whether trying again may help: refused or dropped connections, as of an sshd that starts or is under load."""
-    if isinstance(error, paramiko.AuthenticationException | paramiko.BadHostKeyException | UnknownHostKey):
+    if isinstance(error, paramiko.AuthenticationException | paramiko.BadHostKeyException | UnknownHostKeyError):
         return False
     if any(isinstance(cause, TimeoutError) for cause in _causes(error)):
         return False
@@ -53,7 +53,7 @@ def connection_problem(name: str, target: Target, error: BaseException, timeout:
     """The failure of a connection to the host called ``name``, after so many attempts."""
     again = f", {attempts} times" if attempts > 1 else ""
     match error:
-        case UnknownHostKey():
+        case UnknownHostKeyError():
             got = f"{error.target}: {_fingerprint(error.key)}"
             todo = f"compare it with the host's own (ssh-keygen -l), then take it over: {_by_hand(error.target)}"
             return Problem(name, "its host key is not known here", got, todo)

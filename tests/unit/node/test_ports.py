@@ -1,0 +1,64 @@
+"""Free ports, and who holds a taken one."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.unit.node.conftest import node
+from tridock.errors import ClusterError
+from tridock.node import ports
+
+
+def test_a_free_port_is_one_that_can_be_taken() -> None:
+    done = node("port")
+    assert done.returncode == 0
+    port = int(done.stdout)
+    assert port in range(20000, 30000)
+    with socket.create_server(("", port)):
+        pass
+    assert node("port", str(port)).stdout == f"{port}\n"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_a_taken_port_names_its_holder(address: str) -> None:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family) as server:
+        port = server.getsockname()[1]
+        done = node("port", str(port))
+        comm = Path(f"/proc/{os.getpid()}/comm").read_text().strip()
+        assert (done.returncode, done.stdout) == (3, "")
+        assert done.stderr == f"port {port}: is taken; got {comm} (pid {os.getpid()}); use another\n"
+
+
+def test_a_port_of_a_connection_that_just_closed_is_free() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            accepted, _ = server.accept()
+            accepted.close()
+            time.sleep(0.05)
+            client.recv(1)
+    assert ports.is_free(port)
+
+
+def test_a_holder_that_cannot_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ports, "holder", lambda _: None)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(ClusterError) as caught:
+            ports.require_free(port)
+    assert str(caught.value) == f"port {port}: is taken; got a process that cannot be seen from here; use another"
+
+
+def test_no_port_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ports, "is_free", lambda _: False)
+    with pytest.raises(ClusterError) as caught:
+        ports.free_port()
+    assert str(caught.value) == (
+        "ports: none of 200 tried from 20000 to 29999 is free; give launch.master_port, or end what listens there"
+    )

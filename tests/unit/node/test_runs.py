@@ -1,0 +1,245 @@
+"""Start, follow, list and stop runs: real processes, started and looked at as the operator's side does it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.unit.node.conftest import FINISHED, answer, node, wait_until
+from tridock import run_folder
+from tridock.node.supervisor import LOCK, exit_code_of, is_supervised
+
+MakeRun = Callable[..., Path]
+
+
+def state(workspace: Path, folder: Path) -> object:
+    runs = answer("runs", "--workspace", str(workspace))
+    return next(run["state"] for run in runs if run["run_id"] == folder.name)
+
+
+def start(folder: Path) -> None:
+    done = node("start", str(folder))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_run_from_start_to_end(workspace: Path, make_run: MakeRun) -> None:
+    folder = make_run(f'echo begun; echo to stderr >&2; cat; echo "$TRIDOCK_RUN_ID"; sleep 0.3; {FINISHED}')
+    assert state(workspace, folder) == "ready"
+    begin = time.monotonic()
+    start(folder)
+    assert state(workspace, folder) == "running"
+    followed = node("follow", str(folder))
+    assert followed.stdout == f"begun\nto stderr\n{folder.name}\n"
+    assert (followed.returncode, followed.stderr) == (0, "")
+    assert time.monotonic() - begin < 5.0
+    assert (folder / run_folder.EXIT_CODE).read_text() == "0\n"
+    assert state(workspace, folder) == "done"
+    assert not is_supervised(folder)
+    # A run that is over can be read again, or from where one left off.
+    assert node("follow", str(folder), "--offset", "6").stdout == f"to stderr\n{folder.name}\n"
+
+
+def test_following_shows_output_as_it_comes(make_run: MakeRun) -> None:
+    folder = make_run(f"echo first; sleep 1; echo second; {FINISHED}")
+    start(folder)
+    with subprocess.Popen(
+        [sys.executable, "-m", "tridock.node", "follow", str(folder)], stdout=subprocess.PIPE
+    ) as follow:
+        assert follow.stdout is not None
+        assert follow.stdout.readline() == b"first\n"
+        seen = time.monotonic()
+        assert follow.stdout.readline() == b"second\n"
+        assert 0.7 < time.monotonic() - seen < 2.0
+    assert follow.returncode == 0
+
+
+def test_following_never_loses_the_last_words(make_run: MakeRun) -> None:
+    """The end of the log and the exit code come together: the log must win."""
+    for _ in range(5):
+        folder = make_run(f"{FINISHED} head -c 300000 /dev/zero | tr '\\0' x; exec echo; ")
+        start(folder)
+        assert len(node("follow", str(folder)).stdout) == 300001
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "name"),
+    [
+        ("exit 7", 7, "failed"),
+        ("kill -KILL $$", 137, "failed"),
+        ("kill -SEGV $$", 139, "failed"),
+        ("exit 0", 4, "failed"),
+        (FINISHED, 0, "done"),
+    ],
+)
+def test_exit_codes(workspace: Path, make_run: MakeRun, script: str, code: int, name: str) -> None:
+    folder = make_run(script)
+    start(folder)
+    assert node("follow", str(folder)).returncode == code
+    assert exit_code_of(folder) == code
+    assert state(workspace, folder) == name
+    (run,) = answer("runs", "--workspace", str(workspace))
+    assert run["exit_code"] == code
+
+
+def test_a_launcher_that_ends_well_without_its_ranks_is_a_failure(make_run: MakeRun) -> None:
+    folder = make_run("exit 0")
+    start(folder)
+    followed = node("follow", str(folder))
+    assert followed.stdout == "tridock: the launcher ended with 0, but rank 0 never finished: counted as failed\n"
+    (event,) = [json.loads(line) for line in (folder / run_folder.EVENTS).read_text().splitlines()]
+    assert (event["event"], event["exit_code"]) == ("launcher_ended", 4)
+
+
+def test_a_run_outlives_the_session_that_began_it(make_run: MakeRun) -> None:
+    """As `docker exec` and ssh end: the whole session gets SIGHUP, the terminal goes away."""
+    folder = make_run(f"sleep 1; echo still here; {FINISHED}")
+    session = subprocess.Popen(
+        ["bash", "-c", f"'{sys.executable}' -m tridock.node start '{folder}'; echo; sleep 60"],
+        start_new_session=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert session.stdout is not None
+    assert session.stdout.readline() == b"\n"
+    os.killpg(session.pid, signal.SIGHUP)
+    assert session.wait() == -signal.SIGHUP
+    session.stdout.close()
+    assert node("follow", str(folder)).stdout == "still here\n"
+    assert exit_code_of(folder) == 0
+
+
+def test_start_holds_nothing_open(make_run: MakeRun) -> None:
+    """A start over ssh or `docker exec` returns at once only where the run keeps neither stdout nor stderr."""
+    folder = make_run("sleep 30")
+    begin = time.monotonic()
+    start(folder)
+    assert time.monotonic() - begin < 5.0
+    answer("stop", folder.name, "--workspace", str(folder.parents[1]))
+
+
+def test_starting_twice_is_refused(make_run: MakeRun) -> None:
+    folder = make_run(FINISHED)
+    started = [
+        subprocess.Popen([sys.executable, "-m", "tridock.node", "start", str(folder)], stderr=subprocess.PIPE)
+        for _ in range(4)
+    ]
+    words = sorted((process.communicate()[1].decode(), process.returncode) for process in started)
+    refused = f"{folder.name}: has been started already; launch again: every run has an id of its own\n"
+    assert words == [("", 0), *[(refused, 2)] * 3]
+    node("follow", str(folder))
+    assert len((folder / run_folder.EVENTS).read_text().splitlines()) == 1
+    done = node("start", str(folder))
+    assert (done.returncode, done.stderr) == (2, refused)
+
+
+def test_what_cannot_be_started(workspace: Path) -> None:
+    done = node("start", str(workspace))
+    assert (done.returncode, done.stderr) == (
+        2, f"{workspace}: is not a run's folder; got {workspace.name}; give /workspace/runs/<run-id>\n",
+    )  # fmt: skip
+    folder = workspace / "runs" / run_folder.new_run_id("x")
+    folder.mkdir(parents=True)
+    done = node("start", str(folder))
+    assert (done.returncode, done.stderr) == (
+        2, f"{folder}: holds no launch.sh; start runs with fab launch or tridock train\n",
+    )  # fmt: skip
+    done = node("follow", str(folder))
+    assert (done.returncode, done.stderr) == (
+        2, f"{folder.name}: has no output here; got {folder}; see fab status for the runs\n",
+    )  # fmt: skip
+
+
+def test_a_start_that_fails_can_be_tried_again(make_run: MakeRun) -> None:
+    folder = make_run(FINISHED)
+    # The supervisor cannot find bash; start says so and leaves the run as it was.
+    done = subprocess.run(
+        [sys.executable, "-m", "tridock.node", "start", str(folder)],
+        env={"PATH": "/nonexistent", "PYTHONPATH": os.environ.get("PYTHONPATH", str(Path.cwd()))},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    log = folder / run_folder.LAUNCHER_LOG
+    assert (done.returncode, done.stderr) == (
+        2, f"{folder.name}: could not be started; got exit code 1; look at {log}\n",
+    )  # fmt: skip
+    assert not (folder / LOCK).exists()
+    start(folder)
+    assert node("follow", str(folder)).returncode == 0
+
+
+def test_a_lost_run_is_named_as_such(workspace: Path, make_run: MakeRun) -> None:
+    folder = make_run("sleep 60")
+    start(folder)
+    pattern = f"tridock.node supervise {folder}"
+    (supervisor,) = (
+        int(entry.name)
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdecimal() and pattern in _cmdline(entry).replace("\0", " ")
+    )
+    os.kill(supervisor, signal.SIGKILL)
+    followed = node("follow", str(folder))
+    assert followed.returncode == 4
+    assert followed.stderr == (
+        f"{folder.name}: was lost: nothing supervises it and no exit code was written; "
+        "its node was restarted or its supervisor killed; launch again, with train.load to go on\n"
+    )
+    assert state(workspace, folder) == "lost"
+    # Its processes live on, and can still be found and stopped.
+    assert answer("stop", folder.name, "--workspace", str(workspace)) == {"stopped": 2, "left": 0}
+
+
+def _cmdline(entry: Path) -> str:
+    try:
+        return (entry / "cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def test_runs_are_listed_by_age_with_their_last_metrics(workspace: Path) -> None:
+    for run_id in ("b-20260102-000000-0000", "a-20260103-000000-0000", "z-y-20260101-000000-abcd", "not-a-run"):
+        (workspace / "runs" / run_id).mkdir(parents=True)
+    folder = workspace / "runs" / "b-20260102-000000-0000"
+    lines = [{"iteration": n, "loss": 1 / (n + 1)} for n in range(5000)]
+    lines.append({"iteration": 5000, "split": "valid", "loss": 3.0})
+    (folder / run_folder.METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"iterat')
+    runs = answer("runs", "--workspace", str(workspace))
+    assert [run["run_id"] for run in runs] == [
+        "z-y-20260101-000000-abcd", "b-20260102-000000-0000", "a-20260103-000000-0000",
+    ]  # fmt: skip
+    assert runs[1] == {
+        "run_id": folder.name, "state": "ready", "exit_code": None, "created": "20260102-000000", "metrics": lines[-2],
+    }  # fmt: skip
+    assert runs[0]["metrics"] is None
+
+
+def test_a_workspace_without_runs(workspace: Path) -> None:
+    assert answer("runs", "--workspace", str(workspace)) == []
+
+
+def test_looking_never_hinders_a_start(make_run: MakeRun) -> None:
+    """Whoever looks takes the same lock, shared and for a moment: two lookers must see the truth."""
+    folder = make_run("sleep 0.5")
+    (folder / LOCK).touch()
+    assert not is_supervised(folder)
+    first = os.open(folder / LOCK, os.O_RDWR)
+    fcntl.flock(first, fcntl.LOCK_SH)
+    assert not is_supervised(folder)
+    os.close(first)
+
+
+def test_a_stop_returns_once_its_end_is_recorded(workspace: Path, make_run: MakeRun) -> None:
+    folder = make_run("sleep 60")
+    start(folder)
+    begin = time.monotonic()
+    assert answer("stop", folder.name, "--workspace", str(workspace))["left"] == 0
+    assert exit_code_of(folder) == 143
+    assert time.monotonic() - begin < 5.0
+    wait_until(lambda: not is_supervised(folder))

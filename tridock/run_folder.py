@@ -32,6 +32,8 @@ METRICS: Final = "metrics.jsonl"
 TENSORBOARD: Final = "tensorboard"
 CHECKPOINTS: Final = "checkpoints"
 EXIT_CODE: Final = "exit_code"
+# What exit_code holds for a run that was stopped: 128 + SIGTERM.
+EXIT_STOPPED: Final = 143
 LOSS_CURVE: Final = "loss.png"
 
 _RUN_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,40}-\d{8}-\d{6}-[0-9a-f]{4}")

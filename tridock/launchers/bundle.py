@@ -47,7 +47,7 @@ def make_bundle(
     program = rank_program(experiment, plan, run_id, path)
     command = deepspeed_command(program, slots, f"{path}/{run_folder.HOSTFILE}", master_addr, master_port)
     script = _launch_script(
-        run_id, workspace, {**program.env, "DS_ENV_FILE": f"{path}/{run_folder.DEEPSPEED_ENV}"}, command
+        run_id, path, {**program.env, "DS_ENV_FILE": f"{path}/{run_folder.DEEPSPEED_ENV}"}, command
     )
     texts = {
         run_folder.EXPERIMENT: dump_experiment(experiment),
@@ -71,14 +71,16 @@ def _slot_count(numbers: Sequence[int]) -> int:
     return max(numbers) + 1
 
 
-def _launch_script(run_id: str, workspace: str, env: Mapping[str, str], command: Command) -> str:
+def _launch_script(run_id: str, path: str, env: Mapping[str, str], command: Command) -> str:
     """A readable script: one option a line, so that two runs' scripts differ where their commands do."""
     exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in env.items())
     return (
         "#!/usr/bin/env bash\n"
         f"# Run {run_id}: what the head executes. Started by Tridock, which records its exit code.\n"
         "set -Eeuo pipefail\n\n"
-        f"cd {shlex.quote(workspace)}\n"
+        # DeepSpeed puts the current folder first on PYTHONPATH: in the workspace, a user's folder of the same name as
+        # a package would stand in for it.
+        f"cd {shlex.quote(path)}\n"
         f"{exports}\n"
         f"exec {_one_option_a_line(command.argv)}\n"
     )

@@ -68,6 +68,9 @@ def down(session: Session, *, force: bool = False) -> tuple[str, ...]:
 
 def _compose(session: Session, *words: str) -> None:
     cluster, override = session.cluster, session.cluster.state_folder / "compose.json"
+    # Made here, as the operator: Docker would make a missing folder as root.
+    for folder in ("data", "runs"):
+        (cluster.project_folder / folder).mkdir(exist_ok=True)
     write_atomic(override, compose_override(cluster).encode())
     facts = session.states()[session.head].facts
     command = compose_command(cluster, facts, str(override), *words)

@@ -12,7 +12,7 @@ from typing import Any
 from tridock import run_folder
 from tridock.cluster.containers import workspace_on_host
 from tridock.errors import ClusterError, Problem, RequestError, RunError
-from tridock.ops.session import Session
+from tridock.ops.session import NODE, Session
 from tridock.remote import Host, Stream
 
 _VERB_TIMEOUT_S = 60.0
@@ -81,12 +81,14 @@ def stop(session: Session, run_id: str) -> dict[str, int]:
 def follow(session: Session, run_id: str) -> Stream:
     """The run's output as it comes; once it is drained, ``exit_code`` is the run's."""
     folder = f"{run_folder.WORKSPACE}/runs/{run_id}"
-    command = session.inside(session.head, "python", "-m", "tridock.node", "follow", folder)
+    command = session.inside(session.head, *NODE, "follow", folder)
     return session.hosts[session.head].stream(command)
 
 
 def check_exit(session: Session, run_id: str, exit_code: int) -> None:
     """Raises :class:`RunError` for a run that ended badly, naming the logs of the ranks to look at."""
+    if exit_code == run_folder.EXIT_STOPPED:
+        raise RunError(Problem(run_id, "the run was stopped", "", f"its folder is {folder_of(session, run_id)}"))
     if exit_code:
         todo = f"look at {folder_of(session, run_id)}/logs, or fab logs --run {run_id} --rank 0"
         raise RunError(Problem(run_id, "the run failed", f"exit code {exit_code}", todo))

@@ -16,6 +16,8 @@ from tridock.remote import Completed, Host, connect, on_all, raise_failures
 T = TypeVar("T")
 
 FACTS_TIMEOUT_S = 30.0
+# -P: not the code of a folder that happens to be the current one.
+NODE = ("python", "-P", "-m", "tridock.node")
 
 
 class Session:
@@ -67,7 +69,7 @@ class Session:
 
     def node_verb(self, node: str, *words: str, timeout: float | None = None) -> Completed:
         """``python -m tridock.node …`` inside a node; the caller looks at the exit code."""
-        command = self.inside(node, "python", "-m", "tridock.node", *words)
+        command = self.inside(node, *NODE, *words)
         return self.hosts[node].run(command, timeout=timeout)
 
     def require_up(self) -> None:

@@ -2,7 +2,7 @@
 # Run tiny-20260102-030405-abcd: what the head executes. Started by Tridock, which records its exit code.
 set -Eeuo pipefail
 
-cd /workspace
+cd /workspace/runs/tiny-20260102-030405-abcd
 export NCCL_DEBUG=INFO
 export GREETING='it'"'"'s two words'
 export TRIDOCK_RUN_ID=tiny-20260102-030405-abcd

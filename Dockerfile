@@ -20,7 +20,7 @@ RUN --mount=type=bind,source=tools,target=/tools \
     --mount=type=cache,target=/var/cache/apt,sharing=locked \
     --mount=type=cache,target=/var/lib/apt/lists,sharing=locked \
     rm -f /etc/apt/apt.conf.d/docker-clean \
-    && source /tools/image/ca.sh \
+    && . /tools/image/ca.sh \
     && apt-get update -qq \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
         ca-certificates iproute2 libaio1* libgomp1 libnuma1 numactl openssh-client openssh-server pdsh procps python3 tini \
@@ -36,15 +36,14 @@ ENV DS_ACCELERATOR=cpu
 # ---- builder ---------------------------------------------------------------------------------------------------------
 # hadolint ignore=DL3006
 FROM base-${FLAVOR} AS builder
-# hadolint shell=bash
 ARG FLAVOR
 RUN --mount=type=bind,source=tools,target=/tools \
     --mount=type=secret,id=ca \
     --mount=type=cache,target=/var/cache/apt,sharing=locked \
     --mount=type=cache,target=/var/lib/apt/lists,sharing=locked \
-    source /tools/image/ca.sh \
+    . /tools/image/ca.sh \
     && apt-get update -qq \
-    && if [[ $FLAVOR == cpu ]]; then \
+    && if [ "$FLAVOR" = cpu ]; then \
         DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends g++ libaio-dev python3-dev python3-venv; \
     fi
 # NVIDIA's images constrain pip to their own versions; the locks are the only word here.
@@ -55,7 +54,7 @@ RUN --mount=type=bind,source=tools,target=/src/tools \
     --mount=type=secret,id=ca \
     --mount=type=cache,target=/root/.cache/pip \
     --mount=type=cache,target=/root/.cache/uv \
-    source /src/tools/image/ca.sh \
+    . /src/tools/image/ca.sh \
     && /src/tools/image/environment.sh /opt/venv "$FLAVOR"
 
 # ---- runtime ---------------------------------------------------------------------------------------------------------

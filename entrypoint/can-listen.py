@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def complaint(address: str, port: int) -> str | None:
-    """The reason why nothing can listen there, or None. No IPv6 on the host is no reason: sshd passes over it as well."""
+    """The reason why nothing can listen there, or None. No IPv6 on the host is none: sshd passes over it too."""
     flags = socket.AI_PASSIVE | socket.AI_NUMERICSERV
     try:
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=flags)

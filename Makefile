@@ -44,6 +44,18 @@ CA ?=
 image: ## Build the image: tridock:latest on NVIDIA's PyTorch image, or tridock:cpu with FLAVOR=cpu
 	@tools/build-image.sh '$(FLAVOR)' '$(BASE_IMAGE)' '$(IMAGE)' '$(CA)'
 
+# ---- runs --------------------------------------------------------------------------------------------------------------
+
+.PHONY: demo
+demo: .venv/.operator ## Train a small GPT on real text over two nodes: in containers where Docker answers, else as local processes
+	@tools/demo.sh
+
+.PHONY: bench-launch
+bench-launch: .venv/.operator ## Time to the first step: fab launch beside deepspeed typed by hand, on the twin
+	@tools/build-image.sh cpu debian:bookworm-slim tridock:cpu ''
+	@tridock data demo
+	@python tools/bench_launch.py
+
 # ---- checks ------------------------------------------------------------------------------------------------------------
 # TESTS  more words for pytest, as TESTS='-k hostfile -x'
 TESTS ?=

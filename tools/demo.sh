@@ -21,7 +21,7 @@ run_on_twin() {
 run_here() {
   echo "No Docker engine answers here: the same experiment runs as local ranks in .venv, without ssh."
   step "packages: torch and DeepSpeed into .venv"
-  make --no-print-directory venv-train
+  make --no-print-directory venv
   step "data: this machine's Python standard library"
   tridock data demo
   step "run: $config on this machine"

@@ -79,14 +79,16 @@ class DemoData:
     """Whether it was made now; False where it lay there already."""
 
 
-def prepare_demo(folder: Path, vocab_size: int = 4096, report: Report = print) -> DemoData:
+def prepare_demo(
+    folder: Path, vocab_size: int = 4096, report: Report = print, corpus_bytes: int = CORPUS_BYTES
+) -> DemoData:
     """Corpus, tokenizer and indexed data set of the demo in ``folder``; quick where they lie there already.
 
     Leaves ``stdlib.jsonl``, ``tokenizer/`` and ``stdlib_text_document.bin/.idx/.json``. ``report`` gets a line
     for each step.
     """
     prefix = folder / "stdlib_text_document"
-    wanted = {"recipe": _RECIPE, "python": platform.python_version(), "vocab_size": vocab_size, "limit": CORPUS_BYTES}
+    wanted = {"recipe": _RECIPE, "python": platform.python_version(), "vocab_size": vocab_size, "limit": corpus_bytes}
     if (found := _existing(folder, prefix, wanted)) is not None:
         report(f"data: {found.tokens:,} tokens of {found.documents:,} documents lie ready in {folder}")
         return found
@@ -97,7 +99,7 @@ def prepare_demo(folder: Path, vocab_size: int = 4096, report: Report = print) -
     from tridock.data.tokenizer import BytePairTokenizer
 
     started = time.monotonic()
-    texts = collect_corpus()
+    texts = collect_corpus(corpus_bytes)
     size = sum(len(text.encode()) for text in texts)
     report(f"corpus: {len(texts):,} source files of Python {wanted['python']}'s standard library, {size / 1e6:.1f} MB")
     source = folder / "stdlib.jsonl"

@@ -147,7 +147,7 @@ class IndexedDataset:
         self.prefix = prefix
         index, data = idx_path(prefix), bin_path(prefix)
         _check_presence(prefix, index, data)
-        buffer = np.memmap(index, dtype=np.uint8, mode="r") if index.stat().st_size else np.zeros(0, np.uint8)
+        buffer = _mapped(index, np.dtype(np.uint8))
         self.dtype, sequences, entries = _read_header(index, buffer)
         position = HEADER.size
         parts: list[Tokens] = []
@@ -155,13 +155,8 @@ class IndexedDataset:
             parts.append(np.frombuffer(buffer, dtype=dtype, count=count, offset=position))
             position += dtype.itemsize * count
         self.lengths, self.offsets, self.document_index = parts
-        size = data.stat().st_size
-        self.tokens: Tokens = (
-            np.memmap(data, dtype=self.dtype, mode="r", shape=(size // self.dtype.itemsize,))
-            if size >= self.dtype.itemsize
-            else np.zeros(0, self.dtype)
-        )
-        self._check_consistency(index, data, size)
+        self.tokens = _mapped(data, self.dtype)
+        self._check_consistency(index, data, data.stat().st_size)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -200,6 +195,16 @@ class IndexedDataset:
 
 
 _COPY_OR_MAKE = "copy both files again, or make them again with `tridock data preprocess`"
+
+
+def _mapped(path: Path, dtype: np.dtype[Any]) -> Tokens:
+    """The file as an array of ``dtype``, as many as fit into it; an empty file cannot be mapped."""
+    try:
+        count = path.stat().st_size // dtype.itemsize
+        return np.memmap(path, dtype=dtype, mode="r", shape=(count,)) if count else np.zeros(0, dtype)
+    except OSError as error:
+        got = error.strerror or str(error)
+        raise RequestError(Problem(str(path), "cannot be read", got, "make it readable for this user")) from None
 
 
 def _check_presence(prefix: Path, index: Path, data: Path) -> None:

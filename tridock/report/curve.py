@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from pathlib import Path
 
 from tridock import run_folder
@@ -73,12 +74,11 @@ def plot_loss(folder: Path, png: Path) -> None:
 
 
 def running_mean(values: list[float], width: int) -> list[float]:
-    """The mean over the last ``width`` values at each place; over fewer at the beginning."""
+    """The mean over the ``width`` values around each place (an odd number of them; fewer at both ends)."""
+    reach = width // 2
+    sums = [0.0, *itertools.accumulate(values)]
     means = []
-    total = 0.0
-    for place, value in enumerate(values):
-        total += value
-        if place >= width:
-            total -= values[place - width]
-        means.append(total / min(place + 1, width))
+    for place in range(len(values)):
+        near = min(reach, place, len(values) - 1 - place)
+        means.append((sums[place + near + 1] - sums[place - near]) / (2 * near + 1))
     return means

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tridock.data.indexed_dataset import IndexedDataset
-from tridock.data.manifest import read_manifest
+from tridock.data.manifest import manifest_path, read_manifest
 from tridock.errors import Problem, RequestError
 from tridock.experiment.schema import Experiment
 
@@ -111,9 +111,14 @@ class Samples:
             yield np.stack([self[number] for number in range(start, start + micro_batch_size)])
 
 
-def resolve_vocab_size(experiment: Experiment, prefix: Path) -> int:
+def resolve_vocab_size(experiment: Experiment, dataset: IndexedDataset) -> int:
     """``model.vocab_size``, or what the data's manifest says where the experiment leaves it out."""
+    prefix = dataset.prefix
     manifest = read_manifest(prefix)
+    if manifest is not None and manifest.tokens != len(dataset.tokens):
+        what = f"belongs to other data: {prefix.name}.bin holds {len(dataset.tokens)} tokens"
+        todo = "copy all three files again, or make them again with `tridock data preprocess`"
+        raise RequestError(Problem(str(manifest_path(prefix)), what, f"{manifest.tokens} tokens", todo))
     given = experiment.model.vocab_size
     if manifest is None:
         if given is None:
@@ -131,7 +136,7 @@ def load_splits(experiment: Experiment, workspace: Path) -> dict[str, Samples]:
     """The three splits. Raises :class:`RequestError` where the data is missing, or too small for what is asked."""
     prefix = workspace / experiment.data.data_path
     dataset = IndexedDataset(prefix)
-    vocab_size = resolve_vocab_size(experiment, prefix)
+    vocab_size = resolve_vocab_size(experiment, dataset)
     bounds = split_bounds(dataset.documents, experiment.data.split)
     seq_length = experiment.model.seq_length
     splits = {}

@@ -1,0 +1,85 @@
+"""The demo's data: real text, the same on every call, quick where it lies ready."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tridock.data import corpus
+from tridock.data.indexed_dataset import IndexedDataset
+from tridock.data.tokenizer import BytePairTokenizer
+from tridock.errors import RequestError
+
+SMALL = 200_000
+
+
+def prepare(folder: Path, vocab_size: int, said: list[str] | None = None) -> corpus.DemoData:
+    return corpus.prepare_demo(folder, vocab_size, [].append if said is None else said.append, SMALL)
+
+
+def test_the_standard_library_is_large_and_in_a_fixed_order() -> None:
+    sources = list(corpus.standard_library_sources())
+    assert [name for name, _ in sources] == [name for name, _ in corpus.standard_library_sources()]
+    assert sum(len(text) for _, text in sources) > 3_000_000
+    assert {"argparse.py", "email/message.py"} <= {name for name, _ in sources}
+    assert not [name for name, _ in sources if "test" in Path(name).parts[:-1] or "site-packages" in name]
+
+
+def test_files_that_do_not_count(tmp_path: Path) -> None:
+    files = {
+        "a.py": b"x = 1\n",
+        "b.py": b"\xff",
+        "c.py": b"  \n",
+        "d.txt": b"no",
+        "test/e.py": b"no",
+        "sub/f.py": b"y = 2\n",
+    }
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    assert dict(corpus.standard_library_sources(tmp_path)) == {"a.py": "x = 1\n", "sub/f.py": "y = 2\n"}
+
+
+def test_an_interpreter_without_sources(tmp_path: Path) -> None:
+    with pytest.raises(RequestError) as caught:
+        corpus.collect_corpus(folder=tmp_path)
+    assert str(caught.value) == (
+        f"{tmp_path}: holds no Python sources to train on; "
+        "use a Python that carries its standard library as source files"
+    )
+
+
+def test_made_once_then_ready(tmp_path: Path) -> None:
+    said: list[str] = []
+    made = prepare(tmp_path, 512, said)
+    assert made.made
+    assert [line.split(":")[0] for line in said] == ["corpus", "tokenizer", "data"]
+    dataset = IndexedDataset(made.prefix)
+    assert (made.documents, made.tokens, made.vocab_size) == (dataset.documents, len(dataset.tokens), 512)
+    tokenizer = BytePairTokenizer.load(made.tokenizer)
+    first = dataset[0].tolist()
+    assert first[-1] == tokenizer.end_of_text
+    assert tokenizer.decode(first[:-1]) == next(corpus.standard_library_sources())[1]
+
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    started = time.monotonic()
+    again = prepare(tmp_path, 512, said)
+    assert time.monotonic() - started < 1.0
+    assert not again.made
+    assert (again.prefix, again.tokens, again.documents) == (made.prefix, made.tokens, made.documents)
+    assert said[-1] == f"data: {made.tokens:,} tokens of {made.documents:,} documents lie ready in {tmp_path}"
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+
+
+@pytest.mark.parametrize("damage", ["stdlib_text_document.bin", "stdlib_text_document.idx", "demo.json"])
+def test_what_is_damaged_is_made_anew_and_the_same(tmp_path: Path, damage: str) -> None:
+    prepare(tmp_path, 300)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    (tmp_path / damage).unlink()
+    assert prepare(tmp_path, 300).made
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+
+
+def test_another_vocabulary_is_other_data(tmp_path: Path) -> None:
+    prepare(tmp_path, 300)
+    assert prepare(tmp_path, 310).vocab_size == 310

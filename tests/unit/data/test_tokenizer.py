@@ -1,0 +1,100 @@
+"""The tokenizer: lossless, deterministic, in GPT-2's files; and its messages."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tridock.data.tokenizer import END_OF_TEXT, BytePairTokenizer
+from tridock.errors import RequestError
+
+TEXTS = ["def main() -> int:\n    return 0\n" * 40, "class A:\n    pass\n" * 30, "žluťoučký kůň 🐎\n" * 20]
+TODO = "give a tokenizer.json, or a folder that `save` wrote"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> BytePairTokenizer:
+    return BytePairTokenizer.train(TEXTS, 300)
+
+
+@given(st.text(max_size=60))
+def test_every_text_comes_back(text: str) -> None:
+    tokenizer = _trained()
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def _trained(cache: list[BytePairTokenizer] = []) -> BytePairTokenizer:  # noqa: B006  shared on purpose
+    if not cache:
+        cache.append(BytePairTokenizer.train(TEXTS, 300))
+    return cache[0]
+
+
+def test_text_that_spells_the_end_is_text(tokenizer: BytePairTokenizer) -> None:
+    ids = tokenizer.encode(f"a{END_OF_TEXT}b")
+    assert tokenizer.end_of_text not in ids
+    assert tokenizer.decode(ids) == f"a{END_OF_TEXT}b"
+
+
+def test_a_batch_is_its_texts(tokenizer: BytePairTokenizer) -> None:
+    assert tokenizer.encode_batch(TEXTS) == [tokenizer.encode(text) for text in TEXTS]
+
+
+def test_another_process_learns_the_same(tokenizer: BytePairTokenizer) -> None:
+    code = (
+        "import sys, json; from tridock.data.tokenizer import BytePairTokenizer;"
+        "print(BytePairTokenizer.train(json.loads(sys.stdin.read()), 300).sha256)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], input=json.dumps(TEXTS), capture_output=True, text=True, check=True
+    )
+    assert run.stdout.strip() == tokenizer.sha256
+
+
+def test_saved_and_loaded(tokenizer: BytePairTokenizer, tmp_path: Path) -> None:
+    tokenizer.save(tmp_path)
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
+        loaded = BytePairTokenizer.load(path)
+        assert (loaded.sha256, loaded.vocab_size) == (tokenizer.sha256, 300)
+        assert loaded.encode_batch(TEXTS) == tokenizer.encode_batch(TEXTS)
+
+
+def test_gpt2_files_give_the_same_ids(tokenizer: BytePairTokenizer, tmp_path: Path) -> None:
+    from tokenizers import ByteLevelBPETokenizer
+
+    tokenizer.save(tmp_path)
+    assert (tmp_path / "merges.txt").read_text().startswith("#version: 0.2\n")
+    vocab = json.loads((tmp_path / "vocab.json").read_text())
+    assert sorted(vocab.values()) == list(range(300))
+    assert vocab[END_OF_TEXT] == tokenizer.end_of_text
+    reference = ByteLevelBPETokenizer(str(tmp_path / "vocab.json"), str(tmp_path / "merges.txt"))
+    assert [reference.encode(text).ids for text in TEXTS] == tokenizer.encode_batch(TEXTS)
+
+
+def test_too_small_a_vocabulary() -> None:
+    with pytest.raises(RequestError) as caught:
+        BytePairTokenizer.train(TEXTS, 256)
+    expected = f"vocab_size: must be at least 257: every byte and {END_OF_TEXT}; got 256; raise it"
+    assert str(caught.value) == expected
+
+
+def test_files_that_are_no_tokenizer(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+
+    def message() -> str:
+        with pytest.raises(RequestError) as caught:
+            BytePairTokenizer.load(path)
+        return str(caught.value)
+
+    assert message() == f"{path}: cannot be read as a tokenizer; got No such file or directory; {TODO}"
+    path.write_bytes(b"\xff")
+    assert message() == f"{path}: cannot be read as a tokenizer; got not UTF-8; {TODO}"
+    path.write_text("{}")
+    assert message().startswith(f"{path}: is not a tokenizer; got ")
+    assert message().endswith(f"; {TODO}")
+    model = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
+    path.write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    assert message() == f"{path}: has no token {END_OF_TEXT}; use one that has it"

@@ -39,7 +39,7 @@ class KeyPair:
         """The pair of a private key file. Raises ValueError for anything but an ed25519 key without a passphrase."""
         try:
             key = load_ssh_private_key(private, password=None)
-        except UnsupportedAlgorithm as error:
+        except (UnsupportedAlgorithm, TypeError) as error:  # TypeError: it has a passphrase
             raise ValueError(str(error)) from None
         if not isinstance(key, Ed25519PrivateKey):
             raise ValueError(f"not an ed25519 key but {type(key).__name__}")

@@ -30,15 +30,6 @@ def _frozen(value: Any) -> Any:
 
 
 Words = Annotated[tuple[Word, ...], BeforeValidator(_frozen)]
-Mounts = Annotated[
-    tuple[
-        Annotated[
-            str, StringConstraints(pattern=r"^(/[^:\n\r\x00]*|[A-Za-z0-9][A-Za-z0-9_.-]*):/[^:\n\r\x00]+(:(ro|rw))?$")
-        ],
-        ...,
-    ],
-    BeforeValidator(_frozen),
-]
 Limit = Annotated[str, StringConstraints(pattern=r"^(-1|[0-9]+)(:(-1|[0-9]+))?$")]
 
 
@@ -93,7 +84,7 @@ class Container(Section):
         default="auto", description="auto: all GPUs where nvidia-smi finds some, none elsewhere."
     )
     devices: Words = Field(default=(), description="Docker's --device; InfiniBand's are added where they exist.")
-    mounts: Mounts = Field(default=(), description="Further folders: source:target or source:target:ro.")
+    mounts: Words = Field(default=(), description="Further folders: source:target or source:target:ro.")
     cap_add: Words = Field(default=("IPC_LOCK",), description="Docker's --cap-add.")
     extra_args: Words = Field(default=(), description="Further words for docker run.")
 
@@ -160,6 +151,7 @@ def parse_settings(text: str, source: str) -> Settings:
 _RESENT: Final = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
 _EXPANDED: Final = re.compile(r'["$`\\]')
 _OWNED: Final = ("HOME", "USER", "LOGNAME", "SHELL", "PATH")
+_MOUNT: Final = re.compile(r"(/[^:]*|[A-Za-z0-9][A-Za-z0-9_.-]*):/[^:]+(:(ro|rw))?")
 _ADDRESS: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?")
 
 
@@ -173,10 +165,15 @@ def _unusable(settings: Settings, source: str) -> Iterator[Problem]:
         if node.address is not None and not is_address(node.address):
             todo = "give a host name or an IP address, without a port"
             yield Problem(f"{where}.address", "is not an address", repr(node.address), todo)
-    for mount in settings.container.mounts:
-        target = mount.split(":")[1].rstrip("/")
-        if target in (run_folder.WORKSPACE, run_folder.SECRETS, run_folder.CODE):
-            where = f"{source}: container.mounts"
+    yield from _mount_problems(settings.container.mounts, f"{source}: container.mounts")
+
+
+def _mount_problems(mounts: tuple[str, ...], where: str) -> Iterator[Problem]:
+    for mount in mounts:
+        if not _MOUNT.fullmatch(mount):
+            todo = "write /source:/target or /source:/target:ro (a volume's name may stand for the source)"
+            yield Problem(where, "is not a mount", repr(mount), todo)
+        elif mount.split(":")[1].rstrip("/") in (run_folder.WORKSPACE, run_folder.SECRETS, run_folder.CODE):
             yield Problem(where, "covers a folder of Tridock's own", repr(mount), "choose another target")
 
 

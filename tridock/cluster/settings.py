@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -107,10 +107,12 @@ def load_cluster(path: Path, include: str = "", exclude: str = "", project_folde
         )
         for entry in hostfile.nodes
     )
+    _refuse_shared_addresses(nodes, str(settings_path))
     selected = hostfile.select(include, exclude)
     if not selected:
         got = repr(include or exclude)
-        raise RequestError(Problem("--exclude", "leaves no slot of the hostfile", got, "leave some in"))
+        option = "--include" if include else "--exclude"
+        raise RequestError(Problem(option, "leaves no slot of the hostfile", got, "leave some in"))
     return Cluster(
         name=settings.name or cluster_name(path),
         hostfile_path=path,
@@ -140,6 +142,20 @@ def _refuse_unknown_nodes(settings: Settings, hostfile: Hostfile, source: str) -
             near = difflib.get_close_matches(name, names, n=1)
             todo = f"did you mean {near[0]}?" if near else f"use one of {', '.join(names)}"
             problems.append(Problem(f"{source}: nodes.{name}", f"is not a node of {hostfile.source}", "", todo))
+    if problems:
+        raise RequestError(problems)
+
+
+def _refuse_shared_addresses(nodes: Sequence[ClusterNode], source: str) -> None:
+    # Each node has a host key of its own; at one address, the pin of one would let the other in.
+    owners: dict[str, ClusterNode] = {}
+    problems = []
+    for node in nodes:
+        first = owners.setdefault(node.address.lower(), node)
+        if first is not node:
+            what = f"has the address of {first.host}"
+            todo = "give each node an address of its own"
+            problems.append(Problem(f"{source}: nodes.{node.host}", what, node.address, todo))
     if problems:
         raise RequestError(problems)
 

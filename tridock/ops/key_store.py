@@ -71,8 +71,10 @@ class KeyStore:
         try:
             self._make_folder(self.folder.parent)
             self._make_folder(self.folder)
+            _put(self.folder.parent / ".gitignore", b"*\n")
             lock = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _FILE_MODE)
             try:
+                os.fchmod(lock, _FILE_MODE)
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 yield
             finally:

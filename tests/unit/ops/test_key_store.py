@@ -1,0 +1,186 @@
+"""The keys on the operator's disk: made once, mended, rotated, private."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+
+from tridock.cluster import load_cluster
+from tridock.cluster.ssh_files import NODE_FILES
+from tridock.errors import RequestError
+from tridock.ops.key_store import KeyStore
+
+
+def store(folder: Path, hosts: str = "a slots=1\nb slots=1\n") -> KeyStore:
+    (folder / "lab").write_text(hosts)
+    return KeyStore(load_cluster(folder / "lab", project_folder=folder))
+
+
+def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
+    return {
+        str(path.relative_to(folder)): (path.stat().st_mode & 0o7777, path.read_bytes() if path.is_file() else b"")
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def test_the_layout_and_its_modes(tmp_path: Path) -> None:
+    made = store(tmp_path)
+    made.ensure()
+    assert made.folder == tmp_path / ".tridock" / "lab"
+    assert {name: mode for name, (mode, _) in contents(tmp_path / ".tridock").items()} == {
+        ".gitignore": 0o600,
+        "lab": 0o700,
+        "lab/.keys.json": 0o600,
+        "lab/.lock": 0o600,
+        **{f"lab/{node}": 0o700 for node in "ab"},
+        **{f"lab/{node}/{name}": 0o600 for node in "ab" for name in NODE_FILES},
+    }
+    assert (tmp_path / ".tridock").stat().st_mode & 0o7777 == 0o700
+    assert (tmp_path / ".tridock" / ".gitignore").read_text() == "*\n"
+    for node in "ab":
+        assert made.node_files(node) == {name: (made.node_folder(node) / name).read_bytes() for name in NODE_FILES}
+
+
+def test_modes_do_not_depend_on_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o777)
+    try:
+        store(tmp_path).ensure()
+    finally:
+        os.umask(before)
+    assert (tmp_path / ".tridock/lab/a/id_ed25519").stat().st_mode & 0o7777 == 0o600
+
+
+def test_ensuring_again_changes_nothing(tmp_path: Path) -> None:
+    store(tmp_path).ensure()
+    before = contents(tmp_path)
+    inodes = {path: path.stat().st_ino for path in tmp_path.rglob("*") if path.name != "lab"}
+    store(tmp_path).ensure()
+    assert contents(tmp_path) == before
+    assert {path: path.stat().st_ino for path in inodes} == inodes
+
+
+def test_the_first_use_makes_them(tmp_path: Path) -> None:
+    first = store(tmp_path)
+    fingerprint, of_a = first.fingerprint(), first.fingerprint("a")
+    assert fingerprint.startswith("SHA256:")
+    assert of_a != fingerprint
+    again = store(tmp_path)
+    assert (again.fingerprint(), again.fingerprint("a")) == (fingerprint, of_a)
+
+
+def test_rotation_replaces_every_key(tmp_path: Path) -> None:
+    kept = store(tmp_path)
+    kept.ensure()
+    before = contents(tmp_path)
+    kept.rotate()
+    after = contents(tmp_path)
+    assert before.keys() == after.keys()
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {
+        "/".join((".tridock/lab", rest))
+        for rest in (".keys.json", *(f"{n}/{name}" for n in "ab" for name in NODE_FILES if name != "ssh_config"))
+    }
+    assert store(tmp_path).fingerprint() == kept.fingerprint()
+
+
+def test_wrong_modes_are_mended(tmp_path: Path) -> None:
+    store(tmp_path).ensure()
+    before = contents(tmp_path)
+    for path in [tmp_path / ".tridock", *(tmp_path / ".tridock").rglob("*")]:
+        path.chmod(0o777)
+    store(tmp_path).ensure()
+    assert contents(tmp_path) == before
+
+
+def test_what_is_missing_or_damaged_in_a_nodes_folder_is_written_again(tmp_path: Path) -> None:
+    store(tmp_path).ensure()
+    before = contents(tmp_path)
+    folder = tmp_path / ".tridock/lab/a"
+    (folder / "known_hosts").unlink()
+    (folder / "id_ed25519").write_bytes(b"half of i")
+    (folder / "authorized_keys").unlink()
+    for path in (tmp_path / ".tridock/lab/b").iterdir():
+        path.unlink()
+    (tmp_path / ".tridock/lab/b").rmdir()
+    store(tmp_path).ensure()
+    assert contents(tmp_path) == before
+
+
+def test_an_interrupted_rotation_is_finished_by_the_next_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store(tmp_path).ensure()
+    old = store(tmp_path).fingerprint()
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    rotating = store(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("tridock.ops.key_store.node_files", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            rotating.rotate()
+    mended = store(tmp_path)
+    assert mended.fingerprint() != old
+    for node in "ab":
+        assert mended.node_files(node) == {name: (mended.node_folder(node) / name).read_bytes() for name in NODE_FILES}
+
+
+def test_a_new_node_gets_a_key_and_one_that_left_loses_its_folder(tmp_path: Path) -> None:
+    first = store(tmp_path, "a slots=1\nb slots=1\n")
+    client, of_b = first.fingerprint(), first.fingerprint("b")
+    (first.node_folder("a") / "mine.txt").touch()
+    changed = store(tmp_path, "b slots=1\nc slots=1\n")
+    changed.ensure()
+    assert (changed.fingerprint(), changed.fingerprint("b")) == (client, of_b)
+    assert changed.fingerprint("c").startswith("SHA256:")
+    assert b"a,[a]" not in changed.node_files("b")["known_hosts"]
+    # Ours goes, what somebody else put there stays.
+    assert [path.name for path in first.node_folder("a").iterdir()] == ["mine.txt"]
+    store(tmp_path, "b slots=1\n").ensure()
+    assert not changed.node_folder("c").exists()
+
+
+def ensure_in(folder: str) -> str:
+    return KeyStore(load_cluster(Path(folder) / "lab", project_folder=Path(folder))).fingerprint()
+
+
+def test_two_commands_at_once_agree(tmp_path: Path) -> None:
+    store(tmp_path)
+    with multiprocessing.get_context("spawn").Pool(4) as pool:
+        assert len(set(pool.map(ensure_in, [str(tmp_path)] * 8))) == 1
+
+
+def message(kept: KeyStore) -> str:
+    with pytest.raises(RequestError) as caught:
+        kept.ensure()
+    return str(caught.value)
+
+
+def test_damaged_keys_are_never_replaced_in_silence(tmp_path: Path) -> None:
+    kept = store(tmp_path)
+    kept.ensure()
+    path = kept.folder / ".keys.json"
+    path.write_text("{}")
+    todo = "bring it back from a copy, or make new keys: fab keys --rotate"
+    assert message(store(tmp_path)) == f"{path}: does not hold a cluster's keys; got KeyError: 'hosts'; {todo}"
+    again = store(tmp_path)
+    again.rotate()
+    again.ensure()
+
+
+def test_a_place_that_cannot_hold_them(tmp_path: Path) -> None:
+    (tmp_path / ".tridock").write_text("a file")
+    todo = f"make {tmp_path / '.tridock'} and all in it yours to write, and leave room on its disk"
+    assert message(store(tmp_path)) == (
+        f"{tmp_path / '.tridock'}: the cluster's keys cannot be kept here; got file exists; {todo}"
+    )
+
+
+def test_nothing_shows_a_private_key(tmp_path: Path) -> None:
+    kept = store(tmp_path)
+    kept.ensure()
+    assert "PRIVATE" not in repr(kept) + str(vars(kept))

@@ -30,6 +30,10 @@ locks: .venv/.full ## Write locks/*.txt anew from locks/*.in (UPGRADE=1 to take 
 	@python -m pip install --quiet --require-hashes -r locks/uv.txt
 	@tools/lock.sh $(if $(UPGRADE),--upgrade)
 
+.PHONY: reference
+reference: .venv/.operator ## Write configs/reference.yaml and the fields of docs/cluster.md from the schemas
+	python tools/reference.py
+
 # ---- image -------------------------------------------------------------------------------------------------------------
 # FLAVOR      gpu (NVIDIA's PyTorch image) or cpu (the twin's)
 # BASE_IMAGE  another base of that flavor, as nvcr.io/nvidia/pytorch:24.12-py3 for V100

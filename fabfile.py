@@ -94,7 +94,7 @@ def keys(_: Context, hosts: str = "", rotate: bool = False) -> None:
 def launch(
     _: Context,
     hosts: str = "",
-    config: str = DEFAULT_CONFIG,
+    config: str = "",
     set: list[str] | None = None,
     include: str = "",
     exclude: str = "",
@@ -104,10 +104,12 @@ def launch(
 ) -> None:
     """Run an experiment on the cluster and follow it; Ctrl-C detaches, the run goes on."""
     session = _open(hosts, include, exclude)
-    request = launch_.make_request(session, Path(config), set or [])
+    request = launch_.make_request(session, Path(config or DEFAULT_CONFIG), set or [])
     if dry_run:
         _show(launch_.preview(session, request))
         return
+    if not config:
+        _say(launch_.bring_demo_data(session))
     bundle = launch_.launch(session, request)
     if run_id_file:
         write_atomic(Path(run_id_file), f"{bundle.run_id}\n".encode())

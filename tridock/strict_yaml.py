@@ -29,7 +29,7 @@ _StrictLoader.add_implicit_resolver(
 )
 
 
-class _DuplicateKey(Exception):
+class _DuplicateKeyError(Exception):
     def __init__(self, key: object, line: int) -> None:
         super().__init__(str(key))
         self.key, self.line = key, line
@@ -42,7 +42,7 @@ def _construct_mapping(loader: _StrictLoader, node: yaml.MappingNode) -> dict[An
         if not isinstance(key, str | int | float | bool):
             continue
         if key in seen:
-            raise _DuplicateKey(key, key_node.start_mark.line + 1)
+            raise _DuplicateKeyError(key, key_node.start_mark.line + 1)
         seen.add(key)
     loader.flatten_mapping(node)
     return {loader.construct_object(k, deep=True): loader.construct_object(v, deep=True) for k, v in node.value}
@@ -81,8 +81,8 @@ def parse_yaml(text: str, source: str) -> Mapping[str, Any]:
 def parse_value(text: str, source: str) -> Any:
     """Parses one YAML value of any kind."""
     try:
-        return yaml.load(text, Loader=_StrictLoader)
-    except _DuplicateKey as error:
+        return yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
+    except _DuplicateKeyError as error:
         raise RequestError(
             Problem(f"{source}:{error.line}", "the key stands twice", repr(error.key), "keep one of the two")
         ) from None

@@ -10,13 +10,14 @@ from tridock.experiment.schema import Experiment
 def deepspeed_config(experiment: Experiment, data_parallel_size: int) -> dict[str, Any]:
     """What ``ds_config.json`` of a run holds. The optimizer and the learning rate are the training loop's own.
 
-    ``global_batch_size`` must be a multiple of ``micro_batch_size * data_parallel_size``: the plan checks it.
+    A ``global_batch_size`` that is given must be a multiple of ``micro_batch_size * data_parallel_size``: the plan checks it.
     """
     batch, fp16 = experiment.batch, experiment.fp16
+    samples = batch.samples_per_step(data_parallel_size)
     config: dict[str, Any] = {
-        "train_batch_size": batch.global_batch_size,
+        "train_batch_size": samples,
         "train_micro_batch_size_per_gpu": batch.micro_batch_size,
-        "gradient_accumulation_steps": batch.global_batch_size // (batch.micro_batch_size * data_parallel_size),
+        "gradient_accumulation_steps": samples // (batch.micro_batch_size * data_parallel_size),
         "gradient_clipping": experiment.optimizer.clip_grad,
         "zero_optimization": {"stage": experiment.parallel.zero_stage},
     }

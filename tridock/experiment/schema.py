@@ -70,9 +70,15 @@ class Batch(Section):
     """Samples per step."""
 
     micro_batch_size: Positive = Field(description="Samples of one forward pass on one rank.")
-    global_batch_size: Positive = Field(
-        description="Samples of one optimizer step: micro batch x data parallel size x accumulation steps."
+    global_batch_size: Positive | None = Field(
+        default=None,
+        description="Samples of one optimizer step: micro batch x data parallel size x accumulation steps;"
+        " one micro batch a rank where left out.",
     )
+
+    def samples_per_step(self, data_parallel_size: int) -> int:
+        """``global_batch_size``, or Megatron's default for it: no accumulation."""
+        return self.global_batch_size or self.micro_batch_size * data_parallel_size
 
 
 class Data(Section):
@@ -156,3 +162,8 @@ class Experiment(Section):
     env: dict[EnvName, EnvValue] = Field(
         default_factory=dict, description="Environment of every rank; wins over the cluster's."
     )
+
+    def resolved(self, data_parallel_size: int) -> Experiment:
+        """The same experiment with what depends on the cluster filled in: what a run's folder keeps."""
+        samples = self.batch.samples_per_step(data_parallel_size)
+        return self.model_copy(update={"batch": self.batch.model_copy(update={"global_batch_size": samples})})

@@ -44,11 +44,10 @@ def make_bundle(
     ``workspace`` is the folder that relative paths start from, the same on every node.
     """
     path = f"{workspace}/runs/{run_id}"
+    experiment = experiment.resolved(plan.data_parallel_size)
     program = rank_program(experiment, plan, run_id, path)
     command = deepspeed_command(program, slots, f"{path}/{run_folder.HOSTFILE}", master_addr, master_port)
-    script = _launch_script(
-        run_id, path, {**program.env, "DS_ENV_FILE": f"{path}/{run_folder.DEEPSPEED_ENV}"}, command
-    )
+    script = _launch_script(run_id, path, {**program.env, "DS_ENV_FILE": f"{path}/{run_folder.DEEPSPEED_ENV}"}, command)
     texts = {
         run_folder.EXPERIMENT: dump_experiment(experiment),
         run_folder.PLAN: plan.to_json(),

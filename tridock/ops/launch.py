@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -11,16 +12,19 @@ from pathlib import Path
 
 from tridock import __version__, run_folder
 from tridock.cluster.containers import workspace_on_host
+from tridock.command import Command
 from tridock.errors import ClusterError, Problem, RequestError
 from tridock.experiment import Experiment, load_experiment
 from tridock.launchers import RunBundle, make_bundle
 from tridock.launchers.bundle import default_port
 from tridock.ops.nodes import up
+from tridock.ops.push import push
 from tridock.ops.session import Session
 from tridock.plan import Plan, make_plan
-from tridock.remote import Host
+from tridock.remote import Host, LocalHost
 
 _TIMEOUT_S = 60.0
+DEMO_DATA = "data/demo"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,27 @@ def preview(session: Session, request: Request) -> RunBundle:
     """The run as it would start, from what is known without contacting a host."""
     port = request.experiment.launch.master_port or default_port(request.run_id)
     return _bundle(session, request, port, _manifest(session, None))
+
+
+def bring_demo_data(session: Session) -> str:
+    """Makes the demo's data set where it is missing, here and on the hosts; returns a line that says what lies where.
+
+    Only for a launch that names no experiment: other data sets may be large, and are pushed when asked to.
+    """
+    folder = session.cluster.project_folder / DEMO_DATA
+    make = Command.of(sys.executable, "-m", "tridock.cli", "data", "demo", "--folder", str(folder))
+    done = LocalHost().run(make, timeout=None).checked("demo data")
+
+    def lacks(node: str, host: Host) -> bool:
+        workspace = workspace_on_host(session.cluster, session.states()[node].facts)
+        files = [f"{workspace}/{DEMO_DATA}/stdlib_text_document{suffix}" for suffix in (".bin", ".idx")]
+        there = Command.of("sh", "-c", 'test -r "$1" && test -r "$2"', "sh", *files)
+        return host.run(there, timeout=_TIMEOUT_S).exit_code != 0
+
+    lacking = tuple(node for node, missing in session.each(lacks).items() if missing)
+    if lacking:
+        push(session, Path(DEMO_DATA), only=lacking)
+    return done.stdout.decode().splitlines()[-1]
 
 
 def launch(session: Session, request: Request) -> RunBundle:

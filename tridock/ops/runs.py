@@ -31,7 +31,7 @@ class NodeStatus:
 def active_runs(session: Session, nodes: tuple[str, ...]) -> dict[str, list[str]]:
     """The ids of the runs that have processes on each of ``nodes``."""
 
-    def ask(node: str, host: Host) -> list[str]:
+    def ask(node: str, _: Host) -> list[str]:
         done = session.node_verb(node, "processes", timeout=_VERB_TIMEOUT_S).checked(node)
         return sorted({process["run_id"] for process in json.loads(done.stdout)})
 
@@ -71,7 +71,7 @@ def choose_run(session: Session, run_id: str | None, *, active: bool) -> str:
 def stop(session: Session, run_id: str) -> dict[str, int]:
     """Ends the run's processes on every node, and nothing else; returns how many each node had."""
 
-    def end(node: str, host: Host) -> int:
+    def end(node: str, _: Host) -> int:
         done = session.node_verb(node, "stop", run_id, timeout=_VERB_TIMEOUT_S).checked(node)
         return int(json.loads(done.stdout)["stopped"])
 

@@ -68,15 +68,16 @@ def _batch_problems(experiment: Experiment, world_size: int) -> Iterator[Problem
         )
         return
     per_pass = batch.micro_batch_size * (world_size // model_parallel)
-    if batch.global_batch_size % per_pass:
-        below = batch.global_batch_size // per_pass * per_pass
+    samples = batch.samples_per_step(world_size // model_parallel)
+    if samples % per_pass:
+        below = samples // per_pass * per_pass
         choices = [below, below + per_pass] if below else [per_pass]
         yield Problem(
             "batch.global_batch_size",
             f"must be a multiple of micro_batch_size {batch.micro_batch_size} x"
             f" data parallel size {world_size // model_parallel}",
-            str(batch.global_batch_size),
-            f"use {_either(choices)}",
+            str(samples),
+            f"use {_either(choices)}, or leave it out",
         )
 
 

@@ -65,15 +65,16 @@ def make_plan(experiment: Experiment, slots: Mapping[str, Sequence[int]], source
     parallel, batch = experiment.parallel, experiment.batch
     model_parallel = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
     data_parallel = world_size // model_parallel
+    samples = batch.samples_per_step(data_parallel)
     return Plan(
         world_size=world_size,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         data_parallel_size=data_parallel,
         micro_batch_size=batch.micro_batch_size,
-        global_batch_size=batch.global_batch_size,
-        accumulation_steps=batch.global_batch_size // (batch.micro_batch_size * data_parallel),
-        tokens_per_step=batch.global_batch_size * experiment.model.seq_length,
+        global_batch_size=samples,
+        accumulation_steps=samples // (batch.micro_batch_size * data_parallel),
+        tokens_per_step=samples * experiment.model.seq_length,
         ranks=tuple(_ranks(slots)),
     )
 

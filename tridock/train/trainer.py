@@ -26,6 +26,7 @@ class Trainer:
     """One rank's view of a run: everything that the loop needs, made once."""
 
     def __init__(self, experiment: Experiment, run_folder: Path, workspace: Path, ranks: Ranks) -> None:
+        experiment = experiment.resolved(ranks.world_size)
         self.experiment, self.run_folder, self.ranks = experiment, run_folder, ranks
         with together(ranks):
             check_batch(experiment, ranks.world_size)

@@ -39,7 +39,7 @@ def test_every_problem_at_once_with_its_path() -> None:
     text = """\
 name: Demo
 model: {num_layer: 4, hidden_size: 1.5, num_attention_heads: "4", seq_length: 0}
-batch: {micro_batch_size: 1}
+batch: {micro_batch_size: 1, global_batch_size: 0}
 data: {data_path: ""}
 optimizer: {lr: fast}
 precision: int8
@@ -55,7 +55,7 @@ fp16: 3
         "e.yaml: model.num_attention_heads: must be a whole number; got '4'; write it without quotes or a fraction",
         "e.yaml: model.seq_length: must be greater than 0; got 0; raise it",
         "e.yaml: model.num_layer: is not a field; got 4; did you mean num_layers?",
-        "e.yaml: batch.global_batch_size: is missing; add it",
+        "e.yaml: batch.global_batch_size: must be greater than 0; got 0; raise it",
         "e.yaml: data.data_path: must not be empty; got ''; give a value",
         "e.yaml: optimizer.lr: must be a number; got 'fast'; write it without quotes",
         "e.yaml: precision: is not one of the choices; got 'int8'; use 'fp32', 'bf16' or 'fp16'",

@@ -57,6 +57,11 @@ def test_files_of_the_folder() -> None:
     assert json.loads(made.files["plan.json"])["world_size"] == 4
 
 
+def test_the_experiment_in_the_folder_is_resolved() -> None:
+    made = bundle("two-nodes", "batch.global_batch_size=null")
+    assert parse_experiment(made.files["experiment.yaml"].decode(), "kept").batch.global_batch_size == 4
+
+
 def test_ddp_needs_no_deepspeed_configuration() -> None:
     assert "ds_config.json" not in bundle("one-node", "parallel.strategy=ddp").files
 

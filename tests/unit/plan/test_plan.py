@@ -63,7 +63,8 @@ def test_every_problem_at_once() -> None:
         "e.yaml: parallel.zero_stage: strategy ddp keeps everything on every rank; got 2; set it to 0, or strategy to zero",
         "e.yaml: model.num_attention_heads: must divide hidden_size 8; got 3; use 2 or 4",
         "e.yaml: model.max_position_embeddings: must be at least seq_length 16; got 8; raise it to 16, or leave it out",
-        "e.yaml: batch.global_batch_size: must be a multiple of micro_batch_size 2 x data parallel size 2; got 7; use 4 or 8",
+        "e.yaml: batch.global_batch_size: must be a multiple of micro_batch_size 2 x data parallel size 2; got 7; "
+        "use 4 or 8, or leave it out",
         "e.yaml: optimizer.lr_warmup_iters: must be less than lr_decay_iters 30; got 30; lower it",
         "e.yaml: optimizer.min_lr: must not exceed lr 0.00015; got 1; lower it",
     ]
@@ -78,8 +79,14 @@ def test_a_layout_must_fill_the_slots() -> None:
 
 def test_a_batch_smaller_than_one_pass_is_told_the_smallest() -> None:
     assert refused({"a": range(7)}, "batch.global_batch_size=2") == [
-        "e.yaml: batch.global_batch_size: must be a multiple of micro_batch_size 2 x data parallel size 7; got 2; use 14"
+        "e.yaml: batch.global_batch_size: must be a multiple of micro_batch_size 2 x data parallel size 7; got 2; "
+        "use 14, or leave it out"
     ]
+
+
+def test_the_global_batch_left_out_is_one_micro_batch_a_rank() -> None:
+    plan = planned({"a": range(5)}, "batch.global_batch_size=null")
+    assert (plan.global_batch_size, plan.accumulation_steps) == (10, 1)
 
 
 def test_an_engine_that_is_not_here_says_so() -> None:

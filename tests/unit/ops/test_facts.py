@@ -1,0 +1,79 @@
+"""A host's facts: the script is run by a real shell, and every way of not having Docker has its message."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tridock.errors import ClusterError
+from tridock.ops.facts import facts_command, parse_facts
+
+INSPECTED = {
+    "Id": "c0ffee",
+    "Image": "sha256:1",
+    "State": {"Running": True, "ExitCode": 0, "Health": {"Status": "healthy"}},
+    "Config": {"Labels": {"tridock.recipe": "abcd"}},
+}
+GOOD = f"uid 1000\ngid 100\nhome /home/ada\ngpus 8\ninfiniband 1\ndocker 28.1\nimage sha256:1\ncontainer {json.dumps(INSPECTED)}\n"
+
+
+def message(text: str) -> str:
+    with pytest.raises(ClusterError) as caught:
+        parse_facts("gpu-1", text)
+    return str(caught.value)
+
+
+def with_docker(tmp_path: Path, script: str) -> str:
+    """The facts as a shell gathers them on a machine whose docker is ``script``."""
+    for tool in ("sh", "id", "printf", "tail", "wc"):
+        source = next(Path(folder, tool) for folder in os.get_exec_path() if Path(folder, tool).exists())
+        (tmp_path / tool).symlink_to(source)
+    if script:
+        (tmp_path / "docker").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "docker").chmod(0o755)
+    command = facts_command("tridock:cpu", "tridock-lab")
+    env = {"PATH": str(tmp_path), "HOME": "/home/ada"}
+    return subprocess.run(command.argv, env=env, capture_output=True, text=True, check=True).stdout
+
+
+def test_all_facts() -> None:
+    state = parse_facts("gpu-1", GOOD)
+    assert (state.facts.uid, state.facts.gid, state.facts.home) == (1000, 100, "/home/ada")
+    assert (state.facts.gpus, state.facts.infiniband, state.docker, state.image_id) == (8, True, "28.1", "sha256:1")
+    assert state.container is not None
+    assert (state.container.running, state.container.recipe, state.container.health) == (True, "abcd", "healthy")
+
+
+def test_a_host_with_nothing_of_ours_yet(tmp_path: Path) -> None:
+    docker = 'case $1 in version) echo 28.1;; *) echo "No such object" >&2; exit 1;; esac'
+    state = parse_facts("gpu-1", with_docker(tmp_path, docker))
+    assert (state.docker, state.image_id, state.container) == ("28.1", None, None)
+    assert state.facts.uid == os.getuid()
+
+
+def test_no_docker(tmp_path: Path) -> None:
+    assert message(with_docker(tmp_path, "")) == (
+        "gpu-1: has no Docker; got no docker on PATH; install Docker Engine there"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        ("Cannot connect to the Docker daemon at unix:///var/run/docker.sock. Is the docker daemon running?",
+         "start Docker there (systemctl start docker)"),
+        ("permission denied while trying to connect to the Docker daemon socket",
+         "add the ssh user to the docker group there"),
+    ],
+)  # fmt: skip
+def test_docker_that_does_not_answer(tmp_path: Path, words: str, remedy: str) -> None:
+    text = with_docker(tmp_path, f"echo 'some warning' >&2; echo '{words}' >&2; exit 1")
+    assert message(text) == f"gpu-1: Docker does not answer; got {words}; {remedy}"
+
+
+def test_a_login_shell_that_spoils_the_answer() -> None:
+    assert message("Welcome!\n") == (
+        "gpu-1: gave no facts; got 'uid' in 'Welcome!\\n'; make its login shell print nothing of its own"
+    )

@@ -1,0 +1,82 @@
+"""The tasks as a user types them: parsing, messages and exit codes that need no host."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TASKS = ("down", "fetch", "keys", "launch", "logs", "push", "status", "stop", "up")
+
+
+def fab(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    program = str(Path(sys.executable).with_name("fab"))
+    argv = [program, "--search-root", str(ROOT), *words]
+    return subprocess.run(argv, cwd=cwd, capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_every_task_is_listed() -> None:
+    listed = [line.split()[0] for line in fab("--list").stdout.splitlines() if line.startswith("  ") and line[2] != " "]
+    assert tuple(listed) == TASKS
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_flag_is_explained(task: str) -> None:
+    done = fab(task, "--help")
+    assert done.returncode == 0
+    flags = [line.strip() for line in done.stdout.split("Options:")[1].splitlines() if line.strip().startswith("-")]
+    assert flags
+    assert all(len(flag.split(None, 1)) == 2 for flag in flags), flags
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_hosts_are_required(task: str) -> None:
+    done = fab(task)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "--hosts: is missing; give a DeepSpeed hostfile, for example hostfiles/lab\n"
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_missing_hostfile_is_never_a_local_run(task: str) -> None:
+    done = fab(task, "--hosts", "nowhere/lab")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "nowhere/lab: the hostfile is missing; got no such file; give the path of a hostfile; "
+        "a run never falls back to this machine alone\n"
+    )
+
+
+def test_a_dry_run_shows_the_command_and_every_file_and_touches_nothing(tmp_path: Path) -> None:
+    (tmp_path / "lab").write_text("gpu-1 slots=2\ngpu-2 slots=2\n")
+    config = str(ROOT / "configs" / "demo.yaml")
+    done = fab("launch", "--hosts", str(tmp_path / "lab"), "--config", config, "--dry-run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    shown = [line.removeprefix("# ") for line in done.stdout.splitlines() if line.startswith("# ")]
+    files = [
+        "experiment.yaml",
+        "plan.json",
+        "manifest.json",
+        "hostfile",
+        "deepspeed_env",
+        "launch.sh",
+        "ds_config.json",
+    ]
+    assert [line for line in shown if line in files] == files
+    assert "--master_addr gpu-1 " in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["lab"]
+
+
+def test_all_problems_of_an_experiment_at_once(tmp_path: Path) -> None:
+    (tmp_path / "lab").write_text("gpu-1 slots=3\n")
+    words = [
+        f"--set={field}" for field in ("model.num_attention_heads=3", "batch.global_batch_size=8", "optimizer.min_lr=1")
+    ]
+    done = fab("launch", "--hosts", str(tmp_path / "lab"), "--dry-run", *words)
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "configs/demo.yaml: model.num_attention_heads: must divide hidden_size 256; got 3; use 2 or 4",
+        "configs/demo.yaml: batch.global_batch_size: must be a multiple of micro_batch_size 4 x data parallel size 3; "
+        "got 8; use 12, or leave it out",
+        "configs/demo.yaml: optimizer.min_lr: must not exceed lr 0.001; got 1; lower it",
+    ]

@@ -1,0 +1,77 @@
+"""The doors of docs/architecture.md: imports go down only, and heavy libraries stay in their rooms."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# Each room and what it may import besides itself. What is not listed here is a new room: it needs a line.
+PURE = {"errors": set(), "command": set(), "run_folder": set(), "strict_yaml": {"errors"}}
+LOW = set(PURE)
+ROOMS: dict[str, set[str]] = {
+    **PURE,
+    "experiment": LOW,
+    "cluster": LOW,
+    "plan": LOW | {"experiment"},
+    "engines": LOW | {"experiment", "plan"},
+    "launchers": LOW | {"experiment", "cluster", "plan", "engines"},
+    "remote": LOW | {"cluster"},
+    "ops": LOW | {"experiment", "cluster", "plan", "engines", "launchers", "remote"},
+    "node": LOW,
+    "data": LOW | {"experiment"},
+    "train": LOW | {"experiment", "data"},
+    "report": LOW | {"experiment"},
+    "cli": LOW | {"experiment", "cluster", "plan", "ops", "data", "report"},
+    "fabfile": LOW | {"experiment", "launchers", "ops"},
+}
+HOMES = {
+    "torch": {"train", "compat"},
+    "deepspeed": {"train", "compat"},
+    "megatron": {"train", "compat"},
+    "fabric": {"remote", "fabfile"},
+    "invoke": {"remote", "fabfile"},
+    "paramiko": {"remote"},
+    "yaml": {"strict_yaml"},
+    "tokenizers": {"data"},
+    "matplotlib": {"report"},
+}
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    yield "fabfile", ROOT / "fabfile.py"
+    for path in sorted((ROOT / "tridock").rglob("*.py")):
+        parts = path.relative_to(ROOT / "tridock").with_suffix("").parts
+        if parts != ("__init__",):
+            yield parts[0], path
+
+
+def imported(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            if node.module == "tridock":
+                yield from (f"tridock.{alias.name}" for alias in node.names)
+            else:
+                yield node.module
+
+
+@pytest.mark.parametrize(("room", "path"), list(modules()), ids=lambda value: str(value).removeprefix(f"{ROOT}/"))
+def test_imports_go_down_only(room: str, path: Path) -> None:
+    assert room in ROOMS, f"{room} is a new room: give it a line in ROOMS and in docs/architecture.md"
+    for name in imported(path):
+        top, _, rest = name.partition(".")
+        if top == "tridock":
+            other = rest.partition(".")[0]
+            assert other in ROOMS[room] | {room, "__version__"}, f"{path}: {room} must not import {name}"
+        elif top in HOMES:
+            assert room in HOMES[top], f"{path}: {top} belongs to {sorted(HOMES[top])}"
+
+
+def test_node_starts_without_heavy_packages() -> None:
+    for _, path in (pair for pair in modules() if pair[0] == "node"):
+        third_party = {name.partition(".")[0] for name in imported(path)} & {"pydantic", "rich", "yaml", "numpy"}
+        assert not third_party, f"{path}: {third_party}"

@@ -1,0 +1,107 @@
+"""Writes configs/reference.yaml and docs/cluster.md's list of fields from the schemas (`make reference`).
+
+A test compares both with the schemas: a field cannot be added without them.
+"""
+
+from __future__ import annotations
+
+import textwrap
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from tridock.cluster import Settings
+from tridock.experiment.schema import Experiment
+
+WIDTH = 110
+BEGIN, END = "<!-- fields: written by make reference -->", "<!-- end of fields -->"
+REQUIRED = {
+    "name": "example",
+    "model.num_layers": 24,
+    "model.hidden_size": 1024,
+    "model.num_attention_heads": 16,
+    "model.seq_length": 1024,
+    "batch.micro_batch_size": 4,
+    "batch.global_batch_size": 64,
+    "data.data_path": "data/demo/stdlib_text_document",
+    "train.train_iters": 1000,
+}
+
+
+def experiment_reference() -> str:
+    """Every field of an experiment with its default, choices and meaning; itself an experiment that loads."""
+    head = "# Every field of an experiment. Required ones are marked; the others show their defaults.\n"
+    head += "# Written by `make reference` from tridock/experiment/schema.py.\n"
+    return head + "\n".join(_fields(Experiment, "", 0)) + "\n"
+
+
+def cluster_reference() -> str:
+    """The same for the settings beside a hostfile."""
+    return "\n".join(_fields(Settings, "", 0)) + "\n"
+
+
+def _fields(model: type[BaseModel], path: str, depth: int) -> Iterator[str]:
+    pad = "  " * depth
+    for name, field in model.model_fields.items():
+        inner = _section(field.annotation)
+        if inner is not None:
+            yield from _comment((inner.__doc__ or "").splitlines()[0], pad)
+            yield f"{pad}{name}:"
+            yield from _fields(inner, f"{path}{name}.", depth + 1)
+            continue
+        required = field.is_required()
+        words = [field.description or "", f"One of {_choices(field)}." if _choices(field) else ""]
+        yield from _comment(" ".join(["Required.", *words] if required else words).strip(), pad)
+        value = REQUIRED[path + name] if required else _default(field)
+        text = yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n...\n").strip()
+        yield f"{pad}{name}: {text}"
+
+
+def _comment(text: str, pad: str) -> list[str]:
+    return [f"{pad}# {line}" for line in textwrap.wrap(text.replace("``", "`"), WIDTH - len(pad))]
+
+
+def _default(field: FieldInfo) -> object:
+    value = field.get_default(call_default_factory=True)
+    assert value is not PydanticUndefined
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _choices(field: FieldInfo) -> str:
+    if typing.get_origin(field.annotation) is not typing.Literal:
+        return ""
+    return ", ".join(str(choice) for choice in typing.get_args(field.annotation))
+
+
+def _section(annotation: object) -> type[BaseModel] | None:
+    if (
+        isinstance(annotation, type)
+        and not isinstance(annotation, types.GenericAlias)
+        and issubclass(annotation, BaseModel)
+    ):
+        return annotation
+    return None
+
+
+def with_fields(page: str) -> str:
+    """docs/cluster.md with its list of fields brought up to date."""
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}\n```yaml\n{cluster_reference()}```\n{END}{after}"
+
+
+def main() -> None:
+    """Writes both files."""
+    Path("configs/reference.yaml").write_text(experiment_reference())
+    page = Path("docs/cluster.md")
+    page.write_text(with_fields(page.read_text()))
+
+
+if __name__ == "__main__":
+    main()

@@ -7,7 +7,8 @@ from tridock.experiment import load_experiment
 
 ROOT = Path(__file__).parents[2]
 _spec = importlib.util.spec_from_file_location("reference", ROOT / "tools" / "reference.py")
-assert _spec is not None and _spec.loader is not None
+assert _spec is not None
+assert _spec.loader is not None
 reference = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(reference)
 

@@ -10,7 +10,8 @@ from tridock.experiment.schema import Experiment
 def deepspeed_config(experiment: Experiment, data_parallel_size: int) -> dict[str, Any]:
     """What ``ds_config.json`` of a run holds. The optimizer and the learning rate are the training loop's own.
 
-    A ``global_batch_size`` that is given must be a multiple of ``micro_batch_size * data_parallel_size``: the plan checks it.
+    A ``global_batch_size`` that is given must be a multiple of ``micro_batch_size * data_parallel_size``: the plan
+    checks it.
     """
     batch, fp16 = experiment.batch, experiment.fp16
     samples = batch.samples_per_step(data_parallel_size)

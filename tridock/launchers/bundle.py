@@ -1,4 +1,4 @@
-"""Everything that a run's folder holds before the run starts, as bytes: shown by a dry run, put on the nodes by a launch."""
+"""What a run's folder holds before the run starts, as bytes: shown by a dry run, put on the nodes by a launch."""
 
 from __future__ import annotations
 

@@ -20,7 +20,8 @@ def deepspeed_command(
 ) -> Command:
     """What runs on the head.
 
-    ``slots`` maps each node to the slot numbers in use; ``hostfile`` is the path of the run's own hostfile. With one node the ranks are this machine's: no ssh is needed, and DeepSpeed is told so.
+    ``slots`` maps each node to the slot numbers in use; ``hostfile`` is the path of the run's own hostfile.
+    With one node the ranks are this machine's: no ssh is needed, and DeepSpeed is told so.
     ``--master_addr`` is always given: DeepSpeed's own guess is the first word of ``hostname -I``.
     """
     words = ["deepspeed", "--hostfile", hostfile]

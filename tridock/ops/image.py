@@ -89,7 +89,8 @@ def _save(image: str, archive: Path, progress: Progress) -> None:
         subprocess.Popen(["docker", "save", image], stdout=subprocess.PIPE) as save,
         subprocess.Popen(compressor, stdin=subprocess.PIPE, stdout=out) as compress,
     ):
-        assert save.stdout is not None and compress.stdin is not None
+        assert save.stdout is not None
+        assert compress.stdin is not None
         try:
             while chunk := save.stdout.read(_CHUNK):
                 compress.stdin.write(chunk)
@@ -101,12 +102,12 @@ def _save(image: str, archive: Path, progress: Progress) -> None:
             compress.stdin.close()
     progress.update(bar, completed=size)
     if save.wait() or compress.wait():
-        free = shutil.disk_usage(archive.parent).free
+        free = f"{shutil.disk_usage(archive.parent).free / 1e9:.1f} GB free in {archive.parent.parent}"
         raise ClusterError(
             Problem(
                 f"docker save {image}",
                 "could not be written to a temporary file",
-                f"exit codes {save.returncode} and {compress.returncode}, {free / 1e9:.1f} GB free in {archive.parent.parent}",
+                f"exit codes {save.returncode} and {compress.returncode}, {free}",
                 "free some space there, or set TMPDIR to a larger disk",
             )
         )

@@ -20,7 +20,8 @@ _CHUNK = 1 << 20
 def push(session: Session, path: Path, only: tuple[str, ...] | None = None) -> tuple[str, ...]:
     """Copies ``path`` (below the project's folder) to the same place in each workspace; returns the nodes.
 
-    ``only`` names some of the nodes. The tree arrives beside its place and is moved file by file: a reader sees a whole old file or a whole new one.
+    ``only`` names some of the nodes. The tree arrives beside its place and is moved file by file: a reader sees a
+    whole old file or a whole new one.
     """
     project = session.cluster.project_folder
     full = (project / path).resolve()

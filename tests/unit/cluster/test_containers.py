@@ -109,8 +109,8 @@ def test_a_twin_is_composes(tmp_path: Path) -> None:
     assert workspace_on_host(made, FACTS) == str(tmp_path)
     command = compose_command(made, FACTS, "/s/compose.json", "up", "--detach")
     assert command.argv == (
-        "docker", "compose", "--project-name", "tridock-lab", "--file", "docker-compose.yml", "--file", "/s/compose.json",
-        "--profile", "twin", "up", "--detach",
+        "docker", "compose", "--project-name", "tridock-lab", "--file", "docker-compose.yml",
+        "--file", "/s/compose.json", "--profile", "twin", "up", "--detach",
     )  # fmt: skip
     assert command.cwd == str(tmp_path)
     assert command.env == {

@@ -76,10 +76,10 @@ fp16: 3
         ("- a\n", "e.yaml: must be a mapping of fields; got list; write `field: value` lines"),
         (GOOD + "zz: 1\n", "e.yaml: zz: is not a field; got 1; remove it, or use one of name, engine, model, parallel, "
          "batch, data, optimizer, precision, fp16, train, launch, env"),
-        (GOOD + "launch: {master_port: 70000}\n", "e.yaml: launch.master_port: must be at most 65535; got 70000; lower it"),
+        (GOOD + "launch: {master_port: 70000}\n", "e.yaml: launch.master_port: must be at most 65535; got 70000; lower it"),  # noqa: E501
         (GOOD.replace("num_layers: 2", "num_layers: 2, hidden_dropout: 1.0"),
          "e.yaml: model.hidden_dropout: must be less than 1; got 1.0; lower it"),
-        (GOOD + "optimizer: {lr: .inf}\n", "e.yaml: optimizer.lr: must be a finite number; got inf; write an ordinary number"),
+        (GOOD + "optimizer: {lr: .inf}\n", "e.yaml: optimizer.lr: must be a finite number; got inf; write an ordinary number"),  # noqa: E501
         (GOOD + "env: [A]\n", "e.yaml: env: must be a mapping; got ['A']; write `name: value` lines below it"),
     ],
 )  # fmt: skip

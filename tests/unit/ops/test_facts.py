@@ -16,7 +16,8 @@ INSPECTED = {
     "State": {"Running": True, "ExitCode": 0, "Health": {"Status": "healthy"}},
     "Config": {"Labels": {"tridock.recipe": "abcd"}},
 }
-GOOD = f"uid 1000\ngid 100\nhome /home/ada\ngpus 8\ninfiniband 1\ndocker 28.1\nimage sha256:1\ncontainer {json.dumps(INSPECTED)}\n"
+GOOD = "uid 1000\ngid 100\nhome /home/ada\ngpus 8\ninfiniband 1\ndocker 28.1\nimage sha256:1\n"
+GOOD += f"container {json.dumps(INSPECTED)}\n"
 
 
 def message(text: str) -> str:

@@ -1,0 +1,52 @@
+"""metrics.jsonl, events.jsonl and TensorBoard's files."""
+
+import json
+import re
+from pathlib import Path
+
+from tridock.train.metrics import Metrics, append_line, record_event
+
+
+def test_events_have_time_and_name(tmp_path: Path) -> None:
+    record_event(tmp_path, "run_started", run="a")
+    record_event(tmp_path, "run_failed", rank=1, reason="no")
+    first, second = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", first.pop("time"))
+    assert first == {"event": "run_started", "run": "a"}
+    assert (second["event"], second["rank"], second["reason"]) == ("run_failed", 1, "no")
+
+
+def test_what_json_cannot_say_is_null(tmp_path: Path) -> None:
+    append_line(tmp_path / "a", {"a": float("inf"), "b": float("nan"), "c": 1.5, "d": 3})
+    assert (tmp_path / "a").read_text() == '{"a": null, "b": null, "c": 1.5, "d": 3}\n'
+
+
+def test_only_the_first_rank_writes(tmp_path: Path) -> None:
+    for active in (False, True):
+        metrics = Metrics(tmp_path, active, tensorboard=True)
+        metrics.iteration({"iteration": 1, "loss": 2.0})
+        metrics.evaluation(1, "valid", 3.0)
+        metrics.close()
+        assert (tmp_path / "metrics.jsonl").exists() == active
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [{"iteration": 1, "loss": 2.0}, {"iteration": 1, "split": "valid", "loss": 3.0}]
+
+
+def test_tensorboard_reads_the_same(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    metrics = Metrics(tmp_path, active=True, tensorboard=True)
+    for iteration in (1, 2):
+        metrics.iteration({"iteration": iteration, "loss": 2.0 / iteration, "lr": 0.1})
+    metrics.evaluation(2, "valid", 3.0)
+    metrics.close()
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(scalar.step, scalar.value) for scalar in board.Scalars("train/loss")] == [(1, 2.0), (2, 1.0)]
+    assert set(board.Tags()["scalars"]) == {"train/loss", "train/lr", "valid/loss"}
+
+
+def test_without_tensorboard(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path, active=True, tensorboard=False)
+    metrics.iteration({"iteration": 1, "loss": 2.0})
+    metrics.close()
+    assert not (tmp_path / "tensorboard").exists()

@@ -1,0 +1,175 @@
+"""Joining, agreeing on errors, parting: with a world of one in this process, and stand-ins for the others."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tridock.errors import Problem, RequestError, RunError
+from tridock.train import process_group
+from tridock.train.process_group import Agreed, Ranks, join, lost_rank, mean_over_ranks, together
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TRIDOCK_WORLD_SIZE"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    yield join()
+    process_group.leave()
+
+
+def test_a_process_started_alone_is_a_world_of_one(alone: Ranks) -> None:
+    assert (alone.rank, alone.local_rank, alone.world_size, alone.first) == (0, 0, 1, True)
+    assert (alone.device, alone.backend) == (torch.device("cpu"), "gloo")
+    assert mean_over_ranks(torch.tensor(2.5)) == 2.5
+    process_group.barrier()
+
+
+def test_leaving_twice_is_harmless(alone: Ranks) -> None:
+    assert alone.world_size == 1
+    process_group.leave()
+    process_group.leave()
+    assert not dist.is_initialized()
+
+
+def test_another_world_than_the_planned_one(alone: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIDOCK_WORLD_SIZE", "1")
+    process_group.check_world(alone)
+    monkeypatch.setenv("TRIDOCK_WORLD_SIZE", "4")
+    with pytest.raises(Agreed) as caught:
+        process_group.check_world(alone)
+    assert caught.value.error.exit_code == 4
+    assert str(caught.value.error) == (
+        "world size: the plan has 4 ranks, but another number found each other; got 1; "
+        "check the hostfile that the launcher read (logs/launcher.log) and that every node started its ranks"
+    )
+
+
+def test_ranks_that_never_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "DEEPSPEED_TIMEOUT": "0.02"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", str(process_group._free_port()))
+    with pytest.raises(RunError) as caught:
+        join()
+    assert str(caught.value) == (
+        f"rendezvous: the 2 ranks did not all meet at 127.0.0.1:{os.environ['MASTER_PORT']}; "
+        "got Timed out after 2 seconds waiting for clients. 1/2 clients joined; "
+        "see the launcher's log for nodes that did not start, and that every node reaches this address"
+    )
+
+
+PROBLEM = Problem("data.data_path", "is missing", "", "make it")
+
+
+def agreed_by(monkeypatch: pytest.MonkeyPatch, reports: list[object]) -> str:
+    """What ``together`` raises where the ranks report this."""
+
+    def gather(target: list[object], _own: object) -> None:
+        target[:] = reports
+
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    with pytest.raises(Agreed) as caught, together(Ranks(0, 0, len(reports), torch.device("cpu"))):
+        pass
+    return f"{caught.value.error.exit_code} {caught.value.error}"
+
+
+def test_what_all_ranks_find_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert agreed_by(monkeypatch, [(2, (PROBLEM,))] * 3) == "2 data.data_path: is missing; make it"
+
+
+def test_what_some_ranks_find_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = Problem("x", "is wrong", "1", "mend it")
+    found = agreed_by(monkeypatch, [None, (2, (PROBLEM,)), None, (4, (PROBLEM, other))])
+    assert found == "4 ranks 1, 3: data.data_path: is missing; make it\nrank 3: x: is wrong; got 1; mend it"
+
+
+def test_together_lets_everything_else_pass(alone: Ranks) -> None:
+    with together(alone):
+        pass
+    with pytest.raises(Agreed) as caught, together(alone):
+        raise RequestError(PROBLEM)
+    assert isinstance(caught.value.error, RequestError)
+    with pytest.raises(ZeroDivisionError), together(alone):
+        _ = 1 / 0
+
+
+@pytest.mark.parametrize(
+    ("text", "got"),
+    [
+        (
+            "[/__w/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [10.0.0.2]:41869: Connection "
+            "reset by peer. This is typically caused by a remote worker hanging or bugs in the application.",
+            "Read error [10.0.0.2]:41869: Connection reset by peer",
+        ),
+        (
+            "[x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:30611. This is typically caused "
+            "by a remote worker crashing.",
+            "Connection closed by peer [10.0.0.2]:30611",
+        ),
+        ("NCCL error: remote process exited or there was a network error", None),
+    ],
+)
+def test_a_lost_rank(text: str, got: str | None) -> None:
+    assert str(lost_rank(RuntimeError(text))) == (
+        f"collective: another rank has gone; got {got or text}; "
+        "look for the rank that failed first: its message stands in logs/rank-<N>.log"
+    )
+
+
+def test_any_other_error_is_no_lost_rank() -> None:
+    assert lost_rank(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
+
+
+def sigterm(program: str) -> tuple[int, str, float]:
+    """Exit code, output and seconds of a rank that gets SIGTERM once it says that it is ready."""
+    beginning = """
+import ctypes, os, time
+from tridock.train import process_group
+os.environ["RANK"] = "3"
+process_group._GRACE_SECONDS = 0.5
+process_group.stop_on_sigterm()
+"""
+    command = [sys.executable, "-c", beginning + program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        started = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        said = process.stdout.read()
+        return process.wait(), said, time.monotonic() - started
+
+
+def test_sigterm_stops_the_main_thread() -> None:
+    program = """
+try:
+    print("ready", flush=True)
+    time.sleep(60)
+except process_group.Stopped:
+    print("stopped", flush=True)
+    os._exit(7)
+"""
+    code, said, seconds = sigterm(program)
+    assert (code, said) == (7, "stopped\n")
+    assert seconds < 0.4
+
+
+def test_sigterm_ends_a_rank_that_never_comes_back_to_python() -> None:
+    # A mutex locked twice waits in C for ever, as a collective does whose other ranks have stopped.
+    program = """
+mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+lock(mutex)
+print("ready", flush=True)
+lock(mutex)
+"""
+    code, said, seconds = sigterm(program)
+    assert (code, said) == (143, "rank 3: stopped by SIGTERM inside a collective\n")
+    assert 0.4 < seconds < 5

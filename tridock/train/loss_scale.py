@@ -39,10 +39,11 @@ class LossScaler:
                 self.overflows_left = 1
                 self.scale = max(self.scale / 2.0, _SMALLEST)
             return
-        self.good_steps += 1
-        if self.good_steps % self.settings.loss_scale_window == 0:
+        # As DeepSpeed counts: the good step that comes after a whole window of them doubles.
+        if self.good_steps and self.good_steps % self.settings.loss_scale_window == 0:
             self.scale *= 2.0
             self.overflows_left = self.settings.hysteresis
+        self.good_steps += 1
 
     def state(self) -> dict[str, float]:
         """What a checkpoint keeps."""

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from tridock.run_folder import rank_log
 
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)
+
 
 class RankLog:
     """The copy in progress. ``close()`` returns once everything written so far has reached both places."""
@@ -30,10 +32,17 @@ class RankLog:
         sys.stdout.flush()
         sys.stderr.flush()
         read_end, write_end = os.pipe()
+        # Whoever stops the rank signals its children as well; the copy ends by itself when the rank has. Held back until
+        # the child ignores them, lest one come in between.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
         child = os.fork()
         if child == 0:
+            for number in _IGNORED:
+                signal.signal(number, signal.SIG_IGN)
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             os.close(write_end)
             _copy(read_end, (1, log))
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(read_end)
         os.close(log)
         original = os.dup(1)
@@ -58,9 +67,6 @@ class RankLog:
 
 def _copy(source: int, targets: tuple[int, ...]) -> None:
     """Copies until the last writer has gone; a target that fails (disk full, terminal gone) is dropped alone."""
-    # Whoever stops the rank signals its children as well; the copy ends by itself when the rank has.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
-        signal.signal(number, signal.SIG_IGN)
     alive = list(targets)
     try:
         while chunk := os.read(source, 65536):

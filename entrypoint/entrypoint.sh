@@ -11,6 +11,7 @@ readonly STATE=${TRIDOCK_STATE:-/run/tridock/state}
 readonly SECRETS=${TRIDOCK_SECRETS:-/run/tridock/secrets}
 readonly ACCOUNT=tridock
 readonly ACCOUNT_HOME=/home/tridock
+readonly QUOTED_QUOTE="'\\''"
 readonly EXIT_REQUEST=2 EXIT_CLUSTER=3
 
 # Prints an error in the form of the whole project, "where: what; got value; remedy", and leaves.
@@ -26,6 +27,11 @@ name_failed_step() {
     [[ $status == "$EXIT_REQUEST" || $status == "$EXIT_CLUSTER" ]] || printf 'entrypoint.sh: line %s failed: %s (exit %s)\n' "$line" "$BASH_COMMAND" "$status" >&2
 }
 trap 'name_failed_step $LINENO' ERR
+
+# Joins the lines of another program's message, for an error that is to be one line.
+one_line() {
+    tr -d '\r' <<<"$1" | paste -s -d '|' | sed 's/|/ | /g'
+}
 
 # ---- who runs here ---------------------------------------------------------------------------------------------------
 
@@ -120,11 +126,12 @@ shared_environment() {
     return 0
 }
 
-# For shells: export NAME='VALUE', quoted for bash.
+# For login shells: export NAME='VALUE', in quotes that every POSIX shell reads.
 render_shell_environment() {
-    local pair
+    local pair value
     while IFS= read -r -d '' pair; do
-        printf 'export %s=%q\n' "${pair%%=*}" "${pair#*=}"
+        value=${pair#*=}
+        printf "export %s='%s'\n" "${pair%%=*}" "${value//\'/$QUOTED_QUOTE}"
     done < <(shared_environment)
 }
 
@@ -199,11 +206,12 @@ require_account() {
 
 require_secrets() {
     local file path owner mode
-    for file in ssh_host_ed25519_key id_ed25519 authorized_keys known_hosts ssh_config; do
-        path=$SECRETS/$file
-        [[ -e $path ]] || fail "$EXIT_CLUSTER" "the node's key material is missing" "no $path" "run 'fab keys' for this cluster and mount its folder on $SECRETS"
-        [[ -r $path ]] || fail "$EXIT_CLUSTER" "the node's key material cannot be read by uid $(id -u)" \
-            "$path of uid $(stat --format %u "$path")" "give the folder to the operator, or set TRIDOCK_UID to its owner"
+    local not_theirs="give the folder to the operator, or set TRIDOCK_UID to its owner"
+    for path in "$SECRETS" "$SECRETS"/{ssh_host_ed25519_key,id_ed25519,authorized_keys,known_hosts,ssh_config}; do
+        [[ -e $path ]] || fail "$EXIT_CLUSTER" "the node's key material is missing" "no $path" \
+            "run 'fab keys' for this cluster and mount its folder on $SECRETS"
+        [[ -r $path && (! -d $path || -x $path) ]] || fail "$EXIT_CLUSTER" "the node's key material cannot be read by uid $(id -u)" \
+            "$path of uid $(stat --format %u "$path")" "$not_theirs"
     done
     for file in ssh_host_ed25519_key id_ed25519; do
         path=$SECRETS/$file
@@ -214,9 +222,10 @@ require_secrets() {
     for path in "$SECRETS" "$SECRETS/authorized_keys"; do
         mode=$(stat --format %a "$path")
         owner=$(stat --format %u "$path")
-        (((8#$mode & 8#022) == 0)) || fail "$EXIT_CLUSTER" "others may write to the node's key material" "$path with mode $mode" "chmod 700 the folder and 600 its files on the host"
-        [[ $owner == 0 || $owner == "$(id -u)" ]] || fail "$EXIT_CLUSTER" "the node's key material belongs to somebody else" "$path of uid $owner" \
-            "give the folder to the operator, or set TRIDOCK_UID to its owner"
+        (((8#$mode & 8#022) == 0)) || fail "$EXIT_CLUSTER" "others may write to the node's key material" "$path with mode $mode" \
+            "chmod 700 the folder and 600 its files on the host"
+        [[ $owner == 0 || $owner == "$(id -u)" ]] || fail "$EXIT_CLUSTER" "the node's key material belongs to somebody else" \
+            "$path of uid $owner" "$not_theirs"
     done
 }
 
@@ -240,7 +249,7 @@ prepare_node() {
     [[ $(id -u) != 0 ]] || install -d -m 755 /run/sshd
     (umask 077 && render_sshd_config "$port" >"$STATE/sshd_config")
     complaint=$(/usr/sbin/sshd -t -f "$STATE/sshd_config" 2>&1) ||
-        fail "$EXIT_CLUSTER" "sshd refuses its configuration" "$complaint" "mend what it names; an unreadable host key is made anew by 'fab keys --rotate'"
+        fail "$EXIT_CLUSTER" "sshd refuses its configuration" "$(one_line "$complaint")" "mend what it names ('fab keys --rotate' makes all keys anew)"
 }
 
 # ---- together --------------------------------------------------------------------------------------------------------
@@ -252,7 +261,7 @@ main() {
         settle_in
     fi
     # A container that is started again still has what its last life rendered.
-    rm -f "$STATE"/{sshd_config,sshd.pid}
+    rm -f "$STATE"/{sshd_config,sshd.pid,greeted}
     write_environment
     if [[ ${1:-} == node ]]; then
         prepare_node

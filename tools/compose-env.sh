@@ -15,7 +15,7 @@ files=docker-compose.yml
 partial=$(mktemp .env.XXXXXX)
 trap 'rm -f "$partial"' EXIT
 {
-    [[ ! -e .env ]] || sed "/^$BEGIN\$/,/^$END\$/d" .env
+    [[ ! -e .env ]] || awk -v begin="$BEGIN" -v end="$END" '$0 == begin { ours = 1 } !ours { print } $0 == end { ours = 0 }' .env
     printf '%s\n' "$BEGIN" "COMPOSE_FILE=$files" "TRIDOCK_IMAGE=$IMAGE" "$END"
 } >"$partial"
 [[ ! -e .env ]] || chmod --reference .env "$partial"

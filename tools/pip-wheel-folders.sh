@@ -8,5 +8,5 @@ set -Eeuo pipefail
     sed -n "s/^[^=]*\.find-links='\(.*\)'\$/\1/p" |
     sed 's/\\n/ /g' | tr ' ' '\n' | sed 's,^file://,,' |
     while IFS= read -r folder; do
-        [[ -d $folder ]] && printf '%s\n' "$folder"
+        [[ ! -d $folder ]] || printf '%s\n' "$folder"
     done | sort -u

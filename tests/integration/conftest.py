@@ -1,0 +1,106 @@
+"""Fixtures of the tests with a real Docker engine. Each removes what it made."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.integration.support import ROOT, Containers, Twin, execute, succeed, wait_until
+from tridock.cluster import load_cluster
+from tridock.cluster.keys import ClusterKeys
+from tridock.cluster.ssh_files import node_files
+
+CPU_IMAGE = "tridock:cpu"
+REQUIRED = os.environ.get("TRIDOCK_REQUIRE_INTEGRATION") == "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.integration)
+
+
+@pytest.fixture(scope="session")
+def docker() -> str:
+    """A Docker engine that answers. Without one these tests are skipped, or fail where they are required (CI)."""
+    found = shutil.which("docker") is not None and execute("docker", "info").returncode == 0
+    if not found:
+        words = "no Docker engine answers (tools/docker-engine.sh installs and starts one on Debian)"
+        pytest.fail(words) if REQUIRED else pytest.skip(words)
+    return "docker"
+
+
+@pytest.fixture(scope="session")
+def cpu_image(docker: str) -> str:
+    """The twin's image, built from this working tree."""
+    succeed("make", "image", "FLAVOR=cpu", cwd=ROOT, timeout=1800)
+    return CPU_IMAGE
+
+
+@pytest.fixture
+def containers(cpu_image: str) -> Iterator[Containers]:
+    made = Containers(cpu_image)
+    yield made
+    made.remove()
+
+
+@pytest.fixture
+def secrets(tmp_path: Path) -> Callable[..., Mapping[str, Path]]:
+    """Makes the key folders of a cluster, as `fab keys` would, owned by a uid that is given."""
+
+    def make(*nodes: str, uid: int = 0) -> Mapping[str, Path]:
+        hostfile = tmp_path / "testcluster"
+        hostfile.write_text("".join(f"{node} slots=1\n" for node in nodes))
+        cluster = load_cluster(hostfile)
+        keys = ClusterKeys.generate(nodes)
+        folders = {node: tmp_path / "secrets" / uuid.uuid4().hex / node for node in nodes}
+        for node, folder in folders.items():
+            folder.mkdir(parents=True)
+            for name, content in node_files(cluster, keys, node).items():
+                (folder / name).write_bytes(content)
+                (folder / name).chmod(0o600)
+                os.chown(folder / name, uid, uid)
+            folder.chmod(0o700)
+            os.chown(folder, uid, uid)
+        return folders
+
+    return make
+
+
+@pytest.fixture
+def start_twin(
+    containers: Containers, secrets: Callable[..., Mapping[str, Path]], tmp_path: Path
+) -> Iterator[Callable[..., Twin]]:
+    """Starts two nodes with the environment that is given, as a uid, and waits until both answer."""
+    networks: list[str] = []
+
+    def start(uid: int = 0, environment: Mapping[str, str] | None = None) -> Twin:
+        network = f"tridock-test-{uuid.uuid4().hex[:12]}"
+        succeed("docker", "network", "create", network)
+        networks.append(network)
+        folders = secrets("node-1", "node-2", uid=uid)
+        workspace = tmp_path / "workspace"
+        workspace.mkdir(exist_ok=True)
+        os.chown(workspace, uid, uid)
+        names = {}
+        for node, folder in folders.items():
+            options = ["--network", network, "--network-alias", node, "--hostname", node]
+            options += ["--volume", f"{folder}:/run/tridock/secrets:ro", "--volume", f"{workspace}:/workspace"]
+            options += ["--env", f"TRIDOCK_NODE={node}", "--env", "TRIDOCK_CLUSTER=testcluster"]
+            for name, value in (environment or {}).items():
+                options += ["--env", f"{name}={value}"]
+            names[node] = containers.start("node", options=options)
+        for name in names.values():
+            wait_until(lambda name=name: "Server listening" in execute("docker", "logs", name).stderr, "sshd listens")
+        return Twin(names, folders, workspace)
+
+    yield start
+    containers.remove()
+    for network in networks:
+        execute("docker", "network", "rm", network)

@@ -1,0 +1,72 @@
+"""What the integration tests share beside the fixtures: commands, containers, waiting."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def execute(*argv: str, **options: object) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end; output is captured, and the exit code is the caller's to judge."""
+    settings: dict[str, object] = {"capture_output": True, "text": True, "timeout": 600, "check": False, **options}
+    return subprocess.run(argv, **settings)  # type: ignore[call-overload]
+
+
+def succeed(*argv: str, **options: object) -> str:
+    """Runs a command that has to succeed, and gives its standard output."""
+    done = execute(*argv, **options)
+    assert done.returncode == 0, f"{argv} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def inside(container: str, *words: str, user: str = "tridock") -> str:
+    """Runs a command in a container that is up, as the operator's user."""
+    return succeed("docker", "exec", "--user", user, container, *words)
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"after {seconds:.0f} s still not: {what}"
+        time.sleep(0.1)
+
+
+@dataclass
+class Containers:
+    """Containers of one test, each under a name of its own, removed at the end."""
+
+    image: str
+    names: list[str] = field(default_factory=list)
+
+    def start(self, *words: str, options: Sequence[str] = ()) -> str:
+        """Starts a container in the background and gives its name."""
+        name = f"tridock-test-{uuid.uuid4().hex[:12]}"
+        self.names.append(name)
+        succeed("docker", "run", "--detach", "--name", name, *options, self.image, *words)
+        return name
+
+    def run(self, *words: str, options: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+        """Runs a container to its end."""
+        return execute("docker", "run", "--rm", *options, self.image, *words)
+
+    def remove(self) -> None:
+        if self.names:
+            execute("docker", "rm", "--force", "--volumes", *self.names)
+
+
+@dataclass
+class Twin:
+    """Two nodes in a network of their own, started without Compose."""
+
+    names: Mapping[str, str]
+    secrets: Mapping[str, Path]
+    workspace: Path
+
+    def __getitem__(self, node: str) -> str:
+        return self.names[node]

@@ -1,0 +1,232 @@
+"""The scripts in tools/ and what they write, without Docker and without a network."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*words: str | Path, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    argv = [str(word) for word in words]
+    return subprocess.run(
+        argv, cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def program(folder: Path, name: str, script: str) -> Path:
+    file = folder / name
+    file.write_text(f"#!/usr/bin/env bash\n{script}\n")
+    file.chmod(0o755)
+    return file
+
+
+# ---- .env ------------------------------------------------------------------------------------------
+
+BLOCK = "# --- written by make image ---\nCOMPOSE_FILE={files}\nTRIDOCK_IMAGE={image}\n# --- end ---\n"
+CPU = BLOCK.format(files="docker-compose.yml", image="tridock:cpu")
+GPU = BLOCK.format(files="docker-compose.yml:docker-compose.gpu.yml", image="tridock:latest")
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "tools").mkdir()
+    shutil.copy(ROOT / "tools/compose-env.sh", tmp_path / "tools")
+    return tmp_path
+
+
+def test_env_file_is_made(project: Path) -> None:
+    assert run(project / "tools/compose-env.sh", "cpu", "tridock:cpu").returncode == 0
+    assert (project / ".env").read_text() == CPU
+    assert sorted(file.name for file in project.iterdir()) == [".env", "tools"]
+
+
+def test_env_file_keeps_the_users_lines_and_its_mode(project: Path) -> None:
+    (project / ".env").write_text(f"HF_TOKEN=secret\n{CPU}MINE=1\n")
+    (project / ".env").chmod(0o600)
+    assert run(project / "tools/compose-env.sh", "gpu", "tridock:latest").returncode == 0
+    assert (project / ".env").read_text() == f"HF_TOKEN=secret\nMINE=1\n{GPU}"
+    assert (project / ".env").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_line_without_an_end_is_not_joined_with_ours(project: Path) -> None:
+    (project / ".env").write_text("MINE=1")
+    run(project / "tools/compose-env.sh", "cpu", "tridock:cpu")
+    assert (project / ".env").read_text() == f"MINE=1\n{CPU}"
+
+
+# ---- wheels and locks ------------------------------------------------------------------------------
+
+
+def test_wheel_folders_are_pips_own_that_exist(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    two.mkdir()
+    links = f"{one} file://{two} /nowhere/at/all https://wheels.example/simple"
+    done = run(ROOT / "tools/pip-wheel-folders.sh", sys.executable, PIP_FIND_LINKS=links, PIP_CONFIG_FILE=os.devnull)
+    assert (done.returncode, done.stdout) == (0, f"{one}\n{two}\n")
+
+
+def test_no_wheel_folders() -> None:
+    done = run(ROOT / "tools/pip-wheel-folders.sh", sys.executable, PIP_FIND_LINKS="", PIP_CONFIG_FILE=os.devnull)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_only_what_the_base_lacks_is_installed(tmp_path: Path) -> None:
+    lock = tmp_path / "lock.txt"
+    lock.write_text(
+        "# comment\n"
+        "pytest==1.0 \\\n    --hash=sha256:aa \\\n    --hash=sha256:bb\n    # via nothing\n"
+        "not-a-package-of-anybody==2.0 ; python_version >= '3.11' \\\n    --hash=sha256:cc\n"
+    )
+    done = run(sys.executable, ROOT / "tools/image/missing-requirements.py", lock)
+    assert done.stdout == "not-a-package-of-anybody==2.0 ; python_version >= '3.11'  --hash=sha256:cc\n"
+
+
+def test_locks_name_no_index_and_have_hashes() -> None:
+    for lock in ROOT.glob("locks/*.txt"):
+        text = lock.read_text()
+        assert "://" not in text, lock
+        pinned = [line for line in text.splitlines() if "==" in line and not line.lstrip().startswith("#")]
+        if lock.name != "torch.txt":
+            assert len([line for line in pinned if line.endswith("\\")]) == len(pinned), lock
+
+
+def test_locks_agree_on_versions_that_they_share() -> None:
+    versions: dict[str, set[str]] = {}
+    for lock in ("operator", "train-cpu", "train-gpu", "dev"):
+        for line in (ROOT / f"locks/{lock}.txt").read_text().splitlines():
+            if "==" in line and line[0].isalnum():
+                versions.setdefault(line.rstrip(" \\").split("==")[0], set()).add(f"{lock}: {line.rstrip(' ')}")
+    apart = {
+        name: lines
+        for name, lines in versions.items()
+        if len({line.split(": ", 1)[1] for line in lines if "python_full_version" not in line}) > 1
+    }
+    assert apart == {}
+
+
+# ---- the image's compiler --------------------------------------------------------------------------
+
+
+def test_ops_are_compiled_for_any_cpu_of_the_kind(tmp_path: Path) -> None:
+    program(tmp_path, "g++", 'printf "%s\\n" "$@"')
+    program(tmp_path, "uname", "echo x86_64")
+    words = ["-c", "a b.cpp", "-g", "-march=native", "-D__AVX512__", "-O3"]
+    done = run(ROOT / "tools/image/portable-cxx.sh", *words, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert done.stdout.splitlines() == ["-c", "a b.cpp", "-march=x86-64-v3", "-D__AVX256__", "-O3"]
+    program(tmp_path, "uname", "echo aarch64")
+    done = run(ROOT / "tools/image/portable-cxx.sh", *words, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert done.stdout.splitlines() == ["-c", "a b.cpp", "-march=native", "-D__AVX512__", "-O3"]
+
+
+# ---- torch -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fake_python(tmp_path: Path) -> Path:
+    """A python whose torch is what the file `torch` says, and whose pip only writes down what it was asked for."""
+    (tmp_path / "torch").write_text("")
+    return program(
+        tmp_path,
+        "python",
+        f"""
+if [[ $1 == -c ]]; then [[ -s {tmp_path}/torch ]] && cat {tmp_path}/torch; exit; fi
+if [[ $3 == config ]]; then exit 0; fi
+echo "$*" >>{tmp_path}/calls
+[[ ! -e {tmp_path}/installs ]] || cp {tmp_path}/installs {tmp_path}/torch
+""",
+    )
+
+
+def install_torch(python: Path, flavor: str, *folders: Path) -> subprocess.CompletedProcess[str]:
+    # An uv that finds nothing, as where PyTorch's index cannot be reached.
+    program(python.parent, "uv", "exit 2")
+    path = f"{python.parent}:{os.environ['PATH']}"
+    return run(ROOT / "tools/install-torch.sh", python, "2.13.0", flavor, *folders, PATH=path)
+
+
+def test_the_cpu_build_that_is_there_stays(fake_python: Path) -> None:
+    (fake_python.parent / "torch").write_text("2.13.0+cpu cpu\n")
+    assert install_torch(fake_python, "cpu").returncode == 0
+    assert not (fake_python.parent / "calls").exists()
+
+
+def test_a_wheel_in_a_folder_is_taken_first(fake_python: Path, tmp_path: Path) -> None:
+    (tmp_path / "torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_x86_64.whl").touch()
+    (tmp_path / "installs").write_text("2.13.0+cpu cpu\n")
+    assert install_torch(fake_python, "cpu", tmp_path).returncode == 0
+    assert (tmp_path / "calls").read_text() == (
+        f"-m pip install --quiet --no-deps --no-index --find-links {tmp_path} torch==2.13.0+cpu\n"
+    )
+
+
+def test_a_build_with_cuda_is_refused(fake_python: Path, tmp_path: Path) -> None:
+    (tmp_path / "installs").write_text("2.13.0 13.0\n")
+    done = install_torch(fake_python, "cpu")
+    assert done.returncode == 3
+    assert done.stderr == (
+        "install-torch: torch is not the CPU build of 2.13.0; got 2.13.0 13.0; "
+        "put the wheel of the CPU build into locks/wheels/ or configure pip's find-links\n"
+    )
+
+
+def test_nvidias_torch_is_checked_and_not_replaced(fake_python: Path, tmp_path: Path) -> None:
+    (tmp_path / "torch").write_text("2.10.0a0+nv25.12 13.1\n")
+    assert install_torch(fake_python, "gpu").returncode == 0
+    (tmp_path / "torch").write_text("2.13.0+cpu cpu\n")
+    done = install_torch(fake_python, "gpu")
+    assert (done.returncode, done.stderr) == (
+        3,
+        "install-torch: the base image's torch has no CUDA; got 2.13.0+cpu; "
+        "take NVIDIA's PyTorch image as BASE_IMAGE, or FLAVOR=cpu\n",
+    )
+    (tmp_path / "torch").write_text("")
+    done = install_torch(fake_python, "gpu")
+    assert (done.returncode, done.stderr) == (
+        3,
+        "install-torch: the base image has no torch; got none; "
+        "take NVIDIA's PyTorch image as BASE_IMAGE, or FLAVOR=cpu\n",
+    )
+    assert not (tmp_path / "calls").exists()
+
+
+def test_a_flavor_that_is_none(fake_python: Path) -> None:
+    done = install_torch(fake_python, "tpu")
+    assert (done.returncode, done.stderr) == (
+        3,
+        "install-torch: FLAVOR is neither cpu nor gpu; got tpu; write one of them\n",
+    )
+
+
+# ---- .venv -----------------------------------------------------------------------------------------
+
+
+def test_a_python_that_is_too_old(tmp_path: Path) -> None:
+    (tmp_path / "tools").mkdir()
+    shutil.copy(ROOT / "tools/venv.sh", tmp_path / "tools")
+    program(tmp_path, "python3", '[[ $1 == --version ]] && echo "Python 3.9.2" || exit 1')
+    done = run(tmp_path / "tools/venv.sh", "operator", PYTHON="python3", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert (done.returncode, done.stderr) == (
+        3,
+        "venv: Python 3.11 or later is needed; got Python 3.9.2; install it, or name one with PYTHON=...\n",
+    )
+
+
+# ---- shell scripts ---------------------------------------------------------------------------------
+
+
+def test_every_shell_script_is_linted() -> None:
+    found = run(ROOT / "tools/shell-scripts.sh").stdout.splitlines()
+    assert len(found) == len(set(found))
+    expected = {
+        ".ci/run", "entrypoint/entrypoint.sh", "entrypoint/profile.sh", "entrypoint/tridock", "tools/image/ca.sh",
+        "tools/venv.sh",
+    }  # fmt: skip
+    assert expected <= set(found)

@@ -32,8 +32,8 @@ class RankLog:
         sys.stdout.flush()
         sys.stderr.flush()
         read_end, write_end = os.pipe()
-        # Whoever stops the rank signals its children as well; the copy ends by itself when the rank has. Held back until
-        # the child ignores them, lest one come in between.
+        # Whoever stops the rank signals its children as well; the copy ends by itself when the rank has. The signals
+        # are held back until the child ignores them, lest one come in between.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
         child = os.fork()
         if child == 0:

@@ -11,6 +11,7 @@ import math
 import random
 import select
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -160,6 +161,8 @@ class SshHost(FileOperations):
             "look_for_keys": False,
             "allow_agent": target.use_agent,
         }
+        if target.proxy_command and not jumps:
+            connect_kwargs["sock"] = _proxied(target.proxy_command)
         known = known_keys(target)
         if known:
             connect_kwargs["transport_factory"] = _transport_for(known)
@@ -167,7 +170,7 @@ class SshHost(FileOperations):
             target.host,
             user=target.user,
             port=target.port,
-            gateway=self._gateway(target, jumps),
+            gateway=self._gateway(jumps) if jumps else None,
             config=Config(ssh_config=paramiko.SSHConfig(), lazy=True),
             connect_kwargs=connect_kwargs,
         )
@@ -178,9 +181,7 @@ class SshHost(FileOperations):
             connection.client.get_host_keys().add(name, key.get_name(), key)
         return connection
 
-    def _gateway(self, target: Target, jumps: tuple[str, ...]) -> Connection | str | None:
-        if not jumps:
-            return target.proxy_command
+    def _gateway(self, jumps: tuple[str, ...]) -> Connection:
         user, _, host = jumps[-1].rpartition("@")
         address, port = _host_and_port(host)
         wanted = Wanted(user or None, port, None, self._wanted.config_file)
@@ -212,8 +213,10 @@ class _Sender(threading.Thread):
         try:
             for chunk in self._chunks:
                 try:
-                    self._channel.sendall(chunk)
-                except OSError:
+                    # In pieces: paramiko copies what is left of its argument for every packet.
+                    for start in range(0, len(chunk), CHUNK):
+                        self._channel.sendall(chunk[start : start + CHUNK])
+                except (OSError, EOFError, paramiko.SSHException):
                     return  # the command or the connection has ended: the reader learns which
                 if self._progress is not None:
                     self._progress(len(chunk))
@@ -309,6 +312,21 @@ def _transport_for(known: list[paramiko.PKey]) -> Any:
         return transport
 
     return make
+
+
+def _proxied(command: str) -> socket.socket:
+    """A socket whose other end is a ProxyCommand; paramiko's own stand-in for one takes its end for silence."""
+    ours, its = socket.socketpair()
+    with its:
+        process = subprocess.Popen(
+            ["/bin/sh", "-c", f"exec {command}"],
+            stdin=its,
+            stdout=its,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    threading.Thread(target=process.wait, daemon=True).start()
+    return ours
 
 
 def _watch(transport: Any) -> None:

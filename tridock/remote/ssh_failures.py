@@ -63,15 +63,15 @@ def connection_problem(name: str, target: Target, error: BaseException, timeout:
             remove = f"ssh-keygen -R '{target.host_key_alias or host}'"
             todo = f"if the host was set up anew, remove the old key ({remove}); if not, somebody may stand in between"
             return Problem(name, "its host key has changed", got, todo)
+        case paramiko.PasswordRequiredException():
+            todo = "load it into an agent: ssh-add"
+            return Problem(name, f"a key for {target} has a passphrase", ", ".join(target.identity_files), todo)
         case paramiko.AuthenticationException() if "timeout" in str(error).lower():
             return _silent(name, target, timeout)
         case paramiko.AuthenticationException():
             return _denied(name, target, error)
         case paramiko.SSHException() if "no authentication methods" in str(error).lower():
             return _denied(name, target, error)
-        case paramiko.PasswordRequiredException():
-            todo = "load it into an agent: ssh-add"
-            return Problem(name, f"the key for {target} has a passphrase", str(error), todo)
         case paramiko.ssh_exception.IncompatiblePeer():
             todo = "update one of the two: see ssh -v"
             return Problem(name, "its sshd and this machine have no algorithm in common", str(error), todo)

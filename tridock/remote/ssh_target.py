@@ -93,7 +93,7 @@ def parse(text: str, address: str) -> Target:
     port = one("port", "22") or "22"
     tokens = {"%": "%", "d": str(Path.home()), "h": host, "n": address, "p": port, "r": user, "u": getpass.getuser()}
     known = [word for key in ("userknownhostsfile", "globalknownhostsfile") for word in (one(key) or "").split()]
-    jumps = one("proxyjump")
+    jumps, proxy = one("proxyjump"), one("proxycommand")
     return Target(
         host=host,
         port=int(port),
@@ -103,7 +103,7 @@ def parse(text: str, address: str) -> Target:
         host_key_alias=one("hostkeyalias"),
         known_hosts_files=_files(known, tokens),
         jumps=tuple(jumps.split(",")) if jumps else (),
-        proxy_command=None if jumps else one("proxycommand"),
+        proxy_command=_expanded(proxy, tokens) if proxy and not jumps else None,
     )
 
 
@@ -127,9 +127,12 @@ def _listed(path: str, name: str) -> list[paramiko.PKey]:
 
 
 def _files(listed: Sequence[str], tokens: Mapping[str, str]) -> tuple[str, ...]:
-    expanded = (re.sub("%(.)", lambda match: tokens.get(match[1], match[0]), item.strip('"')) for item in listed)
-    paths = (Path(item).expanduser() for item in expanded)
+    paths = (Path(_expanded(item.strip('"'), tokens)).expanduser() for item in listed)
     return tuple(dict.fromkeys(str(path) for path in paths if path.is_file()))
+
+
+def _expanded(text: str, tokens: Mapping[str, str]) -> str:
+    return re.sub("%(.)", lambda match: tokens.get(match[1], match[0]), text)
 
 
 def _existing(path: str, field: str) -> str:

@@ -320,8 +320,8 @@ def _proxied(command: str) -> socket.socket:
     with its:
         process = subprocess.Popen(
             ["/bin/sh", "-c", f"exec {command}"],
-            stdin=its,
-            stdout=its,
+            stdin=its.fileno(),
+            stdout=its.fileno(),
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )

@@ -90,10 +90,12 @@ class Checkpoints:
                 partial.rename(final)
                 write_atomic(self.folder / LATEST, name.encode())
             barrier()
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
+            if (got := _write_failure(error)) is None:
+                raise
             todo = "free space there or mend its permissions; continue from the last whole checkpoint with train.load"
             what = "the checkpoint could not be written"
-            raise RunError(Problem(str(final), what, error.strerror or str(error), todo)) from error
+            raise RunError(Problem(str(final), what, got, todo)) from error
         return final
 
     def load(self, strategy: Strategy, source: Path, fresh: Progress) -> Progress:
@@ -170,6 +172,16 @@ def _leader(folder: Path, ranks: Ranks) -> int:
     barrier()
     mine.unlink(missing_ok=True)
     return leader
+
+
+def _write_failure(error: OSError | RuntimeError) -> str | None:
+    """What the system said of a failed write; None for an error of another kind, as of a collective."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    # torch's own writer turns a full disk into this, and drops the reason.
+    if "inline_container" in str(error) or "PytorchStreamWriter" in str(error):
+        return "a file cut short (is the disk full?)"
+    return None
 
 
 def _flush(folder: Path) -> None:

@@ -1,0 +1,186 @@
+"""Real ranks on this machine's CPU: started as a launcher would, on a free port, with their output kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tridock.data.indexed_dataset import IndexedDatasetWriter
+from tridock.engines.deepspeed_config import deepspeed_config
+from tridock.experiment import Experiment, dump_experiment
+
+ROOT = Path(__file__).parents[2]
+VOCABULARY = 96
+PATIENCE = 120.0
+
+
+def free_port() -> int:
+    """A port that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def make_data(workspace: Path, name: str = "small", documents: int = 240) -> None:
+    """``data/<name>``: documents of counting numbers, so that there is something to learn."""
+    with IndexedDatasetWriter(workspace / "data" / name, VOCABULARY) as writer:
+        for number in range(documents):
+            length, stride = 20 + number * 37 % 180, 1 + number % 3
+            writer.add_document([(number * 11 + stride * place) % VOCABULARY for place in range(length)])
+
+
+def make_run(workspace: Path, name: str, world_size: int, **fields: Any) -> Path:
+    """The folder of a run with its experiment; dotted names change fields."""
+    base: dict[str, Any] = {
+        "name": "small",
+        "model": {
+            "num_layers": 2,
+            "hidden_size": 32,
+            "num_attention_heads": 2,
+            "seq_length": 16,
+            "vocab_size": VOCABULARY,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+        },
+        "parallel": {"strategy": "ddp"},
+        "batch": {"micro_batch_size": 2, "global_batch_size": 8},
+        "data": {"data_path": "data/small", "split": "80,10,10"},
+        "optimizer": {"lr": 1e-2, "min_lr": 1e-3, "lr_warmup_iters": 3},
+        "precision": "fp32",
+        "train": {"train_iters": 8, "log_interval": 1, "eval_iters": 2, "save": False, "tensorboard": False},
+    }
+    for dotted, value in fields.items():
+        section, _, field = dotted.partition(".")
+        if field:
+            base[section] = base.get(section, {}) | {field: value}
+        else:
+            base[section] = value
+    experiment = Experiment.model_validate(base)
+    folder = workspace / "runs" / name
+    folder.mkdir(parents=True)
+    (folder / "experiment.yaml").write_text(dump_experiment(experiment))
+    if experiment.parallel.strategy == "zero":
+        (folder / "ds_config.json").write_text(json.dumps(deepspeed_config(experiment, world_size)))
+    return folder
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What became of the ranks: exit codes, and each one's standard output and error."""
+
+    codes: list[int]
+    out: list[str]
+    err: list[str]
+    seconds: float
+
+
+class Started:
+    """Ranks that run. ``wait()`` for them; leaving the block kills what is left."""
+
+    def __init__(self, words: Sequence[str], folder: Path, world_size: int, env: Mapping[str, str]) -> None:
+        port = free_port()
+        self.began = time.monotonic()
+        self.outputs = [(folder / f"out-{rank}", folder / f"err-{rank}") for rank in range(world_size)]
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, *words],
+                env=rank_environment() | place(rank, world_size, port) | dict(env),
+                stdout=out.open("wb"),
+                stderr=err.open("wb"),
+            )
+            for rank, (out, err) in enumerate(self.outputs)
+        ]
+
+    def __enter__(self) -> Started:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+    def wait(self) -> Finished:
+        """Waits for all ranks."""
+        deadline = time.monotonic() + PATIENCE
+        codes = [process.wait(max(0.1, deadline - time.monotonic())) for process in self.processes]
+        out = [path.read_text() for path, _ in self.outputs]
+        err = [path.read_text() for _, path in self.outputs]
+        return Finished(codes, out, err, time.monotonic() - self.began)
+
+    def until(self, text: str) -> None:
+        """Waits until rank 0 has written this."""
+        deadline = time.monotonic() + PATIENCE
+        while text not in self.outputs[0][0].read_text():
+            assert time.monotonic() < deadline, f"no {text!r} in {self.outputs[0][0].read_text()}"
+            assert self.processes[0].poll() is None, self.outputs[0][1].read_text()
+            time.sleep(0.05)
+
+
+def rank_environment() -> dict[str, str]:
+    """This process's environment without what would make its children ranks of another run."""
+    marks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TRIDOCK_", "DEEPSPEED_", "DS_")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(marks)}
+    return inherited | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def place(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What a launcher tells a rank."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def start(folder: Path, world_size: int, **env: str) -> Started:
+    """The ranks of one run, each as ``python -m tridock.train``."""
+    return Started(["-m", "tridock.train", "--run-folder", str(folder)], folder, world_size, env)
+
+
+def run(folder: Path, world_size: int, **env: str) -> Finished:
+    """``start`` and ``wait``."""
+    with start(folder, world_size, **env) as started:
+        return started.wait()
+
+
+def run_several(folders: Sequence[Path], world_size: int) -> Finished:
+    """Several runs one after another in the same processes: the imports are paid for once.
+
+    For comparisons between runs; what a single process does at its start and its end is tested with ``run``.
+    """
+    program = str(Path(__file__).with_name("several.py"))
+    with Started([program, *map(str, folders)], folders[0], world_size, {}) as started:
+        finished = started.wait()
+    assert finished.codes == [0] * world_size, "\n".join(finished.err)
+    return finished
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """A JSON lines file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def metrics(folder: Path) -> dict[tuple[int, str], dict[str, Any]]:
+    """The records of ``metrics.jsonl`` by iteration and split (``train`` for logged iterations)."""
+    return {(line["iteration"], line.get("split", "train")): line for line in read_lines(folder / "metrics.jsonl")}
+
+
+def losses(folder: Path) -> dict[tuple[int, str], float]:
+    """The losses of ``metrics``."""
+    return {place: record["loss"] for place, record in metrics(folder).items()}
+
+
+def events(folder: Path) -> list[str]:
+    """The names in ``events.jsonl``."""
+    return [line["event"] for line in read_lines(folder / "events.jsonl")]

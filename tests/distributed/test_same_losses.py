@@ -1,0 +1,197 @@
+"""The same experiment gives the same losses, however the work is shared and whenever it was interrupted."""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.ranks import losses, make_data, make_run, metrics, run_several
+
+pytestmark = pytest.mark.distributed
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ddp": {"parallel.strategy": "ddp"},
+    **{f"zero{stage}": {"parallel.strategy": "zero", "parallel.zero_stage": stage} for stage in range(4)},
+}
+RECOMPUTED = ("ddp", "zero2", "zero3")
+PRECISIONS = ("fp32", "bf16", "fp16")
+DROPOUT = {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}
+SAVED_AT, ITERATIONS = 5, 9
+
+FP32_TOLERANCE = 1e-5
+"""Absolute, over 8 steps: sums over ranks and micro-batches come in another order, nothing else differs."""
+SHORT_TOLERANCE = 2e-2
+"""bf16 and fp16: DDP keeps fp32 weights under autocast, DeepSpeed keeps the model itself in the short format."""
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("workspace")
+    make_data(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two_ranks(workspace: Path) -> dict[str, Path]:
+    """Runs on two ranks: every layout and precision, and variants of the batch."""
+    runs = {}
+
+    def add(name: str, **fields: Any) -> None:
+        runs[name] = make_run(workspace, name, 2, **fields)
+
+    for layout, precision in product(LAYOUTS, PRECISIONS):
+        # Low enough a loss scale for no step to overflow.
+        add(f"{layout}-{precision}", **LAYOUTS[layout], precision=precision, **{"fp16.initial_scale_power": 10})
+    for layout in LAYOUTS:
+        add(f"{layout}-overflow", **LAYOUTS[layout], precision="fp16", **{"fp16.initial_scale_power": 30})
+        add(f"{layout}-unclipped", **LAYOUTS[layout], **{"optimizer.clip_grad": 0.0, "batch.micro_batch_size": 4})
+        add(f"{layout}-whole", **LAYOUTS[layout], **{"batch.micro_batch_size": 4})
+        add(f"{layout}-single", **LAYOUTS[layout], **{"batch.micro_batch_size": 1})
+    for layout in RECOMPUTED:
+        add(f"{layout}-recomputed", **LAYOUTS[layout], **{"model.checkpoint_activations": True})
+    run_several(list(runs.values()), 2)
+    return runs
+
+
+@pytest.fixture(scope="module")
+def one_rank(workspace: Path) -> dict[str, Path]:
+    runs = {layout: make_run(workspace, f"one-{layout}", 1, **fields) for layout, fields in LAYOUTS.items()}
+    run_several(list(runs.values()), 1)
+    return runs
+
+
+def assert_close(found: Path, expected: Path, tolerance: float) -> None:
+    ours, theirs = losses(found), losses(expected)
+    assert ours.keys() == theirs.keys()
+    assert ours == pytest.approx(theirs, abs=tolerance, rel=0)
+
+
+def grad_norms(folder: Path) -> list[float]:
+    return [record["grad_norm"] for (_, split), record in metrics(folder).items() if split == "train"]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_stages_agree(two_ranks: dict[str, Path], stage: int) -> None:
+    """Bit for bit where nothing but the partition differs; accumulation and clipping sum in another order."""
+    assert losses(two_ranks[f"zero{stage}-unclipped"]) == losses(two_ranks["zero0-unclipped"])
+    assert_close(two_ranks[f"zero{stage}-fp32"], two_ranks["zero0-fp32"], 2e-6)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_ddp_and_zero_agree(two_ranks: dict[str, Path], stage: int) -> None:
+    assert_close(two_ranks[f"zero{stage}-fp32"], two_ranks["ddp-fp32"], FP32_TOLERANCE)
+    assert grad_norms(two_ranks[f"zero{stage}-fp32"]) == pytest.approx(grad_norms(two_ranks["ddp-fp32"]), rel=1e-4)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_short_formats_follow_fp32(two_ranks: dict[str, Path], layout: str, precision: str) -> None:
+    assert_close(two_ranks[f"{layout}-{precision}"], two_ranks["ddp-fp32"], SHORT_TOLERANCE)
+    norms = grad_norms(two_ranks[f"{layout}-{precision}"])
+    assert norms == pytest.approx(grad_norms(two_ranks["ddp-fp32"]), rel=0.05)
+    scales = {record.get("loss_scale", 1.0) for record in metrics(two_ranks[f"{layout}-{precision}"]).values()}
+    assert scales - {1.0} == ({1024.0} if precision == "fp16" else set())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_overflow_skips_the_step_and_lowers_the_scale(two_ranks: dict[str, Path], layout: str) -> None:
+    records = [record for (_, split), record in metrics(two_ranks[f"{layout}-overflow"]).items() if split == "train"]
+    skipped = [record["grad_norm"] is None for record in records]
+    assert skipped[:3] == [True, True, True]
+    # One overflow is forgiven (hysteresis 2); every further one halves the scale.
+    assert [record["loss_scale"] for record in records[:3]] == [2.0**30, 2.0**29, 2.0**28]
+    untrained = losses(two_ranks[f"{layout}-fp16"])[(1, "train")]
+    assert records[0]["loss"] == pytest.approx(untrained, abs=1e-3)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_rank_and_two_agree(one_rank: dict[str, Path], two_ranks: dict[str, Path], layout: str) -> None:
+    assert_close(one_rank[layout], two_ranks[f"{layout}-fp32"], FP32_TOLERANCE)
+    assert grad_norms(one_rank[layout]) == pytest.approx(grad_norms(two_ranks[f"{layout}-fp32"]), rel=1e-4)
+
+
+def test_four_ranks_agree(workspace: Path, two_ranks: dict[str, Path]) -> None:
+    runs = {layout: make_run(workspace, f"four-{layout}", 4, **LAYOUTS[layout]) for layout in ("ddp", "zero2", "zero3")}
+    run_several(list(runs.values()), 4)
+    for layout, folder in runs.items():
+        assert_close(folder, two_ranks[f"{layout}-fp32"], FP32_TOLERANCE)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_accumulation_does_not_matter(two_ranks: dict[str, Path], layout: str) -> None:
+    """A global batch of 8 as 1, 2 or 4 micro-batches a rank."""
+    for variant in ("whole", "single"):
+        assert_close(two_ranks[f"{layout}-{variant}"], two_ranks[f"{layout}-fp32"], FP32_TOLERANCE)
+
+
+@pytest.mark.parametrize("layout", RECOMPUTED)
+def test_recomputed_activations_do_not_matter(two_ranks: dict[str, Path], layout: str) -> None:
+    assert losses(two_ranks[f"{layout}-recomputed"]) == losses(two_ranks[f"{layout}-fp32"])
+
+
+def test_every_field_of_a_logged_iteration(two_ranks: dict[str, Path]) -> None:
+    records = [record for (_, split), record in metrics(two_ranks["zero2-fp32"]).items() if split == "train"]
+    assert [record["iteration"] for record in records] == list(range(1, 9))
+    assert [record["consumed_samples"] for record in records] == list(range(8, 65, 8))
+    for record in records:
+        assert list(record) == [
+            "iteration",
+            "loss",
+            "lr",
+            "grad_norm",
+            "step_time_s",
+            "tokens_per_second",
+            "consumed_samples",
+            "loss_scale",
+        ]
+        assert record["tokens_per_second"] == pytest.approx(8 * 16 / record["step_time_s"])
+    assert records[0]["lr"] == pytest.approx(1e-2 / 3)
+    assert records[-1]["lr"] == pytest.approx(1e-3)
+
+
+@pytest.fixture(scope="module")
+def resumed(workspace: Path) -> dict[str, tuple[Path, Path]]:
+    """For each layout and precision: a run, and another process's run that continues from its middle."""
+    pairs = {}
+    for layout, precision in product(LAYOUTS, PRECISIONS):
+        name = f"{layout}-{precision}"
+        common = LAYOUTS[layout] | DROPOUT | {"precision": precision, "train.train_iters": ITERATIONS}
+        # A loss scale that changes, so that its state matters: it doubles every second step.
+        common |= {"fp16.initial_scale_power": 6, "fp16.loss_scale_window": 2, "train.eval_interval": 3}
+        saving = {"train.save": True, "train.save_interval": SAVED_AT}
+        whole = make_run(workspace, f"whole-{name}", 2, **common, **saving)
+        source = {"train.load": f"runs/whole-{name}/checkpoints/iter_000000{SAVED_AT}"}
+        pairs[name] = (whole, make_run(workspace, f"resumed-{name}", 2, **common, **source))
+    run_several([whole for whole, _ in pairs.values()], 2)
+    run_several([part for _, part in pairs.values()], 2)
+    return pairs
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_resumed_run_continues_the_very_same_losses(
+    resumed: dict[str, tuple[Path, Path]], layout: str, precision: str
+) -> None:
+    whole, part = (metrics(folder) for folder in resumed[f"{layout}-{precision}"])
+    timing = {"step_time_s", "tokens_per_second"}
+    expected = {place: record for place, record in whole.items() if place[0] > SAVED_AT}
+    assert {place[0] for place in part} == set(range(SAVED_AT + 1, ITERATIONS + 1))
+    assert {place[1] for place in part} == {"train", "valid", "test"}
+    assert part.keys() == expected.keys()
+    for place, record in part.items():
+        for field in record.keys() - timing:
+            assert record[field] == expected[place][field], (place, field)
+    if precision == "fp16":
+        assert len({record["loss_scale"] for (_, split), record in part.items() if split == "train"}) > 1
+
+
+def test_a_checkpoint_names_what_it_holds(resumed: dict[str, tuple[Path, Path]]) -> None:
+    whole, _ = resumed["zero1-fp32"]
+    assert sorted(path.name for path in (whole / "checkpoints").iterdir() if path.is_dir()) == [
+        f"iter_000000{SAVED_AT}",
+        f"iter_000000{ITERATIONS}",
+    ]
+    assert (whole / "checkpoints/latest").read_text() == f"iter_000000{ITERATIONS}"

@@ -53,15 +53,17 @@ def run_here(
     if run_id_file is not None:
         run_folder.write_atomic(run_id_file, f"{run_id}\n".encode())
     print(f"run {run_id}: {plan.world_size} ranks on this machine, {plan.layout}; folder {folder}", flush=True)
-    return _start_and_follow(folder, run_id)
+    return _start_and_follow(folder, run_id, plan.world_size)
 
 
-def _start_and_follow(folder: Path, run_id: str) -> int:
+def _start_and_follow(folder: Path, run_id: str, ranks: int) -> int:
     node = [sys.executable, "-m", "tridock.node"]
     # The ranks import this package and DeepSpeed's launcher from the environment that this process runs in.
     env = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
+        # Ranks that each take all cores slow each other down.
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks))),
         "PYTHONPATH": ":".join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])),
     }
     started = subprocess.run([*node, "start", str(folder)], env=env, check=False)

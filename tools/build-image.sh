@@ -18,6 +18,9 @@ check_request() {
     [[ -z $CA || -r $CA ]] || fail 2 "CA: no such file, or it cannot be read; got $CA; name a file of PEM certificates"
     command -v docker >/dev/null || fail 3 "docker: no such command; install Docker, or run tools/docker-engine.sh as root on Debian"
     docker info >/dev/null 2>&1 || fail 3 "docker: no engine answers; got $(docker info 2>&1 | grep -iE 'cannot|permission|error' | head -n 1); start it, or run tools/docker-engine.sh as root on Debian"
+    # The client of Docker 20.10 brings BuildKit's front end along; later ones have it as a plugin.
+    docker buildx version >/dev/null 2>&1 || [[ $(docker version --format '{{.Client.Version}}') == 20.* ]] ||
+        fail 3 "docker: BuildKit's plugin is missing; got $(docker buildx version 2>&1 | head -n 1); install docker-buildx, or run tools/docker-engine.sh as root on Debian"
 }
 
 # The base from here, from a registry, or (Debian's, which can be made anywhere from packages) as a stand-in.

@@ -31,13 +31,18 @@ install_packages() {
     DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null
 }
 
+dockerd_runs() {
+    local pid
+    pid=$(cat /var/run/docker.pid 2>/dev/null) && [[ $(cat "/proc/$pid/comm" 2>/dev/null) == dockerd ]]
+}
+
 start_engine() {
     local waited
     if [[ -d /run/systemd/system ]]; then
         systemctl start docker
     else
-        # A pid file of a dockerd that is gone (a restored or copied machine) would stop the new one.
-        if ! pgrep -x dockerd >/dev/null; then
+        if ! dockerd_runs; then
+            # The pid files of one that is gone (a restored or copied machine) would stop the new one.
             rm -f /var/run/docker.pid /run/docker/containerd/containerd.pid
             setsid nohup dockerd >>"$LOG" 2>&1 </dev/null &
         fi
@@ -73,7 +78,7 @@ plugin_of_next_suite() {
     "${apt[@]}" update
     (cd "$folder" && "${apt[@]}" download "$package")
     dpkg -x "$folder/$package"_*.deb "$folder/files"
-    install -D -m 755 "$(find "$folder/files" -type f -name "$plugin" | head -n 1)" "$PLUGINS/$plugin"
+    install -D -m 755 "$folder/files/usr/libexec/docker/cli-plugins/$plugin" "$PLUGINS/$plugin"
     rm -rf "$folder"
 }
 
@@ -88,6 +93,7 @@ ensure_plugin() {
         fi
     done
     plugin_of_next_suite "docker-$name" "docker-$name"
+    docker "$name" version >/dev/null || fail "docker $name does not run; got the words above; install its plugin by hand"
 }
 
 main() {

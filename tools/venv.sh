@@ -40,7 +40,7 @@ require_venv_module() {
 }
 
 pip_install() {
-    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
+    "$VENV/bin/python" -m pip install --quiet --quiet --disable-pip-version-check "$@"
 }
 
 # What an editable installation comes to, without the build tools that pip would fetch for it.

@@ -534,7 +534,7 @@ def test_a_put_that_breaks_leaves_the_old_file(make_sshd: Callable[..., Sshd], t
     sshd = make_sshd()
     host, path = sshd.host(), tmp_path / "out" / "file"
     host.put(b"old", str(path))
-    breaker = break_once(sshd, lambda: any(p.stat().st_size > 1_000_000 for p in path.parent.glob(".*.part")))
+    breaker = break_once(sshd, lambda: any(p.stat().st_size > 1_000_000 for p in path.parent.glob(".put.*")))
     text = message(lambda: host.put(bytes(200_000_000), str(path)))
     breaker.join()
     assert text.startswith("node-1: the connection was lost while `sh -c ")

@@ -13,14 +13,15 @@ from tridock.command import Command
 _SENTINEL: Final = ".all-here"
 
 # ~ is expanded by hand: every argument arrives quoted, as it must.
-_HOME: Final = 'case $1 in "~") p=$HOME;; "~/"*) p=$HOME/${1#"~/"};; *) p=$1;; esac\n'
+_HOME: Final = "case $1 in \\~) p=$HOME;; \\~/*) p=$HOME/${1#\\~/};; *) p=$1;; esac\n"
 
+# Hosts may share the folder over the network: a process number alone would not tell two writers apart.
 # A connection that ends early looks like the end of the input: the size tells the two apart.
 _PUT: Final = (
     "set -eu\n"
     + _HOME
     + 'umask "$4"; d=$(dirname -- "$p"); mkdir -p -- "$d"; umask 077\n'
-    + 'part=$d/.$(basename -- "$p").$$.part; trap \'rm -f "$part"\' EXIT; trap "exit 1" HUP INT TERM PIPE\n'
+    + 'part=$(mktemp "$d/.put.XXXXXX"); trap \'rm -f "$part"\' EXIT; trap "exit 1" HUP INT TERM PIPE\n'
     + 'cat >"$part"; chmod "$2" "$part"\n'
     + '[ "$(wc -c <"$part")" -eq "$3" ] || { echo "only part of $p arrived" >&2; exit 1; }\n'
     + 'if [ -d "$p" ]; then echo "$p is a folder" >&2; exit 1; fi\n'
@@ -31,7 +32,7 @@ _PUT_TREE: Final = (
     "set -eu\n"
     + _HOME
     + 'umask "$2"; mkdir -p -- "$p"; cd -- "$p"; [ "$2" != 077 ] || chmod 700 .\n'
-    + 'part=.put.$$; mkdir "$part"; trap \'rm -rf "$part"\' EXIT; trap "exit 1" HUP INT TERM PIPE\n'
+    + 'part=$(mktemp -d .put.XXXXXX); trap \'rm -rf "$part"\' EXIT; trap "exit 1" HUP INT TERM PIPE\n'
     + 'tar -xpomf - -C "$part"\n'
     + f'[ -e "$part/{_SENTINEL}" ] || {{ echo "only part of the files for $p arrived" >&2; exit 1; }}\n'
     + "shift 2\n"

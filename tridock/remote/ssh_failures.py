@@ -90,7 +90,9 @@ def connection_problem(name: str, target: Target, error: BaseException, timeout:
     if _is_dropped(error):
         todo = "lower ssh.max_connections, or raise MaxStartups in its sshd_config"
         return Problem(name, f"its sshd drops connections before the login as {target}", f"no greeting{again}", todo)
-    words = next((cause.strerror for cause in causes if isinstance(cause, OSError) and cause.strerror), str(error))
+    # The innermost cause is the operating system's own; those around it only say that there was one.
+    told = [cause.strerror for cause in causes if isinstance(cause, OSError) and cause.strerror]
+    words = told[-1] if told else str(error)
     todo = "check the address, the network between, and that the host is up"
     return Problem(name, f"cannot be reached at {target.host} port {target.port}", words.lower(), todo)
 

@@ -390,4 +390,4 @@ def test_a_checkpoint_that_cannot_be_written(workspace: Path, tmp_path: Path, la
     assert f"{folder}/checkpoints/iter_0000002: the checkpoint could not be written; got " in text
     assert "free space there or mend its permissions; continue from the last whole checkpoint with train.load" in text
     assert "Traceback" not in text
-    assert not (folder / "checkpoints/latest").exists()
+    assert list((folder / "checkpoints").glob("[!z]*")) == []  # DeepSpeed puts its zero_to_fp32.py there

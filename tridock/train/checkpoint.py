@@ -90,7 +90,9 @@ class Checkpoints:
                 partial.rename(final)
                 write_atomic(self.folder / LATEST, name.encode())
             barrier()
-        except (OSError, RuntimeError) as error:
+        except BaseException as error:
+            # Half a checkpoint is of no use, and may be what fills the disk.
+            shutil.rmtree(partial, ignore_errors=True)
             if (got := _write_failure(error)) is None:
                 raise
             todo = "free space there or mend its permissions; continue from the last whole checkpoint with train.load"
@@ -174,7 +176,7 @@ def _leader(folder: Path, ranks: Ranks) -> int:
     return leader
 
 
-def _write_failure(error: OSError | RuntimeError) -> str | None:
+def _write_failure(error: BaseException) -> str | None:
     """What the system said of a failed write; None for an error of another kind, as of a collective."""
     if isinstance(error, OSError):
         return error.strerror or str(error)

@@ -1,0 +1,86 @@
+"""Finding a checkpoint and judging whether it fits, before anything is loaded."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.train.experiments import experiment
+from tridock.errors import RequestError
+from tridock.train.checkpoint import Progress, check_fit, find_checkpoint, read_progress
+from tridock.train.process_group import Ranks
+
+RANKS = Ranks(0, 0, 2, torch.device("cpu"))
+ZERO = {"parallel.strategy": "zero", "parallel.zero_stage": 2}
+
+
+def progress(**fields: object) -> Progress:
+    return Progress.of(experiment(**fields), RANKS, padded_vocab_size=128)
+
+
+def make_checkpoint(folder: Path, saved: Progress) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "tridock.json").write_text(json.dumps(asdict(saved)))
+    return folder
+
+
+def test_the_latest_or_a_named_one(tmp_path: Path) -> None:
+    first = make_checkpoint(tmp_path / "iter_0000005", replace(progress(), iteration=5, consumed_samples=40))
+    make_checkpoint(tmp_path / "iter_0000010", replace(progress(), iteration=10, consumed_samples=80))
+    (tmp_path / "latest").write_text("iter_0000010")
+    assert find_checkpoint(tmp_path).name == "iter_0000010"
+    assert find_checkpoint(first) == first
+    read = read_progress(first)
+    assert (read.iteration, read.consumed_samples, read.data_parallel_size) == (5, 40, 2)
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    todo = "give runs/<run-id>/checkpoints of a run that has saved, or one iter_… folder in it"
+    for source, got in ((tmp_path / "none", "no such folder"), (tmp_path, "no file named latest in it")):
+        with pytest.raises(RequestError) as caught:
+            find_checkpoint(source)
+        assert str(caught.value) == f"train.load: no checkpoint lies at {source}; got {got}; {todo}"
+
+
+@pytest.mark.parametrize(
+    ("content", "got"),
+    [
+        (None, "No such file or directory"),
+        ("{", "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+        ('{"a": 1}', "Progress.__init__() got an unexpected keyword argument 'a'"),
+    ],
+)
+def test_half_a_checkpoint(tmp_path: Path, content: str | None, got: str) -> None:
+    if content is not None:
+        (tmp_path / "tridock.json").write_text(content)
+    with pytest.raises(RequestError) as caught:
+        read_progress(tmp_path)
+    assert str(caught.value) == (
+        f"{tmp_path}/tridock.json: cannot be read; got {got}; use another checkpoint: this one is not whole"
+    )
+
+
+def test_every_difference_is_named(tmp_path: Path) -> None:
+    saved = replace(progress(**ZERO), data_parallel_size=4)
+    wanted = progress(**{"model.hidden_size": 32, "model.seq_length": 64, **ZERO, "parallel.zero_stage": 1})
+    with pytest.raises(RequestError) as caught:
+        check_fit(tmp_path, saved, replace(wanted, precision="fp32"))
+    where, todo = f"the checkpoint {tmp_path} was saved with", "use the same, or start anew"
+    assert str(caught.value).splitlines() == [
+        f"model.hidden_size: {where} 16; got 32; {todo}",
+        f"model.max_position_embeddings: {where} 8; got 64; {todo}",
+        f"parallel.zero_stage: {where} 2; got 1; {todo}",
+        f"precision: {where} bf16; got fp32; {todo}",
+        f"data parallel size: {where} 4; got 2; {todo}",
+    ]
+
+
+def test_ddp_may_change_what_does_not_matter_to_it(tmp_path: Path) -> None:
+    ddp = {"parallel.strategy": "ddp"}
+    saved = replace(progress(**ddp, precision="fp32"), data_parallel_size=8)
+    check_fit(tmp_path, saved, progress(**ddp))
+    with pytest.raises(RequestError) as caught:
+        check_fit(tmp_path, saved, progress(**ZERO))
+    assert str(caught.value).startswith(f"parallel.strategy: the checkpoint {tmp_path} was saved with ddp; got zero; ")

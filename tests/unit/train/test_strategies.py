@@ -1,0 +1,49 @@
+"""What a strategy refuses before it builds anything."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from tests.unit.train.experiments import experiment
+from tridock.errors import RequestError
+from tridock.train.process_group import Ranks, join, leave
+from tridock.train.strategies import build_strategy
+
+ZERO = {"parallel.strategy": "zero", "parallel.zero_stage": 2}
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TRIDOCK_WORLD_SIZE"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    yield join()
+    leave()
+
+
+def test_fp16_where_the_processor_has_none(alone: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import deepspeed
+
+    monkeypatch.setattr(type(deepspeed.get_accelerator()), "is_fp16_supported", lambda _: False)
+    (tmp_path / "ds_config.json").write_text(
+        '{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "fp16": {}}'
+    )
+    with pytest.raises(RequestError) as caught:
+        build_strategy(nn.Linear(2, 2), experiment(**ZERO, precision="fp16"), alone, tmp_path)
+    assert str(caught.value) == (
+        "precision: DeepSpeed has no fp16 on this processor; got fp16; use bf16 or fp32, or parallel.strategy ddp"
+    )
+
+
+def test_a_broken_deepspeed_config(alone: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "ds_config.json").write_text("{")
+    with pytest.raises(RequestError) as caught:
+        build_strategy(nn.Linear(2, 2), experiment(**ZERO), alone, tmp_path)
+    assert str(caught.value) == (
+        f"{tmp_path}/ds_config.json: cannot be read; strategy zero needs it; "
+        "got Expecting property name enclosed in double quotes: line 1 column 2 (char 1); "
+        "start the run with `fab launch` or `tridock train`, which write it"
+    )

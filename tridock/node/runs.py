@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tridock import run_folder
 from tridock.node.events import read_lines
-from tridock.node.supervisor import EXIT_STOPPED, LOCK, exit_code_of, is_supervised
+from tridock.node.supervisor import LOCK, exit_code_of, is_supervised
 
 _TAIL_BYTES = 1 << 16
 
@@ -40,4 +40,4 @@ def _state(folder: Path, code: int | None) -> str:
         if is_supervised(folder):
             return "running"
         return "lost" if (folder / LOCK).exists() else "ready"
-    return {0: "done", EXIT_STOPPED: "stopped"}.get(code, "failed")
+    return {0: "done", run_folder.EXIT_STOPPED: "stopped"}.get(code, "failed")

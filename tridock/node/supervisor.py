@@ -20,7 +20,6 @@ from tridock.node.events import append_event, has_event
 
 LOCK = ".supervisor"
 STOPPED = ".stopped"
-EXIT_STOPPED = 143
 EXIT_UNFINISHED = 4
 
 
@@ -43,7 +42,7 @@ def start(folder: Path) -> int:
     read, write = os.pipe()
     with (folder / run_folder.LAUNCHER_LOG).open("ab") as log, os.fdopen(read, "rb") as ready:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tridock.node", "supervise", str(folder), str(write)],
+            [sys.executable, "-P", "-m", "tridock.node", "supervise", str(folder), str(write)],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, pass_fds=(write, lock),
         )  # fmt: skip
         os.close(write)
@@ -81,7 +80,7 @@ def supervise(folder: Path, ready: int) -> int:
 def _verdict(folder: Path, returned: int) -> int:
     """The run's exit code: what the launcher returned, unless that is not the truth."""
     if (folder / STOPPED).exists():
-        return EXIT_STOPPED
+        return run_folder.EXIT_STOPPED
     if returned < 0:
         return 128 - returned
     if returned == 0 and not has_event(folder, "run_finished"):

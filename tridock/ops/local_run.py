@@ -57,7 +57,7 @@ def run_here(
 
 
 def _start_and_follow(folder: Path, run_id: str, ranks: int) -> int:
-    node = [sys.executable, "-m", "tridock.node"]
+    node = [sys.executable, "-P", "-m", "tridock.node"]
     # The ranks import this package and DeepSpeed's launcher from the environment that this process runs in.
     env = {
         **os.environ,

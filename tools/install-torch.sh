@@ -16,8 +16,12 @@ die() {
     exit 3
 }
 
+# Prints torch's version and its CUDA's ("cpu" where it has none); read, not imported: that takes seconds, and its dependencies.
 torch_reports() {
-    "$PYTHON" -c 'import torch; print(torch.__version__, torch.version.cuda or "cpu")' 2>/dev/null
+    "$PYTHON" -c '
+import importlib.util, pathlib, runpy
+torch = runpy.run_path(str(pathlib.Path(importlib.util.find_spec("torch").origin).with_name("version.py")))
+print(torch["__version__"], torch["cuda"] or "cpu")' 2>/dev/null
 }
 
 is_cpu_build() {
@@ -45,7 +49,7 @@ install_with_uv() {
         "$PYTHON" -m pip install --quiet --require-hashes --target "$target" -r "$HERE/../locks/uv.txt" || return
         uv=("$target/bin/uv")
     fi
-    UV_NATIVE_TLS=1 "${uv[@]}" pip install --quiet --python "$PYTHON" --no-deps --torch-backend cpu "torch==$VERSION"
+    UV_SYSTEM_CERTS=1 "${uv[@]}" pip install --quiet --python "$PYTHON" --no-deps --torch-backend cpu "torch==$VERSION"
     local status=$?
     [[ -z $target ]] || rm -rf "$target"
     return "$status"

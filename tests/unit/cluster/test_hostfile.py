@@ -76,7 +76,6 @@ def our_pool(text: str) -> dict[str, int] | None:
         return None
 
 
-@settings(deadline=None)  # the first call imports DeepSpeed
 @given(_TEXTS)
 @example("a slots=" + "1" * 5000)
 @example("a slots=2\ra slots=2")
@@ -94,7 +93,6 @@ _FILTERS = st.lists(_SPECS, max_size=4).map("@".join)
 _POOL = "b slots=2\na slots=1\nzero slots=0\nc slots=3\nfe80::1 slots=2\n"
 
 
-@settings(deadline=None)
 @given(_FILTERS, _FILTERS)
 @example("a@a:0", "")
 @example("", "b@b:0")

@@ -59,7 +59,7 @@ def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, docum
 
 
 @given(DOCUMENTS)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_megatron_writes_and_reads_the_same(
     tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]]
 ) -> None:

@@ -3,7 +3,7 @@
 import subprocess
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tridock.engines import RankProgram
@@ -14,8 +14,6 @@ PROGRAM = RankProgram("tridock.train", ("--run-folder", "/workspace/runs/x"))
 VALUES = st.text(st.characters(exclude_characters="\x00\n\r", exclude_categories=["Cs", "Cc"])).map(str.strip)
 
 
-# No deadline: the first example waits for DeepSpeed's import.
-@settings(deadline=None)
 @given(VALUES)
 def test_a_value_arrives_in_the_remote_shell_as_it_was(value: str) -> None:
     runner = pytest.importorskip("deepspeed.launcher.multinode_runner")

@@ -134,6 +134,7 @@ class SshHost(FileOperations):
         wait = _FIRST_WAIT_S
         for left in range(self._retries, -1, -1):
             connection = self._connection_to(target, target.jumps)
+            begin = time.monotonic()
             try:
                 connection.open()
                 _watch(connection.transport)
@@ -142,8 +143,11 @@ class SshHost(FileOperations):
                 raise
             except Exception as error:
                 _close(connection)
-                if not left or not is_passing(error):
-                    problem = connection_problem(self.name, target, error, self._timeout, self._retries + 1 - left)
+                # paramiko gives up a handshake that takes too long without saying so, and stumbles over it later.
+                silent = str(error) == "No existing session" and time.monotonic() - begin >= 0.9 * self._timeout
+                cause = TimeoutError() if silent else error
+                if not left or not is_passing(cause):
+                    problem = connection_problem(self.name, target, cause, self._timeout, self._retries + 1 - left)
                     raise ClusterError(problem) from None
             # Jitter, so that connections that were dropped together do not come again together.
             time.sleep(wait * random.uniform(0.5, 1.5))  # noqa: S311

@@ -74,9 +74,9 @@ def bring_demo_data(session: Session) -> str:
 def launch(session: Session, request: Request) -> RunBundle:
     """Brings the nodes up, checks what the run needs, puts its folder on every node and starts it on the head."""
     image_id = up(session)
-    _require_data(session, request)
+    data_sha256 = _require_data(session, request)
     port = _choose_port(session, request)
-    bundle = _bundle(session, request, port, _manifest(session, image_id))
+    bundle = _bundle(session, request, port, {**_manifest(session, image_id), "data_sha256": data_sha256})
 
     def put(node: str, host: Host) -> None:
         workspace = workspace_on_host(session.cluster, session.states()[node].facts)
@@ -95,28 +95,35 @@ def _bundle(session: Session, request: Request, port: int, manifest: dict[str, o
         run_id=request.run_id,
         master_addr=session.cluster.address_of(session.head),
         master_port=port,
-        manifest={**manifest, "config": str(request.config)},
+        manifest={**manifest, "config": str(request.config), "seed": request.experiment.train.seed},
     )
 
 
-def _require_data(session: Session, request: Request) -> None:
-    """Refuses before any rank starts where a node lacks the data."""
-    prefix = request.experiment.data.data_path
-    script = 'for file; do [ -r "$file" ] || echo "$file"; done'
+def _require_data(session: Session, request: Request) -> dict[str, str]:
+    """Refuses before any rank starts where a node lacks the data or has others than the head; returns their hashes.
 
-    def missing(node: str, host: Host) -> list[str]:
-        command = session.inside(node, "sh", "-c", script, "sh", f"{prefix}.bin", f"{prefix}.idx")
+    The index stands for the data set: it holds every document's length.
+    """
+    prefix = request.experiment.data.data_path
+    script = 'for file; do if [ -r "$file" ]; then continue; fi; echo "missing $file"; done; sha256sum "$2" 2>/dev/null'
+
+    def look(node: str, host: Host) -> list[str]:
+        command = session.inside(node, "sh", "-c", f"{script}; exit 0", "sh", f"{prefix}.bin", f"{prefix}.idx")
         return host.run(command, timeout=_TIMEOUT_S).checked(node).stdout.decode().splitlines()
 
-    hosts = session.cluster.hostfile_path
-    todo = f"bring the data to the nodes: fab push --hosts {hosts} --path {Path(prefix).parent}"
-    problems = [
-        Problem(f"{request.config}: data.data_path", f"is not on node {node}", ", ".join(files), todo)
-        for node, files in session.each(missing).items()
-        if files
-    ]
+    found = session.each(look)
+    where, first = f"{request.config}: data.data_path", found[session.head]
+    todo = f"bring the data to the nodes: fab push --hosts {session.cluster.hostfile_path} --path {Path(prefix).parent}"
+    problems = []
+    for node, lines in found.items():
+        missing = [line.removeprefix("missing ") for line in lines if line.startswith("missing ")]
+        if missing:
+            problems.append(Problem(where, f"is not on node {node}", ", ".join(missing), todo))
+        elif lines != first and not first[0].startswith("missing "):
+            problems.append(Problem(where, f"has another content on node {node} than on the head", lines[0], todo))
     if problems:
         raise RequestError(problems)
+    return {f"{prefix}.idx": first[0].split()[0]}
 
 
 def _choose_port(session: Session, request: Request) -> int:

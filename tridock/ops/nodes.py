@@ -141,8 +141,10 @@ def _wait_ready(session: Session, node: str, host: Host) -> None:
 def _not_ready(session: Session, node: str, host: Host, name: str, running: bool) -> Problem:
     logs = host.run(Command.of("docker", "logs", "--tail", "5", name), timeout=30.0)
     words = " | ".join((logs.stdout + logs.stderr).decode(errors="replace").split("\n")).strip(" |")
+    todo = f"look at docker logs {name} there, then run fab up again"
     if not running and session.cluster.settings.transport == "ssh":
         # Nothing half-started stays behind: a dead container would only be in the way of the next try.
         host.run(Command.of("docker", "rm", "--force", name), timeout=_DOCKER_TIMEOUT_S)
+        todo = "mend that, then run fab up again"
     what = "its sshd did not answer in time" if running else "its node ended at once"
-    return Problem(node, what, words or "no output", f"look at docker logs {name} there, mend it, run fab up again")
+    return Problem(node, what, words or "no output", todo)

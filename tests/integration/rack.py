@@ -1,0 +1,321 @@
+"""A rack for tests: two containers that each play a Docker host (own dockerd, own sshd), and a project that uses them.
+
+The operator is this machine: `fab` runs here, in a copy of the working tree, and reaches the hosts over ssh as it would
+in a rack. Everything has a name of its own and is removed at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.integration.support import ROOT, execute, succeed, wait_until
+from tridock.data.indexed_dataset import IndexedDatasetWriter
+
+HOST_IMAGE = "tridock-test-host"
+USER = "trainer"
+UID = 1234
+CLUSTER = "rack"
+WORKDIR = f"/home/{USER}/tridock/{CLUSTER}"
+PROGRAMS = Path(sys.executable).parent
+
+# What lets a dockerd run inside a container without --privileged.
+_NESTED = (
+    *("--cap-add", "ALL", "--cap-drop", "SYS_RESOURCE"),
+    *(word for what in ("seccomp", "apparmor", "systempaths") for word in ("--security-opt", f"{what}=unconfined")),
+    *("--volume", "/sys/fs/cgroup:/sys/fs/cgroup:rw"),
+)
+
+TINY = {
+    "name": "tiny",
+    "model": {
+        "num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 16, "vocab_size": 64,
+        "hidden_dropout": 0.0, "attention_dropout": 0.0,
+    },
+    "parallel": {"strategy": "zero", "zero_stage": 1},
+    "batch": {"micro_batch_size": 4},
+    "data": {"data_path": "data/tiny/text_document", "split": "80,10,10"},
+    "optimizer": {"lr": 1.0e-2, "lr_warmup_iters": 2},
+    "precision": "fp32",
+    "train": {"train_iters": 12, "log_interval": 1},
+}  # fmt: skip
+
+
+def copy_tree(folder: Path) -> Path:
+    """The working tree as a clean clone of it would be: what git tracks, and what it would be given to track."""
+    listed = succeed("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT)
+    for name in sorted(set(listed.split("\0")) - {""}):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    return folder
+
+
+@dataclass
+class RackHost:
+    """One host: a container of the engine here, with an engine of its own."""
+
+    name: str
+    container: str
+    address: str = ""
+
+    def execute(self, script: str, *words: str, user: str = "root") -> subprocess.CompletedProcess[str]:
+        return execute("docker", "exec", "--user", user, self.container, "bash", "-c", script, "bash", *words)
+
+    def sh(self, script: str, *words: str, user: str = "root") -> str:
+        """Runs a script that has to succeed, past ssh and Tridock."""
+        done = self.execute(script, *words, user=user)
+        assert done.returncode == 0, f"{self.name}: {script}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def containers(self) -> dict[str, str]:
+        """Names and states of the containers on this host's engine."""
+        lines = self.sh("docker ps --all --format '{{.Names}} {{.State}}'").splitlines()
+        return dict(line.split(" ", 1) for line in lines)  # type: ignore[arg-type]
+
+    def image_id(self, image: str) -> str:
+        return self.execute("docker image inspect --format '{{.Id}}' \"$1\"", image).stdout.strip()
+
+    def processes(self, run_id: str, containing: str = "") -> list[int]:
+        """The processes of a run, as this host sees them."""
+        script = """
+            for process in /proc/[0-9]*; do
+                grep -qzsx "TRIDOCK_RUN_ID=$1" "$process/environ" || continue
+                [ -z "$2" ] || tr '\\0' ' ' 2>/dev/null <"$process/cmdline" | grep -qE -- "$2" || continue
+                [ "$(awk '{print $3}' "$process/stat" 2>/dev/null)" = Z ] || echo "${process#/proc/}"
+            done"""
+        return [int(line) for line in self.execute(script, run_id, containing).stdout.split()]
+
+    def ranks(self, run_id: str) -> list[int]:
+        return self.processes(run_id, r"^[^ ]*python[^ ]* -u -m tridock\.train ")
+
+    def signal(self, name: str, pids: Sequence[int]) -> None:
+        self.sh(f"kill -{name} {' '.join(map(str, pids))}")
+
+    @contextmanager
+    def without(self, path: str) -> Iterator[None]:
+        """While a file is not where it belongs."""
+        self.sh('mv "$1" "$1.gone"', path)
+        try:
+            yield
+        finally:
+            self.sh('mv "$1.gone" "$1"', path)
+
+    @contextmanager
+    def small_disk(self, path: str, size: str, filled: bool = False) -> Iterator[None]:
+        """While a folder is a disk of this size, of the ssh user's."""
+        script = f'mkdir -p "$1"; mount -t tmpfs -o size={size},mode=777 tmpfs "$1"'
+        self.sh(script + ('; dd if=/dev/zero of="$1/filler" bs=4k 2>/dev/null || true' if filled else ""), path)
+        try:
+            yield
+        finally:
+            self.sh('umount "$1"', path)
+
+
+@dataclass
+class Rack:
+    """Two hosts, and the project of the operator who uses them."""
+
+    suffix: str
+    folder: Path
+    hosts: dict[str, RackHost] = field(default_factory=dict)
+
+    @property
+    def project(self) -> Path:
+        return self.folder / "project"
+
+    @property
+    def image(self) -> str:
+        """A name of this rack's own: the usual one may come to mean another image while the tests run."""
+        return f"tridock-test-{self.suffix}:cpu"
+
+    @property
+    def network(self) -> str:
+        return f"tridock-test-{self.suffix}"
+
+    def __getitem__(self, name: str) -> RackHost:
+        return self.hosts[name]
+
+    def __iter__(self) -> Iterator[RackHost]:
+        return iter(self.hosts.values())
+
+    # ---- the operator ----
+
+    def environment(self, **changes: str) -> dict[str, str]:
+        keep = {name: value for name, value in os.environ.items() if name not in ("SSH_AUTH_SOCK", "COMPOSE_FILE")}
+        path = f"{PROGRAMS}:{keep['PATH']}"
+        return {**keep, "PATH": path, "PYTHONPATH": str(self.project), "TMPDIR": str(self.temporary), **changes}
+
+    @property
+    def temporary(self) -> Path:
+        folder = self.folder / "tmp"
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    def fab(
+        self, task: str, *words: str, hosts: str = f"hostfiles/{CLUSTER}", timeout: float = 280, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        argv = [str(PROGRAMS / "fab"), task, *(["--hosts", hosts] if hosts else []), *words]
+        return execute(*argv, cwd=self.project, env=self.environment(**environment), timeout=timeout)
+
+    @contextmanager
+    def attached(self, task: str, *words: str) -> Iterator[Attached]:
+        """`fab` in a session of its own, as in a terminal; whatever is left of it is killed at the end."""
+        output = self.folder / f"{uuid.uuid4().hex}.log"
+        argv = [str(PROGRAMS / "fab"), task, "--hosts", f"hostfiles/{CLUSTER}", *words]
+        with output.open("wb") as file:
+            process = subprocess.Popen(
+                argv, cwd=self.project, env=self.environment(), stdin=subprocess.DEVNULL, stdout=file,
+                stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+        try:
+            yield Attached(process, output)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def write_cluster(self, name: str, hostfile: str | None = None, **settings: object) -> str:
+        """A hostfile with settings beside it; returns its path from the project's folder."""
+        base = {
+            "name": name,
+            "image": self.image,
+            "ssh": {"config_file": str(self.folder / "ssh_config")},
+            "nodes": {host.name: {"address": host.address} for host in self},
+            # An engine inside a container may not raise its containers' limits.
+            "container": {"gpus": "none", "ulimits": {}},
+            "env": {"OMP_NUM_THREADS": "1"},
+        }
+        lines = hostfile if hostfile is not None else "".join(f"{name} slots=1\n" for name in self.hosts)
+        (self.project / "hostfiles" / name).write_text(lines)
+        merged = {key: value for key, value in {**base, **settings}.items() if value is not None}
+        (self.project / "hostfiles" / f"{name}.yaml").write_text(json.dumps(merged))  # JSON is YAML too
+        return f"hostfiles/{name}"
+
+    def write_ssh_config(self, name: str = "ssh_config", known: Mapping[str, str] | None = None) -> str:
+        """The operator's ssh configuration; ``known`` replaces the host keys on file."""
+        keys = {host.name: host.sh("cut -d' ' -f1,2 /etc/ssh/ssh_host_ed25519_key.pub").strip() for host in self}
+        keys = keys if known is None else dict(known)
+        known_hosts = self.folder / f"{name}.known_hosts"
+        known_hosts.write_text("".join(f"{self.hosts[host].address} {key}\n" for host, key in keys.items()))
+        blocks = [f"Host {host.name}\n  HostName {host.address}\n" for host in self]
+        common = f"""\
+            Host *
+              User {USER}
+              IdentityFile {self.folder}/id
+              IdentityAgent none
+              UserKnownHostsFile {known_hosts}
+              GlobalKnownHostsFile none
+            """
+        (self.folder / name).write_text("".join(blocks) + textwrap.dedent(common))
+        return str(self.folder / name)
+
+    # ---- the hosts ----
+
+    def node(self, host: str, *words: str) -> str:
+        """A command inside a node's container."""
+        quoted = " ".join(f"'{word}'" for word in words)
+        return self[host].sh(f"docker exec --user {UID}:{UID} tridock-{CLUSTER} {quoted}")
+
+    def start(self) -> None:
+        succeed("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / "id"))
+        public = (self.folder / "id.pub").read_text().strip()
+        succeed("docker", "network", "create", self.network)
+        for name in ("host-a", "host-b"):
+            host = self.hosts[name] = RackHost(name, f"tridock-test-{self.suffix}-{name}")
+            options = ["--hostname", name, "--network", self.network, "--volume", f"{host.container}:/var/lib/docker"]
+            succeed(
+                "docker", "run", "--detach", "--name", host.container, *options, *_NESTED,
+                "--env", f"AUTHORIZED_KEY={public}", HOST_IMAGE,
+            )  # fmt: skip
+        for host in self:
+            wait_until(lambda host=host: host.execute("docker version").returncode == 0, "its engine answers", 60)
+            address = "{{range .NetworkSettings.Networks}}{{.IPAddress}}{{end}}"
+            host.address = succeed("docker", "inspect", "--format", address, host.container).strip()
+        self.write_ssh_config()
+
+    def write_project(self) -> None:
+        copy_tree(self.project)
+        (self.project / "configs" / "tiny.yaml").write_text(json.dumps(TINY))
+        self.write_cluster(CLUSTER)
+        write_data(self.project / "data" / "tiny")
+
+    def remove(self) -> None:
+        for host in self:
+            execute("docker", "rm", "--force", "--volumes", host.container)
+            execute("docker", "volume", "rm", "--force", host.container)
+        execute("docker", "network", "rm", self.network)
+        execute("docker", "image", "rm", self.image)
+
+
+@dataclass
+class Attached:
+    """A `fab` that follows a run."""
+
+    process: subprocess.Popen[bytes]
+    output: Path
+
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    def interrupt(self) -> int:
+        """Ctrl-C; returns the exit code."""
+        os.killpg(self.process.pid, signal.SIGINT)
+        return self.process.wait(timeout=20)
+
+
+def write_data(folder: Path) -> None:
+    """A data set that a tiny model learns in a few steps: a row that always counts up."""
+    folder.mkdir(parents=True)
+    with IndexedDatasetWriter(folder / "text_document", vocab_size=64) as writer:
+        for start in range(400):
+            writer.add_document([(start + step) % 64 for step in range(64)])
+
+
+@pytest.fixture(scope="session")
+def rack(cpu_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rack]:
+    """Two Docker hosts without any node yet, and a project."""
+    proxies = [n for n in ("http_proxy", "https_proxy", "no_proxy") if n in os.environ]
+    words = [word for name in proxies for word in ("--build-arg", name)]
+    succeed("docker", "build", "--quiet", *words, "--tag", HOST_IMAGE, str(ROOT / "tests/integration/docker_host"))
+    made = Rack(uuid.uuid4().hex[:8], tmp_path_factory.mktemp("rack"))
+    try:
+        succeed("docker", "tag", cpu_image, made.image)
+        made.start()
+        made.write_project()
+        yield made
+    finally:
+        made.remove()
+
+
+@dataclass
+class Up:
+    """The first `fab up` of the session."""
+
+    rack: Rack
+    output: str
+    seconds: float
+
+
+@pytest.fixture(scope="session")
+def rack_up(rack: Rack) -> Up:
+    """The rack with its nodes up: the image travels once for all tests."""
+    started = time.monotonic()
+    done = rack.fab("up", timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pushed = rack.fab("push", "--path", "data/tiny")
+    assert pushed.returncode == 0, pushed.stderr
+    return Up(rack, done.stdout, time.monotonic() - started)

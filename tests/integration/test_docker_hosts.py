@@ -1,0 +1,392 @@
+"""Two Docker hosts, reached over ssh as in a rack: from `fab up` to `fab down`, in the order of a day's work."""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.integration.rack import CLUSTER, UID, USER, WORKDIR, Rack, Up
+from tests.integration.support import succeed, wait_until
+
+pytestmark = pytest.mark.timeout(900)
+
+NODE = f"tridock-{CLUSTER}"
+RUNS = f"{WORKDIR}/workspace/runs"
+HOSTS = ("host-a", "host-b")
+FOREVER = 1_000_000
+TINY = ("--config", "configs/tiny.yaml")
+
+
+def tiny(**fields: object) -> list[str]:
+    changes = {name.replace("__", "."): value for name, value in fields.items()}
+    return [*TINY, *(word for name, value in changes.items() for word in ("--set", f"{name}={value}"))]
+
+
+def run_id_of(path: Path) -> str:
+    wait_until(path.exists, "the run has started", 120)
+    return path.read_text().strip()
+
+
+def state_of(rack: Rack, run_id: str) -> str:
+    line = next(line for line in rack.fab("status").stdout.splitlines() if run_id in line)
+    return line.split("│")[2].strip()
+
+
+def metrics(rack: Rack, run_id: str) -> list[dict[str, object]]:
+    text = rack["host-a"].execute(f"cat {RUNS}/{run_id}/metrics.jsonl").stdout
+    return [json.loads(line) for line in text.splitlines()]
+
+
+# ---- up ------------------------------------------------------------------------------------------
+
+
+def test_up_brings_the_image_and_one_node_to_each_host(rack_up: Up) -> None:
+    rack = rack_up.rack
+    print(f"the first fab up took {rack_up.seconds:.0f} s")
+    wanted = succeed("docker", "image", "inspect", "--format", "{{.Id}}", rack.image).strip()
+    assert [host.image_id(rack.image) for host in rack] == [wanted, wanted]
+    assert [host.containers() for host in rack] == [{NODE: "running"}, {NODE: "running"}]
+    assert all(f"send to {name} " in rack_up.output for name in HOSTS)
+    assert rack_up.output.splitlines()[-1] == f"2 nodes up, image {wanted[:19]}: host-a, host-b"
+
+
+def test_the_second_up_sends_nothing_and_leaves_the_nodes_alone(rack_up: Up) -> None:
+    rack = rack_up.rack
+    inspect = f"docker inspect --format '{{{{.Id}}}} {{{{.State.StartedAt}}}}' {NODE}"
+    before = [host.sh(inspect) for host in rack]
+    done = rack.fab("up")
+    assert (done.returncode, done.stdout.splitlines()) == (0, [rack_up.output.splitlines()[-1]])
+    assert [
+        host.sh(f"docker inspect --format '{{{{.Id}}}} {{{{.State.StartedAt}}}}' {NODE}") for host in rack
+    ] == before
+
+
+def test_a_nodes_container_is_as_the_settings_say_and_listens_for_the_others(rack_up: Up) -> None:
+    for host in rack_up.rack:
+        config = json.loads(host.sh(f"docker inspect {NODE}"))[0]
+        assert (config["HostConfig"]["NetworkMode"], config["HostConfig"]["IpcMode"]) == ("host", "host")
+        assert config["HostConfig"]["Privileged"] is False
+        owners = host.sh(f"docker exec {NODE} ps -eo uid=,comm=").splitlines()
+        assert [int(line.split()[0]) for line in owners if "sshd" in line] == [UID]
+
+
+def test_every_node_reaches_every_node_without_a_password(rack_up: Up) -> None:
+    for source in HOSTS:
+        for target in HOSTS:
+            said = rack_up.rack.node(source, "ssh", target, "echo $TRIDOCK_NODE $OMP_NUM_THREADS $(id -u)")
+            assert said == f"{target} 1 {UID}\n"
+
+
+def secret_lines(rack: Rack) -> list[str]:
+    """The lines of every private key of the cluster."""
+    keys = [path for path in (rack.project / ".tridock" / CLUSTER).rglob("*ed25519*") if path.suffix != ".pub"]
+    lines = [line for key in keys for line in key.read_text().splitlines() if not line.startswith("-----")]
+    assert len({*lines}) > 9
+    # The first lines of an OpenSSH key are the same in all of them.
+    return [line for line in {*lines} if not line.startswith("b3BlbnNzaC1rZXktdjEA")]
+
+
+def test_keys_are_the_operators_alone(rack_up: Up) -> None:
+    rack = rack_up.rack
+    here = rack.project / ".tridock"
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (here, *here.rglob("*")) if path.is_dir()} == {0o700}
+    files = {stat.S_IMODE(path.stat().st_mode) for path in (here / CLUSTER).rglob("*") if path.is_file()}
+    assert files == {0o600}
+    for host in rack:
+        listed = host.sh(f"cd {WORKDIR}/secrets && find {host.name} -printf '%y %m %u\n' | sort -u")
+        assert listed == f"d 700 {USER}\nf 600 {USER}\n"
+
+
+def test_keys_are_made_once(rack_up: Up) -> None:
+    rack = rack_up.rack
+    before = secret_lines(rack)
+    first, second = rack.fab("keys"), rack.fab("keys")
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == second.stdout
+    assert re.fullmatch(r"keys of 2 nodes in place; client key SHA256:\S{43}\n", first.stdout)
+    assert set(secret_lines(rack)) == set(before)
+
+
+def test_an_image_goes_only_to_the_host_that_lacks_it(rack_up: Up) -> None:
+    """A small one, which is no image of ours: the hosts' own engines say so, and nothing stays behind."""
+    rack = rack_up.rack
+    small = f"tridock-test-{rack.suffix}:small"
+    succeed("docker", "tag", "debian:bookworm-slim", small)
+    try:
+        succeed("bash", "-c", f"docker save {small} | docker exec -i {rack['host-a'].container} docker load")
+        done = rack.fab("up", hosts=rack.write_cluster("small", image=small))
+    finally:
+        succeed("docker", "image", "rm", small)
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert "send to host-b " in done.stdout
+    assert "send to host-a " not in done.stdout
+    assert len({host.image_id(small) for host in rack} - {""}) == 1
+    words = r"\[FATAL tini \(\d+\)\] exec node failed: No such file or directory"
+    said = f"its node ended at once; got {words}; mend that, then run fab up again"
+    for host in rack:
+        host.sh('docker image rm "$1"', small)
+    assert re.fullmatch(f"host-a: {said}\nhost-b: {said}\n", done.stderr), done.stderr
+    assert [host.containers() for host in rack] == [{NODE: "running"}, {NODE: "running"}]
+
+
+# ---- a run, from launch to its folder at home ----------------------------------------------------
+
+
+@dataclass
+class Finished:
+    run_id: str
+    output: str
+
+
+@pytest.fixture(scope="module")
+def finished(rack_up: Up) -> Finished:
+    """A short run, followed to its end."""
+    done = rack_up.rack.fab("launch", *TINY, "--run-id-file", "finished")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return Finished(run_id_of(rack_up.rack.project / "finished"), done.stdout)
+
+
+def test_a_launch_follows_the_run_to_its_end(rack_up: Up, finished: Finished) -> None:
+    run_id, output = finished.run_id, finished.output
+    assert f"run {run_id}: 2 ranks on 2 nodes, TP1 PP1 DP2" in output
+    assert f"run {run_id} is done; its folder is host-a:{RUNS}/{run_id}" in output
+    losses = [entry["loss"] for entry in metrics(rack_up.rack, run_id) if "split" not in entry]
+    assert len(losses) == 12
+    assert losses[-1] < losses[0] - 0.2
+    world = rack_up.rack["host-a"].sh(f"grep world_formed {RUNS}/{run_id}/events.jsonl")
+    assert json.loads(world)["world_size"] == 2
+
+
+def test_each_rank_logs_where_it_ran(rack_up: Up, finished: Finished) -> None:
+    rack, run_id = rack_up.rack, finished.run_id
+    logs = {host.name: host.sh(f"cd {RUNS}/{run_id}/logs && ls").split() for host in rack}
+    assert logs == {"host-a": ["launcher.log", "rank-0.log"], "host-b": ["rank-1.log"]}
+    for rank, host in enumerate(rack):
+        shown = rack.fab("logs", "--run", run_id, "--rank", str(rank))
+        assert (shown.returncode, shown.stdout) == (0, host.sh(f"cat {RUNS}/{run_id}/logs/rank-{rank}.log"))
+    assert "iteration" in rack.fab("logs", "--run", run_id, "--rank", "0").stdout
+    unknown = rack.fab("logs", "--run", run_id, "--rank", "2")
+    assert (unknown.returncode, unknown.stderr) == (2, "--rank: is no rank of this run; got 2; use 0 to 1\n")
+
+
+def test_what_a_run_writes_belongs_to_the_ssh_user(rack_up: Up, finished: Finished) -> None:
+    for host in rack_up.rack:
+        assert host.sh(f"find {WORKDIR} -printf '%u:%g\n' | sort -u") == f"{USER}:{USER}\n"
+
+
+def test_fetch_brings_the_folder_home_with_the_logs_of_both_nodes(rack_up: Up, finished: Finished) -> None:
+    rack, run_id = rack_up.rack, finished.run_id
+    done = rack.fab("fetch", "--run", run_id)
+    assert (done.returncode, done.stdout) == (0, f"runs/{run_id}\n")
+    home = rack.project / "runs" / run_id
+    assert sorted(path.name for path in (home / "logs").iterdir()) == ["launcher.log", "rank-0.log", "rank-1.log"]
+    assert (home / "exit_code").read_text() == "0\n"
+    assert not (home / "checkpoints").exists()
+    manifest = json.loads((home / "manifest.json").read_text())
+    assert manifest["image_id"] == rack["host-a"].image_id(rack.image)
+    assert manifest["image_manifest"]["flavor"] == "cpu"
+    assert rack.fab("fetch", "--run", run_id, "--checkpoints").returncode == 0
+    assert (home / "checkpoints" / "latest").exists()
+
+
+def test_a_run_that_fails_says_so_with_its_ranks_own_words(rack_up: Up) -> None:
+    rack = rack_up.rack
+    done = rack.fab("launch", *tiny(train__load="runs/none/checkpoints"), "--run-id-file", "failed")
+    run_id = run_id_of(rack.project / "failed")
+    assert done.returncode == 4, done.stdout + done.stderr
+    assert done.stderr.splitlines()[-1] == (
+        f"{run_id}: the run failed; got exit code 2; "
+        f"look at host-a:{RUNS}/{run_id}/logs, or fab logs --run {run_id} --rank 0"
+    )
+    words = "train.load: "
+    assert words in done.stdout
+    for rank in ("0", "1"):
+        assert words in rack.fab("logs", "--run", run_id, "--rank", rank).stdout
+    assert state_of(rack, run_id) == "failed"
+    assert [host.processes(run_id) for host in rack] == [[], []]
+    again = rack.fab("logs", "--run", run_id)
+    assert again.returncode == 4
+
+
+# ---- a run that is held in its middle, so that everything here happens while it goes on ----------
+
+
+@dataclass
+class Held:
+    rack: Rack
+    run_id: str
+    terminal: str
+    exit_code: int
+
+    def release(self) -> None:
+        ranks = self.rack["host-b"].ranks(self.run_id)
+        assert ranks, "the held run has lost its rank"
+        self.rack["host-b"].signal("CONT", ranks)
+
+
+@pytest.fixture(scope="module")
+def held(rack_up: Up) -> Iterator[Held]:
+    """A run whose second rank is paused in mid-training: rank 0 waits for it. Its terminal was left with Ctrl-C."""
+    rack = rack_up.rack
+    with rack.attached("launch", *tiny(train__train_iters=400), "--run-id-file", "held") as terminal:
+        run_id = run_id_of(rack.project / "held")
+        wait_until(lambda: rack["host-b"].ranks(run_id) != [], "its rank has started", 120)
+        wait_until(lambda: len(metrics(rack, run_id)) > 0, "the first steps are done", 120)
+        rack["host-b"].signal("STOP", rack["host-b"].ranks(run_id))
+        assert state_of(rack, run_id) == "running"
+        code = terminal.interrupt()
+        yield Held(rack, run_id, terminal.text(), code)
+    rack.fab("stop", "--run", run_id)
+
+
+def lives(held: Held) -> bool:
+    return all(host.ranks(held.run_id) for host in held.rack) and state_of(held.rack, held.run_id) == "running"
+
+
+def test_ctrl_c_detaches_and_says_how_to_come_back(held: Held) -> None:
+    assert held.exit_code == 130, held.terminal
+    assert held.terminal.endswith(
+        f"\ndetached: run {held.run_id} goes on. "
+        f"Come back with: fab logs --hosts hostfiles/rack --run {held.run_id}\n"
+        f"Stop it with:   fab stop --hosts hostfiles/rack --run {held.run_id}\n"
+    )
+    assert lives(held)
+
+
+def test_a_terminal_that_is_killed_does_not_take_the_run_along(held: Held) -> None:
+    with held.rack.attached("logs") as terminal:
+        wait_until(lambda: "iteration" in terminal.text(), "the output comes")
+        terminal.process.kill()
+        terminal.process.wait()
+    assert lives(held)
+
+
+def test_no_secret_shows_while_a_run_goes_on(held: Held) -> None:
+    shown = held.terminal
+    for host in held.rack:
+        shown += host.sh(f"docker inspect {NODE}; docker logs {NODE} 2>&1; ps -eww -o args; cat /var/log/sshd.log")
+        shown += host.sh("cat /proc/[0-9]*/environ 2>/dev/null | tr '\\0' '\\n'")
+        shown += host.sh(f"find {RUNS} -type f -exec cat {{}} + | tr -cd '[:print:]\\n'")
+    assert "AUTHORIZED_KEY=ssh-ed25519" in shown  # the look into the environments did find some
+    assert [line for line in secret_lines(held.rack) if line in shown] == []
+    assert "PRIVATE KEY" not in shown
+
+
+def test_down_refuses_while_a_run_goes_on(held: Held) -> None:
+    done = held.rack.fab("down")
+    fate = "its node would be removed by fab down while a run goes on"
+    expected = [f"{name}: {fate}; got {held.run_id}; stop the run first: fab stop" for name in HOSTS]
+    assert (done.returncode, done.stderr.splitlines()) == (2, expected)
+    assert lives(held)
+
+
+def test_rotated_keys_replace_the_old_ones_while_a_run_goes_on(held: Held) -> None:
+    rack = held.rack
+    script = 'rm -rf /tmp/old && cp -r "$1" /tmp/old && chmod 700 /tmp/old && chown -R trainer /tmp/old'
+    rack["host-a"].sh(script, f"{WORKDIR}/secrets/host-a")
+    before = set(secret_lines(rack))
+    old = "ssh -F /dev/null -i /tmp/old/id_ed25519 -o BatchMode=yes -o IdentitiesOnly=yes -p 2222"
+    done = rack.fab("keys", "--rotate")
+    assert done.returncode == 0, done.stderr
+    assert before.isdisjoint(secret_lines(rack))
+    test_every_node_reaches_every_node_without_a_password(Up(rack, "", 0.0))
+    # The old client key opens nothing, and the old host key is not the one that is shown.
+    anyone = f"{old} -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null tridock@host-b true"
+    refused = rack["host-a"].execute(anyone, user=USER)
+    assert (refused.returncode, "Permission denied (publickey)" in refused.stderr) == (255, True), refused.stderr
+    pinned = f"{old} -o StrictHostKeyChecking=yes -o UserKnownHostsFile=/tmp/old/known_hosts tridock@host-b true"
+    changed = rack["host-a"].execute(pinned, user=USER)
+    assert (changed.returncode, "Host key verification failed" in changed.stderr) == (255, True), changed.stderr
+    rack["host-a"].sh("rm -rf /tmp/old")
+    assert lives(held)
+
+
+def test_stopping_one_of_two_runs_leaves_the_other_alone(held: Held) -> None:
+    rack = held.rack
+    # It starts with the keys that were rotated in a moment ago.
+    done = rack.fab("launch", *tiny(train__train_iters=FOREVER), "--detach", "--run-id-file", "second")
+    assert done.returncode == 0, done.stderr
+    second = run_id_of(rack.project / "second")
+    assert done.stdout.splitlines()[-2:] == [
+        f"Come back with: fab logs --hosts hostfiles/rack --run {second}",
+        f"Stop it with:   fab stop --hosts hostfiles/rack --run {second}",
+    ]
+    wait_until(lambda: len(metrics(rack, second)) > 0, "the second run trains", 120)
+    assert {state_of(rack, held.run_id), state_of(rack, second)} == {"running"}
+    unclear = rack.fab("stop")
+    listed = ", ".join(sorted((held.run_id, second)))
+    assert (unclear.returncode, unclear.stderr) == (
+        2,
+        f"--run: is needed while several runs go on; got {listed}; name one of them\n",
+    )
+    before = {host.name: set(host.processes(held.run_id)) for host in rack}
+    assert all(before.values())
+
+    stopped = rack.fab("stop", "--run", second)
+    assert stopped.returncode == 0, stopped.stderr
+    counted = re.fullmatch(rf"stopped {second}: (\d+) processes on host-a, (\d+) processes on host-b\n", stopped.stdout)
+    assert counted is not None, stopped.stdout
+    assert min(int(count) for count in counted.groups()) > 0
+    assert [host.processes(second) for host in rack] == [[], []]
+    assert {host.name: set(host.processes(held.run_id)) for host in rack} == before
+    assert (state_of(rack, held.run_id), state_of(rack, second)) == ("running", "stopped")
+    shown = rack.fab("logs", "--run", second)
+    assert (shown.returncode, shown.stderr) == (
+        4,
+        f"{second}: the run was stopped; its folder is host-a:{RUNS}/{second}\n",
+    )
+
+
+def test_logs_come_back_to_the_run_and_end_with_its_exit_code(held: Held) -> None:
+    with held.rack.attached("logs") as terminal:
+        wait_until(lambda: "iteration" in terminal.text(), "the output comes")
+        held.release()
+        assert terminal.process.wait(timeout=200) == 0, terminal.text()
+    losses = [entry for entry in metrics(held.rack, held.run_id) if "split" not in entry]
+    assert len(losses) == 400
+    assert state_of(held.rack, held.run_id) == "done"
+
+
+# ---- some of the nodes, none of the nodes --------------------------------------------------------
+
+
+def test_a_node_that_is_gone_shows_in_status_and_a_launch_brings_it_back(rack_up: Up) -> None:
+    rack = rack_up.rack
+    rack["host-b"].sh(f"docker kill {NODE}")
+    shown = rack.fab("status")
+    assert shown.returncode == 0, shown.stderr
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in shown.stdout.splitlines() if "│" in line]
+    image = rack["host-a"].image_id(rack.image).removeprefix("sha256:")[:12]
+    assert ["host-a", "1", "running", image] in rows
+    assert ["host-b", "1", "exited 137", image] in rows
+
+    done = rack.fab("launch", *TINY, "--include", "host-b", "--run-id-file", "alone")
+    assert done.returncode == 0, done.stdout + done.stderr
+    run_id = run_id_of(rack.project / "alone")
+    assert f"run {run_id}: 1 ranks on 1 nodes" in done.stdout
+    assert rack["host-b"].containers() == {NODE: "running"}
+    assert rack["host-b"].sh(f"cat {RUNS}/{run_id}/exit_code") == "0\n"
+    assert rack["host-a"].execute(f"ls {RUNS}/{run_id}").returncode != 0
+
+
+def test_down_removes_nodes_and_keys_and_leaves_data_and_runs(rack_up: Up) -> None:
+    rack = rack_up.rack
+    done = rack.fab("down")
+    assert (done.returncode, done.stdout) == (0, "removed host-a, host-b\n"), done.stderr
+    for host in rack:
+        assert host.containers() == {}
+        assert host.execute(f"ls {WORKDIR}/secrets/{host.name}").returncode != 0
+        assert host.sh(f"ls {WORKDIR}/workspace/data/tiny").split() == ["text_document.bin", "text_document.idx"]
+        assert host.sh(f"ls {RUNS}").split()
+    again = rack.fab("down")
+    assert (again.returncode, again.stdout) == (0, "no node was up\n")
+    up = rack.fab("up", "--exclude", "host-a")
+    assert up.returncode == 0, up.stderr
+    assert [list(host.containers()) for host in rack] == [[], [NODE]]
+    assert rack.fab("up").returncode == 0  # as the other modules expect it

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tridock.cluster.hostfile import Hostfile, Node, is_ipv6, load_hostfile, parse_hostfile

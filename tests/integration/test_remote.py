@@ -496,6 +496,18 @@ def test_something_else_than_sshd() -> None:
     assert text.endswith("; check the address, the network between, and that the host is up")
 
 
+def test_an_sshd_that_opens_no_session(make_sshd: Callable[..., Sshd]) -> None:
+    assert message(lambda: make_sshd("MaxSessions 0").host().run(Command.of("true"))) == (
+        "node-1: its sshd opens no session; got connect failed; raise MaxSessions in its sshd_config"
+    )
+
+
+def test_an_sshd_with_which_nothing_is_in_common(make_sshd: Callable[..., Sshd]) -> None:
+    assert message(lambda: make_sshd("Ciphers chacha20-poly1305@openssh.com").host().run(Command.of("true"))).startswith(
+        "node-1: its sshd and this machine have no algorithm in common; got "
+    )
+
+
 def test_a_connection_that_breaks_under_a_command(make_sshd: Callable[..., Sshd]) -> None:
     sshd = make_sshd()
     host = sshd.host()

@@ -25,6 +25,11 @@ def lost(where: str, doing: str, words: str) -> Problem:
     return Problem(where, f"the connection was lost while {doing}", words, "see whether the host is up, then try again")
 
 
+def no_session(where: str, words: str) -> Problem:
+    """A login that was let in, and may run nothing."""
+    return Problem(where, "its sshd opens no session", words.lower(), "raise MaxSessions in its sshd_config")
+
+
 def killed(where: str, command: Command) -> Problem:
     """A command that a signal ended: nothing that ran to its end."""
     todo = "look for who ended it there (dmesg, if memory ran out), then try again"

@@ -1,0 +1,91 @@
+"""One command on one channel of an ssh connection: its input, its outputs, its end."""
+
+from __future__ import annotations
+
+import math
+import select
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any, Final
+
+import paramiko
+from paramiko.common import cMSG_CHANNEL_REQUEST
+
+from tridock.command import Command
+from tridock.remote.host import CHUNK, Progress
+
+TICK_S: Final = 0.2
+_MARGIN_S: Final = 2
+
+
+class Sender(threading.Thread):
+    """Sends the chunks as fast as the other side takes them; an error of their source is kept for the caller."""
+
+    def __init__(self, channel: Any, chunks: Iterable[bytes], progress: Progress | None) -> None:
+        super().__init__(daemon=True)
+        self._channel, self._chunks, self._progress = channel, chunks, progress
+        self.failure: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            for chunk in self._chunks:
+                try:
+                    # In pieces: paramiko copies what is left of its argument for every packet.
+                    for start in range(0, len(chunk), CHUNK):
+                        self._channel.sendall(chunk[start : start + CHUNK])
+                except (OSError, EOFError, paramiko.SSHException):
+                    return  # the command or the connection has ended: the reader learns which
+                if self._progress is not None:
+                    self._progress(len(chunk))
+            with suppress(OSError, EOFError):
+                self._channel.shutdown_write()
+        except BaseException as error:
+            self.failure = error
+            _signal(self._channel, "TERM")  # before its input closes: it must not take the part for the whole
+            self._channel.close()
+
+
+def limited(command: Command, timeout: float | None) -> str:
+    """The line to run; with a time limit that holds there too, whatever becomes of this side.
+
+    sshd leaves a command running whose channel is closed, and signals none for root.
+    """
+    if timeout is None:
+        return command.render()
+    seconds = str(math.ceil(timeout) + _MARGIN_S)
+    return Command.of("timeout", "-k", "5", seconds, "sh", "-c", command.render()).render()
+
+
+def read_all(channel: Any, deadline: float | None) -> tuple[bytes, bytes]:
+    """Both outputs to their ends, and the exit status; TimeoutError once the deadline is over."""
+    out, err = bytearray(), bytearray()
+    poll = select.poll()
+    poll.register(channel.fileno(), select.POLLIN)
+    ended = False
+    while True:
+        # Asked first: what came before the end is read after it.
+        ended = channel.eof_received or channel.closed
+        if channel.recv_ready():
+            out += channel.recv(CHUNK)
+        elif channel.recv_stderr_ready():
+            err += channel.recv_stderr(CHUNK)
+        elif ended and channel.status_event.wait(TICK_S):
+            return bytes(out), bytes(err)
+        elif not ended:
+            poll.poll(TICK_S * 1000)
+        if deadline is not None and time.monotonic() > deadline:
+            raise TimeoutError
+
+
+def _signal(channel: Any, name: str) -> None:
+    """Asks sshd to signal the command (RFC 4254, 6.9): closing the channel alone would leave it running."""
+    message = paramiko.Message()
+    message.add_byte(cMSG_CHANNEL_REQUEST)
+    message.add_int(channel.remote_chanid)
+    message.add_string("signal")
+    message.add_boolean(False)
+    message.add_string(name)
+    with suppress(Exception):  # it is gone already, or its sshd knows no signals
+        channel.transport._send_user_message(message)

@@ -1,0 +1,173 @@
+"""An ssh connection as the operator's own ssh would make it: its keys, host keys and jump hosts; with retries.
+
+Nothing is trusted that the operator's ssh does not trust already: an unknown or changed host key is an error, on the
+way through a jump host too.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import socket
+import subprocess
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+import paramiko
+from fabric import Config, Connection
+
+from tridock.errors import ClusterError, TridockError
+from tridock.remote.ssh_failures import UnknownHostKeyError, connection_problem, is_passing
+from tridock.remote.ssh_target import Target, Wanted, known_keys, resolve
+
+_FIRST_WAIT_S: Final = 0.25
+_LONGEST_WAIT_S: Final = 4.0
+_KEEPALIVE_S: Final = 15
+_UNANSWERED_MS: Final = 60_000
+
+# Without a handler, Python prints paramiko's own tracebacks; what matters of them is in our messages.
+logging.getLogger("paramiko").addHandler(logging.NullHandler())
+
+
+@dataclass(frozen=True, slots=True)
+class Connector:
+    """Makes connections to one host; ``name`` is the node's, for messages."""
+
+    name: str
+    address: str
+    wanted: Wanted
+    timeout: float
+    retries: int
+
+    def connect(self) -> Connection:
+        """An open connection, or a :class:`ClusterError` once the retries are used up or cannot help."""
+        target = resolve(self.name, self.address, self.wanted)
+        wait = _FIRST_WAIT_S
+        for left in range(self.retries, -1, -1):
+            connection = self._connection_to(target, target.jumps)
+            begin = time.monotonic()
+            try:
+                connection.open()
+                _watch(connection.transport)
+                return connection
+            except TridockError:
+                raise
+            except Exception as error:
+                close(connection)
+                # paramiko gives up a handshake that takes too long without saying so, and stumbles over it later.
+                silent = str(error) == "No existing session" and time.monotonic() - begin >= 0.9 * self.timeout
+                cause = TimeoutError() if silent else error
+                if not left or not is_passing(cause):
+                    problem = connection_problem(self.name, target, cause, self.timeout, self.retries + 1 - left)
+                    raise ClusterError(problem) from None
+            # Jitter, so that connections that were dropped together do not come again together.
+            time.sleep(wait * random.uniform(0.5, 1.5))  # noqa: S311
+            wait = min(2 * wait, _LONGEST_WAIT_S)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _connection_to(self, target: Target, jumps: tuple[str, ...]) -> Connection:
+        """A connection that is not open yet. Everything is said: Fabric reads no configuration of its own."""
+        connect_kwargs = {
+            "timeout": self.timeout,
+            "banner_timeout": self.timeout,
+            "auth_timeout": self.timeout,
+            "channel_timeout": self.timeout,
+            "key_filename": list(target.identity_files),
+            "look_for_keys": False,
+            "allow_agent": target.use_agent,
+        }
+        if target.proxy_command and not jumps:
+            connect_kwargs["sock"] = _proxied(target.proxy_command)
+        known = known_keys(target)
+        if known:
+            connect_kwargs["transport_factory"] = _transport_for(known)
+        connection = Connection(
+            target.host,
+            user=target.user,
+            port=target.port,
+            gateway=self._gateway(jumps) if jumps else None,
+            config=Config(ssh_config=paramiko.SSHConfig(), lazy=True),
+            connect_kwargs=connect_kwargs,
+        )
+        # Fabric's own policy would add whatever key a host shows.
+        connection.client.set_missing_host_key_policy(_Refuse(target))
+        name = target.host if target.port == 22 else f"[{target.host}]:{target.port}"
+        for key in known:
+            connection.client.get_host_keys().add(name, key.get_name(), key)
+        return connection
+
+    def _gateway(self, jumps: tuple[str, ...]) -> Connection:
+        user, _, host = jumps[-1].rpartition("@")
+        address, port = _host_and_port(host)
+        wanted = Wanted(user or None, port, None, self.wanted.config_file)
+        hop = resolve(self.name, address, wanted)
+        # The hops before this one were named with it; the first one may have jumps of its own.
+        return self._connection_to(hop, jumps[:-1] or hop.jumps)
+
+
+class _Refuse:
+    """Refuses an unknown host key, and keeps it for the message."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+
+    def missing_host_key(self, _client: paramiko.SSHClient, _hostname: str, key: paramiko.PKey) -> None:
+        """Called by paramiko."""
+        raise UnknownHostKeyError(self._target, key)
+
+
+def _transport_for(known: list[paramiko.PKey]) -> Any:
+    """Makes transports that ask first for the kinds of host key on file, as ssh does: a server has several."""
+    names = [key.get_name() for key in known]
+
+    def make(*args: Any, **kwargs: Any) -> paramiko.Transport:
+        transport = paramiko.Transport(*args, **kwargs)
+        options = transport.get_security_options()
+        options.key_types = sorted(
+            options.key_types, key=lambda kind: ("ssh-rsa" if kind.startswith("rsa-sha2") else kind) not in names
+        )
+        return transport
+
+    return make
+
+
+def _proxied(command: str) -> socket.socket:
+    """A socket whose other end is a ProxyCommand; paramiko's own stand-in for one takes its end for silence."""
+    ours, its = socket.socketpair()
+    with its:
+        process = subprocess.Popen(
+            ["/bin/sh", "-c", f"exec {command}"],
+            stdin=its.fileno(),
+            stdout=its.fileno(),
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    threading.Thread(target=process.wait, daemon=True).start()
+    return ours
+
+
+def _watch(transport: Any) -> None:
+    """Notices a host that vanished without a word, in about a minute."""
+    transport.set_keepalive(_KEEPALIVE_S)
+    with suppress(OSError, AttributeError):  # a jump host's channel is no socket of this machine
+        transport.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNANSWERED_MS)
+
+
+def close(connection: Connection) -> None:
+    """Ends a connection in whatever state it is, and those that it goes through."""
+    with suppress(Exception):
+        # Fabric closes nothing before the connection was made whole.
+        connection.client.close()
+    if isinstance(connection.gateway, Connection):
+        close(connection.gateway)
+
+
+def _host_and_port(text: str) -> tuple[str, int | None]:
+    if text.startswith("["):
+        host, _, rest = text[1:].partition("]")
+        return host, int(rest[1:]) if rest[1:] else None
+    host, _, port = text.rpartition(":")
+    return (host, int(port)) if host and ":" not in host and port.isdecimal() else (text, None)

@@ -73,7 +73,12 @@ def _start_and_follow(folder: Path, run_id: str, ranks: int) -> int:
         return subprocess.run([*node, "follow", str(folder)], env=env, check=False).returncode
     except KeyboardInterrupt:
         print(f"\nstopping run {run_id}", flush=True)
-        subprocess.run([*node, "stop", run_id], env=env, stdout=subprocess.DEVNULL, check=False)
+        subprocess.run(
+            [*node, "stop", run_id, "--workspace", str(folder.parent.parent)],
+            env=env,
+            stdout=subprocess.DEVNULL,
+            check=False,
+        )
         return EXIT_INTERRUPTED
 
 

@@ -35,10 +35,11 @@ def push(session: Session, path: Path, only: tuple[str, ...] | None = None) -> t
 
     def send(node: str, host: Host) -> None:
         workspace = workspace_on_host(session.cluster, session.states()[node].facts)
+        # mktemp: hosts may share the folder.
         script = (
-            'set -e; mkdir -p "$1"; part="$1/.push.$$"; mkdir "$part"; trap \'rm -rf "$part"\' EXIT; '
+            'set -e; mkdir -p "$1"; part=$(mktemp -d "$1/.push.XXXXXX"); trap \'rm -rf "$part"\' EXIT; '
             'tar -xzf - -C "$part"; cd "$part"; '
-            'find . -type d -exec mkdir -p "$1/{}" \\; ; find . -type f -exec mv -f "{}" "$1/{}" \\;'
+            'find . -type f -exec sh -c \'for f; do mkdir -p "$0/$(dirname "$f")"; mv -f "$f" "$0/$f"; done\' "$1" {} +'
         )
         receive = Command.of("sh", "-c", script, "push", workspace)
         host.pipe(_archive(project, relative), receive).checked(node)

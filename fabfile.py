@@ -76,9 +76,9 @@ def up(_: Context, hosts: str = "", include: str = "", exclude: str = "") -> Non
 
 
 @command()
-def down(_: Context, hosts: str = "", force: bool = False) -> None:
+def down(_: Context, hosts: str = "", include: str = "", exclude: str = "", force: bool = False) -> None:
     """Remove the nodes; runs' folders and data stay on the hosts."""
-    removed = nodes.down(_open(hosts), force=force)
+    removed = nodes.down(_open(hosts, include, exclude), force=force)
     CONSOLE.print(f"removed {', '.join(removed)}" if removed else "no node was up")
 
 
@@ -117,53 +117,54 @@ def launch(
     if detach:
         _say(_how_to_return(hosts, bundle.run_id))
         return
-    _follow(session, hosts, bundle.run_id)
+    _follow(session, hosts, runs.Run(bundle.run_id, session.head))
 
 
 @command()
-def logs(_: Context, hosts: str = "", run: str = "", rank: str = "") -> None:
+def logs(_: Context, hosts: str = "", run: str = "", rank: str = "", include: str = "", exclude: str = "") -> None:
     """Follow a run's output, or show the log of one rank."""
-    session = _open(hosts)
-    session.require_up()
-    run_id = runs.choose_run(session, run or None, active=False)
+    session = _open(hosts, include, exclude)
+    chosen = runs.choose_run(session, run or None, active=False)
     if rank:
-        sys.stdout.buffer.write(runs.rank_log(session, run_id, runs.parse_rank(rank)))
+        sys.stdout.buffer.write(runs.rank_log(session, chosen, runs.parse_rank(rank)))
         return
-    _follow(session, hosts, run_id)
+    _follow(session, hosts, chosen)
 
 
 @command()
-def stop(_: Context, hosts: str = "", run: str = "") -> None:
+def stop(_: Context, hosts: str = "", run: str = "", include: str = "", exclude: str = "") -> None:
     """End one run on every node, and nothing else."""
-    session = _open(hosts)
-    session.require_up()
-    run_id = runs.choose_run(session, run or None, active=True)
-    counts = runs.stop(session, run_id)
-    CONSOLE.print(f"stopped {run_id}: " + ", ".join(f"{count} processes on {node}" for node, count in counts.items()))
+    session = _open(hosts, include, exclude)
+    chosen = runs.choose_run(session, run or None, active=True)
+    counts = runs.stop(session, chosen)
+    CONSOLE.print(
+        f"stopped {chosen.run_id}: " + ", ".join(f"{count} processes on {node}" for node, count in counts.items())
+    )
 
 
 @command()
-def status(_: Context, hosts: str = "") -> None:
+def status(_: Context, hosts: str = "", include: str = "", exclude: str = "") -> None:
     """Show the nodes and the runs."""
-    session = _open(hosts)
+    session = _open(hosts, include, exclude)
     CONSOLE.print(_node_table(session))
-    if all(state.container and state.container.running for state in session.states().values()):
+    if any(state.container and state.container.running for state in session.states().values()):
         CONSOLE.print(_run_table(session))
 
 
 @command()
-def fetch(_: Context, hosts: str = "", run: str = "", checkpoints: bool = False) -> None:
+def fetch(
+    _: Context, hosts: str = "", run: str = "", checkpoints: bool = False, include: str = "", exclude: str = ""
+) -> None:
     """Bring a run's folder home, into runs/."""
-    session = _open(hosts)
-    session.require_up()
-    run_id = runs.choose_run(session, run or None, active=False)
-    CONSOLE.print(str(runs.fetch(session, run_id, Path("runs"), checkpoints=checkpoints)))
+    session = _open(hosts, include, exclude)
+    chosen = runs.choose_run(session, run or None, active=False)
+    CONSOLE.print(str(runs.fetch(session, chosen, Path("runs"), checkpoints=checkpoints)))
 
 
 @command()
-def push(_: Context, hosts: str = "", path: str = "data") -> None:
+def push(_: Context, hosts: str = "", path: str = "data", include: str = "", exclude: str = "") -> None:
     """Copy data to every host's workspace."""
-    session = _open(hosts)
+    session = _open(hosts, include, exclude)
     sent = push_.push(session, Path(path))
     CONSOLE.print(f"{path} is on {', '.join(sent)}")
 
@@ -174,8 +175,8 @@ def _open(hosts: str, include: str = "", exclude: str = "") -> Session:
     return Session.open(Path(hosts), include, exclude)
 
 
-def _follow(session: Session, hosts: str, run_id: str) -> None:
-    stream = runs.follow(session, run_id)
+def _follow(session: Session, hosts: str, run: runs.Run) -> None:
+    run_id, stream = run.run_id, runs.follow(session, run)
     try:
         for chunk in stream:
             sys.stdout.buffer.write(chunk)
@@ -183,8 +184,8 @@ def _follow(session: Session, hosts: str, run_id: str) -> None:
     except KeyboardInterrupt:
         _say(f"\ndetached: run {run_id} goes on. {_how_to_return(hosts, run_id)}")
         raise Exit(None, EXIT_INTERRUPTED) from None
-    runs.check_exit(session, run_id, stream.exit_code)
-    _say(f"run {run_id} is done; its folder is {runs.folder_of(session, run_id)}")
+    runs.check_exit(session, run, stream.exit_code)
+    _say(f"run {run_id} is done; its folder is {runs.folder_of(session, run)}")
 
 
 def _how_to_return(hosts: str, run_id: str) -> str:

@@ -6,6 +6,7 @@ all the problems that were found, so that a user mends them in one go.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Final
@@ -24,6 +25,12 @@ class Problem:
     what: str
     got: str
     todo: str
+
+    @classmethod
+    def parse(cls, text: str) -> Problem | None:
+        """Reads a message of this form that a node printed; None for any other text."""
+        match = re.fullmatch(r"([^\n]+?): ([^\n]+?); (?:got ([^\n]+); )?([^;\n]+)", text.strip())
+        return None if match is None else cls(match[1], match[2], match[3] or "", match[4])
 
     def __str__(self) -> str:
         got = f"got {self.got}; " if self.got else ""

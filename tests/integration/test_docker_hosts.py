@@ -202,7 +202,7 @@ def test_a_run_that_fails_says_so_with_its_ranks_own_words(rack_up: Up) -> None:
     assert done.returncode == 4, done.stdout + done.stderr
     assert done.stderr.splitlines()[-1] == (
         f"{run_id}: the run failed; got exit code 2; "
-        f"look at host-a:{RUNS}/{run_id}/logs, or fab logs --run {run_id} --rank 0"
+        f"look at host-a:{RUNS}/{run_id}/logs, or fab logs --hosts hostfiles/rack --run {run_id} --rank 0"
     )
     words = "train.load: "
     assert words in done.stdout
@@ -365,6 +365,7 @@ def test_a_node_that_is_gone_shows_in_status_and_a_launch_brings_it_back(rack_up
     image = rack["host-a"].image_id(rack.image).removeprefix("sha256:")[:12]
     assert ["host-a", "1", "running", image] in rows
     assert ["host-b", "1", "exited 137", image] in rows
+    assert "runs" in shown.stdout  # those of the node that is up
 
     done = rack.fab("launch", *TINY, "--include", "host-b", "--run-id-file", "alone")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -373,6 +374,26 @@ def test_a_node_that_is_gone_shows_in_status_and_a_launch_brings_it_back(rack_up
     assert rack["host-b"].containers() == {NODE: "running"}
     assert rack["host-b"].sh(f"cat {RUNS}/{run_id}/exit_code") == "0\n"
     assert rack["host-a"].execute(f"ls {RUNS}/{run_id}").returncode != 0
+    # The run is found on the node that led it, whatever the filters of the next command.
+    assert f"run {run_id} is done; its folder is host-b:{RUNS}/{run_id}" in rack.fab("logs", "--run", run_id).stdout
+    assert rack.fab("logs", "--run", run_id, "--rank", "0").stdout.count("iteration") >= 12
+    fetched = rack.fab("fetch", "--run", run_id)
+    assert fetched.returncode == 0, fetched.stderr
+    assert (rack.project / "runs" / run_id / "logs" / "rank-0.log").exists()
+
+
+def test_a_run_is_stopped_and_looked_at_where_nodes_are_left(rack_up: Up) -> None:
+    rack = rack_up.rack
+    done = rack.fab("launch", *tiny(train__train_iters=FOREVER), "--detach", "--run-id-file", "torn")
+    assert done.returncode == 0, done.stderr
+    run_id = run_id_of(rack.project / "torn")
+    wait_until(lambda: rack["host-a"].ranks(run_id) != [], "its rank has started", 120)
+    rack["host-b"].sh(f"docker kill {NODE}")
+    stopped = rack.fab("stop", "--run", run_id)
+    assert re.fullmatch(rf"stopped {run_id}: \d+ processes on host-a\n", stopped.stdout), stopped.stderr
+    assert rack["host-a"].processes(run_id) == []
+    assert rack.fab("logs", "--run", run_id).returncode == 4
+    assert rack.fab("up").returncode == 0
 
 
 def test_down_removes_nodes_and_keys_and_leaves_data_and_runs(rack_up: Up) -> None:

@@ -8,6 +8,16 @@ def test_a_problem_reads_where_what_got_todo() -> None:
     assert str(Problem("host-a", "does not answer", "", "start it")) == "host-a: does not answer; start it"
 
 
+def test_a_nodes_message_is_read_back() -> None:
+    for problem in (Problem("a: b", "c", "d; e", "f"), Problem("a", "b: c", "", "d")):
+        again = Problem.parse(f"{problem}\n")
+        assert again is not None
+        assert str(again) == str(problem)
+    port = Problem("port 1", "is taken", "python (pid 2)", "use another")
+    assert Problem.parse(str(port)) == port
+    assert [Problem.parse(text) for text in ("", "Traceback", "a: b", "a: b; c\nd: e; f")] == [None] * 4
+
+
 def test_an_error_shows_all_its_problems_one_a_line() -> None:
     error = RequestError([Problem("a", "b", "c", "d"), Problem("e", "f", "g", "h")])
     assert str(error) == "a: b; got c; d\ne: f; got g; h"

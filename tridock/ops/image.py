@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -50,8 +51,8 @@ def _wanted_id(session: Session) -> str:
     if len(found) == 1 and (only := found.pop()) is not None:
         return only
     flavor = " FLAVOR=cpu" if image.endswith(":cpu") else ""
-    missing = [node for node, state in session.states().items() if state.image_id is None]
-    got = f"missing on {', '.join(missing)}" if missing else "different images on the hosts"
+    held = ((node, state.image_id) for node, state in session.states().items())
+    got = ", ".join(f"{id_[:19]} on {node}" if id_ else f"none on {node}" for node, id_ in held)
     raise ClusterError(
         Problem(image, "is not on this machine, and not the same on every host", got, f"run make image{flavor} here")
     )
@@ -86,8 +87,8 @@ def _save(image: str, archive: Path, progress: Progress) -> None:
     compressor = next(words for words in _COMPRESSORS if shutil.which(words[0]))
     with (
         archive.open("wb") as out,
-        subprocess.Popen(["docker", "save", image], stdout=subprocess.PIPE) as save,
-        subprocess.Popen(compressor, stdin=subprocess.PIPE, stdout=out) as compress,
+        subprocess.Popen(["docker", "save", image], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as save,
+        subprocess.Popen(compressor, stdin=subprocess.PIPE, stdout=out, stderr=subprocess.PIPE) as compress,
     ):
         assert save.stdout is not None
         assert compress.stdin is not None
@@ -96,10 +97,12 @@ def _save(image: str, archive: Path, progress: Progress) -> None:
                 compress.stdin.write(chunk)
                 progress.advance(bar, len(chunk))
         except BrokenPipeError:
-            pass  # the compressor has said why on stderr; its exit code is looked at below
+            pass  # the compressor has said why
         finally:
             save.stdout.close()
             compress.stdin.close()
+        # A line or two each, which fit into a pipe: nobody waits for the other.
+        words = _last_line(compress.stderr) or _last_line(save.stderr)
     progress.update(bar, completed=size)
     if save.wait() or compress.wait():
         free = f"{shutil.disk_usage(archive.parent).free / 1e9:.1f} GB free in {archive.parent.parent}"
@@ -107,10 +110,16 @@ def _save(image: str, archive: Path, progress: Progress) -> None:
             Problem(
                 f"docker save {image}",
                 "could not be written to a temporary file",
-                f"exit codes {save.returncode} and {compress.returncode}, {free}",
+                f"{words or f'exit codes {save.returncode} and {compress.returncode}'}, {free}",
                 "free some space there, or set TMPDIR to a larger disk",
             )
         )
+
+
+def _last_line(errors: IO[bytes] | None) -> str:
+    assert errors is not None
+    lines = errors.read().decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else ""
 
 
 def _chunks(path: Path) -> Iterator[bytes]:

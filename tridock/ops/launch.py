@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 from tridock import __version__, run_folder
 from tridock.cluster.containers import workspace_on_host
 from tridock.command import Command
-from tridock.errors import ClusterError, Problem, RequestError
+from tridock.errors import ClusterError, Problem, RequestError, TridockError
 from tridock.experiment import Experiment, load_experiment
 from tridock.launchers import RunBundle, make_bundle
 from tridock.launchers.bundle import default_port
@@ -82,7 +83,17 @@ def launch(session: Session, request: Request) -> RunBundle:
         workspace = workspace_on_host(session.cluster, session.states()[node].facts)
         host.put_tree(bundle.files, f"{workspace}/runs/{request.run_id}", mode=0o644)
 
-    session.each(put)
+    def forget(node: str, host: Host) -> None:
+        workspace = workspace_on_host(session.cluster, session.states()[node].facts)
+        host.run(Command.of("rm", "-rf", f"{workspace}/runs/{request.run_id}"), timeout=_TIMEOUT_S)
+
+    try:
+        session.each(put)
+    except TridockError:
+        # A folder on some of the nodes would be a run that never starts.
+        with suppress(TridockError):
+            session.each(forget)
+        raise
     session.node_verb(session.head, "start", bundle.path, timeout=_TIMEOUT_S).checked(session.head)
     return bundle
 
@@ -133,9 +144,15 @@ def _choose_port(session: Session, request: Request) -> int:
     done = session.node_verb(session.head, *words, timeout=_TIMEOUT_S)
     if done.exit_code == 0:
         return int(done.stdout)
-    words_of_node = done.stderr.decode(errors="replace").strip()
-    todo = "change launch.master_port or leave it out"
-    raise ClusterError(Problem(session.head, "has no free port for the rendezvous", words_of_node, todo))
+    told = Problem.parse(done.stderr.decode(errors="replace"))
+    if told is None:
+        done.checked(session.head)
+    elif wanted is None:
+        raise ClusterError(Problem(f"{session.head}: {told.where}", told.what, told.got, told.todo))
+    else:
+        where, what = f"{request.config}: launch.master_port", f"{told.where} {told.what} on {session.head}"
+        raise ClusterError(Problem(where, what, told.got, "change it or leave it out"))
+    raise AssertionError("a port was found, or why there is none")
 
 
 def _manifest(session: Session, image_id: str | None) -> dict[str, object]:

@@ -146,5 +146,9 @@ def _not_ready(session: Session, node: str, host: Host, name: str, running: bool
         # Nothing half-started stays behind: a dead container would only be in the way of the next try.
         host.run(Command.of("docker", "rm", "--force", name), timeout=_DOCKER_TIMEOUT_S)
         todo = "mend that, then run fab up again"
+        # The entrypoint's own messages say it all.
+        told = Problem.parse((logs.stdout + logs.stderr).decode(errors="replace"))
+        if told is not None:
+            return told
     what = "its sshd did not answer in time" if running else "its node ended at once"
     return Problem(node, what, words or "no output", todo)

@@ -18,14 +18,16 @@ from tridock.remote import Host, Stream
 _VERB_TIMEOUT_S = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class NodeStatus:
-    """One line of ``fab status``: a node, its container and the processes of each run there."""
+# Which node's word counts where several know a run: the head's, who alone supervises it.
+_STATES = ("ready", "lost", "stopped", "failed", "done", "running")
 
-    node: str
-    container: str
-    image_id: str | None
-    processes: dict[str, int]
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run by its id, and the node that leads it: not the hostfile's first where filters were in use."""
+
+    run_id: str
+    head: str
 
 
 def active_runs(session: Session, nodes: tuple[str, ...]) -> dict[str, list[str]]:
@@ -39,65 +41,74 @@ def active_runs(session: Session, nodes: tuple[str, ...]) -> dict[str, list[str]
 
 
 def list_runs(session: Session) -> list[dict[str, Any]]:
-    """The runs of the head's workspace, oldest first, as ``tridock.node runs`` describes them."""
-    done = session.node_verb(session.head, "runs", timeout=_VERB_TIMEOUT_S).checked(session.head)
-    runs: list[dict[str, Any]] = json.loads(done.stdout)
-    return runs
+    """The runs of the nodes that are up, oldest first, as ``tridock.node runs`` describes them; ``head`` is added."""
+
+    def ask(node: str, _: Host) -> list[dict[str, Any]]:
+        done = session.node_verb(node, "runs", timeout=_VERB_TIMEOUT_S).checked(node)
+        return [{**run, "head": node} for run in json.loads(done.stdout)]
+
+    found: dict[str, dict[str, Any]] = {}
+    for runs in session.each(ask, only=session.running()).values():
+        for run in runs:
+            known = found.setdefault(run["run_id"], run)
+            if _STATES.index(run["state"]) > _STATES.index(known["state"]):
+                found[run["run_id"]] = run
+    return sorted(found.values(), key=lambda run: (run["created"], run["run_id"]))
 
 
-def choose_run(session: Session, run_id: str | None, *, active: bool) -> str:
+def choose_run(session: Session, run_id: str | None, *, active: bool) -> Run:
     """The run that a task is about: the one named, or else the only active one, or else (logs, fetch) the last.
 
     Raises :class:`RequestError` where the name is unknown or where several are active and none is named.
     """
     runs = list_runs(session)
-    known: list[str] = [run["run_id"] for run in runs]
+    known: dict[str, str] = {run["run_id"]: run["head"] for run in runs}
     where = "--run"
     if run_id is not None:
         if run_id not in known:
-            last = ", ".join(known[-5:]) or "none"
+            last = ", ".join(list(known)[-5:]) or "none"
             raise RequestError(Problem(where, "is no run of this cluster", run_id, f"use one of: {last}"))
-        return run_id
+        return Run(run_id, known[run_id])
     going: list[str] = [run["run_id"] for run in runs if run["state"] == "running"]
     if len(going) > 1:
         raise RequestError(Problem(where, "is needed while several runs go on", ", ".join(going), "name one of them"))
     if going:
-        return going[0]
+        return Run(going[0], known[going[0]])
     if active or not known:
         raise RequestError(Problem(where, "no run goes on" if active else "there is no run yet", "", "see fab status"))
-    return known[-1]
+    return Run(*list(known.items())[-1])
 
 
-def stop(session: Session, run_id: str) -> dict[str, int]:
-    """Ends the run's processes on every node, and nothing else; returns how many each node had."""
+def stop(session: Session, run: Run) -> dict[str, int]:
+    """Ends the run's processes on every node that is up, and nothing else; returns how many each had."""
 
     def end(node: str, _: Host) -> int:
-        done = session.node_verb(node, "stop", run_id, timeout=_VERB_TIMEOUT_S).checked(node)
+        done = session.node_verb(node, "stop", run.run_id, timeout=_VERB_TIMEOUT_S).checked(node)
         return int(json.loads(done.stdout)["stopped"])
 
-    return session.each(end)
+    return session.each(end, only=session.running())
 
 
-def follow(session: Session, run_id: str) -> Stream:
+def follow(session: Session, run: Run) -> Stream:
     """The run's output as it comes; once it is drained, ``exit_code`` is the run's."""
-    folder = f"{run_folder.WORKSPACE}/runs/{run_id}"
-    command = session.inside(session.head, *NODE, "follow", folder)
-    return session.hosts[session.head].stream(command)
+    command = session.inside(run.head, *NODE, "follow", f"{run_folder.WORKSPACE}/runs/{run.run_id}")
+    return session.hosts[run.head].stream(command)
 
 
-def check_exit(session: Session, run_id: str, exit_code: int) -> None:
+def check_exit(session: Session, run: Run, exit_code: int) -> None:
     """Raises :class:`RunError` for a run that ended badly, naming the logs of the ranks to look at."""
     if exit_code == run_folder.EXIT_STOPPED:
-        raise RunError(Problem(run_id, "the run was stopped", "", f"its folder is {folder_of(session, run_id)}"))
+        raise RunError(Problem(run.run_id, "the run was stopped", "", f"its folder is {folder_of(session, run)}"))
     if exit_code:
-        todo = f"look at {folder_of(session, run_id)}/logs, or fab logs --run {run_id} --rank 0"
-        raise RunError(Problem(run_id, "the run failed", f"exit code {exit_code}", todo))
+        logs = f"fab logs --hosts {session.cluster.hostfile_path} --run {run.run_id} --rank 0"
+        todo = f"look at {folder_of(session, run)}/logs, or {logs}"
+        raise RunError(Problem(run.run_id, "the run failed", f"exit code {exit_code}", todo))
 
 
-def folder_of(session: Session, run_id: str) -> str:
+def folder_of(session: Session, run: Run) -> str:
     """Where the run's folder lies, for people: a local path for the twin, ``host:path`` over ssh."""
-    path = f"{workspace_on_host(session.cluster, session.states()[session.head].facts)}/runs/{run_id}"
-    return path if session.cluster.settings.transport == "compose" else f"{session.head}:{path}"
+    path = f"{workspace_on_host(session.cluster, session.states()[run.head].facts)}/runs/{run.run_id}"
+    return path if session.cluster.settings.transport == "compose" else f"{run.head}:{path}"
 
 
 def parse_rank(text: str) -> int:
@@ -107,10 +118,10 @@ def parse_rank(text: str) -> int:
     return int(text)
 
 
-def rank_log(session: Session, run_id: str, rank: int) -> bytes:
+def rank_log(session: Session, run: Run, rank: int) -> bytes:
     """The log of one rank, from the node where it ran."""
-    folder = f"{run_folder.WORKSPACE}/runs/{run_id}"
-    plan = _read(session, session.head, f"{folder}/{run_folder.PLAN}")
+    folder = f"{run_folder.WORKSPACE}/runs/{run.run_id}"
+    plan = _read(session, run.head, f"{folder}/{run_folder.PLAN}")
     ranks = {entry["rank"]: entry["node"] for entry in json.loads(plan)["ranks"]}
     if rank not in ranks:
         raise RequestError(Problem("--rank", "is no rank of this run", str(rank), f"use 0 to {len(ranks) - 1}"))
@@ -125,21 +136,25 @@ def _read(session: Session, node: str, path: str) -> bytes:
     return done.stdout
 
 
-def fetch(session: Session, run_id: str, destination: Path, *, checkpoints: bool = False) -> Path:
-    """Brings the run's folder home, the ranks' logs from every node; checkpoints only when asked for."""
+def fetch(session: Session, run: Run, destination: Path, *, checkpoints: bool = False) -> Path:
+    """Brings the run's folder home, the ranks' logs from every node that is up; checkpoints only when asked for."""
+    run_id = run.run_id
     exclude = () if checkpoints else (f"--exclude={run_id}/{run_folder.CHECKPOINTS}",)
 
     def pack(node: str, host: Host) -> bytes:
-        words = ("tar", "-C", f"{run_folder.WORKSPACE}/runs", *exclude, "-cz", run_id)
+        # A node that had no part in the run has no folder.
+        script = 'if [ -d "$1" ]; then shift; exec tar "$@"; fi'
+        runs = f"{run_folder.WORKSPACE}/runs"
+        words = ("sh", "-c", script, "sh", f"{runs}/{run_id}", "-C", runs, *exclude, "-cz", run_id)
         done = host.run(session.inside(node, *words), timeout=None)
         # tar ends with 1 where a file grew while it was read: a run that goes on may be looked at.
         if done.exit_code > 1:
             done.checked(node)
         return done.stdout
 
-    archives = session.each(pack)
+    archives = {node: archive for node, archive in session.each(pack, only=session.running()).items() if archive}
     # The head's files come last: they win where nodes do not share a file system.
-    for node in reversed(session.nodes):
+    for node in sorted(archives, key=lambda node: node == run.head):
         with tarfile.open(fileobj=io.BytesIO(archives[node])) as archive:
             archive.extractall(destination, filter="data")
     return destination / run_id

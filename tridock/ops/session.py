@@ -60,7 +60,8 @@ class Session:
 
     def _read_state(self, name: str, host: Host) -> HostState:
         command = facts_command(self.cluster.settings.image, container_name(self.cluster, name))
-        return parse_facts(name, host.run(command, timeout=FACTS_TIMEOUT_S).checked(name).stdout.decode())
+        where = name if self.cluster.settings.transport == "ssh" else "this machine"
+        return parse_facts(where, host.run(command, timeout=FACTS_TIMEOUT_S).checked(name).stdout.decode())
 
     def inside(self, node: str, *argv: str, stdin: bytes | None = None, interactive: bool = False) -> Command:
         """A command of the node's container, as the words that its host executes."""
@@ -72,9 +73,10 @@ class Session:
         command = self.inside(node, *NODE, *words)
         return self.hosts[node].run(command, timeout=timeout)
 
-    def require_up(self) -> None:
-        """Raises :class:`ClusterError` naming every node that is not running."""
-        down = [node for node, state in self.states().items() if not (state.container and state.container.running)]
-        if down:
+    def running(self) -> tuple[str, ...]:
+        """The nodes that are running. Raises :class:`ClusterError` where there is none."""
+        found = tuple(node for node, state in self.states().items() if state.container and state.container.running)
+        if not found:
             todo = f"run fab up --hosts {self.cluster.hostfile_path}"
-            raise ClusterError(Problem(node, "its node is not running", "", todo) for node in down)
+            raise ClusterError(Problem(node, "its node is not running", "", todo) for node in self.nodes)
+        return found

@@ -88,6 +88,8 @@ def raise_failures(outcomes: Mapping[str, Outcome[T]]) -> dict[str, T]:
             raise error  # a bug of ours: its traceback says more than a list of hosts
     if errors:
         problems = [problem for error in errors if isinstance(error, TridockError) for problem in error.problems]
+        # The twin's nodes are on one machine, and say the same of it.
+        problems = list(dict.fromkeys(problems))
         fine = [name for name, outcome in outcomes.items() if outcome.ok]
         if fine:
             problems.append(Problem(", ".join(fine), "no problem here", "", "mend the others"))

@@ -86,7 +86,7 @@ def test_a_whole_run(workspace: Path, layout: dict[str, object]) -> None:
 
 
 def test_a_run_continues_in_a_new_process(workspace: Path) -> None:
-    fields = {"train.save": True, "model.hidden_dropout": 0.1} | ZERO3
+    fields = {"train.save": True, "model.hidden_dropout": 0.1}
     first = make_run(workspace, "first", 2, **fields, **{"train.train_iters": 3, "optimizer.lr_decay_iters": 6})
     assert_clean(run(first, 2))
     second = make_run(

@@ -6,6 +6,7 @@ The launcher's environment says which rank: RANK, LOCAL_RANK, WORLD_SIZE, MASTER
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -44,8 +45,9 @@ def _guarded(run_folder: Path, workspace: Path) -> int:
         # Every rank holds it. Rank 0 speaks before any of them leaves: a launcher stops all when the first has gone.
         if rank == "0":
             _report(run_folder, rank, str(agreed.error), str(agreed.error))
-        process_group.barrier()
-        process_group.leave()
+        with contextlib.suppress(RuntimeError):  # a rank that has gone meanwhile
+            process_group.barrier()
+            process_group.leave()
         return agreed.error.exit_code
     except TridockError as error:
         _report(run_folder, rank, f"rank {rank}: {error}", str(error))
@@ -65,7 +67,8 @@ def _guarded(run_folder: Path, workspace: Path) -> int:
     except BaseException as error:  # whatever it is, the launcher needs an exit code
         _report(run_folder, rank, f"rank {rank} failed:\n{traceback.format_exc()}", repr(error))
         return RunError.exit_code
-    process_group.leave()
+    with contextlib.suppress(RuntimeError):  # the work is done; a rank that left first does not undo it
+        process_group.leave()
     return 0
 
 

@@ -503,9 +503,9 @@ def test_an_sshd_that_opens_no_session(make_sshd: Callable[..., Sshd]) -> None:
 
 
 def test_an_sshd_with_which_nothing_is_in_common(make_sshd: Callable[..., Sshd]) -> None:
-    assert message(lambda: make_sshd("Ciphers chacha20-poly1305@openssh.com").host().run(Command.of("true"))).startswith(
-        "node-1: its sshd and this machine have no algorithm in common; got "
-    )
+    assert message(
+        lambda: make_sshd("Ciphers chacha20-poly1305@openssh.com").host().run(Command.of("true"))
+    ).startswith("node-1: its sshd and this machine have no algorithm in common; got ")
 
 
 def test_a_connection_that_breaks_under_a_command(make_sshd: Callable[..., Sshd]) -> None:

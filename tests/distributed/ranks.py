@@ -19,7 +19,7 @@ from tridock.experiment import Experiment, dump_experiment
 
 ROOT = Path(__file__).parents[2]
 VOCABULARY = 96
-PATIENCE = 120.0
+PATIENCE = 240.0
 
 
 def free_port() -> int:

@@ -20,7 +20,7 @@ class Summary:
 
     run_id: str
     state: str
-    """finished, running, or the reason of the failure."""
+    """not started, running, finished, stopped, or ``failed: <reason>``."""
     model: str
     layout: str
     nodes: int | None
@@ -107,15 +107,24 @@ def _layout(experiment: Experiment, plan: Record) -> str:
 
 
 def _state(events: list[Record]) -> str:
-    """What the last attempt came to: a run may be started again in its folder."""
+    """What the last attempt came to: a run may be started again in its folder.
+
+    The first failure of an attempt is its reason; those of the other ranks follow from it, as they do from a stop.
+    """
     state = "not started"
     for event in events:
-        if event.get("event") == "run_started":
-            state = "running"
-        elif event.get("event") == "run_finished":
-            state = "finished"
-        elif event.get("event") == "run_failed" and state != "failed" and not state.startswith("failed: "):
-            state = f"failed: {event['reason']}" if event.get("reason") else "failed"
+        open_ended = state in ("not started", "running")
+        match event.get("event"):
+            case "run_started":
+                state = "running"
+            case "run_finished":
+                state = "finished"
+            case "run_stopped":
+                state = "stopped"
+            case "run_failed" if open_ended:
+                state = f"failed: {event.get('reason')}"
+            case "launcher_ended" if open_ended:
+                state = f"failed: the launcher ended with exit code {event.get('exit_code')}"
     return state
 
 

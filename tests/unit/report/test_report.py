@@ -109,7 +109,10 @@ def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
         (["run_started"], "running"),
         (["run_started", "run_failed:no data", "run_failed:lost a rank"], "failed: no data"),
         (["run_started", "run_failed:no data", "run_started", "world_formed"], "running"),
-        (["run_started", "run_failed"], "failed"),
+        (["run_started", "run_stopped", "run_failed:stopped by SIGTERM", "launcher_ended"], "stopped"),
+        (["run_started", "run_failed:no data", "launcher_ended"], "failed: no data"),
+        (["launcher_ended"], "failed: the launcher ended with exit code 7"),
+        (["run_started", "run_finished"], "finished"),
     ],
 )
 def test_the_state(tmp_path: Path, names: list[str], state: str) -> None:
@@ -117,7 +120,7 @@ def test_the_state(tmp_path: Path, names: list[str], state: str) -> None:
     events = []
     for number, name in enumerate(names):
         event, _, reason = name.partition(":")
-        record = {"time": f"2026-01-01T00:00:{number:02d}.000+00:00", "event": event, "world_size": 5}
+        record = {"time": f"2026-01-01T00:00:{number:02d}.000+00:00", "event": event, "exit_code": 7}
         events.append(record | ({"reason": reason} if reason else {}))
     write_lines(folder / "events.jsonl", events)
     assert summarize(folder).state == state

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
-from tridock import __version__, run_folder
+from tridock import run_folder
 from tridock.cluster.containers import workspace_on_host
 from tridock.command import Command
 from tridock.errors import ClusterError, Problem, RequestError, TridockError
@@ -19,6 +17,7 @@ from tridock.experiment import Experiment, load_experiment
 from tridock.launchers import RunBundle, make_bundle
 from tridock.launchers.bundle import default_port
 from tridock.ops.nodes import up
+from tridock.ops.origin import origin
 from tridock.ops.push import push
 from tridock.ops.session import Session
 from tridock.plan import Plan, make_plan
@@ -158,10 +157,7 @@ def _choose_port(session: Session, request: Request) -> int:
 def _manifest(session: Session, image_id: str | None) -> dict[str, object]:
     """Where the run comes from; with an image id, also what is in the image (read on the head)."""
     manifest: dict[str, object] = {
-        "tridock": __version__,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "git_commit": _git(session.cluster.project_folder, "rev-parse", "HEAD"),
-        "git_dirty": bool(_git(session.cluster.project_folder, "status", "--porcelain")),
+        **origin(session.cluster.project_folder),
         "cluster": session.cluster.name,
         "hostfile": session.cluster.hostfile.render(),
         "image": session.cluster.settings.image,
@@ -172,11 +168,3 @@ def _manifest(session: Session, image_id: str | None) -> dict[str, object]:
         done = session.hosts[session.head].run(read, timeout=_TIMEOUT_S)
         manifest["image_manifest"] = json.loads(done.stdout) if done.exit_code == 0 else None
     return manifest
-
-
-def _git(folder: Path, *words: str) -> str | None:
-    try:
-        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
-from tridock import __version__, run_folder
+from tridock import run_folder
 from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError
-from tridock.experiment import load_experiment
+from tridock.experiment import Experiment, load_experiment
 from tridock.launchers import make_bundle
 from tridock.launchers.bundle import default_port
+from tridock.ops.origin import origin
 from tridock.plan import make_plan
 
 HERE = "localhost"
@@ -44,7 +45,7 @@ def run_here(
         run_id=run_id,
         master_addr="127.0.0.1",
         master_port=experiment.launch.master_port or default_port(run_id),
-        manifest=_manifest(),
+        manifest=_manifest(config, experiment),
         workspace=str(workspace),
     )
     folder = workspace / "runs" / run_id
@@ -91,11 +92,12 @@ def _default_ranks() -> int:
     return len(listed.stdout.splitlines()) if listed.returncode == 0 and listed.stdout else 2
 
 
-def _manifest() -> dict[str, object]:
+def _manifest(config: Path, experiment: Experiment) -> dict[str, object]:
     image = Path(run_folder.CODE) / "manifest.json"
     return {
-        "tridock": __version__,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        **origin(Path(__file__).parents[2]),
         "python": sys.version.split()[0],
-        **({"image_manifest": image.read_text()} if image.is_file() else {}),
+        "image_manifest": json.loads(image.read_text()) if image.is_file() else None,
+        "config": str(config),
+        "seed": experiment.train.seed,
     }

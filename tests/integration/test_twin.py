@@ -1,0 +1,259 @@
+"""What the README promises a new user, in a clean clone: the demo, with an engine and without, and every command."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import shlex
+import subprocess
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.integration.rack import PROGRAMS, copy_tree
+from tests.integration.support import ROOT, execute, succeed
+
+pytestmark = pytest.mark.timeout(1200)
+
+PROGRAM = re.compile(r"(fab|make|tridock|docker compose) .+")
+TASKS = ("down", "fetch", "keys", "launch", "logs", "push", "status", "stop", "up")
+NO_ENGINE = {"DOCKER_HOST": "unix:///nowhere/docker.sock"}
+
+
+@dataclass
+class Clone:
+    """A clone of the working tree that has names of its own, beside whatever twin is up on this machine."""
+
+    folder: Path
+    name: str
+
+    @property
+    def image(self) -> str:
+        return f"{self.name}:cpu"
+
+    def run(self, *argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        keep = {name: value for name, value in os.environ.items() if not name.startswith(("COMPOSE_", "TRIDOCK_"))}
+        path = f"{self.folder}/.venv/bin:{keep['PATH']}"
+        mine = {"PATH": path, "PYTHONPATH": str(self.folder), "IMAGE": self.image}
+        return execute(*argv, cwd=self.folder, env={**keep, **mine, **environment}, timeout=1100)
+
+    def succeed(self, line: str, **environment: str) -> str:
+        done = self.run("bash", "-c", line, **environment)
+        assert done.returncode == 0, f"{line}\n{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
+        return done.stdout
+
+    def files(self) -> dict[str, tuple[int, int]]:
+        """Every file with its size and time; what Python caches is no business of ours."""
+        paths = (path for path in self.folder.rglob("*") if "__pycache__" not in path.parts and path.is_file())
+        return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in paths}
+
+    def remove(self) -> None:
+        for words in (["--project-name", f"tridock-{self.name}"], []):
+            self.run("docker", "compose", *words, "--profile", "twin", "down", "--timeout", "2", "--remove-orphans")
+        execute("docker", "image", "rm", self.image)
+
+
+@pytest.fixture(scope="module")
+def clone(cpu_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clone]:
+    name = f"tridock-test-{uuid.uuid4().hex[:8]}"
+    folder = copy_tree(tmp_path_factory.mktemp("clone") / name)
+    settings = folder / "hostfiles" / "twin.yaml"
+    text = settings.read_text()
+    assert "image: tridock:cpu\n" in text
+    settings.write_text(text.replace("image: tridock:cpu\n", f"image: {name}:cpu\nname: {name}\n"))
+    # The packages are the same as here: only their installation is spared.
+    (folder / ".venv").mkdir()
+    (folder / ".venv" / "bin").symlink_to(PROGRAMS)
+    for stamp in (".operator", ".full"):
+        (folder / ".venv" / stamp).touch()
+    succeed("git", "init", "--quiet", cwd=folder)
+    succeed("git", "add", "--all", cwd=folder)
+    author = ("-c", "user.name=a", "-c", "user.email=a@b")
+    succeed("git", *author, "commit", "--quiet", "--no-verify", "--message", "a", cwd=folder)
+    made = Clone(folder, name)
+    try:
+        yield made
+    finally:
+        made.remove()
+
+
+# ---- nothing is touched --------------------------------------------------------------------------
+
+
+def test_a_dry_run_writes_nothing_and_asks_no_program_for_a_host(clone: Clone, tmp_path: Path) -> None:
+    for name in ("ssh", "docker"):
+        (tmp_path / name).write_text(f"#!/bin/sh\ntouch {tmp_path}/$(basename $0)-was-called\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
+    lab = tmp_path / "lab"
+    lab.write_text("gpu-1.invalid slots=2\ngpu-2.invalid slots=2\n")
+    before = clone.files()
+    for hosts in (str(lab), "hostfiles/twin"):
+        line = f"PATH={tmp_path}:$PATH fab launch --hosts {hosts} --config configs/demo.yaml --dry-run"
+        shown = clone.succeed(line)
+        assert shown.startswith("# on the head, in /workspace/runs/demo-")
+        assert "deepspeed --hostfile" in shown
+    assert clone.files() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["docker", "lab", "ssh"]
+    assert execute("docker", "ps", "--all", "--quiet", "--filter", f"name={clone.name}").stdout == ""
+
+
+# ---- the README's commands -----------------------------------------------------------------------
+
+
+def readme_commands() -> list[str]:
+    text = (ROOT / "README.md").read_text()
+    fences = re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    lines = [line for fence in fences for line in fence.splitlines()]
+    spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
+    found = [text.strip() for text in (*lines, *spans) if PROGRAM.fullmatch(text.strip())]
+    return list(dict.fromkeys(found))
+
+
+def test_the_readmes_commands_are_found() -> None:
+    tasks = {command.split()[1] for command in readme_commands() if command.startswith("fab ")}
+    assert tasks >= set(TASKS)
+    assert {"make demo", "make test", "make image", "make image FLAVOR=cpu"} <= set(readme_commands())
+
+
+@pytest.mark.parametrize("command", readme_commands())
+def test_a_command_of_the_readme_is_one_that_there_is(command: str, clone: Clone) -> None:
+    program, *words = shlex.split(re.sub(r"[\[\]]", "", command))
+    if program == "fab":
+        shown = clone.succeed(f"fab {words[0]} --help")
+        for flag in (word for word in words if word.startswith("--")):
+            assert re.search(rf"^\s+{flag}\b", shown, re.MULTILINE), f"fab {words[0]} has no {flag}"
+        for option, path in itertools.pairwise(words):
+            if option in ("--config", "--hosts") and "/" in path:
+                assert (clone.folder / path).is_file()
+    elif program == "make":
+        clone.succeed(f"make --dry-run {shlex.join(words)}")
+    elif program == "docker":
+        assert words[:2] == ["compose", "run"]
+        assert words[2] in clone.succeed("docker compose --profile '*' config --services").split()
+        assert words[3] in ("bash", "tridock") or (clone.folder / "entrypoint" / words[3]).is_file()
+    else:
+        clone.succeed(f"{program} {words[0]} --help")
+
+
+def test_the_readmes_experiment_is_one(clone: Clone) -> None:
+    readme = (ROOT / "README.md").read_text()
+    example = re.search(r"```yaml\n(.*?)```", readme, re.DOTALL)
+    assert example is not None
+    (clone.folder / ".cache").mkdir(exist_ok=True)
+    (clone.folder / ".cache" / "readme.yaml").write_text(example[1])
+    plan = json.loads(clone.succeed("tridock plan .cache/readme.yaml --hosts hostfiles/twin"))
+    assert plan["world_size"] == 2
+
+
+def test_the_readmes_files_are_there() -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", (ROOT / "README.md").read_text())
+    assert [link for link in links if "://" not in link and not (ROOT / link).exists()] == []
+
+
+# ---- the demo ------------------------------------------------------------------------------------
+
+
+def check_result(clone: Clone, output: str) -> Path:
+    """The table, the curve and the run's folder that the demo ends with."""
+    folder = clone.folder / re.findall(r"^run folder +(\S+)$", output, re.MULTILINE)[-1]
+    rows = dict(re.findall(r"^│ (\S.*?) +│ (.*?) +│$", output, re.MULTILINE))
+    assert rows["state"] == "finished"
+    assert (rows["nodes"], rows["ranks"]) == (str(len({*ranks(folder)})), "2")
+    assert float(rows["last loss"]) < float(rows["first loss"]) - 1
+    assert float(rows["tokens/s (median)"].replace(",", "")) > 0
+    assert f"loss curve  {folder.relative_to(clone.folder)}/loss.png\n" in output
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert (folder / "loss.png").stat().st_size > 10_000
+    assert re.search(r"^finished in \d+ s$", output, re.MULTILINE)
+
+    names = (
+        "experiment.yaml",
+        "plan.json",
+        "manifest.json",
+        "hostfile",
+        "deepspeed_env",
+        "ds_config.json",
+        "launch.sh",
+    )
+    names += (
+        "events.jsonl",
+        "metrics.jsonl",
+        "exit_code",
+        *(f"logs/{n}.log" for n in ("launcher", "rank-0", "rank-1")),
+    )
+    assert [name for name in names if not (folder / name).exists()] == []
+    assert list((folder / "tensorboard").iterdir())
+    assert (folder / "checkpoints" / "latest").read_text().strip()
+    assert (folder / "exit_code").read_text() == "0\n"
+    commit = succeed("git", "rev-parse", "HEAD", cwd=clone.folder).strip()
+    assert json.loads((folder / "manifest.json").read_text())["git_commit"] == commit
+    return folder
+
+
+def ranks(folder: Path) -> list[str]:
+    return [rank["node"] for rank in json.loads((folder / "plan.json").read_text())["ranks"]]
+
+
+@pytest.fixture(scope="module")
+def demo(clone: Clone) -> str:
+    """The output of `make demo` on two containers."""
+    return clone.succeed("make demo")
+
+
+def test_the_demo_trains_on_two_containers(clone: Clone, demo: str) -> None:
+    folder = check_result(clone, demo)
+    assert ranks(folder) == ["node-1", "node-2"]
+    steps = [line for line in demo.splitlines() if line.startswith("== ")]
+    assert [step.split(":")[0] for step in steps] == ["== image", "== data", "== run", "== result"]
+    assert re.search(r"iteration +30", demo)  # progress is visible
+    owners = {path.stat().st_uid for path in (folder, *folder.rglob("*"))}
+    assert owners == {clone.folder.stat().st_uid}
+
+
+def test_the_twin_is_still_up_as_the_demo_says(clone: Clone, demo: str) -> None:
+    assert "The twin is still up: fab status --hosts hostfiles/twin; fab down --hosts hostfiles/twin" in demo
+    shown = clone.succeed("fab status --hosts hostfiles/twin")
+    assert re.search(r"│ node-1 +│ 1 +│ running ", shown)
+    assert re.search(r"│ demo-\S+ +│ done +│ 60 ", shown)
+    again = clone.succeed("fab logs --hosts hostfiles/twin")
+    assert "is done; its folder is " in again
+
+
+def test_one_container_runs_the_script_as_the_readme_says(clone: Clone, demo: str) -> None:
+    (clone.folder / "probe").write_text("")
+    run = "docker compose run --rm -T trainer"
+    short = "--set train.train_iters=4 --set train.eval_interval=0 --set optimizer.lr_warmup_iters=2"
+    before = {path.name for path in (clone.folder / "runs").iterdir()}
+    clone.succeed(f"{run} ds_pretrain_gpt2.sh {short} --set model.num_layers=1 --set model.hidden_size=64 </dev/null")
+    (new,) = {path.name for path in (clone.folder / "runs").iterdir()} - before
+    assert (clone.folder / "runs" / new / "exit_code").read_text() == "0\n"
+    assert clone.succeed(f"{run} ls probe </dev/null") == "probe\n"
+    assert clone.succeed(f"{run} id -u </dev/null").strip() == str(clone.folder.stat().st_uid)
+
+
+def test_down_leaves_runs_and_data(clone: Clone, demo: str) -> None:
+    clone.succeed("fab down --hosts hostfiles/twin")
+    assert execute("docker", "ps", "--all", "--quiet", "--filter", f"name=tridock-{clone.name}-node").stdout == ""
+    assert (clone.folder / "data" / "demo" / "stdlib_text_document.bin").is_file()
+    assert list((clone.folder / "runs").iterdir())
+
+
+def test_the_demo_without_an_engine_says_so_and_runs_local_ranks(clone: Clone) -> None:
+    config = clone.folder / "configs" / "demo.yaml"
+    text = config.read_text()
+    smaller = text.replace("num_layers: 4", "num_layers: 1").replace("hidden_size: 256", "hidden_size: 64")
+    config.write_text(smaller.replace("lr: 1.0e-3", "lr: 1.0e-2"))
+    try:
+        output = clone.succeed("make demo", **NO_ENGINE)
+    finally:
+        config.write_text(text)
+    said = "No Docker engine answers here: the same experiment runs as local ranks in .venv, without ssh."
+    assert output.splitlines().count(said) == 1
+    folder = check_result(clone, output)
+    assert len({*ranks(folder)}) == 1
+    assert "The twin is still up" not in output

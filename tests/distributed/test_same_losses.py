@@ -52,6 +52,7 @@ def two_ranks(workspace: Path) -> dict[str, Path]:
         add(f"{layout}-single", **LAYOUTS[layout], **{"batch.micro_batch_size": 1})
     for layout in RECOMPUTED:
         add(f"{layout}-recomputed", **LAYOUTS[layout], **{"model.checkpoint_activations": True})
+    add("ddp-saved", **LAYOUTS["ddp"], **{"train.save": True, "train.save_interval": 4})
     run_several(list(runs.values()), 2)
     return runs
 
@@ -111,6 +112,14 @@ def test_an_overflow_skips_the_step_and_lowers_the_scale(two_ranks: dict[str, Pa
 def test_one_rank_and_two_agree(one_rank: dict[str, Path], two_ranks: dict[str, Path], layout: str) -> None:
     assert_close(one_rank[layout], two_ranks[f"{layout}-fp32"], FP32_TOLERANCE)
     assert grad_norms(one_rank[layout]) == pytest.approx(grad_norms(two_ranks[f"{layout}-fp32"]), rel=1e-4)
+
+
+def test_ddp_continues_on_another_number_of_ranks(workspace: Path, two_ranks: dict[str, Path]) -> None:
+    source = {"train.load": "runs/ddp-saved/checkpoints/iter_0000004"}
+    folder = make_run(workspace, "continued", 1, **LAYOUTS["ddp"], **source)
+    run_several([folder], 1)
+    expected = {place: loss for place, loss in losses(two_ranks["ddp-saved"]).items() if place[0] > 4}
+    assert losses(folder) == pytest.approx(expected, abs=FP32_TOLERANCE, rel=0)
 
 
 def test_four_ranks_agree(workspace: Path, two_ranks: dict[str, Path]) -> None:

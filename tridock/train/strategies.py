@@ -114,7 +114,7 @@ class DistributedDataParallel:
 
     def _update(self, lr: float) -> float:
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients).item() / self.scaler.scale
+        norm = _norm(gradients).item() / self.scaler.scale
         overflow = not math.isfinite(norm)
         if not overflow:
             largest = self.experiment.optimizer.clip_grad
@@ -201,7 +201,7 @@ class Zero:
             if number == len(batches) and self.stage == 0 and self.precision == "fp32":
                 # Here DeepSpeed uses the optimizer as it is, and keeps the norm of the averaged gradients to itself.
                 gradients = [parameter.grad for parameter in self.engine.parameters() if parameter.grad is not None]
-                bare_norm = torch.nn.utils.get_total_norm(gradients)
+                bare_norm = _norm(gradients)
             self.engine.step()  # updates after the last micro-batch only
             total += loss.detach().float()
         overflow = bool(getattr(self.engine.optimizer, "overflow", False))
@@ -232,6 +232,11 @@ class Zero:
         _, own = self.engine.load_checkpoint(str(folder.parent), tag=folder.name)
         if self.scaler is not None:
             self.scaler.restore(own["loss_scaler"])
+
+
+def _norm(gradients: list[Tensor]) -> Tensor:
+    """The 2-norm of all gradients as one vector. torch's own get_total_norm is missing before 2.6."""
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
 
 
 def _set_lr(optimizer: Any, lr: float) -> None:

@@ -41,18 +41,9 @@ install_from_folders() {
 
 # uv knows PyTorch's own indexes by name, so that none has to be written here.
 install_with_uv() {
-    local uv target=
-    if command -v uv >/dev/null; then
-        uv=(uv)
-    else
-        target=$(mktemp -d)
-        "$PYTHON" -m pip install --quiet --require-hashes --target "$target" -r "$HERE/../locks/uv.txt" || return
-        uv=("$target/bin/uv")
-    fi
-    UV_SYSTEM_CERTS=1 "${uv[@]}" pip install --quiet --python "$PYTHON" --no-deps --torch-backend cpu "torch==$VERSION"
-    local status=$?
-    [[ -z $target ]] || rm -rf "$target"
-    return "$status"
+    local uv
+    uv=$("$HERE/find-uv.sh" "$PYTHON") || return
+    UV_SYSTEM_CERTS=1 "$uv" pip install --quiet --python "$PYTHON" --no-deps --torch-backend cpu "torch==$VERSION"
 }
 
 # On some platforms (and behind some mirrors) the index's plain torch is the CPU build; what it was is checked below.

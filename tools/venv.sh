@@ -39,10 +39,6 @@ require_venv_module() {
     "$python" -c 'import ensurepip' 2>/dev/null || fail "$python has no venv module; got an ImportError for ensurepip; install the package python3-venv"
 }
 
-pip_install() {
-    "$VENV/bin/python" -m pip install --quiet --quiet --disable-pip-version-check "$@"
-}
-
 # What an editable installation comes to, without the build tools that pip would fetch for it.
 add_this_repository() {
     local packages
@@ -53,23 +49,22 @@ add_this_repository() {
 }
 
 main() {
-    local python locks=(-r locks/operator.txt)
+    local python locks=(locks/operator.txt)
     if ! is_recent "$VENV/bin/python"; then
         python=$(find_python)
         require_venv_module "$python"
         "$python" -m venv "$VENV"
     fi
     if [[ $LEVEL == full ]]; then
-        locks+=(-r locks/train-cpu.txt -r locks/dev.txt)
+        locks+=(locks/train-cpu.txt locks/dev.txt)
         printf 'venv: installing everything (torch'"'"'s CPU build is the largest part)\n'
     else
         printf 'venv: installing what fab needs\n'
     fi
-    pip_install --no-deps --require-hashes "${locks[@]}"
+    tools/install-locked.sh "$VENV/bin/python" "${locks[@]}"
     if [[ $LEVEL == full ]]; then
         tools/install-torch.sh "$VENV/bin/python" "$(sed -n 's/^torch==//p' locks/torch.txt)" cpu locks/wheels
-        # Nothing is compiled here: a run on local ranks uses no op of DeepSpeed's that would have to be.
-        PATH=$PWD/$VENV/bin:$PATH DS_ACCELERATOR=cpu DS_BUILD_OPS=0 pip_install --no-deps --require-hashes --use-pep517 --no-build-isolation -r locks/deepspeed.txt
+        tools/install-deepspeed.sh "$VENV/bin/python"
     fi
     add_this_repository
     touch "$VENV/.operator"

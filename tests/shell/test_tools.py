@@ -83,10 +83,46 @@ def test_only_what_the_base_lacks_is_installed(tmp_path: Path) -> None:
     lock.write_text(
         "# comment\n"
         "pytest==1.0 \\\n    --hash=sha256:aa \\\n    --hash=sha256:bb\n    # via nothing\n"
-        "not-a-package-of-anybody==2.0 ; python_version >= '3.11' \\\n    --hash=sha256:cc\n"
+        "Not_a.package==2.0 ; python_version < '3.12' \\\n    --hash=sha256:cc\n"
+        "not-a-package==2.1 ; python_version >= '3.12' \\\n    --hash=sha256:dd\n"
     )
     done = run(sys.executable, ROOT / "tools/image/missing-requirements.py", lock)
-    assert done.stdout == "not-a-package-of-anybody==2.0 ; python_version >= '3.11'  --hash=sha256:cc\n"
+    assert done.stdout == (
+        "Not_a.package==2.0 ; python_version < '3.12'  --hash=sha256:cc\n"
+        "not-a-package==2.1 ; python_version >= '3.12'  --hash=sha256:dd\n"
+    )
+
+
+def test_a_version_that_an_added_package_cannot_use_is_put_in_front(tmp_path: Path) -> None:
+    """A base with an old protobuf and an old numpy, and an environment on top with a package that wants newer ones."""
+    base, environment = tmp_path / "base", tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    python = environment / "bin/python"
+    ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    own = Path(run(python, "-c", ask).stdout.strip())
+    for place, name, version, wants in (
+        (base, "protobuf", "5.29.5", ()),
+        (base, "numpy", "1.26.4", ()),
+        (own, "board", "1.0", ("protobuf>=6", "numpy>=2", "protobuf<5 ; extra == 'old'", "absent>=1")),
+    ):
+        folder = place / f"{name}-{version}.dist-info"
+        folder.mkdir(parents=True)
+        lines = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {text}" for text in wants)]
+        (folder / "METADATA").write_text("\n".join(lines) + "\n")
+    packaging = Path(
+        subprocess.check_output(
+            [sys.executable, "-c", "import packaging; print(packaging.__path__[0])"], text=True
+        ).strip()
+    )
+    shutil.copytree(packaging, base / "packaging")
+    lock = tmp_path / "lock.txt"
+    lock.write_text("protobuf==7.0 \\\n    --hash=sha256:aa\nnumpy==2.4 \\\n    --hash=sha256:bb\n")
+    done = run(python, ROOT / "tools/image/missing-requirements.py", "--unfit", lock, PYTHONPATH=str(base))
+    assert done.stdout == "protobuf==7.0  --hash=sha256:aa\n"
+    assert done.stderr == (
+        "the locked protobuf goes in front of the base's 5.29.5: board wants protobuf>=6\n"
+        "the base's numpy 1.26.4 stays, although board wants numpy>=2\n"
+    )
 
 
 def test_locks_name_no_index_and_have_hashes() -> None:
@@ -119,10 +155,11 @@ def test_ops_are_compiled_for_any_cpu_of_the_kind(tmp_path: Path) -> None:
     program(tmp_path, "g++", 'printf "%s\\n" "$@"')
     program(tmp_path, "uname", "echo x86_64")
     words = ["-c", "a b.cpp", "-g", "-march=native", "-D__AVX512__", "-O3"]
-    done = run(ROOT / "tools/image/portable-cxx.sh", *words, PATH=f"{tmp_path}:{os.environ['PATH']}")
-    assert done.stdout.splitlines() == ["-c", "a b.cpp", "-march=x86-64-v3", "-D__AVX256__", "-O3"]
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = run(ROOT / "tools/image/portable-cxx.sh", *words, PATH=path, PORTABLE_CXX_FIRST="-Ifirst")
+    assert done.stdout.splitlines() == ["-Ifirst", "-c", "a b.cpp", "-march=x86-64-v3", "-D__AVX256__", "-O3"]
     program(tmp_path, "uname", "echo aarch64")
-    done = run(ROOT / "tools/image/portable-cxx.sh", *words, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    done = run(ROOT / "tools/image/portable-cxx.sh", *words, PATH=path)
     assert done.stdout.splitlines() == ["-c", "a b.cpp", "-march=native", "-D__AVX512__", "-O3"]
 
 

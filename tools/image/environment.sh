@@ -10,15 +10,11 @@ set -Eeuo pipefail
 readonly VENV=$1 FLAVOR=$2
 HERE=$(dirname "$(readlink -f "$0")")
 readonly HERE
-readonly ROOT=$HERE/../.. LOCKS=$HERE/../../locks
+readonly TOOLS=$HERE/.. LOCKS=$HERE/../../locks
 readonly PYTHON=$VENV/bin/python
 
 step() {
     printf '%s %s\n' "$(date +%T)" "$1"
-}
-
-install() {
-    "$PYTHON" -m pip install --quiet --no-deps --require-hashes "$@"
 }
 
 torch_version() {
@@ -34,23 +30,29 @@ make_environment() {
 }
 
 install_locked() {
+    local list=/tmp/requirements.txt
     if [[ $FLAVOR == gpu ]]; then
-        "$PYTHON" "$HERE/missing-requirements.py" "$LOCKS/train-gpu.txt" >/tmp/missing.txt
-        install -r /tmp/missing.txt
+        "$PYTHON" "$HERE/missing-requirements.py" "$LOCKS/train-gpu.txt" >"$list"
+        ! grep -q . "$list" || "$TOOLS/install-locked.sh" "$PYTHON" "$list"
+        "$PYTHON" "$HERE/missing-requirements.py" --unfit "$LOCKS/train-gpu.txt" >"$list"
+        ! grep -q . "$list" || "$TOOLS/install-locked.sh" "$PYTHON" "$list"
     else
-        install -r "$LOCKS/train-cpu.txt"
+        "$TOOLS/install-locked.sh" "$PYTHON" "$LOCKS/train-cpu.txt"
     fi
 }
 
 # The ops that DeepSpeed would otherwise compile at first use, where a node may have no compiler: the shared-memory
 # reduction that it loads whenever a CPU process group is formed, and its own Adam.
 install_deepspeed() {
-    export DS_BUILD_OPS=0 DS_BUILD_CPU_ADAM=1 DS_BUILD_FUSED_ADAM=1 DS_ENABLE_NINJA=1 MAX_JOBS
+    export MAX_JOBS CXX="$HERE/portable-cxx.sh" DS_ENABLE_NINJA=1
     MAX_JOBS=$(nproc)
     if [[ $FLAVOR == cpu ]]; then
-        export DS_BUILD_SHM_COMM=1 CXX="$HERE/portable-cxx.sh" CC="$HERE/portable-cxx.sh"
+        export DS_BUILD_SHM_COMM=1 DS_BUILD_CPU_ADAM=1 DS_BUILD_FUSED_ADAM=1 PORTABLE_CXX_FIRST="-I$HERE/include"
+    elif command -v nvcc >/dev/null; then
+        # For every GPU generation in TORCH_CUDA_ARCH_LIST, which NVIDIA's images set.
+        export DS_BUILD_CPU_ADAM=1 DS_BUILD_FUSED_ADAM=1
     fi
-    PATH=$VENV/bin:$PATH install --use-pep517 --no-build-isolation -r "$LOCKS/deepspeed.txt"
+    "$TOOLS/install-deepspeed.sh" "$PYTHON"
 }
 
 # What an environment without a compiler, and without anybody's tests, has no use for.
@@ -69,7 +71,7 @@ main() {
     step "installing the locked packages"
     install_locked
     step "installing torch"
-    "$ROOT/tools/install-torch.sh" "$PYTHON" "$(torch_version)" "$FLAVOR" "$LOCKS/wheels"
+    "$TOOLS/install-torch.sh" "$PYTHON" "$(torch_version)" "$FLAVOR" "$LOCKS/wheels"
     step "installing DeepSpeed and compiling its ops"
     install_deepspeed
     step "checking"

@@ -3,7 +3,8 @@
 # on x86-64 they are made for AVX2 instead, which every server of the last ten years has. Debug symbols are left out: they take a third of the time.
 set -Eeuo pipefail
 
-words=()
+# PORTABLE_CXX_FIRST  words to put in front of all others
+read -r -a words <<<"${PORTABLE_CXX_FIRST:-}"
 for word in "$@"; do
     [[ $word != -g ]] || continue
     if [[ $(uname -m) == x86_64 ]]; then

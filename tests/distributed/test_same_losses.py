@@ -47,6 +47,7 @@ def two_ranks(workspace: Path) -> dict[str, Path]:
         add(f"{layout}-{precision}", **LAYOUTS[layout], precision=precision, **{"fp16.initial_scale_power": 10})
     for layout in LAYOUTS:
         add(f"{layout}-overflow", **LAYOUTS[layout], precision="fp16", **{"fp16.initial_scale_power": 30})
+        add(f"{layout}-scale1", **LAYOUTS[layout], precision="fp16", **{"fp16.loss_scale": 1.0})
         add(f"{layout}-unclipped", **LAYOUTS[layout], **{"optimizer.clip_grad": 0.0, "batch.micro_batch_size": 4})
         add(f"{layout}-whole", **LAYOUTS[layout], **{"batch.micro_batch_size": 4})
         add(f"{layout}-single", **LAYOUTS[layout], **{"batch.micro_batch_size": 1})
@@ -106,6 +107,12 @@ def test_an_overflow_skips_the_step_and_lowers_the_scale(two_ranks: dict[str, Pa
     assert [record["loss_scale"] for record in records[:3]] == [2.0**30, 2.0**29, 2.0**28]
     untrained = losses(two_ranks[f"{layout}-fp16"])[(1, "train")]
     assert records[0]["loss"] == pytest.approx(untrained, abs=1e-3)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_loss_scale_of_one_trains(two_ranks: dict[str, Path], layout: str) -> None:
+    """The gradient is divided by the scale that multiplied the loss, at the lowest one too."""
+    assert_close(two_ranks[f"{layout}-scale1"], two_ranks[f"{layout}-fp16"], SHORT_TOLERANCE)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -94,10 +94,10 @@ class DistributedDataParallel:
     def loss_scale(self) -> float:
         return self.scaler.scale
 
-    def _loss(self, batch: Tensor) -> Tensor:
+    def _loss(self, model: nn.Module, batch: Tensor) -> Tensor:
         short = self.experiment.precision != "fp32"
         with torch.autocast(self.device.type, _DTYPES[self.experiment.precision]) if short else nullcontext():
-            loss: Tensor = self.model(batch[:, :-1], batch[:, 1:])
+            loss: Tensor = model(batch[:, :-1], batch[:, 1:])
         return loss
 
     def step(self, batches: Sequence[Tensor], lr: float) -> Step:
@@ -107,7 +107,7 @@ class DistributedDataParallel:
         for number, batch in enumerate(batches, start=1):
             # Ranks exchange gradients once a step, during the last backward pass.
             with nullcontext() if number == len(batches) else self.model.no_sync():
-                loss = self._loss(batch)
+                loss = self._loss(self.model, batch)
                 (loss * (self.scaler.scale / len(batches))).backward()
             total += loss.detach()
         return Step(total / len(batches), self._update(lr))
@@ -130,11 +130,7 @@ class DistributedDataParallel:
     @torch.no_grad()
     def evaluate(self, batch: Tensor) -> Tensor:
         self.model.eval()
-        # Not through DDP: an evaluation exchanges nothing.
-        short = self.experiment.precision != "fp32"
-        with torch.autocast(self.device.type, _DTYPES[self.experiment.precision]) if short else nullcontext():
-            loss: Tensor = self.model.module(batch[:, :-1], batch[:, 1:])
-        return loss
+        return self._loss(self.model.module, batch)  # not through DDP: an evaluation exchanges nothing
 
     def files(self, rank: int) -> tuple[str, ...]:  # noqa: ARG002  one file holds all
         return ("ddp.pt",)
@@ -192,7 +188,7 @@ class Zero:
         self.engine.train()
         _set_lr(self.engine.optimizer, lr)
         scale = self.scaler.scale if self.scaler is not None else 1.0
-        if scale != 1.0:
+        if self.scaler is not None and self.precision == "fp16":
             self.engine.optimizer.loss_scale_config.cur_scale = scale
         total, bare_norm = torch.zeros((), device=self.engine.device), None
         for number, batch in enumerate(batches, start=1):

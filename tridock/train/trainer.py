@@ -107,7 +107,8 @@ class Trainer:
         line += f" | grad norm {step.grad_norm:.3f} | {tokens_per_second:,.0f} tokens/s | {left} left"
         if self.experiment.precision == "fp16":
             line += f" | loss scale {self.strategy.loss_scale:g}"
-            line += " | step skipped: fp16 overflow" if math.isinf(step.grad_norm) else ""
+        if math.isinf(step.grad_norm):
+            line += " | step skipped: the gradient overflowed"
         self.say(line)
         if not math.isfinite(loss):
             todo = "lower optimizer.lr, lengthen optimizer.lr_warmup_iters, or use bf16 or fp32"

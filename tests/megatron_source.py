@@ -1,0 +1,51 @@
+"""Where the tests find Megatron-LM v1.1.5: its code is not part of this repository."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+COMMIT = "e7c8cb767acddba8ad5d2c41fe18e30de7870d30"
+FOLDER = "megatron/Megatron-LM-v1.1.5-3D_parallelism"
+PATCHES = sorted((Path(__file__).parents[1] / "patches" / "megatron-v1.1.5").glob("*.patch"))
+REMEDY = (
+    "git init -q /tmp/megatron && git -C /tmp/megatron fetch -q --depth 1"
+    f" https://github.com/deepspeedai/DeepSpeedExamples.git {COMMIT}"
+    " && git -C /tmp/megatron update-ref HEAD FETCH_HEAD && export TRIDOCK_MEGATRON=/tmp/megatron"
+)
+
+
+def pristine_source(target: Path) -> Path:
+    """A copy of upstream's folder without any patch, from ``TRIDOCK_MEGATRON``: that folder, or a git repository."""
+    given = os.environ.get("TRIDOCK_MEGATRON")
+    if not given:
+        pytest.skip(f"the source of Megatron-LM v1.1.5 is not at hand; {REMEDY}")
+    target.mkdir(parents=True)
+    if (Path(given) / "pretrain_gpt2.py").is_file():
+        subprocess.run(["cp", "-r", f"{given}/.", str(target)], check=True)
+        return target
+    archive = subprocess.run(["git", "-C", given, "archive", COMMIT, FOLDER], check=True, capture_output=True)
+    unpack = ["tar", "-x", "-C", str(target), f"--strip-components={FOLDER.count('/') + 1}"]
+    subprocess.run(unpack, input=archive.stdout, check=True)
+    return target
+
+
+def apply_patch(patch: Path, source: Path) -> None:
+    """``git apply``, as the image's build does it; nothing where the source has the patch already."""
+    command = ["git", "-C", str(source), "apply"]
+    # Outside of any repository: within one, git apply skips what lies outside of its index, and says nothing.
+    env = os.environ | {"GIT_CEILING_DIRECTORIES": str(source.parent)}
+    undone = subprocess.run([*command, "--reverse", "--check", str(patch)], env=env, check=False, capture_output=True)
+    if undone.returncode:
+        subprocess.run([*command, str(patch)], env=env, check=True)
+
+
+def patched_source(target: Path) -> Path:
+    """Upstream's folder with the series applied: what the image holds."""
+    pristine_source(target)
+    for patch in PATCHES:
+        apply_patch(patch, target)
+    return target

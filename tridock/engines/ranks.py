@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tridock import run_folder
+from tridock.engines import megatron_deepspeed
 from tridock.engines.deepspeed_config import deepspeed_config
+from tridock.engines.megatron_deepspeed import megatron_arguments
 from tridock.experiment import Experiment
 from tridock.plan import Plan
 
@@ -33,4 +35,8 @@ def rank_program(experiment: Experiment, plan: Plan, run_id: str, run_path: str)
         run_folder.RUN_ID_VARIABLE: run_id,
         run_folder.WORLD_SIZE_VARIABLE: str(plan.world_size),
     }
-    return RankProgram("tridock.train", ("--run-folder", run_path), env, files)
+    folder = ("--run-folder", run_path)
+    if experiment.engine == "megatron-deepspeed":
+        words = megatron_arguments(experiment, plan, run_path)
+        return RankProgram(megatron_deepspeed.MODULE, (*folder, *words), env, files)
+    return RankProgram("tridock.train", folder, env, files)

@@ -6,9 +6,9 @@ Checks that need more than one section live in :mod:`tridock.plan`, those of one
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
 Engine = Literal["torch", "megatron-deepspeed", "megatron-core"]
 Strategy = Literal["ddp", "zero"]
@@ -17,9 +17,18 @@ Precision = Literal["fp32", "bf16", "fp16"]
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,40}$")]
 EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 EnvValue = Annotated[str, StringConstraints(pattern=r"^[^\n\r\x00]*$")]
+Word = Annotated[str, StringConstraints(pattern=r"^[^\n\r\x00']+$")]
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+def _frozen(value: Any) -> Any:
+    # YAML has lists only; a frozen model wants tuples, and strict mode takes no list for one.
+    return tuple(value) if isinstance(value, list) else value
+
+
+Words = Annotated[tuple[Word, ...], BeforeValidator(_frozen)]
 
 
 class Section(BaseModel):
@@ -50,13 +59,29 @@ class Model(Section):
     checkpoint_activations: bool = Field(
         default=False, description="Recompute each layer's activations in the backward pass."
     )
+    checkpoint_num_layers: Positive = Field(
+        default=1, description="Engine megatron-deepspeed: layers between two stored activations."
+    )
+    partition_activations: bool = Field(
+        default=False, description="Engine megatron-deepspeed: tensor parallel ranks share out what is stored."
+    )
+    checkpoint_in_cpu: bool = Field(
+        default=False, description="Engine megatron-deepspeed: keep what is stored in the host's memory."
+    )
+    contiguous_checkpointing: bool = Field(
+        default=False, description="Engine megatron-deepspeed: keep what is stored in one piece of memory."
+    )
+    synchronize_each_layer: bool = Field(
+        default=False, description="Engine megatron-deepspeed: wait for the device around each stored layer."
+    )
 
 
 class Parallel(Section):
     """How the model and its state are laid out over the ranks."""
 
     strategy: Strategy = Field(
-        default="zero", description="Engine torch: ddp (torch's own) or zero (DeepSpeed, stages 0 to 3)."
+        default="zero",
+        description="ddp (the engine's own, without DeepSpeed) or zero (DeepSpeed, stages 0 to 3).",
     )
     zero_stage: Literal[0, 1, 2, 3] = Field(
         default=0,
@@ -89,6 +114,12 @@ class Data(Section):
     )
     split: Annotated[str, StringConstraints(pattern=r"^\d+(\.\d+)?,\d+(\.\d+)?,\d+(\.\d+)?$")] = Field(
         default="949,50,1", description="Shares of the documents for training, validation and test."
+    )
+    vocab_file: str | None = Field(
+        default=None, min_length=1, description="Engine megatron-deepspeed: GPT-2 vocabulary (vocab.json); required."
+    )
+    merge_file: str | None = Field(
+        default=None, min_length=1, description="Engine megatron-deepspeed: GPT-2 merges (merges.txt); required."
     )
 
 
@@ -127,6 +158,11 @@ class Train(Section):
     eval_iters: Positive = Field(default=10, description="Batches of one evaluation.")
     save_interval: Count = Field(default=0, description="Iterations between checkpoints; 0: only at the end.")
     save: bool = Field(default=True, description="Write checkpoints into the run's folder.")
+    checkpoint_folder: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Engine megatron-deepspeed: where checkpoints go instead of the run's folder.",
+    )
     load: str | None = Field(
         default=None, description="Checkpoint folder to continue from (of a run: runs/<run-id>/checkpoints)."
     )
@@ -159,6 +195,10 @@ class Experiment(Section):
     fp16: LossScale = Field(default_factory=LossScale)
     train: Train
     launch: Launch = Field(default_factory=Launch)
+    megatron_args: Words = Field(
+        default=(),
+        description="Engine megatron-deepspeed: more words for Megatron's command line, for what has no field here.",
+    )
     env: dict[EnvName, EnvValue] = Field(
         default_factory=dict, description="Environment of every rank; wins over the cluster's."
     )

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from tridock.errors import Problem
 from tridock.experiment import Experiment
+from tridock.plan.megatron import CHECKPOINT_OPTIONS, megatron_problems
+from tridock.plan.nearest import either, nearest_divisors
 
 
 def layout_problems(experiment: Experiment, world_size: int) -> list[Problem]:
@@ -20,13 +22,13 @@ def layout_problems(experiment: Experiment, world_size: int) -> list[Problem]:
 
 def _engine_problems(experiment: Experiment) -> Iterator[Problem]:
     parallel = experiment.parallel
-    if experiment.engine != "torch":
-        yield Problem("engine", "is not in this release", repr(experiment.engine), "use torch")
+    if experiment.engine == "megatron-core":
+        yield Problem("engine", "is not in this release", repr(experiment.engine), "use torch or megatron-deepspeed")
         return
-    for field in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-        size = getattr(parallel, field)
-        if size != 1:
-            yield Problem(f"parallel.{field}", "the torch engine does not split the model", str(size), "set it to 1")
+    if experiment.engine == "megatron-deepspeed":
+        yield from megatron_problems(experiment)
+    else:
+        yield from _torch_problems(experiment)
     if parallel.strategy == "ddp" and parallel.zero_stage != 0:
         yield Problem(
             "parallel.zero_stage",
@@ -34,6 +36,34 @@ def _engine_problems(experiment: Experiment) -> Iterator[Problem]:
             str(parallel.zero_stage),
             "set it to 0, or strategy to zero",
         )
+
+
+def _torch_problems(experiment: Experiment) -> Iterator[Problem]:
+    for field in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        size = getattr(experiment.parallel, field)
+        if size != 1:
+            yield Problem(f"parallel.{field}", "the torch engine does not split the model", str(size), "set it to 1")
+    if experiment.model.checkpoint_num_layers != 1:
+        yield Problem(
+            "model.checkpoint_num_layers",
+            "the torch engine stores every layer's",
+            str(experiment.model.checkpoint_num_layers),
+            "leave it out, or use engine megatron-deepspeed",
+        )
+    for field in CHECKPOINT_OPTIONS:
+        if getattr(experiment.model, field):
+            yield Problem(
+                f"model.{field}",
+                "the torch engine has no such option",
+                "true",
+                "leave it out, or use engine megatron-deepspeed",
+            )
+    if (folder := experiment.train.checkpoint_folder) is not None:
+        what, todo = "the torch engine saves in the run's folder", "leave it out, or use engine megatron-deepspeed"
+        yield Problem("train.checkpoint_folder", what, folder, todo)
+    if experiment.megatron_args:
+        got, todo = " ".join(experiment.megatron_args), "remove it, or use engine megatron-deepspeed"
+        yield Problem("megatron_args", "the torch engine has no such arguments", got, todo)
 
 
 def _model_problems(experiment: Experiment) -> Iterator[Problem]:
@@ -44,7 +74,7 @@ def _model_problems(experiment: Experiment) -> Iterator[Problem]:
             "model.num_attention_heads",
             f"must divide hidden_size {model.hidden_size}",
             str(model.num_attention_heads),
-            f"use {_either(near)}",
+            f"use {either(near)}",
         )
     positions = model.max_position_embeddings
     if positions is not None and positions < model.seq_length:
@@ -77,7 +107,14 @@ def _batch_problems(experiment: Experiment, world_size: int) -> Iterator[Problem
             f"must be a multiple of micro_batch_size {batch.micro_batch_size} x"
             f" data parallel size {world_size // model_parallel}",
             str(samples),
-            f"use {_either(choices)}, or leave it out",
+            f"use {either(choices)}, or leave it out",
+        )
+    elif experiment.engine == "megatron-deepspeed" and parallel.strategy == "ddp" and samples != per_pass:
+        yield Problem(
+            "batch.global_batch_size",
+            "Megatron v1.1.5 without DeepSpeed does not accumulate gradients",
+            str(samples),
+            f"use {per_pass}, or strategy zero",
         )
 
 
@@ -93,15 +130,3 @@ def _schedule_problems(experiment: Experiment) -> Iterator[Problem]:
         )
     if optimizer.min_lr > optimizer.lr:
         yield Problem("optimizer.min_lr", f"must not exceed lr {optimizer.lr:g}", f"{optimizer.min_lr:g}", "lower it")
-
-
-def nearest_divisors(number: int, wanted: int) -> list[int]:
-    """The divisors of ``number`` next to ``wanted``: the greatest below it and the least above it."""
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
-    below = [d for d in divisors if d < wanted]
-    above = [d for d in divisors if d > wanted]
-    return below[-1:] + above[:1]
-
-
-def _either(choices: list[int]) -> str:
-    return " or ".join(str(choice) for choice in choices)

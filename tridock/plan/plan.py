@@ -20,6 +20,8 @@ class Rank:
     slot: int
     local_rank: int
     data_parallel_rank: int
+    pipeline_parallel_rank: int = 0
+    tensor_parallel_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +77,19 @@ def make_plan(experiment: Experiment, slots: Mapping[str, Sequence[int]], source
         global_batch_size=samples,
         accumulation_steps=samples // (batch.micro_batch_size * data_parallel),
         tokens_per_step=samples * experiment.model.seq_length,
-        ranks=tuple(_ranks(slots)),
+        ranks=tuple(_ranks(slots, data_parallel, parallel.tensor_model_parallel_size)),
     )
 
 
-def _ranks(slots: Mapping[str, Sequence[int]]) -> Iterator[Rank]:
+def _ranks(slots: Mapping[str, Sequence[int]], data_parallel: int, tensor_parallel: int) -> Iterator[Rank]:
+    """Numbers the ranks as DeepSpeed's ``PipeModelDataParallelTopology`` does.
+
+    Tensor parallel ranks are neighbours, and so on one node where they fit; a pipeline's stages lie furthest apart.
+    """
     rank = 0
     for node, numbers in slots.items():
         for local_rank, slot in enumerate(numbers):
-            # The only layout so far is plain data parallelism: a rank is its own data parallel rank.
-            yield Rank(rank, node, slot, local_rank, data_parallel_rank=rank)
+            replica, tensor = divmod(rank, tensor_parallel)
+            stage, data = divmod(replica, data_parallel)
+            yield Rank(rank, node, slot, local_rank, data, stage, tensor)
             rank += 1

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tridock.errors import RequestError
 from tridock.experiment import parse_experiment
 from tridock.plan import Plan, make_plan
-from tridock.plan.legality import nearest_divisors
+from tridock.plan.nearest import nearest_divisors
 
 BASE = """\
 name: tiny
@@ -91,7 +91,7 @@ def test_the_global_batch_left_out_is_one_micro_batch_a_rank() -> None:
 
 def test_an_engine_that_is_not_here_says_so() -> None:
     assert refused({"a": [0]}, "engine=megatron-core") == [
-        "e.yaml: engine: is not in this release; got 'megatron-core'; use torch"
+        "e.yaml: engine: is not in this release; got 'megatron-core'; use torch or megatron-deepspeed"
     ]
 
 

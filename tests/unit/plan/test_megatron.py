@@ -1,0 +1,105 @@
+"""What Megatron v1.1.5 cannot run, and the numbers of its ranks."""
+
+from typing import Any
+
+import pytest
+
+from tridock.errors import RequestError
+from tridock.experiment import parse_experiment
+from tridock.plan import Plan, make_plan
+
+BASE = """\
+name: tiny
+engine: megatron-deepspeed
+model: {num_layers: 60, hidden_size: 96, num_attention_heads: 16, seq_length: 16}
+batch: {micro_batch_size: 2}
+data: {data_path: data/x, vocab_file: v, merge_file: m}
+precision: fp32
+train: {train_iters: 30}
+"""
+TP, PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
+
+
+def planned(ranks: int, *overrides: str) -> Plan:
+    return make_plan(parse_experiment(BASE, "e.yaml", overrides), {"a": range(ranks)}, "e.yaml")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides", "expected"),
+    [
+        (2, [f"{PP}=2", "parallel.zero_stage=2"],
+         "parallel.zero_stage: DeepSpeed's pipeline works with ZeRO 0 and 1 only; got 2; "
+         "use 1, or set pipeline_model_parallel_size to 1"),
+        (3, [f"{TP}=3"], f"{TP}: must divide num_attention_heads 16; got 3; use 2 or 4"),
+        (32, [f"{PP}=32"], f"{PP}: must divide num_layers 60; got 32; use 30 or 60"),
+        (2, [f"{PP}=2", "parallel.strategy=ddp"],
+         f"{PP}: Megatron v1.1.5 without DeepSpeed has no pipeline; got 2; set it to 1, or strategy to zero"),
+        (1, ["parallel.strategy=ddp", "parallel.zero_stage=1"],
+         "parallel.zero_stage: strategy ddp keeps everything on every rank; got 1; set it to 0, or strategy to zero"),
+        (2, ["parallel.strategy=ddp", "batch.global_batch_size=8"],
+         "batch.global_batch_size: Megatron v1.1.5 without DeepSpeed does not accumulate gradients; got 8; "
+         "use 4, or strategy zero"),
+        (1, ["precision=bf16"],
+         "precision: Megatron v1.1.5 knows fp16 and fp32; got 'bf16'; use fp16 on GPUs, or fp32"),
+        (1, ["data.merge_file=null"],
+         "data.merge_file: Megatron v1.1.5 reads GPT-2's tokenizer; got nothing; "
+         "name the file that the data was tokenized with (the demo's lie in data/demo/tokenizer)"),
+        (1, ["train.seed=0"], "train.seed: Megatron v1.1.5 wants a positive seed; got 0; use 1 or more"),
+        (1, ["megatron_args=[--batch-size=9]"],
+         "megatron_args: the experiment has a field for this; got --batch-size; set batch.micro_batch_size"),
+        (1, ["train.save=false", "train.checkpoint_folder=x"],
+         "train.checkpoint_folder: nothing is saved; got x; set train.save to true, or leave it out"),
+        (2, [f"{PP}=2", "model.checkpoint_num_layers=31"],
+         "model.checkpoint_num_layers: must be at most the 30 layers of a stage; got 31; use 30"),
+        (1, ["model.partition_activations=true"],
+         "model.partition_activations: is about stored activations, and none are stored; got true; "
+         "set model.checkpoint_activations to true, or leave it out"),
+        (1, ["model.checkpoint_activations=true", "model.contiguous_checkpointing=true"],
+         "model.contiguous_checkpointing: needs partition_activations; got true; "
+         "set model.partition_activations to true, or leave it out"),
+        (1, ["parallel.strategy=ddp", "model.checkpoint_activations=true", "model.checkpoint_in_cpu=true"],
+         "model.checkpoint_in_cpu: is DeepSpeed's, and strategy ddp is without it; got true; "
+         "set it to false, or strategy to zero"),
+    ],
+)  # fmt: skip
+def test_refused_with_the_nearest_choice(ranks: int, overrides: list[str], expected: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        planned(ranks, *overrides)
+    assert str(caught.value) == f"e.yaml: {expected}"
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("model.checkpoint_num_layers=2",
+         "model.checkpoint_num_layers: the torch engine stores every layer's; got 2; "
+         "leave it out, or use engine megatron-deepspeed"),
+        ("model.checkpoint_in_cpu=true",
+         "model.checkpoint_in_cpu: the torch engine has no such option; got true; "
+         "leave it out, or use engine megatron-deepspeed"),
+        ("train.checkpoint_folder=checkpoints",
+         "train.checkpoint_folder: the torch engine saves in the run's folder; got checkpoints; "
+         "leave it out, or use engine megatron-deepspeed"),
+        ("megatron_args=[--fp16, --x]",
+         "megatron_args: the torch engine has no such arguments; got --fp16 --x; "
+         "remove it, or use engine megatron-deepspeed"),
+    ],
+)  # fmt: skip
+def test_the_torch_engine_does_not_pretend(override: str, expected: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        planned(1, "engine=torch", override)
+    assert str(caught.value) == f"e.yaml: {expected}"
+
+
+@pytest.mark.parametrize(("tensor", "stages", "data"), [(2, 2, 2), (4, 1, 2), (1, 4, 2), (2, 3, 3), (1, 1, 4)])
+def test_ranks_are_numbered_as_deepspeed_numbers_them(tensor: int, stages: int, data: int) -> None:
+    topology: Any = pytest.importorskip("deepspeed.runtime.pipe.topology")
+    theirs = topology.PipeModelDataParallelTopology(num_pp=stages, num_mp=tensor, num_dp=data)
+    ours = planned(tensor * stages * data, f"{TP}={tensor}", f"{PP}={stages}", "model.num_attention_heads=16").ranks
+    for rank in ours:
+        place = theirs.get_coord(rank.rank)
+        assert (rank.pipeline_parallel_rank, rank.data_parallel_rank, rank.tensor_parallel_rank) == (
+            place.pipe,
+            place.data,
+            place.model,
+        )

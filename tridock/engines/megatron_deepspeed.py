@@ -1,0 +1,121 @@
+"""Engine ``megatron-deepspeed``: Megatron-LM v1.1.5's command line, out of what also gives DeepSpeed's JSON.
+
+Pure. Each option stands with the field of the experiment that gives it in :data:`tridock.plan.megatron.OWNED`.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Iterator
+
+from tridock import run_folder
+from tridock.experiment import Experiment
+from tridock.plan import Plan
+from tridock.plan.megatron import CHECKPOINT_OPTIONS
+
+MODULE = "tridock.train.megatron_deepspeed"
+_SPELLED = {"contiguous_checkpointing": "--contigious-checkpointing"}  # upstream's spelling
+
+
+def megatron_arguments(experiment: Experiment, plan: Plan, run_path: str) -> tuple[str, ...]:
+    """The words after ``pretrain_gpt2.py``. Relative paths of the experiment start two folders above the run's."""
+    words: list[str] = []
+    for option, value in _options(experiment, plan, run_path):
+        words += [option] if value is None else [option, str(value)]
+    return (*words, *experiment.megatron_args)
+
+
+def _options(experiment: Experiment, plan: Plan, run_path: str) -> Iterator[tuple[str, object]]:
+    workspace = posixpath.dirname(posixpath.dirname(run_path))
+    yield from _model(experiment)
+    yield from _layout(plan)
+    yield from _data(experiment, workspace)
+    yield from _optimizer(experiment)
+    yield from _precision(experiment)
+    yield from _length(experiment, run_path, workspace)
+    if experiment.parallel.strategy == "zero":
+        yield "--deepspeed", None
+        yield "--deepspeed_config", f"{run_path}/{run_folder.DEEPSPEED_CONFIG}"
+        yield "--zero-stage", experiment.parallel.zero_stage
+
+
+def _model(experiment: Experiment) -> Iterator[tuple[str, object]]:
+    model = experiment.model
+    yield "--num-layers", model.num_layers
+    yield "--hidden-size", model.hidden_size
+    yield "--num-attention-heads", model.num_attention_heads
+    yield "--seq-length", model.seq_length
+    yield "--max-position-embeddings", model.max_position_embeddings or model.seq_length
+    yield "--make-vocab-size-divisible-by", model.make_vocab_size_divisible_by
+    yield "--hidden-dropout", model.hidden_dropout
+    yield "--attention-dropout", model.attention_dropout
+    yield "--init-method-std", model.init_method_std
+    if model.checkpoint_activations:
+        yield "--checkpoint-activations", None
+        yield "--checkpoint-num-layers", model.checkpoint_num_layers
+        chosen = [field for field in CHECKPOINT_OPTIONS if getattr(model, field)]
+        if chosen:
+            # Upstream's scripts give the options below without this one, and so without any effect.
+            yield "--deepspeed-activation-checkpointing", None
+        for field in chosen:
+            yield _SPELLED.get(field, "--" + field.replace("_", "-")), None
+
+
+def _layout(plan: Plan) -> Iterator[tuple[str, object]]:
+    stages = plan.pipeline_model_parallel_size
+    yield "--model-parallel-size", plan.tensor_model_parallel_size
+    # 0 is upstream's word for no pipeline; with 1 it would build one of a single stage.
+    yield "--pipe-parallel-size", stages if stages > 1 else 0
+    yield "--batch-size", plan.micro_batch_size
+    yield "--gas", plan.accumulation_steps
+
+
+def _data(experiment: Experiment, workspace: str) -> Iterator[tuple[str, object]]:
+    data = experiment.data
+    yield "--data-path", posixpath.join(workspace, data.data_path)
+    yield "--vocab-file", posixpath.join(workspace, data.vocab_file or "")
+    yield "--merge-file", posixpath.join(workspace, data.merge_file or "")
+    yield "--data-impl", "mmap"
+    yield "--split", data.split
+    if experiment.train.load is not None:
+        yield "--load", posixpath.join(workspace, experiment.train.load)
+
+
+def _optimizer(experiment: Experiment) -> Iterator[tuple[str, object]]:
+    optimizer = experiment.optimizer
+    decay = optimizer.lr_decay_iters or experiment.train.train_iters
+    yield "--lr", optimizer.lr
+    yield "--min-lr", optimizer.min_lr
+    yield "--lr-decay-style", optimizer.lr_decay_style
+    yield "--lr-decay-iters", decay
+    yield "--warmup", optimizer.lr_warmup_iters / decay
+    yield "--weight-decay", optimizer.weight_decay
+    yield "--adam-beta1", optimizer.adam_beta1
+    yield "--adam-beta2", optimizer.adam_beta2
+    yield "--adam-eps", optimizer.adam_eps
+    yield "--clip-grad", optimizer.clip_grad
+
+
+def _precision(experiment: Experiment) -> Iterator[tuple[str, object]]:
+    if experiment.precision == "fp16":
+        fp16 = experiment.fp16
+        yield "--fp16", None
+        if fp16.loss_scale:
+            yield "--loss-scale", fp16.loss_scale
+        yield "--loss-scale-window", fp16.loss_scale_window
+        yield "--hysteresis", fp16.hysteresis
+
+
+def _length(experiment: Experiment, run_path: str, workspace: str) -> Iterator[tuple[str, object]]:
+    train = experiment.train
+    yield "--train-iters", train.train_iters
+    yield "--log-interval", train.log_interval
+    # Upstream divides by it, and evaluates at the end in any case.
+    yield "--eval-interval", train.eval_interval or train.train_iters + 1
+    yield "--eval-iters", train.eval_iters
+    if train.save:
+        yield "--save", posixpath.join(workspace, train.checkpoint_folder or f"{run_path}/{run_folder.CHECKPOINTS}")
+        yield "--save-interval", train.save_interval or train.train_iters
+    yield "--seed", train.seed
+    if train.tensorboard:
+        yield "--tensorboard-dir", f"{run_path}/{run_folder.TENSORBOARD}"

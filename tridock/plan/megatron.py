@@ -1,0 +1,152 @@
+"""Reasons why Megatron-LM v1.1.5 on DeepSpeed cannot run an experiment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from tridock.errors import Problem
+from tridock.experiment import Experiment
+from tridock.plan.nearest import either, nearest_divisors
+
+CHECKPOINT_OPTIONS: Final = (
+    "partition_activations",
+    "checkpoint_in_cpu",
+    "contiguous_checkpointing",
+    "synchronize_each_layer",
+)
+"""What DeepSpeed does with stored activations, by the names of the fields."""
+
+OWNED: Final[dict[str, str]] = {
+    "--num-layers": "model.num_layers",
+    "--hidden-size": "model.hidden_size",
+    "--num-attention-heads": "model.num_attention_heads",
+    "--seq-length": "model.seq_length",
+    "--max-position-embeddings": "model.max_position_embeddings",
+    "--make-vocab-size-divisible-by": "model.make_vocab_size_divisible_by",
+    "--hidden-dropout": "model.hidden_dropout",
+    "--attention-dropout": "model.attention_dropout",
+    "--init-method-std": "model.init_method_std",
+    "--checkpoint-activations": "model.checkpoint_activations",
+    "--checkpoint-num-layers": "model.checkpoint_num_layers",
+    "--deepspeed-activation-checkpointing": "model.partition_activations",
+    "--partition-activations": "model.partition_activations",
+    "--checkpoint-in-cpu": "model.checkpoint_in_cpu",
+    "--contigious-checkpointing": "model.contiguous_checkpointing",
+    "--synchronize-each-layer": "model.synchronize_each_layer",
+    "--model-parallel-size": "parallel.tensor_model_parallel_size",
+    "--pipe-parallel-size": "parallel.pipeline_model_parallel_size",
+    "--zero-stage": "parallel.zero_stage",
+    "--deepspeed": "parallel.strategy",
+    "--deepspeed_config": "parallel.strategy",
+    "--batch-size": "batch.micro_batch_size",
+    "--gas": "batch.global_batch_size",
+    "--data-path": "data.data_path",
+    "--split": "data.split",
+    "--vocab-file": "data.vocab_file",
+    "--merge-file": "data.merge_file",
+    "--data-impl": "data.data_path",
+    "--tokenizer-type": "data.vocab_file",
+    "--lr": "optimizer.lr",
+    "--min-lr": "optimizer.min_lr",
+    "--lr-decay-style": "optimizer.lr_decay_style",
+    "--lr-decay-iters": "optimizer.lr_decay_iters",
+    "--warmup": "optimizer.lr_warmup_iters",
+    "--weight-decay": "optimizer.weight_decay",
+    "--adam-beta1": "optimizer.adam_beta1",
+    "--adam-beta2": "optimizer.adam_beta2",
+    "--adam-eps": "optimizer.adam_eps",
+    "--clip-grad": "optimizer.clip_grad",
+    "--fp16": "precision",
+    "--loss-scale": "fp16.loss_scale",
+    "--loss-scale-window": "fp16.loss_scale_window",
+    "--hysteresis": "fp16.hysteresis",
+    "--train-iters": "train.train_iters",
+    "--log-interval": "train.log_interval",
+    "--eval-interval": "train.eval_interval",
+    "--eval-iters": "train.eval_iters",
+    "--save": "train.save",
+    "--save-interval": "train.save_interval",
+    "--load": "train.load",
+    "--seed": "train.seed",
+    "--tensorboard-dir": "train.tensorboard",
+}
+"""Megatron's options that the experiment gives, and the field that gives each."""
+
+
+def megatron_problems(experiment: Experiment) -> Iterator[Problem]:
+    """What stands against the engine, whatever the number of ranks."""
+    yield from _layout_problems(experiment)
+    yield from _checkpointing_problems(experiment)
+    if experiment.precision == "bf16":
+        todo = "use fp16 on GPUs, or fp32"
+        yield Problem("precision", "Megatron v1.1.5 knows fp16 and fp32", "'bf16'", todo)
+    for field in ("vocab_file", "merge_file"):
+        if getattr(experiment.data, field) is None:
+            todo = "name the file that the data was tokenized with (the demo's lie in data/demo/tokenizer)"
+            yield Problem(f"data.{field}", "Megatron v1.1.5 reads GPT-2's tokenizer", "nothing", todo)
+    if experiment.train.seed == 0:
+        yield Problem("train.seed", "Megatron v1.1.5 wants a positive seed", "0", "use 1 or more")
+    if experiment.train.checkpoint_folder is not None and not experiment.train.save:
+        todo = "set train.save to true, or leave it out"
+        yield Problem("train.checkpoint_folder", "nothing is saved", experiment.train.checkpoint_folder, todo)
+    for word in experiment.megatron_args:
+        option = word.partition("=")[0]
+        if option in OWNED:
+            yield Problem("megatron_args", "the experiment has a field for this", option, f"set {OWNED[option]}")
+
+
+def _layout_problems(experiment: Experiment) -> Iterator[Problem]:
+    model, parallel = experiment.model, experiment.parallel
+    tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    if model.num_attention_heads % tensor:
+        yield Problem(
+            "parallel.tensor_model_parallel_size",
+            f"must divide num_attention_heads {model.num_attention_heads}",
+            str(tensor),
+            f"use {either(nearest_divisors(model.num_attention_heads, tensor))}",
+        )
+    if model.num_layers % stages:
+        yield Problem(
+            "parallel.pipeline_model_parallel_size",
+            f"must divide num_layers {model.num_layers}",
+            str(stages),
+            f"use {either(nearest_divisors(model.num_layers, stages))}",
+        )
+    if stages > 1 and parallel.zero_stage > 1:
+        yield Problem(
+            "parallel.zero_stage",
+            "DeepSpeed's pipeline works with ZeRO 0 and 1 only",
+            str(parallel.zero_stage),
+            "use 1, or set pipeline_model_parallel_size to 1",
+        )
+    if stages > 1 and parallel.strategy == "ddp":
+        yield Problem(
+            "parallel.pipeline_model_parallel_size",
+            "Megatron v1.1.5 without DeepSpeed has no pipeline",
+            str(stages),
+            "set it to 1, or strategy to zero",
+        )
+
+
+def _checkpointing_problems(experiment: Experiment) -> Iterator[Problem]:
+    model = experiment.model
+    layers = model.num_layers // experiment.parallel.pipeline_model_parallel_size
+    if model.checkpoint_num_layers > max(1, layers):
+        yield Problem(
+            "model.checkpoint_num_layers",
+            f"must be at most the {layers} layers of a stage",
+            str(model.checkpoint_num_layers),
+            f"use {layers}",
+        )
+    wanted = [field for field in CHECKPOINT_OPTIONS if getattr(model, field)]
+    for field in wanted:
+        if not model.checkpoint_activations:
+            todo = "set model.checkpoint_activations to true, or leave it out"
+            yield Problem(f"model.{field}", "is about stored activations, and none are stored", "true", todo)
+        elif experiment.parallel.strategy == "ddp":
+            todo = "set it to false, or strategy to zero"
+            yield Problem(f"model.{field}", "is DeepSpeed's, and strategy ddp is without it", "true", todo)
+    if model.contiguous_checkpointing and not model.partition_activations:
+        todo = "set model.partition_activations to true, or leave it out"
+        yield Problem("model.contiguous_checkpointing", "needs partition_activations", "true", todo)

@@ -11,6 +11,7 @@ from typing import Final
 
 WORKSPACE: Final = "/workspace"
 CODE: Final = "/opt/tridock"
+MEGATRON: Final = "/opt/megatron-v1.1.5"
 SECRETS: Final = "/run/tridock/secrets"
 SSHD_PID: Final = "/run/tridock/state/sshd.pid"
 USER: Final = "tridock"
@@ -18,6 +19,7 @@ SSH_PORT: Final = 2222
 
 RUN_ID_VARIABLE: Final = "TRIDOCK_RUN_ID"
 WORLD_SIZE_VARIABLE: Final = "TRIDOCK_WORLD_SIZE"
+MEGATRON_VARIABLE: Final = "TRIDOCK_MEGATRON"
 
 EXPERIMENT: Final = "experiment.yaml"
 PLAN: Final = "plan.json"

@@ -108,9 +108,9 @@ class Started:
             process.kill()
             process.wait()
 
-    def wait(self) -> Finished:
+    def wait(self, patience: float = PATIENCE) -> Finished:
         """Waits for all ranks."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + patience
         codes = [process.wait(max(0.1, deadline - time.monotonic())) for process in self.processes]
         out = [path.read_text() for path, _ in self.outputs]
         err = [path.read_text() for _, path in self.outputs]

@@ -158,7 +158,7 @@ class Zero:
     """
 
     def __init__(self, model: nn.Module, experiment: Experiment, ranks: Ranks, config: dict[str, Any]) -> None:
-        deepspeed = _import_deepspeed(ranks)
+        deepspeed = import_deepspeed(ranks)
         if experiment.precision == "fp16" and not deepspeed.get_accelerator().is_fp16_supported():
             todo = "use bf16 or fp32, or parallel.strategy ddp"
             raise RequestError(Problem("precision", "DeepSpeed has no fp16 on this processor", "fp16", todo))
@@ -255,7 +255,8 @@ def _read_deepspeed_config(run_folder: Path, world_size: int) -> dict[str, Any]:
     return config
 
 
-def _import_deepspeed(ranks: Ranks) -> Any:
+def import_deepspeed(ranks: Ranks) -> Any:
+    """DeepSpeed, quiet and joined to the process group that is there."""
     import deepspeed
     import deepspeed.ops
     from deepspeed.utils import set_log_level_from_string

@@ -1,0 +1,248 @@
+"""Megatron-LM v1.1.5 on CPU ranks: every layout trains on real text, and the layouts agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.ranks import Finished, Started, events, losses, metrics
+from tests.megatron_source import patched_source
+from tridock.data.corpus import prepare_demo
+from tridock.engines import rank_program
+from tridock.experiment import Experiment, dump_experiment
+from tridock.plan import make_plan
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+
+PATIENCE = 600.0
+ITERATIONS = 20
+TP, PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
+ZERO = "parallel.zero_stage"
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ddp": (2, {"parallel.strategy": "ddp"}),
+    "zero0": (2, {ZERO: 0}),
+    "zero1": (2, {ZERO: 1}),
+    "zero2": (2, {ZERO: 2}),
+    "zero3": (2, {ZERO: 3}),
+    "tp2": (2, {TP: 2}),
+    "pp2": (2, {PP: 2}),
+    "tp2-pp2": (4, {TP: 2, PP: 2}),
+    "tp2-pp2-dp2-zero1": (8, {TP: 2, PP: 2, ZERO: 1}),
+}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return patched_source(tmp_path_factory.mktemp("megatron") / "source")
+
+
+@pytest.fixture(scope="module")
+def workspace(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("workspace")
+    prepare_demo(folder / "data" / "demo", vocab_size=500, report=lambda _: None, corpus_bytes=1_000_000)
+    return folder
+
+
+def experiment(**fields: Any) -> Experiment:
+    base: dict[str, Any] = {
+        "name": "small",
+        "engine": "megatron-deepspeed",
+        "model": {
+            "num_layers": 4,
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "seq_length": 64,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+        },
+        "parallel": {},
+        "batch": {"micro_batch_size": 4, "global_batch_size": 8},
+        "data": {
+            "data_path": "data/demo/stdlib_text_document",
+            "split": "80,10,10",
+            "vocab_file": "data/demo/tokenizer/vocab.json",
+            "merge_file": "data/demo/tokenizer/merges.txt",
+        },
+        "optimizer": {"lr": 2e-3, "min_lr": 1e-4, "lr_warmup_iters": 3, "clip_grad": 0.0},
+        "precision": "fp32",
+        "train": {
+            "train_iters": ITERATIONS,
+            "log_interval": 1,
+            "eval_interval": 10,
+            "eval_iters": 2,
+            "save": False,
+            "tensorboard": False,
+        },
+        # Workers of the data loader cost more than they bring for a model of this size.
+        "megatron_args": ["--num-workers", "0"],
+    }
+    for dotted, value in fields.items():
+        section, _, field = dotted.partition(".")
+        if field:
+            base[section] = base.get(section, {}) | {field: value}
+        else:
+            base[section] = value
+    return Experiment.model_validate(base)
+
+
+def train(workspace: Path, source: Path, name: str, world_size: int, **fields: Any) -> tuple[Path, Finished]:
+    folder = workspace / "runs" / name
+    folder.mkdir(parents=True)
+    plan = make_plan(experiment(**fields), {"localhost": range(world_size)}, name)
+    resolved = experiment(**fields).resolved(plan.data_parallel_size)
+    program = rank_program(resolved, plan, name, str(folder))
+    (folder / "experiment.yaml").write_text(dump_experiment(resolved))
+    for file, content in program.files.items():
+        (folder / file).write_bytes(content)
+    env = {**program.env, "TRIDOCK_MEGATRON": str(source)}
+    with Started(["-m", program.module, *program.arguments], folder, world_size, env) as started:
+        finished = started.wait(PATIENCE)
+    return folder, finished
+
+
+Runs = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def runs(workspace: Path, source: Path) -> Runs:
+    """The run's folder of a layout, trained when first asked for; all layouts see the same global batches."""
+
+    @cache
+    def trained(layout: str) -> Path:
+        world_size, fields = LAYOUTS[layout]
+        folder, finished = train(workspace, source, layout, world_size, **fields)
+        assert finished.codes == [0] * world_size, finished.out[0][-5000:]
+        for text in (*finished.out, *finished.err):
+            for mark in ("terminate called", "Traceback", "leaked", "Warning:"):
+                assert mark not in text, text
+        return folder
+
+    return trained
+
+
+def train_losses(folder: Path) -> list[float]:
+    return [loss for (_, split), loss in losses(folder).items() if split == "train"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_loss_falls(runs: Runs, layout: str) -> None:
+    found = train_losses(runs(layout))
+    assert len(found) == ITERATIONS
+    assert found[0] > 6.0
+    assert found[-1] < found[0] - 0.5
+    assert losses(runs(layout))[(ITERATIONS, "valid")] < found[0]
+    assert losses(runs(layout))[(ITERATIONS, "test")] < found[0]
+    assert set(losses(runs(layout))) >= {(10, "valid"), (ITERATIONS, "valid"), (ITERATIONS, "test")}
+    assert events(runs(layout))[:2] == ["run_started", "world_formed"]
+    assert events(runs(layout))[-1] == "run_finished"
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_stages_agree_exactly(runs: Runs, stage: int) -> None:
+    assert losses(runs(f"zero{stage}")) == losses(runs("zero0"))
+
+
+def test_every_field_of_a_logged_iteration(runs: Runs) -> None:
+    records = [record for (_, split), record in metrics(runs("zero1")).items() if split == "train"]
+    assert [record["iteration"] for record in records] == list(range(1, ITERATIONS + 1))
+    assert [record["consumed_samples"] for record in records] == list(range(8, 8 * ITERATIONS + 1, 8))
+    assert list(records[0]) == [
+        "iteration", "loss", "lr", "grad_norm", "step_time_s", "tokens_per_second", "consumed_samples", "loss_scale",
+    ]  # fmt: skip
+
+
+LAYOUT_TOLERANCE = 0.1
+"""Absolute, after 20 steps from other random weights: a split layer and a stage draw theirs in another order."""
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if not layout.startswith("zero")])
+def test_layouts_agree(runs: Runs, layout: str) -> None:
+    assert train_losses(runs(layout)) == pytest.approx(train_losses(runs("zero0")), abs=LAYOUT_TOLERANCE)
+
+
+def test_deepspeed_and_plain_data_parallelism_agree(runs: Runs) -> None:
+    """The same weights and samples without DeepSpeed: the sums come in another order, nothing else differs."""
+    assert train_losses(runs("ddp")) == pytest.approx(train_losses(runs("zero0")), abs=1e-4)
+
+
+VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "accumulated": (2, {ZERO: 1, "batch.micro_batch_size": 2}),
+    "stored": (2, {ZERO: 0, "model.checkpoint_activations": True, "model.checkpoint_num_layers": 2}),
+    "partitioned": (
+        2,
+        {
+            TP: 2,
+            "model.checkpoint_activations": True,
+            "model.partition_activations": True,
+            "model.contiguous_checkpointing": True,
+            "model.synchronize_each_layer": True,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(("variant", "like"), [("accumulated", "zero0"), ("stored", "zero0"), ("partitioned", "tp2")])
+def test_how_the_work_is_done_does_not_matter(
+    runs: Runs, workspace: Path, source: Path, variant: str, like: str
+) -> None:
+    world_size, fields = VARIANTS[variant]
+    folder, finished = train(workspace, source, variant, world_size, **fields)
+    assert finished.codes == [0] * world_size, finished.out[0][-5000:]
+    assert train_losses(folder) == pytest.approx(train_losses(runs(like)), abs=1e-4)
+
+
+def test_clipping_reports_the_norm(workspace: Path, source: Path) -> None:
+    folder, finished = train(
+        workspace, source, "clipped", 2, **{ZERO: 2, "optimizer.clip_grad": 0.5, "train.train_iters": 3}
+    )
+    assert finished.codes == [0, 0], finished.out[0][-5000:]
+    assert all(record["grad_norm"] > 0.5 for (_, split), record in metrics(folder).items() if split == "train")
+
+
+RESUMED: dict[str, tuple[int, dict[str, Any]]] = {
+    "zero1": (2, {ZERO: 1, "batch.micro_batch_size": 2}),
+    "zero3": (2, {ZERO: 3}),
+    "ddp": (2, {"parallel.strategy": "ddp"}),
+    "tp2-pp2": (4, {TP: 2, PP: 2, ZERO: 1, "batch.micro_batch_size": 2}),
+}
+
+
+@pytest.mark.parametrize("layout", RESUMED)
+def test_a_resumed_run_continues_the_very_same_losses(workspace: Path, source: Path, layout: str) -> None:
+    world_size, fields = RESUMED[layout]
+    common = fields | {"train.eval_interval": 0, "model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}
+    # Upstream keeps the latest checkpoint's name only: the whole run saves in its middle, and not at its end.
+    saving = {"train.save": True, "train.save_interval": 6}
+    first, finished = train(
+        workspace, source, f"first-{layout}", world_size, **common, **saving, **{"optimizer.lr_decay_iters": 10},
+        **{"train.train_iters": 6},
+    )  # fmt: skip
+    assert finished.codes == [0] * world_size, finished.out[0][-5000:]
+    whole, finished = train(
+        workspace, source, f"whole-{layout}", world_size, **common,
+        **{"optimizer.lr_decay_iters": 10, "train.train_iters": 10},
+    )  # fmt: skip
+    assert finished.codes == [0] * world_size, finished.out[0][-5000:]
+    load = {"train.load": f"runs/{first.name}/checkpoints"}
+    part, finished = train(
+        workspace, source, f"resumed-{layout}", world_size, **common, **load,
+        **{"optimizer.lr_decay_iters": 10, "train.train_iters": 10},
+    )  # fmt: skip
+    assert finished.codes == [0] * world_size, finished.out[0][-5000:]
+    assert "checkpoint_saved" in events(first)
+    assert "checkpoint_loaded" in events(part)
+    assert train_losses(part) == train_losses(whole)[6:]
+
+
+def test_a_missing_checkpoint_is_no_fresh_start(workspace: Path, source: Path) -> None:
+    folder, finished = train(workspace, source, "lost", 1, **{"train.load": "runs/none/checkpoints"})
+    assert finished.codes == [2]
+    assert (
+        f"train.load: holds no checkpoint of Megatron-LM v1.1.5; got {workspace}/runs/none/checkpoints; "
+        "give the checkpoints folder of a run of this engine"
+    ) in finished.out[0]
+    assert events(folder)[-1] == "run_failed"

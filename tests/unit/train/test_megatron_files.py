@@ -1,0 +1,68 @@
+"""What a rank of engine megatron-deepspeed refuses before Megatron is imported."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from tridock.data.indexed_dataset import IndexedDatasetWriter
+from tridock.data.manifest import DatasetManifest, write_manifest
+from tridock.errors import RequestError
+from tridock.train.megatron_deepspeed import check_files, source_folder
+
+
+def words(folder: Path, *more: str) -> list[str]:
+    files = {"--data-path": "x", "--vocab-file": "vocab.json", "--merge-file": "merges.txt"}
+    return [word for option, name in files.items() for word in (option, str(folder / name))] + list(more)
+
+
+def make(folder: Path, vocabulary: int) -> None:
+    with IndexedDatasetWriter(folder / "x", 7) as writer:
+        writer.add_document([1, 2, 3])
+    (folder / "vocab.json").write_text(json.dumps({str(number): number for number in range(vocabulary)}))
+    (folder / "merges.txt").touch()
+
+
+def refused(given: list[str]) -> list[str]:
+    with pytest.raises(RequestError) as caught:
+        check_files(given)
+    return str(caught.value).splitlines()
+
+
+def test_all_that_is_missing_at_once(tmp_path: Path) -> None:
+    todo = "bring the data here: fab push, or tridock data"
+    assert refused(words(tmp_path, "--load", f"{tmp_path}/none")) == [
+        f"data.data_path: no such file; got {tmp_path}/x.bin; {todo}",
+        f"data.data_path: no such file; got {tmp_path}/x.idx; {todo}",
+        f"data.vocab_file: no such file; got {tmp_path}/vocab.json; {todo}",
+        f"data.merge_file: no such file; got {tmp_path}/merges.txt; {todo}",
+        f"train.load: holds no checkpoint of Megatron-LM v1.1.5; got {tmp_path}/none; "
+        "give the checkpoints folder of a run of this engine",
+    ]
+
+
+def test_another_tokenizer(tmp_path: Path) -> None:
+    make(tmp_path, 5)
+    check_files(words(tmp_path))  # nobody knows which made the data
+    manifest = DatasetManifest(
+        vocab_size=7, documents=1, tokens=3, tokenizer_sha256="0", end_of_document=None, inputs=()
+    )
+    write_manifest(tmp_path / "x", manifest)
+    assert refused(words(tmp_path)) == [
+        "data.vocab_file: the data was made with 7 tokens; got 5 tokens; "
+        "name the files of the tokenizer that made the data"
+    ]
+    make(tmp_path, 7)
+    check_files(words(tmp_path))
+
+
+def test_an_image_without_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIDOCK_MEGATRON", str(tmp_path))
+    with pytest.raises(RequestError) as caught:
+        source_folder()
+    assert str(caught.value) == (
+        f"engine: Megatron-LM v1.1.5 is not here; got {tmp_path}; build the image with "
+        "MEGATRON=<git repository or folder>, or name the folder in TRIDOCK_MEGATRON"
+    )

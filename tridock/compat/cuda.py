@@ -1,0 +1,31 @@
+"""torch.cuda on a machine without CUDA: what Megatron calls of it, done by the CPU."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+_TYPED = ("Float", "Half", "Double", "Long", "Int", "Short", "Byte")
+
+
+def map_to_cpu(local_world_size: int) -> list[str]:
+    """Maps devices, tensors and random states. ``torch.cuda.is_available()`` goes on telling the truth."""
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: torch.device("cpu")
+    cuda.device_count = lambda: local_world_size
+    cuda.set_device = lambda *_, **__: None
+    cuda.synchronize = lambda *_, **__: None
+    cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
+    for name in _TYPED:
+        setattr(cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign,assignment]
+    torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign,assignment]
+    # Megatron's data loaders ask for memory that a GPU could read directly, and torch would say so once a loader.
+    warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true but no accelerator is found")
+    # DeepSpeed broadcasts the tied embedding when it builds a pipeline; torch brings it up at the first backward pass.
+    warnings.filterwarnings("ignore", message="c10d::broadcast_: an autograd kernel was not registered")
+    return ["torch.cuda: devices, tensors and random states are the CPU's"]

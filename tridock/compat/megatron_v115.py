@@ -1,0 +1,142 @@
+"""What Megatron-LM v1.1.5 itself needs, besides the names that it imports. Called with its folder on ``sys.path``."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import warnings
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def adapt(device_type: str) -> list[str]:
+    """Adapts the modules of Megatron that is about to run; says how, one a line."""
+    adapted = _absent_packages()
+    adapted += [] if _compiled_helpers() else _numpy_helpers()
+    training: Any = importlib.import_module("megatron.training")
+    training.get_optimizer = _zeroing_as_asked(training)
+    _world_without_a_pipeline()
+    _one_random_tracker()
+    # Its models call state_dict() with positional arguments, once a layer and checkpoint.
+    warnings.filterwarnings("ignore", message="Positional args are being deprecated", category=FutureWarning)
+    dist: Any = torch.distributed
+    if not hasattr(dist, "dist_backend"):  # two names of torch 1.0, by which its own data parallelism knows Gloo
+        dist.dist_backend, dist._backend = SimpleNamespace(GLOO="gloo"), dist.get_backend()
+        adapted.append("torch.distributed.dist_backend: gone since torch 1.1")
+    if device_type != "cuda":
+        random: Any = importlib.import_module("megatron.mpu.random")
+        random._set_cuda_rng_state = lambda state, *_: torch.set_rng_state(state)
+        initialize = training.initialize_megatron
+        training.initialize_megatron = lambda *given, **named: initialize(*given, **named, allow_no_cuda=True)
+        training.build_train_valid_test_data_iterators = _without_drawing(training)
+        training.report_memory = lambda _: None  # it counts a GPU's
+    return adapted
+
+
+def _zeroing_as_asked(training: Any) -> Any:
+    """Upstream calls ``zero_grad(set_grads_to_None=True)``, which only its fp16 optimizer understands, not in fp32."""
+    make = training.get_optimizer
+
+    def get_optimizer(model: Any) -> Any:
+        optimizer = make(model)
+        if isinstance(optimizer, torch.optim.Optimizer) and not training.get_args().deepspeed:
+            zero = optimizer.zero_grad
+            optimizer.zero_grad = lambda **_: zero()
+        return optimizer
+
+    return get_optimizer
+
+
+def _without_drawing(training: Any) -> Any:
+    """A data loader draws a seed from the CPU's random numbers, which on a GPU are not those of dropout.
+
+    Here they are, and a resumed run, which restores them first and makes its loaders then, would draw others.
+    """
+    build = training.build_train_valid_test_data_iterators
+
+    def build_undrawn(provider: Any) -> Any:
+        state = torch.get_rng_state()
+        iterators = build(provider)
+        torch.set_rng_state(state)
+        return iterators
+
+    return build_undrawn
+
+
+def _world_without_a_pipeline() -> None:
+    """DeepSpeed writes the pipeline's size into every checkpoint; upstream knows none where there is no pipeline."""
+    mpu: Any = importlib.import_module("megatron.mpu")
+    groups: Any = importlib.import_module("megatron.mpu.initialize")
+    for name, alone in (("get_pipe_parallel_world_size", 1), ("get_pipe_parallel_rank", 0)):
+        asked = getattr(groups, name)
+        setattr(mpu, name, lambda asked=asked, alone=alone: alone if groups._PIPE_PARALLEL_GROUP is None else asked())
+
+
+def _one_random_tracker() -> None:
+    """With DeepSpeed's activation checkpointing its random states replace Megatron's, but not where they were imported.
+
+    Upstream replaces them in ``mpu`` only; the layers then ask the other tracker, which was never seeded.
+    """
+    initialize: Any = importlib.import_module("megatron.initialize")
+    layers: Any = importlib.import_module("megatron.mpu.layers")
+    set_up = initialize.setup_deepspeed_random_and_activation_checkpointing
+
+    def set_up_everywhere(args: Any) -> None:
+        set_up(args)
+        layers.get_cuda_rng_tracker = initialize.mpu.get_cuda_rng_tracker
+
+    initialize.setup_deepspeed_random_and_activation_checkpointing = set_up_everywhere
+
+
+def _absent_packages() -> list[str]:
+    """Two packages that its tokenizers import. Training only asks them for the size of the vocabulary."""
+    absent = [name for name in ("six", "regex") if importlib.util.find_spec(name) is None]
+    if "six" in absent:
+        six: Any = ModuleType("six", "Stand-in by tridock.compat.")
+        six.PY2, six.PY3 = False, True
+        sys.modules["six"] = six
+    if "regex" in absent:
+        regex: Any = ModuleType("regex", "Stand-in by tridock.compat: a pattern that nobody may use.")
+        regex.compile = lambda pattern: pattern
+        sys.modules["regex"] = regex
+    return [f"{' and '.join(absent)}: not installed, and not needed to train"] if absent else []
+
+
+def _compiled_helpers() -> bool:
+    try:
+        importlib.import_module("megatron.data.helpers")
+    except ImportError:
+        return False
+    return True
+
+
+def _numpy_helpers() -> list[str]:
+    """Upstream compiles its C++ helpers with make on the first run; an image without a compiler trains all the same."""
+    helpers: Any = ModuleType("megatron.data.helpers", "Stand-in by tridock.compat: what GPT-2's data set calls.")
+    helpers.build_sample_idx = build_sample_idx
+    sys.modules["megatron.data.helpers"] = helpers
+    utils: Any = importlib.import_module("megatron.data.dataset_utils")
+    utils.compile_helper = lambda: None
+    return ["megatron.data.helpers: not compiled; the index of samples is made by numpy"]
+
+
+def build_sample_idx(
+    sizes: np.ndarray, doc_idx: np.ndarray, seq_length: int, num_epochs: int, tokens_per_epoch: int
+) -> np.ndarray:
+    """Where each sample begins: the place in ``doc_idx`` and the offset in that document.
+
+    Sample ``i`` begins at token ``i * seq_length`` of the documents in order: it holds one token more than
+    ``seq_length``, which is also the first of the next.
+    """
+    lengths = sizes[doc_idx].astype(np.int64)
+    ends = np.cumsum(lengths)
+    samples = (num_epochs * int(tokens_per_epoch) - 1) // seq_length
+    first = np.arange(samples + 1, dtype=np.int64) * seq_length
+    documents = np.searchsorted(ends, first, side="right")
+    index = np.stack([documents, first - (ends - lengths)[documents]], axis=1)
+    index[0] = 0  # as upstream, also where the first document is empty
+    return index.astype(np.int32)

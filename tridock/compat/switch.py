@@ -1,0 +1,23 @@
+"""What a rank calls before it imports the code that needs it."""
+
+from __future__ import annotations
+
+import os
+
+from tridock.compat import apex, cuda, old_names
+
+
+def switch_on(device_type: str, local_world_size: int) -> list[str]:
+    """Puts stand-ins where something is missing on this machine; says which, one a line.
+
+    Call it after torch and DeepSpeed are imported, so that they do not take a stand-in for the real thing.
+    """
+    replaced = old_names.restore()
+    if device_type != "cuda":
+        replaced += cuda.map_to_cpu(local_world_size)
+    replaced += apex.stand_in(device_type)
+    if "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD" not in os.environ:
+        # Checkpoints of that time hold pickled arguments and random states, which torch refuses to load since 2.6.
+        os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
+        replaced.append("torch.load: takes whole pickles, as before torch 2.6")
+    return replaced

@@ -1,0 +1,141 @@
+"""Hooks into ``megatron.training`` of Megatron-LM v1.1.5: this run's metrics and events, from its own values."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from tridock.errors import Problem, RunError
+from tridock.experiment.schema import Experiment
+from tridock.train.metrics import Metrics, record_event
+from tridock.train.process_group import Agreed, Ranks
+
+
+class Recorder:
+    """Stands between Megatron's loop and its functions; upstream's code and output stay as they are."""
+
+    def __init__(self, training: Any, experiment: Experiment, run_folder: Path, ranks: Ranks) -> None:
+        self.experiment, self.run_folder, self.first = experiment, run_folder, ranks.first
+        # Megatron writes the TensorBoard files itself.
+        self.metrics = Metrics(run_folder, active=ranks.first, tensorboard=False)
+        self.iteration = 0
+        self._lr = 0.0
+        self._model: Any = None
+        self._loss: float | None = None
+        self._saved = -1
+        self._logged_at, self._logged_iteration = time.monotonic(), 0
+        self._upstream = training
+        self._original = {name: getattr(training, name) for name in HOOKED}
+        for name in HOOKED:
+            setattr(training, name, getattr(self, name))
+
+    def train(self, forward: Any, model: Any, *rest: Any) -> int:
+        """The loop: notes the model, and where a resumed run starts."""
+        self._model = model
+        self.iteration = self._logged_iteration = self._upstream.get_args().iteration
+        self._logged_at = time.monotonic()
+        end: int = self._original["train"](forward, model, *rest)
+        self.iteration = end
+        return end
+
+    def train_step(self, forward: Any, iterator: Any, model: Any, optimizer: Any, scheduler: Any) -> Any:
+        """One optimizer step.
+
+        Upstream accumulates gradients in its pipeline only; DeepSpeed does everywhere, and counts micro batches
+        itself: an iteration is as many of them as make up the global batch.
+        """
+        args = self._upstream.get_args()
+        self._lr = optimizer.param_groups[0]["lr"]  # of this step; upstream logs that of the next
+        step = self._original["train_step"]
+        if args.pipe_parallel_size > 0 or args.gas == 1:
+            return step(forward, iterator, model, optimizer, scheduler)
+        parts = [step(forward, iterator, model, optimizer, scheduler) for _ in range(args.gas)]
+        means = {name: sum(losses[name] for losses, _ in parts) / args.gas for name in parts[0][0]}
+        return means, parts[-1][1]
+
+    def training_log(
+        self, losses: Any, totals: Any, rate: float, iteration: int, scale: float | None, *rest: Any
+    ) -> Any:
+        """A line of metrics.jsonl at the first, the last and every ``log_interval``-th iteration."""
+        train = self.experiment.train
+        self.iteration = iteration
+        if iteration in (1, train.train_iters) or iteration % train.log_interval == 0:
+            self._log(float(losses["lm loss"]), scale)
+        return self._original["training_log"](losses, totals, rate, iteration, scale, *rest)
+
+    def _log(self, loss: float, scale: float | None) -> None:
+        iteration, samples = self.iteration, self.experiment.batch.global_batch_size or 0
+        now = time.monotonic()
+        step_time = (now - self._logged_at) / max(1, iteration - self._logged_iteration)
+        self._logged_at, self._logged_iteration = now, iteration
+        norm = self._model.get_global_grad_norm() if hasattr(self._model, "get_global_grad_norm") else None
+        self.metrics.iteration(
+            {
+                "iteration": iteration,
+                "loss": loss,
+                "lr": self._lr,
+                "grad_norm": None if norm is None else float(norm),
+                "step_time_s": step_time,
+                "tokens_per_second": samples * self.experiment.model.seq_length / step_time,
+                "consumed_samples": samples * iteration,
+                "loss_scale": 1.0 if scale is None else float(scale),
+            }
+        )
+        if not math.isfinite(loss):
+            todo = "lower optimizer.lr, lengthen optimizer.lr_warmup_iters, or use fp32"
+            raise Agreed(RunError(Problem(f"iteration {iteration}", "the loss is not finite", str(loss), todo)))
+
+    def evaluate(self, *given: Any, **named: Any) -> Any:
+        """Keeps the loss that upstream prints."""
+        losses = self._original["evaluate"](*given, **named)
+        self._loss = float(losses["lm loss"])
+        return losses
+
+    def evaluate_and_print_results(
+        self, prefix: str, forward: Any, iterator: Any, model: Any, iteration: int, verbose: bool = False
+    ) -> None:
+        """A line of metrics.jsonl for each evaluation. The last iteration's is made once, after the loop."""
+        if iteration == self.experiment.train.train_iters and prefix.startswith("iteration"):
+            return
+        started = time.monotonic()
+        self._original["evaluate_and_print_results"](prefix, forward, iterator, model, iteration, verbose)
+        if self._loss is not None:
+            split = "test" if "test" in prefix else "valid"
+            self.metrics.evaluation(self.iteration, split, self._loss)
+            self.event("evaluation", iteration=self.iteration, split=split, loss=self._loss)
+        self._logged_at += time.monotonic() - started  # not training time
+
+    def save_checkpoint(self, iteration: int, *given: Any) -> None:
+        """Upstream saves the last iteration twice where ``save_interval`` divides it; here once."""
+        if iteration == self._saved:
+            return
+        started = time.monotonic()
+        self._original["save_checkpoint"](iteration, *given)
+        self._saved = iteration
+        seconds = time.monotonic() - started
+        self.event("checkpoint_saved", iteration=iteration, folder=str(self._upstream.get_args().save), seconds=seconds)
+        self._logged_at += seconds
+
+    def load_checkpoint(self, *given: Any, **named: Any) -> int:
+        """Notes where the run goes on."""
+        iteration: int = self._original["load_checkpoint"](*given, **named)
+        self.event("checkpoint_loaded", folder=str(self._upstream.get_args().load), iteration=iteration)
+        return iteration
+
+    def event(self, event: str, **fields: object) -> None:
+        """A line for programs, from rank 0."""
+        if self.first:
+            record_event(self.run_folder, event, **fields)
+
+
+HOOKED = (
+    "train",
+    "train_step",
+    "training_log",
+    "evaluate",
+    "evaluate_and_print_results",
+    "save_checkpoint",
+    "load_checkpoint",
+)

@@ -1,0 +1,77 @@
+"""What every engine's rank does around its training: keeps its output, turns what goes wrong into an exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from tridock.errors import EXIT_INTERRUPTED, RunError, TridockError
+from tridock.train.rank_log import RankLog
+
+
+def run_rank(run_folder: Path, program: Callable[[], None]) -> int:
+    """Runs the program with its output copied to the rank's log; gives the exit code. To be called first: it forks."""
+    log = RankLog.open(run_folder, int(os.environ.get("RANK", "0")))
+    code = _guarded(run_folder, program)
+    log.close()
+    return code
+
+
+def end(code: int) -> None:
+    """Ends the process where it failed; does nothing where all went well."""
+    if code:
+        # A process group that has lost a rank cannot be taken down in good order; do not wait for it.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _guarded(run_folder: Path, program: Callable[[], None]) -> int:
+    """Runs, and turns whatever goes wrong into one message and an exit code."""
+    rank = os.environ.get("RANK", "0")
+    # Imported here: torch takes seconds, and what it prints belongs into the rank's log.
+    from tridock.train import process_group
+
+    try:
+        program()
+    except process_group.Agreed as agreed:
+        # Every rank holds it. Rank 0 speaks before any of them leaves: a launcher stops all when the first has gone.
+        if rank == "0":
+            _report(run_folder, rank, str(agreed.error), str(agreed.error))
+        with contextlib.suppress(RuntimeError):  # a rank that has gone meanwhile
+            process_group.barrier()
+            process_group.leave()
+        return agreed.error.exit_code
+    except TridockError as error:
+        _report(run_folder, rank, f"rank {rank}: {error}", str(error))
+        return error.exit_code
+    except KeyboardInterrupt:
+        _report(run_folder, rank, f"rank {rank}: interrupted", "interrupted")
+        return EXIT_INTERRUPTED
+    except process_group.Stopped:
+        _report(run_folder, rank, f"rank {rank}: stopped by SIGTERM", "stopped by SIGTERM")
+        return 128 + signal.SIGTERM
+    except RuntimeError as error:
+        if (lost := process_group.lost_rank(error)) is None:
+            _report(run_folder, rank, f"rank {rank} failed:\n{traceback.format_exc()}", repr(error))
+        else:
+            _report(run_folder, rank, f"rank {rank}: {lost}", str(lost))
+        return RunError.exit_code
+    except BaseException as error:  # whatever it is, the launcher needs an exit code
+        _report(run_folder, rank, f"rank {rank} failed:\n{traceback.format_exc()}", repr(error))
+        return RunError.exit_code
+    with contextlib.suppress(RuntimeError):  # the work is done; a rank that left first does not undo it
+        process_group.leave()
+    return 0
+
+
+def _report(run_folder: Path, rank: str, message: str, reason: str) -> None:
+    from tridock.train.metrics import record_event
+
+    print(message, file=sys.stderr, flush=True)
+    record_event(run_folder, "run_failed", rank=int(rank), reason=reason)

@@ -1,4 +1,5 @@
-# Stages: base (what runs need from the distribution) → builder (the Python environment) → runtime.
+# Stages: base (what runs need from the distribution) → builder (the Python environment), megatron (its source,
+# patched) → runtime.
 #
 #   make image               NVIDIA's PyTorch image, whose torch is used and never replaced
 #   make image FLAVOR=cpu    the twin's: the same recipe on Debian, with torch's CPU build
@@ -57,12 +58,30 @@ RUN --mount=type=bind,source=tools,target=/src/tools \
     . /src/tools/image/ca.sh \
     && /src/tools/image/environment.sh /opt/venv "$FLAVOR"
 
+# ---- megatron --------------------------------------------------------------------------------------------------------
+# The source lies in upstream/ where tools/megatron-source.sh has brought it; without it the folder stays empty, and the
+# engine says so when it is asked for.
+# hadolint ignore=DL3006
+FROM base AS megatron
+RUN --mount=type=bind,source=tools,target=/tools \
+    --mount=type=secret,id=ca \
+    --mount=type=cache,target=/var/cache/apt,sharing=locked \
+    --mount=type=cache,target=/var/lib/apt/lists,sharing=locked \
+    . /tools/image/ca.sh \
+    && apt-get update -qq \
+    && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends git
+RUN --mount=type=bind,source=upstream,target=/src/upstream \
+    --mount=type=bind,source=patches,target=/src/patches \
+    --mount=type=bind,source=tools,target=/src/tools \
+    /src/tools/image/megatron.sh /src/upstream/megatron-v1.1.5 /src/patches/megatron-v1.1.5 /opt/megatron-v1.1.5
+
 # ---- runtime ---------------------------------------------------------------------------------------------------------
 # hadolint ignore=DL3006
 FROM base-${FLAVOR} AS runtime
 ARG FLAVOR
 ARG BASE_IMAGE
 COPY --from=builder /opt/venv /opt/venv
+COPY --from=megatron /opt/megatron-v1.1.5 /opt/megatron-v1.1.5
 # One Include, so that every ssh inside a node (pdsh's too) finds the keys and host names that the operator delivered.
 # The state folder is for what the entrypoint renders; anyone may write there because it may be started with --user.
 RUN printf 'Include /run/tridock/secrets/ssh_config\n' >/etc/ssh/ssh_config.d/tridock.conf \

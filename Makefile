@@ -42,11 +42,14 @@ reference: .venv/.operator ## Write configs/reference.yaml and the fields of doc
 FLAVOR ?= gpu
 BASE_IMAGE ?= $(if $(filter cpu,$(FLAVOR)),debian:bookworm-slim,nvcr.io/nvidia/pytorch:25.12-py3)
 IMAGE ?= tridock:$(if $(filter cpu,$(FLAVOR)),cpu,latest)
+# MEGATRON    where Megatron-LM v1.1.5 comes from: a git repository (URL or folder), a folder that holds pretrain_gpt2.py,
+#             none, or auto: upstream's repository, and an image without the engine where that does not answer
 CA ?=
+MEGATRON ?= $(if $(filter cpu,$(FLAVOR)),auto,https://github.com/deepspeedai/DeepSpeedExamples.git)
 
 .PHONY: image
 image: ## Build the image: tridock:latest on NVIDIA's PyTorch image, or tridock:cpu with FLAVOR=cpu
-	@tools/build-image.sh '$(FLAVOR)' '$(BASE_IMAGE)' '$(IMAGE)' '$(CA)'
+	@tools/build-image.sh '$(FLAVOR)' '$(BASE_IMAGE)' '$(IMAGE)' '$(CA)' '$(MEGATRON)'
 
 # ---- runs --------------------------------------------------------------------------------------------------------------
 
@@ -56,7 +59,7 @@ demo: .venv/.operator ## Train a small GPT on real text over two nodes: in conta
 
 .PHONY: bench-launch
 bench-launch: .venv/.operator ## Time to the first step: fab launch beside deepspeed typed by hand, on the twin
-	@tools/build-image.sh cpu debian:bookworm-slim tridock:cpu ''
+	@tools/build-image.sh cpu debian:bookworm-slim tridock:cpu '' auto
 	@tridock data demo
 	@python tools/bench_launch.py
 

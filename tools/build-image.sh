@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Builds the image (make image). Words on standard output are few: the image's name comes last.
 #
-#   tools/build-image.sh cpu|gpu BASE_IMAGE IMAGE [CA_FILE]
+#   tools/build-image.sh cpu|gpu BASE_IMAGE IMAGE [CA_FILE [MEGATRON]]
 set -Eeuo pipefail
 cd "$(dirname "$0")/.."
 
-readonly FLAVOR=$1 BASE_IMAGE=$2 IMAGE=$3 CA=${4:-}
+readonly FLAVOR=$1 BASE_IMAGE=$2 IMAGE=$3 CA=${4:-} MEGATRON=${5:-none}
 readonly STANDABLE=debian:bookworm-slim
 
 fail() {
@@ -49,7 +49,7 @@ git_commit() {
     local commit
     commit=$(git rev-parse HEAD 2>/dev/null) || { echo unknown; return; }
     # What the image holds, and so what "dirty" is about.
-    [[ -z $(git status --porcelain -- Dockerfile tridock entrypoint configs locks tools 2>/dev/null) ]] || commit+=-dirty
+    [[ -z $(git status --porcelain -- Dockerfile tridock entrypoint configs locks patches tools 2>/dev/null) ]] || commit+=-dirty
     printf '%s\n' "$commit"
 }
 
@@ -69,6 +69,7 @@ main() {
     check_request
     find_base
     collect_wheels
+    tools/megatron-source.sh "$MEGATRON"
     build
     tools/compose-env.sh "$FLAVOR" "$IMAGE"
     printf '%s\n' "$IMAGE"

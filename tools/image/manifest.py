@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 NOTABLE_DISTRIBUTIONS = ("torch", "deepspeed", "megatron-core", "numpy", "tokenizers")
+MEGATRON = Path("/opt/megatron-v1.1.5/tridock-source.json")
 DEBIAN_PACKAGES = ("libc6", "numactl", "openssh-client", "openssh-server", "pdsh", "procps", "tini")
 
 
@@ -38,6 +39,14 @@ def deepspeed_ops() -> list[str]:
     return sorted(name for name, built in ops.items() if built)
 
 
+def megatron() -> dict[str, object] | None:
+    """Where the engine's source comes from and how it was patched; None in an image without it."""
+    try:
+        return dict(json.loads(MEGATRON.read_text()))
+    except FileNotFoundError:
+        return None
+
+
 def os_name() -> str:
     return platform.freedesktop_os_release()["PRETTY_NAME"]
 
@@ -57,6 +66,7 @@ def main() -> None:
         "python": platform.python_version(),
         **{name.replace("-", "_"): packages[name] for name in NOTABLE_DISTRIBUTIONS},
         "deepspeed_ops": deepspeed_ops(),
+        "megatron_v1_1_5": megatron(),
         "debian_packages": debian_packages(),
         "python_packages": packages,
     }

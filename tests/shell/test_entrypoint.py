@@ -130,11 +130,11 @@ def test_a_step_that_fails_without_words_is_named() -> None:
     assert "failed: false (exit 1)" in done.stderr
 
 
-def test_the_pretraining_script_says_which_engine_runs_what(tmp_path: Path) -> None:
+def test_the_pretraining_script_says_what_it_runs(tmp_path: Path) -> None:
     (tmp_path / "tridock").write_text('#!/bin/sh\necho "$@"\n')
     (tmp_path / "tridock").chmod(0o755)
     script = ROOT / "entrypoint/ds_pretrain_gpt2.sh"
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TRIDOCK_EXPERIMENT": "my.yaml"}
     done = subprocess.run([script, "--nproc", "2"], env=env, capture_output=True, text=True, check=True)
     assert done.stdout == "train my.yaml --nproc 2\n"
-    assert done.stderr == "ds_pretrain_gpt2.sh: the torch engine trains my.yaml\n"
+    assert done.stderr == "ds_pretrain_gpt2.sh: tridock train my.yaml --nproc 2\n"

@@ -1,0 +1,97 @@
+# shellcheck shell=bash
+# Sourced by ds_pretrain_gpt2.sh and its siblings: an experiment, changed by what upstream's users know.
+#
+# Environment variables that upstream's scripts set, and the field that each changes; they win over the experiment:
+#   GPUS_PER_NODE (ranks to start), MASTER_PORT launch.master_port, DATA_PATH data.data_path, VOCAB_PATH data.vocab_file,
+#   MERGE_PATH data.merge_file, CHECKPOINT_PATH train.checkpoint_folder (and train.load, where a checkpoint lies there)
+#
+# Words after the script's name: the options of `tridock train`, and any other as an argument of Megatron's.
+
+readonly CONFIGS=/opt/tridock/configs
+
+has_megatron() {
+    [[ -f ${TRIDOCK_MEGATRON:-/opt/megatron-v1.1.5}/pretrain_gpt2.py ]]
+}
+
+say() {
+    printf '%s: %s\n' "${0##*/}" "$1" >&2
+}
+
+refuse() {
+    say "$1: $2; got $3; $4"
+    exit 2
+}
+
+# A list in YAML, each word in quotes.
+yaml_list() {
+    python3 -c 'import json, sys; print(json.dumps(sys.argv[1:]))' "$@"
+}
+
+options=() megatron_args=()
+
+from_variable() {
+    local variable=$1 field=$2
+    [[ -z ${!variable:-} ]] || {
+        say "$variable=${!variable} sets $field"
+        options+=(--set "$field=$(python3 -c 'import json, sys; print(json.dumps(sys.argv[1]))' "${!variable}")")
+    }
+}
+
+read_environment() {
+    from_variable DATA_PATH data.data_path
+    from_variable VOCAB_PATH data.vocab_file
+    from_variable MERGE_PATH data.merge_file
+    from_variable CHECKPOINT_PATH train.checkpoint_folder
+    if [[ -n ${CHECKPOINT_PATH:-} && -f $CHECKPOINT_PATH/latest_checkpointed_iteration.txt ]]; then
+        from_variable CHECKPOINT_PATH train.load
+    fi
+    if [[ -n ${MASTER_PORT:-} ]]; then
+        say "MASTER_PORT=$MASTER_PORT sets launch.master_port"
+        options+=(--set "launch.master_port=$MASTER_PORT")
+    fi
+    if [[ -n ${GPUS_PER_NODE:-} ]]; then
+        say "GPUS_PER_NODE=$GPUS_PER_NODE ranks"
+        options+=(--nproc "$GPUS_PER_NODE")
+    fi
+    [[ ${NNODES:-1} == 1 ]] || refuse NNODES "this script starts the ranks of one node" "$NNODES" \
+        "use 'fab launch --hosts HOSTFILE --config EXPERIMENT' for several"
+}
+
+read_words() {
+    while (($#)); do
+        case $1 in
+        --set | --nproc | --workspace | --run-id-file)
+            (($# > 1)) || refuse "$1" "needs a value" nothing "write $1 VALUE"
+            options+=("$1" "$2")
+            shift
+            ;;
+        --set=* | --nproc=* | --workspace=* | --run-id-file=* | --help | -h) options+=("$1") ;;
+        *) megatron_args+=("$1") ;;
+        esac
+        shift
+    done
+}
+
+# pretrain TWIN RANKS [WORD...]: TWIN runs where TRIDOCK_EXPERIMENT names no other, by default with RANKS ranks.
+pretrain() {
+    local twin=$1 ranks=$2 experiment=${TRIDOCK_EXPERIMENT:-}
+    shift 2
+    read_words "$@"
+    if [[ -z $experiment ]]; then
+        tridock data demo
+        if has_megatron; then
+            experiment=$CONFIGS/megatron/$twin.yaml
+            [[ -n ${GPUS_PER_NODE:-} || " ${options[*]} " == *" --nproc"* ]] || options+=(--nproc "$ranks")
+        else
+            # Without Megatron the script that every image has had still trains something.
+            [[ ${0##*/} == ds_pretrain_gpt2.sh ]] || refuse engine "this image is without Megatron-LM v1.1.5" \
+                "${TRIDOCK_MEGATRON:-/opt/megatron-v1.1.5}" "build it with make image MEGATRON=<git repository or folder>"
+            experiment=$CONFIGS/demo.yaml
+            say "this image is without Megatron-LM v1.1.5: the torch engine trains"
+        fi
+    fi
+    read_environment
+    ((${#megatron_args[@]} == 0)) || options+=(--set "megatron_args=$(yaml_list "${megatron_args[@]}")")
+    say "tridock train $experiment ${options[*]}"
+    exec tridock train "$experiment" "${options[@]}"
+}

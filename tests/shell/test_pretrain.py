@@ -1,0 +1,98 @@
+"""The scripts that upstream's users know: what each turns its environment and its words into."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ENTRYPOINT = ROOT / "entrypoint"
+CONFIGS = "/opt/tridock/configs"
+
+
+@pytest.fixture
+def bin_folder(tmp_path: Path) -> Path:
+    """A `tridock` that prints its words."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    fake = folder / "tridock"
+    fake.write_text('#!/bin/sh\n[ "$1" = data ] || printf "%s\\n" "$@"\n')
+    fake.chmod(0o755)
+    return folder
+
+
+def call(script: str, bin_folder: Path, *words: str, megatron: bool = True, **env: str) -> tuple[int, list[str], str]:
+    source = bin_folder.parent / "megatron"
+    source.mkdir(exist_ok=True)
+    if megatron:
+        (source / "pretrain_gpt2.py").touch()
+    given = {"PATH": f"{bin_folder}:{os.environ['PATH']}", "TRIDOCK_MEGATRON": str(source), **env}
+    command = [str(ENTRYPOINT / script), *words]
+    done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=20, check=False)
+    return done.returncode, done.stdout.splitlines(), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "twin", "ranks"),
+    [
+        ("ds_pretrain_gpt2.sh", "tiny-345m", "2"),
+        ("ds_pretrain_gpt2_pipe.sh", "tiny-345m-3d", "4"),
+        ("pretrain_gpt2_distributed.sh", "tiny-345m-distributed", "2"),
+    ],
+)
+def test_the_tiny_twin_by_default(bin_folder: Path, script: str, twin: str, ranks: str) -> None:
+    assert (ROOT / f"configs/megatron/{twin}.yaml").is_file()
+    code, words, _ = call(script, bin_folder)
+    assert (code, words) == (0, ["train", f"{CONFIGS}/megatron/{twin}.yaml", "--nproc", ranks])
+
+
+def test_options_and_arguments_of_megatron(bin_folder: Path) -> None:
+    words = ["--set", "train.seed=7", "--num-workers", "0", "--nproc", "8", "--bias-gelu-fusion"]
+    code, found, _ = call("ds_pretrain_gpt2.sh", bin_folder, *words, TRIDOCK_EXPERIMENT="mine.yaml")
+    assert code == 0
+    assert found == [
+        "train", "mine.yaml", "--set", "train.seed=7", "--nproc", "8",
+        "--set", 'megatron_args=["--num-workers", "0", "--bias-gelu-fusion"]',
+    ]  # fmt: skip
+
+
+def test_what_upstreams_users_set_wins_and_is_printed(bin_folder: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "checkpoints"
+    saved.mkdir()
+    (saved / "latest_checkpointed_iteration.txt").write_text("6")
+    env = {
+        "GPUS_PER_NODE": "4", "NNODES": "1", "NODE_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "6000",
+        "DATA_PATH": "data/it's_text", "VOCAB_PATH": "v.json", "MERGE_PATH": "m.txt", "CHECKPOINT_PATH": str(saved),
+    }  # fmt: skip
+    code, found, err = call("ds_pretrain_gpt2.sh", bin_folder, **env)
+    assert code == 0
+    assert found == [
+        "train", f"{CONFIGS}/megatron/tiny-345m.yaml",
+        "--set", 'data.data_path="data/it\'s_text"', "--set", 'data.vocab_file="v.json"',
+        "--set", 'data.merge_file="m.txt"', "--set", f'train.checkpoint_folder="{saved}"',
+        "--set", f'train.load="{saved}"', "--set", "launch.master_port=6000", "--nproc", "4",
+    ]  # fmt: skip
+    assert "ds_pretrain_gpt2.sh: DATA_PATH=data/it's_text sets data.data_path\n" in err
+    assert "ds_pretrain_gpt2.sh: GPUS_PER_NODE=4 ranks\n" in err
+
+
+def test_several_nodes_are_fabs(bin_folder: Path) -> None:
+    code, _, err = call("ds_pretrain_gpt2.sh", bin_folder, NNODES="2")
+    assert code == 2
+    assert err == (
+        "ds_pretrain_gpt2.sh: NNODES: this script starts the ranks of one node; got 2; "
+        "use 'fab launch --hosts HOSTFILE --config EXPERIMENT' for several\n"
+    )
+
+
+def test_an_image_without_megatron(bin_folder: Path) -> None:
+    code, words, err = call("ds_pretrain_gpt2.sh", bin_folder, megatron=False)
+    assert (code, words) == (0, ["train", f"{CONFIGS}/demo.yaml"])
+    assert "this image is without Megatron-LM v1.1.5: the torch engine trains\n" in err
+    code, _, err = call("ds_pretrain_gpt2_pipe.sh", bin_folder, megatron=False)
+    assert code == 2
+    assert "engine: this image is without Megatron-LM v1.1.5; got " in err
+    assert err.endswith("; build it with make image MEGATRON=<git repository or folder>\n")

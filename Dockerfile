@@ -16,12 +16,12 @@ FROM ${BASE_IMAGE} AS base
 SHELL ["/bin/bash", "-Eeuo", "pipefail", "-c"]
 # ssh's host keys, which the package makes on installation, are removed in the same layer: a node gets its own from outside.
 # The CA that a proxy may need is a build secret: it serves the build and does not stay.
-RUN --mount=type=bind,source=tools,target=/tools \
+RUN --mount=type=bind,source=tools/image/ca.sh,target=/tools/ca.sh \
     --mount=type=secret,id=ca \
     --mount=type=cache,target=/var/cache/apt,sharing=locked \
     --mount=type=cache,target=/var/lib/apt/lists,sharing=locked \
     rm -f /etc/apt/apt.conf.d/docker-clean \
-    && . /tools/image/ca.sh \
+    && . /tools/ca.sh \
     && apt-get update -qq \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
         ca-certificates iproute2 libaio1* libgomp1 libnuma1 numactl openssh-client openssh-server pdsh procps python3 tini \
@@ -38,11 +38,11 @@ ENV DS_ACCELERATOR=cpu
 # hadolint ignore=DL3006
 FROM base-${FLAVOR} AS builder
 ARG FLAVOR
-RUN --mount=type=bind,source=tools,target=/tools \
+RUN --mount=type=bind,source=tools/image/ca.sh,target=/tools/ca.sh \
     --mount=type=secret,id=ca \
     --mount=type=cache,target=/var/cache/apt,sharing=locked \
     --mount=type=cache,target=/var/lib/apt/lists,sharing=locked \
-    . /tools/image/ca.sh \
+    . /tools/ca.sh \
     && apt-get update -qq \
     && if [ "$FLAVOR" = cpu ]; then \
         DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends g++ libaio-dev python3-dev python3-venv; \
@@ -50,7 +50,8 @@ RUN --mount=type=bind,source=tools,target=/tools \
 # NVIDIA's images constrain pip to their own versions; the locks are the only word here.
 ENV PIP_CONSTRAINT= PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 # The folders that are mounted here are what the layer depends on: an edit elsewhere in the repository does not rebuild it.
-RUN --mount=type=bind,source=tools,target=/src/tools \
+RUN --mount=type=bind,source=tools/image,target=/src/tools/image \
+    --mount=type=bind,source=tools/python,target=/src/tools/python \
     --mount=type=bind,source=locks,target=/src/locks \
     --mount=type=secret,id=ca \
     --mount=type=cache,target=/root/.cache/pip \
@@ -63,17 +64,17 @@ RUN --mount=type=bind,source=tools,target=/src/tools \
 # engine says so when it is asked for.
 # hadolint ignore=DL3006
 FROM base AS megatron
-RUN --mount=type=bind,source=tools,target=/tools \
+RUN --mount=type=bind,source=tools/image/ca.sh,target=/tools/ca.sh \
     --mount=type=secret,id=ca \
     --mount=type=cache,target=/var/cache/apt,sharing=locked \
     --mount=type=cache,target=/var/lib/apt/lists,sharing=locked \
-    . /tools/image/ca.sh \
+    . /tools/ca.sh \
     && apt-get update -qq \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends git
 RUN --mount=type=bind,source=upstream,target=/src/upstream \
     --mount=type=bind,source=patches,target=/src/patches \
-    --mount=type=bind,source=tools,target=/src/tools \
-    /src/tools/image/megatron.sh /src/upstream/megatron-v1.1.5 /src/patches/megatron-v1.1.5 /opt/megatron-v1.1.5
+    --mount=type=bind,source=tools/image-megatron.sh,target=/src/image-megatron.sh \
+    /src/image-megatron.sh /src/upstream/megatron-v1.1.5 /src/patches/megatron-v1.1.5 /opt/megatron-v1.1.5
 
 # ---- runtime ---------------------------------------------------------------------------------------------------------
 # hadolint ignore=DL3006
@@ -102,14 +103,15 @@ COPY configs /opt/tridock/configs
 COPY entrypoint /opt/tridock/entrypoint
 COPY tridock /opt/tridock/tridock
 ARG GIT_COMMIT=unknown
+ARG SOURCE=unknown
 ARG VERSION=unknown
-RUN --mount=type=bind,source=tools/image/manifest.py,target=/image-manifest.py \
+RUN --mount=type=bind,source=tools/image-manifest.py,target=/image-manifest.py \
     python3 -m compileall -q /opt/tridock/tridock \
     && /opt/venv/bin/python /image-manifest.py --flavor "$FLAVOR" --base-image "$BASE_IMAGE" --git-commit "$GIT_COMMIT" --version "$VERSION" \
         >/opt/tridock/manifest.json
 LABEL org.opencontainers.image.title="tridock" \
     org.opencontainers.image.description="One node of a 3D-parallel training cluster: DeepSpeed, Megatron, sshd" \
-    org.opencontainers.image.source="https://github.com/tridock/tridock" \
+    org.opencontainers.image.source="${SOURCE}" \
     org.opencontainers.image.licenses="Apache-2.0" \
     org.opencontainers.image.version="${VERSION}" \
     org.opencontainers.image.revision="${GIT_COMMIT}" \

@@ -19,7 +19,7 @@ venv: .venv/.full ## Make .venv, with everything that tests, checks and local ru
 .PHONY: venv-operator
 venv-operator: .venv/.operator ## Make .venv, with what fab needs only
 
-.venv/.full: locks/operator.txt locks/train-cpu.txt locks/deepspeed.txt locks/torch.txt locks/dev.txt tools/venv.sh tools/install-torch.sh
+.venv/.full: locks/operator.txt locks/train-cpu.txt locks/deepspeed.txt locks/torch.txt locks/dev.txt tools/venv.sh
 	@tools/venv.sh full
 
 .venv/.operator: locks/operator.txt tools/venv.sh

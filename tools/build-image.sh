@@ -42,7 +42,7 @@ collect_wheels() {
         for wheel in "$folder/torch-$version+cpu-"*.whl; do
             [[ ! -e $wheel || -e locks/wheels/${wheel##*/} ]] || cp -p "$wheel" locks/wheels/
         done
-    done < <(tools/pip-wheel-folders.sh)
+    done < <(tools/python/pip-wheel-folders.sh)
 }
 
 git_commit() {
@@ -51,6 +51,14 @@ git_commit() {
     # What the image holds, and so what "dirty" is about.
     [[ -z $(git status --porcelain -- Dockerfile tridock entrypoint configs locks patches tools 2>/dev/null) ]] || commit+=-dirty
     printf '%s\n' "$commit"
+}
+
+# Where the source can be had, without anybody's password; a clone of a folder has no such place.
+source_url() {
+    local url
+    url=$(git config --get remote.origin.url 2>/dev/null | sed 's,//[^/@]*@,//,') || true
+    [[ $url == http*://* || $url == git@* ]] || url=unknown
+    printf '%s\n' "$url"
 }
 
 build() {
@@ -62,7 +70,7 @@ build() {
     # An engine older than 23 builds with BuildKit only when asked.
     DOCKER_BUILDKIT=1 docker build "${options[@]}" \
         --build-arg "BASE_IMAGE=$BASE_IMAGE" --build-arg "FLAVOR=$FLAVOR" --build-arg "GIT_COMMIT=$(git_commit)" \
-        --build-arg "VERSION=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)" --tag "$IMAGE" .
+        --build-arg "SOURCE=$(source_url)" --build-arg "VERSION=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)" --tag "$IMAGE" .
 }
 
 main() {

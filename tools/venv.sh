@@ -61,10 +61,10 @@ main() {
     else
         printf 'venv: installing what fab needs\n'
     fi
-    tools/install-locked.sh "$VENV/bin/python" "${locks[@]}"
+    tools/python/install-locked.sh "$VENV/bin/python" "${locks[@]}"
     if [[ $LEVEL == full ]]; then
-        tools/install-torch.sh "$VENV/bin/python" "$(sed -n 's/^torch==//p' locks/torch.txt)" cpu locks/wheels
-        tools/install-deepspeed.sh "$VENV/bin/python"
+        tools/python/install-torch.sh "$VENV/bin/python" "$(sed -n 's/^torch==//p' locks/torch.txt)" cpu locks/wheels
+        tools/python/install-deepspeed.sh "$VENV/bin/python"
     fi
     add_this_repository
     touch "$VENV/.operator"

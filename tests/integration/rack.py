@@ -254,9 +254,9 @@ class Rack:
         write_data(self.project / "data" / "tiny")
 
     def remove(self) -> None:
-        for host in self:
-            execute("docker", "rm", "--force", "--volumes", host.container)
-            execute("docker", "volume", "rm", "--force", host.container)
+        names = [host.container for host in self]
+        execute("docker", "rm", "--force", "--volumes", *names)
+        execute("docker", "volume", "rm", "--force", *names)
         execute("docker", "network", "rm", self.network)
         execute("docker", "image", "rm", self.image)
 

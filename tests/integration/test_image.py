@@ -67,7 +67,7 @@ def test_manifest_says_what_is_there(containers: Containers, cpu_image: str) -> 
     program = """
 import importlib.metadata as m, json, platform, subprocess, deepspeed.git_version_info as ds, torch
 print(json.dumps({
-    "python": platform.python_version(), "torch": torch.__version__,
+    "python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
     **{n.replace("-", "_"): m.version(n) for n in ("deepspeed", "megatron-core", "numpy", "tokenizers")},
     "deepspeed_ops": sorted(n for n, built in ds.installed_ops.items() if built),
     "sshd": subprocess.check_output(["dpkg-query", "-Wf", "${Version}", "openssh-server"], text=True),

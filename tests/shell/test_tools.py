@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+WHEEL_FOLDERS = ROOT / "tools/python/pip-wheel-folders.sh"
 
 
 def run(*words: str | Path, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
@@ -69,12 +70,12 @@ def test_wheel_folders_are_pips_own_that_exist(tmp_path: Path) -> None:
     one.mkdir()
     two.mkdir()
     links = f"{one} file://{two} /nowhere/at/all https://wheels.example/simple"
-    done = run(ROOT / "tools/pip-wheel-folders.sh", sys.executable, PIP_FIND_LINKS=links, PIP_CONFIG_FILE=os.devnull)
+    done = run(WHEEL_FOLDERS, sys.executable, PIP_FIND_LINKS=links, PIP_CONFIG_FILE=os.devnull)
     assert (done.returncode, done.stdout) == (0, f"{one}\n{two}\n")
 
 
 def test_no_wheel_folders() -> None:
-    done = run(ROOT / "tools/pip-wheel-folders.sh", sys.executable, PIP_FIND_LINKS="", PIP_CONFIG_FILE=os.devnull)
+    done = run(WHEEL_FOLDERS, sys.executable, PIP_FIND_LINKS="", PIP_CONFIG_FILE=os.devnull)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -186,7 +187,7 @@ def install_torch(python: Path, flavor: str, *folders: Path) -> subprocess.Compl
     # An uv that finds nothing, as where PyTorch's index cannot be reached.
     program(python.parent, "uv", "exit 2")
     path = f"{python.parent}:{os.environ['PATH']}"
-    return run(ROOT / "tools/install-torch.sh", python, "2.13.0", flavor, *folders, PATH=path)
+    return run(ROOT / "tools/python/install-torch.sh", python, "2.13.0", flavor, *folders, PATH=path)
 
 
 def test_the_cpu_build_that_is_there_stays(fake_python: Path) -> None:

@@ -33,11 +33,11 @@ install_locked() {
     local list=/tmp/requirements.txt
     if [[ $FLAVOR == gpu ]]; then
         "$PYTHON" "$HERE/missing-requirements.py" "$LOCKS/train-gpu.txt" >"$list"
-        ! grep -q . "$list" || "$TOOLS/install-locked.sh" "$PYTHON" "$list"
+        ! grep -q . "$list" || "$TOOLS/python/install-locked.sh" "$PYTHON" "$list"
         "$PYTHON" "$HERE/missing-requirements.py" --unfit "$LOCKS/train-gpu.txt" >"$list"
-        ! grep -q . "$list" || "$TOOLS/install-locked.sh" "$PYTHON" "$list"
+        ! grep -q . "$list" || "$TOOLS/python/install-locked.sh" "$PYTHON" "$list"
     else
-        "$TOOLS/install-locked.sh" "$PYTHON" "$LOCKS/train-cpu.txt"
+        "$TOOLS/python/install-locked.sh" "$PYTHON" "$LOCKS/train-cpu.txt"
     fi
 }
 
@@ -52,7 +52,7 @@ install_deepspeed() {
         # For every GPU generation in TORCH_CUDA_ARCH_LIST, which NVIDIA's images set.
         export DS_BUILD_CPU_ADAM=1 DS_BUILD_FUSED_ADAM=1
     fi
-    "$TOOLS/install-deepspeed.sh" "$PYTHON"
+    "$TOOLS/python/install-deepspeed.sh" "$PYTHON"
 }
 
 # What an environment without a compiler, and without anybody's tests, has no use for.
@@ -71,7 +71,7 @@ main() {
     step "installing the locked packages"
     install_locked
     step "installing torch"
-    "$TOOLS/install-torch.sh" "$PYTHON" "$(torch_version)" "$FLAVOR" "$LOCKS/wheels"
+    "$TOOLS/python/install-torch.sh" "$PYTHON" "$(torch_version)" "$FLAVOR" "$LOCKS/wheels"
     step "installing DeepSpeed and compiling its ops"
     install_deepspeed
     step "checking"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs torch, and torch only, into an environment that has its dependencies already (locks/train-*.txt).
 #
-#   tools/install-torch.sh PYTHON VERSION FLAVOR [FOLDER...]
+#   tools/python/install-torch.sh PYTHON VERSION FLAVOR [FOLDER...]
 #
 # FLAVOR  cpu: the CPU build. gpu: what the base image brought; it is checked, never replaced.
 # FOLDER  more places to look for a wheel of the CPU build, after those of pip's own configuration.

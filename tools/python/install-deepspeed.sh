@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Installs DeepSpeed, which is built from its source, into an environment that has torch and everything else already.
 #
-#   tools/install-deepspeed.sh PYTHON
+#   tools/python/install-deepspeed.sh PYTHON
 #
 # DS_BUILD_<OP>=1 in the environment compiles an op now; without any, nothing is compiled.
 set -Eeuo pipefail
 
 PYTHON=$(readlink -f "$(dirname "$1")")/$(basename "$1")
-LOCK=$(dirname "$(readlink -f "$0")")/../locks/deepspeed.txt
+LOCK=$(dirname "$(readlink -f "$0")")/../../locks/deepspeed.txt
 readonly PYTHON LOCK
 
 # It picks the accelerator when it is built, and would ask a GPU that a build machine need not have.

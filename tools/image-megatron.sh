@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Puts the patched source of Megatron-LM v1.1.5 into the image; an empty folder where the build was given none.
 #
-#   tools/image/megatron.sh SOURCE PATCHES TARGET
+#   tools/image-megatron.sh SOURCE PATCHES TARGET
 set -Eeuo pipefail
 
 PATCHES=$(readlink -f "$2")

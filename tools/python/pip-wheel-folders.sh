@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Prints the local folders in which pip, as it is configured on this machine, looks for wheels (find-links), one a line.
 #
-#   tools/pip-wheel-folders.sh [PYTHON]
+#   tools/python/pip-wheel-folders.sh [PYTHON]
 set -Eeuo pipefail
 
 "${1:-python3}" -m pip config list 2>/dev/null |

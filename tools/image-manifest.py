@@ -6,11 +6,13 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import runpy
 import subprocess
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-NOTABLE_DISTRIBUTIONS = ("torch", "deepspeed", "megatron-core", "numpy", "tokenizers")
+NOTABLE_DISTRIBUTIONS = ("deepspeed", "megatron-core", "numpy", "tokenizers")
 MEGATRON = Path("/opt/megatron-v1.1.5/tridock-source.json")
 DEBIAN_PACKAGES = ("libc6", "numactl", "openssh-client", "openssh-server", "pdsh", "procps", "tini")
 
@@ -29,13 +31,20 @@ def debian_packages() -> dict[str, str]:
     return dict(line.split(" ", 1) for line in lines)
 
 
+def values_of(distribution: str, file: str) -> dict[str, Any]:
+    """The names that a generated file of a package assigns. Read, not imported: importing torch takes seconds."""
+    return runpy.run_path(str(metadata.distribution(distribution).locate_file(file)))
+
+
+def torch_build() -> dict[str, str | None]:
+    """torch's version with the build in it, which its distribution's version may lack, and its CUDA's."""
+    values = values_of("torch", "torch/version.py")
+    return {"torch": values["__version__"], "cuda": values["cuda"]}
+
+
 def deepspeed_ops() -> list[str]:
-    """The ops that were compiled with DeepSpeed; read, not imported, since importing it imports torch."""
-    location = metadata.distribution("deepspeed").locate_file("deepspeed/git_version_info_installed.py")
-    values: dict[str, object] = {}
-    exec(Path(str(location)).read_text(), values)
-    ops = values["installed_ops"]
-    assert isinstance(ops, dict)
+    """The ops that were compiled with DeepSpeed."""
+    ops = values_of("deepspeed", "deepspeed/git_version_info_installed.py")["installed_ops"]
     return sorted(name for name, built in ops.items() if built)
 
 
@@ -64,6 +73,7 @@ def main() -> None:
         "base_image": given.base_image,
         "os": os_name(),
         "python": platform.python_version(),
+        **torch_build(),
         **{name.replace("-", "_"): packages[name] for name in NOTABLE_DISTRIBUTIONS},
         "deepspeed_ops": deepspeed_ops(),
         "megatron_v1_1_5": megatron(),

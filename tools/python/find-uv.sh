@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Prints the path of uv: the one on the PATH, or else the locked one, which is fetched once per user.
 #
-#   tools/find-uv.sh PYTHON
+#   tools/python/find-uv.sh PYTHON
 set -Eeuo pipefail
 
 readonly PYTHON=$1
-LOCK=$(dirname "$(readlink -f "$0")")/../locks/uv.txt
+LOCK=$(dirname "$(readlink -f "$0")")/../../locks/uv.txt
 VERSION=$(sed -n 's/^uv==\([^ ]*\).*/\1/p' "$LOCK")
 readonly LOCK VERSION FOLDER=${XDG_CACHE_HOME:-$HOME/.cache}/tridock/uv-$VERSION
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs what locks name, and nothing else, into an environment.
 #
-#   tools/install-locked.sh PYTHON LOCK...
+#   tools/python/install-locked.sh PYTHON LOCK...
 #
 # uv does it, in a quarter of pip's time. It knows nothing of pip's configuration, though: where that says how an index is
 # to be reached (a company's mirror, a proxy), pip does it.

@@ -24,6 +24,7 @@ TIMEOUT_VARIABLE: Final = "DEEPSPEED_TIMEOUT"
 _DEFAULT_TIMEOUT_MINUTES: Final = 30
 _MEETING_PATIENCE: Final = timedelta(minutes=5)
 _GRACE_SECONDS: Final = 5.0
+_AGAIN_SECONDS: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +186,11 @@ def stop_on_sigterm() -> None:
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
 
-    def handler(_number: int, _frame: FrameType | None) -> None:
+    def handler(_number: int, frame: FrameType | None) -> None:
+        if _in_finalizer(frame):
+            # Python ignores what is raised there, and prints its traceback: once more in a moment.
+            threading.Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            return
         raise Stopped
 
     def watch() -> None:
@@ -198,6 +203,14 @@ def stop_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, handler)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     threading.Thread(target=watch, name="sigterm", daemon=True).start()
+
+
+def _in_finalizer(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _free_port() -> int:

@@ -176,3 +176,26 @@ except process_group.Stopped:
     code, said, seconds = sigterm(program)
     assert (code, said) == (143, "rank 3: stopped by SIGTERM inside a collective\n")
     assert seconds < 5
+
+
+def test_sigterm_in_a_finalizer_is_not_lost() -> None:
+    code = """
+import os, signal, time
+from tridock.train.process_group import Stopped, stop_on_sigterm
+
+class Thing:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.01)
+
+stop_on_sigterm()
+try:
+    thing = Thing()
+    del thing
+    time.sleep(20)
+except Stopped:
+    print("stopped", flush=True)
+    os._exit(0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.stdout, done.stderr) == ("stopped\n", "")

@@ -19,7 +19,13 @@ from tridock.ops.nodes import up
 from tridock.ops.session import Session
 
 CONFIG = Path("configs/demo.yaml")
-SHORT = ["train.train_iters=1", "train.log_interval=1", "train.eval_interval=0", "train.save=false"]
+SHORT = [
+    "train.train_iters=1",
+    "optimizer.lr_warmup_iters=0",
+    "train.log_interval=1",
+    "train.eval_interval=0",
+    "train.save=false",
+]
 FIRST_STEP = "iteration 1/1 "
 
 

@@ -1,9 +1,10 @@
-"""What a strategy refuses before it builds anything."""
+"""What a strategy refuses before it builds anything, and what it does not refuse."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 from tests.unit.train.experiments import experiment
@@ -29,13 +30,11 @@ def test_fp16_where_the_processor_has_none(alone: Ranks, tmp_path: Path, monkeyp
 
     monkeypatch.setattr(type(deepspeed.get_accelerator()), "is_fp16_supported", lambda _: False)
     (tmp_path / "ds_config.json").write_text(
-        '{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "fp16": {}}'
+        '{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4,'
+        ' "fp16": {"enabled": true, "loss_scale": 0}}'
     )
-    with pytest.raises(RequestError) as caught:
-        build_strategy(nn.Linear(2, 2), experiment(**ZERO, precision="fp16"), alone, tmp_path)
-    assert str(caught.value) == (
-        "precision: DeepSpeed has no fp16 on this processor; got fp16; use bf16 or fp32, or parallel.strategy ddp"
-    )
+    made = build_strategy(nn.Linear(2, 2), experiment(**ZERO, precision="fp16"), alone, tmp_path)
+    assert next(made.engine.parameters()).dtype == torch.float16
 
 
 def test_a_broken_deepspeed_config(alone: Ranks, tmp_path: Path) -> None:

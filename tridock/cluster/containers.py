@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tridock import run_folder
@@ -13,6 +15,7 @@ from tridock.command import Command
 CLUSTER_LABEL = "tridock.cluster"
 NODE_LABEL = "tridock.node"
 RECIPE_LABEL = "tridock.recipe"
+_COMPOSE_VARIABLE = re.compile(r"\$\{?([A-Za-z_][A-Za-z0-9_]*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +48,24 @@ def workspace_on_host(cluster: Cluster, facts: HostFacts) -> str:
     return f"{_workdir(cluster, facts)}/workspace"
 
 
+def secrets_folder(cluster: Cluster, node: str) -> str:
+    """The host's folder with the node's keys, which may begin with ``~``; a node's own, as hosts may share a home."""
+    if cluster.settings.transport == "compose":
+        return str(cluster.state_folder / node)
+    return f"{cluster.workdir}/secrets/{node}"
+
+
 def secrets_on_host(cluster: Cluster, node: str, facts: HostFacts) -> str:
-    """The host's folder with the node's keys; a node's own, so that hosts may share a home."""
-    return f"{_workdir(cluster, facts)}/secrets/{node}"
+    """The same as an absolute path."""
+    return _expanded(secrets_folder(cluster, node), facts)
 
 
 def _workdir(cluster: Cluster, facts: HostFacts) -> str:
-    workdir = cluster.workdir
-    return facts.home + workdir[1:] if workdir == "~" or workdir.startswith("~/") else workdir
+    return _expanded(cluster.workdir, facts)
+
+
+def _expanded(path: str, facts: HostFacts) -> str:
+    return facts.home + path[1:] if path == "~" or path.startswith("~/") else path
 
 
 def run_command(cluster: Cluster, node: str, image_id: str, facts: HostFacts) -> Command:
@@ -77,11 +90,15 @@ def run_command(cluster: Cluster, node: str, image_id: str, facts: HostFacts) ->
     for name, value in node_environment(cluster, node, facts).items():
         words += ["--env", f"{name}={value}"]
     words += [*settings.extra_args, image_id, "node"]
-    recipe = hashlib.sha256(json.dumps(words).encode()).hexdigest()[:16]
+    recipe = _recipe(words)
     labels = {CLUSTER_LABEL: cluster.name, NODE_LABEL: node, RECIPE_LABEL: recipe}
     head = ["docker", "run", "--detach", "--name", container_name(cluster, node)]
     head += [word for name, value in labels.items() for word in ("--label", f"{name}={value}")]
     return Command((*head, *words))
+
+
+def _recipe(ingredients: object) -> str:
+    return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def recipe_of(command: Command) -> str:
@@ -116,14 +133,30 @@ def exec_command(
     return command.inside(Command((*words, container_name(cluster, node))))
 
 
-def compose_override(cluster: Cluster) -> str:
-    """A second Compose file, with what the cluster's settings put into each node's environment.
+def compose_recipe(
+    cluster: Cluster, node: str, image_id: str, facts: HostFacts, texts: Mapping[str, str], env: Mapping[str, str]
+) -> str:
+    """What tells whether a twin's running container is still the one that Compose would make.
+
+    ``texts`` are the files that Compose reads (its own and ``.env``), ``env`` the operator's environment.
+    """
+    asked = {name for text in texts.values() for name in _COMPOSE_VARIABLE.findall(text)}
+    given = compose_command(cluster, facts, "").env
+    variables = {name: {**env, **given}.get(name) for name in asked}
+    return _recipe([node, image_id, cluster.env_of(node), dict(texts), variables])
+
+
+def compose_override(cluster: Cluster, recipes: Mapping[str, str]) -> str:
+    """A second Compose file: each node's environment from the cluster's settings, and the label with its recipe.
 
     Compose reads JSON as the YAML that it is; ``$`` is doubled, as Compose would expand it.
     """
     services = {
-        node: {"environment": {name: value.replace("$", "$$") for name, value in cluster.env_of(node).items()}}
-        for node in cluster.slots
+        node: {
+            "environment": {name: value.replace("$", "$$") for name, value in cluster.env_of(node).items()},
+            "labels": {RECIPE_LABEL: recipe},
+        }
+        for node, recipe in recipes.items()
     }
     return json.dumps({"services": services}, indent=2) + "\n"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tridock import run_folder
 from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError, RunError, TridockError
-from tridock.node import ports, runs, supervisor
+from tridock.node import preflight, runs, supervisor
 from tridock.node.follow import follow
 from tridock.node.processes import find_processes, stop_processes
 
@@ -61,9 +61,11 @@ def _parser() -> argparse.ArgumentParser:
     runs_.add_argument("--workspace", type=Path, default=Path(run_folder.WORKSPACE))
     runs_.set_defaults(action=_runs)
 
-    port = verbs.add_parser("port", help="print a free port, or check the one given")
-    port.add_argument("port", type=int, nargs="?")
-    port.set_defaults(action=_port)
+    preflight_ = verbs.add_parser("preflight", help="what a launch wants to know first, as JSON")
+    preflight_.add_argument("files", nargs="*", metavar="FILE", help="a file that the run reads")
+    preflight_.add_argument("--head", action="store_true", help="also a free port, and what is in the image")
+    preflight_.add_argument("--port", type=int, help="with --head: this port and no other")
+    preflight_.set_defaults(action=_preflight)
     return parser
 
 
@@ -102,10 +104,8 @@ def _runs(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _port(arguments: argparse.Namespace) -> int:
-    if arguments.port is not None:
-        ports.require_free(arguments.port)
-    print(arguments.port if arguments.port is not None else ports.free_port())
+def _preflight(arguments: argparse.Namespace) -> int:
+    print(json.dumps(preflight.look(arguments.files, head=arguments.head, port=arguments.port)))
     return 0
 
 

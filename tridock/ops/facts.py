@@ -1,7 +1,8 @@
-"""What each host says about itself, in one round trip: ids, home, devices, Docker, the image, the node's container."""
+"""What each host says about itself, in one round trip: ids, home, devices, keys, Docker, image and container."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ printf 'gid %s\n' "$(id -g)"
 printf 'home %s\n' "$HOME"
 if command -v nvidia-smi >/dev/null 2>&1; then printf 'gpus %s\n' "$(nvidia-smi --list-gpus 2>/dev/null | wc -l)"; fi
 if [ -d /dev/infiniband ]; then echo 'infiniband 1'; fi
+case $3 in '~'/*) keys=$HOME/${3#*/};; *) keys=$3;; esac
+if cd "$keys" 2>/dev/null; then printf 'keys %s\n' "$(export LC_ALL=C; sha256sum -- * 2>/dev/null | sha256sum)"; fi
 if ! command -v docker >/dev/null 2>&1; then echo 'docker_missing 1'; exit 0; fi
 if version=$(docker version --format '{{.Server.Version}}' 2>&1); then printf 'docker %s\n' "$version"
 else printf 'docker_error %s\n' "$(printf '%s' "$version" | tail -n 1)"; exit 0; fi
@@ -41,17 +44,24 @@ class Container:
 
 @dataclass(frozen=True, slots=True)
 class HostState:
-    """A host's facts, the id of the cluster's image there and the node's container, where they exist."""
+    """A host's facts, and where they exist: the image's id, the node's container, the digest of the node's keys."""
 
     facts: HostFacts
     docker: str
     image_id: str | None
     container: Container | None
+    keys: str | None
 
 
-def facts_command(image: str, container: str) -> Command:
-    """The command that prints the facts; ``image`` and ``container`` are the names to look for."""
-    return Command.of("sh", "-c", _SCRIPT, "facts", image, container)
+def facts_command(image: str, container: str, keys: str) -> Command:
+    """The command that prints the facts; ``image``, ``container`` and the folder ``keys`` are what to look for."""
+    return Command.of("sh", "-c", _SCRIPT, "facts", image, container, keys)
+
+
+def keys_digest(files: Mapping[str, bytes]) -> str:
+    """What a host says of its keys' folder where it holds exactly ``files``."""
+    lines = "".join(f"{hashlib.sha256(files[name]).hexdigest()}  {name}\n" for name in sorted(files))
+    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def parse_facts(name: str, text: str) -> HostState:
@@ -74,7 +84,8 @@ def parse_facts(name: str, text: str) -> HostState:
         todo = "make its login shell print nothing of its own"
         raise ClusterError(Problem(name, "gave no facts", f"{error} in {text[-200:]!r}", todo)) from None
     container = _container(json.loads(facts["container"])) if "container" in facts else None
-    return HostState(host, docker, facts.get("image"), container)
+    keys = facts["keys"].split()[0] if facts.get("keys") else None
+    return HostState(host, docker, facts.get("image"), container, keys)
 
 
 def _lines(text: str) -> Iterator[tuple[str, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,12 +11,13 @@ from pathlib import Path
 from tridock import run_folder
 from tridock.cluster.containers import workspace_on_host
 from tridock.command import Command
-from tridock.errors import ClusterError, Problem, RequestError, TridockError
+from tridock.errors import TridockError
 from tridock.experiment import Experiment, load_experiment
 from tridock.launchers import RunBundle, make_bundle
 from tridock.launchers.bundle import default_port
-from tridock.ops.nodes import up
+from tridock.ops.nodes import ensure_up
 from tridock.ops.origin import origin
+from tridock.ops.preflight import check_nodes
 from tridock.ops.push import push
 from tridock.ops.session import Session
 from tridock.plan import Plan, make_plan
@@ -73,10 +73,10 @@ def bring_demo_data(session: Session) -> str:
 
 def launch(session: Session, request: Request) -> RunBundle:
     """Brings the nodes up, checks what the run needs, puts its folder on every node and starts it on the head."""
-    image_id = up(session)
-    data_sha256 = _require_data(session, request)
-    port = _choose_port(session, request)
-    bundle = _bundle(session, request, port, {**_manifest(session, image_id), "data_sha256": data_sha256})
+    image_id = ensure_up(session)
+    found = check_nodes(session, request.config, request.experiment)
+    manifest = {**_manifest(session, image_id), "image_manifest": found.image_manifest}
+    bundle = _bundle(session, request, found.port, {**manifest, "data_sha256": found.data_sha256})
 
     def put(node: str, host: Host) -> None:
         workspace = workspace_on_host(session.cluster, session.states()[node].facts)
@@ -109,62 +109,12 @@ def _bundle(session: Session, request: Request, port: int, manifest: dict[str, o
     )
 
 
-def _require_data(session: Session, request: Request) -> dict[str, str]:
-    """Refuses before any rank starts where a node lacks the data or has others than the head; returns their hashes.
-
-    The index stands for the data set: it holds every document's length.
-    """
-    prefix = request.experiment.data.data_path
-    script = 'for file; do if [ -r "$file" ]; then continue; fi; echo "missing $file"; done; sha256sum "$2" 2>/dev/null'
-
-    def look(node: str, host: Host) -> list[str]:
-        command = session.inside(node, "sh", "-c", f"{script}; exit 0", "sh", f"{prefix}.bin", f"{prefix}.idx")
-        return host.run(command, timeout=_TIMEOUT_S).checked(node).stdout.decode().splitlines()
-
-    found = session.each(look)
-    where, first = f"{request.config}: data.data_path", found[session.head]
-    todo = f"bring the data to the nodes: fab push --hosts {session.cluster.hostfile_path} --path {Path(prefix).parent}"
-    problems = []
-    for node, lines in found.items():
-        missing = [line.removeprefix("missing ") for line in lines if line.startswith("missing ")]
-        if missing:
-            problems.append(Problem(where, f"is not on node {node}", ", ".join(missing), todo))
-        elif lines != first and not first[0].startswith("missing "):
-            problems.append(Problem(where, f"has another content on node {node} than on the head", lines[0], todo))
-    if problems:
-        raise RequestError(problems)
-    return {f"{prefix}.idx": first[0].split()[0]}
-
-
-def _choose_port(session: Session, request: Request) -> int:
-    """The experiment's port if it is free on the head, else a free one found there."""
-    wanted = request.experiment.launch.master_port
-    words = ("port",) if wanted is None else ("port", str(wanted))
-    done = session.node_verb(session.head, *words, timeout=_TIMEOUT_S)
-    if done.exit_code == 0:
-        return int(done.stdout)
-    told = Problem.parse(done.stderr.decode(errors="replace"))
-    if told is None:
-        done.checked(session.head)
-    elif wanted is None:
-        raise ClusterError(Problem(f"{session.head}: {told.where}", told.what, told.got, told.todo))
-    else:
-        where, what = f"{request.config}: launch.master_port", f"{told.where} {told.what} on {session.head}"
-        raise ClusterError(Problem(where, what, told.got, "change it or leave it out"))
-    raise AssertionError("a port was found, or why there is none")
-
-
 def _manifest(session: Session, image_id: str | None) -> dict[str, object]:
-    """Where the run comes from; with an image id, also what is in the image (read on the head)."""
-    manifest: dict[str, object] = {
+    """Where the run comes from."""
+    return {
         **origin(session.cluster.project_folder),
         "cluster": session.cluster.name,
         "hostfile": session.cluster.hostfile.render(),
         "image": session.cluster.settings.image,
         "image_id": image_id,
     }
-    if image_id is not None:
-        read = session.inside(session.head, "cat", f"{run_folder.CODE}/manifest.json")
-        done = session.hosts[session.head].run(read, timeout=_TIMEOUT_S)
-        manifest["image_manifest"] = json.loads(done.stdout) if done.exit_code == 0 else None
-    return manifest

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Mapping
 
 from tridock import run_folder
 from tridock.cluster.containers import (
     compose_command,
     compose_override,
+    compose_recipe,
     container_name,
     recipe_of,
     run_command,
@@ -16,7 +19,9 @@ from tridock.cluster.containers import (
 )
 from tridock.command import Command
 from tridock.errors import ClusterError, Problem, RequestError
+from tridock.ops.facts import keys_digest
 from tridock.ops.image import ensure_image
+from tridock.ops.key_store import KeyStore
 from tridock.ops.keys import distribute_keys
 from tridock.ops.session import Session
 from tridock.remote import Host, LocalHost
@@ -29,19 +34,33 @@ _DOCKER_TIMEOUT_S = 120.0
 def up(session: Session) -> str:
     """Keys, image and nodes: brings what is missing and leaves what is right alone. Returns the image's id."""
     image_id = ensure_image(session)
-    compose = session.cluster.settings.transport == "compose"
-    if compose:
-        distribute_keys(session)
-        _compose(session, "up", "--detach", "--no-build", "--quiet-pull", *session.nodes)
+    recipes = _recipes(session, image_id)
+    stale = _stale(session, recipes)
+    _refuse_while_runs(session, stale, "would be replaced by fab up")
+    distribute_keys(session)
+    if session.cluster.settings.transport == "compose":
+        _compose(session, recipes, "up", "--detach", "--no-build", "--quiet-pull", *session.nodes)
     else:
-        stale = _stale(session, image_id)
-        _refuse_while_runs(session, stale, "would be replaced by fab up")
-        distribute_keys(session)
         session.each(lambda node, host: _start(session, node, host, image_id, node in stale))
     session.forget_states()
     session.each(lambda node, host: _wait_ready(session, node, host))
     session.forget_states()
     return image_id
+
+
+def ensure_up(session: Session) -> str:
+    """As :func:`up`; where every node is as it should be, all that this costs is the hosts' facts."""
+    image_id = ensure_image(session)
+    store = KeyStore(session.cluster)
+    store.ensure()
+    stale = _stale(session, _recipes(session, image_id))
+
+    def is_right(node: str) -> bool:
+        state = session.states()[node]
+        healthy = state.container is not None and state.container.health == "healthy"
+        return healthy and node not in stale and state.keys == keys_digest(store.node_files(node))
+
+    return image_id if all(map(is_right, session.nodes)) else up(session)
 
 
 def down(session: Session, *, force: bool = False) -> tuple[str, ...]:
@@ -51,7 +70,7 @@ def down(session: Session, *, force: bool = False) -> tuple[str, ...]:
     if not force:
         _refuse_while_runs(session, running, "would be removed by fab down")
     if session.cluster.settings.transport == "compose":
-        _compose(session, "down", "--timeout", "5")
+        _compose(session, {}, "down", "--timeout", "5")
         return there
 
     def remove(node: str, host: Host) -> None:
@@ -66,28 +85,35 @@ def down(session: Session, *, force: bool = False) -> tuple[str, ...]:
     return there
 
 
-def _compose(session: Session, *words: str) -> None:
+def _compose(session: Session, recipes: Mapping[str, str], *words: str) -> None:
     cluster, override = session.cluster, session.cluster.state_folder / "compose.json"
     # Made here, as the operator: Docker would make a missing folder as root.
     for folder in ("data", "runs"):
         (cluster.project_folder / folder).mkdir(exist_ok=True)
-    write_atomic(override, compose_override(cluster).encode())
+    write_atomic(override, compose_override(cluster, recipes).encode())
     facts = session.states()[session.head].facts
     command = compose_command(cluster, facts, str(override), *words)
     LocalHost().run(command, timeout=_DOCKER_TIMEOUT_S).checked("docker compose")
 
 
-def _stale(session: Session, image_id: str) -> tuple[str, ...]:
+def _recipes(session: Session, image_id: str) -> dict[str, str]:
+    """What each node's container should be made of."""
+    cluster, states = session.cluster, session.states()
+    if cluster.settings.transport == "ssh":
+        return {node: recipe_of(run_command(cluster, node, image_id, state.facts)) for node, state in states.items()}
+    names = (cluster.settings.compose.file, ".env")
+    texts = {name: path.read_text() for name in names if (path := cluster.project_folder / name).is_file()}
+    return {
+        node: compose_recipe(cluster, node, image_id, state.facts, texts, os.environ) for node, state in states.items()
+    }
+
+
+def _stale(session: Session, recipes: Mapping[str, str]) -> tuple[str, ...]:
     """The nodes whose container is not the one that the settings ask for."""
     return tuple(
         node
         for node, state in session.states().items()
-        if state.container is not None
-        and (
-            not state.container.running
-            or state.container.image_id != image_id
-            or state.container.recipe != recipe_of(run_command(session.cluster, node, image_id, state.facts))
-        )
+        if (container := state.container) is not None and not (container.running and container.recipe == recipes[node])
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from tridock.cluster import Cluster, load_cluster
-from tridock.cluster.containers import container_name, exec_command
+from tridock.cluster.containers import container_name, exec_command, secrets_folder
 from tridock.command import Command
 from tridock.errors import ClusterError, Problem
 from tridock.ops.facts import HostState, facts_command, parse_facts
@@ -59,7 +59,8 @@ class Session:
         self._states = None
 
     def _read_state(self, name: str, host: Host) -> HostState:
-        command = facts_command(self.cluster.settings.image, container_name(self.cluster, name))
+        container, keys = container_name(self.cluster, name), secrets_folder(self.cluster, name)
+        command = facts_command(self.cluster.settings.image, container, keys)
         where = name if self.cluster.settings.transport == "ssh" else "this machine"
         return parse_facts(where, host.run(command, timeout=FACTS_TIMEOUT_S).checked(name).stdout.decode())
 

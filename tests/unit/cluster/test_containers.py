@@ -11,6 +11,7 @@ from tridock.cluster.containers import (
     HostFacts,
     compose_command,
     compose_override,
+    compose_recipe,
     container_name,
     exec_command,
     recipe_of,
@@ -116,6 +117,27 @@ def test_a_twin_is_composes(tmp_path: Path) -> None:
     assert command.env == {
         "TRIDOCK_CLUSTER": "lab", "TRIDOCK_IMAGE": "tridock:cpu", "TRIDOCK_UID": "1000", "TRIDOCK_GID": "100",
     }  # fmt: skip
-    assert json.loads(compose_override(made)) == {
-        "services": {"node-1": {"environment": {"A": "$$x"}}, "node-2": {"environment": {"A": "$$x", "B": "1"}}}
+    assert json.loads(compose_override(made, {"node-1": "abcd", "node-2": "ef"})) == {
+        "services": {
+            "node-1": {"environment": {"A": "$$x"}, "labels": {"tridock.recipe": "abcd"}},
+            "node-2": {"environment": {"A": "$$x", "B": "1"}, "labels": {"tridock.recipe": "ef"}},
+        }
     }
+
+
+def test_a_twins_recipe_changes_with_what_compose_would_read(tmp_path: Path) -> None:
+    def recipe(
+        settings: str = "", node: str = "node-1", image: str = IMAGE, compose: str = "a: ${A} ${TRIDOCK_UID}",
+        dotenv: str = "", facts: HostFacts = FACTS, **env: str,
+    ) -> str:  # fmt: skip
+        made = cluster(tmp_path, f"transport: compose\n{settings}", "node-1 slots=1\nnode-2 slots=1\n")
+        texts = {"docker-compose.yml": compose, ".env": dotenv}
+        return compose_recipe(made, node, image, facts, texts, env)
+
+    first = recipe()
+    assert recipe(UNREAD="1", TRIDOCK_UID="7") == first
+    others = [
+        recipe("env: {B: c}\n"), recipe(node="node-2"), recipe(image="sha256:9"), recipe(compose="a: $A"),
+        recipe(dotenv="A=1"), recipe(facts=replace(FACTS, uid=7)), recipe(A="1"),
+    ]  # fmt: skip
+    assert len({first, *others}) == 8

@@ -9,19 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.node.conftest import node
+from tests.unit.node.conftest import answer
 from tridock.errors import ClusterError
 from tridock.node import ports
 
 
 def test_a_free_port_is_one_that_can_be_taken() -> None:
-    done = node("port")
-    assert done.returncode == 0
-    port = int(done.stdout)
+    port = answer("preflight", "--head")["port"]
     assert port in range(20000, 30000)
     with socket.create_server(("", port)):
         pass
-    assert node("port", str(port)).stdout == f"{port}\n"
+    assert answer("preflight", "--head", "--port", str(port))["port"] == port
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
@@ -29,10 +27,10 @@ def test_a_taken_port_names_its_holder(address: str) -> None:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family) as server:
         port = server.getsockname()[1]
-        done = node("port", str(port))
+        told = answer("preflight", "--head", "--port", str(port))
         comm = Path(f"/proc/{os.getpid()}/comm").read_text().strip()
-        assert (done.returncode, done.stdout) == (3, "")
-        assert done.stderr == f"port {port}: is taken; got {comm} (pid {os.getpid()}); use another\n"
+        assert "port" not in told
+        assert told["port_problem"] == f"port {port}: is taken; got {comm} (pid {os.getpid()}); use another"
 
 
 def test_a_port_of_a_connection_that_just_closed_is_free() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tridock.errors import ClusterError
-from tridock.ops.facts import facts_command, parse_facts
+from tridock.ops.facts import facts_command, keys_digest, parse_facts
 
 INSPECTED = {
     "Id": "c0ffee",
@@ -26,16 +26,16 @@ def message(text: str) -> str:
     return str(caught.value)
 
 
-def with_docker(tmp_path: Path, script: str) -> str:
+def with_docker(tmp_path: Path, script: str, keys: str = "~/none", home: str = "/home/ada") -> str:
     """The facts as a shell gathers them on a machine whose docker is ``script``."""
-    for tool in ("sh", "id", "printf", "tail", "wc"):
+    for tool in ("sh", "id", "printf", "tail", "wc", "sha256sum"):
         source = next(Path(folder, tool) for folder in os.get_exec_path() if Path(folder, tool).exists())
         (tmp_path / tool).symlink_to(source)
     if script:
         (tmp_path / "docker").write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "docker").chmod(0o755)
-    command = facts_command("tridock:cpu", "tridock-lab")
-    env = {"PATH": str(tmp_path), "HOME": "/home/ada"}
+    command = facts_command("tridock:cpu", "tridock-lab", keys)
+    env = {"PATH": str(tmp_path), "HOME": home}
     return subprocess.run(command.argv, env=env, capture_output=True, text=True, check=True).stdout
 
 
@@ -50,8 +50,23 @@ def test_all_facts() -> None:
 def test_a_host_with_nothing_of_ours_yet(tmp_path: Path) -> None:
     docker = 'case $1 in version) echo 28.1;; *) echo "No such object" >&2; exit 1;; esac'
     state = parse_facts("gpu-1", with_docker(tmp_path, docker))
-    assert (state.docker, state.image_id, state.container) == ("28.1", None, None)
+    assert (state.docker, state.image_id, state.container, state.keys) == ("28.1", None, None, None)
     assert state.facts.uid == os.getuid()
+
+
+@pytest.mark.parametrize("below_home", [True, False])
+def test_keys_are_known_by_their_digest(tmp_path: Path, below_home: bool) -> None:
+    home = tmp_path / "home of ada"
+    folder = home / "tridock" / "secrets"
+    folder.mkdir(parents=True)
+    files = {"id_ed25519": b"private", "authorized_keys": b"restrict\n", "Z": b""}
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    (folder / ".put.half").write_bytes(b"what an interrupted transfer left")
+    keys = "~/tridock/secrets" if below_home else str(folder)
+    state = parse_facts("gpu-1", with_docker(tmp_path, "echo 28.1", keys, str(home)))
+    assert state.keys == keys_digest(files)
+    assert state.keys != keys_digest({**files, "Z": b"other"})
 
 
 def test_no_docker(tmp_path: Path) -> None:

@@ -1,0 +1,95 @@
+"""What a launch refuses after it asked the nodes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tridock.errors import TridockError
+from tridock.experiment import Experiment
+from tridock.ops.preflight import Preflight, check_nodes
+from tridock.ops.session import Session
+from tridock.remote import Completed
+
+BIN, IDX, VOCAB, MERGES = "data/t_document.bin", "data/t_document.idx", "data/vocab.json", "data/merges.txt"
+GOOD: dict[str, Any] = {
+    BIN: {"bytes": 100, "sha256": None},
+    IDX: {"bytes": 42, "sha256": "aa"},
+    VOCAB: {"bytes": 7, "sha256": "bb"},
+    MERGES: {"bytes": 7, "sha256": "cc"},
+}
+
+
+def ask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: Mapping[str, Any], head: Mapping[str, Any], **launch: Any
+) -> Preflight:
+    """The answer of two nodes: node-1 leads and holds what is GOOD, node-2 holds ``files``."""
+    (tmp_path / "lab").write_text("node-1 slots=1\nnode-2 slots=1\n")
+    session = Session.open(tmp_path / "lab")
+    asked: dict[str, tuple[str, ...]] = {}
+
+    def node_verb(node: str, *words: str, timeout: float) -> Completed:
+        asked[node] = words
+        answer = {"files": GOOD, **head} if node == "node-1" else {"files": files}
+        return Completed(0, json.dumps(answer).encode(), b"")
+
+    monkeypatch.setattr(session, "node_verb", node_verb)
+    experiment = Experiment.model_validate(
+        {
+            "name": "t",
+            "engine": "megatron-deepspeed",
+            "model": {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 8},
+            "batch": {"micro_batch_size": 1},
+            "data": {"data_path": "data/t_document", "vocab_file": VOCAB, "merge_file": MERGES},
+            "train": {"train_iters": 1},
+            "launch": launch,
+        }
+    )
+    try:
+        return check_nodes(session, Path("t.yaml"), experiment)
+    finally:
+        assert asked["node-2"] == ("preflight", "--", BIN, IDX, VOCAB, MERGES)
+        assert asked["node-1"][:2] == ("preflight", "--head")
+
+
+def test_all_is_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = ask(tmp_path, monkeypatch, GOOD, {"port": 20123, "image_manifest": {"torch": "2.13"}})
+    assert found == Preflight(20123, {IDX: "aa", VOCAB: "bb", MERGES: "cc"}, {"torch": "2.13"})
+
+
+def test_every_difference_is_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {**GOOD, BIN: {"bytes": 99, "sha256": None}, VOCAB: None, MERGES: {"bytes": 7, "sha256": "dd"}}
+    with pytest.raises(TridockError) as caught:
+        ask(tmp_path, monkeypatch, files, {"port": 1, "image_manifest": None})
+    push = f"bring the data to the nodes: fab push --hosts {tmp_path}/lab --path data"
+    assert str(caught.value) == (
+        "t.yaml: data.data_path: has another content on node node-2 than on the head; "
+        f"got 99 bytes  data/t_document.bin; {push}\n"
+        f"t.yaml: data.vocab_file: is not on node node-2; got data/vocab.json; {push}\n"
+        "t.yaml: data.merge_file: has another content on node node-2 than on the head; "
+        f"got dd  data/merges.txt; {push}"
+    )
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("launch", "told", "message"),
+    [
+        ({"master_port": 2000}, "port 2000: is taken; got python (pid 7); use another",
+         "t.yaml: launch.master_port: port 2000 is taken on node-1; got python (pid 7); change it or leave it out"),
+        ({}, "ports: none of 200 tried from 20000 to 29999 is free; give launch.master_port, or end what listens there",
+         "node-1: ports: none of 200 tried from 20000 to 29999 is free; "
+         "give launch.master_port, or end what listens there"),
+    ],
+)  # fmt: skip
+def test_no_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch: dict[str, int], told: str, message: str
+) -> None:
+    with pytest.raises(TridockError) as caught:
+        ask(tmp_path, monkeypatch, GOOD, {"port_problem": told}, **launch)
+    assert str(caught.value) == message
+    assert caught.value.exit_code == 3

@@ -1,0 +1,52 @@
+"""What a launch wants to know of a node before anything is written there, in one answer."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from tridock import run_folder
+from tridock.errors import ClusterError
+from tridock.node import ports
+
+
+def look(files: Sequence[str], *, head: bool, port: int | None) -> dict[str, object]:
+    """The files' fingerprints; with ``head`` also a port for the rendezvous, and what is in the image.
+
+    A file that cannot be read has None. ``port`` is the one asked for, or None for any; where there is none,
+    ``port_problem`` says why.
+    """
+    answer: dict[str, object] = {"files": {name: _fingerprint(Path(name)) for name in files}}
+    if head:
+        answer |= _port(port)
+        answer["image_manifest"] = _image_manifest()
+    return answer
+
+
+def _fingerprint(path: Path) -> dict[str, object] | None:
+    """Size and SHA-256; of tokens (``.bin``) the size alone: their index, which is hashed, holds every length."""
+    try:
+        with path.open("rb") as file:
+            digest = None if path.suffix == ".bin" else hashlib.file_digest(file, "sha256").hexdigest()
+            return {"bytes": path.stat().st_size, "sha256": digest}
+    except OSError:
+        return None
+
+
+def _port(wanted: int | None) -> dict[str, object]:
+    try:
+        if wanted is None:
+            return {"port": ports.free_port()}
+        ports.require_free(wanted)
+        return {"port": wanted}
+    except ClusterError as error:
+        return {"port_problem": str(error)}
+
+
+def _image_manifest() -> object:
+    try:
+        return json.loads(Path(run_folder.CODE, "manifest.json").read_text())
+    except (OSError, ValueError):
+        return None

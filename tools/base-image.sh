@@ -26,7 +26,7 @@ install_debootstrap() {
     # Ubuntu's debootstrap knows Debian's suites, and verifies them only with Debian's keyring.
     [[ -x /usr/sbin/debootstrap && -e /usr/share/keyrings/debian-archive-keyring.gpg ]] && return
     apt-get update -qq
-    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends debootstrap debian-archive-keyring >/dev/null
+    DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=300 install -y -qq --no-install-recommends debootstrap debian-archive-keyring >/dev/null
 }
 
 # Prints the archives of this machine that hold the suite: "<uri> <codename> <components>", one a line.

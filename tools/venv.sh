@@ -34,7 +34,7 @@ require_venv_module() {
     ! "$python" -c 'import ensurepip' 2>/dev/null || return 0
     if [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
         apt-get update -qq
-        DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends python3-venv >/dev/null
+        DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=300 install -y -qq --no-install-recommends python3-venv >/dev/null
     fi
     "$python" -c 'import ensurepip' 2>/dev/null || fail "$python has no venv module; got an ImportError for ensurepip; install the package python3-venv"
 }

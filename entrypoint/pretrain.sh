@@ -4,6 +4,7 @@
 # Environment variables that upstream's scripts set, and the field that each changes; they win over the experiment:
 #   GPUS_PER_NODE (ranks to start), MASTER_PORT launch.master_port, DATA_PATH data.data_path, VOCAB_PATH data.vocab_file,
 #   MERGE_PATH data.merge_file, CHECKPOINT_PATH train.checkpoint_folder (and train.load, where a checkpoint lies there)
+#   NNODES, NODE_RANK, MASTER_ADDR: the script is started on every node, each with its rank, without ssh
 #
 # Words after the script's name: the options of `tridock train`, and any other as an argument of Megatron's.
 
@@ -53,19 +54,23 @@ read_environment() {
         say "GPUS_PER_NODE=$GPUS_PER_NODE ranks"
         options+=(--nproc "$GPUS_PER_NODE")
     fi
-    [[ ${NNODES:-1} == 1 ]] || refuse NNODES "this script starts the ranks of one node" "$NNODES" \
-        "use 'fab launch --hosts HOSTFILE --config EXPERIMENT' for several"
+    [[ ${NNODES:-1} == 1 ]] || {
+        say "NNODES=$NNODES NODE_RANK=${NODE_RANK:-0} MASTER_ADDR=${MASTER_ADDR:-}: this node is one of several"
+        options+=(--nnodes "$NNODES" --node-rank "${NODE_RANK:-0}" ${MASTER_ADDR:+--master-addr "$MASTER_ADDR"})
+    }
 }
 
 read_words() {
     while (($#)); do
         case $1 in
-        --set | --nproc | --workspace | --run-id-file)
+        --set | --nproc | --workspace | --run-id-file | --nnodes | --node-rank | --master-addr)
             (($# > 1)) || refuse "$1" "needs a value" nothing "write $1 VALUE"
             options+=("$1" "$2")
             shift
             ;;
-        --set=* | --nproc=* | --workspace=* | --run-id-file=* | --help | -h) options+=("$1") ;;
+        --set=* | --nproc=* | --workspace=* | --run-id-file=* | --nnodes=* | --node-rank=* | --master-addr=* | --help | -h)
+            options+=("$1")
+            ;;
         *) megatron_args+=("$1") ;;
         esac
         shift

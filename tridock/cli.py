@@ -37,6 +37,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="change a field: train.seed=7")
     train.add_argument("--run-id-file", type=Path, help="write the run's id into this file")
+    several = train.add_argument_group("several machines, each started by hand (fab launch starts them all)")
+    several.add_argument("--nnodes", type=int, default=1, help="machines of the run (default: 1)")
+    several.add_argument("--node-rank", type=int, default=0, help="which one this is, from 0 (default: 0)")
+    several.add_argument("--master-addr", help="where the others reach the one of rank 0; port: launch.master_port")
     train.set_defaults(action=_train)
 
     plan = commands.add_parser("plan", help="show what an experiment becomes on a cluster")
@@ -58,9 +62,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from tridock.ops.local_run import run_here
+    from tridock.ops.local_run import Place, run_here
 
-    return run_here(arguments.config, arguments.nproc, arguments.workspace, arguments.set, arguments.run_id_file)
+    place = Place(arguments.nnodes, arguments.node_rank, arguments.master_addr)
+    return run_here(arguments.config, arguments.nproc, arguments.workspace, arguments.set, arguments.run_id_file, place)
 
 
 def _plan(arguments: argparse.Namespace) -> int:

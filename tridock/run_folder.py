@@ -51,6 +51,11 @@ def is_run_id(text: str) -> bool:
     return _RUN_ID.fullmatch(text) is not None
 
 
+def launch_script(node_rank: int) -> str:
+    """What a node executes; only nodes that each start their own ranks have others than the head's."""
+    return LAUNCH_SCRIPT if node_rank == 0 else f"launch-{node_rank}.sh"
+
+
 def rank_log(rank: int) -> str:
     """The log of one rank, relative to the run's folder."""
     return f"logs/rank-{rank}.log"

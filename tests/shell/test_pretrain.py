@@ -79,13 +79,15 @@ def test_what_upstreams_users_set_wins_and_is_printed(bin_folder: Path, tmp_path
     assert "ds_pretrain_gpt2.sh: GPUS_PER_NODE=4 ranks\n" in err
 
 
-def test_several_nodes_are_fabs(bin_folder: Path) -> None:
-    code, _, err = call("ds_pretrain_gpt2.sh", bin_folder, NNODES="2")
-    assert code == 2
-    assert err == (
-        "ds_pretrain_gpt2.sh: NNODES: this script starts the ranks of one node; got 2; "
-        "use 'fab launch --hosts HOSTFILE --config EXPERIMENT' for several\n"
-    )
+def test_one_of_several_nodes(bin_folder: Path) -> None:
+    env = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "gpu-1", "MASTER_PORT": "6000", "GPUS_PER_NODE": "8"}
+    code, found, err = call("pretrain_gpt2_distributed.sh", bin_folder, **env)
+    assert code == 0
+    assert found == [
+        "train", f"{CONFIGS}/megatron/tiny-345m-distributed.yaml", "--set", "launch.master_port=6000", "--nproc", "8",
+        "--nnodes", "2", "--node-rank", "1", "--master-addr", "gpu-1",
+    ]  # fmt: skip
+    assert "pretrain_gpt2_distributed.sh: NNODES=2 NODE_RANK=1 MASTER_ADDR=gpu-1: this node is one of several\n" in err
 
 
 def test_an_image_without_megatron(bin_folder: Path) -> None:

@@ -38,15 +38,18 @@ def make_bundle(
     master_port: int,
     manifest: Mapping[str, object],
     workspace: str = run_folder.WORKSPACE,
+    node_rank: int | None = None,
 ) -> RunBundle:
     """Composes the run's files and the head's command.
 
-    ``workspace`` is the folder that relative paths start from, the same on every node.
+    ``workspace`` is the folder that relative paths start from, the same on every node. ``node_rank`` is for nodes that
+    each start their own ranks: the command is that node's.
     """
     path = f"{workspace}/runs/{run_id}"
     experiment = experiment.resolved(plan.data_parallel_size)
     program = rank_program(experiment, plan, run_id, path)
-    command = deepspeed_command(program, slots, f"{path}/{run_folder.HOSTFILE}", master_addr, master_port)
+    hostfile = f"{path}/{run_folder.HOSTFILE}"
+    command = deepspeed_command(program, slots, hostfile, master_addr, master_port, node_rank)
     script = _launch_script(run_id, path, {**program.env, "DS_ENV_FILE": f"{path}/{run_folder.DEEPSPEED_ENV}"}, command)
     texts = {
         run_folder.EXPERIMENT: dump_experiment(experiment),
@@ -54,7 +57,7 @@ def make_bundle(
         run_folder.MANIFEST: json.dumps({**manifest, "run_id": run_id}, indent=2) + "\n",
         run_folder.HOSTFILE: "".join(f"{node} slots={_slot_count(numbers)}\n" for node, numbers in slots.items()),
         run_folder.DEEPSPEED_ENV: environment_file(program.env),
-        run_folder.LAUNCH_SCRIPT: script,
+        run_folder.launch_script(node_rank or 0): script,
     }
     files = {name: text.encode() for name, text in texts.items()} | dict(program.files)
     return RunBundle(run_id, path, command, files)

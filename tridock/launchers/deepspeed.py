@@ -17,8 +17,9 @@ def deepspeed_command(
     hostfile: str,
     master_addr: str,
     master_port: int,
+    node_rank: int | None = None,
 ) -> Command:
-    """What runs on the head.
+    """What runs on the head; with ``node_rank``, what runs on that node to start its own ranks only.
 
     ``slots`` maps each node to the slot numbers in use; ``hostfile`` is the path of the run's own hostfile.
     With one node the ranks are this machine's: no ssh is needed, and DeepSpeed is told so.
@@ -28,8 +29,8 @@ def deepspeed_command(
     if any(list(numbers) != list(range(len(numbers))) for numbers in slots.values()):
         words += ["--include", "@".join(f"{node}:{','.join(map(str, numbers))}" for node, numbers in slots.items())]
     words += ["--master_addr", master_addr, "--master_port", str(master_port)]
-    if len(slots) == 1:
-        words += ["--no_ssh", "--node_rank", "0"]
+    if len(slots) == 1 or node_rank is not None:
+        words += ["--no_ssh", "--node_rank", str(node_rank or 0)]
     else:
         # The check that DeepSpeed would make tries the first node only and hides ssh's words.
         words += ["--launcher", "pdsh", "--no_ssh_check"]

@@ -1,29 +1,67 @@
-"""A run on this machine: in a container (`docker compose run trainer …`) or in a virtual environment, without ssh."""
+"""A run on this machine: in a container (`docker compose run trainer …`) or in a virtual environment, without ssh.
+
+Several machines can join in one run without ssh too, each started by hand with its rank (``NODE_RANK``).
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from tridock import run_folder
 from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError
-from tridock.experiment import Experiment, load_experiment
-from tridock.launchers import make_bundle
+from tridock.experiment import Experiment, dump_experiment, load_experiment
+from tridock.launchers import RunBundle, make_bundle
 from tridock.launchers.bundle import default_port
+from tridock.ops import rendezvous
 from tridock.ops.origin import origin
-from tridock.plan import make_plan
+from tridock.plan import Plan, make_plan
 
 HERE = "localhost"
+_MEETING_PORT = 29500
+_GRACE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """This machine among those of the run: ``nnodes`` of them, its rank, and where the first one is reached."""
+
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str | None = None
+
+    def check(self) -> None:
+        """Raises :class:`RequestError` with everything that does not fit together."""
+        problems = []
+        if self.nnodes < 1:
+            problems.append(Problem("--nnodes", "must be at least 1", str(self.nnodes), "give the number of nodes"))
+        elif not 0 <= self.node_rank < self.nnodes:
+            todo = f"use 0 to {self.nnodes - 1}"
+            problems.append(Problem("--node-rank", f"is not one of {self.nnodes} nodes", str(self.node_rank), todo))
+        if self.nnodes > 1 and self.master_addr is None:
+            todo = "give the address of the node of rank 0, as the others reach it"
+            problems.append(Problem("--master-addr", f"is needed for {self.nnodes} nodes", "nothing", todo))
+        if problems:
+            raise RequestError(problems)
 
 
 def run_here(
-    config: Path, nproc: int | None, workspace: Path, overrides: Sequence[str] = (), run_id_file: Path | None = None
+    config: Path,
+    nproc: int | None,
+    workspace: Path,
+    overrides: Sequence[str] = (),
+    run_id_file: Path | None = None,
+    place: Place = Place(),
 ) -> int:
-    """Runs the experiment as local ranks and follows it; returns its exit code.
+    """Runs the experiment as this machine's ranks and follows it; returns its exit code.
 
     Ctrl-C stops the run: it belongs to this terminal, unlike one that ``fab launch`` started.
     """
@@ -34,53 +72,111 @@ def run_here(
         )
     if nproc is not None and nproc < 1:
         raise RequestError(Problem("--nproc", "must be at least 1", str(nproc), "give the number of ranks"))
+    place.check()
     experiment = load_experiment(config, overrides)
-    slots = {HERE: range(nproc or _default_ranks())}
+    ranks = nproc or _default_ranks()
+    slots = {name: range(ranks) for name in _names(place)}
     plan = make_plan(experiment, slots, str(config))
     run_id = run_folder.new_run_id(experiment.name)
+    port = experiment.launch.master_port or (default_port(run_id) if place.nnodes == 1 else _MEETING_PORT)
+    if place.nnodes > 1:
+        run_id = _meet(place, port, ranks, experiment, run_id)
     bundle = make_bundle(
         experiment,
         plan,
         slots,
         run_id=run_id,
-        master_addr="127.0.0.1",
-        master_port=experiment.launch.master_port or default_port(run_id),
+        master_addr=place.master_addr or "127.0.0.1",
+        master_port=port,
         manifest=_manifest(config, experiment),
         workspace=str(workspace),
+        node_rank=place.node_rank,
     )
     folder = workspace / "runs" / run_id
-    for name, content in bundle.files.items():
-        run_folder.write_atomic(folder / name, content)
+    _write(folder, bundle, place)
     if run_id_file is not None:
         run_folder.write_atomic(run_id_file, f"{run_id}\n".encode())
-    print(f"run {run_id}: {plan.world_size} ranks on this machine, {plan.layout}; folder {folder}", flush=True)
-    return _start_and_follow(folder, run_id, plan.world_size)
+    _announce(folder, plan, place)
+    return _start_and_follow(folder, ranks) if place.node_rank == 0 else _join(folder, ranks, place.node_rank)
 
 
-def _start_and_follow(folder: Path, run_id: str, ranks: int) -> int:
-    node = [sys.executable, "-P", "-m", "tridock.node"]
+def _names(place: Place) -> tuple[str, ...]:
+    return (HERE,) if place.nnodes == 1 else tuple(f"node-{rank}" for rank in range(place.nnodes))
+
+
+def _meet(place: Place, port: int, ranks: int, experiment: Experiment, run_id: str) -> str:
+    """The run's id, once every node has come and is about to run the same."""
+    digest = hashlib.sha256(dump_experiment(experiment).encode()).hexdigest()
+    terms = rendezvous.Terms(place.node_rank, place.nnodes, ranks, digest)
+    if place.node_rank == 0:
+        rendezvous.lead(port, terms, run_id, _say)
+        return run_id
+    assert place.master_addr is not None
+    return rendezvous.follow(place.master_addr, port, terms, _say)
+
+
+def _write(folder: Path, bundle: RunBundle, place: Place) -> None:
+    for name, content in bundle.files.items():
+        # Nodes may share the folder: what node 0 writes is the run's.
+        if place.node_rank == 0 or not (folder / name).exists():
+            run_folder.write_atomic(folder / name, content)
+
+
+def _announce(folder: Path, plan: Plan, place: Place) -> None:
+    where = "on this machine" if place.nnodes == 1 else f"on {place.nnodes} nodes, this one is {place.node_rank}"
+    _say(f"run {folder.name}: {plan.world_size} ranks {where}, {plan.layout}; folder {folder}")
+
+
+def _start_and_follow(folder: Path, ranks: int) -> int:
+    env = _environment(ranks)
+    started = subprocess.run([*_node_verb(), "start", str(folder)], env=env, check=False)
+    if started.returncode:
+        return started.returncode
+    try:
+        return subprocess.run([*_node_verb(), "follow", str(folder)], env=env, check=False).returncode
+    except KeyboardInterrupt:
+        return _interrupted(folder, env)
+
+
+def _join(folder: Path, ranks: int, node_rank: int) -> int:
+    """Runs this node's ranks of a run that node 0 supervises."""
+    env = {**_environment(ranks), run_folder.RUN_ID_VARIABLE: folder.name}
+    script = ["bash", str(folder / run_folder.launch_script(node_rank))]
+    # A session of its own: Ctrl-C at the terminal is ours to answer.
+    with subprocess.Popen(script, stdin=subprocess.DEVNULL, env=env, start_new_session=True) as launcher:
+        try:
+            code = launcher.wait()
+        except KeyboardInterrupt:
+            code = _interrupted(folder, _environment(ranks))
+            with suppress(subprocess.TimeoutExpired):
+                launcher.wait(_GRACE_S)
+    return code if code >= 0 else 128 - code
+
+
+def _interrupted(folder: Path, env: Mapping[str, str]) -> int:
+    _say(f"\nstopping run {folder.name}")
+    words = ["stop", folder.name, "--workspace", str(folder.parent.parent)]
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # an impatient second Ctrl-C would leave ranks behind
+    try:
+        subprocess.run([*_node_verb(), *words], env=env, stdout=subprocess.DEVNULL, check=False)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    return EXIT_INTERRUPTED
+
+
+def _node_verb() -> list[str]:
+    return [sys.executable, "-P", "-m", "tridock.node"]
+
+
+def _environment(ranks: int) -> dict[str, str]:
     # The ranks import this package and DeepSpeed's launcher from the environment that this process runs in.
-    env = {
+    return {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
         # Ranks that each take all cores slow each other down.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks))),
         "PYTHONPATH": ":".join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])),
     }
-    started = subprocess.run([*node, "start", str(folder)], env=env, check=False)
-    if started.returncode:
-        return started.returncode
-    try:
-        return subprocess.run([*node, "follow", str(folder)], env=env, check=False).returncode
-    except KeyboardInterrupt:
-        print(f"\nstopping run {run_id}", flush=True)
-        subprocess.run(
-            [*node, "stop", run_id, "--workspace", str(folder.parent.parent)],
-            env=env,
-            stdout=subprocess.DEVNULL,
-            check=False,
-        )
-        return EXIT_INTERRUPTED
 
 
 def _default_ranks() -> int:
@@ -101,3 +197,7 @@ def _manifest(config: Path, experiment: Experiment) -> dict[str, object]:
         "config": str(config),
         "seed": experiment.train.seed,
     }
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)

@@ -1,0 +1,89 @@
+"""`tridock train` started by hand on each of several nodes, with folders of their own or a shared one, without ssh."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.distributed.ranks import PATIENCE, free_port, losses, make_data, make_run, metrics, rank_environment
+
+pytestmark = pytest.mark.distributed
+
+
+def node(workspace: Path, experiment: Path, rank: int, port: int, *words: str) -> subprocess.Popen[str]:
+    argv = [sys.executable, "-m", "tridock.cli", "train", str(experiment), "--workspace", str(workspace)]
+    argv += ["--nproc", "1", "--nnodes", "2", "--node-rank", str(rank), "--master-addr", "127.0.0.1"]
+    argv += ["--set", f"launch.master_port={port}", *words]
+    return subprocess.Popen(argv, env=rank_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def experiment_in(folder: Path, **fields: object) -> Path:
+    make_data(folder)
+    made = make_run(folder, "unused", 2, **fields)
+    path = folder / "experiment.yaml"
+    path.write_text((made / "experiment.yaml").read_text())
+    return path
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_two_nodes_are_one_run(tmp_path: Path, shared: bool) -> None:
+    port = free_port()
+    folders = [tmp_path / "a", tmp_path / ("a" if shared else "b")]
+    experiments = [experiment_in(folder) for folder in dict.fromkeys(folders)]
+    processes = [node(folders[rank], experiments[rank % len(experiments)], rank, port) for rank in (1, 0)]
+    outputs = [process.communicate(timeout=PATIENCE)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    (run,) = [folder for folder in (folders[0] / "runs").iterdir() if (folder / "exit_code").exists()]
+    assert (run / "exit_code").read_text() == "0\n"
+    assert len(losses(run)) == len(metrics(run)) > 8
+    other = folders[1] / "runs" / run.name
+    assert (run / "logs" / "rank-0.log").is_file()
+    assert (other / "logs" / "rank-1.log").is_file()
+    assert "--node_rank 0" in (run / "launch.sh").read_text()
+    assert "--node_rank 1" in (other / "launch-1.sh").read_text()
+    assert yaml.safe_load((other / "experiment.yaml").read_text())["batch"]["global_batch_size"] == 8
+    assert f"run {run.name}: 2 ranks on 2 nodes, this one is 1, TP1 PP1 DP2; folder {other}\n" in outputs[0]
+
+
+def test_another_experiment_on_one_node_stops_both(tmp_path: Path) -> None:
+    port = free_port()
+    experiment = experiment_in(tmp_path)
+    processes = [
+        node(tmp_path, experiment, 0, port),
+        node(tmp_path, experiment, 1, port, "--set", "train.seed=7"),
+    ]
+    outputs = [process.communicate(timeout=PATIENCE)[0] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2], outputs
+    for output in outputs:
+        assert output.splitlines()[-1].startswith("node 1: has another experiment than node 0; got ")
+    assert [folder.name for folder in (tmp_path / "runs").iterdir()] == ["unused"]
+
+
+def test_ctrl_c_on_one_node_leaves_nothing_behind(tmp_path: Path) -> None:
+    port = free_port()
+    experiments = [experiment_in(tmp_path / name, **{"train.train_iters": 100_000}) for name in ("a", "b")]
+    first, second = (node(tmp_path / name, experiments[rank], rank, port) for rank, name in enumerate(("a", "b")))
+    assert first.stdout is not None
+    for line in first.stdout:
+        if "iteration" in line:
+            break
+    second.send_signal(signal.SIGINT)
+    output = second.communicate(timeout=60)[0]
+    assert second.returncode == 130, output
+    assert "stopping run small-" in output
+    # Both nodes are this machine here, so that the processes of both were found and stopped.
+    first.communicate(timeout=PATIENCE)
+    assert first.returncode not in (0, None)
+    assert not [path for path in Path("/proc").iterdir() if path.name.isdecimal() and _is_rank_of(path, tmp_path)]
+
+
+def _is_rank_of(process: Path, folder: Path) -> bool:
+    try:
+        return str(folder).encode() in (process / "cmdline").read_bytes()
+    except OSError:
+        return False

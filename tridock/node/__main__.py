@@ -37,11 +37,6 @@ def _parser() -> argparse.ArgumentParser:
     start.add_argument("folder", type=Path)
     start.set_defaults(action=_start)
 
-    supervise = verbs.add_parser("supervise")
-    supervise.add_argument("folder", type=Path)
-    supervise.add_argument("ready", type=int)
-    supervise.set_defaults(action=lambda a: supervisor.supervise(a.folder, a.ready))
-
     follow_ = verbs.add_parser("follow", help="print a run's output until it ends; exit with its code")
     follow_.add_argument("folder", type=Path)
     follow_.add_argument("--offset", type=int, default=0, help="bytes of the output to leave out (default 0)")

@@ -10,7 +10,7 @@ from tridock import run_folder
 from tridock.errors import Problem, RequestError, RunError
 from tridock.node.supervisor import exit_code_of, is_supervised
 
-_POLL_S = 0.1
+_POLL_S = 0.05
 _CHUNK = 1 << 16
 
 

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 from tridock import run_folder
@@ -36,21 +37,41 @@ def start(folder: Path) -> int:
         lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     except FileExistsError:
         raise _refused(run_id, "has been started already", "", "launch again: every run has an id of its own") from None
-    # Held from before the supervisor lives, and handed on to it: the lock is the open file's, not the process's.
+    # Held from before the supervisor lives, and inherited by it: the lock is the open file's, not the process's.
     fcntl.flock(lock, fcntl.LOCK_EX)
     (folder / "logs").mkdir(exist_ok=True)
+    log = folder / run_folder.LAUNCHER_LOG
     read, write = os.pipe()
-    with (folder / run_folder.LAUNCHER_LOG).open("ab") as log, os.fdopen(read, "rb") as ready:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tridock.node", "supervise", str(folder), str(write)],
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, pass_fds=(write, lock),
-        )  # fmt: skip
-        os.close(write)
-        os.close(lock)
+    sys.stdout.flush()
+    # A fork, not a new interpreter: the user waits for it.
+    pid = os.fork()
+    if pid == 0:
+        os.close(read)
+        os._exit(_detached(folder, log, write))
+    os.close(write)
+    os.close(lock)
+    with os.fdopen(read, "rb") as ready:
         if ready.read() != b"started":
             (folder / LOCK).unlink()
-            raise _refused(run_id, "could not be started", f"exit code {process.wait()}", f"look at {log.name}")
-    return process.pid
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            raise _refused(run_id, "could not be started", f"exit code {code}", f"look at {log}")
+    return pid
+
+
+def _detached(folder: Path, log: Path, ready: int) -> int:
+    """The supervisor's whole life, in a session of its own; whatever it says goes to the run's log."""
+    try:
+        os.setsid()
+        null, out = os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for source, target in ((null, 0), (out, 1), (out, 2)):
+            os.dup2(source, target)
+        return supervise(folder, ready)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
 
 
 def _refused(where: str, what: str, got: str, todo: str) -> RequestError:
@@ -58,7 +79,7 @@ def _refused(where: str, what: str, got: str, todo: str) -> RequestError:
 
 
 def supervise(folder: Path, ready: int) -> int:
-    """What the supervisor's process does; ``ready`` is the pipe that tells :func:`start` that the run is going.
+    """What the supervisor does; ``ready`` is the pipe that tells :func:`start` that the run is going.
 
     The lock that it inherited is open until it ends, and is not handed on to the run.
     """

@@ -22,10 +22,11 @@ if [ -d /dev/infiniband ]; then echo 'infiniband 1'; fi
 case $3 in '~'/*) keys=$HOME/${3#*/};; *) keys=$3;; esac
 if cd "$keys" 2>/dev/null; then printf 'keys %s\n' "$(export LC_ALL=C; sha256sum -- * 2>/dev/null | sha256sum)"; fi
 if ! command -v docker >/dev/null 2>&1; then echo 'docker_missing 1'; exit 0; fi
-if version=$(docker version --format '{{.Server.Version}}' 2>&1); then printf 'docker %s\n' "$version"
-else printf 'docker_error %s\n' "$(printf '%s' "$version" | tail -n 1)"; exit 0; fi
-docker image inspect --format 'image {{.Id}}' "$1" 2>/dev/null
-docker container inspect --format 'container {{json .}}' "$2" 2>/dev/null
+docker container inspect --format 'container {{json .}}' "$2" 2>/dev/null &
+if ! docker image inspect --format 'image {{.Id}}' "$1" 2>/dev/null && ! words=$(docker version 2>&1 >/dev/null); then
+  printf 'docker_error %s\n' "$(printf '%s' "$words" | tail -n 1)"
+fi
+wait
 exit 0
 """
 
@@ -47,7 +48,6 @@ class HostState:
     """A host's facts, and where they exist: the image's id, the node's container, the digest of the node's keys."""
 
     facts: HostFacts
-    docker: str
     image_id: str | None
     container: Container | None
     keys: str | None
@@ -79,13 +79,12 @@ def parse_facts(name: str, text: str) -> HostState:
             gpus=int(facts.get("gpus", "0")),
             infiniband="infiniband" in facts,
         )
-        docker = facts["docker"]
     except (KeyError, ValueError) as error:
         todo = "make its login shell print nothing of its own"
         raise ClusterError(Problem(name, "gave no facts", f"{error} in {text[-200:]!r}", todo)) from None
     container = _container(json.loads(facts["container"])) if "container" in facts else None
     keys = facts["keys"].split()[0] if facts.get("keys") else None
-    return HostState(host, docker, facts.get("image"), container, keys)
+    return HostState(host, facts.get("image"), container, keys)
 
 
 def _lines(text: str) -> Iterator[tuple[str, str]]:

@@ -178,7 +178,7 @@ def test_a_start_that_fails_can_be_tried_again(make_run: MakeRun) -> None:
 def test_a_lost_run_is_named_as_such(workspace: Path, make_run: MakeRun) -> None:
     folder = make_run("sleep 60")
     start(folder)
-    pattern = f"tridock.node supervise {folder}"
+    pattern = f"tridock.node start {folder}"
     (supervisor,) = (
         int(entry.name)
         for entry in Path("/proc").iterdir()

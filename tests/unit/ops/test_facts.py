@@ -16,7 +16,7 @@ INSPECTED = {
     "State": {"Running": True, "ExitCode": 0, "Health": {"Status": "healthy"}},
     "Config": {"Labels": {"tridock.recipe": "abcd"}},
 }
-GOOD = "uid 1000\ngid 100\nhome /home/ada\ngpus 8\ninfiniband 1\ndocker 28.1\nimage sha256:1\n"
+GOOD = "uid 1000\ngid 100\nhome /home/ada\ngpus 8\ninfiniband 1\nimage sha256:1\n"
 GOOD += f"container {json.dumps(INSPECTED)}\n"
 
 
@@ -42,7 +42,7 @@ def with_docker(tmp_path: Path, script: str, keys: str = "~/none", home: str = "
 def test_all_facts() -> None:
     state = parse_facts("gpu-1", GOOD)
     assert (state.facts.uid, state.facts.gid, state.facts.home) == (1000, 100, "/home/ada")
-    assert (state.facts.gpus, state.facts.infiniband, state.docker, state.image_id) == (8, True, "28.1", "sha256:1")
+    assert (state.facts.gpus, state.facts.infiniband, state.image_id) == (8, True, "sha256:1")
     assert state.container is not None
     assert (state.container.running, state.container.recipe, state.container.health) == (True, "abcd", "healthy")
 
@@ -50,7 +50,7 @@ def test_all_facts() -> None:
 def test_a_host_with_nothing_of_ours_yet(tmp_path: Path) -> None:
     docker = 'case $1 in version) echo 28.1;; *) echo "No such object" >&2; exit 1;; esac'
     state = parse_facts("gpu-1", with_docker(tmp_path, docker))
-    assert (state.docker, state.image_id, state.container, state.keys) == ("28.1", None, None, None)
+    assert (state.image_id, state.container, state.keys) == (None, None, None)
     assert state.facts.uid == os.getuid()
 
 

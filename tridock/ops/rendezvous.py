@@ -158,4 +158,5 @@ def _read_line(connection: socket.socket, deadline: float) -> str:
 
 
 def _reason(error: OSError) -> str:
-    return (os.strerror(error.errno) if error.errno else str(error)).lower()
+    # A name that is not known has a number of its own, below 0.
+    return (os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror or str(error)).lower()

@@ -110,11 +110,14 @@ def test_a_node_that_does_not_come(port: int) -> None:
     assert other.endswith("; see its output, then start all nodes again")
 
 
-def test_node_0_that_is_not_there(port: int) -> None:
+@pytest.mark.parametrize(
+    ("address", "reason"), [("127.0.0.1", "connection refused"), ("no.such.invalid", "name or service not known")]
+)
+def test_node_0_that_is_not_there(port: int, address: str, reason: str) -> None:
     with pytest.raises(TridockError) as caught:
-        follow("127.0.0.1", port, replace(FIRST, node_rank=1), silent, 0.2)
+        follow(address, port, replace(FIRST, node_rank=1), silent, 0.2)
     assert str(caught.value) == (
-        f"127.0.0.1:{port}: node 0 does not answer; got connection refused; "
+        f"{address}:{port}: node 0 does not answer; got {reason}; "
         "start node 0 there, and open this port between the nodes"
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -11,6 +12,7 @@ import sys
 import textwrap
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -186,6 +188,37 @@ def test_a_source_that_breaks_off_is_not_taken_for_a_whole(host: Host, tmp_path:
         assert not marker.exists()
 
 
+def test_output_too_large_for_memory_goes_to_a_file(host: Host, tmp_path: Path) -> None:
+    """More of it than this process may hold beside it; the errors come apart from it."""
+    size = 150_000_000
+    script = f"head -c {size} /dev/zero; echo oops >&2; exit 3"
+    command = Command.of("sh", "-c", script, stdin=b"ignored")
+    tracemalloc.start()
+    try:
+        with (tmp_path / "file").open("wb") as file:
+            done = host.read_into(file.write, command, timeout=60)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (done.exit_code, done.stdout, done.stderr) == (3, b"", b"oops\n")
+    assert ((tmp_path / "file").stat().st_size, most < size / 4) == (size, True)
+
+
+def test_read_into_keeps_the_order_and_every_byte(host: Host) -> None:
+    content = bytes(range(256)) + os.urandom(6_000_000)
+    parts: list[bytes] = []
+    done = host.read_into(parts.append, Command.of("cat", stdin=content), timeout=60)
+    assert (done.exit_code, b"".join(parts)) == (0, content)
+
+
+def test_pieces_come_as_they_are_written(host: Host) -> None:
+    seen: list[tuple[bytes, float]] = []
+    command = Command.of("sh", "-c", "echo one; sleep 0.7; echo two")
+    host.read_into(lambda part: seen.append((part, time.monotonic())), command, timeout=20)
+    assert [part for part, _ in seen] == [b"one\n", b"two\n"]
+    assert seen[1][1] - seen[0][1] > 0.4
+
+
 # ---- what does not ---------------------------------------------------------------------------------------------------
 
 
@@ -216,6 +249,48 @@ def test_a_command_that_hangs_is_ended_there_too(host: Host) -> None:
     assert host.run(Command.of("echo", "fine"), timeout=20).stdout == b"fine\n"
 
 
+def test_output_without_end_is_cut_at_the_time_limit(host: Host) -> None:
+    number = f"8{os.getpid()}"
+    command = Command.of("sh", "-c", f"while :; do sleep 0.1; echo x; done # {number}")
+    parts: list[bytes] = []
+    assert message(lambda: host.read_into(parts.append, command, timeout=1)) == (
+        f"node-1: `sh -c 'while :; do sleep 0.1; echo x; done # {number}'` did not end within 1 s; "
+        "see what holds it up there, then try again"
+    )
+    assert b"".join(parts).startswith(b"x\nx\n")
+    wait_until(lambda: not running(f"echo x; done # {number}"), 6)
+
+
+def test_a_sink_that_takes_no_more_ends_the_command(host: Host) -> None:
+    number = f"7{os.getpid()}"
+    command = Command.of("sh", "-c", f"while echo x; do sleep 0.1; done # {number}")
+
+    def full(_: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    begin = time.monotonic()
+    with pytest.raises(OSError, match="No space left on device"):
+        host.read_into(full, command)
+    assert time.monotonic() - begin < 3.0
+    wait_until(lambda: not running(f"; done # {number}"), 6)
+    assert host.run(Command.of("echo", "fine"), timeout=20).stdout == b"fine\n"
+
+
+def test_a_sink_that_times_out_itself_is_not_taken_for_the_command(host: Host) -> None:
+    def slow(_: bytes) -> None:
+        raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")
+
+    with pytest.raises(TimeoutError, match="Connection timed out"):
+        host.read_into(slow, Command.of("echo", "x"))
+
+
+def test_reading_from_a_program_that_is_not_there(host: Host) -> None:
+    parts: list[bytes] = []
+    done = host.read_into(parts.append, Command.of("no-such-program", "x"), timeout=10)
+    assert (done.exit_code, parts) == (127, [])
+    assert done.stderr
+
+
 def test_a_command_that_a_signal_ends(shared: Sshd) -> None:
     command = Command.of("sh", "-c", "kill -9 $$")
     assert message(lambda: shared.host().run(command)) == (
@@ -232,6 +307,8 @@ def test_a_command_that_a_signal_ends(shared: Sshd) -> None:
         "list(hosts['a'].stream(Command.of('sleep', '96')))",
         "hosts['a'].run(Command.of('sleep', '96'))",
         "hosts['a'].pipe(iter(lambda: b'x' * 1000, None), Command.of('sleep', '96'))",
+        "hosts['a'].read_into(lambda part: None, Command.of('sleep', '96'))",
+        "hosts['a'].read_into(lambda part: None, Command.of('yes'))",
     ],
 )
 @pytest.mark.parametrize("kind", ["ssh", "local"])

@@ -169,6 +169,15 @@ def test_a_connection_that_breaks_under_a_stream(make_sshd: Callable[..., Sshd])
     assert text.startswith("node-1: the connection was lost while `sh -c 'echo one; sleep 98'` ran; got ")
 
 
+def test_a_connection_that_breaks_under_a_download(make_sshd: Callable[..., Sshd]) -> None:
+    sshd = make_sshd()
+    parts: list[bytes] = []
+    breaker = break_once(sshd, lambda: sum(map(len, parts)) > 1_000_000)
+    text = message(lambda: sshd.host().read_into(parts.append, Command.of("cat", "/dev/zero")))
+    breaker.join()
+    assert text.startswith("node-1: the connection was lost while `cat /dev/zero` ran; got ")
+
+
 def break_once(sshd: Sshd, seen: Callable[[], bool]) -> threading.Thread:
     """Ends the sessions as soon as the other side has begun to write."""
 

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError, TridockError
 from tridock.launchers import RunBundle
+from tridock.ops import fetch as fetch_
 from tridock.ops import keys as keys_
 from tridock.ops import launch as launch_
 from tridock.ops import nodes, runs
@@ -160,7 +161,7 @@ def fetch(
     """Bring a run's folder home, into runs/."""
     session = _open(hosts, include, exclude)
     chosen = runs.choose_run(session, run or None, active=False)
-    CONSOLE.print(str(runs.fetch(session, chosen, Path("runs"), checkpoints=checkpoints)))
+    CONSOLE.print(str(fetch_.fetch(session, chosen, Path("runs"), checkpoints=checkpoints)))
 
 
 @command()

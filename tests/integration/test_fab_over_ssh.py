@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import resource
@@ -21,12 +22,12 @@ from tests.integration.sshd import ROOT, USER, Sshd, free_port, wait_until
 RUN = "tiny-20260102-030405-abcd"
 
 # One node that runs. What is asked of it inside sees the folder $WORKSPACE as /workspace.
+NODE = {"Id": "1", "Image": "sha256:0123456789abcdef", "Config": {}, "State": {"Running": True, "ExitCode": 0}}
 DOCKER = rf"""#!/bin/bash
 case $1 in
 version) echo 28.1 ;;
 image) echo 'image sha256:0123456789abcdef' ;;
-container) echo 'container {{"Id": "1", "Image": "sha256:0123456789abcdef", "Config": {{}},
-"State": {{"Running": true, "ExitCode": 0}}}}' | tr -d '\n'; echo ;;
+container) echo 'container {json.dumps(NODE)}' ;;
 exec)
   while [ "$1" != tridock-lab ]; do shift; done
   shift

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError, TridockError
 from tridock.launchers import RunBundle
+from tridock.ops import fetch as fetch_
 from tridock.ops import keys as keys_
 from tridock.ops import launch as launch_
 from tridock.ops import nodes, runs
@@ -144,11 +145,13 @@ def stop(_: Context, hosts: str = "", run: str = "", include: str = "", exclude:
 
 @command()
 def status(_: Context, hosts: str = "", include: str = "", exclude: str = "") -> None:
-    """Show the nodes and the runs."""
-    session = _open(hosts, include, exclude)
+    """Show the nodes and the runs; a node whose host does not answer is named, and the others shown."""
+    session, failure = _open(hosts, include, exclude).reachable()
     CONSOLE.print(_node_table(session))
     if any(state.container and state.container.running for state in session.states().values()):
         CONSOLE.print(_run_table(session))
+    if failure is not None:
+        raise failure
 
 
 @command()
@@ -158,7 +161,7 @@ def fetch(
     """Bring a run's folder home, into runs/."""
     session = _open(hosts, include, exclude)
     chosen = runs.choose_run(session, run or None, active=False)
-    CONSOLE.print(str(runs.fetch(session, chosen, Path("runs"), checkpoints=checkpoints)))
+    CONSOLE.print(str(fetch_.fetch(session, chosen, Path("runs"), checkpoints=checkpoints)))
 
 
 @command()
@@ -208,11 +211,16 @@ def _say(text: str) -> None:
 
 def _node_table(session: Session) -> Table:
     table = Table("node", "slots", "container", "image", title=f"cluster {session.cluster.name}", title_justify="left")
-    for node, state in session.states().items():
+    states = session.states()
+    for node, slots in session.cluster.slots.items():
+        state = states.get(node)
+        if state is None:
+            table.add_row(node, str(len(slots)), "unreachable", "")
+            continue
         container = state.container
         shown = "none" if container is None else "running" if container.running else f"exited {container.exit_code}"
         image = (container.image_id if container else state.image_id) or "none"
-        table.add_row(node, str(len(session.cluster.slots[node])), shown, image.removeprefix("sha256:")[:12])
+        table.add_row(node, str(len(slots)), shown, image.removeprefix("sha256:")[:12])
     return table
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -160,22 +161,25 @@ def _shown(value: object) -> str:
 
 
 def _known_fields(model: type[BaseModel], location: list[str]) -> str:
-    section: Any = model
-    for part in location[:-1]:
-        field = section.model_fields.get(part) if hasattr(section, "model_fields") else None
-        section = _model_in(field.annotation) if field is not None else None
-        if section is None:
-            return "remove it"
+    section = _model_at(model, location[:-1])
+    if section is None:
+        return "remove it"
     names = list(section.model_fields)
     near = difflib.get_close_matches(location[-1], names, n=1)
     return f"did you mean {near[0]}?" if near else f"remove it, or use one of {', '.join(names)}"
 
 
-def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The model of a field: itself, or the one inside an optional or a mapping's values."""
+def _model_at(annotation: Any, path: list[str]) -> type[BaseModel] | None:
+    """The model that checks a place in the file: its way there leads through fields, mappings' keys and lists."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    for argument in typing.get_args(annotation):
-        if (found := _model_in(argument)) is not None:
-            return found
-    return None
+        if not path:
+            return annotation
+        field = annotation.model_fields.get(path[0])
+        return None if field is None else _model_at(field.annotation, path[1:])
+    # An optional is no step on the way; a mapping's key and a place in a list are.
+    rest = path if typing.get_origin(annotation) in _SAME_PLACE else path[1:]
+    found = (_model_at(argument, rest) for argument in typing.get_args(annotation))
+    return next((inner for inner in found if inner is not None), None)
+
+
+_SAME_PLACE = (typing.Union, types.UnionType, typing.Annotated)

@@ -1,5 +1,6 @@
 """The tasks as a user types them: parsing, messages and exit codes that need no host."""
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -80,3 +81,18 @@ def test_all_problems_of_an_experiment_at_once(tmp_path: Path) -> None:
         "got 8; use 12, or leave it out",
         "configs/demo.yaml: optimizer.min_lr: must not exceed lr 0.001; got 1; lower it",
     ]
+
+
+def test_status_with_no_host_that_answers(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    (tmp_path / "lab").write_text("gpu-1 slots=4\n")
+    (tmp_path / "ssh_config").write_text(f"Host gpu-1\n  HostName 127.0.0.1\n  Port {port}\n")
+    (tmp_path / "lab.yaml").write_text(f"ssh: {{config_file: {tmp_path}/ssh_config, retries: 0}}\n")
+    done = fab("status", "--hosts", str(tmp_path / "lab"))
+    assert [cell.strip() for cell in done.stdout.split("│")[1:-1]] == ["gpu-1", "4", "unreachable", ""]
+    assert done.stderr == (
+        f"gpu-1: nothing listens at 127.0.0.1 port {port}; got connection refused; "
+        "start sshd there, or give the right port (ssh.port in the settings, or Port in ~/.ssh/config)\n"
+    )
+    assert done.returncode == 3

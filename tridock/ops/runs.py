@@ -1,12 +1,9 @@
-"""Runs on a cluster: which there are, their logs, stopping one, bringing its folder home."""
+"""Runs on a cluster: which there are, their logs, stopping one."""
 
 from __future__ import annotations
 
-import io
 import json
-import tarfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from tridock import run_folder
@@ -134,27 +131,3 @@ def _read(session: Session, node: str, path: str) -> bytes:
         words = done.stderr.decode(errors="replace").strip()
         raise ClusterError(Problem(node, f"cannot read {path}", words, "see fab status"))
     return done.stdout
-
-
-def fetch(session: Session, run: Run, destination: Path, *, checkpoints: bool = False) -> Path:
-    """Brings the run's folder home, the ranks' logs from every node that is up; checkpoints only when asked for."""
-    run_id = run.run_id
-    exclude = () if checkpoints else (f"--exclude={run_id}/{run_folder.CHECKPOINTS}",)
-
-    def pack(node: str, host: Host) -> bytes:
-        # A node that had no part in the run has no folder.
-        script = 'if [ -d "$1" ]; then shift; exec tar "$@"; fi'
-        runs = f"{run_folder.WORKSPACE}/runs"
-        words = ("sh", "-c", script, "sh", f"{runs}/{run_id}", "-C", runs, *exclude, "-cz", run_id)
-        done = host.run(session.inside(node, *words), timeout=None)
-        # tar ends with 1 where a file grew while it was read: a run that goes on may be looked at.
-        if done.exit_code > 1:
-            done.checked(node)
-        return done.stdout
-
-    archives = {node: archive for node, archive in session.each(pack, only=session.running()).items() if archive}
-    # The head's files come last: they win where nodes do not share a file system.
-    for node in sorted(archives, key=lambda node: node == run.head):
-        with tarfile.open(fileobj=io.BytesIO(archives[node])) as archive:
-            archive.extractall(destination, filter="data")
-    return destination / run_id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -53,6 +54,21 @@ class Session:
         if self._states is None:
             self._states = self.each(self._read_state)
         return self._states
+
+    def reachable(self) -> tuple[Session, ClusterError | None]:
+        """This session with only the nodes whose host says how it is, and what is wrong with the others.
+
+        For those who show what there is: they are wanted most while a host is away.
+        """
+        outcomes = on_all(self.hosts, self._read_state, cap=self.cluster.settings.ssh.max_connections)
+        there = copy.copy(self)
+        there.hosts = {name: host for name, host in self.hosts.items() if outcomes[name].ok}
+        there._states = {name: outcome.value for name, outcome in outcomes.items() if outcome.value is not None}
+        try:
+            raise_failures(outcomes)
+        except ClusterError as failure:
+            return there, failure
+        return there, None
 
     def forget_states(self) -> None:
         """Makes the next call of :meth:`states` ask the hosts again."""

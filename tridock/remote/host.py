@@ -12,6 +12,7 @@ from tridock.remote import files as files_
 from tridock.remote.failures import remedy_of, shown
 
 Progress = Callable[[int], object]
+Sink = Callable[[bytes], object]
 
 CHUNK = 1 << 16
 FILES_TIMEOUT_S = 120.0
@@ -70,6 +71,12 @@ class Host(Protocol):
     ) -> Completed:
         """Runs a command on input too large for memory; ``progress`` is told the size of each chunk once it is sent."""
 
+    def read_into(self, sink: Sink, command: Command, timeout: float | None = None) -> Completed:
+        """Runs a command whose output is too large for memory: ``sink`` is called with each piece as it comes.
+
+        The result has an empty ``stdout``. Where the sink raises, the command is ended and the error is the caller's.
+        """
+
     def put(self, content: bytes, path: str, mode: int = 0o644) -> None:
         """Writes a file that appears whole or not at all; ``~`` is the user's home there, missing folders are made."""
 
@@ -83,14 +90,44 @@ class Host(Protocol):
         """Ends what is under way and the connection, from any thread; the next use opens it again."""
 
 
-class FileOperations:
-    """Files by way of commands: the same on every kind of host, and no SFTP subsystem is needed there."""
+class Operations:
+    """What is the same on every kind of host. It rests on one way to carry out a command.
+
+    Files go by way of commands: no SFTP subsystem is needed there.
+    """
 
     name: str
 
+    def _carry_out(
+        self,
+        command: Command,
+        chunks: Iterable[bytes],
+        progress: Progress | None,
+        sink: Sink,
+        timeout: float | None,
+    ) -> Completed:
+        """Runs a command on the chunks, its output into the sink; the result holds its exit code and its errors."""
+        raise NotImplementedError
+
     def run(self, command: Command, timeout: float | None = None) -> Completed:
         """As in :class:`Host`."""
-        raise NotImplementedError
+        return self.pipe(_input_of(command), command, timeout=timeout)
+
+    def pipe(
+        self,
+        chunks: Iterable[bytes],
+        command: Command,
+        progress: Progress | None = None,
+        timeout: float | None = None,
+    ) -> Completed:
+        """As in :class:`Host`."""
+        out = bytearray()
+        done = self._carry_out(command, chunks, progress, out.extend, timeout)
+        return replace(done, stdout=bytes(out))
+
+    def read_into(self, sink: Sink, command: Command, timeout: float | None = None) -> Completed:
+        """As in :class:`Host`."""
+        return self._carry_out(command, _input_of(command), None, sink, timeout)
 
     def put(self, content: bytes, path: str, mode: int = 0o644) -> None:
         """As in :class:`Host`."""
@@ -110,6 +147,10 @@ class FileOperations:
         return replace(done, command=meaning).checked(self.name)
 
 
-def completed(command: Command, exit_code: int, stdout: bytes, stderr: bytes) -> Completed:
-    """The result of a command, which it names in its messages."""
-    return Completed(exit_code, stdout, stderr, shown(command))
+def _input_of(command: Command) -> Iterable[bytes]:
+    return (command.stdin,) if command.stdin else ()
+
+
+def completed(command: Command, exit_code: int, errors: bytes) -> Completed:
+    """The result of a command whose output went elsewhere; it names the command in its messages."""
+    return Completed(exit_code, b"", errors, shown(command))

@@ -14,13 +14,13 @@ from typing import IO
 from tridock.command import Command
 from tridock.errors import ClusterError
 from tridock.remote.failures import timed_out
-from tridock.remote.host import CHUNK, Completed, FileOperations, Progress, Stream, completed
+from tridock.remote.host import CHUNK, Completed, Operations, Progress, Sink, Stream, completed
 
 _NOT_FOUND = 127
 _GRACE_S = 2.0
 
 
-class LocalHost(FileOperations):
+class LocalHost(Operations):
     """Commands as processes of this machine, each in a session of its own: Ctrl-C at the terminal is the caller's."""
 
     def __init__(self, name: str = "this machine") -> None:
@@ -28,33 +28,29 @@ class LocalHost(FileOperations):
         self._lock = threading.Lock()
         self._running: set[subprocess.Popen[bytes]] = set()
 
-    def run(self, command: Command, timeout: float | None = None) -> Completed:
-        """As in :class:`tridock.remote.host.Host`."""
-        return self.pipe((command.stdin,) if command.stdin else (), command, timeout=timeout)
-
-    def pipe(
+    def _carry_out(
         self,
-        chunks: Iterable[bytes],
         command: Command,
-        progress: Progress | None = None,
-        timeout: float | None = None,
+        chunks: Iterable[bytes],
+        progress: Progress | None,
+        sink: Sink,
+        timeout: float | None,
     ) -> Completed:
-        """As in :class:`tridock.remote.host.Host`."""
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
             process = _started(command, stderr=subprocess.PIPE)
         except FileNotFoundError as error:
-            return completed(command, _NOT_FOUND, b"", _not_found(error))
+            return completed(command, _NOT_FOUND, _not_found(error))
         with self._lock:
             self._running.add(process)
-        assert process.stdout is not None
-        assert process.stderr is not None
-        readers = [_Reader(process.stdout), _Reader(process.stderr)]
+        errors = list[bytes]()
+        readers = [_Reader(process, process.stdout, sink), _Reader(process, process.stderr, errors.append)]
         sender = _Sender(process, chunks, progress)
         try:
             process.wait(timeout)
             # What the command left behind in the background may hold the pipes: it shares the time limit.
-            parts = [reader.content(deadline) for reader in readers]
+            for reader in readers:
+                reader.finish(deadline)
         except subprocess.TimeoutExpired:
             assert timeout is not None
             raise ClusterError(timed_out(self.name, command, timeout)) from None
@@ -63,9 +59,10 @@ class LocalHost(FileOperations):
             with self._lock:
                 self._running.discard(process)
         sender.join()
-        if sender.failure is not None:
-            raise sender.failure
-        return completed(command, _code(process), *parts)
+        for failure in (readers[0].failure, sender.failure):
+            if failure is not None:
+                raise failure
+        return completed(command, _code(process), b"".join(errors))
 
     def stream(self, command: Command) -> Stream:
         """As in :class:`tridock.remote.host.Host`."""
@@ -80,23 +77,29 @@ class LocalHost(FileOperations):
 
 
 class _Reader(threading.Thread):
-    """Reads a pipe to its end beside whoever writes: neither side blocks the other."""
+    """Reads a pipe to its end beside whoever writes: neither side blocks the other. A sink's error is kept."""
 
-    def __init__(self, source: IO[bytes]) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], source: IO[bytes] | None, sink: Sink) -> None:
         super().__init__(daemon=True)
-        self._source, self._parts = source, list[bytes]()
+        assert source is not None
+        self._process, self._source, self._sink = process, source, sink
+        self.failure: BaseException | None = None
         self.start()
 
     def run(self) -> None:
-        while part := os.read(self._source.fileno(), CHUNK):
-            self._parts.append(part)
+        try:
+            while part := os.read(self._source.fileno(), CHUNK):
+                self._sink(part)
+        except BaseException as error:
+            self.failure = error
+            _end(self._process)  # nobody takes what it still has to say
 
-    def content(self, deadline: float | None) -> bytes:
+    def finish(self, deadline: float | None) -> None:
+        """Waits for the end of the pipe, until the deadline."""
         self.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
         if self.is_alive():
             raise subprocess.TimeoutExpired("", 0)
         self._source.close()
-        return b"".join(self._parts)
 
 
 class _Sender(threading.Thread):

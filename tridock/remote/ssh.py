@@ -17,12 +17,12 @@ from tridock.command import Command
 from tridock.errors import ClusterError
 from tridock.remote import ssh_connection
 from tridock.remote.failures import killed, lost, no_session, shown, timed_out
-from tridock.remote.host import CHUNK, Completed, FileOperations, Progress, Stream, completed
-from tridock.remote.ssh_channel import TICK_S, Sender, limited, read_all
+from tridock.remote.host import CHUNK, Completed, Operations, Progress, Sink, Stream, completed
+from tridock.remote.ssh_channel import TICK_S, OverdueError, Sender, limited, read_all
 from tridock.remote.ssh_target import Wanted
 
 
-class SshHost(FileOperations):
+class SshHost(Operations):
     """One host; user, port, keys, jump hosts and known hosts come from the ssh configuration unless given."""
 
     def __init__(
@@ -44,26 +44,22 @@ class SshHost(FileOperations):
         self._lock = threading.Lock()
         self._connection: Connection | None = None
 
-    def run(self, command: Command, timeout: float | None = None) -> Completed:
-        """As in :class:`tridock.remote.host.Host`."""
-        return self.pipe((command.stdin,) if command.stdin else (), command, timeout=timeout)
-
-    def pipe(
+    def _carry_out(
         self,
-        chunks: Iterable[bytes],
         command: Command,
-        progress: Progress | None = None,
-        timeout: float | None = None,
+        chunks: Iterable[bytes],
+        progress: Progress | None,
+        sink: Sink,
+        timeout: float | None,
     ) -> Completed:
-        """As in :class:`tridock.remote.host.Host`."""
         # The time limit is the command's: connecting has its own.
         channel = self._start(command, limited(command, timeout))
         sender = Sender(channel, chunks, progress)
         sender.start()
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
-            out, err = read_all(channel, deadline)
-        except TimeoutError:
+            errors = read_all(channel, sink, deadline)
+        except OverdueError:
             assert timeout is not None
             raise ClusterError(timed_out(self.name, command, timeout)) from None
         finally:
@@ -71,7 +67,7 @@ class SshHost(FileOperations):
         sender.join()
         if sender.failure is not None:
             raise sender.failure
-        return completed(command, self.exit_code_of(channel, command), out, err)
+        return completed(command, self.exit_code_of(channel, command), errors)
 
     def stream(self, command: Command) -> Stream:
         """As in :class:`tridock.remote.host.Host`."""

@@ -14,10 +14,14 @@ import paramiko
 from paramiko.common import cMSG_CHANNEL_REQUEST
 
 from tridock.command import Command
-from tridock.remote.host import CHUNK, Progress
+from tridock.remote.host import CHUNK, Progress, Sink
 
 TICK_S: Final = 0.2
 _MARGIN_S: Final = 2
+
+
+class OverdueError(Exception):
+    """A command's time limit is over."""
 
 
 class Sender(threading.Thread):
@@ -58,9 +62,9 @@ def limited(command: Command, timeout: float | None) -> str:
     return Command.of("timeout", "-k", "5", seconds, "sh", "-c", command.render()).render()
 
 
-def read_all(channel: Any, deadline: float | None) -> tuple[bytes, bytes]:
-    """Both outputs to their ends, and the exit status; TimeoutError once the deadline is over."""
-    out, err = bytearray(), bytearray()
+def read_all(channel: Any, sink: Sink, deadline: float | None) -> bytes:
+    """Both outputs to their ends: one into ``sink``, the errors returned; OverdueError once the deadline is over."""
+    errors = bytearray()
     poll = select.poll()
     poll.register(channel.fileno(), select.POLLIN)
     ended = False
@@ -68,15 +72,23 @@ def read_all(channel: Any, deadline: float | None) -> tuple[bytes, bytes]:
         # Asked first: what came before the end is read after it.
         ended = channel.eof_received or channel.closed
         if channel.recv_ready():
-            out += channel.recv(CHUNK)
+            _take(channel, sink)
         elif channel.recv_stderr_ready():
-            err += channel.recv_stderr(CHUNK)
+            errors += channel.recv_stderr(CHUNK)
         elif ended and channel.status_event.wait(TICK_S):
-            return bytes(out), bytes(err)
+            return bytes(errors)
         elif not ended:
             poll.poll(TICK_S * 1000)
         if deadline is not None and time.monotonic() > deadline:
-            raise TimeoutError
+            raise OverdueError
+
+
+def _take(channel: Any, sink: Sink) -> None:
+    try:
+        sink(channel.recv(CHUNK))
+    except BaseException:
+        _signal(channel, "TERM")  # nobody takes what it still has to say
+        raise
 
 
 def _signal(channel: Any, name: str) -> None:

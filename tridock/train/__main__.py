@@ -6,11 +6,10 @@ The launcher's environment says which rank: RANK, LOCAL_RANK, WORLD_SIZE, MASTER
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 from tridock.run_folder import EXPERIMENT
-from tridock.train.rank import end, run_rank
+from tridock.train.rank import end, form_world, run_rank
 
 
 def main() -> int:
@@ -28,16 +27,9 @@ def main() -> int:
 def _train(run_folder: Path, workspace: Path) -> None:
     from tridock.experiment import load_experiment
     from tridock.train import process_group
-    from tridock.train.metrics import record_event
     from tridock.train.trainer import Trainer
 
-    process_group.stop_on_sigterm()
-    first = os.environ.get("RANK", "0") == "0"
-    if first:
-        record_event(run_folder, "run_started", run=run_folder.name)
-    ranks = process_group.join()
-    if first:
-        record_event(run_folder, "world_formed", world_size=ranks.world_size, backend=ranks.backend)
+    ranks = form_world(run_folder)
     with process_group.together(ranks):
         experiment = load_experiment(run_folder / EXPERIMENT)
     trainer = Trainer(experiment, run_folder, workspace, ranks)

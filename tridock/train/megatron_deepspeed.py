@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tridock.errors import Problem, RequestError, RunError
 from tridock.run_folder import EXPERIMENT, MEGATRON, MEGATRON_VARIABLE
-from tridock.train.rank import end, run_rank
+from tridock.train.rank import end, form_world, run_rank
 
 
 def main() -> int:
@@ -44,15 +44,8 @@ def source_folder() -> Path:
 def _train(run_folder: Path, words: list[str]) -> None:
     from tridock.experiment import load_experiment
     from tridock.train import process_group
-    from tridock.train.metrics import record_event
 
-    process_group.stop_on_sigterm()
-    first = os.environ.get("RANK", "0") == "0"
-    if first:
-        record_event(run_folder, "run_started", run=run_folder.name)
-    ranks = process_group.join()
-    if first:
-        record_event(run_folder, "world_formed", world_size=ranks.world_size, backend=ranks.backend)
+    ranks = form_world(run_folder)
     with process_group.together(ranks):
         experiment = load_experiment(run_folder / EXPERIMENT)
         source = source_folder()
@@ -69,7 +62,7 @@ def _train(run_folder: Path, words: list[str]) -> None:
     replaced = compat.switch_on(ranks.device.type, local_ranks)
     sys.path.insert(0, str(source))
     replaced += megatron_v115.adapt(ranks.device.type)
-    if first:
+    if ranks.rank == 0:
         print("".join(f"compat: {line}\n" for line in replaced), end="", flush=True)
 
     from megatron import training

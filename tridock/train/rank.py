@@ -9,9 +9,13 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tridock.errors import EXIT_INTERRUPTED, RunError, TridockError
 from tridock.train.rank_log import RankLog
+
+if TYPE_CHECKING:
+    from tridock.train import process_group
 
 
 def run_rank(run_folder: Path, program: Callable[[], None]) -> int:
@@ -20,6 +24,21 @@ def run_rank(run_folder: Path, program: Callable[[], None]) -> int:
     code = _guarded(run_folder, program)
     log.close()
     return code
+
+
+def form_world(run_folder: Path) -> process_group.Ranks:
+    """Joins this rank with the others; rank 0 records that the run has started, and the world that formed."""
+    from tridock.train import process_group
+    from tridock.train.metrics import record_event
+
+    process_group.stop_on_sigterm()
+    first = os.environ.get("RANK", "0") == "0"
+    if first:
+        record_event(run_folder, "run_started", run=run_folder.name)
+    ranks = process_group.join()
+    if first:
+        record_event(run_folder, "world_formed", world_size=ranks.world_size, backend=ranks.backend)
+    return ranks
 
 
 def end(code: int) -> None:

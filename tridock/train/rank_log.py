@@ -7,14 +7,23 @@ with the rank, and take with it the very lines that say why.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import sys
+import termios
+import time
 from pathlib import Path
+from typing import NoReturn
 
 from tridock.run_folder import rank_log
 
+CLOSE_LIMIT_S = 3.0
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)
+# Tells the child to end with what is in the pipe. One that no launcher sends: Slurm's --signal goes to children too.
+_FINISH = signal.SIGRTMIN
+_CHUNK = 1 << 16
+_TICK_S = 0.02
 
 
 class RankLog:
@@ -34,14 +43,16 @@ class RankLog:
         read_end, write_end = os.pipe()
         # Whoever stops the rank signals its children as well; the copy ends by itself when the rank has. The signals
         # are held back until the child ignores them, lest one come in between.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (*_IGNORED, _FINISH))
         child = os.fork()
         if child == 0:
             for number in _IGNORED:
                 signal.signal(number, signal.SIG_IGN)
+            copy = _Copy(read_end, (1, log))
+            signal.signal(_FINISH, copy.finish)
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             os.close(write_end)
-            _copy(read_end, (1, log))
+            copy.run()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(read_end)
         os.close(log)
@@ -56,27 +67,61 @@ class RankLog:
         return cls(child, original)
 
     def close(self) -> None:
-        """Gives the streams back and waits for the copy to end."""
+        """Gives the streams back and waits for the copy to end.
+
+        A process that the rank started and left behind may hold the pipe for ever: after ``CLOSE_LIMIT_S`` the copy
+        ends with what had been written by then, whoever wrote it.
+        """
         sys.stdout.flush()
         sys.stderr.flush()
         os.dup2(self._original, 1)
         os.dup2(self._original, 2)
         os.close(self._original)
-        os.waitpid(self._child, 0)
+        deadline = time.monotonic() + CLOSE_LIMIT_S
+        while os.waitpid(self._child, os.WNOHANG) == (0, 0):
+            if time.monotonic() > deadline:
+                # More than once: Python sees a signal that comes just before it begins to read only after that read.
+                os.kill(self._child, _FINISH)
+            time.sleep(_TICK_S)
 
 
-def _copy(source: int, targets: tuple[int, ...]) -> None:
-    """Copies until the last writer has gone; a target that fails (disk full, terminal gone) is dropped alone."""
-    alive = list(targets)
-    try:
-        while chunk := os.read(source, 65536):
-            for target in list(alive):
-                try:
-                    _write_all(target, chunk)
-                except OSError:
-                    alive.remove(target)
-    finally:
-        os._exit(0)
+class _Copy:
+    """The child's work: copies until the last writer has gone, or until it is told to finish."""
+
+    def __init__(self, source: int, targets: tuple[int, ...]) -> None:
+        self._source, self._alive = source, list(targets)
+        self._left: int | None = None  # how much is still to be copied, once that is settled
+
+    def finish(self, *_: object) -> None:
+        """A signal's handler: only what is in the pipe now is still copied. A writer without end gets no more."""
+        if self._left is None:
+            size = fcntl.ioctl(self._source, termios.FIONREAD, bytes(4))
+            self._left = int.from_bytes(size, sys.byteorder)
+            os.set_blocking(self._source, False)  # the read that this signal interrupted begins again, and ends
+
+    def run(self) -> NoReturn:
+        """Copies, and ends the process."""
+        try:
+            # Looked at before each read: what a signal settles after that, no part of this read counts against.
+            while (left := self._left) != 0:
+                chunk = os.read(self._source, _CHUNK if left is None else min(left, _CHUNK))
+                if not chunk:
+                    break
+                if left is not None:
+                    self._left = left - len(chunk)
+                self._write(chunk)
+        except BlockingIOError:
+            pass  # told to finish, and nothing is left
+        finally:
+            os._exit(0)
+
+    def _write(self, chunk: bytes) -> None:
+        """To every target; one that fails (disk full, terminal gone) is dropped alone."""
+        for target in list(self._alive):
+            try:
+                _write_all(target, chunk)
+            except OSError:
+                self._alive.remove(target)
 
 
 def _write_all(target: int, chunk: bytes) -> None:

@@ -137,6 +137,15 @@ ssh_port: 22
     )
 
 
+def test_a_wrong_field_of_a_node_is_told_the_right_one() -> None:
+    text = "nodes: {node-1: {adress: 10.0.0.1}, node-2: {zz: 1}, address: {lisen: [10.0.0.2]}}"
+    assert message(text) == (
+        "lab.yaml: nodes.node-1.adress: is not a field; got '10.0.0.1'; did you mean address?\n"
+        "lab.yaml: nodes.node-2.zz: is not a field; got 1; remove it, or use one of address, listen, env\n"
+        "lab.yaml: nodes.address.lisen: is not a field; got ['10.0.0.2']; did you mean listen?"
+    )
+
+
 @pytest.mark.parametrize("text", ["container: {devices: /dev/x}", "listen: 10.0.0.1"])
 def test_a_list_must_be_one(text: str) -> None:
     field = "listen" if text.startswith("listen") else "container.devices"

@@ -1,0 +1,159 @@
+"""An sshd of the tests' own on loopback, and the hosts that are reached through it."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tridock.errors import ClusterError, TridockError
+from tridock.remote import Host, LocalHost, SshHost
+
+SSHD = shutil.which("sshd", path="/usr/sbin:/sbin:" + os.environ.get("PATH", ""))
+USER = getpass.getuser()
+ROOT = Path(__file__).parents[2]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def make_key(path: Path, *words: str) -> Path:
+    if not path.exists():
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", path, *words], check=True)
+    return path
+
+
+def public(path: Path) -> str:
+    return " ".join(path.with_name(path.name + ".pub").read_text().split()[:2])
+
+
+def fingerprint(path: Path) -> str:
+    return subprocess.check_output(["ssh-keygen", "-l", "-f", path], text=True).split()[1]
+
+
+class Sshd:
+    """One sshd of the test's own; ``host()`` connects to it as an operator's configuration would."""
+
+    def __init__(self, folder: Path, options: str = "") -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self.port = free_port()
+        self.host_key, self.client_key = make_key(folder / "host_key"), make_key(folder / "client_key")
+        self.known_hosts = folder / "known_hosts"
+        self.known_hosts.write_text(f"[127.0.0.1]:{self.port} {public(self.host_key)}\n")
+        self.ssh_config = folder / "ssh_config"
+        self.ssh_config.write_text(f"Host *\n  UserKnownHostsFile {self.known_hosts}\n  GlobalKnownHostsFile none\n")
+        self._options = options
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Sshd:
+        config = self.folder / "sshd_config"
+        config.write_text(
+            f"{self._options}\nPort {self.port}\nListenAddress 127.0.0.1\nHostKey {self.host_key}\n"
+            f"AuthorizedKeysFile {self.client_key}.pub\nPidFile none\nStrictModes no\nUsePAM no\n"
+            "PasswordAuthentication no\nKbdInteractiveAuthentication no\nLogLevel VERBOSE\n"
+        )
+        if os.geteuid() == 0:
+            Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
+        with (self.folder / "log").open("ab") as log:
+            self._process = subprocess.Popen([str(SSHD), "-D", "-e", "-f", config], stderr=log)
+        for _ in range(100):
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return self
+            time.sleep(0.05)
+        raise AssertionError((self.folder / "log").read_text())
+
+    @property
+    def log(self) -> str:
+        return (self.folder / "log").read_text()
+
+    def host(self, name: str = "node-1", **changes: object) -> SshHost:
+        wanted = {
+            "address": "127.0.0.1",
+            "port": self.port,
+            "identity_file": str(self.client_key),
+            "config_file": str(self.ssh_config),
+            "retries": 0,
+            **changes,
+        }
+        return SshHost(name, **wanted)  # type: ignore[arg-type]
+
+    def end_sessions(self) -> None:
+        """As a network or a host that goes away: every connection's own process is killed."""
+        assert self._process is not None
+        children = subprocess.run(["pgrep", "-P", str(self._process.pid)], capture_output=True, text=True, check=False)
+        for pid in children.stdout.split():
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self.end_sessions()
+            self._process.kill()
+            self._process.wait()
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
+    """An sshd for tests that do it no harm."""
+    if SSHD is None:
+        pytest.skip("no sshd on this machine")
+    sshd = Sshd(tmp_path_factory.mktemp("sshd"), "MaxStartups 100\nMaxSessions 100").start()
+    yield sshd
+    sshd.stop()
+
+
+@pytest.fixture
+def make_sshd(tmp_path: Path) -> Iterator[Callable[..., Sshd]]:
+    """Makes an sshd of its own options."""
+    if SSHD is None:
+        pytest.skip("no sshd on this machine")
+    made: list[Sshd] = []
+
+    def make(options: str = "", name: str = "sshd") -> Sshd:
+        made.append(Sshd(tmp_path / name, options).start())
+        return made[-1]
+
+    yield make
+    for sshd in made:
+        sshd.stop()
+
+
+@pytest.fixture(params=["ssh", "local"])
+def host(request: pytest.FixtureRequest) -> Iterator[Host]:
+    """What holds for every kind of host."""
+    made: Host = LocalHost("node-1") if request.param == "local" else request.getfixturevalue("shared").host()
+    yield made
+    made.close()
+
+
+def message(action: Callable[[], object], kind: type[TridockError] = ClusterError) -> str:
+    with pytest.raises(TridockError) as caught:
+        action()
+    assert type(caught.value) is kind
+    return str(caught.value)
+
+
+def running(marker: str) -> list[str]:
+    found = subprocess.run(["pgrep", "-f", "--", marker], capture_output=True, text=True, check=False)
+    return [pid for pid in found.stdout.split() if int(pid) != os.getpid()]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true in time"
+        time.sleep(0.05)

@@ -1,0 +1,304 @@
+"""`fab` over a real sshd on loopback to nodes without Docker: a stand-in for it runs their commands on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import resource
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.integration.sshd import ROOT, USER, Sshd, free_port, wait_until
+
+RUN = "tiny-20260102-030405-abcd"
+
+# One node that runs. What is asked of it inside sees the folder $WORKSPACE as /workspace.
+NODE = {"Id": "1", "Image": "sha256:0123456789abcdef", "Config": {}, "State": {"Running": True, "ExitCode": 0}}
+DOCKER = rf"""#!/bin/bash
+case $1 in
+version) echo 28.1 ;;
+image) echo 'image sha256:0123456789abcdef' ;;
+container) echo 'container {json.dumps(NODE)}' ;;
+exec)
+  while [ "$1" != tridock-lab ]; do shift; done
+  shift
+  export PYTHONPATH={shlex.quote(str(ROOT))}
+  if [ "$1" = python ]; then exec {shlex.quote(sys.executable)} "${{@:2}}" --workspace "$WORKSPACE"; fi
+  exec "${{@//\/workspace/$WORKSPACE}}" ;;
+*) echo "not expected: $*" >&2; exit 1 ;;
+esac
+"""
+
+
+@dataclass
+class Lab:
+    """Two hosts behind an sshd each; the operator's project is a folder of its own."""
+
+    folder: Path
+    programs: Path
+    workspaces: dict[str, Path]
+    sshds: dict[str, Sshd]
+
+    def configure(self, **ports: int) -> None:
+        """Writes hostfile and ssh configuration; ``ports`` replaces where a host is looked for."""
+        (self.folder / "lab").write_text("".join(f"{name} slots=2\n" for name in self.sshds))
+        (self.folder / "lab.yaml").write_text(
+            f"ssh: {{config_file: {self.folder}/ssh_config, retries: 0, connect_timeout: 5.0}}\n"
+        )
+        blocks = []
+        for name, sshd in self.sshds.items():
+            port = ports.get(name.replace("-", "_"), sshd.port)
+            blocks.append(
+                f"Host {name}\n HostName 127.0.0.1\n Port {port}\n IdentityFile {sshd.client_key}\n"
+                f" UserKnownHostsFile {sshd.known_hosts}\n GlobalKnownHostsFile none\n"
+            )
+        (self.folder / "ssh_config").write_text("".join(blocks))
+
+    def argv(self, task: str, *words: str) -> list[str]:
+        program = str(Path(sys.executable).with_name("fab"))
+        return [program, "--search-root", str(ROOT), task, "--hosts", str(self.folder / "lab"), *words]
+
+    def fab(self, task: str, *words: str) -> subprocess.CompletedProcess[str]:
+        argv, home = self.argv(task, *words), self.folder
+        return subprocess.run(argv, cwd=home, capture_output=True, text=True, check=False, timeout=60)
+
+
+@pytest.fixture
+def lab(make_sshd: Callable[..., Sshd], tmp_path: Path) -> Iterator[Lab]:
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    make_program(programs / "docker", DOCKER)
+    made = Lab(tmp_path / "operator", programs, {}, {})
+    made.folder.mkdir()
+    for name in ("gpu-1", "gpu-2"):
+        workspace = made.workspaces[name] = tmp_path / f"of-{name}"
+        (workspace / "runs").mkdir(parents=True)
+        made.sshds[name] = make_sshd(f"SetEnv PATH={programs}:{os.environ['PATH']} WORKSPACE={workspace}", name=name)
+    made.configure()
+    return made
+
+
+def cells(table: str) -> list[list[str]]:
+    """The rows of tables as Rich draws them."""
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in table.splitlines() if line.startswith("│")]
+
+
+def make_program(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def make_run(workspace: Path, files: Mapping[str, bytes] | None = None) -> Path:
+    folder = workspace / "runs" / RUN
+    folder.mkdir(exist_ok=True)
+    for name, content in {"exit_code": b"0\n", **(files or {})}.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return folder
+
+
+# ---- status ----------------------------------------------------------------------------------------------------------
+
+
+def test_status_shows_nodes_and_runs(lab: Lab) -> None:
+    make_run(lab.workspaces["gpu-2"])
+    done = lab.fab("status")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert cells(done.stdout) == [
+        ["gpu-1", "2", "running", "0123456789ab"],
+        ["gpu-2", "2", "running", "0123456789ab"],
+        [RUN, "done", "", "", "20260102-030405"],
+    ]
+
+
+def test_status_with_a_host_away_shows_the_others_and_their_runs(lab: Lab) -> None:
+    make_run(lab.workspaces["gpu-2"])
+    port = free_port()
+    lab.configure(gpu_1=port)
+    done = lab.fab("status")
+    assert cells(done.stdout) == [
+        ["gpu-1", "2", "unreachable", ""],
+        ["gpu-2", "2", "running", "0123456789ab"],
+        [RUN, "done", "", "", "20260102-030405"],
+    ]
+    assert done.stderr == (
+        f"gpu-1: nothing listens at 127.0.0.1 port {port}; got connection refused; "
+        "start sshd there, or give the right port (ssh.port in the settings, or Port in ~/.ssh/config)\n"
+        "gpu-2: no problem here; mend the others\n"
+    )
+    assert done.returncode == 3
+
+
+def test_status_with_every_host_away(lab: Lab) -> None:
+    lab.sshds["gpu-2"].known_hosts.write_text("")
+    ports = {name: sshd.port for name, sshd in lab.sshds.items()}
+    lab.sshds["gpu-1"].stop()
+    done = lab.fab("status")
+    assert cells(done.stdout) == [["gpu-1", "2", "unreachable", ""], ["gpu-2", "2", "unreachable", ""]]
+    first, second = done.stderr.splitlines()
+    assert first == (
+        f"gpu-1: nothing listens at 127.0.0.1 port {ports['gpu-1']}; got connection refused; "
+        "start sshd there, or give the right port (ssh.port in the settings, or Port in ~/.ssh/config)"
+    )
+    assert second.startswith(f"gpu-2: its host key is not known here; got {USER}@127.0.0.1 port {ports['gpu-2']}: ")
+    assert done.returncode == 3
+
+
+def test_status_with_a_wrong_request_shows_no_table(lab: Lab) -> None:
+    (lab.folder / "ssh_config").write_text("Prot 22\n")
+    done = lab.fab("status")
+    got = f"{lab.folder}/ssh_config: line 1: Bad configuration option: prot"
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines() == [
+        f"{name}: ssh cannot read its configuration; got {got}; mend what it names" for name in ("gpu-1", "gpu-2")
+    ]
+
+
+# ---- fetch -----------------------------------------------------------------------------------------------------------
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+HEAD = {"exit_code": b"0\n", "plan.json": b"{}", "logs/rank-0.log": b"zero", "metrics.jsonl": b"whole"}
+OTHER = {"exit_code": b"0\n", "plan.json": b"{}", "logs/rank-1.log": b"one", "metrics.jsonl": b"part"}
+CHECKPOINTS = {"checkpoints/latest": b"12", "checkpoints/12/rank-0": os.urandom(3_000_000)}
+TOGETHER = {**OTHER, **HEAD}
+
+
+@pytest.fixture
+def run(lab: Lab) -> Path:
+    """A run that both nodes have a part of; gives where it comes home."""
+    make_run(lab.workspaces["gpu-1"], {**HEAD, **CHECKPOINTS})
+    make_run(lab.workspaces["gpu-2"], OTHER)
+    return lab.folder / "runs" / RUN
+
+
+def test_fetch_brings_every_nodes_part_and_the_heads_word_counts(lab: Lab, run: Path) -> None:
+    done = lab.fab("fetch")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"runs/{RUN}\n", "")
+    assert files_of(lab.folder / "runs") == {f"{RUN}/{name}": content for name, content in TOGETHER.items()}
+    assert [path.name for path in (lab.folder / "runs").iterdir()] == [RUN]
+    assert run.stat().st_mode & 0o777 == 0o755
+
+
+def test_fetch_again_adds_checkpoints_and_replaces_each_file_in_one_go(lab: Lab, run: Path) -> None:
+    assert lab.fab("fetch").returncode == 0
+    (run / "notes").write_text("mine")
+    (lab.workspaces["gpu-1"] / "runs" / RUN / "metrics.jsonl").write_bytes(b"whole and more")
+    with (run / "metrics.jsonl").open("rb") as old:
+        done = lab.fab("fetch", "--checkpoints")
+        assert old.read() == b"whole"
+    assert (done.returncode, done.stderr) == (0, "")
+    assert files_of(run) == {**TOGETHER, **CHECKPOINTS, "metrics.jsonl": b"whole and more", "notes": b"mine"}
+
+
+# Sends the beginning of the archive, then hangs.
+SLOW_TAR = """#!/bin/sh
+/bin/tar "$@" | head -c 500000
+exec sleep 95
+"""
+
+
+def start_slow_fetch(lab: Lab, **options: object) -> subprocess.Popen[str]:
+    """A fetch whose archive has begun to come, and does not end."""
+    make_program(lab.programs / "tar", SLOW_TAR)
+    words = {"cwd": lab.folder, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
+    process: subprocess.Popen[str] = subprocess.Popen(lab.argv("fetch", "--checkpoints"), **words)  # type: ignore[call-overload]
+    archives = lab.folder / "runs"
+    wait_until(lambda: any(path.stat().st_size >= 400_000 for path in archives.glob(".fetch.*/gpu-1.tar.gz")))
+    return process
+
+
+def test_ctrl_c_during_a_fetch_leaves_everything_as_it_was(lab: Lab, run: Path) -> None:
+    assert lab.fab("fetch").returncode == 0
+    process = start_slow_fetch(lab)
+    begin = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert (process.returncode, errors) == (130, "interrupted\n")
+    assert time.monotonic() - begin < 3.0
+    assert [path.name for path in run.parent.iterdir()] == [RUN]
+    assert files_of(run) == TOGETHER
+
+
+def test_a_fetch_that_breaks_off_leaves_nothing(lab: Lab, run: Path) -> None:
+    process = start_slow_fetch(lab)
+    for sshd in lab.sshds.values():
+        sshd.end_sessions()
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 3
+    assert [line.split(" while ")[0] for line in errors.splitlines()] == [
+        "gpu-1: the connection was lost", "gpu-2: the connection was lost",
+    ]  # fmt: skip
+    assert list(run.parent.iterdir()) == []
+
+
+def test_a_fetch_onto_a_disk_that_is_full(lab: Lab, run: Path) -> None:
+    done = subprocess.run(
+        lab.argv("fetch", "--checkpoints"), cwd=lab.folder, capture_output=True, text=True, check=False, timeout=60,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000)),
+    )  # fmt: skip
+    assert done.stderr == (
+        f"runs/{RUN}: could not be written; got File too large; make room there, or make it writable, then try again\n"
+    )
+    assert done.returncode == 3
+    assert list(run.parent.iterdir()) == []
+
+
+def test_a_fetch_of_what_must_not_be_unpacked(lab: Lab, run: Path) -> None:
+    (lab.workspaces["gpu-2"] / "runs" / RUN / "passwd").symlink_to("/etc/passwd")
+    done = lab.fab("fetch")
+    assert done.stderr == (
+        f"gpu-2: sent an archive that cannot be unpacked; got '{RUN}/passwd' is a link to an absolute path; "
+        "remove what it names from the run's folder there, or try again\n"
+    )
+    assert (done.returncode, list(run.parent.iterdir())) == (3, [])
+
+
+def test_a_fetch_that_tar_refuses(lab: Lab, run: Path) -> None:
+    make_program(lab.programs / "tar", "#!/bin/sh\necho 'tar: no such thing' >&2\nexit 1\n")
+    done = lab.fab("fetch")
+    assert done.returncode == 3
+    lines = done.stderr.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["gpu-1", "gpu-2"]
+    ending = " failed with exit code 1; got tar: no such thing; mend that there, then try again"
+    assert all(line.endswith(ending) for line in lines)
+
+
+def test_a_folder_that_goes_away_before_it_is_fetched(lab: Lab, run: Path) -> None:
+    docker = lab.programs / "docker"
+    docker.write_text(DOCKER.replace('  exec "${@//', '  rm -rf "$WORKSPACE"/runs/*\n  exec "${@//'))
+    done = lab.fab("fetch")
+    assert done.stderr == f"{RUN}: its folder is on no node any more; see fab status for the runs\n"
+    assert (done.returncode, list(run.parent.iterdir())) == (3, [])
+
+
+@pytest.mark.parametrize(("size", "shown"), [(1_000_000, False), (30_000_000, True)])
+def test_what_comes_is_counted_on_a_terminal_once_it_is_large(lab: Lab, run: Path, size: int, shown: bool) -> None:
+    make_run(lab.workspaces["gpu-1"], {"checkpoints/13": os.urandom(size)})
+    ours, its = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    words = lab.argv("fetch", "--checkpoints")
+    with subprocess.Popen(words, cwd=lab.folder, stdout=subprocess.DEVNULL, stderr=its, env=environment) as process:
+        os.close(its)
+        text = b""
+        while True:
+            try:
+                text += os.read(ours, 65536)
+            except OSError:  # nobody has it open any more
+                break
+    os.close(ours)
+    assert process.returncode == 0
+    assert (f"fetch {RUN}".encode() in text, b"MB/s" in text) == (shown, shown)

@@ -1,0 +1,41 @@
+"""Findings of pydantic in our words, for models of every shape; the loaders' own tests have the rest."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import pytest
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tridock.strict_yaml import problems_of
+
+
+class Inner(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    size: int = 0
+
+
+class Outer(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    optional: Inner | None = None
+    mapping: dict[str, Inner] = Field(default_factory=dict)
+    sequence: list[Inner] = Field(default_factory=list)
+    rows: tuple[Inner, ...] = ()
+    deep: dict[str, list[Annotated[Inner, Field()] | None]] | None = None
+
+
+@pytest.mark.parametrize(
+    ("value", "place"),
+    [
+        ({"optional": {"siz": 1}}, "optional.siz"),
+        ({"mapping": {"size": {"siz": 1}}}, "mapping.size.siz"),
+        ({"sequence": [{}, {"siz": 1}]}, "sequence.1.siz"),
+        ({"rows": [{"siz": 1}]}, "rows.0.siz"),
+        ({"deep": {"a": [None, {"siz": 1}]}}, "deep.a.1.siz"),
+    ],
+)
+def test_an_unknown_field_is_told_the_nearest_one(value: dict[str, object], place: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Outer.model_validate(value)
+    problems = problems_of(caught.value, "f.yaml", Outer)
+    assert [str(problem) for problem in problems] == [f"f.yaml: {place}: is not a field; got 1; did you mean size?"]

@@ -200,11 +200,12 @@ def test_a_run_that_fails_says_so_with_its_ranks_own_words(rack_up: Up) -> None:
     done = rack.fab("launch", *tiny(train__load="runs/none/checkpoints"), "--run-id-file", "failed")
     run_id = run_id_of(rack.project / "failed")
     assert done.returncode == 4, done.stdout + done.stderr
-    assert done.stderr.splitlines()[-1] == (
-        f"{run_id}: the run failed; got exit code 2; "
-        f"look at host-a:{RUNS}/{run_id}/logs, or fab logs --hosts hostfiles/rack --run {run_id} --rank 0"
-    )
     words = "train.load: "
+    assert re.fullmatch(
+        rf"{run_id}: the run failed; got exit code 2, every rank: {words}.+; "
+        f"look at host-a:{RUNS}/{run_id}/logs, or fab logs --hosts hostfiles/rack --run {run_id} --rank 0",
+        done.stderr.splitlines()[-1],
+    )
     assert words in done.stdout
     assert words in rack.fab("logs", "--run", run_id, "--rank", "0").stdout
     assert state_of(rack, run_id) == "failed"

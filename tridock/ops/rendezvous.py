@@ -159,4 +159,5 @@ def _read_line(connection: socket.socket, deadline: float) -> str:
 
 def _reason(error: OSError) -> str:
     # A name that is not known has a number of its own, below 0.
-    return (os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror or str(error)).lower()
+    number = error.errno or 0
+    return (os.strerror(number) if number > 0 else error.strerror or str(error)).lower()

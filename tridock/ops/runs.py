@@ -9,6 +9,7 @@ from typing import Any
 from tridock import run_folder
 from tridock.cluster.containers import workspace_on_host
 from tridock.errors import ClusterError, Problem, RequestError, RunError
+from tridock.ops.first_failure import FirstFailure, first_failure
 from tridock.ops.session import NODE, Session
 from tridock.remote import Host, Stream
 
@@ -97,9 +98,33 @@ def check_exit(session: Session, run: Run, exit_code: int) -> None:
     if exit_code == run_folder.EXIT_STOPPED:
         raise RunError(Problem(run.run_id, "the run was stopped", "", f"its folder is {folder_of(session, run)}"))
     if exit_code:
-        logs = f"fab logs --hosts {session.cluster.hostfile_path} --run {run.run_id} --rank 0"
+        first = _first_failure(session, run)
+        rank = first.rank if first else 0
+        got = f"exit code {exit_code}" + (f", {first}" if first else "")
+        logs = f"fab logs --hosts {session.cluster.hostfile_path} --run {run.run_id} --rank {rank}"
         todo = f"look at {folder_of(session, run)}/logs, or {logs}"
-        raise RunError(Problem(run.run_id, "the run failed", f"exit code {exit_code}", todo))
+        raise RunError(Problem(run.run_id, "the run failed", got, todo))
+
+
+def _first_failure(session: Session, run: Run) -> FirstFailure | None:
+    """Asks every node: where they share no files, each holds the events of its own ranks."""
+    path = f"{run_folder.WORKSPACE}/runs/{run.run_id}"
+
+    def read(node: str, host: Host) -> bytes:
+        # A node that had no part in the run has no such file.
+        script = 'cat "$1" 2>/dev/null || :'
+        command = session.inside(node, "sh", "-c", script, "sh", f"{path}/{run_folder.EVENTS}")
+        return host.run(command, timeout=_VERB_TIMEOUT_S).stdout
+
+    try:
+        return first_failure(session.each(read, only=session.running()), _nodes_of_ranks(session, run))
+    except ClusterError:
+        return None  # a node that has gone may be why the run failed: that much is said without it
+
+
+def _nodes_of_ranks(session: Session, run: Run) -> dict[int, str]:
+    plan = _read(session, run.head, f"{run_folder.WORKSPACE}/runs/{run.run_id}/{run_folder.PLAN}")
+    return {entry["rank"]: entry["node"] for entry in json.loads(plan)["ranks"]}
 
 
 def folder_of(session: Session, run: Run) -> str:
@@ -118,8 +143,7 @@ def parse_rank(text: str) -> int:
 def rank_log(session: Session, run: Run, rank: int) -> bytes:
     """The log of one rank, from the node where it ran."""
     folder = f"{run_folder.WORKSPACE}/runs/{run.run_id}"
-    plan = _read(session, run.head, f"{folder}/{run_folder.PLAN}")
-    ranks = {entry["rank"]: entry["node"] for entry in json.loads(plan)["ranks"]}
+    ranks = _nodes_of_ranks(session, run)
     if rank not in ranks:
         raise RequestError(Problem("--rank", "is no rank of this run", str(rank), f"use 0 to {len(ranks) - 1}"))
     return _read(session, ranks[rank], f"{folder}/{run_folder.rank_log(rank)}")

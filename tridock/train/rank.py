@@ -61,7 +61,7 @@ def _guarded(run_folder: Path, program: Callable[[], None]) -> int:
     except process_group.Agreed as agreed:
         # Every rank holds it. Rank 0 speaks before any of them leaves: a launcher stops all when the first has gone.
         if rank == "0":
-            _report(run_folder, rank, str(agreed.error), str(agreed.error))
+            _report(run_folder, rank, str(agreed.error), str(agreed.error), agreed=True)
         with contextlib.suppress(RuntimeError):  # a rank that has gone meanwhile
             process_group.barrier()
             process_group.leave()
@@ -73,13 +73,13 @@ def _guarded(run_folder: Path, program: Callable[[], None]) -> int:
         _report(run_folder, rank, f"rank {rank}: interrupted", "interrupted")
         return EXIT_INTERRUPTED
     except process_group.Stopped:
-        _report(run_folder, rank, f"rank {rank}: stopped by SIGTERM", "stopped by SIGTERM")
+        _report(run_folder, rank, f"rank {rank}: stopped by SIGTERM", "stopped by SIGTERM", consequence=True)
         return 128 + signal.SIGTERM
     except RuntimeError as error:
         if (lost := process_group.lost_rank(error)) is None:
             _report(run_folder, rank, f"rank {rank} failed:\n{traceback.format_exc()}", repr(error))
         else:
-            _report(run_folder, rank, f"rank {rank}: {lost}", str(lost))
+            _report(run_folder, rank, f"rank {rank}: {lost}", str(lost), consequence=True)
         return RunError.exit_code
     except BaseException as error:  # whatever it is, the launcher needs an exit code
         _report(run_folder, rank, f"rank {rank} failed:\n{traceback.format_exc()}", repr(error))
@@ -89,8 +89,13 @@ def _guarded(run_folder: Path, program: Callable[[], None]) -> int:
     return 0
 
 
-def _report(run_folder: Path, rank: str, message: str, reason: str) -> None:
+def _report(run_folder: Path, rank: str, message: str, reason: str, **kind: bool) -> None:
+    """Says why the rank ends.
+
+    ``consequence=True``: not the run's own failure, for another rank has gone or this one was told to end.
+    ``agreed=True``: every rank found the same.
+    """
     from tridock.train.metrics import record_event
 
     print(message, file=sys.stderr, flush=True)
-    record_event(run_folder, "run_failed", rank=int(rank), reason=reason)
+    record_event(run_folder, "run_failed", rank=int(rank), reason=reason, **kind)

@@ -1,0 +1,49 @@
+"""Which rank of a failed run failed first: the others only lost it. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_LENGTH = 300
+
+
+@dataclass(frozen=True, slots=True)
+class FirstFailure:
+    """A rank, its node and the first line of what it said; ``agreed`` where every rank would have said the same."""
+
+    rank: int
+    node: str
+    reason: str
+    agreed: bool = False
+
+    def __str__(self) -> str:
+        return f"{'every rank' if self.agreed else f'rank {self.rank} on {self.node} first'}: {self.reason}"
+
+
+def first_failure(events: Mapping[str, bytes], nodes: Mapping[int, str]) -> FirstFailure | None:
+    """Reads what each node holds of ``events.jsonl``; ``nodes`` maps ranks to their nodes.
+
+    Nodes may share the file, and their clocks may differ: a rank that failed of itself comes before any that lost
+    another or was told to end, whatever the time says.
+    """
+    failures = {json.dumps(event, sort_keys=True): event for event in _failures(events.values())}
+    if not failures:
+        return None
+    first = min(failures.values(), key=lambda event: (bool(event.get("consequence")), str(event.get("time"))))
+    lines = str(first.get("reason") or "").strip().splitlines() or ["no reason on record"]
+    rank = int(first["rank"])
+    return FirstFailure(rank, nodes.get(rank, "an unknown node"), lines[0][:_LENGTH], bool(first.get("agreed")))
+
+
+def _failures(files: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    for content in files:
+        for line in content.splitlines():
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue  # the last line of a node that died while it wrote
+            if isinstance(event, dict) and event.get("event") == "run_failed" and "rank" in event:
+                yield event

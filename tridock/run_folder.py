@@ -33,6 +33,8 @@ EVENTS: Final = "events.jsonl"
 METRICS: Final = "metrics.jsonl"
 TENSORBOARD: Final = "tensorboard"
 CHECKPOINTS: Final = "checkpoints"
+# In a checkpoint folder of Megatron v1.1.5: the layout that it loads on.
+CHECKPOINT_LAYOUT: Final = "layout.json"
 EXIT_CODE: Final = "exit_code"
 # What exit_code holds for a run that was stopped: 128 + SIGTERM.
 EXIT_STOPPED: Final = 143

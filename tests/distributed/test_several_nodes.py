@@ -64,6 +64,19 @@ def test_another_experiment_on_one_node_stops_both(tmp_path: Path) -> None:
     assert [folder.name for folder in (tmp_path / "runs").iterdir()] == ["unused"]
 
 
+def test_a_failed_run_names_the_rank_that_failed(tmp_path: Path) -> None:
+    experiment = experiment_in(tmp_path, **{"train.load": "runs/none/checkpoints"})
+    argv = [sys.executable, "-m", "tridock.cli", "train", str(experiment), "--workspace", str(tmp_path), "--nproc", "2"]
+    done = subprocess.run(argv, env=rank_environment(), capture_output=True, text=True, timeout=PATIENCE, check=False)
+    (run,) = [folder for folder in (tmp_path / "runs").iterdir() if folder.name != "unused"]
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(
+        f"{run.name}: the run failed; got exit code 2, every rank: train.load: no checkpoint lies at "
+    )
+    assert last.endswith(f"; look at {run}/logs/rank-0.log")
+
+
 def test_ctrl_c_on_one_node_leaves_nothing_behind(tmp_path: Path) -> None:
     port = free_port()
     experiments = [experiment_in(tmp_path / name, **{"train.train_iters": 100_000}) for name in ("a", "b")]

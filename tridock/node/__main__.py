@@ -58,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
 
     preflight_ = verbs.add_parser("preflight", help="what a launch wants to know first, as JSON")
     preflight_.add_argument("files", nargs="*", metavar="FILE", help="a file that the run reads")
+    preflight_.add_argument("--read", action="append", default=[], metavar="FILE", help="a JSON file to be shown")
     preflight_.add_argument("--head", action="store_true", help="also a free port, and what is in the image")
     preflight_.add_argument("--port", type=int, help="with --head: this port and no other")
     preflight_.set_defaults(action=_preflight)
@@ -100,7 +101,7 @@ def _runs(arguments: argparse.Namespace) -> int:
 
 
 def _preflight(arguments: argparse.Namespace) -> int:
-    print(json.dumps(preflight.look(arguments.files, head=arguments.head, port=arguments.port)))
+    print(json.dumps(preflight.look(arguments.files, arguments.read, head=arguments.head, port=arguments.port)))
     return 0
 
 

@@ -12,27 +12,36 @@ from tridock.errors import ClusterError
 from tridock.node import ports
 
 
-def look(files: Sequence[str], *, head: bool, port: int | None) -> dict[str, object]:
-    """The files' fingerprints; with ``head`` also a port for the rendezvous, and what is in the image.
+def look(files: Sequence[str], read: Sequence[str], *, head: bool, port: int | None) -> dict[str, object]:
+    """The fingerprints of ``files`` and the content of the JSON files ``read``.
 
-    A file that cannot be read has None. ``port`` is the one asked for, or None for any; where there is none,
-    ``port_problem`` says why.
+    With ``head`` also a port for the rendezvous, and what is in the image. A file that cannot be read has None.
+    ``port`` is the one asked for, or None for any; where there is none, ``port_problem`` says why.
     """
-    answer: dict[str, object] = {"files": {name: _fingerprint(Path(name)) for name in files}}
+    answer: dict[str, object] = {
+        "files": {name: _fingerprint(Path(name)) for name in files},
+        "read": {name: _json(Path(name)) for name in read},
+    }
     if head:
         answer |= _port(port)
-        answer["image_manifest"] = _image_manifest()
+        answer["image_manifest"] = _json(Path(run_folder.CODE, "manifest.json"))
     return answer
 
 
 def _fingerprint(path: Path) -> dict[str, object] | None:
-    """Size and SHA-256; of tokens (``.bin``) the size alone: their index, which is hashed, holds every length."""
+    """Size and SHA-256; of tokens (``.bin``) the size alone: their index, which is hashed, holds every length.
+
+    Of a vocabulary (``.json``) also how many entries it has.
+    """
     try:
         with path.open("rb") as file:
             digest = None if path.suffix == ".bin" else hashlib.file_digest(file, "sha256").hexdigest()
-            return {"bytes": path.stat().st_size, "sha256": digest}
+        found: dict[str, object] = {"bytes": path.stat().st_size, "sha256": digest}
     except OSError:
         return None
+    if path.suffix == ".json" and isinstance(content := _json(path), dict):
+        found["entries"] = len(content)
+    return found
 
 
 def _port(wanted: int | None) -> dict[str, object]:
@@ -45,8 +54,8 @@ def _port(wanted: int | None) -> dict[str, object]:
         return {"port_problem": str(error)}
 
 
-def _image_manifest() -> object:
+def _json(path: Path) -> object:
     try:
-        return json.loads(Path(run_folder.CODE, "manifest.json").read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None

@@ -74,7 +74,7 @@ def bring_demo_data(session: Session) -> str:
 def launch(session: Session, request: Request) -> RunBundle:
     """Brings the nodes up, checks what the run needs, puts its folder on every node and starts it on the head."""
     image_id = ensure_up(session)
-    found = check_nodes(session, request.config, request.experiment)
+    found = check_nodes(session, request.config, request.experiment, request.plan)
     manifest = {**_manifest(session, image_id), "image_manifest": found.image_manifest}
     bundle = _bundle(session, request, found.port, {**manifest, "data_sha256": found.data_sha256})
 

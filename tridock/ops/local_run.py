@@ -22,7 +22,9 @@ from tridock.experiment import Experiment, dump_experiment, load_experiment
 from tridock.launchers import RunBundle, make_bundle
 from tridock.launchers.bundle import default_port
 from tridock.ops import rendezvous
+from tridock.ops.first_failure import first_failure
 from tridock.ops.origin import origin
+from tridock.ops.preflight import data_files, mismatches, preflight_words
 from tridock.plan import Plan, make_plan
 
 HERE = "localhost"
@@ -77,6 +79,7 @@ def run_here(
     ranks = nproc or _default_ranks()
     slots = {name: range(ranks) for name in _names(place)}
     plan = make_plan(experiment, slots, str(config))
+    _check_files(config, experiment, plan, workspace)
     run_id = run_folder.new_run_id(experiment.name)
     port = experiment.launch.master_port or (default_port(run_id) if place.nnodes == 1 else _MEETING_PORT)
     if place.nnodes > 1:
@@ -98,6 +101,24 @@ def run_here(
         run_folder.write_atomic(run_id_file, f"{run_id}\n".encode())
     _announce(folder, plan, place)
     return _start_and_follow(folder, ranks) if place.node_rank == 0 else _join(folder, ranks, place.node_rank)
+
+
+def _check_files(config: Path, experiment: Experiment, plan: Plan, workspace: Path) -> None:
+    """As for a cluster, before any rank starts."""
+    words = preflight_words(experiment, head=True)
+    env = _environment(1)
+    done = subprocess.run([*_node_verb(), *words], env=env, cwd=workspace, capture_output=True, check=True)
+    answer = json.loads(done.stdout)
+    problems = [
+        Problem(
+            f"{config}: {field}", "is not on this machine", name, f"bring it into {workspace}, or make it: tridock data"
+        )
+        for name, field in data_files(experiment).items()
+        if answer["files"][name] is None
+    ]
+    problems += mismatches(config, experiment, plan, answer)
+    if problems:
+        raise RequestError(problems)
 
 
 def _names(place: Place) -> tuple[str, ...]:
@@ -133,9 +154,21 @@ def _start_and_follow(folder: Path, ranks: int) -> int:
     if started.returncode:
         return started.returncode
     try:
-        return subprocess.run([*_node_verb(), "follow", str(folder)], env=env, check=False).returncode
+        code = subprocess.run([*_node_verb(), "follow", str(folder)], env=env, check=False).returncode
     except KeyboardInterrupt:
         return _interrupted(folder, env)
+    if code not in (0, run_folder.EXIT_STOPPED):
+        print(_failed(folder, code), file=sys.stderr)
+    return code
+
+
+def _failed(folder: Path, code: int) -> Problem:
+    events, plan = folder / run_folder.EVENTS, json.loads((folder / run_folder.PLAN).read_text())
+    nodes = {entry["rank"]: entry["node"] for entry in plan["ranks"]}
+    first = first_failure({HERE: events.read_bytes()} if events.is_file() else {}, nodes)
+    got = f"exit code {code}" + (f", {first}" if first else "")
+    log = folder / run_folder.rank_log(first.rank if first else 0)
+    return Problem(folder.name, "the run failed", got, f"look at {log}")
 
 
 def _join(folder: Path, ranks: int, node_rank: int) -> int:

@@ -8,14 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tridock import run_folder
 from tridock.errors import ClusterError, Problem, RequestError
 from tridock.experiment import Experiment
+from tridock.experiment.inputs import checkpoint_problems, data_problems
 from tridock.ops.session import Session
+from tridock.plan import Plan
 from tridock.remote import Host
 
 _TIMEOUT_S = 60.0
 
-Fingerprint = Mapping[str, Any]
+Answer = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,29 +30,54 @@ class Preflight:
     image_manifest: object
 
 
-def check_nodes(session: Session, config: Path, experiment: Experiment) -> Preflight:
-    """Asks every node once. Raises :class:`RequestError` where data are missing or differ from the head's.
+def check_nodes(session: Session, config: Path, experiment: Experiment, plan: Plan) -> Preflight:
+    """Asks every node once. Raises :class:`RequestError` with all that its files cannot be.
 
-    A port that is taken is a :class:`ClusterError`.
+    They may be missing somewhere, differ from the head's, or not match the experiment. A port that is taken is a
+    :class:`ClusterError`.
     """
-    files = data_files(experiment)
-    wanted = experiment.launch.master_port
-    head_words = ("--head", *(() if wanted is None else ("--port", str(wanted))))
+    head = session.head
 
-    def ask(node: str, _: Host) -> dict[str, Any]:
-        words = ("preflight", *(head_words if node == session.head else ()), "--", *files)
-        answer: dict[str, Any] = json.loads(session.node_verb(node, *words, timeout=_TIMEOUT_S).checked(node).stdout)
+    def ask(node: str, _: Host) -> Answer:
+        words = preflight_words(experiment, head=node == head)
+        answer: Answer = json.loads(session.node_verb(node, *words, timeout=_TIMEOUT_S).checked(node).stdout)
         return answer
 
     answers = session.each(ask)
-    problems = list(_data_problems(session, config, files, {node: answer["files"] for node, answer in answers.items()}))
+    push = f"bring the data to the nodes: fab push --hosts {session.cluster.hostfile_path} --path "
+    problems = list(_differences(config, data_files(experiment), head, answers, push))
+    problems += mismatches(config, experiment, plan, answers[head])
     if problems:
         raise RequestError(problems)
-    head = answers[session.head]
-    if "port_problem" in head:
-        raise ClusterError(_port_problem(session.head, config, wanted, head["port_problem"]))
-    hashes = {name: found["sha256"] for name, found in head["files"].items() if found["sha256"] is not None}
-    return Preflight(head["port"], hashes, head["image_manifest"])
+    return _passed(head, config, experiment, answers[head])
+
+
+def preflight_words(experiment: Experiment, *, head: bool) -> tuple[str, ...]:
+    """The words of ``tridock.node`` that ask for what an experiment needs to know; more of the head."""
+    words = ["preflight"]
+    if head:
+        port = experiment.launch.master_port
+        words += ["--head", *(() if port is None else ("--port", str(port)))]
+        words += [word for name in _read(experiment).values() for word in ("--read", name)]
+    return (*words, "--", *data_files(experiment))
+
+
+def _read(experiment: Experiment) -> dict[str, str]:
+    files = {"manifest": f"{experiment.data.data_path}.json"}
+    if experiment.train.load is not None:
+        files["layout"] = f"{experiment.train.load}/{run_folder.CHECKPOINT_LAYOUT}"
+    return files
+
+
+def mismatches(config: Path, experiment: Experiment, plan: Plan, answer: Answer) -> Iterator[Problem]:
+    """What the head's files cannot be: another vocabulary, too short, a checkpoint of another layout."""
+    read = {name: answer["read"][path] for name, path in _read(experiment).items()}
+    tokenizer = (answer["files"].get(experiment.data.vocab_file or "") or {}).get("entries")
+    found = [
+        *data_problems(experiment, read["manifest"], tokenizer),
+        *checkpoint_problems(experiment, plan.data_parallel_size, read.get("layout")),
+    ]
+    yield from (Problem(f"{config}: {it.where}", it.what, it.got, it.todo) for it in found)
 
 
 def data_files(experiment: Experiment) -> dict[str, str]:
@@ -61,15 +89,15 @@ def data_files(experiment: Experiment) -> dict[str, str]:
     return files
 
 
-def _data_problems(
-    session: Session, config: Path, files: Mapping[str, str], found: Mapping[str, Mapping[str, Fingerprint | None]]
+def _differences(
+    config: Path, files: Mapping[str, str], head: str, answers: Mapping[str, Answer], push: str
 ) -> Iterator[Problem]:
-    expected = found[session.head]
+    expected = answers[head]["files"]
     for field in dict.fromkeys(files.values()):
         names = [name for name in files if files[name] == field]
-        push = f"fab push --hosts {session.cluster.hostfile_path} --path {Path(names[0]).parent}"
-        where, todo = f"{config}: {field}", f"bring the data to the nodes: {push}"
-        for node, there in found.items():
+        where, todo = f"{config}: {field}", f"{push}{Path(names[0]).parent}"
+        for node, answer in answers.items():
+            there = answer["files"]
             missing = [name for name in names if there[name] is None]
             other = [name for name in names if there[name] != expected[name] and expected[name] is not None]
             if missing:
@@ -79,9 +107,15 @@ def _data_problems(
                 yield Problem(where, f"has another content on node {node} than on the head", got, todo)
 
 
-def _shown(name: str, found: Fingerprint | None) -> str:
-    assert found is not None
+def _shown(name: str, found: Mapping[str, Any]) -> str:
     return f"{found['sha256']}  {name}" if found["sha256"] is not None else f"{found['bytes']} bytes  {name}"
+
+
+def _passed(head: str, config: Path, experiment: Experiment, answer: Answer) -> Preflight:
+    if "port_problem" in answer:
+        raise ClusterError(_port_problem(head, config, experiment.launch.master_port, answer["port_problem"]))
+    hashes = {name: found["sha256"] for name, found in answer["files"].items() if found["sha256"] is not None}
+    return Preflight(answer["port"], hashes, answer["image_manifest"])
 
 
 def _port_problem(head: str, config: Path, wanted: int | None, text: str) -> Problem:

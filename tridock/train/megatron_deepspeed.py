@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import runpy
 import sys
@@ -97,24 +96,11 @@ def check_files(words: list[str]) -> None:
         for path in paths
         if not Path(path).is_file()
     ]
-    problems += _vocabulary_problems(Path(given["--data-path"]), Path(given["--vocab-file"])) if not problems else []
     if "--load" in given and not (Path(given["--load"]) / "latest_checkpointed_iteration.txt").is_file():
         what, todo = "holds no checkpoint of Megatron-LM v1.1.5", "give the checkpoints folder of a run of this engine"
         problems.append(Problem("train.load", what, given["--load"], todo))
     if problems:
         raise RequestError(problems)
-
-
-def _vocabulary_problems(prefix: Path, vocab_file: Path) -> list[Problem]:
-    """A tokenizer with fewer tokens than the data's ends deep inside an embedding; one with more is another."""
-    from tridock.data.manifest import read_manifest
-
-    manifest = read_manifest(prefix)
-    tokens = len(json.loads(vocab_file.read_text(encoding="utf-8")))
-    if manifest is None or manifest.vocab_size == tokens:
-        return []
-    what = f"the data was made with {manifest.vocab_size} tokens"
-    return [Problem("data.vocab_file", what, f"{tokens} tokens", "name the files of the tokenizer that made the data")]
 
 
 if __name__ == "__main__":

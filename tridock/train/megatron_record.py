@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any
 
 from tridock.errors import Problem, RunError
+from tridock.experiment.inputs import CheckpointLayout
 from tridock.experiment.schema import Experiment
+from tridock.run_folder import CHECKPOINT_LAYOUT, write_atomic
 from tridock.train.metrics import Metrics, record_event
 from tridock.train.process_group import Agreed, Ranks
 
@@ -114,9 +118,18 @@ class Recorder:
         started = time.monotonic()
         self._original["save_checkpoint"](iteration, *given)
         self._saved = iteration
+        self._note_layout(Path(self._upstream.get_args().save))
         seconds = time.monotonic() - started
         self.event("checkpoint_saved", iteration=iteration, folder=str(self._upstream.get_args().save), seconds=seconds)
         self._logged_at += seconds
+
+    def _note_layout(self, folder: Path) -> None:
+        """What the checkpoint fits, for the next launch to tell; once a node, as nodes may not share the folder."""
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            args = self._upstream.get_args()
+            replicas = args.world_size // (args.model_parallel_size * max(1, args.pipe_parallel_size))
+            layout = CheckpointLayout.of(self.experiment, replicas).to_json()
+            write_atomic(folder / CHECKPOINT_LAYOUT, (json.dumps(layout, indent=2) + "\n").encode())
 
     def load_checkpoint(self, *given: Any, **named: Any) -> int:
         """Notes where the run goes on."""

@@ -16,8 +16,21 @@ def test_files_are_told_apart_by_size_and_content(tmp_path: Path) -> None:
             str(index): {"bytes": 7, "sha256": hashlib.sha256(b"lengths").hexdigest()},
             str(missing): None,
             str(tmp_path): None,
-        }
+        },
+        "read": {},
     }
+
+
+def test_a_vocabulary_is_counted_and_a_json_file_is_shown_where_it_can_be_read(tmp_path: Path) -> None:
+    vocabulary, broken = tmp_path / "vocab.json", tmp_path / "broken.json"
+    vocabulary.write_text('{"a": 0, "b": 1}')
+    broken.write_text("{")
+    answer_ = answer(
+        "preflight", "--read", str(vocabulary), "--read", str(tmp_path / "none"), str(vocabulary), str(broken)
+    )
+    assert answer_["files"][str(vocabulary)]["entries"] == 2
+    assert "entries" not in answer_["files"][str(broken)]
+    assert answer_["read"] == {str(vocabulary): {"a": 0, "b": 1}, str(tmp_path / "none"): None}
 
 
 def test_outside_of_an_image_there_is_no_manifest() -> None:

@@ -13,13 +13,14 @@ from tridock.errors import TridockError
 from tridock.experiment import Experiment
 from tridock.ops.preflight import Preflight, check_nodes
 from tridock.ops.session import Session
+from tridock.plan import make_plan
 from tridock.remote import Completed
 
 BIN, IDX, VOCAB, MERGES = "data/t_document.bin", "data/t_document.idx", "data/vocab.json", "data/merges.txt"
 GOOD: dict[str, Any] = {
     BIN: {"bytes": 100, "sha256": None},
     IDX: {"bytes": 42, "sha256": "aa"},
-    VOCAB: {"bytes": 7, "sha256": "bb"},
+    VOCAB: {"bytes": 7, "sha256": "bb", "entries": 9},
     MERGES: {"bytes": 7, "sha256": "cc"},
 }
 
@@ -34,7 +35,8 @@ def ask(
 
     def node_verb(node: str, *words: str, timeout: float) -> Completed:
         asked[node] = words
-        answer = {"files": GOOD, **head} if node == "node-1" else {"files": files}
+        read = {"data/t_document.json": {"vocab_size": 9, "tokens": 100}}
+        answer = {"files": GOOD, "read": read, **head} if node == "node-1" else {"files": files}
         return Completed(0, json.dumps(answer).encode(), b"")
 
     monkeypatch.setattr(session, "node_verb", node_verb)
@@ -44,16 +46,29 @@ def ask(
             "engine": "megatron-deepspeed",
             "model": {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 8},
             "batch": {"micro_batch_size": 1},
+            "precision": "fp32",
             "data": {"data_path": "data/t_document", "vocab_file": VOCAB, "merge_file": MERGES},
             "train": {"train_iters": 1},
             "launch": launch,
         }
     )
     try:
-        return check_nodes(session, Path("t.yaml"), experiment)
+        plan = make_plan(experiment, session.cluster.slots, "t.yaml")
+        return check_nodes(session, Path("t.yaml"), experiment, plan)
     finally:
         assert asked["node-2"] == ("preflight", "--", BIN, IDX, VOCAB, MERGES)
         assert asked["node-1"][:2] == ("preflight", "--head")
+        assert asked["node-1"][-7:-5] == ("--read", "data/t_document.json")
+
+
+def test_a_tokenizer_that_is_not_the_datas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(GOOD, VOCAB, {"bytes": 7, "sha256": "bb", "entries": 8})
+    with pytest.raises(TridockError) as caught:
+        ask(tmp_path, monkeypatch, GOOD, {"port": 1, "image_manifest": None})
+    assert str(caught.value) == (
+        "t.yaml: data.vocab_file: the data was made with 9 tokens; got 8 tokens; "
+        "name the files of the tokenizer that made the data"
+    )
 
 
 def test_all_is_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

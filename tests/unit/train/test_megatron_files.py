@@ -1,14 +1,11 @@
 """What a rank of engine megatron-deepspeed refuses before Megatron is imported."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
 
-from tridock.data.indexed_dataset import IndexedDatasetWriter
-from tridock.data.manifest import DatasetManifest, write_manifest
 from tridock.errors import RequestError
 from tridock.train.megatron_deepspeed import check_files, source_folder
 
@@ -16,13 +13,6 @@ from tridock.train.megatron_deepspeed import check_files, source_folder
 def words(folder: Path, *more: str) -> list[str]:
     files = {"--data-path": "x", "--vocab-file": "vocab.json", "--merge-file": "merges.txt"}
     return [word for option, name in files.items() for word in (option, str(folder / name))] + list(more)
-
-
-def make(folder: Path, vocabulary: int) -> None:
-    with IndexedDatasetWriter(folder / "x", 7) as writer:
-        writer.add_document([1, 2, 3])
-    (folder / "vocab.json").write_text(json.dumps({str(number): number for number in range(vocabulary)}))
-    (folder / "merges.txt").touch()
 
 
 def refused(given: list[str]) -> list[str]:
@@ -41,21 +31,6 @@ def test_all_that_is_missing_at_once(tmp_path: Path) -> None:
         f"train.load: holds no checkpoint of Megatron-LM v1.1.5; got {tmp_path}/none; "
         "give the checkpoints folder of a run of this engine",
     ]
-
-
-def test_another_tokenizer(tmp_path: Path) -> None:
-    make(tmp_path, 5)
-    check_files(words(tmp_path))  # nobody knows which made the data
-    manifest = DatasetManifest(
-        vocab_size=7, documents=1, tokens=3, tokenizer_sha256="0", end_of_document=None, inputs=()
-    )
-    write_manifest(tmp_path / "x", manifest)
-    assert refused(words(tmp_path)) == [
-        "data.vocab_file: the data was made with 7 tokens; got 5 tokens; "
-        "name the files of the tokenizer that made the data"
-    ]
-    make(tmp_path, 7)
-    check_files(words(tmp_path))
 
 
 def test_an_image_without_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

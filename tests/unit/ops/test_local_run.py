@@ -1,0 +1,73 @@
+"""`tridock train` refuses before any rank starts what its files cannot be."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tridock.data.indexed_dataset import IndexedDatasetWriter
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "t.yaml"
+    experiment = {
+        "name": "t",
+        "model": {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 16},
+        "batch": {"micro_batch_size": 1},
+        "data": {"data_path": "data/t"},
+        "precision": "fp32",
+        "train": {"train_iters": 1, "save": False, "tensorboard": False},
+    }
+    path.write_text(json.dumps(experiment))
+    return path
+
+
+def train(config: Path, *words: str) -> tuple[int, str]:
+    argv = [sys.executable, "-m", "tridock.cli", "train", str(config), "--workspace", str(config.parent), *words]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=False)
+    return done.returncode, done.stderr
+
+
+def test_data_that_are_not_there(config: Path) -> None:
+    todo = f"bring it into {config.parent}, or make it: tridock data"
+    assert train(config) == (
+        2,
+        f"{config}: data.data_path: is not on this machine; got data/t.bin; {todo}\n"
+        f"{config}: data.data_path: is not on this machine; got data/t.idx; {todo}\n",
+    )
+    assert not (config.parent / "runs").exists()
+
+
+def test_data_that_are_too_short(config: Path) -> None:
+    with IndexedDatasetWriter(config.parent / "data" / "t", 7) as writer:
+        writer.add_document([1, 2, 3])
+    (config.parent / "data" / "t.json").write_text('{"vocab_size": 7, "tokens": 3}')
+    assert train(config) == (
+        2,
+        f"{config}: model.seq_length: is longer than all of the data, 3 tokens; got 16; "
+        "lower it, or name a larger data set\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--nproc", "0"), "--nproc: must be at least 1; got 0; give the number of ranks"),
+        (("--nnodes", "0"), "--nnodes: must be at least 1; got 0; give the number of nodes"),
+        (("--nnodes", "2", "--node-rank", "2"),
+         "--node-rank: is not one of 2 nodes; got 2; use 0 to 1\n"
+         "--master-addr: is needed for 2 nodes; got nothing; "
+         "give the address of the node of rank 0, as the others reach it"),
+    ],
+)  # fmt: skip
+def test_words_that_do_not_fit(config: Path, words: tuple[str, ...], message: str) -> None:
+    assert train(config, *words) == (2, f"{message}\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ from tests.megatron_source import patched_source
 from tridock.data.corpus import prepare_demo
 from tridock.engines import rank_program
 from tridock.experiment import Experiment, dump_experiment
+from tridock.experiment.inputs import CheckpointLayout
 from tridock.plan import make_plan
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
@@ -234,6 +236,9 @@ def test_a_resumed_run_continues_the_very_same_losses(workspace: Path, source: P
     )  # fmt: skip
     assert finished.codes == [0] * world_size, finished.out[0][-5000:]
     assert "checkpoint_saved" in events(first)
+    replicas = make_plan(experiment(**fields), {"localhost": range(world_size)}, layout).data_parallel_size
+    written = json.loads((first / "checkpoints" / "layout.json").read_text())
+    assert written == CheckpointLayout.of(experiment(**fields), replicas).to_json()
     assert "checkpoint_loaded" in events(part)
     assert train_losses(part) == train_losses(whole)[6:]
 

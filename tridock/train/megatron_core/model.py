@@ -16,9 +16,9 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import nn
+from torch import Tensor, nn
 
 from tridock.experiment.schema import Experiment
 from tridock.train.megatron_core.attention import GatheredAttention
@@ -35,7 +35,7 @@ def build_chunks(experiment: Experiment, padded_vocab_size: int, device: torch.d
         stage = number if virtual > 1 else None
         chunk: nn.Module = GPTModel(
             config,
-            layer_spec(config, device),
+            block_spec(config, device, stage),
             padded_vocab_size,
             model.max_position_embeddings or model.seq_length,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
@@ -59,8 +59,10 @@ def transformer_config(experiment: Experiment, device: torch.device) -> Transfor
         num_attention_heads=model.num_attention_heads,
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
-        init_method_std=model.init_method_std,
-        perform_initialization=False,  # `initialize` does it, alike in every layout
+        # `initialize` does it, alike in every layout; Megatron only marks what it splits on this occasion.
+        init_method=_untouched,
+        output_layer_init_method=_untouched,
+        embedding_init_method=_untouched,
         use_cpu_initialization=device.type != "cuda",
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
@@ -70,7 +72,8 @@ def transformer_config(experiment: Experiment, device: torch.device) -> Transfor
         # With two stages a stage's next is its previous too: batched messages between them would be mixed up.
         overlap_p2p_comm=virtual > 1,
         batch_p2p_comm=virtual == 1,
-        deallocate_pipeline_outputs=True,
+        # A stage's output is given up once it is sent. Streams see to the order of that, which Gloo has none of.
+        deallocate_pipeline_outputs=device.type == "cuda",
         recompute_granularity=model.recompute_granularity,
         recompute_method=model.recompute_method,
         recompute_num_layers=model.recompute_num_layers,
@@ -87,14 +90,32 @@ def transformer_config(experiment: Experiment, device: torch.device) -> Transfor
     )
 
 
-def layer_spec(config: TransformerConfig, device: torch.device) -> ModuleSpec:
-    """What a layer is made of: transformer-engine's parts where the image has them, else megatron-core's own."""
+def _untouched(weight: Tensor) -> None:
+    """Stands where Megatron would draw a weight."""
+
+
+class LayerNorm(nn.LayerNorm):
+    """torch's, marked for sequence parallelism: Megatron then sums its gradients over the tensor parallel ranks."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(hidden_size, eps=eps)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def block_spec(config: TransformerConfig, device: torch.device, stage: int | None) -> Any:
+    """What the layers are made of: transformer-engine's parts where the image has them, else megatron-core's own.
+
+    Its own norm refuses sequence parallelism and its own attention context parallelism: here they have stand-ins.
+    """
     if device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None:
         return get_gpt_layer_with_transformer_engine_spec()
-    spec: Any = get_gpt_layer_local_spec()
+    layer: Any = get_gpt_layer_local_spec()
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = LayerNorm
     if config.context_parallel_size > 1:
-        spec.submodules.self_attention.submodules.core_attention = GatheredAttention
-    return spec
+        layer.submodules.self_attention.submodules.core_attention = GatheredAttention
+    layers = get_num_layers_to_build(config, vp_stage=stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=LayerNorm)
 
 
 def initialize(model: nn.Module, experiment: Experiment) -> None:

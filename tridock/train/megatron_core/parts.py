@@ -19,6 +19,7 @@ from tridock.train.trainer import Parts, check_batch
 def megatron_core_parts(experiment: Experiment, _run_folder: Path, workspace: Path, ranks: Ranks) -> Parts:
     """Forms the groups, reads the data and builds this rank's part of the model."""
     layout = Layout.form(experiment.parallel)
+    layout.reseed(experiment.train.seed, 0)
     experiment = experiment.resolved(layout.data_parallel_size)
     with together(ranks):
         check_batch(experiment, layout.data_parallel_size)

@@ -46,6 +46,8 @@ def _quiet() -> None:
     """Lines that say nothing about the run: once a rank at every start, or at every dropout."""
     for message in ("Transformer Engine and Apex are not", "Apex is not installed", "full scope is deprecated"):
         warnings.filterwarnings("ignore", message=message)
+    for message in ("`load_state_dict` is", r"`torch.distributed.(reduce_scatter|all_gather_into)_tensor` is"):
+        warnings.filterwarnings("ignore", message=f"{message} deprecated", category=FutureWarning)
     for name in ("megatron.core.datasets", "megatron.core.tensor_parallel.random"):
         logging.getLogger(name).setLevel(logging.ERROR)
 

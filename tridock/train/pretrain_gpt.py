@@ -28,4 +28,4 @@ def engine(ranks: Ranks) -> Build:
 
 
 if __name__ == "__main__":
-    end(run_program("tridock.train.pretrain_gpt", "megatron-core", engine))
+    end(run_program("tridock.train.pretrain_gpt", "megatron-core", engine), at_once=True)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from tridock.experiment.schema import Experiment
+from tridock.train.megatron_core import files, torch_states
 from tridock.train.megatron_core.attention import positions
 from tridock.train.megatron_core.layout import Layout
 from tridock.train.megatron_core.model import DTYPES, build_chunks
@@ -80,21 +80,26 @@ class MegatronCore:
         return chunk(tokens, places, None, labels=labels), mean_loss
 
     def files(self, rank: int) -> tuple[str, ...]:  # noqa: ARG002  each rank reads what it needs of all
-        return (".metadata", "common.pt", "metadata.json")
+        return files.FILES
 
     def save(self, folder: Path, writes_shared: bool) -> None:  # noqa: ARG002  one folder that all ranks share
-        dist_checkpointing.save(self._state(is_loading=False), str(folder))
+        files.save(self._state(is_loading=False), folder)
 
     def load(self, folder: Path) -> None:
-        state = dist_checkpointing.load(self._state(is_loading=True), str(folder))
-        for name, chunk in self._named():
-            chunk.load_state_dict(state[name])
+        for optimizer in self.optimizer.chained_optimizers:
+            torch_states.before_load(optimizer)
+        state = files.load(self._state(is_loading=True), folder)
+        for name, model in self._named():
+            model.load_state_dict(state[name])
         self.optimizer.load_state_dict(state["optimizer"])
+        for optimizer in self.optimizer.chained_optimizers:
+            torch_states.after_load(optimizer)
 
     def _named(self) -> Iterator[tuple[str, nn.Module]]:
-        """The chunks by the names that Megatron-LM gives them in a checkpoint."""
-        names = (f"model{number}" for number in itertools.count()) if len(self.chunks) > 1 else iter(["model"])
-        return zip(names, self.chunks, strict=False)
+        """The models inside the chunks, by the names that Megatron-LM gives them in a checkpoint."""
+        for number, chunk in enumerate(self.chunks):
+            model = chunk.module if self.experiment.precision == "fp32" else chunk.module.module
+            yield f"model{number}" if len(self.chunks) > 1 else "model", model
 
     def _state(self, is_loading: bool) -> dict[str, Any]:
         """What a checkpoint holds, each part with its place in the whole: it fits any layout."""
@@ -103,7 +108,7 @@ class MegatronCore:
             "distrib_optim_sharding_type": "fully_reshardable",
             "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         }
-        state = {name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in self._named()}
+        state = {name: model.sharded_state_dict(metadata=metadata) for name, model in self._named()}
         state["optimizer"] = self.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
         return state
 

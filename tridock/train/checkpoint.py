@@ -1,9 +1,9 @@
 """Checkpoints: written beside, renamed when whole, and pointed to by ``latest`` last.
 
 ``checkpoints/iter_0000100/`` holds what the strategy writes and ``tridock.json``; ``checkpoints/latest`` the newest
-folder's name, as DeepSpeed's own tools expect it, or ``latest_checkpointed_iteration.txt`` its number, as Megatron's do.
-Random states need no place in it: dropout of an iteration is seeded
-by (seed, rank, iteration), and the order of the data is a function of the number of consumed samples.
+folder's name, as DeepSpeed's own tools expect it, or ``latest_checkpointed_iteration.txt`` its number, as Megatron's
+do. Random states need no place in it: dropout of an iteration is seeded by (seed, rank, iteration), and the order of
+the data is a function of the number of consumed samples.
 
 Nodes may or may not share the run's folder. Ranks find out by looking for each other's files; the lowest rank on each
 file system, its leader, makes and renames folders there and writes what is common to all ranks. So a checkpoint is

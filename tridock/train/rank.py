@@ -25,7 +25,7 @@ def run_rank(run_folder: Path, program: Callable[[], None]) -> int:
 def end(code: int, at_once: bool = False) -> None:
     """Ends the process where it failed; does nothing where all went well, unless it is to end at once in any case.
 
-    Megatron keeps its process groups to the last, and Gloo's threads in them may abort a process that has done its work.
+    Megatron keeps its process groups to the last, and Gloo's threads in them may abort a process whose work is done.
     """
     if code or at_once:
         # A process group that has lost a rank cannot be taken down in good order; do not wait for it.

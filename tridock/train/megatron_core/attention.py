@@ -43,7 +43,7 @@ class GatheredAttention(DotProductAttention):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,
+        attention_mask: Tensor | None,  # noqa: ARG002  none is given: attention is causal
         attn_mask_type: AttnMaskType | None = None,
         **named: Any,
     ) -> Tensor:

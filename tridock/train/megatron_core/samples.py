@@ -20,7 +20,6 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
 from numpy.typing import NDArray
 
-from tridock.errors import Problem, RequestError
 from tridock.experiment.schema import Experiment
 from tridock.train.dataset import SPLITS, Samples, mixed_seed, split_bounds
 

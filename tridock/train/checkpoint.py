@@ -75,7 +75,13 @@ class Checkpoints:
     def __init__(self, run_folder: Path, ranks: Ranks, pointer: str = LATEST) -> None:
         self.folder, self.pointer = run_folder / CHECKPOINTS, pointer
         self.ranks = ranks
-        self.leads = _leader(self.folder, ranks) == ranks.rank
+        self.leader = _leader(self.folder, ranks)
+        self.leads = self.leader == ranks.rank
+
+    def require_shared(self) -> None:
+        """Refuses a folder that is not one for all ranks. A collective."""
+        with together(self.ranks):
+            check_shared(self.folder, self.leader)
 
     def save(self, strategy: Strategy, progress: Progress) -> Path:
         """Writes a checkpoint and points ``latest`` at it; gives its folder. A collective."""
@@ -123,6 +129,14 @@ class Checkpoints:
         return progress
 
 
+def check_shared(folder: Path, leader: int) -> None:
+    """Whether this rank sees what rank 0 writes, by the leader that it found there."""
+    if leader != 0:
+        what = "checkpoints of this engine lie in one folder that all nodes share"
+        got = f"a folder of rank {leader}'s node alone: {folder}"
+        raise RequestError(Problem("train.save", what, got, "mount a shared file system there, or set it to false"))
+
+
 def folder_name(iteration: int) -> str:
     """The folder of one checkpoint."""
     return f"iter_{iteration:07d}"
@@ -140,9 +154,11 @@ def find_checkpoint(source: Path, pointer: str = LATEST) -> Path:
     try:
         word = (source / pointer).read_text().strip()
         return source / (folder_name(int(word)) if pointer == LATEST_OF_MEGATRON else word)
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
         todo = "give runs/<run-id>/checkpoints of a run that has saved, or one iter_… folder in it"
         got = "no such folder" if not source.is_dir() else f"no file named {pointer} in it"
+        if isinstance(error, ValueError):
+            got = f"{word!r} in {pointer}"
         raise RequestError(Problem("train.load", f"no checkpoint lies at {source}", got, todo)) from None
 
 

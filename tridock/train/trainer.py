@@ -42,6 +42,8 @@ class Parts:
     """Seeds dropout for an iteration: a resumed run draws what an uninterrupted one draws."""
     pointer: str = LATEST
     """The file that names the newest checkpoint."""
+    shared_checkpoints: bool = False
+    """Whether all ranks write into one folder."""
 
 
 Build = Callable[[Experiment, Path, Path, Ranks], Parts]
@@ -88,6 +90,8 @@ class Trainer:
         self.experiment = experiment.resolved(parts.replicas)
         self.strategy, self.splits, self.progress = parts.strategy, parts.splits, parts.progress
         self.checkpoints = Checkpoints(run_folder, ranks, parts.pointer)
+        if parts.shared_checkpoints and experiment.train.save:
+            self.checkpoints.require_shared()
         if experiment.train.load is not None:
             source = workspace / experiment.train.load
             self.progress = self.checkpoints.load(self.strategy, source, self.progress)

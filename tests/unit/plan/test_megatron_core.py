@@ -84,7 +84,8 @@ def refused(ranks: int, *overrides: str) -> str:
          "model.checkpoint_activations: has another name in megatron-core; got true; "
          "set model.recompute_granularity to full, recompute_method to uniform and recompute_num_layers to 1"),
         (1, ["model.checkpoint_num_layers=2"],
-         "model.checkpoint_num_layers: has another name in megatron-core; got 2; set model.recompute_num_layers instead"),
+         "model.checkpoint_num_layers: has another name in megatron-core; got 2; "
+         "set model.recompute_num_layers instead"),
         (1, ["model.checkpoint_in_cpu=true"],
          f"model.checkpoint_in_cpu: engine megatron-core has no such option; got true; {ELSEWHERE}"),
         (1, ["train.checkpoint_folder=x"],

@@ -37,6 +37,7 @@ def megatron_core_parts(experiment: Experiment, _run_folder: Path, workspace: Pa
         replicas=layout.data_parallel_size,
         reseed=lambda iteration: layout.reseed(experiment.train.seed, iteration),
         pointer=LATEST_OF_MEGATRON,
+        shared_checkpoints=True,
     )
 
 

@@ -42,7 +42,8 @@ LAYOUTS: Layouts = {
 }
 SHORT: Layouts = {
     "bf16": (1, {"precision": "bf16"}),
-    "fp16": (1, {"precision": "fp16", "fp16.initial_scale_power": 20}),
+    "fp16": (1, {"precision": "fp16", "fp16.initial_scale_power": 12}),
+    "fp16-overflow": (1, {"precision": "fp16", "fp16.initial_scale_power": 31, "fp16.hysteresis": 1}),
 }
 CONTINUED: Layouts = {
     "tp2-sp": (2, {TP: 2, SP: True}),
@@ -195,12 +196,18 @@ def short(workspace: Path) -> Runs:
     return trained_together(workspace, "short", SHORT, **{"train.save": False})
 
 
-@pytest.mark.parametrize("precision", SHORT)
-def test_short_formats_train_as_fp32_does(runs: Runs, short: Runs, precision: str) -> None:
-    found = {step: record for (step, split), record in metrics(short(precision)).items() if split == "train"}
+@pytest.mark.parametrize(("precision", "scale"), [("bf16", 1.0), ("fp16", 2.0**12)])
+def test_short_formats_train_as_fp32_does(runs: Runs, short: Runs, precision: str, scale: float) -> None:
     assert train_losses(short(precision)) == pytest.approx(train_losses(runs("one")), abs=0.02)
-    scales = {record["loss_scale"] for record in found.values()}
-    assert scales == ({1.0} if precision == "bf16" else {2.0**20})
+    records = [record for (_, split), record in metrics(short(precision)).items() if split == "train"]
+    assert {record["loss_scale"] for record in records} == {scale}
+
+
+def test_a_step_that_overflows_is_skipped(short: Runs) -> None:
+    records = [record for (_, split), record in metrics(short("fp16-overflow")).items() if split == "train"]
+    assert [record["grad_norm"] for record in records[:3]] == [None] * 3
+    assert [record["loss_scale"] for record in records[:3]] == [2.0**30, 2.0**29, 2.0**28]
+    assert records[-1]["grad_norm"] is not None
 
 
 @pytest.fixture(scope="module")
@@ -242,11 +249,11 @@ def test_a_checkpoint_continues_on_another_layout(runs: Runs, changed: Runs, cha
 
 def test_the_program_of_a_rank(workspace: Path) -> None:
     """As a launcher starts it: the latest checkpoint of another run, the log, the events, and nothing to explain."""
-    first = make_run(workspace, "first", 1, **{"train.train_iters": 2})
+    schedule = {"optimizer.lr_warmup_iters": 0, "optimizer.lr_decay_iters": 4}
+    first = make_run(workspace, "first", 1, **schedule, **{"train.train_iters": 2})
     assert start(first, 1).codes == [0]
-    folder = make_run(
-        workspace, "second", 2, **{"train.train_iters": 4, DISTRIBUTED: False, "train.load": "runs/first/checkpoints"}
-    )
+    load = {"train.train_iters": 4, "train.load": "runs/first/checkpoints"}
+    folder = make_run(workspace, "second", 2, **schedule, **load)
     plan = make_plan(experiment(), {"localhost": range(2)}, "second")
     program = rank_program(experiment(), plan, "second", str(folder))
     with Started(["-m", program.module, *program.arguments], folder, 2, program.env) as started:

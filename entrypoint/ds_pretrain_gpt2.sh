@@ -9,4 +9,4 @@ set -Eeuo pipefail
 # shellcheck source=entrypoint/pretrain.sh
 source "$(dirname "$(readlink -f "$0")")/pretrain.sh"
 
-pretrain tiny-345m 2 "$@"
+pretrain megatron/tiny-345m 2 "$@"

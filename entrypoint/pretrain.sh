@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced by ds_pretrain_gpt2.sh and its siblings: an experiment, changed by what upstream's users know.
+# Sourced by ds_pretrain_gpt2.sh, pretrain_gpt.sh and their siblings: an experiment, changed by what upstream's users know.
 #
 # Environment variables that upstream's scripts set, and the field that each changes; they win over the experiment:
 #   GPUS_PER_NODE (ranks to start), MASTER_PORT launch.master_port, DATA_PATH data.data_path, VOCAB_PATH data.vocab_file,
@@ -77,15 +77,16 @@ read_words() {
     done
 }
 
-# pretrain TWIN RANKS [WORD...]: TWIN runs where TRIDOCK_EXPERIMENT names no other, by default with RANKS ranks.
+# pretrain TWIN RANKS [WORD...]: TWIN (megatron/… needs v1.1.5) runs where TRIDOCK_EXPERIMENT names no other, by default
+# with RANKS ranks.
 pretrain() {
     local twin=$1 ranks=$2 experiment=${TRIDOCK_EXPERIMENT:-}
     shift 2
     read_words "$@"
     if [[ -z $experiment ]]; then
         tridock data demo
-        if has_megatron; then
-            experiment=$CONFIGS/megatron/$twin.yaml
+        if [[ $twin != megatron/* ]] || has_megatron; then
+            experiment=$CONFIGS/$twin.yaml
             [[ -n ${GPUS_PER_NODE:-} || " ${options[*]} " == *" --nproc"* ]] || options+=(--nproc "$ranks")
         else
             # Without Megatron the script that every image has had still trains something.

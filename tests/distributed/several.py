@@ -1,4 +1,7 @@
-"""Trains the runs whose folders are given, one after another, as one rank of a world that stays."""
+"""Trains the runs whose folders are given, one after another, as one rank of a world that stays.
+
+All of one engine; the first run's experiment says which.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,23 @@ import sys
 from pathlib import Path
 
 from tridock.experiment import load_experiment
-from tridock.train import process_group
+from tridock.train import __main__ as torch_program
+from tridock.train import pretrain_gpt, process_group
+from tridock.train.rank import end
 from tridock.train.trainer import Trainer
 
 
 def main() -> None:
     """Joins once, trains all."""
     ranks = process_group.join()
-    for word in sys.argv[1:]:
-        folder = Path(word)
-        Trainer(load_experiment(folder / "experiment.yaml"), folder, folder.parent.parent, ranks).run()
+    folders = [Path(word) for word in sys.argv[1:]]
+    experiments = [load_experiment(folder / "experiment.yaml") for folder in folders]
+    core = experiments[0].engine == "megatron-core"
+    build = (pretrain_gpt if core else torch_program).engine(ranks)
+    for folder, experiment in zip(folders, experiments, strict=True):
+        Trainer(experiment, folder, folder.parent.parent, ranks, build).run()
     process_group.leave()
+    end(0, at_once=core)
 
 
 if __name__ == "__main__":

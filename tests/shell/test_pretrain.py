@@ -38,15 +38,16 @@ def call(script: str, bin_folder: Path, *words: str, megatron: bool = True, **en
 @pytest.mark.parametrize(
     ("script", "twin", "ranks"),
     [
-        ("ds_pretrain_gpt2.sh", "tiny-345m", "2"),
-        ("ds_pretrain_gpt2_pipe.sh", "tiny-345m-3d", "4"),
-        ("pretrain_gpt2_distributed.sh", "tiny-345m-distributed", "2"),
+        ("ds_pretrain_gpt2.sh", "megatron/tiny-345m", "2"),
+        ("ds_pretrain_gpt2_pipe.sh", "megatron/tiny-345m-3d", "4"),
+        ("pretrain_gpt2_distributed.sh", "megatron/tiny-345m-distributed", "2"),
+        ("pretrain_gpt.sh", "jean-zay/tiny-7.5b", "4"),
     ],
 )
 def test_the_tiny_twin_by_default(bin_folder: Path, script: str, twin: str, ranks: str) -> None:
-    assert (ROOT / f"configs/megatron/{twin}.yaml").is_file()
+    assert (ROOT / f"configs/{twin}.yaml").is_file()
     code, words, _ = call(script, bin_folder)
-    assert (code, words) == (0, ["train", f"{CONFIGS}/megatron/{twin}.yaml", "--nproc", ranks])
+    assert (code, words) == (0, ["train", f"{CONFIGS}/{twin}.yaml", "--nproc", ranks])
 
 
 def test_options_and_arguments_of_megatron(bin_folder: Path) -> None:
@@ -98,3 +99,12 @@ def test_an_image_without_megatron(bin_folder: Path) -> None:
     assert code == 2
     assert "engine: this image is without Megatron-LM v1.1.5; got " in err
     assert err.endswith("; build it with make image MEGATRON=<git repository or folder>\n")
+
+
+def test_megatron_core_is_in_every_image(bin_folder: Path) -> None:
+    env = {"DATA_PATH": "data/mine", "GPUS_PER_NODE": "2"}
+    code, words, _ = call("pretrain_gpt.sh", bin_folder, "--set", "train.seed=7", megatron=False, **env)
+    assert (code, words) == (0, [
+        "train", f"{CONFIGS}/jean-zay/tiny-7.5b.yaml", "--set", "train.seed=7",
+        "--set", 'data.data_path="data/mine"', "--nproc", "2",
+    ])  # fmt: skip

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tridock.errors import RequestError
 from tridock.experiment import load_experiment
 from tridock.plan import make_plan
 
@@ -19,12 +20,19 @@ LAYOUTS = {
     "megatron/tiny-345m-distributed": [(2, "TP1 PP1 DP2")],
     "megatron/tiny-1.5b": [(2, "TP1 PP1 DP2")],
     "megatron/tiny-10b": [(4, "TP2 PP1 DP2")],
+    "jean-zay/7.5b": [(16, "TP4 PP4 DP1"), (32, "TP4 PP4 DP2")],
+    "jean-zay/30b": [(64, "TP4 PP16 DP1")],
+    "jean-zay/76b": [(120, "TP4 PP30 DP1")],
+    "jean-zay/tiny-7.5b": [(4, "TP2 PP2 DP1")],
+    "jean-zay/tiny-30b": [(8, "TP2 PP4 DP1")],
+    "jean-zay/tiny-76b": [(6, "TP2 PP3 DP1")],
 }
+REFUSED = {"jean-zay/76b-as-written"}
 
 
-def test_every_megatron_experiment_is_listed() -> None:
-    found = {f"megatron/{path.stem}" for path in (CONFIGS / "megatron").glob("*.yaml")}
-    assert found == LAYOUTS.keys()
+def test_every_experiment_of_a_folder_is_listed() -> None:
+    found = {f"{path.parent.name}/{path.stem}" for path in CONFIGS.glob("*/*.yaml")}
+    assert found == LAYOUTS.keys() | REFUSED
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -34,3 +42,18 @@ def test_it_can_be_laid_out(name: str) -> None:
     assert experiment.name == path.stem
     for ranks, layout in LAYOUTS[name]:
         assert make_plan(experiment, {"node": range(ranks)}, str(path)).layout == layout
+
+
+def test_the_plan_of_76b_is_refused_as_it_was_written() -> None:
+    path = CONFIGS / "jean-zay/76b-as-written.yaml"
+    with pytest.raises(RequestError) as caught:
+        make_plan(load_experiment(path), {f"node-{number}": range(4) for number in range(32)}, str(path))
+    assert str(caught.value) == (
+        f"{path}: parallel.pipeline_model_parallel_size: must divide num_layers 60; got 32; use 30 or 60"
+    )
+
+
+def test_76b_differs_from_what_was_written_in_its_stages_alone() -> None:
+    written, mended = (load_experiment(CONFIGS / f"jean-zay/{name}.yaml") for name in ("76b-as-written", "76b"))
+    parallel = written.parallel.model_copy(update={"pipeline_model_parallel_size": 30})
+    assert mended == written.model_copy(update={"name": "76b", "parallel": parallel})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from tridock import run_folder
 from tridock.engines import megatron_deepspeed
@@ -39,4 +40,10 @@ def rank_program(experiment: Experiment, plan: Plan, run_id: str, run_path: str)
     if experiment.engine == "megatron-deepspeed":
         words = megatron_arguments(experiment, plan, run_path)
         return RankProgram(megatron_deepspeed.MODULE, (*folder, *words), env, files)
+    if experiment.engine == "megatron-core":
+        return RankProgram("tridock.train.pretrain_gpt", folder, {**_MEGATRON_CORE, **env}, files)
     return RankProgram("tridock.train", folder, env, files)
+
+
+_MEGATRON_CORE: Final = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+"""GPUs before Blackwell then start work and communication in the order in which Megatron asks for them."""

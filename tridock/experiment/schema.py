@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
 Engine = Literal["torch", "megatron-deepspeed", "megatron-core"]
 Strategy = Literal["ddp", "zero"]
@@ -74,6 +74,17 @@ class Model(Section):
     synchronize_each_layer: bool = Field(
         default=False, description="Engine megatron-deepspeed: wait for the device around each stored layer."
     )
+    recompute_granularity: Literal["full", "selective"] | None = Field(
+        default=None,
+        description="Engine megatron-core: what the backward pass computes again: full (layers) or selective"
+        " (the attention's inside).",
+    )
+    recompute_method: Literal["uniform", "block"] | None = Field(
+        default=None,
+        description="Granularity full: uniform (every layer, in groups of recompute_num_layers) or block (the first"
+        " recompute_num_layers of a stage).",
+    )
+    recompute_num_layers: Positive | None = Field(default=None, description="Granularity full: layers of a group.")
 
 
 class Parallel(Section):
@@ -81,7 +92,8 @@ class Parallel(Section):
 
     strategy: Strategy = Field(
         default="zero",
-        description="ddp (the engine's own, without DeepSpeed) or zero (DeepSpeed, stages 0 to 3).",
+        description="ddp (the engine's own, without DeepSpeed; the only one of megatron-core, and its default) or zero"
+        " (DeepSpeed, stages 0 to 3).",
     )
     zero_stage: Literal[0, 1, 2, 3] = Field(
         default=0,
@@ -89,6 +101,20 @@ class Parallel(Section):
     )
     tensor_model_parallel_size: Positive = Field(default=1, description="Ranks that share one layer.")
     pipeline_model_parallel_size: Positive = Field(default=1, description="Stages that the layers are cut into.")
+    virtual_pipeline_model_parallel_size: Positive = Field(
+        default=1,
+        description="Engine megatron-core: runs of layers that each stage holds, interleaved with the others'.",
+    )
+    context_parallel_size: Positive = Field(
+        default=1, description="Engine megatron-core: ranks that share one sample's tokens."
+    )
+    sequence_parallel: bool = Field(
+        default=False,
+        description="Engine megatron-core: tensor parallel ranks share out the tokens between the split layers.",
+    )
+    use_distributed_optimizer: bool = Field(
+        default=False, description="Engine megatron-core: data parallel ranks share out the optimizer's state."
+    )
 
 
 class Batch(Section):
@@ -202,6 +228,16 @@ class Experiment(Section):
     env: dict[EnvName, EnvValue] = Field(
         default_factory=dict, description="Environment of every rank; wins over the cluster's."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_strategy(cls, fields: Any) -> Any:
+        # The default of one section that depends on another's value: megatron-core knows nothing of DeepSpeed.
+        if isinstance(fields, dict) and fields.get("engine") == "megatron-core":
+            parallel = fields.get("parallel", {})
+            if isinstance(parallel, dict) and "strategy" not in parallel:
+                return {**fields, "parallel": {"strategy": "ddp", **parallel}}
+        return fields
 
     def resolved(self, data_parallel_size: int) -> Experiment:
         """The same experiment with what depends on the cluster filled in: what a run's folder keeps."""

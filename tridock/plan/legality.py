@@ -7,28 +7,31 @@ from collections.abc import Iterator
 from tridock.errors import Problem
 from tridock.experiment import Experiment
 from tridock.plan.megatron import CHECKPOINT_OPTIONS, megatron_problems
-from tridock.plan.nearest import either, nearest_divisors
+from tridock.plan.megatron_core import megatron_core_problems, only_megatron_core
+from tridock.plan.model_parallel import size_of_replica
+from tridock.plan.nearest import either, nearest_divisors, nearest_multiples
 
 
 def layout_problems(experiment: Experiment, world_size: int) -> list[Problem]:
     """Every problem of the experiment on ``world_size`` ranks; ``where`` is the field's path."""
     return [
-        *_engine_problems(experiment),
+        *_engine_problems(experiment, world_size),
         *_model_problems(experiment),
         *_batch_problems(experiment, world_size),
         *_schedule_problems(experiment),
     ]
 
 
-def _engine_problems(experiment: Experiment) -> Iterator[Problem]:
+def _engine_problems(experiment: Experiment, world_size: int) -> Iterator[Problem]:
     parallel = experiment.parallel
     if experiment.engine == "megatron-core":
-        yield Problem("engine", "is not in this release", repr(experiment.engine), "use torch or megatron-deepspeed")
+        yield from megatron_core_problems(experiment, world_size)
         return
     if experiment.engine == "megatron-deepspeed":
         yield from megatron_problems(experiment)
     else:
         yield from _torch_problems(experiment)
+    yield from only_megatron_core(experiment)
     if parallel.strategy == "ddp" and parallel.zero_stage != 0:
         yield Problem(
             "parallel.zero_stage",
@@ -88,11 +91,12 @@ def _model_problems(experiment: Experiment) -> Iterator[Problem]:
 
 def _batch_problems(experiment: Experiment, world_size: int) -> Iterator[Problem]:
     parallel, batch = experiment.parallel, experiment.batch
-    model_parallel = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+    model_parallel = size_of_replica(experiment)
     if world_size % model_parallel:
+        sizes = "tensor x pipeline x context" if parallel.context_parallel_size > 1 else "tensor x pipeline"
         yield Problem(
             "parallel",
-            f"tensor x pipeline size {model_parallel} must divide the {world_size} slots of the hostfile",
+            f"{sizes} size {model_parallel} must divide the {world_size} slots of the hostfile",
             f"{world_size} slots",
             "change the layout, or the hostfile's slots",
         )
@@ -100,8 +104,7 @@ def _batch_problems(experiment: Experiment, world_size: int) -> Iterator[Problem
     per_pass = batch.micro_batch_size * (world_size // model_parallel)
     samples = batch.samples_per_step(world_size // model_parallel)
     if samples % per_pass:
-        below = samples // per_pass * per_pass
-        choices = [below, below + per_pass] if below else [per_pass]
+        choices = nearest_multiples(per_pass, samples)
         yield Problem(
             "batch.global_batch_size",
             f"must be a multiple of micro_batch_size {batch.micro_batch_size} x"

@@ -7,7 +7,7 @@ from typing import Final
 
 from tridock.errors import Problem
 from tridock.experiment import Experiment
-from tridock.plan.nearest import either, nearest_divisors
+from tridock.plan.model_parallel import split_problems
 
 CHECKPOINT_OPTIONS: Final = (
     "partition_activations",
@@ -97,22 +97,9 @@ def megatron_problems(experiment: Experiment) -> Iterator[Problem]:
 
 
 def _layout_problems(experiment: Experiment) -> Iterator[Problem]:
-    model, parallel = experiment.model, experiment.parallel
-    tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    if model.num_attention_heads % tensor:
-        yield Problem(
-            "parallel.tensor_model_parallel_size",
-            f"must divide num_attention_heads {model.num_attention_heads}",
-            str(tensor),
-            f"use {either(nearest_divisors(model.num_attention_heads, tensor))}",
-        )
-    if model.num_layers % stages:
-        yield Problem(
-            "parallel.pipeline_model_parallel_size",
-            f"must divide num_layers {model.num_layers}",
-            str(stages),
-            f"use {either(nearest_divisors(model.num_layers, stages))}",
-        )
+    yield from split_problems(experiment)
+    parallel = experiment.parallel
+    stages = parallel.pipeline_model_parallel_size
     if stages > 1 and parallel.zero_stage > 1:
         yield Problem(
             "parallel.zero_stage",

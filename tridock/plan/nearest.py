@@ -11,6 +11,12 @@ def nearest_divisors(number: int, wanted: int) -> list[int]:
     return below[-1:] + above[:1]
 
 
+def nearest_multiples(number: int, wanted: int) -> list[int]:
+    """The multiples of ``number`` next to ``wanted``: the greatest below it, if any, and the least above it."""
+    below = wanted // number * number
+    return [below, below + number] if below else [number]
+
+
 def either(choices: list[int]) -> str:
     """``2 or 4``."""
     return " or ".join(str(choice) for choice in choices)

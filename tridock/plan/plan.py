@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment
 from tridock.plan.legality import layout_problems
+from tridock.plan.model_parallel import size_of_replica
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class Rank:
     data_parallel_rank: int
     pipeline_parallel_rank: int = 0
     tensor_parallel_rank: int = 0
+    context_parallel_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +43,18 @@ class Plan:
     accumulation_steps: int
     tokens_per_step: int
     ranks: tuple[Rank, ...]
+    virtual_pipeline_model_parallel_size: int = 1
+    context_parallel_size: int = 1
 
     @property
     def layout(self) -> str:
-        """Short form for tables: ``TP1 PP1 DP2``."""
-        return f"TP{self.tensor_model_parallel_size} PP{self.pipeline_model_parallel_size} DP{self.data_parallel_size}"
+        """Short form for tables: ``TP1 PP1 DP2``; with VPP and CP where they are used."""
+        words = [f"TP{self.tensor_model_parallel_size}", f"PP{self.pipeline_model_parallel_size}"]
+        if self.virtual_pipeline_model_parallel_size > 1:
+            words.append(f"VPP{self.virtual_pipeline_model_parallel_size}")
+        if self.context_parallel_size > 1:
+            words.append(f"CP{self.context_parallel_size}")
+        return " ".join([*words, f"DP{self.data_parallel_size}"])
 
     def to_json(self) -> str:
         """What ``plan.json`` holds."""
@@ -65,8 +74,7 @@ def make_plan(experiment: Experiment, slots: Mapping[str, Sequence[int]], source
             Problem(f"{source}: {problem.where}", problem.what, problem.got, problem.todo) for problem in problems
         )
     parallel, batch = experiment.parallel, experiment.batch
-    model_parallel = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
-    data_parallel = world_size // model_parallel
+    data_parallel = world_size // size_of_replica(experiment)
     samples = batch.samples_per_step(data_parallel)
     return Plan(
         world_size=world_size,
@@ -77,19 +85,24 @@ def make_plan(experiment: Experiment, slots: Mapping[str, Sequence[int]], source
         global_batch_size=samples,
         accumulation_steps=samples // (batch.micro_batch_size * data_parallel),
         tokens_per_step=samples * experiment.model.seq_length,
-        ranks=tuple(_ranks(slots, data_parallel, parallel.tensor_model_parallel_size)),
+        ranks=tuple(_ranks(slots, data_parallel, parallel.tensor_model_parallel_size, parallel.context_parallel_size)),
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
     )
 
 
-def _ranks(slots: Mapping[str, Sequence[int]], data_parallel: int, tensor_parallel: int) -> Iterator[Rank]:
-    """Numbers the ranks as DeepSpeed's ``PipeModelDataParallelTopology`` does.
+def _ranks(
+    slots: Mapping[str, Sequence[int]], data_parallel: int, tensor_parallel: int, context_parallel: int
+) -> Iterator[Rank]:
+    """Numbers the ranks as DeepSpeed's ``PipeModelDataParallelTopology`` does, and megatron-core (tp-cp-ep-dp-pp).
 
     Tensor parallel ranks are neighbours, and so on one node where they fit; a pipeline's stages lie furthest apart.
     """
     rank = 0
     for node, numbers in slots.items():
         for local_rank, slot in enumerate(numbers):
-            replica, tensor = divmod(rank, tensor_parallel)
+            rest, tensor = divmod(rank, tensor_parallel)
+            replica, context = divmod(rest, context_parallel)
             stage, data = divmod(replica, data_parallel)
-            yield Rank(rank, node, slot, local_rank, data, stage, tensor)
+            yield Rank(rank, node, slot, local_rank, data, stage, tensor, context)
             rank += 1

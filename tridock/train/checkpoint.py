@@ -1,8 +1,9 @@
 """Checkpoints: written beside, renamed when whole, and pointed to by ``latest`` last.
 
 ``checkpoints/iter_0000100/`` holds what the strategy writes and ``tridock.json``; ``checkpoints/latest`` the newest
-folder's name, as DeepSpeed's own tools expect it. Random states need no place in it: dropout of an iteration is seeded
-by (seed, rank, iteration), and the order of the data is a function of the number of consumed samples.
+folder's name, as DeepSpeed's own tools expect it, or ``latest_checkpointed_iteration.txt`` its number, as Megatron's
+do. Random states need no place in it: dropout of an iteration is seeded by (seed, rank, iteration), and the order of
+the data is a function of the number of consumed samples.
 
 Nodes may or may not share the run's folder. Ranks find out by looking for each other's files; the lowest rank on each
 file system, its leader, makes and renames folders there and writes what is common to all ranks. So a checkpoint is
@@ -27,6 +28,7 @@ from tridock.train.process_group import Ranks, barrier, together
 from tridock.train.strategies import Strategy
 
 LATEST = "latest"
+LATEST_OF_MEGATRON = "latest_checkpointed_iteration.txt"
 _PROGRESS = "tridock.json"
 
 
@@ -41,6 +43,8 @@ class Progress:
     precision: str
     data_parallel_size: int
     model: dict[str, int]
+    engine: str = "torch"
+    use_distributed_optimizer: bool = False
 
     @classmethod
     def of(cls, experiment: Experiment, ranks: Ranks, padded_vocab_size: int) -> Progress:
@@ -60,20 +64,28 @@ class Progress:
                 "max_position_embeddings": model.max_position_embeddings or model.seq_length,
                 "padded_vocab_size": padded_vocab_size,
             },
+            engine=experiment.engine,
+            use_distributed_optimizer=experiment.parallel.use_distributed_optimizer,
         )
 
 
 class Checkpoints:
     """The checkpoints of one run. Creating it is a collective."""
 
-    def __init__(self, run_folder: Path, ranks: Ranks) -> None:
-        self.folder = run_folder / CHECKPOINTS
+    def __init__(self, run_folder: Path, ranks: Ranks, pointer: str = LATEST) -> None:
+        self.folder, self.pointer = run_folder / CHECKPOINTS, pointer
         self.ranks = ranks
-        self.leads = _leader(self.folder, ranks) == ranks.rank
+        self.leader = _leader(self.folder, ranks)
+        self.leads = self.leader == ranks.rank
+
+    def require_shared(self) -> None:
+        """Refuses a folder that is not one for all ranks. A collective."""
+        with together(self.ranks):
+            check_shared(self.folder, self.leader)
 
     def save(self, strategy: Strategy, progress: Progress) -> Path:
         """Writes a checkpoint and points ``latest`` at it; gives its folder. A collective."""
-        name = f"iter_{progress.iteration:07d}"
+        name = folder_name(progress.iteration)
         final, partial = self.folder / name, self.folder / f".{name}.part"
         try:
             if self.leads:
@@ -88,7 +100,7 @@ class Checkpoints:
                 _flush(partial)
                 shutil.rmtree(final, ignore_errors=True)
                 partial.rename(final)
-                write_atomic(self.folder / LATEST, name.encode())
+                write_atomic(self.folder / self.pointer, pointed(self.pointer, progress.iteration).encode())
             barrier()
         except BaseException as error:
             # Half a checkpoint is of no use, and may be what fills the disk.
@@ -106,7 +118,7 @@ class Checkpoints:
         ``fresh`` is the beginning of this experiment; what does not fit it is refused before anything is loaded.
         """
         with together(self.ranks):
-            folder = find_checkpoint(source)
+            folder = find_checkpoint(source, self.pointer)
             progress = read_progress(folder)
             check_fit(folder, progress, fresh)
             missing = [name for name in strategy.files(self.ranks.rank) if not (folder / name).is_file()]
@@ -117,15 +129,36 @@ class Checkpoints:
         return progress
 
 
-def find_checkpoint(source: Path) -> Path:
-    """The folder of one checkpoint: ``source`` itself, or what ``source/latest`` names."""
+def check_shared(folder: Path, leader: int) -> None:
+    """Whether this rank sees what rank 0 writes, by the leader that it found there."""
+    if leader != 0:
+        what = "checkpoints of this engine lie in one folder that all nodes share"
+        got = f"a folder of rank {leader}'s node alone: {folder}"
+        raise RequestError(Problem("train.save", what, got, "mount a shared file system there, or set it to false"))
+
+
+def folder_name(iteration: int) -> str:
+    """The folder of one checkpoint."""
+    return f"iter_{iteration:07d}"
+
+
+def pointed(pointer: str, iteration: int) -> str:
+    """What the pointer's file says of the newest checkpoint."""
+    return str(iteration) if pointer == LATEST_OF_MEGATRON else folder_name(iteration)
+
+
+def find_checkpoint(source: Path, pointer: str = LATEST) -> Path:
+    """The folder of one checkpoint: ``source`` itself, or the one that its pointer names."""
     if (source / _PROGRESS).is_file():
         return source
     try:
-        return source / (source / LATEST).read_text().strip()
-    except OSError:
+        word = (source / pointer).read_text().strip()
+        return source / (folder_name(int(word)) if pointer == LATEST_OF_MEGATRON else word)
+    except (OSError, ValueError) as error:
         todo = "give runs/<run-id>/checkpoints of a run that has saved, or one iter_… folder in it"
-        got = "no such folder" if not source.is_dir() else f"no file named {LATEST} in it"
+        got = "no such folder" if not source.is_dir() else f"no file named {pointer} in it"
+        if isinstance(error, ValueError):
+            got = f"{word!r} in {pointer}"
         raise RequestError(Problem("train.load", f"no checkpoint lies at {source}", got, todo)) from None
 
 
@@ -142,7 +175,13 @@ def read_progress(folder: Path) -> Progress:
 def check_fit(folder: Path, saved: Progress, wanted: Progress) -> None:
     """Refuses a checkpoint of another model or layout, with every difference."""
     pairs = [(f"model.{name}", saved.model.get(name), value) for name, value in wanted.model.items()]
+    pairs.append(("engine", saved.engine, wanted.engine))
     pairs.append(("parallel.strategy", saved.strategy, wanted.strategy))
+    if wanted.engine == "megatron-core":
+        # What lies where is no matter to its checkpoints; what the optimizer holds is.
+        pairs.append(("precision", saved.precision, wanted.precision))
+        field = "use_distributed_optimizer"
+        pairs.append((f"parallel.{field}", saved.use_distributed_optimizer, wanted.use_distributed_optimizer))
     if wanted.strategy == "zero":
         # DeepSpeed stores the optimizer cut into one piece a rank, in the layout of the stage and precision.
         pairs.append(("parallel.zero_stage", saved.zero_stage, wanted.zero_stage))

@@ -88,7 +88,10 @@ class Samples:
         epoch, position = divmod(number, self.per_epoch)
         position = shuffled(position, self.per_epoch, mixed_seed(self.seed, epoch))
         start = position * self.seq_length
-        sample = np.asarray(self.tokens[start : start + self.seq_length + 1], dtype=np.int64)
+        return self.checked(np.asarray(self.tokens[start : start + self.seq_length + 1], dtype=np.int64))
+
+    def checked(self, sample: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The sample, if the vocabulary has all of its tokens: an embedding would fail without saying why."""
         if int(sample.max()) >= self.vocab_size:
             raise RequestError(
                 Problem(

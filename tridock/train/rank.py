@@ -41,9 +41,12 @@ def form_world(run_folder: Path) -> process_group.Ranks:
     return ranks
 
 
-def end(code: int) -> None:
-    """Ends the process where it failed; does nothing where all went well."""
-    if code:
+def end(code: int, at_once: bool = False) -> None:
+    """Ends the process where it failed; does nothing where all went well, unless it is to end at once in any case.
+
+    Megatron keeps its process groups to the last, and Gloo's threads in them may abort a process whose work is done.
+    """
+    if code or at_once:
         # A process group that has lost a rank cannot be taken down in good order; do not wait for it.
         sys.stdout.flush()
         sys.stderr.flush()

@@ -46,8 +46,8 @@ class Strategy(Protocol):
     def step(self, batches: Sequence[Tensor], lr: float) -> Step:
         """Forward and backward over the micro-batches, and one update."""
 
-    def evaluate(self, batch: Tensor) -> Tensor:
-        """Mean loss of one micro-batch, without dropout or gradient."""
+    def evaluate(self, batches: Sequence[Tensor]) -> Tensor:
+        """Mean loss of the micro-batches, without dropout or gradient."""
 
     def files(self, rank: int) -> tuple[str, ...]:
         """Names of the checkpoint files that a rank reads."""
@@ -128,9 +128,10 @@ class DistributedDataParallel:
         return math.inf if overflow else norm
 
     @torch.no_grad()
-    def evaluate(self, batch: Tensor) -> Tensor:
+    def evaluate(self, batches: Sequence[Tensor]) -> Tensor:
         self.model.eval()
-        return self._loss(self.model.module, batch)  # not through DDP: an evaluation exchanges nothing
+        # Not through DDP: an evaluation exchanges nothing.
+        return _mean([self._loss(self.model.module, batch) for batch in batches])
 
     def files(self, rank: int) -> tuple[str, ...]:  # noqa: ARG002  one file holds all
         return ("ddp.pt",)
@@ -204,10 +205,9 @@ class Zero:
         return Step(total / len(batches), math.inf if overflow else float(norm) / scale)
 
     @torch.no_grad()
-    def evaluate(self, batch: Tensor) -> Tensor:
+    def evaluate(self, batches: Sequence[Tensor]) -> Tensor:
         self.engine.eval()
-        loss: Tensor = self.engine(batch[:, :-1], batch[:, 1:])
-        return loss
+        return _mean([self.engine(batch[:, :-1], batch[:, 1:]) for batch in batches])
 
     def files(self, rank: int) -> tuple[str, ...]:
         model = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if self.stage == 3 else "mp_rank_00_model_states.pt"
@@ -225,6 +225,10 @@ class Zero:
         _, own = self.engine.load_checkpoint(str(folder.parent), tag=folder.name)
         if self.scaler is not None:
             self.scaler.restore(own["loss_scaler"])
+
+
+def _mean(losses: list[Tensor]) -> Tensor:
+    return torch.stack(losses).float().mean()
 
 
 def _norm(gradients: list[Tensor]) -> Tensor:

@@ -1,10 +1,11 @@
-"""The training loop of engine ``torch``."""
+"""The training loop of the engines ``torch`` and ``megatron-core``: what is theirs alone comes as :class:`Parts`."""
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,32 +14,84 @@ from torch import Tensor
 
 from tridock.errors import Problem, RequestError, RunError
 from tridock.experiment.schema import Experiment
-from tridock.train.checkpoint import Checkpoints, Progress
+from tridock.train.checkpoint import LATEST, Checkpoints, Progress
 from tridock.train.dataset import Samples, load_splits, mixed_seed
 from tridock.train.gpt import GPT, Shape
 from tridock.train.metrics import Metrics, record_event
 from tridock.train.process_group import Agreed, Ranks, mean_over_ranks, together
 from tridock.train.schedule import learning_rate
-from tridock.train.strategies import Step, build_strategy
+from tridock.train.strategies import Step, Strategy, build_strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What an engine brings to the loop."""
+
+    splits: Mapping[str, Samples]
+    strategy: Strategy
+    progress: Progress
+    """The beginning of the experiment."""
+    parameters: int
+    """Of the whole model."""
+    words: str
+    """How the ranks share the work, for people."""
+    replica: int
+    """Number of this rank's data parallel replica."""
+    replicas: int
+    reseed: Callable[[int], None]
+    """Seeds dropout for an iteration: a resumed run draws what an uninterrupted one draws."""
+    pointer: str = LATEST
+    """The file that names the newest checkpoint."""
+    shared_checkpoints: bool = False
+    """Whether all ranks write into one folder."""
+
+
+Build = Callable[[Experiment, Path, Path, Ranks], Parts]
+"""Makes an engine's parts out of the experiment, the run's folder, the workspace and the ranks. A collective."""
+
+
+def torch_parts(experiment: Experiment, run_folder: Path, workspace: Path, ranks: Ranks) -> Parts:
+    """Engine ``torch``: every rank is a replica."""
+    experiment = experiment.resolved(ranks.world_size)
+    with together(ranks):
+        check_batch(experiment, ranks.world_size)
+        splits = load_splits(experiment, workspace)
+    torch.manual_seed(experiment.train.seed)  # the same weights on all ranks
+    shape = Shape.of(experiment.model, splits["train"].vocab_size)
+    model = GPT(shape)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    with together(ranks):
+        strategy = build_strategy(model, experiment, ranks, run_folder)
+    zero = f" stage {experiment.parallel.zero_stage}" if experiment.parallel.strategy == "zero" else ""
+    return Parts(
+        splits=splits,
+        strategy=strategy,
+        progress=Progress.of(experiment, ranks, shape.padded_vocab_size),
+        parameters=parameters,
+        words=f"{experiment.parallel.strategy}{zero}",
+        replica=ranks.rank,
+        replicas=ranks.world_size,
+        reseed=lambda iteration: _reseed(mixed_seed(experiment.train.seed, ranks.rank, iteration) >> 1),
+    )
+
+
+def _reseed(seed: int) -> None:
+    torch.manual_seed(seed)
 
 
 class Trainer:
     """One rank's view of a run: everything that the loop needs, made once."""
 
-    def __init__(self, experiment: Experiment, run_folder: Path, workspace: Path, ranks: Ranks) -> None:
-        experiment = experiment.resolved(ranks.world_size)
-        self.experiment, self.run_folder, self.ranks = experiment, run_folder, ranks
-        with together(ranks):
-            check_batch(experiment, ranks.world_size)
-            self.splits = load_splits(experiment, workspace)
-        torch.manual_seed(experiment.train.seed)  # the same weights on all ranks
-        shape = Shape.of(experiment.model, self.splits["train"].vocab_size)
-        model = GPT(shape)
-        self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        with together(ranks):
-            self.strategy = build_strategy(model, experiment, ranks, run_folder)
-        self.progress = Progress.of(experiment, ranks, shape.padded_vocab_size)
-        self.checkpoints = Checkpoints(run_folder, ranks)
+    def __init__(
+        self, experiment: Experiment, run_folder: Path, workspace: Path, ranks: Ranks, build: Build = torch_parts
+    ) -> None:
+        self.run_folder, self.ranks = run_folder, ranks
+        self.parts = parts = build(experiment, run_folder, workspace, ranks)
+        self.experiment = experiment.resolved(parts.replicas)
+        self.strategy, self.splits, self.progress = parts.strategy, parts.splits, parts.progress
+        self.checkpoints = Checkpoints(run_folder, ranks, parts.pointer)
+        if parts.shared_checkpoints and experiment.train.save:
+            self.checkpoints.require_shared()
         if experiment.train.load is not None:
             source = workspace / experiment.train.load
             self.progress = self.checkpoints.load(self.strategy, source, self.progress)
@@ -64,8 +117,7 @@ class Trainer:
 
     def step(self, iteration: int) -> Step:
         """One optimizer step on the next global batch."""
-        # Dropout depends on the iteration and the rank alone: a resumed run draws what an uninterrupted one draws.
-        torch.manual_seed(mixed_seed(self.experiment.train.seed, self.ranks.rank, iteration) >> 1)
+        self.parts.reseed(iteration)
         global_batch = self.experiment.batch.global_batch_size
         batches = list(self.batches(self.splits["train"], self.progress.consumed_samples, global_batch))
         lr = learning_rate(iteration, self.experiment.optimizer, self.experiment.train.train_iters)
@@ -77,7 +129,7 @@ class Trainer:
     def batches(self, samples: Samples, first: int, count: int) -> list[Tensor]:
         """This rank's micro-batches out of ``count`` samples, on its device."""
         size = self.experiment.batch.micro_batch_size
-        arrays = samples.batches(first, count, size, self.ranks.rank, self.ranks.world_size)
+        arrays = samples.batches(first, count, size, self.parts.replica, self.parts.replicas)
         return [torch.from_numpy(array).to(self.ranks.device, non_blocking=True) for array in arrays]
 
     def log(self, iteration: int, step: Step) -> None:
@@ -123,10 +175,9 @@ class Trainer:
         started = time.monotonic()
         total, count = torch.zeros((), device=self.ranks.device), self.experiment.train.eval_iters
         for number in range(count):
-            for tokens in self.batches(samples, number * batch.global_batch_size, batch.global_batch_size):
-                total += self.strategy.evaluate(tokens).float()
-        per_rank = count * batch.global_batch_size // (batch.micro_batch_size * self.ranks.world_size)
-        loss = mean_over_ranks(total / per_rank)
+            batches = self.batches(samples, number * batch.global_batch_size, batch.global_batch_size)
+            total += self.strategy.evaluate(batches)
+        loss = mean_over_ranks(total / count)
         self.metrics.evaluation(self.progress.iteration, split, loss)
         self.event("evaluation", iteration=self.progress.iteration, split=split, loss=loss)
         self.say(f"{split} loss after iteration {self.progress.iteration}: {loss:.4f}")
@@ -145,9 +196,8 @@ class Trainer:
         """What is about to be trained, in two lines."""
         experiment, ranks = self.experiment, self.ranks
         train = self.splits["train"]
-        zero = f" stage {experiment.parallel.zero_stage}" if experiment.parallel.strategy == "zero" else ""
         self.say(
-            f"{experiment.name}: {self.parameters / 1e6:.2f} M parameters, {experiment.parallel.strategy}{zero}, "
+            f"{experiment.name}: {self.parts.parameters / 1e6:.2f} M parameters, {self.parts.words}, "
             f"{experiment.precision}, {ranks.world_size} {ranks.device.type} ranks"
         )
         self.say(

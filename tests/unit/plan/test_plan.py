@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tridock.errors import RequestError
 from tridock.experiment import parse_experiment
 from tridock.plan import Plan, make_plan
-from tridock.plan.nearest import nearest_divisors
+from tridock.plan.nearest import nearest_divisors, nearest_multiples
 
 BASE = """\
 name: tiny
@@ -89,12 +89,11 @@ def test_the_global_batch_left_out_is_one_micro_batch_a_rank() -> None:
     assert (plan.global_batch_size, plan.accumulation_steps) == (10, 1)
 
 
-def test_an_engine_that_is_not_here_says_so() -> None:
-    assert refused({"a": [0]}, "engine=megatron-core") == [
-        "e.yaml: engine: is not in this release; got 'megatron-core'; use torch or megatron-deepspeed"
-    ]
-
-
 def test_nearest_divisors() -> None:
     assert nearest_divisors(60, 32) == [30, 60]
     assert nearest_divisors(8, 9) == [8]
+
+
+def test_nearest_multiples() -> None:
+    assert nearest_multiples(4, 10) == [8, 12]
+    assert nearest_multiples(4, 3) == [4]

@@ -9,7 +9,15 @@ import torch
 
 from tests.unit.train.experiments import experiment
 from tridock.errors import RequestError
-from tridock.train.checkpoint import Progress, check_fit, find_checkpoint, read_progress
+from tridock.train.checkpoint import (
+    LATEST_OF_MEGATRON,
+    Progress,
+    check_fit,
+    check_shared,
+    find_checkpoint,
+    pointed,
+    read_progress,
+)
 from tridock.train.process_group import Ranks
 
 RANKS = Ranks(0, 0, 2, torch.device("cpu"))
@@ -84,3 +92,50 @@ def test_ddp_may_change_what_does_not_matter_to_it(tmp_path: Path) -> None:
     with pytest.raises(RequestError) as caught:
         check_fit(tmp_path, saved, progress(**ZERO))
     assert str(caught.value).startswith(f"parallel.strategy: the checkpoint {tmp_path} was saved with ddp; got zero; ")
+
+
+def test_megatrons_pointer_names_an_iteration(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "iter_0000010", replace(progress(), iteration=10))
+    (tmp_path / LATEST_OF_MEGATRON).write_text(pointed(LATEST_OF_MEGATRON, 10))
+    assert (tmp_path / LATEST_OF_MEGATRON).read_text() == "10"
+    assert find_checkpoint(tmp_path, LATEST_OF_MEGATRON).name == "iter_0000010"
+    (tmp_path / LATEST_OF_MEGATRON).write_text("release")
+    with pytest.raises(RequestError) as caught:
+        find_checkpoint(tmp_path, LATEST_OF_MEGATRON)
+    assert str(caught.value) == (
+        f"train.load: no checkpoint lies at {tmp_path}; got 'release' in {LATEST_OF_MEGATRON}; "
+        "give runs/<run-id>/checkpoints of a run that has saved, or one iter_… folder in it"
+    )
+
+
+def test_megatron_core_may_change_its_layout_and_not_its_optimizer(tmp_path: Path) -> None:
+    core = {"engine": "megatron-core", "precision": "fp16"}
+    saved = replace(progress(**core), data_parallel_size=8)
+    check_fit(tmp_path, saved, progress(**core, **{"parallel.tensor_model_parallel_size": 2}))
+    wanted = progress(**core, **{"parallel.use_distributed_optimizer": True})
+    with pytest.raises(RequestError) as caught:
+        check_fit(tmp_path, saved, replace(wanted, precision="bf16"))
+    where, todo = f"the checkpoint {tmp_path} was saved with", "use the same, or start anew"
+    assert str(caught.value).splitlines() == [
+        f"precision: {where} fp16; got bf16; {todo}",
+        f"parallel.use_distributed_optimizer: {where} False; got True; {todo}",
+    ]
+
+
+def test_a_checkpoint_of_another_engine(tmp_path: Path) -> None:
+    saved = progress(**{"parallel.strategy": "ddp"}, precision="fp32")
+    with pytest.raises(RequestError) as caught:
+        check_fit(tmp_path, saved, progress(engine="megatron-core", precision="fp32"))
+    assert str(caught.value) == (
+        f"engine: the checkpoint {tmp_path} was saved with torch; got megatron-core; use the same, or start anew"
+    )
+
+
+def test_a_folder_that_is_not_shared(tmp_path: Path) -> None:
+    check_shared(tmp_path, 0)
+    with pytest.raises(RequestError) as caught:
+        check_shared(tmp_path, 4)
+    assert str(caught.value) == (
+        "train.save: checkpoints of this engine lie in one folder that all nodes share; "
+        f"got a folder of rank 4's node alone: {tmp_path}; mount a shared file system there, or set it to false"
+    )

@@ -1,0 +1,290 @@
+"""megatron-core on CPU ranks: every layout trains on real text, all agree, and a checkpoint fits any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.ranks import Finished, Started, events, losses, metrics, run_several
+from tridock.data.corpus import prepare_demo
+from tridock.engines import rank_program
+from tridock.experiment import Experiment, dump_experiment
+from tridock.plan import make_plan
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+
+ITERATIONS = 20
+TP, PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
+VPP, CP = "parallel.virtual_pipeline_model_parallel_size", "parallel.context_parallel_size"
+SP, DISTRIBUTED = "parallel.sequence_parallel", "parallel.use_distributed_optimizer"
+GRANULARITY, METHOD = "model.recompute_granularity", "model.recompute_method"
+GROUP = "model.recompute_num_layers"
+
+Layouts = Mapping[str, tuple[int, dict[str, Any]]]
+LAYOUTS: Layouts = {
+    "one": (1, {}),
+    "recompute-full": (1, {GRANULARITY: "full", METHOD: "uniform", GROUP: 2}),
+    "recompute-selective": (1, {GRANULARITY: "selective"}),
+    "dp2": (2, {}),
+    "dp2-distributed-optimizer": (2, {DISTRIBUTED: True}),
+    "tp2": (2, {TP: 2}),
+    "tp2-sp": (2, {TP: 2, SP: True}),
+    "pp2": (2, {PP: 2}),
+    "pp2-vpp2": (2, {PP: 2, VPP: 2, GRANULARITY: "full", METHOD: "block", GROUP: 1}),
+    "cp2": (2, {CP: 2}),
+    "tp2-pp2": (4, {TP: 2, PP: 2}),
+    "tp2-sp-cp2": (4, {TP: 2, SP: True, CP: 2, DISTRIBUTED: True}),
+    "pp2-vpp2-dp2": (4, {PP: 2, VPP: 2, DISTRIBUTED: True}),
+}
+SHORT: Layouts = {
+    "bf16": (1, {"precision": "bf16"}),
+    "fp16": (1, {"precision": "fp16", "fp16.initial_scale_power": 12}),
+    "fp16-overflow": (1, {"precision": "fp16", "fp16.initial_scale_power": 31, "fp16.hysteresis": 1}),
+}
+CONTINUED: Layouts = {
+    "tp2-sp": (2, {TP: 2, SP: True}),
+    "pp2-vpp2": (2, {PP: 2, VPP: 2}),
+    "cp2-distributed-optimizer": (2, {CP: 2, DISTRIBUTED: True}),
+    "dp2-fp16": (2, {"precision": "fp16", DISTRIBUTED: True}),
+}
+CHANGED: Mapping[str, tuple[str, int, dict[str, Any]]] = {
+    "tp2 to pp2": ("tp2", 2, {PP: 2}),
+    "tp2-pp2 to dp2": ("tp2-pp2", 2, {}),
+    "one to pp2-vpp2": ("one", 2, {PP: 2, VPP: 2}),
+    "dp2-distributed-optimizer to tp2": ("dp2-distributed-optimizer", 2, {TP: 2, DISTRIBUTED: True}),
+}
+LENGTH = {"train.train_iters": 10, "optimizer.lr_decay_iters": 10, "train.eval_interval": 0}
+DROPOUT = {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("workspace")
+    prepare_demo(folder / "data" / "demo", vocab_size=500, report=lambda _: None, corpus_bytes=1_000_000)
+    return folder
+
+
+def experiment(**fields: Any) -> Experiment:
+    base: dict[str, Any] = {
+        "name": "small",
+        "engine": "megatron-core",
+        "model": {
+            "num_layers": 4,
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "seq_length": 64,
+            "hidden_dropout": 0.0,
+            "attention_dropout": 0.0,
+        },
+        "batch": {"micro_batch_size": 2, "global_batch_size": 8},
+        "data": {"data_path": "data/demo/stdlib_text_document", "split": "80,10,10"},
+        "optimizer": {"lr": 2e-3, "min_lr": 1e-4, "lr_warmup_iters": 3},
+        "precision": "fp32",
+        "train": {
+            "train_iters": ITERATIONS,
+            "log_interval": 1,
+            "eval_interval": 10,
+            "eval_iters": 2,
+            "save_interval": 6,
+            "tensorboard": False,
+        },
+    }
+    for dotted, value in fields.items():
+        section, _, field = dotted.partition(".")
+        if field:
+            base[section] = base.get(section, {}) | {field: value}
+        else:
+            base[section] = value
+    return Experiment.model_validate(base)
+
+
+def make_run(workspace: Path, name: str, world_size: int, **fields: Any) -> Path:
+    folder = workspace / "runs" / name.replace(" ", "-")
+    folder.mkdir(parents=True)
+    plan = make_plan(experiment(**fields), {"localhost": range(world_size)}, name)
+    (folder / "experiment.yaml").write_text(dump_experiment(experiment(**fields).resolved(plan.data_parallel_size)))
+    return folder
+
+
+def start(folder: Path, world_size: int, **env: str) -> Finished:
+    words = ["-m", "tridock.train.pretrain_gpt", "--run-folder", str(folder)]
+    with Started(words, folder, world_size, env) as started:
+        return started.wait()
+
+
+Runs = Callable[[str], Path]
+
+
+def trained_together(workspace: Path, prefix: str, layouts: Layouts, **fields: Any) -> Runs:
+    """The run's folder of a layout; those of one world size are trained one after another when first asked for."""
+
+    @cache
+    def batch(world_size: int) -> dict[str, Path]:
+        chosen = {name: own for name, (ranks, own) in layouts.items() if ranks == world_size}
+        folders = {
+            name: make_run(workspace, f"{prefix}-{name}", world_size, **fields, **own) for name, own in chosen.items()
+        }
+        run_several(list(folders.values()), world_size)
+        return folders
+
+    return lambda name: batch(layouts[name][0])[name]
+
+
+@pytest.fixture(scope="module")
+def runs(workspace: Path) -> Runs:
+    return trained_together(workspace, "layout", LAYOUTS)
+
+
+def train_losses(folder: Path) -> list[float]:
+    return [loss for (_, split), loss in losses(folder).items() if split == "train"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_loss_falls(runs: Runs, layout: str) -> None:
+    found = losses(runs(layout))
+    assert len(train_losses(runs(layout))) == ITERATIONS
+    assert found[(1, "train")] > 6.0
+    assert found[(ITERATIONS, "train")] < found[(1, "train")] - 0.7
+    assert found[(ITERATIONS, "valid")] < found[(10, "valid")]
+    assert found[(ITERATIONS, "test")] < found[(1, "train")]
+
+
+LAYOUT_TOLERANCE = 1e-5
+"""Absolute, on every loss of 20 fp32 steps: the weights are the same, and sums come in another order."""
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "one"])
+def test_layouts_agree(runs: Runs, layout: str) -> None:
+    wanted = losses(runs("one"))
+    assert losses(runs(layout)) == {place: pytest.approx(loss, abs=LAYOUT_TOLERANCE) for place, loss in wanted.items()}
+
+
+def test_recomputing_changes_nothing(runs: Runs) -> None:
+    assert losses(runs("recompute-full")) == losses(runs("recompute-selective")) == losses(runs("one"))
+
+
+def test_every_field_of_a_logged_iteration(runs: Runs) -> None:
+    records = [record for (_, split), record in metrics(runs("tp2-pp2")).items() if split == "train"]
+    assert [record["iteration"] for record in records] == list(range(1, ITERATIONS + 1))
+    assert [record["consumed_samples"] for record in records] == list(range(8, 8 * ITERATIONS + 1, 8))
+    assert list(records[0]) == [
+        "iteration", "loss", "lr", "grad_norm", "step_time_s", "tokens_per_second", "consumed_samples", "loss_scale",
+    ]  # fmt: skip
+    one = [record for (_, split), record in metrics(runs("one")).items() if split == "train"]
+    for name in ("lr", "grad_norm", "loss_scale"):
+        assert [record[name] for record in records] == pytest.approx([record[name] for record in one], rel=1e-4)
+
+
+def test_checkpoints_appear_whole_and_the_pointer_last(runs: Runs) -> None:
+    folder = runs("tp2-pp2") / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "iter_0000006", "iter_0000012", "iter_0000018", "iter_0000020", "latest_checkpointed_iteration.txt",
+    ]  # fmt: skip
+    pointer = folder / "latest_checkpointed_iteration.txt"
+    assert pointer.read_text() == "20"
+    whole = folder / "iter_0000020"
+    assert {".metadata", "common.pt", "metadata.json", "tridock.json"} < {path.name for path in whole.iterdir()}
+    assert all(path.stat().st_mtime_ns <= pointer.stat().st_mtime_ns for path in whole.iterdir())
+
+
+@pytest.fixture(scope="module")
+def short(workspace: Path) -> Runs:
+    return trained_together(workspace, "short", SHORT, **{"train.save": False})
+
+
+@pytest.mark.parametrize(("precision", "scale"), [("bf16", 1.0), ("fp16", 2.0**12)])
+def test_short_formats_train_as_fp32_does(runs: Runs, short: Runs, precision: str, scale: float) -> None:
+    assert train_losses(short(precision)) == pytest.approx(train_losses(runs("one")), abs=0.02)
+    records = [record for (_, split), record in metrics(short(precision)).items() if split == "train"]
+    assert {record["loss_scale"] for record in records} == {scale}
+
+
+def test_a_step_that_overflows_is_skipped(short: Runs) -> None:
+    records = [record for (_, split), record in metrics(short("fp16-overflow")).items() if split == "train"]
+    assert [record["grad_norm"] for record in records[:3]] == [None] * 3
+    assert [record["loss_scale"] for record in records[:3]] == [2.0**30, 2.0**29, 2.0**28]
+    assert records[-1]["grad_norm"] is not None
+
+
+@pytest.fixture(scope="module")
+def whole(workspace: Path) -> Runs:
+    return trained_together(workspace, "whole", CONTINUED, **LENGTH, **DROPOUT)
+
+
+@pytest.fixture(scope="module")
+def continued(workspace: Path, whole: Runs) -> Runs:
+    loads = {
+        name: (ranks, own | {"train.load": f"runs/{whole(name).name}/checkpoints/iter_0000006"})
+        for name, (ranks, own) in CONTINUED.items()
+    }
+    return trained_together(workspace, "continued", loads, **LENGTH, **DROPOUT, **{"train.save": False})
+
+
+@pytest.mark.parametrize("layout", CONTINUED)
+def test_a_resumed_run_continues_the_very_same_losses(whole: Runs, continued: Runs, layout: str) -> None:
+    """In other processes, with dropout: bit by bit."""
+    assert "checkpoint_loaded" in events(continued(layout))
+    assert train_losses(continued(layout)) == train_losses(whole(layout))[6:]
+    assert len(train_losses(continued(layout))) == 4
+
+
+@pytest.fixture(scope="module")
+def changed(workspace: Path, runs: Runs) -> Runs:
+    loads = {
+        name: (ranks, own | {"train.load": f"runs/{runs(source).name}/checkpoints/iter_0000012"})
+        for name, (source, ranks, own) in CHANGED.items()
+    }
+    return trained_together(workspace, "changed", loads, **{"train.save": False})
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_a_checkpoint_continues_on_another_layout(runs: Runs, changed: Runs, change: str) -> None:
+    wanted = train_losses(runs(CHANGED[change][0]))[12:]
+    assert train_losses(changed(change)) == pytest.approx(wanted, abs=LAYOUT_TOLERANCE)
+
+
+def test_the_program_of_a_rank(workspace: Path) -> None:
+    """As a launcher starts it: the latest checkpoint of another run, the log, the events, and nothing to explain."""
+    schedule = {"optimizer.lr_warmup_iters": 0, "optimizer.lr_decay_iters": 4}
+    first = make_run(workspace, "first", 1, **schedule, **{"train.train_iters": 2})
+    assert start(first, 1).codes == [0]
+    load = {"train.train_iters": 4, "train.load": "runs/first/checkpoints"}
+    folder = make_run(workspace, "second", 2, **schedule, **load)
+    plan = make_plan(experiment(), {"localhost": range(2)}, "second")
+    program = rank_program(experiment(), plan, "second", str(folder))
+    with Started(["-m", program.module, *program.arguments], folder, 2, program.env) as started:
+        finished = started.wait()
+    assert finished.codes == [0, 0], finished.out[0]
+    assert events(folder) == [
+        "run_started", "world_formed", "checkpoint_loaded", "evaluation", "checkpoint_saved", "evaluation",
+        "run_finished",
+    ]  # fmt: skip
+    assert "small: 0.24 M parameters, TP1 PP1 DP2, fp32, 2 cpu ranks\n" in finished.out[0]
+    assert len(train_losses(folder)) == 2
+    for text in (*finished.out, *finished.err, (folder / "logs/rank-1.log").read_text()):
+        for mark in ("terminate called", "Traceback", "leaked", "Warning:"):
+            assert mark not in text, text
+
+
+def test_a_world_of_another_size_is_refused(workspace: Path) -> None:
+    folder = make_run(workspace, "alone", 1)
+    finished = start(folder, 1, TRIDOCK_WORLD_SIZE="2")
+    assert finished.codes == [4]
+    assert finished.out[0].splitlines()[-1] == (
+        "world size: the plan has 2 ranks, but another number found each other; got 1; "
+        "check the hostfile that the launcher read (logs/launcher.log) and that every node started its ranks"
+    )
+
+
+def test_a_missing_checkpoint_is_no_fresh_start(workspace: Path) -> None:
+    folder = make_run(workspace, "lost", 1, **{"train.load": "runs/none/checkpoints"})
+    finished = start(folder, 1)
+    assert finished.codes == [2]
+    assert finished.out[0].splitlines()[-1] == (
+        f"train.load: no checkpoint lies at {workspace}/runs/none/checkpoints; got no such folder; "
+        "give runs/<run-id>/checkpoints of a run that has saved, or one iter_… folder in it"
+    )

@@ -1,0 +1,171 @@
+"""What megatron-core cannot run, what the others leave to it, and where its ranks stand."""
+
+import json
+
+import pytest
+
+from tridock.engines import rank_program
+from tridock.errors import RequestError
+from tridock.experiment import parse_experiment
+from tridock.plan import Plan, make_plan
+
+BASE = """\
+name: tiny
+engine: megatron-core
+model: {num_layers: 24, hidden_size: 96, num_attention_heads: 16, seq_length: 32}
+batch: {micro_batch_size: 2}
+data: {data_path: data/x}
+train: {train_iters: 30}
+"""
+TP, PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
+VPP, CP = "parallel.virtual_pipeline_model_parallel_size", "parallel.context_parallel_size"
+SP = "parallel.sequence_parallel"
+ELSEWHERE = "leave it out, or use engine megatron-deepspeed"
+SHARE = "leave it out; parallel.use_distributed_optimizer shares out the optimizer's state"
+
+
+def planned(ranks: int, *overrides: str) -> Plan:
+    return make_plan(parse_experiment(BASE, "e.yaml", overrides), {"a": range(ranks)}, "e.yaml")
+
+
+def refused(ranks: int, *overrides: str) -> str:
+    with pytest.raises(RequestError) as caught:
+        planned(ranks, *overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides", "expected"),
+    [
+        (3, [f"{TP}=3"], f"{TP}: must divide num_attention_heads 16; got 3; use 2 or 4"),
+        (5, [f"{PP}=5"], f"{PP}: must divide num_layers 24; got 5; use 4 or 6"),
+        (2, [f"{VPP}=2"],
+         f"{VPP}: there is no pipeline to interleave; got 2; "
+         "leave it out, or set pipeline_model_parallel_size to 2 or more"),
+        (2, [f"{PP}=2", f"{VPP}=5", "batch.global_batch_size=8"],
+         f"{VPP}: must divide the 12 layers of a stage; got 5; use 4 or 6"),
+        (4, [f"{PP}=2", f"{VPP}=2", "batch.global_batch_size=12"],
+         "batch.global_batch_size: an interleaved pipeline wants a multiple of micro_batch_size 2 x"
+         " data parallel size 2 x pipeline_model_parallel_size 2; got 12; use 8 or 16"),
+        (2, [f"{PP}=2", f"{VPP}=2"],
+         "batch.global_batch_size: an interleaved pipeline wants a multiple of micro_batch_size 2 x"
+         " data parallel size 1 x pipeline_model_parallel_size 2; got 2; use 4"),
+        (4, [f"{CP}=4", "model.seq_length=36"],
+         "model.seq_length: must be a multiple of 2 x context_parallel_size 4; got 36; use 32 or 40"),
+        (4, [f"{TP}=4", f"{SP}=true", "model.seq_length=30"],
+         "model.seq_length: sequence_parallel wants a multiple of tensor_model_parallel_size 4; got 30; use 28 or 32"),
+        (8, [f"{TP}=4", f"{CP}=2", f"{SP}=true", "model.seq_length=36"],
+         "model.seq_length: sequence_parallel wants a multiple of tensor_model_parallel_size 4 x"
+         " context_parallel_size 2; got 36; use 32 or 40"),
+        (1, [f"{SP}=true"],
+         f"{SP}: there are no tensor parallel ranks to share tokens; got true; "
+         "leave it out, or set tensor_model_parallel_size to 2 or more"),
+        (6, [f"{CP}=4"],
+         "parallel: tensor x pipeline x context size 4 must divide the 6 slots of the hostfile; got 6 slots; "
+         "change the layout, or the hostfile's slots"),
+        (1, ["model.recompute_method=block"],
+         "model.recompute_method: is about recompute_granularity full; got block; "
+         "set model.recompute_granularity to full, or leave it out"),
+        (1, ["model.recompute_granularity=selective", "model.recompute_num_layers=1"],
+         "model.recompute_num_layers: is about recompute_granularity full; got 1; "
+         "set model.recompute_granularity to full, or leave it out"),
+        (1, ["model.recompute_granularity=full", "model.recompute_num_layers=1"],
+         "model.recompute_method: recompute_granularity full needs it; got nothing; use uniform or block"),
+        (1, ["model.recompute_granularity=full", "model.recompute_method=uniform"],
+         "model.recompute_num_layers: recompute_granularity full needs it; got nothing; use 1 or more"),
+        (2, [f"{PP}=2", "model.recompute_granularity=full", "model.recompute_method=block",
+             "model.recompute_num_layers=13"],
+         "model.recompute_num_layers: must be at most the 12 layers of a stage; got 13; use 12"),
+        (1, ["parallel.strategy=zero"],
+         f"parallel.strategy: megatron-core runs without DeepSpeed; got zero; {SHARE}"),
+        (1, ["parallel.zero_stage=1"],
+         f"parallel.zero_stage: megatron-core runs without DeepSpeed; got 1; {SHARE}"),
+        (1, ["model.checkpoint_activations=true"],
+         "model.checkpoint_activations: has another name in megatron-core; got true; "
+         "set model.recompute_granularity to full, recompute_method to uniform and recompute_num_layers to 1"),
+        (1, ["model.checkpoint_num_layers=2"],
+         "model.checkpoint_num_layers: has another name in megatron-core; got 2; "
+         "set model.recompute_num_layers instead"),
+        (1, ["model.checkpoint_in_cpu=true"],
+         f"model.checkpoint_in_cpu: engine megatron-core has no such option; got true; {ELSEWHERE}"),
+        (1, ["train.checkpoint_folder=x"],
+         f"train.checkpoint_folder: engine megatron-core saves in the run's folder; got x; {ELSEWHERE}"),
+        (1, ["megatron_args=[--swiglu, --x]"],
+         f"megatron_args: engine megatron-core has no such arguments; got --swiglu --x; {ELSEWHERE}"),
+    ],
+)  # fmt: skip
+def test_refused_with_the_nearest_choice(ranks: int, overrides: list[str], expected: str) -> None:
+    assert refused(ranks, *overrides) == f"e.yaml: {expected}"
+
+
+@pytest.mark.parametrize("engine", ["torch", "megatron-deepspeed"])
+@pytest.mark.parametrize(
+    ("override", "got"),
+    [
+        (f"{VPP}=2", "2"),
+        (f"{CP}=1", None),
+        (f"{SP}=true", "true"),
+        ("parallel.use_distributed_optimizer=true", "true"),
+        ("model.recompute_granularity=selective", "selective"),
+        ("model.recompute_method=uniform", "uniform"),
+        ("model.recompute_num_layers=1", "1"),
+    ],
+)
+def test_the_other_engines_do_not_pretend(engine: str, override: str, got: str | None) -> None:
+    common = [f"engine={engine}", "precision=fp32", "parallel.strategy=zero", "data.vocab_file=v", "data.merge_file=m"]
+    if got is None:
+        planned(1, *common, override)
+        return
+    field = override.partition("=")[0]
+    todo = "leave it out, or use engine megatron-core"
+    assert refused(1, *common, override) == f"e.yaml: {field}: engine {engine} has no such option; got {got}; {todo}"
+
+
+def test_the_strategy_needs_no_word() -> None:
+    assert parse_experiment(BASE, "e.yaml").parallel.strategy == "ddp"
+    assert parse_experiment(BASE, "e.yaml", [f"{TP}=2"]).parallel.strategy == "ddp"
+    assert parse_experiment(BASE, "e.yaml", ["engine=torch"]).parallel.strategy == "zero"
+    with pytest.raises(RequestError) as caught:
+        parse_experiment(BASE, "e.yaml", ["parallel=3"])
+    assert str(caught.value) == (
+        "e.yaml: parallel: must be a section of fields; got 3; write `field: value` lines below it"
+    )
+
+
+def test_the_layout_in_words() -> None:
+    assert planned(8, f"{TP}=2", f"{PP}=2").layout == "TP2 PP2 DP2"
+    plan = planned(8, f"{PP}=2", f"{VPP}=3", f"{CP}=2", "batch.global_batch_size=8")
+    assert plan.layout == "TP1 PP2 VPP3 CP2 DP2"
+    assert json.loads(plan.to_json())["context_parallel_size"] == 2
+    assert (plan.data_parallel_size, plan.accumulation_steps) == (2, 2)
+
+
+@pytest.mark.parametrize(("tensor", "context", "data", "stages"), [(2, 2, 2, 2), (4, 1, 2, 2), (1, 3, 2, 1)])
+def test_ranks_are_numbered_as_megatron_core_numbers_them(tensor: int, context: int, data: int, stages: int) -> None:
+    parallel_state = pytest.importorskip("megatron.core.parallel_state")
+    generator = parallel_state.RankGenerator(tensor, 1, data, stages, context, "tp-cp-ep-dp-pp")
+    sizes = [f"{TP}={tensor}", f"{CP}={context}", f"{PP}={stages}", "model.seq_length=48"]
+    ours = planned(tensor * context * data * stages, *sizes).ranks
+    places = {
+        "tp": lambda rank: rank.tensor_parallel_rank,
+        "cp": lambda rank: rank.context_parallel_rank,
+        "dp": lambda rank: rank.data_parallel_rank,
+        "pp": lambda rank: rank.pipeline_parallel_rank,
+    }
+    for group, place in places.items():
+        for members in generator.get_ranks(group):
+            assert [place(ours[member]) for member in members] == list(range(len(members)))
+
+
+def test_the_program_of_a_rank() -> None:
+    experiment = parse_experiment(BASE, "e.yaml", ["env={NCCL_DEBUG: INFO}"])
+    program = rank_program(experiment, planned(2), "id", "/workspace/runs/id")
+    assert program.module == "tridock.train.pretrain_gpt"
+    assert program.arguments == ("--run-folder", "/workspace/runs/id")
+    assert program.files == {}
+    assert program.env == {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "NCCL_DEBUG": "INFO",
+        "TRIDOCK_RUN_ID": "id",
+        "TRIDOCK_WORLD_SIZE": "2",
+    }

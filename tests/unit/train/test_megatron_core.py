@@ -1,0 +1,134 @@
+"""Engine megatron-core without ranks: samples, positions, sizes, and what a rank finds on this machine."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("megatron.core", exc_type=ImportError)
+
+ROOT = Path(__file__).parents[3]
+BEGIN = """
+import sys
+from pathlib import Path
+from tests.unit.train.experiments import experiment
+from tridock.compat import megatron_core
+print("\\n".join(megatron_core.prepare("cpu", 3)))
+"""
+
+
+def run(script: str, *words: str) -> list[str]:
+    """In a process of its own: what is put in place of torch's functions stays there."""
+    env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    command = [sys.executable, "-c", BEGIN + script, *words]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_cpu_stands_for_cuda() -> None:
+    out = run("""
+import torch
+assert torch.zeros(2, device="cuda").device.type == "cpu"
+assert torch.tensor([1.0], device=torch.device("cuda", 1)).to("cuda").to(device="cuda:0").device.type == "cpu"
+assert torch.empty(3).type() == "torch.cuda.FloatTensor" and torch.empty(3).type(torch.int64).dtype == torch.int64
+assert torch.empty(3, dtype=torch.bfloat16).type() == "torch.cuda.BFloat16Tensor"
+stream = torch.cuda.Stream()
+with stream, torch.cuda.stream(stream):
+    stream.wait_stream(torch.cuda.current_stream())
+torch.cuda.Event(enable_timing=True).record()
+assert not torch.cuda.is_available()
+from megatron.core import tensor_parallel
+tensor_parallel.random._set_cuda_rng_state(torch.get_rng_state())
+assert torch.compile is not megatron_core._as_written and "apex" not in sys.modules
+""")
+    assert out == [
+        "torch.cuda: devices, tensors and random states are the CPU's",
+        "torch.cuda: the device cuda is the CPU, streams do nothing; torch.compile leaves Megatron alone",
+    ]
+
+
+def test_nothing_is_replaced_on_a_gpu() -> None:
+    out = run("""
+import subprocess
+code = (
+    "import torch; before = dict(vars(torch)), dict(vars(torch.cuda)), torch.Tensor.to\\n"
+    "from tridock.compat import megatron_core\\n"
+    "assert megatron_core.prepare('cuda', 8) == []\\n"
+    "assert (dict(vars(torch)), dict(vars(torch.cuda)), torch.Tensor.to) == before"
+)
+subprocess.run([sys.executable, "-c", code], check=True)
+print("same")
+""")
+    assert out[-1] == "same"
+
+
+def test_samples_in_megatrons_order(tmp_path: Path) -> None:
+    out = run(
+        """
+import numpy as np
+from tridock.data.indexed_dataset import IndexedDatasetWriter
+from tridock.errors import RequestError
+from tridock.train.dataset import load_splits
+from tridock.train.megatron_core.samples import gpt_splits
+workspace = Path(sys.argv[1])
+with IndexedDatasetWriter(workspace / "data/x", 2100) as writer:
+    for number in range(100):
+        writer.add_document([] if number == 50 else [number * 20 + place for place in range(20)])
+given = experiment(**{"model.vocab_size": 2100, "data.split": "80,15,5"})
+plain = load_splits(given, workspace)
+splits = gpt_splits(given, workspace, plain)
+for name in splits:
+    assert splits[name].per_epoch == plain[name].per_epoch, name
+    assert len(splits[name].tokens) == len(plain[name].tokens)
+train = splits["train"]
+first, second = ([train[epoch * train.per_epoch + place] for place in range(train.per_epoch)] for epoch in (0, 1))
+assert {sample.shape for sample in first} == {(9,)} and first[0].dtype == np.int64
+heads = [sorted(token for sample in epoch for token in sample[:-1].tolist()) for epoch in (first, second)]
+for tokens in heads:
+    assert len(set(tokens)) == len(tokens) and max(tokens) < 80 * 20
+assert not all((a == b).all() for a, b in zip(first, second))
+again = gpt_splits(given, workspace, plain)["train"]
+assert all((again[number] == train[number]).all() for number in (0, 7, train.per_epoch + 3))
+assert sorted(path.name for path in (workspace / "data").iterdir()) == ["x.bin", "x.idx"]
+small = experiment(**{"model.vocab_size": 3, "data.split": "80,15,5"})
+try:
+    gpt_splits(small, workspace, load_splits(small, workspace))["valid"][0]
+except RequestError as error:
+    print(str(error).split("; got")[0])
+""",
+        str(tmp_path),
+    )
+    assert out[-1] == "model.vocab_size: is too small for the data"
+
+
+def test_positions_are_shared_out_evenly() -> None:
+    out = run("""
+from tridock.train.megatron_core.attention import positions
+print([positions(8, rank, 2).tolist() for rank in range(2)], positions(4, 0, 1).tolist())
+from tridock.train.megatron_core.model import seed_of
+print(seed_of("a", 1) == seed_of("a", 1), len({seed_of("a", 1), seed_of("b", 1), seed_of("a", 2)}))
+from tridock.train.megatron_core.parts import padded_vocab_size, parameters
+print(padded_vocab_size(512, experiment(**{"parallel.tensor_model_parallel_size": 8})))
+print(parameters(experiment().model, 9))
+""")
+    size = 2 * (12 * 16 * 16 + 13 * 16) + (9 + 8) * 16 + 2 * 16
+    assert out[-4:] == ["[[0, 1, 6, 7], [2, 3, 4, 5]] [0, 1, 2, 3]", "True 3", "1024", str(size)]
+
+
+def test_a_checkpoint_that_cannot_be_written_raises(tmp_path: Path) -> None:
+    out = run(
+        """
+import queue
+from tridock.train.megatron_core.files import write
+try:
+    write([], False, 0, [(sys.argv[1] + "/none/file", "file", ([], []))], queue.Queue())
+except OSError as error:
+    print(error.strerror)
+""",
+        str(tmp_path),
+    )
+    assert out[-1] == "No such file or directory"

@@ -1,0 +1,125 @@
+"""megatron-core on a machine without CUDA: it names the device ``cuda`` all over, and overlaps work on streams.
+
+To be called before megatron-core is imported: what it decorates and what it takes from torch by name is settled then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tridock.compat import cuda
+
+_FACTORIES = ("tensor", "empty", "zeros", "ones", "full", "arange", "empty_like", "zeros_like", "ones_like")
+_LETTERS = {
+    torch.float32: "Float", torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float64: "Double",
+    torch.int64: "Long", torch.int32: "Int", torch.uint8: "Byte", torch.bool: "Bool",
+}  # fmt: skip
+
+
+def prepare(device_type: str, local_world_size: int) -> list[str]:
+    """Puts in place what is missing on this machine; says what, one a line."""
+    _quiet()
+    if device_type == "cuda":
+        return []
+    replaced = cuda.map_to_cpu(local_world_size)
+    _map_devices()
+    _map_streams()
+    torch_compile, torch.compile = torch.compile, _as_written  # type: ignore[assignment]
+    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
+    torch.compile = torch_compile
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    return [
+        *replaced,
+        "torch.cuda: the device cuda is the CPU, streams do nothing; torch.compile leaves Megatron alone",
+    ]
+
+
+def _quiet() -> None:
+    """Lines that say nothing about the run: once a rank at every start, or at every dropout."""
+    for message in ("Transformer Engine and Apex are not", "Apex is not installed", "full scope is deprecated"):
+        warnings.filterwarnings("ignore", message=message)
+    for message in ("`load_state_dict` is", r"`torch.distributed.(reduce_scatter|all_gather_into)_tensor` is"):
+        warnings.filterwarnings("ignore", message=f"{message} deprecated", category=FutureWarning)
+    for name in ("megatron.core.datasets", "megatron.core.tensor_parallel.random"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _as_written(function: Callable[..., Any] | None = None, **_: Any) -> Any:
+    """Stands for ``torch.compile`` while Megatron decorates: nothing is compiled where there may be no compiler."""
+    return function if function is not None else _as_written
+
+
+def _map_devices() -> None:
+    for name in _FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    named = torch.Tensor.type
+
+    def type_of(self: torch.Tensor, *given: Any, **options: Any) -> Any:
+        # Its optimizers sort the parameters by this name.
+        if given or options or self.dtype not in _LETTERS:
+            return named(self, *given, **options)
+        return f"torch.cuda.{_LETTERS[self.dtype]}Tensor"
+
+    torch.Tensor.type = type_of  # type: ignore[method-assign,assignment]
+    torch.Tensor.to = _to_cpu(torch.Tensor.to)  # type: ignore[method-assign]
+
+
+def _is_cuda(device: Any) -> bool:
+    return (isinstance(device, str) and device.startswith("cuda")) or (
+        isinstance(device, torch.device) and device.type == "cuda"
+    )
+
+
+def _on_cpu(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(make)
+    def mapped(*given: Any, **options: Any) -> torch.Tensor:
+        if _is_cuda(options.get("device")):
+            options["device"] = "cpu"
+        options.pop("pin_memory", None)
+        return make(*given, **options)
+
+    return mapped
+
+
+def _to_cpu(to: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(to)
+    def mapped(self: torch.Tensor, *given: Any, **options: Any) -> torch.Tensor:
+        if _is_cuda(options.get("device")):
+            options["device"] = "cpu"
+        return to(self, *("cpu" if _is_cuda(word) else word for word in given), **options)
+
+    return mapped
+
+
+class _NoStream:
+    """A stream, or an event on one: work on a CPU is done in the order in which it is asked for."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def __enter__(self) -> _NoStream:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+def _map_streams() -> None:
+    torch_cuda: Any = torch.cuda
+    torch_cuda.Stream = torch_cuda.Event = _NoStream
+    torch_cuda.current_stream = torch_cuda.default_stream = lambda *_, **__: _NoStream()
+    torch_cuda.stream = lambda *_: contextlib.nullcontext()
+    torch_cuda.random.get_rng_state, torch_cuda.random.set_rng_state = (
+        torch_cuda.get_rng_state,
+        torch_cuda.set_rng_state,
+    )
+    torch_cuda.nvtx.range_push = torch_cuda.nvtx.range_pop = lambda *_: None

@@ -1,0 +1,48 @@
+"""megatron-core's distributed checkpoints, written by the ranks themselves.
+
+megatron-core lets processes that it forks write, and a manager that it starts collect what they say. A rank has threads
+(Gloo's, NCCL's), which do not survive a fork, and a process that stays behind holds the rank's output open: here the
+same function writes, in the rank.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+FILES = (".metadata", "common.pt", "metadata.json")
+"""What every rank reads of a checkpoint, besides the tensors that it needs."""
+
+
+def save(state: dict[str, Any], folder: Path) -> None:
+    """Writes each tensor once, by one of the ranks that hold it. A collective."""
+    filesystem_async._results_queue = queue.Queue()
+    filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(write)
+    dist_checkpointing.save(state, str(folder))
+
+
+def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Fills ``state`` with what this rank needs, whoever wrote it. A collective."""
+    loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder))
+    return loaded
+
+
+def write(transforms: Any, use_msc: bool, _rank: int, buckets: Sequence[Any], results: queue.Queue[Any]) -> None:
+    """One file after another. What cannot be written raises."""
+    written = {}
+    for number, bucket in enumerate(buckets):
+        answers: queue.Queue[Any] = queue.Queue()
+        count: queue.Queue[int] = queue.Queue()
+        count.put(number)
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data(
+            transforms, number, bucket, answers, count, use_fsync=True, use_msc=use_msc
+        )
+        _, written[number] = answers.get()
+        if isinstance(written[number], Exception):
+            raise written[number]
+    results.put(written)

@@ -1,0 +1,89 @@
+"""Where a rank stands: megatron-core's groups, and the random numbers that follow from the place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from torch import Tensor
+
+from tridock.experiment.schema import Parallel
+from tridock.train.dataset import mixed_seed
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """This rank's place; ranks are numbered in the order tensor, context, data, pipeline."""
+
+    data_parallel_rank: int
+    data_parallel_size: int
+    context_parallel_rank: int
+    context_parallel_size: int
+    stage: int
+    stages: int
+    virtual_stages: int
+    words: str
+    """For people."""
+
+    @classmethod
+    def form(cls, parallel: Parallel) -> Layout:
+        """Forms megatron-core's groups in the world that is there. A collective."""
+        if parallel_state.is_initialized():  # of a run before, in a process that trains several
+            parallel_state.destroy_model_parallel()
+        virtual = parallel.virtual_pipeline_model_parallel_size
+        parallel_state.initialize_model_parallel(
+            parallel.tensor_model_parallel_size,
+            parallel.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+            context_parallel_size=parallel.context_parallel_size,
+            create_gloo_process_groups=False,
+        )
+        return cls(
+            parallel_state.get_data_parallel_rank(),
+            parallel_state.get_data_parallel_world_size(),
+            parallel_state.get_context_parallel_rank(),
+            parallel_state.get_context_parallel_world_size(),
+            parallel_state.get_pipeline_model_parallel_rank(),
+            parallel_state.get_pipeline_model_parallel_world_size(),
+            virtual,
+            " ".join(_words(parallel)),
+        )
+
+    def reseed(self, seed: int, iteration: int) -> None:
+        """Seeds dropout by the iteration and the place: a resumed run draws what an uninterrupted one draws.
+
+        Tensor parallel ranks share a seed: what they hold alike they must drop alike. Megatron gives each its own
+        where it splits.
+        """
+        place = (self.data_parallel_rank, self.context_parallel_rank, self.stage)
+        mixed = mixed_seed(seed, *place, iteration) >> 2
+        torch.manual_seed(mixed)
+        tensor_parallel.model_parallel_cuda_manual_seed(mixed)
+
+    def share(self, loss: Tensor | None, device: torch.device) -> Tensor:
+        """The last stage's loss, averaged over the ranks that saw different tokens; on all ranks. A collective."""
+        shared = torch.zeros((), device=device) if loss is None else loss.detach().float()
+        if loss is not None:
+            dist.all_reduce(shared, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+            shared /= self.data_parallel_size * self.context_parallel_size
+        if self.stages > 1:
+            last = parallel_state.get_pipeline_model_parallel_last_rank()
+            dist.broadcast(shared, src=last, group=parallel_state.get_pipeline_model_parallel_group())
+        return shared
+
+
+def _words(parallel: Parallel) -> Iterator[str]:
+    yield f"TP{parallel.tensor_model_parallel_size}"
+    yield f"PP{parallel.pipeline_model_parallel_size}"
+    if parallel.virtual_pipeline_model_parallel_size > 1:
+        yield f"VPP{parallel.virtual_pipeline_model_parallel_size}"
+    if parallel.context_parallel_size > 1:
+        yield f"CP{parallel.context_parallel_size}"
+    yield f"DP{parallel_state.get_data_parallel_world_size()}"
+    if parallel.sequence_parallel:
+        yield "sequence parallel"
+    if parallel.use_distributed_optimizer:
+        yield "distributed optimizer"

@@ -1,0 +1,155 @@
+"""The GPT of an experiment as megatron-core builds it: this rank's parts, ready to train."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import math
+from typing import Any, Final
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from tridock.experiment.schema import Experiment
+from tridock.train.megatron_core.attention import GatheredAttention
+
+DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def build_chunks(experiment: Experiment, padded_vocab_size: int, device: torch.device) -> list[nn.Module]:
+    """This rank's runs of layers, one or (interleaved) several, each as megatron-core's data parallel module."""
+    config = transformer_config(experiment, device)
+    model, virtual = experiment.model, experiment.parallel.virtual_pipeline_model_parallel_size
+    chunks: list[nn.Module] = []
+    for number in range(virtual):
+        stage = number if virtual > 1 else None
+        chunk: nn.Module = GPTModel(
+            config,
+            block_spec(config, device, stage),
+            padded_vocab_size,
+            model.max_position_embeddings or model.seq_length,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+            share_embeddings_and_output_weights=True,
+            vp_stage=stage,
+        )
+        initialize(chunk.to(device), experiment)
+        chunks.append(chunk if experiment.precision == "fp32" else Float16Module(config, chunk))
+    return [_data_parallel(config, chunk, number, experiment) for number, chunk in enumerate(chunks)]
+
+
+def transformer_config(experiment: Experiment, device: torch.device) -> TransformerConfig:
+    """megatron-core's description of the model and its layout."""
+    model, parallel, dtype = experiment.model, experiment.parallel, DTYPES[experiment.precision]
+    virtual = parallel.virtual_pipeline_model_parallel_size
+    fused = device.type == "cuda"  # compiled where they are first used
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        hidden_dropout=model.hidden_dropout,
+        attention_dropout=model.attention_dropout,
+        # `initialize` does it, alike in every layout; Megatron only marks what it splits on this occasion.
+        init_method=_untouched,
+        output_layer_init_method=_untouched,
+        embedding_init_method=_untouched,
+        use_cpu_initialization=device.type != "cuda",
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+        context_parallel_size=parallel.context_parallel_size,
+        sequence_parallel=parallel.sequence_parallel,
+        # With two stages a stage's next is its previous too: batched messages between them would be mixed up.
+        overlap_p2p_comm=virtual > 1,
+        batch_p2p_comm=virtual == 1,
+        # A stage's output is given up once it is sent. Streams see to the order of that, which Gloo has none of.
+        deallocate_pipeline_outputs=device.type == "cuda",
+        recompute_granularity=model.recompute_granularity,
+        recompute_method=model.recompute_method,
+        recompute_num_layers=model.recompute_num_layers,
+        fp16=experiment.precision == "fp16",
+        bf16=experiment.precision == "bf16",
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        attention_softmax_in_fp32=True,
+        masked_softmax_fusion=False,  # its kernels are not part of the package
+        gradient_accumulation_fusion=False,  # apex's
+        bias_activation_fusion=fused,
+        bias_dropout_fusion=fused,
+        finalize_model_grads_func=finalize_model_grads,
+    )
+
+
+def _untouched(weight: Tensor) -> None:
+    """Stands where Megatron would draw a weight."""
+
+
+class LayerNorm(nn.LayerNorm):
+    """torch's, marked for sequence parallelism: Megatron then sums its gradients over the tensor parallel ranks."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(hidden_size, eps=eps)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def block_spec(config: TransformerConfig, device: torch.device, stage: int | None) -> Any:
+    """What the layers are made of: transformer-engine's parts where the image has them, else megatron-core's own.
+
+    Its own norm refuses sequence parallelism and its own attention context parallelism: here they have stand-ins.
+    """
+    if device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None:
+        return get_gpt_layer_with_transformer_engine_spec()
+    layer: Any = get_gpt_layer_local_spec()
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = LayerNorm
+    if config.context_parallel_size > 1:
+        layer.submodules.self_attention.submodules.core_attention = GatheredAttention
+    layers = get_num_layers_to_build(config, vp_stage=stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=LayerNorm)
+
+
+def initialize(model: nn.Module, experiment: Experiment) -> None:
+    """GPT-2's initial weights, the same in every layout.
+
+    Each whole weight is drawn from a seed of its own, which its name gives, and a rank keeps its part: what a
+    layout draws before it, and on which rank, does not matter. Norms are as they were made.
+    """
+    std = experiment.model.init_method_std
+    onto_residual = std / math.sqrt(2.0 * experiment.model.num_layers)
+    for key, sharded in model.sharded_state_dict(metadata={"non_homogeneous_layers": True}).items():
+        if key.endswith(".bias"):
+            sharded.data.detach().zero_()
+        if not key.endswith(".weight") or sharded.data.dim() < 2:
+            continue
+        scale = onto_residual if key.endswith(("linear_proj.weight", "linear_fc2.weight")) else std
+        generator = torch.Generator().manual_seed(seed_of(sharded.key, experiment.train.seed))
+        whole = torch.empty(sharded.global_shape).normal_(0.0, scale, generator=generator)
+        part = tuple(
+            slice(start, start + length)
+            for start, length in zip(sharded.global_offset, sharded.local_shape, strict=True)
+        )
+        sharded.data.detach().copy_(whole[part])
+
+
+def seed_of(name: str, seed: int) -> int:
+    """A weight's own seed."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest(), "little")
+
+
+def _data_parallel(config: TransformerConfig, chunk: nn.Module, number: int, experiment: Experiment) -> nn.Module:
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=experiment.parallel.use_distributed_optimizer,
+    )
+    # Later chunks' gradients wait for the first's anyway.
+    return DistributedDataParallel(config, settings, chunk, disable_bucketing=number > 0)

@@ -1,0 +1,54 @@
+"""What engine ``megatron-core`` brings to the training loop."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from tridock.experiment.schema import Experiment, Model
+from tridock.train.checkpoint import LATEST_OF_MEGATRON, Progress
+from tridock.train.dataset import load_splits
+from tridock.train.gpt import Shape
+from tridock.train.megatron_core.layout import Layout
+from tridock.train.megatron_core.samples import gpt_splits
+from tridock.train.megatron_core.strategy import MegatronCore
+from tridock.train.process_group import Ranks, together
+from tridock.train.trainer import Parts, check_batch
+
+
+def megatron_core_parts(experiment: Experiment, _run_folder: Path, workspace: Path, ranks: Ranks) -> Parts:
+    """Forms the groups, reads the data and builds this rank's part of the model."""
+    layout = Layout.form(experiment.parallel)
+    layout.reseed(experiment.train.seed, 0)
+    experiment = experiment.resolved(layout.data_parallel_size)
+    with together(ranks):
+        check_batch(experiment, layout.data_parallel_size)
+        splits = gpt_splits(experiment, workspace, load_splits(experiment, workspace))
+    # In a checkpoint the vocabulary is as long as without tensor parallelism, whose padding is not data.
+    shape = Shape.of(experiment.model, splits["train"].vocab_size)
+    padded = padded_vocab_size(shape.padded_vocab_size, experiment)
+    return Parts(
+        splits=splits,
+        strategy=MegatronCore(experiment, padded, layout, ranks),
+        progress=Progress.of(experiment, ranks, shape.padded_vocab_size),
+        parameters=parameters(experiment.model, padded),
+        words=layout.words,
+        replica=layout.data_parallel_rank,
+        replicas=layout.data_parallel_size,
+        reseed=lambda iteration: layout.reseed(experiment.train.seed, iteration),
+        pointer=LATEST_OF_MEGATRON,
+        shared_checkpoints=True,
+    )
+
+
+def padded_vocab_size(vocab_size: int, experiment: Experiment) -> int:
+    """As many rows as tensor parallel ranks can share out in Megatron's multiples."""
+    multiple = experiment.model.make_vocab_size_divisible_by * experiment.parallel.tensor_model_parallel_size
+    return math.ceil(vocab_size / multiple) * multiple
+
+
+def parameters(model: Model, vocab_size: int) -> int:
+    """Of the whole GPT: 12 matrices of hidden x hidden a layer, 13 vectors, both embeddings and the last norm."""
+    width = model.hidden_size
+    rows = vocab_size + (model.max_position_embeddings or model.seq_length)
+    return model.num_layers * (12 * width * width + 13 * width) + rows * width + 2 * width

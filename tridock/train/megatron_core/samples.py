@@ -1,0 +1,76 @@
+"""megatron-core's ``GPTDataset`` behind the training loop's samples.
+
+Each epoch is a data set of its own, shuffled by (seed, split, epoch): sample number n is the same one whatever the
+length of the run. Every rank makes its indices in memory, so that nothing is written beside the data, and no folder
+has to be shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.utils import Split
+from numpy.typing import NDArray
+
+from tridock.experiment.schema import Experiment
+from tridock.train.dataset import SPLITS, Samples, mixed_seed, split_bounds
+
+
+@dataclass(frozen=True)
+class GPTSamples(Samples):
+    """The samples of one split, in megatron-core's order."""
+
+    indexed: Any = field(repr=False)
+    sequences: NDArray[np.int32] = field(repr=False)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    @property
+    def per_epoch(self) -> int:
+        return 0 if super().per_epoch == 0 else len(self.epoch(0))
+
+    @lru_cache(maxsize=8)  # noqa: B019  three splits, in as many epochs as a step can touch
+    def epoch(self, number: int) -> GPTDataset:
+        """The data set of one epoch."""
+        config = GPTDatasetConfig(
+            random_seed=mixed_seed(self.seed, number) >> 32,  # numpy's takes 32 bits
+            sequence_length=self.seq_length,
+            tokenizer=SimpleNamespace(vocab_size=None, eod=-2, unique_identifiers={}),
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=False,
+            create_attention_mask=False,
+            path_to_cache="",
+            blend=([self.indexed.path_prefix], None),
+            split="1,0,0",
+        )
+        return GPTDataset(self.indexed, self.indexed.path_prefix, self.sequences, None, Split.train, config)
+
+    def __getitem__(self, number: int) -> NDArray[np.int64]:
+        epoch, position = divmod(number, self.per_epoch)
+        record = self.epoch(epoch)[position]
+        return self.checked(np.append(record["tokens"].numpy(), record["labels"].numpy()[-1]))
+
+
+def gpt_splits(experiment: Experiment, workspace: Path, splits: Mapping[str, Samples]) -> dict[str, Samples]:
+    """The same splits, which have passed the checks of every engine, in megatron-core's order."""
+    indexed = IndexedDataset(str(workspace / experiment.data.data_path))
+    ends = split_bounds(len(indexed.document_indices) - 1, experiment.data.split)
+    bounds = [int(indexed.document_indices[end]) for end in ends]
+    made: dict[str, Samples] = {}
+    for number, name in enumerate(SPLITS):
+        sequences = np.arange(bounds[number], bounds[number + 1], dtype=np.int32)
+        base = splits[name]
+        made[name] = GPTSamples(
+            name, base.tokens, base.seq_length, base.vocab_size, base.seed, indexed=indexed, sequences=sequences
+        )
+    return made

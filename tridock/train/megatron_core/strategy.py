@@ -1,0 +1,145 @@
+"""Training steps, evaluation and checkpoints by megatron-core, behind the calls that the training loop knows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor, nn
+
+from tridock.experiment.schema import Experiment
+from tridock.train.megatron_core import files, torch_states
+from tridock.train.megatron_core.attention import positions
+from tridock.train.megatron_core.layout import Layout
+from tridock.train.megatron_core.model import DTYPES, build_chunks
+from tridock.train.process_group import Ranks
+from tridock.train.strategies import Step
+
+
+class MegatronCore:
+    """This rank's part of the model, its optimizer, and megatron-core's schedule over both."""
+
+    def __init__(self, experiment: Experiment, padded_vocab_size: int, layout: Layout, ranks: Ranks) -> None:
+        self.experiment, self.layout, self.device = experiment, layout, ranks.device
+        self.chunks = build_chunks(experiment, padded_vocab_size, ranks.device)
+        self.optimizer = get_megatron_optimizer(
+            optimizer_config(experiment), self.chunks, use_gloo_process_groups=False
+        )
+        for chunk in self.chunks:
+            chunk.config.grad_scale_func = self.optimizer.scale_loss
+        self.positions = positions(
+            experiment.model.seq_length, layout.context_parallel_rank, layout.context_parallel_size
+        ).to(ranks.device)
+
+    @property
+    def loss_scale(self) -> float:
+        return float(self.optimizer.get_loss_scale().item()) if self.experiment.precision == "fp16" else 1.0
+
+    def step(self, batches: Sequence[Tensor], lr: float) -> Step:
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        loss = self._pass(batches, forward_only=False)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+            group["weight_decay"] = self.experiment.optimizer.weight_decay * group["wd_mult"]
+        good, norm, _ = self.optimizer.step()
+        return Step(loss, float(norm) if good else math.inf)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Tensor]) -> Tensor:
+        for chunk in self.chunks:
+            chunk.eval()
+        return self._pass(batches, forward_only=True)
+
+    def _pass(self, batches: Sequence[Tensor], forward_only: bool) -> Tensor:
+        """All micro-batches through the pipeline; their mean loss, on all ranks."""
+        losses: list[Tensor] = get_forward_backward_func()(
+            forward_step_func=self._forward,
+            data_iterator=[iter(batches) for _ in self.chunks],
+            model=self.chunks,
+            num_microbatches=len(batches),
+            seq_length=self.experiment.model.seq_length,
+            micro_batch_size=self.experiment.batch.micro_batch_size,
+            forward_only=forward_only,
+        )
+        # Only the last stage has any.
+        return self.layout.share(torch.stack(losses).mean() if losses else None, self.device)
+
+    def _forward(self, batches: Iterator[Tensor], chunk: nn.Module) -> tuple[Tensor, Any]:
+        batch = next(batches)
+        tokens, labels = batch[:, :-1][:, self.positions], batch[:, 1:][:, self.positions]
+        places = self.positions.expand_as(tokens)
+        return chunk(tokens, places, None, labels=labels), mean_loss
+
+    def files(self, rank: int) -> tuple[str, ...]:  # noqa: ARG002  each rank reads what it needs of all
+        return files.FILES
+
+    def save(self, folder: Path, writes_shared: bool) -> None:  # noqa: ARG002  one folder that all ranks share
+        files.save(self._state(is_loading=False), folder)
+
+    def load(self, folder: Path) -> None:
+        for optimizer in self.optimizer.chained_optimizers:
+            torch_states.before_load(optimizer)
+        state = files.load(self._state(is_loading=True), folder)
+        for name, model in self._named():
+            model.load_state_dict(state[name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        for optimizer in self.optimizer.chained_optimizers:
+            torch_states.after_load(optimizer)
+
+    def _named(self) -> Iterator[tuple[str, nn.Module]]:
+        """The models inside the chunks, by the names that Megatron-LM gives them in a checkpoint."""
+        for number, chunk in enumerate(self.chunks):
+            model = chunk.module if self.experiment.precision == "fp32" else chunk.module.module
+            yield f"model{number}" if len(self.chunks) > 1 else "model", model
+
+    def _state(self, is_loading: bool) -> dict[str, Any]:
+        """What a checkpoint holds, each part with its place in the whole: it fits any layout."""
+        metadata = {
+            "non_homogeneous_layers": True,
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        }
+        state = {name: model.sharded_state_dict(metadata=metadata) for name, model in self._named()}
+        state["optimizer"] = self.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
+        return state
+
+
+def mean_loss(losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """megatron-core wants the sum and the number of tokens, and keeps the third: here the mean."""
+    total = losses.float().sum()
+    count = torch.tensor(losses.numel(), dtype=torch.int, device=losses.device)
+    return total, count, total.detach() / count
+
+
+def optimizer_config(experiment: Experiment) -> OptimizerConfig:
+    """megatron-core's description of the optimizer; the learning rate is set at every step."""
+    optimizer, fp16 = experiment.optimizer, experiment.fp16
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=optimizer.lr,
+        min_lr=optimizer.min_lr,
+        weight_decay=optimizer.weight_decay,
+        adam_beta1=optimizer.adam_beta1,
+        adam_beta2=optimizer.adam_beta2,
+        adam_eps=optimizer.adam_eps,
+        # 0 would turn off the norm as well, and it is reported in any case.
+        clip_grad=optimizer.clip_grad or math.inf,
+        fp16=experiment.precision == "fp16",
+        bf16=experiment.precision == "bf16",
+        params_dtype=DTYPES[experiment.precision],
+        loss_scale=fp16.loss_scale or None,
+        initial_loss_scale=2.0**fp16.initial_scale_power,
+        min_loss_scale=1.0,
+        loss_scale_window=fp16.loss_scale_window,
+        hysteresis=fp16.hysteresis,
+        use_distributed_optimizer=experiment.parallel.use_distributed_optimizer,
+    )

@@ -1,0 +1,31 @@
+"""``python -m tridock.train.pretrain_gpt --run-folder <folder>``: one rank of engine ``megatron-core``."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from tridock.train.program import run_program
+from tridock.train.rank import end
+
+if TYPE_CHECKING:
+    from tridock.train.process_group import Ranks
+    from tridock.train.trainer import Build
+
+
+def engine(ranks: Ranks) -> Build:
+    """What makes the parts of the training loop, once megatron-core finds what it needs on this machine."""
+    from tridock.compat import megatron_core
+
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ranks.world_size)
+    replaced = megatron_core.prepare(ranks.device.type, local_ranks)
+    if ranks.first:
+        print("".join(f"compat: {line}\n" for line in replaced), end="", flush=True)
+
+    from tridock.train.megatron_core.parts import megatron_core_parts
+
+    return megatron_core_parts
+
+
+if __name__ == "__main__":
+    end(run_program("tridock.train.pretrain_gpt", "megatron-core", engine), at_once=True)

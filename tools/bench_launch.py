@@ -26,6 +26,7 @@ SHORT = [
     "train.eval_interval=0",
     "train.save=false",
 ]
+ONE_SLOT_A_NODE = "node-1:0@node-2:0"  # more ranks than cores would measure the machine
 FIRST_STEP = "iteration 1/1 "
 
 
@@ -57,11 +58,19 @@ def main() -> None:
     """Prints a table and writes runs/bench-launch.json."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hosts", type=Path, default=Path("hostfiles/twin"))
+    parser.add_argument("--include", default=ONE_SLOT_A_NODE)
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
-    session = Session.open(arguments.hosts)
+    session = Session.open(arguments.hosts, include=arguments.include)
     up(session)
-    fab = [str(Path(sys.executable).with_name("fab")), "launch", "--hosts", str(arguments.hosts)]
+    fab = [
+        str(Path(sys.executable).with_name("fab")),
+        "launch",
+        "--hosts",
+        str(arguments.hosts),
+        "--include",
+        arguments.include,
+    ]
     fab += ["--config", str(CONFIG), *(word for field in SHORT for word in ("--set", field))]
     times: dict[str, list[float]] = {"fab launch": [], "deepspeed by hand": []}
     for _ in range(arguments.repeats):

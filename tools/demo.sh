@@ -1,17 +1,37 @@
 #!/usr/bin/env bash
-# `make demo`: a small GPT on real text over two nodes; see README. Run from the project's folder, after `make venv`.
+# `make demo`: a small GPT on real text, tensor and pipeline parallel over two nodes; see README. Run from the
+# project's folder, after `make venv`.
 set -Eeuo pipefail
 
-readonly config=configs/demo.yaml
 readonly run_id_file=.cache/demo-run-id
+readonly image=${IMAGE:-tridock:cpu}
+readonly with_v115=configs/demo-3d-v1.1.5.yaml with_core=configs/demo-3d.yaml
 
 step() { printf '\n== %s\n' "$*"; }
 
 engine_answers() { docker version --format '{{.Server.Version}}' >/dev/null 2>&1; }
 
+image_has_megatron() {
+  docker run --rm --entrypoint test "$image" -f /opt/megatron-v1.1.5/pretrain_gpt2.py
+}
+
+# choose_experiment WHERE CHECK...: Megatron-LM v1.1.5 where CHECK finds it, else megatron-core; says which.
+choose_experiment() {
+  local where=$1
+  shift
+  if "$@"; then
+    config=$with_v115
+    echo "engine: Megatron-LM v1.1.5, which $where has"
+  else
+    config=$with_core
+    echo "engine: megatron-core, because $where is without Megatron-LM v1.1.5 (docs/megatron.md says how to bring it)"
+  fi
+}
+
 run_on_twin() {
-  step "image: tridock:cpu"
+  step "image: $image"
   make --no-print-directory image FLAVOR=cpu
+  choose_experiment "the image" image_has_megatron
   step "data: this machine's Python standard library"
   tridock data demo
   step "run: $config on the two nodes of hostfiles/twin"
@@ -20,16 +40,17 @@ run_on_twin() {
 
 run_here() {
   echo "No Docker engine answers here: the same experiment runs as local ranks in .venv, without ssh."
-  step "packages: torch and DeepSpeed into .venv"
+  step "packages: torch, DeepSpeed and megatron-core into .venv"
   make --no-print-directory venv
+  choose_experiment "this machine" test -f "${TRIDOCK_MEGATRON:-/opt/megatron-v1.1.5}/pretrain_gpt2.py"
   step "data: this machine's Python standard library"
   tridock data demo
   step "run: $config on this machine"
-  tridock train "$config" --nproc 2 --run-id-file "$run_id_file"
+  tridock train "$config" --nproc 4 --run-id-file "$run_id_file"
 }
 
 main() {
-  local started=$SECONDS
+  local started=$SECONDS config
   export PATH="$PWD/.venv/bin:$PATH"
   mkdir -p .cache
   rm -f "$run_id_file"

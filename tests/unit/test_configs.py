@@ -10,6 +10,9 @@ from tridock.plan import make_plan
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 LAYOUTS = {
+    "demo": [(1, "TP1 PP1 DP1"), (2, "TP1 PP1 DP2"), (4, "TP1 PP1 DP4"), (12, "TP1 PP1 DP12")],
+    "demo-3d": [(4, "TP2 PP2 DP1"), (8, "TP2 PP2 DP2")],
+    "demo-3d-v1.1.5": [(4, "TP2 PP2 DP1"), (8, "TP2 PP2 DP2")],
     "megatron/gpt2-345m": [(8, "TP1 PP1 DP8"), (16, "TP1 PP1 DP16")],
     "megatron/gpt2-345m-3d": [(16, "TP2 PP2 DP4")],
     "megatron/gpt2-345m-distributed": [(8, "TP1 PP1 DP8")],
@@ -30,9 +33,9 @@ LAYOUTS = {
 REFUSED = {"jean-zay/76b-as-written"}
 
 
-def test_every_experiment_of_a_folder_is_listed() -> None:
-    found = {f"{path.parent.name}/{path.stem}" for path in CONFIGS.glob("*/*.yaml")}
-    assert found == LAYOUTS.keys() | REFUSED
+def test_every_experiment_is_listed() -> None:
+    found = {str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIGS.rglob("*.yaml")}
+    assert found - {"reference"} == LAYOUTS.keys() | REFUSED
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -37,6 +37,8 @@ class Summary:
     test_loss: float | None
     seconds: float | None
     """From the first rank's start to the last event."""
+    peak_memory_bytes: int | None
+    """The most that any rank held at once: GPU memory, or the process's own on a CPU."""
 
 
 def summarize(folder: Path) -> Summary:
@@ -64,6 +66,9 @@ def summarize(folder: Path) -> Summary:
         valid_loss=evaluations["valid"][-1]["loss"] if "valid" in evaluations else None,
         test_loss=evaluations["test"][-1]["loss"] if "test" in evaluations else None,
         seconds=_seconds(events),
+        peak_memory_bytes=next(
+            (event.get("peak_memory_bytes") for event in reversed(events) if "device" in event), None
+        ),
     )
 
 
@@ -85,6 +90,7 @@ def render_table(summary: Summary) -> Table:
         ("last loss", _loss(summary.last_loss)),
         ("validation loss", _loss(summary.valid_loss)),
         ("test loss", _loss(summary.test_loss)),
+        ("peak memory of a rank", _memory(summary.peak_memory_bytes)),
         ("time", "-" if summary.seconds is None else f"{timedelta(seconds=round(summary.seconds))}"),
     )
     for row in rows:
@@ -143,6 +149,10 @@ def _seconds(events: list[Record]) -> float | None:
 
 def _count(value: int | None) -> str:
     return "-" if value is None else str(value)
+
+
+def _memory(value: int | None) -> str:
+    return "-" if value is None else f"{value / 2**30:.2f} GiB"
 
 
 def _loss(value: float | None) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tridock.errors import Problem, RequestError, RunError
 from tridock.run_folder import EXPERIMENT, MEGATRON, MEGATRON_VARIABLE
-from tridock.train.rank import end, form_world, run_rank
+from tridock.train.rank import end, form_world, record_end, run_rank
 
 
 def main() -> int:
@@ -75,7 +75,7 @@ def _train(run_folder: Path, words: list[str]) -> None:
             what, todo = "Megatron gave up", "see the lines above; megatron_args of the experiment may be wrong"
             raise RunError(Problem("megatron", what, f"exit code {left.code}", todo)) from None
     recorder.metrics.close()
-    recorder.event("run_finished", iteration=recorder.iteration)
+    record_end(run_folder, ranks, recorder.iteration)
 
 
 def check_files(words: list[str]) -> None:

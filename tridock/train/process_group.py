@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import threading
@@ -154,6 +155,22 @@ def mean_over_ranks(value: torch.Tensor) -> float:
     total = value.detach().to(torch.float32, copy=True)
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()
+
+
+def peak_memory_bytes(ranks: Ranks) -> int:
+    """The most that any rank held at once: of the GPU's memory torch's part, else the process's own. A collective."""
+    if ranks.device.type == "cuda":
+        held = torch.cuda.max_memory_allocated()
+    else:
+        held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    largest = torch.tensor([held], dtype=torch.int64, device=ranks.device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return int(largest.item())
+
+
+def device_name(ranks: Ranks) -> str:
+    """The GPU's name, or ``cpu``."""
+    return torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "cpu"
 
 
 def lost_rank(error: RuntimeError) -> Problem | None:

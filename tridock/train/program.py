@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tridock.run_folder import EXPERIMENT
-from tridock.train.rank import form_world, run_rank
+from tridock.train.rank import form_world, record_end, run_rank
 
 if TYPE_CHECKING:
     from tridock.train.process_group import Ranks
@@ -43,4 +43,4 @@ def _train(run_folder: Path, workspace: Path, engine: Engine) -> None:
         experiment = load_experiment(run_folder / EXPERIMENT)
     trainer = Trainer(experiment, run_folder, workspace, ranks, engine(ranks))
     trainer.run()
-    trainer.event("run_finished", iteration=trainer.progress.iteration)
+    record_end(run_folder, ranks, trainer.progress.iteration)

@@ -41,6 +41,17 @@ def form_world(run_folder: Path) -> process_group.Ranks:
     return ranks
 
 
+def record_end(run_folder: Path, ranks: process_group.Ranks, iteration: int) -> None:
+    """Rank 0 records that the run is finished, and what the ranks needed for it. A collective."""
+    from tridock.train import process_group
+    from tridock.train.metrics import record_event
+
+    peak = process_group.peak_memory_bytes(ranks)
+    if ranks.first:
+        device = process_group.device_name(ranks)
+        record_event(run_folder, "run_finished", iteration=iteration, device=device, peak_memory_bytes=peak)
+
+
 def end(code: int, at_once: bool = False) -> None:
     """Ends the process where it failed; does nothing where all went well, unless it is to end at once in any case.
 

@@ -36,7 +36,8 @@ def make_run(folder: Path, iterations: int = 4, **fields: Any) -> Path:
         metrics += [{"iteration": 4, "split": "test", "loss": 5.75}]
         write_lines(folder / "metrics.jsonl", metrics)
     start = {"time": "2026-01-01T00:00:00.000+00:00", "event": "run_started"}
-    end = {"time": "2026-01-01T00:01:30.500+00:00", "event": "run_finished"}
+    end: dict[str, Any] = {"time": "2026-01-01T00:01:30.500+00:00", "event": "run_finished"}
+    end |= {"device": "cpu", "peak_memory_bytes": 3 << 29}
     write_lines(folder / "events.jsonl", [start, end])
     return folder
 
@@ -70,6 +71,7 @@ def test_the_figures_of_a_finished_run(tmp_path: Path) -> None:
         valid_loss=5.5,
         test_loss=5.75,
         seconds=90.5,
+        peak_memory_bytes=3 << 29,
     )
 
 
@@ -88,6 +90,7 @@ def test_the_table(tmp_path: Path) -> None:
         ["last loss", "4.0000"],
         ["validation loss", "5.5000"],
         ["test loss", "5.7500"],
+        ["peak memory of a rank", "1.50 GiB"],
         ["time", "0:01:30"],
     ]
     assert text.startswith("Run a-1")
@@ -100,7 +103,7 @@ def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
     summary = summarize(folder)
     assert (summary.state, summary.iterations, summary.tokens) == ("not started", 0, 0)
     assert {summary.nodes, summary.ranks, summary.first_loss, summary.seconds, summary.tokens_per_second} == {None}
-    assert rendered(summary).count(" - ") == 8
+    assert rendered(summary).count(" - ") == 9
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,43 @@
+"""Model FLOPs against the sum of the matrix products, one by one."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tridock.experiment.flops import model_flops_per_token, peak_tflops
+from tridock.experiment.schema import Model
+
+SIZES = st.integers(1, 4096)
+
+
+@given(layers=SIZES, width=SIZES, sequence=SIZES, vocabulary=SIZES)
+def test_the_papers_formula_is_the_sum_of_the_products(layers: int, width: int, sequence: int, vocabulary: int) -> None:
+    model = Model(num_layers=layers, hidden_size=width, num_attention_heads=1, seq_length=sequence)
+    # Multiply-adds of a token: query, key, value, output; scores and weighted values; the two of the MLP; the logits.
+    layer = 4 * width**2 + 2 * sequence * width + 8 * width**2
+    forward = 2 * (layers * layer + width * vocabulary)
+    assert model_flops_per_token(model, vocabulary) == pytest.approx(3 * forward)
+
+
+def test_gpt3_as_the_paper_counts_it() -> None:
+    """175 B: 96 layers of 12288, sequence 2048, vocabulary 51200; a batch of 1536 in 1024 GPUs at 140 TFLOP/s each."""
+    model = Model(num_layers=96, hidden_size=12288, num_attention_heads=96, seq_length=2048)
+    with_recomputation = model_flops_per_token(model, 51200) * 4 / 3
+    tokens = 300e9
+    days = tokens * with_recomputation / (1024 * 140e12) / 86400
+    assert days == pytest.approx(34, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("Tesla V100-SXM2-16GB", 125.0),
+        ("cpu", None),
+    ],
+)
+def test_peaks(name: str, peak: float | None) -> None:
+    assert peak_tflops(name) == peak

@@ -63,6 +63,11 @@ bench-launch: .venv/.operator ## Time to the first step: fab launch beside deeps
 	@tridock data demo
 	@python tools/bench_launch.py
 
+.PHONY: bench-gpu
+bench-gpu: .venv/.operator ## Tokens/s, model TFLOP/s, MFU and peak memory of every engine on this machine's GPUs (BENCH='--models gpt-345m')
+	@tridock data demo
+	@python tools/bench_gpu.py $(BENCH)
+
 # ---- checks ------------------------------------------------------------------------------------------------------------
 # TESTS  more words for pytest, as TESTS='-k hostfile -x'
 TESTS ?=
@@ -89,6 +94,10 @@ test-distributed: .venv/.full ## Several ranks on this machine's CPU
 .PHONY: test-integration
 test-integration: .venv/.full ## A real engine: the image, the twin, hosts reached over ssh
 	pytest tests/integration $(TESTS)
+
+.PHONY: test-gpu
+test-gpu: ## Every engine on this machine's GPU; in the image, or wherever torch sees one
+	pytest tests/gpu $(TESTS)
 
 .PHONY: clean
 clean: ## Remove .venv, caches and the twin's containers and keys; runs/ and data/ stay

@@ -1,6 +1,8 @@
 """The doors of docs/architecture.md: imports go down only, and heavy libraries stay in their rooms."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -76,3 +78,10 @@ def test_node_starts_without_heavy_packages() -> None:
     for _, path in (pair for pair in modules() if pair[0] == "node"):
         third_party = {name.partition(".")[0] for name in imported(path)} & {"pydantic", "rich", "yaml", "numpy"}
         assert not third_party, f"{path}: {third_party}"
+
+
+def test_a_run_on_one_machine_needs_no_package_of_the_operators() -> None:
+    absent = "".join(f"sys.modules[{name!r}] = None\n" for name in ("fabric", "invoke", "paramiko"))
+    program = f"import sys\n{absent}import tridock.cli, tridock.ops.local_run"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

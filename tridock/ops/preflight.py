@@ -6,15 +6,17 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tridock import run_folder
 from tridock.errors import ClusterError, Problem, RequestError
 from tridock.experiment import Experiment
 from tridock.experiment.inputs import checkpoint_problems, data_problems
-from tridock.ops.session import Session
 from tridock.plan import Plan
-from tridock.remote import Host
+
+if TYPE_CHECKING:  # a run on one machine needs no ssh: its image is without the packages for it
+    from tridock.ops.session import Session
+    from tridock.remote import Host
 
 _TIMEOUT_S = 60.0
 

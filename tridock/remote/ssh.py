@@ -17,8 +17,8 @@ from tridock.command import Command
 from tridock.errors import ClusterError
 from tridock.remote import ssh_connection
 from tridock.remote.failures import killed, lost, no_session, shown, timed_out
-from tridock.remote.host import CHUNK, Completed, Operations, Progress, Sink, Stream, completed
-from tridock.remote.ssh_channel import TICK_S, OverdueError, Sender, limited, read_all
+from tridock.remote.host import Completed, Operations, Progress, Sink, Stream, completed
+from tridock.remote.ssh_channel import TICK_S, OverdueError, Sender, close, limited, read_all, received
 from tridock.remote.ssh_target import Wanted
 
 
@@ -63,7 +63,7 @@ class SshHost(Operations):
             assert timeout is not None
             raise ClusterError(timed_out(self.name, command, timeout)) from None
         finally:
-            channel.close()
+            close(channel)
         sender.join()
         if sender.failure is not None:
             raise sender.failure
@@ -123,7 +123,7 @@ class _SshStream:
         try:
             while True:
                 try:
-                    part = self._channel.recv(CHUNK)
+                    part = received(self._channel.recv)
                 except TimeoutError:
                     continue
                 if not part:
@@ -136,7 +136,7 @@ class _SshStream:
         self.exit_code = self._host.exit_code_of(self._channel, self._command)
 
     def close(self) -> None:
-        self._channel.close()
+        close(self._channel)
 
 
 def _last_words(transport: Any) -> str:

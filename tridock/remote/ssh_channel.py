@@ -6,7 +6,7 @@ import math
 import select
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Final
 
@@ -18,6 +18,7 @@ from tridock.remote.host import CHUNK, Progress, Sink
 
 TICK_S: Final = 0.2
 _MARGIN_S: Final = 2
+_GONE: Final = (EOFError, OSError, paramiko.SSHException)
 
 
 class OverdueError(Exception):
@@ -39,7 +40,7 @@ class Sender(threading.Thread):
                     # In pieces: paramiko copies what is left of its argument for every packet.
                     for start in range(0, len(chunk), CHUNK):
                         self._channel.sendall(chunk[start : start + CHUNK])
-                except (OSError, EOFError, paramiko.SSHException):
+                except _GONE:
                     return  # the command or the connection has ended: the reader learns which
                 if self._progress is not None:
                     self._progress(len(chunk))
@@ -48,7 +49,7 @@ class Sender(threading.Thread):
         except BaseException as error:
             self.failure = error
             _signal(self._channel, "TERM")  # before its input closes: it must not take the part for the whole
-            self._channel.close()
+            close(self._channel)
 
 
 def limited(command: Command, timeout: float | None) -> str:
@@ -74,7 +75,7 @@ def read_all(channel: Any, sink: Sink, deadline: float | None) -> bytes:
         if channel.recv_ready():
             _take(channel, sink)
         elif channel.recv_stderr_ready():
-            errors += channel.recv_stderr(CHUNK)
+            errors += received(channel.recv_stderr)
         elif ended and channel.status_event.wait(TICK_S):
             return bytes(errors)
         elif not ended:
@@ -85,10 +86,30 @@ def read_all(channel: Any, sink: Sink, deadline: float | None) -> bytes:
 
 def _take(channel: Any, sink: Sink) -> None:
     try:
-        sink(channel.recv(CHUNK))
+        sink(received(channel.recv))
     except BaseException:
         _signal(channel, "TERM")  # nobody takes what it still has to say
         raise
+
+
+def received(read: Callable[[int], bytes]) -> bytes:
+    """What a channel's ``recv`` or ``recv_stderr`` gives; nothing where the connection is lost, as its end will tell.
+
+    Either also tells the other side that there is room again, and raises where that can no longer be sent.
+    A TimeoutError is let pass.
+    """
+    try:
+        return read(CHUNK)
+    except TimeoutError:
+        raise
+    except _GONE:
+        return b""
+
+
+def close(channel: Any) -> None:
+    """Closes a channel, whether or not the other side can still be told."""
+    with suppress(*_GONE):
+        channel.close()
 
 
 def _signal(channel: Any, name: str) -> None:

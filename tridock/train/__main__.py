@@ -19,5 +19,10 @@ def engine(_ranks: Ranks) -> Build:
     return torch_parts
 
 
+def main() -> int:
+    """Runs the rank; gives the exit code."""
+    return run_program("tridock.train", "torch", engine)
+
+
 if __name__ == "__main__":
-    end(run_program("tridock.train", "torch", engine))
+    end(main())

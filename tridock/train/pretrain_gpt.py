@@ -27,5 +27,10 @@ def engine(ranks: Ranks) -> Build:
     return megatron_core_parts
 
 
+def main() -> int:
+    """Runs the rank; gives the exit code."""
+    return run_program("tridock.train.pretrain_gpt", "megatron-core", engine)
+
+
 if __name__ == "__main__":
-    end(run_program("tridock.train.pretrain_gpt", "megatron-core", engine), at_once=True)
+    end(main(), at_once=True)

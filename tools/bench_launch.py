@@ -80,8 +80,14 @@ def main() -> None:
     for name, values in times.items():
         print(f"{name:18s} median {medians[name]:6.2f} s   from {min(values):.2f} to {max(values):.2f} s")
     ratio = medians["fab launch"] / medians["deepspeed by hand"]
-    print(f"ratio {ratio:.3f} (at most 1.15 is the goal), {arguments.repeats} repeats each")
-    Path("runs/bench-launch.json").write_text(json.dumps({"seconds": times, "ratio": ratio}, indent=2) + "\n")
+    # What else the machine does only ever adds: where the two figures differ, it was not quiet.
+    least = min(times["fab launch"]) / min(times["deepspeed by hand"])
+    print(
+        f"ratio of the medians {ratio:.3f}, of the least {least:.3f} (at most 1.15 is the goal), {arguments.repeats} each"
+    )
+    Path("runs/bench-launch.json").write_text(
+        json.dumps({"seconds": times, "ratio": ratio, "ratio_of_least": least}, indent=2) + "\n"
+    )
 
 
 if __name__ == "__main__":

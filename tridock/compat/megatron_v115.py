@@ -27,6 +27,7 @@ def adapt(device_type: str) -> list[str]:
     if not hasattr(dist, "dist_backend"):  # two names of torch 1.0, by which its own data parallelism knows Gloo
         dist.dist_backend, dist._backend = SimpleNamespace(GLOO="gloo"), dist.get_backend()
         adapted.append("torch.distributed.dist_backend: gone since torch 1.1")
+    adapted.append("megatron.fused_kernels: off; upstream's do not compile since torch 1.11")
     if device_type != "cuda":
         random: Any = importlib.import_module("megatron.mpu.random")
         random._set_cuda_rng_state = lambda state, *_: torch.set_rng_state(state)

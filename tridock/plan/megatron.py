@@ -73,6 +73,9 @@ OWNED: Final[dict[str, str]] = {
 }
 """Megatron's options that the experiment gives, and the field that gives each."""
 
+FUSED_KERNELS: Final = ("--scaled-upper-triang-masked-softmax-fusion", "--scaled-masked-softmax-fusion")
+"""They include a header that is gone, and name a GPU generation that CUDA 13 has dropped."""
+
 
 def megatron_problems(experiment: Experiment) -> Iterator[Problem]:
     """What stands against the engine, whatever the number of ranks."""
@@ -94,6 +97,9 @@ def megatron_problems(experiment: Experiment) -> Iterator[Problem]:
         option = word.partition("=")[0]
         if option in OWNED:
             yield Problem("megatron_args", "the experiment has a field for this", option, f"set {OWNED[option]}")
+        if option in FUSED_KERNELS:
+            what = "Megatron v1.1.5's fused softmax kernels do not compile since torch 1.11"
+            yield Problem("megatron_args", what, option, "leave it out")
 
 
 def _layout_problems(experiment: Experiment) -> Iterator[Problem]:

@@ -45,6 +45,9 @@ def planned(ranks: int, *overrides: str) -> Plan:
          "data.merge_file: Megatron v1.1.5 reads GPT-2's tokenizer; got nothing; "
          "name the file that the data was tokenized with (the demo's lie in data/demo/tokenizer)"),
         (1, ["train.seed=0"], "train.seed: Megatron v1.1.5 wants a positive seed; got 0; use 1 or more"),
+        (1, ["megatron_args=[--scaled-masked-softmax-fusion]"],
+         "megatron_args: Megatron v1.1.5's fused softmax kernels do not compile since torch 1.11; "
+         "got --scaled-masked-softmax-fusion; leave it out"),
         (1, ["megatron_args=[--batch-size=9]"],
          "megatron_args: the experiment has a field for this; got --batch-size; set batch.micro_batch_size"),
         (1, ["train.save=false", "train.checkpoint_folder=x"],

@@ -77,6 +77,8 @@ def experiment(**fields: Any) -> Experiment:
             "hidden_size": 64,
             "num_attention_heads": 4,
             "seq_length": 64,
+            # 500 tokens: 500 rows on one rank, 600 on two that share them out.
+            "make_vocab_size_divisible_by": 100,
             "hidden_dropout": 0.0,
             "attention_dropout": 0.0,
         },
@@ -268,6 +270,30 @@ def test_the_program_of_a_rank(workspace: Path) -> None:
     for text in (*finished.out, *finished.err, (folder / "logs/rank-1.log").read_text()):
         for mark in ("terminate called", "Traceback", "leaked", "Warning:"):
             assert mark not in text, text
+
+
+LIMITED = """
+import resource, signal, sys
+from tridock.train.pretrain_gpt import main
+from tridock.train.rank import end
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+end(main(), at_once=True)
+"""
+
+
+def test_a_checkpoint_that_cannot_be_written(workspace: Path, tmp_path: Path) -> None:
+    """No room for the file: the run says so and stops, and no half checkpoint stays."""
+    folder = make_run(workspace, "full", 1)
+    program = tmp_path / "limited.py"
+    program.write_text(LIMITED)
+    with Started([str(program), "--run-folder", str(folder)], folder, 1, {}) as started:
+        finished = started.wait()
+    assert finished.codes == [4]
+    assert f"{folder}/checkpoints/iter_0000006: the checkpoint could not be written; got " in finished.out[0]
+    assert "free space there or mend its permissions" in finished.out[0]
+    assert "Traceback" not in finished.out[0]
+    assert list((folder / "checkpoints").iterdir()) == []
 
 
 def test_a_world_of_another_size_is_refused(workspace: Path) -> None:

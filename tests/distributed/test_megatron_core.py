@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -9,7 +11,17 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.ranks import Finished, Started, events, losses, metrics, run_several
+from tests.distributed.ranks import (
+    Finished,
+    Started,
+    events,
+    free_port,
+    losses,
+    metrics,
+    place,
+    rank_environment,
+    run_several,
+)
 from tridock.data.corpus import prepare_demo
 from tridock.engines import rank_program
 from tridock.experiment import Experiment, dump_experiment
@@ -45,6 +57,13 @@ SHORT: Layouts = {
     "fp16": (1, {"precision": "fp16", "fp16.initial_scale_power": 12}),
     "fp16-overflow": (1, {"precision": "fp16", "fp16.initial_scale_power": 31, "fp16.hysteresis": 1}),
 }
+LENGTH = {"train.train_iters": 10, "optimizer.lr_decay_iters": 10, "train.eval_interval": 0}
+DROPOUT = {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}
+DROPPED: Layouts = {
+    "kept": (1, {}),
+    "full": (1, {GRANULARITY: "full", METHOD: "uniform", GROUP: 1}),
+    "selective": (1, {GRANULARITY: "selective"}),
+}
 CONTINUED: Layouts = {
     "tp2-sp": (2, {TP: 2, SP: True}),
     "pp2-vpp2": (2, {PP: 2, VPP: 2}),
@@ -57,8 +76,6 @@ CHANGED: Mapping[str, tuple[str, int, dict[str, Any]]] = {
     "one to pp2-vpp2": ("one", 2, {PP: 2, VPP: 2}),
     "dp2-distributed-optimizer to tp2": ("dp2-distributed-optimizer", 2, {TP: 2, DISTRIBUTED: True}),
 }
-LENGTH = {"train.train_iters": 10, "optimizer.lr_decay_iters": 10, "train.eval_interval": 0}
-DROPOUT = {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +94,8 @@ def experiment(**fields: Any) -> Experiment:
             "hidden_size": 64,
             "num_attention_heads": 4,
             "seq_length": 64,
+            # 500 tokens: 500 rows on one rank, 600 on two that share them out.
+            "make_vocab_size_divisible_by": 100,
             "hidden_dropout": 0.0,
             "attention_dropout": 0.0,
         },
@@ -163,8 +182,10 @@ def test_layouts_agree(runs: Runs, layout: str) -> None:
     assert losses(runs(layout)) == {place: pytest.approx(loss, abs=LAYOUT_TOLERANCE) for place, loss in wanted.items()}
 
 
-def test_recomputing_changes_nothing(runs: Runs) -> None:
-    assert losses(runs("recompute-full")) == losses(runs("recompute-selective")) == losses(runs("one"))
+def test_recomputing_changes_nothing(workspace: Path) -> None:
+    """Not even what dropout draws."""
+    dropped = trained_together(workspace, "dropped", DROPPED, **LENGTH, **DROPOUT, **{"train.save": False})
+    assert losses(dropped("full")) == losses(dropped("selective")) == losses(dropped("kept"))
 
 
 def test_every_field_of_a_logged_iteration(runs: Runs) -> None:
@@ -268,6 +289,49 @@ def test_the_program_of_a_rank(workspace: Path) -> None:
     for text in (*finished.out, *finished.err, (folder / "logs/rank-1.log").read_text()):
         for mark in ("terminate called", "Traceback", "leaked", "Warning:"):
             assert mark not in text, text
+
+
+LIMITED = """
+import resource, signal, sys
+from tridock.train.pretrain_gpt import main
+from tridock.train.rank import end
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+end(main(), at_once=True)
+"""
+
+
+def test_a_checkpoint_that_cannot_be_written(workspace: Path, tmp_path: Path) -> None:
+    """No room for the file: the run says so and stops, and no half checkpoint stays."""
+    folder = make_run(workspace, "full", 1)
+    program = tmp_path / "limited.py"
+    program.write_text(LIMITED)
+    with Started([str(program), "--run-folder", str(folder)], folder, 1, {}) as started:
+        finished = started.wait()
+    assert finished.codes == [4]
+    assert f"{folder}/checkpoints/iter_0000006: the checkpoint could not be written; got " in finished.out[0]
+    assert "free space there or mend its permissions" in finished.out[0]
+    assert "Traceback" not in finished.out[0]
+    assert list((folder / "checkpoints").iterdir()) == []
+
+
+def test_nodes_that_share_no_folder_are_told_before_the_first_step(workspace: Path) -> None:
+    """Two ranks with a run's folder each, as on two nodes without a shared disk."""
+    folders = [make_run(workspace, f"apart-{rank}", 2) for rank in range(2)]
+    port = free_port()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tridock.train.pretrain_gpt", "--run-folder", str(folder)],
+            env=rank_environment() | place(rank, 2, port) | {"LOCAL_RANK": "0"},
+        )
+        for rank, folder in enumerate(folders)
+    ]
+    assert [process.wait(120) for process in processes] == [2, 2]
+    assert (folders[0] / "logs/rank-0.log").read_text().splitlines()[-1] == (
+        "rank 1: train.save: checkpoints of this engine lie in one folder that all nodes share; "
+        f"got a folder of rank 1's node alone: {folders[1]}/checkpoints; "
+        "mount a shared file system there, or set it to false"
+    )
 
 
 def test_a_world_of_another_size_is_refused(workspace: Path) -> None:

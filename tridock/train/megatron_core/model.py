@@ -26,22 +26,46 @@ from tridock.train.megatron_core.attention import GatheredAttention
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def build_chunks(experiment: Experiment, padded_vocab_size: int, device: torch.device) -> list[nn.Module]:
-    """This rank's runs of layers, one or (interleaved) several, each as megatron-core's data parallel module."""
+class GPT(GPTModel):
+    """megatron-core's, with a loss in which the rows that pad the vocabulary have no part.
+
+    How many there are depends on the tensor parallel size; with them each layout would have a loss of its own.
+    """
+
+    def __init__(self, *given: Any, tokens: int, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.tokens = tokens
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """The loss of each token; ``logits`` are of this rank's part of the vocabulary, the last dimension."""
+        part = logits.size(-1)
+        padding = max(0, self.tokens - part * parallel_state.get_tensor_model_parallel_rank())
+        if padding < part:
+            logits[..., padding:] = -math.inf
+        loss: Tensor = super().compute_language_model_loss(labels, logits)
+        return loss
+
+
+def build_chunks(experiment: Experiment, tokens: int, padded: int, device: torch.device) -> list[nn.Module]:
+    """This rank's runs of layers, one or (interleaved) several, each as megatron-core's data parallel module.
+
+    The vocabulary has ``tokens``, and the embedding as many rows as that ``padded`` for the tensor parallel ranks.
+    """
     config = transformer_config(experiment, device)
     model, virtual = experiment.model, experiment.parallel.virtual_pipeline_model_parallel_size
     chunks: list[nn.Module] = []
     for number in range(virtual):
         stage = number if virtual > 1 else None
-        chunk: nn.Module = GPTModel(
+        chunk: nn.Module = GPT(
             config,
             block_spec(config, device, stage),
-            padded_vocab_size,
+            padded,
             model.max_position_embeddings or model.seq_length,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
             share_embeddings_and_output_weights=True,
             vp_stage=stage,
+            tokens=tokens,
         )
         initialize(chunk.to(device), experiment)
         chunks.append(chunk if experiment.precision == "fp32" else Float16Module(config, chunk))

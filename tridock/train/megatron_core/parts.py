@@ -24,12 +24,12 @@ def megatron_core_parts(experiment: Experiment, _run_folder: Path, workspace: Pa
     with together(ranks):
         check_batch(experiment, layout.data_parallel_size)
         splits = gpt_splits(experiment, workspace, load_splits(experiment, workspace))
-    # In a checkpoint the vocabulary is as long as without tensor parallelism, whose padding is not data.
+    # A checkpoint fits another tensor parallel size, whose padding is another: it goes by the one without.
     shape = Shape.of(experiment.model, splits["train"].vocab_size)
     padded = padded_vocab_size(shape.padded_vocab_size, experiment)
     return Parts(
         splits=splits,
-        strategy=MegatronCore(experiment, padded, layout, ranks),
+        strategy=MegatronCore(experiment, splits["train"].vocab_size, padded, layout, ranks),
         progress=Progress.of(experiment, ranks, shape.padded_vocab_size),
         parameters=parameters(experiment.model, padded),
         words=layout.words,

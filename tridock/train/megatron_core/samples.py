@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,17 +30,21 @@ class GPTSamples(Samples):
 
     indexed: Any = field(repr=False)
     sequences: NDArray[np.int32] = field(repr=False)
+    _epochs: dict[int, GPTDataset] = field(default_factory=dict, repr=False)
 
-    def __hash__(self) -> int:
-        return id(self)
-
-    @property
+    @cached_property
     def per_epoch(self) -> int:
         return 0 if super().per_epoch == 0 else len(self.epoch(0))
 
-    @lru_cache(maxsize=8)  # noqa: B019  three splits, in as many epochs as a step can touch
     def epoch(self, number: int) -> GPTDataset:
-        """The data set of one epoch."""
+        """The data set of one epoch. Two are kept: a step touches no more, unless the data are small."""
+        if number not in self._epochs:
+            while len(self._epochs) > 1:
+                del self._epochs[next(iter(self._epochs))]
+            self._epochs[number] = self._make(number)
+        return self._epochs[number]
+
+    def _make(self, number: int) -> GPTDataset:
         config = GPTDatasetConfig(
             random_seed=mixed_seed(self.seed, number) >> 32,  # numpy's takes 32 bits
             sequence_length=self.seq_length,

@@ -25,9 +25,9 @@ from tridock.train.strategies import Step
 class MegatronCore:
     """This rank's part of the model, its optimizer, and megatron-core's schedule over both."""
 
-    def __init__(self, experiment: Experiment, padded_vocab_size: int, layout: Layout, ranks: Ranks) -> None:
+    def __init__(self, experiment: Experiment, tokens: int, padded: int, layout: Layout, ranks: Ranks) -> None:
         self.experiment, self.layout, self.device = experiment, layout, ranks.device
-        self.chunks = build_chunks(experiment, padded_vocab_size, ranks.device)
+        self.chunks = build_chunks(experiment, tokens, padded, ranks.device)
         self.optimizer = get_megatron_optimizer(
             optimizer_config(experiment), self.chunks, use_gloo_process_groups=False
         )

@@ -163,6 +163,18 @@ def test_a_launch_follows_the_run_to_its_end(rack_up: Up, finished: Finished) ->
     assert json.loads(world)["world_size"] == 2
 
 
+def test_the_stages_of_megatron_core_run_on_two_hosts(rack_up: Up) -> None:
+    """Without checkpoints: the hosts share no folder, which these would need."""
+    rack = rack_up.rack
+    stages = {"engine": "megatron-core", "parallel": "{pipeline_model_parallel_size: 2}", "model__num_layers": 2}
+    done = rack.fab("launch", *tiny(**stages, train__save="false"), "--run-id-file", "stages")
+    assert done.returncode == 0, done.stdout + done.stderr
+    run_id = run_id_of(rack.project / "stages")
+    assert f"run {run_id}: 2 ranks on 2 nodes, TP1 PP2 DP1" in done.stdout
+    losses = [entry["loss"] for entry in metrics(rack, run_id) if "split" not in entry]
+    assert losses[-1] < losses[0] - 0.2
+
+
 def test_each_rank_logs_where_it_ran(rack_up: Up, finished: Finished) -> None:
     rack, run_id = rack_up.rack, finished.run_id
     logs = {host.name: host.sh(f"cd {RUNS}/{run_id}/logs && ls").split() for host in rack}

@@ -199,7 +199,7 @@ def test_how_the_work_is_done_does_not_matter(
 
 def test_clipping_reports_the_norm(workspace: Path, source: Path) -> None:
     folder, finished = train(
-        workspace, source, "clipped", 2, **{ZERO: 2, "optimizer.clip_grad": 0.5, "train.train_iters": 3}
+        workspace, source, "clipped", 2, **{ZERO: 2, "optimizer.clip_grad": 0.5, "train.train_iters": 4}
     )
     assert finished.codes == [0, 0], finished.out[0][-5000:]
     assert all(record["grad_norm"] > 0.5 for (_, split), record in metrics(folder).items() if split == "train")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.ranks import (
+    ROOT,
     Finished,
     Started,
     events,
@@ -24,7 +25,7 @@ from tests.distributed.ranks import (
 )
 from tridock.data.corpus import prepare_demo
 from tridock.engines import rank_program
-from tridock.experiment import Experiment, dump_experiment
+from tridock.experiment import Experiment, dump_experiment, load_experiment
 from tridock.plan import make_plan
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
@@ -332,6 +333,18 @@ def test_nodes_that_share_no_folder_are_told_before_the_first_step(workspace: Pa
         f"got a folder of rank 1's node alone: {folders[1]}/checkpoints; "
         "mount a shared file system there, or set it to false"
     )
+
+
+@pytest.mark.parametrize(("twin", "ranks"), [("tiny-7.5b", 4), ("tiny-76b", 6)])
+def test_the_tiny_twins_of_jean_zay_train(workspace: Path, twin: str, ranks: int) -> None:
+    """As they are shipped, for two steps."""
+    shorter = ["train.train_iters=2", "train.eval_interval=0", "optimizer.lr_warmup_iters=1", "train.save=false"]
+    shipped = load_experiment(ROOT / f"configs/jean-zay/{twin}.yaml", [*shorter, "train.eval_iters=1"])
+    folder = workspace / "runs" / twin
+    folder.mkdir(parents=True)
+    (folder / "experiment.yaml").write_text(dump_experiment(shipped))
+    run_several([folder], ranks)
+    assert [loss > 5.5 for loss in train_losses(folder)] == [True, True]
 
 
 def test_a_world_of_another_size_is_refused(workspace: Path) -> None:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from tridock.errors import Problem, RequestError, RunError
 from tridock.experiment.schema import Experiment
 from tridock.run_folder import CHECKPOINTS, write_atomic
-from tridock.train.process_group import Ranks, barrier, together
+from tridock.train.process_group import Consequence, Ranks, barrier, together
 from tridock.train.strategies import Strategy
 
 LATEST = "latest"
@@ -103,6 +103,10 @@ class Checkpoints:
                 write_atomic(self.folder / self.pointer, pointed(self.pointer, progress.iteration).encode())
             barrier()
         except BaseException as error:
+            if isinstance(error, Exception) and not partial.exists() and not final.exists():
+                # A rank that failed has removed it under the hands of this one.
+                todo = "look for its message in logs/rank-<N>.log"
+                raise Consequence(Problem(str(final), "another rank gave the checkpoint up", "", todo)) from error
             # Half a checkpoint is of no use, and may be what fills the disk.
             shutil.rmtree(partial, ignore_errors=True)
             if (got := _write_failure(error)) is None:

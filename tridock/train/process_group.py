@@ -111,6 +111,10 @@ class Agreed(Exception):
         self.error = error
 
 
+class Consequence(RunError):
+    """What another rank's failure comes to on this one: that rank's message is the run's."""
+
+
 @contextmanager
 def together(ranks: Ranks) -> Iterator[None]:
     """What any rank finds wrong inside stops all of them, with one list of problems.

@@ -80,6 +80,9 @@ def _guarded(run_folder: Path, program: Callable[[], None]) -> int:
             process_group.barrier()
             process_group.leave()
         return agreed.error.exit_code
+    except process_group.Consequence as error:
+        _report(run_folder, rank, f"rank {rank}: {error}", str(error), consequence=True)
+        return error.exit_code
     except TridockError as error:
         _report(run_folder, rank, f"rank {rank}: {error}", str(error))
         return error.exit_code

@@ -1,6 +1,7 @@
 """Finding a checkpoint and judging whether it fits, before anything is loaded."""
 
 import json
+import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tests.unit.train.experiments import experiment
 from tridock.errors import RequestError
 from tridock.train.checkpoint import (
     LATEST_OF_MEGATRON,
+    Checkpoints,
     Progress,
     check_fit,
     check_shared,
@@ -18,7 +20,7 @@ from tridock.train.checkpoint import (
     pointed,
     read_progress,
 )
-from tridock.train.process_group import Ranks
+from tridock.train.process_group import Consequence, Ranks, join, leave
 
 RANKS = Ranks(0, 0, 2, torch.device("cpu"))
 ZERO = {"parallel.strategy": "zero", "parallel.zero_stage": 2}
@@ -138,4 +140,30 @@ def test_a_folder_that_is_not_shared(tmp_path: Path) -> None:
     assert str(caught.value) == (
         "train.save: checkpoints of this engine lie in one folder that all nodes share; "
         f"got a folder of rank 4's node alone: {tmp_path}; mount a shared file system there, or set it to false"
+    )
+
+
+class Gone:
+    """A strategy that writes while another rank, which failed, removes the folder."""
+
+    def save(self, folder: Path, *, writes_shared: bool) -> None:
+        assert writes_shared
+        shutil.rmtree(folder)
+        torch.save({}, folder / "part.pt")
+
+
+def test_a_checkpoint_that_another_rank_gave_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TRIDOCK_WORLD_SIZE"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    ranks = join()
+    try:
+        with pytest.raises(Consequence) as caught:
+            Checkpoints(tmp_path, ranks).save(Gone(), progress())  # type: ignore[arg-type]
+    finally:
+        leave()
+    assert str(caught.value) == (
+        f"{tmp_path}/checkpoints/iter_0000000: another rank gave the checkpoint up; "
+        "look for its message in logs/rank-<N>.log"
     )

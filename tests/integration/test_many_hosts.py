@@ -1,0 +1,97 @@
+"""`fab up` on 32 hosts: a real sshd for each, and a stand-in for Docker that is as slow as one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+
+from tests.integration.sshd import ROOT, Sshd, wait_until
+
+CAP = 8
+STEPS = (("begun", 1), ("ended", -1))
+IMAGE = "sha256:0123456789abcdef"
+# What `docker run` is told, `docker container inspect` tells afterwards. The moments of a start are written down.
+DOCKER = r"""#!/bin/bash
+case $1 in
+image) echo 'image IMAGE' ;;
+container)
+  if [ ! -e "$STATE/recipe" ]; then exit 1; fi
+  printf 'container {"Id": "1", "Image": "IMAGE", '
+  printf '"Config": {"Labels": {"tridock.recipe": "%s"}}, ' "$(cat "$STATE/recipe")"
+  printf '"State": {"Running": true, "ExitCode": 0, "Health": {"Status": "healthy"}}}\n' ;;
+run)
+  date +%s.%N >"$STATE/begun"
+  for word; do case $word in tridock.recipe=*) recipe=${word#*=} ;; esac; done
+  sleep 0.5
+  printf '%s' "$recipe" >"$STATE/recipe"
+  date +%s.%N >"$STATE/ended" ;;
+exec) ;;
+*) echo "not expected: $*" >&2; exit 1 ;;
+esac
+""".replace("IMAGE", IMAGE)
+
+
+@pytest.fixture
+def lab(make_sshd: Callable[..., Sshd], tmp_path: Path) -> dict[str, Sshd]:
+    """Hosts h01 to h32, and the ssh configuration that finds them."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (programs / "docker").write_text(DOCKER)
+    (programs / "docker").chmod(0o755)
+    sshds = {}
+    for number in range(1, 33):
+        name, state = f"h{number:02d}", tmp_path / f"h{number:02d}"
+        state.mkdir()
+        options = f"SetEnv PATH={programs}:{os.environ['PATH']} STATE={state} HOME={state}"
+        sshds[name] = make_sshd(options, name=f"sshd-{name}")
+    (tmp_path / "ssh_config").write_text(
+        "".join(
+            f"Host {name}\n HostName 127.0.0.1\n Port {sshd.port}\n IdentityFile {sshd.client_key}\n"
+            f" UserKnownHostsFile {sshd.known_hosts}\n GlobalKnownHostsFile none\n"
+            for name, sshd in sshds.items()
+        )
+    )
+    return sshds
+
+
+def up(folder: Path, names: list[str]) -> float:
+    """`fab up` on these hosts; its seconds."""
+    hostfile = folder / f"lab-{len(names)}"
+    hostfile.write_text("".join(f"{name} slots=1\n" for name in names))
+    settings = {
+        "name": "lab", "image": "tridock-test-no-such:image",
+        "ssh": {"config_file": f"{folder}/ssh_config", "max_connections": CAP}, "container": {"gpus": "none"},
+    }  # fmt: skip
+    hostfile.with_name(f"{hostfile.name}.yaml").write_text(json.dumps(settings))
+    program = str(Path(sys.executable).with_name("fab"))
+    argv = [program, "--search-root", str(ROOT), "up", "--hosts", str(hostfile)]
+    began = time.monotonic()
+    done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == f"{len(names)} nodes up, image {IMAGE[:19]}: {', '.join(names)}\n"
+    return time.monotonic() - began
+
+
+def test_32_hosts_are_brought_up_under_the_cap(lab: dict[str, Sshd], tmp_path: Path) -> None:
+    names = list(lab)
+    few = up(tmp_path, names[:2])
+    for name in names[:2]:
+        (tmp_path / name / "recipe").unlink()
+    many = up(tmp_path, names)
+    again = up(tmp_path, names)
+    # One login a command, whatever the number of steps.
+    for number, name in enumerate(names):
+        wait_until(
+            lambda name=name, number=number: lab[name].log.count("Accepted publickey") == (3 if number < 2 else 2)
+        )
+    moments = [(float((tmp_path / name / which).read_text()), step) for name in names for which, step in STEPS]
+    assert max(accumulate(step for _, step in sorted(moments))) <= CAP
+    print(f"\nfab up: 2 hosts {few:.2f} s, 32 hosts {many:.2f} s under a cap of {CAP}, again {again:.2f} s")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from tridock.errors import Problem
 
 _LENGTH = 300
 
@@ -24,18 +26,34 @@ class FirstFailure:
 
 
 def first_failure(events: Mapping[str, bytes], nodes: Mapping[int, str]) -> FirstFailure | None:
-    """Reads what each node holds of ``events.jsonl``; ``nodes`` maps ranks to their nodes.
+    """Reads what each node holds of ``events.jsonl``; ``nodes`` maps all ranks to their nodes.
 
     Nodes may share the file, and their clocks may differ: a rank that failed of itself comes before any that lost
-    another or was told to end, whatever the time says.
+    another or was told to end, whatever the time says. Where all only lost another, it was one that said nothing.
     """
     failures = {json.dumps(event, sort_keys=True): event for event in _failures(events.values())}
     if not failures:
         return None
     first = min(failures.values(), key=lambda event: (bool(event.get("consequence")), str(event.get("time"))))
-    lines = str(first.get("reason") or "").strip().splitlines() or ["no reason on record"]
+    spoke = {int(event["rank"]) for event in failures.values()}
+    silent = [rank for rank in nodes if rank not in spoke]
+    if first.get("consequence") and silent:
+        return FirstFailure(silent[0], nodes[silent[0]], _without_a_word(silent[1:]))
     rank = int(first["rank"])
-    return FirstFailure(rank, nodes.get(rank, "an unknown node"), lines[0][:_LENGTH], bool(first.get("agreed")))
+    return FirstFailure(rank, nodes.get(rank, "an unknown node"), _essence(first), bool(first.get("agreed")))
+
+
+def _without_a_word(others: Sequence[int]) -> str:
+    """Of ranks that the others lost: a signal ended them, from the kernel where memory ran out."""
+    too = f", as did {', '.join(str(rank) for rank in others)}" if others else ""
+    return f"ended without a word{too} (killed by a signal, perhaps because memory ran out: see dmesg there)"
+
+
+def _essence(event: Mapping[str, Any]) -> str:
+    """The first line of a reason, and of a message of ours what is wrong; the log has the rest."""
+    lines = str(event.get("reason") or "").strip().splitlines() or ["no reason on record"]
+    problem = Problem.parse(lines[0])
+    return (f"{problem.where}: {problem.what}" if problem else lines[0])[:_LENGTH]
 
 
 def _failures(files: Iterable[bytes]) -> Iterator[dict[str, Any]]:

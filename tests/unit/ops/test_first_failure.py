@@ -25,6 +25,24 @@ def test_a_rank_that_lost_another_is_not_first_whatever_its_clock_says() -> None
     assert str(expected) == "rank 3 on b first: RuntimeError('boom')"
 
 
+@pytest.mark.parametrize(
+    ("lost", "message"),
+    [
+        ((0, 1, 3), "rank 2 on b first: ended without a word "),
+        ((0, 1), "rank 2 on b first: ended without a word, as did 3 "),
+    ],
+)
+def test_a_rank_that_a_signal_ended_says_nothing_itself(lost: tuple[int, ...], message: str) -> None:
+    words = "collective: another rank has gone; got Connection reset by peer; look for the rank that failed first"
+    found = first_failure({"a": b"".join(failed(rank, rank, words, consequence=True) for rank in lost)}, NODES)
+    assert str(found) == f"{message}(killed by a signal, perhaps because memory ran out: see dmesg there)"
+
+
+def test_of_a_message_of_ours_its_beginning_is_enough() -> None:
+    words = "data.data_path: no such file; got x.bin; bring the data here"
+    assert str(first_failure({"a": failed(2, 1, words)}, NODES)) == "rank 2 on b first: data.data_path: no such file"
+
+
 def test_of_two_the_earlier() -> None:
     assert first_failure({"a": failed(1, 5), "b": failed(2, 4)}, NODES) == FirstFailure(2, "b", "boom")
 

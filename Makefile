@@ -71,6 +71,8 @@ bench-gpu: .venv/.operator ## Tokens/s, model TFLOP/s, MFU and peak memory of ev
 # ---- checks ------------------------------------------------------------------------------------------------------------
 # TESTS  more words for pytest, as TESTS='-k hostfile -x'
 TESTS ?=
+# More than cores: many of these tests wait for a process.
+WORKERS ?= $(shell echo $$(( $$(nproc) * 2 )))
 
 .PHONY: lint
 lint: .venv/.full ## Formatting, types, shell scripts, the Dockerfile
@@ -85,7 +87,7 @@ test: test-unit test-distributed test-integration ## All tests (those with Docke
 
 .PHONY: test-unit
 test-unit: .venv/.full ## What needs neither ranks nor Docker
-	pytest tests --ignore tests/distributed --ignore tests/integration --ignore tests/gpu -n auto $(TESTS)
+	pytest tests --ignore tests/distributed --ignore tests/integration --ignore tests/gpu -n $(WORKERS) $(TESTS)
 
 .PHONY: test-distributed
 test-distributed: .venv/.full ## Several ranks on this machine's CPU

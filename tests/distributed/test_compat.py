@@ -8,7 +8,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.distributed
+
+ROOT = Path(__file__).parents[2]
 
 
 def run(script: str, path: str = "") -> str:

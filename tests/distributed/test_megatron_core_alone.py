@@ -9,7 +9,9 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core", exc_type=ImportError)
 
-ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.distributed
+
+ROOT = Path(__file__).parents[2]
 BEGIN = """
 import sys
 from pathlib import Path

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tridock.errors import Problem, RequestError, RunError
 from tridock.run_folder import EXPERIMENT, MEGATRON, MEGATRON_VARIABLE
+from tridock.train import index_maps
 from tridock.train.rank import end, form_world, record_end, run_rank
 
 
@@ -49,6 +50,8 @@ def _train(run_folder: Path, words: list[str]) -> None:
         experiment = load_experiment(run_folder / EXPERIMENT)
         source = source_folder()
         check_files(words)
+        stale = drop_stale_maps(words) if ranks.local_rank == 0 else 0
+    process_group.barrier()
 
     from tridock import compat
     from tridock.compat import megatron_v115
@@ -63,6 +66,8 @@ def _train(run_folder: Path, words: list[str]) -> None:
     replaced += megatron_v115.adapt(ranks.device.type)
     if ranks.rank == 0:
         print("".join(f"compat: {line}\n" for line in replaced), end="", flush=True)
+    if stale:
+        print(f"removed {stale} index maps beside the data: they were of other data or another split", flush=True)
 
     from megatron import training
 
@@ -101,6 +106,12 @@ def check_files(words: list[str]) -> None:
         problems.append(Problem("train.load", what, given["--load"], todo))
     if problems:
         raise RequestError(problems)
+
+
+def drop_stale_maps(words: list[str]) -> int:
+    """Index maps beside the data that are not of this data and split; how many there were."""
+    given = dict(itertools.pairwise(words))
+    return index_maps.drop_stale(Path(given["--data-path"]), given["--split"])
 
 
 if __name__ == "__main__":

@@ -115,9 +115,13 @@ def prepare_demo(
 
 
 def _existing(folder: Path, prefix: Path, wanted: dict[str, object]) -> DemoData | None:
-    """What lies there, if it was made as ``wanted`` and is all there."""
+    """What lies there, if it was made as ``wanted`` and is all there.
+
+    Any Python's library serves: the container's is not that of the machine around it, and the data that one has made
+    must not change under a run of the other.
+    """
     try:
-        if json.loads((folder / _RECEIPT).read_text()) != wanted:
+        if json.loads((folder / _RECEIPT).read_text()) | {"python": wanted["python"]} != wanted:
             return None
         manifest = read_manifest(prefix)
         width = bin_path(prefix).stat().st_size

@@ -1,6 +1,8 @@
 """The demo's data: real text, the same on every call, quick where it lies ready."""
 
+import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,6 +80,13 @@ def test_what_is_damaged_is_made_anew_and_the_same(tmp_path: Path, damage: str) 
     (tmp_path / damage).unlink()
     assert prepare(tmp_path, 300).made
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+
+
+def test_what_another_python_has_made_serves_as_well(tmp_path: Path) -> None:
+    made = prepare(tmp_path, 300)
+    receipt = json.loads((tmp_path / "demo.json").read_text())
+    (tmp_path / "demo.json").write_text(json.dumps(receipt | {"python": "3.99.0"}))
+    assert prepare(tmp_path, 300) == replace(made, made=False)
 
 
 def test_another_vocabulary_is_other_data(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def _existing(folder: Path, prefix: Path, wanted: dict[str, object]) -> DemoData
             return None
         manifest = read_manifest(prefix)
         width = bin_path(prefix).stat().st_size
-    except (OSError, ValueError, TridockError):
+    except (OSError, ValueError, TypeError, TridockError):
         return None
     if manifest is None or not idx_path(prefix).is_file():
         return None

@@ -6,7 +6,7 @@ The files are read elsewhere; here are only their facts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tridock.errors import Problem
@@ -59,7 +59,7 @@ def data_problems(
     ``manifest`` is ``<data_path>.json``; without one (Megatron's own tools write none) nobody knows before the ranks
     read. ``tokenizer`` is the number of tokens in ``data.vocab_file``, where the engine reads it.
     """
-    tokens, total = (manifest.get(name) if manifest else None for name in ("vocab_size", "tokens"))
+    tokens, total = (manifest.get(name) if isinstance(manifest, Mapping) else None for name in ("vocab_size", "tokens"))
     if tokens is not None and tokenizer is not None and tokens != tokenizer:
         # A smaller one ends deep inside an embedding; a larger one is another.
         todo = "name the files of the tokenizer that made the data"
@@ -80,9 +80,11 @@ def checkpoint_problems(
 
     Without one (upstream's own checkpoints) nobody knows before the ranks read it.
     """
-    if written is None or experiment.engine != "megatron-deepspeed":
+    if experiment.engine != "megatron-deepspeed" or not isinstance(written, Mapping):
         return
-    theirs, ours = CheckpointLayout(**written), CheckpointLayout.of(experiment, data_parallel_size)
+    ours = CheckpointLayout.of(experiment, data_parallel_size)
+    # What a file of another release leaves out is taken for the same.
+    theirs = replace(ours, **{name: written[name] for name in ours.to_json() if name in written})
     shape = [name for name in _SHAPE if getattr(theirs, name) != getattr(ours, name)]
     for name in shape:
         what = f"the checkpoint of train.load has {getattr(theirs, name)}"

@@ -36,6 +36,13 @@ def test_what_nobody_knows_is_no_problem() -> None:
     assert shown(checkpoint_problems(experiment(), 2, None)) == []
 
 
+def test_json_files_of_somebody_elses_are_no_problem() -> None:
+    somebodys: Any = ["a", "list"]
+    assert shown(data_problems(experiment(), somebodys, 7)) == []
+    assert shown(checkpoint_problems(experiment(), 2, somebodys)) == []
+    assert shown(checkpoint_problems(experiment(), 2, {"zero_stage": 0, "of_a_later_release": 1})) == []
+
+
 def test_a_vocabulary_and_a_sequence_that_do_not_match_the_data() -> None:
     wrong = experiment(model={"vocab_size": 5})
     assert shown(data_problems(wrong, {"vocab_size": 7, "tokens": 64}, 6)) == [

@@ -1,0 +1,65 @@
+"""A launch brings the nodes up only where one is not as it should be."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tridock.cluster.containers import HostFacts, recipe_of, run_command
+from tridock.ops import nodes
+from tridock.ops.facts import Container, HostState, keys_digest
+from tridock.ops.key_store import KeyStore
+from tridock.ops.session import Session
+
+FACTS = HostFacts(uid=1000, gid=100, home="/home/ada", gpus=0, infiniband=False)
+IMAGE = "sha256:0123"
+
+
+@pytest.fixture
+def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
+    """Two nodes that are all right."""
+    (tmp_path / "fabfile.py").touch()
+    (tmp_path / "lab").write_text("a slots=1\nb slots=1\n")
+    made = Session.open(tmp_path / "lab")
+    store = KeyStore(made.cluster)
+    store.ensure()
+    states = {}
+    for node in made.nodes:
+        recipe = recipe_of(run_command(made.cluster, node, IMAGE, FACTS))
+        container = Container("1", IMAGE, running=True, recipe=recipe, exit_code=0, health="healthy")
+        states[node] = HostState(FACTS, IMAGE, container, keys_digest(store.node_files(node)))
+    monkeypatch.setattr(made, "_states", states)
+    monkeypatch.setattr(nodes, "ensure_image", lambda _: IMAGE)
+    monkeypatch.setattr(nodes, "up", lambda _: "brought up")
+    return made
+
+
+def test_where_all_is_right_nothing_is_done(session: Session) -> None:
+    assert nodes.ensure_up(session) == IMAGE
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"container": None},
+        {"running": False},
+        {"recipe": "of other settings"},
+        {"recipe": None},
+        {"health": "starting"},
+        {"health": None},
+        {"keys": "of before a rotation"},
+        {"keys": None},
+    ],
+    ids=str,
+)
+def test_one_node_that_is_not_right_brings_all_up(session: Session, change: dict[str, Any]) -> None:
+    state = session.states()["b"]
+    assert state.container is not None
+    own = {name: value for name, value in change.items() if name in ("container", "keys")}
+    of_container = {name: value for name, value in change.items() if name not in own}
+    changed = replace(state, **({"container": replace(state.container, **of_container)} if of_container else own))
+    session.states()["b"] = changed
+    assert nodes.ensure_up(session) == "brought up"

@@ -16,9 +16,10 @@ from fabric import Connection
 from tridock.command import Command
 from tridock.errors import ClusterError
 from tridock.remote import ssh_connection
+from tridock.remote.aside import aside
 from tridock.remote.failures import killed, lost, no_session, shown, timed_out
 from tridock.remote.host import Completed, Operations, Progress, Sink, Stream, completed
-from tridock.remote.ssh_channel import TICK_S, OverdueError, Sender, close, limited, read_all, received
+from tridock.remote.ssh_channel import OverdueError, Sender, close, limited, read_all, received
 from tridock.remote.ssh_target import Wanted
 
 
@@ -53,34 +54,43 @@ class SshHost(Operations):
         timeout: float | None,
     ) -> Completed:
         # The time limit is the command's: connecting has its own.
-        channel = self._start(command, limited(command, timeout))
+        channel = aside(lambda: self._start(command, limited(command, timeout)))
         sender = Sender(channel, chunks, progress)
-        sender.start()
-        deadline = None if timeout is None else time.monotonic() + timeout
-        try:
-            errors = read_all(channel, sink, deadline)
-        except OverdueError:
-            assert timeout is not None
-            raise ClusterError(timed_out(self.name, command, timeout)) from None
-        finally:
-            close(channel)
-        sender.join()
+
+        def talk() -> bytes:
+            sender.start()
+            deadline = None if timeout is None else time.monotonic() + timeout
+            try:
+                errors = read_all(channel, sink, deadline)
+            except OverdueError:
+                assert timeout is not None
+                raise ClusterError(timed_out(self.name, command, timeout)) from None
+            finally:
+                close(channel)
+            sender.join()
+            return errors
+
+        errors = aside(talk, lambda: close(channel))
         if sender.failure is not None:
             raise sender.failure
         return completed(command, self.exit_code_of(channel, command), errors)
 
     def stream(self, command: Command) -> Stream:
         """As in :class:`tridock.remote.host.Host`."""
-        channel = self._start(command, command.render(), merged=True)
-        channel.shutdown_write()
-        return _SshStream(self, channel, command)
+
+        def start() -> Any:
+            channel = self._start(command, command.render(), merged=True)
+            channel.shutdown_write()
+            return channel
+
+        return _SshStream(self, aside(start), command)
 
     def close(self) -> None:
         """As in :class:`tridock.remote.host.Host`."""
         # Takes no lock: whoever holds it may be waiting for this very connection.
         connection = self._connection
         if connection is not None:
-            ssh_connection.close(connection)
+            aside(lambda: ssh_connection.close(connection))
 
     def exit_code_of(self, channel: Any, command: Command) -> int:
         """How the command of a channel that has ended did so; raises where nobody knows."""
@@ -118,25 +128,17 @@ class _SshStream:
         self._host, self._channel, self._command = host, channel, command
 
     def __iter__(self) -> Iterator[bytes]:
-        # Short waits keep the main thread open to Ctrl-C while nothing comes.
-        self._channel.settimeout(TICK_S)
+        channel = self._channel
         try:
-            while True:
-                try:
-                    part = received(self._channel.recv)
-                except TimeoutError:
-                    continue
-                if not part:
-                    break
+            while part := aside(lambda: received(channel.recv), self.close):
                 yield part
-            while not self._channel.status_event.wait(TICK_S):
-                pass
+            aside(channel.status_event.wait, self.close)
         finally:
             self.close()
         self.exit_code = self._host.exit_code_of(self._channel, self._command)
 
     def close(self) -> None:
-        close(self._channel)
+        aside(lambda: close(self._channel))
 
 
 def _last_words(transport: Any) -> str:

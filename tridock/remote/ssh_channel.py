@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import select
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -16,7 +15,7 @@ from paramiko.common import cMSG_CHANNEL_REQUEST
 from tridock.command import Command
 from tridock.remote.host import CHUNK, Progress, Sink
 
-TICK_S: Final = 0.2
+_TICK_S: Final = 0.2
 _MARGIN_S: Final = 2
 _GONE: Final = (EOFError, OSError, paramiko.SSHException)
 
@@ -63,23 +62,37 @@ def limited(command: Command, timeout: float | None) -> str:
     return Command.of("timeout", "-k", "5", seconds, "sh", "-c", command.render()).render()
 
 
+class _Bell:
+    """What paramiko's buffers set when there is something to read; their clearing would hide the other one's news."""
+
+    def __init__(self) -> None:
+        self.rung = threading.Event()
+
+    def set(self) -> None:
+        self.rung.set()
+
+    def clear(self) -> None:
+        pass
+
+
 def read_all(channel: Any, sink: Sink, deadline: float | None) -> bytes:
     """Both outputs to their ends: one into ``sink``, the errors returned; OverdueError once the deadline is over."""
-    errors = bytearray()
-    poll = select.poll()
-    poll.register(channel.fileno(), select.POLLIN)
-    ended = False
+    errors, bell = bytearray(), _Bell()
+    # Not its fileno(): paramiko closes that under its own writer, which ends the connection.
+    channel.in_buffer.set_event(bell)
+    channel.in_stderr_buffer.set_event(bell)
     while True:
+        bell.rung.clear()
         # Asked first: what came before the end is read after it.
         ended = channel.eof_received or channel.closed
         if channel.recv_ready():
             _take(channel, sink)
         elif channel.recv_stderr_ready():
             errors += received(channel.recv_stderr)
-        elif ended and channel.status_event.wait(TICK_S):
+        elif ended and channel.status_event.wait(_TICK_S):
             return bytes(errors)
         elif not ended:
-            poll.poll(TICK_S * 1000)
+            bell.rung.wait(_TICK_S)
         if deadline is not None and time.monotonic() > deadline:
             raise OverdueError
 
@@ -96,12 +109,9 @@ def received(read: Callable[[int], bytes]) -> bytes:
     """What a channel's ``recv`` or ``recv_stderr`` gives; nothing where the connection is lost, as its end will tell.
 
     Either also tells the other side that there is room again, and raises where that can no longer be sent.
-    A TimeoutError is let pass.
     """
     try:
         return read(CHUNK)
-    except TimeoutError:
-        raise
     except _GONE:
         return b""
 

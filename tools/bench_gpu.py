@@ -19,7 +19,8 @@ from rich.table import Table
 
 from tridock import run_folder
 from tridock.experiment import load_experiment
-from tridock.experiment.flops import model_flops_per_token, peak_tflops
+from tridock.experiment.flops import model_flops_per_token
+from tridock.gpus import peak_tflops
 from tridock.report.records import read_lines
 from tridock.report.summary import summarize
 

@@ -1,4 +1,4 @@
-"""Model FLOPs of a GPT: what its matrix products need, whatever the hardware really does.
+"""FLOPs of a GPT: what its matrix products need, and what the hardware does on top where it computes things again.
 
 Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM" (2021), section 5.1:
 an iteration of B samples takes 96 B s l h^2 (1 + s / 6h + V / 16 l h) with recomputed activations. Without the
@@ -8,18 +8,22 @@ recomputation, which is not the model's need, a forward and a backward pass of t
 
 from __future__ import annotations
 
-from typing import Final
-
 from tridock.experiment.schema import Model
 
-PEAK_TFLOPS: Final = {
-    "H200": 989.4,
-    "H100 PCIe": 756.0,
-    "H100": 989.4,
-    "A100": 312.0,
-    "V100": 125.0,
-}
-"""Dense 16-bit TFLOP/s of a device by a part of its name, the more special first; from NVIDIA's data sheets."""
+
+def layer_flops_per_token(model: Model) -> float:
+    """One layer's forward pass: 24 h^2 in the matrices, 4 s h in the attention's two products."""
+    return 24.0 * model.hidden_size**2 + attention_flops_per_token(model)
+
+
+def attention_flops_per_token(model: Model) -> float:
+    """The forward pass of one layer's scores and weighted values, as if each token attended to all."""
+    return 4.0 * model.seq_length * model.hidden_size
+
+
+def head_flops_per_token(model: Model, vocab_size: int) -> float:
+    """The forward pass of the output layer, of ``vocab_size`` rows (the padding included)."""
+    return 2.0 * model.hidden_size * vocab_size
 
 
 def model_flops_per_token(model: Model, vocab_size: int) -> float:
@@ -27,10 +31,16 @@ def model_flops_per_token(model: Model, vocab_size: int) -> float:
 
     ``vocab_size`` is the number of rows of the output layer, the padding included.
     """
-    layers, hidden, sequence = model.num_layers, model.hidden_size, model.seq_length
-    return 72.0 * layers * hidden**2 * (1 + sequence / (6 * hidden) + vocab_size / (12 * layers * hidden))
+    return 3.0 * (model.num_layers * layer_flops_per_token(model) + head_flops_per_token(model, vocab_size))
 
 
-def peak_tflops(device: str) -> float | None:
-    """What a device of this name does at best in 16 bits; None for one that is not listed."""
-    return next((peak for part, peak in PEAK_TFLOPS.items() if part in device), None)
+def causal_flops_per_token(model: Model, vocab_size: int) -> float:
+    """The same with attention counted as it is needed: a token attends to half of the others, on average."""
+    return model_flops_per_token(model, vocab_size) - 1.5 * model.num_layers * attention_flops_per_token(model)
+
+
+def recomputed_flops_per_token(model: Model, full_layers: int, selective: bool) -> float:
+    """What the backward pass computes again: ``full_layers`` whole layers, or every layer's attention."""
+    if selective:
+        return model.num_layers * attention_flops_per_token(model)
+    return full_layers * layer_flops_per_token(model)

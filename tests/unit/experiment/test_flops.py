@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tridock.experiment.flops import model_flops_per_token, peak_tflops
+from tridock.experiment.flops import model_flops_per_token
 from tridock.experiment.schema import Model
+from tridock.gpus import peak_tflops
 
 SIZES = st.integers(1, 4096)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
-from tridock.experiment.schema import Experiment, Model
+from tridock.experiment.schema import Experiment
+from tridock.experiment.sizes import model_parameters, padded_vocab_size
 from tridock.train.checkpoint import LATEST_OF_MEGATRON, Progress
 from tridock.train.dataset import load_splits
 from tridock.train.gpt import Shape
@@ -31,7 +31,7 @@ def megatron_core_parts(experiment: Experiment, _run_folder: Path, workspace: Pa
         splits=splits,
         strategy=MegatronCore(experiment, splits["train"].vocab_size, padded, layout, ranks),
         progress=Progress.of(experiment, ranks, shape.padded_vocab_size),
-        parameters=parameters(experiment.model, padded),
+        parameters=model_parameters(experiment.model, padded),
         words=layout.words,
         replica=layout.data_parallel_rank,
         replicas=layout.data_parallel_size,
@@ -39,16 +39,3 @@ def megatron_core_parts(experiment: Experiment, _run_folder: Path, workspace: Pa
         pointer=LATEST_OF_MEGATRON,
         shared_checkpoints=True,
     )
-
-
-def padded_vocab_size(vocab_size: int, experiment: Experiment) -> int:
-    """As many rows as tensor parallel ranks can share out in Megatron's multiples."""
-    multiple = experiment.model.make_vocab_size_divisible_by * experiment.parallel.tensor_model_parallel_size
-    return math.ceil(vocab_size / multiple) * multiple
-
-
-def parameters(model: Model, vocab_size: int) -> int:
-    """Of the whole GPT: 12 matrices of hidden x hidden a layer, 13 vectors, both embeddings and the last norm."""
-    width = model.hidden_size
-    rows = vocab_size + (model.max_position_embeddings or model.seq_length)
-    return model.num_layers * (12 * width * width + 13 * width) + rows * width + 2 * width

@@ -24,7 +24,10 @@ from tridock.ops import keys as keys_
 from tridock.ops import launch as launch_
 from tridock.ops import nodes, runs
 from tridock.ops import push as push_
+from tridock.ops.planning import told, with_hosts_gpu
 from tridock.ops.session import Session
+from tridock.report.plan_output import Show, print_plan
+from tridock.report.plan_tables import headline
 from tridock.run_folder import write_atomic
 
 CONSOLE = Console(highlight=False, soft_wrap=True)
@@ -42,7 +45,13 @@ HELP = {
     "run": "a run's id (default: the only one that goes on, or the last)",
     "rank": "the log of this rank instead of the launcher's",
     "rotate": "replace all keys by new ones; runs go on",
-    "force": "even while runs go on",
+    "force": "even while runs go on; a launch: even if the plan says that it does not fit",
+    "gpu": "the nodes' GPU (v100-16gb, a100-80gb, h200, ...) or its memory (24gib); the hosts are asked where left out",
+    "tflops": "what a GPU computes in a second, for the plan's times (default: half of its peak)",
+    "tokens": "reckon the time to so many tokens: 300e9 (default: the run's own)",
+    "search": "list the layouts that fit, best first, and why the others do not",
+    "json": "print all of it for programs",
+    "plot": "also draw the rank map: a .png or .svg file",
     "path": "a file or folder below the project's data/ (default: data)",
     "checkpoints": "bring the checkpoints too",
 }
@@ -92,6 +101,37 @@ def keys(_: Context, hosts: str = "", rotate: bool = False) -> None:
 
 
 @command(iterable=("set",))
+def plan(
+    _: Context,
+    hosts: str = "",
+    config: str = "",
+    set: list[str] | None = None,
+    include: str = "",
+    exclude: str = "",
+    gpu: str = "",
+    tflops: str = "",
+    tokens: str = "",
+    search: bool = False,
+    json: bool = False,
+    plot: str = "",
+) -> None:
+    """Know before launching: where each rank goes, its memory, the cost; or why it cannot run."""
+    session = _open(hosts, include, exclude)
+    path = Path(config or DEFAULT_CONFIG)
+    known = told(session.cluster, gpu or None, None, _number("tflops", tflops), _number("tokens", tokens))
+    known = with_hosts_gpu(known, session)
+    if code := print_plan(path, set or [], session.cluster.slots, known, CONSOLE, Show(search, json, plot)):
+        raise Exit(None, code)
+
+
+def _number(option: str, text: str) -> float | None:
+    try:
+        return float(text) if text else None
+    except ValueError:
+        raise RequestError(Problem(f"--{option}", "is not a number", repr(text), "write it as in 300e9")) from None
+
+
+@command(iterable=("set",))
 def launch(
     _: Context,
     hosts: str = "",
@@ -101,14 +141,17 @@ def launch(
     exclude: str = "",
     dry_run: bool = False,
     detach: bool = False,
+    force: bool = False,
     run_id_file: str = "",
 ) -> None:
     """Run an experiment on the cluster and follow it; Ctrl-C detaches, the run goes on."""
     session = _open(hosts, include, exclude)
-    request = launch_.make_request(session, Path(config or DEFAULT_CONFIG), set or [])
+    request = launch_.make_request(session, Path(config or DEFAULT_CONFIG), set or [], force=force)
     if dry_run:
         _show(launch_.preview(session, request))
         return
+    request = launch_.on_the_hosts_gpus(session, request)
+    CONSOLE.print(headline(request.assessment))
     if not config:
         _say(launch_.bring_demo_data(session))
     bundle = launch_.launch(session, request)

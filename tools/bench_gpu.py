@@ -18,9 +18,6 @@ from rich.console import Console
 from rich.table import Table
 
 from tridock import run_folder
-from tridock.experiment import load_experiment
-from tridock.experiment.flops import model_flops_per_token
-from tridock.gpus import peak_tflops
 from tridock.report.records import read_lines
 from tridock.report.summary import summarize
 
@@ -70,15 +67,11 @@ def measure(config: Path, engine: str, changes: list[str], nproc: int | None) ->
 
 def figures(model: str, engine: str, run: Path) -> Measured:
     """The row of a finished run."""
-    experiment, summary = load_experiment(run / run_folder.EXPERIMENT), summarize(run)
+    summary = summarize(run)
     end = read_lines(run / run_folder.EVENTS)[-1]
-    ranks, speed = summary.ranks or 1, summary.tokens_per_second or 0.0
-    vocabulary = experiment.model.make_vocab_size_divisible_by
-    tflops = speed * model_flops_per_token(experiment.model, vocabulary) / ranks / 1e12
-    peak = peak_tflops(end["device"]) if experiment.precision != "fp32" else None
-    mfu = None if peak is None else tflops / peak
+    ranks, speed, tflops = summary.ranks or 1, summary.tokens_per_second or 0.0, summary.model_tflops_per_rank or 0.0
     memory = (summary.peak_memory_bytes or 0) / 2**30
-    return Measured(model, engine, end["device"], ranks, speed, tflops, mfu, memory)
+    return Measured(model, engine, end["device"], ranks, speed, tflops, summary.mfu, memory)
 
 
 def show(rows: list[Measured]) -> Table:

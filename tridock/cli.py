@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tridock import __version__
-from tridock.errors import EXIT_INTERRUPTED, TridockError
+from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError, TridockError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,10 +43,10 @@ def _parser() -> argparse.ArgumentParser:
     several.add_argument("--master-addr", help="where the others reach the one of rank 0; port: launch.master_port")
     train.set_defaults(action=_train)
 
-    plan = commands.add_parser("plan", help="show what an experiment becomes on a cluster")
-    plan.add_argument("config", type=Path, help="the experiment's YAML file")
-    plan.add_argument("--hosts", type=Path, required=True, help="a DeepSpeed hostfile")
-    plan.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="change a field: train.seed=7")
+    plan = commands.add_parser(
+        "plan", help="know before launching: what an experiment becomes on a cluster, or why not"
+    )
+    _plan_options(plan)
     plan.set_defaults(action=_plan)
 
     data = commands.add_parser("data", help="make training data").add_subparsers(required=True, metavar="COMMAND")
@@ -68,15 +68,49 @@ def _train(arguments: argparse.Namespace) -> int:
     return run_here(arguments.config, arguments.nproc, arguments.workspace, arguments.set, arguments.run_id_file, place)
 
 
-def _plan(arguments: argparse.Namespace) -> int:
-    from tridock.cluster import load_cluster
-    from tridock.experiment import load_experiment
-    from tridock.plan import make_plan
+def _plan_options(plan: argparse.ArgumentParser) -> None:
+    plan.add_argument("config", type=Path, nargs="?", help="the experiment's YAML file")
+    cluster = plan.add_argument_group("the cluster")
+    cluster.add_argument("--hosts", type=Path, help="a DeepSpeed hostfile, with its settings in a .yaml file beside it")
+    cluster.add_argument("--include", default="", help="only these nodes and slots: host-a@host-b:0,2")
+    cluster.add_argument("--exclude", default="", help="all but these nodes and slots")
+    cluster.add_argument("--nodes", type=int, help="without a hostfile: so many nodes")
+    cluster.add_argument("--gpus-per-node", type=int, default=8, help="without a hostfile: slots of each (default: 8)")
+    cluster.add_argument("--gpu", help="the nodes' GPU (v100-16gb, a100-80gb, h200, …) or its memory (24gib)")
+    cluster.add_argument(
+        "--network-gbit", type=float, help="between nodes, of one node (default: the settings', or 100)"
+    )
+    plan.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="change a field: train.seed=7")
+    plan.add_argument("--tflops", type=float, help="what a GPU computes in a second (default: half of its peak)")
+    plan.add_argument("--tokens", type=float, help="reckon the time to so many tokens: 300e9 (default: the run's own)")
+    plan.add_argument(
+        "--search", action="store_true", help="list the layouts that fit, best first, and why others do not"
+    )
+    plan.add_argument("--json", action="store_true", help="print all of it for programs")
+    plan.add_argument("--plot", type=Path, metavar="FILE", help="also draw the rank map: a .png or .svg file")
+    plan.add_argument("--explain", metavar="FIELD", help="say what a field is, and what it does to the plan")
 
-    experiment = load_experiment(arguments.config, arguments.set)
-    plan = make_plan(experiment, load_cluster(arguments.hosts).slots, str(arguments.config))
-    print(plan.to_json(), end="")
-    return 0
+
+def _plan(arguments: argparse.Namespace) -> int:
+    if arguments.explain is not None:
+        from tridock.plan.explain import explain
+
+        print(explain(arguments.explain))
+        return 0
+    if arguments.config is None:
+        raise RequestError(Problem("CONFIG", "is missing", "", "give the experiment's YAML file"))
+
+    from rich.console import Console
+
+    from tridock.ops.planning import slots_of, told
+    from tridock.report.plan_output import Show, print_plan
+
+    cluster, slots = slots_of(
+        arguments.hosts, arguments.include, arguments.exclude, arguments.nodes, arguments.gpus_per_node
+    )
+    known = told(cluster, arguments.gpu, arguments.network_gbit, arguments.tflops, arguments.tokens)
+    show = Show(arguments.search, arguments.json, str(arguments.plot or ""))
+    return print_plan(arguments.config, arguments.set, slots, known, Console(highlight=False), show)
 
 
 def _data_demo(arguments: argparse.Namespace) -> int:

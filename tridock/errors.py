@@ -25,6 +25,8 @@ class Problem:
     what: str
     got: str
     todo: str
+    nearest: tuple[int | str, ...] = ()
+    """Valid values next to the one that was given, for programs: the message has them in ``todo``."""
 
     @classmethod
     def parse(cls, text: str) -> Problem | None:

@@ -90,9 +90,3 @@ def of_device(device: str, memory_mib: int | None = None) -> Gpu | None:
     if memory_mib is None or not fitting:
         return fitting[0] if fitting else None
     return min(fitting, key=lambda gpu: abs(gpu.memory_mib - memory_mib))
-
-
-def peak_tflops(device: str) -> float | None:
-    """What a device of this name does at best in 16 bits; None for one that is not listed."""
-    gpu = of_device(device)
-    return None if gpu is None else gpu.tflops_16

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TASKS = ("down", "fetch", "keys", "launch", "logs", "push", "status", "stop", "up")
+TASKS = ("down", "fetch", "keys", "launch", "logs", "plan", "push", "status", "stop", "up")
 
 
 def fab(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:

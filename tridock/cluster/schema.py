@@ -15,6 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstr
 
 from tridock import run_folder
 from tridock.errors import Problem, RequestError
+from tridock.gpus import find_gpu
 from tridock.strict_yaml import parse_yaml, problems_of
 
 ClusterName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,40}$")]
@@ -130,6 +131,14 @@ class Settings(Section):
     )
     listen: Words = Field(default=(), description="Addresses of the nodes' sshd; all of them where left out.")
     env: dict[EnvName, EnvValue] = Field(default_factory=dict, description="Environment of every node.")
+    gpu: Word | None = Field(
+        default=None,
+        description="The nodes' GPU, for the plan: its name (v100-16gb, a100-80gb, h200, …) or its memory (24gib);"
+        " fab asks the hosts where it is left out.",
+    )
+    network_gbit: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="Between nodes, of one node, in Gbit/s, for the plan's times; 100 where left out."
+    )
     nodes: dict[str, NodeSettings] = Field(
         default_factory=dict, description="What differs for one node, by its name in the hostfile."
     )
@@ -165,6 +174,11 @@ def _unusable(settings: Settings, source: str) -> Iterator[Problem]:
         if node.address is not None and not is_address(node.address):
             todo = "give a host name or an IP address, without a port"
             yield Problem(f"{where}.address", "is not an address", repr(node.address), todo)
+    if settings.gpu is not None:
+        try:
+            find_gpu(settings.gpu, f"{source}: gpu")
+        except RequestError as error:
+            yield from error.problems
     yield from _mount_problems(settings.container.mounts, f"{source}: container.mounts")
 
 

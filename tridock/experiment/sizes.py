@@ -8,7 +8,7 @@ from tridock.experiment.schema import Experiment, Model
 
 
 def padded_vocab_size(tokens: int, experiment: Experiment) -> int:
-    """Rows of the token table for that many tokens: what tensor parallel ranks can share out in Megatron's multiples."""
+    """Rows of the token table for that many tokens: what tensor parallel ranks share out in Megatron's multiples."""
     multiple = experiment.model.make_vocab_size_divisible_by * experiment.parallel.tensor_model_parallel_size
     return math.ceil(tokens / multiple) * multiple
 

@@ -13,7 +13,7 @@ from tridock.command import Command
 from tridock.engines import rank_program
 from tridock.experiment import Experiment, dump_experiment
 from tridock.launchers.deepspeed import deepspeed_command, environment_file
-from tridock.plan import Plan
+from tridock.plan import Assessment
 
 _FIRST_PORT, _PORTS = 20000, 10000
 
@@ -30,7 +30,7 @@ class RunBundle:
 
 def make_bundle(
     experiment: Experiment,
-    plan: Plan,
+    assessment: Assessment,
     slots: Mapping[str, Sequence[int]],
     *,
     run_id: str,
@@ -45,7 +45,7 @@ def make_bundle(
     ``workspace`` is the folder that relative paths start from, the same on every node. ``node_rank`` is for nodes that
     each start their own ranks: the command is that node's.
     """
-    path = f"{workspace}/runs/{run_id}"
+    plan, path = assessment.laid_out, f"{workspace}/runs/{run_id}"
     experiment = experiment.resolved(plan.data_parallel_size)
     program = rank_program(experiment, plan, run_id, path)
     hostfile = f"{path}/{run_folder.HOSTFILE}"
@@ -53,7 +53,7 @@ def make_bundle(
     script = _launch_script(run_id, path, {**program.env, "DS_ENV_FILE": f"{path}/{run_folder.DEEPSPEED_ENV}"}, command)
     texts = {
         run_folder.EXPERIMENT: dump_experiment(experiment),
-        run_folder.PLAN: plan.to_json(),
+        run_folder.PLAN: assessment.to_json(),
         run_folder.MANIFEST: json.dumps({**manifest, "run_id": run_id}, indent=2) + "\n",
         run_folder.HOSTFILE: "".join(f"{node} slots={_slot_count(numbers)}\n" for node, numbers in slots.items()),
         run_folder.DEEPSPEED_ENV: environment_file(program.env),

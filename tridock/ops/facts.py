@@ -5,19 +5,23 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tridock.cluster.containers import RECIPE_LABEL, HostFacts
 from tridock.command import Command
 from tridock.errors import ClusterError, Problem
+from tridock.gpus import Gpu, of_device
 
 # One POSIX script, one `name value` line a fact: a second round trip to a far host costs more than all of this.
 _SCRIPT = r"""
 printf 'uid %s\n' "$(id -u)"
 printf 'gid %s\n' "$(id -g)"
 printf 'home %s\n' "$HOME"
-if command -v nvidia-smi >/dev/null 2>&1; then printf 'gpus %s\n' "$(nvidia-smi --list-gpus 2>/dev/null | wc -l)"; fi
+if command -v nvidia-smi >/dev/null 2>&1; then
+  printf 'gpus %s\n' "$(nvidia-smi --list-gpus 2>/dev/null | wc -l)"
+  nvidia-smi --query-gpu=memory.total,name --format=csv,noheader,nounits 2>/dev/null | sort -n | sed 's/^/gpu /;q'
+fi
 if [ -d /dev/infiniband ]; then echo 'infiniband 1'; fi
 case $3 in '~'/*) keys=$HOME/${3#*/};; *) keys=$3;; esac
 if cd "$keys" 2>/dev/null; then printf 'keys %s\n' "$(export LC_ALL=C; sha256sum -- * 2>/dev/null | sha256sum)"; fi
@@ -51,6 +55,8 @@ class HostState:
     image_id: str | None
     container: Container | None
     keys: str | None
+    gpu: Gpu | None = None
+    """Of the host's GPUs the one with the least memory; a listed one has its rates too."""
 
 
 def facts_command(image: str, container: str, keys: str) -> Command:
@@ -84,7 +90,15 @@ def parse_facts(name: str, text: str) -> HostState:
         raise ClusterError(Problem(name, "gave no facts", f"{error} in {text[-200:]!r}", todo)) from None
     container = _container(json.loads(facts["container"])) if "container" in facts else None
     keys = facts["keys"].split()[0] if facts.get("keys") else None
-    return HostState(host, facts.get("image"), container, keys)
+    return HostState(host, facts.get("image"), container, keys, _gpu(facts.get("gpu", "")))
+
+
+def _gpu(text: str) -> Gpu | None:
+    memory, _, device = text.partition(", ")
+    if not memory.isdecimal():
+        return None  # a driver that does not answer as it should: the plan then has nothing to go by
+    listed = of_device(device, int(memory))
+    return Gpu(device, int(memory)) if listed is None else replace(listed, memory_mib=int(memory))
 
 
 def _lines(text: str) -> Iterator[tuple[str, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tridock import run_folder
@@ -17,10 +17,11 @@ from tridock.launchers import RunBundle, make_bundle
 from tridock.launchers.bundle import default_port
 from tridock.ops.nodes import ensure_up
 from tridock.ops.origin import origin
+from tridock.ops.planning import told, with_hosts_gpu
 from tridock.ops.preflight import check_nodes
 from tridock.ops.push import push
 from tridock.ops.session import Session
-from tridock.plan import Plan, make_plan
+from tridock.plan import Assessment, Plan, assess
 from tridock.remote import Host, LocalHost
 
 _TIMEOUT_S = 60.0
@@ -33,15 +34,33 @@ class Request:
 
     config: Path
     experiment: Experiment
-    plan: Plan
+    assessment: Assessment
     run_id: str
+    force: bool = False
+    """Start although the plan says that it does not fit."""
+
+    @property
+    def plan(self) -> Plan:
+        return self.assessment.laid_out
 
 
-def make_request(session: Session, config: Path, overrides: Sequence[str] = ()) -> Request:
+def make_request(session: Session, config: Path, overrides: Sequence[str] = (), *, force: bool = False) -> Request:
     """Reads and checks the experiment on the cluster's slots; every problem in one :class:`RequestError`."""
     experiment = load_experiment(config, overrides)
-    plan = make_plan(experiment, session.cluster.slots, str(config))
-    return Request(config, experiment, plan, run_folder.new_run_id(experiment.name))
+    assessment = assess(experiment, session.cluster.slots, str(config), told(session.cluster))
+    assessment.checked(force=force)
+    return Request(config, experiment, assessment, run_folder.new_run_id(experiment.name), force)
+
+
+def on_the_hosts_gpus(session: Session, request: Request) -> Request:
+    """The request once more, planned on the hosts' own GPUs where nobody named them. Contacts the hosts.
+
+    Raises :class:`RequestError` where the experiment does not fit those.
+    """
+    known = with_hosts_gpu(request.assessment.assumptions, session)
+    assessment = assess(request.experiment, session.cluster.slots, str(request.config), known)
+    assessment.checked(force=request.force)
+    return replace(request, assessment=assessment)
 
 
 def preview(session: Session, request: Request) -> RunBundle:
@@ -100,7 +119,7 @@ def launch(session: Session, request: Request) -> RunBundle:
 def _bundle(session: Session, request: Request, port: int, manifest: dict[str, object]) -> RunBundle:
     return make_bundle(
         request.experiment,
-        request.plan,
+        request.assessment,
         session.cluster.slots,
         run_id=request.run_id,
         master_addr=session.cluster.address_of(session.head),

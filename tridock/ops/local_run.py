@@ -25,7 +25,7 @@ from tridock.ops import rendezvous
 from tridock.ops.first_failure import first_failure
 from tridock.ops.origin import origin
 from tridock.ops.preflight import data_files, mismatches, preflight_words
-from tridock.plan import Plan, make_plan
+from tridock.plan import Plan, assess
 
 HERE = "localhost"
 _MEETING_PORT = 29500
@@ -78,7 +78,8 @@ def run_here(
     experiment = load_experiment(config, overrides)
     ranks = nproc or _default_ranks()
     slots = {name: range(ranks) for name in _names(place)}
-    plan = make_plan(experiment, slots, str(config))
+    assessment = assess(experiment, slots, str(config))
+    plan = assessment.checked()
     _check_files(config, experiment, plan, workspace)
     run_id = run_folder.new_run_id(experiment.name)
     port = experiment.launch.master_port or (default_port(run_id) if place.nnodes == 1 else _MEETING_PORT)
@@ -86,7 +87,7 @@ def run_here(
         run_id = _meet(place, port, ranks, experiment, run_id)
     bundle = make_bundle(
         experiment,
-        plan,
+        assessment,
         slots,
         run_id=run_id,
         master_addr=place.master_addr or "127.0.0.1",

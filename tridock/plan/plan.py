@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment
@@ -56,9 +56,23 @@ class Plan:
             words.append(f"CP{self.context_parallel_size}")
         return " ".join([*words, f"DP{self.data_parallel_size}"])
 
-    def to_json(self) -> str:
-        """What ``plan.json`` holds."""
-        return json.dumps({**asdict(self), "layout": self.layout}, indent=2) + "\n"
+    def document(self) -> dict[str, Any]:
+        """The plan for JSON; a rank's coordinates by their short names."""
+        fields = asdict(self)
+        fields["ranks"] = [
+            {
+                "rank": rank.rank,
+                "node": rank.node,
+                "slot": rank.slot,
+                "local_rank": rank.local_rank,
+                "pp": rank.pipeline_parallel_rank,
+                "dp": rank.data_parallel_rank,
+                "cp": rank.context_parallel_rank,
+                "tp": rank.tensor_parallel_rank,
+            }
+            for rank in self.ranks
+        ]
+        return {"layout": self.layout, **fields}
 
 
 def make_plan(experiment: Experiment, slots: Mapping[str, Sequence[int]], source: str) -> Plan:
@@ -73,6 +87,12 @@ def make_plan(experiment: Experiment, slots: Mapping[str, Sequence[int]], source
         raise RequestError(
             Problem(f"{source}: {problem.where}", problem.what, problem.got, problem.todo) for problem in problems
         )
+    return lay_out(experiment, slots)
+
+
+def lay_out(experiment: Experiment, slots: Mapping[str, Sequence[int]]) -> Plan:
+    """The plan of an experiment that is legal on the slots."""
+    world_size = sum(len(numbers) for numbers in slots.values())
     parallel, batch = experiment.parallel, experiment.batch
     data_parallel = world_size // size_of_replica(experiment)
     samples = batch.samples_per_step(data_parallel)

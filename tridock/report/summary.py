@@ -6,11 +6,14 @@ import statistics
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
 from tridock import run_folder
 from tridock.experiment import Experiment, load_experiment
+from tridock.experiment.flops import model_flops_per_token
+from tridock.gpus import of_device
 from tridock.report.records import Record, check_run, read_lines, read_metrics, read_plan
 
 
@@ -39,6 +42,10 @@ class Summary:
     """From the first rank's start to the last event."""
     peak_memory_bytes: int | None
     """The most that any rank held at once: GPU memory, or the process's own on a CPU."""
+    model_tflops_per_rank: float | None = None
+    """Model FLOPs (Narayanan et al., 2021, without recomputation) at the median speed, in TFLOP/s."""
+    mfu: float | None = None
+    """That over the dense peak of a device that is known here, in the run's precision."""
 
 
 def summarize(folder: Path) -> Summary:
@@ -50,26 +57,47 @@ def summarize(folder: Path) -> Summary:
     events = read_lines(folder / run_folder.EVENTS)
     speeds = [record["tokens_per_second"] for record in (iterations[1:] or iterations)]
     consumed = iterations[-1]["consumed_samples"] if iterations else 0
+    speed = statistics.median(speeds) if speeds else None
+    ranks = plan.get("world_size") or _world_size(events)
+    device = _latest(events, "device")
+    tflops = _model_tflops(experiment, events, speed, ranks)
     return Summary(
         run_id=folder.absolute().name,
         state=_state(events),
         model=_model(experiment),
         layout=_layout(experiment, plan),
         nodes=len({rank["node"] for rank in plan["ranks"]}) if "ranks" in plan else None,
-        ranks=plan.get("world_size") or _world_size(events),
+        ranks=ranks,
         iterations=iterations[-1]["iteration"] if iterations else 0,
         train_iters=experiment.train.train_iters,
         tokens=consumed * experiment.model.seq_length,
-        tokens_per_second=statistics.median(speeds) if speeds else None,
+        tokens_per_second=speed,
         first_loss=iterations[0]["loss"] if iterations else None,
         last_loss=iterations[-1]["loss"] if iterations else None,
         valid_loss=evaluations["valid"][-1]["loss"] if "valid" in evaluations else None,
         test_loss=evaluations["test"][-1]["loss"] if "test" in evaluations else None,
         seconds=_seconds(events),
-        peak_memory_bytes=next(
-            (event.get("peak_memory_bytes") for event in reversed(events) if "device" in event), None
-        ),
+        peak_memory_bytes=_latest(events, "peak_memory_bytes"),
+        model_tflops_per_rank=tflops,
+        mfu=_mfu(tflops, device, experiment.precision),
     )
+
+
+def _latest(events: list[Record], field: str) -> Any:
+    return next((event[field] for event in reversed(events) if field in event), None)
+
+
+def _model_tflops(experiment: Experiment, events: list[Record], speed: float | None, ranks: int | None) -> float | None:
+    rows = _latest(events, "padded_vocab_size")
+    if rows is None or speed is None or not ranks:
+        return None
+    return speed * model_flops_per_token(experiment.model, rows) / ranks / 1e12
+
+
+def _mfu(tflops: float | None, device: str | None, precision: str) -> float | None:
+    gpu = of_device(device or "")
+    peak = None if gpu is None else gpu.tflops(precision)
+    return None if tflops is None or peak is None else tflops / peak
 
 
 def render_table(summary: Summary) -> Table:
@@ -90,6 +118,7 @@ def render_table(summary: Summary) -> Table:
         ("last loss", _loss(summary.last_loss)),
         ("validation loss", _loss(summary.valid_loss)),
         ("test loss", _loss(summary.test_loss)),
+        ("model FLOP/s of a rank", _flops(summary)),
         ("peak memory of a rank", _memory(summary.peak_memory_bytes)),
         ("time", "-" if summary.seconds is None else f"{timedelta(seconds=round(summary.seconds))}"),
     )
@@ -149,6 +178,13 @@ def _seconds(events: list[Record]) -> float | None:
 
 def _count(value: int | None) -> str:
     return "-" if value is None else str(value)
+
+
+def _flops(summary: Summary) -> str:
+    if summary.model_tflops_per_rank is None:
+        return "-"
+    of = "" if summary.mfu is None else f", MFU {summary.mfu:.1%}"
+    return f"{summary.model_tflops_per_rank:.3g} TFLOP/s{of}"
 
 
 def _memory(value: int | None) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from tridock.errors import Problem, RunError
 from tridock.experiment.inputs import CheckpointLayout
 from tridock.experiment.schema import Experiment
+from tridock.experiment.sizes import model_parameters
 from tridock.run_folder import CHECKPOINT_LAYOUT, write_atomic
 from tridock.train.metrics import Metrics, record_event
 from tridock.train.process_group import Agreed, Ranks
@@ -40,6 +41,8 @@ class Recorder:
         self._model = model
         self.iteration = self._logged_iteration = self._upstream.get_args().iteration
         self._logged_at = time.monotonic()
+        rows = int(self._upstream.get_args().padded_vocab_size)
+        self.event("model_built", parameters=model_parameters(self.experiment.model, rows), padded_vocab_size=rows)
         end: int = self._original["train"](forward, model, *rest)
         self.iteration = end
         return end

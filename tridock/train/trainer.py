@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tridock.errors import Problem, RequestError, RunError
 from tridock.experiment.schema import Experiment
+from tridock.experiment.sizes import padded_vocab_size
 from tridock.train.checkpoint import LATEST, Checkpoints, Progress
 from tridock.train.dataset import Samples, load_splits, mixed_seed
 from tridock.train.gpt import GPT, Shape
@@ -200,6 +201,8 @@ class Trainer:
             f"{experiment.name}: {self.parts.parameters / 1e6:.2f} M parameters, {self.parts.words}, "
             f"{experiment.precision}, {ranks.world_size} {ranks.device.type} ranks"
         )
+        rows = padded_vocab_size(train.vocab_size, experiment)
+        self.event("model_built", parameters=self.parts.parameters, padded_vocab_size=rows)
         self.say(
             f"data: {len(train.tokens):,} training tokens, {train.per_epoch:,} samples of {train.seq_length} an epoch, "
             f"{experiment.batch.global_batch_size} a step, vocabulary of {train.vocab_size}"

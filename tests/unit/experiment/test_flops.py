@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from tridock.experiment.flops import model_flops_per_token
 from tridock.experiment.schema import Model
-from tridock.gpus import peak_tflops
 
 SIZES = st.integers(1, 4096)
 
@@ -27,18 +26,3 @@ def test_gpt3_as_the_paper_counts_it() -> None:
     tokens = 300e9
     days = tokens * with_recomputation / (1024 * 140e12) / 86400
     assert days == pytest.approx(34, abs=1)
-
-
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        ("NVIDIA H200", 989.4),
-        ("NVIDIA H100 80GB HBM3", 989.4),
-        ("NVIDIA H100 PCIe", 756.0),
-        ("NVIDIA A100-SXM4-80GB", 312.0),
-        ("Tesla V100-SXM2-16GB", 125.0),
-        ("cpu", None),
-    ],
-)
-def test_peaks(name: str, peak: float | None) -> None:
-    assert peak_tflops(name) == peak

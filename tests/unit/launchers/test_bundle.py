@@ -9,7 +9,7 @@ import pytest
 from tridock.experiment import parse_experiment
 from tridock.launchers import RunBundle, make_bundle
 from tridock.launchers.bundle import default_port
-from tridock.plan import make_plan
+from tridock.plan import assess
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "launch"
 RUN_ID = "tiny-20260102-030405-abcd"
@@ -31,7 +31,7 @@ CLUSTERS = {
 def bundle(cluster: str, *overrides: str) -> RunBundle:
     experiment, slots = parse_experiment(EXPERIMENT, "e.yaml", overrides), CLUSTERS[cluster]
     return make_bundle(
-        experiment, make_plan(experiment, slots, "e.yaml"), slots,
+        experiment, assess(experiment, slots, "e.yaml"), slots,
         run_id=RUN_ID, master_addr=next(iter(slots)), master_port=29500, manifest={"image": "sha256:1"},
     )  # fmt: skip
 

@@ -38,7 +38,8 @@ def make_run(folder: Path, iterations: int = 4, **fields: Any) -> Path:
     start = {"time": "2026-01-01T00:00:00.000+00:00", "event": "run_started"}
     end: dict[str, Any] = {"time": "2026-01-01T00:01:30.500+00:00", "event": "run_finished"}
     end |= {"device": "cpu", "peak_memory_bytes": 3 << 29}
-    write_lines(folder / "events.jsonl", [start, end])
+    built = {"time": "2026-01-01T00:00:10.000+00:00", "event": "model_built", "parameters": 5, "padded_vocab_size": 64}
+    write_lines(folder / "events.jsonl", [start, built, end])
     return folder
 
 
@@ -72,7 +73,20 @@ def test_the_figures_of_a_finished_run(tmp_path: Path) -> None:
         test_loss=5.75,
         seconds=90.5,
         peak_memory_bytes=3 << 29,
+        # 300 tokens/s on 3 ranks: 100 a rank, 6 FLOPs a weight of the matrices, and the attention's.
+        model_tflops_per_rank=100 * (6 * (2 * 12 * 8 * 8 + 64 * 8) + 2 * 12 * 16 * 8) / 1e12,
+        mfu=None,
     )
+
+
+def test_the_utilization_of_a_known_gpu(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "a-1")
+    events = (folder / "events.jsonl").read_text().replace('"cpu"', '"Tesla V100-SXM2-16GB"')
+    (folder / "events.jsonl").write_text(events)
+    summary = summarize(folder)
+    assert summary.model_tflops_per_rank is not None
+    assert summary.mfu == pytest.approx(summary.model_tflops_per_rank / 125.0)
+    assert "1.54e-06 TFLOP/s, MFU 0.0%" in rendered(summary)
 
 
 def test_the_table(tmp_path: Path) -> None:
@@ -90,6 +104,7 @@ def test_the_table(tmp_path: Path) -> None:
         ["last loss", "4.0000"],
         ["validation loss", "5.5000"],
         ["test loss", "5.7500"],
+        ["model FLOP/s of a rank", "1.54e-06 TFLOP/s"],
         ["peak memory of a rank", "1.50 GiB"],
         ["time", "0:01:30"],
     ]
@@ -103,7 +118,7 @@ def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
     summary = summarize(folder)
     assert (summary.state, summary.iterations, summary.tokens) == ("not started", 0, 0)
     assert {summary.nodes, summary.ranks, summary.first_loss, summary.seconds, summary.tokens_per_second} == {None}
-    assert rendered(summary).count(" - ") == 9
+    assert rendered(summary).count(" - ") == 10
 
 
 @pytest.mark.parametrize(

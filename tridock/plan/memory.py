@@ -1,0 +1,91 @@
+"""Memory of a rank, stage by stage, term by term, against what its GPU has.
+
+Terms come from four places: what the engine keeps of weights, gradients and optimizer (:mod:`~tridock.plan.states`),
+what a step holds on top of that (:mod:`~tridock.plan.activations`), what the optimizer needs while it steps, and a
+fixed overhead (:mod:`~tridock.plan.overhead`), named as such. A step holds most either in its backward passes or while
+the optimizer works, never in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from tridock.experiment import Experiment
+from tridock.gpus import Gpu
+from tridock.plan.activations import Device, activation_terms
+from tridock.plan.overhead import overhead_terms
+from tridock.plan.parameters import Parameters, layers_of_stage, parameters_of_stage
+from tridock.plan.states import optimizer_workspace, state_terms
+from tridock.plan.term import Term, total_bytes
+from tridock.plan.traffic import Shape
+
+Fit = Literal["fits", "tight", "no-fit"]
+TIGHT: Final = 0.8
+"""Share of a GPU above which a run may not last: of 454 published runs none that was estimated below it ran out
+(Fujii et al., 2024, arXiv 2411.06465)."""
+GIB: Final = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Of one rank of a pipeline stage."""
+
+    stage: int
+    layers: int
+    parameters: Parameters
+    terms: tuple[Term, ...]
+    state_bytes: int
+    """Weights, gradients and optimizer states: the terms that last from step to step."""
+    limit_bytes: int | None
+
+    @property
+    def total_bytes(self) -> int:
+        return total_bytes(self.terms)
+
+    @property
+    def share(self) -> float | None:
+        """Of the GPU's memory; None where that is not known."""
+        return None if self.limit_bytes is None else self.total_bytes / self.limit_bytes
+
+    @property
+    def fit(self) -> Fit:
+        """Whether a GPU holds it; one of unknown size is taken to."""
+        return fit_of(self.share)
+
+
+def fit_of(share: float | None) -> Fit:
+    """What a share of a GPU's memory means."""
+    if share is None or share <= TIGHT:
+        return "fits"
+    return "tight" if share <= 1.0 else "no-fit"
+
+
+def memory_of_stage(experiment: Experiment, stage: int, shape: Shape, gpu: Gpu | None) -> StageMemory:
+    """All terms of one rank of ``stage``; without a GPU, those of a CPU rank, which has no overhead of a GPU."""
+    device: Device = "cpu" if gpu is None else "cuda"
+    weights = parameters_of_stage(experiment, stage)
+    replicas = shape.data * experiment.parallel.context_parallel_size
+    states = state_terms(experiment, weights, replicas)
+    held = activation_terms(experiment, stage, shape.accumulation, device)
+    workspace = optimizer_workspace(experiment, weights, replicas, device)
+    beyond = max(0, workspace.bytes - total_bytes(held))
+    step = [*held, Term(workspace.name, beyond, workspace.source)]
+    terms: list[Term] = [*states, *step]
+    if gpu is not None:
+        terms += overhead_terms(experiment, shape, terms, gpu.memory_bytes)
+    return StageMemory(
+        stage=stage,
+        layers=layers_of_stage(experiment, stage),
+        parameters=weights,
+        terms=tuple(term for term in terms if term.bytes),
+        state_bytes=total_bytes(states),
+        limit_bytes=None if gpu is None else gpu.memory_bytes,
+    )
+
+
+def memory_of_stages(experiment: Experiment, shape: Shape, gpu: Gpu | None) -> tuple[StageMemory, ...]:
+    """Of every stage, in order."""
+    stages: Sequence[int] = range(experiment.parallel.pipeline_model_parallel_size)
+    return tuple(memory_of_stage(experiment, stage, shape, gpu) for stage in stages)

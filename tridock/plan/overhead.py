@@ -1,0 +1,42 @@
+"""The fixed overhead of a GPU rank: what no tensor of the run accounts for.
+
+EleutherAI's calculator leaves about 5 GiB a GPU unexplained ("Transformer Math 101", 2023). Here it is three terms, set
+by the one run whose whole use is known: 7.5B on 16 V100, 14,659 MiB by ``nvidia-smi`` (docs/planner.md). The slack is
+only taken where there is room: before it fails, torch's allocator gives back what it merely keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from tridock.experiment import Experiment
+from tridock.plan.term import Term, total_bytes
+from tridock.plan.traffic import Shape, traffic
+
+_MIB: Final = 2**20
+CONTEXT_BYTES: Final = 512 * _MIB
+"""CUDA's context, kernels, cuBLAS's workspaces."""
+COMMUNICATOR_BYTES: Final = 150 * _MIB
+"""NCCL's channels and buffers, for each group that a rank is in."""
+SLACK: Final = 0.25
+"""What the allocator reserves beyond what is in use, as a share of that."""
+
+
+def communicators(experiment: Experiment, shape: Shape) -> int:
+    """NCCL's groups that a rank takes part in: those of the layout, and the whole world's."""
+    return 1 + len(traffic(experiment, shape))
+
+
+def overhead_terms(experiment: Experiment, shape: Shape, used: Sequence[Term], limit_bytes: int) -> list[Term]:
+    """On top of what is ``used``, on a GPU of ``limit_bytes``."""
+    count, in_use = communicators(experiment, shape), total_bytes(used)
+    fixed = [
+        Term("CUDA context", CONTEXT_BYTES, "fixed overhead: context, kernels, cuBLAS workspaces"),
+        Term("NCCL", count * COMMUNICATOR_BYTES, f"fixed overhead: {count} communicators x 150 MiB"),
+    ]
+    left = max(0, limit_bytes - in_use - total_bytes(fixed))
+    slack = Term(
+        "allocator slack", min(round(SLACK * in_use), left), f"fixed overhead: {SLACK:.0%} of the above, if free"
+    )
+    return [*fixed, slack]

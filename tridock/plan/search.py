@@ -1,0 +1,201 @@
+"""All layouts of an experiment on a cluster: those that fit, best first by the estimated time, and why others do not.
+
+Varied are the layout's sizes, sequence parallelism, the distributed optimizer or the ZeRO stage, the micro batch and
+recomputation; what the experiment says of the model, the engine and the global batch stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from tridock.errors import Problem, RequestError
+from tridock.experiment import Experiment
+from tridock.plan.assess import Assumptions, gpu_problems
+from tridock.plan.cost import Cost, Rates, cost_of
+from tridock.plan.legality import layout_problems
+from tridock.plan.memory import GIB, StageMemory, memory_of_stage
+from tridock.plan.model_parallel import size_of_replica
+from tridock.plan.traffic import Shape
+
+Choice = Mapping[str, object]
+"""Fields by their paths, as ``--set`` takes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A legal layout."""
+
+    choice: Choice
+    experiment: Experiment
+    data_parallel_size: int
+    worst: StageMemory
+    """Of the stages that can need most: the first and the last."""
+    cost: Cost
+
+    @property
+    def seconds(self) -> float:
+        """Estimated time of an iteration."""
+        assert self.cost.estimate is not None
+        return self.cost.estimate.iteration
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A layout that cannot be, and why."""
+
+    choice: Choice
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What was found, best first."""
+
+    found: tuple[Candidate, ...]
+    rejected: tuple[Rejected, ...]
+
+
+def search(experiment: Experiment, slots: Mapping[str, Sequence[int]], source: str, assumptions: Assumptions) -> Search:
+    """Tries every layout. Raises :class:`RequestError` where nothing is known to judge them by."""
+    world_size = sum(len(numbers) for numbers in slots.values())
+    rates = Rates.of(assumptions.gpu, experiment.precision, assumptions.tflops, assumptions.network_gbit)
+    if assumptions.gpu is None or rates.tflops is None:
+        todo = "give --gpu (with its memory alone, also --tflops), or gpu: in the settings beside the hostfile"
+        raise RequestError(Problem(source, "a search needs to know the GPU", "", todo))
+    if problems := gpu_problems(experiment, assumptions.gpu):
+        raise RequestError(problems)
+    per_node = min(len(numbers) for numbers in slots.values())
+    fixed = _with_global_batch(experiment, world_size)
+    found: list[Candidate] = []
+    rejected: list[Rejected] = []
+    for choice, candidate in _candidates(fixed, world_size):
+        outcome = _judge(choice, candidate, world_size, per_node, assumptions, rates)
+        if isinstance(outcome, Candidate):
+            found.append(outcome)
+        else:
+            rejected.append(outcome)
+    found.sort(key=lambda one: (one.seconds, one.worst.total_bytes))
+    return Search(tuple(found), tuple(rejected))
+
+
+def _judge(
+    choice: Choice, candidate: Experiment, world_size: int, per_node: int, assumptions: Assumptions, rates: Rates
+) -> Candidate | Rejected:
+    problems = layout_problems(candidate, world_size)
+    if problems:
+        return Rejected(choice, f"{problems[0].where} {problems[0].what}")
+    tensor = candidate.parallel.tensor_model_parallel_size
+    if per_node % tensor:
+        return Rejected(choice, f"tensor parallel groups of {tensor} would cross nodes of {per_node} slots")
+    data = world_size // size_of_replica(candidate)
+    if candidate.parallel.use_distributed_optimizer and data * candidate.parallel.context_parallel_size == 1:
+        return Rejected(choice, "there is one replica: nothing to share the optimizer's states with")
+    steps = candidate.batch.samples_per_step(data) // (candidate.batch.micro_batch_size * data)
+    shape = Shape(data, steps, per_node)
+    stages = {0, candidate.parallel.pipeline_model_parallel_size - 1}
+    memory = [memory_of_stage(candidate, stage, shape, assumptions.gpu) for stage in stages]
+    worst = max(memory, key=lambda stage: stage.total_bytes)
+    if worst.fit == "no-fit":
+        return Rejected(choice, "does not fit the GPU's memory")
+    cost = cost_of(candidate, shape, max(stage.state_bytes for stage in memory), rates)
+    return Candidate(choice, candidate, data, worst, cost)
+
+
+def _with_global_batch(experiment: Experiment, world_size: int) -> Experiment:
+    """With the global batch that it has now: layouts are compared on the same work."""
+    replicas = world_size // size_of_replica(experiment)
+    return experiment.resolved(max(1, replicas))
+
+
+def _candidates(experiment: Experiment, world_size: int) -> Iterator[tuple[Choice, Experiment]]:
+    for choice in _choices(experiment, world_size):
+        parts: dict[str, dict[str, object]] = {}
+        for path, value in choice.items():
+            section, _, field = path.partition(".")
+            parts.setdefault(section, {})[field] = value
+        update = {name: getattr(experiment, name).model_copy(update=fields) for name, fields in parts.items()}
+        yield choice, experiment.model_copy(update=update)
+
+
+def _choices(experiment: Experiment, world_size: int) -> Iterator[Choice]:
+    """Every combination of the engine's options; sizes that do not divide the world are left out unsaid."""
+    micro_batches = _divisors_up_to(experiment.batch.samples_per_step(1), 16)
+    for layout, recompute, micro in product(
+        _layouts(experiment, world_size), _recomputations(experiment), micro_batches
+    ):
+        yield {**layout, **recompute, "batch.micro_batch_size": micro}
+
+
+def _layouts(experiment: Experiment, world_size: int) -> Iterator[Choice]:
+    if experiment.engine == "torch":
+        yield from _states(experiment, 1)
+        return
+    core = experiment.engine == "megatron-core"
+    context = experiment.parallel.context_parallel_size
+    for tensor, stages in product(_divisors_up_to(world_size, 64), _divisors_up_to(world_size, 128)):
+        if world_size % (tensor * stages * context):
+            continue
+        sizes = {
+            "parallel.tensor_model_parallel_size": tensor,
+            "parallel.pipeline_model_parallel_size": stages,
+        }
+        for states in _states(experiment, stages):
+            if not core:
+                yield {**sizes, **states}
+                continue
+            for virtual, sequence in product(
+                (1, 2, 4) if stages > 1 else (1,), (False, True) if tensor > 1 else (False,)
+            ):
+                more = {
+                    "parallel.virtual_pipeline_model_parallel_size": virtual,
+                    "parallel.sequence_parallel": sequence,
+                }
+                yield {**sizes, **more, **states}
+
+
+def _states(experiment: Experiment, stages: int) -> Iterator[Choice]:
+    """Ways to share out the optimizer's states."""
+    if experiment.engine == "megatron-core":
+        yield from ({"parallel.use_distributed_optimizer": value} for value in (False, True))
+    elif experiment.parallel.strategy == "ddp":
+        yield {}
+    else:
+        yield from ({"parallel.zero_stage": stage} for stage in ((0, 1) if stages > 1 else (0, 1, 2, 3)))
+
+
+def _recomputations(experiment: Experiment) -> tuple[Choice, ...]:
+    if experiment.engine != "megatron-core":
+        return tuple({"model.checkpoint_activations": value} for value in (False, True))
+    names = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+    values = ((None, None, None), ("selective", None, None), ("full", "uniform", 1))
+    return tuple({f"model.{name}": value for name, value in zip(names, given, strict=True)} for given in values)
+
+
+def _divisors_up_to(number: int, most: int) -> tuple[int, ...]:
+    return tuple(size for size in range(1, min(number, most) + 1) if number % size == 0)
+
+
+def reasons(rejected: Sequence[Rejected]) -> list[tuple[str, int]]:
+    """Each reason with the number of layouts that it stands against, the most frequent first."""
+    counts: dict[str, int] = {}
+    for one in rejected:
+        counts[one.reason] = counts.get(one.reason, 0) + 1
+    return sorted(counts.items(), key=lambda item: -item[1])
+
+
+def words_of(candidate: Candidate, base: Experiment) -> list[str]:
+    """``--set`` words that turn the experiment into this one."""
+    words = []
+    for path, value in candidate.choice.items():
+        section, _, field = path.partition(".")
+        if getattr(getattr(base, section), field) != value:
+            text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+            words.append(f"{path}={text}")
+    return words
+
+
+def gib(candidate: Candidate) -> float:
+    """Memory of a rank of the fullest stage."""
+    return candidate.worst.total_bytes / GIB

@@ -1,0 +1,261 @@
+"""A plan for people: what it is, what a rank's memory goes to, what an iteration costs; or why it cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tridock.plan.assess import Assessment
+from tridock.plan.cost import Cost, seconds_of
+from tridock.plan.memory import GIB, StageMemory
+from tridock.plan.search import Candidate, Search, reasons, words_of
+
+_STYLES = {"fits": "green", "tight": "yellow", "no-fit": "bold red", "illegal": "bold red"}
+_WORDS = {"fits": "fits", "tight": "tight: over 80 %", "no-fit": "does not fit", "illegal": "cannot run"}
+_MOST_COLUMNS = 4
+_MOST_LAYOUTS = 12
+_MOST_REASONS = 8
+
+
+def headline(assessment: Assessment) -> Text:
+    """One line: the verdict, the layout, the fullest rank, the time."""
+    plan, gpu, text = assessment.plan, assessment.assumptions.gpu, Text(no_wrap=True)
+    if plan is None:
+        return text.append(_WORDS["illegal"], _STYLES["illegal"])
+    judged = gpu is not None
+    text.append(_WORDS[assessment.verdict] if judged else "can run", _STYLES[assessment.verdict])
+    text.append(f" · {plan.layout} · {plan.world_size} ranks · {assessment.worst.total_bytes / GIB:.2f} GiB a rank")
+    if gpu is not None:
+        text.append(f" of {gpu.memory_bytes / GIB:.1f} ({gpu.name})")
+    if assessment.cost is not None and assessment.cost.estimate is not None:
+        text.append(f" · about {_seconds(assessment.cost.estimate.iteration)} an iteration")
+    return text
+
+
+def render(assessment: Assessment) -> Group:
+    """Everything about a plan that is legal."""
+    assert assessment.plan is not None
+    assert assessment.cost is not None
+    parts: list[RenderableType] = [
+        headline(assessment), "", _facts(assessment), "", memory_table(assessment), "", _cost_table(assessment.cost)
+    ]  # fmt: skip
+    if assessment.cost.traffic:
+        parts += ["", _traffic_table(assessment.cost)]
+    parts += [Text(f"note: {note}", "dim") for note in assessment.notes]
+    return Group(*parts)
+
+
+def _facts(assessment: Assessment) -> Table:
+    plan, cost, experiment = assessment.plan, assessment.cost, assessment.experiment
+    assert plan is not None
+    assert cost is not None
+    nodes = len({rank.node for rank in plan.ranks})
+    batch = (
+        f"micro batch {plan.micro_batch_size} x {plan.data_parallel_size} replicas x {plan.accumulation_steps} steps"
+        f" = {plan.global_batch_size} samples, {plan.tokens_per_step:,} tokens an iteration"
+    )
+    rows = (
+        ("experiment", f"{experiment.name}, engine {experiment.engine}, {experiment.precision}"),
+        ("cluster", f"{_count(plan.world_size, 'slot')} on {_count(nodes, 'node')}"),
+        ("layout", plan.layout),
+        ("batch", batch),
+        ("weights", f"{cost.parameters:,}"),
+    )
+    return _pairs(rows)
+
+
+def _pairs(rows: Sequence[tuple[str, str]]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def memory_table(assessment: Assessment) -> Table:
+    """A term a line, a stage a column: the first, the fullest, the last, and the one after the first."""
+    stages = _shown(assessment.memory)
+    gpu = assessment.assumptions.gpu
+    of = f", of {gpu.memory_bytes / GIB:.1f} GiB ({gpu.name})" if gpu is not None else ""
+    table = _table(f"Memory of a rank in GiB{of}")
+    table.add_column("term")
+    for stage in stages:
+        table.add_column(f"stage {stage.stage}", justify="right")
+    table.add_column("what it is", style="dim", overflow="fold")
+    names: dict[str, str] = {}
+    for stage in assessment.memory:
+        for term in stage.terms:
+            names.setdefault(term.name, term.source)
+    for name, source in names.items():
+        amounts = [next((term.bytes for term in stage.terms if term.name == name), 0) for stage in stages]
+        table.add_row(name, *(_gib(amount) for amount in amounts), Text(source))
+    table.add_section()
+    table.add_row(Text("in all", "bold"), *(Text(_gib(stage.total_bytes), "bold") for stage in stages), "")
+    if gpu is not None:
+        shares = [Text(f"{stage.share:.0%} {_short(stage)}", _STYLES[stage.fit]) for stage in stages]
+        table.add_row("of the GPU", *shares, "tight from 80 % on")
+    layers = [f"{stage.layers}" for stage in stages]
+    table.add_row("layers", *layers, "")
+    table.add_row("weights", *(f"{stage.parameters.total:,}" for stage in stages), "of a rank")
+    return table
+
+
+def _short(stage: StageMemory) -> str:
+    return {"fits": "fits", "tight": "tight", "no-fit": "no"}[stage.fit]
+
+
+def _shown(stages: Sequence[StageMemory]) -> list[StageMemory]:
+    if len(stages) <= _MOST_COLUMNS:
+        return list(stages)
+    worst = max(stages, key=lambda stage: stage.total_bytes)
+    chosen = {0, 1, worst.stage, len(stages) - 1}
+    return [stage for stage in stages if stage.stage in chosen]
+
+
+def _cost_table(cost: Cost) -> Table:
+    rows = [
+        (
+            "model FLOPs",
+            f"{_flops(cost.model_flops)} ({_flops(cost.causal_flops)} with causal attention counted as half)",
+        ),
+        ("hardware FLOPs", f"{_flops(cost.hardware_flops)} with what is computed again"),
+        ("pipeline bubble", f"{cost.bubble:.1%} of the time"),
+        *_estimated(cost),
+    ]
+    table = _pairs(rows)
+    table.title, table.title_justify, table.title_style = "An iteration", "left", "bold"
+    return table
+
+
+def _estimated(cost: Cost) -> Iterator[tuple[str, str]]:
+    estimate, rates = cost.estimate, cost.rates
+    if estimate is None:
+        yield "time", "not estimated: the GPU's rates are not known (--gpu)"
+        return
+    parts = {
+        "computing": estimate.compute,
+        "bubble": estimate.bubble,
+        "inside layers": estimate.tensor_and_context,
+        "between stages": estimate.pipeline,
+        "gradients": estimate.gradients,
+        "optimizer": estimate.optimizer,
+    }
+    shares = ", ".join(f"{name} {_seconds(value)}" for name, value in parts.items() if value >= 0.0005)
+    yield "time", f"about {_seconds(estimate.iteration)}: {shares}"
+    yield "at", f"{rates.tflops:,.0f} TFLOP/s a GPU ({rates.tflops_source}), {rates.network_gb_s * 8:g} Gbit/s a node"
+    a_day = _count_short(estimate.tokens_per_second * 86400)
+    yield "speed", f"about {estimate.tokens_per_second:,.0f} tokens/s, {a_day} tokens a day"
+    if estimate.mfu is not None:
+        yield "MFU", f"about {estimate.mfu:.0%}"
+
+
+def days_line(assessment: Assessment) -> str | None:
+    """How long the whole training takes."""
+    cost = assessment.cost
+    if cost is None or (days := cost.days(assessment.tokens)) is None:
+        return None
+    took = (
+        f"{days:,.1f} days" if days >= 1 else f"{days * 24:,.1f} hours" if days >= 1 / 24 else f"{days * 1440:,.0f} min"
+    )
+    return f"{_count_short(assessment.tokens)} tokens take about {took}"
+
+
+def _traffic_table(cost: Cost) -> Table:
+    table = _table("What a rank sends in an iteration")
+    for name in ("group", "ranks", "link", "GiB", "seconds"):
+        table.add_column(name, justify="left" if name in ("group", "link") else "right")
+    for one in cost.traffic:
+        seconds = "-" if cost.estimate is None else f"{seconds_of(one, cost.rates):.3f}"
+        link = "between nodes" if one.link == "network" else "in a node"
+        table.add_row(one.group, str(one.size), link, f"{one.bytes_per_rank / GIB:.3f}", seconds)
+    return table
+
+
+def render_search(found: Search, name: str) -> Group:
+    """The best layouts, and why the others are none."""
+    table = _table(f"Layouts of {name}, best first")
+    table.padding = (0, 1, 0, 0)
+    for column in ("", "layout", "mb", "states", "again", "GiB", "GPU", "time", "tokens/s", "MFU"):
+        left = column in ("layout", "states", "again")
+        table.add_column(column, justify="left" if left else "right", no_wrap=True)
+    for number, one in enumerate(found.found[:_MOST_LAYOUTS], start=1):
+        table.add_row(str(number), *_candidate_row(one))
+    legend = (
+        "mb: micro batch; states: ZeRO stage or distributed optimizer; again: what is recomputed, full or selective"
+    )
+    parts: list[RenderableType] = [table, Text(legend, "dim")]
+    left_out = len(found.found) - _MOST_LAYOUTS
+    if left_out > 0:
+        parts.append(f"and {_count(left_out, 'more layout')} that fit{'s' if left_out == 1 else ''}")
+    if found.rejected:
+        parts += ["", Text(f"{len(found.rejected):,} others cannot be:", "bold")]
+        counted = reasons(found.rejected)
+        parts += [f"{count:>6,}  {reason}" for reason, count in counted[:_MOST_REASONS]]
+        rest = sum(count for _, count in counted[_MOST_REASONS:])
+        if rest:
+            parts.append(f"{rest:>6,}  for other reasons (--json has all)")
+    return Group(*parts)
+
+
+def _candidate_row(one: Candidate) -> Iterator[str | Text]:
+    parallel, model = one.experiment.parallel, one.experiment.model
+    sizes = [f"TP{parallel.tensor_model_parallel_size}", f"PP{parallel.pipeline_model_parallel_size}"]
+    if parallel.virtual_pipeline_model_parallel_size > 1:
+        sizes.append(f"VPP{parallel.virtual_pipeline_model_parallel_size}")
+    if parallel.context_parallel_size > 1:
+        sizes.append(f"CP{parallel.context_parallel_size}")
+    sizes.append(f"DP{one.data_parallel_size}")
+    estimate = one.cost.estimate
+    assert estimate is not None
+    yield " ".join([*sizes, "SP"] if parallel.sequence_parallel else sizes)
+    yield str(one.experiment.batch.micro_batch_size)
+    yield (
+        f"ZeRO-{parallel.zero_stage}" if parallel.zero_stage else "dist" if parallel.use_distributed_optimizer else ""
+    )
+    full = model.checkpoint_activations or model.recompute_granularity == "full"
+    yield "full" if full else "sel" if model.recompute_granularity else ""
+    yield f"{one.worst.total_bytes / GIB:.1f}"
+    yield Text(f"{one.worst.share or 0:.0%}", _STYLES[one.worst.fit])
+    yield _seconds(one.seconds)
+    yield f"{estimate.tokens_per_second:,.0f}"
+    yield "-" if estimate.mfu is None else f"{estimate.mfu:.0%}"
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+
+
+def best_words(found: Search, assessment: Assessment) -> str:
+    """The words that ask for the best layout."""
+    return " ".join(f"--set {word}" for word in words_of(found.found[0], assessment.experiment))
+
+
+def _gib(amount: int) -> str:
+    return "-" if amount == 0 else f"{amount / GIB:.3f}" if amount >= GIB / 1000 else "<0.001"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.1f} s" if value >= 10 else f"{value:.2f} s" if value >= 1 else f"{value * 1000:.0f} ms"
+
+
+def _flops(value: float) -> str:
+    for size, name in ((1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP")):
+        if value >= size:
+            return f"{value / size:,.2f} {name}"
+    return f"{value / 1e9:,.2f} GFLOP"
+
+
+def _count_short(value: float) -> str:
+    for size, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:,.1f} {name}"
+    return f"{value:,.0f}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")

@@ -121,6 +121,62 @@ print(model_parameters(experiment().model, 9))
     assert out[-4:] == ["[[0, 1, 6, 7], [2, 3, 4, 5]] [0, 1, 2, 3]", "True 3", "1024", str(size)]
 
 
+ATTENTION = """
+import torch
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from tridock.train import process_group
+from tridock.train.megatron_core import attention
+from tridock.train.megatron_core.layout import Layout
+from tridock.train.megatron_core.model import transformer_config
+process_group.join()
+dropped = float(sys.argv[1])
+given = experiment(**{"model.attention_dropout": dropped, "precision": "fp32"})
+layout = Layout.form(given.parallel)
+config = transformer_config(given, torch.device("cpu"))
+parts = torch.randn(3, 24, 3, 2, 8, generator=torch.Generator().manual_seed(1))
+toward = torch.randn(24, 3, 16, generator=torch.Generator().manual_seed(2))
+later = torch.ones(24, 24, dtype=torch.bool).triu(1)[None, None]
+def attend(kind, training=True):
+    layout.reseed(7, 1)
+    query, key, value = (part.clone().requires_grad_() for part in parts)
+    module = kind(config, 1, AttnMaskType.causal, "self").train(training)
+    mixed = module(query, key, value, later, attn_mask_type=AttnMaskType.causal)
+    mixed.backward(toward)
+    return torch.cat([mixed.flatten(), query.grad.flatten(), key.grad.flatten(), value.grad.flatten()]).detach()
+"""
+
+
+@pytest.mark.parametrize("dropout", ["0.0", "0.25"])
+def test_attention_is_megatrons(dropout: str) -> None:
+    """Forward and gradients in fp32, and what dropout draws: nothing at an evaluation."""
+    out = run(
+        ATTENTION
+        + """
+ours, theirs = attend(attention.FusedAttention), attend(DotProductAttention)
+print((ours - theirs).abs().max().item() <= 1e-5, theirs.abs().max().item() > 1)
+evaluated = attend(attention.FusedAttention, training=False)
+print((evaluated - attend(DotProductAttention, training=False)).abs().max().item() <= 1e-5)
+print((evaluated - ours).abs().max().item() > 0.01)
+""",
+        dropout,
+    )
+    assert out[-3:] == ["True True", "True", str(dropout != "0.0")]
+
+
+def test_keys_that_come_later_are_hidden() -> None:
+    out = run("""
+import torch
+from tridock.train.megatron_core.attention import causal_bias
+print(causal_bias(4, 1, 2, torch.float16, torch.device("cpu")).tolist())
+same = [causal_bias(4, 0, 2, torch.float32, torch.device("cpu")) for _ in range(2)]
+print(same[0] is same[1], same[0].dtype)
+""")
+    # Rank 0 has the tokens 0 and 3, rank 1 has 1 and 2; the columns are tokens 0, 3, 1, 2.
+    hidden = float("-inf")
+    assert out[-2:] == [str([[0.0, hidden, 0.0, hidden], [0.0, hidden, 0.0, 0.0]]), "True torch.float32"]
+
+
 def test_a_checkpoint_that_cannot_be_written_raises(tmp_path: Path) -> None:
     out = run(
         """

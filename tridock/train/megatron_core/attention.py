@@ -1,22 +1,25 @@
-"""Attention over a sample whose tokens lie on several ranks, without transformer-engine.
+"""Attention without transformer-engine: torch's fused kernels, also where a sample's tokens lie on several ranks.
 
-megatron-core's own attention refuses context parallelism; transformer-engine's has it, on GPUs. Here each rank gathers
-the keys and values of all and attends from its own queries to those that come before them. The scores of a rank are
-1 / size of the whole; keys and values, which are small beside them, are held whole while the layer works.
+megatron-core's own attention writes out every score and refuses context parallelism; transformer-engine's does neither,
+on GPUs. Under context parallelism each rank here gathers the keys and values of all and attends from its own queries to
+those that come before them; keys and values are held whole while the layer works.
 """
 
 from __future__ import annotations
 
-import copy
+import math
+from contextlib import nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn import functional as F
 
 
 def positions(seq_length: int, rank: int, size: int) -> Tensor:
@@ -29,14 +32,36 @@ def positions(seq_length: int, rank: int, size: int) -> Tensor:
     return torch.cat([pieces[rank], pieces[2 * size - 1 - rank]])
 
 
-class GatheredAttention(DotProductAttention):
-    """Megatron's local attention, with keys and values of the whole context."""
+# One for all layers: each keeps its mask for the backward pass. In the format of the queries: of a boolean mask the
+# kernels would make, and keep, one such for each layer.
+@lru_cache(maxsize=1)
+def causal_bias(seq_length: int, rank: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What is added to a context parallel rank's scores: -inf where a key comes after the query, else 0.
 
-    def __init__(self, config: TransformerConfig, *given: Any, **named: Any) -> None:
-        alone = copy.copy(config)
-        alone.context_parallel_size = 1  # the parent does nothing with it but refuse
-        super().__init__(alone, *given, **named)
-        self.context_parallel_size = config.context_parallel_size
+    [seq_length / size, seq_length]; the columns are in the order in which the ranks' keys are gathered.
+    """
+    mine = positions(seq_length, rank, size)
+    gathered = torch.cat([positions(seq_length, other, size) for other in range(size)])
+    later = gathered[None, :] > mine[:, None]
+    return torch.zeros(later.shape, dtype=dtype).masked_fill_(later, -math.inf).to(device)
+
+
+class FusedAttention(MegatronModule):
+    """Causal attention by ``scaled_dot_product_attention``, where a layer's spec has ``DotProductAttention``."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,  # noqa: ARG002  Megatron's signature, as all that follow
+        attn_mask_type: AttnMaskType,  # noqa: ARG002
+        attention_type: str,  # noqa: ARG002
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.scale = softmax_scale
 
     def forward(
         self,
@@ -44,15 +69,24 @@ class GatheredAttention(DotProductAttention):
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,  # noqa: ARG002  none is given: attention is causal
-        attn_mask_type: AttnMaskType | None = None,
-        **named: Any,
+        **_: Any,
     ) -> Tensor:
-        """Causal attention; tensors are [tokens of this rank, micro batch, heads of this rank, width]."""
-        size, rank = self.context_parallel_size, parallel_state.get_context_parallel_rank()
-        group = parallel_state.get_context_parallel_group()
-        seq_length = query.size(0) * size
-        mine = positions(seq_length, rank, size)
-        gathered = torch.cat([positions(seq_length, other, size) for other in range(size)])
-        later = (gathered[None, :] > mine[:, None]).to(query.device)
-        key, value = (gather_from_sequence_parallel_region(part, group=group) for part in (key, value))
-        return super().forward(query, key, value, later[None, None], attn_mask_type, **named)
+        """[tokens of this rank, micro batch, heads of this rank, width] each, to [tokens, micro batch, hidden]."""
+        bias = None
+        if self.config.context_parallel_size > 1:
+            group = parallel_state.get_context_parallel_group()
+            key, value = (gather_from_sequence_parallel_region(part, group=group) for part in (key, value))
+            bias = causal_bias(key.size(0), group.rank(), group.size(), query.dtype, query.device)
+        # [tokens, micro batch, heads, width] -> [micro batch, heads, tokens, width]
+        query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+        with self._random_numbers():
+            mixed = F.scaled_dot_product_attention(
+                query, key, value, bias, self.dropout if self.training else 0.0, bias is None, scale=self.scale
+            )
+        return mixed.permute(2, 0, 1, 3).contiguous().flatten(2)
+
+    def _random_numbers(self) -> Any:
+        """Tensor parallel ranks drop out differently; with sequence parallelism Megatron forks around the layers."""
+        if self.config.sequence_parallel or not self.training or self.dropout == 0.0:
+            return nullcontext()
+        return tensor_parallel.get_cuda_rng_tracker().fork()

@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from tridock.experiment.schema import Experiment
-from tridock.train.megatron_core.attention import GatheredAttention
+from tridock.train.megatron_core.attention import FusedAttention
 
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -130,14 +130,14 @@ class LayerNorm(nn.LayerNorm):
 def block_spec(config: TransformerConfig, device: torch.device, stage: int | None) -> Any:
     """What the layers are made of: transformer-engine's parts where the image has them, else megatron-core's own.
 
-    Its own norm refuses sequence parallelism and its own attention context parallelism: here they have stand-ins.
+    Its own norm refuses sequence parallelism, its own attention context parallelism, and keeps every score: here they
+    have stand-ins.
     """
     if device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None:
         return get_gpt_layer_with_transformer_engine_spec()
     layer: Any = get_gpt_layer_local_spec()
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = LayerNorm
-    if config.context_parallel_size > 1:
-        layer.submodules.self_attention.submodules.core_attention = GatheredAttention
+    layer.submodules.self_attention.submodules.core_attention = FusedAttention
     layers = get_num_layers_to_build(config, vp_stage=stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=LayerNorm)
 

@@ -19,12 +19,14 @@ class Problem:
     """One thing that is wrong: where it stands, what it is, the value found, and the remedy.
 
     ``got`` is left out of the message when it is empty (a host that did not answer has no value).
+    ``nearest`` is not part of it: values of the field that would do, next to the one found, a text as YAML has it.
     """
 
     where: str
     what: str
     got: str
     todo: str
+    nearest: tuple[int | str, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> Problem | None:

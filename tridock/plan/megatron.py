@@ -109,7 +109,7 @@ def _layout_problems(experiment: Experiment) -> Iterator[Problem]:
     yield from split_problems(experiment)
     parallel = experiment.parallel
     stages, zero = parallel.pipeline_model_parallel_size, parallel.zero_stage
-    if stages > 1 and zero > 1:
+    if stages > 1 and zero > 1 and parallel.strategy == "zero":
         todo = "use 1, or set pipeline_model_parallel_size to 1"
         what = "DeepSpeed's pipeline works with ZeRO 0 and 1 only"
         yield Problem("parallel.zero_stage", what, str(zero), todo, (1,))

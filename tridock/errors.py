@@ -19,6 +19,7 @@ class Problem:
     """One thing that is wrong: where it stands, what it is, the value found, and the remedy.
 
     ``got`` is left out of the message when it is empty (a host that did not answer has no value).
+    ``nearest`` is not part of it: values of the field that would do, next to the one found, a text as YAML has it.
     """
 
     where: str
@@ -26,7 +27,6 @@ class Problem:
     got: str
     todo: str
     nearest: tuple[int | str, ...] = ()
-    """Valid values next to the one that was given, for programs: the message has them in ``todo``."""
 
     @classmethod
     def parse(cls, text: str) -> Problem | None:

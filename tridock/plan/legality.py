@@ -8,24 +8,24 @@ from tridock.errors import Problem
 from tridock.experiment import Experiment
 from tridock.plan.megatron import CHECKPOINT_OPTIONS, megatron_problems
 from tridock.plan.megatron_core import megatron_core_problems, only_megatron_core
-from tridock.plan.model_parallel import size_of_replica
+from tridock.plan.model_parallel import size_of_replica, world_problems
 from tridock.plan.nearest import either, nearest_divisors, nearest_multiples
 
 
 def layout_problems(experiment: Experiment, world_size: int) -> list[Problem]:
     """Every problem of the experiment on ``world_size`` ranks; ``where`` is the field's path."""
     return [
-        *_engine_problems(experiment, world_size),
+        *_engine_problems(experiment),
         *_model_problems(experiment),
         *_batch_problems(experiment, world_size),
         *_schedule_problems(experiment),
     ]
 
 
-def _engine_problems(experiment: Experiment, world_size: int) -> Iterator[Problem]:
+def _engine_problems(experiment: Experiment) -> Iterator[Problem]:
     parallel = experiment.parallel
     if experiment.engine == "megatron-core":
-        yield from megatron_core_problems(experiment, world_size)
+        yield from megatron_core_problems(experiment)
         return
     if experiment.engine == "megatron-deepspeed":
         yield from megatron_problems(experiment)
@@ -33,103 +33,75 @@ def _engine_problems(experiment: Experiment, world_size: int) -> Iterator[Proble
         yield from _torch_problems(experiment)
     yield from only_megatron_core(experiment)
     if parallel.strategy == "ddp" and parallel.zero_stage != 0:
-        yield Problem(
-            "parallel.zero_stage",
-            "strategy ddp keeps everything on every rank",
-            str(parallel.zero_stage),
-            "set it to 0, or strategy to zero",
-        )
+        what, todo = "strategy ddp keeps everything on every rank", "set it to 0, or strategy to zero"
+        yield Problem("parallel.zero_stage", what, str(parallel.zero_stage), todo, (0,))
 
 
 def _torch_problems(experiment: Experiment) -> Iterator[Problem]:
+    model, elsewhere = experiment.model, "use engine megatron-deepspeed"
     for field in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
         size = getattr(experiment.parallel, field)
         if size != 1:
-            yield Problem(f"parallel.{field}", "the torch engine does not split the model", str(size), "set it to 1")
-    if experiment.model.checkpoint_num_layers != 1:
-        yield Problem(
-            "model.checkpoint_num_layers",
-            "the torch engine stores every layer's",
-            str(experiment.model.checkpoint_num_layers),
-            "leave it out, or use engine megatron-deepspeed",
-        )
+            what = "the torch engine does not split the model"
+            yield Problem(f"parallel.{field}", what, str(size), "set it to 1", (1,))
+    if (stored := model.checkpoint_num_layers) != 1:
+        what, todo = "the torch engine stores every layer's", f"leave it out, or {elsewhere}"
+        yield Problem("model.checkpoint_num_layers", what, str(stored), todo, (1,))
     for field in CHECKPOINT_OPTIONS:
-        if getattr(experiment.model, field):
-            yield Problem(
-                f"model.{field}",
-                "the torch engine has no such option",
-                "true",
-                "leave it out, or use engine megatron-deepspeed",
-            )
+        if getattr(model, field):
+            todo = f"leave it out, or {elsewhere}"
+            yield Problem(f"model.{field}", "the torch engine has no such option", "true", todo, ("false",))
     if (folder := experiment.train.checkpoint_folder) is not None:
-        what, todo = "the torch engine saves in the run's folder", "leave it out, or use engine megatron-deepspeed"
-        yield Problem("train.checkpoint_folder", what, folder, todo)
+        what, todo = "the torch engine saves in the run's folder", f"leave it out, or {elsewhere}"
+        yield Problem("train.checkpoint_folder", what, folder, todo, ("null",))
     if experiment.megatron_args:
-        got, todo = " ".join(experiment.megatron_args), "remove it, or use engine megatron-deepspeed"
-        yield Problem("megatron_args", "the torch engine has no such arguments", got, todo)
+        got, todo = " ".join(experiment.megatron_args), f"remove it, or {elsewhere}"
+        yield Problem("megatron_args", "the torch engine has no such arguments", got, todo, ("[]",))
 
 
 def _model_problems(experiment: Experiment) -> Iterator[Problem]:
     model = experiment.model
     if model.hidden_size % model.num_attention_heads:
-        near = nearest_divisors(model.hidden_size, model.num_attention_heads)
-        yield Problem(
-            "model.num_attention_heads",
-            f"must divide hidden_size {model.hidden_size}",
-            str(model.num_attention_heads),
-            f"use {either(near)}",
-        )
-    positions = model.max_position_embeddings
-    if positions is not None and positions < model.seq_length:
-        yield Problem(
-            "model.max_position_embeddings",
-            f"must be at least seq_length {model.seq_length}",
-            str(positions),
-            f"raise it to {model.seq_length}, or leave it out",
-        )
+        tensor = experiment.parallel.tensor_model_parallel_size
+        near = nearest_divisors(model.hidden_size, model.num_attention_heads, multiple_of=tensor)
+        what, got = f"must divide hidden_size {model.hidden_size}", str(model.num_attention_heads)
+        yield Problem("model.num_attention_heads", what, got, f"use {either(near)}", near)
+    length, positions = model.seq_length, model.max_position_embeddings
+    if positions is not None and positions < length:
+        what, todo = f"must be at least seq_length {length}", f"raise it to {length}, or leave it out"
+        yield Problem("model.max_position_embeddings", what, str(positions), todo, (length,))
 
 
 def _batch_problems(experiment: Experiment, world_size: int) -> Iterator[Problem]:
-    parallel, batch = experiment.parallel, experiment.batch
-    model_parallel = size_of_replica(experiment)
-    if world_size % model_parallel:
-        sizes = "tensor x pipeline x context" if parallel.context_parallel_size > 1 else "tensor x pipeline"
-        yield Problem(
-            "parallel",
-            f"{sizes} size {model_parallel} must divide the {world_size} slots of the hostfile",
-            f"{world_size} slots",
-            "change the layout, or the hostfile's slots",
-        )
+    parallel, micro = experiment.parallel, experiment.batch.micro_batch_size
+    yield from world_problems(experiment, world_size)
+    replicas, rest = divmod(world_size, size_of_replica(experiment))
+    if rest:
         return
-    per_pass = batch.micro_batch_size * (world_size // model_parallel)
-    samples = batch.samples_per_step(world_size // model_parallel)
-    if samples % per_pass:
-        choices = nearest_multiples(per_pass, samples)
-        yield Problem(
-            "batch.global_batch_size",
-            f"must be a multiple of micro_batch_size {batch.micro_batch_size} x"
-            f" data parallel size {world_size // model_parallel}",
-            str(samples),
-            f"use {either(choices)}, or leave it out",
-        )
+    where, samples = "batch.global_batch_size", experiment.batch.samples_per_step(replicas)
+    stages, per_pass = parallel.pipeline_model_parallel_size, micro * replicas
+    sizes = f"micro_batch_size {micro} x data parallel size {replicas}"
+    if parallel.virtual_pipeline_model_parallel_size > 1 and experiment.engine == "megatron-core":
+        if samples % (per_pass * stages):
+            near = nearest_multiples(per_pass * stages, samples)
+            what = f"an interleaved pipeline wants a multiple of {sizes} x pipeline_model_parallel_size {stages}"
+            yield Problem(where, what, str(samples), f"use {either(near)}", near)
+    elif samples % per_pass:
+        near = nearest_multiples(per_pass, samples)
+        todo = f"use {either(near)}, or leave it out"
+        yield Problem(where, f"must be a multiple of {sizes}", str(samples), todo, near)
     elif experiment.engine == "megatron-deepspeed" and parallel.strategy == "ddp" and samples != per_pass:
-        yield Problem(
-            "batch.global_batch_size",
-            "Megatron v1.1.5 without DeepSpeed does not accumulate gradients",
-            str(samples),
-            f"use {per_pass}, or strategy zero",
-        )
+        what = "Megatron v1.1.5 without DeepSpeed does not accumulate gradients"
+        yield Problem(where, what, str(samples), f"use {per_pass}, or strategy zero", (per_pass,))
 
 
 def _schedule_problems(experiment: Experiment) -> Iterator[Problem]:
+    """What Megatron's ``OptimizerParamScheduler`` refuses; every engine's schedule is that one."""
     optimizer, iterations = experiment.optimizer, experiment.train.train_iters
-    decay = optimizer.lr_decay_iters or iterations
-    if optimizer.lr_warmup_iters and optimizer.lr_warmup_iters >= decay:
-        yield Problem(
-            "optimizer.lr_warmup_iters",
-            f"must be less than lr_decay_iters {decay}",
-            str(optimizer.lr_warmup_iters),
-            "lower it",
-        )
+    decay, warmup = optimizer.lr_decay_iters or iterations, optimizer.lr_warmup_iters
+    if warmup and warmup >= decay:
+        what = f"must be less than lr_decay_iters {decay}"
+        yield Problem("optimizer.lr_warmup_iters", what, str(warmup), "lower it", (decay - 1,))
     if optimizer.min_lr > optimizer.lr:
-        yield Problem("optimizer.min_lr", f"must not exceed lr {optimizer.lr:g}", f"{optimizer.min_lr:g}", "lower it")
+        what, got = f"must not exceed lr {optimizer.lr:g}", f"{optimizer.min_lr:g}"
+        yield Problem("optimizer.min_lr", what, got, "lower it", (repr(optimizer.lr),))

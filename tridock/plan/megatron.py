@@ -8,6 +8,7 @@ from typing import Final
 from tridock.errors import Problem
 from tridock.experiment import Experiment
 from tridock.plan.model_parallel import split_problems
+from tridock.plan.nearest import either, nearest_divisors
 
 CHECKPOINT_OPTIONS: Final = (
     "partition_activations",
@@ -82,17 +83,19 @@ def megatron_problems(experiment: Experiment) -> Iterator[Problem]:
     yield from _layout_problems(experiment)
     yield from _checkpointing_problems(experiment)
     if experiment.precision == "bf16":
-        todo = "use fp16 on GPUs, or fp32"
-        yield Problem("precision", "Megatron v1.1.5 knows fp16 and fp32", "'bf16'", todo)
+        what, todo = "Megatron v1.1.5 knows fp16 and fp32", "use fp16 on GPUs, or fp32"
+        yield Problem("precision", what, "'bf16'", todo, ("fp16", "fp32"))
     for field in ("vocab_file", "merge_file"):
         if getattr(experiment.data, field) is None:
             todo = "name the file that the data was tokenized with (the demo's lie in data/demo/tokenizer)"
             yield Problem(f"data.{field}", "Megatron v1.1.5 reads GPT-2's tokenizer", "nothing", todo)
     if experiment.train.seed == 0:
-        yield Problem("train.seed", "Megatron v1.1.5 wants a positive seed", "0", "use 1 or more")
+        yield Problem("train.seed", "Megatron v1.1.5 wants a positive seed", "0", "use 1 or more", (1,))
     if experiment.train.checkpoint_folder is not None and not experiment.train.save:
         todo = "set train.save to true, or leave it out"
-        yield Problem("train.checkpoint_folder", "nothing is saved", experiment.train.checkpoint_folder, todo)
+        yield Problem(
+            "train.checkpoint_folder", "nothing is saved", experiment.train.checkpoint_folder, todo, ("null",)
+        )
     for word in experiment.megatron_args:
         option = word.partition("=")[0]
         if option in OWNED:
@@ -105,41 +108,45 @@ def megatron_problems(experiment: Experiment) -> Iterator[Problem]:
 def _layout_problems(experiment: Experiment) -> Iterator[Problem]:
     yield from split_problems(experiment)
     parallel = experiment.parallel
-    stages = parallel.pipeline_model_parallel_size
-    if stages > 1 and parallel.zero_stage > 1:
-        yield Problem(
-            "parallel.zero_stage",
-            "DeepSpeed's pipeline works with ZeRO 0 and 1 only",
-            str(parallel.zero_stage),
-            "use 1, or set pipeline_model_parallel_size to 1",
-        )
+    stages, zero = parallel.pipeline_model_parallel_size, parallel.zero_stage
+    if stages > 1 and zero > 1 and parallel.strategy == "zero":
+        todo = "use 1, or set pipeline_model_parallel_size to 1"
+        what = "DeepSpeed's pipeline works with ZeRO 0 and 1 only"
+        yield Problem("parallel.zero_stage", what, str(zero), todo, (1,))
     if stages > 1 and parallel.strategy == "ddp":
-        yield Problem(
-            "parallel.pipeline_model_parallel_size",
-            "Megatron v1.1.5 without DeepSpeed has no pipeline",
-            str(stages),
-            "set it to 1, or strategy to zero",
-        )
+        what, todo = "Megatron v1.1.5 without DeepSpeed has no pipeline", "set it to 1, or strategy to zero"
+        yield Problem("parallel.pipeline_model_parallel_size", what, str(stages), todo, (1,))
+    if zero == 0 and parallel.strategy == "zero" and experiment.precision == "fp16":
+        # Megatron asks DeepSpeed's optimizer for its loss scale by a name that it has from stage 1 on.
+        what = "Megatron v1.1.5 trains fp16 with ZeRO 1 and more only, or without DeepSpeed"
+        yield Problem("parallel.zero_stage", what, "0", "use 1, or strategy ddp", (1,))
 
 
 def _checkpointing_problems(experiment: Experiment) -> Iterator[Problem]:
     model = experiment.model
-    layers = model.num_layers // experiment.parallel.pipeline_model_parallel_size
-    if model.checkpoint_num_layers > max(1, layers):
-        yield Problem(
-            "model.checkpoint_num_layers",
-            f"must be at most the {layers} layers of a stage",
-            str(model.checkpoint_num_layers),
-            f"use {layers}",
-        )
-    wanted = [field for field in CHECKPOINT_OPTIONS if getattr(model, field)]
-    for field in wanted:
+    if model.checkpoint_activations:
+        yield from _interval_problems(experiment)
+    elif model.checkpoint_num_layers != 1:
+        yield Problem("model.checkpoint_num_layers", _NONE_STORED, str(model.checkpoint_num_layers), _STORE, (1,))
+    for field in (field for field in CHECKPOINT_OPTIONS if getattr(model, field)):
         if not model.checkpoint_activations:
-            todo = "set model.checkpoint_activations to true, or leave it out"
-            yield Problem(f"model.{field}", "is about stored activations, and none are stored", "true", todo)
+            yield Problem(f"model.{field}", _NONE_STORED, "true", _STORE, ("false",))
         elif experiment.parallel.strategy == "ddp":
             todo = "set it to false, or strategy to zero"
-            yield Problem(f"model.{field}", "is DeepSpeed's, and strategy ddp is without it", "true", todo)
+            yield Problem(f"model.{field}", "is DeepSpeed's, and strategy ddp is without it", "true", todo, ("false",))
     if model.contiguous_checkpointing and not model.partition_activations:
         todo = "set model.partition_activations to true, or leave it out"
-        yield Problem("model.contiguous_checkpointing", "needs partition_activations", "true", todo)
+        yield Problem("model.contiguous_checkpointing", "needs partition_activations", "true", todo, ("false",))
+
+
+_NONE_STORED: Final = "is about stored activations, and none are stored"
+_STORE: Final = "set model.checkpoint_activations to true, or leave it out"
+
+
+def _interval_problems(experiment: Experiment) -> Iterator[Problem]:
+    """Groups of layers that the model cannot be cut into. DeepSpeed's pipeline cuts as it likes."""
+    layers, number = experiment.model.num_layers, experiment.model.checkpoint_num_layers
+    if experiment.parallel.pipeline_model_parallel_size == 1 and layers % number:
+        near = nearest_divisors(layers, number)
+        what = f"must divide num_layers {layers}: Megatron v1.1.5 would run the first ones again"
+        yield Problem("model.checkpoint_num_layers", what, str(number), f"use {either(near)}", near)

@@ -1,5 +1,6 @@
 """What Megatron v1.1.5 cannot run, and the numbers of its ranks."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from tridock.errors import RequestError
 from tridock.experiment import parse_experiment
 from tridock.plan import Plan, make_plan
+from tridock.plan.model_parallel import layers_of_stages
 
 BASE = """\
 name: tiny
@@ -31,7 +33,10 @@ def planned(ranks: int, *overrides: str) -> Plan:
          "parallel.zero_stage: DeepSpeed's pipeline works with ZeRO 0 and 1 only; got 2; "
          "use 1, or set pipeline_model_parallel_size to 1"),
         (3, [f"{TP}=3"], f"{TP}: must divide num_attention_heads 16; got 3; use 2 or 4"),
-        (32, [f"{PP}=32"], f"{PP}: must divide num_layers 60; got 32; use 30 or 60"),
+        (64, [f"{PP}=64"], f"{PP}: must be at most num_layers 60; got 64; use 60 or fewer"),
+        (1, ["precision=fp16"],
+         "parallel.zero_stage: Megatron v1.1.5 trains fp16 with ZeRO 1 and more only, or without DeepSpeed; got 0; "
+         "use 1, or strategy ddp"),
         (2, [f"{PP}=2", "parallel.strategy=ddp"],
          f"{PP}: Megatron v1.1.5 without DeepSpeed has no pipeline; got 2; set it to 1, or strategy to zero"),
         (1, ["parallel.strategy=ddp", "parallel.zero_stage=1"],
@@ -52,8 +57,12 @@ def planned(ranks: int, *overrides: str) -> Plan:
          "megatron_args: the experiment has a field for this; got --batch-size; set batch.micro_batch_size"),
         (1, ["train.save=false", "train.checkpoint_folder=x"],
          "train.checkpoint_folder: nothing is saved; got x; set train.save to true, or leave it out"),
-        (2, [f"{PP}=2", "model.checkpoint_num_layers=31"],
-         "model.checkpoint_num_layers: must be at most the 30 layers of a stage; got 31; use 30"),
+        (1, ["model.checkpoint_activations=true", "model.checkpoint_num_layers=7"],
+         "model.checkpoint_num_layers: must divide num_layers 60: Megatron v1.1.5 would run the first ones again; "
+         "got 7; use 6 or 10"),
+        (1, ["model.checkpoint_num_layers=2"],
+         "model.checkpoint_num_layers: is about stored activations, and none are stored; got 2; "
+         "set model.checkpoint_activations to true, or leave it out"),
         (1, ["model.partition_activations=true"],
          "model.partition_activations: is about stored activations, and none are stored; got true; "
          "set model.checkpoint_activations to true, or leave it out"),
@@ -69,6 +78,29 @@ def test_refused_with_the_nearest_choice(ranks: int, overrides: list[str], expec
     with pytest.raises(RequestError) as caught:
         planned(ranks, *overrides)
     assert str(caught.value) == f"e.yaml: {expected}"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        (32, [f"{PP}=32"]),
+        (7, [f"{PP}=7", "model.checkpoint_activations=true", "model.checkpoint_num_layers=11"]),
+        (1, ["precision=fp16", "parallel.zero_stage=1"]),
+        (1, ["precision=fp16", "parallel.strategy=ddp"]),
+    ],
+)
+def test_what_the_engine_runs_is_not_refused(ranks: int, overrides: list[str]) -> None:
+    assert planned(ranks, *overrides).world_size == ranks
+
+
+@pytest.mark.parametrize("stages", [*range(1, 17), 30, 59, 60])
+def test_layers_lie_on_the_stages_where_deepspeed_puts_them(stages: int) -> None:
+    utils: Any = pytest.importorskip("deepspeed.runtime.utils")
+    ours = layers_of_stages(parse_experiment(BASE, "e.yaml", [f"{PP}={stages}"]))
+    # An embedding and a transposition come before the layers; a transposition, a norm and the logits after them.
+    weights = [0, 0, *[1] * 60, 0, 0, 0]
+    bounds = utils.partition_balanced(weights, stages)
+    assert ours == tuple(sum(weights[first:end]) for first, end in itertools.pairwise(bounds))
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,9 @@ def refused(ranks: int, *overrides: str) -> str:
     ("ranks", "overrides", "expected"),
     [
         (3, [f"{TP}=3"], f"{TP}: must divide num_attention_heads 16; got 3; use 2 or 4"),
-        (5, [f"{PP}=5"], f"{PP}: must divide num_layers 24; got 5; use 4 or 6"),
+        (5, [f"{PP}=5"], f"{PP}: must divide num_layers 24; got 5; use 4 or 6, or num_layers 25"),
+        (5, [f"{PP}=5", f"{VPP}=2", "batch.global_batch_size=10"],
+         f"{PP}: must divide num_layers 24; got 5; use 4 or 6, or num_layers 20"),
         (2, [f"{VPP}=2"],
          f"{VPP}: there is no pipeline to interleave; got 2; "
          "leave it out, or set pipeline_model_parallel_size to 2 or more"),
@@ -62,7 +64,11 @@ def refused(ranks: int, *overrides: str) -> str:
          "leave it out, or set tensor_model_parallel_size to 2 or more"),
         (6, [f"{CP}=4"],
          "parallel: tensor x pipeline x context size 4 must divide the 6 slots of the hostfile; got 6 slots; "
-         "change the layout, or the hostfile's slots"),
+         "use TP1 PP1 CP2 or TP1 PP1, or 4 or 8 slots"),
+        (5, [f"{TP}=2", f"{PP}=2", f"{SP}=true"],
+         "parallel: tensor x pipeline size 4 must divide the 5 slots of the hostfile; got 5 slots; use 4 or 8 slots"),
+        (8, [f"{TP}=4", f"{CP}=2", f"{SP}=true", "model.seq_length=34"],
+         "model.seq_length: must be a multiple of 2 x context_parallel_size 2; got 34; use 32 or 40"),
         (1, ["model.recompute_method=block"],
          "model.recompute_method: is about recompute_granularity full; got block; "
          "set model.recompute_granularity to full, or leave it out"),
@@ -73,9 +79,10 @@ def refused(ranks: int, *overrides: str) -> str:
          "model.recompute_method: recompute_granularity full needs it; got nothing; use uniform or block"),
         (1, ["model.recompute_granularity=full", "model.recompute_method=uniform"],
          "model.recompute_num_layers: recompute_granularity full needs it; got nothing; use 1 or more"),
-        (2, [f"{PP}=2", "model.recompute_granularity=full", "model.recompute_method=block",
-             "model.recompute_num_layers=13"],
-         "model.recompute_num_layers: must be at most the 12 layers of a stage; got 13; use 12"),
+        (2, [f"{PP}=2", "model.recompute_granularity=full", "model.recompute_method=uniform",
+             "model.recompute_num_layers=5"],
+         "model.recompute_num_layers: recompute_method uniform wants groups that divide the 12 layers of a stage; "
+         "got 5; use 4 or 6"),
         (1, ["parallel.strategy=zero"],
          f"parallel.strategy: megatron-core runs without DeepSpeed; got zero; {SHARE}"),
         (1, ["parallel.zero_stage=1"],
@@ -119,6 +126,11 @@ def test_the_other_engines_do_not_pretend(engine: str, override: str, got: str |
     field = override.partition("=")[0]
     todo = "leave it out, or use engine megatron-core"
     assert refused(1, *common, override) == f"e.yaml: {field}: engine {engine} has no such option; got {got}; {todo}"
+
+
+def test_a_block_may_be_longer_than_a_stage() -> None:
+    full = ["model.recompute_granularity=full", "model.recompute_method=block", "model.recompute_num_layers=13"]
+    assert planned(2, f"{PP}=2", *full).pipeline_model_parallel_size == 2
 
 
 def test_the_strategy_needs_no_word() -> None:

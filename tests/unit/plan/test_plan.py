@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tridock.errors import RequestError
 from tridock.experiment import parse_experiment
 from tridock.plan import Plan, make_plan
-from tridock.plan.nearest import nearest_divisors, nearest_multiples
+from tridock.plan.nearest import nearest_divisors, nearest_multiple, nearest_multiples
 
 BASE = """\
 name: tiny
@@ -73,7 +73,7 @@ def test_every_problem_at_once() -> None:
 def test_a_layout_must_fill_the_slots() -> None:
     assert refused({"a": [0, 1, 2]}, "parallel.pipeline_model_parallel_size=2")[1] == (
         "e.yaml: parallel: tensor x pipeline size 2 must divide the 3 slots of the hostfile; got 3 slots; "
-        "change the layout, or the hostfile's slots"
+        "use TP1 PP1, or 2 or 4 slots"
     )
 
 
@@ -90,10 +90,13 @@ def test_the_global_batch_left_out_is_one_micro_batch_a_rank() -> None:
 
 
 def test_nearest_divisors() -> None:
-    assert nearest_divisors(60, 32) == [30, 60]
-    assert nearest_divisors(8, 9) == [8]
+    assert nearest_divisors(60, 32) == (30, 60)
+    assert nearest_divisors(8, 9) == (8,)
+    assert nearest_divisors(60, 32, multiple_of=4) == (20, 60)
+    assert nearest_divisors(60, 32, multiple_of=7) == (30, 60)
 
 
 def test_nearest_multiples() -> None:
-    assert nearest_multiples(4, 10) == [8, 12]
-    assert nearest_multiples(4, 3) == [4]
+    assert nearest_multiples(4, 10) == (8, 12)
+    assert nearest_multiples(4, 3) == (4,)
+    assert [nearest_multiple(32, number) for number in (60, 36, 48, 7)] == [64, 32, 64, 32]

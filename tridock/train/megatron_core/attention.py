@@ -25,10 +25,12 @@ from torch.nn import functional as F
 def positions(seq_length: int, rank: int, size: int) -> Tensor:
     """The places in the sample of the tokens that a context parallel rank holds.
 
-    Of 2 x size pieces each rank has one from either end, so that all have as much to attend to: Megatron's and
-    transformer-engine's way.
+    Of 2 x size equal pieces each rank has one from either end, so that all have as much to attend to: Megatron's and
+    transformer-engine's way. A RuntimeError where they do not come out equal.
     """
-    pieces = torch.arange(seq_length).chunk(2 * size)
+    if size == 1:
+        return torch.arange(seq_length)
+    pieces = torch.arange(seq_length).view(2 * size, -1)
     return torch.cat([pieces[rank], pieces[2 * size - 1 - rank]])
 
 

@@ -18,6 +18,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import divide
 from torch import Tensor, nn
 
 from tridock.experiment.schema import Experiment
@@ -81,6 +82,8 @@ def transformer_config(experiment: Experiment, device: torch.device) -> Transfor
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
+        # As Megatron-LM's arguments have it: without this the package rounds a head's width down, in silence.
+        kv_channels=divide(model.hidden_size, model.num_attention_heads),
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
         # `initialize` does it, alike in every layout; Megatron only marks what it splits on this occasion.

@@ -49,9 +49,13 @@ def layer_parameters(experiment: Experiment) -> int:
     return 12 * width * width // tensor + 7 * width // tensor + 6 * width
 
 
-def layers_of_stage(experiment: Experiment, stage: int) -> int:  # noqa: ARG001  all have as many
-    """Layers of one stage, all its runs of an interleaved pipeline together."""
-    return experiment.model.num_layers // experiment.parallel.pipeline_model_parallel_size
+def layers_of_stage(experiment: Experiment, stage: int) -> int:
+    """Layers of one stage, all its runs of an interleaved pipeline together.
+
+    Where they do not come out even, which DeepSpeed's pipeline alone allows, the first stages have one more.
+    """
+    each, rest = divmod(experiment.model.num_layers, experiment.parallel.pipeline_model_parallel_size)
+    return each + (1 if stage < rest else 0)
 
 
 def parameters_of_stage(experiment: Experiment, stage: int) -> Parameters:

@@ -68,6 +68,10 @@ bench-gpu: .venv/.operator ## Tokens/s, model TFLOP/s, MFU and peak memory of ev
 	@tridock data demo
 	@python tools/bench_gpu.py $(BENCH)
 
+.PHONY: measure-memory
+measure-memory: .venv/.full ## Write tests/data/memory-cpu.json anew: what CPU ranks of every engine hold (MEASURE='--engines torch')
+	@python -m tests.memory.measure $(MEASURE)
+
 # ---- checks ------------------------------------------------------------------------------------------------------------
 # TESTS  more words for pytest, as TESTS='-k hostfile -x'
 TESTS ?=

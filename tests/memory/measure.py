@@ -1,0 +1,203 @@
+"""`make measure-memory`: what CPU ranks hold, for the planner's memory model to agree with.
+
+Writes tests/data/memory-cpu.json. Each case (see ``cases.py``) trains on real ranks, whose operations are watched.
+``--details CASE`` prints instead which tensors a case saves for the backward pass, and which live at its peak. Engine
+megatron-deepspeed needs TRIDOCK_MEGATRON, as its tests do.
+
+A rank's record, in bytes of whole storages, each counted once however many views there are:
+
+- ``parameters``: elements and bytes of this rank's model; a weight that two modules share, once;
+- ``gradients``, ``optimizer``, ``other``: what lives between two iterations, after the first, by name: gradients and
+  their buffers; master weights and Adam's moments; what is neither;
+- ``saved_peak``: the most that the graph held at once for the backward pass in the second iteration, without
+  parameters and what lives between iterations; ``saved_at_first_backward``: as the step's first backward pass began;
+- ``live_before_step``: what lives between iterations, all together; ``step_peak``: the most that operations had
+  allocated above that at any moment of the third iteration, without what lives inside one kernel only.
+
+What checkpointing without reentrance computes again is in ``step_peak`` only. A GPU differs where its kernels do: a
+dropout mask has one byte an element there (here as many as the activation), attention with dropout is fused (here it
+saves all its weights), a norm's statistics are fp32 (here of the activation's format), and pipelines of megatron-core
+free a stage's output once it is sent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tests.distributed.ranks import free_port, place
+from tests.megatron_source import REMEDY, patched_source
+from tests.memory import rank
+from tests.memory.cases import BASE, CASES, Case, experiment
+from tridock.data.corpus import prepare_demo
+from tridock.engines import rank_program
+from tridock.experiment import dump_experiment, load_experiment
+from tridock.plan import Plan, make_plan
+
+RESULT = Path(__file__).parents[1] / "data/memory-cpu.json"
+MOST_RANKS = 4
+PATIENCE = 120.0
+
+
+def main() -> None:
+    """Measures the cases that are asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--engines", nargs="*", default=list(BASE), choices=list(BASE), help="the others stay as they are"
+    )
+    parser.add_argument("--details", metavar="CASE", help="print what a case holds; write nothing")
+    arguments = parser.parse_args()
+    if "megatron-deepspeed" in arguments.engines and "TRIDOCK_MEGATRON" not in os.environ:
+        parser.error(f"the source of Megatron-LM v1.1.5 is not at hand; {REMEDY}")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory() as folder:
+        workspace = Path(folder)
+        prepare_demo(workspace / "data/demo", vocab_size=500, report=lambda _: None, corpus_bytes=1_000_000)
+        if arguments.details:
+            case = CASES[arguments.details]
+            print(_in_child(lambda: details(workspace, arguments.details, case)))
+            return
+        for engine in arguments.engines:
+            found = json.loads(_in_child(lambda engine=engine: measured(workspace, engine)))
+            known = json.loads(RESULT.read_text())["cases"] if RESULT.is_file() else {}
+            write(found | {name: case for name, case in known.items() if case["engine"] != engine})
+
+
+def write(cases: Mapping[str, Any]) -> None:
+    """The file, with one line a rank, in the order of the grid."""
+    cases = {name: cases[name] for name in CASES if name in cases}
+    packages = {name: version(name) for name in ("torch", "deepspeed", "megatron-core")}
+    on = {"machine": platform.machine(), "device": "cpu", "date": datetime.now(UTC).date().isoformat(), **packages}
+    head = {"about": __doc__.split("\n\n", 1)[1].rstrip(), "measured_on": on, "base": BASE}
+    lines = [json.dumps(head, indent=1)[:-2] + ',\n "cases": {']
+    for number, (name, case) in enumerate(cases.items()):
+        ranks = ",\n".join(f"   {json.dumps(found)}" for found in case["ranks"])
+        start = {key: value for key, value in case.items() if key != "ranks"}
+        body = f'  {json.dumps(name)}: {json.dumps(start)[:-1]}, "ranks": [\n{ranks}]}}'
+        lines.append(body + ("," if number + 1 < len(cases) else "\n }\n}"))
+    RESULT.write_text("\n".join(lines) + "\n")
+
+
+def measured(workspace: Path, engine: str) -> str:
+    """All cases of an engine, as JSON. In a process of its own: what engines put in place of torch's parts stays."""
+    source = _prepare(workspace, engine)
+    cases: dict[str, Any] = {}
+    for name, case in CASES.items():
+        if case.engine != engine:
+            continue
+        began = time.monotonic()
+        try:
+            found, plan = run(workspace, name, case, source), _plan(name, case)
+        except RuntimeError as error:
+            print(f"{name}: {error}", file=sys.stderr, flush=True)
+            continue
+        keys = ("rank", "data_parallel_rank", "pipeline_parallel_rank", "tensor_parallel_rank", "context_parallel_rank")
+        places = [{key: getattr(here, key) for key in keys} for here in plan.ranks]
+        ranks = [where | own["result"] for where, own in zip(places, found, strict=True)]
+        cases[name] = {"engine": engine, "world_size": case.world_size, "fields": dict(case.fields), "ranks": ranks}
+        print(f"{name}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+    return json.dumps(cases)
+
+
+def details(workspace: Path, name: str, case: Case) -> str:
+    """What each rank of a case saves, in the order of the forward pass, and what lives at its peak."""
+    found = run(workspace, name, case, _prepare(workspace, case.engine))
+    text = [f"{name}: {json.dumps(dict(case.fields))} over {json.dumps(BASE[case.engine])}"]
+    for number, own in enumerate(found):
+        text += [f"rank {number}: {json.dumps(own['result'])}", "saved: count x module | storage | shape, format"]
+        text += [*own["saved"], "at the peak: bytes | made by", *own["at_peak"]]
+    return "\n".join(text)
+
+
+def _prepare(workspace: Path, engine: str) -> Path | None:
+    rank.prepare(engine, MOST_RANKS)
+    return patched_source(workspace / "megatron") if engine == "megatron-deepspeed" else None
+
+
+def _plan(name: str, case: Case) -> Plan:
+    return make_plan(experiment(case), {"localhost": range(case.world_size)}, name)
+
+
+def run(workspace: Path, name: str, case: Case, source: Path | None) -> list[dict[str, Any]]:
+    """Forks the ranks of a case; gives what each found."""
+    folder = workspace / "runs" / name
+    folder.mkdir(parents=True)
+    plan = _plan(name, case)
+    resolved = experiment(case).resolved(plan.data_parallel_size)
+    program = rank_program(resolved, plan, name, str(folder))
+    (folder / "experiment.yaml").write_text(dump_experiment(resolved))
+    for file, content in program.files.items():
+        (folder / file).write_bytes(content)
+    port = free_port()
+
+    def one(number: int) -> str:
+        os.environ.update(place(number, case.world_size, port) | dict(program.env))
+        if source is None:
+            measure = rank.train(load_experiment(folder / "experiment.yaml"), folder)
+        else:
+            os.environ["TRIDOCK_MEGATRON"] = str(source)
+            measure = rank.train_megatron(list(program.arguments))
+        return json.dumps({"result": measure.result, "saved": measure.saved, "at_peak": measure.at_peak})
+
+    started = [_fork(lambda number=number: one(number), folder / f"rank-{number}") for number in range(case.world_size)]
+    return [json.loads(text) for text in _results(started)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Child:
+    """A forked process, and where its output and its answer go."""
+
+    pid: int
+    output: Path
+    answer: Path
+
+
+def _in_child(work: Callable[[], str]) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        return _results([_fork(work, Path(folder, "child"), quiet=False)])[0]
+
+
+def _fork(work: Callable[[], str], path: Path, quiet: bool = True) -> Child:
+    child = Child(os.fork(), path.with_suffix(".log"), path.with_suffix(".json"))
+    if child.pid:
+        return child
+    code = 1
+    try:
+        if quiet:
+            log = os.open(child.output, os.O_WRONLY | os.O_CREAT)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+        child.answer.write_text(work())
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _results(children: Sequence[Child]) -> list[str]:
+    """Waits for all; raises with the output of the first that failed."""
+    for child in children:
+        _, status = os.waitpid(child.pid, 0)
+        if status:
+            text = child.output.read_text() if child.output.is_file() else ""
+            raise RuntimeError(f"{child.output}: status {status}\n{text}")
+    return [child.answer.read_text() for child in children]
+
+
+if __name__ == "__main__":
+    main()

@@ -17,7 +17,7 @@ ROOMS: dict[str, set[str]] = {
     **PURE,
     "experiment": LOW,
     "cluster": LOW,
-    "plan": LOW | {"experiment"},
+    "plan": LOW | {"experiment", "cluster"},
     "engines": LOW | {"experiment", "plan"},
     "launchers": LOW | {"experiment", "cluster", "plan", "engines"},
     "remote": LOW | {"cluster"},

@@ -86,13 +86,14 @@ def _batch_problems(experiment: Experiment, world_size: int) -> Iterator[Problem
             near = nearest_multiples(per_pass * stages, samples)
             what = f"an interleaved pipeline wants a multiple of {sizes} x pipeline_model_parallel_size {stages}"
             yield Problem(where, what, str(samples), f"use {either(near)}", near)
+    elif experiment.engine == "megatron-deepspeed" and parallel.strategy == "ddp":
+        if samples != per_pass:
+            what = "Megatron v1.1.5 without DeepSpeed does not accumulate gradients"
+            yield Problem(where, what, str(samples), f"use {per_pass}, or strategy zero", (per_pass,))
     elif samples % per_pass:
         near = nearest_multiples(per_pass, samples)
         todo = f"use {either(near)}, or leave it out"
         yield Problem(where, f"must be a multiple of {sizes}", str(samples), todo, near)
-    elif experiment.engine == "megatron-deepspeed" and parallel.strategy == "ddp" and samples != per_pass:
-        what = "Megatron v1.1.5 without DeepSpeed does not accumulate gradients"
-        yield Problem(where, what, str(samples), f"use {per_pass}, or strategy zero", (per_pass,))
 
 
 def _schedule_problems(experiment: Experiment) -> Iterator[Problem]:

@@ -1,0 +1,155 @@
+"""One field of an experiment or of a cluster's settings, explained."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, get_args, get_origin
+
+from pydantic import BaseModel, TypeAdapter
+from pydantic.fields import FieldInfo
+
+from tridock.cluster.schema import Settings
+from tridock.errors import Problem, RequestError
+from tridock.experiment import Experiment
+from tridock.plan.effects import COMPLETE, EFFECTS, LETTERS
+
+_WIDTH: Final = 110
+_SCHEMAS: Final[dict[str, type[BaseModel]]] = {"experiment": Experiment, "cluster settings": Settings}
+_ANY: Final = "NAME"
+"""Stands in a path for a name that the user gives, as a node's."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A field, or a section with fields of its own, in one of the schemas."""
+
+    schema: str
+    path: str
+    field: FieldInfo
+    section: type[BaseModel] | None
+
+
+def explain(field_path: str) -> str:
+    """What a field is: description, type, default, the rules that it stands under, what it does to memory and time.
+
+    A section gives its fields in one line each; a name that both schemas have gives both. For fields of a node
+    ``nodes.NAME.listen`` stands, with any name. Raises :class:`RequestError` for an unknown one, with the nearest.
+    """
+    known = [place for schema, model in _SCHEMAS.items() for place in _places(schema, model, "")]
+    found = [place for place in known if _matches(place.path, field_path)]
+    if not found:
+        paths = [place.path for place in known]
+        near = difflib.get_close_matches(field_path, paths, n=1) or [
+            path for path in paths if path.rpartition(".")[2] == field_path.rpartition(".")[2]
+        ]
+        todo = f"did you mean {near[0]}?" if near else "configs/reference.yaml and docs/cluster.md have all of them"
+        raise RequestError(Problem("--explain", "is not a field", repr(field_path), todo, tuple(near[:1])))
+    return "\n".join("\n".join(_lines(place, known)) + "\n" for place in found)
+
+
+def _places(schema: str, model: type[BaseModel], prefix: str) -> Iterator[_Place]:
+    for name, field in model.model_fields.items():
+        path = f"{prefix}{name}"
+        section, key = _section_of(field.annotation)
+        yield _Place(schema, path, field, section)
+        if section is not None:
+            yield from _places(schema, section, f"{path}{key}.")
+
+
+def _section_of(annotation: Any) -> tuple[type[BaseModel] | None, str]:
+    """The section behind a field's type, and what the path has between the two: a mapping's key, or nothing."""
+    values = get_args(annotation)[1:] if get_origin(annotation) is dict else (annotation,)
+    for value in values:
+        if isinstance(value, type) and issubclass(value, BaseModel):
+            return value, f".{_ANY}" if get_origin(annotation) is dict else ""
+    return None, ""
+
+
+def _matches(path: str, given: str) -> bool:
+    names, words = path.split("."), given.split(".")
+    return len(names) == len(words) and all(
+        name == word or (name == _ANY and word != "") for name, word in zip(names, words, strict=True)
+    )
+
+
+def _lines(place: _Place, known: list[_Place]) -> Iterator[str]:
+    yield f"{place.path} ({place.schema})"
+    yield from _wrapped("  ", _meaning(place))
+    if place.section is not None:
+        below = f"{place.path}{_section_of(place.field.annotation)[1]}."
+        inside = [other for other in known if other.schema == place.schema and other.path.startswith(below)]
+        yield from _rows([(other.path.removeprefix(below), _meaning(other)) for other in inside])
+        return
+    rows = [("type", _type(place.field)), ("default", _default(place.field))]
+    if place.schema == "experiment" and (effect := EFFECTS.get(place.path)) is not None:
+        rows += [("rule", rule) for rule in effect.rules]
+        if place.path.startswith(COMPLETE):
+            rows += [("memory", effect.memory or "nothing"), ("time", effect.time or "nothing"), ("where", LETTERS)]
+    yield from _rows(rows)
+
+
+def _meaning(place: _Place) -> str:
+    own = place.field.description
+    return own or ((place.section.__doc__ or "").splitlines()[0] if place.section is not None else "")
+
+
+def _rows(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
+    width = max(len(name) for name, _ in rows)
+    for name, text in rows:
+        yield from _wrapped(f"  {name:{width}}  ", text)
+
+
+def _wrapped(head: str, text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
+
+
+def _default(field: FieldInfo) -> str:
+    """As YAML has it."""
+    if field.is_required():
+        return "none: it must be given"
+    value = field.get_default(call_default_factory=True)
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _type(field: FieldInfo) -> str:
+    annotation: Any = field.annotation
+    for constraint in field.metadata:
+        annotation = Annotated[annotation, constraint]
+    return _words(TypeAdapter(annotation).json_schema())
+
+
+_TYPES: Final = {
+    "integer": "whole number",
+    "number": "number",
+    "boolean": "true or false",
+    "string": "text",
+    "null": "null",
+}
+_BOUNDS: Final = {
+    "exclusiveMinimum": "greater than",
+    "minimum": "at least",
+    "exclusiveMaximum": "less than",
+    "maximum": "at most",
+}
+
+
+def _words(schema: Mapping[str, Any]) -> str:
+    """A type in words, from its JSON schema."""
+    if "anyOf" in schema:
+        return " or ".join(_words(choice) for choice in schema["anyOf"])
+    if "enum" in schema:
+        return f"one of {', '.join(map(str, schema['enum']))}"
+    if "const" in schema:
+        return str(schema["const"])
+    if schema["type"] == "array":
+        return f"list of {_words(schema['items'])}"
+    if schema["type"] == "object":
+        values = schema.get("additionalProperties") or next(iter(schema["patternProperties"].values()))
+        return f"mapping of names to {_words(values)}"
+    bounds = [f"{words} {schema[name]:g}" for name, words in _BOUNDS.items() if name in schema]
+    pattern = f" that matches {schema['pattern']}" if "pattern" in schema else ""
+    return _TYPES[schema["type"]] + (f", {' and '.join(bounds)}" if bounds else "") + pattern

@@ -26,7 +26,7 @@ ROOMS: dict[str, set[str]] = {
     "data": LOW | {"experiment"},
     "compat": set(),
     "train": LOW | {"experiment", "data", "compat"},
-    "report": LOW | {"experiment"},
+    "report": LOW | {"experiment", "plan"},
     "cli": LOW | {"experiment", "cluster", "plan", "ops", "data", "report"},
     "fabfile": LOW | {"experiment", "launchers", "ops"},
 }

@@ -1,0 +1,49 @@
+"""Plans by their sizes alone, for tests of what depends on nothing else."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from tridock.experiment import Experiment
+from tridock.plan import Plan, make_plan
+
+TOKENIZER = {"vocab_file": "v", "merge_file": "m"}
+
+
+def laid_out(
+    tensor: int = 1,
+    stages: int = 1,
+    context: int = 1,
+    data: int = 1,
+    *,
+    slots: Sequence[int] = (),
+    virtual: int = 1,
+    engine: str = "megatron-core",
+    strategy: str = "ddp",
+) -> Plan:
+    """A legal experiment of these sizes on nodes n0, n1, ... of so many slots; on one node where ``slots`` is empty."""
+    world, layers = tensor * stages * context * data, stages * virtual
+    fields: dict[str, Any] = {
+        "name": "tiny",
+        "engine": engine,
+        "precision": "fp32",
+        "model": {
+            "num_layers": layers,
+            "hidden_size": tensor,
+            "num_attention_heads": tensor,
+            "seq_length": 2 * context,
+        },
+        "parallel": {
+            "strategy": strategy,
+            "tensor_model_parallel_size": tensor,
+            "pipeline_model_parallel_size": stages,
+            "virtual_pipeline_model_parallel_size": virtual,
+            "context_parallel_size": context,
+        },
+        "batch": {"micro_batch_size": 1, "global_batch_size": data * stages if virtual > 1 else data},
+        "data": {"data_path": "data/x", **(TOKENIZER if engine == "megatron-deepspeed" else {})},
+        "train": {"train_iters": 1},
+    }
+    nodes = {f"n{number}": range(count) for number, count in enumerate(slots or [world])}
+    plan = make_plan(Experiment.model_validate(fields), nodes, "e.yaml")
+    assert plan.world_size == world
+    return plan

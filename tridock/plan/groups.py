@@ -1,0 +1,154 @@
+"""Who talks to whom: the communication groups of a plan, and which of them cross nodes. Pure."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from tridock.errors import Problem
+from tridock.plan.plan import Plan, Rank
+
+Kind = Literal[
+    "tensor", "context", "data", "data_with_context", "pipeline", "pipeline_neighbours", "embedding", "model"
+]
+Group = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The communication groups of a plan.
+
+    ``members`` holds the groups of every kind, by their first ranks; a group's ranks ascend. Every rank is in one group
+    of a kind (groups of one rank included, as the engines make them), but for the neighbours and the embedding's:
+
+    - ``tensor``: share every layer. ``context``: share a sample's tokens. ``data``: the same part of the model with
+      other samples; ``data_with_context``: the same part of the model, over which megatron-core sums gradients.
+    - ``pipeline``: the stages of a pipeline; ``pipeline_neighbours``: pairs of ranks that pass activations on and
+      gradients back, the last stage and the first included where the pipeline is interleaved.
+    - ``embedding``: the first and the last stage of a pipeline, which sum the gradients of the tied embedding.
+    - ``model``: all that hold a part of one copy of the model and the same tokens (tensor x pipeline).
+
+    ``nodes`` is the node of each rank.
+    """
+
+    members: Mapping[Kind, tuple[Group, ...]]
+    nodes: tuple[str, ...]
+
+    def nodes_of(self, group: Group) -> tuple[str, ...]:
+        """The nodes that a group lies on, in the order of its ranks."""
+        return tuple(dict.fromkeys(self.nodes[rank] for rank in group))
+
+    def crossing(self, kind: Kind) -> tuple[Group, ...]:
+        """The groups of a kind that lie on more than one node."""
+        return tuple(group for group in self.members[kind] if len(self.nodes_of(group)) > 1)
+
+    def widest(self, kind: Kind) -> int:
+        """The most nodes that one group of a kind lies on; 0 where there is no such group."""
+        return max((len(self.nodes_of(group)) for group in self.members[kind]), default=0)
+
+
+def make_groups(plan: Plan) -> Groups:
+    """The groups of a plan, as its engine makes them; in time that grows with the number of ranks."""
+    pipelines = _alike(plan, lambda r: (r.data_parallel_rank, r.context_parallel_rank, r.tensor_parallel_rank))
+    interleaved = plan.virtual_pipeline_model_parallel_size > 1
+    members: dict[Kind, tuple[Group, ...]] = {
+        "tensor": _alike(plan, lambda r: (r.pipeline_parallel_rank, r.data_parallel_rank, r.context_parallel_rank)),
+        "context": _alike(plan, lambda r: (r.pipeline_parallel_rank, r.data_parallel_rank, r.tensor_parallel_rank)),
+        "data": _alike(plan, lambda r: (r.pipeline_parallel_rank, r.context_parallel_rank, r.tensor_parallel_rank)),
+        "data_with_context": _alike(plan, lambda r: (r.pipeline_parallel_rank, r.tensor_parallel_rank)),
+        "pipeline": pipelines,
+        "pipeline_neighbours": tuple(pair for stages in pipelines for pair in _neighbours(stages, interleaved)),
+        "embedding": tuple(stages[:1] + stages[1:][-1:] for stages in pipelines),
+        "model": _alike(plan, lambda r: (r.data_parallel_rank, r.context_parallel_rank)),
+    }
+    return Groups(members, tuple(rank.node for rank in plan.ranks))
+
+
+def warnings(plan: Plan) -> list[str]:
+    """What a plan does that runs, but slowly: groups that talk in every layer and cross nodes, and how to mend it.
+
+    Each reads as a :class:`Problem` does. A size that is named to be used divides the one in use, and so the heads and
+    the world as well.
+    """
+    groups = make_groups(plan)
+    return [str(problem) for problem in (*_crossing_problems(plan, groups), *_uneven_problems(plan, groups))]
+
+
+def _alike(plan: Plan, place: Callable[[Rank], Hashable]) -> tuple[Group, ...]:
+    """Ranks at the same place of the layout; the plan's ranks ascend, and so do the groups and their ranks."""
+    found: dict[Hashable, list[int]] = {}
+    for rank in plan.ranks:
+        found.setdefault(place(rank), []).append(rank.rank)
+    return tuple(tuple(ranks) for ranks in found.values())
+
+
+def _neighbours(stages: Group, interleaved: bool) -> Iterator[Group]:
+    yield from itertools.pairwise(stages)
+    if interleaved and len(stages) > 2:  # of two stages the way back is the way there
+        yield stages[0], stages[-1]
+
+
+def _crossing_problems(plan: Plan, groups: Groups) -> Iterator[Problem]:
+    """Tensor and context parallel groups that cross nodes, each with the greatest size that does not.
+
+    Ranks of a tensor parallel group are neighbours, those of a context parallel one lie that size apart: neither
+    crosses a node where all nodes begin at a multiple of what they cover.
+    """
+    begins = _first_ranks(plan)
+    tensor, context = plan.tensor_model_parallel_size, plan.context_parallel_size
+    fitting = _greatest_divisor(tensor, lambda size: all(first % size == 0 for first in begins))
+    if crossing := groups.crossing("tensor"):
+        yield Problem(
+            "parallel.tensor_model_parallel_size",
+            f"{len(crossing)} of {len(groups.members['tensor'])} tensor parallel groups cross nodes"
+            f" ({_places(groups, crossing)}), and every layer waits for the network",
+            str(tensor),
+            f"use {fitting}, whose groups stay within a node's slots",
+        )
+    if crossing := groups.crossing("context"):
+        size = _greatest_divisor(context, lambda size: all(first % (fitting * size) == 0 for first in begins))
+        given = "" if fitting == tensor else f" with tensor_model_parallel_size {fitting}"
+        yield Problem(
+            "parallel.context_parallel_size",
+            f"{len(crossing)} of {len(groups.members['context'])} context parallel groups cross nodes"
+            f" ({_places(groups, crossing)}), and every layer's attention waits for the network",
+            str(context),
+            f"use {size}{given}, whose groups stay within a node's slots",
+        )
+
+
+def _uneven_problems(plan: Plan, groups: Groups) -> Iterator[Problem]:
+    """Uneven nodes that cut through the tensor x context ranks of a replica's stage, though one could hold them."""
+    slots = Counter(groups.nodes)
+    covered = plan.tensor_model_parallel_size * plan.context_parallel_size
+    blocks = [tuple(range(first, first + covered)) for first in range(0, plan.world_size, covered)]
+    cut = [block for block in blocks if len(groups.nodes_of(block)) > 1]
+    if len(set(slots.values())) == 1 or covered > max(slots.values()) or not cut:
+        return
+    whole = "replicas" if plan.pipeline_model_parallel_size == 1 else "stages of replicas"
+    sizes = [f"{count} x {number}" for number, count in sorted(Counter(slots.values()).items(), reverse=True)]
+    yield Problem(
+        "hostfile",
+        f"uneven slots spread {len(cut)} of {len(blocks)} {whole} over several nodes ({_places(groups, cut)})",
+        f"nodes x slots: {', '.join(sizes)}",
+        f"give every node a multiple of {covered} slots",
+    )
+
+
+def _first_ranks(plan: Plan) -> list[int]:
+    """The first rank of every node."""
+    return [rank.rank for rank in plan.ranks if rank.local_rank == 0]
+
+
+def _greatest_divisor(number: int, fits: Callable[[int], bool]) -> int:
+    return max(size for size in range(1, number + 1) if number % size == 0 and fits(size))
+
+
+def _places(groups: Groups, crossing: Iterable[Group], shown: int = 3) -> str:
+    """``a + b, c + d and 6 more``: the sets of nodes that groups lie on."""
+    places = list(dict.fromkeys(" + ".join(groups.nodes_of(group)) for group in crossing))
+    more = f" and {len(places) - shown} more" if len(places) > shown else ""
+    return ", ".join(places[:shown]) + more

@@ -121,17 +121,23 @@ def train(experiment: Experiment, folder: Path) -> Measure:
 
     measure, ranks = Measure(), process_group.join()
     build = trainer.torch_parts
-    core = experiment.engine == "megatron-core"
-    if core:
+    if experiment.engine == "megatron-core":
         from tridock.train.megatron_core.parts import megatron_core_parts as build
     with measure.ledger:
         run = trainer.Trainer(experiment, folder, folder.parent.parent, ranks, build)
-        strategy: Any = run.strategy
-        zero = experiment.parallel.strategy == "zero"
-        models = strategy.chunks if core else [strategy.engine.module if zero else strategy.model]
+        models, roots = _parts(run.strategy)
         for iteration in range(1, measure.steps + 1):
-            measure.around(lambda at=iteration: run.step(at), models, {"strategy": strategy})
+            measure.around(lambda at=iteration: run.step(at), models, roots)
     return measure
+
+
+def _parts(strategy: Any) -> tuple[list[nn.Module], dict[str, Any]]:
+    """The models of a strategy, and the objects that reach all that it holds."""
+    if hasattr(strategy, "chunks"):
+        from megatron.core.parallel_state import get_global_memory_buffer
+
+        return strategy.chunks, {"memory_buffer": get_global_memory_buffer(), "strategy": strategy}
+    return [strategy.engine.module if hasattr(strategy, "engine") else strategy.model], {"strategy": strategy}
 
 
 def train_megatron(words: list[str]) -> Measure:

@@ -15,6 +15,8 @@ from tests.memory.ledger import Ledger, key_of
 FOLLOWED = ("torch.nn", "torch.optim", "tridock", "megatron", "deepspeed", "model", "fp16", "apex")
 """Packages whose objects are looked into."""
 DEPTH = 9
+GRADIENTS = re.compile(r"(?<!input_tensor\.)grad(?!_norm|_scaler)|ipg")
+"""Names of what holds gradients of weights. (A pipeline's stage keeps its last input, with its gradient.)"""
 
 
 def named_tensors(roots: dict[str, Any]) -> dict[int, str]:
@@ -41,7 +43,7 @@ def _below(thing: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(thing, list | tuple | set | deque):
         yield from ((f"[{number}]", value) for number, value in enumerate(thing))
     elif isinstance(thing, Tensor):
-        if thing.is_leaf and thing.grad is not None:
+        if (thing.is_leaf or thing.retains_grad) and thing.grad is not None:
             yield ".grad", thing.grad
         yield from ((f".{name}", value) for name, value in vars(thing).items())
     elif type(thing).__module__.startswith(FOLLOWED) and not isinstance(thing, type):
@@ -100,7 +102,7 @@ def count(models: list[nn.Module], roots: dict[str, Any], ledger: Ledger) -> dic
     other: Counter[str] = Counter()
     for key, size in rest.items():
         name = re.sub(r"\[\d+\]", "[]", names.get(key, f"made by {made_by[key]}"))
-        (gradients if re.search(r"grad(?!_norm)|ipg", name) else other)[name] += size
+        (gradients if GRADIENTS.search(name) else other)[name] += size
     kinds["gradients"] = {name: size for name, size in gradients.items() if size}
     kinds["optimizer"] = {name: size for name, size in states.items() if size}
     kinds["other"] = {name: size for name, size in other.items() if size}

@@ -1,12 +1,13 @@
-"""What a step holds for its backward passes, on one rank of a stage.
+"""What a step holds for its backward passes, on one rank of a stage, at the moment when it holds most.
 
-The terms of a layer are those of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models"
-(2022), section 4, counted tensor by tensor as the engines keep them: the inputs of both norms, of the four matrices, of
-the activation function, and what the attention and dropout keep. Attention is torch's fused one (queries, keys, values,
-its output and one fp32 number a row) but for Megatron v1.1.5, which keeps the probabilities.
+A layer's terms are those of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022),
+section 4, counted tensor by tensor as the engines keep them: the inputs of both norms, of the four matrices and of the
+activation function, and what attention and dropout keep. Attention is torch's fused one (queries, keys, values, output,
+and one fp32 number a row), but for Megatron v1.1.5's, which keeps the probabilities.
 
-On CPU ranks the numbers are those that were counted (docs/planner.md); on a GPU dropout keeps a byte an element instead
-of a number, and norms keep fp32 statistics.
+The moment is either the loss, with the logits, or the first backward pass of a layer, with what is computed again and
+the gradients on their way. The numbers were held against every tensor that CPU ranks allocate (docs/planner.md). A GPU
+differs in what its kernels keep: a byte an element for dropout, fp32 statistics of norms, attention fused with dropout.
 """
 
 from __future__ import annotations
@@ -20,20 +21,23 @@ from tridock.plan.term import Term
 from tridock.plan.traffic import FORMAT_BYTES, recomputed_layers
 
 Device = Literal["cpu", "cuda"]
-_TOKEN = 8  # int64
-_LOSS = 4  # the loss is reckoned in fp32
+_TOKEN_BYTES = 8  # int64
+_LOSS_BYTES = 4  # the loss is reckoned in fp32
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """Bytes of the tensors that a layer is made of, for one micro batch on one rank."""
 
+    device: Device
     tokens: int
     """Of this rank."""
-    hidden: int
-    """[tokens, hidden] in the format of the matrix products, whole."""
-    shared: float
-    """The same as tensor parallel ranks share it out where a layer is split."""
+    short: int
+    """Of a number in the matrix products."""
+    hidden: float
+    """[tokens, hidden] in that format, whole."""
+    split: float
+    """The same as tensor parallel ranks share it out inside a layer."""
     between: float
     """The same between the split parts, where sequence parallelism shares it out."""
     residual: float
@@ -41,42 +45,45 @@ class Sizes:
     statistics: float
     """The two numbers a token that a norm keeps."""
     dropout: float
-    """What dropout of such a tensor keeps."""
-    weights: int
-    """Short copies of a layer's matrices that autocast makes."""
+    """What dropout of the residual stream's width keeps."""
+    casts: float
+    """Short copies that autocast makes of a layer's matrices."""
     attention: float
-    """What the attention keeps besides its inputs."""
+    """What the attention keeps besides queries, keys, values and its output."""
+    weight: float
+    """The gradient of the widest matrix of a layer, before it is added to the others."""
 
 
 def activation_terms(experiment: Experiment, stage: int, accumulation: int, device: Device) -> list[Term]:
-    """The terms of a stage's rank, at the moment of the step that holds most."""
+    """The terms of a stage's rank."""
     sizes = sizes_of(experiment, device)
-    layers = layers_of_stage(experiment, stage)
-    stages, virtual = (
-        experiment.parallel.pipeline_model_parallel_size,
-        experiment.parallel.virtual_pipeline_model_parallel_size,
-    )
-    again = recomputed_layers(experiment, layers)
-    whole = layer_bytes(experiment, sizes)
-    kept = (layers - again) * whole + checkpoints(experiment, layers, again) * sizes.between
-    flights = in_flight(experiment, stage, accumulation)
-    group = recomputed_group(experiment, again) * whole
+    layers, stages = layers_of_stage(experiment, stage), experiment.parallel.pipeline_model_parallel_size
+    virtual = experiment.parallel.virtual_pipeline_model_parallel_size
+    again, flights = recomputed_layers(experiment, layers), in_flight(experiment, stage, accumulation)
+    kept_layers = (layers - again) * kept_layer(experiment, sizes)
+    kept = kept_layers + _groups(experiment, again) * sizes.between
     first, last = stage == 0, stage == stages - 1
-    head = head_bytes(experiment, sizes, device) if last else 0.0
-    terms = [
-        Term("activations", round(kept * flights / virtual), f"{flights} runs of {layers // virtual} layers in flight; Korthikanti et al. 2022, 4.1"),
-    ]  # fmt: skip
+    runs = f"{flights} runs of {layers // virtual} layers" if stages > 1 else f"{layers} layers"
+    terms = [Term("activations", round(kept * flights / virtual), f"{runs}; Korthikanti et al. 2022, 4.1")]
     if first:
-        held = _embedding_bytes(experiment, sizes) * min(flights, accumulation)
-        terms.append(Term("embedding", round(held), "tokens and dropout of the embedding, each micro batch in flight"))
+        held = (sizes.tokens * _TOKEN_BYTES + sizes.dropout) * min(flights, accumulation)
+        terms.append(Term("embedding", round(held), "tokens and dropout, each micro batch in flight"))
+    if stages > 1:
+        # On a GPU megatron-core frees what it has sent; what is on its way remains.
+        count = (flights - 1 if last else flights) if device == "cpu" else 2
+        terms.append(Term("stage inputs and outputs", round(count * sizes.between), "hidden states on their way"))
+    head = head_bytes(experiment, sizes) if last else 0.0
+    # Backward, the layers that are computed again come after those that were kept: these have gone by then.
+    inside = max(backward_bytes(experiment, sizes, 0), backward_bytes(experiment, sizes, again) - kept_layers / virtual)
     if last:
-        terms.append(
-            Term("logits and loss", round(head), "fp32 probabilities [tokens, vocabulary / TP], and the logits")
-        )
-    if again:
-        beyond = max(0.0, group - head)
-        terms.append(Term("recomputed layers", round(beyond), "one group of layers again, beyond the logits' room"))
+        terms.append(Term("logits and loss", round(head), "probabilities in fp32, logits or their gradients"))
+    terms.append(Term("backward pass", round(max(0.0, inside - head)), _backward_words(again, last)))
     return terms
+
+
+def _backward_words(again: int, last: bool) -> str:
+    what = "the layers computed again, and gradients on their way" if again else "gradients on their way"
+    return f"{what}, beyond the logits' room" if last else what
 
 
 def sizes_of(experiment: Experiment, device: Device) -> Sizes:
@@ -87,61 +94,76 @@ def sizes_of(experiment: Experiment, device: Device) -> Sizes:
     tokens = model.seq_length // parallel.context_parallel_size * experiment.batch.micro_batch_size
     short = FORMAT_BYTES[experiment.precision]
     autocast = experiment.engine == "torch" and parallel.strategy == "ddp" and short == 2
-    hidden = tokens * model.hidden_size * short
+    elements = tokens * model.hidden_size
     residual = 4 if autocast else short
-    kept = 1 if device == "cuda" else short
     return Sizes(
+        device=device,
         tokens=tokens,
-        hidden=hidden,
-        shared=hidden / tensor,
-        between=hidden / spread,
-        residual=hidden // short * residual / spread,
-        statistics=2 * tokens / spread * (4 if device == "cuda" else residual),
-        dropout=hidden // short * kept / spread if model.hidden_dropout else 0.0,
-        weights=12 * model.hidden_size**2 * short if autocast else 0,
+        short=short,
+        hidden=elements * short,
+        split=elements * short / tensor,
+        between=elements * short / spread,
+        residual=elements * residual / spread,
+        statistics=2 * tokens * (4 if device == "cuda" else residual) / spread,
+        dropout=elements * (1 if device == "cuda" else short) / spread if model.hidden_dropout else 0.0,
+        casts=12 * model.hidden_size**2 * short if autocast else 0.0,
         attention=_attention_bytes(experiment, tokens, short, device),
+        weight=4 * model.hidden_size**2 * short / tensor,
     )
 
 
 def _attention_bytes(experiment: Experiment, tokens: int, short: int, device: Device) -> float:
-    """Besides queries, keys, values and the output."""
     model, parallel = experiment.model, experiment.parallel
-    heads = model.num_attention_heads / parallel.tensor_model_parallel_size
-    scores = tokens * heads * model.seq_length * short
+    tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    heads = model.num_attention_heads / tensor
+    scores = tokens * heads * model.seq_length
     dropped = model.attention_dropout > 0.0
-    kept = scores / short if device == "cuda" else scores
     if experiment.engine == "megatron-deepspeed":
         # The probabilities; with dropout, its mask and what is left of them.
-        return scores + (kept + scores if dropped else 0.0)
+        return scores * (short + ((1 if device == "cuda" else short) + short if dropped else 0))
+    gathered = 2 * context * tokens * model.hidden_size * short / tensor if context > 1 else 0.0
     if device == "cpu" and dropped:
-        return 0.0  # filled in from the measured grid
-    return tokens * heads * 4.0
+        # Not fused there: probabilities, noise and their product in fp32, and a mask.
+        return scores * (4 + 4 + 4 + 1) + gathered
+    return tokens * heads * 4.0 + gathered
 
 
-def layer_bytes(experiment: Experiment, sizes: Sizes) -> float:
-    """One layer, nothing of it recomputed: Korthikanti et al. 2022, equation 2, with its terms as they are kept."""
+def layer_bytes(sizes: Sizes) -> float:
+    """One layer, nothing of it computed again: Korthikanti et al. 2022, equation 2, term by term."""
     norms = 2 * (sizes.residual + sizes.statistics)
     inputs = 2 * sizes.between  # of the attention's and the MLP's first matrix
-    split = (3 + 1 + 4 + 4) * sizes.shared  # queries, keys and values; output; the activation function and after it
-    return norms + inputs + split + sizes.attention + 2 * sizes.dropout + sizes.weights
+    inner = (3 + 1 + 4 + 4) * sizes.split  # queries, keys, values; output; the activation function's input and output
+    return norms + inputs + inner + sizes.attention + 2 * sizes.dropout + sizes.casts
 
 
-def checkpoints(experiment: Experiment, layers: int, again: int) -> int:
+def kept_layer(experiment: Experiment, sizes: Sizes) -> float:
+    """A layer that is not computed again as a whole; selective recomputation leaves out the attention's inside."""
+    selective = experiment.model.recompute_granularity == "selective"
+    return layer_bytes(sizes) - (sizes.attention if selective else 0.0)
+
+
+def backward_bytes(experiment: Experiment, sizes: Sizes, again: int) -> float:
+    """A layer's backward pass at its fullest: the MLP's second matrix, whose both gradients have just been made, on top
+    of what was computed again before."""
+    gathered = sizes.hidden if sizes.between < sizes.hidden else 0.0
+    gradients = sizes.between + gathered + 4 * sizes.split + sizes.weight
+    selective = sizes.attention if experiment.model.recompute_granularity == "selective" else 0.0
+    return gradients + selective + _group(experiment, again) * layer_bytes(sizes)
+
+
+def _groups(experiment: Experiment, again: int) -> int:
     """How many hidden states are kept in place of the layers that are computed again."""
-    if again == 0:
-        return 0
-    group = recomputed_group(experiment, again)
-    return -(-again // group)
+    return -(-again // _group(experiment, again)) if again else 0
 
 
-def recomputed_group(experiment: Experiment, again: int) -> int:
+def _group(experiment: Experiment, again: int) -> int:
     """Layers that are computed again together."""
     if again == 0:
         return 0
     model = experiment.model
     if experiment.engine == "megatron-core":
         return 1 if model.recompute_method == "block" else model.recompute_num_layers or 1
-    return model.checkpoint_num_layers
+    return min(again, model.checkpoint_num_layers)
 
 
 def in_flight(experiment: Experiment, stage: int, accumulation: int) -> int:
@@ -150,10 +172,8 @@ def in_flight(experiment: Experiment, stage: int, accumulation: int) -> int:
     1F1B: as many as there are stages from here to the last (Narayanan et al., 2021, section 2.2). Interleaved:
     Megatron's warm-up of 2 (p - stage - 1) + (v - 1) p runs, and one.
     """
-    stages, virtual = (
-        experiment.parallel.pipeline_model_parallel_size,
-        experiment.parallel.virtual_pipeline_model_parallel_size,
-    )
+    parallel = experiment.parallel
+    stages, virtual = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
     if stages == 1:
         return 1
     if virtual == 1:
@@ -161,18 +181,18 @@ def in_flight(experiment: Experiment, stage: int, accumulation: int) -> int:
     return min(2 * (stages - stage - 1) + (virtual - 1) * stages + 1, accumulation * virtual)
 
 
-def _embedding_bytes(experiment: Experiment, sizes: Sizes) -> float:
-    """Besides its output, which the first layer keeps."""
-    return sizes.tokens * _TOKEN + sizes.dropout
-
-
-def head_bytes(experiment: Experiment, sizes: Sizes, device: Device) -> float:
-    """The last norm's and the output layer's inputs, and the loss."""
-    rows = rows_of_vocabulary(experiment) / experiment.parallel.tensor_model_parallel_size
-    short = FORMAT_BYTES[experiment.precision]
-    norm = sizes.residual + sizes.statistics + sizes.between
+def head_bytes(experiment: Experiment, sizes: Sizes) -> float:
+    """The last norm, the output layer and the loss, at the fuller of two moments: the loss, or the first backward pass
+    after it, with the gradient of the table."""
+    tensor = experiment.parallel.tensor_model_parallel_size
+    rows, width = rows_of_vocabulary(experiment) / tensor, experiment.model.hidden_size
+    inputs = sizes.residual + sizes.statistics + sizes.between + sizes.tokens * (_TOKEN_BYTES + 1)
+    logits, table = sizes.tokens * rows, rows * width * sizes.short
+    gathered = sizes.hidden + sizes.between if sizes.between < sizes.hidden else 0.0
     if experiment.engine == "torch":
+        cast = table if sizes.casts else 0.0
         # log_softmax's result, and in the backward pass two gradients of its size.
-        return norm + sizes.tokens * (3 * rows * _LOSS + _TOKEN)
-    logits = short if short != _LOSS else 0
-    return norm + sizes.tokens * (rows * (_LOSS + logits) + _TOKEN + 1)
+        return inputs + cast + 3 * logits * _LOSS_BYTES
+    loss = logits * (_LOSS_BYTES + (sizes.short if sizes.short < _LOSS_BYTES else 0))
+    after = logits * sizes.short + table + sizes.hidden + gathered
+    return inputs + max(loss, after)

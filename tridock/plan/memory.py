@@ -8,7 +8,7 @@ the optimizer works, never in both.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -17,7 +17,7 @@ from tridock.gpus import Gpu
 from tridock.plan.activations import Device, activation_terms
 from tridock.plan.overhead import overhead_terms
 from tridock.plan.parameters import Parameters, layers_of_stage, parameters_of_stage
-from tridock.plan.states import optimizer_workspace, state_terms
+from tridock.plan.states import States, states_of
 from tridock.plan.term import Term, total_bytes
 from tridock.plan.traffic import Shape
 
@@ -66,13 +66,8 @@ def memory_of_stage(experiment: Experiment, stage: int, shape: Shape, gpu: Gpu |
     """All terms of one rank of ``stage``; without a GPU, those of a CPU rank, which has no overhead of a GPU."""
     device: Device = "cpu" if gpu is None else "cuda"
     weights = parameters_of_stage(experiment, stage)
-    replicas = shape.data * experiment.parallel.context_parallel_size
-    states = state_terms(experiment, weights, replicas)
-    held = activation_terms(experiment, stage, shape.accumulation, device)
-    workspace = optimizer_workspace(experiment, weights, replicas, device)
-    beyond = max(0, workspace.bytes - total_bytes(held))
-    step = [*held, Term(workspace.name, beyond, workspace.source)]
-    terms: list[Term] = [*states, *step]
+    states = states_of(experiment, weights, shape.data * experiment.parallel.context_parallel_size, device)
+    terms = [*_lasting(states), *_passing(experiment, stage, shape, states, device)]
     if gpu is not None:
         terms += overhead_terms(experiment, shape, terms, gpu.memory_bytes)
     return StageMemory(
@@ -80,9 +75,30 @@ def memory_of_stage(experiment: Experiment, stage: int, shape: Shape, gpu: Gpu |
         layers=layers_of_stage(experiment, stage),
         parameters=weights,
         terms=tuple(term for term in terms if term.bytes),
-        state_bytes=total_bytes(states),
+        state_bytes=states.lasting + states.passing,
         limit_bytes=None if gpu is None else gpu.memory_bytes,
     )
+
+
+def _lasting(states: States) -> Iterator[Term]:
+    source = "kept from step to step; the engine's bytes a weight (docs/planner.md)"
+    yield Term("weights", states.weights, source)
+    yield Term("gradients", states.gradients, source)
+    yield Term("optimizer states", states.optimizer, source)
+
+
+def _passing(experiment: Experiment, stage: int, shape: Shape, states: States, device: Device) -> Iterator[Term]:
+    """What a step takes on top: in its backward passes or, where that is more, while the optimizer works."""
+    held = activation_terms(experiment, stage, shape.accumulation, device)
+    yield from held
+    yield Term("gathered weights", states.gathered, "ZeRO 3: up to 1e9 of them at a time")
+    yield Term("gradient bucket", states.bucket, "DeepSpeed's reduce_bucket_size, 5e8 elements")
+    # The first backward passes find the gradients of those before; with a single one, they grow as activations go.
+    accumulated = states.passing if shape.accumulation > 1 else 0
+    backward = total_bytes(held) + states.gathered + states.bucket
+    yield Term("gradients of a step", accumulated, "from the first backward pass to the optimizer's step")
+    beyond = max(0, states.passing - accumulated + states.workspace - backward)
+    yield Term("optimizer's step", beyond, "its gradients and workspace, beyond the room of the above")
 
 
 def memory_of_stages(experiment: Experiment, shape: Shape, gpu: Gpu | None) -> tuple[StageMemory, ...]:

@@ -11,6 +11,7 @@ from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment
 from tridock.gpus import Gpu
 from tridock.plan.cost import Cost, Rates, cost_of
+from tridock.plan.groups import make_groups, warnings
 from tridock.plan.legality import layout_problems
 from tridock.plan.memory import GIB, StageMemory, memory_of_stages
 from tridock.plan.parameters import GPT2_TOKENS
@@ -46,6 +47,8 @@ class Assessment:
     """None where the experiment is illegal; so are the next two empty."""
     memory: tuple[StageMemory, ...] = ()
     cost: Cost | None = None
+    warnings: tuple[str, ...] = ()
+    """What would make the run slow: groups that cross nodes and need not."""
 
     @property
     def verdict(self) -> Verdict:
@@ -95,9 +98,11 @@ class Assessment:
                 {"field": problem.where, "message": str(problem), "nearest": list(problem.nearest)}
                 for problem in self.problems
             ],
+            "warnings": list(self.warnings),
             "notes": list(self.notes),
             **plan,
             "ranks": plan.get("ranks", []),
+            "groups": {} if self.plan is None else _groups(self.plan),
             "memory": self._memory(),
             "cost": None if self.cost is None else self._cost(self.cost),
         }
@@ -166,15 +171,30 @@ def assess(
     """
     world_size = sum(len(numbers) for numbers in slots.values())
     problems = [*layout_problems(experiment, world_size), *gpu_problems(experiment, assumptions.gpu)]
-    notes = tuple(_notes(experiment, assumptions))
     if problems:
-        return Assessment(experiment, source, tuple(problems), notes, assumptions)
+        return Assessment(experiment, source, tuple(problems), (), assumptions)
+    notes = tuple(_notes(experiment, assumptions))
     plan = lay_out(experiment, slots)
     shape = Shape(plan.data_parallel_size, plan.accumulation_steps, min(len(numbers) for numbers in slots.values()))
     memory = memory_of_stages(experiment, shape, assumptions.gpu)
     rates = Rates.of(assumptions.gpu, experiment.precision, assumptions.tflops, assumptions.network_gbit)
     cost = cost_of(experiment, shape, max(stage.state_bytes for stage in memory), rates)
-    return Assessment(experiment, source, (), notes, assumptions, plan, memory, cost)
+    return Assessment(experiment, source, (), notes, assumptions, plan, memory, cost, tuple(warnings(plan)))
+
+
+def _groups(plan: Plan) -> dict[str, dict[str, int]]:
+    """Of each kind: how many groups there are, of how many ranks, how many cross nodes, and over how many."""
+    groups = make_groups(plan)
+    return {
+        kind: {
+            "count": len(members),
+            "size": len(members[0]),
+            "crossing": len(groups.crossing(kind)),
+            "nodes": groups.widest(kind),
+        }
+        for kind, members in groups.members.items()
+        if members
+    }
 
 
 def gpu_problems(experiment: Experiment, gpu: Gpu | None) -> list[Problem]:

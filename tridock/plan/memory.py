@@ -67,7 +67,7 @@ def memory_of_stage(experiment: Experiment, stage: int, shape: Shape, gpu: Gpu |
     device: Device = "cpu" if gpu is None else "cuda"
     weights = parameters_of_stage(experiment, stage)
     states = states_of(experiment, weights, shape.data * experiment.parallel.context_parallel_size, device)
-    terms = [*_lasting(states), *_passing(experiment, stage, shape, states, device)]
+    terms = [*_lasting(states, weights.total), *_passing(experiment, stage, shape, states, device)]
     if gpu is not None:
         terms += overhead_terms(experiment, shape, terms, gpu.memory_bytes)
     return StageMemory(
@@ -80,11 +80,14 @@ def memory_of_stage(experiment: Experiment, stage: int, shape: Shape, gpu: Gpu |
     )
 
 
-def _lasting(states: States) -> Iterator[Term]:
-    source = "kept from step to step; the engine's bytes a weight (docs/planner.md)"
-    yield Term("weights", states.weights, source)
-    yield Term("gradients", states.gradients, source)
-    yield Term("optimizer states", states.optimizer, source)
+def _lasting(states: States, count: int) -> Iterator[Term]:
+    """What the engine keeps from step to step, with its bytes a parameter: they differ (docs/planner.md)."""
+    for name, value in (
+        ("weights", states.weights),
+        ("gradients", states.gradients),
+        ("optimizer states", states.optimizer),
+    ):
+        yield Term(name, value, f"{value / count:.3g} bytes a parameter, kept from step to step")
 
 
 def _passing(experiment: Experiment, stage: int, shape: Shape, states: States, device: Device) -> Iterator[Term]:

@@ -24,8 +24,10 @@ SLACK: Final = 0.25
 
 
 def communicators(experiment: Experiment, shape: Shape) -> int:
-    """NCCL's groups that a rank takes part in: those of the layout, and the whole world's."""
-    return 1 + len(traffic(experiment, shape))
+    """NCCL's groups that a rank takes part in: those of the layout, the model's (for the norm), and the world's."""
+    parallel = experiment.parallel
+    split = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size > 1
+    return 1 + (1 if split else 0) + len(traffic(experiment, shape))
 
 
 def overhead_terms(experiment: Experiment, shape: Shape, used: Sequence[Term], limit_bytes: int) -> list[Term]:

@@ -95,7 +95,7 @@ def _zero(experiment: Experiment, weights: Parameters, short: int, replicas: int
     small = sum(_small_tensors(experiment, weights))
     kept = small + owned if replicas > 1 else count
     gathered = short * min(count - small, LIVE) if replicas > 1 else 0
-    return States(short * kept, bucket + short * owned, optimizer, 0, 0, gathered, 4 * min(owned, 2 * BUCKET))
+    return States(short * kept, short * owned, optimizer, 0, bucket, gathered, 4 * min(owned, 2 * BUCKET))
 
 
 def _small_tensors(experiment: Experiment, weights: Parameters) -> Iterator[int]:

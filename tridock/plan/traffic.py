@@ -132,7 +132,8 @@ def _pipeline(experiment: Experiment, shape: Shape) -> Iterator[Traffic]:
     # Every stage but the ends sends one way and the other; the ring of an interleaved pipeline closes.
     sent = 2 * virtual * message * shape.accumulation
     waits = 2 * virtual * message * (shape.accumulation + size - 1)
-    yield Traffic("pipeline", size, "network" if network else "node", min(stride, shape.slots) if network else 1, sent, waits)  # fmt: skip
+    link: Link = "network" if network else "node"
+    yield Traffic("pipeline", size, link, min(stride, shape.slots) if network else 1, sent, waits)
 
 
 def _data(experiment: Experiment, shape: Shape) -> Iterator[Traffic]:

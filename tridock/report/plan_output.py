@@ -16,7 +16,8 @@ from tridock.experiment import load_experiment
 from tridock.plan import Assessment, Assumptions, assess
 from tridock.plan.memory import GIB
 from tridock.plan.search import Search, search, words_of
-from tridock.report.plan_tables import best_words, days_line, render, render_search
+from tridock.report import rank_map
+from tridock.report.plan_tables import best_words, captions, days_line, render, render_search
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,9 @@ def print_plan(
 
 def _show_plan(assessment: Assessment, console: Console, show: Show) -> int:
     refused = assessment.verdict in ("illegal", "no-fit")
+    if show.plot and assessment.plan is not None:
+        title = assessment.experiment.name
+        rank_map.plot(assessment.plan, Path(show.plot), title, captions(assessment))
     if show.json:
         sys.stdout.write(assessment.to_json())
     elif assessment.plan is not None:
@@ -83,8 +87,15 @@ def _show_search(found: Search, assessment: Assessment, console: Console, show: 
 def _refusal(error: RequestError) -> str:
     """The JSON of an experiment that cannot even be read."""
     problems = [{"field": one.where, "message": str(one), "nearest": list(one.nearest)} for one in error.problems]
-    empty: dict[str, Any] = {"ranks": [], "memory": {"gpu": None, "limit_gib": None, "stages": []}, "cost": None}
-    return json.dumps({"verdict": "illegal", "problems": problems, "notes": [], **empty}, indent=2) + "\n"
+    empty: dict[str, Any] = {
+        "ranks": [],
+        "groups": {},
+        "memory": {"gpu": None, "limit_gib": None, "stages": []},
+        "cost": None,
+    }
+    return (
+        json.dumps({"verdict": "illegal", "problems": problems, "warnings": [], "notes": [], **empty}, indent=2) + "\n"
+    )
 
 
 def _document(found: Search, assessment: Assessment) -> dict[str, Any]:

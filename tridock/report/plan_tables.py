@@ -13,6 +13,7 @@ from tridock.plan.assess import Assessment
 from tridock.plan.cost import Cost, seconds_of
 from tridock.plan.memory import GIB, StageMemory
 from tridock.plan.search import Candidate, Search, reasons, words_of
+from tridock.report import rank_map
 
 _STYLES = {"fits": "green", "tight": "yellow", "no-fit": "bold red", "illegal": "bold red"}
 _WORDS = {"fits": "fits", "tight": "tight: over 80 %", "no-fit": "does not fit", "illegal": "cannot run"}
@@ -38,15 +39,24 @@ def headline(assessment: Assessment) -> Text:
 
 def render(assessment: Assessment) -> Group:
     """Everything about a plan that is legal."""
-    assert assessment.plan is not None
     assert assessment.cost is not None
-    parts: list[RenderableType] = [
-        headline(assessment), "", _facts(assessment), "", memory_table(assessment), "", _cost_table(assessment.cost)
-    ]  # fmt: skip
+    parts: list[RenderableType] = [headline(assessment), "", _facts(assessment), ""]
+    parts += [rank_map.render(assessment.laid_out, captions(assessment)), "", memory_table(assessment)]
+    parts += [_sources(assessment), "", _cost_table(assessment.cost)]
     if assessment.cost.traffic:
         parts += ["", _traffic_table(assessment.cost)]
+    parts += [Text(f"warning: {warning}", "yellow") for warning in assessment.warnings]
     parts += [Text(f"note: {note}", "dim") for note in assessment.notes]
     return Group(*parts)
+
+
+def captions(assessment: Assessment) -> dict[int, str]:
+    """What the rank map's legend says of each stage."""
+    judged = assessment.assumptions.gpu is not None
+    return {
+        stage.stage: f"{stage.total_bytes / GIB:.1f} GiB" + (f", {_WORDS[stage.fit]}" if judged else "")
+        for stage in assessment.memory
+    }
 
 
 def _facts(assessment: Assessment) -> Table:
@@ -63,7 +73,7 @@ def _facts(assessment: Assessment) -> Table:
         ("cluster", f"{_count(plan.world_size, 'slot')} on {_count(nodes, 'node')}"),
         ("layout", plan.layout),
         ("batch", batch),
-        ("weights", f"{cost.parameters:,}"),
+        ("parameters", f"{cost.parameters:,}"),
     )
     return _pairs(rows)
 
@@ -78,31 +88,48 @@ def _pairs(rows: Sequence[tuple[str, str]]) -> Table:
 
 
 def memory_table(assessment: Assessment) -> Table:
-    """A term a line, a stage a column: the first, the fullest, the last, and the one after the first."""
+    """A term a line, a stage a column: the first two, the fullest and the last where there are many."""
     stages = _shown(assessment.memory)
     gpu = assessment.assumptions.gpu
     of = f", of {gpu.memory_bytes / GIB:.1f} GiB ({gpu.name})" if gpu is not None else ""
     table = _table(f"Memory of a rank in GiB{of}")
-    table.add_column("term")
+    table.add_column("")
     for stage in stages:
         table.add_column(f"stage {stage.stage}", justify="right")
-    table.add_column("what it is", style="dim", overflow="fold")
-    names: dict[str, str] = {}
-    for stage in assessment.memory:
-        for term in stage.terms:
-            names.setdefault(term.name, term.source)
-    for name, source in names.items():
+    for name in _names(assessment.memory):
         amounts = [next((term.bytes for term in stage.terms if term.name == name), 0) for stage in stages]
-        table.add_row(name, *(_gib(amount) for amount in amounts), Text(source))
+        table.add_row(name, *(_gib(amount) for amount in amounts))
     table.add_section()
-    table.add_row(Text("in all", "bold"), *(Text(_gib(stage.total_bytes), "bold") for stage in stages), "")
+    table.add_row(Text("in all", "bold"), *(Text(_gib(stage.total_bytes), "bold") for stage in stages))
     if gpu is not None:
         shares = [Text(f"{stage.share:.0%} {_short(stage)}", _STYLES[stage.fit]) for stage in stages]
-        table.add_row("of the GPU", *shares, "tight from 80 % on")
-    layers = [f"{stage.layers}" for stage in stages]
-    table.add_row("layers", *layers, "")
-    table.add_row("weights", *(f"{stage.parameters.total:,}" for stage in stages), "of a rank")
+        table.add_row("of the GPU", *shares)
+    table.add_row("layers", *(str(stage.layers) for stage in stages), style="dim")
+    table.add_row("parameters", *(_count_short(stage.parameters.total) for stage in stages), style="dim")
     return table
+
+
+def _names(stages: Sequence[StageMemory]) -> list[str]:
+    """Of all terms, each after those that it follows on every stage."""
+    names: list[str] = []
+    for stage in stages:
+        place = 0
+        for term in stage.terms:
+            if term.name in names:
+                place = names.index(term.name) + 1
+            else:
+                names.insert(place, term.name)
+                place += 1
+    return names
+
+
+def _sources(assessment: Assessment) -> Text:
+    """What each term is, and where its formula comes from."""
+    found = {term.name: term.source for stage in reversed(assessment.memory) for term in stage.terms}
+    lines: dict[str, list[str]] = {}
+    for name in _names(assessment.memory):
+        lines.setdefault(found[name], []).append(name)
+    return Text("\n".join(f"{', '.join(names)}: {source}" for source, names in lines.items()), "dim")
 
 
 def _short(stage: StageMemory) -> str:

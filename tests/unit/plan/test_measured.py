@@ -1,4 +1,4 @@
-"""The memory model against what CPU ranks of every engine really hold, tensor by tensor (tests/data/memory-cpu.json)."""
+"""The memory model against what CPU ranks of every engine hold, tensor by tensor (tests/data/memory-cpu.json)."""
 
 import pytest
 
@@ -8,14 +8,11 @@ WITHIN = 0.03
 # In these small cases a kernel of the CPU's, or what is a few kilobytes of a real run's gigabytes, weighs more.
 ATTENTION = "the CPU's attention works in fp32 in its backward pass where it has a mask or dropout"
 CACHE = "autocast's cache still holds the last layer's casts"
-GATHERED = "ZeRO 3 gathers and reduces through further copies, which Gloo alone needs whole"
 KNOWN = {
     "megatron-core-cp2-full2": (0.11, ATTENTION),
     "megatron-core-one-full1-dropout": (0.08, ATTENTION),
     "torch-ddp-bf16-checkpointed": (0.04, CACHE),
     "torch-ddp-fp16-checkpointed": (0.04, CACHE),
-    "torch-zero3-bf16-wide": (0.16, GATHERED),
-    "torch-zero3-fp32-wide": (0.25, GATHERED),
 }
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tridock.cluster import Cluster, load_cluster
 from tridock.errors import Problem, RequestError
 from tridock.gpus import Gpu, find_gpu
-from tridock.ops.session import Session
 from tridock.plan import Assumptions
+
+if TYPE_CHECKING:  # `tridock plan` contacts nobody, and needs no ssh
+    from tridock.ops.session import Session
 
 
 def slots_of(

@@ -24,7 +24,7 @@ _MOST_REASONS = 8
 
 def headline(assessment: Assessment) -> Text:
     """One line: the verdict, the layout, the fullest rank, the time."""
-    plan, gpu, text = assessment.plan, assessment.assumptions.gpu, Text(no_wrap=True)
+    plan, gpu, text = assessment.plan, assessment.assumptions.gpu, Text()
     if plan is None:
         return text.append(_WORDS["illegal"], _STYLES["illegal"])
     judged = gpu is not None

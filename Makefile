@@ -72,6 +72,10 @@ bench-gpu: .venv/.operator ## Tokens/s, model TFLOP/s, MFU and peak memory of ev
 measure-memory: .venv/.full ## Write tests/data/memory-cpu.json anew: what CPU ranks of every engine hold (MEASURE='--engines torch')
 	@python -m tests.memory.measure $(MEASURE)
 
+.PHONY: bench-memory
+bench-memory: .venv/.full ## Memory that the planner predicts beside what CPU ranks of every engine held (BENCH='pp2 bf16')
+	@python -m tests.memory.compare $(BENCH)
+
 # ---- checks ------------------------------------------------------------------------------------------------------------
 # TESTS  more words for pytest, as TESTS='-k hostfile -x'
 TESTS ?=

@@ -1,8 +1,9 @@
 """The fixed overhead of a GPU rank: what no tensor of the run accounts for.
 
-EleutherAI's calculator leaves about 5 GiB a GPU unexplained ("Transformer Math 101", 2023). Here it is three terms, set
-by the one run whose whole use is known: 7.5B on 16 V100, 14,659 MiB by ``nvidia-smi`` (docs/planner.md). The slack is
-only taken where there is room: before it fails, torch's allocator gives back what it merely keeps.
+EleutherAI's calculator leaves about 5 GiB a GPU unexplained ("Transformer Math 101", 2023). Here it is three terms, of
+which the last is set by the one run whose whole use is known: 7.5B on 16 V100, 14,659 MiB by ``nvidia-smi``
+(docs/planner.md). It is only taken where there is room: before it fails, torch's allocator gives back what it merely
+keeps.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ CONTEXT_BYTES: Final = 512 * _MIB
 """CUDA's context, kernels, cuBLAS's workspaces."""
 COMMUNICATOR_BYTES: Final = 150 * _MIB
 """NCCL's channels and buffers, for each group that a rank is in."""
-SLACK: Final = 0.25
-"""What the allocator reserves beyond what is in use, as a share of that."""
+SLACK_BYTES: Final = 4480 * _MIB
+"""What torch's allocator reserves beyond what is in use, where there is room."""
 
 
 def communicators(experiment: Experiment, shape: Shape) -> int:
@@ -38,7 +39,5 @@ def overhead_terms(experiment: Experiment, shape: Shape, used: Sequence[Term], l
         Term("NCCL", count * COMMUNICATOR_BYTES, f"fixed overhead: {count} communicators x 150 MiB"),
     ]
     left = max(0, limit_bytes - in_use - total_bytes(fixed))
-    slack = Term(
-        "allocator slack", min(round(SLACK * in_use), left), f"fixed overhead: {SLACK:.0%} of the above, if free"
-    )
+    slack = Term("allocator slack", min(SLACK_BYTES, left), "fixed overhead: reserved beyond what is in use, if free")
     return [*fixed, slack]

@@ -76,9 +76,8 @@ def states_of(experiment: Experiment, weights: Parameters, replicas: int, device
 def _megatron_core(experiment: Experiment, count: int, short: int, replicas: int, device: Device) -> States:
     distributed = experiment.parallel.use_distributed_optimizer
     owned = count // replicas if distributed else count
-    # On GPUs torch's AdamW makes the root of the second moments for all weights at once; apex's and
-    # transformer-engine's do not. On CPUs Gloo scatters a copy of the gradients.
-    workspace = 4 * owned if device == "cuda" else 4 * count if distributed and replicas > 1 else 0
+    # On GPUs Adam is apex's or transformer-engine's, which work in place. On CPUs Gloo scatters a copy of the gradients.
+    workspace = 4 * count if device == "cpu" and distributed and replicas > 1 else 0
     return States(short * count, 4 * count, (12 if short == 2 else 8) * owned, 0, 0, 0, workspace)
 
 

@@ -36,6 +36,7 @@ def _parser() -> argparse.ArgumentParser:
         "--workspace", type=Path, default=Path(), help="folder that holds data/ and runs/ (default: here)"
     )
     train.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="change a field: train.seed=7")
+    train.add_argument("--force", action="store_true", help="even if the plan says that it does not fit the GPUs")
     train.add_argument("--run-id-file", type=Path, help="write the run's id into this file")
     several = train.add_argument_group("several machines, each started by hand (fab launch starts them all)")
     several.add_argument("--nnodes", type=int, default=1, help="machines of the run (default: 1)")
@@ -65,7 +66,15 @@ def _train(arguments: argparse.Namespace) -> int:
     from tridock.ops.local_run import Place, run_here
 
     place = Place(arguments.nnodes, arguments.node_rank, arguments.master_addr)
-    return run_here(arguments.config, arguments.nproc, arguments.workspace, arguments.set, arguments.run_id_file, place)
+    return run_here(
+        arguments.config,
+        arguments.nproc,
+        arguments.workspace,
+        arguments.set,
+        arguments.run_id_file,
+        place,
+        force=arguments.force,
+    )
 
 
 def _plan_options(plan: argparse.ArgumentParser) -> None:

@@ -77,9 +77,9 @@ def test_the_seeds_76b_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_v100_has_no_bf16(capsys: pytest.CaptureFixture[str]) -> None:
     config = str(JEAN_ZAY / "7.5b.yaml")
-    assert refused(capsys, config, "--nodes", "4", *V100, "--set", "precision=bf16") == (
-        f"{config}: precision: a v100-16gb has no bf16: its compute capability is below 8.0; got bf16; use fp16 or fp32\n"
-    )
+    what = "a v100-16gb has no bf16: its compute capability is below 8.0"
+    message = f"{config}: precision: {what}; got bf16; use fp16 or fp32\n"
+    assert refused(capsys, config, "--nodes", "4", *V100, "--set", "precision=bf16") == message
 
 
 def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,8 @@ printf 'gid %s\n' "$(id -g)"
 printf 'home %s\n' "$HOME"
 if command -v nvidia-smi >/dev/null 2>&1; then
   printf 'gpus %s\n' "$(nvidia-smi --list-gpus 2>/dev/null | wc -l)"
-  nvidia-smi --query-gpu=memory.total,name --format=csv,noheader,nounits 2>/dev/null | sort -n | sed 's/^/gpu /;q'
+  nvidia-smi --query-gpu=memory.total,name --format=csv,noheader,nounits 2>/dev/null |
+    while IFS= read -r line; do printf 'gpu %s\n' "$line"; done
 fi
 if [ -d /dev/infiniband ]; then echo 'infiniband 1'; fi
 case $3 in '~'/*) keys=$HOME/${3#*/};; *) keys=$3;; esac
@@ -73,6 +74,7 @@ def keys_digest(files: Mapping[str, bytes]) -> str:
 def parse_facts(name: str, text: str) -> HostState:
     """Reads the facts of host ``name``. Raises :class:`ClusterError` where Docker cannot be used there."""
     facts = dict(_lines(text))
+    gpus = [value for name, value in _lines(text) if name == "gpu"]
     if "docker_missing" in facts:
         raise ClusterError(Problem(name, "has no Docker", "no docker on PATH", "install Docker Engine there"))
     if "docker_error" in facts:
@@ -90,15 +92,21 @@ def parse_facts(name: str, text: str) -> HostState:
         raise ClusterError(Problem(name, "gave no facts", f"{error} in {text[-200:]!r}", todo)) from None
     container = _container(json.loads(facts["container"])) if "container" in facts else None
     keys = facts["keys"].split()[0] if facts.get("keys") else None
-    return HostState(host, facts.get("image"), container, keys, _gpu(facts.get("gpu", "")))
+    return HostState(host, facts.get("image"), container, keys, smallest_gpu(gpus))
 
 
-def _gpu(text: str) -> Gpu | None:
-    memory, _, device = text.partition(", ")
-    if not memory.isdecimal():
-        return None  # a driver that does not answer as it should: the plan then has nothing to go by
-    listed = of_device(device, int(memory))
-    return Gpu(device, int(memory)) if listed is None else replace(listed, memory_mib=int(memory))
+def smallest_gpu(lines: Sequence[str]) -> Gpu | None:
+    """Of ``nvidia-smi --query-gpu=memory.total,name --format=csv,noheader,nounits`` the one with the least memory.
+
+    Its rates are there where it is listed. None where the driver does not answer as it should.
+    """
+    found = []
+    for line in lines:
+        memory, _, device = line.partition(", ")
+        if memory.isdecimal():
+            listed = of_device(device, int(memory)) or Gpu(device, 0)
+            found.append(replace(listed, memory_mib=int(memory)))
+    return min(found, key=lambda gpu: gpu.memory_mib, default=None)
 
 
 def _lines(text: str) -> Iterator[tuple[str, str]]:

@@ -19,13 +19,15 @@ from pathlib import Path
 from tridock import run_folder
 from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError
 from tridock.experiment import Experiment, dump_experiment, load_experiment
+from tridock.gpus import Gpu
 from tridock.launchers import RunBundle, make_bundle
 from tridock.launchers.bundle import default_port
 from tridock.ops import rendezvous
+from tridock.ops.facts import smallest_gpu
 from tridock.ops.first_failure import first_failure
 from tridock.ops.origin import origin
 from tridock.ops.preflight import data_files, mismatches, preflight_words
-from tridock.plan import Plan, assess
+from tridock.plan import Assumptions, Plan, assess
 
 HERE = "localhost"
 _MEETING_PORT = 29500
@@ -62,6 +64,8 @@ def run_here(
     overrides: Sequence[str] = (),
     run_id_file: Path | None = None,
     place: Place = Place(),
+    *,
+    force: bool = False,
 ) -> int:
     """Runs the experiment as this machine's ranks and follows it; returns its exit code.
 
@@ -78,8 +82,8 @@ def run_here(
     experiment = load_experiment(config, overrides)
     ranks = nproc or _default_ranks()
     slots = {name: range(ranks) for name in _names(place)}
-    assessment = assess(experiment, slots, str(config))
-    plan = assessment.checked()
+    assessment = assess(experiment, slots, str(config), Assumptions(gpu=_gpu()))
+    plan = assessment.checked(force=force)
     _check_files(config, experiment, plan, workspace)
     run_id = run_folder.new_run_id(experiment.name)
     port = experiment.launch.master_port or (default_port(run_id) if place.nnodes == 1 else _MEETING_PORT)
@@ -215,11 +219,20 @@ def _environment(ranks: int) -> dict[str, str]:
 
 def _default_ranks() -> int:
     """A rank a GPU, or two on a machine without: enough for every code path that needs company."""
+    return len(_nvidia_smi("--list-gpus")) or 2
+
+
+def _gpu() -> Gpu | None:
+    return smallest_gpu(_nvidia_smi("--query-gpu=memory.total,name", "--format=csv,noheader,nounits"))
+
+
+def _nvidia_smi(*words: str) -> list[str]:
+    """The lines that it prints; none on a machine without GPUs."""
     try:
-        listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=False)
+        done = subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, check=False)
     except FileNotFoundError:
-        return 2
-    return len(listed.stdout.splitlines()) if listed.returncode == 0 and listed.stdout else 2
+        return []
+    return done.stdout.splitlines() if done.returncode == 0 else []
 
 
 def _manifest(config: Path, experiment: Experiment) -> dict[str, object]:

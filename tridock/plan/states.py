@@ -76,7 +76,7 @@ def states_of(experiment: Experiment, weights: Parameters, replicas: int, device
 def _megatron_core(experiment: Experiment, count: int, short: int, replicas: int, device: Device) -> States:
     distributed = experiment.parallel.use_distributed_optimizer
     owned = count // replicas if distributed else count
-    # On GPUs Adam is apex's or transformer-engine's, which work in place. On CPUs Gloo scatters a copy of the gradients.
+    # On GPUs Adam is apex's or transformer-engine's, and works in place. On CPUs Gloo scatters a copy of the gradients.
     workspace = 4 * count if device == "cpu" and distributed and replicas > 1 else 0
     return States(short * count, 4 * count, (12 if short == 2 else 8) * owned, 0, 0, 0, workspace)
 

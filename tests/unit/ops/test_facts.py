@@ -3,11 +3,13 @@
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tridock.errors import ClusterError
+from tridock.gpus import GPUS, Gpu
 from tridock.ops.facts import facts_command, keys_digest, parse_facts
 
 INSPECTED = {
@@ -67,6 +69,26 @@ def test_keys_are_known_by_their_digest(tmp_path: Path, below_home: bool) -> Non
     state = parse_facts("gpu-1", with_docker(tmp_path, "echo 28.1", keys, str(home)))
     assert state.keys == keys_digest(files)
     assert state.keys != keys_digest({**files, "Z": b"other"})
+
+
+def test_the_gpu_with_the_least_memory(tmp_path: Path) -> None:
+    (tmp_path / "nvidia-smi").write_text(
+        '#!/bin/sh\ncase $1 in --list-gpus) echo "GPU 0"; echo "GPU 1";;\n'
+        '*) echo "81920, NVIDIA A100-SXM4-80GB"; echo "40536, NVIDIA A100-SXM4-40GB";; esac\n'
+    )
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    state = parse_facts("gpu-1", with_docker(tmp_path, "echo 28.1"))
+    assert state.facts.gpus == 2
+    assert state.gpu == replace(GPUS["a100-40gb"], memory_mib=40536)
+
+
+def test_a_gpu_that_is_not_listed_has_its_memory() -> None:
+    assert parse_facts("gpu-1", GOOD + "gpu 12000, Some New GPU\n").gpu == Gpu("Some New GPU", 12000)
+
+
+@pytest.mark.parametrize("line", ["", "gpu [N/A], NVIDIA GB10\n", "gpu Failed to initialize NVML\n"])
+def test_no_gpu_that_says_what_it_is(line: str) -> None:
+    assert parse_facts("gpu-1", GOOD + line).gpu is None
 
 
 def test_no_docker(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The tasks as a user types them: parsing, messages and exit codes that need no host."""
 
+import json
 import socket
 import subprocess
 import sys
@@ -66,6 +67,41 @@ def test_a_dry_run_shows_the_command_and_every_file_and_touches_nothing(tmp_path
     assert [line for line in shown if line in files] == files
     assert "--master_addr gpu-1 " in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["lab"]
+
+
+def _lab(folder: Path, gpu: str) -> str:
+    (folder / "lab").write_text("".join(f"gpu-{number} slots=4\n" for number in range(4)))
+    (folder / "lab.yaml").write_text(f"gpu: {gpu}\n")
+    return str(folder / "lab")
+
+
+def test_a_launch_that_does_not_fit_is_refused_unless_forced(tmp_path: Path) -> None:
+    config = str(ROOT / "configs" / "jean-zay" / "7.5b.yaml")
+    words = ("launch", "--hosts", _lab(tmp_path, "8gib"), "--config", config, "--dry-run")
+    done = fab(*words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"{config}: a rank of stage 0 needs more memory than the 8.0 GiB of a 8gib; got 10.0 GiB; "
+        "see `tridock plan --search` for layouts that fit, or start it all the same with --force\n"
+    )
+    forced = fab(*words, "--force")
+    assert forced.returncode == 0, forced.stderr
+    shown = forced.stdout.split("# plan.json\n")[1].split("\n# ")[0]
+    plan = json.loads(shown)
+    assert (plan["verdict"], plan["world_size"]) == ("no-fit", 16)
+    assert len(plan["memory"]["stages"]) == 4
+
+
+def test_a_plan_of_a_cluster_whose_gpu_is_named_contacts_nobody(tmp_path: Path) -> None:
+    config = str(ROOT / "configs" / "jean-zay" / "7.5b.yaml")
+    words = ("plan", "--hosts", _lab(tmp_path, "v100-16gb"), "--config", config)
+    done = fab(*words, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["verdict"] == "tight"
+    assert "TP4 PP4 DP1: 16 ranks on 4 nodes" in fab(*words).stdout
+    assert "best first" in fab(*words, "--search").stdout
+    wrong = fab(*words, "--tokens", "many")
+    assert (wrong.returncode, wrong.stderr) == (2, "--tokens: is not a number; got 'many'; write it as in 300e9\n")
 
 
 def test_all_problems_of_an_experiment_at_once(tmp_path: Path) -> None:

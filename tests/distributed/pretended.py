@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,9 @@ from tridock.compat import megatron_core
 from tridock.experiment import Experiment
 from tridock.train.process_group import Ranks
 from tridock.train.trainer import check_batch
+
+if TYPE_CHECKING:
+    from tridock.train.megatron_core.strategy import MegatronCore
 
 
 def outcome(experiment: Experiment, world_size: int, rank: int) -> str:
@@ -38,6 +42,12 @@ def outcome(experiment: Experiment, world_size: int, rank: int) -> str:
 
 def step(experiment: Experiment, ranks: Ranks) -> None:
     """What ``megatron_core_parts`` does on this rank, without data, and one step of the training loop."""
+    strategy, batches = prepared(experiment, ranks)
+    strategy.step(batches, lr=1e-3)
+
+
+def prepared(experiment: Experiment, ranks: Ranks) -> tuple[MegatronCore, list[torch.Tensor]]:
+    """This rank's part of the model, and the micro batches of a step."""
     from tridock.train.megatron_core.layout import Layout
     from tridock.train.megatron_core.parts import padded_vocab_size
     from tridock.train.megatron_core.strategy import MegatronCore
@@ -51,7 +61,7 @@ def step(experiment: Experiment, ranks: Ranks) -> None:
     strategy = MegatronCore(experiment, tokens, padded_vocab_size(tokens, experiment), layout, ranks)
     micro = experiment.batch.micro_batch_size
     batch = torch.zeros(micro, experiment.model.seq_length + 1, dtype=torch.int64)
-    strategy.step([batch] * (experiment.batch.global_batch_size // (micro * replicas)), lr=1e-3)
+    return strategy, [batch] * (experiment.batch.samples_per_step(replicas) // (micro * replicas))
 
 
 def main() -> None:

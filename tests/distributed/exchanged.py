@@ -1,10 +1,10 @@
-"""What one rank of an experiment exchanges in one optimizer step, and how many weights it holds.
+"""What one rank of an experiment exchanges in one optimizer step.
 
-Reads a case a line, ``[experiment, world size, rank]`` in JSON, and answers each with a line: the number of weights,
-and of each collective or message ``[group, ranks, operation, bytes]``. Groups have the names of the plan, bytes are
-those of the whole: what is reduced, gathered, scattered or sent. Calls are recorded where torch hands them to the
-backend, below every wrapper and coalescing manager. The other ranks are pretended (``pretended.py``), but for torch's
-own data parallelism, which wants an answer.
+Reads a case a line, ``[experiment, world size, rank]`` in JSON, and answers each with a line: of each collective or
+message ``[group, ranks, operation, bytes]``. Groups have the names of the plan, bytes are those of the whole: what is
+reduced, gathered, scattered or sent. Calls are recorded where torch hands them to the backend, below every wrapper and
+coalescing manager. The other ranks are pretended (``pretended.py``), but for torch's own data parallelism, which wants
+an answer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed.pretended import prepared
+from tests.distributed.pretended import leave, prepared
 from tridock.compat import megatron_core
 from tridock.engines.deepspeed_config import deepspeed_config
 from tridock.experiment import Experiment
@@ -50,13 +50,16 @@ WHOLE = {  # the place of the tensors that are the whole, among an operation's a
 IGNORED = {"barrier", "monitored_barrier_"}
 
 
+Call = tuple[str, int, str, int]
+
+
 class Recorder(TorchDispatchMode):
     """Notes every operation of torch's distributed package: its group's name and size, its own name, its bytes."""
 
     def __init__(self, name_of: Callable[[str], str]) -> None:
         super().__init__()
         self.name_of = name_of
-        self.calls: list[tuple[str, int, str, int]] = []
+        self.calls: list[Call] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d" and (name := func._schema.name.removeprefix("c10d::")) not in IGNORED:
@@ -91,29 +94,20 @@ def names_of_groups() -> dict[str, str]:
     return {group.group_name: name for name, group in groups.items() if isinstance(group, dist.ProcessGroup)}
 
 
-def megatron_core_step(experiment: Experiment, ranks: Ranks) -> dict[str, Any]:
+def megatron_core_step(experiment: Experiment, ranks: Ranks) -> list[Call]:
     dist.init_process_group("fake", store=FakeStore(), rank=ranks.rank, world_size=ranks.world_size)
     strategy, batches = prepared(experiment, ranks)
     names = names_of_groups()
     with Recorder(lambda group: names.get(group, "other")) as recorder:
         strategy.step(batches, lr=1e-3)
-    weights = sum(weight.numel() for chunk in strategy.chunks for weight in chunk.parameters())
-    leave_megatron()
-    return {"weights": weights, "calls": recorder.calls}
+    leave()
+    return recorder.calls
 
 
-def leave_megatron() -> None:
-    from megatron.core import parallel_state
-
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
-
-
-def torch_step(experiment: Experiment, ranks: Ranks) -> dict[str, Any]:
+def torch_step(experiment: Experiment, ranks: Ranks) -> list[Call]:
     """The second: DeepSpeed's ZeRO 3 learns in the first what comes after what."""
     world, batch = ranks.world_size, experiment.batch
     model = GPT(Shape.of(experiment.model, experiment.model.vocab_size or 0))
-    weights = sum(weight.numel() for weight in model.parameters())
     with tempfile.TemporaryDirectory() as folder:
         config = deepspeed_config(experiment, world)
         if os.environ.get("LET_GO"):  # as with models of more weights than DeepSpeed keeps, or gathers ahead of use
@@ -125,7 +119,7 @@ def torch_step(experiment: Experiment, ranks: Ranks) -> dict[str, Any]:
     strategy.step(batches, lr=1e-3)
     with Recorder(lambda _: "data") as recorder:
         strategy.step(batches, lr=1e-3)
-    return {"weights": weights, "calls": recorder.calls}
+    return recorder.calls
 
 
 def in_a_process(say: Callable[[], None]) -> int:

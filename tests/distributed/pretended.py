@@ -33,11 +33,16 @@ def outcome(experiment: Experiment, world_size: int, rank: int) -> str:
     except Exception as error:  # whatever stops the engine stops the run
         return f"{type(error).__name__}: {error}".splitlines()[0]
     finally:
-        from megatron.core import parallel_state
-
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+        leave()
     return "runs"
+
+
+def leave() -> None:
+    """Forgets the world, for the next."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
 
 
 def step(experiment: Experiment, ranks: Ranks) -> None:

@@ -1,0 +1,183 @@
+"""The plan's number of weights is what the engines build, to the weight, on every rank."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.distributed.ranks import rank_environment
+from tests.megatron_source import patched_source
+from tridock.engines import rank_program
+from tridock.experiment import Experiment
+from tridock.experiment.sizes import model_parameters
+from tridock.plan import make_plan
+from tridock.plan.legality import layout_problems
+from tridock.plan.parameters import parameters_of_stage, rows_of_vocabulary
+
+pytest.importorskip("torch")
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).parents[2]
+TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+VPP = "virtual_pipeline_model_parallel_size"
+
+
+class Case(NamedTuple):
+    experiment: Experiment
+    world_size: int
+
+    @property
+    def stages(self) -> int:
+        return self.experiment.parallel.pipeline_model_parallel_size
+
+    def stage(self, rank: int) -> int:
+        return rank * self.stages // self.world_size
+
+
+def case(engine: str, model: dict[str, Any], parallel: dict[str, Any], data: int = 1) -> Case:
+    fields: dict[str, Any] = {
+        "name": "small",
+        "engine": engine,
+        "model": model,
+        "parallel": parallel,
+        "batch": {"micro_batch_size": 1, "global_batch_size": data * parallel.get(PP, 1)},
+        "data": {"data_path": "data/x", "vocab_file": "vocab.json", "merge_file": "merges.txt"},
+        "precision": "fp32",
+        "train": {"train_iters": 2},
+    }
+    if engine != "megatron-deepspeed":
+        fields["data"] = {"data_path": "data/x"}
+    world = parallel.get(TP, 1) * parallel.get(PP, 1) * parallel.get(CP, 1) * data
+    return Case(Experiment.model_validate(fields), world)
+
+
+def models(chance: random.Random) -> Iterator[dict[str, Any]]:
+    """Every combination of layers, widths and vocabularies, with positions more or less at random."""
+    for layers, (width, heads), tokens, multiple in product(
+        (1, 2, 3, 4, 6, 8, 12), ((4, 4), (12, 4), (20, 4), (48, 12)), (1, 17, 96, 1001), (1, 5, 8, 128)
+    ):
+        yield {
+            "num_layers": layers,
+            "hidden_size": width,
+            "num_attention_heads": heads,
+            "seq_length": 8,
+            "vocab_size": tokens,
+            "make_vocab_size_divisible_by": multiple,
+            "max_position_embeddings": chance.choice((None, 8, 9, 33)),
+        }
+
+
+def megatron_core_cases() -> list[Case]:
+    """As many of each layout, of those that the plan takes."""
+    chance = random.Random(3)
+    kinds: dict[tuple[int, ...], list[Case]] = {}
+    for model, layout in product(models(chance), product((1, 2, 4), (1, 2, 3, 4), (1, 2), (1, 2))):
+        one = case("megatron-core", model, dict(zip((TP, PP, VPP, CP), layout, strict=True)))
+        if one.world_size <= 16 and not layout_problems(one.experiment, one.world_size):
+            kinds.setdefault(layout, []).append(one)
+    return [one for members in kinds.values() for one in chance.sample(members, min(len(members), 3))]
+
+
+def counted(engine: str, cases: Sequence[Case], words: Sequence[Sequence[str]], **env: str) -> list[list[int]]:
+    """The weights of every rank of each case."""
+    lines = [
+        json.dumps([json.loads(one.experiment.model_dump_json()), one.world_size, rank, list(given)])
+        for one, given in zip(cases, words, strict=True)
+        for rank in range(one.world_size)
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.distributed.counted", engine],
+        input="".join(f"{line}\n" for line in lines),
+        env=rank_environment() | {"DS_ACCELERATOR": "cpu", "CUDA_DEVICE_MAX_CONNECTIONS": "1", **env},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    answers = iter([int(line) for line in done.stdout.splitlines()])
+    return [[next(answers) for _ in range(one.world_size)] for one in cases]
+
+
+def agree(cases: Sequence[Case], found: Sequence[Sequence[int]]) -> None:
+    for one, weights in zip(cases, found, strict=True):
+        planned = [parameters_of_stage(one.experiment, one.stage(rank)).total for rank in range(one.world_size)]
+        assert list(weights) == planned, one
+        if one.world_size == 1:
+            assert weights[0] == model_parameters(one.experiment.model, rows_of_vocabulary(one.experiment)), one
+
+
+def test_megatron_core() -> None:
+    pytest.importorskip("megatron.core", exc_type=ImportError)
+    cases = megatron_core_cases()
+    assert len(cases) > 60
+    assert {one.world_size for one in cases} >= {1, 2, 3, 4, 6, 8, 12, 16}
+    agree(cases, counted("megatron-core", cases, [()] * len(cases)))
+
+
+def test_torch() -> None:
+    from tridock.train.gpt import GPT, Shape
+
+    for model in models(random.Random(4)):
+        one = case("torch", model, {"strategy": "ddp"})
+        built = GPT(Shape.of(one.experiment.model, model["vocab_size"]))
+        agree([one], [[sum(weight.numel() for weight in built.parameters())]])
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return patched_source(tmp_path_factory.mktemp("megatron") / "source")
+
+
+def vocabulary(folder: Path, tokens: int) -> tuple[str, str]:
+    """Files of a GPT-2 tokenizer with so many tokens."""
+    names, merges = folder / f"vocab-{tokens}.json", folder / "merges.txt"
+    names.write_text(json.dumps({"<|endoftext|>": 0} | {f"token{number}": number for number in range(1, tokens)}))
+    merges.write_text("#version: 0.2\n")
+    return str(names), str(merges)
+
+
+V115_LAYOUTS: list[tuple[dict[str, Any], int]] = [
+    ({"strategy": "ddp"}, 1),
+    ({"strategy": "ddp", TP: 2}, 1),
+    ({"strategy": "zero"}, 2),
+    ({"strategy": "zero", TP: 4}, 1),
+    ({"strategy": "zero", PP: 2}, 1),
+    ({"strategy": "zero", PP: 3}, 1),
+    ({"strategy": "zero", PP: 4, "zero_stage": 1}, 1),
+    ({"strategy": "zero", PP: 2, TP: 2}, 2),
+    ({"strategy": "zero", PP: 3, TP: 2}, 1),
+]
+
+
+def v115_cases() -> Iterator[Case]:
+    chance = random.Random(5)
+    sizes = [model for model in models(chance) if model["num_layers"] > 3]
+    for parallel, data in V115_LAYOUTS:
+        for model in chance.sample(sizes, 3):
+            positions = {"max_position_embeddings": chance.choice((8, 33))}
+            yield case("megatron-deepspeed", model | positions, parallel, data)
+    for stages, layers in product((3, 4), range(4, 14)):  # which do not come out even
+        if layers % stages:
+            yield case("megatron-deepspeed", sizes[0] | {"num_layers": layers}, {"strategy": "zero", PP: stages})
+
+
+def test_megatron_v115(source: Path, tmp_path: Path) -> None:
+    cases, words = list(v115_cases()), []
+    for one in cases:
+        vocab_file, merge_file = vocabulary(tmp_path, one.experiment.model.vocab_size or 0)
+        files = one.experiment.data.model_copy(update={"vocab_file": vocab_file, "merge_file": merge_file})
+        experiment = one.experiment.model_copy(update={"data": files})
+        plan = make_plan(experiment, {"n0": range(one.world_size)}, "case")
+        arguments = rank_program(experiment, plan, "case", str(tmp_path)).arguments
+        words.append(arguments[arguments.index("--num-layers") :])
+    agree(cases, counted("megatron-deepspeed", cases, words, TRIDOCK_MEGATRON=str(source)))

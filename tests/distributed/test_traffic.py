@@ -198,6 +198,7 @@ def test_megatron_core(name: str, of_megatron_core: dict[str, list[list[Call]]])
 
 @pytest.fixture(scope="module")
 def of_torch() -> dict[str, list[list[Call]]]:
+    pytest.importorskip("deepspeed")
     return dict(zip(TORCH, exchanged("torch", list(TORCH.values())), strict=True))
 
 

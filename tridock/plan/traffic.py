@@ -9,6 +9,7 @@ and the padding of buffers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -135,6 +136,8 @@ def _tensor(experiment: Experiment, shape: Shape, stage: int) -> Iterator[Traffi
         # Between stages DeepSpeed sends each rank's part; who receives an output gathers it, and who sent it does so
         # for the backward pass, with its gradient.
         volume += ((stage > 0) + 2 * (not final)) * all_gather(size, hidden)
+        if model.checkpoint_activations and model.partition_activations:
+            volume += math.ceil(layers / model.checkpoint_num_layers) * all_gather(size, hidden)
     volume *= shape.accumulation
     if parallel.sequence_parallel:
         # Each has the gradients of its tokens only: norms, and biases of what is split by rows, in fp32.

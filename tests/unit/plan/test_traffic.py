@@ -116,6 +116,16 @@ def test_megatron_v115_sends_parts_between_stages_and_the_mask() -> None:
     assert last["tensor"] == 5 * HIDDEN + HIDDEN // 2 + 3 * 4 * 32
 
 
+def test_megatron_v115_gathers_what_it_stores_in_parts() -> None:
+    stored = {"checkpoint_activations": True, "checkpoint_num_layers": 2}
+    whole, parts = (
+        volumes(experiment({TP: 4}, {**stored, "partition_activations": parts}, engine="megatron-deepspeed"))["tensor"]
+        for parts in (False, True)
+    )
+    assert whole == 1.5 * (26 * HIDDEN + 3 * 4 * 32)
+    assert parts - whole == 2 * 0.75 * HIDDEN
+
+
 WEIGHTS = LAYER * 4 + TABLES + 16  # without rows that pad the vocabulary
 
 

@@ -1,0 +1,45 @@
+"""One rank of engine ``megatron-deepspeed`` that tells what it exchanged in its third iteration.
+
+Takes the words of the rank's own program, and leaves ``exchanged-<rank>.json`` in the run's folder: of each collective
+or message its group's size, its name and its bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.distributed.exchanged import Recorder
+from tridock.train import megatron_deepspeed, megatron_record
+from tridock.train.rank import end
+
+ITERATION = 3
+
+
+def main() -> int:
+    made = megatron_record.Recorder
+    folder = Path(sys.argv[sys.argv.index("--run-folder") + 1])
+
+    def recording(training: Any, *given: Any) -> Any:
+        recorder, step, iterations = made(training, *given), training.train_step, iter(range(1, 1000))
+
+        def train_step(*words: Any, **named: Any) -> Any:
+            if next(iterations) != ITERATION:
+                return step(*words, **named)
+            with Recorder(lambda group: group) as calls:
+                done = step(*words, **named)
+            (folder / f"exchanged-{os.environ['RANK']}.json").write_text(json.dumps([call[1:] for call in calls.calls]))
+            return done
+
+        training.train_step = train_step
+        return recorder
+
+    megatron_record.Recorder = recording  # type: ignore[misc,assignment]
+    return megatron_deepspeed.main()
+
+
+if __name__ == "__main__":
+    end(main())

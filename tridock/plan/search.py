@@ -16,7 +16,7 @@ from tridock.plan.assess import Assumptions, gpu_problems
 from tridock.plan.cost import Cost, Rates, cost_of
 from tridock.plan.legality import layout_problems
 from tridock.plan.megatron import CHECKPOINT_OPTIONS
-from tridock.plan.memory import GIB, StageMemory, memory_of_stage
+from tridock.plan.memory import StageMemory, memory_of_stage
 from tridock.plan.model_parallel import size_of_replica
 from tridock.plan.traffic import Shape
 

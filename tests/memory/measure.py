@@ -23,15 +23,13 @@ free a stage's output once it is sent.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import platform
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -41,36 +39,36 @@ from tests.distributed.ranks import free_port, place
 from tests.megatron_source import REMEDY, patched_source
 from tests.memory import rank
 from tests.memory.cases import BASE, CASES, Case, experiment
+from tests.memory.children import Child, answers, only_answer
 from tridock.data.corpus import prepare_demo
 from tridock.engines import rank_program
 from tridock.experiment import dump_experiment, load_experiment
 from tridock.plan import Plan, make_plan
+from tridock.run_folder import MEGATRON_VARIABLE
 
 RESULT = Path(__file__).parents[1] / "data/memory-cpu.json"
 MOST_RANKS = 4
-PATIENCE = 120.0
 
 
 def main() -> None:
     """Measures the cases that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--engines", nargs="*", default=list(BASE), choices=list(BASE), help="the others stay as they are"
-    )
-    parser.add_argument("--details", metavar="CASE", help="print what a case holds; write nothing")
+    parser.add_argument("--engines", nargs="*", default=list(BASE), choices=BASE, help="others keep their figures")
+    parser.add_argument("--details", metavar="CASE", choices=CASES, help="print what a case holds; write nothing")
     arguments = parser.parse_args()
-    if "megatron-deepspeed" in arguments.engines and "TRIDOCK_MEGATRON" not in os.environ:
+    engines = [CASES[arguments.details].engine] if arguments.details else arguments.engines
+    if "megatron-deepspeed" in engines and MEGATRON_VARIABLE not in os.environ:
         parser.error(f"the source of Megatron-LM v1.1.5 is not at hand; {REMEDY}")
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.update({"OMP_NUM_THREADS": "1", "DEEPSPEED_TIMEOUT": "5"})  # minutes
     with tempfile.TemporaryDirectory() as folder:
         workspace = Path(folder)
         prepare_demo(workspace / "data/demo", vocab_size=500, report=lambda _: None, corpus_bytes=1_000_000)
         if arguments.details:
             case = CASES[arguments.details]
-            print(_in_child(lambda: details(workspace, arguments.details, case)))
+            print(only_answer(lambda: details(workspace, arguments.details, case)))
             return
-        for engine in arguments.engines:
-            found = json.loads(_in_child(lambda engine=engine: measured(workspace, engine)))
+        for engine in engines:
+            found = json.loads(only_answer(lambda engine=engine: measured(workspace, engine)))
             known = json.loads(RESULT.read_text())["cases"] if RESULT.is_file() else {}
             write(found | {name: case for name, case in known.items() if case["engine"] != engine})
 
@@ -98,11 +96,7 @@ def measured(workspace: Path, engine: str) -> str:
         if case.engine != engine:
             continue
         began = time.monotonic()
-        try:
-            found, plan = run(workspace, name, case, source), _plan(name, case)
-        except RuntimeError as error:
-            print(f"{name}: {error}", file=sys.stderr, flush=True)
-            continue
+        found, plan = run(workspace, name, case, source), _plan(name, case)
         keys = ("rank", "data_parallel_rank", "pipeline_parallel_rank", "tensor_parallel_rank", "context_parallel_rank")
         places = [{key: getattr(here, key) for key in keys} for here in plan.ranks]
         ranks = [where | own["result"] for where, own in zip(places, found, strict=True)]
@@ -147,56 +141,15 @@ def run(workspace: Path, name: str, case: Case, source: Path | None) -> list[dic
         if source is None:
             measure = rank.train(load_experiment(folder / "experiment.yaml"), folder)
         else:
-            os.environ["TRIDOCK_MEGATRON"] = str(source)
+            os.environ[MEGATRON_VARIABLE] = str(source)
             measure = rank.train_megatron(list(program.arguments))
         return json.dumps({"result": measure.result, "saved": measure.saved, "at_peak": measure.at_peak})
 
-    started = [_fork(lambda number=number: one(number), folder / f"rank-{number}") for number in range(case.world_size)]
-    return [json.loads(text) for text in _results(started)]
-
-
-@dataclasses.dataclass(frozen=True)
-class Child:
-    """A forked process, and where its output and its answer go."""
-
-    pid: int
-    output: Path
-    answer: Path
-
-
-def _in_child(work: Callable[[], str]) -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        return _results([_fork(work, Path(folder, "child"), quiet=False)])[0]
-
-
-def _fork(work: Callable[[], str], path: Path, quiet: bool = True) -> Child:
-    child = Child(os.fork(), path.with_suffix(".log"), path.with_suffix(".json"))
-    if child.pid:
-        return child
-    code = 1
-    try:
-        if quiet:
-            log = os.open(child.output, os.O_WRONLY | os.O_CREAT)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-        child.answer.write_text(work())
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _results(children: Sequence[Child]) -> list[str]:
-    """Waits for all; raises with the output of the first that failed."""
-    for child in children:
-        _, status = os.waitpid(child.pid, 0)
-        if status:
-            text = child.output.read_text() if child.output.is_file() else ""
-            raise RuntimeError(f"{child.output}: status {status}\n{text}")
-    return [child.answer.read_text() for child in children]
+    started = [
+        Child.fork(lambda number=number: one(number), folder / f"rank-{number}", keep_output=True)
+        for number in range(case.world_size)
+    ]
+    return [json.loads(text) for text in answers(started)]
 
 
 if __name__ == "__main__":

@@ -75,13 +75,17 @@ def _figures(name: str, memory: StageMemory, rank: Mapping[str, Any]) -> Iterato
     terms = {term.name: term.bytes for term in memory.terms}
     # A hidden state's gradient that a pipeline still holds is no weight's; ZeRO 3 keeps its bucket between steps.
     bucket = sum(size for key, size in rank["gradients"].items() if "ipg_buckets" in key)
-    gradients = sum(size for key, size in rank["gradients"].items() if "input_tensor" not in key) - bucket
+    gradients = sum(size for key, size in rank["gradients"].items() if not _is_hidden(key)) - bucket
     lasting = (rank["parameters"]["bytes"], gradients, sum(rank["optimizer"].values()))
     yield Compared(name, memory.stage, "parameters", memory.parameters.total, rank["parameters"]["elements"])
     for what, value in zip(STATES, lasting, strict=True):
         yield Compared(name, memory.stage, what, terms.get(what, 0), value)
     passing = memory.total_bytes - sum(terms.get(what, 0) for what in STATES)
     yield Compared(name, memory.stage, "step", passing, rank["step_peak"] + bucket)
+
+
+def _is_hidden(key: str) -> bool:
+    return "input_tensor" in key or "grad_layer" in key
 
 
 def main() -> None:

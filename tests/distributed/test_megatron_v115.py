@@ -32,6 +32,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero3": (2, {ZERO: 3}),
     "tp2": (2, {TP: 2}),
     "pp2": (2, {PP: 2}),
+    "pp3": (3, {PP: 3}),  # 4 layers: 2, 1 and 1
     "tp2-pp2": (4, {TP: 2, PP: 2}),
     "tp2-pp2-dp2-zero1": (8, {TP: 2, PP: 2, ZERO: 1}),
 }

@@ -6,8 +6,11 @@ Each is trained one iteration on a rank of each stage of a pretended world (``pr
 from __future__ import annotations
 
 import random
+import runpy
+import sys
 from collections.abc import Iterator
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ from tests.distributed import legality
 from tests.distributed.legality import Case, agree, chosen, reasons_in
 from tests.megatron_source import patched_source
 
-pytest.importorskip("torch")
+torch: Any = pytest.importorskip("torch")
 pytest.importorskip("deepspeed", exc_type=ImportError)
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
@@ -92,3 +95,15 @@ def test_zero_stages_with_tensor_parallel_ranks(source: str, zero: int) -> None:
     ]
     assert not reasons_in(cases)
     agree(cases, PROGRAM, source)
+
+
+def test_a_warm_up_ends_at_the_whole_rate(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "megatron", SimpleNamespace(print_rank_0=lambda _: None))
+    schedule: Any = runpy.run_path(f"{source}/megatron/learning_rates.py")["AnnealingLR"]
+    for warmup, decay, style in product(range(9), range(1, 9), ("cosine", "linear", "constant")):
+        settings = {"lr_warmup_iters": warmup, "lr_decay_iters": decay, "lr": 1.0, "lr_decay_style": style}
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        rates = schedule(optimizer, 1.0, warmup / decay * decay, decay, style, 0)
+        rates.step(warmup)
+        reached = rates.get_lr() == pytest.approx(1.0)
+        assert reached == (not case(1, {}, {}, optimizer=settings).reasons()), settings

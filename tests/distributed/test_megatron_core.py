@@ -23,6 +23,7 @@ from tests.distributed.ranks import (
     rank_environment,
     run_several,
 )
+from tests.experiments import changed
 from tridock.data.corpus import prepare_demo
 from tridock.engines import rank_program
 from tridock.experiment import Experiment, dump_experiment, load_experiment
@@ -113,13 +114,7 @@ def experiment(**fields: Any) -> Experiment:
             "tensorboard": False,
         },
     }
-    for dotted, value in fields.items():
-        section, _, field = dotted.partition(".")
-        if field:
-            base[section] = base.get(section, {}) | {field: value}
-        else:
-            base[section] = value
-    return Experiment.model_validate(base)
+    return changed(base, fields)
 
 
 def make_run(workspace: Path, name: str, world_size: int, **fields: Any) -> Path:

@@ -8,7 +8,7 @@ from typing import Any
 from tridock.experiment import Experiment
 
 
-def changed(base: Mapping[str, Any], fields: Mapping[str, Any]) -> Experiment:
+def with_fields(base: Mapping[str, Any], fields: Mapping[str, Any]) -> Experiment:
     """The experiment of ``base`` with fields changed by their dotted names: ``{"train.seed": 7}``."""
     whole = dict(base)
     for dotted, value in fields.items():

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.experiments import changed
+from tests.experiments import with_fields
 from tridock.data.indexed_dataset import IndexedDatasetWriter
 from tridock.engines.deepspeed_config import deepspeed_config
 from tridock.experiment import dump_experiment
@@ -59,7 +59,7 @@ def make_run(workspace: Path, name: str, world_size: int, **fields: Any) -> Path
         "precision": "fp32",
         "train": {"train_iters": 8, "log_interval": 1, "eval_iters": 2, "save": False, "tensorboard": False},
     }
-    experiment = changed(base, fields)
+    experiment = with_fields(base, fields)
     folder = workspace / "runs" / name
     folder.mkdir(parents=True)
     (folder / "experiment.yaml").write_text(dump_experiment(experiment))

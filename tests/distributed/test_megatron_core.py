@@ -23,7 +23,7 @@ from tests.distributed.ranks import (
     rank_environment,
     run_several,
 )
-from tests.experiments import changed
+from tests.experiments import with_fields
 from tridock.data.corpus import prepare_demo
 from tridock.engines import rank_program
 from tridock.experiment import Experiment, dump_experiment, load_experiment
@@ -114,7 +114,7 @@ def experiment(**fields: Any) -> Experiment:
             "tensorboard": False,
         },
     }
-    return changed(base, fields)
+    return with_fields(base, fields)
 
 
 def make_run(workspace: Path, name: str, world_size: int, **fields: Any) -> Path:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.ranks import Finished, Started, events, losses, metrics
-from tests.experiments import changed
+from tests.experiments import with_fields
 from tests.megatron_source import patched_source
 from tridock.data.corpus import prepare_demo
 from tridock.engines import rank_program
@@ -84,7 +84,7 @@ def experiment(**fields: Any) -> Experiment:
         # Workers of the data loader cost more than they bring for a model of this size.
         "megatron_args": ["--num-workers", "0"],
     }
-    return changed(base, fields)
+    return with_fields(base, fields)
 
 
 def train(workspace: Path, source: Path, name: str, world_size: int, **fields: Any) -> tuple[Path, Finished]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from tests.experiments import changed
+from tests.experiments import with_fields
 from tridock.experiment import Experiment
 
 Fields = Mapping[str, Any]
@@ -58,7 +58,7 @@ class Case:
 
 def experiment(case: Case) -> Experiment:
     """The whole of it."""
-    return changed({"name": "memory", "engine": case.engine, **BASE[case.engine]}, case.fields)
+    return with_fields({"name": "memory", "engine": case.engine, **BASE[case.engine]}, case.fields)
 
 
 _BF16: Final = {"precision": "bf16"}

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.experiments import changed
+from tests.experiments import with_fields
 from tridock.experiment import Experiment
 
 
@@ -15,4 +15,4 @@ def experiment(**fields: Any) -> Experiment:
         "data": {"data_path": "data/x", "split": "80,10,10"},
         "train": {"train_iters": 10},
     }
-    return changed(base, fields)
+    return with_fields(base, fields)

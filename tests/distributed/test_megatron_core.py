@@ -23,11 +23,10 @@ from tests.distributed.ranks import (
     rank_environment,
     run_several,
 )
-from tests.experiments import with_fields
+from tests.experiments import make_plan, with_fields
 from tridock.data.corpus import prepare_demo
 from tridock.engines import rank_program
 from tridock.experiment import Experiment, dump_experiment, load_experiment
-from tridock.plan import make_plan
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 

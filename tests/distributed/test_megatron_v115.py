@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 from tests.distributed.ranks import Finished, Started, events, losses, metrics
-from tests.experiments import with_fields
+from tests.experiments import make_plan, with_fields
 from tests.megatron_source import patched_source
 from tridock.data.corpus import prepare_demo
 from tridock.engines import rank_program
 from tridock.experiment import Experiment, dump_experiment
 from tridock.experiment.inputs import CheckpointLayout
-from tridock.plan import make_plan
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

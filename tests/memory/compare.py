@@ -13,9 +13,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from tests.experiments import make_plan
 from tests.memory.cases import Case, experiment
 from tridock.experiment import Experiment
-from tridock.plan import make_plan
 from tridock.plan.memory import StageMemory, memory_of_stage
 from tridock.plan.traffic import Shape
 

@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.distributed.ranks import free_port, place
+from tests.experiments import make_plan
 from tests.megatron_source import REMEDY, patched_source
 from tests.memory import rank
 from tests.memory.cases import BASE, CASES, Case, experiment
@@ -43,7 +44,7 @@ from tests.memory.children import Child, answers, only_answer
 from tridock.data.corpus import prepare_demo
 from tridock.engines import rank_program
 from tridock.experiment import dump_experiment, load_experiment
-from tridock.plan import Plan, make_plan
+from tridock.plan import Plan
 from tridock.run_folder import MEGATRON_VARIABLE
 
 RESULT = Path(__file__).parents[1] / "data/memory-cpu.json"

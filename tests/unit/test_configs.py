@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.experiments import make_plan
 from tridock.cluster import parse_hostfile
 from tridock.errors import RequestError
 from tridock.experiment import load_experiment
-from tridock.plan import make_plan
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 LAYOUTS = {

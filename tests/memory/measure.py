@@ -26,11 +26,12 @@ import argparse
 import json
 import os
 import platform
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from fnmatch import fnmatch
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -54,10 +55,14 @@ MOST_RANKS = 4
 def main() -> None:
     """Measures the cases that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--engines", nargs="*", default=list(BASE), choices=BASE, help="others keep their figures")
+    parser.add_argument(
+        "cases", nargs="*", default=["*"], metavar="PATTERN", help="of cases; others keep their figures"
+    )
     parser.add_argument("--details", metavar="CASE", choices=CASES, help="print what a case holds; write nothing")
     arguments = parser.parse_args()
-    engines = [CASES[arguments.details].engine] if arguments.details else arguments.engines
+    patterns = [arguments.details] if arguments.details else arguments.cases
+    chosen = {name: case for name, case in CASES.items() if any(fnmatch(name, pattern) for pattern in patterns)}
+    engines = [engine for engine in BASE if any(case.engine == engine for case in chosen.values())]
     if "megatron-deepspeed" in engines and MEGATRON_VARIABLE not in os.environ:
         parser.error(f"the source of Megatron-LM v1.1.5 is not at hand; {REMEDY}")
     os.environ.update({"OMP_NUM_THREADS": "1", "DEEPSPEED_TIMEOUT": "5"})  # minutes
@@ -65,17 +70,16 @@ def main() -> None:
         workspace = Path(folder)
         prepare_demo(workspace / "data/demo", vocab_size=500, report=lambda _: None, corpus_bytes=1_000_000)
         if arguments.details:
-            case = CASES[arguments.details]
-            print(only_answer(lambda: details(workspace, arguments.details, case)))
+            print(only_answer(lambda: details(workspace, arguments.details, CASES[arguments.details])))
             return
         for engine in engines:
-            found = json.loads(only_answer(lambda engine=engine: measured(workspace, engine)))
-            known = json.loads(RESULT.read_text())["cases"] if RESULT.is_file() else {}
-            write(found | {name: case for name, case in known.items() if case["engine"] != engine})
+            own = {name: case for name, case in chosen.items() if case.engine == engine}
+            only_answer(partial(measured, workspace, engine, own))
 
 
-def write(cases: Mapping[str, Any]) -> None:
-    """The file, with one line a rank, in the order of the grid."""
+def write(measured_now: Mapping[str, Any]) -> None:
+    """The file, with one line a rank, in the order of the grid; what is not measured now stays as it was."""
+    cases = (json.loads(RESULT.read_text())["cases"] if RESULT.is_file() else {}) | measured_now
     cases = {name: cases[name] for name in CASES if name in cases}
     packages = {name: version(name) for name in ("torch", "deepspeed", "megatron-core")}
     on = {"machine": platform.machine(), "device": "cpu", "date": datetime.now(UTC).date().isoformat(), **packages}
@@ -89,21 +93,19 @@ def write(cases: Mapping[str, Any]) -> None:
     RESULT.write_text("\n".join(lines) + "\n")
 
 
-def measured(workspace: Path, engine: str) -> str:
-    """All cases of an engine, as JSON. In a process of its own: what engines put in place of torch's parts stays."""
+def measured(workspace: Path, engine: str, chosen: Mapping[str, Case]) -> str:
+    """Measures cases of an engine. In a process of its own: what engines put in place of torch's parts stays."""
     source = _prepare(workspace, engine)
-    cases: dict[str, Any] = {}
-    for name, case in CASES.items():
-        if case.engine != engine:
-            continue
+    for name, case in chosen.items():
         began = time.monotonic()
         found, plan = run(workspace, name, case, source), _plan(name, case)
         keys = ("rank", "data_parallel_rank", "pipeline_parallel_rank", "tensor_parallel_rank", "context_parallel_rank")
         places = [{key: getattr(here, key) for key in keys} for here in plan.ranks]
         ranks = [where | own["result"] for where, own in zip(places, found, strict=True)]
-        cases[name] = {"engine": engine, "world_size": case.world_size, "fields": dict(case.fields), "ranks": ranks}
-        print(f"{name}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
-    return json.dumps(cases)
+        whole = {"engine": engine, "world_size": case.world_size, "fields": dict(case.fields), "ranks": ranks}
+        write({name: whole})
+        print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
+    return f"{len(chosen)} cases"
 
 
 def details(workspace: Path, name: str, case: Case) -> str:

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from tests.memory.ledger import Ledger, Place, Saved, key_of
@@ -141,24 +140,12 @@ def _parts(strategy: Any) -> tuple[list[nn.Module], dict[str, Any]]:
     return [strategy.engine.module if hasattr(strategy, "engine") else strategy.model], {"strategy": strategy}
 
 
-def _name_the_kinds_of_cuda() -> None:
-    """Its optimizer for fp16 without DeepSpeed takes parameters of these kinds only, and tells them by their names."""
-    kind_of = torch.Tensor.type
-
-    def on_cuda(tensor: torch.Tensor, *given: Any, **named: Any) -> Any:
-        kind = kind_of(tensor, *given, **named)
-        return kind if given or named else kind.replace("torch.", "torch.cuda.")
-
-    torch.Tensor.type = on_cuda
-
-
 def train_megatron(words: list[str]) -> Measure:
     """Engine megatron-deepspeed, whose own program runs."""
     from tridock.train import megatron_deepspeed
     from tridock.train.megatron_record import Recorder
 
     measure, step = Measure(), Recorder.train_step
-    _name_the_kinds_of_cuda()
 
     def measured(recorder: Recorder, forward: Any, iterator: Any, model: Any, optimizer: Any, scheduler: Any) -> Any:
         return measure.around(

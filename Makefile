@@ -69,7 +69,7 @@ bench-gpu: .venv/.operator ## Tokens/s, model TFLOP/s, MFU and peak memory of ev
 	@python tools/bench_gpu.py $(BENCH)
 
 .PHONY: measure-memory
-measure-memory: .venv/.full ## Write tests/data/memory-cpu.json anew: what CPU ranks of every engine hold (MEASURE='--engines torch')
+measure-memory: .venv/.full ## Write tests/data/memory-cpu.json anew: what CPU ranks of every engine hold (MEASURE='torch-*')
 	@python -m tests.memory.measure $(MEASURE)
 
 .PHONY: bench-memory

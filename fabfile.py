@@ -119,7 +119,11 @@ def plan(
     session = _open(hosts, include, exclude)
     path = Path(config or DEFAULT_CONFIG)
     known = told(session.cluster, gpu or None, None, _number("tflops", tflops), _number("tokens", tokens))
-    known = with_hosts_gpu(known, session)
+    if known.gpu is None:
+        session, failure = session.reachable()
+        known = with_hosts_gpu(known, session)
+        if failure is not None:  # a plan needs no host: what is missing is said, and the rest shown
+            print(failure, file=sys.stderr)
     if code := print_plan(path, set or [], session.cluster.slots, known, CONSOLE, Show(search, json, plot)):
         raise Exit(None, code)
 

@@ -30,7 +30,7 @@ def count(*models: nn.Module) -> int:
 def megatron_core(experiment: Experiment, ranks: Ranks) -> int:
     strategy, _ = prepared(experiment, ranks)
     weights = count(*strategy.chunks)
-    leave()
+    leave(experiment.engine)
     return weights
 
 

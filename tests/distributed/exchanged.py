@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed.pretended import leave, prepared
+from tests.distributed.forks import SLOW
+from tests.distributed.pretended import leave, micro_batches, prepared
 from tridock.compat import megatron_core
 from tridock.engines.deepspeed_config import deepspeed_config
 from tridock.experiment import Experiment
@@ -100,13 +101,13 @@ def megatron_core_step(experiment: Experiment, ranks: Ranks) -> list[Call]:
     names = names_of_groups()
     with Recorder(lambda group: names.get(group, "other")) as recorder:
         strategy.step(batches, lr=1e-3)
-    leave()
+    leave(experiment.engine)
     return recorder.calls
 
 
 def torch_step(experiment: Experiment, ranks: Ranks) -> list[Call]:
     """The second: DeepSpeed's ZeRO 3 learns in the first what comes after what."""
-    world, batch = ranks.world_size, experiment.batch
+    world = ranks.world_size
     model = GPT(Shape.of(experiment.model, experiment.model.vocab_size or 0))
     with tempfile.TemporaryDirectory() as folder:
         config = deepspeed_config(experiment, world)
@@ -114,8 +115,7 @@ def torch_step(experiment: Experiment, ranks: Ranks) -> list[Call]:
             config["zero_optimization"] |= {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
         (Path(folder) / "ds_config.json").write_text(json.dumps(config))
         strategy: Strategy = build_strategy(model, experiment, ranks, Path(folder))
-    tokens = torch.zeros(batch.micro_batch_size, experiment.model.seq_length + 1, dtype=torch.int64)
-    batches = [tokens] * (batch.samples_per_step(world) // (batch.micro_batch_size * world))
+    batches = micro_batches(experiment, world)
     strategy.step(batches, lr=1e-3)
     with Recorder(lambda _: "data") as recorder:
         strategy.step(batches, lr=1e-3)
@@ -159,7 +159,8 @@ def main(engine: str) -> None:
     if engine == "megatron-core":
         megatron_core.prepare("cpu", 1)
     else:
-        importlib.import_module("deepspeed")
+        for name in ("deepspeed", *SLOW):
+            importlib.import_module(name)
     for case in sys.stdin:
         fields, world, rank = json.loads(case)
         experiment = Experiment.model_validate_json(json.dumps(fields))

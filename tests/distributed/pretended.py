@@ -1,79 +1,126 @@
-"""Ranks of worlds that are only pretended: what becomes of an experiment of engine ``megatron-core`` on one of them.
+"""Ranks of worlds that are only pretended: what engines ``torch`` and ``megatron-core`` make of an experiment on them.
 
-Reads a case a line, ``[experiment, world size, rank]`` in JSON, and answers each with a line: ``"runs"``, or what the
-engine said where it gave up. A rank does all that the engine does in an optimizer step, but nobody answers it: torch's
-fake process group leaves what it should receive as it is. So whatever one rank refuses is found, in the middle of a
-step too, and hundreds of layouts take a minute in one process.
+Reads a case a line, ``[experiment, world size]`` in JSON, all of one engine, and answers each with a line: ``"runs"``,
+or what the engine said where it gave up. The first and the last rank do all that the engine does in an optimizer step,
+but nobody answers them: torch's fake process group leaves what they should receive as it is. So whatever a rank refuses
+by itself is found, in the middle of a step too, and hundreds of layouts take a minute.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
-import sys
+import os
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.distributed.forks import SLOW, answers, attempt, cases, in_a_fork
 from tridock.compat import megatron_core
+from tridock.engines.deepspeed_config import deepspeed_config
 from tridock.experiment import Experiment
+from tridock.train.gpt import GPT, Shape
 from tridock.train.process_group import Ranks
+from tridock.train.strategies import DistributedDataParallel, Strategy, Zero
 from tridock.train.trainer import check_batch
 
 if TYPE_CHECKING:
     from tridock.train.megatron_core.strategy import MegatronCore
 
 
-def outcome(experiment: Experiment, world_size: int, rank: int) -> str:
+def prepare(engine: str) -> None:
+    """Brings in what the ranks need, once for all of them."""
+    if engine == "megatron-core":
+        megatron_core.prepare("cpu", 1)
+    else:
+        for name in SLOW:
+            importlib.import_module(name)
+
+
+def outcome(experiment: Experiment, world_size: int) -> str:
     """``runs``, or the first line of the refusal."""
-    dist.init_process_group(backend="fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
-        step(experiment, Ranks(rank, rank, world_size, torch.device("cpu")))
-    except Exception as error:  # whatever stops the engine stops the run
-        return f"{type(error).__name__}: {error}".splitlines()[0]
-    finally:
-        leave()
+    # megatron-core's groups can be given up, and a fork would import its optimizers anew; DeepSpeed's cannot.
+    kind = attempt if experiment.engine == "megatron-core" else in_a_fork
+    for rank in sorted({0, world_size - 1}):
+        said, _ = kind(lambda: step(experiment, rank, world_size))  # noqa: B023  it runs at once
+        if said != "runs":
+            return said
     return "runs"
 
 
-def leave() -> None:
-    """Forgets the world, for the next."""
-    from megatron.core import parallel_state
+def step(experiment: Experiment, rank: int, world_size: int) -> bytes:
+    # torch's DDP wants results of its collectives, and has them where it is alone.
+    backend, store = ("gloo", dist.HashStore()) if world_size == 1 else ("fake", FakeStore())
+    dist.init_process_group(backend=backend, store=store, rank=rank, world_size=world_size)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    ranks = Ranks(rank, rank, world_size, torch.device("cpu"))
+    try:
+        (step_of_core if experiment.engine == "megatron-core" else step_of_torch)(experiment, ranks)
+    finally:
+        leave(experiment.engine)
+    return b""
 
-    parallel_state.destroy_model_parallel()
+
+def leave(engine: str) -> None:
+    """Gives up the world, for the next."""
+    if engine == "megatron-core":
+        importlib.import_module("megatron.core.parallel_state").destroy_model_parallel()
     dist.destroy_process_group()
 
 
-def step(experiment: Experiment, ranks: Ranks) -> None:
+def step_of_core(experiment: Experiment, ranks: Ranks) -> None:
     """What ``megatron_core_parts`` does on this rank, without data, and one step of the training loop."""
     strategy, batches = prepared(experiment, ranks)
     strategy.step(batches, lr=1e-3)
 
 
 def prepared(experiment: Experiment, ranks: Ranks) -> tuple[MegatronCore, list[torch.Tensor]]:
-    """This rank's part of the model, and the micro batches of a step."""
+    """This rank's part of megatron-core's model, and the micro batches of a step."""
     from tridock.train.megatron_core.layout import Layout
     from tridock.train.megatron_core.parts import padded_vocab_size
     from tridock.train.megatron_core.strategy import MegatronCore
 
     layout = Layout.form(experiment.parallel)
     layout.reseed(experiment.train.seed, 0)
-    replicas = layout.data_parallel_size
-    experiment = experiment.resolved(replicas)
-    check_batch(experiment, replicas)
+    experiment = experiment.resolved(layout.data_parallel_size)
+    check_batch(experiment, layout.data_parallel_size)
     tokens = experiment.model.vocab_size
     strategy = MegatronCore(experiment, tokens, padded_vocab_size(tokens, experiment), layout, ranks)
+    return strategy, micro_batches(experiment, layout.data_parallel_size)
+
+
+def step_of_torch(experiment: Experiment, ranks: Ranks) -> None:
+    """The same for ``torch_parts``."""
+    experiment = experiment.resolved(ranks.world_size)
+    check_batch(experiment, ranks.world_size)
+    model = GPT(Shape.of(experiment.model, experiment.model.vocab_size))
+    if experiment.parallel.strategy == "ddp":
+        train(DistributedDataParallel(model, experiment, ranks), experiment, ranks.world_size)
+    else:
+        config = deepspeed_config(experiment, ranks.world_size)
+        train(Zero(model, experiment, ranks, config), experiment, ranks.world_size)
+
+
+def train(strategy: Strategy, experiment: Experiment, replicas: int) -> None:
+    strategy.step(micro_batches(experiment, replicas), lr=1e-3)
+
+
+def micro_batches(experiment: Experiment, replicas: int) -> list[torch.Tensor]:
+    """Of a step on one replica."""
     micro = experiment.batch.micro_batch_size
     batch = torch.zeros(micro, experiment.model.seq_length + 1, dtype=torch.int64)
-    return strategy, [batch] * (experiment.batch.samples_per_step(replicas) // (micro * replicas))
+    return [batch] * (experiment.batch.samples_per_step(replicas) // (micro * replicas))
 
 
 def main() -> None:
-    megatron_core.prepare("cpu", 1)
-    for line in sys.stdin:
-        fields, world_size, rank = json.loads(line)
-        print(json.dumps(outcome(Experiment.model_validate_json(json.dumps(fields)), world_size, rank)), flush=True)
+    file, prepared = answers(), False
+    for experiment, world_size in cases():
+        if not prepared:
+            prepare(experiment.engine)
+            prepared = True
+        print(json.dumps(outcome(experiment, world_size)), file=file, flush=True)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.experiments import with_fields
 from tridock.data.indexed_dataset import IndexedDatasetWriter
 from tridock.engines.deepspeed_config import deepspeed_config
-from tridock.experiment import Experiment, dump_experiment
+from tridock.experiment import dump_experiment
 
 ROOT = Path(__file__).parents[2]
 VOCABULARY = 96
@@ -58,13 +59,7 @@ def make_run(workspace: Path, name: str, world_size: int, **fields: Any) -> Path
         "precision": "fp32",
         "train": {"train_iters": 8, "log_interval": 1, "eval_iters": 2, "save": False, "tensorboard": False},
     }
-    for dotted, value in fields.items():
-        section, _, field = dotted.partition(".")
-        if field:
-            base[section] = base.get(section, {}) | {field: value}
-        else:
-            base[section] = value
-    experiment = Experiment.model_validate(base)
+    experiment = with_fields(base, fields)
     folder = workspace / "runs" / name
     folder.mkdir(parents=True)
     (folder / "experiment.yaml").write_text(dump_experiment(experiment))

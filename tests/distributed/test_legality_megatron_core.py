@@ -5,57 +5,27 @@ Each is built and trained one step on the first and the last rank of a pretended
 
 from __future__ import annotations
 
-import json
 import random
-import re
-import subprocess
-import sys
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import product
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
-from tests.distributed.ranks import rank_environment
-from tridock.experiment import Experiment
-from tridock.plan.legality import layout_problems
+from tests.distributed import legality
+from tests.distributed.legality import Case, agree, chosen, reasons_in
 
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core", exc_type=ImportError)
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
-ROOT = Path(__file__).parents[2]
-ACCEPTED, REFUSED = 200, 30  # cases of the sizes that the plan takes, and of each of its reasons against the others
-
-
-class Case(NamedTuple):
-    fields: dict[str, Any]
-    world_size: int
-
-    def reasons(self) -> list[str]:
-        """Of the plan: fields and rules, with ``#`` for each number."""
-        problems = layout_problems(Experiment.model_validate_json(json.dumps(self.fields)), self.world_size)
-        return [re.sub(r"\d+", "#", f"{problem.where}: {problem.what}") for problem in problems]
+PROGRAM = "tests.distributed.pretended"
 
 
 def case(world_size: int, model: dict[str, Any], parallel: dict[str, Any], **others: Any) -> Case:
-    base = {"num_layers": 4, "hidden_size": 12, "num_attention_heads": 4, "seq_length": 8, "vocab_size": 20}
-    fields = {
-        "name": "small",
-        "engine": "megatron-core",
-        "model": {**base, "make_vocab_size_divisible_by": 4, **model},
-        "parallel": parallel,
-        "batch": {"micro_batch_size": 1},
-        "data": {"data_path": "data/x"},
-        "precision": "fp32",
-        "train": {"train_iters": 2},
-        **others,
-    }
-    return Case(fields, world_size)
+    return legality.case("megatron-core", world_size, model, parallel, **others)
 
 
 def sizes() -> Iterator[Case]:
@@ -73,57 +43,15 @@ def sizes() -> Iterator[Case]:
             "context_parallel_size": context,
             "sequence_parallel": sequence,
         }
-        micro = chance.choice((1, 2))
-        batch = {"micro_batch_size": micro, "global_batch_size": micro * replicas * steps + chance.choice((0, 0, 0, 1))}
+        batch = legality.batch(chance, replicas, steps)
         yield case(tensor * stages * context * replicas + over, model, layout, batch=batch)
 
 
-def chosen(cases: Iterator[Case]) -> list[tuple[Case, bool]]:
-    """So many that the plan takes, and so many for each of its reasons where that is the only one."""
-    kinds: defaultdict[str, list[Case]] = defaultdict(list)
-    for found in cases:
-        reasons = found.reasons()
-        if len(reasons) < 2:
-            kinds["".join(reasons)].append(found)
-    chance = random.Random(2)
-    return [
-        (found, not reason)
-        for reason, members in sorted(kinds.items())
-        for found in chance.sample(members, min(len(members), REFUSED if reason else ACCEPTED))
-    ]
-
-
-def outcomes(cases: Sequence[Case]) -> list[list[str]]:
-    """What becomes of each case on its first and on its last rank."""
-    ranks = [sorted({0, case.world_size - 1}) for case in cases]
-    asked = [[*case, rank] for case, places in zip(cases, ranks, strict=True) for rank in places]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.distributed.pretended"],
-        input="".join(json.dumps(line) + "\n" for line in asked),
-        env=rank_environment() | {"DS_ACCELERATOR": "cpu", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    answers = iter([json.loads(line) for line in done.stdout.splitlines()])
-    return [[next(answers) for _ in places] for places in ranks]
-
-
-def agree(cases: Sequence[tuple[Case, bool]]) -> None:
-    found = outcomes([one for one, _ in cases])
-    for (one, accepted), outcome in zip(cases, found, strict=True):
-        runs = all(word == "runs" for word in outcome)
-        assert runs == accepted, f"{one}: the plan says {one.reasons() or 'it runs'}, the engine {outcome}"
-
-
 def test_sizes() -> None:
-    cases = chosen(sizes())
-    reasons = {reason for one, _ in cases for reason in one.reasons()}
-    assert len(reasons) == 13, reasons
-    assert len(cases) > 300
-    agree(cases)
+    cases = chosen(sizes(), accepted=200, refused=30)
+    assert len(reasons_in(cases)) == 13
+    assert len(cases) > 500
+    agree(cases, PROGRAM)
 
 
 def test_recomputation() -> None:
@@ -136,10 +64,9 @@ def test_recomputation() -> None:
         model = {"num_layers": layers, "recompute_method": method, "recompute_num_layers": number}
         parallel = {"pipeline_model_parallel_size": stages, "virtual_pipeline_model_parallel_size": virtual}
         batch = {"micro_batch_size": 1, "global_batch_size": 2}
-        one = case(stages, {**model, "recompute_granularity": granularity}, parallel, batch=batch)
-        cases.append((one, not one.reasons()))
-    assert {accepted for _, accepted in cases} == {False, True}
-    agree(cases)
+        cases.append(case(stages, {**model, "recompute_granularity": granularity}, parallel, batch=batch))
+    assert len(reasons_in(cases)) == 4
+    agree(cases, PROGRAM)
 
 
 def test_formats_optimizers_and_the_smallest_models() -> None:
@@ -151,7 +78,7 @@ def test_formats_optimizers_and_the_smallest_models() -> None:
         cases.append(case(1, {"max_position_embeddings": positions, "seq_length": length}, {}))
     cases.append(case(1, {"num_layers": 1, "hidden_size": 1, "num_attention_heads": 1, "seq_length": 1}, {}))
     cases.append(case(4, {"vocab_size": 1, "make_vocab_size_divisible_by": 1}, {"tensor_model_parallel_size": 4}))
-    agree([(one, not one.reasons()) for one in cases])
+    agree(cases, PROGRAM)
 
 
 @pytest.mark.parametrize("style", ["cosine", "linear", "constant"])

@@ -23,10 +23,10 @@ from tests.distributed.ranks import (
     rank_environment,
     run_several,
 )
+from tests.experiments import make_plan, with_fields
 from tridock.data.corpus import prepare_demo
 from tridock.engines import rank_program
 from tridock.experiment import Experiment, dump_experiment, load_experiment
-from tridock.plan import make_plan
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
@@ -113,13 +113,7 @@ def experiment(**fields: Any) -> Experiment:
             "tensorboard": False,
         },
     }
-    for dotted, value in fields.items():
-        section, _, field = dotted.partition(".")
-        if field:
-            base[section] = base.get(section, {}) | {field: value}
-        else:
-            base[section] = value
-    return Experiment.model_validate(base)
+    return with_fields(base, fields)
 
 
 def make_run(workspace: Path, name: str, world_size: int, **fields: Any) -> Path:
@@ -282,7 +276,7 @@ def test_the_program_of_a_rank(workspace: Path) -> None:
         finished = started.wait()
     assert finished.codes == [0, 0], finished.out[0]
     assert events(folder) == [
-        "run_started", "world_formed", "checkpoint_loaded", "evaluation", "checkpoint_saved", "evaluation",
+        "run_started", "world_formed", "checkpoint_loaded", "model_built", "evaluation", "checkpoint_saved", "evaluation",
         "run_finished",
     ]  # fmt: skip
     assert "small: 0.24 M parameters, TP1 PP1 DP2, fp32, 2 cpu ranks\n" in finished.out[0]

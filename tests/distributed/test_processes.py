@@ -75,6 +75,7 @@ def test_a_whole_run(workspace: Path, layout: dict[str, object]) -> None:
     assert events(folder) == [
         "run_started",
         "world_formed",
+        "model_built",
         "evaluation",
         "evaluation",
         "checkpoint_saved",

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.gpu.runs import train
 from tests.megatron_source import patched_source
 from tridock.data.corpus import prepare_demo
 
@@ -19,8 +17,6 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine"),
 ]
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -33,17 +29,6 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return patched_source(tmp_path_factory.mktemp("megatron") / "source")
-
-
-def train(workspace: Path, config: str, *changes: str, **env: str) -> Path:
-    noted = workspace / "run-id"
-    argv = [sys.executable, "-m", "tridock.cli", "train", str(ROOT / "configs" / config), "--nproc", "1"]
-    argv += ["--workspace", str(workspace), "--run-id-file", str(noted)]
-    argv += [word for change in changes for word in ("--set", change)]
-    keep = {**os.environ, "PYTHONPATH": str(ROOT), **env}
-    done = subprocess.run(argv, env=keep, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr
-    return workspace / "runs" / noted.read_text().strip()
 
 
 def check(run: Path) -> None:

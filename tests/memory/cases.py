@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from tests.experiments import with_fields
 from tridock.experiment import Experiment
 
 Fields = Mapping[str, Any]
@@ -57,11 +58,7 @@ class Case:
 
 def experiment(case: Case) -> Experiment:
     """The whole of it."""
-    whole: dict[str, Any] = {"name": "memory", "engine": case.engine, **BASE[case.engine]}
-    for dotted, value in case.fields.items():
-        section, _, field = dotted.partition(".")
-        whole[section] = whole.get(section, {}) | {field: value} if field else value
-    return Experiment.model_validate(whole)
+    return with_fields({"name": "memory", "engine": case.engine, **BASE[case.engine]}, case.fields)
 
 
 _BF16: Final = {"precision": "bf16"}

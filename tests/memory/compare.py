@@ -13,9 +13,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from tests.experiments import make_plan
 from tests.memory.cases import Case, experiment
 from tridock.experiment import Experiment
-from tridock.plan import make_plan
 from tridock.plan.memory import StageMemory, memory_of_stage
 from tridock.plan.traffic import Shape
 
@@ -75,13 +75,17 @@ def _figures(name: str, memory: StageMemory, rank: Mapping[str, Any]) -> Iterato
     terms = {term.name: term.bytes for term in memory.terms}
     # A hidden state's gradient that a pipeline still holds is no weight's; ZeRO 3 keeps its bucket between steps.
     bucket = sum(size for key, size in rank["gradients"].items() if "ipg_buckets" in key)
-    gradients = sum(size for key, size in rank["gradients"].items() if "input_tensor" not in key) - bucket
+    gradients = sum(size for key, size in rank["gradients"].items() if not _is_hidden(key)) - bucket
     lasting = (rank["parameters"]["bytes"], gradients, sum(rank["optimizer"].values()))
     yield Compared(name, memory.stage, "parameters", memory.parameters.total, rank["parameters"]["elements"])
     for what, value in zip(STATES, lasting, strict=True):
         yield Compared(name, memory.stage, what, terms.get(what, 0), value)
     passing = memory.total_bytes - sum(terms.get(what, 0) for what in STATES)
     yield Compared(name, memory.stage, "step", passing, rank["step_peak"] + bucket)
+
+
+def _is_hidden(key: str) -> bool:
+    return "input_tensor" in key or "grad_layer" in key
 
 
 def main() -> None:

@@ -23,60 +23,63 @@ free a stage's output once it is sent.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import platform
-import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
+from fnmatch import fnmatch
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from tests.distributed.ranks import free_port, place
+from tests.experiments import make_plan
 from tests.megatron_source import REMEDY, patched_source
 from tests.memory import rank
 from tests.memory.cases import BASE, CASES, Case, experiment
+from tests.memory.children import Child, answers, only_answer
 from tridock.data.corpus import prepare_demo
 from tridock.engines import rank_program
 from tridock.experiment import dump_experiment, load_experiment
-from tridock.plan import Plan, make_plan
+from tridock.plan import Plan
+from tridock.run_folder import MEGATRON_VARIABLE
 
 RESULT = Path(__file__).parents[1] / "data/memory-cpu.json"
 MOST_RANKS = 4
-PATIENCE = 120.0
 
 
 def main() -> None:
     """Measures the cases that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--engines", nargs="*", default=list(BASE), choices=list(BASE), help="the others stay as they are"
+        "cases", nargs="*", default=["*"], metavar="PATTERN", help="of cases; others keep their figures"
     )
-    parser.add_argument("--details", metavar="CASE", help="print what a case holds; write nothing")
+    parser.add_argument("--details", metavar="CASE", choices=CASES, help="print what a case holds; write nothing")
     arguments = parser.parse_args()
-    if "megatron-deepspeed" in arguments.engines and "TRIDOCK_MEGATRON" not in os.environ:
+    patterns = [arguments.details] if arguments.details else arguments.cases
+    chosen = {name: case for name, case in CASES.items() if any(fnmatch(name, pattern) for pattern in patterns)}
+    engines = [engine for engine in BASE if any(case.engine == engine for case in chosen.values())]
+    if "megatron-deepspeed" in engines and MEGATRON_VARIABLE not in os.environ:
         parser.error(f"the source of Megatron-LM v1.1.5 is not at hand; {REMEDY}")
-    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.update({"OMP_NUM_THREADS": "1", "DEEPSPEED_TIMEOUT": "5"})  # minutes
     with tempfile.TemporaryDirectory() as folder:
         workspace = Path(folder)
         prepare_demo(workspace / "data/demo", vocab_size=500, report=lambda _: None, corpus_bytes=1_000_000)
         if arguments.details:
-            case = CASES[arguments.details]
-            print(_in_child(lambda: details(workspace, arguments.details, case)))
+            print(only_answer(lambda: details(workspace, arguments.details, CASES[arguments.details])))
             return
-        for engine in arguments.engines:
-            found = json.loads(_in_child(lambda engine=engine: measured(workspace, engine)))
-            known = json.loads(RESULT.read_text())["cases"] if RESULT.is_file() else {}
-            write(found | {name: case for name, case in known.items() if case["engine"] != engine})
+        for engine in engines:
+            own = {name: case for name, case in chosen.items() if case.engine == engine}
+            only_answer(partial(measured, workspace, engine, own))
 
 
-def write(cases: Mapping[str, Any]) -> None:
-    """The file, with one line a rank, in the order of the grid."""
+def write(measured_now: Mapping[str, Any]) -> None:
+    """The file, with one line a rank, in the order of the grid; what is not measured now stays as it was."""
+    cases = (json.loads(RESULT.read_text())["cases"] if RESULT.is_file() else {}) | measured_now
     cases = {name: cases[name] for name in CASES if name in cases}
     packages = {name: version(name) for name in ("torch", "deepspeed", "megatron-core")}
     on = {"machine": platform.machine(), "device": "cpu", "date": datetime.now(UTC).date().isoformat(), **packages}
@@ -90,25 +93,19 @@ def write(cases: Mapping[str, Any]) -> None:
     RESULT.write_text("\n".join(lines) + "\n")
 
 
-def measured(workspace: Path, engine: str) -> str:
-    """All cases of an engine, as JSON. In a process of its own: what engines put in place of torch's parts stays."""
+def measured(workspace: Path, engine: str, chosen: Mapping[str, Case]) -> str:
+    """Measures cases of an engine. In a process of its own: what engines put in place of torch's parts stays."""
     source = _prepare(workspace, engine)
-    cases: dict[str, Any] = {}
-    for name, case in CASES.items():
-        if case.engine != engine:
-            continue
+    for name, case in chosen.items():
         began = time.monotonic()
-        try:
-            found, plan = run(workspace, name, case, source), _plan(name, case)
-        except RuntimeError as error:
-            print(f"{name}: {error}", file=sys.stderr, flush=True)
-            continue
+        found, plan = run(workspace, name, case, source), _plan(name, case)
         keys = ("rank", "data_parallel_rank", "pipeline_parallel_rank", "tensor_parallel_rank", "context_parallel_rank")
         places = [{key: getattr(here, key) for key in keys} for here in plan.ranks]
         ranks = [where | own["result"] for where, own in zip(places, found, strict=True)]
-        cases[name] = {"engine": engine, "world_size": case.world_size, "fields": dict(case.fields), "ranks": ranks}
-        print(f"{name}: {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
-    return json.dumps(cases)
+        whole = {"engine": engine, "world_size": case.world_size, "fields": dict(case.fields), "ranks": ranks}
+        write({name: whole})
+        print(f"{name}: {time.monotonic() - began:.1f} s", flush=True)
+    return f"{len(chosen)} cases"
 
 
 def details(workspace: Path, name: str, case: Case) -> str:
@@ -147,56 +144,15 @@ def run(workspace: Path, name: str, case: Case, source: Path | None) -> list[dic
         if source is None:
             measure = rank.train(load_experiment(folder / "experiment.yaml"), folder)
         else:
-            os.environ["TRIDOCK_MEGATRON"] = str(source)
+            os.environ[MEGATRON_VARIABLE] = str(source)
             measure = rank.train_megatron(list(program.arguments))
         return json.dumps({"result": measure.result, "saved": measure.saved, "at_peak": measure.at_peak})
 
-    started = [_fork(lambda number=number: one(number), folder / f"rank-{number}") for number in range(case.world_size)]
-    return [json.loads(text) for text in _results(started)]
-
-
-@dataclasses.dataclass(frozen=True)
-class Child:
-    """A forked process, and where its output and its answer go."""
-
-    pid: int
-    output: Path
-    answer: Path
-
-
-def _in_child(work: Callable[[], str]) -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        return _results([_fork(work, Path(folder, "child"), quiet=False)])[0]
-
-
-def _fork(work: Callable[[], str], path: Path, quiet: bool = True) -> Child:
-    child = Child(os.fork(), path.with_suffix(".log"), path.with_suffix(".json"))
-    if child.pid:
-        return child
-    code = 1
-    try:
-        if quiet:
-            log = os.open(child.output, os.O_WRONLY | os.O_CREAT)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-        child.answer.write_text(work())
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _results(children: Sequence[Child]) -> list[str]:
-    """Waits for all; raises with the output of the first that failed."""
-    for child in children:
-        _, status = os.waitpid(child.pid, 0)
-        if status:
-            text = child.output.read_text() if child.output.is_file() else ""
-            raise RuntimeError(f"{child.output}: status {status}\n{text}")
-    return [child.answer.read_text() for child in children]
+    started = [
+        Child.fork(lambda number=number: one(number), folder / f"rank-{number}", keep_output=True)
+        for number in range(case.world_size)
+    ]
+    return [json.loads(text) for text in answers(started)]
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from tests.memory.ledger import Ledger, key_of
 FOLLOWED = ("torch.nn", "torch.optim", "tridock", "megatron", "deepspeed", "model", "fp16", "apex")
 """Packages whose objects are looked into."""
 DEPTH = 9
-GRADIENTS = re.compile(r"(?<!input_tensor\.)grad(?!_norm|_scaler)|ipg")
-"""Names of what holds gradients of weights. (A pipeline's stage keeps its last input, with its gradient.)"""
+GRADIENTS = re.compile(r"(?<!input_tensor\.)grad(?!_norm|_scaler|_layer|_partition_)|ipg")
+"""Names of what holds gradients of weights. (A pipeline's stage also keeps those of what it sent or received last.)"""
 
 
 def named_tensors(roots: dict[str, Any]) -> dict[int, str]:

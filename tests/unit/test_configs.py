@@ -1,12 +1,14 @@
 """Every shipped experiment loads and can be laid out on the ranks that it is meant for."""
 
+import re
 from pathlib import Path
 
 import pytest
 
+from tests.experiments import make_plan
+from tridock.cluster import parse_hostfile
 from tridock.errors import RequestError
 from tridock.experiment import load_experiment
-from tridock.plan import make_plan
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 LAYOUTS = {
@@ -39,6 +41,35 @@ def test_every_experiment_is_listed() -> None:
     assert found - {"reference"} == LAYOUTS.keys() | REFUSED
 
 
+def named_size(path: Path) -> tuple[int, int] | None:
+    """Nodes and slots a node, where the comment at the head of the file names them."""
+    head = " ".join(line[2:] for line in path.read_text().splitlines() if line.startswith("# "))
+    if found := re.search(r"on (\d+) nodes of (\d+) ", head):
+        return int(found[1]), int(found[2])
+    found = re.search(r"(?:on|of) (\d+) (?:GPUs|CPU ranks)", head)
+    return found and (1, int(found[1]))
+
+
+SIZED = [name for name in sorted(LAYOUTS.keys() | REFUSED) if named_size(CONFIGS / f"{name}.yaml")]
+
+
+def test_the_sizes_that_comments_name_are_found() -> None:
+    assert [name for name in SIZED if name.startswith("jean-zay")] == [
+        f"jean-zay/{name}" for name in ("30b", "7.5b", "76b", "76b-as-written", "tiny-30b", "tiny-7.5b", "tiny-76b")
+    ]
+    assert len(SIZED) == 11
+
+
+@pytest.mark.parametrize("name", [name for name in SIZED if name not in REFUSED])
+def test_it_can_be_laid_out_on_what_its_comment_names(name: str) -> None:
+    path = CONFIGS / f"{name}.yaml"
+    size = named_size(path)
+    assert size is not None
+    text = "".join(f"node-{number} slots={size[1]}\n" for number in range(size[0]))
+    slots = {name: range(count) for name, count in parse_hostfile(text, "hostfile").pool.items()}
+    assert (size[0] * size[1], make_plan(load_experiment(path), slots, str(path)).layout) in LAYOUTS[name]
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_it_can_be_laid_out(name: str) -> None:
     path = CONFIGS / f"{name}.yaml"
@@ -50,6 +81,7 @@ def test_it_can_be_laid_out(name: str) -> None:
 
 def test_the_plan_of_76b_is_refused_as_it_was_written() -> None:
     path = CONFIGS / "jean-zay/76b-as-written.yaml"
+    assert named_size(path) == (32, 4)
     with pytest.raises(RequestError) as caught:
         make_plan(load_experiment(path), {f"node-{number}": range(4) for number in range(32)}, str(path))
     assert str(caught.value) == (

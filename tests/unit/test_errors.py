@@ -8,6 +8,10 @@ def test_a_problem_reads_where_what_got_todo() -> None:
     assert str(Problem("host-a", "does not answer", "", "start it")) == "host-a: does not answer; start it"
 
 
+def test_the_nearest_values_are_not_part_of_the_message() -> None:
+    assert str(Problem("x", "is wrong", "3", "use 2 or 4", (2, 4))) == "x: is wrong; got 3; use 2 or 4"
+
+
 def test_a_nodes_message_is_read_back() -> None:
     for problem in (Problem("a: b", "c", "d; e", "f"), Problem("a", "b: c", "", "d")):
         again = Problem.parse(f"{problem}\n")

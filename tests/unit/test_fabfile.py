@@ -104,6 +104,17 @@ def test_a_plan_of_a_cluster_whose_gpu_is_named_contacts_nobody(tmp_path: Path) 
     assert (wrong.returncode, wrong.stderr) == (2, "--tokens: is not a number; got 'many'; write it as in 300e9\n")
 
 
+def test_a_plan_goes_on_without_a_host_that_does_not_answer(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    (tmp_path / "lab").write_text("127.0.0.1 slots=2\n")
+    (tmp_path / "lab.yaml").write_text(f"ssh: {{port: {port}, retries: 0, connect_timeout: 2}}\n")
+    done = fab("plan", "--hosts", str(tmp_path / "lab"), "--json")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("127.0.0.1: ")
+    assert json.loads(done.stdout)["memory"]["gpu"] is None
+
+
 def test_all_problems_of_an_experiment_at_once(tmp_path: Path) -> None:
     (tmp_path / "lab").write_text("gpu-1 slots=3\n")
     words = [

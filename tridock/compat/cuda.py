@@ -8,6 +8,10 @@ from typing import Any
 import torch
 
 _TYPED = ("Float", "Half", "Double", "Long", "Int", "Short", "Byte")
+_LETTERS = {
+    torch.float32: "Float", torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float64: "Double",
+    torch.int64: "Long", torch.int32: "Int", torch.uint8: "Byte", torch.bool: "Bool",
+}  # fmt: skip
 
 
 def map_to_cpu(local_world_size: int) -> list[str]:
@@ -22,6 +26,7 @@ def map_to_cpu(local_world_size: int) -> list[str]:
     cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
     for name in _TYPED:
         setattr(cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
+    _name_kinds()
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign,assignment]
     torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign,assignment]
     # Megatron's data loaders ask for memory that a GPU could read directly, and torch would say so once a loader.
@@ -29,3 +34,15 @@ def map_to_cpu(local_world_size: int) -> list[str]:
     # DeepSpeed broadcasts the tied embedding when it builds a pipeline; torch brings it up at the first backward pass.
     warnings.filterwarnings("ignore", message="c10d::broadcast_: an autograd kernel was not registered")
     return ["torch.cuda: devices, tensors and random states are the CPU's"]
+
+
+def _name_kinds() -> None:
+    """Megatron's optimizers sort parameters by ``Tensor.type()``, and take those with names of CUDA's only."""
+    named = torch.Tensor.type
+
+    def type_of(self: torch.Tensor, *given: Any, **options: Any) -> Any:
+        if given or options or self.dtype not in _LETTERS:
+            return named(self, *given, **options)
+        return f"torch.cuda.{_LETTERS[self.dtype]}Tensor"
+
+    torch.Tensor.type = type_of  # type: ignore[method-assign,assignment]

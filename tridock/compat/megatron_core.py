@@ -18,10 +18,6 @@ import torch
 from tridock.compat import cuda
 
 _FACTORIES = ("tensor", "empty", "zeros", "ones", "full", "arange", "empty_like", "zeros_like", "ones_like")
-_LETTERS = {
-    torch.float32: "Float", torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float64: "Double",
-    torch.int64: "Long", torch.int32: "Int", torch.uint8: "Byte", torch.bool: "Bool",
-}  # fmt: skip
 
 
 def prepare(device_type: str, local_world_size: int) -> list[str]:
@@ -60,15 +56,6 @@ def _as_written(function: Callable[..., Any] | None = None, **_: Any) -> Any:
 def _map_devices() -> None:
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
-    named = torch.Tensor.type
-
-    def type_of(self: torch.Tensor, *given: Any, **options: Any) -> Any:
-        # Its optimizers sort the parameters by this name.
-        if given or options or self.dtype not in _LETTERS:
-            return named(self, *given, **options)
-        return f"torch.cuda.{_LETTERS[self.dtype]}Tensor"
-
-    torch.Tensor.type = type_of  # type: ignore[method-assign,assignment]
     torch.Tensor.to = _to_cpu(torch.Tensor.to)  # type: ignore[method-assign]
 
 

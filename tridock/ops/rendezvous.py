@@ -76,7 +76,10 @@ def follow(address: str, port: int, terms: Terms, say: Say, patience: float = PA
             todo = "see its output, then start all nodes again"
             raise ClusterError(Problem(f"{address}:{port}", what, str(error), todo)) from None
     if "problems" in answer:
-        raise RequestError(Problem(**problem) for problem in answer["problems"])
+        # JSON has lists only, and a problem holds a tuple.
+        raise RequestError(
+            Problem(**problem | {"nearest": tuple(problem["nearest"])}) for problem in answer["problems"]
+        )
     return str(answer["run_id"])
 
 

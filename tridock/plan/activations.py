@@ -93,6 +93,7 @@ def sizes_of(experiment: Experiment, device: Device) -> Sizes:
     spread = tensor if parallel.sequence_parallel else 1
     tokens = model.seq_length // parallel.context_parallel_size * experiment.batch.micro_batch_size
     short = FORMAT_BYTES[experiment.precision]
+    own = experiment.engine == "megatron-deepspeed" and parallel.strategy == "ddp"
     autocast = experiment.engine == "torch" and parallel.strategy == "ddp" and short == 2
     elements = tokens * model.hidden_size
     residual = 4 if autocast else short
@@ -108,7 +109,8 @@ def sizes_of(experiment: Experiment, device: Device) -> Sizes:
         dropout=elements * (1 if device == "cuda" else short) / spread if model.hidden_dropout else 0.0,
         casts=12 * model.hidden_size**2 * short if autocast else 0.0,
         attention=_attention_bytes(experiment, tokens, short, device),
-        weight=4 * model.hidden_size**2 * short / tensor,
+        # Megatron v1.1.5 alone lets it become the weight's own.
+        weight=0.0 if own else 4 * model.hidden_size**2 * short / tensor,
     )
 
 
@@ -148,7 +150,10 @@ def backward_bytes(experiment: Experiment, sizes: Sizes, again: int) -> float:
     gathered = sizes.hidden if sizes.between < sizes.hidden else 0.0
     gradients = sizes.between + gathered + 4 * sizes.split + sizes.weight
     selective = sizes.attention if experiment.model.recompute_granularity == "selective" else 0.0
-    return gradients + selective + _group(experiment, again) * layer_bytes(sizes)
+    group = _group(experiment, again) * layer_bytes(sizes)
+    if group and experiment.engine == "megatron-deepspeed":
+        group -= sizes.between  # what comes back first is the hidden state that was kept
+    return gradients + selective + group
 
 
 def _groups(experiment: Experiment, again: int) -> int:
@@ -194,5 +199,5 @@ def head_bytes(experiment: Experiment, sizes: Sizes) -> float:
         # log_softmax's result, and in the backward pass two gradients of its size.
         return inputs + cast + 3 * logits * _LOSS_BYTES
     loss = logits * (_LOSS_BYTES + (sizes.short if sizes.short < _LOSS_BYTES else 0))
-    after = logits * sizes.short + table + sizes.hidden + gathered
+    after = logits * sizes.short + (table if sizes.weight else 0.0) + sizes.hidden + gathered
     return inputs + max(loss, after)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from tridock.errors import Problem, RequestError
@@ -74,10 +74,7 @@ class Assessment:
 
         ``force`` lets one pass that does not fit.
         """
-        problems = [
-            Problem(f"{self.source}: {problem.where}", problem.what, problem.got, problem.todo)
-            for problem in self.problems
-        ]
+        problems = [replace(problem, where=f"{self.source}: {problem.where}") for problem in self.problems]
         gpu = self.assumptions.gpu
         if self.verdict == "no-fit" and gpu is not None and not force:
             worst = self.worst

@@ -185,7 +185,12 @@ EFFECTS: Final = {
     "data.merge_file": Effect(("megatron-deepspeed needs it",)),
     "optimizer.lr": Effect(("at least min_lr",)),
     "optimizer.min_lr": Effect(("at most lr",)),
-    "optimizer.lr_warmup_iters": Effect(("less than lr_decay_iters, or than train_iters where that is left out",)),
+    "optimizer.lr_warmup_iters": Effect(
+        (
+            "less than lr_decay_iters, or than train_iters where that is left out",
+            "megatron-deepspeed: at most half of it",
+        )
+    ),
     "optimizer.lr_decay_iters": Effect(("more than lr_warmup_iters",)),
     "train.seed": Effect(("megatron-deepspeed: 1 or more",)),
     "train.checkpoint_folder": Effect((_V115, "needs train.save")),

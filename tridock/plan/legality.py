@@ -102,7 +102,7 @@ def _schedule_problems(experiment: Experiment) -> Iterator[Problem]:
     decay, warmup = optimizer.lr_decay_iters or iterations, optimizer.lr_warmup_iters
     if warmup and warmup >= decay:
         what = f"must be less than lr_decay_iters {decay}"
-        yield Problem("optimizer.lr_warmup_iters", what, str(warmup), "lower it", (decay - 1,))
+        yield Problem("optimizer.lr_warmup_iters", what, str(warmup), "lower it", (decay // 2,))
     if optimizer.min_lr > optimizer.lr:
         what, got = f"must not exceed lr {optimizer.lr:g}", f"{optimizer.min_lr:g}"
         yield Problem("optimizer.min_lr", what, got, "lower it", (repr(optimizer.lr),))

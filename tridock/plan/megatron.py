@@ -96,6 +96,7 @@ def megatron_problems(experiment: Experiment) -> Iterator[Problem]:
         yield Problem(
             "train.checkpoint_folder", "nothing is saved", experiment.train.checkpoint_folder, todo, ("null",)
         )
+    yield from _warmup_problems(experiment)
     for word in experiment.megatron_args:
         option = word.partition("=")[0]
         if option in OWNED:
@@ -103,6 +104,15 @@ def megatron_problems(experiment: Experiment) -> Iterator[Problem]:
         if option in FUSED_KERNELS:
             what = "Megatron v1.1.5's fused softmax kernels do not compile since torch 1.11"
             yield Problem("megatron_args", what, option, "leave it out")
+
+
+def _warmup_problems(experiment: Experiment) -> Iterator[Problem]:
+    """Its rate rises as long as is left after the warm-up, and no longer."""
+    warmup = experiment.optimizer.lr_warmup_iters
+    decay = experiment.optimizer.lr_decay_iters or experiment.train.train_iters
+    if decay > warmup > decay // 2:
+        what = f"Megatron v1.1.5 reaches lr only in a warm-up of at most half of lr_decay_iters {decay}"
+        yield Problem("optimizer.lr_warmup_iters", what, str(warmup), f"use {decay // 2} or less", (decay // 2,))
 
 
 def _layout_problems(experiment: Experiment) -> Iterator[Problem]:

@@ -101,17 +101,6 @@ def _words(tensor: int, stages: int, context: int) -> str:
     return f"TP{tensor} PP{stages}" + (f" CP{context}" if context > 1 else "")
 
 
-def layers_of_stages(experiment: Experiment) -> tuple[int, ...]:
-    """Transformer layers of each pipeline stage, the first first; all of its virtual stages together.
-
-    DeepSpeed's ``partition_method="type:transformer"`` gives the first stages one more where the layers do not come
-    out even; megatron-core never has that.
-    """
-    stages = experiment.parallel.pipeline_model_parallel_size
-    layers, rest = divmod(experiment.model.num_layers, stages)
-    return tuple(layers + (stage < rest) for stage in range(stages))
-
-
 def size_of_replica(experiment: Experiment) -> int:
     """Ranks that work on the same samples."""
     parallel = experiment.parallel

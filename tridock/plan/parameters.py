@@ -52,7 +52,8 @@ def layer_parameters(experiment: Experiment) -> int:
 def layers_of_stage(experiment: Experiment, stage: int) -> int:
     """Layers of one stage, all its runs of an interleaved pipeline together.
 
-    Where they do not come out even, which DeepSpeed's pipeline alone allows, the first stages have one more.
+    Where they do not come out even, which DeepSpeed's pipeline alone allows, the first stages have one more
+    (its ``partition_method="type:transformer"``).
     """
     each, rest = divmod(experiment.model.num_layers, experiment.parallel.pipeline_model_parallel_size)
     return each + (1 if stage < rest else 0)

@@ -1,4 +1,4 @@
-"""The plan: the rank map and the batch arithmetic, or every reason why the run cannot be."""
+"""The plan: the rank map and the batch arithmetic of an experiment on slots."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment
-from tridock.plan.legality import layout_problems
 from tridock.plan.model_parallel import size_of_replica
 
 
@@ -75,23 +73,11 @@ class Plan:
         return {"layout": self.layout, **fields}
 
 
-def make_plan(experiment: Experiment, slots: Mapping[str, Sequence[int]], source: str) -> Plan:
-    """Lays the experiment out on ``slots`` (node name to its slot numbers, in the hostfile's order).
+def lay_out(experiment: Experiment, slots: Mapping[str, Sequence[int]]) -> Plan:
+    """The plan of an experiment that is legal on ``slots`` (node name to slot numbers, in the hostfile's order).
 
     Ranks go node by node and slot by slot, as DeepSpeed's and torch's launchers number them.
-    Raises :class:`RequestError` with every reason found; ``source`` (the experiment's file) begins each message.
     """
-    world_size = sum(len(numbers) for numbers in slots.values())
-    problems = layout_problems(experiment, world_size)
-    if problems:
-        raise RequestError(
-            Problem(f"{source}: {problem.where}", problem.what, problem.got, problem.todo) for problem in problems
-        )
-    return lay_out(experiment, slots)
-
-
-def lay_out(experiment: Experiment, slots: Mapping[str, Sequence[int]]) -> Plan:
-    """The plan of an experiment that is legal on the slots."""
     world_size = sum(len(numbers) for numbers in slots.values())
     parallel, batch = experiment.parallel, experiment.batch
     data_parallel = world_size // size_of_replica(experiment)

@@ -15,7 +15,8 @@ from tridock.experiment import Experiment
 from tridock.plan.assess import Assumptions, gpu_problems
 from tridock.plan.cost import Cost, Rates, cost_of
 from tridock.plan.legality import layout_problems
-from tridock.plan.memory import GIB, StageMemory, memory_of_stage
+from tridock.plan.megatron import CHECKPOINT_OPTIONS
+from tridock.plan.memory import StageMemory, memory_of_stage
 from tridock.plan.model_parallel import size_of_replica
 from tridock.plan.traffic import Shape
 
@@ -167,7 +168,9 @@ def _states(experiment: Experiment, stages: int) -> Iterator[Choice]:
 
 def _recomputations(experiment: Experiment) -> tuple[Choice, ...]:
     if experiment.engine != "megatron-core":
-        return tuple({"model.checkpoint_activations": value} for value in (False, True))
+        # What is about stored activations goes with them.
+        off: Choice = {f"model.{name}": False for name in ("checkpoint_activations", *CHECKPOINT_OPTIONS)}
+        return ({**off, "model.checkpoint_num_layers": 1}, {"model.checkpoint_activations": True})
     names = ("recompute_granularity", "recompute_method", "recompute_num_layers")
     values = ((None, None, None), ("selective", None, None), ("full", "uniform", 1))
     return tuple({f"model.{name}": value for name, value in zip(names, given, strict=True)} for given in values)
@@ -194,8 +197,3 @@ def words_of(candidate: Candidate, base: Experiment) -> list[str]:
             text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
             words.append(f"{path}={text}")
     return words
-
-
-def gib(candidate: Candidate) -> float:
-    """Memory of a rank of the fullest stage."""
-    return candidate.worst.total_bytes / GIB

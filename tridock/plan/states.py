@@ -12,7 +12,7 @@ DeepSpeed, ZeRO 0                         e          e, in a step    4 + 8
 DeepSpeed, ZeRO 1                         e          e, in a step    (4 + 8) / r, the master in fp32 too
 DeepSpeed, ZeRO 2                         e          e / r           (4 + 8) / r, the master in fp32 too
 DeepSpeed, ZeRO 3                         e / r      e / r           (4 + 8) / r, the master in fp32 too
-Megatron v1.1.5, ddp                      e          e               4 + 4 + 8 (gradients in fp32), fp32: 8
+Megatron v1.1.5, ddp                      e          e + 4, fp32: 4  4 + 8
 ========================================  =========  ==============  ====================================
 
 Read in the engines' sources and counted on CPU ranks (docs/planner.md). DeepSpeed's ZeRO 1 to 3 reduce gradients
@@ -69,8 +69,8 @@ def states_of(experiment: Experiment, weights: Parameters, replicas: int, device
     if experiment.engine == "torch":
         # The fused AdamW works in place.
         return States(4 * count, 4 * count, 8 * count, 0, 0, 0, 0)
-    master = 8 if short == 2 else 0  # weights and gradients once more, in fp32
-    return States(short * count, short * count, (master + 8) * count, 0, 0, 0, 0)
+    again = 4 if short == 2 else 0  # gradients, and weights, once more in fp32
+    return States(short * count, (short + again) * count, (again + 8) * count, 0, 0, 0, 0)
 
 
 def _megatron_core(experiment: Experiment, count: int, short: int, replicas: int, device: Device) -> States:
@@ -87,7 +87,9 @@ def _zero(experiment: Experiment, weights: Parameters, short: int, replicas: int
     if stage == 0:
         master = 4 if short == 2 else 0
         return States(short * count, 0, (master + 8) * count, short * count, 0, 0, master * count)
-    optimizer, bucket = 12 * owned, short * BUCKET
+    # In a pipeline it has two of them.
+    stages = experiment.parallel.pipeline_model_parallel_size
+    optimizer, bucket = 12 * owned, short * BUCKET * (1 if stages == 1 else 2)
     if stage < 3:
         passing = short * (count if stage == 1 else owned)
         return States(short * count, 0, optimizer, passing, bucket, 0, (4 + short) * owned)

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.experiments import make_plan
 from tridock.engines import rank_program
 from tridock.engines.megatron_deepspeed import megatron_arguments
 from tridock.experiment import Experiment
-from tridock.plan import make_plan
 from tridock.plan.megatron import OWNED
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "megatron"

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from tests.experiments import make_plan
 from tridock.errors import TridockError
 from tridock.experiment import Experiment
 from tridock.ops.preflight import Preflight, check_nodes
 from tridock.ops.session import Session
-from tridock.plan import make_plan
 from tridock.remote import Completed
 
 BIN, IDX, VOCAB, MERGES = "data/t_document.bin", "data/t_document.idx", "data/vocab.json", "data/merges.txt"

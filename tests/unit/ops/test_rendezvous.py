@@ -100,6 +100,14 @@ def test_terms_that_differ_stop_both_sides(port: int, other: Terms, message: str
     assert meet(port, other) == [message, message]
 
 
+def test_both_sides_hold_the_same_problems(port: int) -> None:
+    leader = Node(lambda: lead(port, FIRST, "run-1", silent, 10.0))
+    other = Node(lambda: follow("127.0.0.1", port, replace(FIRST, node_rank=1, nproc=8), silent, 10.0))
+    for node in (leader, other):
+        node.join(30)
+    assert other.outcome.problems == leader.outcome.problems
+
+
 def test_a_node_that_does_not_come(port: int) -> None:
     leader, other = meet(port, replace(FIRST, node_rank=2), patience=1.0)
     assert leader == (

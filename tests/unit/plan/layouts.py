@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+from tests.experiments import make_plan
 from tridock.experiment import Experiment
-from tridock.plan import Plan, make_plan
+from tridock.plan import Plan
 
 TOKENIZER = {"vocab_file": "v", "merge_file": "m"}
 

@@ -8,7 +8,10 @@ WITHIN = 0.03
 # In these small cases a kernel of the CPU's, or what is a few kilobytes of a real run's gigabytes, weighs more.
 ATTENTION = "the CPU's attention works in fp32 in its backward pass where it has a mask or dropout"
 CACHE = "autocast's cache still holds the last layer's casts"
+HIDDEN = "a few hidden states more or less, of which a stage of two narrow layers has few"
 KNOWN = {
+    "megatron-deepspeed-pp2-zero0-fp32": (0.105, HIDDEN),
+    "megatron-deepspeed-tp2-checkpointed2": (0.035, HIDDEN),
     "megatron-core-cp2-full2": (0.11, ATTENTION),
     "megatron-core-one-full1-dropout": (0.08, ATTENTION),
     "torch-ddp-bf16-checkpointed": (0.04, CACHE),

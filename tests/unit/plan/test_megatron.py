@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
+from tests.experiments import make_plan
 from tridock.errors import RequestError
 from tridock.experiment import parse_experiment
-from tridock.plan import Plan, make_plan
-from tridock.plan.model_parallel import layers_of_stages
+from tridock.plan import Plan
+from tridock.plan.parameters import layers_of_stage
 
 BASE = """\
 name: tiny
@@ -49,6 +50,9 @@ def planned(ranks: int, *overrides: str) -> Plan:
         (1, ["data.merge_file=null"],
          "data.merge_file: Megatron v1.1.5 reads GPT-2's tokenizer; got nothing; "
          "name the file that the data was tokenized with (the demo's lie in data/demo/tokenizer)"),
+        (1, ["optimizer.lr_warmup_iters=16", "optimizer.lr_decay_iters=31"],
+         "optimizer.lr_warmup_iters: Megatron v1.1.5 reaches lr only in a warm-up of at most half of"
+         " lr_decay_iters 31; got 16; use 15 or less"),
         (1, ["train.seed=0"], "train.seed: Megatron v1.1.5 wants a positive seed; got 0; use 1 or more"),
         (1, ["megatron_args=[--scaled-masked-softmax-fusion]"],
          "megatron_args: Megatron v1.1.5's fused softmax kernels do not compile since torch 1.11; "
@@ -96,11 +100,12 @@ def test_what_the_engine_runs_is_not_refused(ranks: int, overrides: list[str]) -
 @pytest.mark.parametrize("stages", [*range(1, 17), 30, 59, 60])
 def test_layers_lie_on_the_stages_where_deepspeed_puts_them(stages: int) -> None:
     utils: Any = pytest.importorskip("deepspeed.runtime.utils")
-    ours = layers_of_stages(parse_experiment(BASE, "e.yaml", [f"{PP}={stages}"]))
+    experiment = parse_experiment(BASE, "e.yaml", [f"{PP}={stages}"])
+    ours = [layers_of_stage(experiment, stage) for stage in range(stages)]
     # An embedding and a transposition come before the layers; a transposition, a norm and the logits after them.
     weights = [0, 0, *[1] * 60, 0, 0, 0]
     bounds = utils.partition_balanced(weights, stages)
-    assert ours == tuple(sum(weights[first:end]) for first, end in itertools.pairwise(bounds))
+    assert ours == [sum(weights[first:end]) for first, end in itertools.pairwise(bounds)]
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,12 @@
 """What megatron-core cannot run, what the others leave to it, and where its ranks stand."""
 
-import json
-
 import pytest
 
+from tests.experiments import make_plan
 from tridock.engines import rank_program
 from tridock.errors import RequestError
 from tridock.experiment import parse_experiment
-from tridock.plan import Plan, make_plan
+from tridock.plan import Plan
 
 BASE = """\
 name: tiny
@@ -148,7 +147,7 @@ def test_the_layout_in_words() -> None:
     assert planned(8, f"{TP}=2", f"{PP}=2").layout == "TP2 PP2 DP2"
     plan = planned(8, f"{PP}=2", f"{VPP}=3", f"{CP}=2", "batch.global_batch_size=8")
     assert plan.layout == "TP1 PP2 VPP3 CP2 DP2"
-    assert json.loads(plan.to_json())["context_parallel_size"] == 2
+    assert plan.document()["context_parallel_size"] == 2
     assert (plan.data_parallel_size, plan.accumulation_steps) == (2, 2)
 
 

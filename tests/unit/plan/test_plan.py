@@ -1,15 +1,15 @@
 """Batch arithmetic, the rank map, and every reason for which a layout is refused."""
 
-import json
 from collections.abc import Mapping, Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.experiments import make_plan
 from tridock.errors import RequestError
 from tridock.experiment import parse_experiment
-from tridock.plan import Plan, make_plan
+from tridock.plan import Plan
 from tridock.plan.nearest import nearest_divisors, nearest_multiple, nearest_multiples
 
 BASE = """\
@@ -39,7 +39,7 @@ def test_ranks_go_node_by_node_and_slot_by_slot() -> None:
     assert (plan.world_size, plan.data_parallel_size, plan.accumulation_steps) == (3, 3, 2)
     assert plan.tokens_per_step == 12 * 16
     assert plan.layout == "TP1 PP1 DP3"
-    assert json.loads(plan.to_json())["ranks"][2]["slot"] == 5
+    assert plan.document()["ranks"][2]["slot"] == 5
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 40))

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from PIL import Image
 from rich.console import Console
 
+from tests.experiments import make_plan
 from tests.unit.plan.layouts import laid_out
 from tridock.errors import RequestError
 from tridock.experiment import parse_experiment
-from tridock.plan import Plan, make_plan
+from tridock.plan import Plan
 from tridock.report.rank_map import plot, render
 from tridock.report.rank_sheet import MARGIN, lay_out, tensor_outlines
 from tridock.report.stages import by_node, ink, legend, stage_colours

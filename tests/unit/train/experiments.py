@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from tests.experiments import with_fields
 from tridock.experiment import Experiment
 
 
@@ -14,10 +15,4 @@ def experiment(**fields: Any) -> Experiment:
         "data": {"data_path": "data/x", "split": "80,10,10"},
         "train": {"train_iters": 10},
     }
-    for name, value in fields.items():
-        section, _, field = name.partition(".")
-        if field:
-            base[section] = base.get(section, {}) | {field: value}
-        else:
-            base[section] = value
-    return Experiment.model_validate(base)
+    return with_fields(base, fields)

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.distributed.ranks import rank_environment
+from tests.experiments import make_plan
 from tests.megatron_source import patched_source
 from tridock.engines import rank_program
 from tridock.experiment import Experiment
 from tridock.experiment.sizes import model_parameters
-from tridock.plan import make_plan
 from tridock.plan.legality import layout_problems
 from tridock.plan.parameters import parameters_of_stage, rows_of_vocabulary
 

@@ -11,11 +11,11 @@ import pytest
 
 from tests.distributed.ranks import Started
 from tests.distributed.test_megatron_v115 import PATIENCE, PP, TP, ZERO, experiment
+from tests.experiments import make_plan
 from tests.megatron_source import patched_source
 from tridock.data.corpus import prepare_demo
 from tridock.engines import rank_program
 from tridock.experiment import dump_experiment
-from tridock.plan import make_plan
 from tridock.plan.traffic import Shape, all_gather, all_reduce, traffic_of_stage
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]

@@ -276,8 +276,8 @@ def test_the_program_of_a_rank(workspace: Path) -> None:
         finished = started.wait()
     assert finished.codes == [0, 0], finished.out[0]
     assert events(folder) == [
-        "run_started", "world_formed", "checkpoint_loaded", "model_built", "evaluation", "checkpoint_saved", "evaluation",
-        "run_finished",
+        "run_started", "world_formed", "checkpoint_loaded", "model_built", "evaluation", "checkpoint_saved",
+        "evaluation", "run_finished",
     ]  # fmt: skip
     assert "small: 0.24 M parameters, TP1 PP1 DP2, fp32, 2 cpu ranks\n" in finished.out[0]
     assert len(train_losses(folder)) == 2

@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 PATIENCE = 600.0
 ITERATIONS = 20
 TP, PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
+WARMUP = "optimizer.lr_warmup_iters"
 ZERO = "parallel.zero_stage"
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ddp": (2, {"parallel.strategy": "ddp"}),
@@ -199,7 +200,7 @@ def test_how_the_work_is_done_does_not_matter(
 
 def test_clipping_reports_the_norm(workspace: Path, source: Path) -> None:
     folder, finished = train(
-        workspace, source, "clipped", 2, **{ZERO: 2, "optimizer.clip_grad": 0.5, "train.train_iters": 4}
+        workspace, source, "clipped", 2, **{ZERO: 2, "optimizer.clip_grad": 0.5, "train.train_iters": 4, WARMUP: 2}
     )
     assert finished.codes == [0, 0], finished.out[0][-5000:]
     assert all(record["grad_norm"] > 0.5 for (_, split), record in metrics(folder).items() if split == "train")

@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+import resource
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -27,6 +29,8 @@ Ids = NDArray[Any]
 UNKNOWN: Final = "<unk>"
 _CHECKED_CHARACTERS: Final = 2048
 """Of a chunk: the reference takes a millisecond for as much, a few hundredths of the chunk's time."""
+_CACHE_BYTES: Final = 64 << 20
+"""The fast library remembers every word that it met, without a bound: grown by so much, it is loaded anew."""
 HARD_TEXTS: Final = (
     "I'll they've we're he's don't I'm she'd I'LL 'tis '' 's's",
     " \t\n\r\n  \n   x    y     \u00a0\u2003\u3000z\u200b\ufeff ",
@@ -106,7 +110,9 @@ class Fast:
         import gigatoken
 
         self._arrays = awkward
-        self._fast: Any = gigatoken.Tokenizer.from_json(json.dumps(description))
+        self._load: Callable[[], Any] = partial(gigatoken.Tokenizer.from_json, json.dumps(description))
+        self._fast = self._load()
+        self._memory = _resident()
         self._reference = reference
         self.vocab_size, self.largest_id = reference.vocab_size, reference.largest_id
         self.sha256, self.end_of_document = reference.sha256, reference.end_of_document
@@ -130,6 +136,9 @@ class Fast:
     def _encode(self, texts: Sequence[bytes]) -> tuple[Ids, Ids]:
         if not texts:
             return np.zeros(0, np.uint32), np.zeros(0, np.int64)
+        if _resident() > self._memory + _CACHE_BYTES:
+            self._fast = self._load()
+            self._memory = _resident()
         found = self._fast.encode_batch(texts, parallel=False)
         ids = np.asarray(self._arrays.to_numpy(self._arrays.flatten(found)), dtype=np.uint32)
         return ids, np.asarray(self._arrays.to_numpy(self._arrays.num(found)), dtype=np.int64)
@@ -156,6 +165,11 @@ class Fast:
             what = "gives other ids than the reference tokenizer"
             todo = "run again with --encoder reference, and report the text"
             raise RunError(Problem(self.name, what, f"for {text[:60]!a}", todo))
+
+
+def _resident() -> int:
+    """Bytes of memory that this process holds."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def _is_the_references(text: str, data: bytes) -> bool:

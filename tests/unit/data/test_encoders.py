@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tridock.data import encoders
 from tridock.data.encoders import HARD_TEXTS, Encoder, Fast, Reference, Vocabulary, check_ids_fit, fastest
 from tridock.data.tokenizer import END_OF_TEXT, BytePairTokenizer
 from tridock.errors import RequestError, TridockError
@@ -79,6 +80,15 @@ def test_fast_over_hard_texts(fast: Fast, reference: Reference) -> None:
     mixed = ["".join(chance.choices([*alphabet, "'ll", END_OF_TEXT, "    "], k=50)) for _ in range(3000)]
     long = ["a" * 1_000_000, " " * 300_000, "\n" * 100_001 + "x", "ab1" * 100_000, "!?" * 200_000, "中" * 200_000]
     assert_same(fast, reference, [*TEXTS, "", *mixed, *long])
+
+
+def test_what_the_fast_one_remembers_is_bounded(
+    fast: Fast, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = fast._fast
+    monkeypatch.setattr(encoders, "_CACHE_BYTES", -(1 << 40))
+    assert_same(fast, reference, TEXTS)
+    assert fast._fast is not before
 
 
 @given(texts=st.lists(st.text(max_size=40), max_size=6))

@@ -71,9 +71,9 @@ def assemble(ids: Ids, lengths: Ids, counts: Sequence[int], closing: int | None,
     document = np.repeat(np.arange(len(counts)), np.array(counts, np.int64))
     kept = lengths > 0
     sequences = np.bincount(document[kept], minlength=len(counts)).astype(np.int64)
-    lengths = lengths[kept]
+    lengths, ids = lengths[kept], ids.astype(dtype)
     if closing is not None:
         last = np.cumsum(sequences)[sequences > 0] - 1
         ids = np.insert(ids, np.cumsum(lengths)[last], closing)
         lengths[last] += 1
-    return Block(ids.astype(dtype).tobytes(), lengths.astype("<i4").tobytes(), sequences)
+    return Block(ids.tobytes(), lengths.astype("<i4").tobytes(), sequences)

@@ -8,25 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron_source import pristine_source
+from tests.megatron_source import PREPROCESS_DATA, pristine_source
 from tridock.cli import main
 from tridock.data.encoders import HARD_TEXTS
 from tridock.data.tokenizer import BytePairTokenizer
-
-# Its package imports what only a training run needs, its numpy and nltk are of their day: stand-ins for what it reads
-# at import. Nothing of what it does is replaced.
-PROGRAM = """
-import runpy, sys, types
-import numpy
-numpy.float = float
-source = sys.argv.pop(1)
-megatron, data, nltk = map(types.ModuleType, ("megatron", "megatron.data", "nltk"))
-megatron.__path__, data.__path__, megatron.print_rank_0 = [f"{source}/megatron"], [f"{source}/megatron/data"], print
-nltk.tokenize = types.SimpleNamespace(punkt=types.SimpleNamespace(PunktLanguageVars=object))
-sys.modules |= {"megatron": megatron, "megatron.data": data, "nltk": nltk}
-sys.argv[0] = f"{source}/tools/preprocess_data.py"
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +58,7 @@ def test_the_same_bytes(source: Path, tmp_path: Path, eod: bool, keys: list[str]
     flags = ["--input", str(tmp_path / "in.jsonl"), "--json-keys", *keys, "--tokenizer-type", "GPT2BPETokenizer"]
     flags += ["--vocab-file", str(tmp_path / "vocab.json"), "--merge-file", str(tmp_path / "merges.txt")]
     flags += ["--dataset-impl", "mmap", "--workers", "2", "--log-interval", "1000", *["--append-eod"] * eod]
-    command = [sys.executable, "-c", PROGRAM, str(source), *flags, "--output-prefix", str(tmp_path / "theirs")]
+    command = [sys.executable, "-c", PREPROCESS_DATA, str(source), *flags, "--output-prefix", str(tmp_path / "theirs")]
     subprocess.run(command, check=True, capture_output=True, timeout=200)
     assert main(["data", "preprocess", *flags, "--output-prefix", str(tmp_path / "ours")]) == 0
     for key in keys:

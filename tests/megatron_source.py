@@ -30,7 +30,7 @@ sys.argv[0] = f"{source}/tools/preprocess_data.py"
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 """Runs upstream's tools/preprocess_data.py: argv is upstream's folder and the script's flags. Its package imports what
-only a training run needs, its numpy and nltk are of their day: stand-ins for that. Nothing of what it does is replaced."""
+only a training run needs, its numpy and nltk are of their day: stand-ins for those. What it does is not replaced."""
 
 
 def pristine_source(target: Path) -> Path:

@@ -16,6 +16,7 @@ from tridock.data.preprocess import Preprocessed, Request, preprocess
 from tridock.data.progress import progress_bar
 from tridock.data.sources import Kind, find_sources, kind_of_name
 from tridock.data.tokenizer import BytePairTokenizer
+from tridock.data.unfinished import unfinished_folder
 from tridock.errors import Problem, RequestError
 
 _GPT2: Final = "GPT2BPETokenizer"
@@ -42,8 +43,13 @@ def run(arguments: argparse.Namespace) -> Preprocessed:
         rejects=arguments.rejects,
         resume=arguments.resume,
     )
-    with progress_bar("tokenizing", arguments.log_interval) as progress:
-        done = preprocess(request, progress)
+    try:
+        with progress_bar("tokenizing", arguments.log_interval) as progress:
+            done = preprocess(request, progress)
+    except BaseException:
+        if (folder := unfinished_folder(request.output_prefix)).exists():
+            print(f"{folder}: holds the work so far; --resume goes on with it", file=sys.stderr)
+        raise
     print(done)
     return done
 
@@ -67,6 +73,8 @@ def _problems(arguments: argparse.Namespace) -> Iterator[Problem]:
         yield Problem("--rejects", "is missing, which --on-error skip needs", "", todo)
     if arguments.on_error == "stop" and arguments.rejects is not None:
         yield Problem("--rejects", "has no meaning without --on-error skip", str(arguments.rejects), "add that flag")
+    if arguments.rejects is not None and not arguments.rejects.absolute().parent.is_dir():
+        yield Problem("--rejects", "lies in a folder that does not exist", str(arguments.rejects), "make the folder")
     if arguments.resume and "-" in arguments.input:
         yield Problem("--resume", "cannot go on with standard input", "", "begin anew: leave --resume out")
 

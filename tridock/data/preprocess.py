@@ -72,6 +72,8 @@ class Request:
             "inputs": ", ".join(f"{source.name} ({source.kind}, {source.bytes} bytes)" for source in self.sources),
             "keys": " ".join(self.recipe.keys),
             "tokenizer": self.recipe.encoder.sha256,
+            # One that was found to be wrong may have been so before: nothing of it is kept for another.
+            "encoder": self.recipe.encoder.name,
             "append-eod": str(self.recipe.append_eod),
             "level": self.level,
             "on-error": "stop" if self.rejects is None else "skip",

@@ -62,7 +62,7 @@ class Unfinished:
     """
 
     def __init__(self, prefix: Path, keys: int, request: dict[str, str], resume: bool) -> None:
-        self.folder = prefix.with_name(f".{prefix.name}.unfinished")
+        self.folder = unfinished_folder(prefix)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = (self.folder / "lock").open("wb")
         try:
@@ -179,6 +179,11 @@ class Unfinished:
         if self.folder.exists() and not self.can_resume:
             self.remove()
         self._lock.close()
+
+
+def unfinished_folder(prefix: Path) -> Path:
+    """Where the work on a prefix lies until all is whole."""
+    return prefix.with_name(f".{prefix.name}.unfinished")
 
 
 def _appended(path: Path, size: int) -> BinaryIO:

@@ -29,7 +29,7 @@ from tridock.data.preprocess import Preprocessed, Request, preprocess
 from tridock.data.sources import Kind, find_sources
 from tridock.data.tokenizer import BytePairTokenizer
 from tridock.data.unfinished import Unfinished
-from tridock.errors import RequestError, RunError
+from tridock.errors import Problem, RequestError, RunError
 
 TEXTS = ["one two three " * 9, "", "four", "line\nbreak"]
 REMEDY = (
@@ -325,6 +325,20 @@ def _runs(pid: str) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_a_workers_error_comes_with_its_message(
+    tokenizer: BytePairTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_bytes(lines("one"))
+
+    def fail(*_: object) -> None:
+        raise RunError(Problem("a", "is wrong", "b", "mend it"))
+
+    monkeypatch.setattr(Recipe, "encode", fail)
+    expected = "a: is wrong; got b; mend it"
+    assert message(lambda: preprocess(request(tokenizer, tmp_path / "o", source, workers=2)), RunError) == expected
 
 
 def test_a_killed_worker_is_told(tokenizer: BytePairTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

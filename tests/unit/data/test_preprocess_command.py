@@ -1,5 +1,6 @@
 """`tridock data preprocess`: Megatron's flags, what is said of them, exit codes; the seed's way."""
 
+import contextlib
 import io
 import json
 import os
@@ -16,6 +17,7 @@ from tridock.cli import main
 from tridock.data.indexed_dataset import IndexedDataset
 from tridock.data.manifest import read_manifest
 from tridock.data.tokenizer import END_OF_TEXT, BytePairTokenizer
+from tridock.data.unfinished import Unfinished
 
 ROOT = Path(__file__).parents[3]
 TEXTS = ["one two three " * 9, "", "four"]
@@ -73,6 +75,8 @@ def test_flags_that_cannot_be_done_are_told_all_at_once(folder: Path, capsys: py
     ]
     assert main(gpt2("--rejects", "r")) == 2
     assert capsys.readouterr().err == "--rejects: has no meaning without --on-error skip; got r; add that flag\n"
+    assert main(gpt2("--on-error", "skip", "--rejects", "none/r")) == 2
+    assert capsys.readouterr().err == ("--rejects: lies in a folder that does not exist; got none/r; make the folder\n")
     for file in ("t/vocab.json", "none"):
         assert main([*PREPROCESS, "--output-prefix", "p", "--vocab-file", file]) == 2
         assert capsys.readouterr().err == (
@@ -122,6 +126,20 @@ def test_lines_of_text_by_name_or_by_flag(folder: Path) -> None:
         Path(name).write_text("one\ntwo three\n")
         assert main(gpt2("--input", name, *more)) == 0
         assert IndexedDataset(Path("o_text_document")).documents == 2
+
+
+def test_what_is_kept_for_resuming_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(KeyboardInterrupt), Unfinished(Path("o"), 1, {"keys": "body"}, resume=False) as work:
+        work.save()
+        raise KeyboardInterrupt
+    assert main(gpt2("--resume", "--encoder", "reference")) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        ".o.unfinished: holds the work so far; --resume goes on with it",
+        "--resume: the work was begun with keys body; got text; "
+        "resume with the same inputs and flags, or begin anew: leave --resume out",
+    ]
+    assert main(gpt2("--encoder", "reference")) == 0
+    assert not Path(".o.unfinished").exists()
 
 
 def test_ctrl_c_leaves_nothing(folder: Path) -> None:

@@ -315,11 +315,16 @@ class _Parquet:
 
     def read(self, _size: int) -> Iterator[bytes]:
         """In batches of rows: their bytes are known only when they are there."""
-        for batch in self._file.iter_batches(batch_size=1024, columns=self._columns):
-            rows = batch.to_pylist()
-            # What is neither text nor a list stands as such in the line, and is refused like there.
-            yield b"".join(json.dumps(row, default=repr).encode() + b"\n" for row in rows)
-            self._done += len(rows)
+        try:
+            for batch in self._file.iter_batches(batch_size=256, columns=self._columns):
+                rows = batch.to_pylist()
+                # What JSON has no word for becomes an object, which no text is: the row is refused like such a line.
+                yield b"".join(
+                    json.dumps(row, default=lambda value: {"value": repr(value)}).encode() + b"\n" for row in rows
+                )
+                self._done += len(rows)
+        except ValueError as error:  # pyarrow's for damaged pages, Python's for text that is not UTF-8
+            raise OSError(str(error)) from error
 
     def position(self) -> int:
         rows: int = self._file.metadata.num_rows

@@ -37,8 +37,8 @@ COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-def read(path: Path, size: int = 4096) -> list[Chunk]:
-    source = Source(str(path), path, Kind.JSONL, path.stat().st_size)
+def read(path: Path, size: int = 4096, kind: Kind = Kind.JSONL) -> list[Chunk]:
+    source = Source(str(path), path, kind, path.stat().st_size)
     return list(read_chunks(0, source, ["text"], size))
 
 
@@ -56,7 +56,7 @@ def jsonl(_: str) -> Kind:
 @given(st.lists(st.binary(max_size=30).map(lambda line: line.replace(b"\n", b"")), max_size=20), st.integers(1, 99))
 def test_chunks_are_whole_lines(tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], size: int) -> None:
     path = tmp_path_factory.mktemp("chunks") / "a"
-    data = b"\n".join(lines)
+    data = b"\n".join([b"[", *lines])  # no compression begins so
     path.write_bytes(data)
     *chunks, last = read(path, size)
     assert b"".join(chunk.data for chunk in chunks) == data
@@ -191,6 +191,15 @@ def test_parquet(tmp_path: Path) -> None:
     assert last.position == len(data)
     assert message(lambda: list(read_chunks(0, source, ["body"], 9))) == (
         f"{path}: has no column 'body'; got the columns text, n, l, b; name columns of text with --json-keys"
+    )
+    chunks = list(read_chunks(0, source, ["b"], 9))
+    assert b"".join(chunk.data for chunk in chunks).splitlines()[0] == b'{"b": {"value": "b\'x\'"}}'
+    strings = pyarrow.array([b"a", b"\xff"], pyarrow.binary()).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"text": strings}), path)
+    (broken,) = [chunk.broken for chunk in read(path, kind=Kind.PARQUET) if chunk.broken is not None]
+    assert str(broken) == (
+        f"{path}:1: the file cannot be read on; got 'utf-8' codec can't decode byte 0xff in position 0: "
+        f"invalid start byte; {TODO}"
     )
     path.write_bytes(data[:-20])
     text = message(lambda: list(read_chunks(0, source, ["text"], 9)))

@@ -68,6 +68,10 @@ bench-gpu: .venv/.operator ## Tokens/s, model TFLOP/s, MFU and peak memory of ev
 	@tridock data demo
 	@python tools/bench_gpu.py $(BENCH)
 
+.PHONY: bench-data
+bench-data: .venv/.full ## tridock data preprocess beside Megatron-LM v1.1.5's script: MB for each second of a core, memory (BENCH='--input x.jsonl')
+	@python -m tests.bench_data $(BENCH)
+
 .PHONY: measure-memory
 measure-memory: .venv/.full ## Write tests/data/memory-cpu.json anew: what CPU ranks of every engine hold (MEASURE='torch-*')
 	@python -m tests.memory.measure $(MEASURE)

@@ -17,6 +17,21 @@ REMEDY = (
     " && git -C /tmp/megatron update-ref HEAD FETCH_HEAD && export TRIDOCK_MEGATRON=/tmp/megatron"
 )
 
+PREPROCESS_DATA = """
+import runpy, sys, types
+import numpy
+numpy.float = float
+source = sys.argv.pop(1)
+megatron, data, nltk = map(types.ModuleType, ("megatron", "megatron.data", "nltk"))
+megatron.__path__, data.__path__, megatron.print_rank_0 = [f"{source}/megatron"], [f"{source}/megatron/data"], print
+nltk.tokenize = types.SimpleNamespace(punkt=types.SimpleNamespace(PunktLanguageVars=object))
+sys.modules |= {"megatron": megatron, "megatron.data": data, "nltk": nltk}
+sys.argv[0] = f"{source}/tools/preprocess_data.py"
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs upstream's tools/preprocess_data.py: argv is upstream's folder and the script's flags. Its package imports what
+only a training run needs, its numpy and nltk are of their day: stand-ins for those. What it does is not replaced."""
+
 
 def pristine_source(target: Path) -> Path:
     """A copy of upstream's folder without any patch, from ``TRIDOCK_MEGATRON``: that folder, or a git repository."""

@@ -48,6 +48,10 @@ class TridockError(Exception):
         self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
+    def __reduce__(self) -> tuple[type[TridockError], tuple[tuple[Problem, ...]]]:
+        """Out of a worker process it comes with its problems, not with their text."""
+        return type(self), (self.problems,)
+
 
 class RequestError(TridockError):
     """The request is wrong: YAML, hostfile, arguments, an illegal plan."""

@@ -94,8 +94,11 @@ def prepare_demo(
         return found
 
     # The tokenizer library and the progress bar are imported only when there is work for them.
-    from tridock.data.preprocess import preprocess
+    from tridock.data.blocks import Recipe
+    from tridock.data.encoders import Reference
+    from tridock.data.preprocess import Request, preprocess
     from tridock.data.progress import progress_bar
+    from tridock.data.sources import Kind, find_sources
     from tridock.data.tokenizer import BytePairTokenizer
 
     started = time.monotonic()
@@ -108,7 +111,9 @@ def prepare_demo(
     tokenizer.save(folder / "tokenizer")
     report(f"tokenizer: {tokenizer.vocab_size:,} tokens, byte-level BPE, after {time.monotonic() - started:.1f} s")
     with progress_bar("tokenizing") as progress:
-        done = preprocess(source, folder / "stdlib", tokenizer, append_eod=True, progress=progress)
+        recipe = Recipe(Reference(tokenizer), ("text",), append_eod=True)
+        sources = find_sources([str(source)], lambda _: Kind.JSONL)
+        done = preprocess(Request(sources, folder / "stdlib", recipe), progress)
     report(f"data: {done}")
     write_atomic(folder / _RECEIPT, (json.dumps(wanted, indent=2) + "\n").encode())
     return DemoData(prefix, folder / "tokenizer", done.documents_out, done.tokens, tokenizer.vocab_size, made=True)

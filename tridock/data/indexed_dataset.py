@@ -116,22 +116,41 @@ class IndexedDatasetWriter:
 
     def _publish(self) -> None:
         lengths = np.frombuffer(self._lengths, dtype=np.int32) if self._lengths else np.zeros(0, np.int32)
-        offsets = np.zeros(len(lengths), dtype=np.int64)
-        np.cumsum(lengths[:-1], dtype=np.int64, out=offsets[1:])
-        with self._partial_idx.open("xb") as file:
-            code = next(code for code, dtype in DTYPES.items() if dtype == self.dtype)
-            file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(self._document_index)))
-            file.write(lengths.astype("<i4").tobytes())
-            file.write((offsets * self.dtype.itemsize).astype("<i8").tobytes())
-            file.write(np.frombuffer(self._document_index, dtype=np.int64).astype("<i8").tobytes())
-            file.flush()
-            os.fsync(file.fileno())
+        write_index(self._partial_idx, self.dtype, lengths, np.frombuffer(self._document_index, dtype=np.int64))
         self._bin.flush()
         os.fsync(self._bin.fileno())
-        # A reader opens the index first. Without one there is no data set, so an old index never meets new tokens.
-        idx_path(self.prefix).unlink(missing_ok=True)
-        self._partial_bin.replace(bin_path(self.prefix))
-        self._partial_idx.replace(idx_path(self.prefix))
+        publish(self.prefix, self._partial_bin, self._partial_idx)
+
+
+_BLOCK: Final = 1 << 18
+"""Entries of the index at a time: mapped arrays of any length pass through little memory."""
+
+
+def write_index(path: Path, dtype: np.dtype[Any], lengths: Tokens, document_index: Tokens) -> None:
+    """Writes an index onto the disk. ``lengths``: tokens, int32[S]; ``document_index``: int64[D] from 0 to S."""
+    code = next(code for code, known in DTYPES.items() if known == dtype)
+    with path.open("wb") as file:
+        file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(document_index)))
+        for start in range(0, len(lengths), _BLOCK):
+            file.write(lengths[start : start + _BLOCK].astype("<i4").tobytes())
+        offset = 0
+        for start in range(0, len(lengths), _BLOCK):
+            sizes = lengths[start : start + _BLOCK].astype(np.int64) * dtype.itemsize
+            ends = np.cumsum(sizes) + offset
+            file.write((ends - sizes).astype("<i8").tobytes())
+            offset = int(ends[-1])
+        for start in range(0, len(document_index), _BLOCK):
+            file.write(document_index[start : start + _BLOCK].astype("<i8").tobytes())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def publish(prefix: Path, partial_bin: Path, partial_idx: Path) -> None:
+    """Gives two whole files their names."""
+    # A reader opens the index first. Without one there is no data set, so an old index never meets new tokens.
+    idx_path(prefix).unlink(missing_ok=True)
+    partial_bin.replace(bin_path(prefix))
+    partial_idx.replace(idx_path(prefix))
 
 
 class IndexedDataset:

@@ -32,6 +32,13 @@ class DatasetManifest(BaseModel):
     end_of_document: int | None
     """The id that closes every document; None where there is none."""
     inputs: tuple[Input, ...]
+    json_key: str = "text"
+    sequences: int | None = None
+    """Sequences of the index; None where an earlier Tridock did not write it down."""
+    empty_documents: int | None = None
+    rejected: int = 0
+    """Lines of the inputs that are not among the documents."""
+    versions: dict[str, str] = Field(default_factory=dict)
 
 
 def manifest_path(prefix: Path) -> Path:

@@ -1,144 +1,250 @@
-"""JSON lines to ``<prefix>_text_document.bin/.idx`` and a manifest: Megatron's ``tools/preprocess_data.py``, first cut.
+"""Texts to ``<prefix>_<key>_document.bin/.idx`` and a manifest: the bytes of Megatron's ``preprocess_data.py``.
 
-Nothing is skipped: a line that cannot be used stops the work before any output appears.
+Documents in are documents out and rejected lines. The order is that of the inputs, and the bytes are the same, whatever
+the number of workers and however often the work was interrupted.
 """
 
 from __future__ import annotations
 
-import hashlib
+import base64
 import json
+import platform
 import time
+import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
+from typing import Final
 
-from tridock.data.indexed_dataset import IndexedDatasetWriter
-from tridock.data.manifest import DatasetManifest, Input, manifest_path, write_manifest
-from tridock.data.tokenizer import BytePairTokenizer
+from tridock import __version__
+from tridock.data.blocks import Encoded, Recipe
+from tridock.data.documents import Refusal, remedy
+from tridock.data.indexed_dataset import token_dtype
+from tridock.data.manifest import DatasetManifest, manifest_path, write_manifest
+from tridock.data.sources import Chunk, Source, read_chunks
+from tridock.data.unfinished import Unfinished
+from tridock.data.workers import encode_in_order
 from tridock.errors import Problem, RequestError
 
-Progress = Callable[[int, int], None]
-"""Called with bytes done and bytes in all."""
+CHUNK_BYTES: Final = 2 << 20
 
-_BATCH_BYTES = 1 << 20
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """How far the work is. ``bytes`` are those read from the disk, ``total`` 0 where nobody knows."""
+
+    bytes: int
+    total: int
+    documents: int
+    tokens: int
+
+
+Progress = Callable[[Done], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to make of what. ``rejects`` None: the first line that is no document stops the work.
+
+    ``journal_seconds``: work between two points that ``resume`` goes on from.
+    """
+
+    sources: tuple[Source, ...]
+    output_prefix: Path
+    recipe: Recipe
+    level: str = "document"
+    workers: int = 1
+    rejects: Path | None = None
+    resume: bool = False
+    chunk_bytes: int = CHUNK_BYTES
+    journal_seconds: float = 15
+
+    @property
+    def prefixes(self) -> tuple[Path, ...]:
+        """What is made, one for each key."""
+        prefix = self.output_prefix
+        return tuple(prefix.with_name(f"{prefix.name}_{key}_{self.level}") for key in self.recipe.keys)
+
+    def facts(self) -> dict[str, str]:
+        """What the bytes that come out depend on, for resuming."""
+        return {
+            "inputs": ", ".join(f"{source.name} ({source.kind}, {source.bytes} bytes)" for source in self.sources),
+            "keys": " ".join(self.recipe.keys),
+            "tokenizer": self.recipe.encoder.sha256,
+            # One that was found to be wrong may have been so before: nothing of it is kept for another.
+            "encoder": self.recipe.encoder.name,
+            "append-eod": str(self.recipe.append_eod),
+            "level": self.level,
+            "on-error": "stop" if self.rejects is None else "skip",
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class Preprocessed:
-    """What came out. ``str()`` is the line for the user."""
+    """What came out. ``str()`` is for the user."""
 
-    prefix: Path
+    prefixes: tuple[Path, ...]
     documents_in: int
     documents_out: int
+    rejected: int
+    empty: int
     tokens: int
     bytes: int
     seconds: float
 
+    @property
+    def prefix(self) -> Path:
+        """The first key's."""
+        return self.prefixes[0]
+
     def __str__(self) -> str:
         rate = self.bytes / 1e6 / max(self.seconds, 1e-9)
         return (
-            f"{self.prefix}: {self.documents_in:,} documents in, {self.documents_out:,} out, {self.tokens:,} tokens, "
-            f"{self.bytes / 1e6:,.1f} MB in {self.seconds:.1f} s ({rate:.1f} MB/s)"
+            f"{', '.join(map(str, self.prefixes))}: {self.documents_in:,} documents in, {self.documents_out:,} out"
+            f" ({self.empty:,} empty), {self.rejected:,} rejected; {self.tokens:,} tokens,"
+            f" {self.bytes / 1e6:,.1f} MB in {self.seconds:.1f} s ({rate:.1f} MB/s)"
         )
 
 
-def preprocess(
-    source: Path,
-    output_prefix: Path,
-    tokenizer: BytePairTokenizer,
-    *,
-    json_key: str = "text",
-    append_eod: bool = False,
-    progress: Progress | None = None,
-) -> Preprocessed:
-    """Tokenizes ``source`` (one JSON object a line) into ``<output_prefix>_<json_key>_document.bin/.idx/.json``.
+def preprocess(request: Request, progress: Progress | None = None) -> Preprocessed:
+    """Does it. Raises :class:`RequestError` with file and line for a line that is no document, unless they are skipped.
 
-    ``append_eod`` closes every document that is not empty with the end-of-text id. Raises :class:`RequestError`
-    with file and line for the first line that is not a JSON object with text under ``json_key``.
+    Whatever interrupts it, no file has its final name before all are whole; ``resume`` goes on from the last point
+    of the journal.
     """
     started = time.monotonic()
-    prefix = output_prefix.with_name(f"{output_prefix.name}_{json_key}_document")
-    total = _size(source)
-    digest = hashlib.sha256()
-    done = documents = 0
-    closing = [tokenizer.end_of_text] if append_eod else []
-    with IndexedDatasetWriter(prefix, tokenizer.vocab_size) as writer:
-        for texts, raw in _batches(source, json_key):
-            for ids in tokenizer.encode_batch(texts):
-                writer.add_document(ids + closing if ids else ids)
-            digest.update(raw)
-            done += len(raw)
-            documents += len(texts)
-            if progress is not None:
-                progress(done, total)
-        # A manifest of earlier data must not stand beside the new.
-        manifest_path(prefix).unlink(missing_ok=True)
-    write_manifest(
-        prefix,
-        DatasetManifest(
-            vocab_size=tokenizer.vocab_size,
-            documents=writer.documents,
-            tokens=writer.tokens,
-            tokenizer_sha256=tokenizer.sha256,
-            end_of_document=tokenizer.end_of_text if append_eod else None,
-            inputs=(Input(name=source.name, bytes=done, sha256=digest.hexdigest()),),
-        ),
+    dtype = token_dtype(request.recipe.encoder.vocab_size)
+    facts = request.facts()
+    try:
+        with Unfinished(request.output_prefix, len(request.recipe.keys), facts, request.resume) as work:
+            if not work.journal.whole:
+                _work(request, work, dtype.itemsize, progress)
+            for prefix in request.prefixes:
+                # A manifest of earlier data must not stand beside the new.
+                manifest_path(prefix).unlink(missing_ok=True)
+            work.publish(request.prefixes, dtype, request.rejects)
+            _write_manifests(request, work, dtype.itemsize)
+            work.remove()
+            journal = work.journal
+    except OSError as error:
+        todo = "make room there or choose another --output-prefix; --resume goes on from the last journal"
+        got = error.strerror or str(error)
+        raise RequestError(Problem(str(request.output_prefix), "cannot be written", got, todo)) from None
+    return Preprocessed(
+        prefixes=request.prefixes,
+        documents_in=journal.documents_in,
+        documents_out=journal.keys[0].documents,
+        rejected=journal.rejected,
+        empty=journal.empty,
+        tokens=sum(counts.bytes for counts in journal.keys) // dtype.itemsize,
+        bytes=sum(item.bytes for item in journal.finished),
+        seconds=time.monotonic() - started,
     )
-    return Preprocessed(prefix, documents, writer.documents, writer.tokens, done, time.monotonic() - started)
 
 
-def _size(source: Path) -> int:
+def _work(request: Request, work: Unfinished, width: int, progress: Progress | None) -> None:
+    """Reads, encodes and appends all that the journal does not count yet."""
+    journal, saved = work.journal, time.monotonic()
+    total = 0 if any(source.path is None for source in request.sources) else sum(s.bytes for s in request.sources)
+    for chunk, encoded in encode_in_order(request.recipe, _chunks(request, work), request.workers):
+        _take(request, work, chunk, encoded)
+        if progress is not None:
+            tokens = sum(counts.bytes for counts in journal.keys) // width
+            read = sum(item.bytes for item in journal.finished) + (0 if chunk.finished else chunk.position)
+            progress(Done(read, total, journal.documents_in, tokens))
+        # A broken file's end is followed by its facts; between the two is no point to go on from.
+        if chunk.broken is None and total and time.monotonic() - saved >= request.journal_seconds:
+            work.save()
+            saved = time.monotonic()
+    assert all(journal.documents_in == counts.documents + journal.rejected for counts in journal.keys)
+
+
+def _chunks(request: Request, work: Unfinished) -> Iterator[Chunk]:
+    at, offset, crc = work.journal.source, work.journal.offset, work.journal.crc
+    for number, source in enumerate(request.sources):
+        if number < at:
+            continue
+        chunks = read_chunks(number, source, request.recipe.keys, request.chunk_bytes)
+        yield from _after(chunks, offset, crc) if number == at and offset else chunks
+
+
+def _after(chunks: Iterator[Chunk], offset: int, crc: int) -> Iterator[Chunk]:
+    """What follows ``offset``, if what precedes it is still what it was."""
+    seen = 0
+    for chunk in chunks:
+        begin = chunk.offset - len(chunk.data)
+        cut = min(max(offset - begin, 0), len(chunk.data))
+        seen = zlib.crc32(chunk.data[:cut], seen)
+        reached = chunk.offset >= offset
+        if (reached and begin < offset and seen != crc) or (chunk.finished and not reached):
+            todo = "begin anew: leave --resume out"
+            raise RequestError(Problem(chunk.source.name, "has changed since the work was begun", "", todo))
+        if cut and cut == len(chunk.data):
+            continue
+        lines = chunk.data.count(b"\n", 0, cut)
+        yield replace(chunk, data=chunk.data[cut:], first_line=chunk.first_line + lines, lines=chunk.lines - lines)
+
+
+def _take(request: Request, work: Unfinished, chunk: Chunk, encoded: Encoded | None) -> None:
+    journal, todo = work.journal, remedy(request.recipe.keys, chunk.source.kind)
+    if encoded is not None:
+        for refusal in encoded.refused:
+            problem = refusal.problem(chunk.source.name, chunk.first_line, todo)
+            if request.rejects is None:
+                raise RequestError(problem)
+            work.reject(_record(chunk, refusal))
+        for number, block in enumerate(encoded.blocks):
+            work.add(number, block)
+        journal.empty += encoded.empty
+        journal.documents_in += chunk.lines
+    if chunk.broken is not None:
+        if request.rejects is None:
+            raise RequestError(chunk.broken)
+        work.reject(_record(chunk, Refusal(0, chunk.broken.what, chunk.broken.got, chunk.data)))
+        journal.documents_in += 1
+    journal.source, journal.offset, journal.crc = chunk.number, chunk.offset, chunk.crc
+    if chunk.finished is not None:
+        journal.finished.append(chunk.finished)
+        journal.source, journal.offset, journal.crc = chunk.number + 1, 0, 0
+
+
+def _record(chunk: Chunk, refusal: Refusal) -> bytes:
+    """One object a line; ``text`` is the line itself, or ``base64`` where it is not UTF-8."""
+    reason = f"{refusal.what}; got {refusal.got}" if refusal.got else refusal.what
+    record: dict[str, object] = {"file": chunk.source.name, "line": chunk.first_line + refusal.line, "reason": reason}
     try:
-        return source.stat().st_size
-    except OSError as error:
-        got = error.strerror or str(error)
-        raise RequestError(Problem(str(source), "cannot be read", got, "give a file of JSON lines")) from None
+        record["text"] = refusal.data.decode("utf-8")
+    except UnicodeDecodeError:
+        record["base64"] = base64.b64encode(refusal.data).decode()
+    return json.dumps(record).encode() + b"\n"
 
 
-def _batches(source: Path, key: str) -> Iterator[tuple[list[str], bytes]]:
-    """The texts of about a megabyte of lines at a time, with the bytes that they came from."""
-    texts: list[str] = []
-    raw = bytearray()
-    try:
-        with source.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                texts.append(_text_of(line, key, f"{source}:{number}"))
-                raw += line
-                if len(raw) >= _BATCH_BYTES:
-                    yield texts, bytes(raw)
-                    texts, raw = [], bytearray()
-    except OSError as error:
-        got = error.strerror or str(error)
-        raise RequestError(Problem(str(source), "cannot be read", got, "give a file of JSON lines")) from None
-    if texts:
-        yield texts, bytes(raw)
+def _write_manifests(request: Request, work: Unfinished, width: int) -> None:
+    encoder, journal = request.recipe.encoder, work.journal
+    closed = request.recipe.append_eod or encoder.always_closed
+    for key, prefix, counts in zip(request.recipe.keys, request.prefixes, journal.keys, strict=True):
+        manifest = DatasetManifest(
+            vocab_size=max(encoder.vocab_size, encoder.largest_id + 1),
+            documents=counts.documents,
+            tokens=counts.bytes // width,
+            tokenizer_sha256=encoder.sha256,
+            end_of_document=encoder.end_of_document if closed else None,
+            inputs=tuple(journal.finished),
+            json_key=key,
+            sequences=counts.sequences,
+            empty_documents=journal.empty,
+            rejected=journal.rejected,
+            versions=_versions(encoder.name),
+        )
+        write_manifest(prefix, manifest)
 
 
-def _text_of(line: bytes, key: str, where: str) -> str:
-    todo = f'mend or remove the line; each is one object such as {{"{key}": "…"}}'
-    try:
-        fields = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        got = f"byte 0x{line[error.start]:02x} at column {error.start + 1}"
-        raise RequestError(Problem(where, "is not UTF-8", got, todo)) from None
-    except ValueError as error:
-        raise RequestError(Problem(where, "is not valid JSON", str(error), todo)) from None
-    if not isinstance(fields, dict):
-        raise RequestError(Problem(where, "is not a JSON object", _shown(fields), todo))
-    if key not in fields:
-        got = f"the keys {', '.join(sorted(fields)) or '(none)'}"
-        raise RequestError(Problem(where, f"has no key {key!r}", got, todo))
-    text = fields[key]
-    if not isinstance(text, str):
-        raise RequestError(Problem(where, f"has no text under {key!r}", _shown(text), todo))
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        got = f"U+{ord(text[error.start]):04X} at character {error.start + 1}"
-        raise RequestError(Problem(where, "holds half of a surrogate pair, which is no character", got, todo)) from None
-    return text
-
-
-def _shown(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _versions(encoder: str) -> dict[str, str]:
+    found = {"tridock": __version__, "python": platform.python_version()}
+    for name in dict.fromkeys(("numpy", "tokenizers", encoder)):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

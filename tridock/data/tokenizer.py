@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from tridock.errors import Problem, RequestError
 from tridock.run_folder import write_atomic
@@ -71,6 +71,39 @@ class BytePairTokenizer:
             raise RequestError(Problem(str(file), f"has no token {END_OF_TEXT}", "", "use one that has it"))
         return tokenizer
 
+    @classmethod
+    def from_gpt2(cls, vocab_file: Path, merge_file: Path) -> Self:
+        """GPT-2's two files, read as Megatron's ``GPT2BPETokenizer`` reads them.
+
+        Megatron leaves out the first line of the merges and what stands after the last newline, whatever they hold.
+        Raises :class:`RequestError` where a byte has no token (Megatron would give it id 0), or a merge none.
+        """
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+        vocab = read_vocabulary(vocab_file)
+        missing = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - set(vocab))
+        if missing:
+            what = f"has no token for {len(missing)} of the 256 bytes"
+            raise RequestError(
+                Problem(str(vocab_file), what, f"none for {missing[0]!r}", "use a byte-level vocabulary")
+            )
+        if END_OF_TEXT not in vocab:
+            raise RequestError(Problem(str(vocab_file), f"has no token {END_OF_TEXT}", "", "use one that has it"))
+        lines = _text_of(merge_file, "give GPT-2's merges.txt").split("\n")[1:-1]
+        merges: list[Any] = [tuple(line.split()) for line in lines]
+        wrong = [number for number, merge in enumerate(merges, start=2) if len(merge) != 2]
+        if wrong:
+            what, got = "is not two tokens", repr(lines[wrong[0] - 2])
+            raise RequestError(Problem(f"{merge_file}:{wrong[0]}", what, got, "use the merges.txt of this vocabulary"))
+        try:
+            tokenizer = Tokenizer(models.BPE(vocab, merges))
+        except Exception as error:  # the library raises no narrower type
+            todo = "use the merges.txt of this vocabulary"
+            raise RequestError(Problem(str(merge_file), "does not fit the vocabulary", str(error), todo)) from None
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        return cls(tokenizer)
+
     def save(self, folder: Path) -> None:
         """Writes ``tokenizer.json``; ``vocab.json`` and ``merges.txt`` as Megatron's GPT2BPETokenizer reads them."""
         text = self._tokenizer.to_str(pretty=True)
@@ -84,6 +117,15 @@ class BytePairTokenizer:
     def vocab_size(self) -> int:
         """Tokens, the end of text included."""
         return self._tokenizer.get_vocab_size()
+
+    @property
+    def largest_id(self) -> int:
+        """The largest id of the vocabulary; not always one less than its size."""
+        return max(self._tokenizer.get_vocab().values())
+
+    def to_json(self) -> str:
+        """The tokenizer as ``tokenizer.json`` holds it."""
+        return self._tokenizer.to_str(pretty=False)
 
     @property
     def end_of_text(self) -> int:
@@ -110,3 +152,27 @@ class BytePairTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids; bytes that are no UTF-8 become U+FFFD."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def read_vocabulary(path: Path) -> dict[str, int]:
+    """A ``vocab.json``: one object from token to id. Raises :class:`RequestError` for anything else."""
+    todo = 'give a vocab.json: {"token": id, …}, each id once'
+    try:
+        vocab = json.loads(_text_of(path, todo))
+    except ValueError as error:
+        raise RequestError(Problem(str(path), "is not valid JSON", str(error), todo)) from None
+    ids = list(vocab.values()) if isinstance(vocab, dict) else [None]
+    wrong = next((value for value in ids if type(value) is not int or not 0 <= value < 2**31), None)
+    if not isinstance(vocab, dict) or wrong is not None:
+        raise RequestError(Problem(str(path), "is not a vocabulary", json.dumps(wrong), todo))
+    if len(set(ids)) != len(ids):
+        raise RequestError(Problem(str(path), "has two tokens of one id", f"{len(ids) - len(set(ids))} times", todo))
+    return vocab
+
+
+def _text_of(path: Path, todo: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        got = error.strerror if isinstance(error, OSError) and error.strerror else "not UTF-8"
+        raise RequestError(Problem(str(path), "cannot be read", got, todo)) from None

@@ -1,20 +1,41 @@
-"""JSON lines in, an indexed data set out; nothing is lost silently."""
+"""Documents in, an indexed data set out: the same bytes however it is done, and nothing is lost silently."""
 
+import contextlib
+import errno
+import gzip
 import hashlib
 import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tridock.data.indexed_dataset import IndexedDataset
+from tridock.data import preprocess as module
+from tridock.data.blocks import Recipe
+from tridock.data.encoders import Reference
+from tridock.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
 from tridock.data.manifest import read_manifest
-from tridock.data.preprocess import preprocess
+from tridock.data.preprocess import Preprocessed, Request, preprocess
+from tridock.data.sources import Kind, find_sources
 from tridock.data.tokenizer import BytePairTokenizer
-from tridock.errors import RequestError
+from tridock.data.unfinished import Unfinished
+from tridock.errors import Problem, RequestError, RunError
 
 TEXTS = ["one two three " * 9, "", "four", "line\nbreak"]
-JSON = "is not valid JSON; got"
-TODO = 'mend or remove the line; each is one object such as {"text": "…"}'
+REMEDY = (
+    "mend or remove the line, or leave such out with --on-error skip --rejects FILE; "
+    'each is one object such as {"text": "…"}'
+)
 
 
 @pytest.fixture(scope="module")
@@ -26,91 +47,425 @@ def lines(*texts: str) -> bytes:
     return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
 
 
+def request(tokenizer: BytePairTokenizer, prefix: Path, *inputs: Path, eod: bool = False, **more: Any) -> Request:
+    keys = more.pop("keys", ("text",))
+    sources = find_sources([str(path) for path in inputs], lambda _: Kind.JSONL)
+    return Request(sources, prefix, Recipe(Reference(tokenizer), keys, eod), **more)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """What a reader sees, manifests aside."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix in (".bin", ".idx")}
+
+
+def message(action: Callable[[], object], kind: type[Exception] = RequestError) -> str:
+    with pytest.raises(kind) as caught:
+        action()
+    return str(caught.value)
+
+
 def test_documents_in_are_documents_out(tokenizer: BytePairTokenizer, tmp_path: Path) -> None:
     source = tmp_path / "a.jsonl"
     source.write_bytes(lines(*TEXTS))
-    seen: list[tuple[int, int]] = []
-    done = preprocess(source, tmp_path / "out", tokenizer, append_eod=True, progress=lambda *at: seen.append(at))
+    seen: list[module.Done] = []
+    done = preprocess(request(tokenizer, tmp_path / "out", source, eod=True), seen.append)
     dataset = IndexedDataset(tmp_path / "out_text_document")
     expected = [[*tokenizer.encode(text), tokenizer.end_of_text] for text in TEXTS if text]
     assert [dataset[number].tolist() for number in range(len(dataset))] == expected
-    assert (done.documents_in, done.documents_out, dataset.documents) == (4, 4, 4)
-    assert seen[-1] == (source.stat().st_size, source.stat().st_size)
+    assert dataset.document_index.tolist() == [0, 1, 1, 2, 3]
+    size = source.stat().st_size
+    assert seen[-1] == module.Done(size, size, 4, done.tokens)
     manifest = read_manifest(done.prefix)
     assert manifest is not None
-    assert manifest.model_dump() == {
+    assert manifest.versions.keys() == {"tridock", "python", "numpy", "tokenizers"}
+    assert manifest.model_dump(exclude={"versions"}) == {
         "vocab_size": tokenizer.vocab_size,
         "documents": 4,
         "tokens": sum(map(len, expected)),
         "tokenizer_sha256": tokenizer.sha256,
         "end_of_document": tokenizer.end_of_text,
-        "inputs": (
-            {
-                "name": "a.jsonl",
-                "bytes": source.stat().st_size,
-                "sha256": hashlib.sha256(source.read_bytes()).hexdigest(),
-            },
-        ),
+        "inputs": ({"name": "a.jsonl", "bytes": size, "sha256": hashlib.sha256(source.read_bytes()).hexdigest()},),
+        "json_key": "text",
+        "sequences": 3,
+        "empty_documents": 1,
+        "rejected": 0,
     }
-    assert str(done).startswith(f"{done.prefix}: 4 documents in, 4 out, {done.tokens} tokens, 0.0 MB in ")
+    assert str(done).startswith(
+        f"{done.prefix}: 4 documents in, 4 out (1 empty), 0 rejected; {done.tokens} tokens, 0.0 MB in "
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "a.jsonl",
+        *(f"out_text_document.{s}" for s in ("bin", "idx", "json")),
+    ]
 
 
-def test_without_end_of_document_and_with_another_key(tokenizer: BytePairTokenizer, tmp_path: Path) -> None:
-    source = tmp_path / "a.jsonl"
-    source.write_bytes(b'{"body": "four", "text": 1}')
-    done = preprocess(source, tmp_path / "out", tokenizer, json_key="body")
-    assert done.prefix.name == "out_body_document"
-    assert IndexedDataset(done.prefix)[0].tolist() == tokenizer.encode("four")
-    manifest = read_manifest(done.prefix)
-    assert manifest is not None
-    assert manifest.end_of_document is None
+DOCUMENTS = st.lists(st.one_of(st.text(max_size=12), st.lists(st.text(max_size=6), max_size=3)), max_size=14)
 
 
-def test_many_batches(tokenizer: BytePairTokenizer, tmp_path: Path) -> None:
-    source = tmp_path / "a.jsonl"
-    texts = [f"{number} " + "word " * 400 for number in range(1200)]
-    source.write_bytes(lines(*texts))
-    done = preprocess(source, tmp_path / "out", tokenizer)
-    dataset = IndexedDataset(done.prefix)
-    assert done.documents_out == dataset.documents == 1200
-    assert dataset[1199].tolist() == tokenizer.encode(texts[-1])
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        (b"{broken", f"{JSON} Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
-        (b"", f"{JSON} Expecting value: line 2 column 1 (char 1)"),
-        (
-            b'\xef\xbb\xbf{"text": "a"}',
-            f"{JSON} Unexpected UTF-8 BOM (decode using utf-8-sig): line 1 column 1 (char 0)",
-        ),
-        (b'{"text": "a\xff"}', "is not UTF-8; got byte 0xff at column 12"),
-        (b"[1]", "is not a JSON object; got [1]"),
-        (b'{"body": "a", "aa": 1}', "has no key 'text'; got the keys aa, body"),
-        (b"{}", "has no key 'text'; got the keys (none)"),
-        (b'{"text": null}', "has no text under 'text'; got null"),
-        (b'{"text": ["' + b"a" * 99 + b'"]}', "has no text under 'text'; got [\"" + "a" * 55 + "..."),
-        (b'{"text": "a\\ud800"}', "holds half of a surrogate pair, which is no character; got U+D800 at character 2"),
-    ],
-)
-def test_a_bad_line_stops_before_any_output(
-    tokenizer: BytePairTokenizer, tmp_path: Path, line: bytes, expected: str
+@settings(max_examples=12, deadline=None)
+@given(documents=DOCUMENTS, split=st.integers(0, 14), size=st.integers(1, 300), eod=st.booleans())
+def test_the_same_bytes_as_the_obvious_writer(
+    tokenizer: BytePairTokenizer,
+    tmp_path_factory: pytest.TempPathFactory,
+    documents: list[str | list[str]],
+    split: int,
+    size: int,
+    eod: bool,
 ) -> None:
+    folder = tmp_path_factory.mktemp("bytes")
+    rows = [json.dumps({"text": document}).encode() + b"\n" for document in documents]
+    (folder / "a").write_bytes(b"".join(rows[:split]))
+    (folder / "b").write_bytes(gzip.compress(b"".join(rows[split:])))
+    obvious(folder / "expected", tokenizer, documents, eod)
+    expected = [(folder / f"expected.{suffix}").read_bytes() for suffix in ("bin", "idx")]
+    for workers in (1, 2, 3):
+        prefix = folder / f"w{workers}"
+        wanted = request(tokenizer, prefix, folder / "a", folder / "b", eod=eod, workers=workers, chunk_bytes=size)
+        done = preprocess(wanted)
+        assert [done.prefix.with_suffix(suffix).read_bytes() for suffix in (".bin", ".idx")] == expected
+        assert (done.documents_in, done.documents_out, done.rejected) == (len(documents), len(documents), 0)
+
+
+def obvious(prefix: Path, tokenizer: BytePairTokenizer, documents: list[str | list[str]], eod: bool) -> None:
+    """Megatron's loop: item by item, an end for each document."""
+    theirs = pytest.importorskip("megatron.core.datasets.indexed_dataset", exc_type=ImportError)
+    import numpy as np
+    import torch
+
+    builder = theirs.IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for document in documents:
+        texts = [document] if isinstance(document, str) else document
+        sentences = [ids for ids in map(tokenizer.encode, texts) if ids]
+        if eod and sentences:
+            sentences[-1].append(tokenizer.end_of_text)
+        for ids in sentences:
+            builder.add_item(torch.tensor(ids))
+        builder.end_document()
+    builder.finalize(f"{prefix}.idx")
+
+
+def test_several_keys_are_several_data_sets(tokenizer: BytePairTokenizer, tmp_path: Path) -> None:
     source = tmp_path / "a.jsonl"
-    source.write_bytes(lines("fine") + line + b"\n" + lines("never reached"))
-    with pytest.raises(RequestError) as caught:
-        preprocess(source, tmp_path / "out", tokenizer)
-    assert str(caught.value) == f"{source}:2: {expected}; {TODO}"
+    source.write_bytes(b'{"body": "four", "title": ["one", "two"]}\n{"body": "", "title": "x"}')
+    done = preprocess(request(tokenizer, tmp_path / "o", source, keys=("title", "body"), eod=True))
+    title, body = (IndexedDataset(prefix) for prefix in done.prefixes)
+    assert [prefix.name for prefix in done.prefixes] == ["o_title_document", "o_body_document"]
+    end = tokenizer.end_of_text
+    assert [title[n].tolist() for n in range(3)] == [
+        tokenizer.encode("one"), [*tokenizer.encode("two"), end], [*tokenizer.encode("x"), end]
+    ]  # fmt: skip
+    assert (title.document_index.tolist(), body.document_index.tolist()) == ([0, 2, 3], [0, 1, 1])
+    assert (done.documents_in, done.documents_out, done.empty) == (2, 2, 1)
+    assert str(done).startswith(f"{done.prefixes[0]}, {done.prefixes[1]}: 2 documents in, 2 out (1 empty), ")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_bad_line_stops_before_any_output(tokenizer: BytePairTokenizer, tmp_path: Path, workers: int) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_bytes(lines("fine") + b'{"text": null}\n' + lines("never reached") + b"{\n")
+    wanted = request(tokenizer, tmp_path / "out", source, workers=workers, chunk_bytes=20)
+    assert message(lambda: preprocess(wanted)) == f"{source}:2: has no text under 'text'; got null; {REMEDY}"
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
-def test_a_source_that_cannot_be_read(tokenizer: BytePairTokenizer, tmp_path: Path) -> None:
-    for source, got in ((tmp_path / "none", "No such file or directory"), (tmp_path, "Is a directory")):
-        with pytest.raises(RequestError) as caught:
-            preprocess(source, tmp_path / "out", tokenizer)
-        assert str(caught.value) == f"{source}: cannot be read; got {got}; give a file of JSON lines"
-    assert list(tmp_path.iterdir()) == []
+def test_a_file_cut_short_stops_too(tokenizer: BytePairTokenizer, tmp_path: Path) -> None:
+    source = tmp_path / "a.jsonl.gz"
+    source.write_bytes(gzip.compress(lines("fine"))[:-3])
+    assert message(lambda: preprocess(request(tokenizer, tmp_path / "out", source))) == (
+        f"{source}:2: the file ends inside its compressed data; copy or compress the file again, or keep what can be "
+        "read with --on-error skip --rejects FILE"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl.gz"]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_rejects_hold_every_line_and_its_reason(tokenizer: BytePairTokenizer, tmp_path: Path, workers: int) -> None:
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz"
+    first.write_bytes(lines("fine") + b'{"text": 1}\n\xff\n' + lines("four"))
+    chance = random.Random(5)
+    noise = ["".join(chance.choices("abcdefgh", k=60)) for _ in range(4000)]
+    second.write_bytes(gzip.compress(lines(*noise))[:-2000])
+    rejects = tmp_path / "rejects.jsonl"
+    wanted = request(tokenizer, tmp_path / "o", first, second, rejects=rejects, workers=workers, chunk_bytes=5000)
+    done = preprocess(wanted)
+    records = [json.loads(line) for line in rejects.read_text().splitlines()]
+    assert records[:2] == [
+        {"file": str(first), "line": 2, "reason": "has no text under 'text'; got 1", "text": '{"text": 1}'},
+        {"file": str(first), "line": 3, "reason": "is not UTF-8; got byte 0xff at column 1", "base64": "/w=="},
+    ]
+    (last,) = records[2:]
+    assert (last["file"], last["reason"]) == (str(second), "the file ends inside its compressed data")
+    kept = last["line"] - 1
+    assert (lines(*noise).splitlines()[kept].decode() + "\n").startswith(last["text"])
+    assert (done.documents_in, done.documents_out, done.rejected) == (kept + 5, kept + 2, 3)
+    dataset = IndexedDataset(done.prefix)
+    assert dataset[dataset.documents - 1].tolist() == tokenizer.encode(noise[kept - 1])
+
+
+def work(tmp_path: Path, count: int = 400) -> list[Path]:
+    chance = random.Random(3)
+    texts = [" ".join(chance.choices(["one", "two", "žluť", ""], k=30)) for _ in range(count)]
+    sources = [tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz"]
+    sources[0].write_bytes(lines(*texts[: count // 2]) + b"{\n")
+    sources[1].write_bytes(gzip.compress(b"[]\n" + lines(*texts[count // 2 :]))[:-20])
+    return sources
+
+
+def test_resumed_after_every_chunk(tokenizer: BytePairTokenizer, tmp_path: Path) -> None:
+    """Killed after each chunk in turn, with another chunk size each time: the bytes do not change."""
+    sources = work(tmp_path)
+    rejects = tmp_path / "r"
+    preprocess(request(tokenizer, tmp_path / "w", *sources, rejects=rejects))
+    expected = {**files(tmp_path), "r": rejects.read_bytes()}
+    manifest = (tmp_path / "w_text_document.json").read_bytes()
+    for path in [*tmp_path.glob("w*"), rejects]:
+        path.unlink()
+
+    class Killed(BaseException):
+        pass
+
+    def run(size: int, chunks: int) -> None:
+        left = chunks
+
+        def progress(_: module.Done) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Killed
+
+        wanted = request(
+            tokenizer, tmp_path / "w", *sources, rejects=rejects, resume=True, chunk_bytes=size, journal_seconds=0
+        )
+        preprocess(wanted, progress)
+
+    for attempt in range(200):
+        try:
+            run(1000 + 370 * (attempt % 5), 1 + attempt % 3)
+            break
+        except Killed:
+            assert files(tmp_path) == {}
+    else:
+        pytest.fail("never done")
+    assert {**files(tmp_path), "r": rejects.read_bytes()} == expected
+    assert (tmp_path / "w_text_document.json").read_bytes() == manifest
+    assert not list(tmp_path.glob(".*"))
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from tests.unit.data.test_preprocess import request
+from tridock.data.preprocess import preprocess
+from tridock.data.tokenizer import BytePairTokenizer
+tokenizer = BytePairTokenizer.load(Path(sys.argv[1]) / "t")
+inputs = [Path(name) for name in sys.argv[2:]]
+folder = Path(sys.argv[1])
+print("go", flush=True)
+more = {"resume": True, "workers": 2, "chunk_bytes": 1500, "journal_seconds": 0}
+preprocess(request(tokenizer, folder / "w", *inputs, rejects=folder / "r", **more))
+"""
+
+
+def test_killed_at_any_moment_and_resumed(tokenizer: BytePairTokenizer, tmp_path: Path) -> None:
+    sources = work(tmp_path, 1200)
+    tokenizer.save(tmp_path / "t")
+    preprocess(request(tokenizer, tmp_path / "expected", *sources, rejects=tmp_path / "re"))
+    chance = random.Random(7)
+    command = [sys.executable, "-c", KILLED, str(tmp_path), *map(str, sources)]
+    names = [f"_text_document.{suffix}" for suffix in ("bin", "idx")]
+    waits: list[float | None] = [chance.uniform(0, 0.5) for _ in range(9)]
+    for wait in [*waits, None]:
+        run = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3])
+        assert run.stdout is not None
+        run.stdout.readline()
+        run.stdout.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            run.wait(wait)
+        run.kill()
+        assert run.wait() in (0, -signal.SIGKILL)
+        if list(tmp_path.glob("w*.idx")):  # killed after it was done, or the last time
+            for name in names:
+                assert (tmp_path / f"w{name}").read_bytes() == (tmp_path / f"expected{name}").read_bytes()
+    assert run.returncode == 0
+    assert (tmp_path / f"w{names[1]}").exists()
+    assert (tmp_path / "r").read_bytes() == (tmp_path / "re").read_bytes()
+
+
+def test_no_worker_outlives_the_run() -> None:
+    program = (
+        "import os, sys, time; from pathlib import Path; from tests.unit.data.test_preprocess import *\n"
+        "def chunks():\n"
+        "    from tridock.data.sources import Chunk, Source\n"
+        "    source = Source('x', None, Kind.JSONL)\n"
+        "    for n in range(9):\n"
+        '        yield Chunk(source, 0, 1, b\'{"text": "a"}\\n\', 1, 0, 0, 0)\n'
+        "    time.sleep(99)\n"
+        "from tridock.data.workers import encode_in_order\n"
+        "recipe = Recipe(Reference(BytePairTokenizer.train(TEXTS, 280)), ('text',), False)\n"
+        "for n, _ in enumerate(encode_in_order(recipe, chunks(), 2)):\n"
+        "    if n == 4: print(*Path(f'/proc/self/task/{os.getpid()}/children').read_text().split(), flush=True)\n"
+    )
+    run = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]
+    )
+    assert run.stdout is not None
+    children = run.stdout.readline().split()
+    run.kill()
+    run.wait()
+    run.stdout.close()
+    assert len(children) == 2
+    deadline = time.monotonic() + 10
+    while any(_runs(child) for child in children):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _runs(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_workers_error_comes_with_its_message(
+    tokenizer: BytePairTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_bytes(lines("one"))
+
+    def fail(*_: object) -> None:
+        raise RunError(Problem("a", "is wrong", "b", "mend it"))
+
+    monkeypatch.setattr(Recipe, "encode", fail)
+    expected = "a: is wrong; got b; mend it"
+    assert message(lambda: preprocess(request(tokenizer, tmp_path / "o", source, workers=2)), RunError) == expected
+
+
+def test_a_killed_worker_is_told(tokenizer: BytePairTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_bytes(lines("one", "two"))
+
+    def die(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(Recipe, "encode", die)
+    assert message(lambda: preprocess(request(tokenizer, tmp_path / "o", source, workers=2)), RunError) == (
+        "a worker: was killed; look for `Out of memory` in dmesg; then go on with --resume and fewer --workers"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+def test_publishing_may_be_interrupted_anywhere(
+    tokenizer: BytePairTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_bytes(b"".join(b'{"a": "one", "b": "two three"}\n' for _ in range(9)))
+    more = {"keys": ("a", "b"), "resume": True}
+    preprocess(request(tokenizer, tmp_path / "w", source, **more))
+    expected = files(tmp_path)
+    for path in tmp_path.glob("w*"):
+        path.unlink()
+    real = Path.replace
+    for step in range(1, 12):
+        left = step
+
+        def replace(self: Path, target: Path) -> Path:
+            nonlocal left
+            left -= 1
+            if not left:
+                raise KeyboardInterrupt
+            return real(self, target)
+
+        monkeypatch.setattr(Path, "replace", replace)
+        try:
+            preprocess(request(tokenizer, tmp_path / "w", source, **more))
+        except KeyboardInterrupt:
+            monkeypatch.setattr(Path, "replace", real)
+            assert all(
+                (tmp_path / f"w_{k}_document.bin").exists() for k in "ab" if (tmp_path / f"w_{k}_document.idx").exists()
+            )
+            preprocess(request(tokenizer, tmp_path / "w", source, **more))
+        else:
+            break
+        assert files(tmp_path) == expected
+        assert not list(tmp_path.glob(".*"))
+        for path in tmp_path.glob("w*"):
+            path.unlink()
+    assert step > 5
+
+
+def test_a_full_disk_leaves_nothing_that_looks_whole(tokenizer: BytePairTokenizer, tmp_path: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_bytes(lines(*(f"{number} four " * 20 for number in range(2000))))
+    preprocess(request(tokenizer, tmp_path / "expected", source))
+    wanted = request(tokenizer, tmp_path / "w", source, chunk_bytes=9000, journal_seconds=0, resume=True)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
+        text = message(lambda: preprocess(wanted))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, previous)
+    assert text == (
+        f"{tmp_path / 'w'}: cannot be written; got {os.strerror(errno.EFBIG)}; "
+        "make room there or choose another --output-prefix; --resume goes on from the last journal"
+    )
+    assert [path.name for path in tmp_path.glob("w*")] == []
+    preprocess(wanted)
+    for suffix in ("bin", "idx"):
+        name = f"_text_document.{suffix}"
+        assert (tmp_path / f"w{name}").read_bytes() == (tmp_path / f"expected{name}").read_bytes()
+
+
+def test_what_cannot_be_resumed(tokenizer: BytePairTokenizer, tmp_path: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_bytes(lines(*["four"] * 50))
+
+    def stop(done: module.Done) -> None:
+        if done.documents > 20:
+            raise KeyboardInterrupt
+
+    def begin() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            preprocess(request(tokenizer, tmp_path / "w", source, chunk_bytes=99, journal_seconds=0), stop)
+
+    begin()
+    todo = "resume with the same inputs and flags, or begin anew: leave --resume out"
+    other = request(tokenizer, tmp_path / "w", source, eod=True, resume=True, rejects=tmp_path / "r")
+    assert message(lambda: preprocess(other)) == (
+        f"--resume: the work was begun with append-eod False; got True; {todo}\n"
+        f"--resume: the work was begun with on-error stop; got skip; {todo}"
+    )
+    again = request(tokenizer, tmp_path / "w", source, resume=True)
+    source.write_bytes(lines("ruof", *["four"] * 49))
+    changed = f"{source}: has changed since the work was begun; begin anew: leave --resume out"
+    assert message(lambda: preprocess(again)) == changed
+    source.write_bytes(lines("four"))
+    assert message(lambda: preprocess(again)) == changed
+    journal = tmp_path / ".w.unfinished" / "journal.json"
+    journal.write_text("{}")
+    assert message(lambda: preprocess(again)) == (
+        f"{journal}: is not a journal of this version; begin anew: leave --resume out"
+    )
+    with Unfinished(tmp_path / "w", 1, {}, False):
+        assert message(lambda: preprocess(again)) == (
+            f"{tmp_path / '.w.unfinished'}: is being made by another run; "
+            "wait for it, or choose another --output-prefix"
+        )
+    done: Preprocessed = preprocess(again)
+    assert done.documents_out == 1
+
+
+def test_the_index_of_many_documents_is_written_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tridock.data import indexed_dataset
+
+    for block in (1 << 18, 7):
+        monkeypatch.setattr(indexed_dataset, "_BLOCK", block)
+        with IndexedDatasetWriter(tmp_path / f"b{block}", 10) as writer:
+            for number in range(100):
+                writer.add_document([1] * (number % 4))
+    assert (tmp_path / "b7.idx").read_bytes() == (tmp_path / f"b{1 << 18}.idx").read_bytes()
 
 
 def test_a_file_that_is_no_manifest(tmp_path: Path) -> None:

@@ -74,6 +74,57 @@ def test_gpt2_files_give_the_same_ids(tokenizer: BytePairTokenizer, tmp_path: Pa
     assert [reference.encode(text).ids for text in TEXTS] == tokenizer.encode_batch(TEXTS)
 
 
+def test_gpt2_files_as_megatron_reads_them(tokenizer: BytePairTokenizer, tmp_path: Path) -> None:
+    tokenizer.save(tmp_path)
+    vocab, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"
+    loaded = BytePairTokenizer.from_gpt2(vocab, merges)
+    assert loaded.encode_batch(TEXTS) == tokenizer.encode_batch(TEXTS)
+    assert (loaded.end_of_text, loaded.vocab_size, loaded.largest_id) == (tokenizer.end_of_text, 300, 299)
+    assert loaded.end_of_text not in loaded.encode(END_OF_TEXT)
+    # The first line and what follows the last newline are left out, whatever they are.
+    whole = merges.read_text()
+    merges.write_text(whole.replace("#version: 0.2", "x y z").removesuffix("\n") + "\nžž")
+    assert BytePairTokenizer.from_gpt2(vocab, merges).encode_batch(TEXTS) == tokenizer.encode_batch(TEXTS)
+    merges.write_text(whole.removesuffix("\n"))
+    assert BytePairTokenizer.from_gpt2(vocab, merges).sha256 != loaded.sha256
+
+
+def test_gpt2_files_that_are_wrong(tokenizer: BytePairTokenizer, tmp_path: Path) -> None:
+    tokenizer.save(tmp_path)
+    vocab, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"
+    tokens = json.loads(vocab.read_text())
+
+    def message() -> str:
+        with pytest.raises(RequestError) as caught:
+            BytePairTokenizer.from_gpt2(vocab, merges)
+        return str(caught.value)
+
+    use = "use the merges.txt of this vocabulary"
+    merges.write_text("#version: 0.2\nĠ d\na\n")
+    assert message() == f"{merges}:3: is not two tokens; got 'a'; {use}"
+    merges.write_text("#version: 0.2\nQ Q\n")
+    assert message().startswith(f"{merges}: does not fit the vocabulary; got ")
+    assert message().endswith(f"; {use}")
+    merges.write_bytes(b"\xff")
+    assert message() == f"{merges}: cannot be read; got not UTF-8; give GPT-2's merges.txt"
+    vocab.write_text(json.dumps({key: value for key, value in tokens.items() if key not in ("!", "A")}))
+    assert message() == f"{vocab}: has no token for 2 of the 256 bytes; got none for '!'; use a byte-level vocabulary"
+    vocab.write_text(json.dumps({key: value for key, value in tokens.items() if key != END_OF_TEXT}))
+    assert message() == f"{vocab}: has no token {END_OF_TEXT}; use one that has it"
+    give = 'give a vocab.json: {"token": id, …}, each id once'
+    for content, expected in (
+        ("[1]", "is not a vocabulary; got null"),
+        ('{"a": "b"}', 'is not a vocabulary; got "b"'),
+        ('{"a": -1}', "is not a vocabulary; got -1"),
+        ('{"a": 1, "b": 1, "c": 1}', "has two tokens of one id; got 2 times"),
+        ("{", "is not valid JSON; got Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+    ):
+        vocab.write_text(content)
+        assert message() == f"{vocab}: {expected}; {give}"
+    vocab.unlink()
+    assert message() == f"{vocab}: cannot be read; got No such file or directory; {give}"
+
+
 def test_too_small_a_vocabulary() -> None:
     with pytest.raises(RequestError) as caught:
         BytePairTokenizer.train(TEXTS, 256)

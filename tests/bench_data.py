@@ -1,0 +1,96 @@
+"""`make bench-data`: `tridock data preprocess` beside Megatron-LM v1.1.5's script, same lines, same vocabulary.
+
+Upstream gets the first megabytes only (it is slow) and is left out where its source or `regex` is missing. Without
+``--input`` the corpus is this Python's library; without ``--vocab-file`` the vocabulary is trained on it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.megatron_source import PREPROCESS_DATA, pristine_source
+from tridock.data.corpus import collect_corpus
+from tridock.data.tokenizer import BytePairTokenizer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--input", type=Path, help="JSON lines")
+    parser.add_argument("--vocab-file", type=Path)
+    parser.add_argument("--merge-file", type=Path)
+    parser.add_argument("--workers", type=int, nargs="+", default=sorted({1, len(os.sched_getaffinity(0))}))
+    parser.add_argument("--upstream-mb", type=float, default=10)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        corpus = given.input or _corpus(folder)
+        vocab, merges = (given.vocab_file, given.merge_file) if given.vocab_file else _vocabulary(folder)
+        flags = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", str(vocab), "--merge-file", str(merges)]
+        flags += ["--append-eod"]
+        print("program   workers      MB  core-s  MB/core-s    MB/s  peak MB (largest process)")
+        upstream = _upstream(folder, corpus, given.upstream_mb, flags)
+        for workers in given.workers:
+            command = [sys.executable, "-m", "tridock.cli", "data", "preprocess", "--input", str(corpus), *flags]
+            command += ["--output-prefix", str(folder / "ours"), "--workers", str(workers)]
+            rate = _measure("tridock", workers, corpus.stat().st_size, command)
+            if upstream:
+                print(f"{rate / upstream:.0f} times upstream's MB for each second of a core")
+
+
+def _corpus(folder: Path) -> Path:
+    path = folder / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in collect_corpus(1 << 40)))
+    return path
+
+
+def _vocabulary(folder: Path) -> tuple[Path, Path]:
+    BytePairTokenizer.train(collect_corpus(), 16384).save(folder / "tokenizer")
+    return folder / "tokenizer" / "vocab.json", folder / "tokenizer" / "merges.txt"
+
+
+def _upstream(folder: Path, corpus: Path, megabytes: float, flags: list[str]) -> float | None:
+    if importlib.util.find_spec("regex") is None:
+        return None
+    try:
+        source = pristine_source(folder / "upstream")
+    except pytest.skip.Exception:
+        return None
+    part = folder / "part.jsonl"
+    with corpus.open("rb") as lines, part.open("wb") as file:
+        while file.tell() < megabytes * 1e6 and (line := lines.readline()):
+            # An empty document with --append-eod ends it.
+            if json.loads(line)["text"]:
+                file.write(line)
+    command = [sys.executable, "-c", PREPROCESS_DATA, str(source), "--input", str(part), *flags]
+    return _measure("upstream", 1, part.stat().st_size, [*command, "--output-prefix", str(folder / "theirs")])
+
+
+def _measure(name: str, workers: int, size: int, command: list[str]) -> float:
+    started = time.monotonic()
+    run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _, status, used = os.wait4(run.pid, 0)
+    seconds, megabytes = time.monotonic() - started, size / 1e6
+    if status:
+        raise SystemExit(f"{name} failed: {' '.join(command)}")
+    cores = used.ru_utime + used.ru_stime
+    rate = megabytes / cores
+    print(
+        f"{name:9} {workers:7} {megabytes:7.1f} {cores:7.2f} {rate:10.2f} {megabytes / seconds:7.2f} "
+        f"{used.ru_maxrss / 1024:8.0f}",
+        flush=True,
+    )
+    return rate
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""The encoders: the fast one against the reference over every character and much that is hard; their messages."""
+
+import json
+import random
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tridock.data import encoders
+from tridock.data.encoders import HARD_TEXTS, Encoder, Fast, Reference, Vocabulary, check_ids_fit, fastest
+from tridock.data.tokenizer import END_OF_TEXT, BytePairTokenizer
+from tridock.errors import RequestError, TridockError
+
+TEXTS = [
+    *HARD_TEXTS,
+    "def main() -> int:\n    return 0\n" * 40,
+    "I'll don't we've " * 30,
+    "žluťoučký kůň 🐎 中文\n" * 20,
+]
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference(BytePairTokenizer.train(TEXTS, 700))
+
+
+@pytest.fixture(scope="module")
+def fast(reference: Reference) -> Fast:
+    pytest.importorskip("gigatoken", reason="the fast library is not installed: locks/operator.txt has it")
+    return Fast(reference)
+
+
+def message(kind: type[TridockError], action: object) -> str:
+    with pytest.raises(kind) as caught:
+        action()  # type: ignore[operator]
+    return str(caught.value)
+
+
+def assert_same(fast: Fast, reference: Reference, texts: list[str]) -> None:
+    ids, lengths = fast.encode(texts)
+    expected, expected_lengths = reference.encode(texts)
+    assert lengths.tolist() == expected_lengths.tolist()
+    assert ids.tolist() == expected.tolist()
+
+
+def test_the_reference_gives_its_texts_one_after_another(reference: Reference) -> None:
+    ids, lengths = reference.encode(["", *TEXTS])
+    expected = [reference.tokenizer.encode(text) for text in TEXTS]
+    assert lengths.tolist() == [0, *map(len, expected)]
+    assert ids.tolist() == [token for text in expected for token in text]
+    assert [part.tolist() for part in reference.encode([])] == [[], []]
+
+
+def test_fast_over_every_character(fast: Fast, reference: Reference) -> None:
+    """Each character beside letters, digits, signs, spaces and itself: whatever class the split gives it, it shows."""
+    characters = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
+    # Among ideographs, unassigned and private planes only every 64th, but for the ends of what is assigned.
+    near = [
+        (0, 0x20000),
+        (0x2A600, 0x2A800),
+        (0x2B700, 0x2B900),
+        (0x2CE00, 0x2CF00),
+        (0x2EB00, 0x2F000),
+        (0x31300, 0x33500),
+    ]
+    chosen = [c for c in characters if ord(c) % 64 == 0 or any(first <= ord(c) < last for first, last in near)]
+    for start in range(0, len(chosen), 8192):
+        block = [f"a{c}1{c}!{c}  {c}{c} \n{c}'s" for c in chosen[start : start + 8192]]
+        assert_same(fast, reference, block)
+
+
+def test_fast_over_hard_texts(fast: Fast, reference: Reference) -> None:
+    chance = random.Random(1)
+    alphabet = "ab 1\n\t'!é中🐎\u0301\u200d\u00a0\x1c\x85<|>\ufeff"
+    mixed = ["".join(chance.choices([*alphabet, "'ll", END_OF_TEXT, "    "], k=50)) for _ in range(3000)]
+    long = ["a" * 1_000_000, " " * 300_000, "\n" * 100_001 + "x", "ab1" * 100_000, "!?" * 200_000, "中" * 200_000]
+    assert_same(fast, reference, [*TEXTS, "", *mixed, *long])
+
+
+def test_what_the_fast_one_remembers_is_bounded(
+    fast: Fast, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = fast._fast
+    monkeypatch.setattr(encoders, "_CACHE_BYTES", -(1 << 40))
+    assert_same(fast, reference, TEXTS)
+    assert fast._fast is not before
+
+
+@given(texts=st.lists(st.text(max_size=40), max_size=6))
+def test_fast_over_any_texts(fast: Fast, reference: Reference, texts: list[str]) -> None:
+    assert_same(fast, reference, texts)
+
+
+def test_the_fast_one_is_taken_where_it_is_proven(fast: Fast, reference: Reference, tmp_path: Path) -> None:
+    assert fastest(reference.tokenizer)[1] == ""
+    reference.tokenizer.save(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    description = json.loads(file.read_text())
+    for change in (
+        {"normalizer": {"type": "NFC"}},
+        {"pre_tokenizer": {"type": "Whitespace"}},
+        {"pre_tokenizer": None},
+    ):
+        file.write_text(json.dumps(description | change))
+        encoder, why = fastest(BytePairTokenizer.load(file))
+        assert encoder.name == "tokenizers"
+        assert why == "encoder: the reference, about 30 times slower: the tokenizer is not of GPT-2's kind"
+
+
+def test_without_the_fast_library(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "awkward", None)
+    encoder, why = fastest(reference.tokenizer)
+    assert encoder.name == "tokenizers"
+    assert why == ("encoder: the reference, about 30 times slower: awkward is not installed (pip install gigatoken)")
+
+
+class _Wrong:
+    """A fast library that is right until ``after`` calls, and then gives one id more."""
+
+    after = 0
+
+    @classmethod
+    def from_json(cls, text: str) -> "_Wrong":
+        return cls(text)
+
+    def __init__(self, text: str) -> None:
+        from tokenizers import Tokenizer
+
+        self._right = Tokenizer.from_str(text)
+        self._calls = 0
+
+    def encode_batch(self, texts: list[bytes], parallel: bool) -> list[list[int]]:
+        self._calls += 1
+        more = [0] * (self._calls > self.after)
+        return [self._right.encode(text.decode()).ids + more for text in texts]
+
+
+@pytest.mark.parametrize(("after", "texts"), [(0, []), (9, ["some text"]), (9, ["some text " * 999])])
+def test_other_ids_than_the_references_stop_the_run(
+    reference: Reference, monkeypatch: pytest.MonkeyPatch, after: int, texts: list[str]
+) -> None:
+    arrays = SimpleNamespace(
+        flatten=lambda found: [token for text in found for token in text],
+        num=lambda found: [len(text) for text in found],
+        to_numpy=np.array,
+    )
+    monkeypatch.setattr(_Wrong, "after", after)
+    monkeypatch.setitem(sys.modules, "awkward", arrays)
+    monkeypatch.setitem(sys.modules, "gigatoken", SimpleNamespace(Tokenizer=_Wrong))
+    assert after == len(HARD_TEXTS) or not after
+
+    def run() -> None:
+        Fast(reference).encode(texts)
+
+    text = message(TridockError, run)
+    assert text.startswith("gigatoken: gives other ids than the reference tokenizer; got for ")
+    assert text.endswith("; run again with --encoder reference, and report the text")
+    assert ascii(HARD_TEXTS[0][:60]) in text or "some text" in text or "ome text" in text
+
+
+def test_words_of_a_vocabulary(tmp_path: Path) -> None:
+    file = tmp_path / "vocab.json"
+    file.write_text(json.dumps({"<unk>": 0, END_OF_TEXT: 1, "a": 2, "b": 7}))
+    encoder: Encoder = Vocabulary(file)
+    ids, lengths = encoder.encode(["a  b\tc\n", "", f"{END_OF_TEXT} <unk> a"])
+    assert (ids.tolist(), lengths.tolist()) == ([2, 7, 0, 1, 1, 1, 0, 2, 1], [4, 1, 4])
+    assert (encoder.vocab_size, encoder.largest_id, encoder.end_of_document) == (4, 7, 1)
+    file.write_text('{"a": 0}')
+    assert message(RequestError, lambda: Vocabulary(file)) == (
+        f"{file}: has no token <unk>; add it to the vocabulary\n"
+        f"{file}: has no token {END_OF_TEXT}; add it to the vocabulary"
+    )
+
+
+def test_ids_that_do_not_fit_megatrons_type(tmp_path: Path) -> None:
+    file = tmp_path / "vocab.json"
+    file.write_text(json.dumps({"<unk>": 0, END_OF_TEXT: 65535}))
+    check_ids_fit(Vocabulary(file), "x")
+    file.write_text(json.dumps({"<unk>": 0, END_OF_TEXT: 65536}))
+    assert message(RequestError, lambda: check_ids_fit(Vocabulary(file), "x")) == (
+        "x: has 2 tokens, for which Megatron writes uint16, and an id that does not fit; got 65536; "
+        "number the tokens without gaps"
+    )

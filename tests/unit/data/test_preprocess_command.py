@@ -1,0 +1,163 @@
+"""`tridock data preprocess`: Megatron's flags, what is said of them, exit codes; the seed's way."""
+
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tridock.cli import main
+from tridock.data.indexed_dataset import IndexedDataset
+from tridock.data.manifest import read_manifest
+from tridock.data.tokenizer import END_OF_TEXT, BytePairTokenizer
+from tridock.data.unfinished import Unfinished
+
+ROOT = Path(__file__).parents[3]
+TEXTS = ["one two three " * 9, "", "four"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    BytePairTokenizer.train(TEXTS, 280).save(tmp_path / "t")
+    Path("a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return tmp_path
+
+
+PREPROCESS = ["data", "preprocess", "--input", "a.jsonl", "--tokenizer-type", "GPT2BPETokenizer", "--workers", "1"]
+
+
+def gpt2(*more: str) -> list[str]:
+    return [*PREPROCESS, "--output-prefix", "o", "--vocab-file", "t/vocab.json", "--merge-file", "t/merges.txt", *more]
+
+
+def test_an_old_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = gpt2(
+        "--json-keys", "text", "--append-eod", "--dataset-impl", "mmap", "--log-interval", "2", "--keep-newlines"
+    )
+    assert main(old) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("o_text_document: 3 documents in, 3 out (1 empty), 0 rejected; ")
+    assert "--keep-newlines: changes nothing without --split-sentences\n" in err
+    assert "Processed 3 documents (" in err
+    tokenizer = BytePairTokenizer.load(Path("t"))
+    dataset = IndexedDataset(Path("o_text_document"))
+    end = tokenizer.end_of_text
+    assert [dataset[n].tolist() for n in range(2)] == [[*tokenizer.encode(t), end] for t in TEXTS if t]
+    whole = [Path(f"o_text_document.{suffix}").read_bytes() for suffix in ("bin", "idx")]
+    # A tokenizer.json gives the same, and so does the reference.
+    reference = ["--encoder", "reference", "--vocab-file", "t/vocab.json", "--merge-file", "t/merges.txt"]
+    for more in (["--vocab-file", "t/tokenizer.json"], ["--vocab-file", "t"], reference):
+        assert main([*PREPROCESS, "--output-prefix", "p", "--append-eod", *more]) == 0
+        assert [Path(f"p_text_document.{suffix}").read_bytes() for suffix in ("bin", "idx")] == whole
+
+
+def test_flags_that_cannot_be_done_are_told_all_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = ["--split-sentences", "--dataset-impl", "lazy", "--log-interval", "0", "--on-error", "skip", "--resume"]
+    more = ["--input", "-", "b", "--tokenizer-type", "BertWordPieceCase", "--workers", "0"]
+    assert main(gpt2(*wrong, *more)) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "--split-sentences: is not done: texts are not split into sentences; leave it out (GPT needs none), or use "
+        "Megatron's tools/preprocess_data.py",
+        "--tokenizer-type: must be GPT2BPETokenizer or vocab; got BertWordPieceCase; give one of them",
+        "--dataset-impl: must be mmap; got lazy; leave it out: the engines read mmap",
+        "--workers: must be at least 1; got 0; raise it, or leave it out",
+        "--log-interval: must be at least 1; got 0; raise it, or leave it out",
+        "--rejects: is missing, which --on-error skip needs; name a file for the lines that are skipped",
+        "--resume: cannot go on with standard input; begin anew: leave --resume out",
+    ]
+    assert main(gpt2("--rejects", "r")) == 2
+    assert capsys.readouterr().err == "--rejects: has no meaning without --on-error skip; got r; add that flag\n"
+    assert main(gpt2("--on-error", "skip", "--rejects", "none/r")) == 2
+    assert capsys.readouterr().err == ("--rejects: lies in a folder that does not exist; got none/r; make the folder\n")
+    for file in ("t/vocab.json", "none"):
+        assert main([*PREPROCESS, "--output-prefix", "p", "--vocab-file", file]) == 2
+        assert capsys.readouterr().err == (
+            "--merge-file: is missing, which GPT2BPETokenizer needs; "
+            "give GPT-2's merges.txt, or a tokenizer.json as --vocab-file\n"
+        )
+
+
+def test_what_megatron_leaves_out_of_the_merges_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    merges = Path("t/merges.txt").read_text().splitlines()
+    Path("t/merges.txt").write_text("\n".join(merges[1:]))
+    assert main(gpt2("--encoder", "reference")) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "t/merges.txt: the first line is left out, as Megatron does, though it is no comment",
+        "t/merges.txt: the last line is left out, as Megatron does: no newline ends it",
+    ]
+
+
+def test_the_seeds_way(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("v.json").write_text(json.dumps({END_OF_TEXT: 3, "<unk>": 0, "a": 1, "b": 2}))
+    Path("c").write_text("a  b\tc\n\nb\n")
+    assert main(gpt2("--input", "c", "--tokenizer-type", "vocab", "--vocab-file", "v.json")) == 0
+    assert capsys.readouterr().out.startswith("o_text_sentence: 3 documents in, 3 out (0 empty), 0 rejected; 7 tokens")
+    dataset = IndexedDataset(Path("o_text_sentence"))
+    assert [dataset[n].tolist() for n in range(3)] == [[1, 2, 0, 3], [3], [2, 3]]
+    manifest = read_manifest(Path("o_text_sentence"))
+    assert manifest is not None
+    assert (manifest.vocab_size, manifest.end_of_document) == (4, 3)
+
+
+def test_rejects_and_standard_input(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b'{"text": "one"}\n{}\n')))
+    assert main(gpt2("--input", "-", "--on-error", "skip", "--rejects", "r")) == 0
+    assert capsys.readouterr().out.startswith("o_text_document: 2 documents in, 1 out (0 empty), 1 rejected; ")
+    assert json.loads(Path("r").read_text()) == {
+        "file": "standard input",
+        "line": 2,
+        "reason": "has no key 'text'; got the keys (none)",
+        "text": "{}",
+    }
+
+
+def test_lines_of_text_by_name_or_by_flag(folder: Path) -> None:
+    for name, more in (("x.txt", []), ("x", ["--input-format", "text"])):
+        Path(name).write_text("one\ntwo three\n")
+        assert main(gpt2("--input", name, *more)) == 0
+        assert IndexedDataset(Path("o_text_document")).documents == 2
+
+
+def test_what_is_kept_for_resuming_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(KeyboardInterrupt), Unfinished(Path("o"), 1, {"keys": "body"}, resume=False) as work:
+        work.save()
+        raise KeyboardInterrupt
+    assert main(gpt2("--resume", "--encoder", "reference")) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        ".o.unfinished: holds the work so far; --resume goes on with it",
+        "--resume: the work was begun with keys body; got text; "
+        "resume with the same inputs and flags, or begin anew: leave --resume out",
+    ]
+    assert main(gpt2("--encoder", "reference")) == 0
+    assert not Path(".o.unfinished").exists()
+
+
+def test_ctrl_c_leaves_nothing(folder: Path) -> None:
+    os.mkfifo("f.jsonl")
+    pipe = os.open("f.jsonl", os.O_RDWR)  # opened for both, it waits for no reader
+    command = [sys.executable, "-m", "tridock.cli", *gpt2("--input", "f.jsonl", "--workers", "2")]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    run = subprocess.Popen(command, stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path})
+    try:
+        os.write(pipe, b'{"text": "one"}\n' * 10)
+        while not list(folder.glob(".o.unfinished/*.bin")):
+            assert run.poll() is None
+            time.sleep(0.02)
+        run.send_signal(signal.SIGINT)
+        _, err = run.communicate(timeout=60)
+    finally:
+        os.close(pipe)
+        run.kill()
+    assert run.returncode == 130
+    assert b"Traceback" not in err
+    assert not [path.name for path in folder.iterdir() if path.name.startswith(("o", "."))]

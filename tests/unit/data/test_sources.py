@@ -1,0 +1,207 @@
+"""Inputs by path, pattern and folder; whole lines whatever the compression; every damaged file is noticed."""
+
+import bz2
+import gzip
+import hashlib
+import io
+import lzma
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tridock.data.manifest import Input
+from tridock.data.sources import Chunk, Kind, Source, find_sources, kind_of_name, read_chunks
+from tridock.errors import RequestError
+
+LINES = b"".join(b'{"text": "%d"}\n' % number for number in range(5000))
+TODO = "copy or compress the file again, or keep what can be read with --on-error skip --rejects FILE"
+FIND = "give files, folders or patterns that exist, or - for standard input"
+
+
+def zstd(data: bytes) -> bytes:
+    library = pytest.importorskip("zstandard")
+    frames = [library.ZstdCompressor().compress(part) for part in (data[:1000], data[1000:])]
+    return b"".join(frames)
+
+
+COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
+    "gzip": lambda data: gzip.compress(data[:1000]) + gzip.compress(data[1000:]),
+    "bz2": lambda data: bz2.compress(data[:1000]) + bz2.compress(data[1000:]),
+    "xz": lambda data: lzma.compress(data[:1000]) + lzma.compress(data[1000:]),
+    "zstd": zstd,
+}
+
+
+def read(path: Path, size: int = 4096, kind: Kind = Kind.JSONL) -> list[Chunk]:
+    source = Source(str(path), path, kind, path.stat().st_size)
+    return list(read_chunks(0, source, ["text"], size))
+
+
+def message(action: Callable[[], object]) -> str:
+    with pytest.raises(RequestError) as caught:
+        action()
+    return str(caught.value)
+
+
+def jsonl(_: str) -> Kind:
+    return Kind.JSONL
+
+
+@settings(max_examples=40)
+@given(st.lists(st.binary(max_size=30).map(lambda line: line.replace(b"\n", b"")), max_size=20), st.integers(1, 99))
+def test_chunks_are_whole_lines(tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], size: int) -> None:
+    path = tmp_path_factory.mktemp("chunks") / "a"
+    data = b"\n".join([b"[", *lines])  # no compression begins so
+    path.write_bytes(data)
+    *chunks, last = read(path, size)
+    assert b"".join(chunk.data for chunk in chunks) == data
+    assert all(chunk.data.endswith(b"\n") for chunk in chunks[:-1])
+    for chunk in chunks:
+        assert chunk.first_line == data[: chunk.offset - len(chunk.data)].count(b"\n") + 1
+        assert chunk.lines == chunk.data.count(b"\n") + (not chunk.data.endswith(b"\n"))
+    assert last.finished == Input(name="a", bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+
+@pytest.mark.parametrize("how", COMPRESSORS)
+def test_compressed_by_content_and_not_by_name(tmp_path: Path, how: str) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(COMPRESSORS[how](LINES))
+    chunks = read(path)
+    assert b"".join(chunk.data for chunk in chunks) == LINES
+    assert sum(chunk.lines for chunk in chunks) == 5000
+    assert chunks[-1].finished is not None
+    assert chunks[-1].finished.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("how", COMPRESSORS)
+def test_a_file_that_was_cut_short(tmp_path: Path, how: str) -> None:
+    path = tmp_path / "a.gz"
+    whole = COMPRESSORS[how](LINES)
+    path.write_bytes(whole[: len(whole) - 9])
+    broken = [chunk for chunk in read(path) if chunk.broken is not None]
+    assert len(broken) == 1
+    line = broken[0].first_line
+    assert str(broken[0].broken) == f"{path}:{line}: the file ends inside its compressed data; {TODO}"
+    assert b"".join(chunk.data for chunk in read(path)) == LINES[: sum(len(chunk.data) for chunk in read(path))]
+
+
+def test_a_file_with_a_damaged_place(tmp_path: Path) -> None:
+    path = tmp_path / "a.gz"
+    whole = bytearray(gzip.compress(LINES))
+    whole[-6] ^= 1  # its checksum
+    path.write_bytes(whole)
+    broken = [chunk for chunk in read(path) if chunk.broken is not None]
+    assert len(broken) == 1
+    text = str(broken[0].broken)
+    assert text.startswith(f"{path}:5001: the file cannot be read on; got CRC check failed ")
+    assert text.endswith(f"; {TODO}")
+
+
+def test_folders_patterns_and_files_in_order(tmp_path: Path) -> None:
+    for name in ("b/2.jsonl", "b/1.txt.gz", "b/.hidden", "b/.git/x", "c*.jsonl", "cc.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    names = [str(tmp_path / "cc.jsonl"), str(tmp_path / "b"), str(tmp_path / "**/2.*")]
+    found = find_sources(names, lambda name: kind_of_name(name, Kind.JSONL))
+    assert [(source.name.removeprefix(f"{tmp_path}/"), str(source.kind)) for source in found] == [
+        ("cc.jsonl", "jsonl"),
+        ("b/1.txt.gz", "text"),
+        ("b/2.jsonl", "jsonl"),
+        ("b/2.jsonl", "jsonl"),
+    ]
+    assert [source.path for source in find_sources([str(tmp_path / "c*.jsonl")], jsonl)] == [tmp_path / "c*.jsonl"]
+
+
+def test_kinds() -> None:
+    names = ["a.TXT", "a.text.zst", "a.json.bz2", "a.ndjson", "a", "a.gz"]
+    assert [kind_of_name(name, Kind.TEXT).value for name in names] == ["text", "text", "jsonl", "jsonl", "text", "text"]
+
+
+def test_inputs_that_are_not_there_are_told_all_at_once(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    none, empty = str(tmp_path / "none*"), str(tmp_path / "empty")
+    assert message(lambda: find_sources([none, "-", empty, "-"], jsonl)) == (
+        f"{none}: names no file; {FIND}\n{empty}: names no file; {FIND}\n"
+        "--input: names standard input more than once; give - once"
+    )
+
+
+def test_inputs_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(b"x")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    expected = f"{path}: cannot be read; got Permission denied; {FIND}"
+    assert message(lambda: find_sources([str(path)], jsonl)) == expected
+    source = Source(str(path), path, Kind.JSONL, 1)
+    assert message(lambda: list(read_chunks(0, source, ["text"], 9))) == expected
+
+
+def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = gzip.compress(LINES)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
+    (source,) = find_sources(["-"], jsonl)
+    chunks = list(read_chunks(0, source, ["text"], 4096))
+    assert b"".join(chunk.data for chunk in chunks) == LINES
+    assert chunks[-1].finished == Input(name="standard input", bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"PAR1....PAR1")))
+    assert message(lambda: list(read_chunks(0, source, ["text"], 9))) == (
+        "standard input: is parquet; give the file's path: parquet cannot be read from a pipe"
+    )
+
+
+def test_packages_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    path = tmp_path / "a"
+    path.write_bytes(b"\x28\xb5\x2f\xfd....")
+    assert message(lambda: read(path)) == (
+        f"{path}: is compressed by zstd, for which a package is missing; pip install zstandard, or decompress it: "
+        "zstd -dc FILE | tridock data preprocess --input - …"
+    )
+    path.write_bytes(b"PAR1....PAR1")
+    (source,) = find_sources([str(path)], jsonl)
+    assert message(lambda: list(read_chunks(0, source, ["text"], 9))) == (
+        f"{path}: is parquet, for which a package is missing; pip install pyarrow, or give JSON lines"
+    )
+
+
+def test_parquet(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a"
+    columns = {"text": ["a", None, "ž"], "n": [1, 2, 3], "l": [["x"], [], ["y", "z"]], "b": [b"x", b"", b"y"]}
+    parquet.write_table(pyarrow.table(columns), path)
+    (source,) = find_sources([str(path)], jsonl)
+    assert source.kind is Kind.PARQUET
+    *chunks, last = read_chunks(0, source, ["text", "l"], 9)
+    assert b"".join(chunk.data for chunk in chunks).decode() == (
+        '{"text": "a", "l": ["x"]}\n{"text": null, "l": []}\n{"text": "\\u017e", "l": ["y", "z"]}\n'
+    )
+    data = path.read_bytes()
+    assert last.finished == Input(name="a", bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+    assert last.position == len(data)
+    assert message(lambda: list(read_chunks(0, source, ["body"], 9))) == (
+        f"{path}: has no column 'body'; got the columns text, n, l, b; name columns of text with --json-keys"
+    )
+    chunks = list(read_chunks(0, source, ["b"], 9))
+    assert b"".join(chunk.data for chunk in chunks).splitlines()[0] == b'{"b": {"value": "b\'x\'"}}'
+    strings = pyarrow.array([b"a", b"\xff"], pyarrow.binary()).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"text": strings}), path)
+    (broken,) = [chunk.broken for chunk in read(path, kind=Kind.PARQUET) if chunk.broken is not None]
+    assert str(broken) == (
+        f"{path}:1: the file cannot be read on; got 'utf-8' codec can't decode byte 0xff in position 0: "
+        f"invalid start byte; {TODO}"
+    )
+    path.write_bytes(data[:-20])
+    text = message(lambda: list(read_chunks(0, source, ["text"], 9)))
+    assert text.startswith(f"{path}: is not whole parquet; got Parquet magic bytes not found in footer.")
+    assert text.endswith("; copy the file again")

@@ -1,0 +1,120 @@
+"""``tridock data preprocess``: flags to a request, and what is said on the way."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from tridock.data.blocks import Recipe
+from tridock.data.encoders import Encoder, Reference, Vocabulary, check_ids_fit, fastest
+from tridock.data.preprocess import Preprocessed, Request, preprocess
+from tridock.data.progress import progress_bar
+from tridock.data.sources import Kind, find_sources, kind_of_name
+from tridock.data.tokenizer import BytePairTokenizer
+from tridock.data.unfinished import unfinished_folder
+from tridock.errors import Problem, RequestError
+
+_GPT2: Final = "GPT2BPETokenizer"
+_VOCAB: Final = "vocab"
+
+
+def run(arguments: argparse.Namespace) -> Preprocessed:
+    """Says what it does on standard error, the result on standard output. Raises :class:`RequestError`."""
+    if problems := list(_problems(arguments)):
+        raise RequestError(problems)
+    sources = find_sources(arguments.input, lambda name: _kind(arguments, name))
+    encoder, notes = _encoder(arguments)
+    check_ids_fit(encoder, str(arguments.vocab_file))
+    if arguments.keep_newlines:
+        notes.append("--keep-newlines: changes nothing without --split-sentences")
+    for note in notes:
+        print(note, file=sys.stderr)
+    request = Request(
+        sources=sources,
+        output_prefix=arguments.output_prefix,
+        recipe=Recipe(encoder, tuple(dict.fromkeys(arguments.json_keys)), arguments.append_eod),
+        level="sentence" if arguments.tokenizer_type == _VOCAB else "document",
+        workers=arguments.workers or len(os.sched_getaffinity(0)),
+        rejects=arguments.rejects,
+        resume=arguments.resume,
+    )
+    try:
+        with progress_bar("tokenizing", arguments.log_interval) as progress:
+            done = preprocess(request, progress)
+    except BaseException:
+        if (folder := unfinished_folder(request.output_prefix)).exists():
+            print(f"{folder}: holds the work so far; --resume goes on with it", file=sys.stderr)
+        raise
+    print(done)
+    return done
+
+
+def _problems(arguments: argparse.Namespace) -> Iterator[Problem]:
+    """All flags that cannot be done as asked for."""
+    if arguments.split_sentences:
+        todo = "leave it out (GPT needs none), or use Megatron's tools/preprocess_data.py"
+        yield Problem("--split-sentences", "is not done: texts are not split into sentences", "", todo)
+    if arguments.tokenizer_type not in (_GPT2, _VOCAB):
+        got = arguments.tokenizer_type
+        yield Problem("--tokenizer-type", f"must be {_GPT2} or {_VOCAB}", got, "give one of them")
+    if arguments.dataset_impl != "mmap":
+        yield Problem("--dataset-impl", "must be mmap", arguments.dataset_impl, "leave it out: the engines read mmap")
+    for name in ("workers", "log_interval"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            yield Problem(f"--{name.replace('_', '-')}", "must be at least 1", str(value), "raise it, or leave it out")
+    if arguments.on_error == "skip" and arguments.rejects is None:
+        todo = "name a file for the lines that are skipped"
+        yield Problem("--rejects", "is missing, which --on-error skip needs", "", todo)
+    if arguments.on_error == "stop" and arguments.rejects is not None:
+        yield Problem("--rejects", "has no meaning without --on-error skip", str(arguments.rejects), "add that flag")
+    if arguments.rejects is not None and not arguments.rejects.absolute().parent.is_dir():
+        yield Problem("--rejects", "lies in a folder that does not exist", str(arguments.rejects), "make the folder")
+    if arguments.resume and "-" in arguments.input:
+        yield Problem("--resume", "cannot go on with standard input", "", "begin anew: leave --resume out")
+
+
+def _kind(arguments: argparse.Namespace, name: str) -> Kind:
+    if arguments.input_format != "auto":
+        return Kind(arguments.input_format)
+    return kind_of_name(name, Kind.TEXT if arguments.tokenizer_type == _VOCAB else Kind.JSONL)
+
+
+def _encoder(arguments: argparse.Namespace) -> tuple[Encoder, list[str]]:
+    """The tokenizer that the flags name, and what the user should know about it."""
+    if arguments.tokenizer_type == _VOCAB:
+        return Vocabulary(arguments.vocab_file), []
+    notes: list[str] = []
+    if arguments.merge_file is not None:
+        tokenizer = BytePairTokenizer.from_gpt2(arguments.vocab_file, arguments.merge_file)
+        notes += _left_out(arguments.merge_file)
+    elif _is_tokenizer_json(arguments.vocab_file):
+        tokenizer = BytePairTokenizer.load(arguments.vocab_file)
+    else:
+        todo = "give GPT-2's merges.txt, or a tokenizer.json as --vocab-file"
+        raise RequestError(Problem("--merge-file", f"is missing, which {_GPT2} needs", "", todo))
+    if arguments.encoder == "reference":
+        return Reference(tokenizer), notes
+    encoder, why = fastest(tokenizer)
+    return encoder, notes + [why] * bool(why)
+
+
+def _is_tokenizer_json(path: Path) -> bool:
+    try:
+        return path.is_dir() or ("model" in json.loads(path.read_bytes()) and path.name != "vocab.json")
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def _left_out(merge_file: Path) -> Iterator[str]:
+    """What Megatron does not read of a merges.txt, and so neither do we, where it may well be a merge."""
+    text = merge_file.read_text(encoding="utf-8")
+    if not text.startswith("#"):
+        yield f"{merge_file}: the first line is left out, as Megatron does, though it is no comment"
+    if not text.endswith("\n"):
+        yield f"{merge_file}: the last line is left out, as Megatron does: no newline ends it"

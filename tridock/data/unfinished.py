@@ -1,0 +1,198 @@
+"""A data set being made: a hidden folder beside where it will lie, and a journal of how far it is.
+
+``.<output prefix>.unfinished/`` holds for each key ``<k>.bin`` (tokens), ``<k>.lengths`` (int32 a sequence) and
+``<k>.documents`` (int64 a document, Megatron's document index), further ``rejects`` and ``journal.json``. The journal
+is replaced after what it counts is on the disk; what lies beyond its counts is cut off on resuming.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Final, Self
+
+import numpy as np
+from pydantic import BaseModel, ValidationError
+
+from tridock.data.blocks import Block
+from tridock.data.indexed_dataset import Tokens, idx_path, publish, write_index
+from tridock.data.manifest import Input
+from tridock.errors import Problem, RequestError
+from tridock.run_folder import write_atomic
+
+_JOURNAL: Final = "journal.json"
+_PARTS: Final = ("bin", "lengths", "documents")
+
+
+class Counts(BaseModel):
+    """What the parts of one key hold."""
+
+    bytes: int = 0
+    sequences: int = 0
+    documents: int = 0
+
+
+class Journal(BaseModel):
+    """How far the work is. ``source`` is the number of the input being read; ``offset`` and ``crc`` are of its lines
+    so far; ``request`` is what the work was begun with."""
+
+    request: dict[str, str]
+    keys: list[Counts]
+    source: int = 0
+    offset: int = 0
+    crc: int = 0
+    finished: list[Input] = []
+    documents_in: int = 0
+    rejected: int = 0
+    empty: int = 0
+    rejects_bytes: int = 0
+    whole: bool = False
+    """All is there and only needs its names."""
+
+
+class Unfinished:
+    """The parts, opened for appending, and their journal. A context manager, which holds the folder's lock.
+
+    Left by an exception it stays for ``--resume`` if the journal was ever saved, and else it goes. Raises
+    :class:`RequestError` if another run is at it, or if it was begun with another request than is to be resumed.
+    """
+
+    def __init__(self, prefix: Path, keys: int, request: dict[str, str], resume: bool) -> None:
+        self.folder = unfinished_folder(prefix)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.folder / "lock").open("wb")
+        try:
+            self._take_lock()
+            found = self._saved(request) if resume else None
+            self.resumed = found is not None
+            self.journal = found or Journal(request=request, keys=[Counts() for _ in range(keys)])
+            self._files = self._open()
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def _take_lock(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            what, todo = "is being made by another run", "wait for it, or choose another --output-prefix"
+            raise RequestError(Problem(str(self.folder), what, "", todo)) from None
+
+    def _saved(self, request: dict[str, str]) -> Journal | None:
+        path = self.folder / _JOURNAL
+        try:
+            journal = Journal.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValidationError:
+            todo = "begin anew: leave --resume out"
+            raise RequestError(Problem(str(path), "is not a journal of this version", "", todo)) from None
+        todo = "resume with the same inputs and flags, or begin anew: leave --resume out"
+        problems = [
+            Problem("--resume", f"the work was begun with {name} {was}", request.get(name, "(none)"), todo)
+            for name, was in journal.request.items()
+            if request.get(name) != was
+        ]
+        if problems:
+            raise RequestError(problems)
+        return journal
+
+    def _open(self) -> list[BinaryIO]:
+        if not self.resumed:
+            for path in self.folder.iterdir():
+                if path.name != "lock":
+                    path.unlink()
+        files: list[BinaryIO] = []
+        if self.journal.whole:
+            return files
+        for number, counts in enumerate(self.journal.keys):
+            sizes = (counts.bytes, counts.sequences * 4, (counts.documents + 1) * 8)
+            for part, size in zip(_PARTS, sizes, strict=True):
+                files.append(_appended(self.folder / f"{number}.{part}", size))
+        files.append(_appended(self.folder / "rejects", self.journal.rejects_bytes))
+        return files
+
+    def add(self, number: int, block: Block) -> None:
+        """Appends the documents of a block to key ``number``."""
+        counts = self.journal.keys[number]
+        tokens, lengths, documents = self._files[3 * number : 3 * number + 3]
+        tokens.write(block.tokens)
+        lengths.write(block.lengths)
+        documents.write((np.cumsum(block.sequences) + counts.sequences).astype("<i8").tobytes())
+        counts.bytes += len(block.tokens)
+        counts.sequences += len(block.lengths) // 4
+        counts.documents += len(block.sequences)
+
+    def reject(self, record: bytes) -> None:
+        """Appends a line to the rejects."""
+        self._files[-1].write(record)
+        self.journal.rejects_bytes += len(record)
+        self.journal.rejected += 1
+
+    def save(self) -> None:
+        """Brings everything onto the disk, then the journal that counts it."""
+        for file in self._files:
+            file.flush()
+            os.fsync(file.fileno())
+        write_atomic(self.folder / _JOURNAL, self.journal.model_dump_json().encode())
+
+    def publish(self, prefixes: Sequence[Path], dtype: np.dtype[Any], rejects: Path | None) -> None:
+        """Gives everything its names; may be interrupted anywhere and done again."""
+        if not self.journal.whole:
+            self.journal.whole = True
+            self.save()
+        for number, prefix in enumerate(prefixes):
+            data, index = self.folder / f"{number}.bin", self.folder / f"{number}.idx"
+            if data.exists():
+                counts = self.journal.keys[number]
+                lengths = _mapped(self.folder / f"{number}.lengths", "<i4", counts.sequences)
+                documents = _mapped(self.folder / f"{number}.documents", "<i8", counts.documents + 1)
+                write_index(index, dtype, lengths, documents)
+                publish(prefix, data, index)
+            elif index.exists():
+                index.replace(idx_path(prefix))  # killed between the two
+        if rejects is not None:
+            partial = rejects.with_name(f".{rejects.name}.part")
+            shutil.copyfile(self.folder / "rejects", partial)
+            partial.replace(rejects)
+
+    def remove(self) -> None:
+        """Takes the folder away: all has its name."""
+        shutil.rmtree(self.folder)
+
+    @property
+    def can_resume(self) -> bool:
+        """Whether there is anything to go on from."""
+        return (self.folder / _JOURNAL).exists()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files:
+            with contextlib.suppress(OSError):  # what a full disk does not take is cut off on resuming
+                file.close()
+        if self.folder.exists() and not self.can_resume:
+            self.remove()
+        self._lock.close()
+
+
+def unfinished_folder(prefix: Path) -> Path:
+    """Where the work on a prefix lies until all is whole."""
+    return prefix.with_name(f".{prefix.name}.unfinished")
+
+
+def _appended(path: Path, size: int) -> BinaryIO:
+    """The file cut to ``size``; a new document index begins with its 0."""
+    if not path.exists():
+        path.write_bytes(b"\0" * 8 if path.suffix == ".documents" else b"")
+    os.truncate(path, size)
+    return path.open("ab")
+
+
+def _mapped(path: Path, dtype: str, count: int) -> Tokens:
+    return np.memmap(path, dtype=np.dtype(dtype), mode="r", shape=(count,)) if count else np.zeros(0, np.dtype(dtype))

@@ -170,6 +170,7 @@ def test_deepspeed_and_plain_data_parallelism_agree(runs: Runs) -> None:
 
 VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
     "accumulated": (2, {ZERO: 1, "batch.micro_batch_size": 2}),
+    "in-cpu": (2, {ZERO: 0, "model.checkpoint_activations": True, "model.checkpoint_in_cpu": True}),
     "ddp-fp16": (2, {"parallel.strategy": "ddp", "precision": "fp16", "fp16.loss_scale": 256.0}),
     "stored": (2, {ZERO: 0, "model.checkpoint_activations": True, "model.checkpoint_num_layers": 2}),
     "partitioned": (
@@ -186,7 +187,8 @@ VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    ("variant", "like"), [("accumulated", "zero0"), ("stored", "zero0"), ("partitioned", "tp2"), ("ddp-fp16", "zero0")]
+    ("variant", "like"),
+    [("accumulated", "zero0"), ("stored", "zero0"), ("partitioned", "tp2"), ("in-cpu", "zero0"), ("ddp-fp16", "zero0")],
 )
 def test_how_the_work_is_done_does_not_matter(
     runs: Runs, workspace: Path, source: Path, variant: str, like: str

@@ -35,6 +35,7 @@ def adapt(device_type: str) -> list[str]:
         training.initialize_megatron = lambda *given, **named: initialize(*given, **named, allow_no_cuda=True)
         training.build_train_valid_test_data_iterators = _without_drawing(training)
         training.report_memory = lambda _: None  # it counts a GPU's
+        _nothing_to_free()
     return adapted
 
 
@@ -91,6 +92,21 @@ def _one_random_tracker() -> None:
         layers.get_cuda_rng_tracker = initialize.mpu.get_cuda_rng_tracker
 
     initialize.setup_deepspeed_random_and_activation_checkpointing = set_up_everywhere
+
+
+def _nothing_to_free() -> None:
+    """DeepSpeed empties the GPU's copy of what it stores in the host's memory. Here both are the same tensor."""
+    if importlib.util.find_spec("deepspeed") is None:
+        return
+    checkpointing: Any = importlib.import_module("deepspeed.runtime.activation_checkpointing.checkpointing")
+
+    def keep(given: Any, stored: Any) -> list[Any]:
+        for tensor, copy in zip(given, stored, strict=False):
+            if checkpointing.is_activation_to_checkpoint(tensor):
+                tensor.saved_data = copy.data
+        return list(given)
+
+    checkpointing.get_cpu_activations_for_backward = keep
 
 
 def _absent_packages() -> list[str]:

@@ -186,10 +186,10 @@ def days_line(assessment: Assessment) -> str | None:
     cost = assessment.cost
     if cost is None or (days := cost.days(assessment.tokens)) is None:
         return None
-    took = (
-        f"{days:,.1f} days" if days >= 1 else f"{days * 24:,.1f} hours" if days >= 1 / 24 else f"{days * 1440:,.0f} min"
-    )
-    return f"{_count_short(assessment.tokens)} tokens take about {took}"
+    for length, unit in ((1.0, "days"), (1 / 24, "hours"), (1 / 1440, "minutes"), (1 / 86400, "seconds")):
+        if days >= length:
+            return f"{_count_short(assessment.tokens)} tokens take about {days / length:,.1f} {unit}"
+    return f"{_count_short(assessment.tokens)} tokens take less than a second"
 
 
 def _traffic_table(cost: Cost) -> Table:
@@ -254,7 +254,11 @@ def _candidate_row(one: Candidate) -> Iterator[str | Text]:
 
 
 def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    # No narrower than its title, which would be broken.
+    width = len(title)
+    return Table(
+        title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False, min_width=width
+    )
 
 
 def best_words(found: Search, assessment: Assessment) -> str:

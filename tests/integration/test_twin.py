@@ -53,7 +53,7 @@ def test_a_dry_run_writes_nothing_and_asks_no_program_for_a_host(clone: Clone, t
 def readme_commands() -> list[str]:
     text = (ROOT / "README.md").read_text()
     fences = re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    lines = [line for fence in fences for line in fence.splitlines()]
+    lines = [line for fence in fences for line in re.sub(r"\\\n\s*", "", fence).splitlines()]
     spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
     found = [text.strip() for text in (*lines, *spans) if PROGRAM.fullmatch(text.strip())]
     return list(dict.fromkeys(found))
@@ -82,7 +82,9 @@ def test_a_command_of_the_readme_is_one_that_there_is(command: str, clone: Clone
         assert words[2] in clone.succeed("docker compose --profile '*' config --services").split()
         assert words[3] in ("bash", "tridock") or (clone.folder / "entrypoint" / words[3]).is_file()
     else:
-        clone.succeed(f"{program} {words[0]} --help")
+        shown = clone.succeed(f"{program} {shlex.join(itertools.takewhile(str.isalpha, words))} --help")
+        for flag in (word for word in words if word.startswith("--")):
+            assert re.search(rf"^\s+{flag}\b", shown, re.MULTILINE), f"{command} has no {flag}"
 
 
 def test_the_readmes_experiment_is_one(clone: Clone) -> None:
@@ -91,7 +93,7 @@ def test_the_readmes_experiment_is_one(clone: Clone) -> None:
     assert example is not None
     (clone.folder / ".cache").mkdir(exist_ok=True)
     (clone.folder / ".cache" / "readme.yaml").write_text(example[1])
-    plan = json.loads(clone.succeed("tridock plan .cache/readme.yaml --hosts hostfiles/twin"))
+    plan = json.loads(clone.succeed("tridock plan .cache/readme.yaml --hosts hostfiles/twin --json"))
     assert plan["world_size"] == 4
 
 

@@ -273,7 +273,7 @@ def test_killed_at_any_moment_and_resumed(tokenizer: BytePairTokenizer, tmp_path
     chance = random.Random(7)
     command = [sys.executable, "-c", KILLED, str(tmp_path), *map(str, sources)]
     names = [f"_text_document.{suffix}" for suffix in ("bin", "idx")]
-    waits: list[float | None] = [chance.uniform(0, 0.5) for _ in range(9)]
+    waits: list[float | None] = [chance.uniform(0, 0.4) for _ in range(4)]
     for wait in [*waits, None]:
         run = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3])
         assert run.stdout is not None

@@ -15,6 +15,8 @@ from tests.megatron_source import patched_source
 from tests.unit.plan.layouts import laid_out
 from tridock.plan.groups import Group, Kind, make_groups
 
+pytestmark = pytest.mark.distributed
+
 CORE_LAYOUTS = [
     sizes
     for sizes in itertools.product((1, 2, 3, 4, 8), (1, 2, 3, 4), (1, 2, 3, 4), (1, 2, 3, 5))

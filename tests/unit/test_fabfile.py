@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from invoke import Collection, Program
+
+import fabfile
 
 ROOT = Path(__file__).parents[2]
 TASKS = ("down", "fetch", "keys", "launch", "logs", "plan", "push", "status", "stop", "up")
@@ -23,6 +26,13 @@ def test_every_task_is_listed() -> None:
     assert tuple(listed) == TASKS
 
 
+def fab_here(*words: str) -> int:
+    """The same in this process, which is ten times as quick; its exit code."""
+    with pytest.raises(SystemExit) as caught:
+        Program(namespace=Collection.from_module(fabfile)).run(["fab", *words])
+    return int(caught.value.code or 0)
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_every_flag_is_explained(task: str) -> None:
     done = fab(task, "--help")
@@ -33,17 +43,17 @@ def test_every_flag_is_explained(task: str) -> None:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_hosts_are_required(task: str) -> None:
-    done = fab(task)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "--hosts: is missing; give a DeepSpeed hostfile, for example hostfiles/lab\n"
+def test_hosts_are_required(task: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert fab_here(task) == 2
+    done = capfd.readouterr()
+    assert done.out == ""
+    assert done.err == "--hosts: is missing; give a DeepSpeed hostfile, for example hostfiles/lab\n"
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_a_missing_hostfile_is_never_a_local_run(task: str) -> None:
-    done = fab(task, "--hosts", "nowhere/lab")
-    assert done.returncode == 2
-    assert done.stderr == (
+def test_a_missing_hostfile_is_never_a_local_run(task: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert fab_here(task, "--hosts", "nowhere/lab") == 2
+    assert capfd.readouterr().err == (
         "nowhere/lab: the hostfile is missing; got no such file; give the path of a hostfile; "
         "a run never falls back to this machine alone\n"
     )

@@ -1,4 +1,4 @@
-"""Megatron's files: golden bytes, round trips, Megatron's own reader and writer, and every message."""
+"""Megatron's files: golden bytes, round trips and every message."""
 
 import contextlib
 import struct
@@ -56,26 +56,6 @@ def test_what_is_written_is_read(tmp_path_factory: pytest.TempPathFactory, docum
         for last in range(first, len(documents) + 1):
             start, end = dataset.token_bounds(first, last)
             assert dataset.tokens[start:end].tolist() == [token for d in documents[first:last] for token in d]
-
-
-@given(DOCUMENTS)
-@settings(max_examples=20)
-def test_megatron_writes_and_reads_the_same(
-    tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]]
-) -> None:
-    theirs = pytest.importorskip("megatron.core.datasets.indexed_dataset", exc_type=ImportError)
-    folder = tmp_path_factory.mktemp("megatron")
-    builder = theirs.IndexedDatasetBuilder(str(folder / "theirs.bin"), dtype=np.uint16)
-    for document in documents:
-        builder.add_document(np.array(document, np.uint16), [len(document)] if document else [])
-    builder.finalize(str(folder / "theirs.idx"))
-    write(folder / "ours", documents)
-    for suffix in ("bin", "idx"):
-        assert (folder / f"ours.{suffix}").read_bytes() == (folder / f"theirs.{suffix}").read_bytes()
-    if any(documents):  # theirs cannot map an empty file
-        read = theirs.IndexedDataset(str(folder / "ours"))
-        assert [read[number].tolist() for number in range(len(read))] == [d for d in documents if d]
-        assert read.document_indices.tolist() == IndexedDataset(folder / "theirs").document_index.tolist()
 
 
 def test_an_exception_leaves_nothing_and_keeps_what_was_there(tmp_path: Path) -> None:

@@ -151,23 +151,6 @@ def test_the_layout_in_words() -> None:
     assert (plan.data_parallel_size, plan.accumulation_steps) == (2, 2)
 
 
-@pytest.mark.parametrize(("tensor", "context", "data", "stages"), [(2, 2, 2, 2), (4, 1, 2, 2), (1, 3, 2, 1)])
-def test_ranks_are_numbered_as_megatron_core_numbers_them(tensor: int, context: int, data: int, stages: int) -> None:
-    parallel_state = pytest.importorskip("megatron.core.parallel_state")
-    generator = parallel_state.RankGenerator(tensor, 1, data, stages, context, "tp-cp-ep-dp-pp")
-    sizes = [f"{TP}={tensor}", f"{CP}={context}", f"{PP}={stages}", "model.seq_length=48"]
-    ours = planned(tensor * context * data * stages, *sizes).ranks
-    places = {
-        "tp": lambda rank: rank.tensor_parallel_rank,
-        "cp": lambda rank: rank.context_parallel_rank,
-        "dp": lambda rank: rank.data_parallel_rank,
-        "pp": lambda rank: rank.pipeline_parallel_rank,
-    }
-    for group, place in places.items():
-        for members in generator.get_ranks(group):
-            assert [place(ours[member]) for member in members] == list(range(len(members)))
-
-
 def test_the_program_of_a_rank() -> None:
     experiment = parse_experiment(BASE, "e.yaml", ["env={NCCL_DEBUG: INFO}"])
     program = rank_program(experiment, planned(2), "id", "/workspace/runs/id")

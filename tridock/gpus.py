@@ -71,8 +71,8 @@ _MEMORY_ONLY: Final = re.compile(r"(\d+(?:\.\d+)?)gib")
 def find_gpu(name: str, where: str) -> Gpu:
     """The GPU of this name; ``24gib`` is one of which only the memory is known. Raises :class:`RequestError`."""
     lower = name.lower()
-    if match := _MEMORY_ONLY.fullmatch(lower):
-        return Gpu(lower, round(float(match[1]) * 1024))
+    if (match := _MEMORY_ONLY.fullmatch(lower)) and (memory_mib := round(float(match[1]) * 1024)):
+        return Gpu(lower, memory_mib)
     gpu = GPUS.get(_ALIASES.get(lower, lower))
     if gpu is None:
         todo = f"use one of {', '.join(sorted(GPUS))}, or its memory alone, as in 24gib"

@@ -50,6 +50,12 @@ def test_memory_alone() -> None:
     assert (gpu.tflops("bf16"), gpu.memory_bytes) == (None, 24 << 30)
 
 
+@pytest.mark.parametrize("name", ["0gib", "0.0001gib", "-4gib", "gib"])
+def test_no_memory_is_no_gpu(name: str) -> None:
+    with pytest.raises(RequestError, match=r"is no GPU that is known here"):
+        find_gpu(name, "--gpu")
+
+
 def test_an_unknown_name() -> None:
     with pytest.raises(RequestError) as caught:
         find_gpu("v200", "lab.yaml: gpu")

@@ -172,6 +172,12 @@ def test_a_picture(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
             "or gpu: in the settings beside the hostfile",
         ),
         (
+            ("configs/demo.yaml", "--nodes", "1", "--tflops", "0", "--tokens", "nan", "--network-gbit", "-1"),
+            "--network-gbit: must be a number above 0; got -1; give one, as in 300e9\n"
+            "--tflops: must be a number above 0; got 0; give one, as in 300e9\n"
+            "--tokens: must be a number above 0; got nan; give one, as in 300e9",
+        ),
+        (
             ("configs/demo.yaml", "--nodes", "1", "--plot", "map.pdf"),
             "map.pdf: the rank map is drawn as PNG or SVG; got .pdf; end the file's name in .png or .svg",
         ),
@@ -231,6 +237,13 @@ def test_a_search_of_the_other_engines(config: str, capsys: pytest.CaptureFixtur
     assert found["found"]
     stages = {one["fields"].get("parallel.zero_stage") for one in found["found"]}
     assert {0, 1, 2, 3} & stages
+
+
+def test_a_search_by_memory_and_rate_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (str(JEAN_ZAY / "7.5b.yaml"), "--nodes", "4", "--gpus-per-node", "4", "--gpu", "24gib", "--tflops", "50")
+    found = document(capsys, *words, "--search")["found"]
+    assert found
+    assert all(one["seconds"] > 0 and one["mfu"] is None for one in found)
 
 
 def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +41,14 @@ def told(
     tokens: float | None = None,
 ) -> Assumptions:
     """From the command line's words, and where they are silent from the settings. Nothing is contacted."""
+    numbers = {"--network-gbit": network_gbit, "--tflops": tflops, "--tokens": tokens}
+    problems = [
+        Problem(option, "must be a number above 0", f"{value:g}", "give one, as in 300e9")
+        for option, value in numbers.items()
+        if value is not None and not (value > 0 and math.isfinite(value))
+    ]
+    if problems:
+        raise RequestError(problems)
     settings = None if cluster is None else cluster.settings
     chosen: Gpu | None = None
     if gpu is not None:

@@ -26,6 +26,10 @@ from tridock.plan.traffic import Shape, Traffic, recomputed_layers, traffic
 ASSUMED_SHARE: Final = 0.5
 """Of a GPU's peak, for its matrix products, where no rate is given; Narayanan et al. (2021) report 44 to 52 %."""
 DEFAULT_NETWORK_GBIT: Final = 100.0
+DEFAULT_LINK_GB_S: Final = 32.0
+"""PCIe 4, for a GPU that is not listed."""
+DEFAULT_MEMORY_GB_S: Final = 900.0
+"""HBM2's, for a GPU that is not listed."""
 _DAY_S: Final = 86400.0
 
 
@@ -36,20 +40,21 @@ class Rates:
     tflops: float | None
     """Of one GPU, while it computes."""
     tflops_source: str
-    link_gb_s: float | None
+    link_gb_s: float
     """Between GPUs of a node, one direction, of one GPU."""
     network_gb_s: float
     """Between nodes, one direction, of one node."""
-    memory_gb_s: float | None
+    memory_gb_s: float
     """A GPU's own memory."""
     peak_tflops: float | None
 
     @classmethod
     def of(cls, gpu: Gpu | None, precision: str, tflops: float | None, network_gbit: float | None) -> Rates:
         """A GPU's rates; ``tflops``, measured or wished for, stands in for the assumed share of the peak."""
-        network = (network_gbit or DEFAULT_NETWORK_GBIT) / 8
+        network = (DEFAULT_NETWORK_GBIT if network_gbit is None else network_gbit) / 8
         peak = None if gpu is None else gpu.tflops(precision)
-        link, memory = (None, None) if gpu is None else (gpu.link_gb_s, gpu.memory_gb_s)
+        link = (None if gpu is None else gpu.link_gb_s) or DEFAULT_LINK_GB_S
+        memory = (None if gpu is None else gpu.memory_gb_s) or DEFAULT_MEMORY_GB_S
         if tflops is not None:
             return cls(tflops, "given", link, network, memory, peak)
         rate = None if peak is None else ASSUMED_SHARE * peak
@@ -130,7 +135,7 @@ def _estimate(
     state_bytes: int,
     rates: Rates,
 ) -> Estimate | None:
-    if rates.tflops is None or rates.memory_gb_s is None or rates.link_gb_s is None:
+    if rates.tflops is None:
         return None
     parallel = experiment.parallel
     stages, virtual = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
@@ -163,7 +168,7 @@ def seconds_of(one: Traffic, rates: Rates) -> float:
     """How long a group's exchange takes with nothing else on its link but its like."""
     if one.link == "network":
         return one.waits * one.sharing / (rates.network_gb_s * 1e9)
-    return one.waits / ((rates.link_gb_s or rates.network_gb_s) * 1e9)
+    return one.waits / (rates.link_gb_s * 1e9)
 
 
 def _slowest_stage_flops(experiment: Experiment) -> float:

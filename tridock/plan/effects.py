@@ -111,7 +111,7 @@ _PARALLEL: Final = {
             "megatron-deepspeed: 0 or 1 with a pipeline, 1 or more with fp16",
         ),
         "bytes a parameter in 16 bits with Adam: 16, 4 + 12 / d, 2 + 14 / d, 16 / d at stages 0, 1, 2, 3",
-        "stages 1 and 2 exchange as much as stage 0; stage 3 half as much again, to gather the parameters",
+        "stage 1 exchanges half as much again as stage 0; stages 2 and 3 do so after every micro-batch",
     ),
     "tensor_model_parallel_size": Effect(
         ("engines megatron-deepspeed and megatron-core", "divides num_attention_heads", "t p c divides the slots"),

@@ -179,3 +179,18 @@ def losses(folder: Path) -> dict[tuple[int, str], float]:
 def events(folder: Path) -> list[str]:
     """The names in ``events.jsonl``."""
     return [line["event"] for line in read_lines(folder / "events.jsonl")]
+
+
+def ask(program: str, engine: str, lines: Sequence[str], **env: str) -> list[str]:
+    """What ``tests.distributed.<program>`` says of an engine, asked a line a case; its lines."""
+    done = subprocess.run(
+        [sys.executable, "-m", f"tests.distributed.{program}", engine],
+        input="".join(f"{line}\n" for line in lines),
+        env=rank_environment() | {"DS_ACCELERATOR": "cpu", "CUDA_DEVICE_MAX_CONNECTIONS": "1", **env},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    return done.stdout.splitlines()

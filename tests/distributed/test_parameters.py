@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.distributed.ranks import rank_environment
+from tests.distributed.ranks import ask
 from tests.experiments import make_plan
 from tests.megatron_source import patched_source
 from tridock.engines import rank_program
@@ -94,17 +92,7 @@ def counted(engine: str, cases: Sequence[Case], words: Sequence[Sequence[str]], 
         for one, given in zip(cases, words, strict=True)
         for rank in range(one.world_size)
     ]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.distributed.counted", engine],
-        input="".join(f"{line}\n" for line in lines),
-        env=rank_environment() | {"DS_ACCELERATOR": "cpu", "CUDA_DEVICE_MAX_CONNECTIONS": "1", **env},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-5000:]
-    answers = iter([int(line) for line in done.stdout.splitlines()])
+    answers = iter([int(line) for line in ask("counted", engine, lines, **env)])
     return [[next(answers) for _ in range(one.world_size)] for one in cases]
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
@@ -13,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.distributed.ranks import rank_environment
+from tests.distributed.ranks import ask
 from tridock.experiment import Experiment
 from tridock.plan.traffic import REUSED, Shape, all_gather, all_reduce, traffic, traffic_of_stage
 
@@ -139,17 +137,7 @@ def exchanged(engine: str, cases: Sequence[Case], **env: str) -> list[list[list[
         fields = json.loads(one.experiment.model_dump_json())
         per_stage = one.world_size // one.stages
         asked += [json.dumps([fields, one.world_size, stage * per_stage]) for stage in range(one.stages)]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.distributed.exchanged", engine],
-        input="".join(f"{line}\n" for line in asked),
-        env=rank_environment() | {"DS_ACCELERATOR": "cpu", "CUDA_DEVICE_MAX_CONNECTIONS": "1", **env},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    answers = iter([json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")])
+    answers = iter([json.loads(line) for line in ask("exchanged", engine, asked, **env) if line.startswith("[")])
     return [[next(answers) for _ in range(one.stages)] for one in cases]
 
 

@@ -23,15 +23,15 @@ from tridock.ops import fetch as fetch_
 from tridock.ops import keys as keys_
 from tridock.ops import launch as launch_
 from tridock.ops import nodes, runs
-from tridock.ops import push as push_
 from tridock.ops.planning import told, with_hosts_gpu
 from tridock.ops.session import Session
+from tridock.ops.sync import command as sync_
 from tridock.report.plan_output import Show, print_plan
 from tridock.report.plan_tables import headline
 from tridock.run_folder import write_atomic
 
 CONSOLE = Console(highlight=False, soft_wrap=True)
-DEFAULT_CONFIG = "configs/demo.yaml"
+DEFAULT_CONFIG = launch_.DEFAULT_CONFIG
 
 HELP = {
     "hosts": "a DeepSpeed hostfile: lines of `host slots=N`",
@@ -39,7 +39,7 @@ HELP = {
     "set": "change a field of the experiment: --set train.seed=7 (may be repeated)",
     "include": "only these nodes and slots, as DeepSpeed writes them: host-a@host-b:0,2",
     "exclude": "all but these nodes and slots, as DeepSpeed writes them",
-    "dry-run": "print everything that would be done; contact no host",
+    "dry-run": "say what would be done, and do nothing; a launch contacts no host for it",
     "detach": "start the run and return at once",
     "run-id-file": "write the run's id into this file, for scripts",
     "run": "a run's id (default: the only one that goes on, or the last)",
@@ -52,7 +52,7 @@ HELP = {
     "search": "list the layouts that fit, best first, and why the others do not",
     "json": "print all of it for programs",
     "plot": "also draw the rank map: a .png or .svg file",
-    "path": "a file or folder below the project's data/ (default: data)",
+    "path": "a data set's prefix, a file or a folder of the project (default: what the experiment reads; may repeat)",
     "checkpoints": "bring the checkpoints too",
 }
 
@@ -211,12 +211,19 @@ def fetch(
     CONSOLE.print(str(fetch_.fetch(session, chosen, Path("runs"), checkpoints=checkpoints)))
 
 
-@command()
-def push(_: Context, hosts: str = "", path: str = "data", include: str = "", exclude: str = "") -> None:
-    """Copy data to every host's workspace."""
-    session = _open(hosts, include, exclude)
-    sent = push_.push(session, Path(path))
-    CONSOLE.print(f"{path} is on {', '.join(sent)}")
+@command(iterable=("path", "set"))
+def data(
+    _: Context,
+    hosts: str = "",
+    path: list[str] | None = None,
+    config: str = "",
+    set: list[str] | None = None,
+    include: str = "",
+    exclude: str = "",
+    dry_run: bool = False,
+) -> None:
+    """Bring data to every host that lacks it, by hash; Megatron's index maps too."""
+    sync_.run(_open(hosts, include, exclude), path or [], config, set or [], CONSOLE.print, dry_run=dry_run)
 
 
 def _open(hosts: str, include: str = "", exclude: str = "") -> Session:

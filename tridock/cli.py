@@ -59,6 +59,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     _preprocess_options(preprocess)
     preprocess.set_defaults(action=_data_preprocess)
+    sync = data.add_parser("sync", help="bring data to every host that lacks it, by hash (as fab data)")
+    _sync_options(sync)
+    sync.set_defaults(action=_data_sync)
 
     report = commands.add_parser("report", help="the summary and the loss curve of a run")
     report.add_argument("run", type=Path, help="the run's folder")
@@ -173,6 +176,36 @@ def _data_preprocess(arguments: argparse.Namespace) -> int:
     from tridock.data.command import run
 
     run(arguments)
+    return 0
+
+
+def _sync_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--hosts", type=Path, required=True, help="a DeepSpeed hostfile, with its settings beside it")
+    parser.add_argument(
+        "--path",
+        action="append",
+        default=[],
+        help="a data set's prefix, a file or a folder below the project's (default: what the experiment reads)",
+    )
+    parser.add_argument("--config", default="", help="the experiment's YAML file (default: as fab launch)")
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="change a field of it")
+    parser.add_argument("--include", default="", help="only these nodes and slots: host-a@host-b:0,2")
+    parser.add_argument("--exclude", default="", help="all but these nodes and slots")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be sent, and send nothing")
+
+
+def _data_sync(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    try:
+        from tridock.ops.session import Session
+        from tridock.ops.sync.command import run
+    except ModuleNotFoundError as missing:
+        todo = "run it where fab runs (make venv); a node has no ssh to the hosts"
+        raise RequestError(Problem("tridock data sync", "needs the operator's packages", str(missing), todo)) from None
+    session = Session.open(arguments.hosts, arguments.include, arguments.exclude)
+    say = Console(highlight=False, soft_wrap=True).print
+    run(session, arguments.path, arguments.config, arguments.set, say, dry_run=arguments.dry_run)
     return 0
 
 

@@ -316,6 +316,6 @@ def rack_up(rack: Rack) -> Up:
     started = time.monotonic()
     done = rack.fab("up", timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
-    pushed = rack.fab("push", "--path", "data/tiny")
-    assert pushed.returncode == 0, pushed.stderr
+    brought = rack.fab("data", "--path", "data/tiny")
+    assert brought.returncode == 0, brought.stderr
     return Up(rack, done.stdout, time.monotonic() - started)

@@ -99,8 +99,8 @@ def test_fab_launch_runs_3d_over_two_docker_hosts(clone: Clone, rack: Rack) -> N
     """Over ssh, with the image brought by Tridock; beside the rack's other cluster, on a port of its own."""
     hosts = rack.write_cluster("megatron", "host-a slots=2\nhost-b slots=2\n", image=clone.image, ssh_port=2223)
     try:
-        for words in (("up",), ("push", "--path", "data/demo")):
-            if words[0] == "push":
+        for words in (("up",), ("data", "--path", "data/demo")):
+            if words[0] == "data":
                 execute("cp", "-r", str(clone.folder / "data" / "demo"), str(rack.project / "data"))
             done = rack.fab(*words, hosts=hosts, timeout=600)
             assert done.returncode == 0, done.stdout + done.stderr

@@ -52,7 +52,7 @@ def run(
 def table(rows: Sequence[Row], *, dry_run: bool) -> Table:
     """A line for each node."""
     sent = "to send" if dry_run else "sent"
-    shown = Table("node", sent, "there already", "MB", "seconds", "MB free before", "")
+    shown = Table("node", sent, "there", "MB", "seconds", "MB free", "")
     for row in rows:
         if row.failed:
             shown.add_row(row.node, *[""] * 5, "failed")

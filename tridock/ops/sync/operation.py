@@ -22,7 +22,10 @@ from tridock.remote import Host
 
 @dataclass(slots=True)
 class Row:
-    """What was done for one node: files sent and those that were there, bytes and seconds of the sending."""
+    """What was done for one node: files sent and those that were there, bytes and seconds of the sending.
+
+    Of a file that was cut off before, only the rest is counted.
+    """
 
     node: str
     sent: int = 0
@@ -86,7 +89,7 @@ def _bring(
     there = held(node, host, workspace, asked(mine))
     lacking = [file for file in mine if there.sha256.get(file.name) != file.sha256]
     row.sent, row.there = len(lacking), len(mine) - len(lacking)
-    row.bytes = sum(file.size for file in lacking)
+    row.bytes = sum(file.size - arrived(file, there) for file in lacking)
     _refuse(node, workspace, lacking, there, sharing)
     if lacking and not dry_run:
         started = time.monotonic()

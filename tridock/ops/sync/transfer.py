@@ -116,7 +116,6 @@ def _send_large(
     progress: Callable[[int], object],
 ) -> None:
     part, offset = part_name(file, there.busy), arrived(file, there)
-    progress(offset)
     while True:
         command = receive_command(workspace, file.name, part, offset, file.size, file.sha256, retire)
         done = replace(host.pipe(_chunks(file, offset), command, progress), command=f"write {workspace}/{file.name}")
@@ -124,7 +123,7 @@ def _send_large(
             done.checked(node)
             return
         # It was the part that was no good: all of it once more.
-        progress(-file.size)
+        progress(offset - file.size)
         offset = 0
 
 

@@ -442,10 +442,13 @@ def test_damage_does_not_spread(lab: Lab, pair: dict[str, bytes]) -> None:
 
 
 def test_names_that_a_shell_would_take_apart(lab: Lab) -> None:
-    files = {f"data/{name}": name.encode() for name in ("a b", "$(id)", "-rf", "it's", 'say "x"', "ä\\n", "*")}
+    files = {
+        f"data/{name}": name.encode()
+        for name in ("a b", "$(id)", "-rf", "it's", 'say "x"', "ä\\n", "*", "a\x0b\u2028b")
+    }
     for name, content in files.items():
         lab.write(name, content)
     lab.write("data/ b.idx", LARGE)
-    assert [row.sent for row in brought(lab, "data")] == [8, 8]
+    assert [row.sent for row in brought(lab, "data")] == [9, 9]
     assert lab.below("node-1") == {**files, "data/ b.idx": LARGE}
-    assert [row.there for row in brought(lab, "data")] == [8, 8]
+    assert [row.there for row in brought(lab, "data")] == [9, 9]

@@ -8,7 +8,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from tridock.errors import ClusterError, Problem, TridockError
 from tridock.ops.session import Session
@@ -86,7 +94,9 @@ def _bring(
     row = Row(node, free=min(free, default=None), shared_with=others)
     if not mine:
         return row
+    look = bars(f"look at {node}", None)
     there = held(node, host, workspace, asked(mine))
+    look.end()
     lacking = [file for file in mine if there.sha256.get(file.name) != file.sha256]
     row.sent, row.there = len(lacking), len(mine) - len(lacking)
     row.bytes = sum(file.size - arrived(file, there) for file in lacking)
@@ -120,8 +130,23 @@ def _shown(size: int) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
 
 
-Bars = Callable[[str, int], Callable[[int], None]]
-"""Begins a bar of so many bytes, and gives what is to be told of each that is done."""
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One line on the terminal; called with the bytes that are done."""
+
+    progress: Progress
+    task: TaskID
+
+    def __call__(self, count: int) -> None:
+        self.progress.advance(self.task, count)
+
+    def end(self) -> None:
+        """Takes the line away."""
+        self.progress.remove_task(self.task)
+
+
+Bars = Callable[[str, int | None], Bar]
+"""Begins a bar of so many bytes, or of nobody knows how many."""
 
 
 @contextmanager
@@ -136,9 +161,4 @@ def _bars() -> Iterator[Bars]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
-
-        def begin(what: str, size: int) -> Callable[[int], None]:
-            task = progress.add_task(what, total=size)
-            return lambda count: progress.advance(task, count)
-
-        yield begin
+        yield lambda what, size: Bar(progress, progress.add_task(what, total=size))

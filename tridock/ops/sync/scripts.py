@@ -100,7 +100,9 @@ _RECEIVE: Final = (
     + _PLACE
     # What is left of older transfers of this file, unless somebody still writes it.
     + 'b=.$(basename -- "$p"); for old in "$d/$b".*.part; do\n'
-    + '  [ ! -f "$old" ] || ! flock -n "$old" true 2>/dev/null || rm -f -- "$old"\ndone\n'
+    + '  [ -f "$old" ] || continue\n'
+    + '  if command -v flock >/dev/null && ! flock -n "$old" true 2>/dev/null; then continue; fi\n'
+    + '  rm -f -- "$old"\ndone\n'
 )
 
 _UNPACK: Final = (

@@ -52,7 +52,7 @@ def find_shared(crew: Crew, project: Path, places: tuple[str, ...], *, make: boo
     with _own_probes(project, places, names[OPERATOR]):
         left = crew.each(leave)
         try:
-            seen = {node: [line.split("\t") for line in text.splitlines()] for node, text in crew.each(look).items()}
+            seen = {node: [line.split("\t") for line in text.split("\n")] for node, text in crew.each(look).items()}
             own = {
                 (node, place)
                 for node in seen

@@ -38,7 +38,8 @@ class Held:
 def held(node: str, host: Host, workspace: str, wanted: Iterable[tuple[str, str]]) -> Held:
     """Asks a host what it has: pairs of a size and a name (see :func:`list_command`)."""
     done = replace(host.run(list_command(workspace, list(wanted))), command="look at its data").checked(node)
-    lines = [line.split("\t") for line in done.stdout.decode(errors="surrogateescape").splitlines()]
+    # Not splitlines(): a name may hold what counts as a line's end in some language.
+    lines = [line.split("\t") for line in done.stdout.decode(errors="surrogateescape").split("\n")]
     return Held(
         sha256={words[3]: words[1] for words in lines if words[0] == "hash"},
         sizes={words[-1]: int(words[-2]) for words in lines if words[0] in ("hash", "part", "size")},

@@ -196,4 +196,4 @@ def test_a_host_that_cannot_be_reached_is_named_and_the_other_gets_it(rack: Rack
 
 def test_the_twin_has_it_all(rack: Rack, data: Path) -> None:
     found = bring(rack, "--path", "data/sync/x", hosts="hostfiles/twin")
-    assert found == {name: ["", "", "", "this project's own folder"] for name in ("node-1", "node-2")}
+    assert found == {name: ["", "", "", "the project's folder"] for name in ("node-1", "node-2")}

@@ -85,10 +85,10 @@ def test_rows_of_shared_and_failed_hosts() -> None:
     Console(file=shown, width=200).print(command.table(rows, dry_run=True))
     assert cells(shown.getvalue()) == [
         ["a", "1", "2", "3.4", "1.2", "5,000", ""],
-        ["b", "", "", "", "", "0", "shared with a"],
-        ["c", "", "", "", "", "", "this project's own folder"],
+        ["b", "", "", "", "", "", "shared with a"],
+        ["c", "", "", "", "", "", "the project's folder"],
         ["d", "", "", "", "", "", "failed"],
-        ["e", "1", "0", "0.0", "0.0", "", "shared with a, this project's own folder"],
+        ["e", "1", "0", "0.0", "0.0", "", "shared with a, the project's folder"],
     ]
     assert "to send" in shown.getvalue()
 

@@ -58,12 +58,12 @@ def table(rows: Sequence[Row], *, dry_run: bool) -> Table:
             shown.add_row(row.node, *[""] * 5, "failed")
             continue
         free = "" if row.free is None else f"{row.free / 1e6:,.0f}"
-        own = [str(row.sent), str(row.there), f"{row.bytes / 1e6:,.1f}", f"{row.seconds:.1f}"]
+        own = [str(row.sent), str(row.there), f"{row.bytes / 1e6:,.1f}", f"{row.seconds:.1f}", free]
         if row.shared_with and not row.sent + row.there:
-            own = [""] * 4
-        shown.add_row(row.node, *own, free, ", ".join(map(_whose, row.shared_with)))
+            own = [""] * 5  # another's row tells
+        shown.add_row(row.node, *own, ", ".join(map(_whose, row.shared_with)))
     return shown
 
 
 def _whose(keeper: str) -> str:
-    return "this project's own folder" if keeper == OPERATOR else f"shared with {keeper}"
+    return "the project's folder" if keeper == OPERATOR else f"shared with {keeper}"

@@ -22,10 +22,10 @@ import runpy, sys, types
 import numpy
 numpy.float = float
 source = sys.argv.pop(1)
-megatron, data, nltk = map(types.ModuleType, ("megatron", "megatron.data", "nltk"))
+megatron, data, nltk, six = map(types.ModuleType, ("megatron", "megatron.data", "nltk", "six"))
 megatron.__path__, data.__path__, megatron.print_rank_0 = [f"{source}/megatron"], [f"{source}/megatron/data"], print
 nltk.tokenize = types.SimpleNamespace(punkt=types.SimpleNamespace(PunktLanguageVars=object))
-sys.modules |= {"megatron": megatron, "megatron.data": data, "nltk": nltk}
+sys.modules |= {"megatron": megatron, "megatron.data": data, "nltk": nltk, "six": six}
 sys.argv[0] = f"{source}/tools/preprocess_data.py"
 runpy.run_path(sys.argv[0], run_name="__main__")
 """

@@ -22,15 +22,38 @@ import runpy, sys, types
 import numpy
 numpy.float = float
 source = sys.argv.pop(1)
-megatron, data, nltk = map(types.ModuleType, ("megatron", "megatron.data", "nltk"))
+megatron, data, nltk, six = map(types.ModuleType, ("megatron", "megatron.data", "nltk", "six"))
 megatron.__path__, data.__path__, megatron.print_rank_0 = [f"{source}/megatron"], [f"{source}/megatron/data"], print
 nltk.tokenize = types.SimpleNamespace(punkt=types.SimpleNamespace(PunktLanguageVars=object))
-sys.modules |= {"megatron": megatron, "megatron.data": data, "nltk": nltk}
+sys.modules |= {"megatron": megatron, "megatron.data": data, "nltk": nltk, "six": six}
 sys.argv[0] = f"{source}/tools/preprocess_data.py"
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 """Runs upstream's tools/preprocess_data.py: argv is upstream's folder and the script's flags. Its package imports what
 only a training run needs, its numpy and nltk are of their day: stand-ins for those. What it does is not replaced."""
+
+
+PREPROCESS_DATA_FAST = """
+import runpy, sys, types
+source = sys.argv.pop(1)
+sys.path.insert(0, source)
+training, arguments = map(types.ModuleType, ("megatron.training", "megatron.training.arguments"))
+training.__path__ = []
+def add(parser):
+    parser.add_argument("--tokenizer-type")
+    parser.add_argument("--tokenizer-model")
+    parser.add_argument("--use-gigatoken", action="store_true")
+    absent = ("vocab_file", "merge_file", "special_tokens", "chat_template", "vocab_size", "metadata_path")
+    off = ("tokenizer_hf_no_use_fast", "tokenizer_hf_no_include_special_tokens", "trust_remote_code", "pad_vocab_size")
+    parser.set_defaults(**dict.fromkeys(absent), **dict.fromkeys(off, False))
+    return parser
+arguments._add_tokenizer_args = add
+sys.modules |= {training.__name__: training, arguments.__name__: arguments}
+sys.argv[0] = f"{source}/tools/preprocess_data_fast.py"
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs today's tools/preprocess_data_fast.py: argv is upstream's folder and the script's flags. Of all the arguments
+of a training run it takes those of the tokenizer."""
 
 
 def pristine_source(target: Path) -> Path:

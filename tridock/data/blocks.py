@@ -71,9 +71,14 @@ def assemble(ids: Ids, lengths: Ids, counts: Sequence[int], closing: int | None,
     document = np.repeat(np.arange(len(counts)), np.array(counts, np.int64))
     kept = lengths > 0
     sequences = np.bincount(document[kept], minlength=len(counts)).astype(np.int64)
-    lengths, ids = lengths[kept], ids.astype(dtype)
-    if closing is not None:
+    lengths = lengths[kept]
+    if closing is None:
+        tokens = ids.astype(dtype)
+    else:
         last = np.cumsum(sequences)[sequences > 0] - 1
-        ids = np.insert(ids, np.cumsum(lengths)[last], closing)
         lengths[last] += 1
-    return Block(ids.tobytes(), lengths.astype("<i4").tobytes(), sequences)
+        tokens = np.full(len(ids) + len(last), closing, dtype)
+        own = np.ones(len(tokens), dtype=bool)
+        own[np.cumsum(lengths)[last] - 1] = False
+        tokens[own] = ids
+    return Block(tokens.tobytes(), lengths.astype("<i4").tobytes(), sequences)

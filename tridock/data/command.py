@@ -12,6 +12,7 @@ from typing import Final
 
 from tridock.data.blocks import Recipe
 from tridock.data.encoders import Encoder, Reference, Vocabulary, check_ids_fit, fastest
+from tridock.data.malloc import return_what_is_freed
 from tridock.data.preprocess import Preprocessed, Request, preprocess
 from tridock.data.progress import progress_bar
 from tridock.data.sources import Kind, find_sources, kind_of_name
@@ -27,6 +28,7 @@ def run(arguments: argparse.Namespace) -> Preprocessed:
     """Says what it does on standard error, the result on standard output. Raises :class:`RequestError`."""
     if problems := list(_problems(arguments)):
         raise RequestError(problems)
+    return_what_is_freed()
     sources = find_sources(arguments.input, lambda name: _kind(arguments, name))
     encoder, notes = _encoder(arguments)
     check_ids_fit(encoder, str(arguments.vocab_file))

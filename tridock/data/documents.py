@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ from tridock.errors import Problem
 _BOM: Final = b"\xef\xbb\xbf"
 # Objects become tuples of their pairs, which keeps what a dict would drop: a key that stands there twice.
 _decode: Final = json.JSONDecoder(object_pairs_hook=tuple).decode
+Fields = list[list[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +57,13 @@ def remedy(keys: Sequence[str], kind: Kind) -> str:
 def parse(data: bytes, keys: Sequence[str], kind: Kind) -> Documents:
     """The documents of whole lines: a text, or a list of texts (a sequence each), for every key of ``keys``."""
     found = Documents([[] for _ in keys], [[] for _ in keys])
+    read = _plain if kind is Kind.TEXT else _quick_fields(keys)
     lines = data.split(b"\n")
     if lines[-1] == b"":
         lines.pop()
     for number, line in enumerate(lines):
         try:
-            parts = [[_plain(line)]] if kind is Kind.TEXT else _fields(line, keys)
+            parts = read(line)
         except _UnfitError as unfit:
             found.refused.append(Refusal(number, unfit.what, unfit.got, line))
             continue
@@ -70,8 +73,8 @@ def parse(data: bytes, keys: Sequence[str], kind: Kind) -> Documents:
     return found
 
 
-def _plain(line: bytes) -> str:
-    return _characters(line.removesuffix(b"\r"))
+def _plain(line: bytes) -> Fields:
+    return [[_characters(line.removesuffix(b"\r"))]]
 
 
 def _characters(line: bytes) -> str:
@@ -83,7 +86,37 @@ def _characters(line: bytes) -> str:
         raise _UnfitError("is not UTF-8", f"byte 0x{line[error.start]:02x} at column {error.start + 1}") from None
 
 
-def _fields(line: bytes, keys: Sequence[str]) -> list[list[str]]:
+def _quick_fields(keys: Sequence[str]) -> Callable[[bytes], Fields]:
+    """simdjson for the lines that have nothing special: twice as fast. What it does not take, ``_fields`` judges."""
+    try:
+        import simdjson
+    except ImportError:
+        return lambda line: _fields(line, keys)
+    parse = simdjson.Parser().parse
+
+    def read(line: bytes) -> Fields:
+        found = None
+        if not line.startswith(_BOM):  # which simdjson would pass over
+            with contextlib.suppress(ValueError, RuntimeError):
+                found = _plain_texts(parse(line), keys)
+        return _fields(line, keys) if found is None else found
+
+    return read
+
+
+def _plain_texts(parsed: Any, keys: Sequence[str]) -> Fields | None:
+    """The texts, where all is as it should be: an object without a key that stands there twice, and texts alone.
+
+    ``parsed`` must be let go before the next line: the parser's memory is used again.
+    """
+    names: list[str] = list(parsed.keys()) if hasattr(parsed, "keys") else []
+    if len(set(names)) != len(names) or any(key not in names for key in keys):
+        return None
+    values = [parsed[key] for key in keys]
+    return [[value] for value in values] if all(type(value) is str for value in values) else None
+
+
+def _fields(line: bytes, keys: Sequence[str]) -> Fields:
     text = _characters(line)
     try:
         pairs = _decode(text)

@@ -39,6 +39,9 @@ class DatasetManifest(BaseModel):
     rejected: int = 0
     """Lines of the inputs that are not among the documents."""
     versions: dict[str, str] = Field(default_factory=dict)
+    bin_sha256: str | None = None
+    """Of ``<prefix>.bin`` and ``<prefix>.idx``; None where an earlier Tridock or another tool wrote none."""
+    idx_sha256: str | None = None
 
 
 def manifest_path(prefix: Path) -> Path:

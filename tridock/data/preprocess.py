@@ -7,10 +7,10 @@ the number of workers and however often the work was interrupted.
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import platform
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -27,7 +27,7 @@ from tridock.data.unfinished import Unfinished
 from tridock.data.workers import encode_in_order
 from tridock.errors import Problem, RequestError
 
-CHUNK_BYTES: Final = 2 << 20
+CHUNK_BYTES: Final = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,29 +155,30 @@ def _work(request: Request, work: Unfinished, width: int, progress: Progress | N
             progress(Done(read, total, journal.documents_in, tokens))
         # A broken file's end is followed by its facts; between the two is no point to go on from.
         if chunk.broken is None and total and time.monotonic() - saved >= request.journal_seconds:
+            journal.digest = chunk.digest.result()
             work.save()
             saved = time.monotonic()
     assert all(journal.documents_in == counts.documents + journal.rejected for counts in journal.keys)
 
 
 def _chunks(request: Request, work: Unfinished) -> Iterator[Chunk]:
-    at, offset, crc = work.journal.source, work.journal.offset, work.journal.crc
+    at, offset, digest = work.journal.source, work.journal.offset, work.journal.digest
     for number, source in enumerate(request.sources):
         if number < at:
             continue
         chunks = read_chunks(number, source, request.recipe.keys, request.chunk_bytes)
-        yield from _after(chunks, offset, crc) if number == at and offset else chunks
+        yield from _after(chunks, offset, digest) if number == at and offset else chunks
 
 
-def _after(chunks: Iterator[Chunk], offset: int, crc: int) -> Iterator[Chunk]:
+def _after(chunks: Iterator[Chunk], offset: int, digest: str) -> Iterator[Chunk]:
     """What follows ``offset``, if what precedes it is still what it was."""
-    seen = 0
+    seen = hashlib.sha256()
     for chunk in chunks:
         begin = chunk.offset - len(chunk.data)
         cut = min(max(offset - begin, 0), len(chunk.data))
-        seen = zlib.crc32(chunk.data[:cut], seen)
+        seen.update(chunk.data[:cut])
         reached = chunk.offset >= offset
-        if (reached and begin < offset and seen != crc) or (chunk.finished and not reached):
+        if (reached and begin < offset and seen.hexdigest() != digest) or (chunk.finished and not reached):
             todo = "begin anew: leave --resume out"
             raise RequestError(Problem(chunk.source.name, "has changed since the work was begun", "", todo))
         if cut and cut == len(chunk.data):
@@ -203,10 +204,10 @@ def _take(request: Request, work: Unfinished, chunk: Chunk, encoded: Encoded | N
             raise RequestError(chunk.broken)
         work.reject(_record(chunk, Refusal(0, chunk.broken.what, chunk.broken.got, chunk.data)))
         journal.documents_in += 1
-    journal.source, journal.offset, journal.crc = chunk.number, chunk.offset, chunk.crc
+    journal.source, journal.offset = chunk.number, chunk.offset
     if chunk.finished is not None:
         journal.finished.append(chunk.finished)
-        journal.source, journal.offset, journal.crc = chunk.number + 1, 0, 0
+        journal.source, journal.offset = chunk.number + 1, 0
 
 
 def _record(chunk: Chunk, refusal: Refusal) -> bytes:
@@ -236,6 +237,8 @@ def _write_manifests(request: Request, work: Unfinished, width: int) -> None:
             empty_documents=journal.empty,
             rejected=journal.rejected,
             versions=_versions(encoder.name),
+            bin_sha256=counts.bin_sha256,
+            idx_sha256=counts.idx_sha256,
         )
         write_manifest(prefix, manifest)
 

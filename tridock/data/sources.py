@@ -9,14 +9,17 @@ import hashlib
 import io
 import json
 import lzma
+import os
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, BinaryIO, Final, cast
 
+from tridock.data.digest import Digest
 from tridock.data.manifest import Input
 from tridock.errors import Problem, RequestError
 
@@ -50,9 +53,10 @@ class Source:
 class Chunk:
     """Whole lines of one source, the last of a source perhaps without a newline.
 
-    ``position`` counts bytes read from the disk in this source; ``offset`` and ``crc`` are of the lines (decompressed)
-    up to the chunk's end. ``finished`` closes a source; ``broken`` says what stopped its reading, ``data`` then being
-    what was there of the line.
+    ``position`` counts bytes read from the disk in this source; ``offset`` and ``digest`` (SHA-256) are of the lines
+    (decompressed) up to the chunk's end. ``finished`` closes a source; ``broken`` says what stopped its reading,
+    ``data`` then being what was there of the line. ``plain``: the file holds the lines as they are, from
+    ``offset - len(data)`` on.
     """
 
     source: Source
@@ -61,10 +65,11 @@ class Chunk:
     data: bytes
     lines: int
     offset: int
-    crc: int
+    digest: Future[str]
     position: int
     finished: Input | None = None
     broken: Problem | None = None
+    plain: bool = False
 
 
 def find_sources(inputs: Sequence[str], tell_kind: Callable[[str], Kind]) -> tuple[Source, ...]:
@@ -84,7 +89,9 @@ def find_sources(inputs: Sequence[str], tell_kind: Callable[[str], Kind]) -> tup
         for path in paths:
             try:
                 size = path.stat().st_size
-                parquet = path.is_file() and _starts(path) == b"PAR1"  # what is looked at in a pipe is gone
+                parquet = (
+                    path.is_file() and _compression(_starts(path)) == "parquet"
+                )  # what is looked at in a pipe is gone
             except OSError as error:
                 problems.append(Problem(str(path), "cannot be read", error.strerror or str(error), _TODO_INPUT))
                 continue
@@ -108,7 +115,7 @@ def _paths(given: str) -> list[Path]:
 
 def _starts(path: Path) -> bytes:
     with path.open("rb") as file:
-        return file.read(4)
+        return file.read(6)
 
 
 def kind_of_name(name: str, otherwise: Kind) -> Kind:
@@ -126,7 +133,7 @@ class _Counted(io.RawIOBase):
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self.bytes = 0
-        self.digest = hashlib.sha256()
+        self.digest = Digest()
 
     def readable(self) -> bool:
         return True
@@ -180,24 +187,36 @@ _TODO_ZSTD: Final = "pip install zstandard, or decompress it: zstd -dc FILE | tr
 _TODO_PARQUET: Final = "pip install pyarrow, or give JSON lines"
 
 
+_MAGIC: Final = {
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ\x00": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"PAR1": "parquet",
+}
+
+
+def _compression(start: bytes) -> str | None:
+    return next((name for magic, name in _MAGIC.items() if start.startswith(magic)), None)
+
+
 def _decompressed(source: Source, file: Any) -> Any:
-    start = file.peek(6)
-    if start.startswith(b"\x1f\x8b"):
-        return gzip.GzipFile(fileobj=file)  # its readers hold no more than a block
-    if start.startswith(b"BZh"):
-        return bz2.BZ2File(file)
-    if start.startswith(b"\xfd7zXZ\x00"):
-        return lzma.LZMAFile(file)
-    if start.startswith(b"\x28\xb5\x2f\xfd"):
-        try:
-            return io.BufferedReader(_Zstandard(file), 1 << 17)
-        except ImportError:
-            raise RequestError(
-                Problem(source.name, "is compressed by zstd, for which a package is missing", "", _TODO_ZSTD)
-            ) from None
-    if start.startswith(b"PAR1"):
-        todo = "give the file's path: parquet cannot be read from a pipe"
-        raise RequestError(Problem(source.name, "is parquet", "", todo))
+    match _compression(file.peek(6)):
+        case "gzip":
+            return gzip.GzipFile(fileobj=file)  # its readers hold no more than a block
+        case "bzip2":
+            return bz2.BZ2File(file)
+        case "xz":
+            return lzma.LZMAFile(file)
+        case "zstd":
+            try:
+                return io.BufferedReader(_Zstandard(file), 1 << 17)
+            except ImportError:
+                what = "is compressed by zstd, for which a package is missing"
+                raise RequestError(Problem(source.name, what, "", _TODO_ZSTD)) from None
+        case "parquet":
+            todo = "give the file's path: parquet cannot be read from a pipe"
+            raise RequestError(Problem(source.name, "is parquet", "", todo))
     return file
 
 
@@ -224,14 +243,88 @@ def read_chunks(number: int, source: Source, keys: Sequence[str], size: int) -> 
 
     ``number`` is the source's place among the inputs. Memory: a chunk and the longest line.
     """
+    if source.path is not None and source.kind is not Kind.PARQUET and _is_plain(source.path):
+        return _plain_chunks(number, source, source.path, size)
     blocks: _Parquet | _Stream = _Parquet(source, keys) if source.kind is Kind.PARQUET else _Stream(source)
-    line, offset, crc, rest, held = 1, 0, 0, [b""], 0
+    return _chunks_of_blocks(number, source, blocks, size)
+
+
+def _is_plain(path: Path) -> bool:
+    """A file on the disk whose bytes are the lines; of what cannot be opened, opening it will tell."""
+    try:
+        return path.is_file() and _compression(_starts(path)) is None
+    except OSError:
+        return False
+
+
+def _plain_chunks(number: int, source: Source, path: Path, size: int) -> Iterator[Chunk]:
+    line, offset, content = 1, 0, Digest()
+    try:
+        with path.open("rb", buffering=0) as file:
+            before = _identity(file)
+            while data := _lines_at(file.fileno(), offset, size):
+                if _identity(file) != before:
+                    raise changed(source)
+                first, lines = line, data.count(b"\n") + (data[-1:] != b"\n")
+                line, offset = line + lines, offset + len(data)
+                content.update(data)
+                yield Chunk(source, number, first, data, lines, offset, content.mark(), offset, plain=True)
+            if _identity(file) != before:
+                raise changed(source)
+    except OSError as error:
+        raise _unreadable(source, error) from None
+    facts = Input(name=path.name, bytes=offset, sha256=content.hexdigest())
+    yield Chunk(source, number, line, b"", 0, offset, content.mark(), offset, facts)
+
+
+def _lines_at(file: int, offset: int, size: int) -> bytes:
+    """Whole lines from ``offset`` on, at most ``size`` bytes of them, or one line that is longer; b"" at the end."""
+    data = os.pread(file, size, offset)
+    if len(data) < size:
+        return data
+    if cut := data.rfind(b"\n") + 1:
+        return data[:cut]
+    parts = [data]
+    while data := os.pread(file, size, offset := offset + len(data)):
+        cut = data.find(b"\n") + 1
+        parts.append(data[: cut or None])
+        if cut:
+            break
+    return b"".join(parts)
+
+
+def _identity(file: IO[bytes]) -> tuple[int, int]:
+    """What changes when somebody writes to it."""
+    found = os.fstat(file.fileno())
+    return found.st_size, found.st_mtime_ns
+
+
+def lines_of(chunk: Chunk) -> tuple[str, int, int]:
+    """Where a plain chunk's lines lie: the file, and their first byte and how many there are."""
+    return str(chunk.source.path), chunk.offset - len(chunk.data), len(chunk.data)
+
+
+def changed(source: Source) -> RequestError:
+    """What an input is refused for that somebody writes to."""
+    todo = "let nothing write to it, and begin anew"
+    return RequestError(Problem(source.name, "was changed while it was read", "", todo))
+
+
+def _unreadable(source: Source, error: OSError) -> RequestError:
+    got = error.strerror or str(error)
+    return RequestError(Problem(source.name, "cannot be read", got, _TODO_INPUT))
+
+
+def _chunks_of_blocks(number: int, source: Source, blocks: _Parquet | _Stream, size: int) -> Iterator[Chunk]:
+    line, offset, content, rest, held = 1, 0, Digest(), [b""], 0
 
     def chunk(data: bytes, finished: Input | None = None, broken: Problem | None = None) -> Chunk:
-        nonlocal line, offset, crc
+        nonlocal line, offset
         first, lines = line, data.count(b"\n") + (data[-1:] not in (b"", b"\n"))
-        line, offset, crc = line + lines, offset + len(data), zlib.crc32(data, crc)
-        return Chunk(source, number, first, data, lines, offset, crc, blocks.position(), finished, broken)
+        line, offset = line + lines, offset + len(data)
+        content.update(data)
+        position = blocks.position()
+        return Chunk(source, number, first, data, lines, offset, content.mark(), position, finished, broken)
 
     try:
         for block in blocks.read(size):
@@ -262,8 +355,7 @@ class _Stream:
         try:
             opened = sys.stdin.buffer if source.path is None else source.path.open("rb", buffering=0)
         except OSError as error:
-            got = error.strerror or str(error)
-            raise RequestError(Problem(source.name, "cannot be read", got, _TODO_INPUT)) from None
+            raise _unreadable(source, error) from None
         self._counted = _Counted(cast("BinaryIO", opened))
         self._own = source.path is not None
         self._opened = opened

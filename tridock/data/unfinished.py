@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import shutil
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ import numpy as np
 from pydantic import BaseModel, ValidationError
 
 from tridock.data.blocks import Block
+from tridock.data.digest import Digest
 from tridock.data.indexed_dataset import Tokens, idx_path, publish, write_index
 from tridock.data.manifest import Input
 from tridock.errors import Problem, RequestError
@@ -34,17 +36,20 @@ class Counts(BaseModel):
     bytes: int = 0
     sequences: int = 0
     documents: int = 0
+    bin_sha256: str | None = None
+    """Of the whole files, when they are; so is the next."""
+    idx_sha256: str | None = None
 
 
 class Journal(BaseModel):
-    """How far the work is. ``source`` is the number of the input being read; ``offset`` and ``crc`` are of its lines
-    so far; ``request`` is what the work was begun with."""
+    """How far the work is. ``source`` is the number of the input being read; ``offset`` and ``digest`` (SHA-256)
+    are of its lines so far; ``request`` is what the work was begun with."""
 
     request: dict[str, str]
     keys: list[Counts]
     source: int = 0
     offset: int = 0
-    crc: int = 0
+    digest: str = ""
     finished: list[Input] = []
     documents_in: int = 0
     rejected: int = 0
@@ -69,6 +74,7 @@ class Unfinished:
             self._take_lock()
             found = self._saved(request) if resume else None
             self.resumed = found is not None
+            self._digests: list[Digest] = []
             self.journal = found or Journal(request=request, keys=[Counts() for _ in range(keys)])
             self._files = self._open()
         except BaseException:
@@ -113,6 +119,7 @@ class Unfinished:
             sizes = (counts.bytes, counts.sequences * 4, (counts.documents + 1) * 8)
             for part, size in zip(_PARTS, sizes, strict=True):
                 files.append(_appended(self.folder / f"{number}.{part}", size))
+            self._digests.append(Digest(self.folder / f"{number}.bin"))
         files.append(_appended(self.folder / "rejects", self.journal.rejects_bytes))
         return files
 
@@ -121,6 +128,7 @@ class Unfinished:
         counts = self.journal.keys[number]
         tokens, lengths, documents = self._files[3 * number : 3 * number + 3]
         tokens.write(block.tokens)
+        self._digests[number].update(block.tokens)
         lengths.write(block.lengths)
         documents.write((np.cumsum(block.sequences) + counts.sequences).astype("<i8").tobytes())
         counts.bytes += len(block.tokens)
@@ -143,6 +151,8 @@ class Unfinished:
     def publish(self, prefixes: Sequence[Path], dtype: np.dtype[Any], rejects: Path | None) -> None:
         """Gives everything its names; may be interrupted anywhere and done again."""
         if not self.journal.whole:
+            for counts, digest in zip(self.journal.keys, self._digests, strict=True):
+                counts.bin_sha256 = digest.hexdigest()
             self.journal.whole = True
             self.save()
         for number, prefix in enumerate(prefixes):
@@ -152,6 +162,9 @@ class Unfinished:
                 lengths = _mapped(self.folder / f"{number}.lengths", "<i4", counts.sequences)
                 documents = _mapped(self.folder / f"{number}.documents", "<i8", counts.documents + 1)
                 write_index(index, dtype, lengths, documents)
+                with index.open("rb") as file:
+                    counts.idx_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+                self.save()
                 publish(prefix, data, index)
             elif index.exists():
                 index.replace(idx_path(prefix))  # killed between the two

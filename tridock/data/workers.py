@@ -10,10 +10,12 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
 from tridock.data.blocks import Encoded, Recipe
-from tridock.data.sources import Chunk, Kind
+from tridock.data.sources import Chunk, Kind, Source, changed, lines_of
 from tridock.errors import Problem, RunError
 
 _PR_SET_PDEATHSIG: Final = 1
@@ -23,7 +25,8 @@ _recipe: Recipe
 def encode_in_order(recipe: Recipe, chunks: Iterator[Chunk], workers: int) -> Iterator[tuple[Chunk, Encoded | None]]:
     """Each chunk with its documents; None for one without lines, or with a line that is cut off.
 
-    One worker works in this process. At most two chunks a worker are under way.
+    One worker works in this process. At most two chunks a worker are under way. Lines that lie in a file as they are
+    are read there by the worker: they do not go through this process's hands twice.
     """
     if workers == 1:
         for chunk in chunks:
@@ -35,14 +38,33 @@ def encode_in_order(recipe: Recipe, chunks: Iterator[Chunk], workers: int) -> It
     pool = ProcessPoolExecutor(workers, context, _start, (recipe, os.getpid()))
     under_way: deque[tuple[Chunk, Future[Encoded] | None]] = deque()
     try:
+        _fork_all(pool)
         for chunk in chunks:
-            under_way.append((chunk, None if _idle(chunk) else pool.submit(_encode, chunk.data, chunk.source.kind)))
+            under_way.append(_given(chunk, pool))
             if len(under_way) >= 2 * workers:
                 yield _finished(under_way)
         while under_way:
             yield _finished(under_way)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _fork_all(pool: ProcessPoolExecutor) -> None:
+    """Now, before the reading starts threads. A Ctrl-C on the way waits: it would leave a pool that cannot be ended."""
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        pool.submit(int).result()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _given(chunk: Chunk, pool: ProcessPoolExecutor) -> tuple[Chunk, Future[Encoded] | None]:
+    """The chunk, and a worker at it."""
+    if _idle(chunk):
+        return chunk, None
+    if chunk.plain:
+        return replace(chunk, data=b""), pool.submit(_encode_part, chunk.source, *lines_of(chunk))
+    return chunk, pool.submit(_encode, chunk.data, chunk.source.kind)
 
 
 def _idle(chunk: Chunk) -> bool:
@@ -67,6 +89,14 @@ def _start(recipe: Recipe, parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def _encode_part(source: Source, name: str, offset: int, size: int) -> Encoded:
+    with Path(name).open("rb", buffering=0) as file:
+        data = os.pread(file.fileno(), size, offset)
+    if len(data) != size:
+        raise changed(source)
+    return _encode(data, source.kind)
 
 
 def _encode(data: bytes, kind: Kind) -> Encoded:

@@ -1,9 +1,10 @@
 """A line becomes the texts of a document, or one whole sentence about what is wrong with it."""
 
 import json
+import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tridock.data.documents import parse, remedy
@@ -71,6 +72,30 @@ def test_lines_of_text() -> None:
     assert (found.texts, found.counts) == ([["a b", "", "\xa0ž\u2028c"]], [[1, 1, 1]])
     refused = parse(b"a\xc3\n\xef\xbb\xbfb\n", ["text"], Kind.TEXT).refused
     assert [(r.line, r.what) for r in refused] == [(0, "is not UTF-8"), (1, "begins with a byte order mark")]
+
+
+VALUES = st.recursive(
+    st.one_of(st.text(max_size=5), st.integers(), st.floats(), st.booleans(), st.none()),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=3), inner, max_size=3)),
+    max_leaves=5,
+)
+PAIRS = st.lists(st.tuples(st.sampled_from(["text", "te", "other", "\u017e", ""]), VALUES), max_size=4)
+
+
+@settings(max_examples=300, deadline=None)
+@given(PAIRS, st.booleans(), st.lists(st.tuples(st.integers(0, 80), st.integers(0, 255)), max_size=2))
+def test_the_quick_parser_changes_nothing(
+    pairs: list[tuple[str, object]], escaped: bool, damage: list[tuple[int, int]]
+) -> None:
+    """Well-formed lines and lines with bytes overwritten: what Python's own parser says of them."""
+    parts = (f"{json.dumps(k, ensure_ascii=escaped)}: {json.dumps(v, ensure_ascii=escaped)}" for k, v in pairs)
+    line = bytearray(f"{{{', '.join(parts)}}}".encode("utf-8", "surrogatepass"))
+    for place, byte in damage:
+        line[place % len(line)] = byte
+    quick = parse(bytes(line), ["text"], Kind.JSONL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "simdjson", None)
+        assert parse(bytes(line), ["text"], Kind.JSONL) == quick
 
 
 @given(st.lists(st.text()), st.booleans())

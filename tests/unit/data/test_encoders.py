@@ -94,6 +94,15 @@ def test_fast_over_any_texts(fast: Fast, reference: Reference, texts: list[str])
     assert_same(fast, reference, texts)
 
 
+@given(texts=st.lists(st.text("ab1 .,'\n\t!\x1c\u00a0\u4e2d\ua7ce\U0001e6c0", max_size=60), max_size=4))
+def test_texts_with_newer_characters_are_cut_where_a_word_ends(
+    fast: Fast, reference: Reference, texts: list[str]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encoders, "_PIECE_CHARACTERS", 3)
+        assert_same(fast, reference, texts)
+
+
 def test_the_fast_one_is_taken_where_it_is_proven(fast: Fast, reference: Reference, tmp_path: Path) -> None:
     assert fastest(reference.tokenizer)[1] == ""
     reference.tokenizer.save(tmp_path)
@@ -132,10 +141,10 @@ class _Wrong:
         self._right = Tokenizer.from_str(text)
         self._calls = 0
 
-    def encode_batch(self, texts: list[bytes], parallel: bool) -> list[list[int]]:
+    def encode_batch(self, texts: list[str], parallel: bool) -> list[list[int]]:
         self._calls += 1
         more = [0] * (self._calls > self.after)
-        return [self._right.encode(text.decode()).ids + more for text in texts]
+        return [self._right.encode(text).ids + more for text in texts]
 
 
 @pytest.mark.parametrize(("after", "texts"), [(0, []), (9, ["some text"]), (9, ["some text " * 999])])

@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tridock.data import preprocess as module
+from tridock.data import workers as workers_module
 from tridock.data.blocks import Recipe
 from tridock.data.encoders import Reference
 from tridock.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
@@ -58,6 +59,10 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix in (".bin", ".idx")}
 
 
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def message(action: Callable[[], object], kind: type[Exception] = RequestError) -> str:
     with pytest.raises(kind) as caught:
         action()
@@ -89,6 +94,7 @@ def test_documents_in_are_documents_out(tokenizer: BytePairTokenizer, tmp_path: 
         "sequences": 3,
         "empty_documents": 1,
         "rejected": 0,
+        **{f"{s}_sha256": sha256(tmp_path / f"out_text_document.{s}") for s in ("bin", "idx")},
     }
     assert str(done).startswith(
         f"{done.prefix}: 4 documents in, 4 out (1 empty), 0 rejected; {done.tokens} tokens, 0.0 MB in "
@@ -166,6 +172,24 @@ def test_a_bad_line_stops_before_any_output(tokenizer: BytePairTokenizer, tmp_pa
     wanted = request(tokenizer, tmp_path / "out", source, workers=workers, chunk_bytes=20)
     assert message(lambda: preprocess(wanted)) == f"{source}:2: has no text under 'text'; got null; {REMEDY}"
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_input_that_somebody_writes_to(tokenizer: BytePairTokenizer, tmp_path: Path, workers: int) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_bytes(lines(*["four"] * 100))
+
+    def append(_: module.Done) -> None:
+        with source.open("ab") as file:
+            file.write(lines("more"))
+
+    wanted = request(tokenizer, tmp_path / "out", source, workers=workers, chunk_bytes=50)
+    changed = f"{source}: was changed while it was read; let nothing write to it, and begin anew"
+    assert message(lambda: preprocess(wanted, append)) == changed
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+    if workers == 2:
+        encode = workers_module._encode_part
+        assert message(lambda: encode(wanted.sources[0], str(source), 0, 1 << 30)) == changed
 
 
 def test_a_file_cut_short_stops_too(tokenizer: BytePairTokenizer, tmp_path: Path) -> None:

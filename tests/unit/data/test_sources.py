@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tridock.data.manifest import Input
-from tridock.data.sources import Chunk, Kind, Source, find_sources, kind_of_name, read_chunks
+from tridock.data.sources import Chunk, Kind, Source, find_sources, kind_of_name, lines_of, read_chunks
 from tridock.errors import RequestError
 
 LINES = b"".join(b'{"text": "%d"}\n' % number for number in range(5000))
@@ -53,18 +53,31 @@ def jsonl(_: str) -> Kind:
 
 
 @settings(max_examples=40)
-@given(st.lists(st.binary(max_size=30).map(lambda line: line.replace(b"\n", b"")), max_size=20), st.integers(1, 99))
-def test_chunks_are_whole_lines(tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], size: int) -> None:
+@given(
+    st.lists(st.binary(max_size=30).map(lambda line: line.replace(b"\n", b"")), max_size=20),
+    st.integers(1, 99),
+    st.booleans(),
+)
+def test_chunks_are_whole_lines(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[bytes], size: int, compressed: bool
+) -> None:
     path = tmp_path_factory.mktemp("chunks") / "a"
     data = b"\n".join([b"[", *lines])  # no compression begins so
-    path.write_bytes(data)
+    stored = gzip.compress(data) if compressed else data
+    path.write_bytes(stored)
     *chunks, last = read(path, size)
     assert b"".join(chunk.data for chunk in chunks) == data
     assert all(chunk.data.endswith(b"\n") for chunk in chunks[:-1])
     for chunk in chunks:
-        assert chunk.first_line == data[: chunk.offset - len(chunk.data)].count(b"\n") + 1
+        start = chunk.offset - len(chunk.data)
+        assert chunk.first_line == data[:start].count(b"\n") + 1
         assert chunk.lines == chunk.data.count(b"\n") + (not chunk.data.endswith(b"\n"))
-    assert last.finished == Input(name="a", bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+        assert chunk.digest.result() == hashlib.sha256(data[: chunk.offset]).hexdigest()
+        assert chunk.plain != compressed
+        if chunk.plain:
+            assert lines_of(chunk) == (str(path), start, len(chunk.data))
+            assert len(chunk.data) <= size or chunk.lines == 1
+    assert last.finished == Input(name="a", bytes=len(stored), sha256=hashlib.sha256(stored).hexdigest())
 
 
 @pytest.mark.parametrize("how", COMPRESSORS)

@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.ranks import free_port, rank_environment
 from tests.distributed.test_megatron_v115 import PP, TP, WARMUP, ZERO, experiment, train
 from tests.experiments import make_plan
 from tests.megatron_source import patched_source
 from tridock.data.corpus import prepare_demo
+from tridock.engines import rank_program
 from tridock.engines.megatron_deepspeed import INDEX_MAPS, index_map_arguments
+from tridock.experiment import dump_experiment
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
@@ -131,3 +134,29 @@ def test_tensor_parallel_ranks_count_as_one(workspace: Path, source: Path) -> No
     made = make(workspace, source, 2, **{TP: 2})
     assert sorted(json.loads(made.stdout)["files"]) == sorted(maps(workspace))
     assert any("_train_indexmap_24ns_" in name for name in maps(workspace))
+
+
+def test_a_node_whose_first_rank_reads_no_data_finds_them(workspace: Path, source: Path, tmp_path: Path) -> None:
+    """Of four stages on two nodes that share nothing: the last stage reads data, and is no node's first rank."""
+    nodes, fields, name = (workspace, tmp_path / "other"), {PP: 4, ZERO: 1}, "four"
+    assert json.loads(make(workspace, source, 4, **fields).stdout)["made"] == 9
+    shutil.copytree(workspace, nodes[1])
+    before = identity(nodes[1])
+    plan = make_plan(experiment(**SHORT, **fields), {"node-1": range(2), "node-2": range(2)}, name)
+    given, port, processes = experiment(**SHORT, **fields).resolved(1), str(free_port()), []
+    for rank in range(4):
+        folder = nodes[rank // 2] / "runs" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        program = rank_program(given, plan, name, str(folder))
+        (folder / "experiment.yaml").write_text(dump_experiment(given))
+        for file, content in program.files.items():
+            (folder / file).write_bytes(content)
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank % 2), "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+        env = rank_environment() | program.env | place | {"MASTER_PORT": port, "TRIDOCK_MEGATRON": str(source)}
+        command = [sys.executable, "-m", program.module, *program.arguments]
+        processes.append(
+            subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
+    said = [process.communicate(timeout=300)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * 4, said[-1][-5000:]
+    assert identity(nodes[1]) == before

@@ -94,6 +94,7 @@ def test_documents_in_are_documents_out(tokenizer: BytePairTokenizer, tmp_path: 
         "sequences": 3,
         "empty_documents": 1,
         "rejected": 0,
+        "part": None,
         **{f"{s}_sha256": sha256(tmp_path / f"out_text_document.{s}") for s in ("bin", "idx")},
     }
     assert str(done).startswith(

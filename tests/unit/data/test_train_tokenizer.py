@@ -195,7 +195,8 @@ def test_ctrl_c_ends_it_at_once(folder: Path, learning: bool) -> None:
     command = [sys.executable, "-m", "tridock.cli", *train(*more, size=200_000)]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE, "stdout": subprocess.PIPE}
-    run = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, **pipes)
+    # A terminal's Ctrl-C reaches all processes of the group.
+    run = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, start_new_session=True, **pipes)
     try:
         assert run.stdin is not None
         assert run.stderr is not None
@@ -208,7 +209,7 @@ def test_ctrl_c_ends_it_at_once(folder: Path, learning: bool) -> None:
             # At rest: a signal in the moment when the other process starts is only seen with the next one.
             while not list(folder.glob(".r.*")) or cpu_time(run.pid) != cpu_time(run.pid, after=0.2):
                 assert run.poll() is None
-        run.send_signal(signal.SIGINT)
+        os.killpg(run.pid, signal.SIGINT)
         run.wait(timeout=30)
         assert (run.returncode, run.stderr.read()) == (130, b"")
     finally:

@@ -244,8 +244,26 @@ def test_blocks_of_any_size_find_the_same(command: Command, whole: Path, monkeyp
         monkeypatch.setattr("tridock.data.verify._BLOCK", tokens * 2)
         monkeypatch.setattr("tridock.data.indexed_dataset._BLOCK", entries)
         assert (command.out(whole), command.problems(whole, "--vocab-size", 66)) == before
-    patch(Path("d.bin"), 12, "<H", 5)
-    assert "d.bin, document 2, sequence 1, byte 12: ends its document" in command.problems(whole)[0]
+        make(Path("e"), DOCUMENTS)
+        patch(Path("e.bin"), 6, "<H", 5)
+        (line,) = command.problems("e")
+        assert line.startswith("e.bin, document 0, sequence 0, byte 6: ends its document")
+
+
+def test_blocks_of_any_size_find_the_same_damage(
+    command: Command, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for position, form, value in ((LENGTHS + 8, "<i", -1), (OFFSETS + 16, "<q", 1), (ENTRIES + 24, "<q", 0)):
+        patch(Path("d.idx"), position, form, value)
+    before = command.problems(whole)
+    assert [line.partition(":")[0] for line in before[:3]] == [
+        "d.idx, sequence 2",
+        "d.idx, sequence 2",
+        "d.idx, document 3",
+    ]
+    for entries in (1, 2):
+        monkeypatch.setattr("tridock.data.indexed_dataset._BLOCK", entries)
+        assert command.problems(whole) == before
 
 
 def test_a_sequence_without_tokens_is_no_damage(command: Command) -> None:
@@ -257,6 +275,9 @@ def test_a_sequence_without_tokens_is_no_damage(command: Command) -> None:
     counted = Path("e.json").read_text().replace('"documents": 2', '"documents": 3')
     Path("d.json").write_text(counted.replace('"sequences": 2', '"sequences": 3'))
     assert "token 999 at the end of every document" in command.out("d")
+    # Nor is a document of such ones alone, after one that is not closed, a second that is not.
+    patch(Path("d.bin"), 2, "<H", 5)
+    assert [line.partition(":")[0] for line in command.problems("d")] == ["d.bin, document 0, sequence 0, byte 2"]
 
 
 def test_flags_and_files_that_cannot_be(command: Command, whole: Path) -> None:

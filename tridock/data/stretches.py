@@ -14,6 +14,7 @@ from typing import BinaryIO, Final
 
 import numpy as np
 
+from tridock.data.digest import Digest
 from tridock.data.index_checks import index_problems
 from tridock.data.indexed_dataset import (
     COPY_OR_MAKE,
@@ -165,7 +166,7 @@ class _Partial:
         mark = f"{os.getpid()}.{secrets.token_hex(4)}.part"
         self._bin = prefix.with_name(f".{prefix.name}.bin.{mark}")
         self._idx = prefix.with_name(f".{prefix.name}.idx.{mark}")
-        self._hash = None if output.manifest is None else hashlib.sha256()
+        self._hash = None if output.manifest is None else Digest()
 
     def __enter__(self) -> _Partial:
         return self

@@ -10,6 +10,7 @@ from typing import Final
 
 import numpy as np
 
+from tridock.data.digest import Digest
 from tridock.data.index_checks import Places, index_problems
 from tridock.data.indexed_dataset import (
     COPY_OR_MAKE,
@@ -156,7 +157,7 @@ class _Scan:
         self._index, self._data, self._ends, self._sound = index, data, ends or iter(()), ends is not None
         self._vocab_size = vocab_size or (manifest.vocab_size if manifest else None)
         self._closing = manifest.end_of_document if manifest else None
-        self._hash = hashlib.sha256() if manifest is not None and manifest.bin_sha256 else None
+        self._hash = Digest() if manifest is not None and manifest.bin_sha256 else None
         self._outside, self._unclosed = Places(), Places()
         self._pending = np.zeros(0, np.int64)
 
@@ -168,15 +169,14 @@ class _Scan:
     def run(self, progress: Progress | None) -> None:
         """Reads the whole file."""
         width, position = self._index.dtype.itemsize, 0
-        buffer = bytearray(_BLOCK)
         with self._data.open("rb") as file:
-            while count := file.readinto(buffer):
+            while block := file.read(_BLOCK):
                 if self._hash:
-                    self._hash.update(memoryview(buffer)[:count])
-                tokens = np.frombuffer(buffer, self._index.dtype, count // width)
+                    self._hash.update(block)
+                tokens = np.frombuffer(block, self._index.dtype, len(block) // width)
                 self._range(tokens, position // width)
                 self._closed(tokens, position // width)
-                position += count
+                position += len(block)
                 if progress is not None:
                     progress(position)
 

@@ -74,8 +74,7 @@ def split(
     (dataset,), (manifest,) = open_whole([prefix])
     base = output or prefix
     named = by_number(parts, dataset.documents) if parts is not None else by_shares(shares or "", dataset.documents)
-    if parts is None:
-        _check_leftovers(base, {name for name, _, _ in named})
+    _check_leftovers(base, {name for name, _, _ in named}, parts is not None)
     outputs = []
     for name, first, last in named:
         told = f"documents {first} to {last - 1} of the {dataset.documents} of {prefix.name}"
@@ -89,18 +88,20 @@ def split(
     return write_outputs(outputs, progress)
 
 
-def _check_leftovers(base: Path, made: set[str]) -> None:
-    """What an earlier split left for a share that is now 0 holds documents that are now in another part."""
-    others = [base.with_name(f"{base.name}_{name}") for name in SPLITS if name not in made]
+def _check_leftovers(base: Path, made: set[str], numbered: bool) -> None:
+    """What an earlier split left besides these parts holds documents that are now in one of them, and count twice."""
+    there = [file.stem.removeprefix(f"{base.name}_") for file in base.parent.glob("*.idx")]
     problems = [
         Problem(
-            str(path),
+            str(base.with_name(f"{base.name}_{name}")),
             "lies there from another split, and this one makes none",
             "",
             "remove it, or choose another --output-prefix",
         )
-        for path in others
-        if idx_path(path).exists()
+        for name in sorted(there)
+        if idx_path(base.with_name(f"{base.name}_{name}")).exists()
+        and name not in made
+        and (name.isdecimal() if numbered else name in SPLITS)
     ]
     if problems:
         raise RequestError(problems)

@@ -92,6 +92,13 @@ def test_shares_of_nothing_make_nothing(capsys: pytest.CaptureFixture[str]) -> N
     # But other parts beside them are nobody's.
     assert main(["data", "split", "d", "--parts", "10", "--output-prefix", "o/e"]) == 0
     assert [IndexedDataset(Path(f"o/e_{number}")).documents for number in range(10)] == [1] * 10
+    # Fewer of them would leave some, which a merge of the folder would take too.
+    assert main(["data", "split", "d", "--parts", "10", "--output-prefix", "o/e"]) == 0
+    assert problems(capsys, "d", "--parts", "8", "--output-prefix", "o/e") == [
+        f"o/e_{number}: lies there from another split, and this one makes none; "
+        "remove it, or choose another --output-prefix"
+        for number in (8, 9)
+    ]
 
 
 def test_names_of_parts_sort_as_their_documents(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from tridock.data.indexed_dataset import IndexedDataset
 from tridock.data.manifest import DatasetManifest, manifest_path
-from tridock.data.stretches import Output, Progress, Stretch, Written, open_whole, write_outputs
+from tridock.data.prefixes import open_whole
+from tridock.data.stretches import Output, Progress, Stretch, Written, write_outputs
 from tridock.errors import Problem, RequestError
 
 

@@ -1,11 +1,13 @@
-"""Which data sets a command line names."""
+"""Which data sets a command line names, and whether they are whole enough to go on with."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from tridock.data.indexed_dataset import bin_path, idx_path
+from tridock.data.index_checks import index_problems
+from tridock.data.indexed_dataset import IndexedDataset, bin_path, idx_path
+from tridock.data.manifest import DatasetManifest, manifest_path, read_manifest
 from tridock.errors import Problem, RequestError
 
 
@@ -31,6 +33,31 @@ def find_prefixes(inputs: Sequence[str]) -> list[Path]:
     if problems:
         raise RequestError(problems)
     return found
+
+
+def open_whole(prefixes: Sequence[Path]) -> tuple[list[IndexedDataset], list[DatasetManifest | None]]:
+    """The data sets and their manifests. Raises :class:`RequestError` with all that is wrong with any of them."""
+    datasets: list[IndexedDataset] = []
+    manifests: list[DatasetManifest | None] = []
+    problems: list[Problem] = []
+    for prefix in prefixes:
+        try:
+            dataset, manifest = IndexedDataset(prefix), read_manifest(prefix)
+        except RequestError as error:
+            problems += error.problems
+            continue
+        problems += index_problems(dataset.index)
+        counted = None if manifest is None else (manifest.documents, manifest.tokens)
+        there = dataset.documents, len(dataset.tokens)
+        if counted is not None and counted != there:
+            what = f"belongs to other data: there are {there[0]} documents of {there[1]} tokens"
+            got, todo = f"{counted[0]} documents of {counted[1]} tokens", "copy all three files again"
+            problems.append(Problem(str(manifest_path(prefix)), what, got, todo))
+        datasets.append(dataset)
+        manifests.append(manifest)
+    if problems:
+        raise RequestError(problems)
+    return datasets, manifests
 
 
 def check_output(prefix: Path) -> None:

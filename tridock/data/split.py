@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Final
 
 from tridock.data.indexed_dataset import idx_path
-from tridock.data.stretches import Output, Progress, Stretch, Written, open_whole, write_outputs
+from tridock.data.prefixes import open_whole
+from tridock.data.stretches import Output, Progress, Stretch, Written, write_outputs
 from tridock.errors import Problem, RequestError
 
 SPLITS: Final = ("train", "valid", "test")

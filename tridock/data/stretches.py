@@ -15,7 +15,6 @@ from typing import BinaryIO, Final
 import numpy as np
 
 from tridock.data.digest import Digest
-from tridock.data.index_checks import index_problems
 from tridock.data.indexed_dataset import (
     COPY_OR_MAKE,
     HEADER,
@@ -26,7 +25,7 @@ from tridock.data.indexed_dataset import (
     publish,
     write_index_of_blocks,
 )
-from tridock.data.manifest import DatasetManifest, manifest_path, read_manifest, write_manifest
+from tridock.data.manifest import DatasetManifest, manifest_path, write_manifest
 from tridock.errors import Problem, RequestError
 
 _BLOCK: Final = 8 << 20
@@ -95,31 +94,6 @@ class Output:
     def tokens_size(self) -> int:
         """Bytes of the .bin."""
         return sum(end - start for start, end in (stretch.bytes for stretch in self.stretches))
-
-
-def open_whole(prefixes: Sequence[Path]) -> tuple[list[IndexedDataset], list[DatasetManifest | None]]:
-    """The data sets and their manifests. Raises :class:`RequestError` with all that is wrong with any of them."""
-    datasets: list[IndexedDataset] = []
-    manifests: list[DatasetManifest | None] = []
-    problems: list[Problem] = []
-    for prefix in prefixes:
-        try:
-            dataset, manifest = IndexedDataset(prefix), read_manifest(prefix)
-        except RequestError as error:
-            problems += error.problems
-            continue
-        problems += index_problems(dataset.index)
-        counted = None if manifest is None else (manifest.documents, manifest.tokens)
-        there = dataset.documents, len(dataset.tokens)
-        if counted is not None and counted != there:
-            what = f"belongs to other data: there are {there[0]} documents of {there[1]} tokens"
-            got, todo = f"{counted[0]} documents of {counted[1]} tokens", "copy all three files again"
-            problems.append(Problem(str(manifest_path(prefix)), what, got, todo))
-        datasets.append(dataset)
-        manifests.append(manifest)
-    if problems:
-        raise RequestError(problems)
-    return datasets, manifests
 
 
 def write_outputs(outputs: Sequence[Output], progress: Progress | None = None) -> list[Written]:

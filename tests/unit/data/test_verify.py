@@ -241,7 +241,7 @@ def test_all_problems_at_once_where_the_index_says_no_places(command: Command, w
 def test_blocks_of_any_size_find_the_same(command: Command, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = command.out(whole), command.problems(whole, "--vocab-size", 66)
     for tokens, entries in ((1, 1), (2, 1), (3, 2)):
-        monkeypatch.setattr("tridock.data.verify._BLOCK", tokens * 2)
+        monkeypatch.setattr("tridock.data.token_scan._BLOCK", tokens * 2)
         monkeypatch.setattr("tridock.data.indexed_dataset._BLOCK", entries)
         assert (command.out(whole), command.problems(whole, "--vocab-size", 66)) == before
         make(Path("e"), DOCUMENTS)

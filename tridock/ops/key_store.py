@@ -33,6 +33,10 @@ class KeyStore:
         self.folder = cluster.state_folder
         self._keys: ClusterKeys | None = None
 
+    def exists(self) -> bool:
+        """Whether the cluster has keys already."""
+        return (self.folder / _KEYS).exists()
+
     def ensure(self) -> None:
         """Makes what is missing and mends modes and folders; what is right stays byte for byte."""
         with self._locked():

@@ -6,9 +6,9 @@ import json
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from tempfile import TemporaryFile
 from typing import Any, Final
 
@@ -53,8 +53,7 @@ def meet(addresses: Mapping[str, str], token: str) -> dict[str, dict[str, Any]]:
         looks = _at_once(list(there), lambda node: calls[node].look({at: peers[at] for at in peers if at != node}))
         return {node: answers[node] | looks.get(node, {}) for node in addresses}
     finally:
-        for call in calls.values():
-            call.close()
+        _at_once(list(calls), lambda node: calls[node].close())
 
 
 def _listens(network: Mapping[str, Any]) -> list[str]:
@@ -74,7 +73,7 @@ def _text(words: bytes | None) -> str:
 
 
 class _Call:
-    """One ssh connection to a node, ended by force when its time is over."""
+    """One ssh connection to a node; each step that takes too long is ended by force, and the connection with it."""
 
     def __init__(self, node: str, token: str) -> None:
         # Files, not pipes: whatever much a server says, nobody has to read it meanwhile.
@@ -83,26 +82,32 @@ class _Call:
             [*_SSH, node, answer.command(token)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
         )  # fmt: skip
-        self._timer = threading.Timer(_LIMIT_S, self._process.kill)
-        self._timer.start()
+
+    @contextmanager
+    def _in_time(self) -> Iterator[None]:
+        timer = threading.Timer(_LIMIT_S, self._process.kill)
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def greet(self) -> dict[str, Any]:
         """The greeting, and where it is a node's the first words of the program there and its clock."""
-        out = self._line()
-        answer: dict[str, Any] = {"out": out}
-        try:
-            answer |= {"exit": 0, "hello": json.loads(self._line()), "clock": self._clock()}
-        except (ValueError, KeyError, OSError):
-            answer["exit"] = self._end()
+        with self._in_time():
+            answer: dict[str, Any] = {"out": self._line()}
+            try:
+                answer |= {"exit": 0, "hello": json.loads(self._line()), "clock": self._clock()}
+            except (ValueError, KeyError, OSError):
+                answer["exit"] = self._end()
         self._errors.seek(0)
         return answer | {"err": _text(self._errors.read())}
 
     def look(self, peers: Mapping[str, object]) -> dict[str, Any]:
         """What this node sees of the others."""
-        try:
+        with self._in_time(), suppress(ValueError, OSError):
             return {"look": self._ask({"peers": peers})}
-        except (ValueError, OSError):
-            return {}
+        return {}
 
     def _clock(self) -> dict[str, float]:
         """The quickest of some questions: half of the way there and back is when the far clock was read."""
@@ -137,10 +142,9 @@ class _Call:
         assert self._process.stdin is not None
         self._process.stdin.close()
 
-    def close(self) -> None:
+    def close(self) -> dict[str, Any]:
         """Lets the far side go, and goes."""
-        with suppress(OSError):
-            self._close_input()
-        self._process.wait()  # the timer sees to it
-        self._timer.cancel()
+        with self._in_time():
+            code = self._end()
         self._errors.close()
+        return {"exit": code}

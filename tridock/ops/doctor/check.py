@@ -188,15 +188,12 @@ def _recipes(session: Session, up: tuple[str, ...], report: Report) -> None:
 
 def _keys(session: Session, up: tuple[str, ...], report: Report) -> None:
     store = KeyStore(session.cluster)
-    if not store.exists():
-        todo = f"run fab up --hosts {session.cluster.hostfile_path}"
-        problem = Problem(session.cluster.name, "the cluster has no keys here", str(store.folder), todo)
-        report.findings.append(warn("ssh", problem, "a launch makes new ones first", UP))
-        return
     for node in up:
-        if session.states()[node].keys != keys_digest(store.node_files(node)):
+        files = store.on_file(node)
+        if files is None or session.states()[node].keys != keys_digest(files):
+            got = "none on file" if files is None else "others there" if session.states()[node].keys else "none there"
             todo = f"give all nodes the cluster's keys again: fab keys --hosts {session.cluster.hostfile_path}"
-            problem = Problem(node, "its keys are not those on file here", store.fingerprint(), todo)
+            problem = Problem(node, f"its keys are not those in {store.folder}", got, todo)
             report.findings.append(fail("ssh", problem, "the nodes of a cluster know each other by them", KEYS))
 
 

@@ -65,14 +65,14 @@ def _cuda(node: str, answer: Answer) -> Iterator[Finding]:
 
 def _differences(answers: Answers) -> Iterator[Finding]:
     why = "the slowest GPU sets the pace of all, and the smallest one the memory"
-    for what, seen in (("GPUs", _names), ("driver", _driver)):
+    for what, kind, seen in (("other GPUs", "GPUs", _names), ("another driver", "driver", _driver)):
         head = next(iter(answers), None)
         for node, answer in answers.items():
             assert head is not None
             if seen(answer) != seen(answers[head]):
                 got = f"{seen(answer)}, {seen(answers[head])} on {head}"
-                todo = f"choose nodes with the same {what} (--include), or go on if this is meant"
-                yield warn("devices", Problem(node, f"has another {what} than the head", got, todo), why)
+                todo = f"choose nodes with the same {kind} (--include), or go on if this is meant"
+                yield warn("devices", Problem(node, f"has {what} than the head", got, todo), why)
 
 
 def _names(answer: Answer) -> str:

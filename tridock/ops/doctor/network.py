@@ -27,7 +27,7 @@ def network_findings(cluster: Cluster, meeting: Answers, on_gpus: bool) -> Itera
                 yield found
         yield from _route(cluster, node, said.get("look", {}))
     yield from _unreached(there, lost, libraries)
-    yield from _mtu(there, libraries[-1])
+    yield from _mtu({node: said for node, said in there.items() if node not in lost}, libraries[-1])
 
 
 def _choice(cluster: Cluster, node: str, library: str, said: Answer) -> Finding | None:
@@ -80,8 +80,8 @@ def _unreached(there: Answers, lost: set[str], libraries: tuple[str, ...]) -> It
     for caller, said in there.items():
         for target, words in said.get("look", {}).get("unreached", {}).items():
             node, address = target.split(" ")
-            used = [it for it in libraries if there[node]["hello"]["network"][it]["address"] == address]
-            if node not in lost and used:
+            network = there[node]["hello"]["network"]
+            if node not in lost and any(network[it]["address"] == address for it in libraries):
                 failed.setdefault((node, address), {})[caller] = words
     for (node, address), callers in failed.items():
         words = next(iter(callers.values()))

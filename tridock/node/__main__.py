@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tridock import run_folder
 from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError, RunError, TridockError
-from tridock.node import answer, look, paths, preflight, runs, supervisor
+from tridock.node import preflight, runs, supervisor
 from tridock.node.follow import follow
 from tridock.node.processes import find_processes, stop_processes
 
@@ -82,24 +82,39 @@ def _add_doctors_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser
     answer_ = verbs.add_parser("answer", help="the far side of a meeting: JSON lines until the caller goes")
     answer_.add_argument("token")
     answer_.add_argument("--workspace", type=Path, default=Path(run_folder.WORKSPACE))
-    answer_.set_defaults(action=lambda a: answer.answer(a.token, a.workspace))
+    answer_.set_defaults(action=_answer)
 
     key = verbs.add_parser("shown-key", help="the host key that this node's sshd shows, as JSON")
     key.set_defaults(action=_shown_key)
 
 
+# The doctor's modules are loaded when they are asked for: the other verbs start sooner without them.
+
+
 def _look(arguments: argparse.Namespace) -> int:
+    from tridock.node import look
+
     print(json.dumps(look.look(arguments.workspace, quick=arguments.quick, visit=arguments.visit)))
     return 0
 
 
 def _meet(arguments: argparse.Namespace) -> int:
+    from tridock.node import paths
+
     addresses = dict(word.split("=", 1) for word in arguments.nodes)
     print(json.dumps(paths.meet(addresses, arguments.token)))
     return 0
 
 
+def _answer(arguments: argparse.Namespace) -> int:
+    from tridock.node import answer
+
+    return answer.answer(arguments.token, arguments.workspace)
+
+
 def _shown_key(_: argparse.Namespace) -> int:
+    from tridock.node import look
+
     print(json.dumps({"key": look.shown_key()}))
     return 0
 

@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.integration.rack import CLUSTER, USER, WORKDIR, Rack, RackHost, Up
+from tests.integration.rack import CLUSTER, UID, USER, WORKDIR, Rack, RackHost, Up
 from tests.integration.support import succeed
-
-pytestmark = pytest.mark.timeout(600)
 
 NODE = f"tridock-{CLUSTER}"
 TINY = ("--config", "configs/tiny.yaml")
@@ -34,9 +32,7 @@ int clock_gettime(clockid_t clock, struct timespec *now) {
 """
 
 
-@pytest.fixture(scope="module")
-def rack(rack_up: Up) -> Rack:
-    return rack_up.rack
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("rack_up")]
 
 
 def checked(rack: Rack, *words: str, hosts: str = f"hostfiles/{CLUSTER}") -> tuple[int, dict[str, Any]]:
@@ -54,7 +50,9 @@ def told(report: dict[str, Any]) -> dict[tuple[str, str], dict[str, str]]:
 
 
 def leftovers(host: RackHost, workdir: str = WORKDIR) -> str:
-    return host.execute(f"find {workdir}/workspace -name '.tridock-*'; pgrep -af 'tridock.node|allreduce' || :").stdout
+    return host.execute(
+        f"find {workdir}/workspace -name '.tridock-*'; pgrep -af '[t]ridock.node|[a]llreduce' || :"
+    ).stdout
 
 
 def test_two_healthy_hosts_are_fit_and_nothing_is_left_behind(rack: Rack) -> None:
@@ -70,72 +68,56 @@ def test_two_healthy_hosts_are_fit_and_nothing_is_left_behind(rack: Rack) -> Non
     assert [leftovers(host) for host in rack] == ["", ""]
 
 
-def test_the_report_for_people(rack: Rack) -> None:
-    done = rack.fab("check", "--include", "host-b")
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in done.stdout.splitlines() if "│" in line]
-    assert ["hosts", "ok", "1 of 1 answer"] in rows
-    assert re.fullmatch(r"cluster rack: fit, 1 node \(\d+\.\d s\)", done.stdout.splitlines()[-1])
-
-
 # ---- one fault after the other on nodes that are up ----------------------------------------------
 
 
-def test_data_that_is_missing_or_differs_and_a_port_that_is_taken(rack: Rack) -> None:
-    folder = f"{WORKDIR}/workspace/data/tiny"
-    index, tokens = f"{folder}/text_document.idx", f"{folder}/text_document.bin"
-    with rack["host-b"].without(tokens):
-        code, missing = checked(rack, *TINY)
-    with rack["host-b"].without(index):
-        rack["host-b"].sh('printf other >"$1"', index)
-        differs = checked(rack, *TINY)[1]
-    assert code == 3
-    assert [finding["what"] for finding in missing["findings"]] == ["is not on node host-b"]
-    assert [finding["what"] for finding in differs["findings"]] == [
-        "has another content on node host-b than on the head"
-    ]
-    assert "data/tiny/text_document.idx" in differs["findings"][0]["got"]
-    # A run names its own port; somebody else listens there.
-    listen = "import socket,time; s=socket.create_server(('',23456)); print('on',flush=True); time.sleep(60)"
-    container = ["docker", "exec", rack["host-a"].container, "docker", "exec", NODE, "python", "-c", listen]
-    with subprocess.Popen(container, stdout=subprocess.PIPE) as listener:
+@contextmanager
+def listener(rack: Rack, port: int) -> Iterator[None]:
+    """Somebody who listens on a port of the head."""
+    program = f"import socket,time; s=socket.create_server(('',{port})); print('on',flush=True); time.sleep(60)"
+    inside = ["docker", "exec", "--user", f"{UID}:{UID}", NODE, "python", "-c", program]
+    argv = ["docker", "exec", rack["host-a"].container, *inside]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as process:
         try:
-            assert listener.stdout is not None
-            assert listener.stdout.readline() == b"on\n"
-            code, taken = checked(rack, *TINY, "--set", "launch.master_port=23456")
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"on\n"
+            yield
         finally:
-            rack["host-a"].execute("pkill -f create_server")
-            listener.kill()
-    assert code == 3
-    (found,) = taken["findings"]
-    assert found["what"] == "port 23456 is taken on host-a"
-    assert re.fullmatch(r"python \(pid \d+\)", found["got"])
-    assert found["node"] == "configs/tiny.yaml: launch.master_port"
+            rack["host-a"].execute("pkill -f [c]reate_server")
+            process.kill()
 
 
-def test_a_wrong_host_key_is_named_with_sshs_words_and_mended(rack: Rack) -> None:
+def test_a_wrong_host_key_and_a_port_that_is_taken_are_named_and_the_key_is_mended(rack: Rack) -> None:
     host = rack["host-b"]
     host.sh(
-        'rm -f /tmp/k*; ssh-keygen -q -t ed25519 -N "" -f /tmp/k; '
-        f'cat /tmp/k >"$1"; cat /tmp/k.pub >"$1.pub"; docker exec {NODE} sh -c "kill -HUP \\$(cat /run/tridock/state/sshd.pid)"',
+        'rm -f /tmp/k*; ssh-keygen -q -t ed25519 -N "" -f /tmp/k; cat /tmp/k >"$1"; cat /tmp/k.pub >"$1.pub"; '
+        f'docker exec {NODE} sh -c "kill -HUP \\$(cat /run/tridock/state/sshd.pid)"',
         f"{WORKDIR}/secrets/host-b/ssh_host_ed25519_key",
     )  # fmt: skip
     shown = host.sh("ssh-keygen -l -f /tmp/k.pub | cut -d' ' -f2").strip()
-    code, report = checked(rack)
+    with listener(rack, 23456):
+        code, report = checked(rack, *TINY, "--set", "launch.master_port=23456")
     assert code == 3
-    assert {node for node, _ in told(report)} == {"host-b"}
+    assert {finding["node"] for finding in report["findings"]} == {"host-b", "configs/tiny.yaml: launch.master_port"}
+    taken = told(report)["configs/tiny.yaml: launch.master_port", "port 23456 is taken on host-a"]
+    assert re.fullmatch(r"python \(pid \d+\)", taken["got"])
+    assert taken["todo"] == "change it or leave it out"
+    assert "all-reduce" not in report["seen"]
     found = told(report)["host-b", "shows another host key than the head has on file"]
     assert found["got"] == shown
     assert found["todo"] == f"give all nodes the cluster's keys again: fab keys --hosts hostfiles/{CLUSTER}"
     done = rack.fab("check", "--fix")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == "mended: give all nodes the cluster's keys again\n"
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in done.stdout.splitlines() if "│" in line]
+    assert ["hosts", "ok", "2 of 2 answer"] in rows
+    assert re.fullmatch(r"cluster rack: fit, 2 nodes \(\d+\.\d s\)", done.stdout.splitlines()[-1])
 
 
 def test_a_node_that_is_down_and_what_a_dead_run_left_are_mended(rack: Rack) -> None:
     folder = f"{WORKDIR}/workspace/runs/{DEAD_RUN}"
     rack["host-a"].sh(f"install -d -o {USER} {folder} && echo 4 >{folder}/exit_code")
-    rack["host-a"].sh(f"docker exec -d --env TRIDOCK_RUN_ID={DEAD_RUN} {NODE} sleep 600")
+    rack["host-a"].sh(f"docker exec -d --user {UID}:{UID} --env TRIDOCK_RUN_ID={DEAD_RUN} {NODE} sleep 600")
     rack["host-b"].sh(f"docker kill {NODE}")
     try:
         code, report = checked(rack)
@@ -183,14 +165,16 @@ def test_an_sshd_of_the_hosts_own_on_the_nodes_port_stops_a_launch_before_it_wri
     with cluster(rack, "shadow", nodes=nodes, ssh_port=2225, container=container) as hosts:
         host.sh(f"/usr/sbin/sshd -p 2225 -o ListenAddress={host.address} -o PidFile=/run/second-sshd.pid")
         try:
-            code, report = checked(rack, hosts=hosts)
+            code, report = checked(rack, *TINY, hosts=hosts)
             launched = rack.fab("launch", *TINY, hosts=hosts)
         finally:
             host.sh("kill $(cat /run/second-sshd.pid)")
         assert code == 3
         what = f"an sshd that is not the node's answers at {host.address} port 2225"
-        (found,) = report["findings"]
+        found, *data = report["findings"]
         assert (found["node"], found["what"]) == ("host-b", what)
+        # Nobody has brought any data to this cluster.
+        assert [it["what"] for it in data] == ["is not on node host-a", "is not on node host-b"]
         assert found["got"] == "host key " + host.sh("ssh-keygen -l -f /etc/ssh/ssh_host_ed25519_key").split()[1]
         assert launched.returncode == 3
         assert launched.stderr.startswith(f"host-b: {what}; got host key SHA256:")
@@ -200,13 +184,16 @@ def test_an_sshd_of_the_hosts_own_on_the_nodes_port_stops_a_launch_before_it_wri
 
 
 @pytest.fixture(scope="module")
-def sick(rack: Rack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+def sick(rack_up: Up, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """The report on a cluster with much that is wrong: image and settings changed before host-b came up again."""
-    folder = tmp_path_factory.mktemp("shift")
+    rack, folder = rack_up.rack, tmp_path_factory.mktemp("shift")
     (folder / "shift.c").write_text(SHIFT)
     succeed("gcc", "-shared", "-fPIC", "-o", str(folder / "shift.so"), str(folder / "shift.c"))
     image, work = f"tridock-test-{rack.suffix}:sick", f"/home/{USER}/tridock/sick"
+    data = f"{work}/workspace/data"
     for host in rack:
+        host.sh(f"mkdir -p {data} {work}/workspace/runs && cp -r {WORKDIR}/workspace/data/tiny {data}")
+        host.sh(f"chown -R {USER}: {work}")
         host.sh(f"mkdir -p /opt/shift && docker tag {rack.image} {image}")
         succeed("docker", "cp", str(folder / "shift.so"), f"{host.container}:/opt/shift/shift.so")
     own = {"LD_PRELOAD": "/opt/shift/shift.so", "GLOO_SOCKET_IFNAME": "lo"}
@@ -217,6 +204,7 @@ def sick(rack: Rack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[
         "container": {"gpus": "none", "ulimits": {}, "ipc": "private", "mounts": ["/opt/shift:/opt/shift:ro"]},
         "nodes": nodes | {"host-b": nodes["host-b"] | {"env": own}},
     }
+    rack["host-b"].sh(f"printf other >{data}/tiny/text_document.idx")
     change = "docker exec --user 0 tridock-sick sh -c 'echo >>/opt/tridock/entrypoint/profile.sh'"
     try:
         with (
@@ -229,11 +217,11 @@ def sick(rack: Rack, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[
                 **settings,
             )  # fmt: skip
             assert rack.fab("up", "--include", "host-b", hosts=again).returncode == 0
-            code, report = checked(rack, hosts=hosts)
+            code, report = checked(rack, *TINY, hosts=hosts)
             yield {"code": code, "report": report}
     finally:
         for host in rack:
-            host.execute('docker image rm "$1"; rm -rf /opt/shift', image)
+            host.execute(f'docker image rm "$1"; rm -rf /opt/shift {work}', image)
 
 
 def test_everything_that_is_wrong_is_said_at_once(rack: Rack, sick: dict[str, Any]) -> None:
@@ -249,6 +237,7 @@ def test_everything_that_is_wrong_is_said_at_once(rack: Rack, sick: dict[str, An
         ("host-b", "its environment is not the head's"): "fail",
         ("host-b", "its clock is ahead of the others'"): "fail",
         ("host-b", "Gloo would use an interface of its own"): "fail",
+        ("configs/tiny.yaml: data.data_path", "has another content on node host-b than on the head"): "fail",
     }
     assert expected.items() <= {key: finding["severity"] for key, finding in found.items()}.items()
     others = {key: finding for key, finding in found.items() if key not in expected}
@@ -278,8 +267,11 @@ def test_a_host_that_is_away_does_not_hide_the_other(rack: Rack) -> None:
     key = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIIJf9ZpY0ygW1XJHn1k4l8s3zZ7ZQbX4yxPqQ9y9K1Qx"
     known = {host.name: host.sh("cut -d' ' -f1,2 /etc/ssh/ssh_host_ed25519_key.pub").strip() for host in rack}
     config = rack.write_ssh_config("ssh_config_away", {**known, "host-b": key})
-    hosts = rack.write_cluster("away", name=CLUSTER, ssh={"config_file": config, "retries": 0})
-    code, report = checked(rack, hosts=hosts)
+    rack.write_cluster(CLUSTER, ssh={"config_file": config, "retries": 0})
+    try:
+        code, report = checked(rack)
+    finally:
+        rack.write_cluster(CLUSTER)
     assert code == 3
     assert [(it["check"], it["node"]) for it in report["findings"] if it["severity"] == "fail"] == [("hosts", "host-b")]
     assert report["seen"]["ssh"] == f"1 nodes answer host-a's ssh as nodes of {CLUSTER}"

@@ -5,20 +5,19 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final
 
 from tridock.errors import ClusterError, Problem
 from tridock.ops.doctor.finding import Finding, fail
 from tridock.ops.session import Session
-from tridock.remote import Completed
+from tridock.remote import Completed, Host, on_all, raise_failures
 
 LIMIT_S: Final = 40
 _PAIR_LIMIT_S: Final = 25
 _MARGIN_S: Final = 10.0
 _AT_ONCE: Final = 4
-# Of the head's free port these many below are tried by pairs that run at the same time.
+# Above the head's free port: groups that run at the same time meet at different ones.
 _PORTS: Final = 97
 
 
@@ -30,7 +29,9 @@ class Reduced:
     words: str = ""
 
 
-Attempt = Callable[[tuple[str, ...]], Reduced]
+Group = tuple[str, ...]
+Attempts = Callable[[Sequence[Group]], Mapping[Group, Reduced]]
+"""Tries some groups of nodes, several at the same time; the first of each leads."""
 
 
 def reduce_all(session: Session, port: int) -> tuple[Mapping[str, Any] | None, list[Finding]]:
@@ -40,8 +41,16 @@ def reduce_all(session: Session, port: int) -> tuple[Mapping[str, Any] | None, l
     if whole.result is not None:
         return whole.result, []
 
-    def again(few: tuple[str, ...]) -> Reduced:
-        return _attempt(session, few, port + 1 + nodes.index(few[-1]) % _PORTS, _PAIR_LIMIT_S)
+    def again(groups: Sequence[Group]) -> Mapping[Group, Reduced]:
+        named = {",".join(group): group for group in groups}
+        hosts = {name: session.hosts[group[0]] for name, group in named.items()}
+
+        def one(name: str, _: Host) -> Reduced:
+            few = named[name]
+            return _attempt(session, few, port + 1 + nodes.index(few[-1]) % _PORTS, _PAIR_LIMIT_S)
+
+        tried = raise_failures(on_all(hosts, one, cap=_AT_ONCE))
+        return {named[name]: done for name, done in tried.items()}
 
     blamed = blame(nodes, again)
     why = "the first step of a run would hang or fail here"
@@ -57,16 +66,16 @@ def _by_hand(head: str) -> str:
     return f"run with NCCL_DEBUG=INFO or TORCH_DISTRIBUTED_DEBUG=DETAIL in env from {head}"
 
 
-Blame = tuple[tuple[str, ...], str, str]
+Blame = tuple[Group, str, str]
 
 
-def blame(nodes: Sequence[str], attempt: Attempt) -> list[Blame]:
+def blame(nodes: Sequence[str], attempts: Attempts) -> list[Blame]:
     """Who is to blame for an all-reduce that fails: nodes, what was seen, the words of the attempt.
 
     Each node alone first; then the head with each of those that pass; where it fails with all of them, and they pass
     among themselves, it is the head.
     """
-    alone = _tried(nodes, [(node,) for node in nodes], attempt)
+    alone = attempts([(node,) for node in nodes])
     bad: list[Blame] = [
         ((node,), "the all-reduce fails among its own ranks", done.words)
         for (node,), done in alone.items()
@@ -76,31 +85,22 @@ def blame(nodes: Sequence[str], attempt: Attempt) -> list[Blame]:
     if len(good) < 2:
         return bad
     first, *others = good
-    pairs = _tried(nodes, [(first, node) for node in others], attempt)
+    pairs = attempts([(first, node) for node in others])
     failed = {node: done for (_, node), done in pairs.items() if done.result is None}
     if len(failed) == len(others) > 1:
-        return bad + _not_the_first(nodes, first, others, failed, attempt)
+        return bad + _not_the_first(first, others, failed, attempts)
     return bad + [((first, node), "the all-reduce of these two fails", done.words) for node, done in failed.items()]
 
 
-def _not_the_first(
-    nodes: Sequence[str], first: str, others: list[str], failed: Mapping[str, Reduced], attempt: Attempt
-) -> list[Blame]:
+def _not_the_first(first: str, others: list[str], failed: Mapping[str, Reduced], attempts: Attempts) -> list[Blame]:
     second, *rest = others
-    pairs = _tried(nodes, [(second, node) for node in rest], attempt)
+    pairs = attempts([(second, node) for node in rest])
     if any(done.result is not None for done in pairs.values()):
         words = next(iter(failed.values())).words
         with_second = [((second, node), "the all-reduce of these two fails", d.words)
                        for (_, node), d in pairs.items() if d.result is None]  # fmt: skip
         return [((first,), "the all-reduce fails with every other node, which pass without it", words), *with_second]
     return [((first, node), "the all-reduce of these two fails", done.words) for node, done in failed.items()]
-
-
-def _tried(nodes: Sequence[str], groups: list[tuple[str, ...]], attempt: Attempt) -> dict[tuple[str, ...], Reduced]:
-    if not groups:
-        return {}
-    with ThreadPoolExecutor(min(_AT_ONCE, len(nodes))) as pool:
-        return dict(zip(groups, pool.map(attempt, groups), strict=True))
 
 
 def _attempt(session: Session, nodes: tuple[str, ...], port: int, limit: int) -> Reduced:

@@ -6,6 +6,7 @@ Every task takes --hosts: a DeepSpeed hostfile, with its settings in a .yaml fil
 from __future__ import annotations
 
 import functools
+import json as json_
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,12 +18,12 @@ from invoke.exceptions import Exit
 from rich.console import Console
 from rich.table import Table
 
-from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError, TridockError
+from tridock.errors import EXIT_INTERRUPTED, ClusterError, Problem, RequestError, TridockError
 from tridock.launchers import RunBundle
+from tridock.ops import doctor, nodes, runs
 from tridock.ops import fetch as fetch_
 from tridock.ops import keys as keys_
 from tridock.ops import launch as launch_
-from tridock.ops import nodes, runs
 from tridock.ops.planning import told, with_hosts_gpu
 from tridock.ops.session import Session
 from tridock.ops.sync import command as sync_
@@ -54,6 +55,8 @@ HELP = {
     "plot": "also draw the rank map: a .png or .svg file",
     "path": "a data set's prefix, a file or a folder of the project (default: what the experiment reads; may repeat)",
     "checkpoints": "bring the checkpoints too",
+    "fix": "do what is safe: keys, image, nodes that are down, what dead runs left; each is said",
+    "check": "look first whether the cluster is fit; --no-check leaves it out",
 }
 
 
@@ -98,6 +101,32 @@ def keys(_: Context, hosts: str = "", rotate: bool = False) -> None:
     session = _open(hosts)
     store = keys_.distribute_keys(session, rotate=rotate)
     CONSOLE.print(f"keys of {len(session.nodes)} nodes in place; client key {store.fingerprint()}")
+
+
+@command(iterable=("set",))
+def check(
+    _: Context,
+    hosts: str = "",
+    config: str = "",
+    set: list[str] | None = None,
+    include: str = "",
+    exclude: str = "",
+    fix: bool = False,
+    json: bool = False,
+) -> None:
+    """Prove that the cluster can run: every host, node, path and device; what is wrong and the one fix."""
+    session = _open(hosts, include, exclude)
+    request = doctor.Request(Path(config), set or []) if config else None
+    report = doctor.check(session, request)
+    if fix and doctor.mend(session, report, lambda line: print(line, file=sys.stderr, flush=True)):
+        report = doctor.check(session, request)
+    if json:
+        _say(json_.dumps(doctor.to_json(report), indent=2))
+    else:
+        CONSOLE.print(doctor.table(report))
+        _say("\n".join(doctor.lines(report)))
+    if not report.healthy:
+        raise Exit(None, ClusterError.exit_code)
 
 
 @command(iterable=("set",))
@@ -147,6 +176,7 @@ def launch(
     detach: bool = False,
     force: bool = False,
     run_id_file: str = "",
+    check: bool = True,
 ) -> None:
     """Run an experiment on the cluster and follow it; Ctrl-C detaches, the run goes on."""
     session = _open(hosts, include, exclude)
@@ -158,7 +188,7 @@ def launch(
     CONSOLE.print(headline(request.assessment))
     if not config:
         _say(launch_.bring_demo_data(session))
-    bundle = launch_.launch(session, request)
+    bundle = launch_.launch(session, request, check=check)
     if run_id_file:
         write_atomic(Path(run_id_file), f"{bundle.run_id}\n".encode())
     _say(f"run {bundle.run_id}: {request.plan.world_size} ranks on {len(session.nodes)} nodes, {request.plan.layout}")

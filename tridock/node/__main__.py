@@ -62,7 +62,61 @@ def _parser() -> argparse.ArgumentParser:
     preflight_.add_argument("--head", action="store_true", help="also a free port, and what is in the image")
     preflight_.add_argument("--port", type=int, help="with --head: this port and no other")
     preflight_.set_defaults(action=_preflight)
+
+    _add_doctors_verbs(verbs)
     return parser
+
+
+def _add_doctors_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    look_ = verbs.add_parser("look", help="what this node says of itself, as JSON")
+    look_.add_argument("visit", nargs="*", metavar="NODE", help="a node to greet over ssh")
+    look_.add_argument("--quick", action="store_true", help="only what each launch asks")
+    look_.add_argument("--workspace", type=Path, default=Path(run_folder.WORKSPACE))
+    look_.set_defaults(action=_look)
+
+    meet = verbs.add_parser("meet", help="greet all nodes over ssh and let them look at each other, as JSON")
+    meet.add_argument("token", help="a random name for this meeting")
+    meet.add_argument("nodes", nargs="+", metavar="NODE=ADDRESS")
+    meet.set_defaults(action=_meet)
+
+    answer_ = verbs.add_parser("answer", help="the far side of a meeting: JSON lines until the caller goes")
+    answer_.add_argument("token")
+    answer_.add_argument("--workspace", type=Path, default=Path(run_folder.WORKSPACE))
+    answer_.set_defaults(action=_answer)
+
+    key = verbs.add_parser("shown-key", help="the host key that this node's sshd shows, as JSON")
+    key.set_defaults(action=_shown_key)
+
+
+# The doctor's modules are loaded when they are asked for: the other verbs start sooner without them.
+
+
+def _look(arguments: argparse.Namespace) -> int:
+    from tridock.node import look
+
+    print(json.dumps(look.look(arguments.workspace, quick=arguments.quick, visit=arguments.visit)))
+    return 0
+
+
+def _meet(arguments: argparse.Namespace) -> int:
+    from tridock.node import paths
+
+    addresses = dict(word.split("=", 1) for word in arguments.nodes)
+    print(json.dumps(paths.meet(addresses, arguments.token)))
+    return 0
+
+
+def _answer(arguments: argparse.Namespace) -> int:
+    from tridock.node import answer
+
+    return answer.answer(arguments.token, arguments.workspace)
+
+
+def _shown_key(_: argparse.Namespace) -> int:
+    from tridock.node import look
+
+    print(json.dumps({"key": look.shown_key()}))
+    return 0
 
 
 def _start(arguments: argparse.Namespace) -> int:

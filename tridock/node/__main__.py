@@ -10,7 +10,7 @@ from pathlib import Path
 from tridock import run_folder
 from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError, RunError, TridockError
 from tridock.node import preflight, runs, state
-from tridock.node.follow import follow
+from tridock.node.follow import follow, follow_with_beats
 from tridock.node.processes import find_processes, stop_processes
 
 _RECORD_S = 8.0
@@ -40,7 +40,8 @@ def _parser() -> argparse.ArgumentParser:
     follow_ = verbs.add_parser("follow", help="print a run's output until it ends; exit with its code")
     follow_.add_argument("folder", type=Path)
     follow_.add_argument("--offset", type=int, default=0, help="bytes of the output to leave out (default 0)")
-    follow_.set_defaults(action=lambda a: follow(a.folder, a.offset))
+    follow_.add_argument("--beats", action="store_true", help="also say that it is still there, for fab")
+    follow_.set_defaults(action=lambda a: (follow_with_beats if a.beats else follow)(a.folder, a.offset))
 
     processes = verbs.add_parser("processes", help="the processes of a run, or of all runs, as JSON")
     processes.add_argument("run_id", nargs="?")

@@ -74,8 +74,8 @@ class _Watch:
                 printed, dead = now, gone
 
     def _orders(self) -> list[str]:
-        """The lines that have come within a tick; notes the end of the connection."""
-        if not select.select([0], [], [], _TICK_S)[0]:
+        """The lines that have come within a tick, or until a rank dies; notes the end of the connection."""
+        if 0 not in select.select([0, *self._vitals.deaths()], [], [], _TICK_S)[0]:
             return []
         chunk = os.read(0, 4096)
         self._connected = bool(chunk)

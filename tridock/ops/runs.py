@@ -10,11 +10,13 @@ from tridock import run_folder
 from tridock.cluster.containers import workspace_on_host
 from tridock.errors import ClusterError, Problem, RequestError, RunError
 from tridock.ops.first_failure import FirstFailure, first_failure
+from tridock.ops.followed import Followed
 from tridock.ops.session import NODE, Session
 from tridock.remote import Host, Stream, on_all
 
 _VERB_TIMEOUT_S = 60.0
-
+# For a host's part of why a run failed: it may be the host itself that has gone.
+_PATIENCE_S = 15.0
 
 # Which node's word counts where several know a run: the head's, who alone supervises it.
 _STATES = ("ready", "lost", "stopped", "failed", "done", "running")
@@ -89,8 +91,8 @@ def stop(session: Session, run: Run) -> dict[str, int]:
 
 def follow(session: Session, run: Run) -> Stream:
     """The run's output as it comes; once it is drained, ``exit_code`` is the run's."""
-    command = session.inside(run.head, *NODE, "follow", f"{run_folder.WORKSPACE}/runs/{run.run_id}")
-    return session.hosts[run.head].stream(command)
+    command = session.inside(run.head, *NODE, "follow", "--beats", f"{run_folder.WORKSPACE}/runs/{run.run_id}")
+    return Followed(session.hosts[run.head].stream(command), run.head, run.run_id)
 
 
 def check_exit(session: Session, run: Run, exit_code: int) -> None:
@@ -118,7 +120,8 @@ def _first_failure(session: Session, run: Run) -> FirstFailure | None:
 
     try:
         # Of those that answer: a node that has gone may be why the run failed.
-        outcomes = on_all(session.hosts, read, cap=session.cluster.settings.ssh.max_connections)
+        cap = session.cluster.settings.ssh.max_connections
+        outcomes = on_all(session.hosts, read, cap, timeout=_PATIENCE_S)
         events = {node: outcome.value for node, outcome in outcomes.items() if outcome.value is not None}
         return first_failure(events, _nodes_of_ranks(session, run))
     except ClusterError:

@@ -13,10 +13,11 @@ from tridock.ops.doctor.finding import Finding, fail
 from tridock.ops.session import Session
 from tridock.remote import Completed, Host, on_all, raise_failures
 
-LIMIT_S: Final = 40
-_PAIR_LIMIT_S: Final = 25
+LIMIT_S: Final = 60
+_PAIR_LIMIT_S: Final = 40
 _MARGIN_S: Final = 10.0
 _AT_ONCE: Final = 4
+_TIME_IS_UP: Final = 142  # 128 + SIGALRM
 # Above the head's free port: groups that run at the same time meet at different ones.
 _PORTS: Final = 97
 
@@ -58,7 +59,11 @@ def reduce_all(session: Session, port: int) -> tuple[Mapping[str, Any] | None, l
     if not blamed:
         what = f"the all-reduce of {len(nodes)} nodes fails, and each node alone and each pair passes"
         return None, [fail("all-reduce", Problem(", ".join(nodes), what, whole.words, todo), why)]
-    problems = [Problem(", ".join(few), what, words or whole.words, todo) for few, what, words in blamed]
+    # Nodes that fail alike are one finding.
+    alike: dict[tuple[str, str], list[str]] = {}
+    for few, what, words in blamed:
+        alike.setdefault((what, words or whole.words), []).append(" and ".join(few))
+    problems = [Problem(", ".join(who), what, words, todo) for (what, words), who in alike.items()]
     return None, [fail("all-reduce", problem, why) for problem in problems]
 
 
@@ -144,5 +149,7 @@ def parse(done: Completed, limit: int) -> Reduced:
         return Reduced(results[0])
     if failures:
         return Reduced(None, failures[0].replace("; ", ", "))
+    if done.exit_code == _TIME_IS_UP:
+        return Reduced(None, f"no end within {limit} s")
     lines = [line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
     return Reduced(None, lines[-1].strip() if lines else f"no end within {limit} s")

@@ -40,7 +40,7 @@ def test_what_the_ranks_say_is_read() -> None:
     )
     assert parse(done('{"rank": 1, "error": "no"}\n', code=1), 40).words == "rank 1: no"
     assert parse(done("", "host-2: bash: python: not found\n", 127), 40).words == "host-2: bash: python: not found"
-    assert parse(done("", "", 142), 40).words == "no end within 40 s"
+    assert parse(done("", "pdsh@a: b: ssh exited with exit code 142\n", 142), 40).words == "no end within 40 s"
     # A result beside a node that failed is none.
     assert parse(done('host-1: {"ranks": 4}\n', "host-2: killed\n", 137), 40) == Reduced(None, "host-2: killed")
 

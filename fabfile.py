@@ -24,15 +24,15 @@ from tridock.ops import doctor, nodes, runs
 from tridock.ops import fetch as fetch_
 from tridock.ops import keys as keys_
 from tridock.ops import launch as launch_
-from tridock.ops import push as push_
 from tridock.ops.planning import told, with_hosts_gpu
 from tridock.ops.session import Session
+from tridock.ops.sync import command as sync_
 from tridock.report.plan_output import Show, print_plan
 from tridock.report.plan_tables import headline
 from tridock.run_folder import write_atomic
 
 CONSOLE = Console(highlight=False, soft_wrap=True)
-DEFAULT_CONFIG = "configs/demo.yaml"
+DEFAULT_CONFIG = launch_.DEFAULT_CONFIG
 
 HELP = {
     "hosts": "a DeepSpeed hostfile: lines of `host slots=N`",
@@ -40,7 +40,7 @@ HELP = {
     "set": "change a field of the experiment: --set train.seed=7 (may be repeated)",
     "include": "only these nodes and slots, as DeepSpeed writes them: host-a@host-b:0,2",
     "exclude": "all but these nodes and slots, as DeepSpeed writes them",
-    "dry-run": "print everything that would be done; contact no host",
+    "dry-run": "say what would be done, and do nothing; a launch contacts no host for it",
     "detach": "start the run and return at once",
     "run-id-file": "write the run's id into this file, for scripts",
     "run": "a run's id (default: the only one that goes on, or the last)",
@@ -53,7 +53,7 @@ HELP = {
     "search": "list the layouts that fit, best first, and why the others do not",
     "json": "print all of it for programs",
     "plot": "also draw the rank map: a .png or .svg file",
-    "path": "a file or folder below the project's data/ (default: data)",
+    "path": "a data set's prefix, a file or a folder of the project (default: what the experiment reads; may repeat)",
     "checkpoints": "bring the checkpoints too",
     "fix": "do what is safe: keys, image, nodes that are down, what dead runs left; each is said",
     "check": "look first whether the cluster is fit; --no-check leaves it out",
@@ -201,7 +201,7 @@ def launch(
 @command()
 def logs(_: Context, hosts: str = "", run: str = "", rank: str = "", include: str = "", exclude: str = "") -> None:
     """Follow a run's output, or show the log of one rank."""
-    session = _open(hosts, include, exclude)
+    session = _reachable(_open(hosts, include, exclude))[0]
     chosen = runs.choose_run(session, run or None, active=False)
     if rank:
         sys.stdout.buffer.write(runs.rank_log(session, chosen, runs.parse_rank(rank)))
@@ -212,12 +212,15 @@ def logs(_: Context, hosts: str = "", run: str = "", rank: str = "", include: st
 @command()
 def stop(_: Context, hosts: str = "", run: str = "", include: str = "", exclude: str = "") -> None:
     """End one run on every node, and nothing else."""
-    session = _open(hosts, include, exclude)
+    session, failure = _reachable(_open(hosts, include, exclude))
     chosen = runs.choose_run(session, run or None, active=True)
     counts = runs.stop(session, chosen)
     CONSOLE.print(
         f"stopped {chosen.run_id}: " + ", ".join(f"{count} processes on {node}" for node, count in counts.items())
     )
+    if failure is not None:
+        _say("a node that has lost the head ends its processes of the run by itself")
+        raise Exit(None, failure.exit_code)
 
 
 @command()
@@ -241,18 +244,35 @@ def fetch(
     CONSOLE.print(str(fetch_.fetch(session, chosen, Path("runs"), checkpoints=checkpoints)))
 
 
-@command()
-def push(_: Context, hosts: str = "", path: str = "data", include: str = "", exclude: str = "") -> None:
-    """Copy data to every host's workspace."""
-    session = _open(hosts, include, exclude)
-    sent = push_.push(session, Path(path))
-    CONSOLE.print(f"{path} is on {', '.join(sent)}")
+@command(iterable=("path", "set"))
+def data(
+    _: Context,
+    hosts: str = "",
+    path: list[str] | None = None,
+    config: str = "",
+    set: list[str] | None = None,
+    include: str = "",
+    exclude: str = "",
+    dry_run: bool = False,
+) -> None:
+    """Bring data to every host that lacks it, by hash; Megatron's index maps too."""
+    sync_.run(_open(hosts, include, exclude), path or [], config, set or [], CONSOLE.print, dry_run=dry_run)
 
 
 def _open(hosts: str, include: str = "", exclude: str = "") -> Session:
     if not hosts:
         raise RequestError(Problem("--hosts", "is missing", "", "give a DeepSpeed hostfile, for example hostfiles/lab"))
     return Session.open(Path(hosts), include, exclude)
+
+
+def _reachable(session: Session) -> tuple[Session, TridockError | None]:
+    """The session with the hosts that answer, once the others are named; an error where none does."""
+    there, failure = session.reachable()
+    if failure is not None:
+        if not there.nodes:
+            raise failure
+        print(failure, file=sys.stderr)
+    return there, failure
 
 
 def _follow(session: Session, hosts: str, run: runs.Run) -> None:

@@ -1,12 +1,15 @@
-"""`make bench-data`: `tridock data preprocess` beside Megatron-LM v1.1.5's script, same lines, same vocabulary.
+"""`make bench-data`: `tridock data preprocess` beside Megatron-LM's scripts, same lines, same vocabulary.
 
-Upstream gets the first megabytes only (it is slow) and is left out where its source or `regex` is missing. Without
-``--input`` the corpus is this Python's library; without ``--vocab-file`` the vocabulary is trained on it.
+v1.1.5's preprocess_data.py gets the first megabytes only (it is slow) and is left out where its source or `regex` is
+missing. Today's preprocess_data_fast.py gets everything; it takes ``--megatron-lm``, a checkout of NVIDIA's repository,
+and `transformers` on PYTHONPATH; its bytes are compared with ours. Without ``--input`` the corpus is this Python's
+library; without ``--vocab-file`` the vocabulary is trained on it.
 """
 
 from __future__ import annotations
 
 import argparse
+import filecmp
 import importlib.util
 import json
 import os
@@ -18,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.megatron_source import PREPROCESS_DATA, pristine_source
+from tests.megatron_source import PREPROCESS_DATA, PREPROCESS_DATA_FAST, pristine_source
 from tridock.data.corpus import collect_corpus
 from tridock.data.tokenizer import BytePairTokenizer
 
@@ -30,6 +33,7 @@ def main() -> None:
     parser.add_argument("--merge-file", type=Path)
     parser.add_argument("--workers", type=int, nargs="+", default=sorted({1, len(os.sched_getaffinity(0))}))
     parser.add_argument("--upstream-mb", type=float, default=10)
+    parser.add_argument("--megatron-lm", type=Path, help="a checkout with tools/preprocess_data_fast.py")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -37,14 +41,22 @@ def main() -> None:
         vocab, merges = (given.vocab_file, given.merge_file) if given.vocab_file else _vocabulary(folder)
         flags = ["--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", str(vocab), "--merge-file", str(merges)]
         flags += ["--append-eod"]
-        print("program   workers      MB  core-s  MB/core-s    MB/s  peak MB (largest process)")
+        print("program                  workers      MB  core-s  MB/core-s    MB/s  peak MB (largest process)")
         upstream = _upstream(folder, corpus, given.upstream_mb, flags)
+        fast = _fast(folder, corpus, given.megatron_lm, vocab, merges) if given.megatron_lm else None
         for workers in given.workers:
             command = [sys.executable, "-m", "tridock.cli", "data", "preprocess", "--input", str(corpus), *flags]
             command += ["--output-prefix", str(folder / "ours"), "--workers", str(workers)]
             rate = _measure("tridock", workers, corpus.stat().st_size, command)
-            if upstream:
-                print(f"{rate / upstream:.0f} times upstream's MB for each second of a core")
+            for name, other in (("preprocess_data.py", upstream), ("preprocess_data_fast.py", fast)):
+                if other:
+                    print(f"{rate / other:.1f} times the MB of {name} for each second of a core")
+        if fast:
+            for suffix in ("bin", "idx"):
+                ours, theirs = (folder / f"{name}_text_document.{suffix}" for name in ("ours", "fast"))
+                if not filecmp.cmp(ours, theirs, shallow=False):
+                    raise SystemExit(f"{ours.name} and {theirs.name} differ")
+            print("its files are ours, byte for byte")
 
 
 def _corpus(folder: Path) -> Path:
@@ -72,7 +84,20 @@ def _upstream(folder: Path, corpus: Path, megabytes: float, flags: list[str]) ->
             if json.loads(line)["text"]:
                 file.write(line)
     command = [sys.executable, "-c", PREPROCESS_DATA, str(source), "--input", str(part), *flags]
-    return _measure("upstream", 1, part.stat().st_size, [*command, "--output-prefix", str(folder / "theirs")])
+    return _measure("preprocess_data.py", 1, part.stat().st_size, [*command, "--output-prefix", str(folder / "theirs")])
+
+
+def _fast(folder: Path, corpus: Path, source: Path, vocab: Path, merges: Path) -> float:
+    """Today's script, on gigatoken too. Of what it imports, only the tokenizers and the writer are taken."""
+    tokenizer = folder / "hf"
+    BytePairTokenizer.from_gpt2(vocab, merges).save(tokenizer)
+    (tokenizer / "config.json").write_text('{"model_type": "gpt2"}')
+    end = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2TokenizerFast", **end}))
+    flags = ["--input", str(corpus), "--output-prefix", str(folder / "fast"), "--append-eod", "--use-gigatoken"]
+    flags += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer)]
+    command = [sys.executable, "-c", PREPROCESS_DATA_FAST, str(source), *flags]
+    return _measure("preprocess_data_fast.py", len(os.sched_getaffinity(0)), corpus.stat().st_size, command)
 
 
 def _measure(name: str, workers: int, size: int, command: list[str]) -> float:
@@ -85,7 +110,7 @@ def _measure(name: str, workers: int, size: int, command: list[str]) -> float:
     cores = used.ru_utime + used.ru_stime
     rate = megabytes / cores
     print(
-        f"{name:9} {workers:7} {megabytes:7.1f} {cores:7.2f} {rate:10.2f} {megabytes / seconds:7.2f} "
+        f"{name:24} {workers:7} {megabytes:7.1f} {cores:7.2f} {rate:10.2f} {megabytes / seconds:7.2f} "
         f"{used.ru_maxrss / 1024:8.0f}",
         flush=True,
     )

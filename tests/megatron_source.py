@@ -33,6 +33,29 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 only a training run needs, its numpy and nltk are of their day: stand-ins for those. What it does is not replaced."""
 
 
+PREPROCESS_DATA_FAST = """
+import runpy, sys, types
+source = sys.argv.pop(1)
+sys.path.insert(0, source)
+training, arguments = map(types.ModuleType, ("megatron.training", "megatron.training.arguments"))
+training.__path__ = []
+def add(parser):
+    parser.add_argument("--tokenizer-type")
+    parser.add_argument("--tokenizer-model")
+    parser.add_argument("--use-gigatoken", action="store_true")
+    absent = ("vocab_file", "merge_file", "special_tokens", "chat_template", "vocab_size", "metadata_path")
+    off = ("tokenizer_hf_no_use_fast", "tokenizer_hf_no_include_special_tokens", "trust_remote_code", "pad_vocab_size")
+    parser.set_defaults(**dict.fromkeys(absent), **dict.fromkeys(off, False))
+    return parser
+arguments._add_tokenizer_args = add
+sys.modules |= {training.__name__: training, arguments.__name__: arguments}
+sys.argv[0] = f"{source}/tools/preprocess_data_fast.py"
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs today's tools/preprocess_data_fast.py: argv is upstream's folder and the script's flags. Of all the arguments
+of a training run it takes those of the tokenizer."""
+
+
 def pristine_source(target: Path) -> Path:
     """A copy of upstream's folder without any patch, from ``TRIDOCK_MEGATRON``: that folder, or a git repository."""
     given = os.environ.get("TRIDOCK_MEGATRON")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tridock import __version__
+from tridock.data.options import add_data_commands
 from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError, TridockError
 
 
@@ -50,15 +51,12 @@ def _parser() -> argparse.ArgumentParser:
     _plan_options(plan)
     plan.set_defaults(action=_plan)
 
-    data = commands.add_parser("data", help="make training data").add_subparsers(required=True, metavar="COMMAND")
-    demo = data.add_parser("demo", help="the Python standard library's sources as a small data set")
-    demo.add_argument("--folder", type=Path, default=Path("data/demo"), help="where it goes (default: data/demo)")
-    demo.set_defaults(action=_data_demo)
-    preprocess = data.add_parser(
-        "preprocess", help="texts to Megatron's .bin/.idx, with the flags of preprocess_data.py"
-    )
-    _preprocess_options(preprocess)
-    preprocess.set_defaults(action=_data_preprocess)
+    data = commands.add_parser("data", help="make training data, look after it, bring it to the hosts")
+    subcommands = data.add_subparsers(required=True, metavar="COMMAND")
+    add_data_commands(subcommands)
+    sync = subcommands.add_parser("sync", help="bring data to every host that lacks it, by hash (as fab data)")
+    _sync_options(sync)
+    sync.set_defaults(action=_data_sync)
 
     report = commands.add_parser("report", help="the summary and the loss curve of a run")
     report.add_argument("run", type=Path, help="the run's folder")
@@ -127,52 +125,33 @@ def _plan(arguments: argparse.Namespace) -> int:
     return print_plan(arguments.config, arguments.set, slots, known, Console(highlight=False), show)
 
 
-def _data_demo(arguments: argparse.Namespace) -> int:
-    from tridock.data.corpus import prepare_demo
-
-    prepare_demo(arguments.folder)
-    return 0
-
-
-def _preprocess_options(parser: argparse.ArgumentParser) -> None:
-    given = parser.add_argument_group("input")
-    given.add_argument(
-        "--input",
-        nargs="+",
-        required=True,
-        help="files, folders, patterns, or - for standard input; gzip, zstd, bz2, xz",
+def _sync_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--hosts", type=Path, required=True, help="a DeepSpeed hostfile, with its settings beside it")
+    parser.add_argument(
+        "--path",
+        action="append",
+        default=[],
+        help="a data set's prefix, a file or a folder below the project's (default: what the experiment reads)",
     )
-    given.add_argument("--json-keys", nargs="+", default=["text"], help="keys to take (default: text), a data set each")
-    given.add_argument(
-        "--input-format", choices=["auto", "jsonl", "text"], default="auto", help="text: every line is a document"
-    )
-    given.add_argument("--split-sentences", action="store_true", help="refused: texts are not split into sentences")
-    given.add_argument("--keep-newlines", action="store_true", help="only has a meaning with --split-sentences")
-    tokenizer = parser.add_argument_group("tokenizer")
-    tokenizer.add_argument(
-        "--tokenizer-type", required=True, help="GPT2BPETokenizer, or vocab (white space, a JSON file)"
-    )
-    tokenizer.add_argument("--vocab-file", type=Path, required=True, help="GPT-2's vocab.json, or a tokenizer.json")
-    tokenizer.add_argument("--merge-file", type=Path, help="GPT-2's merges.txt")
-    tokenizer.add_argument("--append-eod", action="store_true", help="end every document with <|endoftext|>")
-    tokenizer.add_argument(
-        "--encoder", choices=["auto", "reference"], default="auto", help="reference: never the fast library"
-    )
-    made = parser.add_argument_group("output")
-    made.add_argument("--output-prefix", type=Path, required=True, help="PREFIX_<key>_document.bin, .idx and .json")
-    made.add_argument("--dataset-impl", default="mmap", help="mmap is the only one that is written")
-    made.add_argument("--on-error", choices=["stop", "skip"], default="stop", help="at a line that is no document")
-    made.add_argument("--rejects", type=Path, metavar="FILE", help="where skipped lines go, with the reasons")
-    run = parser.add_argument_group("run")
-    run.add_argument("--workers", type=int, help="processes (default: one a core)")
-    run.add_argument("--log-interval", type=int, help="away from a terminal: a line every so many documents")
-    run.add_argument("--resume", action="store_true", help="go on where a killed run was")
+    parser.add_argument("--config", default="", help="the experiment's YAML file (default: as fab launch)")
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="change a field of it")
+    parser.add_argument("--include", default="", help="only these nodes and slots: host-a@host-b:0,2")
+    parser.add_argument("--exclude", default="", help="all but these nodes and slots")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be sent, and send nothing")
 
 
-def _data_preprocess(arguments: argparse.Namespace) -> int:
-    from tridock.data.command import run
+def _data_sync(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
 
-    run(arguments)
+    try:
+        from tridock.ops.session import Session
+        from tridock.ops.sync.command import run
+    except ModuleNotFoundError as missing:
+        todo = "run it where fab runs (make venv); a node has no ssh to the hosts"
+        raise RequestError(Problem("tridock data sync", "needs the operator's packages", str(missing), todo)) from None
+    session = Session.open(arguments.hosts, arguments.include, arguments.exclude)
+    say = Console(highlight=False, soft_wrap=True).print
+    run(session, arguments.path, arguments.config, arguments.set, say, dry_run=arguments.dry_run)
     return 0
 
 

@@ -29,6 +29,7 @@ HOST_IMAGE = "tridock-test-host"
 USER = "trainer"
 UID = 1234
 CLUSTER = "rack"
+SHARED = "/shared"  # one file system that both hosts see
 WORKDIR = f"/home/{USER}/tridock/{CLUSTER}"
 PROGRAMS = Path(sys.executable).parent
 
@@ -172,10 +173,10 @@ class Rack:
         return execute(*argv, cwd=self.project, env=self.environment(**environment), timeout=timeout)
 
     @contextmanager
-    def attached(self, task: str, *words: str) -> Iterator[Attached]:
+    def attached(self, task: str, *words: str, hosts: str = f"hostfiles/{CLUSTER}") -> Iterator[Attached]:
         """`fab` in a session of its own, as in a terminal; whatever is left of it is killed at the end."""
         output = self.folder / f"{uuid.uuid4().hex}.log"
-        argv = [str(PROGRAMS / "fab"), task, "--hosts", f"hostfiles/{CLUSTER}", *words]
+        argv = [str(PROGRAMS / "fab"), task, "--hosts", hosts, *words]
         with output.open("wb") as file:
             process = subprocess.Popen(
                 argv, cwd=self.project, env=self.environment(), stdin=subprocess.DEVNULL, stdout=file,
@@ -237,6 +238,7 @@ class Rack:
         for name in ("host-a", "host-b"):
             host = self.hosts[name] = RackHost(name, f"tridock-test-{self.suffix}-{name}")
             options = ["--hostname", name, "--network", self.network, "--volume", f"{host.container}:/var/lib/docker"]
+            options += ["--volume", f"{self.network}:{SHARED}"]
             succeed(
                 "docker", "run", "--detach", "--name", host.container, *options, *_NESTED,
                 "--env", f"AUTHORIZED_KEY={public}", HOST_IMAGE,
@@ -256,7 +258,7 @@ class Rack:
     def remove(self) -> None:
         names = [host.container for host in self]
         execute("docker", "rm", "--force", "--volumes", *names)
-        execute("docker", "volume", "rm", "--force", *names)
+        execute("docker", "volume", "rm", "--force", self.network, *names)
         execute("docker", "network", "rm", self.network)
         execute("docker", "image", "rm", self.image)
 
@@ -316,6 +318,6 @@ def rack_up(rack: Rack) -> Up:
     started = time.monotonic()
     done = rack.fab("up", timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
-    pushed = rack.fab("push", "--path", "data/tiny")
-    assert pushed.returncode == 0, pushed.stderr
+    brought = rack.fab("data", "--path", "data/tiny")
+    assert brought.returncode == 0, brought.stderr
     return Up(rack, done.stdout, time.monotonic() - started)

@@ -37,7 +37,8 @@ def traces(rack: Rack) -> dict[str, object]:
         found[f"{host.name} containers"] = sorted(host.containers())
         found[f"{host.name} files"] = host.sh(
             # Docker's own come and go, with every docker exec of these tests.
-            f"ls /tmp | grep -v ^runc-process; ls {RUNS}; find /home/{USER} -name '.put.*' -o -name '.push.*'"
+            f"ls /tmp | grep -v ^runc-process; ls {RUNS}; "
+            f"find /home/{USER} -name '.put.*' -o -name '.tridock-*' -o -name '*.part'"
         )
         found[f"{host.name} processes"] = host.sh(f"pgrep -u {USER} -f 'tridock.train|docker load|tar ' || true")
     return found
@@ -356,7 +357,7 @@ def test_data_that_is_missing_on_one_node(rack: Rack) -> None:
     refused(
         done, 2,
         "configs/tiny.yaml: data.data_path: is not on node host-b; got data/tiny/text_document.idx; "
-        "bring the data to the nodes: fab push --hosts hostfiles/rack --path data/tiny",
+        "bring the data to the nodes: fab data --hosts hostfiles/rack --path data/tiny/text_document",
     )  # fmt: skip
 
 
@@ -370,7 +371,7 @@ def test_data_that_differ_on_one_node(rack: Rack) -> None:
         done, 2,
         "configs/tiny.yaml: data.data_path: has another content on node host-b than on the head; "
         f"got {digest}  data/tiny/text_document.idx; "
-        "bring the data to the nodes: fab push --hosts hostfiles/rack --path data/tiny",
+        "bring the data to the nodes: fab data --hosts hostfiles/rack --path data/tiny/text_document",
     )  # fmt: skip
 
 

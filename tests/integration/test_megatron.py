@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.clone import Clone, a_clone
-from tests.integration.rack import Rack
+from tests.integration.rack import USER, Rack
 from tests.integration.support import execute
 from tests.megatron_source import pristine_source
 
@@ -99,13 +99,21 @@ def test_fab_launch_runs_3d_over_two_docker_hosts(clone: Clone, rack: Rack) -> N
     """Over ssh, with the image brought by Tridock; beside the rack's other cluster, on a port of its own."""
     hosts = rack.write_cluster("megatron", "host-a slots=2\nhost-b slots=2\n", image=clone.image, ssh_port=2223)
     try:
-        for words in (("up",), ("push", "--path", "data/demo")):
-            if words[0] == "push":
-                execute("cp", "-r", str(clone.folder / "data" / "demo"), str(rack.project / "data"))
+        execute("cp", "-r", str(clone.folder / "data" / "demo"), str(rack.project / "data"))
+        for words in (("up",), ("data", "--config", SPREAD)):
             done = rack.fab(*words, hosts=hosts, timeout=600)
             assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.splitlines()[-1] == "index maps: 9 files, made on host-a, sent to host-b"
+        script = f"cd /home/{USER}/tridock/megatron/workspace/data/demo && "
+        digests = [host.sh(script + "sha256sum stdlib*") for host in rack]
+        assert digests[0] == digests[1]
+        assert digests[0].count("_indexmap_") == 9
+        before = [host.sh(script + "stat -c '%n %i %y' stdlib*") for host in rack]
+        done = rack.fab("data", "--config", SPREAD, hosts=hosts)
+        assert done.stdout.splitlines()[-1] == "index maps: 9 files, already on host-a"
         done = rack.fab("launch", "--config", SPREAD, hosts=hosts, timeout=600)
         assert done.returncode == 0, done.stdout[-6000:] + done.stderr
+        assert [host.sh(script + "stat -c '%n %i %y' stdlib*") for host in rack] == before
         fetched = rack.fab("fetch", hosts=hosts)
         assert fetched.returncode == 0, fetched.stderr
         run = rack.project / fetched.stdout.splitlines()[-1]

@@ -17,7 +17,7 @@ from tests.integration.support import ROOT, execute, succeed
 pytestmark = pytest.mark.timeout(1200)
 
 PROGRAM = re.compile(r"(fab|make|tridock|docker compose) .+")
-TASKS = ("check", "down", "fetch", "keys", "launch", "logs", "push", "status", "stop", "up")
+TASKS = ("check", "data", "down", "fetch", "keys", "launch", "logs", "status", "stop", "up")
 NO_ENGINE = {"DOCKER_HOST": "unix:///nowhere/docker.sock"}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -11,11 +10,13 @@ from pathlib import Path
 from typing import Final
 
 from tridock.data.blocks import Recipe
+from tridock.data.documents import rejects_problems
 from tridock.data.encoders import Encoder, Reference, Vocabulary, check_ids_fit, fastest
+from tridock.data.malloc import return_what_is_freed
 from tridock.data.preprocess import Preprocessed, Request, preprocess
 from tridock.data.progress import progress_bar
 from tridock.data.sources import Kind, find_sources, kind_of_name
-from tridock.data.tokenizer import BytePairTokenizer
+from tridock.data.tokenizer import open_tokenizer
 from tridock.data.unfinished import unfinished_folder
 from tridock.errors import Problem, RequestError
 
@@ -27,6 +28,7 @@ def run(arguments: argparse.Namespace) -> Preprocessed:
     """Says what it does on standard error, the result on standard output. Raises :class:`RequestError`."""
     if problems := list(_problems(arguments)):
         raise RequestError(problems)
+    return_what_is_freed()
     sources = find_sources(arguments.input, lambda name: _kind(arguments, name))
     encoder, notes = _encoder(arguments)
     check_ids_fit(encoder, str(arguments.vocab_file))
@@ -68,13 +70,7 @@ def _problems(arguments: argparse.Namespace) -> Iterator[Problem]:
         value = getattr(arguments, name)
         if value is not None and value < 1:
             yield Problem(f"--{name.replace('_', '-')}", "must be at least 1", str(value), "raise it, or leave it out")
-    if arguments.on_error == "skip" and arguments.rejects is None:
-        todo = "name a file for the lines that are skipped"
-        yield Problem("--rejects", "is missing, which --on-error skip needs", "", todo)
-    if arguments.on_error == "stop" and arguments.rejects is not None:
-        yield Problem("--rejects", "has no meaning without --on-error skip", str(arguments.rejects), "add that flag")
-    if arguments.rejects is not None and not arguments.rejects.absolute().parent.is_dir():
-        yield Problem("--rejects", "lies in a folder that does not exist", str(arguments.rejects), "make the folder")
+    yield from rejects_problems(arguments.on_error, arguments.rejects)
     if arguments.resume and "-" in arguments.input:
         yield Problem("--resume", "cannot go on with standard input", "", "begin anew: leave --resume out")
 
@@ -90,25 +86,13 @@ def _encoder(arguments: argparse.Namespace) -> tuple[Encoder, list[str]]:
     if arguments.tokenizer_type == _VOCAB:
         return Vocabulary(arguments.vocab_file), []
     notes: list[str] = []
+    tokenizer = open_tokenizer(arguments.vocab_file, arguments.merge_file)
     if arguments.merge_file is not None:
-        tokenizer = BytePairTokenizer.from_gpt2(arguments.vocab_file, arguments.merge_file)
         notes += _left_out(arguments.merge_file)
-    elif _is_tokenizer_json(arguments.vocab_file):
-        tokenizer = BytePairTokenizer.load(arguments.vocab_file)
-    else:
-        todo = "give GPT-2's merges.txt, or a tokenizer.json as --vocab-file"
-        raise RequestError(Problem("--merge-file", f"is missing, which {_GPT2} needs", "", todo))
     if arguments.encoder == "reference":
         return Reference(tokenizer), notes
     encoder, why = fastest(tokenizer)
     return encoder, notes + [why] * bool(why)
-
-
-def _is_tokenizer_json(path: Path) -> bool:
-    try:
-        return path.is_dir() or ("model" in json.loads(path.read_bytes()) and path.name != "vocab.json")
-    except (OSError, ValueError, TypeError):
-        return False
 
 
 def _left_out(merge_file: Path) -> Iterator[str]:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Final
 
 _BLOCK: Final = 1 << 20
-_PENDING: Final = 4
-"""Pieces that may wait: what is to be hashed stays in memory until it is."""
+_PENDING_BYTES: Final = 8 << 20
+"""As much may wait: what is to be hashed stays in memory until it is."""
 
 
 class Digest:
@@ -26,13 +26,17 @@ class Digest:
                 while data := file.read(_BLOCK):
                     self._digest.update(data)
         self._thread = ThreadPoolExecutor(1, "sha256")
-        self._pending: deque[Future[None]] = deque()
+        self._pending: deque[tuple[int, Future[None]]] = deque()
+        self._held = 0
 
     def update(self, data: bytes) -> None:
         """Appends a piece; waits where too many do."""
-        self._pending.append(self._thread.submit(self._digest.update, data))
-        if len(self._pending) > _PENDING:
-            self._pending.popleft().result()
+        self._pending.append((len(data), self._thread.submit(self._digest.update, data)))
+        self._held += len(data)
+        while self._held > _PENDING_BYTES:
+            size, done = self._pending.popleft()
+            done.result()
+            self._held -= size
 
     def mark(self) -> Future[str]:
         """The hash of all pieces up to here, in hexadecimal digits."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 from tridock.data.sources import Kind
@@ -30,6 +32,16 @@ class Refusal:
         """As a message about a file's line."""
         return Problem(f"{name}:{first_line + self.line}", self.what, self.got, todo)
 
+    def record(self, name: str, first_line: int) -> bytes:
+        """As a line of a rejects file: one object; ``text`` is the line itself, or ``base64`` where it is not UTF-8."""
+        reason = f"{self.what}; got {self.got}" if self.got else self.what
+        record: dict[str, object] = {"file": name, "line": first_line + self.line, "reason": reason}
+        try:
+            record["text"] = self.data.decode("utf-8")
+        except UnicodeDecodeError:
+            record["base64"] = base64.b64encode(self.data).decode()
+        return json.dumps(record).encode() + b"\n"
+
 
 @dataclass(slots=True)
 class Documents:
@@ -52,6 +64,17 @@ def remedy(keys: Sequence[str], kind: Kind) -> str:
     fields = ", ".join(f'"{key}": "…"' for key in keys)
     form = "" if kind is Kind.TEXT else f"; each is one object such as {{{fields}}}"
     return f"mend or remove the line, or leave such out with --on-error skip --rejects FILE{form}"
+
+
+def rejects_problems(on_error: str, rejects: Path | None) -> Iterator[Problem]:
+    """What is wrong with ``--on-error`` and ``--rejects``."""
+    if on_error == "skip" and rejects is None:
+        todo = "name a file for the lines that are skipped"
+        yield Problem("--rejects", "is missing, which --on-error skip needs", "", todo)
+    if on_error == "stop" and rejects is not None:
+        yield Problem("--rejects", "has no meaning without --on-error skip", str(rejects), "add that flag")
+    if rejects is not None and not rejects.absolute().parent.is_dir():
+        yield Problem("--rejects", "lies in a folder that does not exist", str(rejects), "make the folder")
 
 
 def parse(data: bytes, keys: Sequence[str], kind: Kind) -> Documents:

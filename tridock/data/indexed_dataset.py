@@ -20,7 +20,7 @@ import os
 import secrets
 import struct
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -49,12 +49,12 @@ UINT16_VOCABULARY: Final = 65500
 
 def bin_path(prefix: Path) -> Path:
     """``<prefix>.bin``; a prefix may itself hold dots."""
-    return prefix.with_name(prefix.name + ".bin")
+    return prefix.parent / f"{prefix.name}.bin"
 
 
 def idx_path(prefix: Path) -> Path:
     """``<prefix>.idx``."""
-    return prefix.with_name(prefix.name + ".idx")
+    return prefix.parent / f"{prefix.name}.idx"
 
 
 def token_dtype(vocab_size: int | None) -> np.dtype[Any]:
@@ -128,19 +128,38 @@ _BLOCK: Final = 1 << 18
 
 def write_index(path: Path, dtype: np.dtype[Any], lengths: Tokens, document_index: Tokens) -> None:
     """Writes an index onto the disk. ``lengths``: tokens, int32[S]; ``document_index``: int64[D] from 0 to S."""
+    sizes = len(lengths), len(document_index)
+    write_index_of_blocks(path, dtype, sizes, lambda: in_blocks(lengths), in_blocks(document_index))
+
+
+def in_blocks(array: Tokens, first: int = 0, last: int | None = None) -> Iterator[Tokens]:
+    """Entries first to last (exclusive) of a mapped array, so many at a time that any number takes little memory."""
+    end = len(array) if last is None else last
+    for start in range(first, end, _BLOCK):
+        yield array[start : min(start + _BLOCK, end)]
+
+
+def write_index_of_blocks(
+    path: Path,
+    dtype: np.dtype[Any],
+    sizes: tuple[int, int],
+    lengths: Callable[[], Iterator[Tokens]],
+    document_index: Iterable[Tokens],
+) -> None:
+    """As :func:`write_index`, of arrays that come in blocks. ``sizes``: S and D; ``lengths`` is gone through twice."""
     code = next(code for code, known in DTYPES.items() if known == dtype)
     with path.open("wb") as file:
-        file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(document_index)))
-        for start in range(0, len(lengths), _BLOCK):
-            file.write(lengths[start : start + _BLOCK].astype("<i4").tobytes())
+        file.write(HEADER.pack(MAGIC, VERSION, code, *sizes))
+        for block in lengths():
+            file.write(block.astype("<i4").tobytes())
         offset = 0
-        for start in range(0, len(lengths), _BLOCK):
-            sizes = lengths[start : start + _BLOCK].astype(np.int64) * dtype.itemsize
-            ends = np.cumsum(sizes) + offset
-            file.write((ends - sizes).astype("<i8").tobytes())
+        for block in lengths():
+            widths = block.astype(np.int64) * dtype.itemsize
+            ends = np.cumsum(widths) + offset
+            file.write((ends - widths).astype("<i8").tobytes())
             offset = int(ends[-1])
-        for start in range(0, len(document_index), _BLOCK):
-            file.write(document_index[start : start + _BLOCK].astype("<i8").tobytes())
+        for block in document_index:
+            file.write(block.astype("<i8").tobytes())
         file.flush()
         os.fsync(file.fileno())
 
@@ -153,29 +172,47 @@ def publish(prefix: Path, partial_bin: Path, partial_idx: Path) -> None:
     partial_idx.replace(idx_path(prefix))
 
 
-class IndexedDataset:
-    """A memory-mapped data set. ``dataset[i]`` is sequence i: an array of token ids, shape [length], not copied.
+class Index:
+    """A mapped ``.idx``: ``dtype``; ``lengths`` int32[S], ``offsets`` int64[S] in bytes, ``document_index`` int64[D].
 
-    Attributes: ``dtype``; ``lengths`` int32[S], ``offsets`` int64[S] in bytes, ``document_index`` int64[D];
-    ``tokens``, the whole .bin as one array. All are views of the mapped files.
-
-    Raises :class:`RequestError` where the files are missing, foreign, cut short, or do not belong together.
+    Raises :class:`RequestError` where it is foreign or cut short; what stands in the arrays is not looked at.
     """
 
-    def __init__(self, prefix: Path) -> None:
-        self.prefix = prefix
-        index, data = idx_path(prefix), bin_path(prefix)
-        _check_presence(prefix, index, data)
-        buffer = _mapped(index, np.dtype(np.uint8))
-        self.dtype, sequences, entries = _read_header(index, buffer)
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        buffer = _mapped(path, np.dtype(np.uint8))
+        self.dtype, sequences, entries = _read_header(path, buffer)
         position = HEADER.size
         parts: list[Tokens] = []
         for dtype, count in ((np.dtype("<i4"), sequences), (np.dtype("<i8"), sequences), (np.dtype("<i8"), entries)):
             parts.append(np.frombuffer(buffer, dtype=dtype, count=count, offset=position))
             position += dtype.itemsize * count
         self.lengths, self.offsets, self.document_index = parts
+
+    @property
+    def promised(self) -> int:
+        """Bytes of the .bin that it describes."""
+        return int(self.lengths.sum(dtype=np.int64)) * self.dtype.itemsize
+
+
+class IndexedDataset:
+    """A memory-mapped data set. ``dataset[i]`` is sequence i: an array of token ids, shape [length], not copied.
+
+    Attributes: ``index``, and its ``dtype``; ``lengths`` int32[S], ``offsets`` int64[S] in bytes, ``document_index``
+    int64[D]; ``tokens``, the whole .bin as one array. All are views of the mapped files.
+
+    Raises :class:`RequestError` where the files are missing, foreign, cut short, or do not belong together.
+    """
+
+    def __init__(self, prefix: Path) -> None:
+        self.prefix = prefix
+        check_presence(prefix)
+        self.index = index = Index(idx_path(prefix))
+        self.dtype = index.dtype
+        self.lengths, self.offsets, self.document_index = index.lengths, index.offsets, index.document_index
+        data = bin_path(prefix)
         self.tokens = _mapped(data, self.dtype)
-        self._check_consistency(index, data, data.stat().st_size)
+        self._check_consistency(index.path, data, data.stat().st_size)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -199,10 +236,8 @@ class IndexedDataset:
         return int(self.offsets[sequence]) // self.dtype.itemsize
 
     def _check_consistency(self, index: Path, data: Path, size: int) -> None:
-        promised = int(self.lengths.sum(dtype=np.int64)) * self.dtype.itemsize
-        if promised != size:
-            what = f"does not fit its index, which promises {promised} bytes"
-            raise RequestError(Problem(str(data), what, f"{size} bytes", _COPY_OR_MAKE))
+        if size != self.index.promised:
+            raise RequestError(wrong_size(data, self.index.promised, size))
         # Ends only: a billion documents must open at once. Together with the sum above they catch every mix-up seen.
         contiguous = len(self) == 0 or (
             self.offsets[0] == 0 and int(self.offsets[-1]) + int(self.lengths[-1]) * self.dtype.itemsize == size
@@ -210,10 +245,16 @@ class IndexedDataset:
         ordered = self.document_index[0] == 0
         if not contiguous or not ordered or self.document_index[-1] != len(self):
             what = "has offsets or documents that do not follow one another"
-            raise RequestError(Problem(str(index), what, "a damaged index", _COPY_OR_MAKE))
+            raise RequestError(Problem(str(index), what, "a damaged index", COPY_OR_MAKE))
 
 
-_COPY_OR_MAKE = "copy both files again, or make them again with `tridock data preprocess`"
+COPY_OR_MAKE: Final = "copy both files again, or make them again with `tridock data preprocess`"
+
+
+def wrong_size(data: Path, promised: int, size: int) -> Problem:
+    """A .bin that is not of its index."""
+    what = f"does not fit its index, which promises {promised} bytes"
+    return Problem(str(data), what, f"{size} bytes", COPY_OR_MAKE)
 
 
 def _mapped(path: Path, dtype: np.dtype[Any]) -> Tokens:
@@ -226,7 +267,9 @@ def _mapped(path: Path, dtype: np.dtype[Any]) -> Tokens:
         raise RequestError(Problem(str(path), "cannot be read", got, "make it readable for this user")) from None
 
 
-def _check_presence(prefix: Path, index: Path, data: Path) -> None:
+def check_presence(prefix: Path) -> None:
+    """Raises :class:`RequestError` where not both files are there."""
+    index, data = idx_path(prefix), bin_path(prefix)
     missing = [path for path in (index, data) if not path.is_file()]
     if len(missing) == 2:
         todo = "make it with `tridock data preprocess`, or mend data.data_path"
@@ -236,16 +279,16 @@ def _check_presence(prefix: Path, index: Path, data: Path) -> None:
         raise RequestError(Problem(str(prefix), what, f"neither {index.name} nor {data.name}", todo))
     if missing:
         present = data if missing[0] == index else index
-        raise RequestError(Problem(str(missing[0]), "is missing", f"only {present.name}", _COPY_OR_MAKE))
+        raise RequestError(Problem(str(missing[0]), "is missing", f"only {present.name}", COPY_OR_MAKE))
 
 
 def _read_header(index: Path, buffer: Tokens) -> tuple[np.dtype[Any], int, int]:
     start = buffer[: HEADER.size].tobytes()
     if start[: len(MAGIC)] != MAGIC:
         got = repr(start[: len(MAGIC)])
-        raise RequestError(Problem(str(index), "is not an index of Megatron's", got, _COPY_OR_MAKE))
+        raise RequestError(Problem(str(index), "is not an index of Megatron's", got, COPY_OR_MAKE))
     if len(start) < HEADER.size:
-        raise RequestError(Problem(str(index), "ends inside its header", f"{len(start)} bytes", _COPY_OR_MAKE))
+        raise RequestError(Problem(str(index), "ends inside its header", f"{len(start)} bytes", COPY_OR_MAKE))
     _, version, code, sequences, entries = HEADER.unpack(start)
     if version != VERSION:
         what = f"has a version other than {VERSION}"
@@ -256,5 +299,5 @@ def _read_header(index: Path, buffer: Tokens) -> tuple[np.dtype[Any], int, int]:
     expected = HEADER.size + 12 * sequences + 8 * entries
     if len(buffer) != expected or entries == 0:
         what = f"promises {sequences} sequences and {entries} document entries, which take {expected} bytes"
-        raise RequestError(Problem(str(index), what, f"{len(buffer)} bytes", _COPY_OR_MAKE))
+        raise RequestError(Problem(str(index), what, f"{len(buffer)} bytes", COPY_OR_MAKE))
     return DTYPES[code], sequences, entries

@@ -42,11 +42,13 @@ class DatasetManifest(BaseModel):
     bin_sha256: str | None = None
     """Of ``<prefix>.bin`` and ``<prefix>.idx``; None where an earlier Tridock or another tool wrote none."""
     idx_sha256: str | None = None
+    part: str | None = None
+    """Which documents of which data set these are, where `tridock data split` made it."""
 
 
 def manifest_path(prefix: Path) -> Path:
     """``<prefix>.json``."""
-    return prefix.with_name(prefix.name + ".json")
+    return prefix.parent / f"{prefix.name}.json"
 
 
 def write_manifest(prefix: Path, manifest: DatasetManifest) -> None:
@@ -61,6 +63,9 @@ def read_manifest(prefix: Path) -> DatasetManifest | None:
         return DatasetManifest.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
+    except OSError as error:
+        todo = "make it readable for this user, or delete it and set model.vocab_size"
+        raise RequestError(Problem(str(path), "cannot be read", error.strerror or str(error), todo)) from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         got = f"{'.'.join(str(part) for part in first['loc']) or 'the file'}: {first['msg']}"

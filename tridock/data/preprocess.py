@@ -6,9 +6,7 @@ the number of workers and however often the work was interrupted.
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import json
 import platform
 import time
 from collections.abc import Callable, Iterator
@@ -194,7 +192,7 @@ def _take(request: Request, work: Unfinished, chunk: Chunk, encoded: Encoded | N
             problem = refusal.problem(chunk.source.name, chunk.first_line, todo)
             if request.rejects is None:
                 raise RequestError(problem)
-            work.reject(_record(chunk, refusal))
+            work.reject(refusal.record(chunk.source.name, chunk.first_line))
         for number, block in enumerate(encoded.blocks):
             work.add(number, block)
         journal.empty += encoded.empty
@@ -202,23 +200,13 @@ def _take(request: Request, work: Unfinished, chunk: Chunk, encoded: Encoded | N
     if chunk.broken is not None:
         if request.rejects is None:
             raise RequestError(chunk.broken)
-        work.reject(_record(chunk, Refusal(0, chunk.broken.what, chunk.broken.got, chunk.data)))
+        cut_off = Refusal(0, chunk.broken.what, chunk.broken.got, chunk.data)
+        work.reject(cut_off.record(chunk.source.name, chunk.first_line))
         journal.documents_in += 1
     journal.source, journal.offset = chunk.number, chunk.offset
     if chunk.finished is not None:
         journal.finished.append(chunk.finished)
         journal.source, journal.offset = chunk.number + 1, 0
-
-
-def _record(chunk: Chunk, refusal: Refusal) -> bytes:
-    """One object a line; ``text`` is the line itself, or ``base64`` where it is not UTF-8."""
-    reason = f"{refusal.what}; got {refusal.got}" if refusal.got else refusal.what
-    record: dict[str, object] = {"file": chunk.source.name, "line": chunk.first_line + refusal.line, "reason": reason}
-    try:
-        record["text"] = refusal.data.decode("utf-8")
-    except UnicodeDecodeError:
-        record["base64"] = base64.b64encode(refusal.data).decode()
-    return json.dumps(record).encode() + b"\n"
 
 
 def _write_manifests(request: Request, work: Unfinished, width: int) -> None:
@@ -234,7 +222,7 @@ def _write_manifests(request: Request, work: Unfinished, width: int) -> None:
             inputs=tuple(journal.finished),
             json_key=key,
             sequences=counts.sequences,
-            empty_documents=journal.empty,
+            empty_documents=counts.empty,
             rejected=journal.rejected,
             versions=_versions(encoder.name),
             bin_sha256=counts.bin_sha256,

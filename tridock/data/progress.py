@@ -36,7 +36,7 @@ def progress_bar(what: str, log_interval: int | None = None) -> Iterator[Callabl
             nonlocal told
             seconds = max(time.monotonic() - started, 1e-9)
             rate = f"{done.tokens / seconds:,.0f} tokens/s"
-            progress.update(task, completed=done.bytes, total=done.total or None, tokens=rate)
+            progress.update(task, completed=done.bytes, total=done.total or None, tokens=rate if done.tokens else "")
             if log_interval and not console.is_terminal and done.documents // log_interval > told:
                 told = done.documents // log_interval
                 speed = f"{done.documents / seconds:.1f} docs/s, {done.bytes / 1e6 / seconds:.1f} MB/s, {rate}"

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import secrets
+import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -52,10 +55,15 @@ class BytePairTokenizer:
         return cls(tokenizer)
 
     @classmethod
-    def load(cls, path: Path) -> Self:
-        """Reads a ``tokenizer.json``, or the one in a folder."""
+    def from_json(cls, text: str) -> Self:
+        """What ``to_json`` gave."""
         from tokenizers import Tokenizer
 
+        return cls(Tokenizer.from_str(text))
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Reads a ``tokenizer.json``, or the one in a folder."""
         file = path / TOKENIZER if path.is_dir() else path
         todo = "give a tokenizer.json, or a folder that `save` wrote"
         try:
@@ -64,7 +72,7 @@ class BytePairTokenizer:
             got = error.strerror if isinstance(error, OSError) and error.strerror else "not UTF-8"
             raise RequestError(Problem(str(file), "cannot be read as a tokenizer", got, todo)) from None
         try:
-            tokenizer = cls(Tokenizer.from_str(text))
+            tokenizer = cls.from_json(text)
         except Exception as error:  # the library raises no narrower type
             raise RequestError(Problem(str(file), "is not a tokenizer", str(error), todo)) from None
         if tokenizer._tokenizer.token_to_id(END_OF_TEXT) is None:
@@ -105,13 +113,25 @@ class BytePairTokenizer:
         return cls(tokenizer)
 
     def save(self, folder: Path) -> None:
-        """Writes ``tokenizer.json``; ``vocab.json`` and ``merges.txt`` as Megatron's GPT2BPETokenizer reads them."""
+        """Writes ``tokenizer.json``; ``vocab.json`` and ``merges.txt`` as Megatron's GPT2BPETokenizer reads them.
+
+        None of them changes before all are written.
+        """
         text = self._tokenizer.to_str(pretty=True)
         model = json.loads(text)["model"]
         merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in model["merges"]]
-        write_atomic(folder / "vocab.json", json.dumps(model["vocab"], ensure_ascii=False).encode())
-        write_atomic(folder / "merges.txt", "\n".join(["#version: 0.2", *merges, ""]).encode())
-        write_atomic(folder / TOKENIZER, text.encode())
+        made = folder.with_name(f".{folder.name}.{os.getpid()}.{secrets.token_hex(4)}.part")
+        try:
+            write_atomic(made / "vocab.json", json.dumps(model["vocab"], ensure_ascii=False).encode())
+            write_atomic(made / "merges.txt", "\n".join(["#version: 0.2", *merges, ""]).encode())
+            write_atomic(made / TOKENIZER, text.encode())
+            if folder.exists():
+                for file in made.iterdir():
+                    file.replace(folder / file.name)
+            else:
+                made.rename(folder)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
 
     @property
     def vocab_size(self) -> int:
@@ -136,8 +156,14 @@ class BytePairTokenizer:
 
     @property
     def sha256(self) -> str:
-        """Names the tokenizer: of the vocabulary and the merges, not of how a file spells them."""
-        return hashlib.sha256(self._tokenizer.to_str(pretty=False).encode()).hexdigest()
+        """Names the tokenizer by what ids depend on, not by how a file spells it: GPT-2's two files and the
+        ``tokenizer.json`` of the same tokens have one name."""
+        description = json.loads(self.to_json())
+        # Special tokens are text here, and nothing is added to a text; of the rest, "" and null mean the same.
+        added = [token for token in description["added_tokens"] if not token["special"]]
+        model = {name: value for name, value in description["model"].items() if value}
+        told = [added, model, description["normalizer"], description["pre_tokenizer"], self.end_of_text]
+        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """Token ids of one text; no end of text is added."""
@@ -152,6 +178,23 @@ class BytePairTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids; bytes that are no UTF-8 become U+FFFD."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def open_tokenizer(vocab_file: Path, merge_file: Path | None) -> BytePairTokenizer:
+    """What ``--vocab-file`` and ``--merge-file`` name: GPT-2's two files, or a ``tokenizer.json`` as the first."""
+    if merge_file is not None:
+        return BytePairTokenizer.from_gpt2(vocab_file, merge_file)
+    if _is_tokenizer_json(vocab_file):
+        return BytePairTokenizer.load(vocab_file)
+    todo = "give GPT-2's merges.txt, or a tokenizer.json as --vocab-file"
+    raise RequestError(Problem("--merge-file", "is missing, which GPT2BPETokenizer needs", "", todo))
+
+
+def _is_tokenizer_json(path: Path) -> bool:
+    try:
+        return path.is_dir() or ("model" in json.loads(path.read_bytes()) and path.name != "vocab.json")
+    except (OSError, ValueError, TypeError):
+        return False
 
 
 def read_vocabulary(path: Path) -> dict[str, int]:

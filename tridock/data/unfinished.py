@@ -36,6 +36,8 @@ class Counts(BaseModel):
     bytes: int = 0
     sequences: int = 0
     documents: int = 0
+    empty: int = 0
+    """Of the documents."""
     bin_sha256: str | None = None
     """Of the whole files, when they are; so is the next."""
     idx_sha256: str | None = None
@@ -134,6 +136,7 @@ class Unfinished:
         counts.bytes += len(block.tokens)
         counts.sequences += len(block.lengths) // 4
         counts.documents += len(block.sequences)
+        counts.empty += int((block.sequences == 0).sum())
 
     def reject(self, record: bytes) -> None:
         """Appends a line to the rejects."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Iterator
+from dataclasses import replace
 
 from tridock import run_folder
 from tridock.experiment import Experiment
@@ -14,6 +15,7 @@ from tridock.plan import Plan
 from tridock.plan.megatron import CHECKPOINT_OPTIONS
 
 MODULE = "tridock.train.megatron_deepspeed"
+INDEX_MAPS = "tridock.train.megatron_index_maps"
 _SPELLED = {"contiguous_checkpointing": "--contigious-checkpointing"}  # upstream's spelling
 
 
@@ -23,6 +25,23 @@ def megatron_arguments(experiment: Experiment, plan: Plan, run_path: str) -> tup
     for option, value in _options(experiment, plan, run_path):
         words += [option] if value is None else [option, str(value)]
     return (*words, *experiment.megatron_args)
+
+
+def index_map_arguments(experiment: Experiment, plan: Plan, workspace: str) -> tuple[str, ...]:
+    """The words after ``python -m tridock.train.megatron_index_maps``: those of a run that count for its samples.
+
+    One process makes the maps, without the model: it is told how many replicas the run will have.
+    """
+    alone = replace(plan, tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
+    plain = experiment.model_copy(
+        update={
+            "parallel": experiment.parallel.model_copy(update={"strategy": "ddp"}),
+            "model": experiment.model.model_copy(update={"checkpoint_activations": False}),
+            "train": experiment.train.model_copy(update={"load": None, "save": False, "tensorboard": False}),
+        }
+    )
+    words = megatron_arguments(plain, alone, f"{workspace}/runs/none")
+    return ("--data-parallel-size", str(plan.data_parallel_size), *words)
 
 
 def _options(experiment: Experiment, plan: Plan, run_path: str) -> Iterator[tuple[str, object]]:

@@ -20,12 +20,13 @@ from tridock.ops.nodes import ensure_up
 from tridock.ops.origin import origin
 from tridock.ops.planning import told, with_hosts_gpu
 from tridock.ops.preflight import check_nodes
-from tridock.ops.push import push
 from tridock.ops.session import Session
+from tridock.ops.sync import choose, sync
 from tridock.plan import Assessment, Plan, assess
 from tridock.remote import Host, LocalHost
 
 _TIMEOUT_S = 60.0
+DEFAULT_CONFIG = "configs/demo.yaml"
 DEMO_DATA = "data/demo"
 
 
@@ -73,7 +74,7 @@ def preview(session: Session, request: Request) -> RunBundle:
 def bring_demo_data(session: Session) -> str:
     """Makes the demo's data set where it is missing, here and on the hosts; returns a line that says what lies where.
 
-    Only for a launch that names no experiment: other data sets may be large, and are pushed when asked to.
+    Only for a launch that names no experiment: other data sets may be large: `fab data` brings those.
     """
     folder = session.cluster.project_folder / DEMO_DATA
     make = Command.of(sys.executable, "-m", "tridock.cli", "data", "demo", "--folder", str(folder))
@@ -87,7 +88,9 @@ def bring_demo_data(session: Session) -> str:
 
     lacking = tuple(node for node, missing in session.each(lacks).items() if missing)
     if lacking:
-        push(session, Path(DEMO_DATA), only=lacking)
+        synced = sync(session, choose(session.cluster.project_folder, [DEMO_DATA]), only=lacking)
+        if failure := synced.failure:
+            raise failure
     return done.stdout.decode().splitlines()[-1]
 
 

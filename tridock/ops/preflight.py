@@ -46,8 +46,8 @@ def check_nodes(session: Session, config: Path, experiment: Experiment, plan: Pl
         return answer
 
     answers = session.each(ask)
-    push = f"bring the data to the nodes: fab push --hosts {session.cluster.hostfile_path} --path "
-    problems = list(_differences(config, data_files(experiment), head, answers, push))
+    bring = f"bring the data to the nodes: fab data --hosts {session.cluster.hostfile_path} --path "
+    problems = list(_differences(config, data_files(experiment), head, answers, bring))
     problems += mismatches(config, experiment, plan, answers[head])
     if problems:
         raise RequestError(problems)
@@ -92,12 +92,12 @@ def data_files(experiment: Experiment) -> dict[str, str]:
 
 
 def _differences(
-    config: Path, files: Mapping[str, str], head: str, answers: Mapping[str, Answer], push: str
+    config: Path, files: Mapping[str, str], head: str, answers: Mapping[str, Answer], bring: str
 ) -> Iterator[Problem]:
     expected = answers[head]["files"]
     for field in dict.fromkeys(files.values()):
         names = [name for name in files if files[name] == field]
-        where, todo = f"{config}: {field}", f"{push}{Path(names[0]).parent}"
+        where, todo = f"{config}: {field}", f"{bring}{names[0].removesuffix('.bin')}"
         for node, answer in answers.items():
             there = answer["files"]
             missing = [name for name in names if there[name] is None]

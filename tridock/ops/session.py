@@ -52,7 +52,7 @@ class Session:
     def states(self) -> dict[str, HostState]:
         """What every host says about itself; read at the first call."""
         if self._states is None:
-            self._states = self.each(self._read_state)
+            self._states = self.each(self.read_state)
         return self._states
 
     def reachable(self) -> tuple[Session, ClusterError | None]:
@@ -60,7 +60,7 @@ class Session:
 
         For those who show what there is: they are wanted most while a host is away.
         """
-        outcomes = on_all(self.hosts, self._read_state, cap=self.cluster.settings.ssh.max_connections)
+        outcomes = on_all(self.hosts, self.read_state, cap=self.cluster.settings.ssh.max_connections)
         there = copy.copy(self)
         there.hosts = {name: host for name, host in self.hosts.items() if outcomes[name].ok}
         there._states = {name: outcome.value for name, outcome in outcomes.items() if outcome.value is not None}
@@ -74,7 +74,8 @@ class Session:
         """Makes the next call of :meth:`states` ask the hosts again."""
         self._states = None
 
-    def _read_state(self, name: str, host: Host) -> HostState:
+    def read_state(self, name: str, host: Host) -> HostState:
+        """Asks one host."""
         container, keys = container_name(self.cluster, name), secrets_folder(self.cluster, name)
         command = facts_command(self.cluster.settings.image, container, keys)
         where = name if self.cluster.settings.transport == "ssh" else "this machine"

@@ -123,6 +123,8 @@ class Checkpoints:
         """
         with together(self.ranks):
             folder = find_checkpoint(source, self.pointer)
+        folder = common_to_all(folder, self.ranks)
+        with together(self.ranks):
             progress = read_progress(folder)
             check_fit(folder, progress, fresh)
             missing = [name for name in strategy.files(self.ranks.rank) if not (folder / name).is_file()]
@@ -164,6 +166,17 @@ def find_checkpoint(source: Path, pointer: str = LATEST) -> Path:
         if isinstance(error, ValueError):
             got = f"{word!r} in {pointer}"
         raise RequestError(Problem("train.load", f"no checkpoint lies at {source}", got, todo)) from None
+
+
+def common_to_all(folder: Path, ranks: Ranks) -> Path:
+    """The checkpoint that all ranks have: nodes that share no folder may have been killed while it was renamed on each.
+
+    A collective.
+    """
+    names = [""] * ranks.world_size
+    dist.all_gather_object(names, folder.name)
+    oldest = min(names)
+    return folder.with_name(oldest) if oldest.startswith("iter_") else folder
 
 
 def read_progress(folder: Path) -> Progress:

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from tridock.data.indexed_dataset import IndexedDataset
 from tridock.data.manifest import manifest_path, read_manifest
+from tridock.data.split import SPLITS, share_bounds
 from tridock.errors import Problem, RequestError
 from tridock.experiment.schema import Experiment
 
-SPLITS: Final = ("train", "valid", "test")
 _ROUNDS: Final = 6
 _MASK64: Final = (1 << 64) - 1
 
@@ -60,13 +60,11 @@ def shuffled(position: int, size: int, seed: int) -> int:
 
 
 def split_bounds(documents: int, split: str) -> tuple[int, int, int, int]:
-    """First documents of train, valid and test, and the end: shares ``"949,50,1"`` rounded as megatron-core does."""
+    """First documents of train, valid and test, and the end: shares ``"949,50,1"``."""
     shares = [float(share) for share in split.split(",")]
-    total = sum(shares)
-    if total == 0.0:
+    if sum(shares) == 0.0:
         raise RequestError(Problem("data.split", "has no share above zero", repr(split), "write e.g. '949,50,1'"))
-    ends = [round(documents * sum(shares[: count + 1]) / total) for count in range(3)]
-    return 0, ends[0], ends[1], ends[2]
+    return share_bounds(documents, shares)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,9 @@ from pathlib import Path
 
 from tridock.run_folder import write_atomic
 
+MARK = "_indexmap.sha256"
+"""After the data's prefix: the file that says what the maps beside it are of."""
+
 
 def drop_stale(prefix: Path, split: str) -> int:
     """Removes the maps of other data or another split; how many. To be called once a node, before anyone makes one.
@@ -19,7 +22,7 @@ def drop_stale(prefix: Path, split: str) -> int:
     What the maps are of stands in ``<data>_indexmap.sha256``. In a folder that cannot be written they stay: whoever
     made them there answers for them.
     """
-    mark = prefix.with_name(f"{prefix.name}_indexmap.sha256")
+    mark = prefix.with_name(f"{prefix.name}{MARK}")
     with prefix.with_name(f"{prefix.name}.idx").open("rb") as index:
         digest = hashlib.file_digest(index, "sha256")
     digest.update(split.encode())

@@ -94,7 +94,7 @@ def check_files(words: list[str]) -> None:
         "data.vocab_file": [given["--vocab-file"]],
         "data.merge_file": [given["--merge-file"]],
     }
-    todo = "bring the data here: fab push, or tridock data"
+    todo = "bring the data here: fab data, or tridock data"
     problems = [
         Problem(field, "no such file", path, todo)
         for field, paths in named.items()

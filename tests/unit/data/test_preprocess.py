@@ -94,6 +94,7 @@ def test_documents_in_are_documents_out(tokenizer: BytePairTokenizer, tmp_path: 
         "sequences": 3,
         "empty_documents": 1,
         "rejected": 0,
+        "part": None,
         **{f"{s}_sha256": sha256(tmp_path / f"out_text_document.{s}") for s in ("bin", "idx")},
     }
     assert str(done).startswith(
@@ -162,6 +163,8 @@ def test_several_keys_are_several_data_sets(tokenizer: BytePairTokenizer, tmp_pa
     ]  # fmt: skip
     assert (title.document_index.tolist(), body.document_index.tolist()) == ([0, 2, 3], [0, 1, 1])
     assert (done.documents_in, done.documents_out, done.empty) == (2, 2, 1)
+    manifests = [read_manifest(prefix) for prefix in done.prefixes]
+    assert [manifest.empty_documents if manifest else None for manifest in manifests] == [0, 1]
     assert str(done).startswith(f"{done.prefixes[0]}, {done.prefixes[1]}: 2 documents in, 2 out (1 empty), ")
 
 

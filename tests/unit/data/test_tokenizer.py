@@ -89,6 +89,30 @@ def test_gpt2_files_as_megatron_reads_them(tokenizer: BytePairTokenizer, tmp_pat
     assert BytePairTokenizer.from_gpt2(vocab, merges).sha256 != loaded.sha256
 
 
+def test_one_name_however_the_files_spell_it(tokenizer: BytePairTokenizer, tmp_path: Path) -> None:
+    """Data sets made with any of them may be merged."""
+    tokenizer.save(tmp_path)
+    vocab, merges, file = (tmp_path / name for name in ("vocab.json", "merges.txt", "tokenizer.json"))
+    assert BytePairTokenizer.from_gpt2(vocab, merges).sha256 == tokenizer.sha256
+    # As GPT-2's own tokenizer.json has it.
+    text = json.loads(file.read_text())
+    text["post_processor"] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
+    text["model"] |= {"continuing_subword_prefix": "", "end_of_word_suffix": ""}
+    file.write_text(json.dumps(text))
+    assert BytePairTokenizer.load(file).sha256 == tokenizer.sha256
+    # But what changes ids changes the name.
+    file.write_text(json.dumps(text | {"pre_tokenizer": text["pre_tokenizer"] | {"add_prefix_space": True}}))
+    different = [BytePairTokenizer.load(file).sha256]
+    file.write_text(json.dumps(text | {"normalizer": {"type": "Lowercase"}}))
+    different.append(BytePairTokenizer.load(file).sha256)
+    merges.write_text("\n".join(merges.read_text().split("\n")[:-2]) + "\n")
+    different.append(BytePairTokenizer.from_gpt2(vocab, merges).sha256)
+    text["added_tokens"].append(text["added_tokens"][0] | {"id": 300, "content": "QQ", "special": False})
+    file.write_text(json.dumps(text))
+    different.append(BytePairTokenizer.load(file).sha256)
+    assert len({tokenizer.sha256, *different}) == 5
+
+
 def test_gpt2_files_that_are_wrong(tokenizer: BytePairTokenizer, tmp_path: Path) -> None:
     tokenizer.save(tmp_path)
     vocab, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"

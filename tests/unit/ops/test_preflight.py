@@ -80,13 +80,13 @@ def test_every_difference_is_named_at_once(tmp_path: Path, monkeypatch: pytest.M
     files = {**GOOD, BIN: {"bytes": 99, "sha256": None}, VOCAB: None, MERGES: {"bytes": 7, "sha256": "dd"}}
     with pytest.raises(TridockError) as caught:
         ask(tmp_path, monkeypatch, files, {"port": 1, "image_manifest": None})
-    push = f"bring the data to the nodes: fab push --hosts {tmp_path}/lab --path data"
+    bring = f"bring the data to the nodes: fab data --hosts {tmp_path}/lab --path data"
     assert str(caught.value) == (
         "t.yaml: data.data_path: has another content on node node-2 than on the head; "
-        f"got 99 bytes  data/t_document.bin; {push}\n"
-        f"t.yaml: data.vocab_file: is not on node node-2; got data/vocab.json; {push}\n"
+        f"got 99 bytes  data/t_document.bin; {bring}/t_document\n"
+        f"t.yaml: data.vocab_file: is not on node node-2; got data/vocab.json; {bring}/vocab.json\n"
         "t.yaml: data.merge_file: has another content on node node-2 than on the head; "
-        f"got dd  data/merges.txt; {push}"
+        f"got dd  data/merges.txt; {bring}/merges.txt"
     )
     assert caught.value.exit_code == 2
 

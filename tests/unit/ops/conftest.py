@@ -1,0 +1,53 @@
+"""Hosts for the tests of operations that need no ssh: folders of this machine, reached as the twin's host is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tridock.cluster.containers import HostFacts
+from tridock.ops.facts import HostState
+from tridock.ops.session import Session
+from tridock.remote import Host, LocalHost
+
+
+@dataclass
+class Lab:
+    """A project, and two hosts with a home of their own each."""
+
+    project: Path
+    session: Session
+
+    def workspace(self, node: str) -> Path:
+        return self.project.parent / node / "tridock" / "lab" / "workspace"
+
+    def write(self, name: str, content: bytes) -> Path:
+        path = self.project / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        return path
+
+    def below(self, node: str) -> dict[str, bytes]:
+        """Every file of a workspace, hidden ones too."""
+        paths = (path for path in self.workspace(node).rglob("*") if path.is_file())
+        return {path.relative_to(self.workspace(node)).as_posix(): path.read_bytes() for path in paths}
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
+    project = tmp_path / "project"
+    (project / "hostfiles").mkdir(parents=True)
+    (project / "fabfile.py").touch()
+    (project / "hostfiles" / "lab").write_text("node-1 slots=1\nnode-2 slots=1\n")
+    session = Session.open(project / "hostfiles" / "lab")
+    hosts: dict[str, Host] = {node: LocalHost(node) for node in session.nodes}
+    monkeypatch.setattr(session, "hosts", hosts)
+
+    def read_state(node: str, _: Host) -> HostState:
+        return HostState(HostFacts(1, 1, str(tmp_path / node), 0, False), None, None, None)
+
+    monkeypatch.setattr(session, "read_state", read_state)
+    monkeypatch.chdir(project)
+    return Lab(project, session)

@@ -1,0 +1,137 @@
+"""What is to lie on the hosts: files of the operator's project folder, each at the same place below the workspace."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tridock.errors import Problem, RequestError
+from tridock.run_folder import WORKSPACE
+
+_SUFFIXES: Final = (".bin", ".idx", ".json")
+# Which of them a run needs depends on the run; each node, or `--config`, makes its own.
+_INDEX_MAP: Final = re.compile(r".*_indexmap(_.*\.npy|\.sha256)")
+_MAKE: Final = "make it first (tridock data preprocess, or tridock data demo), or give another"
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A file that was asked for.
+
+    ``name`` is its path below the project's folder and below the workspace, ``place`` the folder there by which shared
+    mounts are told apart.
+    """
+
+    name: str
+    source: Path
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """A file with its content's fingerprint."""
+
+    name: str
+    source: Path
+    place: str
+    size: int
+    mtime_ns: int
+    sha256: str
+
+
+def choose(project: Path, paths: Sequence[str]) -> tuple[Chosen, ...]:
+    """The files of ``paths``: files, folders or data sets' prefixes below the project's folder.
+
+    Links are followed. Of a folder, hidden files and Megatron's index maps are left out. Raises :class:`RequestError`
+    with everything that is wrong.
+    """
+    return _chosen(project, [("--path", path) for path in paths])
+
+
+def of_experiment(project: Path, config: Path, data_path: str, files: Mapping[str, str]) -> tuple[Chosen, ...]:
+    """The files that an experiment reads, and the data set's manifest where there is one.
+
+    ``files`` maps each path, as the experiment has it, to the field that names it.
+    """
+    found: list[tuple[str, str]] = []
+    problems: list[Problem] = []
+    for name, field in files.items():
+        below = _below_workspace(name)
+        if below is None:
+            todo = f"what is mounted there is the hosts' own; name a path below {WORKSPACE} to have it copied"
+            problems.append(Problem(f"{config}: {field}", "lies outside the workspace", name, todo))
+        else:
+            found.append((f"{config}: {field}", below))
+    if problems:
+        raise RequestError(problems)
+    manifest = f"{_below_workspace(data_path)}.json"
+    optional = [(f"{config}: data.data_path", manifest)] if (project / manifest).is_file() else []
+    return _chosen(project, [*found, *optional])
+
+
+def _below_workspace(name: str) -> str | None:
+    path = posixpath.relpath(posixpath.join(WORKSPACE, name), WORKSPACE)
+    return None if path.startswith("..") else path
+
+
+def _chosen(project: Path, wanted: Iterable[tuple[str, str]]) -> tuple[Chosen, ...]:
+    found: dict[str, Chosen] = {}
+    problems: list[Problem] = []
+    for where, text in wanted:
+        # By its words: a data/ that is a link to a larger disk is below the project all the same.
+        full = Path(os.path.normpath(project / text))
+        if full == project or not full.is_relative_to(project):
+            todo = f"give a file, a folder or a data set's prefix below {project}"
+            problems.append(Problem(where, "lies outside the project's folder", text, todo))
+            continue
+        place = full if full.is_dir() else full.parent
+        for source in _below(full):
+            name = source.relative_to(project).as_posix()
+            problems += _unfit(where, source, name)
+            found.setdefault(name, Chosen(name, source, place.relative_to(project).as_posix()))
+        if not any(full == item.source or _is_of(item.source, full) for item in found.values()):
+            what = "holds no file" if full.is_dir() else "is not here"
+            problems.append(Problem(where, what, text, _MAKE))
+        for suffix in (".bin", ".idx"):
+            pair = {other for other in (".bin", ".idx") if full.with_name(full.name + other).is_file()}
+            if not full.exists() and pair and suffix not in pair:
+                problems.append(Problem(where, f"is half of a data set: there is no {suffix}", text, _MAKE))
+    if problems:
+        raise RequestError(problems)
+    return tuple(found.values())
+
+
+def _is_of(source: Path, full: Path) -> bool:
+    return source.is_relative_to(full) or source in [full.with_name(full.name + suffix) for suffix in _SUFFIXES]
+
+
+def _below(full: Path) -> Iterator[Path]:
+    """The file itself, a folder's files, or those of a data set with this prefix."""
+    if full.is_file():
+        yield full
+    elif full.is_dir():
+        seen: set[str] = set()
+        for parent, folders, files in os.walk(full, followlinks=True):
+            seen.add(os.path.realpath(parent))
+            kept = (name for name in sorted(folders) if not name.startswith("."))
+            folders[:] = [name for name in kept if os.path.realpath(Path(parent, name)) not in seen]
+            for name in sorted(files):
+                if not name.startswith(".") and not _INDEX_MAP.fullmatch(name):
+                    yield Path(parent, name)
+    else:
+        parts = (full.with_name(full.name + suffix) for suffix in _SUFFIXES)
+        yield from (path for path in parts if path.is_file())
+
+
+def _unfit(where: str, source: Path, name: str) -> Iterator[Problem]:
+    if any(sign in name for sign in "\n\t"):
+        yield Problem(where, "has a file with a tab or a line break in its name", repr(name), "rename it")
+    elif not source.is_file():
+        yield Problem(where, "has a link that leads nowhere, or no file", name, "remove it or mend it")
+    elif not os.access(source, os.R_OK):
+        yield Problem(where, "cannot be read", name, "make it readable")

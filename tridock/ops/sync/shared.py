@@ -1,0 +1,100 @@
+"""Which hosts see the same folder: each leaves a file of a random name, and then looks for those of the others."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tridock.ops.sync.crew import Crew
+from tridock.ops.sync.scripts import probe_command, seen_command, unprobe_command
+from tridock.remote import Host
+
+OPERATOR: Final = ""
+"""Stands for the operator's own project folder among the nodes."""
+_TIMEOUT_S: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """For each node and folder: whose it is (the first node's that sees it, or the operator's), and its free bytes."""
+
+    keepers: Mapping[tuple[str, str], str]
+    free: Mapping[tuple[str, str], int]
+
+    def keeper(self, node: str, place: str) -> str:
+        """The node that gets the files of this folder for all that see it; OPERATOR where it is the project's own."""
+        return self.keepers.get((node, place), node)
+
+
+def find_shared(crew: Crew, project: Path, places: tuple[str, ...], *, make: bool) -> Sharing:
+    """Leaves probes, looks, and takes them away again. ``make`` makes folders that are missing on a host.
+
+    Names, not listings: nobody has asked for these before, so that no network file system answers from memory.
+    """
+    token = secrets.token_hex(8)
+    names = {node: f".tridock-probe-{token}-{number}" for number, node in enumerate((OPERATOR, *crew.nodes))}
+
+    def leave(node: str, host: Host) -> None:
+        command = probe_command(crew.workspaces[node], names[node], places, make=make)
+        host.run(command, timeout=_TIMEOUT_S).checked(node)
+
+    def look(node: str, host: Host) -> str:
+        command = seen_command(crew.workspaces[node], tuple(names.values()), places)
+        return host.run(command, timeout=_TIMEOUT_S).checked(node).stdout.decode(errors="surrogateescape")
+
+    def take_away(node: str, host: Host) -> None:
+        host.run(unprobe_command(crew.workspaces[node], names[node], places), timeout=_TIMEOUT_S)
+
+    with _own_probes(project, places, names[OPERATOR]):
+        left = crew.each(leave)
+        try:
+            seen = {node: [line.split("\t") for line in text.split("\n")] for node, text in crew.each(look).items()}
+            own = {
+                (node, place)
+                for node in seen
+                for place in places
+                # The operator may see what he may not write.
+                if (project / place / names[node]).exists()
+            }
+        finally:
+            crew.each(take_away, only=tuple(left))
+    nodes = {name: node for node, name in names.items()}
+    sightings = {
+        (node, words[2], nodes[words[1]]) for node, lines in seen.items() for words in lines if words[0] == "seen"
+    }
+    sightings |= {(node, place, OPERATOR) for node, place in own}
+    free = {
+        (node, words[2]): int(words[1]) * 1024 for node, lines in seen.items() for words in lines if words[0] == "free"
+    }
+    return Sharing(_keepers((OPERATOR, *seen), places, sightings), free)
+
+
+def _keepers(
+    who: tuple[str, ...], places: tuple[str, ...], sightings: set[tuple[str, str, str]]
+) -> dict[tuple[str, str], str]:
+    """The first of those that see one folder, for each of them; one of a pair seeing the other is enough."""
+    keepers: dict[tuple[str, str], str] = {}
+    for place in places:
+        for number, node in enumerate(who):
+            met = (it for it in who[:number] if {(node, place, it), (it, place, node)} & sightings)
+            keepers[node, place] = next(met, node)
+    return keepers
+
+
+@contextmanager
+def _own_probes(project: Path, places: tuple[str, ...], name: str) -> Iterator[None]:
+    """The operator's own; where a folder cannot be written it goes without, and the hosts' are looked for."""
+    probes = [project / place / name for place in places]
+    try:
+        for probe in probes:
+            with suppress(OSError):
+                probe.touch()
+        yield
+    finally:
+        for probe in probes:
+            with suppress(OSError):
+                probe.unlink(missing_ok=True)

@@ -138,6 +138,27 @@ def test_a_node_that_is_down_and_what_a_dead_run_left_are_mended(rack: Rack) -> 
         rack["host-a"].sh(f"rm -rf {folder}")
 
 
+def test_a_firewall_and_debians_line_for_a_hosts_own_name(rack: Rack) -> None:
+    """The line in the head's node, the firewall before the other one; ssh goes through it."""
+    inside = f"docker exec --user 0 {NODE} sh -c"
+    rule = "iptables $1 INPUT -i eth0 -p tcp -m multiport ! --dports 22,2222 -m state --state NEW -j DROP"
+    line = "cp /etc/hosts /tmp/hosts; { echo 127.0.1.1 host-a; grep -v host-a /tmp/hosts; } >/etc/hosts"
+    rack["host-a"].sh(f'{inside} "{line}"')
+    rack["host-b"].sh(rule, "-A")
+    try:
+        code, report = checked(rack)
+    finally:
+        rack["host-b"].sh(rule, "-D")
+        rack["host-a"].sh(f'{inside} "cat /tmp/hosts >/etc/hosts"')
+    assert code == 3
+    address = rack["host-b"].address
+    found = {(it["node"], it["what"]): it["got"] for it in report["findings"]}
+    assert found == {
+        ("host-a", "Gloo would use an interface of its own"): "lo, 127.0.1.1 (its host name leads there)",
+        ("host-b", f"is not reached by any other node at {address}"): "no answer within 3 s",
+    }
+
+
 # ---- clusters that are wrong from their start ----------------------------------------------------
 
 

@@ -163,6 +163,13 @@ def test_the_twin_is_still_up_as_the_demo_says(clone: Clone, demo: str) -> None:
     assert "is done; its folder is " in again
 
 
+def test_the_doctor_finds_the_twin_fit(clone: Clone, demo: str) -> None:
+    report = json.loads(clone.succeed("fab check --hosts hostfiles/twin --config configs/demo.yaml --json"))
+    assert [finding for finding in report["findings"] if finding["severity"] == "fail"] == []
+    assert report["seen"]["space"].endswith("; /workspace/runs is shared by all")
+    assert report["seen"]["all-reduce"].startswith("4 ranks, Gloo, 8 MB: ")
+
+
 def test_one_container_runs_the_script_as_the_readme_says(clone: Clone, demo: str) -> None:
     (clone.folder / "probe").write_text("")
     run = "docker compose run --rm -T trainer"

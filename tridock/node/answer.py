@@ -27,6 +27,7 @@ from tridock.node import interfaces as net
 CONNECT_TIMEOUT_S: Final = 3.0
 _LIFE_S: Final = 60
 _SECRET: Final = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
+_CREDENTIALS: Final = re.compile(r"://[^/\s]*@")  # as in http://user:password@proxy
 # The process's own, the session's own, and what differs from node to node by design.
 _OWN: Final = re.compile(
     r"HOME|USER|LOGNAME|SHELL|SHLVL|PWD|OLDPWD|HOSTNAME|TERM|MAIL|LC_CTYPE|_|SSH_.*|LS_COLORS"
@@ -61,7 +62,11 @@ def _say(what: Mapping[str, object]) -> None:
 def shared_environment(environment: Mapping[str, str], salt: str) -> dict[str, str]:
     """What should be the same on every node. A secret's value does not leave the node: a salted hash stands for it."""
     shared = {name: value for name, value in sorted(environment.items()) if not _OWN.fullmatch(name)}
-    return {name: _masked(value, salt) if _SECRET.search(name) else value for name, value in shared.items()}
+    return {name: _masked(value, salt) if _is_secret(name, value) else value for name, value in shared.items()}
+
+
+def _is_secret(name: str, value: str) -> bool:
+    return _SECRET.search(name) is not None or _CREDENTIALS.search(value) is not None
 
 
 def _masked(value: str, salt: str) -> str:

@@ -16,15 +16,12 @@ import sys
 import time
 from datetime import timedelta
 
-import torch
-import torch.distributed as dist
-
 _ROUNDS = 4
 _MEGABYTES = {"gloo": 8, "nccl": 256}
 
 
 def main() -> int:
-    """Starts this node's ranks; 0 where all of them were well."""
+    """Starts this node's ranks; 0 where all of them were well, 142 where time was up."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--world", required=True, help="base64 of a JSON object: node to slots, in order")
     parser.add_argument("--node-rank", type=int, required=True)
@@ -33,14 +30,19 @@ def main() -> int:
     parser.add_argument("--limit", type=int, required=True, help="seconds")
     given = parser.parse_args()
     world: dict[str, list[int]] = json.loads(base64.urlsafe_b64decode(given.world))
+    signal.alarm(given.limit)  # before torch is read: from a cold disk that alone may take longer
+    import torch  # noqa: F401 (once, for the ranks that are forked below)
+
     slots = list(world.values())
     os.environ |= {"MASTER_ADDR": given.master_addr, "MASTER_PORT": given.master_port}
     os.environ["WORLD_SIZE"] = str(sum(map(len, slots)))
-    signal.alarm(given.limit)
     first = sum(map(len, slots[: given.node_rank]))
     # Forked before anything touches a GPU: CUDA does not survive a fork.
-    children = [_fork(first + place, slot, given.limit) for place, slot in enumerate(slots[given.node_rank])]
+    left = signal.getitimer(signal.ITIMER_REAL)[0]
+    children = [_fork(first + place, slot, max(1, int(left))) for place, slot in enumerate(slots[given.node_rank])]
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    if any(code == -signal.SIGALRM for code in codes):
+        return 128 + signal.SIGALRM
     return 1 if any(codes) else 0
 
 
@@ -72,6 +74,9 @@ def _rank(rank: int, slot: int, limit: int) -> int:
 
 def _measure(rank: int, slot: int, timeout: timedelta) -> dict[str, object]:
     """Joins the others, adds up, checks the sum; bandwidth as nccl-tests reckon it (``busbw``)."""
+    import torch
+    import torch.distributed as dist
+
     os.environ["CUDA_VISIBLE_DEVICES"] = _device_of(slot)
     on_gpu = os.environ.get("DS_ACCELERATOR") != "cpu" and torch.cuda.is_available()
     backend, device = ("nccl", torch.device("cuda", 0)) if on_gpu else ("gloo", torch.device("cpu"))

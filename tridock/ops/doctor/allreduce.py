@@ -13,10 +13,14 @@ from tridock.ops.doctor.finding import Finding, fail
 from tridock.ops.session import Session
 from tridock.remote import Completed, Host, on_all, raise_failures
 
-LIMIT_S: Final = 40
-_PAIR_LIMIT_S: Final = 25
+LIMIT_S: Final = 45
+_PAIR_LIMIT_S: Final = 30
 _MARGIN_S: Final = 10.0
 _AT_ONCE: Final = 4
+_ALONE: Final = "the all-reduce fails among its own ranks"
+_ALONE_TODO: Final = "mend that there, or start its container anew: fab down, then fab up"
+_PAIR: Final = "the all-reduce of these two fails"
+_TIME_IS_UP: Final = 142  # 128 + SIGALRM
 # Above the head's free port: groups that run at the same time meet at different ones.
 _PORTS: Final = 97
 
@@ -36,7 +40,7 @@ Attempts = Callable[[Sequence[Group]], Mapping[Group, Reduced]]
 
 def reduce_all(session: Session, port: int) -> tuple[Mapping[str, Any] | None, list[Finding]]:
     """All ranks of all nodes; where that fails, pairs of nodes until the bad ones are named."""
-    nodes, head = session.nodes, session.head
+    nodes = session.nodes
     whole = _attempt(session, nodes, port, LIMIT_S)
     if whole.result is not None:
         return whole.result, []
@@ -52,21 +56,26 @@ def reduce_all(session: Session, port: int) -> tuple[Mapping[str, Any] | None, l
         tried = raise_failures(on_all(hosts, one, cap=_AT_ONCE))
         return {named[name]: done for name, done in tried.items()}
 
-    blamed = blame(nodes, again)
-    why = "the first step of a run would hang or fail here"
-    todo = f"see the nodes' network (fab check's lines above), then {_by_hand(head)}"
-    if not blamed:
-        what = f"the all-reduce of {len(nodes)} nodes fails, and each node alone and each pair passes"
-        return None, [fail("all-reduce", Problem(", ".join(nodes), what, whole.words, todo), why)]
-    problems = [Problem(", ".join(few), what, words or whole.words, todo) for few, what, words in blamed]
-    return None, [fail("all-reduce", problem, why) for problem in problems]
-
-
-def _by_hand(head: str) -> str:
-    return f"run with NCCL_DEBUG=INFO or TORCH_DISTRIBUTED_DEBUG=DETAIL in env from {head}"
+    return None, reduce_findings(nodes, whole.words, blame(nodes, again))
 
 
 Blame = tuple[Group, str, str]
+
+
+def reduce_findings(nodes: Sequence[str], words: str, blamed: Sequence[Blame]) -> list[Finding]:
+    """What is said of an all-reduce that failed with these words; nodes that fail alike are one finding."""
+    why = "the first step of a run would hang or fail here"
+    todo = "look at their network with NCCL_DEBUG=INFO and TORCH_DISTRIBUTED_DEBUG=DETAIL in env"
+    if not blamed:
+        what = f"the all-reduce of all {len(nodes)} fails, and each node alone and each pair with the head passes"
+        return [fail("all-reduce", Problem(", ".join(nodes), what, words, todo), why)]
+    alike: dict[tuple[str, str], list[str]] = {}
+    for few, what, own in blamed:
+        alike.setdefault((what, own or words), []).append(" and ".join(few))
+    return [
+        fail("all-reduce", Problem(", ".join(who), what, own, _ALONE_TODO if what == _ALONE else todo), why)
+        for (what, own), who in alike.items()
+    ]
 
 
 def blame(nodes: Sequence[str], attempts: Attempts) -> list[Blame]:
@@ -76,11 +85,7 @@ def blame(nodes: Sequence[str], attempts: Attempts) -> list[Blame]:
     among themselves, it is the head.
     """
     alone = attempts([(node,) for node in nodes])
-    bad: list[Blame] = [
-        ((node,), "the all-reduce fails among its own ranks", done.words)
-        for (node,), done in alone.items()
-        if done.result is None
-    ]
+    bad: list[Blame] = [((node,), _ALONE, done.words) for (node,), done in alone.items() if done.result is None]
     good = [node for node in nodes if alone[node,].result is not None]
     if len(good) < 2:
         return bad
@@ -89,7 +94,7 @@ def blame(nodes: Sequence[str], attempts: Attempts) -> list[Blame]:
     failed = {node: done for (_, node), done in pairs.items() if done.result is None}
     if len(failed) == len(others) > 1:
         return bad + _not_the_first(first, others, failed, attempts)
-    return bad + [((first, node), "the all-reduce of these two fails", done.words) for node, done in failed.items()]
+    return bad + [((first, node), _PAIR, done.words) for node, done in failed.items()]
 
 
 def _not_the_first(first: str, others: list[str], failed: Mapping[str, Reduced], attempts: Attempts) -> list[Blame]:
@@ -97,10 +102,10 @@ def _not_the_first(first: str, others: list[str], failed: Mapping[str, Reduced],
     pairs = attempts([(second, node) for node in rest])
     if any(done.result is not None for done in pairs.values()):
         words = next(iter(failed.values())).words
-        with_second = [((second, node), "the all-reduce of these two fails", d.words)
+        with_second = [((second, node), _PAIR, d.words)
                        for (_, node), d in pairs.items() if d.result is None]  # fmt: skip
         return [((first,), "the all-reduce fails with every other node, which pass without it", words), *with_second]
-    return [((first, node), "the all-reduce of these two fails", done.words) for node, done in failed.items()]
+    return [((first, node), _PAIR, done.words) for node, done in failed.items()]
 
 
 def _attempt(session: Session, nodes: tuple[str, ...], port: int, limit: int) -> Reduced:
@@ -144,5 +149,7 @@ def parse(done: Completed, limit: int) -> Reduced:
         return Reduced(results[0])
     if failures:
         return Reduced(None, failures[0].replace("; ", ", "))
+    if done.exit_code == _TIME_IS_UP:
+        return Reduced(None, f"no end within {limit} s")
     lines = [line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
     return Reduced(None, lines[-1].strip() if lines else f"no end within {limit} s")

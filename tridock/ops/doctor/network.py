@@ -36,6 +36,9 @@ def _choice(cluster: Cluster, node: str, library: str, said: Answer) -> Finding 
     variable, chosen, wanted = f"{title.upper()}_SOCKET_IFNAME", network[library], network["wanted"][library]
     why = f"ranks of other nodes are told to find it there; {title} waits until its time is over"
     names = ", ".join(it["name"] for it in network["interfaces"] if not it["name"].startswith(_LOCAL))
+    if not network["interfaces"]:
+        todo = "see container.network in the settings, then fab up"
+        return fail("network", Problem(node, "has no network interface that is up", "", todo), why)
     if chosen is None:
         todo = f"correct it (env in the settings), or leave it out, then fab up; it has {names or 'none'}"
         problem = Problem(node, f"{variable} names no interface that it has", str(wanted), todo)

@@ -11,6 +11,7 @@ from tridock.errors import Problem
 from tridock.ops.doctor.finding import KEYS, Answer, Answers, Finding, Remedy, fail
 
 _WHY: Final = "a launch starts the ranks over this connection"
+_ANEW: Final = "start its container anew: fab down, then fab up"
 _CHANGED: Final = "REMOTE HOST IDENTIFICATION HAS CHANGED"
 _GREETING: Final = "tridock-node"
 _MARKER: Final = re.compile(rf"^{_GREETING}(?: (\S+) (\S+))?\s*$", re.MULTILINE)
@@ -57,7 +58,7 @@ def _whose(cluster: Cluster, node: str, said: Answer, where: str, of_cluster: st
         return what, got, f"give its own address (nodes.{cluster.host_of(node)}.address in the settings)", ()
     if said["exit"] != 0:
         got = _words(said["err"]) or f"exit code {said['exit']}"
-        return "its commands fail over ssh", got, "start its container anew: fab down, then fab up", ()
+        return "its commands fail over ssh", got, _ANEW, ()
     return None
 
 
@@ -93,6 +94,8 @@ def _by_words(cluster: Cluster, node: str, words: str, where: str) -> Found | No
     if "refused" in low:
         todo = f"see `listen` in the settings and what listens there (ss -ltn), or give its address ({address})"
         return f"nothing listens at {where} for {head}", words, todo, ()
+    if "during banner exchange" in low:
+        return f"what listens at {where} says nothing", words, _ANEW, ()
     if "timed out" in low or "no route" in low or "unreachable" in low:
         todo = f"let {head} through to it (firewall), or give an address on a network that they share ({address})"
         return f"is not reached from {head} at {where}", words, todo, ()

@@ -7,8 +7,8 @@ from functools import partial
 
 from tridock.errors import TridockError
 from tridock.ops import runs
-from tridock.ops.doctor.check import Report
 from tridock.ops.doctor.finding import KEYS, UP
+from tridock.ops.doctor.report import Report
 from tridock.ops.keys import distribute_keys
 from tridock.ops.nodes import up
 from tridock.ops.session import Session

@@ -9,7 +9,15 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tridock.ops.doctor.allreduce import Attempts, Group, Reduced, blame, parse, reduce_command
+from tridock.ops.doctor.allreduce import (
+    Attempts,
+    Group,
+    Reduced,
+    blame,
+    parse,
+    reduce_command,
+    reduce_findings,
+)
 from tridock.remote import Completed
 
 GOOD = Reduced({"ranks": 2})
@@ -40,7 +48,7 @@ def test_what_the_ranks_say_is_read() -> None:
     )
     assert parse(done('{"rank": 1, "error": "no"}\n', code=1), 40).words == "rank 1: no"
     assert parse(done("", "host-2: bash: python: not found\n", 127), 40).words == "host-2: bash: python: not found"
-    assert parse(done("", "", 142), 40).words == "no end within 40 s"
+    assert parse(done("", "pdsh@a: b: ssh exited with exit code 142\n", 142), 40).words == "no end within 40 s"
     # A result beside a node that failed is none.
     assert parse(done('host-1: {"ranks": 4}\n', "host-2: killed\n", 137), 40) == Reduced(None, "host-2: killed")
 
@@ -88,3 +96,21 @@ def test_all_pairs_are_named_where_nobody_reaches_anybody() -> None:
 
 def test_nobody_is_blamed_where_all_pairs_pass() -> None:
     assert blame(["a", "b", "c"], world()) == []
+
+
+def test_what_is_said_of_it() -> None:
+    why = "the first step of a run would hang or fail here"
+    look = "look at their network with NCCL_DEBUG=INFO and TORCH_DISTRIBUTED_DEBUG=DETAIL in env"
+    alone = "the all-reduce fails among its own ranks"
+    blamed = [(("b",), alone, "no"), (("c",), alone, "no"), (("a", "d"), PAIR, ""), (("a",), "all", "why")]
+    found = reduce_findings(["a", "b", "c", "d"], "no end", blamed)
+    assert [finding.why for finding in found] == [why] * 3
+    assert [str(finding.problem) for finding in found] == [
+        f"b, c: {alone}; got no; mend that there, or start its container anew: fab down, then fab up",
+        f"a and d: {PAIR}; got no end; {look}",
+        f"a: all; got why; {look}",
+    ]
+    assert [str(finding) for finding in reduce_findings(["a", "b", "c"], "no end", [])] == [
+        "fail  a, b, c: the all-reduce of all 3 fails, and each node alone and each pair with the head passes; "
+        f"got no end; {look}"
+    ]

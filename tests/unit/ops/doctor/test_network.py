@@ -71,6 +71,14 @@ def test_a_name_that_no_interface_has(cluster: Cluster, meeting: dict[str, Any])
     ]
 
 
+def test_a_container_without_a_network(cluster: Cluster, meeting: dict[str, Any]) -> None:
+    network = meeting["host-2"]["hello"]["network"]
+    network |= {"gloo": None, "nccl": None, "interfaces": []}
+    assert shown(network_findings(cluster, meeting, on_gpus=False)) == [
+        "fail  host-2: has no network interface that is up; see container.network in the settings, then fab up"
+    ]
+
+
 def test_a_firewall_before_one_node_and_between_two(cluster: Cluster, meeting: dict[str, Any]) -> None:
     todo = (
         "let the nodes through to each other on all ports (firewall), or name a network that they share in env "

@@ -125,6 +125,11 @@ def test_keys_that_are_not_known_can_be_given_again(words: str, tmp_path: Path) 
             f"or give an address on a network that they share ({ADDRESS})",
         ),
         (
+            "Connection timed out during banner exchange",
+            "what listens at 10.0.0.2 port 2222 says nothing; got {words}; "
+            "start its container anew: fab down, then fab up",
+        ),
+        (
             "ssh: Could not resolve hostname host-2: Name or service not known",
             f"its name leads nowhere on host-1; got {{words}}; give its address ({ADDRESS})",
         ),

@@ -21,13 +21,14 @@ import pytest
 
 from tests.integration.clone import Clone, a_clone
 from tests.integration.rack import PROGRAMS, TINY, Attached, write_data
-from tests.integration.support import execute, wait_until
+from tests.integration.support import execute, succeed, wait_until
 from tridock import pulse
 
 pytestmark = pytest.mark.timeout(600)
 
 HEAD, OTHER = "node-1", "node-2"
 FOREVER = 10**6
+LENGTH = {"train.train_iters": 400}
 RANK = r"python -u -m tridock\.train "
 
 
@@ -116,6 +117,14 @@ class Run:
         print(f"`fab launch` ended {time.monotonic() - began:.1f} s after the fault")
         return code, self.terminal.text().splitlines()[-1]
 
+    def losses(self) -> dict[int, float]:
+        """By iteration; none stands in the file twice."""
+        lines = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        logged = [line for line in lines if "split" not in line]
+        found = {line["iteration"]: line["loss"] for line in logged}
+        assert len(found) == len(logged)
+        return found
+
     def is_gone(self, node: str) -> bool:
         return self.twin.processes(self, node) == []
 
@@ -136,27 +145,25 @@ def twin(docker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twin
         yield Twin(clone)
 
 
-def seconds_between(first: dict[str, Any], second: dict[str, Any]) -> float:
-    from datetime import datetime
-
-    times = [datetime.fromisoformat(event["time"]) for event in (first, second)]
-    return (times[1] - times[0]).total_seconds()
-
-
 # ---- ranks and launchers; a second run beside them notices nothing -------------------------------
 
 
 @pytest.fixture(scope="module")
 def neighbour(twin: Twin) -> Iterator[Run]:
     """Another run on the same nodes: held in its middle, so that it takes no processor, and released at the end."""
-    with twin.launched(**{"train.train_iters": 3000, "launch.hang_timeout": 0}) as run:
+    with twin.launched(**LENGTH, **{"launch.hang_timeout": 0}) as run:
         for node in (HEAD, OTHER):
             twin.signal(node, "STOP", f"{RANK}.*{run.run_id}")
         yield run
-        for node in (HEAD, OTHER):
-            twin.signal(node, "CONT", f"{RANK}.*{run.run_id}")
-        assert run.terminal.process.wait(timeout=120) == 0, run.terminal.text()
-        assert [event["event"] for event in run.events("run_failed", "rank_died", "rank_hung", "node_lost")] == []
+
+
+@pytest.fixture(scope="module")
+def calm(twin: Twin, neighbour: Run) -> Run:
+    """The neighbour, let go and come to its end."""
+    for node in (HEAD, OTHER):
+        twin.signal(node, "CONT", f"{RANK}.*{neighbour.run_id}")
+    assert neighbour.terminal.process.wait(timeout=180) == 0, neighbour.terminal.text()
+    return neighbour
 
 
 @pytest.fixture
@@ -236,7 +243,78 @@ def test_a_supervisor_that_is_killed(twin: Twin) -> None:
         assert re.search(rf"{run.run_id} +│ lost ", twin.clone.succeed("fab status --hosts hostfiles/twin"))
 
 
-def test_the_neighbour_goes_on_to_its_end(twin: Twin, neighbour: Run) -> None:
-    """What the others' ends left of it is looked at by its fixture."""
-    assert twin.processes(neighbour, HEAD)
-    assert twin.processes(neighbour, OTHER)
+def test_the_neighbour_goes_on_to_its_end(calm: Run) -> None:
+    assert [event["event"] for event in calm.events("run_failed", "rank_died", "rank_hung", "node_lost")] == []
+    assert len(calm.losses()) == LENGTH["train.train_iters"]
+
+
+# ---- nodes that vanish ---------------------------------------------------------------------------
+
+
+def test_a_node_whose_network_is_cut_and_that_comes_back(twin: Twin, calm: Run) -> None:
+    """Named in time; the run goes on once the node answers again, to the losses of the one that was left alone."""
+    network, container = f"tridock-{twin.clone.name}_default", twin.container(OTHER)
+    with twin.launched(**LENGTH, **{"train.save": True, "train.save_interval": 50, "restart.max": 1}) as run:
+        run.wait_for_training(beyond=60)
+        succeed("docker", "network", "disconnect", network, container)
+        began = time.monotonic()
+        wait_until(lambda: run.events("node_lost") != [], "the node is missed", 30)
+        print(f"a node without network was named after {time.monotonic() - began:.1f} s")
+        (event,) = run.events("node_lost")
+        assert event["node"] == OTHER
+        assert re.match(r"has not answered for 2\d s", event["reason"])
+        wait_until(lambda: run.is_gone(OTHER), "its ranks have ended by themselves", 30)
+        print(f"cut off, its ranks ended after {time.monotonic() - began:.1f} s")
+        succeed("docker", "network", "connect", "--alias", OTHER, network, container)
+        began = time.monotonic()
+        wait_until(lambda: run.events("run_restarted") != [], "the run goes on", 60)
+        print(f"once the node was back, the run went on after {time.monotonic() - began:.1f} s")
+        assert run.terminal.process.wait(timeout=180) == 0, run.terminal.text()
+        assert run.events("run_restarted")[0]["iteration"] % 50 == 0
+        assert run.events("run_restarted")[0]["iteration"] > 0
+        assert run.losses() == calm.losses()
+
+
+def test_a_head_that_stands_still_while_it_is_followed(twin: Twin) -> None:
+    with twin.launched() as run:
+        succeed("docker", "pause", twin.container(HEAD))
+        try:
+            code, last = run.ends(within=30)
+            assert (code, last) == (
+                3,
+                f"{HEAD}: has said nothing for 20 s while {run.run_id} was followed; the nodes that have lost it end "
+                "their ranks by themselves; see fab status once it is back",
+            )
+            wait_until(lambda: run.is_gone(OTHER), "the other node's ranks have ended by themselves", 30)
+        finally:
+            succeed("docker", "unpause", twin.container(HEAD))
+        wait_until((run.folder / "exit_code").exists, "the supervisor has found out", 60)
+        assert (run.folder / "exit_code").read_text() == "4\n"
+        assert run.is_gone(HEAD)
+
+
+def test_a_node_that_is_killed(twin: Twin) -> None:
+    with twin.launched() as run:
+        succeed("docker", "kill", twin.container(OTHER))
+        code, last = run.ends(within=45)
+        assert code == 4
+        words = r"node-2 (has not answered for 2\d s|dropped the ssh session in which its ranks were started).*"
+        assert re.fullmatch(run.says(4, words), last), last
+        assert run.is_gone(HEAD)
+
+
+def test_a_head_that_is_killed_while_it_is_followed(twin: Twin) -> None:
+    twin.clone.succeed("fab up --hosts hostfiles/twin")
+    with twin.launched() as run:
+        succeed("docker", "kill", twin.container(HEAD))
+        code, last = run.ends(within=10)
+        assert (code, last) == (
+            3,
+            f"{HEAD}: its node ended while {run.run_id} was followed; got exit code 137; the nodes that have lost it "
+            "end their ranks by themselves; see fab status once it is back",
+        )
+        began = time.monotonic()
+        wait_until(lambda: run.is_gone(OTHER), "the other node's ranks have ended by themselves", 45)
+        print(f"without the head, the other node's ranks ended after {time.monotonic() - began:.1f} s")
+        twin.clone.succeed("fab up --hosts hostfiles/twin")
+        assert re.search(rf"{run.run_id} +│ lost ", twin.clone.succeed("fab status --hosts hostfiles/twin"))

@@ -131,3 +131,22 @@ def test_scientific_notation_is_a_number() -> None:
 def test_every_shipped_experiment_loads(path: Path) -> None:
     if path.name == "reference.yaml" or "model" in yaml.safe_load(path.read_text()):
         load_experiment(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 90), ("90s", 90), ("30m", 1800), ("12h", 43200), ("7d", 604800), ("null", None)],
+)
+def test_a_window_in_words(text: str, seconds: int | None) -> None:
+    assert parse_experiment(GOOD, "e.yaml", [f"restart.window={text}"]).restart.window == seconds
+
+
+@pytest.mark.parametrize("text", ["1w", "h", "1.5h", "soon", "''"])
+def test_a_window_that_is_none(text: str) -> None:
+    words = "must be a whole number of seconds, or one with its unit as in 90s, 30m, 12h, 7d"
+    got = repr(text.strip("'"))
+    assert message(GOOD, f"restart.window={text}") == f"e.yaml: restart.window: {words}; got {got}; mend it"
+
+
+def test_a_window_of_no_time() -> None:
+    assert message(GOOD, "restart.window=0s") == "e.yaml: restart.window: must be greater than 0; got 0; raise it"

@@ -20,7 +20,6 @@ from tridock.errors import Problem, RequestError
 from tridock.node.events import append_event, has_event
 
 LOCK = ".supervisor"
-STOPPED = ".stopped"
 EXIT_UNFINISHED = 4
 
 
@@ -100,7 +99,7 @@ def supervise(folder: Path, ready: int) -> int:
 
 def _verdict(folder: Path, returned: int) -> int:
     """The run's exit code: what the launcher returned, unless that is not the truth."""
-    if (folder / STOPPED).exists():
+    if (folder / run_folder.STOPPED).exists():
         return run_folder.EXIT_STOPPED
     if returned < 0:
         return 128 - returned
@@ -130,7 +129,7 @@ def is_supervised(folder: Path) -> bool:
 def mark_stopped(folder: Path) -> None:
     """Lets the supervisor know that the end of the run is wanted; a node without the folder has nothing to tell."""
     if folder.is_dir() and not (folder / run_folder.EXIT_CODE).exists():
-        (folder / STOPPED).touch()
+        (folder / run_folder.STOPPED).touch()
         append_event(folder, "run_stopped")
 
 

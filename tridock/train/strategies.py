@@ -22,6 +22,7 @@ from tridock.run_folder import DEEPSPEED_CONFIG
 from tridock.train.gpt import parameter_groups
 from tridock.train.loss_scale import LossScaler
 from tridock.train.process_group import Ranks
+from tridock.train.write_errors import kept_to_the_end
 
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -219,7 +220,8 @@ class Zero:
         # DeepSpeed lets rank 0 alone write what is common to all ranks; nodes that share no folder need a copy each.
         self.engine.save_non_zero_checkpoint = writes_shared or self.stage == 3
         own = {"loss_scaler": self.scaler.state()} if self.scaler is not None else {}
-        self.engine.save_checkpoint(str(folder.parent), tag=folder.name, client_state=own, save_latest=False)
+        with kept_to_the_end((torch, "save"), (self.engine, "_copy_recovery_script")):
+            self.engine.save_checkpoint(str(folder.parent), tag=folder.name, client_state=own, save_latest=False)
 
     def load(self, folder: Path) -> None:
         _, own = self.engine.load_checkpoint(str(folder.parent), tag=folder.name)

@@ -17,6 +17,8 @@ from typing import Final
 from tridock.errors import Problem
 
 MANIFEST: Final = "files.json"
+LATEST: Final = "latest"
+TRACKER: Final = "latest_checkpointed_iteration.txt"
 _RANK = re.compile(r"^(?:.*_)?zero_pp_rank_(\d+)_|^__(\d+)_\d+\.distcp$")
 _TODO: Final = "bring it back, or go on from another checkpoint"
 
@@ -42,9 +44,9 @@ class Names:
         return _number(self.pointers[-1][1], text.strip())
 
 
-TORCH: Final = Names("iter_{:07d}", (("latest", "iter_{:07d}"),))
-MEGATRON: Final = Names("iter_{:07d}", (("latest_checkpointed_iteration.txt", "{}"),))
-DEEPSPEED: Final = Names("global_step{}", (("latest", "global_step{}"), ("latest_checkpointed_iteration.txt", "{}")))
+TORCH: Final = Names("iter_{:07d}", ((LATEST, "iter_{:07d}"),))
+MEGATRON: Final = Names("iter_{:07d}", ((TRACKER, "{}"),))
+DEEPSPEED: Final = Names("global_step{}", ((LATEST, "global_step{}"), (TRACKER, "{}")))
 
 
 def _number(form: str, text: str) -> int | None:

@@ -25,9 +25,9 @@ def kept_to_the_end(*places: tuple[Any, str]) -> Iterator[list[Exception]]:
     the errors kept so far; what else fails on the way may be put to them.
     """
     kept: list[Exception] = []
-    with ExitStack() as replaced:
+    with ExitStack() as changes:
         for owner, name in places:
-            replaced.enter_context(_replaced(owner, name, _keeping(getattr(owner, name), kept)))
+            changes.enter_context(replaced(owner, name, _keeping(getattr(owner, name), kept)))
         try:
             yield kept
         except Exception as error:
@@ -51,9 +51,10 @@ def _keeping(function: Callable[..., Any], kept: list[Exception]) -> Callable[..
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Meanwhile the attribute has another value."""
     own, before = name in vars(owner), vars(owner).get(name)
-    setattr(owner, name, function)
+    setattr(owner, name, value)
     try:
         yield
     finally:

@@ -171,7 +171,7 @@ def launch(
 @command()
 def logs(_: Context, hosts: str = "", run: str = "", rank: str = "", include: str = "", exclude: str = "") -> None:
     """Follow a run's output, or show the log of one rank."""
-    session = _open(hosts, include, exclude)
+    session = _reachable(_open(hosts, include, exclude))[0]
     chosen = runs.choose_run(session, run or None, active=False)
     if rank:
         sys.stdout.buffer.write(runs.rank_log(session, chosen, runs.parse_rank(rank)))
@@ -182,12 +182,15 @@ def logs(_: Context, hosts: str = "", run: str = "", rank: str = "", include: st
 @command()
 def stop(_: Context, hosts: str = "", run: str = "", include: str = "", exclude: str = "") -> None:
     """End one run on every node, and nothing else."""
-    session = _open(hosts, include, exclude)
+    session, failure = _reachable(_open(hosts, include, exclude))
     chosen = runs.choose_run(session, run or None, active=True)
     counts = runs.stop(session, chosen)
     CONSOLE.print(
         f"stopped {chosen.run_id}: " + ", ".join(f"{count} processes on {node}" for node, count in counts.items())
     )
+    if failure is not None:
+        _say("a node that has lost the head ends its processes of the run by itself")
+        raise Exit(None, failure.exit_code)
 
 
 @command()
@@ -223,6 +226,16 @@ def _open(hosts: str, include: str = "", exclude: str = "") -> Session:
     if not hosts:
         raise RequestError(Problem("--hosts", "is missing", "", "give a DeepSpeed hostfile, for example hostfiles/lab"))
     return Session.open(Path(hosts), include, exclude)
+
+
+def _reachable(session: Session) -> tuple[Session, TridockError | None]:
+    """The session with the hosts that answer, once the others are named; an error where none does."""
+    there, failure = session.reachable()
+    if failure is not None:
+        if not there.nodes:
+            raise failure
+        print(failure, file=sys.stderr)
+    return there, failure
 
 
 def _follow(session: Session, hosts: str, run: runs.Run) -> None:

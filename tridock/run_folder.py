@@ -28,6 +28,8 @@ HOSTFILE: Final = "hostfile"
 DEEPSPEED_ENV: Final = "deepspeed_env"
 DEEPSPEED_CONFIG: Final = "ds_config.json"
 LAUNCH_SCRIPT: Final = "launch.sh"
+RESUME_SCRIPT: Final = "launch-resume.sh"
+SUPERVISION: Final = "supervision.json"
 LAUNCHER_LOG: Final = "logs/launcher.log"
 EVENTS: Final = "events.jsonl"
 METRICS: Final = "metrics.jsonl"
@@ -42,6 +44,10 @@ EXIT_STOPPED: Final = 143
 EXIT_PREEMPTED: Final = 85
 # The file that says that the end of the run is wanted at once.
 STOPPED: Final = ".stopped"
+# Beside a run's output on its way to fab: a sign of life, at least every so many seconds, and the end of all.
+BEAT: Final = b"\0"
+BEAT_S: Final = 5.0
+END: Final = b"\4"
 LOSS_CURVE: Final = "loss.png"
 
 _RUN_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,40}-\d{8}-\d{6}-[0-9a-f]{4}")

@@ -12,6 +12,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from tridock import pulse
 from tridock.errors import Problem, RunError
 from tridock.experiment.inputs import CheckpointLayout
 from tridock.experiment.schema import Experiment
@@ -49,6 +50,8 @@ class Recorder:
         self._model, self._optimizers = model, rest[:2]
         self.iteration = self._logged_iteration = self._upstream.get_args().iteration
         self._logged_at = time.monotonic()
+        pulse.beat(pulse.START, self.iteration)
+        self.metrics.rewind(self.iteration)
         rows = int(self._upstream.get_args().padded_vocab_size)
         self.event("model_built", parameters=model_parameters(self.experiment.model, rows), padded_vocab_size=rows)
         with signals.saving() if self.experiment.train.save else nullcontext():
@@ -80,6 +83,7 @@ class Recorder:
         """
         train = self.experiment.train
         self.iteration = iteration
+        pulse.beat(pulse.TRAIN, iteration)
         if iteration in (1, train.train_iters) or iteration % train.log_interval == 0:
             self._log(float(losses["lm loss"]), scale)
         reported = self._original["training_log"](losses, totals, rate, iteration, scale, *rest)
@@ -111,10 +115,16 @@ class Recorder:
             todo = "lower optimizer.lr, lengthen optimizer.lr_warmup_iters, or use fp32"
             raise Agreed(RunError(Problem(f"iteration {iteration}", "the loss is not finite", str(loss), todo)))
 
-    def evaluate(self, *given: Any, **named: Any) -> Any:
-        """Keeps the loss that upstream prints."""
-        losses = self._original["evaluate"](*given, **named)
+    def evaluate(self, forward: Any, *given: Any, **named: Any) -> Any:
+        """Keeps the loss that upstream prints; every batch is a sign of life."""
+
+        def beating(*batch: Any) -> Any:
+            pulse.beat(pulse.EVAL)
+            return forward(*batch)
+
+        losses = self._original["evaluate"](beating, *given, **named)
         self._loss = float(losses["lm loss"])
+        pulse.beat(pulse.TRAIN)
         return losses
 
     def evaluate_and_print_results(
@@ -139,6 +149,7 @@ class Recorder:
         if iteration == self._saved:
             return
         started = time.monotonic()
+        pulse.beat(pulse.SAVE)
         try:
             folder = self._checkpoints.save(self._original["save_checkpoint"], iteration, *given)
         except Agreed as failed:
@@ -151,6 +162,7 @@ class Recorder:
             self._note_layout(folder.parent)
             seconds = round(time.monotonic() - started, 3)
             self.event("checkpoint_saved", iteration=iteration, folder=str(folder), seconds=seconds)
+        pulse.beat(pulse.TRAIN)
         self._logged_at += time.monotonic() - started  # not training time
 
     def _note_layout(self, folder: Path) -> None:

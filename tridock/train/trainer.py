@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tridock import pulse
 from tridock.errors import Problem, RequestError, RunError
 from tridock.experiment.schema import Experiment
 from tridock.experiment.sizes import padded_vocab_size
@@ -101,11 +102,13 @@ class Trainer:
         if experiment.train.load is not None:
             self.load(workspace / experiment.train.load)
         self.metrics = Metrics(run_folder, active=ranks.first, tensorboard=experiment.train.tensorboard)
+        self.metrics.rewind(self.progress.iteration)
         self._logged_at, self._logged_iteration = time.monotonic(), self.progress.iteration
 
     def run(self) -> None:
         """Trains from where the run stands to its last iteration, then evaluates on the test split."""
         self.announce()
+        pulse.beat(pulse.START, self.progress.iteration)
         with signals.saving() if self.experiment.train.save else nullcontext():
             for iteration in range(self.progress.iteration + 1, self.experiment.train.train_iters + 1):
                 self.iterate(iteration)
@@ -137,6 +140,7 @@ class Trainer:
         step = self.strategy.step(batches, lr)
         consumed = self.progress.consumed_samples + global_batch
         self.progress = replace(self.progress, iteration=iteration, consumed_samples=consumed)
+        pulse.beat(pulse.TRAIN, iteration)
         return step
 
     def batches(self, samples: Samples, first: int, count: int) -> list[Tensor]:
@@ -188,6 +192,7 @@ class Trainer:
         started = time.monotonic()
         total, count = torch.zeros((), device=self.ranks.device), self.experiment.train.eval_iters
         for number in range(count):
+            pulse.beat(pulse.EVAL)
             batches = self.batches(samples, number * batch.global_batch_size, batch.global_batch_size)
             total += self.strategy.evaluate(batches)
         loss = mean_over_ranks(total / count)
@@ -195,6 +200,7 @@ class Trainer:
         self.event("evaluation", iteration=self.progress.iteration, split=split, loss=loss)
         self.say(f"{split} loss after iteration {self.progress.iteration}: {loss:.4f}")
         self._logged_at += time.monotonic() - started  # not training time
+        pulse.beat(pulse.TRAIN)
 
     def load(self, source: Path) -> None:
         """Goes on from a checkpoint, or from the newest whole one of a folder of them."""
@@ -224,6 +230,7 @@ class Trainer:
         """A checkpoint of this moment. One that cannot be written ends the run only where it ``is_last``."""
         started, iteration = time.monotonic(), self.progress.iteration
         own = {PROGRESS: self.progress.to_bytes()}
+        pulse.beat(pulse.SAVE)
         needed, keep = (*own, *self.strategy.files(self.ranks.rank)), self.experiment.train.keep_checkpoints
         try:
             folder = self.checkpoints.save(self.strategy.save, iteration, own, needed, keep)
@@ -236,6 +243,7 @@ class Trainer:
             seconds = round(time.monotonic() - started, 3)
             self.event("checkpoint_saved", iteration=iteration, folder=str(folder), seconds=seconds)
             self.say(f"checkpoint saved: {folder}")
+        pulse.beat(pulse.TRAIN)
         self._logged_at += time.monotonic() - started  # not training time
 
     def announce(self) -> None:

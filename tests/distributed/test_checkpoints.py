@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.distributed.disturbed import EVERY, ITERATIONS, live_through, named
 from tests.distributed.ranks import PATIENCE, Started, make_data, make_run
@@ -16,6 +18,7 @@ from tests.distributed.test_restart import Training
 from tridock import pulse
 from tridock.node.processes import find_processes
 from tridock.node.runs import list_runs
+from tridock.train.strategies import no_foreign_pickles
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
@@ -47,6 +50,24 @@ def test_what_happens_to_a_run_does_not_change_its_losses(workspace: Path, engin
         return folder, Started([*words, "--run-folder", str(folder)], folder, 2, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
 
     live_through(begin, victim, writer)
+
+
+class Evil:
+    """Does something when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+def test_deepspeed_unpickles_nothing_foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    torch.save({"optimizer": Evil(tmp_path / "done")}, tmp_path / "optim_states.pt")
+    with no_foreign_pickles(), pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        torch.load(tmp_path / "optim_states.pt", weights_only=False)  # as DeepSpeed does
+    assert not (tmp_path / "done").exists()
 
 
 def everything_of(run: Training) -> list[int]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
-from tridock import run_folder
+from tridock import pulse, run_folder
 from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError, RunError, TridockError
 from tridock.node import preflight, runs, state
 from tridock.node.follow import follow, follow_with_beats
@@ -57,6 +60,10 @@ def _parser() -> argparse.ArgumentParser:
     stop.add_argument("--grace", type=float, default=10.0, help="seconds between SIGTERM and SIGKILL (default 10)")
     stop.add_argument("--workspace", type=Path, default=Path(run_folder.WORKSPACE))
     stop.set_defaults(action=_stop)
+
+    save = verbs.add_parser("save", help="tell the ranks of a run on this node to save and leave")
+    save.add_argument("folder", type=Path)
+    save.set_defaults(action=_save)
 
     runs_ = verbs.add_parser("runs", help="the runs of this workspace, as JSON")
     runs_.add_argument("--workspace", type=Path, default=Path(run_folder.WORKSPACE))
@@ -158,6 +165,17 @@ def _stop(arguments: argparse.Namespace) -> int:
     if left:
         todo = "look for processes in state D there; they go when their device or file system answers"
         raise RunError(Problem(arguments.run_id, "has processes that did not end", str(left), todo))
+    return 0
+
+
+def _save(arguments: argparse.Namespace) -> int:
+    living = {process.pid for process in find_processes(arguments.folder.name)}
+    beats = [pulse.read(arguments.folder, rank) for rank in pulse.ranks(arguments.folder)]
+    told = [beat.pid for beat in beats if beat is not None and beat.pid in living]
+    for pid in told:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
+    print(json.dumps({"told": len(told)}))
     return 0
 
 

@@ -17,7 +17,6 @@ from tridock import pulse, run_folder
 from tridock.node import ports
 from tridock.node.events import append_event, has_event, read_lines
 from tridock.node.restart import Made, cannot_help, checkpoint_iteration, refusal
-from tridock.node.state import STOPPED
 from tridock.node.verdict import Look, Verdict, first_death, hung, late_ranks, left_behind, lost_node, signal_name
 from tridock.node.watches import Watches
 from tridock.supervision import Supervision
@@ -48,6 +47,8 @@ class Course:
         self._launcher: subprocess.Popen[bytes] | None = None
         self._began = (folder / run_folder.SUPERVISION).stat().st_mtime
         self._log_offset = self._events_before = 0
+        self.told_to_end = False
+        """Set where a scheduler has sent SIGTERM or SIGUSR1 to all processes of its job, of which this is one."""
 
     def __enter__(self) -> Course:
         return self
@@ -79,6 +80,12 @@ class Course:
     def _attempt(self) -> tuple[int, Verdict | None]:
         """Sees the ranks to their end; the run's exit code as it stands, and what went wrong."""
         verdict = self._wait()
+        if verdict is None and self.told_to_end:
+            verdict = self._wait_for_ranks()
+        if self._is_preempted():
+            self._wait_for_launcher(_OWN_END_S)
+            self._end_all()
+            return run_folder.EXIT_PREEMPTED, None
         if verdict is None and not self._is_stopped() and not self._is_done():
             verdict = self._inquest()
         if verdict is not None and verdict.kind != "launcher_ended":
@@ -106,6 +113,14 @@ class Course:
             self._steps.note(look)
             if (verdict := self._judge(look)) is not None:
                 return verdict
+        return None
+
+    def _wait_for_ranks(self) -> Verdict | None:
+        """Until the ranks have saved and ended: whoever told them has told their launcher too, which does not wait."""
+        while any(vital.alive for vitals in self._watches.look().values() for vital in vitals):
+            self._watches.poll(_TICK_S)
+            if self._is_stopped() or (verdict := first_death(self._watches.look())) is not None:
+                return None if self._is_stopped() else verdict
         return None
 
     def _judge(self, look: Look) -> Verdict | None:
@@ -183,8 +198,12 @@ class Course:
     def _is_done(self) -> bool:
         return self._returned() == 0 and has_event(self._folder, "run_finished")
 
+    def _is_preempted(self) -> bool:
+        events = read_lines(self._folder / run_folder.EVENTS)[self._events_before :]
+        return any(event.get("event") == "run_preempted" for event in events)
+
     def _is_stopped(self) -> bool:
-        return (self._folder / STOPPED).exists()
+        return (self._folder / run_folder.STOPPED).exists()
 
     def _record(self, verdict: Verdict) -> None:
         if verdict.kind != "rank_failed":

@@ -34,7 +34,8 @@ _GRACE_S: Final = 3.0
 
 def watch(folder: Path, node: str, ranks: Sequence[int]) -> int:
     """Watches until ``bye``, until another watch has taken over, or until the run's processes here are ended."""
-    for number in (signal.SIGHUP, signal.SIGPIPE):
+    # A scheduler sends the latter two to all processes of its job; the watch goes when its supervisor does.
+    for number in (signal.SIGHUP, signal.SIGPIPE, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     return _Watch(folder, node, ranks).run()
 

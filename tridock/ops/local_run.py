@@ -11,8 +11,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +32,8 @@ from tridock.plan import Assumptions, Plan, assess
 HERE = "localhost"
 _MEETING_PORT = 29500
 _GRACE_S = 10.0
+# What says that a job's time is over.
+_SCHEDULERS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +164,14 @@ def _start_and_follow(folder: Path, ranks: int) -> int:
     if started.returncode:
         return started.returncode
     try:
-        code = subprocess.run([*_node_verb(), "follow", str(folder)], env=env, check=False).returncode
+        with _handing_on(folder, env):
+            follow = [*_node_verb(), "follow", str(folder)]
+            code = subprocess.run(follow, env=env, preexec_fn=_unimpressed, check=False).returncode
     except KeyboardInterrupt:
         return _interrupted(folder, env)
-    if code not in (0, run_folder.EXIT_STOPPED):
+    if code == run_folder.EXIT_PREEMPTED:
+        _say(f"continue with --set train.load=runs/{folder.name}/{run_folder.CHECKPOINTS}")
+    elif code not in (0, run_folder.EXIT_STOPPED):
         print(_failed(folder, code), file=sys.stderr)
     return code
 
@@ -186,12 +192,34 @@ def _join(folder: Path, ranks: int, node_rank: int) -> int:
     # A session of its own: Ctrl-C at the terminal is ours to answer.
     with subprocess.Popen(script, stdin=subprocess.DEVNULL, env=env, start_new_session=True) as launcher:
         try:
-            code = launcher.wait()
+            with _handing_on(folder, env):
+                code = launcher.wait()
         except KeyboardInterrupt:
             code = _interrupted(folder, _environment(ranks))
             with suppress(subprocess.TimeoutExpired):
                 launcher.wait(_GRACE_S)
     return code if code >= 0 else 128 - code
+
+
+@contextmanager
+def _handing_on(folder: Path, env: Mapping[str, str]) -> Iterator[None]:
+    """A scheduler's signal is for the ranks of this node: they save, and their end is waited for."""
+
+    def hand_on(_number: int, _frame: object) -> None:
+        subprocess.Popen([*_node_verb(), "save", str(folder)], env=env, stdout=subprocess.DEVNULL)
+
+    previous = {number: signal.signal(number, hand_on) for number in _SCHEDULERS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _unimpressed() -> None:
+    """In a process that a scheduler's signal reaches as well, and that has no part in it."""
+    for number in _SCHEDULERS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _interrupted(folder: Path, env: Mapping[str, str]) -> int:

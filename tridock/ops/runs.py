@@ -19,7 +19,13 @@ _VERB_TIMEOUT_S = 60.0
 _PATIENCE_S = 15.0
 
 # Which node's word counts where several know a run: the head's, who alone supervises it.
-_STATES = ("ready", "lost", "stopped", "failed", "done", "running")
+_STATES = ("ready", "lost", "stopped", "preempted", "failed", "done", "running")
+
+
+class PreemptedError(RunError):
+    """The run was told to end by a scheduler, and has saved."""
+
+    exit_code = run_folder.EXIT_PREEMPTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +105,9 @@ def check_exit(session: Session, run: Run, exit_code: int) -> None:
     """Raises :class:`RunError` for a run that ended badly, naming the logs of the ranks to look at."""
     if exit_code == run_folder.EXIT_STOPPED:
         raise RunError(Problem(run.run_id, "the run was stopped", "", f"its folder is {folder_of(session, run)}"))
+    if exit_code == run_folder.EXIT_PREEMPTED:
+        todo = f"continue with --set train.load=runs/{run.run_id}/{run_folder.CHECKPOINTS}"
+        raise PreemptedError(Problem(run.run_id, "the run was told to end, and has saved", "", todo))
     if exit_code:
         first = _first_failure(session, run)
         rank = (first.rank if first else None) or 0

@@ -86,7 +86,7 @@ class Course:
             self._wait_for_launcher(_OWN_END_S)
             self._end_all()
             return run_folder.EXIT_PREEMPTED, None
-        if verdict is None and not self._is_stopped() and not self._is_done():
+        if verdict is None and not self._is_stopped():
             verdict = self._inquest()
         if verdict is not None and verdict.kind != "launcher_ended":
             self._record(verdict)
@@ -140,13 +140,18 @@ class Course:
         late = late_ranks(look, self._steps.median, self._supervision.hang_timeout_s)
         return hung(look, late, stacks) if late else None
 
-    def _inquest(self) -> Verdict:
+    def _inquest(self) -> Verdict | None:
         """Why the launcher ended before the run did: a rank's death, which its node is about to tell, or its own."""
         deadline = time.monotonic() + _INQUEST_S
-        while time.monotonic() < deadline:
+        while not self._is_done():
+            if time.monotonic() > deadline:
+                return self._launchers_end()
             self._watches.poll(_TICK_S)
             if (dead := first_death(self._watches.look())) is not None:
                 return dead
+        return None
+
+    def _launchers_end(self) -> Verdict:
         returned = self._returned() or 0
         if returned < 0:
             return Verdict("launcher_ended", f"was ended by {signal_name(-returned)}", code=128 - returned)
@@ -196,7 +201,17 @@ class Course:
         return self._launcher.poll()
 
     def _is_done(self) -> bool:
-        return self._returned() == 0 and has_event(self._folder, "run_finished")
+        """Whether the run came to its end: by the launcher's word, or by that of every rank.
+
+        A launcher that lost the connection to a node says that it failed, whatever its ranks did there.
+        """
+        if not has_event(self._folder, "run_finished"):
+            return False
+        if self._returned() == 0:
+            return True
+        ended = {v.rank for vitals in self._watches.look().values() for v in vitals if v.phase == pulse.END}
+        ranks = {rank for numbers in self._supervision.ranks.values() for rank in numbers}
+        return bool(ranks) and ended == ranks
 
     def _is_preempted(self) -> bool:
         events = read_lines(self._folder / run_folder.EVENTS)[self._events_before :]

@@ -83,10 +83,18 @@ def test_what_the_supervisor_saw_comes_before_what_ranks_said() -> None:
         ("rank_hung", {"rank": 1, "node": "a", "reason": "hangs; no progress"}, "rank 1 on a hangs; no progress"),
         ("node_lost", {"node": "b", "reason": "has not answered for 20 s"}, "b has not answered for 20 s"),
         ("launcher_ended", {"reason": "was ended by SIGKILL"}, "the launcher was ended by SIGKILL"),
+        ("head_lost", {"node": "b", "reason": "heard nothing from the head"}, "b heard nothing from the head"),
     ],
 )
 def test_everything_that_is_seen_has_its_words(event: str, fields: dict[str, object], said: str) -> None:
     assert str(first_failure({"a": seen(event, 1, **fields)}, NODES)) == said
+
+
+def test_a_node_that_lost_the_head_is_heard_last() -> None:
+    words = {"node": "b", "reason": "heard nothing from the head for 25 s"}
+    found = first_failure({"a": seen("head_lost", 1, **words) + seen("rank_died", 2, **DIED)}, NODES)
+    assert found is not None
+    assert found.rank == 3
 
 
 def test_only_the_last_attempt_counts() -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -171,7 +171,8 @@ class Checkpoints:
             name = self.names.folder(old)
             # Under another name first: what is half removed must not look like a checkpoint.
             doomed = self.folder / f".{name}.part"
-            (self.folder / name).rename(doomed)
+            with suppress(OSError):  # what cannot be removed stays, and once the disk is full, that is told
+                (self.folder / name).rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -64,13 +65,22 @@ class Training:
     """`tridock train` of an experiment, beside the test."""
 
     def __init__(self, workspace: Path, experiment: Path, *words: str) -> None:
-        self.id_file = workspace / f"id-{experiment.parent.name}"
+        id_file = workspace / f"id-{secrets.token_hex(4)}"
         argv = [sys.executable, "-m", "tridock.cli", "train", str(experiment), "--workspace", str(workspace)]
-        argv += ["--nproc", "2", "--run-id-file", str(self.id_file), *words]
+        argv += ["--nproc", "2", "--run-id-file", str(id_file), *words]
         pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         self.process = subprocess.Popen(argv, env=rank_environment(), text=True, start_new_session=True, **pipe)  # type: ignore[call-overload]
-        self.until(self.id_file.exists)
-        self.folder = workspace / "runs" / self.id_file.read_text().strip()
+        self.until(id_file.exists)
+        self.folder = workspace / "runs" / id_file.read_text().strip()
+
+    def __enter__(self) -> Training:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Whatever has gone wrong, nothing of the run is left."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGINT)
+            self.process.communicate(timeout=60)
 
     def until(self, condition: Callable[[], object]) -> float:
         began = time.monotonic()
@@ -99,12 +109,12 @@ class Training:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_two_deaths_change_no_loss(workspace: Path, undisturbed: dict[str, Path], engine: str) -> None:
-    run = Training(workspace, undisturbed[engine] / "experiment.yaml", "--set", "restart.max=2")
-    run.kill(1, beyond=INTERVAL + 5)
-    run.until(lambda: len(run.restarts()) == 1)
-    run.kill(0, beyond=2 * INTERVAL + 5)
-    overhead = run.until(lambda: len(run.restarts()) == 2)
-    output = run.process.communicate(timeout=PATIENCE)[0]
+    with Training(workspace, undisturbed[engine] / "experiment.yaml", "--set", "restart.max=2") as run:
+        run.kill(1, beyond=INTERVAL + 5)
+        run.until(lambda: len(run.restarts()) == 1)
+        run.kill(0, beyond=2 * INTERVAL + 5)
+        overhead = run.until(lambda: len(run.restarts()) == 2)
+        output = run.process.communicate(timeout=PATIENCE)[0]
     assert run.process.returncode == 0, output
     assert losses(run.folder) == losses(undisturbed[engine])
     lines = read_lines(run.folder / "metrics.jsonl")
@@ -120,14 +130,18 @@ def test_two_deaths_change_no_loss(workspace: Path, undisturbed: dict[str, Path]
     print(f"{engine}: from the death to the next start {overhead:.1f} s")
     assert overhead < 60.0
     assert find_processes(run.folder.name) == []
+    launch, resume = ((run.folder / name).read_text() for name in ("launch.sh", "launch-resume.sh"))
+    assert resume == f"{launch.rstrip()} \\\n  --load {run.folder}/checkpoints\n"
+
+
+ENDLESS = ("--set", "train.train_iters=1000000", "--set", "train.log_interval=100")
 
 
 def test_ctrl_c_is_no_failure_to_recover_from(workspace: Path, undisturbed: dict[str, Path]) -> None:
-    words = ["--set", "restart.max=2", "--set", "train.train_iters=1000000"]
-    run = Training(workspace, undisturbed["ddp"] / "experiment.yaml", *words)
-    run.until(lambda: pulse.read(run.folder, 0) and pulse.read(run.folder, 0).phase == "train")  # type: ignore[union-attr]
-    os.killpg(run.process.pid, signal.SIGINT)
-    output = run.process.communicate(timeout=60)[0]
+    with Training(workspace, undisturbed["ddp"] / "experiment.yaml", *ENDLESS, "--set", "restart.max=2") as run:
+        run.until(lambda: (beat := pulse.read(run.folder, 0)) and beat.phase == "train")
+        os.killpg(run.process.pid, signal.SIGINT)
+        output = run.process.communicate(timeout=60)[0]
     assert run.process.returncode == 130, output
     assert (run.folder / "exit_code").read_text() == "143\n"
     assert run.restarts() == []
@@ -135,26 +149,12 @@ def test_ctrl_c_is_no_failure_to_recover_from(workspace: Path, undisturbed: dict
 
 
 def test_a_dead_rank_is_named_in_the_last_line(workspace: Path, undisturbed: dict[str, Path]) -> None:
-    words = ["--set", "train.train_iters=1000000"]
-    run = Training(workspace, undisturbed["ddp"] / "experiment.yaml", *words)
-    run.kill(1, beyond=2)
-    began = time.monotonic()
-    output = run.process.communicate(timeout=60)[0]
-    assert time.monotonic() - began < 10.0
+    with Training(workspace, undisturbed["ddp"] / "experiment.yaml", *ENDLESS) as run:
+        run.kill(1, beyond=2)
+        began = time.monotonic()
+        output = run.process.communicate(timeout=60)[0]
+        assert time.monotonic() - began < 10.0
     assert run.process.returncode == 4
-    last = output.splitlines()[-1]
-    start = (
-        f"{run.folder.name}: the run failed; got exit code 4, rank 1 on localhost was ended by SIGKILL after iteration "
-    )
-    assert last.startswith(start)
+    last, words = output.splitlines()[-1], "rank 1 on localhost was ended by SIGKILL after iteration "
+    assert last.startswith(f"{run.folder.name}: the run failed; got exit code 4, {words}")
     assert last.endswith(f"; look at {run.folder}/logs/rank-1.log")
-
-
-def test_a_launch_script_of_a_restart_differs_in_what_is_loaded_alone(
-    undisturbed: dict[str, Path], workspace: Path
-) -> None:
-    (folder,) = [
-        f for f in (workspace / "runs").iterdir() if f.name.startswith("small-") and (f / "launch-resume.sh").exists()
-    ][:1]
-    launch, resume = ((folder / name).read_text() for name in ("launch.sh", "launch-resume.sh"))
-    assert resume == launch.rstrip("\n") + f" \\\n  --load {folder}/checkpoints\n"

@@ -62,11 +62,12 @@ class _Watch:
                 if order == "bye":
                     return 0
                 self._obey(order)
-            if now - heard > (SILENCE_S if self._connected else SUCCESSION_S):
+            late = now - heard > (SILENCE_S if self._connected else SUCCESSION_S)
+            if (late or not self._connected) and self._succeeded():
+                return 0
+            if late:
                 return self._end_all(now - heard)
             if not self._connected:
-                if self._succeeded():
-                    return 0
                 continue
             vitals = self._vitals.look()
             gone = {vital.rank for vital in vitals if not vital.alive}

@@ -82,6 +82,9 @@ def run_here(
         raise RequestError(Problem("--nproc", "must be at least 1", str(nproc), "give the number of ranks"))
     place.check()
     experiment = load_experiment(config, overrides)
+    if place.nnodes > 1 and experiment.restart.max:
+        what, todo = "cannot be for nodes that are each started by hand", "set it to 0, or start them with fab launch"
+        raise RequestError(Problem(f"{config}: restart.max", what, str(experiment.restart.max), todo))
     ranks = nproc or _default_ranks()
     slots = {name: range(ranks) for name in _names(place)}
     assessment = assess(experiment, slots, str(config), Assumptions(gpu=_gpu()))

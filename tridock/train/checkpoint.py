@@ -12,11 +12,10 @@ one shared folder, and on nodes that share nothing each holds what its own ranks
 
 from __future__ import annotations
 
-import itertools
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch.distributed as dist
@@ -27,11 +26,6 @@ from tridock.train import checkpoint_files
 from tridock.train.checkpoint_files import MANIFEST, Entry, Names
 from tridock.train.process_group import Agreed, Ranks, barrier, together
 from tridock.train.write_errors import write_failure
-
-Needed = Callable[[Path], Collection[str]]
-"""The files that this rank reads of a checkpoint."""
-Rejected = Callable[[Path, Sequence[Problem]], None]
-"""Told of every checkpoint that is passed over, and why."""
 
 
 class Checkpoints:
@@ -169,99 +163,17 @@ class Checkpoints:
     def _prune(self, keep: int | None, iteration: int) -> None:
         if keep is None:
             return
-        whole = {found: checkpoint_files.looks_whole(self.folder / self.names.folder(found)) for found in self._found()}
+        whole = {
+            found: checkpoint_files.looks_whole(self.folder / self.names.folder(found))
+            for found in self.names.found(self.folder)
+        }
         for old in checkpoint_files.to_remove(whole, keep, iteration):
             name = self.names.folder(old)
             # Under another name first: what is half removed must not look like a checkpoint.
             doomed = self.folder / f".{name}.part"
-            (self.folder / name).rename(doomed)
+            with suppress(OSError):  # what cannot be removed stays, and once the disk is full, that is told
+                (self.folder / name).rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)
-
-    def _found(self, source: Path | None = None) -> list[int]:
-        folder = source or self.folder
-        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-        return [number for number in map(self.names.iteration, names) if number is not None]
-
-    # ---- loading ----
-
-    def choose(self, source: Path, needed: Needed, rejected: Rejected) -> Path:
-        """The folder to continue from: ``source`` itself, or the newest whole one in it, by its pointer.
-
-        Every file is read once and compared with its hash, shared out among the ranks that see the same folder.
-        Raises :class:`Agreed` where there is none.
-        """
-        tried: dict[Path, tuple[Problem, ...]] = {}
-        for folder in self._candidates(source, tried):
-            if not (problems := self._damage(folder, needed(folder))):
-                for other, reasons in tried.items():
-                    rejected(other, reasons)
-                return folder
-            tried[folder] = problems
-        what = f"no whole checkpoint lies at {source}" if tried else f"no checkpoint lies at {source}"
-        todo = "give runs/<run-id>/checkpoints of a run that has saved, or one iter_… folder in it"
-        got = "" if tried else "no such folder" if not source.is_dir() else "no checkpoint's folder in it"
-        reasons = itertools.chain.from_iterable(tried.values())
-        raise Agreed(RequestError([Problem("train.load", what, got, todo), *reasons]))
-
-    def _candidates(self, source: Path, tried: dict[Path, tuple[Problem, ...]]) -> list[Path]:
-        """The folders to look at, in their order; the same on all ranks."""
-        itself = self.names.iteration(source.name) is not None and source.is_dir()
-        text = _read(source / self.names.pointers[-1][0])
-        seen: list[tuple[bool, str | None, list[int]]] = [(False, None, [])] * self.ranks.world_size
-        dist.all_gather_object(seen, (itself, text, self._found(source)))
-        if any(is_one for is_one, _, _ in seen):
-            return [source]
-        texts = [words for _, words, _ in seen if words is not None]
-        pointed = [number for number in map(self.names.pointed, texts) if number is not None]
-        iterations = {number for _, _, found in seen for number in found}
-        if texts and not pointed and iterations:
-            pointer = source / self.names.pointers[-1][0]
-            tried[pointer] = (
-                Problem(str(pointer), "names no checkpoint", repr(texts[0]), "the newest whole one is taken"),
-            )
-        # Nodes that share no folder may have been cut off between two pointers: the newer one is tried first.
-        order = checkpoint_files.to_try(iterations, max(pointed, default=None))
-        return [source / self.names.folder(iteration) for iteration in order]
-
-    def _damage(self, folder: Path, needed: Collection[str]) -> tuple[Problem, ...]:
-        """What any rank finds wrong with a checkpoint."""
-        manifest = checkpoint_files.read_manifest(folder)
-        identities: list[tuple[int, ...] | None] = [None] * self.ranks.world_size
-        dist.all_gather_object(identities, _identity(folder / MANIFEST))
-        mine = identities[self.ranks.rank]
-        try:
-            with together(self.ranks):
-                if isinstance(manifest, Problem):
-                    raise RequestError(manifest)
-                sharing = [rank for rank, identity in enumerate(identities) if identity == mine]
-                share = checkpoint_files.dealt({name: entry.size for name, entry in manifest.items()}, sharing)[
-                    self.ranks.rank
-                ]
-                problems = [
-                    *checkpoint_files.damage(folder, manifest, share, read=True),
-                    *checkpoint_files.damage(folder, manifest, set(needed) - set(share), read=False),
-                ]
-                if problems:
-                    raise RequestError(problems)
-        except Agreed as found:
-            return found.error.problems
-        return ()
-
-
-def _identity(path: Path) -> tuple[int, ...] | None:
-    """Tells whether two ranks see the very same file: its number and time are those of its file system."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return (found.st_ino, found.st_mtime_ns, found.st_size)
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return None
 
 
 def check_shared(folder: Path, leader: int) -> None:

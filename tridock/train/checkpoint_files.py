@@ -39,6 +39,11 @@ class Names:
         """The iteration in a folder's name; None for any other name."""
         return _number(self.folder_format, name)
 
+    def found(self, folder: Path) -> list[int]:
+        """The iterations that have a folder in there, in any order."""
+        names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+        return [number for number in map(self.iteration, names) if number is not None]
+
     def pointed(self, text: str) -> int | None:
         """The iteration that the pointer names; None where it names none."""
         return _number(self.pointers[-1][1], text.strip())

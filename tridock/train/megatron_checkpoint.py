@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from tridock.run_folder import CHECKPOINTS
-from tridock.train.checkpoint import Checkpoints, Rejected
+from tridock.train.checkpoint import Checkpoints
+from tridock.train.checkpoint_choice import Rejected, choose
 from tridock.train.checkpoint_files import DEEPSPEED, MANIFEST, MEGATRON, TRACKER
 from tridock.train.process_group import Ranks, any_rank
 from tridock.train.write_errors import kept_to_the_end, replaced
@@ -30,7 +31,8 @@ class UpstreamCheckpoints:
         self._args, self._ranks, self._keep = args, ranks, keep
         self._upstream: Any = importlib.import_module("megatron.checkpointing")
         folder = Path(args.save) if args.save else run_folder / CHECKPOINTS
-        self._checkpoints = Checkpoints(folder, ranks, DEEPSPEED if args.deepspeed else MEGATRON)
+        self._names = DEEPSPEED if args.deepspeed else MEGATRON
+        self._checkpoints = Checkpoints(folder, ranks, self._names)
 
     def save(self, save: Callable[..., None], iteration: int, model: Any, *rest: Any) -> Path:
         """One checkpoint; as :meth:`Checkpoints.save`."""
@@ -55,7 +57,7 @@ class UpstreamCheckpoints:
         source = Path(self._args.load)
         if not any_rank(self._ranks, any((*source.glob(MANIFEST), *source.glob(f"*/{MANIFEST}")))):
             return load(model, *rest, **named)
-        folder = self._checkpoints.choose(source, lambda _: (), rejected)
+        folder = choose(source, self._names, self._ranks, lambda _: (), rejected)
         with ExitStack() as changes:
             changes.enter_context(replaced(self._args, "load", str(folder.parent)))
             tracker = str(folder / TRACKER)

@@ -46,7 +46,8 @@ class _Heard:
     run_folder: Path | None = None
     saves = False
     step_is_over = False
-    at: float | None = None
+    to_save = False
+    first_sigterm: float | None = None
 
 
 _heard = _Heard()
@@ -82,17 +83,12 @@ def asked(of_any_rank: Callable[[bool], bool]) -> bool:
 
     ``of_any_rank`` tells whether what it is given is true on any rank: a collective.
     """
-    if not of_any_rank(_heard.at is not None):
-        return False
-    _heard.step_is_over = True
-    if _heard.at is None:  # told by another rank: this one's own signal is on its way
-        _heard.at = time.monotonic()
-    return True
+    _heard.step_is_over = of_any_rank(_heard.to_save)
+    return _heard.step_is_over
 
 
 def _on_sigusr1(_number: int, _frame: FrameType | None) -> None:
-    if _heard.at is None:
-        _heard.at = time.monotonic()
+    _heard.to_save = True
 
 
 def _on_sigterm(_number: int, frame: FrameType | None) -> None:
@@ -106,13 +102,14 @@ def _on_sigterm(_number: int, frame: FrameType | None) -> None:
 
 
 def _is_for_later() -> bool:
-    """Whether this SIGTERM asks for a checkpoint, and is not the second."""
+    """Whether this SIGTERM asks for a checkpoint, and is not the second. One after SIGUSR1 is the first."""
     if not _heard.saves or (_heard.run_folder is not None and (_heard.run_folder / STOPPED).exists()):
         return False
     now = time.monotonic()
-    if _heard.at is None:
-        _heard.at = now
-    return now - _heard.at < BURST_SECONDS
+    _heard.to_save = True
+    if _heard.first_sigterm is None:
+        _heard.first_sigterm = now
+    return now - _heard.first_sigterm < BURST_SECONDS
 
 
 def _watch(read_end: int) -> None:

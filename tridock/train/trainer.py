@@ -21,6 +21,7 @@ from tridock.experiment.sizes import padded_vocab_size
 from tridock.run_folder import CHECKPOINTS
 from tridock.train import signals
 from tridock.train.checkpoint import Checkpoints
+from tridock.train.checkpoint_choice import choose
 from tridock.train.checkpoint_files import TORCH, Names
 from tridock.train.dataset import Samples, load_splits, mixed_seed
 from tridock.train.gpt import GPT, Shape
@@ -213,7 +214,7 @@ class Trainer:
                 return ()  # whole or not, it does not fit: that is told below
             return self.strategy.files(rank)
 
-        folder = self.checkpoints.choose(source, needed, self.pass_over)
+        folder = choose(source, self.parts.checkpoint_names, self.ranks, needed, self.pass_over)
         with together(self.ranks):
             self.progress = read_progress(folder)
             check_fit(folder, self.progress, fresh)

@@ -12,6 +12,7 @@ import torch
 from tests.unit.train.experiments import experiment
 from tridock.errors import Problem, RequestError
 from tridock.train.checkpoint import Checkpoints, check_shared
+from tridock.train.checkpoint_choice import choose as chosen
 from tridock.train.checkpoint_files import MEGATRON, TORCH, Names, looks_whole
 from tridock.train.process_group import Agreed, Ranks, join, leave
 from tridock.train.progress import Progress, check_fit, read_progress
@@ -128,7 +129,7 @@ def choose(checkpoints: Checkpoints, source: Path) -> tuple[str, Reasons]:
     def note(folder: Path, problems: Sequence[Problem]) -> None:
         passed_over[folder.name] = [str(problem) for problem in problems]
 
-    return checkpoints.choose(source, lambda _: ["model.pt"], note).name, passed_over
+    return chosen(source, checkpoints.names, checkpoints.ranks, lambda _: ["model.pt"], note).name, passed_over
 
 
 def listing(folder: Path) -> list[str]:

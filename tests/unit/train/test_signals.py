@@ -116,6 +116,11 @@ def test_a_launcher_that_repeats_the_signal_is_no_second_one(tmp_path: Path) -> 
     assert (code, said) == (5, "asked True\ndone\n")
 
 
+def test_sigterm_at_the_limit_leaves_a_save_alone_that_sigusr1_began(tmp_path: Path) -> None:
+    code, said, _ = signalled(tmp_path, LOOP, signal.SIGUSR1, signal.SIGTERM, argument="1.5")
+    assert (code, said) == (5, "asked True\ndone\n")
+
+
 def test_a_second_sigterm_ends_a_rank_that_saves(tmp_path: Path) -> None:
     code, said, seconds = signalled(tmp_path, LOOP, signal.SIGTERM, signal.SIGTERM, argument="60")
     assert code == 1

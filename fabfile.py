@@ -60,8 +60,8 @@ HELP = {
 }
 
 
-def command(*, iterable: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Any]:
-    """A Fabric task with our help texts, whose package errors become its exit message and code, here and once."""
+def command(*, iterable: tuple[str, ...] = (), **own: str) -> Callable[[Callable[..., None]], Any]:
+    """A Fabric task with our help texts (or its `own`), whose package errors become its exit message and code, once."""
 
     def decorate(function: Callable[..., None]) -> Any:
         @functools.wraps(function)
@@ -74,7 +74,7 @@ def command(*, iterable: tuple[str, ...] = ()) -> Callable[[Callable[..., None]]
                 raise Exit("interrupted", EXIT_INTERRUPTED) from None
 
         names = function.__code__.co_varnames[1 : function.__code__.co_argcount]
-        texts = {name.replace("_", "-"): HELP[name.replace("_", "-")] for name in names}
+        texts = {name.replace("_", "-"): own.get(name) or HELP[name.replace("_", "-")] for name in names}
         return task(run, help=texts, iterable=list(iterable), auto_shortflags=False)
 
     return decorate
@@ -103,7 +103,7 @@ def keys(_: Context, hosts: str = "", rotate: bool = False) -> None:
     CONSOLE.print(f"keys of {len(session.nodes)} nodes in place; client key {store.fingerprint()}")
 
 
-@command(iterable=("set",))
+@command(iterable=("set",), config="an experiment's YAML file: its data and its port are looked at, too")
 def check(
     _: Context,
     hosts: str = "",
@@ -116,6 +116,8 @@ def check(
 ) -> None:
     """Prove that the cluster can run: every host, node, path and device; what is wrong and the one fix."""
     session = _open(hosts, include, exclude)
+    if set and not config:
+        raise RequestError(Problem("--set", "changes an experiment, and none is named", "", "name one with --config"))
     request = doctor.Request(Path(config), set or []) if config else None
     report = doctor.check(session, request)
     if fix and doctor.mend(session, report, lambda line: print(line, file=sys.stderr, flush=True)):

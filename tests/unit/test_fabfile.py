@@ -125,6 +125,11 @@ def test_a_plan_goes_on_without_a_host_that_does_not_answer(tmp_path: Path) -> N
     assert json.loads(done.stdout)["memory"]["gpu"] is None
 
 
+def test_a_check_wants_an_experiment_before_it_changes_one(capfd: pytest.CaptureFixture[str]) -> None:
+    assert fab_here("check", "--hosts", "hostfiles/twin", "--set", "train.seed=7") == 2
+    assert capfd.readouterr().err == "--set: changes an experiment, and none is named; name one with --config\n"
+
+
 def test_all_problems_of_an_experiment_at_once(tmp_path: Path) -> None:
     (tmp_path / "lab").write_text("gpu-1 slots=3\n")
     words = [

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
-from tridock.errors import ClusterError, TridockError
+from tridock.errors import ClusterError, Problem, TridockError
 from tridock.ops.doctor.finding import Answer, fail
 from tridock.ops.doctor.report import Report
 from tridock.ops.session import Session
@@ -15,10 +15,16 @@ from tridock.remote import Host, on_all, raise_failures
 T = TypeVar("T")
 
 LOOK_S: Final = 20.0
+_USAGE: Final = 2
 
 
 def verb(session: Session, node: str, timeout: float, *words: str) -> Answer:
-    answer: Answer = json.loads(session.node_verb(node, *words, timeout=timeout).checked(node).stdout)
+    """What ``python -m tridock.node …`` says there; raises :class:`ClusterError` where it says nothing of use."""
+    done = session.node_verb(node, *words, timeout=timeout)
+    if done.exit_code == _USAGE and b"invalid choice" in done.stderr:
+        todo = f"run make image, then fab up --hosts {session.cluster.hostfile_path}"
+        raise ClusterError(Problem(node, "its image is older than this Tridock", f"it does not know {words[0]}", todo))
+    answer: Answer = json.loads(done.checked(node).stdout)
     return answer
 
 

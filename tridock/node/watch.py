@@ -114,4 +114,6 @@ class _Watch:
             reason = f"heard nothing from the head for {silence_s:.0f} s"
             append_event(self._folder, "head_lost", node=self._node, reason=reason)
             stop_processes(self._folder.name, _GRACE_S)
+            # A head that comes back must not take this end for one that its ranks came to by themselves.
+            self._vitals.forget()
         return 0

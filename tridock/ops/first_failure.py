@@ -70,7 +70,7 @@ def _essence(event: Mapping[str, Any]) -> str:
 
 
 def _weight(event: Mapping[str, Any]) -> bool:
-    return bool(event["event"] == "head_lost")
+    return str(event["event"]) == "head_lost"
 
 
 def _is_failure(event: Mapping[str, Any]) -> bool:

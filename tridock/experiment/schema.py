@@ -28,6 +28,20 @@ def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def _seconds(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    number, unit = value[:-1], value[-1:]
+    if unit not in _UNITS or not number.isdecimal():
+        raise ValueError("must be a whole number of seconds, or one with its unit as in 90s, 30m, 12h, 7d")
+    return int(number) * _UNITS[unit]
+
+
+Seconds = Annotated[int, Field(gt=0), BeforeValidator(_seconds)]
+
 Words = Annotated[tuple[Word, ...], BeforeValidator(_frozen)]
 
 
@@ -205,6 +219,22 @@ class Launch(Section):
     master_port: Annotated[int, Field(ge=1024, le=65535)] | None = Field(
         default=None, description="Port of the rendezvous on the head; a free one where left out."
     )
+    hang_timeout: Count = Field(
+        default=30,
+        description="Seconds without progress after which a rank counts as hung and the run is ended, though at least"
+        " three step times; 0 for never (a debugger holds a rank).",
+    )
+
+
+class Restart(Section):
+    """What happens when a run fails: it goes on from its last checkpoint, so many times."""
+
+    max: Count = Field(default=0, description="Restarts that are allowed; 0 for none.")
+    window: Seconds | None = Field(
+        default=None,
+        description="The time in which so many are allowed: in seconds, or as 90s, 30m, 12h, 7d; the whole run where"
+        " left out.",
+    )
 
 
 class Experiment(Section):
@@ -221,6 +251,7 @@ class Experiment(Section):
     fp16: LossScale = Field(default_factory=LossScale)
     train: Train
     launch: Launch = Field(default_factory=Launch)
+    restart: Restart = Field(default_factory=Restart)
     megatron_args: Words = Field(
         default=(),
         description="Engine megatron-deepspeed: more words for Megatron's command line, for what has no field here.",

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 from tridock import run_folder
 from tridock.command import Command
-from tridock.engines import rank_program
+from tridock.engines import checkpoint_pointer, checkpoints_folder, rank_program
 from tridock.experiment import Experiment, dump_experiment
 from tridock.launchers.deepspeed import deepspeed_command, environment_file
 from tridock.plan import Assessment
+from tridock.supervision import Supervision
 
 _FIRST_PORT, _PORTS = 20000, 10000
 
@@ -50,7 +51,8 @@ def make_bundle(
     program = rank_program(experiment, plan, run_id, path)
     hostfile = f"{path}/{run_folder.HOSTFILE}"
     command = deepspeed_command(program, slots, hostfile, master_addr, master_port, node_rank)
-    script = _launch_script(run_id, path, {**program.env, "DS_ENV_FILE": f"{path}/{run_folder.DEEPSPEED_ENV}"}, command)
+    env = {**program.env, "DS_ENV_FILE": f"{path}/{run_folder.DEEPSPEED_ENV}"}
+    script = _launch_script(run_id, path, env, command)
     texts = {
         run_folder.EXPERIMENT: dump_experiment(experiment),
         run_folder.PLAN: assessment.to_json(),
@@ -58,9 +60,40 @@ def make_bundle(
         run_folder.HOSTFILE: "".join(f"{node} slots={_slot_count(numbers)}\n" for node, numbers in slots.items()),
         run_folder.DEEPSPEED_ENV: environment_file(program.env),
         run_folder.launch_script(node_rank or 0): script,
+        run_folder.SUPERVISION: _supervision(experiment, assessment, slots, path, master_port, node_rank).to_json(),
     }
+    if experiment.train.save:
+        again = rank_program(experiment, plan, run_id, path, resume=True)
+        resume = deepspeed_command(again, slots, hostfile, master_addr, master_port, node_rank)
+        texts[run_folder.RESUME_SCRIPT] = _launch_script(run_id, path, env, resume)
     files = {name: text.encode() for name, text in texts.items()} | dict(program.files)
     return RunBundle(run_id, path, command, files)
+
+
+def _supervision(
+    experiment: Experiment,
+    assessment: Assessment,
+    slots: Mapping[str, Sequence[int]],
+    path: str,
+    master_port: int,
+    node_rank: int | None,
+) -> Supervision:
+    nodes = list(slots)
+    ranks: dict[str, list[int]] = {node: [] for node in nodes}
+    for rank in assessment.laid_out.ranks:
+        ranks[rank.node].append(rank.rank)
+    saves = experiment.train.save
+    return Supervision(
+        head=nodes[0],
+        ranks={node: tuple(numbers) for node, numbers in ranks.items()},
+        # Nodes that each start their own ranks need not reach each other by ssh.
+        remote=tuple(nodes[1:]) if node_rank is None else (),
+        master_port=master_port,
+        hang_timeout_s=experiment.launch.hang_timeout,
+        max_restarts=experiment.restart.max,
+        restart_window_s=experiment.restart.window,
+        pointer=f"{checkpoints_folder(experiment, path)}/{checkpoint_pointer(experiment)}" if saves else None,
+    )
 
 
 def default_port(run_id: str) -> int:

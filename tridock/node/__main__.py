@@ -9,11 +9,11 @@ from pathlib import Path
 
 from tridock import run_folder
 from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError, RunError, TridockError
-from tridock.node import preflight, runs, supervisor
+from tridock.node import preflight, runs, state
 from tridock.node.follow import follow
 from tridock.node.processes import find_processes, stop_processes
 
-_RECORD_S = 3.0
+_RECORD_S = 8.0
 
 
 def main() -> int:
@@ -46,6 +46,11 @@ def _parser() -> argparse.ArgumentParser:
     processes.add_argument("run_id", nargs="?")
     processes.set_defaults(action=_processes)
 
+    watch_ = verbs.add_parser("watch", help="what the supervisor sees and does of a run on this node; orders on stdin")
+    watch_.add_argument("folder", type=Path)
+    watch_.add_argument("node")
+    watch_.set_defaults(action=_watch)
+
     stop = verbs.add_parser("stop", help="end the processes of a run")
     stop.add_argument("run_id")
     stop.add_argument("--grace", type=float, default=10.0, help="seconds between SIGTERM and SIGKILL (default 10)")
@@ -66,8 +71,19 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _start(arguments: argparse.Namespace) -> int:
+    # Only here, as in watch: what every other verb would wait for.
+    from tridock.node import supervisor
+
     supervisor.start(arguments.folder)
     return 0
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    from tridock.node.watch import watch
+    from tridock.supervision import Supervision
+
+    supervision = Supervision.from_json((arguments.folder / run_folder.SUPERVISION).read_text())
+    return watch(arguments.folder, arguments.node, supervision.ranks[arguments.node])
 
 
 def _processes(arguments: argparse.Namespace) -> int:
@@ -80,9 +96,9 @@ def _processes(arguments: argparse.Namespace) -> int:
 def _stop(arguments: argparse.Namespace) -> int:
     _require_run_id(arguments.run_id)
     folder = arguments.workspace / "runs" / arguments.run_id
-    supervisor.mark_stopped(folder)
+    state.mark_stopped(folder)
     stopped, left = stop_processes(arguments.run_id, arguments.grace)
-    supervisor.wait_for_end(folder, _RECORD_S)
+    state.wait_for_end(folder, _RECORD_S)
     print(json.dumps({"stopped": stopped, "left": left}))
     if left:
         todo = "look for processes in state D there; they go when their device or file system answers"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tridock import run_folder
 from tridock.errors import Problem, RequestError, RunError
-from tridock.node.supervisor import exit_code_of, is_supervised
+from tridock.node.state import exit_code_of, is_supervised
 
 _POLL_S = 0.05
 _CHUNK = 1 << 16

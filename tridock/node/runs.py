@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tridock import run_folder
 from tridock.node.events import read_lines
-from tridock.node.supervisor import LOCK, exit_code_of, is_supervised
+from tridock.node.state import LOCK, exit_code_of, is_supervised
 
 _TAIL_BYTES = 1 << 16
 

@@ -1,4 +1,4 @@
-"""Which rank of a failed run failed first: the others only lost it. Pure."""
+"""What a failed run failed of: the supervisor's verdict, or the rank that failed first. Pure."""
 
 from __future__ import annotations
 
@@ -10,18 +10,25 @@ from typing import Any
 from tridock.errors import Problem
 
 _LENGTH = 300
+_SEEN = ("rank_died", "rank_hung", "node_lost", "launcher_ended")
 
 
 @dataclass(frozen=True, slots=True)
 class FirstFailure:
-    """A rank, its node and the first line of what it said; ``agreed`` where every rank would have said the same."""
+    """A rank, its node and the first line of what it said; ``agreed`` where every rank would have said the same.
 
-    rank: int
+    ``seen``: not what it said, but what the supervisor saw of it; without a rank of its node or of the launcher.
+    """
+
+    rank: int | None
     node: str
     reason: str
     agreed: bool = False
+    seen: bool = False
 
     def __str__(self) -> str:
+        if self.seen:
+            return f"{self.node if self.rank is None else f'rank {self.rank} on {self.node}'} {self.reason}"
         return f"{'every rank' if self.agreed else f'rank {self.rank} on {self.node} first'}: {self.reason}"
 
 
@@ -31,7 +38,11 @@ def first_failure(events: Mapping[str, bytes], nodes: Mapping[int, str]) -> Firs
     Nodes may share the file, and their clocks may differ: a rank that failed of itself comes before any that lost
     another or was told to end, whatever the time says. Where all only lost another, it was one that said nothing.
     """
-    failures = {json.dumps(event, sort_keys=True): event for event in _failures(events.values())}
+    attempt = _last_attempt(events.values())
+    if (seen := next((event for event in attempt if event["event"] in _SEEN), None)) is not None:
+        node = str(seen.get("node") or "the launcher")
+        return FirstFailure(seen.get("rank"), node, str(seen.get("reason"))[:_LENGTH], seen=True)
+    failures = {json.dumps(event, sort_keys=True): event for event in attempt if _is_failure(event)}
     if not failures:
         return None
     first = min(failures.values(), key=lambda event: (bool(event.get("consequence")), str(event.get("time"))))
@@ -56,12 +67,22 @@ def _essence(event: Mapping[str, Any]) -> str:
     return (f"{problem.where}: {problem.what}" if problem else lines[0])[:_LENGTH]
 
 
-def _failures(files: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    for content in files:
-        for line in content.splitlines():
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue  # the last line of a node that died while it wrote
-            if isinstance(event, dict) and event.get("event") == "run_failed" and "rank" in event:
-                yield event
+def _is_failure(event: Mapping[str, Any]) -> bool:
+    return event["event"] == "run_failed" and "rank" in event
+
+
+def _last_attempt(files: Iterable[bytes]) -> list[dict[str, Any]]:
+    """The events since the run was last started again, by the clock: only the head's file says that it was."""
+    events = [event for content in files for event in _events(content)]
+    restarts = [str(event.get("time")) for event in events if event["event"] == "run_restarted"]
+    return [event for event in events if not restarts or str(event.get("time")) > max(restarts)]
+
+
+def _events(content: bytes) -> Iterator[dict[str, Any]]:
+    for line in content.splitlines():
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue  # the last line of a node that died while it wrote
+        if isinstance(event, dict) and "event" in event:
+            yield event

@@ -172,7 +172,7 @@ def _failed(folder: Path, code: int) -> Problem:
     nodes = {entry["rank"]: entry["node"] for entry in plan["ranks"]}
     first = first_failure({HERE: events.read_bytes()} if events.is_file() else {}, nodes)
     got = f"exit code {code}" + (f", {first}" if first else "")
-    log = folder / run_folder.rank_log(first.rank if first else 0)
+    log = folder / run_folder.rank_log((first.rank if first else None) or 0)
     return Problem(folder.name, "the run failed", got, f"look at {log}")
 
 

@@ -11,7 +11,7 @@ from tridock.cluster.containers import workspace_on_host
 from tridock.errors import ClusterError, Problem, RequestError, RunError
 from tridock.ops.first_failure import FirstFailure, first_failure
 from tridock.ops.session import NODE, Session
-from tridock.remote import Host, Stream
+from tridock.remote import Host, Stream, on_all
 
 _VERB_TIMEOUT_S = 60.0
 
@@ -99,7 +99,7 @@ def check_exit(session: Session, run: Run, exit_code: int) -> None:
         raise RunError(Problem(run.run_id, "the run was stopped", "", f"its folder is {folder_of(session, run)}"))
     if exit_code:
         first = _first_failure(session, run)
-        rank = first.rank if first else 0
+        rank = (first.rank if first else None) or 0
         got = f"exit code {exit_code}" + (f", {first}" if first else "")
         logs = f"fab logs --hosts {session.cluster.hostfile_path} --run {run.run_id} --rank {rank}"
         todo = f"look at {folder_of(session, run)}/logs, or {logs}"
@@ -117,9 +117,12 @@ def _first_failure(session: Session, run: Run) -> FirstFailure | None:
         return host.run(command, timeout=_VERB_TIMEOUT_S).stdout
 
     try:
-        return first_failure(session.each(read, only=session.running()), _nodes_of_ranks(session, run))
+        # Of those that answer: a node that has gone may be why the run failed.
+        outcomes = on_all(session.hosts, read, cap=session.cluster.settings.ssh.max_connections)
+        events = {node: outcome.value for node, outcome in outcomes.items() if outcome.value is not None}
+        return first_failure(events, _nodes_of_ranks(session, run))
     except ClusterError:
-        return None  # a node that has gone may be why the run failed: that much is said without it
+        return None
 
 
 def _nodes_of_ranks(session: Session, run: Run) -> dict[int, str]:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tridock import pulse
 from tridock.errors import Problem, RunError
 from tridock.experiment.inputs import CheckpointLayout
 from tridock.experiment.schema import Experiment
@@ -41,6 +42,8 @@ class Recorder:
         self._model = model
         self.iteration = self._logged_iteration = self._upstream.get_args().iteration
         self._logged_at = time.monotonic()
+        pulse.beat(pulse.START, self.iteration)
+        self.metrics.rewind(self.iteration)
         rows = int(self._upstream.get_args().padded_vocab_size)
         self.event("model_built", parameters=model_parameters(self.experiment.model, rows), padded_vocab_size=rows)
         end: int = self._original["train"](forward, model, *rest)
@@ -68,6 +71,7 @@ class Recorder:
         """A line of metrics.jsonl at the first, the last and every ``log_interval``-th iteration."""
         train = self.experiment.train
         self.iteration = iteration
+        pulse.beat(pulse.TRAIN, iteration)
         if iteration in (1, train.train_iters) or iteration % train.log_interval == 0:
             self._log(float(losses["lm loss"]), scale)
         return self._original["training_log"](losses, totals, rate, iteration, scale, *rest)
@@ -94,10 +98,16 @@ class Recorder:
             todo = "lower optimizer.lr, lengthen optimizer.lr_warmup_iters, or use fp32"
             raise Agreed(RunError(Problem(f"iteration {iteration}", "the loss is not finite", str(loss), todo)))
 
-    def evaluate(self, *given: Any, **named: Any) -> Any:
-        """Keeps the loss that upstream prints."""
-        losses = self._original["evaluate"](*given, **named)
+    def evaluate(self, forward: Any, *given: Any, **named: Any) -> Any:
+        """Keeps the loss that upstream prints; every batch is a sign of life."""
+
+        def beating(*batch: Any) -> Any:
+            pulse.beat(pulse.EVAL)
+            return forward(*batch)
+
+        losses = self._original["evaluate"](beating, *given, **named)
         self._loss = float(losses["lm loss"])
+        pulse.beat(pulse.TRAIN)
         return losses
 
     def evaluate_and_print_results(
@@ -119,7 +129,9 @@ class Recorder:
         if iteration == self._saved:
             return
         started = time.monotonic()
+        pulse.beat(pulse.SAVE)
         self._original["save_checkpoint"](iteration, *given)
+        pulse.beat(pulse.TRAIN)
         self._saved = iteration
         self._note_layout(Path(self._upstream.get_args().save))
         seconds = time.monotonic() - started

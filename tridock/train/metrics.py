@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tridock.run_folder import EVENTS, METRICS, TENSORBOARD
+from tridock.run_folder import EVENTS, METRICS, TENSORBOARD, write_atomic
 
 
 def append_line(path: Path, fields: dict[str, Any]) -> None:
@@ -34,6 +34,14 @@ def record_event(run_folder: Path, event: str, **fields: Any) -> None:
     append_line(run_folder / EVENTS, {"time": now, "event": event, **fields})
 
 
+def _iteration_of(line: bytes) -> float:
+    """A line that the end of its writer cut short counts as the last of all."""
+    try:
+        return int(json.loads(line)["iteration"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
 class Metrics:
     """Written by rank 0 only; on the other ranks every call does nothing."""
 
@@ -45,6 +53,18 @@ class Metrics:
             from torch.utils.tensorboard import SummaryWriter
 
             self._board = SummaryWriter(str(run_folder / TENSORBOARD))
+
+    def rewind(self, iteration: int) -> None:
+        """Drops what was recorded after ``iteration``: a run that goes on from a checkpoint records it once more.
+
+        Evaluations stand with the iteration that they follow, and before its checkpoint.
+        """
+        if not self._active or not self._path.exists():
+            return
+        lines = self._path.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if _iteration_of(line) <= iteration]
+        if len(kept) < len(lines):
+            write_atomic(self._path, b"".join(kept))
 
     def iteration(self, fields: dict[str, Any]) -> None:
         """A logged iteration: the fields of docs/architecture.md."""

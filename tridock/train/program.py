@@ -6,6 +6,7 @@ The launcher's environment says which rank: RANK, LOCAL_RANK, WORLD_SIZE, MASTER
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,21 +27,24 @@ def run_program(name: str, engine_name: str, engine: Engine) -> int:
     parser = argparse.ArgumentParser(prog=f"python -m {name}", description=f"One rank of engine {engine_name}.")
     parser.add_argument("--run-folder", type=Path, required=True, help="runs/<run-id>, with experiment.yaml in it")
     parser.add_argument("--workspace", type=Path, help="where relative paths start; two folders above the run's")
+    parser.add_argument("--load", help="checkpoints to continue from, in place of the experiment's train.load")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher appends it
     options = parser.parse_args()
     run_folder: Path = options.run_folder.absolute()
     workspace: Path = (options.workspace or run_folder.parent.parent).absolute()
-    return run_rank(run_folder, lambda: _train(run_folder, workspace, engine))
+    return run_rank(run_folder, lambda: _train(run_folder, workspace, engine, options.load))
 
 
-def _train(run_folder: Path, workspace: Path, engine: Engine) -> None:
+def _train(run_folder: Path, workspace: Path, engine: Engine, load: str | None) -> None:
     from tridock.experiment import load_experiment
     from tridock.train import process_group
     from tridock.train.trainer import Trainer
 
     ranks = form_world(run_folder)
     with process_group.together(ranks):
-        experiment = load_experiment(run_folder / EXPERIMENT)
+        # A restart's is on its command line: the run's experiment stays what it was.
+        overrides = () if load is None else (f"train.load={json.dumps(load)}",)
+        experiment = load_experiment(run_folder / EXPERIMENT, overrides)
     trainer = Trainer(experiment, run_folder, workspace, ranks, engine(ranks))
     trainer.run()
     record_end(run_folder, ranks, trainer.progress.iteration)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tridock import pulse
 from tridock.errors import EXIT_INTERRUPTED, RunError, TridockError
 from tridock.train.rank_log import RankLog
 
@@ -20,10 +22,27 @@ if TYPE_CHECKING:
 
 def run_rank(run_folder: Path, program: Callable[[], None]) -> int:
     """Runs the program with its output copied to the rank's log; gives the exit code. To be called first: it forks."""
-    log = RankLog.open(run_folder, int(os.environ.get("RANK", "0")))
-    code = _guarded(run_folder, program)
+    rank = int(os.environ.get("RANK", "0"))
+    log = RankLog.open(run_folder, rank)
+    with _watched(run_folder, rank):
+        code = _guarded(run_folder, program)
+        if code == 0:
+            pulse.beat(pulse.END)
     log.close()
     return code
+
+
+@contextlib.contextmanager
+def _watched(run_folder: Path, rank: int) -> Iterator[None]:
+    """Lets the node's watch see how far this rank has come, and ask it for its stacks, deep inside C code too."""
+    path = pulse.stacks_path(run_folder, rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as stacks:
+        # Before the pulse: whoever finds that may send the signal, which would end a process that is not ready for it.
+        faulthandler.register(pulse.STACKS_SIGNAL, stacks, all_threads=True)
+        pulse.start(run_folder, rank)
+        yield
+        signal.signal(pulse.STACKS_SIGNAL, signal.SIG_IGN)  # it ends in peace
 
 
 def form_world(run_folder: Path) -> process_group.Ranks:
@@ -74,39 +93,43 @@ def _guarded(run_folder: Path, program: Callable[[], None]) -> int:
         program()
     except process_group.Agreed as agreed:
         # Every rank holds it. Rank 0 speaks before any of them leaves: a launcher stops all when the first has gone.
+        pulse.beat(pulse.FAILED, code=agreed.error.exit_code)
         if rank == "0":
-            _report(run_folder, rank, str(agreed.error), str(agreed.error), agreed=True)
+            _report(run_folder, rank, agreed.error.exit_code, str(agreed.error), str(agreed.error), agreed=True)
         with contextlib.suppress(RuntimeError):  # a rank that has gone meanwhile
             process_group.barrier()
             process_group.leave()
         return agreed.error.exit_code
     except process_group.Consequence as error:
-        _report(run_folder, rank, f"rank {rank}: {error}", str(error), consequence=True)
+        _report(run_folder, rank, error.exit_code, f"rank {rank}: {error}", str(error), consequence=True)
         return error.exit_code
     except TridockError as error:
-        _report(run_folder, rank, f"rank {rank}: {error}", str(error))
+        _report(run_folder, rank, error.exit_code, f"rank {rank}: {error}", str(error))
         return error.exit_code
     except KeyboardInterrupt:
-        _report(run_folder, rank, f"rank {rank}: interrupted", "interrupted")
+        _report(run_folder, rank, EXIT_INTERRUPTED, f"rank {rank}: interrupted", "interrupted")
         return EXIT_INTERRUPTED
     except process_group.Stopped:
-        _report(run_folder, rank, f"rank {rank}: stopped by SIGTERM", "stopped by SIGTERM", consequence=True)
-        return 128 + signal.SIGTERM
+        code = 128 + signal.SIGTERM
+        _report(run_folder, rank, code, f"rank {rank}: stopped by SIGTERM", "stopped by SIGTERM", consequence=True)
+        return code
     except RuntimeError as error:
+        code = RunError.exit_code
         if (lost := process_group.lost_rank(error)) is None:
-            _report(run_folder, rank, f"rank {rank} failed:\n{traceback.format_exc()}", repr(error))
+            _report(run_folder, rank, code, f"rank {rank} failed:\n{traceback.format_exc()}", repr(error))
         else:
-            _report(run_folder, rank, f"rank {rank}: {lost}", str(lost), consequence=True)
-        return RunError.exit_code
+            _report(run_folder, rank, code, f"rank {rank}: {lost}", str(lost), consequence=True)
+        return code
     except BaseException as error:  # whatever it is, the launcher needs an exit code
-        _report(run_folder, rank, f"rank {rank} failed:\n{traceback.format_exc()}", repr(error))
-        return RunError.exit_code
+        code = RunError.exit_code
+        _report(run_folder, rank, code, f"rank {rank} failed:\n{traceback.format_exc()}", repr(error))
+        return code
     with contextlib.suppress(RuntimeError):  # the work is done; a rank that left first does not undo it
         process_group.leave()
     return 0
 
 
-def _report(run_folder: Path, rank: str, message: str, reason: str, **kind: bool) -> None:
+def _report(run_folder: Path, rank: str, code: int, message: str, reason: str, **kind: bool) -> None:
     """Says why the rank ends.
 
     ``consequence=True``: not the run's own failure, for another rank has gone or this one was told to end.
@@ -114,5 +137,6 @@ def _report(run_folder: Path, rank: str, message: str, reason: str, **kind: bool
     """
     from tridock.train.metrics import record_event
 
+    pulse.beat(pulse.LOST if kind.get("consequence") else pulse.FAILED, code=code)
     print(message, file=sys.stderr, flush=True)
     record_event(run_folder, "run_failed", rank=int(rank), reason=reason, **kind)

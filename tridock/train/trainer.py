@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tridock import pulse
 from tridock.errors import Problem, RequestError, RunError
 from tridock.experiment.schema import Experiment
 from tridock.experiment.sizes import padded_vocab_size
@@ -98,12 +99,14 @@ class Trainer:
             self.progress = self.checkpoints.load(self.strategy, source, self.progress)
             self.event("checkpoint_loaded", folder=str(source), iteration=self.progress.iteration)
         self.metrics = Metrics(run_folder, active=ranks.first, tensorboard=experiment.train.tensorboard)
+        self.metrics.rewind(self.progress.iteration)
         self._logged_at, self._logged_iteration = time.monotonic(), self.progress.iteration
 
     def run(self) -> None:
         """Trains from where the run stands to its last iteration, then evaluates on the test split."""
         train = self.experiment.train
         self.announce()
+        pulse.beat(pulse.START, self.progress.iteration)
         for iteration in range(self.progress.iteration + 1, train.train_iters + 1):
             last = iteration == train.train_iters
             step = self.step(iteration)
@@ -125,6 +128,7 @@ class Trainer:
         step = self.strategy.step(batches, lr)
         consumed = self.progress.consumed_samples + global_batch
         self.progress = replace(self.progress, iteration=iteration, consumed_samples=consumed)
+        pulse.beat(pulse.TRAIN, iteration)
         return step
 
     def batches(self, samples: Samples, first: int, count: int) -> list[Tensor]:
@@ -176,6 +180,7 @@ class Trainer:
         started = time.monotonic()
         total, count = torch.zeros((), device=self.ranks.device), self.experiment.train.eval_iters
         for number in range(count):
+            pulse.beat(pulse.EVAL)
             batches = self.batches(samples, number * batch.global_batch_size, batch.global_batch_size)
             total += self.strategy.evaluate(batches)
         loss = mean_over_ranks(total / count)
@@ -183,11 +188,14 @@ class Trainer:
         self.event("evaluation", iteration=self.progress.iteration, split=split, loss=loss)
         self.say(f"{split} loss after iteration {self.progress.iteration}: {loss:.4f}")
         self._logged_at += time.monotonic() - started  # not training time
+        pulse.beat(pulse.TRAIN)
 
     def save(self) -> None:
         """A checkpoint of this moment."""
         started = time.monotonic()
+        pulse.beat(pulse.SAVE)
         folder = self.checkpoints.save(self.strategy, self.progress)
+        pulse.beat(pulse.TRAIN)
         seconds = time.monotonic() - started
         self.event("checkpoint_saved", iteration=self.progress.iteration, folder=str(folder), seconds=round(seconds, 3))
         self.say(f"checkpoint saved: {folder}")

@@ -14,6 +14,7 @@ import pytest
 
 from tridock import run_folder
 from tridock.node.processes import stop_processes
+from tridock.supervision import Supervision
 
 FINISHED = """echo '{"event": "run_finished"}' >>"$FOLDER/events.jsonl"\n"""
 
@@ -55,6 +56,8 @@ def make_run(workspace: Path) -> Iterator[Callable[..., Path]]:
         folder.mkdir(parents=True)
         text = f"set -eu\nFOLDER='{folder}'\n{script}"
         (folder / run_folder.LAUNCH_SCRIPT).write_text(text)
+        alone = Supervision("here", {"here": ()}, (), master_port=1, hang_timeout_s=30.0)
+        (folder / run_folder.SUPERVISION).write_text(alone.to_json())
         made.append(folder)
         return folder
 

@@ -16,7 +16,7 @@ import pytest
 from tests.unit.node.conftest import answer, node, wait_until
 from tridock import run_folder
 from tridock.node.processes import Process, find_processes
-from tridock.node.supervisor import exit_code_of
+from tridock.node.state import exit_code_of
 
 MakeRun = Callable[..., Path]
 
@@ -65,13 +65,22 @@ def test_stopping_one_of_two_runs_leaves_the_other_alone(make_run: MakeRun) -> N
 
 
 def test_orphans_in_sessions_of_their_own_are_found(make_run: MakeRun) -> None:
+    """Without a supervisor, who would have ended them."""
     folder = make_run("setsid nohup sleep 63 >/dev/null 2>&1 & exit 3")
-    start(folder)
-    assert node("follow", str(folder)).returncode == 3
+    env = {**os.environ, run_folder.RUN_ID_VARIABLE: folder.name}
+    assert subprocess.run(["bash", str(folder / run_folder.LAUNCH_SCRIPT)], env=env, check=False).returncode == 3
     assert counts(folder) == 1
+    run_folder.write_atomic(folder / run_folder.EXIT_CODE, b"3\n")
     assert stop(folder) == {"stopped": 1, "left": 0}
     # The run had ended before: its exit code stays the truth.
     assert exit_code_of(folder) == 3
+
+
+def test_orphans_of_a_launcher_that_has_ended_go_with_it(make_run: MakeRun) -> None:
+    folder = make_run("setsid nohup sleep 63 >/dev/null 2>&1 & exit 3")
+    start(folder)
+    assert node("follow", str(folder)).returncode == 3
+    assert counts(folder) == 0
 
 
 def test_what_ignores_sigterm_gets_the_grace_and_then_sigkill(make_run: MakeRun) -> None:

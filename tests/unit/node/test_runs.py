@@ -16,7 +16,7 @@ import pytest
 
 from tests.unit.node.conftest import FINISHED, answer, node, wait_until
 from tridock import run_folder
-from tridock.node.supervisor import LOCK, exit_code_of, is_supervised
+from tridock.node.state import LOCK, exit_code_of, is_supervised
 
 MakeRun = Callable[..., Path]
 
@@ -58,7 +58,7 @@ def test_following_shows_output_as_it_comes(make_run: MakeRun) -> None:
         assert follow.stdout.readline() == b"first\n"
         seen = time.monotonic()
         assert follow.stdout.readline() == b"second\n"
-        assert 0.7 < time.monotonic() - seen < 2.0
+        assert 0.7 < time.monotonic() - seen < 4.0
     assert follow.returncode == 0
 
 
@@ -94,9 +94,12 @@ def test_a_launcher_that_ends_well_without_its_ranks_is_a_failure(make_run: Make
     folder = make_run("exit 0")
     start(folder)
     followed = node("follow", str(folder))
-    assert followed.stdout == "tridock: the launcher ended with 0, but rank 0 never finished: counted as failed\n"
+    assert followed.stdout == "tridock: the launcher ended with 0, but rank 0 never finished\n"
     (event,) = [json.loads(line) for line in (folder / run_folder.EVENTS).read_text().splitlines()]
-    assert (event["event"], event["exit_code"]) == ("launcher_ended", 4)
+    assert event.pop("time")
+    assert event == {
+        "event": "launcher_ended", "exit_code": 4, "reason": "ended with 0, but rank 0 never finished"
+    }  # fmt: skip
 
 
 def test_a_run_outlives_the_session_that_began_it(make_run: MakeRun) -> None:

@@ -1,0 +1,44 @@
+"""What the supervisor has to know of a run, as data in its folder: who runs where, and what to do when one fails."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Supervision:
+    """``supervision.json``."""
+
+    head: str
+    """The node whose supervisor this is for."""
+    ranks: Mapping[str, tuple[int, ...]]
+    """Every node's ranks."""
+    remote: tuple[str, ...]
+    """The nodes that the head reaches over ssh; those that were started by hand are not among them."""
+    master_port: int
+    """Where the ranks meet, on the head."""
+    hang_timeout_s: float
+    """Seconds without progress after which a rank counts as hung; 0 for never."""
+    max_restarts: int = 0
+    restart_window_s: float | None = None
+    """The time in which so many restarts may be made; None for the whole run."""
+    pointer: str | None = None
+    """The file that names the newest checkpoint of this run; None where it writes none."""
+
+    @property
+    def watched(self) -> tuple[str, ...]:
+        """The nodes that the supervisor watches."""
+        return (self.head, *self.remote)
+
+    def to_json(self) -> str:
+        """What the file holds."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Supervision:
+        """Reads the file."""
+        fields = json.loads(text)
+        ranks = {node: tuple(numbers) for node, numbers in fields["ranks"].items()}
+        return cls(**{**fields, "ranks": ranks, "remote": tuple(fields["remote"])})

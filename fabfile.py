@@ -23,6 +23,7 @@ from tridock.ops import fetch as fetch_
 from tridock.ops import keys as keys_
 from tridock.ops import launch as launch_
 from tridock.ops import nodes, runs
+from tridock.ops import triage as triage_
 from tridock.ops.planning import told, with_hosts_gpu
 from tridock.ops.session import Session
 from tridock.ops.sync import command as sync_
@@ -202,6 +203,15 @@ def status(_: Context, hosts: str = "", include: str = "", exclude: str = "") ->
 
 
 @command()
+def triage(_: Context, hosts: str = "", run: str = "", include: str = "", exclude: str = "") -> None:
+    """Say why a run failed: which rank first, the cause, what to do."""
+    session, failure = _open(hosts, include, exclude).reachable()
+    if failure is not None:  # the host that is away may be the cause: the others have something to tell
+        print(failure, file=sys.stderr)
+    _say(str(triage_.triage(session, run or None)))
+
+
+@command()
 def fetch(
     _: Context, hosts: str = "", run: str = "", checkpoints: bool = False, include: str = "", exclude: str = ""
 ) -> None:
@@ -241,7 +251,7 @@ def _follow(session: Session, hosts: str, run: runs.Run) -> None:
     except KeyboardInterrupt:
         _say(f"\ndetached: run {run_id} goes on. {_how_to_return(hosts, run_id)}")
         raise Exit(None, EXIT_INTERRUPTED) from None
-    runs.check_exit(session, run, stream.exit_code)
+    triage_.check_exit(session, run, stream.exit_code)
     _say(f"run {run_id} is done; its folder is {runs.folder_of(session, run)}")
 
 

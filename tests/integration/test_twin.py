@@ -17,7 +17,7 @@ from tests.integration.support import ROOT, execute, succeed
 pytestmark = pytest.mark.timeout(1200)
 
 PROGRAM = re.compile(r"(fab|make|tridock|docker compose) .+")
-TASKS = ("data", "down", "fetch", "keys", "launch", "logs", "status", "stop", "up")
+TASKS = ("data", "down", "fetch", "keys", "launch", "logs", "status", "stop", "triage", "up")
 NO_ENGINE = {"DOCKER_HOST": "unix:///nowhere/docker.sock"}
 
 

@@ -61,6 +61,10 @@ def _parser() -> argparse.ArgumentParser:
     runs_.add_argument("--workspace", type=Path, default=Path(run_folder.WORKSPACE))
     runs_.set_defaults(action=_runs)
 
+    evidence_ = verbs.add_parser("evidence", help="what this node can tell of a run that failed, as JSON")
+    evidence_.add_argument("folder", type=Path)
+    evidence_.set_defaults(action=_evidence)
+
     preflight_ = verbs.add_parser("preflight", help="what a launch wants to know first, as JSON")
     preflight_.add_argument("files", nargs="*", metavar="FILE", help="a file that the run reads")
     preflight_.add_argument("--read", action="append", default=[], metavar="FILE", help="a JSON file to be shown")
@@ -113,6 +117,14 @@ def _require_run_id(text: str) -> None:
 
 def _runs(arguments: argparse.Namespace) -> int:
     print(json.dumps(runs.list_runs(arguments.workspace)))
+    return 0
+
+
+def _evidence(arguments: argparse.Namespace) -> int:
+    # Only here: no other verb needs what it imports.
+    from tridock.node.evidence import evidence
+
+    print(json.dumps(evidence(arguments.folder)))
     return 0
 
 

@@ -8,10 +8,9 @@ from typing import Any
 
 from tridock import run_folder
 from tridock.cluster.containers import workspace_on_host
-from tridock.errors import ClusterError, Problem, RequestError, RunError
-from tridock.ops.first_failure import FirstFailure, first_failure
+from tridock.errors import ClusterError, Problem, RequestError
 from tridock.ops.session import NODE, Session
-from tridock.remote import Host, Stream, on_all
+from tridock.remote import Host, Stream
 
 _VERB_TIMEOUT_S = 60.0
 
@@ -91,38 +90,6 @@ def follow(session: Session, run: Run) -> Stream:
     """The run's output as it comes; once it is drained, ``exit_code`` is the run's."""
     command = session.inside(run.head, *NODE, "follow", f"{run_folder.WORKSPACE}/runs/{run.run_id}")
     return session.hosts[run.head].stream(command)
-
-
-def check_exit(session: Session, run: Run, exit_code: int) -> None:
-    """Raises :class:`RunError` for a run that ended badly, naming the logs of the ranks to look at."""
-    if exit_code == run_folder.EXIT_STOPPED:
-        raise RunError(Problem(run.run_id, "the run was stopped", "", f"its folder is {folder_of(session, run)}"))
-    if exit_code:
-        first = _first_failure(session, run)
-        rank = (first.rank if first else None) or 0
-        got = f"exit code {exit_code}" + (f", {first}" if first else "")
-        logs = f"fab logs --hosts {session.cluster.hostfile_path} --run {run.run_id} --rank {rank}"
-        todo = f"look at {folder_of(session, run)}/logs, or {logs}"
-        raise RunError(Problem(run.run_id, "the run failed", got, todo))
-
-
-def _first_failure(session: Session, run: Run) -> FirstFailure | None:
-    """Asks every node: where they share no files, each holds the events of its own ranks."""
-    path = f"{run_folder.WORKSPACE}/runs/{run.run_id}"
-
-    def read(node: str, host: Host) -> bytes:
-        # A node that had no part in the run has no such file.
-        script = 'cat "$1" 2>/dev/null || :'
-        command = session.inside(node, "sh", "-c", script, "sh", f"{path}/{run_folder.EVENTS}")
-        return host.run(command, timeout=_VERB_TIMEOUT_S).stdout
-
-    try:
-        # Of those that answer: a node that has gone may be why the run failed.
-        outcomes = on_all(session.hosts, read, cap=session.cluster.settings.ssh.max_connections)
-        events = {node: outcome.value for node, outcome in outcomes.items() if outcome.value is not None}
-        return first_failure(events, _nodes_of_ranks(session, run))
-    except ClusterError:
-        return None
 
 
 def _nodes_of_ranks(session: Session, run: Run) -> dict[int, str]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from tridock import pulse
 from tridock.errors import EXIT_INTERRUPTED, RunError, TridockError
+from tridock.run_folder import FLIGHT
 from tridock.train.rank_log import RankLog
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def form_world(run_folder: Path) -> process_group.Ranks:
     from tridock.train.metrics import record_event
 
     process_group.stop_on_sigterm()
+    process_group.record_flights(run_folder / FLIGHT)
     first = os.environ.get("RANK", "0") == "0"
     if first:
         record_event(run_folder, "run_started", run=run_folder.name)

@@ -6,8 +6,11 @@ Every task takes --hosts: a DeepSpeed hostfile, with its settings in a .yaml fil
 from __future__ import annotations
 
 import functools
+import json as json_
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +20,24 @@ from invoke.exceptions import Exit
 from rich.console import Console
 from rich.table import Table
 
-from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError, TridockError
+from tridock.errors import EXIT_INTERRUPTED, ClusterError, Problem, RequestError, TridockError
 from tridock.launchers import RunBundle
 from tridock.ops import fetch as fetch_
 from tridock.ops import keys as keys_
 from tridock.ops import launch as launch_
-from tridock.ops import nodes, runs
+from tridock.ops import nodes, rank_logs, runs
 from tridock.ops import triage as triage_
 from tridock.ops.planning import told, with_hosts_gpu
 from tridock.ops.session import Session
 from tridock.ops.sync import command as sync_
 from tridock.report.plan_output import Show, print_plan
 from tridock.report.plan_tables import headline
+from tridock.report.run_tables import history_table, status_table
 from tridock.run_folder import write_atomic
 
 CONSOLE = Console(highlight=False, soft_wrap=True)
 DEFAULT_CONFIG = launch_.DEFAULT_CONFIG
+_WATCH_S, _WIDE = 2.0, 160
 
 HELP = {
     "hosts": "a DeepSpeed hostfile: lines of `host slots=N`",
@@ -44,7 +49,10 @@ HELP = {
     "detach": "start the run and return at once",
     "run-id-file": "write the run's id into this file, for scripts",
     "run": "a run's id (default: the only one that goes on, or the last)",
-    "rank": "the log of this rank instead of the launcher's",
+    "rank": "the log of this rank, or of several (0,3), instead of the launcher's output",
+    "node": "the logs of all ranks of this node, instead of the launcher's output",
+    "follow": "go on with what these ranks write until the run has ended",
+    "watch": "draw it again every 2 s until Ctrl-C",
     "rotate": "replace all keys by new ones; runs go on",
     "force": "even while runs go on; a launch: even if the plan says that it does not fit",
     "gpu": "the nodes' GPU (v100-16gb, a100-80gb, h200, ...) or its memory (24gib); the hosts are asked where left out",
@@ -58,7 +66,7 @@ HELP = {
 }
 
 
-def command(*, iterable: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Any]:
+def command(*, iterable: tuple[str, ...] = (), name: str | None = None) -> Callable[[Callable[..., None]], Any]:
     """A Fabric task with our help texts, whose package errors become its exit message and code, here and once."""
 
     def decorate(function: Callable[..., None]) -> Any:
@@ -73,7 +81,7 @@ def command(*, iterable: tuple[str, ...] = ()) -> Callable[[Callable[..., None]]
 
         names = function.__code__.co_varnames[1 : function.__code__.co_argcount]
         texts = {name.replace("_", "-"): HELP[name.replace("_", "-")] for name in names}
-        return task(run, help=texts, iterable=list(iterable), auto_shortflags=False)
+        return task(run, name=name, help=texts, iterable=list(iterable), auto_shortflags=False)
 
     return decorate
 
@@ -170,14 +178,25 @@ def launch(
 
 
 @command()
-def logs(_: Context, hosts: str = "", run: str = "", rank: str = "", include: str = "", exclude: str = "") -> None:
-    """Follow a run's output, or show the log of one rank."""
+def logs(
+    _: Context,
+    hosts: str = "",
+    run: str = "",
+    rank: str = "",
+    node: str = "",
+    follow: bool = False,
+    include: str = "",
+    exclude: str = "",
+) -> None:
+    """Follow a run's output, or show the logs of some ranks or of a node's."""
     session = _open(hosts, include, exclude)
     chosen = runs.choose_run(session, run or None, active=False)
-    if rank:
-        sys.stdout.buffer.write(runs.rank_log(session, chosen, runs.parse_rank(rank)))
+    if not rank and not node:
+        _follow(session, hosts, chosen)
         return
-    _follow(session, hosts, chosen)
+    for part in rank_logs.read(session, chosen, rank_logs.choose_ranks(session, chosen, rank, node), follow=follow):
+        sys.stdout.buffer.write(part)
+        sys.stdout.buffer.flush()
 
 
 @command()
@@ -192,12 +211,45 @@ def stop(_: Context, hosts: str = "", run: str = "", include: str = "", exclude:
 
 
 @command()
-def status(_: Context, hosts: str = "", include: str = "", exclude: str = "") -> None:
-    """Show the nodes and the runs; a node whose host does not answer is named, and the others shown."""
+def status(_: Context, hosts: str = "", include: str = "", exclude: str = "", watch: bool = False) -> None:
+    """Show the nodes and the last runs; a node whose host does not answer is named, and the others shown."""
+    session = _open(hosts, include, exclude)
+    if not watch:
+        tables, failure = _status(session)
+        _show_tables(*tables)
+        if failure is not None:
+            raise failure
+        return
+    with suppress(KeyboardInterrupt):  # the way out, and no failure: as of watch(1)
+        while True:
+            tables, failure = _status(session)
+            CONSOLE.clear()
+            _show_tables(*tables)
+            if failure is not None:
+                _say(str(failure))
+            time.sleep(_WATCH_S)
+
+
+def _status(session: Session) -> tuple[list[Table], TridockError | None]:
+    there, failure = session.reachable()
+    tables = [_node_table(there)]
+    try:
+        if any(state.container and state.container.running for state in there.states().values()):
+            tables.append(status_table(runs.list_runs(there)[-10:]))
+    except ClusterError as error:  # a node that went away since
+        return tables, failure or error
+    return tables, failure
+
+
+@command(name="runs")
+def all_runs(_: Context, hosts: str = "", include: str = "", exclude: str = "", json: bool = False) -> None:
+    """List all runs, newest first."""
     session, failure = _open(hosts, include, exclude).reachable()
-    CONSOLE.print(_node_table(session))
-    if any(state.container and state.container.running for state in session.states().values()):
-        CONSOLE.print(_run_table(session))
+    listed = runs.list_runs(session)[::-1] if session.nodes else []
+    if json:
+        _say(json_.dumps(listed, indent=2))
+    else:
+        _show_tables(history_table(listed))
     if failure is not None:
         raise failure
 
@@ -268,6 +320,12 @@ def _show(bundle: RunBundle) -> None:
         _say(f"\n# {name}\n{content.decode()}".rstrip())
 
 
+def _show_tables(*tables: Table) -> None:
+    # Rich takes what is no terminal to be 80 columns wide, and would cut what scripts read.
+    console = CONSOLE if CONSOLE.is_terminal else Console(highlight=False, soft_wrap=True, width=_WIDE)
+    console.print(*tables, sep="\n")
+
+
 def _say(text: str) -> None:
     # Not through Rich: a path or a command line must come out as it is, to be copied.
     print(text, flush=True)
@@ -285,19 +343,4 @@ def _node_table(session: Session) -> Table:
         shown = "none" if container is None else "running" if container.running else f"exited {container.exit_code}"
         image = (container.image_id if container else state.image_id) or "none"
         table.add_row(node, str(len(slots)), shown, image.removeprefix("sha256:")[:12])
-    return table
-
-
-def _run_table(session: Session) -> Table:
-    table = Table("run", "state", "iteration", "loss", "created (UTC)", title="runs", title_justify="left")
-    for run in runs.list_runs(session)[-10:]:
-        metrics = run.get("metrics") or {}
-        loss = metrics.get("loss")
-        table.add_row(
-            run["run_id"],
-            run["state"],
-            str(metrics.get("iteration", "")),
-            f"{loss:.4f}" if loss is not None else "",
-            run["created"],
-        )
     return table

@@ -35,7 +35,7 @@ def run_id_of(path: Path) -> str:
 
 def state_of(rack: Rack, run_id: str) -> str:
     line = next(line for line in rack.fab("status").stdout.splitlines() if run_id in line)
-    return line.split("│")[2].strip()
+    return line.split("│")[3].strip()
 
 
 def metrics(rack: Rack, run_id: str) -> list[dict[str, object]]:

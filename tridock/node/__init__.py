@@ -1,4 +1,4 @@
 """Code that runs inside a node beside the ranks: standard library only, quick to start.
 
-``python -m tridock.node VERB``: start, watch, follow, processes, stop, runs, evidence, preflight.
+``python -m tridock.node VERB``: start, watch, follow, processes, stop, runs, rank-logs, evidence, preflight.
 """

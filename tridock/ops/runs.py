@@ -92,7 +92,8 @@ def follow(session: Session, run: Run) -> Stream:
     return session.hosts[run.head].stream(command)
 
 
-def _nodes_of_ranks(session: Session, run: Run) -> dict[int, str]:
+def nodes_of_ranks(session: Session, run: Run) -> dict[int, str]:
+    """Where each rank runs, by the run's plan."""
     plan = _read(session, run.head, f"{run_folder.WORKSPACE}/runs/{run.run_id}/{run_folder.PLAN}")
     return {entry["rank"]: entry["node"] for entry in json.loads(plan)["ranks"]}
 
@@ -108,15 +109,6 @@ def parse_rank(text: str) -> int:
     if not text.isdecimal():
         raise RequestError(Problem("--rank", "must be a whole number", repr(text), "give a rank's number"))
     return int(text)
-
-
-def rank_log(session: Session, run: Run, rank: int) -> bytes:
-    """The log of one rank, from the node where it ran."""
-    folder = f"{run_folder.WORKSPACE}/runs/{run.run_id}"
-    ranks = _nodes_of_ranks(session, run)
-    if rank not in ranks:
-        raise RequestError(Problem("--rank", "is no rank of this run", str(rank), f"use 0 to {len(ranks) - 1}"))
-    return _read(session, ranks[rank], f"{folder}/{run_folder.rank_log(rank)}")
 
 
 def _read(session: Session, node: str, path: str) -> bytes:

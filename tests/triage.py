@@ -34,6 +34,8 @@ PROVOKED: Final = {
     "ended-from-outside": _RANKS,
     "another-rank-has-gone": _RANKS,
     "ended-without-a-word": _RANKS,
+    "ssh-host-key": "integration/test_security.py",
+    "ssh-refused": "integration/test_security.py",
     "ssh-unreachable": "unit/triage/test_rules.py",
     "launcher-ended": _NODE,
     "unknown": _NODE,

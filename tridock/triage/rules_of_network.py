@@ -21,7 +21,6 @@ NETWORK: Final = (
         "bring the keys in order with fab keys; if it stays so, something else listens on the nodes' ssh port",
         "OpenSSH",
         says=words(r"Host key verification failed|REMOTE HOST IDENTIFICATION HAS CHANGED"),
-        proof="recorded",
     ),
     Rule(
         "ssh-refused",
@@ -29,7 +28,6 @@ NETWORK: Final = (
         "run fab keys, then fab up; fab check names the node",
         "OpenSSH",
         says=words(r"Permission denied \((?:publickey|password)[^)]*\)|Too many authentication failures"),
-        proof="recorded",
     ),
     Rule(
         "ssh-unreachable",

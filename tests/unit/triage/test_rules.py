@@ -45,8 +45,6 @@ RECORDED = {
     "cuda-out-of-memory": failed(
         "OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 15.77 GiB')"
     ),
-    "ssh-host-key": launched("pdsh@a: b: ssh exited with exit code 255\nb: Host key verification failed.\n"),
-    "ssh-refused": launched("b: tridock@b: Permission denied (publickey).\npdsh@a: b: ssh exited with exit code 255\n"),
     "launcher-missing-program": launched("RuntimeError: launcher 'pdsh' not installed.\n"),
     "nccl-error": failed(
         "DistBackendError('NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:268, unhandled system "

@@ -22,10 +22,10 @@ from rich.table import Table
 
 from tridock.errors import EXIT_INTERRUPTED, ClusterError, Problem, RequestError, TridockError
 from tridock.launchers import RunBundle
+from tridock.ops import doctor, nodes, rank_logs, runs
 from tridock.ops import fetch as fetch_
 from tridock.ops import keys as keys_
 from tridock.ops import launch as launch_
-from tridock.ops import nodes, rank_logs, runs
 from tridock.ops import triage as triage_
 from tridock.ops.planning import told, with_hosts_gpu
 from tridock.ops.session import Session
@@ -63,11 +63,15 @@ HELP = {
     "plot": "also draw the rank map: a .png or .svg file",
     "path": "a data set's prefix, a file or a folder of the project (default: what the experiment reads; may repeat)",
     "checkpoints": "bring the checkpoints too",
+    "fix": "do what is safe: keys, image, nodes that are down, what dead runs left; each is said",
+    "check": "look first whether the cluster is fit; --no-check leaves it out",
 }
 
 
-def command(*, iterable: tuple[str, ...] = (), name: str | None = None) -> Callable[[Callable[..., None]], Any]:
-    """A Fabric task with our help texts, whose package errors become its exit message and code, here and once."""
+def command(
+    *, iterable: tuple[str, ...] = (), task_name: str | None = None, **own: str
+) -> Callable[[Callable[..., None]], Any]:
+    """A Fabric task with our help texts (or its `own`), whose package errors become its exit message and code, once."""
 
     def decorate(function: Callable[..., None]) -> Any:
         @functools.wraps(function)
@@ -80,8 +84,8 @@ def command(*, iterable: tuple[str, ...] = (), name: str | None = None) -> Calla
                 raise Exit("interrupted", EXIT_INTERRUPTED) from None
 
         names = function.__code__.co_varnames[1 : function.__code__.co_argcount]
-        texts = {name.replace("_", "-"): HELP[name.replace("_", "-")] for name in names}
-        return task(run, name=name, help=texts, iterable=list(iterable), auto_shortflags=False)
+        texts = {name.replace("_", "-"): own.get(name) or HELP[name.replace("_", "-")] for name in names}
+        return task(run, name=task_name, help=texts, iterable=list(iterable), auto_shortflags=False)
 
     return decorate
 
@@ -107,6 +111,34 @@ def keys(_: Context, hosts: str = "", rotate: bool = False) -> None:
     session = _open(hosts)
     store = keys_.distribute_keys(session, rotate=rotate)
     CONSOLE.print(f"keys of {len(session.nodes)} nodes in place; client key {store.fingerprint()}")
+
+
+@command(iterable=("set",), config="an experiment's YAML file: its data and its port are looked at, too")
+def check(
+    _: Context,
+    hosts: str = "",
+    config: str = "",
+    set: list[str] | None = None,
+    include: str = "",
+    exclude: str = "",
+    fix: bool = False,
+    json: bool = False,
+) -> None:
+    """Prove that the cluster can run: every host, node, path and device; what is wrong and the one fix."""
+    session = _open(hosts, include, exclude)
+    if set and not config:
+        raise RequestError(Problem("--set", "changes an experiment, and none is named", "", "name one with --config"))
+    request = doctor.Request(Path(config), set or []) if config else None
+    report = doctor.check(session, request)
+    if fix and doctor.mend(session, report, lambda line: print(line, file=sys.stderr, flush=True)):
+        report = doctor.check(session, request)
+    if json:
+        _say(json_.dumps(doctor.to_json(report), indent=2))
+    else:
+        CONSOLE.print(doctor.table(report))
+        _say("\n".join(doctor.lines(report)))
+    if not report.healthy:
+        raise Exit(None, ClusterError.exit_code)
 
 
 @command(iterable=("set",))
@@ -156,6 +188,7 @@ def launch(
     detach: bool = False,
     force: bool = False,
     run_id_file: str = "",
+    check: bool = True,
 ) -> None:
     """Run an experiment on the cluster and follow it; Ctrl-C detaches, the run goes on."""
     session = _open(hosts, include, exclude)
@@ -167,7 +200,7 @@ def launch(
     CONSOLE.print(headline(request.assessment))
     if not config:
         _say(launch_.bring_demo_data(session))
-    bundle = launch_.launch(session, request)
+    bundle = launch_.launch(session, request, check=check)
     if run_id_file:
         write_atomic(Path(run_id_file), f"{bundle.run_id}\n".encode())
     _say(f"run {bundle.run_id}: {request.plan.world_size} ranks on {len(session.nodes)} nodes, {request.plan.layout}")
@@ -189,7 +222,7 @@ def logs(
     exclude: str = "",
 ) -> None:
     """Follow a run's output, or show the logs of some ranks or of a node's."""
-    session = _open(hosts, include, exclude)
+    session = _reachable(_open(hosts, include, exclude))[0]
     chosen = runs.choose_run(session, run or None, active=False)
     if not rank and not node:
         _follow(session, hosts, chosen)
@@ -202,12 +235,15 @@ def logs(
 @command()
 def stop(_: Context, hosts: str = "", run: str = "", include: str = "", exclude: str = "") -> None:
     """End one run on every node, and nothing else."""
-    session = _open(hosts, include, exclude)
+    session, failure = _reachable(_open(hosts, include, exclude))
     chosen = runs.choose_run(session, run or None, active=True)
     counts = runs.stop(session, chosen)
     CONSOLE.print(
         f"stopped {chosen.run_id}: " + ", ".join(f"{count} processes on {node}" for node, count in counts.items())
     )
+    if failure is not None:
+        _say("a node that has lost the head ends its processes of the run by itself")
+        raise Exit(None, failure.exit_code)
 
 
 @command()
@@ -241,7 +277,7 @@ def _status(session: Session) -> tuple[list[Table], TridockError | None]:
     return tables, failure
 
 
-@command(name="runs")
+@command(task_name="runs")
 def all_runs(_: Context, hosts: str = "", include: str = "", exclude: str = "", json: bool = False) -> None:
     """List all runs, newest first."""
     session, failure = _open(hosts, include, exclude).reachable()
@@ -257,9 +293,8 @@ def all_runs(_: Context, hosts: str = "", include: str = "", exclude: str = "", 
 @command()
 def triage(_: Context, hosts: str = "", run: str = "", include: str = "", exclude: str = "") -> None:
     """Say why a run failed: which rank first, the cause, what to do."""
-    session, failure = _open(hosts, include, exclude).reachable()
-    if failure is not None:  # the host that is away may be the cause: the others have something to tell
-        print(failure, file=sys.stderr)
+    # The host that is away may be the cause: the others have something to tell.
+    session = _reachable(_open(hosts, include, exclude))[0]
     _say(str(triage_.triage(session, run or None)))
 
 
@@ -292,6 +327,16 @@ def _open(hosts: str, include: str = "", exclude: str = "") -> Session:
     if not hosts:
         raise RequestError(Problem("--hosts", "is missing", "", "give a DeepSpeed hostfile, for example hostfiles/lab"))
     return Session.open(Path(hosts), include, exclude)
+
+
+def _reachable(session: Session) -> tuple[Session, TridockError | None]:
+    """The session with the hosts that answer, once the others are named; an error where none does."""
+    there, failure = session.reachable()
+    if failure is not None:
+        if not there.nodes:
+            raise failure
+        print(failure, file=sys.stderr)
+    return there, failure
 
 
 def _follow(session: Session, hosts: str, run: runs.Run) -> None:

@@ -82,6 +82,11 @@ def path_of(folder: Path, rank: int) -> Path:
     return folder / FOLDER / f"rank-{rank}"
 
 
+def ranks(folder: Path) -> list[int]:
+    """The ranks that have a pulse on this node."""
+    return sorted(int(path.name.removeprefix("rank-")) for path in (folder / FOLDER).glob("rank-*"))
+
+
 def stacks_path(folder: Path, rank: int) -> Path:
     """Where a rank writes its stacks at :data:`STACKS_SIGNAL`."""
     return folder / FOLDER / f"stacks-{rank}"

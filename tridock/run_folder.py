@@ -42,6 +42,14 @@ CHECKPOINT_LAYOUT: Final = "layout.json"
 EXIT_CODE: Final = "exit_code"
 # What exit_code holds for a run that was stopped: 128 + SIGTERM.
 EXIT_STOPPED: Final = 143
+# The same for one that was told to end by its scheduler, and has saved before it left: it can go on from there.
+EXIT_PREEMPTED: Final = 85
+# The file that says that the end of the run is wanted at once.
+STOPPED: Final = ".stopped"
+# Beside a run's output on its way to fab: a sign of life, at least every so many seconds, and the end of all.
+BEAT: Final = b"\0"
+BEAT_S: Final = 5.0
+END: Final = b"\4"
 LOSS_CURVE: Final = "loss.png"
 
 _RUN_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,40}-\d{8}-\d{6}-[0-9a-f]{4}")

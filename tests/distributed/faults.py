@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import _dump_fr_trace
 
 from tests.distributed.ranks import free_port
 from tridock.run_folder import FLIGHT
-from tridock.train import process_group, rank
+from tridock.train import process_group, rank, signals
 
 FOLDER = Path(sys.argv[1])
 FIRST = os.environ["RANK"] == "0"
@@ -137,7 +137,7 @@ def rendezvous() -> None:
 
 
 def ended_from_outside() -> None:
-    process_group.stop_on_sigterm()
+    signals.listen(FOLDER)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(5)
 

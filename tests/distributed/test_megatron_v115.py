@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.distributed import disturbed
 from tests.distributed.ranks import Finished, Started, events, losses, metrics
 from tests.experiments import make_plan, with_fields
 from tests.megatron_source import patched_source
@@ -87,7 +88,10 @@ def experiment(**fields: Any) -> Experiment:
     return with_fields(base, fields)
 
 
-def train(workspace: Path, source: Path, name: str, world_size: int, **fields: Any) -> tuple[Path, Finished]:
+def begin(
+    workspace: Path, source: Path, name: str, world_size: int, full: str | None = None, **fields: Any
+) -> tuple[Path, Started]:
+    """Starts a run; ``full`` says when which rank's disk is full."""
     folder = workspace / "runs" / name
     folder.mkdir(parents=True)
     plan = make_plan(experiment(**fields), {"localhost": range(world_size)}, name)
@@ -97,7 +101,13 @@ def train(workspace: Path, source: Path, name: str, world_size: int, **fields: A
     for file, content in program.files.items():
         (folder / file).write_bytes(content)
     env = {**program.env, "TRIDOCK_MEGATRON": str(source)}
-    with Started(["-m", program.module, *program.arguments], folder, world_size, env) as started:
+    words = ["-m", program.module] if full is None else ["-m", "tests.distributed.checkpointed", program.module, full]
+    return folder, Started([*words, *program.arguments], folder, world_size, env)
+
+
+def train(workspace: Path, source: Path, name: str, world_size: int, **fields: Any) -> tuple[Path, Finished]:
+    folder, ranks = begin(workspace, source, name, world_size, **fields)
+    with ranks as started:
         finished = started.wait(PATIENCE)
     return folder, finished
 
@@ -244,6 +254,28 @@ def test_a_resumed_run_continues_the_very_same_losses(workspace: Path, source: P
     assert written == CheckpointLayout.of(experiment(**fields), replicas).to_json()
     assert "checkpoint_loaded" in events(part)
     assert train_losses(part) == train_losses(whole)[6:]
+
+
+def test_what_happens_to_a_run_does_not_change_its_losses(workspace: Path, source: Path) -> None:
+    fields = {ZERO: 1, "train.train_iters": disturbed.ITERATIONS, "train.eval_interval": 0}
+    dropout = {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}
+
+    def start(name: str, full: str | None, **more: Any) -> tuple[Path, Started]:
+        return begin(workspace, source, name, 2, full, **fields, **dropout, **more)
+
+    disturbed.live_through(start, "*zero_pp_rank_1*", 1)
+
+
+def test_what_upstream_alone_has_written_is_loaded(workspace: Path, source: Path) -> None:
+    """It lists no files: such a checkpoint is upstream's to judge."""
+    saving = {"parallel.strategy": "ddp", "train.save": True, "train.train_iters": 2, WARMUP: 0}
+    first, finished = train(workspace, source, "listed", 2, **saving)
+    assert finished.codes == [0, 0], finished.out[0][-5000:]
+    (first / "checkpoints/iter_0000002/files.json").unlink()
+    load = {"train.load": "runs/listed/checkpoints", "train.train_iters": 4}
+    folder, finished = train(workspace, source, "unlisted", 2, **(saving | load))
+    assert finished.codes == [0, 0], finished.out[0][-5000:]
+    assert len(train_losses(folder)) == 2
 
 
 def test_a_missing_checkpoint_is_no_fresh_start(workspace: Path, source: Path) -> None:

@@ -325,11 +325,12 @@ def test_a_checkpoint_that_does_not_fit(workspace: Path) -> None:
         f"precision: {where} fp32; got bf16; {todo}"
     )
     refused(make_run(workspace, "misfit", 2, **fields, precision="bf16"), 2, message)
-    lost = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    (saved / "checkpoints/iter_0000002" / lost).unlink()
+    lost = saved / "checkpoints/iter_0000002/zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    lost.unlink()
     message = (
-        f"rank 1: {saved}/checkpoints/iter_0000002: lacks a file of this rank; got {lost}; "
-        "copy the checkpoint's files to this node, or use a checkpoint that is whole"
+        f"train.load: no whole checkpoint lies at {saved}/checkpoints; "
+        "give runs/<run-id>/checkpoints of a run that has saved, or one iter_… folder in it\n"
+        f"rank 1: {lost}: is missing; bring it back, or go on from another checkpoint"
     )
     refused(make_run(workspace, "lost", 2, **ZERO3, **load), 2, message)
 

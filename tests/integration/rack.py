@@ -35,7 +35,7 @@ PROGRAMS = Path(sys.executable).parent
 
 # What lets a dockerd run inside a container without --privileged.
 _NESTED = (
-    *("--cap-add", "ALL", "--cap-drop", "SYS_RESOURCE"),
+    *("--cap-add", "ALL", "--cap-drop", "SYS_RESOURCE", "--shm-size", "2g"),
     *(word for what in ("seccomp", "apparmor", "systempaths") for word in ("--security-opt", f"{what}=unconfined")),
     *("--volume", "/sys/fs/cgroup:/sys/fs/cgroup:rw"),
 )

@@ -249,7 +249,8 @@ class Held:
 def held(rack_up: Up) -> Iterator[Held]:
     """A run whose second rank is paused in mid-training: rank 0 waits for it. Its terminal was left with Ctrl-C."""
     rack = rack_up.rack
-    with rack.attached("launch", *tiny(train__train_iters=400), "--run-id-file", "held") as terminal:
+    words = tiny(train__train_iters=400, launch__hang_timeout=0)
+    with rack.attached("launch", *words, "--run-id-file", "held") as terminal:
         run_id = run_id_of(rack.project / "held")
         wait_until(lambda: rack["host-b"].ranks(run_id) != [], "its rank has started", 120)
         wait_until(lambda: len(metrics(rack, run_id)) > 0, "the first steps are done", 120)

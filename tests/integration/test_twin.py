@@ -17,7 +17,7 @@ from tests.integration.support import ROOT, execute, succeed
 pytestmark = pytest.mark.timeout(1200)
 
 PROGRAM = re.compile(r"(fab|make|tridock|docker compose) .+")
-TASKS = ("data", "down", "fetch", "keys", "launch", "logs", "runs", "status", "stop", "triage", "up")
+TASKS = ("check", "data", "down", "fetch", "keys", "launch", "logs", "runs", "status", "stop", "triage", "up")
 NO_ENGINE = {"DOCKER_HOST": "unix:///nowhere/docker.sock"}
 
 
@@ -161,6 +161,13 @@ def test_the_twin_is_still_up_as_the_demo_says(clone: Clone, demo: str) -> None:
     assert re.search(r"│ demo-3d-\S+ +│ 2 +│ done +│ 60/60 ", shown)
     again = clone.succeed("fab logs --hosts hostfiles/twin")
     assert "is done; its folder is " in again
+
+
+def test_the_doctor_finds_the_twin_fit(clone: Clone, demo: str) -> None:
+    report = json.loads(clone.succeed("fab check --hosts hostfiles/twin --config configs/demo.yaml --json"))
+    assert [finding for finding in report["findings"] if finding["severity"] == "fail"] == []
+    assert report["seen"]["space"].endswith("; /workspace/runs is shared by all")
+    assert report["seen"]["all-reduce"].startswith("4 ranks, Gloo, 8 MB: ")
 
 
 def test_one_container_runs_the_script_as_the_readme_says(clone: Clone, demo: str) -> None:

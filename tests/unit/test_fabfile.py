@@ -12,7 +12,7 @@ from invoke import Collection, Program
 import fabfile
 
 ROOT = Path(__file__).parents[2]
-TASKS = ("data", "down", "fetch", "keys", "launch", "logs", "plan", "runs", "status", "stop", "triage", "up")
+TASKS = ("check", "data", "down", "fetch", "keys", "launch", "logs", "plan", "runs", "status", "stop", "triage", "up")
 
 
 def fab(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -123,6 +123,11 @@ def test_a_plan_goes_on_without_a_host_that_does_not_answer(tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     assert done.stderr.startswith("127.0.0.1: ")
     assert json.loads(done.stdout)["memory"]["gpu"] is None
+
+
+def test_a_check_wants_an_experiment_before_it_changes_one(capfd: pytest.CaptureFixture[str]) -> None:
+    assert fab_here("check", "--hosts", "hostfiles/twin", "--set", "train.seed=7") == 2
+    assert capfd.readouterr().err == "--set: changes an experiment, and none is named; name one with --config\n"
 
 
 def test_all_problems_of_an_experiment_at_once(tmp_path: Path) -> None:

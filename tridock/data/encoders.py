@@ -28,7 +28,7 @@ from tridock.errors import Problem, RequestError, RunError
 Ids = NDArray[Any]
 
 UNKNOWN: Final = "<unk>"
-_CHECKED_CHARACTERS: Final = 2048
+_CHECKED_CHARACTERS: Final = 1024
 """Of a chunk: the reference takes a millisecond for as much, about a thirtieth of the chunk's time."""
 _CACHE_BYTES: Final = 64 << 20
 """The fast library remembers every word that it met, without a bound: grown by so much, it is loaded anew."""

@@ -74,13 +74,18 @@ class Unfinished:
         self._lock = (self.folder / "lock").open("wb")
         try:
             self._take_lock()
+        except BaseException:
+            self._lock.close()
+            raise
+        self._files: list[BinaryIO] = []
+        try:
             found = self._saved(request) if resume else None
             self.resumed = found is not None
             self._digests: list[Digest] = []
             self.journal = found or Journal(request=request, keys=[Counts() for _ in range(keys)])
-            self._files = self._open()
-        except BaseException:
-            self._lock.close()
+            self._open()
+        except BaseException:  # Ctrl-C too
+            self._leave()
             raise
 
     def _take_lock(self) -> None:
@@ -109,21 +114,19 @@ class Unfinished:
             raise RequestError(problems)
         return journal
 
-    def _open(self) -> list[BinaryIO]:
+    def _open(self) -> None:
         if not self.resumed:
             for path in self.folder.iterdir():
                 if path.name != "lock":
                     path.unlink()
-        files: list[BinaryIO] = []
         if self.journal.whole:
-            return files
+            return
         for number, counts in enumerate(self.journal.keys):
             sizes = (counts.bytes, counts.sequences * 4, (counts.documents + 1) * 8)
             for part, size in zip(_PARTS, sizes, strict=True):
-                files.append(_appended(self.folder / f"{number}.{part}", size))
+                self._files.append(_appended(self.folder / f"{number}.{part}", size))
             self._digests.append(Digest(self.folder / f"{number}.bin"))
-        files.append(_appended(self.folder / "rejects", self.journal.rejects_bytes))
-        return files
+        self._files.append(_appended(self.folder / "rejects", self.journal.rejects_bytes))
 
     def add(self, number: int, block: Block) -> None:
         """Appends the documents of a block to key ``number``."""
@@ -189,6 +192,9 @@ class Unfinished:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
         for file in self._files:
             with contextlib.suppress(OSError):  # what a full disk does not take is cut off on resuming
                 file.close()

@@ -198,6 +198,11 @@ class Train(Section):
     eval_iters: Positive = Field(default=10, description="Batches of one evaluation.")
     save_interval: Count = Field(default=0, description="Iterations between checkpoints; 0: only at the end.")
     save: bool = Field(default=True, description="Write checkpoints into the run's folder.")
+    keep_checkpoints: Positive | None = Field(
+        default=None,
+        description="How many whole checkpoints to keep, the newest; older ones are removed once a new one is whole."
+        " All where left out.",
+    )
     checkpoint_folder: str | None = Field(
         default=None,
         min_length=1,

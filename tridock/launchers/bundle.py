@@ -113,6 +113,8 @@ def _launch_script(run_id: str, path: str, env: Mapping[str, str], command: Comm
         "#!/usr/bin/env bash\n"
         f"# Run {run_id}: what the head executes. Started by Tridock, which records its exit code.\n"
         "set -Eeuo pipefail\n\n"
+        # A scheduler sends it to all processes of a job; it is for the ranks, which answer it.
+        "trap '' USR1\n"
         # DeepSpeed puts the current folder first on PYTHONPATH: in the workspace, a user's folder of the same name as
         # a package would stand in for it.
         f"cd {shlex.quote(path)}\n"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
-from tridock import run_folder
+from tridock import pulse, run_folder
 from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError, RunError, TridockError
 from tridock.node import preflight, runs, state
-from tridock.node.follow import follow
+from tridock.node.follow import follow, follow_with_beats
 from tridock.node.processes import find_processes, stop_processes
 
 _RECORD_S = 8.0
@@ -40,7 +43,8 @@ def _parser() -> argparse.ArgumentParser:
     follow_ = verbs.add_parser("follow", help="print a run's output until it ends; exit with its code")
     follow_.add_argument("folder", type=Path)
     follow_.add_argument("--offset", type=int, default=0, help="bytes of the output to leave out (default 0)")
-    follow_.set_defaults(action=lambda a: follow(a.folder, a.offset))
+    follow_.add_argument("--beats", action="store_true", help="also say that it is still there, for fab")
+    follow_.set_defaults(action=lambda a: (follow_with_beats if a.beats else follow)(a.folder, a.offset))
 
     processes = verbs.add_parser("processes", help="the processes of a run, or of all runs, as JSON")
     processes.add_argument("run_id", nargs="?")
@@ -56,6 +60,10 @@ def _parser() -> argparse.ArgumentParser:
     stop.add_argument("--grace", type=float, default=10.0, help="seconds between SIGTERM and SIGKILL (default 10)")
     stop.add_argument("--workspace", type=Path, default=Path(run_folder.WORKSPACE))
     stop.set_defaults(action=_stop)
+
+    save = verbs.add_parser("save", help="tell the ranks of a run on this node to save and leave")
+    save.add_argument("folder", type=Path)
+    save.set_defaults(action=_save)
 
     runs_ = verbs.add_parser("runs", help="the runs of this workspace, as JSON")
     runs_.add_argument("--workspace", type=Path, default=Path(run_folder.WORKSPACE))
@@ -79,7 +87,61 @@ def _parser() -> argparse.ArgumentParser:
     preflight_.add_argument("--head", action="store_true", help="also a free port, and what is in the image")
     preflight_.add_argument("--port", type=int, help="with --head: this port and no other")
     preflight_.set_defaults(action=_preflight)
+
+    _add_doctors_verbs(verbs)
     return parser
+
+
+def _add_doctors_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    look_ = verbs.add_parser("look", help="what this node says of itself, as JSON")
+    look_.add_argument("visit", nargs="*", metavar="NODE", help="a node to greet over ssh")
+    look_.add_argument("--quick", action="store_true", help="only what each launch asks")
+    look_.add_argument("--workspace", type=Path, default=Path(run_folder.WORKSPACE))
+    look_.set_defaults(action=_look)
+
+    meet = verbs.add_parser("meet", help="greet all nodes over ssh and let them look at each other, as JSON")
+    meet.add_argument("token", help="a random name for this meeting")
+    meet.add_argument("nodes", nargs="+", metavar="NODE=ADDRESS")
+    meet.set_defaults(action=_meet)
+
+    answer_ = verbs.add_parser("answer", help="the far side of a meeting: JSON lines until the caller goes")
+    answer_.add_argument("token")
+    answer_.add_argument("--workspace", type=Path, default=Path(run_folder.WORKSPACE))
+    answer_.set_defaults(action=_answer)
+
+    key = verbs.add_parser("shown-key", help="the host key that this node's sshd shows, as JSON")
+    key.set_defaults(action=_shown_key)
+
+
+# The doctor's modules are loaded when they are asked for: the other verbs start sooner without them.
+
+
+def _look(arguments: argparse.Namespace) -> int:
+    from tridock.node import look
+
+    print(json.dumps(look.look(arguments.workspace, quick=arguments.quick, visit=arguments.visit)))
+    return 0
+
+
+def _meet(arguments: argparse.Namespace) -> int:
+    from tridock.node import paths
+
+    addresses = dict(word.split("=", 1) for word in arguments.nodes)
+    print(json.dumps(paths.meet(addresses, arguments.token)))
+    return 0
+
+
+def _answer(arguments: argparse.Namespace) -> int:
+    from tridock.node import answer
+
+    return answer.answer(arguments.token, arguments.workspace)
+
+
+def _shown_key(_: argparse.Namespace) -> int:
+    from tridock.node import look
+
+    print(json.dumps({"key": look.shown_key()}))
+    return 0
 
 
 def _start(arguments: argparse.Namespace) -> int:
@@ -115,6 +177,17 @@ def _stop(arguments: argparse.Namespace) -> int:
     if left:
         todo = "look for processes in state D there; they go when their device or file system answers"
         raise RunError(Problem(arguments.run_id, "has processes that did not end", str(left), todo))
+    return 0
+
+
+def _save(arguments: argparse.Namespace) -> int:
+    living = {process.pid for process in find_processes(arguments.folder.name)}
+    beats = [pulse.read(arguments.folder, rank) for rank in pulse.ranks(arguments.folder)]
+    told = [beat.pid for beat in beats if beat is not None and beat.pid in living]
+    for pid in told:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
+    print(json.dumps({"told": len(told)}))
     return 0
 
 

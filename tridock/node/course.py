@@ -17,7 +17,6 @@ from tridock import pulse, run_folder
 from tridock.node import ports
 from tridock.node.events import append_event, has_event, read_lines
 from tridock.node.restart import Made, cannot_help, checkpoint_iteration, refusal
-from tridock.node.state import STOPPED
 from tridock.node.verdict import Look, Verdict, first_death, hung, late_ranks, left_behind, lost_node, signal_name
 from tridock.node.watches import Watches
 from tridock.supervision import Supervision
@@ -48,6 +47,8 @@ class Course:
         self._launcher: subprocess.Popen[bytes] | None = None
         self._began = (folder / run_folder.SUPERVISION).stat().st_mtime
         self._log_offset = self._events_before = 0
+        self.told_to_end = False
+        """Set where a scheduler has sent SIGTERM or SIGUSR1 to all processes of its job, of which this is one."""
 
     def __enter__(self) -> Course:
         return self
@@ -79,7 +80,13 @@ class Course:
     def _attempt(self) -> tuple[int, Verdict | None]:
         """Sees the ranks to their end; the run's exit code as it stands, and what went wrong."""
         verdict = self._wait()
-        if verdict is None and not self._is_stopped() and not self._is_done():
+        if verdict is None and self.told_to_end:
+            verdict = self._wait_for_ranks()
+        if self._is_preempted():
+            self._wait_for_launcher(_OWN_END_S)
+            self._end_all()
+            return run_folder.EXIT_PREEMPTED, None
+        if verdict is None and not self._is_stopped():
             verdict = self._inquest()
         if verdict is not None and verdict.kind != "launcher_ended":
             self._record(verdict)
@@ -108,6 +115,14 @@ class Course:
                 return verdict
         return None
 
+    def _wait_for_ranks(self) -> Verdict | None:
+        """Until the ranks have saved and ended: whoever told them has told their launcher too, which does not wait."""
+        while any(vital.alive for vitals in self._watches.look().values() for vital in vitals):
+            self._watches.poll(_TICK_S)
+            if self._is_stopped() or (verdict := first_death(self._watches.look())) is not None:
+                return None if self._is_stopped() else verdict
+        return None
+
     def _judge(self, look: Look) -> Verdict | None:
         silence = self._watches.silence_s()
         verdict = first_death(look) or lost_node(silence, self._watches.words())
@@ -125,13 +140,18 @@ class Course:
         late = late_ranks(look, self._steps.median, self._supervision.hang_timeout_s)
         return hung(look, late, stacks) if late else None
 
-    def _inquest(self) -> Verdict:
+    def _inquest(self) -> Verdict | None:
         """Why the launcher ended before the run did: a rank's death, which its node is about to tell, or its own."""
         deadline = time.monotonic() + _INQUEST_S
-        while time.monotonic() < deadline:
+        while not self._is_done():
+            if time.monotonic() > deadline:
+                return self._launchers_end()
             self._watches.poll(_TICK_S)
             if (dead := first_death(self._watches.look())) is not None:
                 return dead
+        return None
+
+    def _launchers_end(self) -> Verdict:
         returned = self._returned() or 0
         if returned < 0:
             return Verdict("launcher_ended", f"was ended by {signal_name(-returned)}", code=128 - returned)
@@ -181,10 +201,24 @@ class Course:
         return self._launcher.poll()
 
     def _is_done(self) -> bool:
-        return self._returned() == 0 and has_event(self._folder, "run_finished")
+        """Whether the run came to its end: by the launcher's word, or by that of every rank.
+
+        A launcher that lost the connection to a node says that it failed, whatever its ranks did there.
+        """
+        if not has_event(self._folder, "run_finished"):
+            return False
+        if self._returned() == 0:
+            return True
+        ended = {v.rank for vitals in self._watches.look().values() for v in vitals if v.phase == pulse.END}
+        ranks = {rank for numbers in self._supervision.ranks.values() for rank in numbers}
+        return bool(ranks) and ended == ranks
+
+    def _is_preempted(self) -> bool:
+        events = read_lines(self._folder / run_folder.EVENTS)[self._events_before :]
+        return any(event.get("event") == "run_preempted" for event in events)
 
     def _is_stopped(self) -> bool:
-        return (self._folder / STOPPED).exists()
+        return (self._folder / run_folder.STOPPED).exists()
 
     def _record(self, verdict: Verdict) -> None:
         if verdict.kind != "rank_failed":

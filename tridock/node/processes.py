@@ -16,6 +16,9 @@ _PROC = Path("/proc")
 _MARKER = f"{RUN_ID_VARIABLE}=".encode()
 _POLL_S = 0.1
 _LATE_POLL_S = 0.01
+_PATIENCE_S = 2.0
+"""After the grace, and after each process that is found for the first time."""
+_MOST_PATIENCE_S = 8.0
 _PAGE = os.sysconf("SC_PAGESIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -88,16 +91,18 @@ def stop_processes(run_id: str, grace_s: float) -> tuple[int, int]:
     was forked meanwhile is found in the next round. The process that asks is never among them.
     """
     asked: set[int] = set()
-    deadline = time.monotonic() + grace_s
+    deadline = over = time.monotonic() + grace_s
     empty = 0
-    # Twice none: a child forked while the list is read can hide from it. Two seconds after the grace it is over: a
-    # killed process that does input or output takes a moment to go.
-    while empty < 2 and time.monotonic() < deadline + 2.0:
+    # Twice none: a child forked while the list is read can hide from it. A killed process that does input or output
+    # takes a moment to go, and where the machine is busy those that fork need more than one round.
+    while empty < 2 and time.monotonic() < min(over + _PATIENCE_S, deadline + _MOST_PATIENCE_S):
         late = time.monotonic() >= deadline
         empty += 1
         # Each is signalled as soon as it is found: one that forks and ends would be gone once the list is whole.
         for process in _others(run_id):
             empty = 0
+            if late and process.pid not in asked:
+                over = time.monotonic()
             if process.is_runner or late:
                 asked.add(process.pid)
                 _kill(process.pid, signal.SIGKILL)

@@ -83,4 +83,5 @@ def _state(folder: Path, code: int | None) -> str:
         if is_supervised(folder):
             return "running"
         return "lost" if (folder / LOCK).exists() else "ready"
-    return {0: "done", run_folder.EXIT_STOPPED: "stopped"}.get(code, "failed")
+    known = {0: "done", run_folder.EXIT_STOPPED: "stopped", run_folder.EXIT_PREEMPTED: "preempted"}
+    return known.get(code, "failed")

@@ -16,8 +16,6 @@ from tridock import run_folder
 from tridock.node.events import append_event
 
 LOCK: Final = ".supervisor"
-STOPPED: Final = ".stopped"
-"""The file that says that the end of the run is wanted."""
 
 
 def is_supervised(folder: Path) -> bool:
@@ -39,7 +37,7 @@ def is_supervised(folder: Path) -> bool:
 def mark_stopped(folder: Path) -> None:
     """Lets the supervisor know that the end of the run is wanted; a node without the folder has nothing to tell."""
     if folder.is_dir() and not (folder / run_folder.EXIT_CODE).exists():
-        (folder / STOPPED).touch()
+        (folder / run_folder.STOPPED).touch()
         append_event(folder, "run_stopped")
 
 

@@ -80,6 +80,13 @@ def supervise(folder: Path, ready: int) -> int:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     supervision = Supervision.from_json((folder / run_folder.SUPERVISION).read_text())
     with Course(folder, supervision) as course:
+
+        def note(*_: object) -> None:
+            course.told_to_end = True
+
+        # Somebody has to see how the run ends. Handlers, which the launcher does not inherit as it would SIG_IGN.
+        signal.signal(signal.SIGTERM, note)
+        signal.signal(signal.SIGUSR1, note)
         course.begin(run_folder.LAUNCH_SCRIPT)
         os.write(ready, b"started")
         os.close(ready)

@@ -6,6 +6,7 @@ import os
 import re
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -24,9 +25,13 @@ class Vitals:
     def __init__(self, folder: Path, ranks: Sequence[int]) -> None:
         self.folder, self.ranks = folder, tuple(ranks)
         self._oom_kills = _oom_kills()
+        self._watched: dict[int, int] = {}
         self._begin()
 
     def _begin(self) -> None:
+        for descriptor in self._watched.values():
+            os.close(descriptor)
+        self._watched = {}
         self._gone: dict[int, float] = {}
         self._status: dict[int, int] = {}
         self._stopped: dict[int, float] = {}
@@ -47,10 +52,22 @@ class Vitals:
             found += [self._vital(rank, _NEVER) for rank in missing]
         return found
 
+    def deaths(self) -> list[int]:
+        """Descriptors that can be read once a rank has died: how is only to be seen until its parent asks for it."""
+        return list(self._watched.values())
+
+    def _attend(self, rank: int, beat: pulse.Beat) -> None:
+        if rank not in self._watched and rank not in self._gone:
+            with suppress(OSError):  # it has gone already, or the kernel is older than 5.3: the next look tells as well
+                self._watched[rank] = os.pidfd_open(beat.pid)
+
     def _vital(self, rank: int, beat: pulse.Beat) -> Vital:
         now = time.monotonic()
+        self._attend(rank, beat)
         state, status = _state(beat)
         if state is None:
+            if rank in self._watched:
+                os.close(self._watched.pop(rank))
             self._gone.setdefault(rank, now)
             if status is not None:
                 self._status[rank] = status

@@ -34,7 +34,8 @@ _GRACE_S: Final = 3.0
 
 def watch(folder: Path, node: str, ranks: Sequence[int]) -> int:
     """Watches until ``bye``, until another watch has taken over, or until the run's processes here are ended."""
-    for number in (signal.SIGHUP, signal.SIGPIPE):
+    # A scheduler sends the latter two to all processes of its job; the watch goes when its supervisor does.
+    for number in (signal.SIGHUP, signal.SIGPIPE, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     return _Watch(folder, node, ranks).run()
 
@@ -61,11 +62,12 @@ class _Watch:
                 if order == "bye":
                     return 0
                 self._obey(order)
-            if now - heard > (SILENCE_S if self._connected else SUCCESSION_S):
+            late = now - heard > (SILENCE_S if self._connected else SUCCESSION_S)
+            if (late or not self._connected) and self._succeeded():
+                return 0
+            if late:
                 return self._end_all(now - heard)
             if not self._connected:
-                if self._succeeded():
-                    return 0
                 continue
             vitals = self._vitals.look()
             gone = {vital.rank for vital in vitals if not vital.alive}
@@ -74,8 +76,8 @@ class _Watch:
                 printed, dead = now, gone
 
     def _orders(self) -> list[str]:
-        """The lines that have come within a tick; notes the end of the connection."""
-        if not select.select([0], [], [], _TICK_S)[0]:
+        """The lines that have come within a tick, or until a rank dies; notes the end of the connection."""
+        if 0 not in select.select([0, *self._vitals.deaths()], [], [], _TICK_S)[0]:
             return []
         chunk = os.read(0, 4096)
         self._connected = bool(chunk)

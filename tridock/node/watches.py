@@ -151,20 +151,26 @@ class Watches:
 
     def poll(self, seconds: float) -> None:
         """Waits for news so long at most; takes them; keeps the connections up."""
-        now = time.monotonic()
-        if now - self._polled > _PAUSE_S:
-            # It was this process that stood still (a paused container, a suspended machine): all get a fresh chance.
-            for connection in self._nodes.values():
-                connection.heard = now
+        now = self._notice_pause()
         for connection in self._nodes.values():
             connection.open(self._selector)
         if now - self._pinged >= _PING_S:
             self.order("ping")
             self._pinged = now
-        for key, _ in self._selector.select(seconds):
+        ready = self._selector.select(seconds)
+        self._notice_pause()
+        for key, _ in ready:
             connection, answers = key.data
             connection.read(self._selector, answers=answers)
-        self._polled = time.monotonic()
+
+    def _notice_pause(self) -> float:
+        """The time; where this process stood still (a paused container, a suspended machine) all get a fresh chance."""
+        now = time.monotonic()
+        if now - self._polled > _PAUSE_S:
+            for connection in self._nodes.values():
+                connection.heard = now
+        self._polled = now
+        return now
 
     def order(self, text: str) -> None:
         """Tells every node."""

@@ -23,7 +23,7 @@ _COMPRESSORS = (("pigz", "-1"), ("gzip", "-1"))
 
 def ensure_image(session: Session) -> str:
     """Brings the image to every host that lacks it and returns its id, the same on all of them."""
-    wanted = _wanted_id(session)
+    wanted = wanted_image(session)
     lacking = tuple(node for node, state in session.states().items() if state.image_id != wanted)
     if lacking:
         _send(session, wanted, lacking)
@@ -41,7 +41,7 @@ def local_image_id(image: str) -> str | None:
     return done.stdout.decode().strip() if done.exit_code == 0 else None
 
 
-def _wanted_id(session: Session) -> str:
+def wanted_image(session: Session) -> str:
     """The operator's image; where there is none here, the one that all hosts already agree on."""
     image = session.cluster.settings.image
     local = local_image_id(image)

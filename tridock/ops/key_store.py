@@ -33,6 +33,11 @@ class KeyStore:
         self.folder = cluster.state_folder
         self._keys: ClusterKeys | None = None
 
+    def on_file(self, node: str) -> dict[str, bytes] | None:
+        """As :meth:`node_files`, and nothing is made or mended: None where this node has no keys yet."""
+        keys = self._read()
+        return None if keys is None or node not in keys.hosts else node_files(self._cluster, keys, node)
+
     def ensure(self) -> None:
         """Makes what is missing and mends modes and folders; what is right stays byte for byte."""
         with self._locked():

@@ -15,6 +15,7 @@ from tridock.errors import TridockError
 from tridock.experiment import Experiment, load_experiment
 from tridock.launchers import RunBundle, make_bundle
 from tridock.launchers.bundle import default_port
+from tridock.ops.doctor import check_quickly
 from tridock.ops.nodes import ensure_up
 from tridock.ops.origin import origin
 from tridock.ops.planning import told, with_hosts_gpu
@@ -93,9 +94,14 @@ def bring_demo_data(session: Session) -> str:
     return done.stdout.decode().splitlines()[-1]
 
 
-def launch(session: Session, request: Request) -> RunBundle:
-    """Brings the nodes up, checks what the run needs, puts its folder on every node and starts it on the head."""
+def launch(session: Session, request: Request, *, check: bool = True) -> RunBundle:
+    """Brings the nodes up, checks what the run needs, puts its folder on every node and starts it on the head.
+
+    ``check`` is the doctor's quick part; without it only the run's own files and its port are looked at.
+    """
     image_id = ensure_up(session)
+    if check:
+        check_quickly(session)
     found = check_nodes(session, request.config, request.experiment, request.plan)
     manifest = {**_manifest(session, image_id), "image_manifest": found.image_manifest}
     bundle = _bundle(session, request, found.port, {**manifest, "data_sha256": found.data_sha256})

@@ -11,8 +11,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +33,8 @@ from tridock.triage import facts_of
 HERE = "localhost"
 _MEETING_PORT = 29500
 _GRACE_S = 10.0
+# What says that a job's time is over.
+_SCHEDULERS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,9 @@ def run_here(
         raise RequestError(Problem("--nproc", "must be at least 1", str(nproc), "give the number of ranks"))
     place.check()
     experiment = load_experiment(config, overrides)
+    if place.nnodes > 1 and experiment.restart.max:
+        what, todo = "cannot be for nodes that are each started by hand", "set it to 0, or start them with fab launch"
+        raise RequestError(Problem(f"{config}: restart.max", what, str(experiment.restart.max), todo))
     ranks = nproc or _default_ranks()
     slots = {name: range(ranks) for name in _names(place)}
     assessment = assess(experiment, slots, str(config), Assumptions(gpu=_gpu()))
@@ -160,10 +165,14 @@ def _start_and_follow(folder: Path, ranks: int) -> int:
     if started.returncode:
         return started.returncode
     try:
-        code = subprocess.run([*_node_verb(), "follow", str(folder)], env=env, check=False).returncode
+        with _handing_on(folder, env):
+            follow = [*_node_verb(), "follow", str(folder)]
+            code = subprocess.run(follow, env=env, preexec_fn=_unimpressed, check=False).returncode
     except KeyboardInterrupt:
         return _interrupted(folder, env)
-    if code not in (0, run_folder.EXIT_STOPPED):
+    if code == run_folder.EXIT_PREEMPTED:
+        _say(f"continue with --set train.load=runs/{folder.name}/{run_folder.CHECKPOINTS}")
+    elif code not in (0, run_folder.EXIT_STOPPED):
         print(_why(folder, code, env), file=sys.stderr)
     return code
 
@@ -200,12 +209,34 @@ def _join(folder: Path, ranks: int, node_rank: int) -> int:
     # A session of its own: Ctrl-C at the terminal is ours to answer.
     with subprocess.Popen(script, stdin=subprocess.DEVNULL, env=env, start_new_session=True) as launcher:
         try:
-            code = launcher.wait()
+            with _handing_on(folder, env):
+                code = launcher.wait()
         except KeyboardInterrupt:
             code = _interrupted(folder, _environment(ranks))
             with suppress(subprocess.TimeoutExpired):
                 launcher.wait(_GRACE_S)
     return code if code >= 0 else 128 - code
+
+
+@contextmanager
+def _handing_on(folder: Path, env: Mapping[str, str]) -> Iterator[None]:
+    """A scheduler's signal is for the ranks of this node: they save, and their end is waited for."""
+
+    def hand_on(_number: int, _frame: object) -> None:
+        subprocess.Popen([*_node_verb(), "save", str(folder)], env=env, stdout=subprocess.DEVNULL)
+
+    previous = {number: signal.signal(number, hand_on) for number in _SCHEDULERS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _unimpressed() -> None:
+    """In a process that a scheduler's signal reaches as well, and that has no part in it."""
+    for number in _SCHEDULERS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _interrupted(folder: Path, env: Mapping[str, str]) -> int:

@@ -63,6 +63,11 @@ def ensure_up(session: Session) -> str:
     return image_id if all(map(is_right, session.nodes)) else up(session)
 
 
+def outdated(session: Session, image_id: str) -> tuple[str, ...]:
+    """The nodes whose container :func:`up` would replace or start again."""
+    return _stale(session, _recipes(session, image_id))
+
+
 def down(session: Session, *, force: bool = False) -> tuple[str, ...]:
     """Removes the nodes (and their keys on the hosts); runs' folders and data stay. Returns the nodes removed."""
     there = tuple(node for node, state in session.states().items() if state.container is not None)

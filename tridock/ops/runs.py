@@ -9,14 +9,14 @@ from typing import Any
 from tridock import run_folder
 from tridock.cluster.containers import workspace_on_host
 from tridock.errors import ClusterError, Problem, RequestError
+from tridock.ops.followed import Followed
 from tridock.ops.session import NODE, Session
 from tridock.remote import Host, Stream
 
 _VERB_TIMEOUT_S = 60.0
 
-
 # Which node's word counts where several know a run: the head's, who alone supervises it.
-_STATES = ("ready", "lost", "stopped", "failed", "done", "running")
+_STATES = ("ready", "lost", "stopped", "preempted", "failed", "done", "running")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +88,8 @@ def stop(session: Session, run: Run) -> dict[str, int]:
 
 def follow(session: Session, run: Run) -> Stream:
     """The run's output as it comes; once it is drained, ``exit_code`` is the run's."""
-    command = session.inside(run.head, *NODE, "follow", f"{run_folder.WORKSPACE}/runs/{run.run_id}")
-    return session.hosts[run.head].stream(command)
+    command = session.inside(run.head, *NODE, "follow", "--beats", f"{run_folder.WORKSPACE}/runs/{run.run_id}")
+    return Followed(session.hosts[run.head].stream(command), run.head, run.run_id)
 
 
 def nodes_of_ranks(session: Session, run: Run) -> dict[int, str]:

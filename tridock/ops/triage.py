@@ -18,10 +18,19 @@ from tridock.triage import Facts, facts_of
 _PATIENCE_S: Final = 15.0
 
 
+class PreemptedError(RunError):
+    """The run was told to end by a scheduler, and has saved."""
+
+    exit_code = run_folder.EXIT_PREEMPTED
+
+
 def check_exit(session: Session, run: Run, exit_code: int) -> None:
     """Raises :class:`RunError` for a run that ended badly: who failed first, why, and what to do."""
     if exit_code == run_folder.EXIT_STOPPED:
         raise RunError(Problem(run.run_id, "the run was stopped", "", f"its folder is {folder_of(session, run)}"))
+    if exit_code == run_folder.EXIT_PREEMPTED:
+        todo = f"continue with --set train.load=runs/{run.run_id}/{run_folder.CHECKPOINTS}"
+        raise PreemptedError(Problem(run.run_id, "the run was told to end, and has saved", "", todo))
     if exit_code:
         raise _failed(session, run, collect(session, run, exit_code))
 

@@ -158,6 +158,10 @@ def _state(events: list[Record]) -> str:
                 state = "stopped"
             case "run_failed" if open_ended:
                 state = f"failed: {event.get('reason')}"
+            case "rank_died" | "rank_hung" | "node_lost" if state not in ("finished", "stopped"):
+                # What the supervisor saw: ranks that only lost another may have spoken before.
+                who = f"rank {event['rank']} on {event['node']}" if "rank" in event else event["node"]
+                state = f"failed: {who} {event['reason']}"
             case "launcher_ended" if open_ended:
                 state = f"failed: the launcher ended with exit code {event.get('exit_code')}"
     return state

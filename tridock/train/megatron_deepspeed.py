@@ -16,6 +16,7 @@ from pathlib import Path
 from tridock.errors import Problem, RequestError, RunError
 from tridock.run_folder import EXPERIMENT, MEGATRON, MEGATRON_VARIABLE
 from tridock.train import index_maps
+from tridock.train.checkpoint_files import MANIFEST, TRACKER
 from tridock.train.rank import end, form_world, record_end, run_rank
 
 
@@ -101,7 +102,9 @@ def check_files(words: list[str]) -> None:
         for path in paths
         if not Path(path).is_file()
     ]
-    if "--load" in given and not (Path(given["--load"]) / "latest_checkpointed_iteration.txt").is_file():
+    load = Path(given.get("--load", ""))
+    # The tracker file may have been lost, or stand for a checkpoint that has.
+    if "--load" in given and not (load / TRACKER).is_file() and not any(load.glob(f"*/{MANIFEST}")):
         what, todo = "holds no checkpoint of Megatron-LM v1.1.5", "give the checkpoints folder of a run of this engine"
         problems.append(Problem("train.load", what, given["--load"], todo))
     if problems:

@@ -6,6 +6,9 @@ import json
 import math
 import os
 import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,10 @@ from tridock.experiment.inputs import CheckpointLayout
 from tridock.experiment.schema import Experiment
 from tridock.experiment.sizes import model_parameters
 from tridock.run_folder import CHECKPOINT_LAYOUT, write_atomic
+from tridock.train import signals
+from tridock.train.megatron_checkpoint import UpstreamCheckpoints
 from tridock.train.metrics import Metrics, record_event
-from tridock.train.process_group import Agreed, Ranks
+from tridock.train.process_group import Agreed, Ranks, any_rank
 
 
 class Recorder:
@@ -24,11 +29,14 @@ class Recorder:
 
     def __init__(self, training: Any, experiment: Experiment, run_folder: Path, ranks: Ranks) -> None:
         self.experiment, self.run_folder, self.first = experiment, run_folder, ranks.first
+        self._ranks = ranks
         # Megatron writes the TensorBoard files itself.
         self.metrics = Metrics(run_folder, active=ranks.first, tensorboard=False)
         self.iteration = 0
         self._lr = 0.0
         self._model: Any = None
+        self._optimizers: tuple[Any, ...] = ()
+        self._leaves = False
         self._loss: float | None = None
         self._saved = -1
         self._logged_at, self._logged_iteration = time.monotonic(), 0
@@ -39,14 +47,15 @@ class Recorder:
 
     def train(self, forward: Any, model: Any, *rest: Any) -> int:
         """The loop: notes the model, and where a resumed run starts."""
-        self._model = model
+        self._model, self._optimizers = model, rest[:2]
         self.iteration = self._logged_iteration = self._upstream.get_args().iteration
         self._logged_at = time.monotonic()
         pulse.beat(pulse.START, self.iteration)
         self.metrics.rewind(self.iteration)
         rows = int(self._upstream.get_args().padded_vocab_size)
         self.event("model_built", parameters=model_parameters(self.experiment.model, rows), padded_vocab_size=rows)
-        end: int = self._original["train"](forward, model, *rest)
+        with signals.saving() if self.experiment.train.save else nullcontext():
+            end: int = self._original["train"](forward, model, *rest)
         self.iteration = end
         return end
 
@@ -68,13 +77,21 @@ class Recorder:
     def training_log(
         self, losses: Any, totals: Any, rate: float, iteration: int, scale: float | None, *rest: Any
     ) -> Any:
-        """A line of metrics.jsonl at the first, the last and every ``log_interval``-th iteration."""
+        """A line of metrics.jsonl at the first, the last and every ``log_interval``-th iteration.
+
+        Here every iteration comes by: a run that is told to end saves, and leaves by :class:`Preempted`.
+        """
         train = self.experiment.train
         self.iteration = iteration
         pulse.beat(pulse.TRAIN, iteration)
         if iteration in (1, train.train_iters) or iteration % train.log_interval == 0:
             self._log(float(losses["lm loss"]), scale)
-        return self._original["training_log"](losses, totals, rate, iteration, scale, *rest)
+        reported = self._original["training_log"](losses, totals, rate, iteration, scale, *rest)
+        if train.save and signals.asked(partial(any_rank, self._ranks)):
+            self._leaves = True
+            self.save_checkpoint(iteration, self._model, *self._optimizers)
+            raise signals.Preempted(iteration)
+        return reported
 
     def _log(self, loss: float, scale: float | None) -> None:
         iteration, samples = self.iteration, self.experiment.batch.global_batch_size or 0
@@ -125,18 +142,28 @@ class Recorder:
         self._logged_at += time.monotonic() - started  # not training time
 
     def save_checkpoint(self, iteration: int, *given: Any) -> None:
-        """Upstream saves the last iteration twice where ``save_interval`` divides it; here once."""
+        """Upstream saves the last iteration twice where ``save_interval`` divides it; here once.
+
+        A checkpoint that cannot be written ends the run only where no other is to come.
+        """
         if iteration == self._saved:
             return
         started = time.monotonic()
         pulse.beat(pulse.SAVE)
-        self._original["save_checkpoint"](iteration, *given)
+        try:
+            folder = self._checkpoints.save(self._original["save_checkpoint"], iteration, *given)
+        except Agreed as failed:
+            self.event("checkpoint_failed", iteration=iteration, reason=str(failed))
+            if iteration == self.experiment.train.train_iters or self._leaves:
+                raise
+            self._say(f"warning: iteration {iteration} is not saved, and the run goes on:\n{failed}")
+        else:
+            self._saved = iteration
+            self._note_layout(folder.parent)
+            seconds = round(time.monotonic() - started, 3)
+            self.event("checkpoint_saved", iteration=iteration, folder=str(folder), seconds=seconds)
         pulse.beat(pulse.TRAIN)
-        self._saved = iteration
-        self._note_layout(Path(self._upstream.get_args().save))
-        seconds = time.monotonic() - started
-        self.event("checkpoint_saved", iteration=iteration, folder=str(self._upstream.get_args().save), seconds=seconds)
-        self._logged_at += seconds
+        self._logged_at += time.monotonic() - started  # not training time
 
     def _note_layout(self, folder: Path) -> None:
         """What the checkpoint fits, for the next launch to tell; once a node, as nodes may not share the folder."""
@@ -148,9 +175,24 @@ class Recorder:
 
     def load_checkpoint(self, *given: Any, **named: Any) -> int:
         """Notes where the run goes on."""
-        iteration: int = self._original["load_checkpoint"](*given, **named)
+        load = self._original["load_checkpoint"]
+        iteration = self._checkpoints.load(load, self._pass_over, *given, **named)
         self.event("checkpoint_loaded", folder=str(self._upstream.get_args().load), iteration=iteration)
         return iteration
+
+    def _pass_over(self, folder: Path, problems: Sequence[Problem]) -> None:
+        reasons = [str(problem) for problem in problems]
+        self.event("checkpoint_rejected", folder=str(folder), reasons=reasons)
+        self._say("\n".join([f"warning: {folder} is not whole, and is passed over:", *reasons]))
+
+    @cached_property
+    def _checkpoints(self) -> UpstreamCheckpoints:
+        keep = self.experiment.train.keep_checkpoints
+        return UpstreamCheckpoints(self._upstream.get_args(), self.run_folder, self._ranks, keep)
+
+    def _say(self, line: str) -> None:
+        if self.first:
+            print(line, flush=True)
 
     def event(self, event: str, **fields: object) -> None:
         """A line for programs, from rank 0."""

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import resource
-import signal
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import Final
 
 import torch
@@ -25,8 +22,6 @@ TIMEOUT_VARIABLE: Final = "DEEPSPEED_TIMEOUT"
 """Minutes to wait for the others in a collective, and at most as long for them to come; DeepSpeed's own variable."""
 _DEFAULT_TIMEOUT_MINUTES: Final = 30
 _MEETING_PATIENCE: Final = timedelta(minutes=5)
-_GRACE_SECONDS: Final = 5.0
-_AGAIN_SECONDS: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +42,6 @@ class Ranks:
     def first(self) -> bool:
         """Whether this is rank 0, which speaks for all."""
         return self.rank == 0
-
-
-class Stopped(BaseException):
-    """SIGTERM arrived. Not an Exception: nothing on the way up may take it for an ordinary failure."""
 
 
 def choose_device(local_rank: int) -> torch.device:
@@ -173,6 +164,13 @@ def mean_over_ranks(value: torch.Tensor) -> float:
     return total.item() / dist.get_world_size()
 
 
+def any_rank(ranks: Ranks, here: bool) -> bool:
+    """Whether something is so on any rank. A collective of four bytes."""
+    flag = torch.tensor([here], dtype=torch.int32, device=ranks.device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag.item())
+
+
 def peak_memory_bytes(ranks: Ranks) -> int:
     """The most that any rank held at once: of the GPU's memory torch's part, else the process's own. A collective."""
     if ranks.device.type == "cuda":
@@ -208,42 +206,6 @@ def leave() -> None:
     """Takes the process group down. Without it a process that has done its work can abort while it exits."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
-
-
-def stop_on_sigterm() -> None:
-    """SIGTERM raises :class:`Stopped` in the main thread; a rank that is deep inside a collective leaves all the same.
-
-    Python runs signal handlers between bytecodes, and a rank that waits for a dead one executes none.
-    The wake-up descriptor is written by the C handler itself, so a thread can see the signal and end the process.
-    """
-    read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)
-
-    def handler(_number: int, frame: FrameType | None) -> None:
-        if _in_finalizer(frame):
-            # Python ignores what is raised there, and prints its traceback: once more in a moment.
-            threading.Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), signal.SIGTERM)).start()
-            return
-        raise Stopped
-
-    def watch() -> None:
-        while data := os.read(read_end, 1):
-            if data[0] == signal.SIGTERM:
-                threading.Event().wait(_GRACE_SECONDS)
-                os.write(2, f"rank {os.environ['RANK']}: stopped by SIGTERM inside a collective\n".encode())
-                os._exit(128 + signal.SIGTERM)
-
-    signal.signal(signal.SIGTERM, handler)
-    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    threading.Thread(target=watch, name="sigterm", daemon=True).start()
-
-
-def _in_finalizer(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code.co_name == "__del__":
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _free_port() -> int:

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 from tridock import pulse
 from tridock.errors import EXIT_INTERRUPTED, RunError, TridockError
-from tridock.run_folder import FLIGHT
+from tridock.run_folder import EXIT_PREEMPTED, FLIGHT
 from tridock.train.rank_log import RankLog
 
 if TYPE_CHECKING:
-    from tridock.train import process_group
+    from tridock.train import process_group, signals
 
 
 def run_rank(run_folder: Path, program: Callable[[], None]) -> int:
@@ -48,11 +48,11 @@ def _watched(run_folder: Path, rank: int) -> Iterator[None]:
 
 def form_world(run_folder: Path) -> process_group.Ranks:
     """Joins this rank with the others; rank 0 records that the run has started, and the world that formed."""
-    from tridock.train import process_group
+    from tridock.train import process_group, signals
     from tridock.train.metrics import record_event
 
-    process_group.stop_on_sigterm()
     process_group.record_flights(run_folder / FLIGHT)
+    signals.listen(run_folder)
     first = os.environ.get("RANK", "0") == "0"
     if first:
         record_event(run_folder, "run_started", run=run_folder.name)
@@ -89,7 +89,7 @@ def _guarded(run_folder: Path, program: Callable[[], None]) -> int:
     """Runs, and turns whatever goes wrong into one message and an exit code."""
     rank = os.environ.get("RANK", "0")
     # Imported here: torch takes seconds, and what it prints belongs into the rank's log.
-    from tridock.train import process_group
+    from tridock.train import process_group, signals
 
     try:
         program()
@@ -111,7 +111,9 @@ def _guarded(run_folder: Path, program: Callable[[], None]) -> int:
     except KeyboardInterrupt:
         _report(run_folder, rank, EXIT_INTERRUPTED, f"rank {rank}: interrupted", "interrupted")
         return EXIT_INTERRUPTED
-    except process_group.Stopped:
+    except signals.Preempted as left:
+        return _leave_preempted(run_folder, rank, left)
+    except signals.Stopped:
         code = 128 + signal.SIGTERM
         _report(run_folder, rank, code, f"rank {rank}: stopped by SIGTERM", "stopped by SIGTERM", consequence=True)
         return code
@@ -129,6 +131,21 @@ def _guarded(run_folder: Path, program: Callable[[], None]) -> int:
     with contextlib.suppress(RuntimeError):  # the work is done; a rank that left first does not undo it
         process_group.leave()
     return 0
+
+
+def _leave_preempted(run_folder: Path, rank: str, left: signals.Preempted) -> int:
+    """Every rank is here, and none may go before rank 0 has said why: a launcher stops all when the first has gone."""
+    from tridock.train import process_group
+    from tridock.train.metrics import record_event
+
+    if rank == "0":
+        print(f"preempted: {left}", flush=True)
+        record_event(run_folder, "run_preempted", iteration=left.iteration)
+    pulse.beat(pulse.END)
+    with contextlib.suppress(RuntimeError):
+        process_group.barrier()
+        process_group.leave()
+    return EXIT_PREEMPTED
 
 
 def _report(run_folder: Path, rank: str, code: int, message: str, reason: str, **kind: bool) -> None:

@@ -19,7 +19,7 @@ from typing import NoReturn
 from tridock.run_folder import rank_log
 
 CLOSE_LIMIT_S = 3.0
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGUSR1)
 # Tells the child to end with what is in the pipe. One that no launcher sends: Slurm's --signal goes to children too.
 _FINISH = signal.SIGRTMIN
 _CHUNK = 1 << 16

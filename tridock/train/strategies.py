@@ -6,8 +6,8 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -22,6 +22,7 @@ from tridock.run_folder import DEEPSPEED_CONFIG
 from tridock.train.gpt import parameter_groups
 from tridock.train.loss_scale import LossScaler
 from tridock.train.process_group import Ranks
+from tridock.train.write_errors import kept_to_the_end, replaced
 
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -219,12 +220,35 @@ class Zero:
         # DeepSpeed lets rank 0 alone write what is common to all ranks; nodes that share no folder need a copy each.
         self.engine.save_non_zero_checkpoint = writes_shared or self.stage == 3
         own = {"loss_scaler": self.scaler.state()} if self.scaler is not None else {}
-        self.engine.save_checkpoint(str(folder.parent), tag=folder.name, client_state=own, save_latest=False)
+        with kept_to_the_end((torch, "save"), (self.engine, "_copy_recovery_script")):
+            self.engine.save_checkpoint(str(folder.parent), tag=folder.name, client_state=own, save_latest=False)
 
     def load(self, folder: Path) -> None:
-        _, own = self.engine.load_checkpoint(str(folder.parent), tag=folder.name)
+        with no_foreign_pickles():
+            _, own = self.engine.load_checkpoint(str(folder.parent), tag=folder.name)
         if self.scaler is not None:
             self.scaler.restore(own["loss_scaler"])
+
+
+@contextmanager
+def no_foreign_pickles() -> Iterator[None]:
+    """Inside, torch.load makes nothing but tensors, plain values, and the four classes that DeepSpeed puts beside them.
+
+    DeepSpeed asks for whole pickles, which may do anything.
+    """
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler as StaticLossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    load = torch.load
+
+    def strict(*given: Any, **named: Any) -> Any:
+        return load(*given, **{**named, "weights_only": True})
+
+    known = [DynamicLossScaler, StaticLossScaler, ZeroStageEnum, fragment_address]
+    with torch.serialization.safe_globals(known), replaced(torch, "load", strict):
+        yield
 
 
 def _mean(losses: list[Tensor]) -> Tensor:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,11 +18,16 @@ from tridock import pulse
 from tridock.errors import Problem, RequestError, RunError
 from tridock.experiment.schema import Experiment
 from tridock.experiment.sizes import padded_vocab_size
-from tridock.train.checkpoint import LATEST, Checkpoints, Progress
+from tridock.run_folder import CHECKPOINTS
+from tridock.train import signals
+from tridock.train.checkpoint import Checkpoints
+from tridock.train.checkpoint_choice import choose
+from tridock.train.checkpoint_files import TORCH, Names
 from tridock.train.dataset import Samples, load_splits, mixed_seed
 from tridock.train.gpt import GPT, Shape
 from tridock.train.metrics import Metrics, record_event
-from tridock.train.process_group import Agreed, Ranks, mean_over_ranks, together
+from tridock.train.process_group import Agreed, Ranks, any_rank, mean_over_ranks, together
+from tridock.train.progress import PROGRESS, Progress, check_fit, read_progress
 from tridock.train.schedule import learning_rate
 from tridock.train.strategies import Step, Strategy, build_strategy
 
@@ -42,8 +49,7 @@ class Parts:
     replicas: int
     reseed: Callable[[int], None]
     """Seeds dropout for an iteration: a resumed run draws what an uninterrupted one draws."""
-    pointer: str = LATEST
-    """The file that names the newest checkpoint."""
+    checkpoint_names: Names = TORCH
     shared_checkpoints: bool = False
     """Whether all ranks write into one folder."""
 
@@ -91,33 +97,40 @@ class Trainer:
         self.parts = parts = build(experiment, run_folder, workspace, ranks)
         self.experiment = experiment.resolved(parts.replicas)
         self.strategy, self.splits, self.progress = parts.strategy, parts.splits, parts.progress
-        self.checkpoints = Checkpoints(run_folder, ranks, parts.pointer)
+        self.checkpoints = Checkpoints(run_folder / CHECKPOINTS, ranks, parts.checkpoint_names)
         if parts.shared_checkpoints and experiment.train.save:
             self.checkpoints.require_shared()
         if experiment.train.load is not None:
-            source = workspace / experiment.train.load
-            self.progress = self.checkpoints.load(self.strategy, source, self.progress)
-            self.event("checkpoint_loaded", folder=str(source), iteration=self.progress.iteration)
+            self.load(workspace / experiment.train.load)
         self.metrics = Metrics(run_folder, active=ranks.first, tensorboard=experiment.train.tensorboard)
         self.metrics.rewind(self.progress.iteration)
         self._logged_at, self._logged_iteration = time.monotonic(), self.progress.iteration
 
     def run(self) -> None:
         """Trains from where the run stands to its last iteration, then evaluates on the test split."""
-        train = self.experiment.train
         self.announce()
         pulse.beat(pulse.START, self.progress.iteration)
-        for iteration in range(self.progress.iteration + 1, train.train_iters + 1):
-            last = iteration == train.train_iters
-            step = self.step(iteration)
-            if iteration == 1 or last or iteration % train.log_interval == 0:
-                self.log(iteration, step)
-            if train.eval_interval and (last or iteration % train.eval_interval == 0):
-                self.evaluate("valid")
-            if train.save and (last or (train.save_interval and iteration % train.save_interval == 0)):
-                self.save()
+        with signals.saving() if self.experiment.train.save else nullcontext():
+            for iteration in range(self.progress.iteration + 1, self.experiment.train.train_iters + 1):
+                self.iterate(iteration)
         self.evaluate("test")
         self.metrics.close()
+
+    def iterate(self, iteration: int) -> None:
+        """One step and what is due after it; a run that is told to end saves, and leaves by :class:`Preempted`."""
+        train = self.experiment.train
+        last = iteration == train.train_iters
+        step = self.step(iteration)
+        if iteration == 1 or last or iteration % train.log_interval == 0:
+            self.log(iteration, step)
+        leaves = train.save and signals.asked(partial(any_rank, self.ranks))
+        if train.eval_interval and not leaves and (last or iteration % train.eval_interval == 0):
+            self.evaluate("valid")
+        if train.save and (last or leaves or (train.save_interval and iteration % train.save_interval == 0)):
+            self.save(is_last=last or leaves)
+        if leaves:
+            self.metrics.close()
+            raise signals.Preempted(iteration)
 
     def step(self, iteration: int) -> Step:
         """One optimizer step on the next global batch."""
@@ -190,16 +203,49 @@ class Trainer:
         self._logged_at += time.monotonic() - started  # not training time
         pulse.beat(pulse.TRAIN)
 
-    def save(self) -> None:
-        """A checkpoint of this moment."""
-        started = time.monotonic()
+    def load(self, source: Path) -> None:
+        """Goes on from a checkpoint, or from the newest whole one of a folder of them."""
+        fresh, rank = self.progress, self.ranks.rank
+
+        def needed(folder: Path) -> tuple[str, ...]:
+            try:
+                check_fit(folder, read_progress(folder), fresh)
+            except RequestError:
+                return ()  # whole or not, it does not fit: that is told below
+            return self.strategy.files(rank)
+
+        folder = choose(source, self.parts.checkpoint_names, self.ranks, needed, self.pass_over)
+        with together(self.ranks):
+            self.progress = read_progress(folder)
+            check_fit(folder, self.progress, fresh)
+        self.strategy.load(folder)
+        self.event("checkpoint_loaded", folder=str(folder), iteration=self.progress.iteration)
+
+    def pass_over(self, folder: Path, problems: Sequence[Problem]) -> None:
+        """Says why a checkpoint is not used."""
+        reasons = [str(problem) for problem in problems]
+        self.event("checkpoint_rejected", folder=str(folder), reasons=reasons)
+        self.say("\n".join([f"warning: {folder} is not whole, and is passed over:", *reasons]))
+
+    def save(self, is_last: bool) -> None:
+        """A checkpoint of this moment. One that cannot be written ends the run only where it ``is_last``."""
+        started, iteration = time.monotonic(), self.progress.iteration
+        own = {PROGRESS: self.progress.to_bytes()}
         pulse.beat(pulse.SAVE)
-        folder = self.checkpoints.save(self.strategy, self.progress)
+        needed, keep = (*own, *self.strategy.files(self.ranks.rank)), self.experiment.train.keep_checkpoints
+        try:
+            folder = self.checkpoints.save(self.strategy.save, iteration, own, needed, keep)
+        except Agreed as failed:
+            self.event("checkpoint_failed", iteration=iteration, reason=str(failed))
+            if is_last:
+                raise
+            self.say(f"warning: iteration {iteration} is not saved, and the run goes on:\n{failed}")
+        else:
+            seconds = round(time.monotonic() - started, 3)
+            self.event("checkpoint_saved", iteration=iteration, folder=str(folder), seconds=seconds)
+            self.say(f"checkpoint saved: {folder}")
         pulse.beat(pulse.TRAIN)
-        seconds = time.monotonic() - started
-        self.event("checkpoint_saved", iteration=self.progress.iteration, folder=str(folder), seconds=round(seconds, 3))
-        self.say(f"checkpoint saved: {folder}")
-        self._logged_at += seconds
+        self._logged_at += time.monotonic() - started  # not training time
 
     def announce(self) -> None:
         """What is about to be trained, in two lines."""

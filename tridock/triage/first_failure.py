@@ -10,7 +10,8 @@ from typing import Any
 from tridock.errors import Problem
 
 _LENGTH = 300
-_SEEN = ("rank_died", "rank_hung", "node_lost", "launcher_ended")
+# The supervisor's verdicts, and what a node says that heard no more of it: that tells where there is none of these.
+_SEEN = ("rank_died", "rank_hung", "node_lost", "launcher_ended", "head_lost")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,8 @@ def first_failure(events: Mapping[str, bytes], nodes: Mapping[int, str]) -> Firs
     another or was told to end, whatever the time says. Where all only lost another, it was one that said nothing.
     """
     attempt = _last_attempt(events.values())
-    if (seen := next((event for event in attempt if event["event"] in _SEEN), None)) is not None:
+    if found := sorted((event for event in attempt if event["event"] in _SEEN), key=_weight):
+        seen = found[0]
         node = str(seen.get("node") or "the launcher")
         return FirstFailure(seen.get("rank"), node, str(seen.get("reason"))[:_LENGTH], seen=True, event=seen)
     failures = {json.dumps(event, sort_keys=True): event for event in attempt if _is_failure(event)}
@@ -68,6 +70,10 @@ def _essence(event: Mapping[str, Any]) -> str:
     lines = str(event.get("reason") or "").strip().splitlines() or ["no reason on record"]
     problem = Problem.parse(lines[0])
     return (f"{problem.where}: {problem.what}" if problem else lines[0])[:_LENGTH]
+
+
+def _weight(event: Mapping[str, Any]) -> bool:
+    return bool(event["event"] == "head_lost")
 
 
 def _is_failure(event: Mapping[str, Any]) -> bool:

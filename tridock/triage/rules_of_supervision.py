@@ -60,6 +60,15 @@ SUPERVISION: Final = (
         events=frozenset({"node_lost"}),
         proof="recorded",
     ),
+    Rule(
+        "head-lost",
+        "{node} lost the head, which says nothing of the run's end: the head or its network has gone",
+        "see that the head is up and reached (fab status, fab check), then launch again with train.load",
+        _SUPERVISOR,
+        says=words("heard nothing from the head"),
+        events=frozenset({"head_lost"}),
+        proof="recorded",
+    ),
 )
 
 LEFT: Final = (

@@ -2,6 +2,7 @@
 # Run tiny-20260102-030405-abcd: what the head executes. Started by Tridock, which records its exit code.
 set -Eeuo pipefail
 
+trap '' USR1
 cd /workspace/runs/tiny-20260102-030405-abcd
 export NCCL_DEBUG=INFO
 export GREETING='it'"'"'s two words'

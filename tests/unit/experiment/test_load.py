@@ -75,7 +75,7 @@ fp16: 3
          "mend the syntax at this place"),
         ("- a\n", "e.yaml: must be a mapping of fields; got list; write `field: value` lines"),
         (GOOD + "zz: 1\n", "e.yaml: zz: is not a field; got 1; remove it, or use one of name, engine, model, parallel, "
-         "batch, data, optimizer, precision, fp16, train, launch, megatron_args, env"),
+         "batch, data, optimizer, precision, fp16, train, launch, restart, megatron_args, env"),
         (GOOD + "launch: {master_port: 70000}\n", "e.yaml: launch.master_port: must be at most 65535; got 70000; lower it"),  # noqa: E501
         (GOOD.replace("num_layers: 2", "num_layers: 2, hidden_dropout: 1.0"),
          "e.yaml: model.hidden_dropout: must be less than 1; got 1.0; lower it"),
@@ -131,3 +131,22 @@ def test_scientific_notation_is_a_number() -> None:
 def test_every_shipped_experiment_loads(path: Path) -> None:
     if path.name == "reference.yaml" or "model" in yaml.safe_load(path.read_text()):
         load_experiment(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 90), ("90s", 90), ("30m", 1800), ("12h", 43200), ("7d", 604800), ("null", None)],
+)
+def test_a_window_in_words(text: str, seconds: int | None) -> None:
+    assert parse_experiment(GOOD, "e.yaml", [f"restart.window={text}"]).restart.window == seconds
+
+
+@pytest.mark.parametrize("text", ["1w", "h", "1.5h", "soon", "''"])
+def test_a_window_that_is_none(text: str) -> None:
+    words = "must be a whole number of seconds, or one with its unit as in 90s, 30m, 12h, 7d"
+    got = repr(text.strip("'"))
+    assert message(GOOD, f"restart.window={text}") == f"e.yaml: restart.window: {words}; got {got}; mend it"
+
+
+def test_a_window_of_no_time() -> None:
+    assert message(GOOD, "restart.window=0s") == "e.yaml: restart.window: must be greater than 0; got 0; raise it"

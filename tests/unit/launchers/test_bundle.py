@@ -10,6 +10,7 @@ from tridock.experiment import parse_experiment
 from tridock.launchers import RunBundle, make_bundle
 from tridock.launchers.bundle import default_port
 from tridock.plan import assess
+from tridock.supervision import Supervision
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "launch"
 RUN_ID = "tiny-20260102-030405-abcd"
@@ -55,6 +56,47 @@ def test_files_of_the_folder() -> None:
     assert json.loads(made.files["manifest.json"]) == {"image": "sha256:1", "run_id": RUN_ID}
     assert json.loads(made.files["ds_config.json"])["train_batch_size"] == 4
     assert json.loads(made.files["plan.json"])["world_size"] == 4
+
+
+def test_what_the_supervisor_has_to_know() -> None:
+    made = bundle("two-nodes", "restart.max=3", "restart.window=1h", "launch.hang_timeout=60")
+    assert Supervision.from_json(made.files["supervision.json"].decode()) == Supervision(
+        head="node-1",
+        ranks={"node-1": (0, 1), "node-2": (2, 3)},
+        remote=("node-2",),
+        master_port=29500,
+        hang_timeout_s=60.0,
+        max_restarts=3,
+        restart_window_s=3600.0,
+        pointer=f"/workspace/runs/{RUN_ID}/checkpoints/latest",
+    )
+
+
+def test_a_restart_loads_the_runs_own_checkpoints() -> None:
+    files = bundle("two-nodes").files
+    load = f" \\\n  --load /workspace/runs/{RUN_ID}/checkpoints\n"
+    assert files["launch-resume.sh"].decode() == files["launch.sh"].decode().rstrip() + load
+    files = bundle("two-nodes", "train.save=false").files
+    assert "launch-resume.sh" not in files
+    assert Supervision.from_json(files["supervision.json"].decode()).pointer is None
+
+
+def test_a_restart_of_megatron_loads_them_in_its_own_words() -> None:
+    fields = ["engine=megatron-deepspeed", "data.vocab_file=v", "data.merge_file=m", "precision=fp32"]
+    files = bundle("one-node", *fields, "train.load=runs/old/checkpoints", "train.checkpoint_folder=kept").files
+    launch, resume = files["launch.sh"].decode(), files["launch-resume.sh"].decode()
+    assert resume == launch.replace("--load /workspace/runs/old/checkpoints", "--load /workspace/kept")
+    pointer = Supervision.from_json(files["supervision.json"].decode()).pointer
+    assert pointer == "/workspace/kept/latest_checkpointed_iteration.txt"
+
+
+def test_nodes_that_are_started_by_hand_are_not_reached_by_ssh() -> None:
+    experiment, slots = parse_experiment(EXPERIMENT, "e.yaml"), CLUSTERS["two-nodes"]
+    made = make_bundle(
+        experiment, assess(experiment, slots, "e.yaml"), slots,
+        run_id=RUN_ID, master_addr="a", master_port=29500, manifest={}, node_rank=0,
+    )  # fmt: skip
+    assert Supervision.from_json(made.files["supervision.json"].decode()).watched == ("node-1",)
 
 
 def test_the_experiment_in_the_folder_is_resolved() -> None:

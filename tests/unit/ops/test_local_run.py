@@ -71,3 +71,12 @@ def test_data_that_are_too_short(config: Path) -> None:
 )  # fmt: skip
 def test_words_that_do_not_fit(config: Path, words: tuple[str, ...], message: str) -> None:
     assert train(config, *words) == (2, f"{message}\n")
+
+
+def test_nodes_that_are_started_by_hand_are_not_restarted(config: Path) -> None:
+    words = ["--set", "restart.max=1", "--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1"]
+    assert train(config, *words) == (
+        2,
+        f"{config}: restart.max: cannot be for nodes that are each started by hand; got 1; "
+        "set it to 0, or start them with fab launch\n",
+    )

@@ -131,6 +131,10 @@ def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
         (["run_started", "run_failed:no data", "launcher_ended"], "failed: no data"),
         (["launcher_ended"], "failed: the launcher ended with exit code 7"),
         (["run_started", "run_finished"], "finished"),
+        (["run_started", "run_failed:lost a rank", "rank_died:was ended"], "failed: rank 1 on b was ended"),
+        (["run_started", "node_lost:has not answered"], "failed: rank 1 on b has not answered"),
+        (["run_started", "rank_died:was ended", "run_restarted", "run_started"], "running"),
+        (["run_started", "run_stopped", "rank_died:was ended"], "stopped"),
     ],
 )
 def test_the_state(tmp_path: Path, names: list[str], state: str) -> None:
@@ -138,7 +142,13 @@ def test_the_state(tmp_path: Path, names: list[str], state: str) -> None:
     events = []
     for number, name in enumerate(names):
         event, _, reason = name.partition(":")
-        record = {"time": f"2026-01-01T00:00:{number:02d}.000+00:00", "event": event, "exit_code": 7}
+        record = {
+            "time": f"2026-01-01T00:00:{number:02d}.000+00:00",
+            "event": event,
+            "exit_code": 7,
+            "rank": 1,
+            "node": "b",
+        }
         events.append(record | ({"reason": reason} if reason else {}))
     write_lines(folder / "events.jsonl", events)
     assert summarize(folder).state == state

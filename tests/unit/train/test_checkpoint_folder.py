@@ -1,26 +1,21 @@
-"""Finding a checkpoint and judging whether it fits, before anything is loaded."""
+"""One rank saves and chooses checkpoints; judging whether one fits, before anything is loaded."""
 
-import json
+import errno
 import shutil
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.unit.train.experiments import experiment
-from tridock.errors import RequestError
-from tridock.train.checkpoint import (
-    LATEST_OF_MEGATRON,
-    Checkpoints,
-    Progress,
-    check_fit,
-    check_shared,
-    find_checkpoint,
-    pointed,
-    read_progress,
-)
-from tridock.train.process_group import Consequence, Ranks, join, leave
+from tridock.errors import Problem, RequestError
+from tridock.train.checkpoint import Checkpoints, check_shared
+from tridock.train.checkpoint_choice import choose as chosen
+from tridock.train.checkpoint_files import MEGATRON, TORCH, Names, looks_whole
+from tridock.train.process_group import Agreed, Ranks, join, leave
+from tridock.train.progress import Progress, check_fit, read_progress
 
 RANKS = Ranks(0, 0, 2, torch.device("cpu"))
 ZERO = {"parallel.strategy": "zero", "parallel.zero_stage": 2}
@@ -28,30 +23,6 @@ ZERO = {"parallel.strategy": "zero", "parallel.zero_stage": 2}
 
 def progress(**fields: object) -> Progress:
     return Progress.of(experiment(**fields), RANKS, padded_vocab_size=128)
-
-
-def make_checkpoint(folder: Path, saved: Progress) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "tridock.json").write_text(json.dumps(asdict(saved)))
-    return folder
-
-
-def test_the_latest_or_a_named_one(tmp_path: Path) -> None:
-    first = make_checkpoint(tmp_path / "iter_0000005", replace(progress(), iteration=5, consumed_samples=40))
-    make_checkpoint(tmp_path / "iter_0000010", replace(progress(), iteration=10, consumed_samples=80))
-    (tmp_path / "latest").write_text("iter_0000010")
-    assert find_checkpoint(tmp_path).name == "iter_0000010"
-    assert find_checkpoint(first) == first
-    read = read_progress(first)
-    assert (read.iteration, read.consumed_samples, read.data_parallel_size) == (5, 40, 2)
-
-
-def test_no_checkpoint(tmp_path: Path) -> None:
-    todo = "give runs/<run-id>/checkpoints of a run that has saved, or one iter_… folder in it"
-    for source, got in ((tmp_path / "none", "no such folder"), (tmp_path, "no file named latest in it")):
-        with pytest.raises(RequestError) as caught:
-            find_checkpoint(source)
-        assert str(caught.value) == f"train.load: no checkpoint lies at {source}; got {got}; {todo}"
 
 
 @pytest.mark.parametrize(
@@ -96,20 +67,6 @@ def test_ddp_may_change_what_does_not_matter_to_it(tmp_path: Path) -> None:
     assert str(caught.value).startswith(f"parallel.strategy: the checkpoint {tmp_path} was saved with ddp; got zero; ")
 
 
-def test_megatrons_pointer_names_an_iteration(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "iter_0000010", replace(progress(), iteration=10))
-    (tmp_path / LATEST_OF_MEGATRON).write_text(pointed(LATEST_OF_MEGATRON, 10))
-    assert (tmp_path / LATEST_OF_MEGATRON).read_text() == "10"
-    assert find_checkpoint(tmp_path, LATEST_OF_MEGATRON).name == "iter_0000010"
-    (tmp_path / LATEST_OF_MEGATRON).write_text("release")
-    with pytest.raises(RequestError) as caught:
-        find_checkpoint(tmp_path, LATEST_OF_MEGATRON)
-    assert str(caught.value) == (
-        f"train.load: no checkpoint lies at {tmp_path}; got 'release' in {LATEST_OF_MEGATRON}; "
-        "give runs/<run-id>/checkpoints of a run that has saved, or one iter_… folder in it"
-    )
-
-
 def test_megatron_core_may_change_its_layout_and_not_its_optimizer(tmp_path: Path) -> None:
     core = {"engine": "megatron-core", "precision": "fp16"}
     saved = replace(progress(**core), data_parallel_size=8)
@@ -143,27 +100,175 @@ def test_a_folder_that_is_not_shared(tmp_path: Path) -> None:
     )
 
 
-class Gone:
-    """A strategy that writes while another rank, which failed, removes the folder."""
-
-    def save(self, folder: Path, *, writes_shared: bool) -> None:
-        assert writes_shared
-        shutil.rmtree(folder)
-        torch.save({}, folder / "part.pt")
+TODO = "bring it back, or go on from another checkpoint"
+Reasons = dict[str, list[str]]
 
 
-def test_a_checkpoint_that_another_rank_gave_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    """A world of this process alone."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TRIDOCK_WORLD_SIZE"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    ranks = join()
-    try:
-        with pytest.raises(Consequence) as caught:
-            Checkpoints(tmp_path, ranks).save(Gone(), progress())  # type: ignore[arg-type]
-    finally:
-        leave()
-    assert str(caught.value) == (
-        f"{tmp_path}/checkpoints/iter_0000000: another rank gave the checkpoint up; "
-        "look for its message in logs/rank-<N>.log"
+    yield join()
+    leave()
+
+
+def save(checkpoints: Checkpoints, iteration: int, keep: int | None = None) -> Path:
+    def write(folder: Path, writes_shared: bool) -> None:
+        assert writes_shared
+        (folder / "model.pt").write_bytes(bytes([iteration]) * 100)
+
+    return checkpoints.save(write, iteration, {"tridock.json": b"{}"}, ["model.pt", "tridock.json"], keep)
+
+
+def choose(checkpoints: Checkpoints, source: Path) -> tuple[str, Reasons]:
+    passed_over: Reasons = {}
+
+    def note(folder: Path, problems: Sequence[Problem]) -> None:
+        passed_over[folder.name] = [str(problem) for problem in problems]
+
+    return chosen(source, checkpoints.names, checkpoints.ranks, lambda _: ["model.pt"], note).name, passed_over
+
+
+def listing(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize(("names", "pointer", "word"), [
+    (TORCH, "latest", "iter_0000009"), (MEGATRON, "latest_checkpointed_iteration.txt", "9"),
+])  # fmt: skip
+def test_the_latest_or_a_named_one(tmp_path: Path, ranks: Ranks, names: Names, pointer: str, word: str) -> None:
+    checkpoints = Checkpoints(tmp_path, ranks, names)
+    first = save(checkpoints, 5)
+    assert save(checkpoints, 9) == tmp_path / "iter_0000009"
+    assert listing(tmp_path) == ["iter_0000005", "iter_0000009", pointer]
+    assert listing(first) == ["files.json", "model.pt", "tridock.json"]
+    assert (tmp_path / pointer).read_text() == word
+    assert choose(checkpoints, tmp_path) == ("iter_0000009", {})
+    assert choose(checkpoints, first) == ("iter_0000005", {})
+    # Who goes back by hand is obeyed.
+    (tmp_path / pointer).write_text(word.replace("9", "5") + "\n")
+    assert choose(checkpoints, tmp_path) == ("iter_0000005", {})
+
+
+def test_what_is_not_whole_is_passed_over(tmp_path: Path, ranks: Ranks) -> None:
+    checkpoints = Checkpoints(tmp_path, ranks, TORCH)
+    for iteration in (1, 2, 3, 4):
+        save(checkpoints, iteration)
+    (tmp_path / "iter_0000004/model.pt").write_bytes(b"")
+    (tmp_path / "iter_0000003/files.json").unlink()
+    (tmp_path / "iter_0000002").rename(tmp_path / "gone")
+    (tmp_path / "latest").write_text("")
+    got = "got ''; the newest whole one is taken"
+    assert choose(checkpoints, tmp_path) == (
+        "iter_0000001",
+        {
+            "latest": [f"{tmp_path}/latest: names no checkpoint; {got}"],
+            "iter_0000004": [f"{tmp_path}/iter_0000004/model.pt: is cut short; got 0 bytes instead of 100; {TODO}"],
+            "iter_0000003": [
+                f"{tmp_path}/iter_0000003/files.json: is missing: the save did not come to its end; {TODO}"
+            ],
+        },
     )
+
+
+def test_the_pointers_checkpoint_is_missed(tmp_path: Path, ranks: Ranks) -> None:
+    checkpoints = Checkpoints(tmp_path, ranks, TORCH)
+    save(checkpoints, 1)
+    shutil.rmtree(save(checkpoints, 2))
+    name, passed_over = choose(checkpoints, tmp_path)
+    assert (name, passed_over) == ("iter_0000001", {"iter_0000002": [f"{tmp_path}/iter_0000002: is missing; {TODO}"]})
+
+
+def test_none_is_whole(tmp_path: Path, ranks: Ranks) -> None:
+    checkpoints = Checkpoints(tmp_path, ranks, TORCH)
+    for iteration in (1, 2):
+        (save(checkpoints, iteration) / "model.pt").unlink()
+    todo = "give runs/<run-id>/checkpoints of a run that has saved, or one iter_… folder in it"
+    for source, names in ((tmp_path, ("iter_0000002", "iter_0000001")), (tmp_path / "iter_0000001", ("iter_0000001",))):
+        with pytest.raises(Agreed) as caught:
+            choose(checkpoints, source)
+        assert caught.value.error.exit_code == 2
+        parent = source if source == tmp_path else source.parent
+        assert str(caught.value).splitlines() == [
+            f"train.load: no whole checkpoint lies at {source}; {todo}",
+            *(f"{parent}/{name}/model.pt: is missing; {TODO}" for name in names),
+        ]
+
+
+def test_no_checkpoint(tmp_path: Path, ranks: Ranks) -> None:
+    todo = "give runs/<run-id>/checkpoints of a run that has saved, or one iter_… folder in it"
+    checkpoints = Checkpoints(tmp_path, ranks, TORCH)
+    for source, got in ((tmp_path / "none", "no such folder"), (tmp_path, "no checkpoint's folder in it")):
+        with pytest.raises(Agreed) as caught:
+            choose(checkpoints, source)
+        assert str(caught.value) == f"train.load: no checkpoint lies at {source}; got {got}; {todo}"
+
+
+def test_the_newest_stay(tmp_path: Path, ranks: Ranks) -> None:
+    checkpoints = Checkpoints(tmp_path, ranks, TORCH)
+    for iteration in (1, 2, 3):
+        save(checkpoints, iteration)
+    (tmp_path / "iter_0000003/model.pt").unlink()  # does not count
+    save(checkpoints, 4, keep=2)
+    assert listing(tmp_path) == ["iter_0000002", "iter_0000003", "iter_0000004", "latest"]
+    save(checkpoints, 5, keep=1)
+    assert listing(tmp_path) == ["iter_0000005", "latest"]
+
+
+def test_a_save_that_was_cut_short_leaves_the_one_before(tmp_path: Path, ranks: Ranks) -> None:
+    """What a kill leaves behind: half a folder; or one that was put aside for another of its name."""
+    whole = save(Checkpoints(tmp_path, ranks, TORCH), 1)
+    (tmp_path / ".iter_0000002.part/iter_0000002").mkdir(parents=True)
+    whole.rename(tmp_path / ".iter_0000001.old")
+    checkpoints = Checkpoints(tmp_path, ranks, TORCH)
+    assert looks_whole(whole)
+    assert choose(checkpoints, tmp_path) == ("iter_0000001", {})
+    save(checkpoints, 2)
+    assert listing(tmp_path) == ["iter_0000001", "iter_0000002", "latest"]
+    shutil.copytree(whole, tmp_path / ".iter_0000001.old")
+    Checkpoints(tmp_path, ranks, TORCH)
+    assert listing(tmp_path) == ["iter_0000001", "iter_0000002", "latest"]
+
+
+def test_a_checkpoint_is_replaced_by_another_of_its_name(tmp_path: Path, ranks: Ranks) -> None:
+    checkpoints = Checkpoints(tmp_path, ranks, TORCH)
+    (save(checkpoints, 3) / "model.pt").write_bytes(b"old")
+    assert (save(checkpoints, 3) / "model.pt").stat().st_size == 100
+    assert listing(tmp_path) == ["iter_0000003", "latest"]
+
+
+@pytest.mark.parametrize(("error", "got"), [
+    (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+    (RuntimeError("[enforce fail at inline_container.cc:664]"), "a file cut short (is the disk full?)"),
+])  # fmt: skip
+def test_a_failed_save_leaves_the_one_before(tmp_path: Path, ranks: Ranks, error: Exception, got: str) -> None:
+    checkpoints = Checkpoints(tmp_path, ranks, TORCH)
+    save(checkpoints, 1)
+
+    def write(folder: Path, _: bool) -> None:
+        (folder / "model.pt").write_bytes(b"half")
+        raise error
+
+    with pytest.raises(Agreed) as caught:
+        checkpoints.save(write, 2, {})
+    assert caught.value.error.exit_code == 4
+    assert str(caught.value) == (
+        f"{tmp_path}/iter_0000002: the checkpoint could not be written; got {got}; "
+        "free space there or mend its permissions; continue from the last whole checkpoint with train.load"
+    )
+    assert listing(tmp_path) == ["iter_0000001", "latest"]
+    assert choose(checkpoints, tmp_path) == ("iter_0000001", {})
+
+
+def test_a_checkpoint_without_a_file_that_is_needed(tmp_path: Path, ranks: Ranks) -> None:
+    """Another rank could not write it, and said so."""
+    with pytest.raises(Agreed) as caught:
+        Checkpoints(tmp_path, ranks, TORCH).save(lambda _folder, _shared: None, 2, {}, ["ddp.pt"])
+    assert str(caught.value) == (
+        f"{tmp_path}/iter_0000002: the checkpoint lacks a file; got ddp.pt; "
+        "look for another rank's message in logs/rank-<N>.log"
+    )
+    assert listing(tmp_path) == []

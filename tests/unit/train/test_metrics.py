@@ -50,3 +50,22 @@ def test_without_tensorboard(tmp_path: Path) -> None:
     metrics.iteration({"iteration": 1, "loss": 2.0})
     metrics.close()
     assert not (tmp_path / "tensorboard").exists()
+
+
+def test_a_run_that_goes_back_forgets_what_comes_after(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path, active=True, tensorboard=False)
+    metrics.rewind(3)
+    assert not (tmp_path / "metrics.jsonl").exists()
+    for iteration in (2, 4, 6):
+        metrics.iteration({"iteration": iteration, "loss": 1.0})
+        metrics.evaluation(iteration, "valid", 2.0)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"iteration": 1')  # the last words of one that was killed
+    Metrics(tmp_path, active=False, tensorboard=False).rewind(4)
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 7
+    metrics.rewind(4)
+    metrics.iteration({"iteration": 5, "loss": 1.0})
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["iteration"], "split" in line) for line in lines] == [
+        (2, False), (2, True), (4, False), (4, True), (5, False),
+    ]  # fmt: skip

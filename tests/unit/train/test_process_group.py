@@ -1,10 +1,6 @@
 """Joining, agreeing on errors, parting: with a world of one in this process, and stand-ins for the others."""
 
 import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -127,75 +123,3 @@ def test_a_lost_rank(text: str, got: str | None) -> None:
 
 def test_any_other_error_is_no_lost_rank() -> None:
     assert lost_rank(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
-
-
-def sigterm(program: str) -> tuple[int, str, float]:
-    """Exit code, output and seconds of a rank that gets SIGTERM once it says that it is ready."""
-    beginning = """
-import ctypes, os, time
-from tridock.train import process_group
-os.environ["RANK"] = "3"
-process_group._GRACE_SECONDS = 0.5
-process_group.stop_on_sigterm()
-"""
-    command = [sys.executable, "-c", beginning + program]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        started = time.monotonic()
-        process.send_signal(signal.SIGTERM)
-        said = process.stdout.read()
-        return process.wait(), said, time.monotonic() - started
-
-
-def test_sigterm_stops_the_main_thread() -> None:
-    program = """
-try:
-    print("ready", flush=True)
-    time.sleep(60)
-except process_group.Stopped:
-    print("stopped", flush=True)
-    os._exit(7)
-"""
-    code, said, seconds = sigterm(program)
-    assert (code, said) == (7, "stopped\n")
-    assert seconds < 5
-
-
-def test_sigterm_ends_a_rank_whose_way_out_is_blocked() -> None:
-    # A mutex locked twice waits in C for ever, as a collective does whose other ranks have stopped.
-    program = """
-mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
-try:
-    print("ready", flush=True)
-    time.sleep(60)
-except process_group.Stopped:
-    lock(mutex)
-    lock(mutex)
-"""
-    code, said, seconds = sigterm(program)
-    assert (code, said) == (143, "rank 3: stopped by SIGTERM inside a collective\n")
-    assert seconds < 5
-
-
-def test_sigterm_in_a_finalizer_is_not_lost() -> None:
-    code = """
-import os, signal, time
-from tridock.train.process_group import Stopped, stop_on_sigterm
-
-class Thing:
-    def __del__(self):
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.01)
-
-stop_on_sigterm()
-try:
-    thing = Thing()
-    del thing
-    time.sleep(20)
-except Stopped:
-    print("stopped", flush=True)
-    os._exit(0)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
-    assert (done.stdout, done.stderr) == ("stopped\n", "")

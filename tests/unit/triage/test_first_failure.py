@@ -60,3 +60,44 @@ def test_no_failure_on_record(content: bytes) -> None:
 def test_a_rank_without_words() -> None:
     found = first_failure({"a": failed(7, 1, "")}, NODES)
     assert str(found) == "rank 7 on an unknown node first: no reason on record"
+
+
+def seen(event: str, second: int, **fields: object) -> bytes:
+    found = {"time": f"2026-01-01T00:00:{second:02d}.000+00:00", "event": event, **fields}
+    return json.dumps(found).encode() + b"\n"
+
+
+DIED = {"rank": 3, "node": "b", "reason": "was ended by SIGKILL after iteration 7"}
+
+
+def test_what_the_supervisor_saw_comes_before_what_ranks_said() -> None:
+    lost = failed(0, 1, "collective: another rank has gone", consequence=True)
+    found = first_failure({"a": lost + failed(1, 1) + seen("rank_died", 2, **DIED), "b": lost}, NODES)
+    assert found is not None
+    assert (found.rank, str(found)) == (3, "rank 3 on b was ended by SIGKILL after iteration 7")
+
+
+@pytest.mark.parametrize(
+    ("event", "fields", "said"),
+    [
+        ("rank_hung", {"rank": 1, "node": "a", "reason": "hangs; no progress"}, "rank 1 on a hangs; no progress"),
+        ("node_lost", {"node": "b", "reason": "has not answered for 20 s"}, "b has not answered for 20 s"),
+        ("launcher_ended", {"reason": "was ended by SIGKILL"}, "the launcher was ended by SIGKILL"),
+        ("head_lost", {"node": "b", "reason": "heard nothing from the head"}, "b heard nothing from the head"),
+    ],
+)
+def test_everything_that_is_seen_has_its_words(event: str, fields: dict[str, object], said: str) -> None:
+    assert str(first_failure({"a": seen(event, 1, **fields)}, NODES)) == said
+
+
+def test_a_node_that_lost_the_head_is_heard_last() -> None:
+    words = {"node": "b", "reason": "heard nothing from the head for 25 s"}
+    found = first_failure({"a": seen("head_lost", 1, **words) + seen("rank_died", 2, **DIED)}, NODES)
+    assert found is not None
+    assert found.rank == 3
+
+
+def test_only_the_last_attempt_counts() -> None:
+    head = seen("rank_died", 1, **DIED) + seen("run_restarted", 5, attempt=1, iteration=0, reason="x")
+    assert first_failure({"a": head, "b": failed(2, 1)}, NODES) is None
+    assert first_failure({"a": head, "b": failed(2, 1, "first") + failed(2, 9)}, NODES) == FirstFailure(2, "b", "boom")

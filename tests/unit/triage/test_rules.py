@@ -35,6 +35,7 @@ RECORDED = {
         "hangs, as do all 2 ranks: a collective that does not end at x.py:1 in f; no progress for 31 s", "rank_hung"
     ),
     "rank-hung": failed("hangs while others wait for it at x.py:1 in f; no progress for 31 s", "rank_hung"),
+    "head-lost": failed("heard nothing from the head for 21 s", "head_lost"),
     "node-lost": failed("has not answered for 21 s", "node_lost"),
     "killed-for-memory-on-host": Facts(
         137,

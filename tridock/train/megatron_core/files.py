@@ -9,21 +9,34 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from torch.distributed.checkpoint.api import CheckpointException
+
+from tridock.train.write_errors import kept_to_the_end
 
 FILES = (".metadata", "common.pt", "metadata.json")
 """What every rank reads of a checkpoint, besides the tensors that it needs."""
 
 
 def save(state: dict[str, Any], folder: Path) -> None:
-    """Writes each tensor once, by one of the ranks that hold it. A collective."""
-    filesystem_async._results_queue = queue.Queue()
-    filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(write)
-    dist_checkpointing.save(state, str(folder))
+    """Writes each tensor once, by one of the ranks that hold it. A collective, which all ranks get through.
+
+    Where this rank cannot write, its error comes up at the end; where another cannot, the checkpoint lacks FILES.
+    """
+    writer = filesystem_async.FileSystemWriterAsync
+    places = ((torch, "save"), (writer, "finish"), (serialization, "save_config"))
+    with kept_to_the_end(*places) as kept, suppress(CheckpointException):
+        filesystem_async._results_queue = queue.Queue()
+        writer.write_preloaded_data_multiproc = staticmethod(partial(write, kept))
+        dist_checkpointing.save(state, str(folder))
 
 
 def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -32,8 +45,15 @@ def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     return loaded
 
 
-def write(transforms: Any, use_msc: bool, _rank: int, buckets: Sequence[Any], results: queue.Queue[Any]) -> None:
-    """One file after another. What cannot be written raises."""
+def write(
+    kept: list[Exception],
+    transforms: Any,
+    use_msc: bool,
+    _rank: int,
+    buckets: Sequence[Any],
+    results: queue.Queue[Any],
+) -> None:
+    """One file after another. What cannot be written is told to megatron-core, which tells all ranks, and ``kept``."""
     written = {}
     for number, bucket in enumerate(buckets):
         answers: queue.Queue[Any] = queue.Queue()
@@ -44,5 +64,7 @@ def write(transforms: Any, use_msc: bool, _rank: int, buckets: Sequence[Any], re
         )
         _, written[number] = answers.get()
         if isinstance(written[number], Exception):
-            raise written[number]
+            kept.append(written[number])
+            results.put(written[number])
+            return
     results.put(written)

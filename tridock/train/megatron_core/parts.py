@@ -6,13 +6,14 @@ from pathlib import Path
 
 from tridock.experiment.schema import Experiment
 from tridock.experiment.sizes import model_parameters, padded_vocab_size
-from tridock.train.checkpoint import LATEST_OF_MEGATRON, Progress
+from tridock.train.checkpoint_files import MEGATRON
 from tridock.train.dataset import load_splits
 from tridock.train.gpt import Shape
 from tridock.train.megatron_core.layout import Layout
 from tridock.train.megatron_core.samples import gpt_splits
 from tridock.train.megatron_core.strategy import MegatronCore
 from tridock.train.process_group import Ranks, together
+from tridock.train.progress import Progress
 from tridock.train.trainer import Parts, check_batch
 
 
@@ -36,6 +37,6 @@ def megatron_core_parts(experiment: Experiment, _run_folder: Path, workspace: Pa
         replica=layout.data_parallel_rank,
         replicas=layout.data_parallel_size,
         reseed=lambda iteration: layout.reseed(experiment.train.seed, iteration),
-        pointer=LATEST_OF_MEGATRON,
+        checkpoint_names=MEGATRON,
         shared_checkpoints=True,
     )

@@ -1,0 +1,77 @@
+"""Ranks that train nothing, for tests of what goes on around ranks: ``python steady.py RUN_FOLDER RANKS STEPS [LOAD]``.
+
+They beat at every step, write a checkpoint's pointer after every tenth, and go on from there where LOAD is given. What
+else they do is on request: a file ``<rank>-<word>`` in the run's folder is taken away and done.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tridock import pulse
+from tridock.node.events import append_event
+from tridock.run_folder import write_atomic
+
+STEP_S = 0.05
+
+
+def hang_for_ever() -> None:
+    """A frame that no collective has."""
+    time.sleep(1000)
+
+
+def launch(folder: Path, ranks: int, words: list[str]) -> int:
+    """Starts the ranks and looks after them once a second, as DeepSpeed's launcher does; leaves their end to others."""
+    command = [sys.executable, __file__, str(folder)]
+    running = [subprocess.Popen([*command, "rank", str(rank), *words]) for rank in range(ranks)]
+    while any(process.poll() is None for process in running):
+        time.sleep(1.0)
+    return max((abs(process.returncode) for process in running), default=0)
+
+
+def train(folder: Path, rank: int, steps: int, load: bool) -> None:
+    """One rank."""
+    pointer = folder / "checkpoints" / "latest"
+    first = int(pointer.read_text().removeprefix("iter_")) if load else 0
+    (folder / pulse.FOLDER).mkdir(exist_ok=True)
+    faulthandler.register(pulse.STACKS_SIGNAL, pulse.stacks_path(folder, rank).open("w"), all_threads=True)
+    pulse.start(folder, rank)
+    pulse.beat(pulse.START, first)
+    for iteration in range(first + 1, steps + 1):
+        time.sleep(STEP_S)
+        pulse.beat(pulse.TRAIN, iteration)
+        if iteration % 10 == 0 and rank == 0:
+            write_atomic(pointer, f"iter_{iteration:07d}".encode())
+        obey(folder, rank)
+    pulse.beat(pulse.END)
+    if rank == 0:
+        append_event(folder, "run_finished", iteration=steps)
+
+
+def obey(folder: Path, rank: int) -> None:
+    """Does what is asked for."""
+    for order in folder.glob(f"{rank}-*"):
+        order.unlink()
+        word = order.name.partition("-")[2]
+        if word == "hang":
+            hang_for_ever()
+        if word.startswith("exit"):
+            os._exit(int(word.removeprefix("exit")))
+        if word.startswith("fail"):
+            code = int(word.removeprefix("fail"))
+            append_event(folder, "run_failed", rank=rank, reason="asked to", agreed=code == 5)
+            pulse.beat(pulse.FAILED, code=code)
+            os._exit(code)
+
+
+if __name__ == "__main__":
+    where, what, *rest = sys.argv[1:]
+    if what == "rank":
+        train(Path(where), int(rest[0]), int(rest[1]), len(rest) > 2)
+    else:
+        sys.exit(launch(Path(where), int(what), rest))

@@ -1,0 +1,107 @@
+"""Checkpoints survive: kills, preemption, damage, full disks; of the engines torch and megatron-core."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.disturbed import EVERY, ITERATIONS, live_through, named
+from tests.distributed.ranks import PATIENCE, Started, make_data, make_run
+from tests.distributed.test_restart import Training
+from tridock import pulse
+from tridock.node.processes import find_processes
+from tridock.node.runs import list_runs
+from tridock.train.strategies import no_foreign_pickles
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+
+DROPOUT = {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}
+ENGINES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
+    "ddp": ("tridock.train.__main__", "ddp.pt", 0, {"parallel.strategy": "ddp"}),
+    "zero2": ("tridock.train.__main__", "*zero_pp_rank_1*", 1, {"parallel.strategy": "zero", "parallel.zero_stage": 2}),
+    "megatron-core": ("tridock.train.pretrain_gpt", "__1_0.distcp", 1, {
+        "engine": "megatron-core", "parallel.strategy": "ddp", "parallel.pipeline_model_parallel_size": 2,
+    }),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("workspace")
+    make_data(folder)
+    return folder
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_happens_to_a_run_does_not_change_its_losses(workspace: Path, engine: str) -> None:
+    module, victim, writer, own = ENGINES[engine]
+
+    def begin(name: str, full: str | None, **fields: Any) -> tuple[Path, Started]:
+        common = {**own, **DROPOUT, "train.train_iters": ITERATIONS}
+        folder = make_run(workspace, f"{engine}-{name}", 2, **common, **fields)
+        words = ["-m", module] if full is None else ["-m", "tests.distributed.checkpointed", module, full]
+        return folder, Started([*words, "--run-folder", str(folder)], folder, 2, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+
+    live_through(begin, victim, writer)
+
+
+class Evil:
+    """Does something when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+def test_deepspeed_unpickles_nothing_foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    torch.save({"optimizer": Evil(tmp_path / "done")}, tmp_path / "optim_states.pt")
+    with no_foreign_pickles(), pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        torch.load(tmp_path / "optim_states.pt", weights_only=False)  # as DeepSpeed does
+    assert not (tmp_path / "done").exists()
+
+
+def everything_of(run: Training) -> list[int]:
+    """All processes of a job, as a scheduler knows them: `tridock train`, the supervisor, the launcher, the ranks."""
+    found = [run.process.pid]
+    for process in Path("/proc").iterdir():
+        try:
+            if process.name.isdecimal() and run.folder.name.encode() in (process / "cmdline").read_bytes():
+                found.append(int(process.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize("whom", ["all", "train"])
+def test_a_scheduler_that_ends_a_job_leaves_a_checkpoint(workspace: Path, number: signal.Signals, whom: str) -> None:
+    """It tells every process, as Slurm does, or only the one that it knows."""
+    endless = make_run(workspace, f"endless-{whom}-{number.name}", 2, **EVERY, **{"train.train_iters": 10**6})
+    words = ["--set", "train.save_interval=0", "--set", "restart.max=2"]
+    run = Training(workspace, endless / "experiment.yaml", *words)
+    run.until(lambda: (beat := pulse.read(run.folder, 0)) is not None and beat.phase == pulse.TRAIN)
+    for pid in everything_of(run) if whom == "all" else [run.process.pid]:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+    output = run.process.communicate(timeout=PATIENCE)[0]
+    assert run.process.returncode == 85, output
+    assert (run.folder / "exit_code").read_text() == "85\n"
+    (saved,) = named(run.folder, "checkpoint_saved")
+    (told,) = named(run.folder, "run_preempted")
+    assert saved["iteration"] == told["iteration"]
+    assert run.restarts() == []
+    assert output.splitlines()[-1] == f"continue with --set train.load=runs/{run.folder.name}/checkpoints"
+    assert f"preempted: saved after iteration {told['iteration']}, as SIGTERM or SIGUSR1 asked\n" in output
+    assert find_processes(run.folder.name) == []
+    (line,) = [line for line in list_runs(workspace) if line["run_id"] == run.folder.name]
+    assert line["state"] == "preempted"

@@ -1,0 +1,385 @@
+"""The supervisor with ranks that train nothing: what it sees, what it ends, when it begins again."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.ranks import ROOT, free_port, rank_environment, read_lines
+from tridock import pulse, run_folder
+from tridock.node.course import Course
+from tridock.node.processes import find_processes, stop_processes
+from tridock.node.state import exit_code_of, is_supervised
+from tridock.supervision import Supervision
+
+pytestmark = pytest.mark.distributed
+
+SCRIPT = "exec {python} {program} {folder} {ranks} {steps} {load}\n"
+ENDED_S = 10.0
+
+
+@dataclass
+class Run:
+    """A run of steady ranks on this machine."""
+
+    folder: Path
+
+    @classmethod
+    def make(cls, workspace: Path, ranks: int = 2, steps: int = 10**6, **fields: Any) -> Run:
+        folder = workspace / "runs" / run_folder.new_run_id("steady")
+        folder.mkdir(parents=True)
+        program = Path(__file__).with_name("steady.py")
+        for name, load in ((run_folder.LAUNCH_SCRIPT, ""), (run_folder.RESUME_SCRIPT, "load")):
+            words = {"ranks": ranks, "program": program, "python": sys.executable}
+            (folder / name).write_text(SCRIPT.format(folder=folder, steps=steps, load=load, **words))
+        base = {"master_port": free_port(), "hang_timeout_s": 30.0, "pointer": f"{folder}/checkpoints/latest"}
+        supervision = Supervision("here", {"here": tuple(range(ranks))}, (), **{**base, **fields})
+        (folder / run_folder.SUPERVISION).write_text(supervision.to_json())
+        return cls(folder)
+
+    def start(self) -> None:
+        words = [sys.executable, "-m", "tridock.node", "start", str(self.folder)]
+        subprocess.run(words, env=rank_environment(), cwd=ROOT, check=True, timeout=30)
+
+    def beat(self, rank: int) -> pulse.Beat | None:
+        return pulse.read(self.folder, rank)
+
+    def train(self, beyond: int = 2, ranks: int = 2) -> None:
+        """Waits until every rank is further than that."""
+        self.until(
+            lambda: all((b := self.beat(n)) and b.phase == "train" and b.iteration > beyond for n in range(ranks))
+        )
+
+    def until(self, condition: Callable[[], object], seconds: float = 30.0) -> float:
+        """Waits; how long it took."""
+        began = time.monotonic()
+        while not condition():
+            assert time.monotonic() - began < seconds, (self.log(), self.events())
+            time.sleep(0.02)
+        return time.monotonic() - began
+
+    def signal(self, rank: int, number: int) -> None:
+        beat = self.beat(rank)
+        assert beat is not None
+        os.kill(beat.pid, number)
+
+    def ask(self, rank: int, word: str) -> None:
+        (self.folder / f"{rank}-{word}").touch()
+
+    def end(self, seconds: float = 30.0) -> int:
+        self.until(lambda: exit_code_of(self.folder) is not None, seconds)
+        code = exit_code_of(self.folder)
+        assert code is not None
+        assert find_processes(self.folder.name) == []
+        return code
+
+    def events(self, *names: str) -> list[dict[str, Any]]:
+        path = self.folder / run_folder.EVENTS
+        events = read_lines(path) if path.exists() else []
+        plain = [{name: value for name, value in event.items() if name != "time"} for event in events]
+        return [event for event in plain if not names or event["event"] in names]
+
+    def log(self) -> list[str]:
+        return (self.folder / run_folder.LAUNCHER_LOG).read_text().splitlines()
+
+    def said(self) -> list[str]:
+        return [line for line in self.log() if line.startswith("tridock: ")]
+
+    def stop(self) -> subprocess.CompletedProcess[str]:
+        workspace = str(self.folder.parents[1])
+        words = [sys.executable, "-m", "tridock.node", "stop", self.folder.name, "--workspace", workspace]
+        return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+
+    def others(self, verb: str) -> list[int]:
+        """The processes of ``tridock.node`` that are at work for this run."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdecimal() else []
+            except OSError:
+                continue
+            if b"tridock.node" in words and verb.encode() in words and str(self.folder).encode() in words:
+                found.append(int(entry.name))
+        return found
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def made(**fields: Any) -> Run:
+        runs.append(Run.make(tmp_path, **fields))
+        return runs[-1]
+
+    yield made
+    for run in runs:
+        for pid in run.others("start"):
+            os.kill(pid, signal.SIGKILL)
+        stop_processes(run.folder.name, grace_s=0.0)
+
+
+Make = Callable[..., Run]
+
+
+# ---- deaths --------------------------------------------------------------------------------------
+
+
+def test_a_run_that_goes_well(make: Make) -> None:
+    run = make(steps=20)
+    run.start()
+    assert run.end() == 0
+    assert run.events() == [{"event": "run_finished", "iteration": 20}]
+    assert run.said() == []
+    run.until(lambda: not is_supervised(run.folder))
+    run.until(lambda: not run.others("watch"))
+
+
+@pytest.mark.parametrize(
+    ("number", "how"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGSEGV, "SIGSEGV"), (signal.SIGTERM, "SIGTERM")]
+)
+def test_a_rank_that_a_signal_ends_takes_all_along(make: Make, number: signal.Signals, how: str) -> None:
+    run = make()
+    run.start()
+    run.train()
+    began = time.monotonic()
+    run.signal(1, number)
+    assert run.end() == 4
+    assert time.monotonic() - began < ENDED_S
+    (event,) = run.events()
+    reason = event.pop("reason")
+    assert event == {"event": "rank_died", "rank": 1, "node": "here", "exit_code": 4}
+    assert reason.startswith(f"was ended by {how} after iteration ")
+    assert run.said() == [f"tridock: rank 1 on here {reason}"]
+
+
+def test_a_rank_that_leaves_early_has_died(make: Make) -> None:
+    """Even with exit code 0: no failure exits 0."""
+    for code in (0, 3):
+        run = make()
+        run.start()
+        run.train()
+        run.ask(1, f"exit{code}")
+        assert run.end() == 4
+        (event,) = run.events()
+        assert event["event"] == "rank_died"
+        assert event["reason"].startswith(f"left with exit code {code} after iteration ")
+
+
+def test_a_rank_that_fails_of_itself_gives_its_exit_code(make: Make) -> None:
+    run = make()
+    run.start()
+    run.train()
+    run.ask(1, "fail2")
+    assert run.end() == 2
+    assert run.events() == [{"event": "run_failed", "rank": 1, "reason": "asked to", "agreed": False}]
+
+
+def test_orphans_of_a_launcher_that_is_killed_go_with_it(make: Make) -> None:
+    run = make()
+    run.start()
+    run.train()
+    (launcher,) = [p for p in find_processes(run.folder.name) if p.command[3] != "rank"]
+    os.kill(launcher.pid, signal.SIGKILL)
+    assert run.end() == 137
+    assert run.events() == [{"event": "launcher_ended", "exit_code": 137, "reason": "was ended by SIGKILL"}]
+
+
+def test_a_watch_that_is_killed_is_replaced_and_the_run_goes_on(make: Make) -> None:
+    run = make(steps=150)
+    run.start()
+    run.train()
+    (watch,) = run.others("watch")
+    os.kill(watch, signal.SIGKILL)
+    run.until(lambda: [pid for pid in run.others("watch") if pid != watch])
+    assert run.end() == 0
+
+
+def test_without_a_supervisor_the_ranks_end_by_themselves(make: Make) -> None:
+    run = make()
+    run.start()
+    run.train()
+    (supervisor,) = run.others("start")
+    os.kill(supervisor, signal.SIGKILL)
+    assert 5.0 < run.until(lambda: find_processes(run.folder.name) == []) < 20.0
+    assert not is_supervised(run.folder)
+    assert exit_code_of(run.folder) is None
+    assert run.events() == [
+        {"event": "head_lost", "node": "here", "reason": "heard nothing from the head for 10 s"},
+    ]
+    run.until(lambda: not run.others("watch"))
+
+
+# ---- hangs ---------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_is_stopped_is_named(make: Make) -> None:
+    run = make(hang_timeout_s=2.0)
+    run.start()
+    run.train()
+    began = time.monotonic()
+    run.signal(1, signal.SIGSTOP)
+    run.until(lambda: run.events("rank_hung"))
+    assert 2.0 <= time.monotonic() - began < 6.0
+    assert run.end() == 4
+    (event,) = run.events()
+    assert (event["rank"], event["node"]) == (1, "here")
+    words = r"is stopped \(SIGSTOP, or a debugger\); no progress for [2-5] s, phase train after iteration \d+"
+    assert re.fullmatch(words, event["reason"])
+
+
+def test_a_rank_that_hangs_is_named_with_the_place(make: Make) -> None:
+    run = make(hang_timeout_s=2.0)
+    run.start()
+    run.train()
+    run.ask(1, "hang")
+    assert run.end() == 4
+    (event,) = run.events()
+    assert event["event"] == "rank_hung"
+    assert event["rank"] == 1
+    program = Path(__file__).with_name("steady.py")
+    assert event["reason"].startswith(f"hangs while others wait for it at {program}:")
+    assert " in hang_for_ever; no progress for " in event["reason"]
+    log = (run.folder / run_folder.rank_log(1)).read_text()
+    assert log.startswith("tridock: rank 1 does not get on; its threads:\nCurrent thread ")
+    assert f'  File "{program}", line ' in log
+    assert " in hang_for_ever\n" in log
+
+
+def test_without_a_limit_no_rank_counts_as_hung(make: Make) -> None:
+    run = make(hang_timeout_s=0.0)
+    run.start()
+    run.train()
+    run.signal(1, signal.SIGSTOP)
+    time.sleep(4.0)
+    assert run.events() == []
+    run.stop()
+    assert run.end() == 143
+
+
+# ---- stops ---------------------------------------------------------------------------------------
+
+
+def test_a_stop_ends_the_run_and_does_not_begin_it_again(make: Make) -> None:
+    run = make(max_restarts=5)
+    run.start()
+    run.train()
+    answer = json.loads(run.stop().stdout)
+    assert answer["left"] == 0
+    assert run.end(0.1) == 143
+    assert run.events("run_restarted", "not_restarted") == []
+
+
+def test_a_second_run_beside_a_failing_one_notices_nothing(make: Make) -> None:
+    other, run = make(steps=200), make(max_restarts=1)
+    other.start()
+    run.start()
+    for one in (other, run):
+        one.train()
+    before = {process.pid for process in find_processes(other.folder.name)}
+    run.signal(0, signal.SIGKILL)
+    run.until(lambda: run.events("run_restarted"))
+    run.train()
+    run.stop()
+    assert run.end() == 143
+    assert {process.pid for process in find_processes(other.folder.name)} == before
+    assert other.end() == 0
+    assert other.events() == [{"event": "run_finished", "iteration": 200}]
+
+
+# ---- restarts ------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_from_its_last_checkpoint_and_twice_at_most(make: Make) -> None:
+    run = make(max_restarts=2)
+    run.start()
+    run.train(beyond=13)
+    run.signal(1, signal.SIGKILL)
+    run.until(lambda: run.events("run_restarted"))
+    (event,) = run.events("run_restarted")
+    assert event["attempt"] == 1
+    assert event["iteration"] >= 10
+    assert event["reason"].startswith("rank 1 on here was ended by SIGKILL after iteration ")
+    run.train(beyond=event["iteration"])
+    run.ask(0, "exit7")
+    run.until(lambda: len(run.events("run_restarted")) == 2)
+    run.train()
+    run.signal(0, signal.SIGKILL)
+    assert run.end() == 4
+    assert run.events("not_restarted") == [
+        {"event": "not_restarted", "reason": "restarted 2 times, and restart.max is 2"}
+    ]
+    last = run.said()
+    assert last[1] == f"tridock: restart 1 of at most 2, from the checkpoint of iteration {event['iteration']}"
+    assert last[-1] == "tridock: not restarted: restarted 2 times, and restart.max is 2"
+
+
+def test_a_run_without_a_checkpoint_begins_anew(make: Make) -> None:
+    run = make(steps=150, max_restarts=1, pointer=None)
+    run.start()
+    run.train(beyond=1)
+    run.signal(1, signal.SIGKILL)
+    assert run.end() == 0
+    assert run.events()[1] == {
+        "event": "run_restarted", "attempt": 1, "iteration": 0, "reason": f"rank 1 on here {run.events()[0]['reason']}",
+    }  # fmt: skip
+    assert run.said()[-1] == "tridock: restart 1 of at most 1, from the beginning"
+
+
+def test_a_pointer_from_before_the_run_is_not_its_own(make: Make, tmp_path: Path) -> None:
+    pointer = tmp_path / "latest"
+    run = make(steps=150, max_restarts=1, pointer=str(pointer))
+    pointer.write_text("iter_0000050")
+    os.utime(pointer, (1e9, 1e9))
+    run.start()
+    run.train(beyond=1)
+    run.signal(1, signal.SIGKILL)
+    assert run.end() == 0
+    assert run.events("run_restarted")[0]["iteration"] == 0
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"), [("fail2", "the request is wrong"), ("fail5", "every rank found the same")]
+)
+def test_what_would_fail_again_is_not_begun_again(make: Make, word: str, reason: str) -> None:
+    run = make(max_restarts=3)
+    run.start()
+    run.train()
+    run.ask(0, word)
+    assert run.end() == int(word[-1])
+    assert run.events("run_restarted", "not_restarted") == [{"event": "not_restarted", "reason": reason}]
+
+
+def test_a_restart_waits_for_the_port(make: Make) -> None:
+    run = make(steps=150, max_restarts=1)
+    port = Supervision.from_json((run.folder / run_folder.SUPERVISION).read_text()).master_port
+    with socket.create_server(("", port)):
+        run.start()
+        run.train()
+        run.signal(1, signal.SIGKILL)
+        run.until(lambda: run.events("rank_died"))
+        time.sleep(3.0)
+        assert run.events("run_restarted") == []
+    assert run.end() == 0
+    assert len(run.events("run_restarted")) == 1
+
+
+def test_a_port_that_stays_taken_is_named_with_its_holder(make: Make) -> None:
+    run = make(ranks=0)
+    supervision = Supervision.from_json((run.folder / run_folder.SUPERVISION).read_text())
+    with socket.create_server(("", supervision.master_port)), Course(run.folder, supervision) as course:
+        course._watches.poll(0.0)
+        found = course._hindrance()
+    name = Path("/proc/self/comm").read_text().strip()
+    assert found == f"port {supervision.master_port} is taken by {name} (pid {os.getpid()})"

@@ -1,0 +1,160 @@
+"""A run that is hit twice and goes on each time ends with the losses of one that was left alone, to the last bit."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.ranks import (
+    PATIENCE,
+    events,
+    losses,
+    make_data,
+    make_run,
+    rank_environment,
+    read_lines,
+    run_several,
+)
+from tridock import pulse
+from tridock.node.processes import find_processes
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+
+ITERATIONS, INTERVAL = 240, 40
+LENGTH = {
+    "train.train_iters": ITERATIONS,
+    "train.save": True,
+    "train.save_interval": INTERVAL,
+    "train.eval_interval": 30,
+    "model.hidden_dropout": 0.1,
+}
+CORE = {"engine": "megatron-core", "parallel.use_distributed_optimizer": True}
+ENGINES: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "zero1": {"parallel.strategy": "zero", "parallel.zero_stage": 1},
+    "megatron-core": CORE,
+}
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("workspace")
+    make_data(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(workspace: Path) -> dict[str, Path]:
+    folders = {name: make_run(workspace, f"calm-{name}", 2, **LENGTH, **fields) for name, fields in ENGINES.items()}
+    core = folders["megatron-core"]
+    run_several([folder for folder in folders.values() if folder != core], 2)
+    run_several([core], 2)
+    return folders
+
+
+class Training:
+    """`tridock train` of an experiment, beside the test."""
+
+    def __init__(self, workspace: Path, experiment: Path, *words: str) -> None:
+        id_file = workspace / f"id-{secrets.token_hex(4)}"
+        argv = [sys.executable, "-m", "tridock.cli", "train", str(experiment), "--workspace", str(workspace)]
+        argv += ["--nproc", "2", "--run-id-file", str(id_file), *words]
+        pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        self.process = subprocess.Popen(argv, env=rank_environment(), text=True, start_new_session=True, **pipe)  # type: ignore[call-overload]
+        self.until(id_file.exists)
+        self.folder = workspace / "runs" / id_file.read_text().strip()
+
+    def __enter__(self) -> Training:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Whatever has gone wrong, nothing of the run is left."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGINT)
+            self.process.communicate(timeout=60)
+
+    def until(self, condition: Callable[[], object]) -> float:
+        began = time.monotonic()
+        while not condition():
+            assert time.monotonic() - began < PATIENCE
+            assert self.process.poll() is None, self.process.communicate()[0]
+            time.sleep(0.01)
+        return time.monotonic() - began
+
+    def kill(self, rank: int, beyond: int) -> None:
+        """Once the rank has gone that far in this attempt."""
+
+        def is_there() -> bool:
+            beat = pulse.read(self.folder, rank)
+            return beat is not None and beat.phase == "train" and beat.iteration > beyond
+
+        self.until(is_there)
+        beat = pulse.read(self.folder, rank)
+        assert beat is not None
+        os.kill(beat.pid, signal.SIGKILL)
+
+    def restarts(self) -> list[dict[str, Any]]:
+        path = self.folder / "events.jsonl"
+        return [e for e in read_lines(path) if e["event"] == "run_restarted"] if path.exists() else []
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_two_deaths_change_no_loss(workspace: Path, undisturbed: dict[str, Path], engine: str) -> None:
+    with Training(workspace, undisturbed[engine] / "experiment.yaml", "--set", "restart.max=2") as run:
+        run.kill(1, beyond=INTERVAL + 5)
+        run.until(lambda: len(run.restarts()) == 1)
+        run.kill(0, beyond=2 * INTERVAL + 5)
+        overhead = run.until(lambda: len(run.restarts()) == 2)
+        output = run.process.communicate(timeout=PATIENCE)[0]
+    assert run.process.returncode == 0, output
+    assert losses(run.folder) == losses(undisturbed[engine])
+    lines = read_lines(run.folder / "metrics.jsonl")
+    assert len(lines) == len(losses(run.folder))  # none stands there twice
+    first, second = run.restarts()
+    assert (first["attempt"], second["attempt"]) == (1, 2)
+    assert first["iteration"] % INTERVAL == second["iteration"] % INTERVAL == 0
+    assert first["iteration"] >= INTERVAL
+    assert second["iteration"] >= 2 * INTERVAL
+    loaded = [e["iteration"] for e in read_lines(run.folder / "events.jsonl") if e["event"] == "checkpoint_loaded"]
+    assert loaded == [first["iteration"], second["iteration"]]
+    assert events(run.folder)[-1] == "run_finished"
+    print(f"{engine}: from the death to the next start {overhead:.1f} s")
+    assert overhead < 60.0
+    assert find_processes(run.folder.name) == []
+    launch, resume = ((run.folder / name).read_text() for name in ("launch.sh", "launch-resume.sh"))
+    assert resume == f"{launch.rstrip()} \\\n  --load {run.folder}/checkpoints\n"
+
+
+ENDLESS = ("--set", "train.train_iters=1000000", "--set", "train.log_interval=100")
+
+
+def test_ctrl_c_is_no_failure_to_recover_from(workspace: Path, undisturbed: dict[str, Path]) -> None:
+    with Training(workspace, undisturbed["ddp"] / "experiment.yaml", *ENDLESS, "--set", "restart.max=2") as run:
+        run.until(lambda: (beat := pulse.read(run.folder, 0)) and beat.phase == "train")
+        os.killpg(run.process.pid, signal.SIGINT)
+        output = run.process.communicate(timeout=60)[0]
+    assert run.process.returncode == 130, output
+    assert (run.folder / "exit_code").read_text() == "143\n"
+    assert run.restarts() == []
+    assert find_processes(run.folder.name) == []
+
+
+def test_a_dead_rank_is_named_in_the_last_line(workspace: Path, undisturbed: dict[str, Path]) -> None:
+    with Training(workspace, undisturbed["ddp"] / "experiment.yaml", *ENDLESS) as run:
+        run.kill(1, beyond=2)
+        began = time.monotonic()
+        output = run.process.communicate(timeout=60)[0]
+        assert time.monotonic() - began < 10.0
+    assert run.process.returncode == 4
+    last, words = output.splitlines()[-1], "rank 1 on localhost was ended by SIGKILL after iteration "
+    assert last.startswith(f"{run.folder.name}: the run failed; got exit code 4, {words}")
+    assert last.endswith(f"; look at {run.folder}/logs/rank-1.log")

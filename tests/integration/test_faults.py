@@ -1,0 +1,316 @@
+"""Faults for real on the twin: whatever is killed, stopped or cut off, the run ends everywhere, in time, and says why.
+
+Times are printed (``pytest -s``): docs/results.md has them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.clone import Clone, a_clone
+from tests.integration.rack import PROGRAMS, TINY, Attached, write_data
+from tests.integration.support import execute, succeed, wait_until
+from tridock import pulse
+
+pytestmark = pytest.mark.timeout(600)
+
+HEAD, OTHER = "node-1", "node-2"
+FOREVER = 10**6
+LENGTH = {"train.train_iters": 400}
+RANK = r"python -u -m tridock\.train "
+
+
+@dataclass
+class Twin:
+    """The twin of a clone, one rank a node, and the runs on it."""
+
+    clone: Clone
+    started: list[str] = field(default_factory=list)
+
+    def container(self, node: str) -> str:
+        return f"tridock-{self.clone.name}-{node}-1"
+
+    def inside(self, node: str, script: str) -> str:
+        return execute("docker", "exec", self.container(node), "bash", "-c", script).stdout
+
+    def signal(self, node: str, name: str, pattern: str) -> None:
+        """To the one process there whose command matches; its children that have the same are left alone."""
+        self.inside(node, f"pkill -o -{name} -f -- '{pattern}'")
+
+    def end_session(self, node: str, pattern: str) -> None:
+        """Kills the sshd process of the session that such a process runs in."""
+        up = "p=$(ps -o ppid= -p $p | tr -d ' ')"
+        script = f"p=$(pgrep -o -f -- '{pattern}'); until grep -q sshd /proc/$p/comm; do {up}; done; kill -9 $p"
+        self.inside(node, script)
+
+    def processes(self, run: Run, node: str) -> list[str]:
+        script = 'grep -slzx "TRIDOCK_RUN_ID=$0" /proc/[0-9]*/environ'.replace("$0", run.run_id)
+        return self.inside(node, script).split()
+
+    @contextmanager
+    def launched(self, **fields: Any) -> Iterator[Run]:
+        """A run that `fab launch` is attached to; it trains when the block begins, and is stopped when it ends."""
+        changes = {"train.train_iters": FOREVER, "train.log_interval": 1, "train.save": False, **fields}
+        words = [word for name, value in changes.items() for word in ("--set", f"{name}={json.dumps(value)}")]
+        id_file, output = self.clone.folder / f"id-{time.time_ns()}", self.clone.folder / f"out-{time.time_ns()}"
+        argv = [str(PROGRAMS / "fab"), "launch", "--hosts", "hostfiles/twin", "--config", "configs/tiny.yaml", *words]
+        keep = {name: value for name, value in os.environ.items() if not name.startswith(("COMPOSE_", "TRIDOCK_"))}
+        with output.open("wb") as file:
+            process = subprocess.Popen(
+                [*argv, "--run-id-file", str(id_file)], cwd=self.clone.folder, stdin=subprocess.DEVNULL,
+                env={**keep, "PYTHONPATH": str(self.clone.folder)}, stdout=file, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+        attached = Attached(process, output)
+        try:
+            wait_until(lambda: id_file.exists() or process.poll() is not None, "the run has an id", 120)
+            assert id_file.exists(), attached.text()
+            run = Run(self, id_file.read_text().strip(), attached)
+            run.wait_for_training()
+            yield run
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            if id_file.exists():
+                self.clone.run("fab", "stop", "--hosts", "hostfiles/twin", "--run", id_file.read_text().strip())
+
+
+@dataclass
+class Run:
+    twin: Twin
+    run_id: str
+    terminal: Attached
+
+    @property
+    def folder(self) -> Path:
+        return self.twin.clone.folder / "runs" / self.run_id
+
+    def wait_for_training(self, beyond: int = 1) -> None:
+        def trains() -> bool:
+            beats = [pulse.read(self.folder, rank) for rank in (0, 1)]
+            return all(beat and beat.phase == "train" and beat.iteration > beyond for beat in beats)
+
+        wait_until(lambda: trains() or self.terminal.process.poll() is not None, "its ranks train", 120)
+        assert trains(), self.terminal.text()
+
+    def events(self, *names: str) -> list[dict[str, Any]]:
+        lines = (self.folder / "events.jsonl").read_text().splitlines()
+        return [event for event in map(json.loads, lines) if not names or event["event"] in names]
+
+    def ends(self, within: float) -> tuple[int, str]:
+        """`fab launch` ends in time: its exit code and its last line; nothing of the run is left on a node."""
+        began = time.monotonic()
+        code = self.terminal.process.wait(timeout=within)
+        print(f"`fab launch` ended {time.monotonic() - began:.1f} s after the fault")
+        return code, self.terminal.text().splitlines()[-1]
+
+    def losses(self) -> dict[int, float]:
+        """By iteration; none stands in the file twice."""
+        lines = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        logged = [line for line in lines if "split" not in line]
+        found = {line["iteration"]: line["loss"] for line in logged}
+        assert len(found) == len(logged)
+        return found
+
+    def is_gone(self, node: str) -> bool:
+        return self.twin.processes(self, node) == []
+
+    def says(self, code: int, words: str, rank: int = 0) -> str:
+        """The pattern of the last line of `fab launch`."""
+        where = re.escape(f"look at {self.folder}/logs, or fab logs --hosts hostfiles/twin --run {self.run_id}")
+        return f"{self.run_id}: the run failed; got exit code {code}, {words}; {where} --rank {rank}"
+
+
+@pytest.fixture(scope="module")
+def twin(docker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twin]:
+    with a_clone(tmp_path_factory.mktemp("faults")) as clone:
+        clone.succeed("make image FLAVOR=cpu")
+        (clone.folder / "configs" / "tiny.yaml").write_text(json.dumps(TINY))
+        (clone.folder / "hostfiles" / "twin").write_text(f"{HEAD} slots=1\n{OTHER} slots=1\n")
+        write_data(clone.folder / "data" / "tiny")
+        clone.succeed("fab up --hosts hostfiles/twin")
+        yield Twin(clone)
+
+
+# ---- ranks and launchers; a second run beside them notices nothing -------------------------------
+
+
+@pytest.fixture(scope="module")
+def neighbour(twin: Twin) -> Iterator[Run]:
+    """Another run on the same nodes: held in its middle, so that it takes no processor, and released at the end."""
+    with twin.launched(**LENGTH, **{"launch.hang_timeout": 0}) as run:
+        for node in (HEAD, OTHER):
+            twin.signal(node, "STOP", f"{RANK}.*{run.run_id}")
+        yield run
+
+
+@pytest.fixture(scope="module")
+def calm(twin: Twin, neighbour: Run) -> Run:
+    """The neighbour, let go and come to its end."""
+    for node in (HEAD, OTHER):
+        twin.signal(node, "CONT", f"{RANK}.*{neighbour.run_id}")
+    assert neighbour.terminal.process.wait(timeout=180) == 0, neighbour.terminal.text()
+    return neighbour
+
+
+@pytest.fixture
+def beside(twin: Twin, neighbour: Run) -> Iterator[None]:
+    before = {node: twin.processes(neighbour, node) for node in (HEAD, OTHER)}
+    assert all(before.values())
+    yield
+    assert {node: twin.processes(neighbour, node) for node in (HEAD, OTHER)} == before
+
+
+@pytest.mark.usefixtures("beside")
+def test_a_rank_that_is_killed(twin: Twin) -> None:
+    with twin.launched() as run:
+        twin.signal(OTHER, "KILL", f"{RANK}.*{run.run_id}")
+        code, last = run.ends(within=12)
+        assert code == 4
+        assert re.fullmatch(run.says(4, r"rank 1 on node-2 was ended by SIGKILL after iteration \d+", 1), last), last
+        assert run.is_gone(HEAD)
+        assert run.is_gone(OTHER)
+        assert (run.folder / "exit_code").read_text() == "4\n"
+
+
+@pytest.mark.usefixtures("beside")
+def test_a_rank_that_is_stopped(twin: Twin) -> None:
+    with twin.launched() as run:
+        twin.signal(OTHER, "STOP", f"{RANK}.*{run.run_id}")
+        code, last = run.ends(within=45)
+        words = r"rank 1 on node-2 is stopped \(SIGSTOP, or a debugger\); no progress for 3\d s, phase train after .*"
+        assert code == 4
+        assert re.fullmatch(run.says(4, words, 1), last), last
+        assert run.is_gone(HEAD)
+        assert run.is_gone(OTHER)
+
+
+@pytest.mark.usefixtures("beside")
+def test_a_launcher_that_is_killed(twin: Twin) -> None:
+    with twin.launched() as run:
+        twin.signal(HEAD, "KILL", f"bin/deepspeed .*{run.run_id}")
+        code, last = run.ends(within=15)
+        assert code == 4
+        assert re.fullmatch(run.says(137, "the launcher was ended by SIGKILL"), last), last
+        assert run.is_gone(HEAD)
+        assert run.is_gone(OTHER)
+
+
+@pytest.mark.usefixtures("beside")
+def test_sessions_that_are_killed_do_not_end_a_run(twin: Twin) -> None:
+    """The watch is started anew; the launcher's ranks go on without theirs, and it is their word that counts."""
+    with twin.launched(**{"train.train_iters": 1000}) as run:
+        watch = f"tridock.node watch .*{run.run_id} {OTHER}"
+        first = twin.inside(OTHER, f"pgrep -o -f -- '{watch}'")
+        twin.end_session(OTHER, watch)
+        twin.end_session(OTHER, f"deepspeed.launcher.launch .*{run.run_id}")
+        wait_until(lambda: twin.inside(OTHER, f"pgrep -n -f -- '{watch}'") not in ("", first), "another watch", 15)
+        assert run.terminal.process.wait(timeout=120) == 0, run.terminal.text()
+        assert "pdsh@node-1: node-2: ssh exited with exit code 255\n" in run.terminal.text()
+        assert [event["event"] for event in run.events("node_lost", "head_lost", "launcher_ended")] == []
+        assert run.is_gone(OTHER)
+
+
+@pytest.mark.usefixtures("beside")
+def test_a_supervisor_that_is_killed(twin: Twin) -> None:
+    with twin.launched() as run:
+        twin.signal(HEAD, "KILL", f"tridock.node start .*{run.run_id}")
+        began = time.monotonic()
+        code, last = run.ends(within=15)
+        assert code == 4
+        assert last.startswith(f"{run.run_id}: the run failed; got exit code 4")
+        assert "was lost: nothing supervises it and no exit code was written" in run.terminal.text()
+        wait_until(lambda: run.is_gone(HEAD) and run.is_gone(OTHER), "the ranks have ended by themselves", 30)
+        print(f"without a supervisor, the ranks ended after {time.monotonic() - began:.1f} s")
+        assert {event["node"] for event in run.events("head_lost")} == {HEAD, OTHER}
+        assert re.search(rf"{run.run_id} +│ lost ", twin.clone.succeed("fab status --hosts hostfiles/twin"))
+
+
+def test_the_neighbour_goes_on_to_its_end(calm: Run) -> None:
+    assert [event["event"] for event in calm.events("run_failed", "rank_died", "rank_hung", "node_lost")] == []
+    assert len(calm.losses()) == LENGTH["train.train_iters"]
+
+
+# ---- nodes that vanish ---------------------------------------------------------------------------
+
+
+def test_a_node_whose_network_is_cut_and_that_comes_back(twin: Twin, calm: Run) -> None:
+    """Named in time; the run goes on once the node answers again, to the losses of the one that was left alone."""
+    network, container = f"tridock-{twin.clone.name}_default", twin.container(OTHER)
+    with twin.launched(**LENGTH, **{"train.save": True, "train.save_interval": 50, "restart.max": 1}) as run:
+        run.wait_for_training(beyond=60)
+        succeed("docker", "network", "disconnect", network, container)
+        began = time.monotonic()
+        wait_until(lambda: run.events("node_lost") != [], "the node is missed", 30)
+        print(f"a node without network was named after {time.monotonic() - began:.1f} s")
+        (event,) = run.events("node_lost")
+        assert event["node"] == OTHER
+        assert re.match(r"has not answered for 2\d s", event["reason"])
+        wait_until(lambda: run.is_gone(OTHER), "its ranks have ended by themselves", 30)
+        print(f"cut off, its ranks ended after {time.monotonic() - began:.1f} s")
+        succeed("docker", "network", "connect", "--alias", OTHER, network, container)
+        began = time.monotonic()
+        wait_until(lambda: run.events("run_restarted") != [], "the run goes on", 60)
+        print(f"once the node was back, the run went on after {time.monotonic() - began:.1f} s")
+        assert run.terminal.process.wait(timeout=180) == 0, run.terminal.text()
+        assert run.events("run_restarted")[0]["iteration"] % 50 == 0
+        assert run.events("run_restarted")[0]["iteration"] > 0
+        assert run.losses() == calm.losses()
+
+
+def test_a_head_that_stands_still_while_it_is_followed(twin: Twin) -> None:
+    with twin.launched() as run:
+        succeed("docker", "pause", twin.container(HEAD))
+        try:
+            code, last = run.ends(within=30)
+            assert (code, last) == (
+                3,
+                f"{HEAD}: has said nothing for 20 s while {run.run_id} was followed; the nodes that have lost it end "
+                "their ranks by themselves; see fab status once it is back",
+            )
+            wait_until(lambda: run.is_gone(OTHER), "the other node's ranks have ended by themselves", 30)
+        finally:
+            succeed("docker", "unpause", twin.container(HEAD))
+        wait_until((run.folder / "exit_code").exists, "the supervisor has found out", 60)
+        assert (run.folder / "exit_code").read_text() == "4\n"
+        assert run.is_gone(HEAD)
+
+
+def test_a_node_that_is_killed(twin: Twin) -> None:
+    with twin.launched() as run:
+        succeed("docker", "kill", twin.container(OTHER))
+        code, last = run.ends(within=45)
+        assert code == 4
+        words = r"node-2 (has not answered for 2\d s|dropped the ssh session in which its ranks were started).*"
+        assert re.fullmatch(run.says(4, words), last), last
+        assert run.is_gone(HEAD)
+
+
+def test_a_head_that_is_killed_while_it_is_followed(twin: Twin) -> None:
+    twin.clone.succeed("fab up --hosts hostfiles/twin")
+    with twin.launched() as run:
+        succeed("docker", "kill", twin.container(HEAD))
+        code, last = run.ends(within=10)
+        assert (code, last) == (
+            3,
+            f"{HEAD}: its node ended while {run.run_id} was followed; got exit code 137; the nodes that have lost it "
+            "end their ranks by themselves; see fab status once it is back",
+        )
+        began = time.monotonic()
+        wait_until(lambda: run.is_gone(OTHER), "the other node's ranks have ended by themselves", 45)
+        print(f"without the head, the other node's ranks ended after {time.monotonic() - began:.1f} s")
+        twin.clone.succeed("fab up --hosts hostfiles/twin")
+        assert re.search(rf"{run.run_id} +│ lost ", twin.clone.succeed("fab status --hosts hostfiles/twin"))

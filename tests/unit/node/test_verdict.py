@@ -1,0 +1,241 @@
+"""From what is seen of ranks and nodes to what is wrong: every rule by an example, and what holds for all of them."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tridock.node.restart import Made, refusal
+from tridock.node.verdict import (
+    END_S,
+    LOST_S,
+    NODE_SILENCE_S,
+    SAVE_S,
+    START_S,
+    Verdict,
+    Vital,
+    first_death,
+    hung,
+    late_ranks,
+    left_behind,
+    lost_node,
+    signal_name,
+)
+from tridock.pulse import PHASES
+from tridock.supervision import Supervision
+
+HEALTHY = Vital(0, "train", iteration=7, beats=9, code=0, age_s=0.1, alive=True)
+COLLECTIVE = ["/venv/torch/distributed/distributed_c10d.py:2806 in all_reduce", "/x/trainer.py:1 in step"]
+BACKWARD = ["/venv/torch/autograd/graph.py:979 in _engine_run_backward"]
+ASTRAY = ["/opt/tridock/train/dataset.py:120 in batches", *COLLECTIVE[1:]]
+
+
+def vital(rank: int = 0, **changes: object) -> Vital:
+    return replace(HEALTHY, rank=rank, **changes)  # type: ignore[arg-type]
+
+
+def dead(rank: int = 0, status: int | None = signal.SIGKILL, **changes: object) -> Vital:
+    return vital(rank, alive=False, status=status, **{"gone_s": 0.1, **changes})
+
+
+# ---- deaths --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"),
+    [
+        (signal.SIGKILL, "was ended by SIGKILL after iteration 7"),
+        (signal.SIGSEGV | 0x80, "was ended by SIGSEGV after iteration 7"),
+        (40, "was ended by signal 40 after iteration 7"),
+        (3 << 8, "left with exit code 3 after iteration 7"),
+        (0, "left with exit code 0 after iteration 7"),
+        (None, "ended without a word after iteration 7"),
+    ],
+)
+def test_how_a_rank_died(status: int | None, reason: str) -> None:
+    assert first_death({"a": [vital(0)], "b": [dead(1, status)]}) == Verdict("rank_died", reason, "b", 1)
+
+
+def test_a_rank_that_the_kernel_killed_for_memory() -> None:
+    found = first_death({"a": [dead(1, killed_for_memory=True, iteration=0)]})
+    assert str(found) == "rank 1 on a was killed by the kernel, out of memory before its first step"
+    # Another signal has another cause.
+    assert "SIGSEGV" in str(first_death({"a": [dead(1, signal.SIGSEGV, killed_for_memory=True)]}))
+
+
+def test_a_rank_that_failed_of_itself_comes_with_its_own_exit_code() -> None:
+    look = {"a": [vital(3, phase="failed", code=2, age_s=0.5)], "b": [vital(4, phase="lost", alive=False)]}
+    assert first_death(look) == Verdict("rank_failed", "failed", "a", 3, 2)
+
+
+def test_the_first_of_several_is_named() -> None:
+    killed, failed = dead(1, gone_s=2.0), vital(0, phase="failed", code=4, age_s=1.0)
+    found = first_death({"a": [failed], "b": [killed]})
+    assert found is not None
+    assert (found.kind, found.rank) == ("rank_died", 1)
+    found = first_death({"a": [replace(failed, age_s=3.0)], "b": [killed]})
+    assert found is not None
+    assert (found.kind, found.rank) == ("rank_failed", 0)
+
+
+def test_who_only_lost_another_is_not_the_first_and_is_named_only_alone() -> None:
+    lost = vital(0, phase="lost", code=4, alive=False, gone_s=9.0, age_s=9.0)
+    found = first_death({"a": [lost], "b": [dead(1)]})
+    assert found is not None
+    assert found.rank == 1
+    assert first_death({"a": [lost]}) is None
+    assert left_behind({"a": [replace(lost, age_s=LOST_S)]}) is None
+    assert left_behind({"a": [lost, vital(1)]}) == Verdict("rank_failed", "lost another rank", "a", 0, 4)
+
+
+def test_a_rank_that_has_ended_well_is_no_death() -> None:
+    ended = vital(0, phase="end", alive=False, gone_s=5.0)
+    assert first_death({"a": [ended, vital(1)]}) is None
+
+
+vitals = st.builds(
+    Vital,
+    rank=st.integers(0, 7),
+    phase=st.sampled_from(PHASES),
+    iteration=st.integers(0, 9),
+    beats=st.integers(1, 99),
+    code=st.sampled_from([0, 2, 4]),
+    age_s=st.floats(0, 5000),
+    alive=st.booleans(),
+    gone_s=st.floats(0, 100),
+    status=st.none() | st.integers(0, 0xFFFF),
+    stopped_s=st.floats(0, 100),
+    killed_for_memory=st.booleans(),
+)
+looks = st.dictionaries(st.sampled_from(["a", "b", "c"]), st.lists(vitals, max_size=4))
+
+
+@given(looks)
+def test_a_death_is_seen_if_and_only_if_there_is_one(look: dict[str, list[Vital]]) -> None:
+    there = [v for vs in look.values() for v in vs]
+    bad = [v for v in there if v.phase == "failed" or (not v.alive and v.phase not in ("end", "lost"))]
+    found = first_death(look)
+    assert (found is None) == (not bad)
+    if found is not None:
+        assert found.code > 0  # no failure exits 0
+        assert found.node in look
+        assert found.rank in [v.rank for v in look[found.node] if v in bad]
+
+
+@given(looks, st.none() | st.floats(0, 100), st.integers(0, 100))
+def test_whoever_is_named_as_hung_lives(look: dict[str, list[Vital]], step_s: float | None, hang_s: int) -> None:
+    late = late_ranks(look, step_s, hang_s)
+    assert hang_s or not late
+    if late:
+        found = hung(look, late, {})
+        assert found.code > 0
+        assert found.node is not None
+        assert found.rank in [v.rank for v in look[found.node] if v.alive]
+
+
+@given(st.floats(0, 40), st.integers(1, 100))
+def test_no_rank_is_late_within_the_limit(step_s: float, hang_s: int) -> None:
+    limit = max(hang_s, 3 * step_s)
+    for phase in ("train", "eval"):
+        assert late_ranks({"a": [vital(phase=phase, age_s=limit)]}, step_s, hang_s) == []
+        assert late_ranks({"a": [vital(phase=phase, age_s=limit + 0.1)]}, step_s, hang_s) != []
+
+
+# ---- hangs ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("phase", "limit"), [("start", START_S), ("save", SAVE_S), ("end", END_S)])
+def test_starting_saving_and_leaving_take_their_time(phase: str, limit: float) -> None:
+    assert late_ranks({"a": [vital(phase=phase, age_s=limit - 1)]}, 1.0, 30) == []
+    assert len(late_ranks({"a": [vital(phase=phase, age_s=limit + 1)]}, 1.0, 30)) == 1
+
+
+def test_a_rank_that_is_stopped_is_late_in_every_phase() -> None:
+    assert len(late_ranks({"a": [vital(phase="start", stopped_s=31.0)]}, None, 30)) == 1
+
+
+def named(*ranks: Vital, stacks: dict[int, list[str]] | None = None) -> str:
+    look = {"a": list(ranks)}
+    return str(hung(look, late_ranks(look, 1.0, 30), stacks or {}))
+
+
+def test_a_stopped_rank_is_named_before_those_who_wait_for_it() -> None:
+    waiting, stopped = vital(0, age_s=31.0, beats=8), vital(1, age_s=29.0, stopped_s=28.0)
+    assert named(waiting, stopped, stacks={0: COLLECTIVE}) == (
+        "rank 1 on a is stopped (SIGSTOP, or a debugger); no progress for 31 s, phase train after iteration 7"
+    )
+
+
+def test_a_rank_that_is_behind_is_named() -> None:
+    ahead, behind = vital(0, age_s=31.0), vital(1, age_s=32.0, beats=8, iteration=6)
+    assert named(ahead, behind, stacks={0: COLLECTIVE, 1: BACKWARD}) == (
+        "rank 1 on a hangs while others wait for it at /venv/torch/autograd/graph.py:979 in _engine_run_backward; "
+        "no progress for 32 s, phase train after iteration 6"
+    )
+
+
+def test_of_ranks_that_are_equally_far_the_one_outside_a_collective_is_named() -> None:
+    ranks = [vital(n, age_s=31.0) for n in range(3)]
+    assert named(*ranks, stacks={0: COLLECTIVE, 1: BACKWARD, 2: ASTRAY}) == (
+        "rank 2 on a hangs while others wait for it at /opt/tridock/train/dataset.py:120 in batches; "
+        "no progress for 31 s, phase train after iteration 7"
+    )
+
+
+@pytest.mark.parametrize("frames", [COLLECTIVE, ASTRAY])
+def test_where_all_stand_alike_nobody_is_blamed(frames: list[str]) -> None:
+    found = named(vital(0, age_s=31.0), vital(1, age_s=31.0), stacks={0: frames, 1: frames})
+    assert found.startswith("rank 0 on a hangs, as do all 2 ranks: a collective that does not end at ")
+
+
+def test_a_rank_alone() -> None:
+    assert named(vital(0, age_s=31.0)) == "rank 0 on a hangs; no progress for 31 s, phase train after iteration 7"
+
+
+# ---- nodes ---------------------------------------------------------------------------------------
+
+
+def test_a_node_that_is_silent_for_too_long_is_lost() -> None:
+    assert lost_node({"a": NODE_SILENCE_S - 0.1, "b": 0.0}, {}) is None
+    found = lost_node({"a": 1.0, "b": 20.4}, {"b": "ssh: connect to host b port 2222: Connection refused"})
+    assert str(found) == "b has not answered for 20 s (ssh: connect to host b port 2222: Connection refused)"
+    assert str(lost_node({"a": 1.0, "b": 20.4, "c": 22.0}, {})) == "c has not answered for 22 s, as has b"
+
+
+def test_signals_have_names() -> None:
+    assert [signal_name(number) for number in (9, 11, 40)] == ["SIGKILL", "SIGSEGV", "signal 40"]
+
+
+# ---- restarts ------------------------------------------------------------------------------------
+
+
+def supervision(most: int, window: float | None = None) -> Supervision:
+    return Supervision("a", {"a": (0,)}, (), 1, 30.0, max_restarts=most, restart_window_s=window)
+
+
+def test_no_more_restarts_than_allowed() -> None:
+    made = [Made(at, before=10 * at, reached=10 * at + 5) for at in (1, 2)]
+    assert refusal(supervision(3), made, now=3.0) is None
+    assert refusal(supervision(2), made, now=3.0) == "restarted 2 times, and restart.max is 2"
+
+
+def test_only_those_within_the_window_count_unless_they_did_not_help() -> None:
+    helped, useless = Made(1.0, before=10, reached=11), Made(1.0, before=10, reached=10)
+    assert refusal(supervision(1, window=60.0), [helped], now=30.0) is not None
+    assert refusal(supervision(1, window=60.0), [helped], now=90.0) is None
+    assert refusal(supervision(1, window=60.0), [useless], now=90.0) is not None
+
+
+@given(st.lists(st.builds(Made, st.floats(0, 100), st.integers(0, 9), st.integers(0, 9))), st.integers(1, 5))
+def test_without_a_window_there_are_never_more_than_allowed(made: list[Made], most: int) -> None:
+    assert (refusal(supervision(most), made, now=200.0) is None) == (len(made) < most)
+
+
+def test_supervision_is_data() -> None:
+    full = Supervision("a", {"a": (0, 1), "b": (2,)}, ("b",), 20000, 30.0, 3, 3600.0, "/x/latest")
+    assert Supervision.from_json(full.to_json()) == full
+    assert full.watched == ("a", "b")

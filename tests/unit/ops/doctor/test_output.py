@@ -1,0 +1,126 @@
+"""The report as people and programs read it, and what --fix says."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.unit.ops.doctor.lab import make_cluster
+from tridock.errors import ClusterError, Problem, RequestError
+from tridock.ops import runs
+from tridock.ops.doctor import lines, mend, remedies, table, to_json
+from tridock.ops.doctor.finding import KEYS, UP, fail, warn
+from tridock.ops.doctor.report import Report
+from tridock.ops.session import Session
+
+DOWN = Problem("host-2", "its node is not running", "exited with 137", "run fab up --hosts lab")
+LITTLE = Problem("host-1", "has little room for checkpoints", "5.0 GB free", "free some space there")
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Report:
+    made = Report(Session(make_cluster(tmp_path)), seconds=1.234)
+    made.seen |= {"hosts": "2 of 2 answer", "nodes": "1 run", "space": "at least 5.0 GB"}
+    return made
+
+
+def rows(report: Report) -> list[list[str]]:
+    out = io.StringIO()
+    Console(file=out, width=120).print(table(report))
+    return [
+        [cell.strip() for cell in line.strip("│").split("│")] for line in out.getvalue().splitlines() if "│" in line
+    ]
+
+
+def test_a_line_for_each_check(report: Report) -> None:
+    report.findings += [warn("space", LITTLE, "logs go there"), fail("nodes", DOWN, "ranks start there", UP)]
+    shown = {row[0]: row[1:] for row in rows(report)}
+    assert shown["hosts"] == ["ok", "2 of 2 answer"]
+    assert shown["nodes"] == ["fail", "host-2"]
+    assert shown["space"] == ["warn", "at least 5.0 GB"]
+    assert shown["all-reduce"] == ["-", "not tried: mend the others first"]
+    assert "data" not in shown
+
+
+def test_each_finding_with_its_reason_failures_first(report: Report) -> None:
+    report.findings += [warn("space", LITTLE, "logs go there"), fail("nodes", DOWN, "ranks start there", UP)]
+    assert list(lines(report)) == [
+        "fail  host-2: its node is not running; got exited with 137; run fab up --hosts lab",
+        "      ranks start there",
+        "warn  host-1: has little room for checkpoints; got 5.0 GB free; free some space there",
+        "      logs go there",
+        "cluster lab: not fit, 1 failure, 1 warning (1.2 s)",
+    ]
+
+
+def test_warnings_alone_leave_a_cluster_fit(report: Report) -> None:
+    assert report.healthy
+    assert list(lines(report)) == ["cluster lab: fit, 2 nodes (1.2 s)"]
+    report.findings += [warn("space", LITTLE, "logs go there")] * 2
+    assert report.healthy
+    assert list(lines(report))[-1] == "cluster lab: fit, 2 nodes, 2 warnings (1.2 s)"
+
+
+def test_for_programs(report: Report) -> None:
+    report.findings.append(fail("nodes", DOWN, "ranks start there", UP))
+    assert to_json(report) == {
+        "cluster": "lab",
+        "healthy": False,
+        "nodes": ["host-1", "host-2"],
+        "seconds": 1.23,
+        "seen": {"hosts": "2 of 2 answer", "nodes": "1 run", "space": "at least 5.0 GB"},
+        "all_reduce": None,
+        "findings": [
+            {
+                "severity": "fail", "check": "nodes", "node": "host-2", "what": "its node is not running",
+                "got": "exited with 137", "todo": "run fab up --hosts lab", "why": "ranks start there",
+                "can_be_mended": True,
+            }
+        ],
+    }  # fmt: skip
+
+
+def test_what_is_asked_for_is_mended_and_refusals_are_said(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    did: list[object] = []
+
+    def up(session: Session) -> str:
+        todo = "stop the run first: fab stop"
+        raise RequestError(Problem("host-2", "its node would be replaced by fab up while a run goes on", "r", todo))
+
+    monkeypatch.setattr(remedies, "up", up)
+    monkeypatch.setattr(remedies, "distribute_keys", lambda session: did.append("keys"))
+    monkeypatch.setattr(runs, "stop", lambda session, run: did.append(run.run_id))
+    said: list[str] = []
+    assert not mend(report.session, report, said.append)
+    report.findings += [fail("ssh", DOWN, "", KEYS), warn("devices", DOWN, "", ("stop", "r-1"))]
+    assert mend(report.session, report, said.append)
+    assert (did, said) == (
+        ["r-1", "keys"],
+        ["mended: end what run r-1 left behind", "mended: give all nodes the cluster's keys again"],
+    )
+    report.findings.append(fail("nodes", DOWN, "", UP))  # which gives the keys, too
+    del did[:], said[:]
+    assert mend(report.session, report, said.append)
+    assert (did, said) == (
+        ["r-1"],
+        [
+            "mended: end what run r-1 left behind",
+            "not mended: bring the nodes up: keys, image, containers",
+            "    host-2: its node would be replaced by fab up while a run goes on; got r; stop the run first: fab stop",
+        ],
+    )
+
+
+def test_what_cannot_be_mended_stops_nothing_else(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(session: Session, run: runs.Run) -> dict[str, int]:
+        raise ClusterError(Problem("host-1", "is away", "", "wait"))
+
+    did: list[str] = []
+    monkeypatch.setattr(runs, "stop", stop)
+    monkeypatch.setattr(remedies, "distribute_keys", lambda session: did.append("keys"))
+    report.findings += [warn("devices", DOWN, "", ("stop", "r-1")), fail("ssh", DOWN, "", KEYS)]
+    assert mend(report.session, report, lambda _: None)
+    assert did == ["keys"]

@@ -1,0 +1,155 @@
+"""A short all-reduce over all ranks, started as a launch does (pdsh over ssh), and who is to blame where it fails."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from tridock.errors import ClusterError, Problem
+from tridock.ops.doctor.finding import Finding, fail
+from tridock.ops.session import Session
+from tridock.remote import Completed, Host, on_all, raise_failures
+
+LIMIT_S: Final = 45
+_PAIR_LIMIT_S: Final = 30
+_MARGIN_S: Final = 10.0
+_AT_ONCE: Final = 4
+_ALONE: Final = "the all-reduce fails among its own ranks"
+_ALONE_TODO: Final = "mend that there, or start its container anew: fab down, then fab up"
+_PAIR: Final = "the all-reduce of these two fails"
+_TIME_IS_UP: Final = 142  # 128 + SIGALRM
+# Above the head's free port: groups that run at the same time meet at different ones.
+_PORTS: Final = 97
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """What came of one attempt: rank 0's result, or the words of those who failed."""
+
+    result: Mapping[str, Any] | None
+    words: str = ""
+
+
+Group = tuple[str, ...]
+Attempts = Callable[[Sequence[Group]], Mapping[Group, Reduced]]
+"""Tries some groups of nodes, several at the same time; the first of each leads."""
+
+
+def reduce_all(session: Session, port: int) -> tuple[Mapping[str, Any] | None, list[Finding]]:
+    """All ranks of all nodes; where that fails, pairs of nodes until the bad ones are named."""
+    nodes = session.nodes
+    whole = _attempt(session, nodes, port, LIMIT_S)
+    if whole.result is not None:
+        return whole.result, []
+
+    def again(groups: Sequence[Group]) -> Mapping[Group, Reduced]:
+        named = {",".join(group): group for group in groups}
+        hosts = {name: session.hosts[group[0]] for name, group in named.items()}
+
+        def one(name: str, _: Host) -> Reduced:
+            few = named[name]
+            return _attempt(session, few, port + 1 + nodes.index(few[-1]) % _PORTS, _PAIR_LIMIT_S)
+
+        tried = raise_failures(on_all(hosts, one, cap=_AT_ONCE))
+        return {named[name]: done for name, done in tried.items()}
+
+    return None, reduce_findings(nodes, whole.words, blame(nodes, again))
+
+
+Blame = tuple[Group, str, str]
+
+
+def reduce_findings(nodes: Sequence[str], words: str, blamed: Sequence[Blame]) -> list[Finding]:
+    """What is said of an all-reduce that failed with these words; nodes that fail alike are one finding."""
+    why = "the first step of a run would hang or fail here"
+    todo = "look at their network with NCCL_DEBUG=INFO and TORCH_DISTRIBUTED_DEBUG=DETAIL in env"
+    if not blamed:
+        what = f"the all-reduce of all {len(nodes)} fails, and each node alone and each pair with the head passes"
+        return [fail("all-reduce", Problem(", ".join(nodes), what, words, todo), why)]
+    alike: dict[tuple[str, str], list[str]] = {}
+    for few, what, own in blamed:
+        alike.setdefault((what, own or words), []).append(" and ".join(few))
+    return [
+        fail("all-reduce", Problem(", ".join(who), what, own, _ALONE_TODO if what == _ALONE else todo), why)
+        for (what, own), who in alike.items()
+    ]
+
+
+def blame(nodes: Sequence[str], attempts: Attempts) -> list[Blame]:
+    """Who is to blame for an all-reduce that fails: nodes, what was seen, the words of the attempt.
+
+    Each node alone first; then the head with each of those that pass; where it fails with all of them, and they pass
+    among themselves, it is the head.
+    """
+    alone = attempts([(node,) for node in nodes])
+    bad: list[Blame] = [((node,), _ALONE, done.words) for (node,), done in alone.items() if done.result is None]
+    good = [node for node in nodes if alone[node,].result is not None]
+    if len(good) < 2:
+        return bad
+    first, *others = good
+    pairs = attempts([(first, node) for node in others])
+    failed = {node: done for (_, node), done in pairs.items() if done.result is None}
+    if len(failed) == len(others) > 1:
+        return bad + _not_the_first(first, others, failed, attempts)
+    return bad + [((first, node), _PAIR, done.words) for node, done in failed.items()]
+
+
+def _not_the_first(first: str, others: list[str], failed: Mapping[str, Reduced], attempts: Attempts) -> list[Blame]:
+    second, *rest = others
+    pairs = attempts([(second, node) for node in rest])
+    if any(done.result is not None for done in pairs.values()):
+        words = next(iter(failed.values())).words
+        with_second = [((second, node), _PAIR, d.words)
+                       for (_, node), d in pairs.items() if d.result is None]  # fmt: skip
+        return [((first,), "the all-reduce fails with every other node, which pass without it", words), *with_second]
+    return [((first, node), _PAIR, done.words) for node, done in failed.items()]
+
+
+def _attempt(session: Session, nodes: tuple[str, ...], port: int, limit: int) -> Reduced:
+    address = session.cluster.address_of(nodes[0])
+    slots = {node: session.cluster.slots[node] for node in nodes}
+    command = session.inside(nodes[0], *reduce_command(slots, address, port, limit))
+    try:
+        return parse(session.hosts[nodes[0]].run(command, timeout=limit + _MARGIN_S), limit)
+    except ClusterError as error:
+        return Reduced(None, error.problems[0].what)
+
+
+def reduce_command(slots: Mapping[str, Sequence[int]], address: str, port: int, limit: int) -> tuple[str, ...]:
+    """The words that the first of the nodes runs; pdsh puts a node's number for ``%n``. One node alone needs no ssh."""
+    world = base64.urlsafe_b64encode(json.dumps({node: list(numbers) for node, numbers in slots.items()}).encode())
+    rank = "0" if len(slots) == 1 else "%n"
+    program = (
+        "python", "-P", "-m", "tridock.train.allreduce", "--world", world.decode(), "--node-rank", rank,
+        "--master-addr", address, "--master-port", str(port), "--limit", str(limit),
+    )  # fmt: skip
+    if len(slots) == 1:
+        return program
+    # As DeepSpeed's launcher calls it; every word is plain for the remote shell.
+    return ("pdsh", "-S", "-R", "ssh", "-f", "1024", "-u", str(limit + 2), "-w", ",".join(slots), *program)
+
+
+def parse(done: Completed, limit: int) -> Reduced:
+    """Reads the ranks' JSON lines, with pdsh's ``node: `` before them or without."""
+    results, failures = [], []
+    for line in done.stdout.decode(errors="replace").splitlines():
+        node, _, text = line.partition("{")
+        try:
+            said = json.loads("{" + text)
+        except ValueError:
+            continue
+        if "error" in said:
+            failures.append(f"rank {said['rank']} on {node.strip(': ')}: {said['error']}".replace(" on :", ":"))
+        else:
+            results.append(said)
+    if results and not failures and done.exit_code == 0:
+        return Reduced(results[0])
+    if failures:
+        return Reduced(None, failures[0].replace("; ", ", "))
+    if done.exit_code == _TIME_IS_UP:
+        return Reduced(None, f"no end within {limit} s")
+    lines = [line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
+    return Reduced(None, lines[-1].strip() if lines else f"no end within {limit} s")

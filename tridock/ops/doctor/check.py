@@ -1,0 +1,169 @@
+"""The doctor: asks hosts and nodes, compares what they say, and tries what a launch will do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tridock import run_folder
+from tridock.errors import ClusterError, Problem, TridockError
+from tridock.experiment import Experiment, load_experiment
+from tridock.ops.doctor.allreduce import reduce_all
+from tridock.ops.doctor.asking import LOOK_S, asked, shown_key, verb
+from tridock.ops.doctor.devices import device_findings
+from tridock.ops.doctor.finding import Answer, Answers, fail, warn
+from tridock.ops.doctor.meeting import meet
+from tridock.ops.doctor.paths import path_findings
+from tridock.ops.doctor.report import Report
+from tridock.ops.doctor.room import limit_findings, shown, space_findings
+from tridock.ops.doctor.sameness import code_findings, image_findings
+from tridock.ops.doctor.standing import look_at_hosts, look_at_nodes
+from tridock.ops.planning import told
+from tridock.ops.preflight import check_nodes
+from tridock.ops.runs import list_runs
+from tridock.ops.session import Session
+from tridock.plan import Plan, assess
+from tridock.remote import Host
+
+_ENDED: Final = ("done", "failed", "stopped", "lost")
+# What the all-reduce rests on: where one of these fails it would only say the same, after a long wait.
+_FIRST: Final = ("hosts", "nodes", "ssh", "image", "network")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """An experiment whose data is to be looked at, too."""
+
+    config: Path
+    overrides: Sequence[str] = ()
+
+
+def check(session: Session, request: Request | None = None) -> Report:
+    """Everything, on all hosts at once, and nothing is changed there.
+
+    Raises :class:`RequestError` for an experiment that is wrong, before a host is contacted.
+    """
+    began = time.monotonic()
+    planned = _planned(session, request) if request is not None else None
+    report = Report(session)
+    there = look_at_hosts(session, report)
+    up = look_at_nodes(there, report)
+    looks = _looks(there, up, report)
+    if looks:
+        _compare(session, looks, report)
+        if session.head in looks:
+            meet(there, looks, report)
+        if request is not None and planned is not None and tuple(looks) == session.nodes:
+            _data(session, request.config, *planned, report)
+        _leftovers(there, looks, report)
+    if not report.fails(*_FIRST) and tuple(looks) == session.nodes:
+        _reduce(session, looks[session.head], report)
+    report.seconds = time.monotonic() - began
+    return report
+
+
+def check_quickly(session: Session) -> None:
+    """What each launch asks first: the way from the head to every node, the same image, room on disk and in /dev/shm.
+
+    Raises :class:`ClusterError` with all that fails. The rendezvous port is the preflight's.
+    """
+    others = list(session.nodes) if len(session.nodes) > 1 else []
+
+    def ask(node: str, _: Host) -> Answer:
+        return verb(session, node, LOOK_S, "look", "--quick", *(others if node == session.head else ()))
+
+    looks = session.each(ask)
+    images = {node: state.container.image_id for node, state in session.states().items() if state.container}
+    found = list(image_findings(str(session.cluster.hostfile_path), images))
+    for node, look in looks.items():
+        found += space_findings(session.cluster, node, look)
+    found += path_findings(session.cluster, looks[session.head].get("paths", {}), shown_key(session))
+    if problems := [finding.problem for finding in found if finding.severity == "fail"]:
+        raise ClusterError(problems)
+
+
+def _looks(session: Session, up: tuple[str, ...], report: Report) -> dict[str, Answer]:
+    def ask(node: str, _: Host) -> Answer:
+        return verb(session, node, LOOK_S, "look")
+
+    return asked(session, report, up, ask)
+
+
+def _compare(session: Session, looks: Answers, report: Report) -> None:
+    cluster = session.cluster
+    report.findings += code_findings(str(cluster.hostfile_path), looks)
+    for node, look in looks.items():
+        report.findings += space_findings(cluster, node, look)
+        report.findings += limit_findings(cluster, node, look)
+        if node == session.head and look["port"] is None:
+            said = Problem.parse(look["port_problem"])
+            assert said is not None
+            problem = Problem(f"{node}: {said.where}", said.what, said.got, said.todo)
+            report.findings.append(fail("network", problem, "the ranks meet at a port of the head"))
+    report.findings += device_findings(cluster, looks)
+    disk, shm = (min(look[what]["free"] if look[what] else 0 for look in looks.values()) for what in ("disk", "shm"))
+    report.seen["space"] = f"at least {shown(disk)} of disk and {shown(shm)} of /dev/shm free"
+    report.seen["limits"] = f"{min(look['cores'] for look in looks.values())} cores or more"
+    gpus = sum(len(look["gpus"] or ()) for look in looks.values() if look["accelerator"] != "cpu")
+    slots = sum(map(len, cluster.slots.values()))
+    report.seen["devices"] = f"{gpus} GPUs for {slots} slots" if gpus else f"{slots} slots on the CPU"
+
+
+def _planned(session: Session, request: Request) -> tuple[Experiment, Plan]:
+    experiment = load_experiment(request.config, request.overrides)
+    assessment = assess(experiment, session.cluster.slots, str(request.config), told(session.cluster))
+    return experiment, assessment.checked(force=True)
+
+
+def _data(session: Session, config: Path, experiment: Experiment, plan: Plan, report: Report) -> None:
+    """As a launch would see it: the same files everywhere, and a port for the ranks to meet."""
+    why = "every rank reads it; a launch refuses to start"
+    try:
+        found = check_nodes(session, config, experiment, plan)
+    except TridockError as error:
+        report.findings += [fail("data", problem, why) for problem in error.problems]
+        return
+    report.seen["data"] = f"{experiment.data.data_path} is the same everywhere; port {found.port} is free"
+
+
+def _leftovers(session: Session, looks: Answers, report: Report) -> None:
+    """Runs that have processes: those that go on, and what dead ones left behind."""
+    holders: dict[str, list[str]] = {}
+    for node, look in looks.items():
+        for run_id in look["runs"]:
+            holders.setdefault(run_id, []).append(node)
+    if not holders:
+        return
+    try:
+        states = {run["run_id"]: run["state"] for run in list_runs(session)}
+    except ClusterError as error:
+        why = "nobody knows whether what runs there is meant to"
+        report.findings += [fail("nodes", problem, why) for problem in error.problems]
+        return
+    hosts = session.cluster.hostfile_path
+    for run_id, nodes in holders.items():
+        if states.get(run_id) in _ENDED and run_folder.is_run_id(run_id):
+            todo = f"end them: fab stop --hosts {hosts} --run {run_id}"
+            what = f"has processes of a run that is {states[run_id]}"
+            why = "they hold memory, GPUs and ports that the next run needs"
+            report.findings += [
+                warn("devices", Problem(node, what, run_id, todo), why, ("stop", run_id)) for node in nodes
+            ]
+        else:
+            todo = f"wait for its end, or stop it: fab stop --hosts {hosts} --run {run_id}"
+            why = "two runs on the same slots share their memory and time"
+            report.findings.append(warn("devices", Problem(", ".join(nodes), "a run goes on there", run_id, todo), why))
+
+
+def _reduce(session: Session, look: Answer, report: Report) -> None:
+    result, found = reduce_all(session, look["port"])
+    report.findings += found
+    if result is not None:
+        report.reduced = result
+        rate = result["bus_bytes_per_second"] / 1e9
+        title = {"nccl": "NCCL", "gloo": "Gloo"}[result["backend"]]
+        moved = f"{rate:.2f} GB/s" if result["ranks"] > 1 else "alone"
+        report.seen["all-reduce"] = f"{result['ranks']} ranks, {title}, {result['bytes'] / 1e6:.0f} MB: {moved}"

@@ -1,0 +1,96 @@
+"""GPUs and InfiniBand of the nodes against the slots and the image. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+from tridock.cluster import Cluster
+from tridock.errors import Problem
+from tridock.ops.doctor.finding import UP, Answer, Answers, Finding, fail, warn
+
+_BUSY_MIB: Final = 1024
+"""A driver and a display hold less."""
+
+
+def device_findings(cluster: Cluster, answers: Answers) -> Iterator[Finding]:
+    """Slots present and idle, driver and CUDA against the image, the same GPUs everywhere, InfiniBand in use."""
+    for node, answer in answers.items():
+        if answer["accelerator"] != "cpu":
+            yield from _gpus(cluster, node, answer)
+        yield from _infiniband(node, answer)
+    on_gpus = {node: answer for node, answer in answers.items() if answer["accelerator"] != "cpu" and answer["gpus"]}
+    yield from _differences(on_gpus)
+
+
+def _gpus(cluster: Cluster, node: str, answer: Answer) -> Iterator[Finding]:
+    slots, gpus = cluster.slots[node], answer["gpus"]
+    if not gpus:
+        todo = "see that nvidia-smi works on the host and in docker run --gpus all (NVIDIA's container toolkit)"
+        problem = Problem(node, "no GPU is visible in its container", answer.get("gpu_error") or "", todo)
+        yield fail("devices", problem, f"its {len(slots)} slots are GPUs")
+        return
+    missing = [slot for slot in slots if slot >= len(gpus)]
+    if missing:
+        got = f"{len(gpus)} GPUs, slots {', '.join(map(str, missing))} asked for"
+        todo = "correct its slots in the hostfile, or see why nvidia-smi shows fewer there"
+        yield fail(
+            "devices", Problem(node, "has fewer GPUs than slots", got, todo), "a rank without a GPU ends at once"
+        )
+    for slot in slots:
+        if slot < len(gpus) and (got := _use(gpus[slot])):
+            todo = "end what uses it (nvidia-smi there shows it), or leave the slot out with --exclude"
+            yield warn(
+                "devices", Problem(node, f"GPU {slot} is in use", got, todo), "a rank finds less memory and time"
+            )
+    yield from _cuda(node, answer)
+
+
+def _use(gpu: Answer) -> str:
+    if gpu["processes"]:
+        return ", ".join(gpu["processes"])
+    if gpu["used"] is not None and gpu["used"] > _BUSY_MIB:
+        return f"{gpu['used']} of {gpu['total']} MiB held by processes that cannot be seen from here"
+    return ""
+
+
+def _cuda(node: str, answer: Answer) -> Iterator[Finding]:
+    driver, image = answer.get("cuda"), answer["code"]["cuda"]
+    if driver is not None and image is not None and int(driver.split(".")[0]) < int(image.split(".")[0]):
+        got = f"driver {answer['driver']} for CUDA {driver}, the image has CUDA {image}"
+        todo = "install a newer driver there, or build the image on an older base (make image BASE_IMAGE=...)"
+        problem = Problem(node, "its driver is too old for the image", got, todo)
+        yield fail("devices", problem, "CUDA starts on no GPU there")
+
+
+def _differences(answers: Answers) -> Iterator[Finding]:
+    why = "the slowest GPU sets the pace of all, and the smallest one the memory"
+    for what, kind, seen in (("other GPUs", "GPUs", _names), ("another driver", "driver", _driver)):
+        head = next(iter(answers), None)
+        for node, answer in answers.items():
+            assert head is not None
+            if seen(answer) != seen(answers[head]):
+                got = f"{seen(answer)}, {seen(answers[head])} on {head}"
+                todo = f"choose nodes with the same {kind} (--include), or go on if this is meant"
+                yield warn("devices", Problem(node, f"has {what} than the head", got, todo), why)
+
+
+def _names(answer: Answer) -> str:
+    return ", ".join(dict.fromkeys(gpu["name"] for gpu in answer["gpus"]))
+
+
+def _driver(answer: Answer) -> str:
+    return str(answer["driver"])
+
+
+def _infiniband(node: str, answer: Answer) -> Iterator[Finding]:
+    found: dict[str, Any] = answer["infiniband"]
+    why = "NCCL would go over TCP, several times slower"
+    got = ", ".join(found["devices"])
+    if found["devices"] and not found["usable"]:
+        what = "has InfiniBand devices that its container does not see"
+        todo = "start its container anew: fab down, then fab up"
+        yield warn("devices", Problem(node, what, got, todo), why, UP)
+    elif found["devices"] and answer["nccl_ib_disable"] == "1":
+        what = "has InfiniBand devices that NCCL_IB_DISABLE=1 leaves unused"
+        yield warn("devices", Problem(node, what, got, "remove NCCL_IB_DISABLE from env in the settings"), why)

@@ -1,0 +1,107 @@
+"""What has to be the same on all nodes: image, code, environment, clock, workspace. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from tridock.cluster import Cluster
+from tridock.errors import Problem
+from tridock.ops.doctor.finding import UP, Answers, Finding, fail, warn
+
+CLOCK_WARN_S: Final = 1.0
+CLOCK_FAIL_S: Final = 30.0
+_LISTED: Final = 6
+
+
+def image_findings(hosts: str, images: Mapping[str, str]) -> Iterator[Finding]:
+    """``images`` is the id of the image that each node runs, the head's first."""
+    head, *others = images
+    for node in others:
+        if images[node] != images[head]:
+            got = f"{images[node][:19]}, {images[head][:19]} on {head}"
+            problem = Problem(node, "runs another image than the head", got, f"run fab up --hosts {hosts}")
+            yield fail("image", problem, "other versions of torch or NCCL do not understand each other", UP)
+
+
+def code_findings(hosts: str, answers: Answers) -> Iterator[Finding]:
+    """Tridock's own code and the patched Megatron-LM by their hashes."""
+    head = next(iter(answers))
+    for node, answer in answers.items():
+        for part, path in (("tridock", "/opt/tridock"), ("megatron", "/opt/megatron-v1.1.5")):
+            here, there = answer["code"][part], answers[head]["code"][part]
+            if here != there:
+                got = f"{_short(here)}, {_short(there)} on {head}"
+                todo = f"start its container anew: fab down, then fab up --hosts {hosts}"
+                problem = Problem(node, f"has other code in {path} than the head", got, todo)
+                yield fail("image", problem, "ranks that run other code disagree in the middle of a step")
+
+
+def _short(digest: str | None) -> str:
+    return digest[:12] if digest else "none"
+
+
+def environment_findings(cluster: Cluster, environments: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
+    """What ssh sessions of the nodes have; the names that the settings set for single nodes differ by intent."""
+    meant = {name for node in cluster.settings.nodes.values() for name in node.env}
+    head, *others = environments
+    for node in others:
+        here, there = environments[node], environments[head]
+        names = [name for name in sorted({*here, *there} - meant) if here.get(name) != there.get(name)]
+        if names:
+            got = "; ".join(_difference(name, here.get(name), there.get(name), head) for name in names[:_LISTED])
+            got += f"; and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+            todo = "set them for all nodes (env in the settings), then fab up"
+            problem = Problem(node, "its environment is not the head's", got, todo)
+            yield fail("environment", problem, "ranks that are set up differently hang or disagree", UP)
+
+
+def _difference(name: str, here: str | None, there: str | None, head: str) -> str:
+    if here is None:
+        return f"{name} is not set, {there} on {head}"
+    return f"{name}={here}, {'not set' if there is None else there} on {head}"
+
+
+def clock_findings(clocks: Mapping[str, tuple[float, float]]) -> Iterator[Finding]:
+    """``clocks``: each node's time less the head's, and how far that may be off, in seconds.
+
+    The middle one is taken for right where there are three or more: a head whose clock is wrong is named itself.
+    """
+    if len(clocks) < 2:
+        return
+    offsets = [offset for offset, _ in clocks.values()]
+    right = statistics.median(offsets) if len(clocks) > 2 else offsets[0]
+    for node, (offset, error) in clocks.items():
+        skew = offset - right
+        certain = abs(skew) - error
+        if certain > CLOCK_WARN_S:
+            direction = "ahead" if skew > 0 else "behind"
+            todo = "set it by NTP there (timedatectl set-ntp true)"
+            problem = Problem(node, f"its clock is {direction} of the others'", f"{abs(skew):.1f} s", todo)
+            why = "the first failure of a run is found by time; files seem older or newer than they are"
+            yield (fail if certain > CLOCK_FAIL_S else warn)("clock", problem, why)
+
+
+def sharing(sees: Mapping[str, list[str]]) -> list[list[str]]:
+    """Groups of nodes that see one folder; ``sees`` has for each node the others whose file it found."""
+    groups: list[list[str]] = []
+    for node, others in sees.items():
+        met = next((group for group in groups if any(it in others or node in sees[it] for it in group)), None)
+        if met is None:
+            groups.append([node])
+        else:
+            met.append(node)
+    return groups
+
+
+def sharing_findings(groups: list[list[str]]) -> Iterator[Finding]:
+    """All nodes share /workspace/runs or none: some is likely a mount that is missing."""
+    if len(groups) > 1 and (shared := [group for group in groups if len(group) > 1]):
+        most = max(shared, key=len)
+        for group in groups:
+            if group is not most:
+                got = f"{', '.join(group)} apart from {', '.join(most)}"
+                todo = "mount the shared folder there too, or make them all local (workdir in the settings)"
+                problem = Problem(group[0], "does not share the others' /workspace/runs", got, todo)
+                yield warn("space", problem, "checkpoints that ranks write together would lie in two places")

@@ -1,0 +1,117 @@
+"""A short all-reduce over all slots of some nodes, to prove their network before a run needs it.
+
+``python -P -m tridock.train.allreduce --node-rank N --world BASE64 …`` on each node. torch is imported once a node and
+the ranks are forked from there. What is said is one JSON object a line: rank 0's result, or why a rank failed.
+Nothing outlives ``--limit`` seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+
+_ROUNDS = 4
+_MEGABYTES = {"gloo": 8, "nccl": 256}
+
+
+def main() -> int:
+    """Starts this node's ranks; 0 where all of them were well, 142 where time was up."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--world", required=True, help="base64 of a JSON object: node to slots, in order")
+    parser.add_argument("--node-rank", type=int, required=True)
+    parser.add_argument("--master-addr", required=True)
+    parser.add_argument("--master-port", required=True)
+    parser.add_argument("--limit", type=int, required=True, help="seconds")
+    given = parser.parse_args()
+    world: dict[str, list[int]] = json.loads(base64.urlsafe_b64decode(given.world))
+    signal.alarm(given.limit)  # before torch is read: from a cold disk that alone may take longer
+    import torch  # noqa: F401 (once, for the ranks that are forked below)
+
+    slots = list(world.values())
+    os.environ |= {"MASTER_ADDR": given.master_addr, "MASTER_PORT": given.master_port}
+    os.environ["WORLD_SIZE"] = str(sum(map(len, slots)))
+    first = sum(map(len, slots[: given.node_rank]))
+    # Forked before anything touches a GPU: CUDA does not survive a fork.
+    left = signal.getitimer(signal.ITIMER_REAL)[0]
+    children = [_fork(first + place, slot, max(1, int(left))) for place, slot in enumerate(slots[given.node_rank])]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    if any(code == -signal.SIGALRM for code in codes):
+        return 128 + signal.SIGALRM
+    return 1 if any(codes) else 0
+
+
+def _fork(rank: int, slot: int, limit: int) -> int:
+    sys.stdout.flush()
+    child = os.fork()
+    if child:
+        return child
+    signal.alarm(limit)  # alarms are not inherited
+    code = 1
+    try:
+        code = _rank(rank, slot, limit)
+    finally:
+        sys.stdout.flush()
+        os._exit(code)  # Gloo's threads may abort a process whose work is done
+
+
+def _rank(rank: int, slot: int, limit: int) -> int:
+    try:
+        result = _measure(rank, slot, timedelta(seconds=max(2, limit - 3)))
+    except Exception as error:
+        words = str(error).strip().splitlines() or [type(error).__name__]
+        print(json.dumps({"rank": rank, "error": words[0]}), flush=True)
+        return 1
+    if rank == 0:
+        print(json.dumps(result), flush=True)
+    return 0
+
+
+def _measure(rank: int, slot: int, timeout: timedelta) -> dict[str, object]:
+    """Joins the others, adds up, checks the sum; bandwidth as nccl-tests reckon it (``busbw``)."""
+    import torch
+    import torch.distributed as dist
+
+    os.environ["CUDA_VISIBLE_DEVICES"] = _device_of(slot)
+    on_gpu = os.environ.get("DS_ACCELERATOR") != "cpu" and torch.cuda.is_available()
+    backend, device = ("nccl", torch.device("cuda", 0)) if on_gpu else ("gloo", torch.device("cpu"))
+    size = int(os.environ["WORLD_SIZE"])
+    began = time.perf_counter()
+    dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout)
+    values = torch.empty(_MEGABYTES[backend] << 18, device=device)  # of four bytes each
+    seconds = []
+    for _ in range(_ROUNDS):
+        values.fill_(rank + 1)
+        dist.barrier()
+        started = time.perf_counter()
+        dist.all_reduce(values)
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+        if not bool((values == size * (size + 1) / 2).all()):
+            raise RuntimeError("the sum is wrong: data was damaged on its way")
+    moved = 2 * (size - 1) / size * values.nbytes
+    joined = time.perf_counter() - began - sum(seconds)
+    return {
+        "ranks": size,
+        "backend": backend,
+        "bytes": values.nbytes,
+        "seconds": min(seconds),
+        "bus_bytes_per_second": moved / min(seconds),
+        "join_seconds": joined,
+    }
+
+
+def _device_of(slot: int) -> str:
+    """The slot's GPU: of those that the container may see, where it is told so."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",")[slot] if visible else str(slot)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -8,7 +8,9 @@ from __future__ import annotations
 import functools
 import json as json_
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +22,22 @@ from rich.table import Table
 
 from tridock.errors import EXIT_INTERRUPTED, ClusterError, Problem, RequestError, TridockError
 from tridock.launchers import RunBundle
-from tridock.ops import doctor, nodes, runs
+from tridock.ops import doctor, nodes, rank_logs, runs
 from tridock.ops import fetch as fetch_
 from tridock.ops import keys as keys_
 from tridock.ops import launch as launch_
+from tridock.ops import triage as triage_
 from tridock.ops.planning import told, with_hosts_gpu
 from tridock.ops.session import Session
 from tridock.ops.sync import command as sync_
 from tridock.report.plan_output import Show, print_plan
 from tridock.report.plan_tables import headline
+from tridock.report.run_tables import history_table, status_table
 from tridock.run_folder import write_atomic
 
 CONSOLE = Console(highlight=False, soft_wrap=True)
 DEFAULT_CONFIG = launch_.DEFAULT_CONFIG
+_WATCH_S, _WIDE = 2.0, 160
 
 HELP = {
     "hosts": "a DeepSpeed hostfile: lines of `host slots=N`",
@@ -44,7 +49,10 @@ HELP = {
     "detach": "start the run and return at once",
     "run-id-file": "write the run's id into this file, for scripts",
     "run": "a run's id (default: the only one that goes on, or the last)",
-    "rank": "the log of this rank instead of the launcher's",
+    "rank": "the log of this rank, or of several (0,3), instead of the launcher's output",
+    "node": "the logs of all ranks of this node, instead of the launcher's output",
+    "follow": "go on with what these ranks write until the run has ended",
+    "watch": "draw it again every 2 s until Ctrl-C",
     "rotate": "replace all keys by new ones; runs go on",
     "force": "even while runs go on; a launch: even if the plan says that it does not fit",
     "gpu": "the nodes' GPU (v100-16gb, a100-80gb, h200, ...) or its memory (24gib); the hosts are asked where left out",
@@ -60,7 +68,9 @@ HELP = {
 }
 
 
-def command(*, iterable: tuple[str, ...] = (), **own: str) -> Callable[[Callable[..., None]], Any]:
+def command(
+    *, iterable: tuple[str, ...] = (), task_name: str | None = None, **own: str
+) -> Callable[[Callable[..., None]], Any]:
     """A Fabric task with our help texts (or its `own`), whose package errors become its exit message and code, once."""
 
     def decorate(function: Callable[..., None]) -> Any:
@@ -75,7 +85,7 @@ def command(*, iterable: tuple[str, ...] = (), **own: str) -> Callable[[Callable
 
         names = function.__code__.co_varnames[1 : function.__code__.co_argcount]
         texts = {name.replace("_", "-"): own.get(name) or HELP[name.replace("_", "-")] for name in names}
-        return task(run, help=texts, iterable=list(iterable), auto_shortflags=False)
+        return task(run, name=task_name, help=texts, iterable=list(iterable), auto_shortflags=False)
 
     return decorate
 
@@ -201,14 +211,25 @@ def launch(
 
 
 @command()
-def logs(_: Context, hosts: str = "", run: str = "", rank: str = "", include: str = "", exclude: str = "") -> None:
-    """Follow a run's output, or show the log of one rank."""
+def logs(
+    _: Context,
+    hosts: str = "",
+    run: str = "",
+    rank: str = "",
+    node: str = "",
+    follow: bool = False,
+    include: str = "",
+    exclude: str = "",
+) -> None:
+    """Follow a run's output, or show the logs of some ranks or of a node's."""
     session = _reachable(_open(hosts, include, exclude))[0]
     chosen = runs.choose_run(session, run or None, active=False)
-    if rank:
-        sys.stdout.buffer.write(runs.rank_log(session, chosen, runs.parse_rank(rank)))
+    if not rank and not node:
+        _follow(session, hosts, chosen)
         return
-    _follow(session, hosts, chosen)
+    for part in rank_logs.read(session, chosen, rank_logs.choose_ranks(session, chosen, rank, node), follow=follow):
+        sys.stdout.buffer.write(part)
+        sys.stdout.buffer.flush()
 
 
 @command()
@@ -226,14 +247,55 @@ def stop(_: Context, hosts: str = "", run: str = "", include: str = "", exclude:
 
 
 @command()
-def status(_: Context, hosts: str = "", include: str = "", exclude: str = "") -> None:
-    """Show the nodes and the runs; a node whose host does not answer is named, and the others shown."""
+def status(_: Context, hosts: str = "", include: str = "", exclude: str = "", watch: bool = False) -> None:
+    """Show the nodes and the last runs; a node whose host does not answer is named, and the others shown."""
+    session = _open(hosts, include, exclude)
+    if not watch:
+        tables, failure = _status(session)
+        _show_tables(*tables)
+        if failure is not None:
+            raise failure
+        return
+    with suppress(KeyboardInterrupt):  # the way out, and no failure: as of watch(1)
+        while True:
+            tables, failure = _status(session)
+            CONSOLE.clear()
+            _show_tables(*tables)
+            if failure is not None:
+                _say(str(failure))
+            time.sleep(_WATCH_S)
+
+
+def _status(session: Session) -> tuple[list[Table], TridockError | None]:
+    there, failure = session.reachable()
+    tables = [_node_table(there)]
+    try:
+        if any(state.container and state.container.running for state in there.states().values()):
+            tables.append(status_table(runs.list_runs(there)[-10:]))
+    except ClusterError as error:  # a node that went away since
+        return tables, failure or error
+    return tables, failure
+
+
+@command(task_name="runs")
+def all_runs(_: Context, hosts: str = "", include: str = "", exclude: str = "", json: bool = False) -> None:
+    """List all runs, newest first."""
     session, failure = _open(hosts, include, exclude).reachable()
-    CONSOLE.print(_node_table(session))
-    if any(state.container and state.container.running for state in session.states().values()):
-        CONSOLE.print(_run_table(session))
+    listed = runs.list_runs(session)[::-1] if session.nodes else []
+    if json:
+        _say(json_.dumps(listed, indent=2))
+    else:
+        _show_tables(history_table(listed))
     if failure is not None:
         raise failure
+
+
+@command()
+def triage(_: Context, hosts: str = "", run: str = "", include: str = "", exclude: str = "") -> None:
+    """Say why a run failed: which rank first, the cause, what to do."""
+    # The host that is away may be the cause: the others have something to tell.
+    session = _reachable(_open(hosts, include, exclude))[0]
+    _say(str(triage_.triage(session, run or None)))
 
 
 @command()
@@ -286,7 +348,7 @@ def _follow(session: Session, hosts: str, run: runs.Run) -> None:
     except KeyboardInterrupt:
         _say(f"\ndetached: run {run_id} goes on. {_how_to_return(hosts, run_id)}")
         raise Exit(None, EXIT_INTERRUPTED) from None
-    runs.check_exit(session, run, stream.exit_code)
+    triage_.check_exit(session, run, stream.exit_code)
     _say(f"run {run_id} is done; its folder is {runs.folder_of(session, run)}")
 
 
@@ -301,6 +363,12 @@ def _show(bundle: RunBundle) -> None:
     _say(f"# on the head, in {bundle.path}:\n{bundle.command}")
     for name, content in bundle.files.items():
         _say(f"\n# {name}\n{content.decode()}".rstrip())
+
+
+def _show_tables(*tables: Table) -> None:
+    # Rich takes what is no terminal to be 80 columns wide, and would cut what scripts read.
+    console = CONSOLE if CONSOLE.is_terminal else Console(highlight=False, soft_wrap=True, width=_WIDE)
+    console.print(*tables, sep="\n")
 
 
 def _say(text: str) -> None:
@@ -320,19 +388,4 @@ def _node_table(session: Session) -> Table:
         shown = "none" if container is None else "running" if container.running else f"exited {container.exit_code}"
         image = (container.image_id if container else state.image_id) or "none"
         table.add_row(node, str(len(slots)), shown, image.removeprefix("sha256:")[:12])
-    return table
-
-
-def _run_table(session: Session) -> Table:
-    table = Table("run", "state", "iteration", "loss", "created (UTC)", title="runs", title_justify="left")
-    for run in runs.list_runs(session)[-10:]:
-        metrics = run.get("metrics") or {}
-        loss = metrics.get("loss")
-        table.add_row(
-            run["run_id"],
-            run["state"],
-            str(metrics.get("iteration", "")),
-            f"{loss:.4f}" if loss is not None else "",
-            run["created"],
-        )
     return table

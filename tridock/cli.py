@@ -62,6 +62,10 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("run", type=Path, help="the run's folder")
     report.add_argument("--png", type=Path, help="where the curve goes (default: loss.png in the run's folder)")
     report.set_defaults(action=_report)
+
+    triage = commands.add_parser("triage", help="why a run failed: who first, the cause, what to do")
+    triage.add_argument("run", type=Path, help="the run's folder")
+    triage.set_defaults(action=_triage)
     return parser
 
 
@@ -78,6 +82,13 @@ def _train(arguments: argparse.Namespace) -> int:
         place,
         force=arguments.force,
     )
+
+
+def _triage(arguments: argparse.Namespace) -> int:
+    from tridock.ops.local_run import triage_here
+
+    print(triage_here(arguments.run))
+    return 0
 
 
 def _plan_options(plan: argparse.ArgumentParser) -> None:

@@ -31,6 +31,8 @@ LAUNCH_SCRIPT: Final = "launch.sh"
 RESUME_SCRIPT: Final = "launch-resume.sh"
 SUPERVISION: Final = "supervision.json"
 LAUNCHER_LOG: Final = "logs/launcher.log"
+# torch's flight recorder adds the rank's number to it.
+FLIGHT: Final = "logs/flight-rank-"
 EVENTS: Final = "events.jsonl"
 METRICS: Final = "metrics.jsonl"
 TENSORBOARD: Final = "tensorboard"

@@ -35,7 +35,7 @@ def run_id_of(path: Path) -> str:
 
 def state_of(rack: Rack, run_id: str) -> str:
     line = next(line for line in rack.fab("status").stdout.splitlines() if run_id in line)
-    return line.split("│")[2].strip()
+    return line.split("│")[3].strip()
 
 
 def metrics(rack: Rack, run_id: str) -> list[dict[str, object]]:
@@ -216,8 +216,11 @@ def test_a_run_that_fails_says_so_with_its_ranks_own_words(rack_up: Up) -> None:
     assert re.fullmatch(
         rf"{run_id}: the run failed; got exit code 2, every rank: {words}.+; "
         f"look at host-a:{RUNS}/{run_id}/logs, or fab logs --hosts hostfiles/rack --run {run_id} --rank 0",
-        done.stderr.splitlines()[-1],
+        done.stderr.splitlines()[0],
     )
+    assert done.stderr.splitlines()[-1] == "  rule     own-message (docs/triage.md)"
+    again = rack.fab("triage", "--run", run_id)
+    assert (again.returncode, again.stdout) == (0, done.stderr)
     assert words in done.stdout
     assert words in rack.fab("logs", "--run", run_id, "--rank", "0").stdout
     assert state_of(rack, run_id) == "failed"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import resource
 import shlex
 import signal
@@ -117,7 +118,7 @@ def test_status_shows_nodes_and_runs(lab: Lab) -> None:
     assert cells(done.stdout) == [
         ["gpu-1", "2", "running", "0123456789ab"],
         ["gpu-2", "2", "running", "0123456789ab"],
-        [RUN, "done", "", "", "20260102-030405"],
+        [RUN, "", "done", "", "", "", ""],
     ]
 
 
@@ -129,7 +130,7 @@ def test_status_with_a_host_away_shows_the_others_and_their_runs(lab: Lab) -> No
     assert cells(done.stdout) == [
         ["gpu-1", "2", "unreachable", ""],
         ["gpu-2", "2", "running", "0123456789ab"],
-        [RUN, "done", "", "", "20260102-030405"],
+        [RUN, "", "done", "", "", "", ""],
     ]
     assert done.stderr == (
         f"gpu-1: nothing listens at 127.0.0.1 port {port}; got connection refused; "
@@ -162,6 +163,99 @@ def test_status_with_a_wrong_request_shows_no_table(lab: Lab) -> None:
     assert done.stderr.splitlines() == [
         f"{name}: ssh cannot read its configuration; got {got}; mend what it names" for name in ("gpu-1", "gpu-2")
     ]
+
+
+FILES = {
+    "hostfile": b"gpu-1 slots=2\ngpu-2 slots=2\n",
+    "experiment.yaml": b"name: tiny\ntrain:\n  train_iters: 12\n",
+    "metrics.jsonl": b'{"iteration": 12, "loss": 2.5, "tokens_per_second": 1000.0}\n',
+    "plan.json": json.dumps({"ranks": [{"rank": n, "node": f"gpu-{1 + n // 2}"} for n in range(4)]}).encode(),
+}
+
+
+def test_status_says_how_far_a_run_is(lab: Lab) -> None:
+    make_run(lab.workspaces["gpu-1"], FILES)
+    row = cells(lab.fab("status").stdout)[-1]
+    assert row[:6] == [RUN, "2", "done", "12/12", "2.5000", "1,000"]
+    assert re.fullmatch(r"\d+ s ago", row[6])
+
+
+def test_status_is_drawn_again_until_ctrl_c(lab: Lab) -> None:
+    make_run(lab.workspaces["gpu-1"], FILES)
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        lab.argv("status", "--watch"), cwd=lab.folder, stdin=subprocess.DEVNULL, stdout=theirs, stderr=theirs,
+        start_new_session=True, env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
+    ) as watching:  # fmt: skip
+        os.close(theirs)
+        shown = b""
+        while shown.count(RUN.encode()) < 2:
+            shown += os.read(ours, 1 << 16)
+        (lab.workspaces["gpu-1"] / "runs" / RUN / "exit_code").write_text("4\n")
+        while b"failed" not in shown:
+            shown += os.read(ours, 1 << 16)
+        watching.send_signal(signal.SIGINT)
+        assert watching.wait(timeout=20) == 0, shown.decode()
+    os.close(ours)
+    assert shown.count(b"\x1b[2J") >= 3
+    assert b"Traceback" not in shown
+
+
+def test_all_runs_newest_first(lab: Lab) -> None:
+    make_run(lab.workspaces["gpu-1"], FILES)
+    older = lab.workspaces["gpu-2"] / "runs" / "tiny-20250102-030405-abcd"
+    older.mkdir()
+    (older / "exit_code").write_text("4\n")
+    done = lab.fab("runs")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [row[:4] for row in cells(done.stdout)] == [
+        [RUN, "tiny", "done", "0"],
+        [older.name, "tiny", "failed", "4"],
+    ]
+    listed = json.loads(lab.fab("runs", "--json").stdout)
+    assert [(run["run_id"], run["exit_code"], run["head"]) for run in listed] == [
+        (RUN, 0, "gpu-1"),
+        (older.name, 4, "gpu-2"),
+    ]
+
+
+def test_logs_of_ranks(lab: Lab) -> None:
+    for node, (first, second) in (("gpu-1", (0, 1)), ("gpu-2", (2, 3))):
+        logs = {f"logs/rank-{rank}.log": f"I am {rank}\n".encode() for rank in (first, second)}
+        make_run(lab.workspaces[node], {**FILES, **logs})
+    assert lab.fab("logs", "--rank", "2").stdout == "I am 2\n"
+    assert lab.fab("logs", "--rank", "3,0").stdout == "rank 3: I am 3\nrank 0: I am 0\n"
+    assert lab.fab("logs", "--node", "gpu-2").stdout == "rank 2: I am 2\nrank 3: I am 3\n"
+    assert lab.fab("logs", "--node", "gpu-2", "--rank", "3").stdout == "I am 3\n"
+    followed = lab.fab("logs", "--rank", "0,1,2,3", "--follow")
+    assert followed.returncode == 0, followed.stderr
+    assert sorted(followed.stdout.splitlines()) == [f"rank {rank}: I am {rank}" for rank in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--rank", "4,9"),
+         "--rank: is no rank of this run; got 4; use 0 to 3\n--rank: is no rank of this run; got 9; use 0 to 3\n"),
+        (("--rank", "x"), "--rank: must be a whole number; got 'x'; give a rank's number\n"),
+        (("--node", "gpu-3"), "--node: has no rank of this run; got gpu-3; use one of: gpu-1, gpu-2\n"),
+        (("--node", "gpu-1", "--rank", "2"), "--rank: is not on node gpu-1; got 2; it runs on gpu-2\n"),
+    ],
+)  # fmt: skip
+def test_logs_of_ranks_that_there_are_not(lab: Lab, words: tuple[str, ...], message: str) -> None:
+    make_run(lab.workspaces["gpu-1"], FILES)
+    done = lab.fab("logs", *words)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
+
+
+def test_a_log_that_is_not_there(lab: Lab) -> None:
+    make_run(lab.workspaces["gpu-1"], FILES)
+    done = lab.fab("logs", "--rank", "1")
+    assert done.returncode == 3
+    assert done.stdout.startswith("rank 1: has no log here; got ")
+    assert done.stderr == (
+        "gpu-1: its ranks' logs could not be read to the end; got exit code 2; see the lines above, and fab status\n"
+    )
 
 
 # ---- fetch -----------------------------------------------------------------------------------------------------------

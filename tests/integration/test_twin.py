@@ -17,7 +17,7 @@ from tests.integration.support import ROOT, execute, succeed
 pytestmark = pytest.mark.timeout(1200)
 
 PROGRAM = re.compile(r"(fab|make|tridock|docker compose) .+")
-TASKS = ("check", "data", "down", "fetch", "keys", "launch", "logs", "status", "stop", "up")
+TASKS = ("check", "data", "down", "fetch", "keys", "launch", "logs", "runs", "status", "stop", "triage", "up")
 NO_ENGINE = {"DOCKER_HOST": "unix:///nowhere/docker.sock"}
 
 
@@ -158,7 +158,7 @@ def test_the_twin_is_still_up_as_the_demo_says(clone: Clone, demo: str) -> None:
     assert "The twin is still up: fab status --hosts hostfiles/twin; fab down --hosts hostfiles/twin" in demo
     shown = clone.succeed("fab status --hosts hostfiles/twin")
     assert re.search(r"│ node-1 +│ 2 +│ running ", shown)
-    assert re.search(r"│ demo-3d-\S+ +│ done +│ 60 ", shown)
+    assert re.search(r"│ demo-3d-\S+ +│ 2 +│ done +│ 60/60 ", shown)
     again = clone.succeed("fab logs --hosts hostfiles/twin")
     assert "is done; its folder is " in again
 

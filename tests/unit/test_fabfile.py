@@ -12,7 +12,7 @@ from invoke import Collection, Program
 import fabfile
 
 ROOT = Path(__file__).parents[2]
-TASKS = ("check", "data", "down", "fetch", "keys", "launch", "logs", "plan", "status", "stop", "up")
+TASKS = ("check", "data", "down", "fetch", "keys", "launch", "logs", "plan", "runs", "status", "stop", "triage", "up")
 
 
 def fab(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 
 from tridock.command import Command
 from tridock.engines import RankProgram
 
+_EXPANDED = re.compile(r"([\\$`])")
 _DOUBLE_QUOTED_SPECIALS = re.compile(r'([\\"$`])')
 
 
@@ -34,17 +36,32 @@ def deepspeed_command(
     else:
         # The check that DeepSpeed would make tries the first node only and hides ssh's words.
         words += ["--launcher", "pdsh", "--no_ssh_check"]
-    words += ["--no_local_rank", "--module", program.module, *program.arguments]
-    return Command(tuple(words))
+        return Command((*words, *_ranks(program.module, map(for_pdsh, program.arguments))))
+    return Command((*words, *_ranks(program.module, program.arguments)))
+
+
+def _ranks(module: str, arguments: Iterable[str]) -> tuple[str, ...]:
+    return ("--no_local_rank", "--module", module, *arguments)
+
+
+def for_pdsh(word: str) -> str:
+    """A word of the ranks' command line, such that they get it as it is.
+
+    DeepSpeed hands the words to pdsh, which replaces ``%h`` and its like, and ssh gives them to a shell. A word with a
+    space comes between double quotes by then, with what double quotes it holds escaped; any other comes as it is.
+    """
+    word = word.replace("%", "%%")
+    return _EXPANDED.sub(_escaped, word) if " " in word else shlex.quote(word)
 
 
 def environment_file(env: Mapping[str, str]) -> str:
     """DeepSpeed's environment file (``DS_ENV_FILE``): ``NAME=value`` lines, and nothing else.
 
     DeepSpeed strips each value, puts it between double quotes and gives it to the remote shell, and stops at a
-    blank or comment line; so what a shell expands between double quotes is escaped here.
+    blank or comment line; so what a shell expands between double quotes is escaped here, and what pdsh replaces.
     """
-    return "".join(f"{name}={_DOUBLE_QUOTED_SPECIALS.sub(_escaped, value)}\n" for name, value in env.items())
+    escaped = {name: _DOUBLE_QUOTED_SPECIALS.sub(_escaped, value).replace("%", "%%") for name, value in env.items()}
+    return "".join(f"{name}={value}\n" for name, value in escaped.items())
 
 
 def _escaped(match: re.Match[str]) -> str:

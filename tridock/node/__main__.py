@@ -69,6 +69,18 @@ def _parser() -> argparse.ArgumentParser:
     runs_.add_argument("--workspace", type=Path, default=Path(run_folder.WORKSPACE))
     runs_.set_defaults(action=_runs)
 
+    logs = verbs.add_parser("rank-logs", help="print the logs of ranks of this node")
+    logs.add_argument("run_id")
+    logs.add_argument("ranks", nargs="+", type=int)
+    logs.add_argument("--follow", action="store_true", help="go on until the run has ended here")
+    logs.add_argument("--prefix", action="store_true", help="say with each line whose it is")
+    logs.add_argument("--workspace", type=Path, default=Path(run_folder.WORKSPACE))
+    logs.set_defaults(action=_rank_logs)
+
+    evidence_ = verbs.add_parser("evidence", help="what this node can tell of a run that failed, as JSON")
+    evidence_.add_argument("folder", type=Path)
+    evidence_.set_defaults(action=_evidence)
+
     preflight_ = verbs.add_parser("preflight", help="what a launch wants to know first, as JSON")
     preflight_.add_argument("files", nargs="*", metavar="FILE", help="a file that the run reads")
     preflight_.add_argument("--read", action="append", default=[], metavar="FILE", help="a JSON file to be shown")
@@ -186,6 +198,22 @@ def _require_run_id(text: str) -> None:
 
 def _runs(arguments: argparse.Namespace) -> int:
     print(json.dumps(runs.list_runs(arguments.workspace)))
+    return 0
+
+
+def _rank_logs(arguments: argparse.Namespace) -> int:
+    from tridock.node.rank_logs import show
+
+    _require_run_id(arguments.run_id)
+    folder = arguments.workspace / "runs" / arguments.run_id
+    return show(folder, arguments.ranks, follow=arguments.follow, prefix=arguments.prefix)
+
+
+def _evidence(arguments: argparse.Namespace) -> int:
+    # Only here: no other verb needs what it imports.
+    from tridock.node.evidence import evidence
+
+    print(json.dumps(evidence(arguments.folder)))
     return 0
 
 

@@ -24,10 +24,11 @@ from tridock.launchers import RunBundle, make_bundle
 from tridock.launchers.bundle import default_port
 from tridock.ops import rendezvous
 from tridock.ops.facts import smallest_gpu
-from tridock.ops.first_failure import first_failure
+from tridock.ops.failed_run import RunFailedError, failed, failure_in_words, rank_to_look_at
 from tridock.ops.origin import origin
 from tridock.ops.preflight import data_files, mismatches, preflight_words
 from tridock.plan import Assumptions, Plan, assess
+from tridock.triage import facts_of
 
 HERE = "localhost"
 _MEETING_PORT = 29500
@@ -172,17 +173,33 @@ def _start_and_follow(folder: Path, ranks: int) -> int:
     if code == run_folder.EXIT_PREEMPTED:
         _say(f"continue with --set train.load=runs/{folder.name}/{run_folder.CHECKPOINTS}")
     elif code not in (0, run_folder.EXIT_STOPPED):
-        print(_failed(folder, code), file=sys.stderr)
+        print(_why(folder, code, env), file=sys.stderr)
     return code
 
 
-def _failed(folder: Path, code: int) -> Problem:
-    events, plan = folder / run_folder.EVENTS, json.loads((folder / run_folder.PLAN).read_text())
-    nodes = {entry["rank"]: entry["node"] for entry in plan["ranks"]}
-    first = first_failure({HERE: events.read_bytes()} if events.is_file() else {}, nodes)
-    got = f"exit code {code}" + (f", {first}" if first else "")
-    log = folder / run_folder.rank_log((first.rank if first else None) or 0)
-    return Problem(folder.name, "the run failed", got, f"look at {log}")
+def triage_here(folder: Path) -> RunFailedError:
+    """Why the run of a folder failed, a fetched one's too; raises :class:`RequestError` for one that did not."""
+    todo = "give runs/<run-id> of a run that failed"
+    if not (folder / run_folder.EXPERIMENT).is_file():
+        raise RequestError(Problem(str(folder), "is not a run's folder", "", todo))
+    try:
+        code: int | None = int((folder / run_folder.EXIT_CODE).read_text())
+    except FileNotFoundError:
+        code = None
+    if code in (0, run_folder.EXIT_STOPPED):
+        raise RequestError(Problem(str(folder), "is of a run that did not fail", f"exit code {code}", todo))
+    return _why(folder, code, _environment(1))
+
+
+def _why(folder: Path, code: int | None, env: Mapping[str, str]) -> RunFailedError:
+    """As for a cluster, of what lies here."""
+    done = subprocess.run([*_node_verb(), "evidence", str(folder)], env=env, capture_output=True, check=True)
+    answer = json.loads(done.stdout)
+    ranks = (answer.get("plan") or {}).get("ranks") or [{"node": HERE}]
+    head = str(ranks[0]["node"])
+    facts = facts_of({head: answer}, head, code)
+    log = folder / run_folder.rank_log(rank_to_look_at(facts))
+    return failed(Problem(folder.name, "the run failed", failure_in_words(facts), f"look at {log}"), facts)
 
 
 def _join(folder: Path, ranks: int, node_rank: int) -> int:

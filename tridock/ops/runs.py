@@ -8,24 +8,15 @@ from typing import Any
 
 from tridock import run_folder
 from tridock.cluster.containers import workspace_on_host
-from tridock.errors import ClusterError, Problem, RequestError, RunError
-from tridock.ops.first_failure import FirstFailure, first_failure
+from tridock.errors import ClusterError, Problem, RequestError
 from tridock.ops.followed import Followed
 from tridock.ops.session import NODE, Session
-from tridock.remote import Host, Stream, on_all
+from tridock.remote import Host, Stream
 
 _VERB_TIMEOUT_S = 60.0
-# For a host's part of why a run failed: it may be the host itself that has gone.
-_PATIENCE_S = 15.0
 
 # Which node's word counts where several know a run: the head's, who alone supervises it.
 _STATES = ("ready", "lost", "stopped", "preempted", "failed", "done", "running")
-
-
-class PreemptedError(RunError):
-    """The run was told to end by a scheduler, and has saved."""
-
-    exit_code = run_folder.EXIT_PREEMPTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,43 +92,8 @@ def follow(session: Session, run: Run) -> Stream:
     return Followed(session.hosts[run.head].stream(command), run.head, run.run_id)
 
 
-def check_exit(session: Session, run: Run, exit_code: int) -> None:
-    """Raises :class:`RunError` for a run that ended badly, naming the logs of the ranks to look at."""
-    if exit_code == run_folder.EXIT_STOPPED:
-        raise RunError(Problem(run.run_id, "the run was stopped", "", f"its folder is {folder_of(session, run)}"))
-    if exit_code == run_folder.EXIT_PREEMPTED:
-        todo = f"continue with --set train.load=runs/{run.run_id}/{run_folder.CHECKPOINTS}"
-        raise PreemptedError(Problem(run.run_id, "the run was told to end, and has saved", "", todo))
-    if exit_code:
-        first = _first_failure(session, run)
-        rank = (first.rank if first else None) or 0
-        got = f"exit code {exit_code}" + (f", {first}" if first else "")
-        logs = f"fab logs --hosts {session.cluster.hostfile_path} --run {run.run_id} --rank {rank}"
-        todo = f"look at {folder_of(session, run)}/logs, or {logs}"
-        raise RunError(Problem(run.run_id, "the run failed", got, todo))
-
-
-def _first_failure(session: Session, run: Run) -> FirstFailure | None:
-    """Asks every node: where they share no files, each holds the events of its own ranks."""
-    path = f"{run_folder.WORKSPACE}/runs/{run.run_id}"
-
-    def read(node: str, host: Host) -> bytes:
-        # A node that had no part in the run has no such file.
-        script = 'cat "$1" 2>/dev/null || :'
-        command = session.inside(node, "sh", "-c", script, "sh", f"{path}/{run_folder.EVENTS}")
-        return host.run(command, timeout=_VERB_TIMEOUT_S).stdout
-
-    try:
-        # Of those that answer: a node that has gone may be why the run failed.
-        cap = session.cluster.settings.ssh.max_connections
-        outcomes = on_all(session.hosts, read, cap, timeout=_PATIENCE_S)
-        events = {node: outcome.value for node, outcome in outcomes.items() if outcome.value is not None}
-        return first_failure(events, _nodes_of_ranks(session, run))
-    except ClusterError:
-        return None
-
-
-def _nodes_of_ranks(session: Session, run: Run) -> dict[int, str]:
+def nodes_of_ranks(session: Session, run: Run) -> dict[int, str]:
+    """Where each rank runs, by the run's plan."""
     plan = _read(session, run.head, f"{run_folder.WORKSPACE}/runs/{run.run_id}/{run_folder.PLAN}")
     return {entry["rank"]: entry["node"] for entry in json.loads(plan)["ranks"]}
 
@@ -153,15 +109,6 @@ def parse_rank(text: str) -> int:
     if not text.isdecimal():
         raise RequestError(Problem("--rank", "must be a whole number", repr(text), "give a rank's number"))
     return int(text)
-
-
-def rank_log(session: Session, run: Run, rank: int) -> bytes:
-    """The log of one rank, from the node where it ran."""
-    folder = f"{run_folder.WORKSPACE}/runs/{run.run_id}"
-    ranks = _nodes_of_ranks(session, run)
-    if rank not in ranks:
-        raise RequestError(Problem("--rank", "is no rank of this run", str(rank), f"use 0 to {len(ranks) - 1}"))
-    return _read(session, ranks[rank], f"{folder}/{run_folder.rank_log(rank)}")
 
 
 def _read(session: Session, node: str, path: str) -> bytes:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -83,6 +84,17 @@ def join() -> Ranks:
     ranks = Ranks(rank, local_rank, dist.get_world_size(), device)
     check_world(ranks)
     return ranks
+
+
+def record_flights(prefix: Path) -> None:
+    """Asks NCCL's process groups to keep their last collectives, and to write them to a file a rank on a timeout.
+
+    To be called before they are made. Variables that are set already stay as they are.
+    """
+    sizes = dict.fromkeys(("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000")
+    files = dict.fromkeys(("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), str(prefix))
+    for name, value in {**sizes, **files, "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}.items():
+        os.environ.setdefault(name, value)
 
 
 def check_world(ranks: Ranks) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from tridock import pulse
 from tridock.errors import EXIT_INTERRUPTED, RunError, TridockError
-from tridock.run_folder import EXIT_PREEMPTED
+from tridock.run_folder import EXIT_PREEMPTED, FLIGHT
 from tridock.train.rank_log import RankLog
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ def form_world(run_folder: Path) -> process_group.Ranks:
     from tridock.train import process_group, signals
     from tridock.train.metrics import record_event
 
+    process_group.record_flights(run_folder / FLIGHT)
     signals.listen(run_folder)
     first = os.environ.get("RANK", "0") == "0"
     if first:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tridock.errors import Problem
@@ -26,6 +26,8 @@ class FirstFailure:
     reason: str
     agreed: bool = False
     seen: bool = False
+    event: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """What ``events.jsonl`` holds of it; of a rank that ended without a word, what another says that lost it."""
 
     def __str__(self) -> str:
         if self.seen:
@@ -43,7 +45,7 @@ def first_failure(events: Mapping[str, bytes], nodes: Mapping[int, str]) -> Firs
     if found := sorted((event for event in attempt if event["event"] in _SEEN), key=_weight):
         seen = found[0]
         node = str(seen.get("node") or "the launcher")
-        return FirstFailure(seen.get("rank"), node, str(seen.get("reason"))[:_LENGTH], seen=True)
+        return FirstFailure(seen.get("rank"), node, str(seen.get("reason"))[:_LENGTH], seen=True, event=seen)
     failures = {json.dumps(event, sort_keys=True): event for event in attempt if _is_failure(event)}
     if not failures:
         return None
@@ -51,9 +53,10 @@ def first_failure(events: Mapping[str, bytes], nodes: Mapping[int, str]) -> Firs
     spoke = {int(event["rank"]) for event in failures.values()}
     silent = [rank for rank in nodes if rank not in spoke]
     if first.get("consequence") and silent:
-        return FirstFailure(silent[0], nodes[silent[0]], _without_a_word(silent[1:]))
+        return FirstFailure(silent[0], nodes[silent[0]], _without_a_word(silent[1:]), event=first)
     rank = int(first["rank"])
-    return FirstFailure(rank, nodes.get(rank, "an unknown node"), _essence(first), bool(first.get("agreed")))
+    node = nodes.get(rank, "an unknown node")
+    return FirstFailure(rank, node, _essence(first), bool(first.get("agreed")), event=first)
 
 
 def _without_a_word(others: Sequence[int]) -> str:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tridock.ops.first_failure import FirstFailure, first_failure
+from tridock.triage.first_failure import FirstFailure, first_failure
 
 NODES = {0: "a", 1: "a", 2: "b", 3: "b"}
 

@@ -1,0 +1,211 @@
+"""Faults for real, on CPU ranks, and the rule that knows each."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.ranks import PATIENCE, ROOT, VOCABULARY, make_data, rank_environment
+from tridock import run_folder
+from tridock.node.evidence import evidence
+from tridock.triage import diagnose, facts_of
+
+pytestmark = pytest.mark.distributed
+
+# Done by two ranks without a launcher: tests/distributed/faults.py.
+FAULTS = {
+    "host-out-of-memory": "the memory of localhost ran out; the plan reckons with 3.0 GiB for a rank of stage 0 "
+    "(weights 2.0 GiB, activations 1.0 GiB), of the 16.0 GiB of a v100-16gb",
+    "address-in-use": "the port of the rendezvous was taken between the launch and the start",
+    "too-many-open-files": "a limit of localhost on open files was reached",
+    "too-many-processes": "a limit of localhost on processes or threads was reached",
+    "disk-full": "a disk of localhost is full",
+    "missing-file": "a file is not on localhost: {folder}/none.bin",
+    "index-maps-missing": "Megatron's index maps are not beside the data on localhost",
+    "permission": "rank 0 on localhost may not use a file or folder: /sys/kernel/tridock",
+    "checkpoint-corrupted": "a checkpoint's file is cut short or damaged",
+    "checkpoint-of-another-version": "the checkpoint holds objects that this version does not read: "
+    "another torch, DeepSpeed or Megatron wrote it",
+    "checkpoint-of-another-layout": "the checkpoint was saved by another number of ranks, layout or model",
+    "import": "a Python package or a name in it is missing on localhost: tridock_none",
+    "version-mismatch": "the code and a package do not fit: another version of torch, DeepSpeed or a patch than on "
+    "the other nodes",
+    "vocabulary-too-small": "the data hold a token that the model's vocabulary does not",
+    "no-such-interface": "a network interface that the environment names is not on localhost",
+    "rendezvous": "not all ranks met",
+    "ended-from-outside": "rank 0 on localhost was told to end: SIGTERM or Ctrl-C from outside of the run",
+    "another-rank-has-gone": "a rank lost its connection to another that says nothing of itself",
+    "collective-timeout": "a collective did not end in time: a rank does not take part in it; "
+    "rank 1 on localhost came to collective 1, the others to 2",
+    "collectives-differ": "the ranks ran different collectives: another version of the code, the patches or the "
+    "experiment on some node",
+}
+TOGETHER = ("another-rank-has-gone", "collective-timeout", "collectives-differ")
+PLAN: dict[str, Any] = {
+    "ranks": [{"rank": rank, "node": "localhost", "pp": 0} for rank in (0, 1)],
+    "memory": {
+        "gpu": "v100-16gb",
+        "limit_gib": 16.0,
+        "stages": [
+            {
+                "stage": 0,
+                "terms": [{"name": "activations", "bytes": 2**30}, {"name": "weights", "bytes": 2**31}],
+                "total_bytes": 3 * 2**30,
+            }
+        ],
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("faults")
+    words = [sys.executable, "-m", "tests.distributed.faults", str(folder)]
+    env = rank_environment() | {"TORCH_FR_BUFFER_SIZE": "99"}
+    processes = [
+        subprocess.Popen(words, env=env | {"RANK": str(rank)}, cwd=ROOT, stderr=subprocess.PIPE) for rank in (0, 1)
+    ]
+    said = [process.communicate(timeout=PATIENCE)[1].decode() for process in processes]
+    for name in FAULTS:
+        assert (folder / "runs" / name).is_dir(), said
+        # Of most, the second rank has no part.
+        ranks = PLAN["ranks"] if name in TOGETHER else PLAN["ranks"][:1]
+        (folder / "runs" / name / run_folder.PLAN).write_text(json.dumps({**PLAN, "ranks": ranks}))
+    return folder
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_known(faults: Path, name: str) -> None:
+    answer = json.loads(json.dumps(evidence(faults / "runs" / name)))
+    found = diagnose(facts_of({"localhost": answer}, "localhost", 4))
+    assert (found.rule, found.cause) == (name, FAULTS[name].replace("{folder}", str(faults))), answer
+
+
+STEPS = 5
+
+
+# ---- whole runs, under the launcher and the supervisor -------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("project")
+    make_data(folder)
+    experiment = {
+        "name": "t",
+        "model": {
+            "num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 16, "vocab_size": VOCABULARY,
+            "hidden_dropout": 0.0, "attention_dropout": 0.0,
+        },
+        "batch": {"micro_batch_size": 2},
+        "data": {"data_path": "data/small", "split": "80,10,10"},
+        "precision": "fp32",
+        "optimizer": {"lr": 0.01, "lr_warmup_iters": 1},
+        "train": {"train_iters": 6, "log_interval": 1, "save": False, "tensorboard": False},
+    }  # fmt: skip
+    (folder / "t.yaml").write_text(json.dumps(experiment))
+    return folder
+
+
+@contextmanager
+def trained(project: Path, *fields: str) -> Iterator[subprocess.Popen[str]]:
+    words = [sys.executable, "-m", "tridock.cli", "train", "t.yaml", "--run-id-file", "id", "--nproc", "2"]
+    words += [word for field in fields for word in ("--set", field)]
+    (project / "id").unlink(missing_ok=True)
+    with subprocess.Popen(
+        words, cwd=project, env=rank_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.send_signal(signal.SIGINT) if process.poll() is None else None
+
+
+def folder_of(project: Path) -> Path:
+    return project / "runs" / (project / "id").read_text().strip()
+
+
+def rank_process(project: Path, rank: int) -> int:
+    """The pid of a rank that has made some steps."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+        if not (project / "id").exists() or not (folder_of(project) / run_folder.METRICS).exists():
+            continue
+        if (folder_of(project) / run_folder.METRICS).read_text().count("\n") < STEPS:
+            continue
+        marks = {f"RANK={rank}".encode(), f"TRIDOCK_RUN_ID={folder_of(project).name}".encode()}
+        found: list[int] = []
+        for entry in Path("/proc").iterdir():
+            try:
+                if not entry.name.isdecimal() or b"tridock.train" not in (entry / "cmdline").read_bytes():
+                    continue
+                if marks <= set((entry / "environ").read_bytes().split(b"\0")):
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+        if found:
+            return min(found)  # the other is its child, which copies its log
+
+
+def lines_of(error: str) -> dict[str, str]:
+    """The report's lines by their names, and the first line, whole, as ``""``."""
+    lines = error.splitlines()
+    start = next(number for number, line in enumerate(lines) if ": the run failed; got " in line)
+    return {"": lines[start], **{line.split()[0]: line[11:] for line in lines[start + 1 :]}}
+
+
+def test_a_loss_that_is_no_number(project: Path) -> None:
+    """And the same words again, by the run's folder alone."""
+    with trained(project, "optimizer.lr=1e30", "optimizer.clip_grad=0.0") as process:
+        _, error = process.communicate(timeout=PATIENCE)
+    folder = folder_of(project)
+    found = lines_of(error)
+    assert re.fullmatch(
+        rf"{folder.name}: the run failed; got exit code 4, every rank: iteration \d: the loss is not finite; "
+        rf"look at {folder}/logs/rank-0.log",
+        found[""],
+    )
+    assert re.fullmatch(r"every rank, \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", found["first"])
+    assert re.fullmatch(r"1: 4\.\d{4}, (?:\d: [\d.]+, )*\d: not finite", found["steps"])
+    assert found["cause"] == "the training diverged: the loss is no finite number"
+    assert found["remedy"].startswith("lower optimizer.lr, ")
+    assert found["rule"] == "loss-not-finite (docs/triage.md)"
+    again = subprocess.run(
+        [sys.executable, "-m", "tridock.cli", "triage", str(folder)],
+        env=rank_environment(), capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (again.returncode, again.stderr) == (0, "")
+    assert again.stdout == error[error.index(found[""]) :]
+
+
+@pytest.mark.parametrize(
+    ("number", "rule", "cause"),
+    [
+        (signal.SIGKILL, "ended-without-a-word",
+         "rank 1 on localhost ended without a word: a signal from outside, or from a fault in native code"),
+        (signal.SIGSTOP, "rank-stopped",
+         "rank 1 on localhost was stopped by a signal (SIGSTOP) or is held by a debugger"),
+    ],
+)  # fmt: skip
+def test_a_signal(project: Path, number: signal.Signals, rule: str, cause: str) -> None:
+    with trained(project, "train.train_iters=1000000", "launch.hang_timeout=3") as process:
+        os.kill(rank_process(project, 1), number)
+        _, error = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 4, error
+    found = lines_of(error)
+    assert (found["rule"], found["cause"]) == (f"{rule} (docs/triage.md)", cause)
+    assert found["first"].startswith("rank 1 on localhost, 20")
+    assert len(found["steps"].split(", ")) == STEPS

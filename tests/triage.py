@@ -1,0 +1,42 @@
+"""Which test provokes the fault of each rule that is not known from words on record alone."""
+
+from __future__ import annotations
+
+from typing import Final
+
+_RANKS: Final = "distributed/test_triage.py"
+_NODE: Final = "unit/node/test_evidence.py"
+_CONTAINERS: Final = "integration/test_triage.py"
+
+PROVOKED: Final = {
+    "killed-by-kernel": _CONTAINERS,
+    "shared-memory-too-small": _CONTAINERS,
+    "rank-stopped": _RANKS,
+    "host-out-of-memory": _RANKS,
+    "too-many-open-files": _RANKS,
+    "too-many-processes": _RANKS,
+    "address-in-use": _RANKS,
+    "collective-timeout": _RANKS,
+    "no-such-interface": _RANKS,
+    "rendezvous": _RANKS,
+    "loss-not-finite": _RANKS,
+    "vocabulary-too-small": _RANKS,
+    "checkpoint-of-another-layout": _RANKS,
+    "checkpoint-corrupted": _RANKS,
+    "checkpoint-of-another-version": _RANKS,
+    "index-maps-missing": _RANKS,
+    "disk-full": _RANKS,
+    "missing-file": _RANKS,
+    "permission": _RANKS,
+    "collectives-differ": _RANKS,
+    "import": _RANKS,
+    "version-mismatch": _RANKS,
+    "ended-from-outside": _RANKS,
+    "another-rank-has-gone": _RANKS,
+    "ended-without-a-word": _RANKS,
+    "ssh-host-key": "integration/test_security.py",
+    "ssh-refused": "integration/test_security.py",
+    "ssh-unreachable": "unit/triage/test_rules.py",
+    "launcher-ended": _NODE,
+    "unknown": _NODE,
+}

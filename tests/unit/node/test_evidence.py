@@ -1,0 +1,108 @@
+"""What a node tells of a run that failed, and what triage makes of it."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.unit.node.conftest import answer, node, wait_until
+from tridock import run_folder
+from tridock.node import evidence as evidence_
+from tridock.node.flights import last_collectives
+from tridock.triage import diagnose, facts_of
+
+MakeRun = Callable[..., Path]
+
+
+def test_a_node_without_the_run_has_nothing_to_tell(tmp_path: Path) -> None:
+    assert answer("evidence", str(tmp_path / "none")) == {}
+
+
+def test_the_ends_of_what_there_is(make_run: MakeRun) -> None:
+    folder = make_run("exit 0")
+    (folder / "logs").mkdir()
+    (folder / "logs" / "rank-3.log").write_bytes(b"\xff" + b"".join(b"line %d\n" % number for number in range(2000)))
+    (folder / "logs" / "rank-x.log").touch()
+    (folder / run_folder.METRICS).write_text('{"iteration": 1, "loss": 2.5}\n{"iteration": 1, "split": "test"}\n{"it')
+    (folder / run_folder.PLAN).write_text('{"ranks": [], "memory": {"gpu": null}, "cost": 1}')
+    found = answer("evidence", str(folder))
+    lines = found["logs"].pop("3").splitlines()
+    assert (lines[0], lines[-1]) == ("line 1940", "line 1999")
+    assert (found["logs"], found["launcher"], found["events"]) == ({}, "", "")
+    assert found["metrics"] == [{"iteration": 1, "loss": 2.5}]
+    assert found["plan"] == {"ranks": [], "memory": {"gpu": None}}
+
+
+@pytest.mark.parametrize(
+    ("script", "rule", "seen"),
+    [
+        ("echo 'Address already in use'; exit 3", "address-in-use", "Address already in use (logs/launcher.log)"),
+        ("exit 3", "launcher-ended", ""),
+    ],
+)
+def test_a_launcher_that_ends_of_itself(make_run: MakeRun, script: str, rule: str, seen: str) -> None:
+    folder = make_run(script)
+    assert node("start", str(folder)).returncode == 0
+    wait_until((folder / run_folder.EXIT_CODE).exists)
+    facts = facts_of({"here": answer("evidence", str(folder))}, "here", 3)
+    assert str(facts.failure) == "the launcher ended with exit code 3"
+    found = diagnose(facts)
+    assert (found.rule, found.seen) == (rule, seen)
+    (folder / run_folder.EVENTS).unlink()
+    (folder / run_folder.LAUNCHER_LOG).unlink()
+    assert diagnose(facts_of({"here": answer("evidence", str(folder))}, "here", 3)).rule == "unknown"
+
+
+KMSG = (
+    b"6,1,1000000,-;Out of memory: Killed process 1 (old) total-vm:1kB\n",
+    b"6,2,9000000000000000,-;usb 1-1: new device\n",
+    b"3,3,9000000000000001,-;Out of memory: Killed process 77 (python) total-vm:1kB\n SUBSYSTEM=x\n",
+)
+
+
+def test_the_kernels_words_since_the_run_began(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recorded device: reading the real one takes a privilege that a container lacks."""
+    folder, records = make_run("exit 0"), list(KMSG)
+    read = evidence_.os.read
+
+    def record(descriptor: int, size: int) -> bytes:
+        if Path(f"/proc/self/fd/{descriptor}").readlink() != kmsg:
+            return read(descriptor, size)
+        if not records:
+            raise BlockingIOError
+        return records.pop(0)
+
+    kmsg = folder / "kmsg"
+    kmsg.touch()
+    monkeypatch.setattr(evidence_, "_KMSG", kmsg)
+    monkeypatch.setattr(evidence_.os, "read", record)
+    assert evidence_.evidence(folder)["kernel"] == ["Out of memory: Killed process 77 (python) total-vm:1kB"]
+    monkeypatch.setattr(evidence_, "_KMSG", folder / "none")
+    assert evidence_.evidence(folder)["kernel"] == []
+
+
+class Evil:
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (Path("was-here"),)
+
+
+def test_flight_records_are_read_as_plain_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the form of torch's ``_dump_fr_trace``; what a hostile file would run is not run."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "logs").mkdir()
+
+    def entry(group: str, number: int) -> dict[str, object]:
+        return {"process_group": (group, "default_pg"), "collective_seq_id": number, "state": "scheduled"}
+
+    for rank, entries in enumerate(([entry("0", 7), entry("0", 8), entry("1", 30)], [entry("0", 7)], [])):
+        dump = {"version": "2.10", "entries": entries}
+        (tmp_path / f"{run_folder.FLIGHT}{rank}").write_bytes(pickle.dumps(dump))
+    (tmp_path / f"{run_folder.FLIGHT}3").write_bytes(pickle.dumps({"entries": [Evil()]}))
+    (tmp_path / f"{run_folder.FLIGHT}4").write_bytes(pickle.dumps({"entries": [entry("0", 1)]})[:-9])
+    assert last_collectives(tmp_path) == {0: 8, 1: 7}
+    assert not (tmp_path / "was-here").exists()
+    assert json.dumps(last_collectives(tmp_path)) == '{"0": 8, "1": 7}'

@@ -1,0 +1,203 @@
+"""Rules: the order in which they are asked, words as upstream has them, the list in docs/triage.md."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.triage import PROVOKED
+from tridock.triage import RULES, Diagnosis, Facts, diagnose, report
+from tridock.triage.diagnosis import OWN_MESSAGE
+from tridock.triage.facts import Step, facts_of, stuck_rank
+from tridock.triage.first_failure import FirstFailure
+
+ROOT = Path(__file__).parents[3]
+
+
+def failed(reason: str, kind: str = "run_failed", **fields: object) -> Facts:
+    event = {"event": kind, "rank": 1, "reason": reason, "time": "2026-01-02T03:04:05.678+00:00", **fields}
+    return Facts(4, FirstFailure(1, "b", reason, seen=kind != "run_failed", event=event), reason)
+
+
+def launched(text: str) -> Facts:
+    return Facts(4, launcher=text)
+
+
+# What cannot be done to a machine without GPUs, or takes a minute: the words of upstream's source, and of reports.
+RECORDED = {
+    "collective-does-not-end": failed(
+        "hangs, as do all 2 ranks: a collective that does not end at x.py:1 in f; no progress for 31 s", "rank_hung"
+    ),
+    "rank-hung": failed("hangs while others wait for it at x.py:1 in f; no progress for 31 s", "rank_hung"),
+    "head-lost": failed("heard nothing from the head for 21 s", "head_lost"),
+    "node-lost": failed("has not answered for 21 s", "node_lost"),
+    "killed-for-memory-on-host": Facts(
+        137,
+        FirstFailure(1, "b", "was ended by SIGKILL after iteration 3", event={"event": "rank_died", "rank": 1}),
+        "was ended by SIGKILL after iteration 3",
+        kernel=("Out of memory: Killed process 77 (python) total-vm:1kB",),
+    ),
+    "cuda-out-of-memory": failed(
+        "OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 15.77 GiB')"
+    ),
+    "launcher-missing-program": launched("RuntimeError: launcher 'pdsh' not installed.\n"),
+    "nccl-error": failed(
+        "DistBackendError('NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:268, unhandled system "
+        "error (run with NCCL_DEBUG=INFO for details), NCCL version 2.21.5\\nncclSystemError: System call (e.g. "
+        "socket, malloc) or external library call failed or device error.')"
+    ),
+    "cuda-driver": failed(
+        "RuntimeError('The NVIDIA driver on your system is too old (found version 12040). Please update your GPU')"
+    ),
+    "cuda-architecture": failed(
+        "AcceleratorError('CUDA error: no kernel image is available for execution on the device')"
+    ),
+    "gpu-fault": failed("AcceleratorError('CUDA error: an illegal memory access was encountered')"),
+    "extension-not-built": failed("RuntimeError(\"Error building extension 'fused_adam'\")"),
+}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_words_on_record(name: str) -> None:
+    found = diagnose(RECORDED[name])
+    assert found.rule == name
+    assert "{" not in found.cause + found.remedy
+
+
+def test_every_rule_is_provoked_or_on_record() -> None:
+    names = [rule.name for rule in RULES]
+    assert len(set(names)) == len(names)
+    assert {rule.name for rule in RULES if rule.proof == "recorded"} == RECORDED.keys()
+    assert {rule.name for rule in RULES if rule.proof == "provoked"} == PROVOKED.keys()
+
+
+@pytest.mark.parametrize("place", sorted(set(PROVOKED.values())))
+def test_the_tests_that_provoke_them_name_them(place: str) -> None:
+    text = (ROOT / "tests" / place).read_text()
+    constants = (node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant))
+    named = {word for constant in constants if isinstance(constant, str) for word in constant.split()}
+    assert {name for name, where in PROVOKED.items() if where == place} <= named
+
+
+def test_ssh_to_nobody() -> None:
+    words = ["ssh", "-F", "/dev/null", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5"]
+    for where in (["tridock-none.invalid"], ["-p", "1", "127.0.0.1"]):
+        done = subprocess.run([*words, *where, "true"], capture_output=True, text=True, check=False)
+        assert done.returncode == 255
+        found = diagnose(launched(f"starting\nb: {done.stderr}"))
+        assert found.rule == "ssh-unreachable"
+        assert found.seen == f"b: {done.stderr.strip()} (logs/launcher.log)"
+
+
+def test_nothing_is_known() -> None:
+    assert diagnose(Facts(4)).rule == "unknown"
+    assert diagnose(failed("ValueError('a bug')")).rule == "unknown"
+
+
+def test_a_message_of_ours_says_what_to_do_itself() -> None:
+    """Even where words in it are those of another rule."""
+    reason = "/w/ds_config.json: cannot be read; got No such file or directory; start the run with `fab launch`"
+    assert diagnose(failed(reason)) == Diagnosis(
+        OWN_MESSAGE,
+        "/w/ds_config.json: cannot be read (got No such file or directory)",
+        "start the run with `fab launch`",
+    )
+
+
+def test_the_ranks_own_words_come_before_its_log_and_that_before_the_launchers() -> None:
+    cuda, full = "CUDA out of memory", "OSError: [Errno 28] No space left on device"
+    facts = failed("RuntimeError('boom')")
+    assert diagnose(Facts(4, facts.failure, cuda, full, "")).rule == "cuda-out-of-memory"
+    found = diagnose(Facts(4, facts.failure, facts.reason, f"one\n  {full}\nthree", cuda))
+    assert (found.rule, found.seen) == ("disk-full", f"{full} (logs/rank-1.log)")
+    assert diagnose(Facts(4, facts.failure, facts.reason, "", f"x\n{cuda}")).seen == f"{cuda} (logs/launcher.log)"
+
+
+PLAN = {
+    "ranks": [{"rank": 0, "node": "a", "pp": 0}, {"rank": 1, "node": "b", "pp": 1}],
+    "memory": {
+        "gpu": None,
+        "limit_gib": None,
+        "stages": [
+            {"stage": 0, "terms": [], "total_bytes": 1},
+            {"stage": 1, "terms": [{"name": "weights", "bytes": 5 << 20}], "total_bytes": 6 << 20},
+        ],
+    },
+}
+
+
+def test_the_planners_numbers_are_those_of_the_ranks_stage() -> None:
+    failure = {"event": "run_failed", "rank": 1, "reason": "MemoryError()", "time": "2026-01-02T03:04:05.678+00:00"}
+    told = {"events": f"{json.dumps(failure)}\n", "kernel": ["Out of memory"]}
+    metrics = [{"iteration": number, "loss": 3.0 - number} for number in range(7)] + [{"iteration": 7, "loss": None}]
+    answers = {
+        "a": {"plan": PLAN, "metrics": metrics, "launcher": ""},
+        "b": told,
+    }
+    facts = facts_of(answers, "a", 4)
+    assert report(facts, diagnose(facts)) == (
+        "  first    rank 1 on b, 2026-01-02 03:04:05 UTC\n"
+        "  error    MemoryError()\n"
+        "  steps    3: 0.0000, 4: -1.0000, 5: -2.0000, 6: -3.0000, 7: not finite\n"
+        "  cause    the memory of b ran out; the plan reckons with 6.0 MiB for a rank of stage 1 (weights 5.0 MiB); "
+        "the kernel said: Out of memory\n"
+        "  remedy   give the container or the host more memory, start fewer ranks there, or lower "
+        "batch.micro_batch_size\n"
+        "  rule     host-out-of-memory (docs/triage.md)"
+    )
+
+
+def test_no_answer_at_all() -> None:
+    facts = facts_of({}, "a", None)
+    assert report(facts, diagnose(facts)) == (
+        "  first    the launcher\n"
+        "  steps    none was logged\n"
+        "  cause    no rule knows this failure\n"
+        "  remedy   read the end of the failed rank's log and of logs/launcher.log\n"
+        "  rule     unknown (docs/triage.md)"
+    )
+
+
+def test_earlier_failures_of_a_run_that_was_started_again_do_not_count() -> None:
+    text = "CUDA out of memory\ntridock: restart 1 of at most 3, from the beginning\nEADDRINUSE\n"
+    assert diagnose(facts_of({"a": {"launcher": text}}, "a", 4)).rule == "address-in-use"
+
+
+def test_a_terminal_obeys_nothing_of_a_log() -> None:
+    facts = Facts(
+        4, failed("x").failure, "\x1b[31mRuntimeError('x')\x07\nmore", "\x1b]0;evil\x07CUDA out of memory\r\n"
+    )
+    text = report(facts, diagnose(facts))
+    assert re.findall(r"[\x00-\x09\x0b-\x1f\x7f]", text) == []
+
+
+@pytest.mark.parametrize(
+    ("flights", "words"),
+    [
+        ({}, ""),
+        ({"a": {"0": 7}}, ""),
+        ({"a": {"0": 7}, "b": {"1": 7}}, ""),
+        ({"a": {"0": 9}, "b": {"1": 7}}, "rank 1 on b came to collective 7, the others to 9"),
+    ],
+)
+def test_the_rank_that_the_others_wait_for(flights: dict[str, dict[str, int]], words: str) -> None:
+    assert stuck_rank(flights, {0: "a", 1: "b"}) == words
+    facts = failed("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9)")
+    cause = diagnose(Facts(4, facts.failure, facts.reason, stuck=words, steps=(Step(1, 1.0),))).cause
+    assert cause.endswith(words)
+
+
+def test_docs_list_every_rule() -> None:
+    spec = importlib.util.spec_from_file_location("triage_reference", ROOT / "tools" / "triage_reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    page = (ROOT / "docs" / "triage.md").read_text()
+    assert page == module.with_rules(page), "run make reference"

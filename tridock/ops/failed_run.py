@@ -1,0 +1,33 @@
+"""A run that failed, as an error: one line that says so, and beneath it why. Needs no host."""
+
+from __future__ import annotations
+
+from tridock.errors import Problem, RunError
+from tridock.triage import Facts, diagnose, report
+
+
+class RunFailedError(RunError):
+    """A run that failed, in one line; beneath it, why."""
+
+    def __init__(self, problem: Problem, why: str) -> None:
+        super().__init__(problem)
+        self.why = why
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}\n{self.why}"
+
+
+def failed(problem: Problem, facts: Facts) -> RunFailedError:
+    """The error of a failed run with the diagnosis beneath it."""
+    return RunFailedError(problem, report(facts, diagnose(facts)))
+
+
+def failure_in_words(facts: Facts) -> str:
+    """``exit code 4, rank 1 on host-b first: …``"""
+    code = "no exit code" if facts.exit_code is None else f"exit code {facts.exit_code}"
+    return code + (f", {facts.failure}" if facts.failure else "")
+
+
+def rank_to_look_at(facts: Facts) -> int:
+    """The rank whose log tells most: the one that failed first, or else the one that speaks for all."""
+    return (facts.failure.rank if facts.failure else None) or 0

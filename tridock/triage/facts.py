@@ -1,0 +1,135 @@
+"""What is known of a failed run, out of what its nodes say of it (``tridock.node evidence``)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from tridock.triage.first_failure import FirstFailure, first_failure
+
+_STEPS: Final = 5
+_RESTARTED: Final = "tridock: restart "
+_GIB: Final = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A logged iteration; the loss is None where it was no finite number."""
+
+    iteration: int
+    loss: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """All that a rule may look at."""
+
+    exit_code: int | None
+    """None of a run that was lost: nobody was left to write it."""
+    failure: FirstFailure | None = None
+    reason: str = ""
+    """What the failed rank said, whole; or what the supervisor saw of it."""
+    log: str = ""
+    """The end of its log."""
+    launcher: str = ""
+    """The end of the launcher's output since the last start."""
+    steps: tuple[Step, ...] = ()
+    planned: str = ""
+    """What the plan reckons with for that rank, in words; empty where it has no memory."""
+    kernel: tuple[str, ...] = ()
+    """What the kernel of its node said of memory while the run went on, where it can be read."""
+    stuck: str = ""
+    """The rank that the others wait for, by the flight recorders of all of them."""
+
+    @property
+    def kind(self) -> str:
+        """The name of the event that tells of the failure; empty where none does."""
+        return "" if self.failure is None else str(self.failure.event.get("event", ""))
+
+    @property
+    def who(self) -> str:
+        """The rank and its node."""
+        if self.failure is None:
+            return "the launcher"
+        if self.failure.agreed:
+            return "every rank"
+        return self.failure.node if self.failure.rank is None else f"rank {self.failure.rank} on {self.failure.node}"
+
+
+def facts_of(answers: Mapping[str, Mapping[str, Any]], head: str, exit_code: int | None) -> Facts:
+    """``answers`` are those of the nodes that answered; the head's has the plan, the metrics, the launcher's output."""
+    told = answers.get(head, {})
+    plan: Mapping[str, Any] = told.get("plan") or {}
+    ranks = {int(entry["rank"]): entry for entry in plan.get("ranks", ())}
+    nodes = {rank: str(entry["node"]) for rank, entry in ranks.items()}
+    events = {node: str(answer.get("events") or "").encode() for node, answer in answers.items()}
+    first = first_failure(events, nodes)
+    rank = None if first is None else first.rank
+    logs = {
+        int(number): str(text) for answer in answers.values() for number, text in (answer.get("logs") or {}).items()
+    }
+    log = "" if rank is None else logs.get(rank, "")
+    place = "" if first is None else first.node
+    return Facts(
+        exit_code,
+        first,
+        reason=_reason(first, log),
+        log=log,
+        launcher=_since_restart(str(told.get("launcher") or "")),
+        steps=_steps(told.get("metrics") or ()),
+        planned="" if rank is None else _planned(plan, ranks.get(rank)),
+        kernel=tuple(answers.get(place, {}).get("kernel") or ()),
+        stuck=stuck_rank({node: answer.get("flights") or {} for node, answer in answers.items()}, nodes),
+    )
+
+
+def _reason(first: FirstFailure | None, log: str) -> str:
+    if first is None:
+        return ""
+    said = str(first.event.get("reason") or first.reason)
+    if first.event.get("rank") != first.rank:  # of a rank that ended without a word, one tells that waited for it
+        return f"{first.reason}\n{said}"
+    # An exception's repr leaves a file's name out; the last line of its traceback has it.
+    name = re.match(r"(\w+)\(", said)
+    traced = name and re.findall(rf"^(?:\w+\.)*{name[1]}: .+", log, re.MULTILINE)
+    return str(traced[-1]) if traced else said
+
+
+def _since_restart(text: str) -> str:
+    """A run that was started again wrote its earlier failures into the same file."""
+    return text.rpartition(_RESTARTED)[2]
+
+
+def _steps(metrics: Sequence[Mapping[str, Any]]) -> tuple[Step, ...]:
+    return tuple(Step(int(entry["iteration"]), entry.get("loss")) for entry in metrics if "split" not in entry)[
+        -_STEPS:
+    ]
+
+
+def _planned(plan: Mapping[str, Any], entry: Mapping[str, Any] | None) -> str:
+    memory = plan.get("memory") or {}
+    stages = {stage["stage"]: stage for stage in memory.get("stages", ())}
+    stage = None if entry is None else stages.get(entry.get("pp", 0))
+    if stage is None:
+        return ""
+    largest = sorted(stage["terms"], key=lambda term: -int(term["bytes"]))[:3]
+    terms = ", ".join(f"{term['name']} {_size(term['bytes'])}" for term in largest)
+    whole = f"the plan reckons with {_size(stage['total_bytes'])} for a rank of stage {stage['stage']} ({terms})"
+    limit = memory.get("limit_gib")
+    return whole if limit is None else f"{whole}, of the {limit:.1f} GiB of a {memory['gpu']}"
+
+
+def _size(count: int) -> str:
+    return f"{count / _GIB:.1f} GiB" if count >= _GIB / 10 else f"{count / 2**20:.1f} MiB"
+
+
+def stuck_rank(flights: Mapping[str, Mapping[str, int]], nodes: Mapping[int, str]) -> str:
+    """``flights``: by node and rank, the number of the last collective that the rank took part in."""
+    reached = {int(rank): number for ranks in flights.values() for rank, number in ranks.items()}
+    if len(reached) < 2 or min(reached.values()) == max(reached.values()):
+        return ""
+    rank = min(reached, key=lambda rank: (reached[rank], rank))
+    node = nodes.get(rank, "an unknown node")
+    return f"rank {rank} on {node} came to collective {reached[rank]}, the others to {max(reached.values())}"

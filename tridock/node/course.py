@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import time
 from collections import deque
@@ -17,7 +16,17 @@ from tridock import pulse, run_folder
 from tridock.node import ports
 from tridock.node.events import append_event, has_event, read_lines
 from tridock.node.restart import Made, cannot_help, checkpoint_iteration, refusal
-from tridock.node.verdict import Look, Verdict, first_death, hung, late_ranks, left_behind, lost_node, signal_name
+from tridock.node.verdict import (
+    Look,
+    Verdict,
+    first_death,
+    hung,
+    late_ranks,
+    left_behind,
+    lost_node,
+    lost_session,
+    signal_name,
+)
 from tridock.node.watches import Watches
 from tridock.supervision import Supervision
 
@@ -33,7 +42,6 @@ _INQUEST_S: Final = 1.5
 _SILENT_S: Final = 3.0
 """Nodes speak once a second: one that has not for so long may be lost."""
 _FIT_PATIENCE_S: Final = 120.0
-_LOST_SESSION: Final = re.compile(rb"^pdsh@\\S+: (\\S+): ssh exited with exit code (\\d+)", re.MULTILINE)
 
 
 class Course:
@@ -161,13 +169,9 @@ class Course:
         return Verdict("launcher_ended", f"ended with exit code {returned}", code=returned)
 
     def _lost_session(self) -> Verdict | None:
-        """The node whose ssh session the launcher lost, by pdsh's word."""
         with (self._folder / run_folder.LAUNCHER_LOG).open("rb") as log:
             log.seek(self._log_offset)
-            found = _LOST_SESSION.search(log.read())
-        if found is None:
-            return None
-        return Verdict("node_lost", "dropped the ssh session in which its ranks were started", found[1].decode())
+            return lost_session(log.read())
 
     def _silent_node(self) -> Verdict | None:
         """The node that does not answer, if one does not; waits until that is certain."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ STEPS: Final = 3
 _STOPPED_S: Final = 1.0
 """A debugger that takes a sample stops a process for less."""
 
+# 255 is ssh's own; any other is that of what it ran.
+_LOST_SESSION: Final = re.compile(rb"^pdsh@\S+: (\S+): ssh exited with exit code 255$", re.MULTILINE)
 _WAITING: Final = ("/torch/distributed/", "/torch/autograd/", "/torch/cuda/", "/torch/_tensor.py", "/deepspeed/")
 
 
@@ -149,6 +152,14 @@ def lost_node(silence_s: Mapping[str, float], words: Mapping[str, str]) -> Verdi
     said = f" ({words[node]})" if words.get(node) else ""
     others = f", as has {', '.join(name for _, name in late if name != node)}" if len(late) > 1 else ""
     return Verdict("node_lost", f"has not answered for {seconds:.0f} s{said}{others}", node)
+
+
+def lost_session(log: bytes) -> Verdict | None:
+    """The node whose ssh session a launcher lost, by pdsh's word in its log."""
+    found = _LOST_SESSION.search(log)
+    if found is None:
+        return None
+    return Verdict("node_lost", "dropped the ssh session in which its ranks were started", found[1].decode())
 
 
 def late_ranks(look: Look, step_s: float | None, hang_s: float) -> list[tuple[str, Vital]]:

@@ -23,6 +23,7 @@ from tridock.node.verdict import (
     late_ranks,
     left_behind,
     lost_node,
+    lost_session,
     signal_name,
 )
 from tridock.pulse import PHASES
@@ -204,6 +205,16 @@ def test_a_node_that_is_silent_for_too_long_is_lost() -> None:
     found = lost_node({"a": 1.0, "b": 20.4}, {"b": "ssh: connect to host b port 2222: Connection refused"})
     assert str(found) == "b has not answered for 20 s (ssh: connect to host b port 2222: Connection refused)"
     assert str(lost_node({"a": 1.0, "b": 20.4, "c": 22.0}, {})) == "c has not answered for 22 s, as has b"
+
+
+def test_a_session_that_the_launcher_lost() -> None:
+    log = b"node-1: iteration 3\npdsh@node-1: node-2: ssh exited with exit code 255\nnode-1: more\n"
+    found = lost_session(log)
+    assert found is not None
+    assert found.kind == "node_lost"
+    assert str(found) == "node-2 dropped the ssh session in which its ranks were started"
+    # Any other code is that of the launcher's own part there.
+    assert lost_session(log.replace(b"255", b"4")) is None
 
 
 def test_signals_have_names() -> None:

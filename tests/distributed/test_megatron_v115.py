@@ -268,7 +268,8 @@ def test_what_happens_to_a_run_does_not_change_its_losses(workspace: Path, sourc
 
 def test_what_upstream_alone_has_written_is_loaded(workspace: Path, source: Path) -> None:
     """It lists no files: such a checkpoint is upstream's to judge."""
-    saving = {"parallel.strategy": "ddp", "train.save": True, "train.train_iters": 2, WARMUP: 0}
+    schedule = {WARMUP: 0, "optimizer.lr_decay_iters": 4, "train.eval_interval": 0}
+    saving = {"parallel.strategy": "ddp", "train.save": True, "train.train_iters": 2, **schedule}
     first, finished = train(workspace, source, "listed", 2, **saving)
     assert finished.codes == [0, 0], finished.out[0][-5000:]
     (first / "checkpoints/iter_0000002/files.json").unlink()

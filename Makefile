@@ -64,6 +64,12 @@ bench-launch: .venv/.operator ## Time to the first step: fab launch beside deeps
 	@tridock data demo
 	@python tools/bench_launch.py
 
+.PHONY: soak
+soak: .venv/.operator ## Half an hour of random faults on the twin: the losses stay those of an undisturbed run (SOAK='--seed 7 --minutes 5')
+	@tools/build-image.sh cpu debian:bookworm-slim tridock:cpu '' auto
+	@tridock data demo
+	@python tools/soak.py $(SOAK)
+
 .PHONY: bench-gpu
 bench-gpu: .venv/.operator ## Tokens/s, model TFLOP/s, MFU and peak memory of every engine on this machine's GPUs (BENCH='--models gpt-345m')
 	@tridock data demo

@@ -1,0 +1,220 @@
+"""`make soak`: a run on the twin under random faults has to end with the losses of an undisturbed one.
+
+First a run that nobody disturbs, then, until the time is over, runs that are hit again and again: ranks, launchers and
+ssh sessions killed, ranks stopped, checkpoints spoiled, a node paused, stopped or cut off the network. Which fault
+comes when follows from the seed that is printed. A run may be restarted as often as it needs. At the end of each every
+loss is that of the undisturbed run, and no process, no container and no file is left that was not there before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from tridock import run_folder
+from tridock.cluster.containers import container_name
+from tridock.node.events import read_lines
+from tridock.ops.session import Session
+
+CONFIG: Final = "configs/demo.yaml"
+CHANGES: Final = (
+    "train.log_interval=1",
+    "train.save_interval=10",
+    "train.eval_interval=0",
+    "train.tensorboard=false",
+    "train.keep_checkpoints=3",
+    "restart.max=1000",
+    "launch.hang_timeout=10",
+)
+_PATIENCE_S: Final = 600.0
+"""Without a new iteration for so long a disturbed run has hung in a way that nobody noticed."""
+
+
+class Soak:
+    """The twin, and what is done to it."""
+
+    def __init__(self, hostfile: Path, iterations: int, chance: random.Random) -> None:
+        self.hostfile, self.chance = hostfile, chance
+        self.changes = (*CHANGES, f"train.train_iters={iterations}")
+        session = Session.open(hostfile)
+        self.containers = {node: container_name(session.cluster, node) for node in session.nodes}
+        self.head, *self.others = session.nodes
+        self.faults: dict[str, Callable[[str], object]] = {
+            "SIGKILL a rank": lambda run: self._signal(run, "KILL", "tridock.train"),
+            "SIGTERM a rank": lambda run: self._signal(run, "TERM", "tridock.train"),
+            "SIGSTOP a rank": lambda run: self._signal(run, "STOP", "tridock.train"),
+            "SIGKILL a node's launcher": lambda run: self._signal(run, "KILL", "deepspeed.launcher.launch"),
+            "SIGKILL the run's launcher": lambda run: self._signal(run, "KILL", "bin/deepspeed", self.head),
+            "SIGKILL an ssh session": lambda _: self._inside(self._any(), "pkill -KILL -f 'sshd: tridock'"),
+            "pause a node": lambda _: self._paused(self._any(), self.chance.uniform(2, 40)),
+            "stop a node": lambda _: self._stopped(self.chance.choice(self.others)),
+            "spoil the newest checkpoint, and SIGKILL a rank": self._spoil,
+            "cut a node off": lambda _: self._cut_off(self._any(), self.chance.uniform(2, 50)),
+        }
+
+    def undisturbed(self) -> dict[int, float]:
+        """The losses that every other run has to have."""
+        run = self._launch()
+        if (code := self._follow(run)) != 0:
+            sys.exit(f"the undisturbed run {run} ended with {code}")
+        return losses(run)
+
+    def disturbed(self, pause_s: float) -> tuple[str, list[str], int]:
+        """A run under faults: its id, what was done to it, and its exit code."""
+        run, done = self._launch(), list[str]()
+        code_file = Path("runs", run, run_folder.EXIT_CODE)
+        moved, reached = time.monotonic(), 0
+        until = time.monotonic() + self.chance.uniform(0.5, 1.5) * pause_s
+        while not code_file.exists():
+            time.sleep(0.5)
+            iteration = max(losses(run), default=0)
+            if iteration > reached:
+                moved, reached = time.monotonic(), iteration
+            if time.monotonic() - moved > _PATIENCE_S:
+                sys.exit(f"{run}: no new iteration for {_PATIENCE_S:.0f} s after {done[-1:] or 'its start'}")
+            if time.monotonic() >= until:
+                name = self.chance.choice(list(self.faults))
+                done.append(f"{name} at iteration {reached}")
+                print(f"  {time.strftime('%H:%M:%S')}  {done[-1]}", flush=True)
+                self.faults[name](run)
+                until = time.monotonic() + self.chance.uniform(0.5, 1.5) * pause_s
+        return run, done, int(code_file.read_text())
+
+    def left_over(self, run: str) -> Iterator[str]:
+        """Whatever of a run is still there that should not be."""
+        for node, container in self.containers.items():
+            found = json.loads(output("docker", "exec", container, *_NODE, "processes", run))
+            yield from (f"{node}: process {entry['pid']} {' '.join(entry['command'])[:80]}" for entry in found)
+        for path in Path("runs", run).rglob("*"):
+            if path.name.startswith(".put.") or path.suffix in (".part", ".tmp"):
+                yield f"file {path}"
+
+    def _launch(self) -> str:
+        words = [word for change in self.changes for word in ("--set", change)]
+        output(fab(), "launch", "--hosts", str(self.hostfile), "--config", CONFIG, *words, "--detach",
+               "--run-id-file", "runs/soak.id")  # fmt: skip
+        return Path("runs/soak.id").read_text().strip()
+
+    def _follow(self, run: str) -> int:
+        command = [fab(), "logs", "--hosts", str(self.hostfile), "--run", run]
+        return subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
+
+    def _any(self) -> str:
+        return self.chance.choice(list(self.containers))
+
+    def _signal(self, run: str, name: str, mark: str, node: str | None = None) -> None:
+        """Sends a signal to one of the run's processes whose command line holds ``mark``."""
+        node = node or self._any()
+        found = json.loads(output("docker", "exec", self.containers[node], *_NODE, "processes", run))
+        fitting = [entry["pid"] for entry in found if any(mark in word for word in entry["command"][:6])]
+        if fitting:
+            self._inside(node, f"kill -{name} {self.chance.choice(sorted(fitting))}")
+
+    def _spoil(self, run: str) -> None:
+        """Overwrites a byte of one of its files; the run has to take the one before."""
+        folders = sorted(Path("runs", run, "checkpoints").glob("iter_*"))
+        if len(folders) > 1:
+            files = sorted(path for path in folders[-1].iterdir() if path.is_file() and path.stat().st_size)
+            if files:
+                with self.chance.choice(files).open("r+b") as file:
+                    byte = file.read(1)
+                    file.seek(0)
+                    file.write(bytes((byte[0] ^ 0xFF,)))
+        self._signal(run, "KILL", "tridock.train")
+
+    def _inside(self, node: str, script: str) -> None:
+        # It may have ended meanwhile: nothing to hit is no failure of the soak.
+        subprocess.run(["docker", "exec", self.containers[node], "sh", "-c", script], capture_output=True, check=False)
+
+    def _paused(self, node: str, seconds: float) -> None:
+        output("docker", "pause", self.containers[node])
+        time.sleep(seconds)
+        output("docker", "unpause", self.containers[node])
+
+    def _stopped(self, node: str) -> None:
+        output("docker", "restart", "--time", "1", self.containers[node])
+
+    def _cut_off(self, node: str, seconds: float) -> None:
+        container = self.containers[node]
+        (network,) = json.loads(
+            output("docker", "inspect", "--format", "{{json .NetworkSettings.Networks}}", container)
+        )
+        output("docker", "network", "disconnect", network, container)
+        time.sleep(seconds)
+        output("docker", "network", "connect", "--alias", node, network, container)
+
+
+_NODE: Final = ("python", "-P", "-m", "tridock.node")
+
+
+def fab() -> str:
+    """The command beside this Python."""
+    return str(Path(sys.executable).with_name("fab"))
+
+
+def output(*argv: str) -> str:
+    """A command's standard output; its failure is ours."""
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(argv)} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return done.stdout
+
+
+def losses(run: str) -> dict[int, float]:
+    """Each iteration's loss; what a restart repeats has to be the same."""
+    found: dict[int, float] = {}
+    entries: list[Any] = read_lines(Path("runs", run, run_folder.METRICS))
+    for entry in entries:
+        if "split" not in entry and found.setdefault(entry["iteration"], entry["loss"]) != entry["loss"]:
+            sys.exit(
+                f"{run}: iteration {entry['iteration']} had loss {found[entry['iteration']]}, then {entry['loss']}"
+            )
+    return found
+
+
+def main() -> None:
+    """Prints each fault as it comes and a line for each run; writes runs/soak.json."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hosts", type=Path, default=Path("hostfiles/twin"), help="a hostfile of containers here")
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 31))
+    parser.add_argument("--iterations", type=int, default=300, help="of each run (default 300)")
+    parser.add_argument("--pause", type=float, default=30.0, help="seconds between two faults, about (default 30)")
+    given = parser.parse_args()
+    print(f"seed {given.seed}", flush=True)
+    output(fab(), "up", "--hosts", str(given.hosts))
+    soak = Soak(given.hosts, given.iterations, random.Random(given.seed))  # noqa: S311  no secret
+    deadline, record = time.monotonic() + 60 * given.minutes, list[dict[str, Any]]()
+    expected = soak.undisturbed()
+    print(f"undisturbed: {len(expected)} iterations, last loss {expected[max(expected)]}", flush=True)
+    while time.monotonic() < deadline:
+        began = time.monotonic()
+        run, faults, code = soak.disturbed(given.pause)
+        found, left = losses(run), list(soak.left_over(run))
+        events = read_lines(Path("runs", run, run_folder.EVENTS))
+        restarts = sum(event["event"] == "run_restarted" for event in events)
+        seconds = time.monotonic() - began
+        record.append({"run": run, "faults": faults, "restarts": restarts, "seconds": round(seconds, 1)})
+        print(f"{run}: {len(faults)} faults, {restarts} restarts, {seconds:.0f} s", flush=True)
+        wrong = [f"exit code {code}"] * (code != 0) + left
+        wrong += [
+            f"iteration {n}: loss {found.get(n)}, undisturbed {loss}"
+            for n, loss in expected.items()
+            if found.get(n) != loss
+        ]
+        if wrong:
+            sys.exit("\n".join(wrong[:20]))
+    Path("runs/soak.json").write_text(json.dumps({"seed": given.seed, "runs": record}, indent=2) + "\n")
+    total = sum(len(entry["faults"]) for entry in record)
+    print(f"{len(record)} runs under {total} faults ended with the losses of the undisturbed one; nothing is left over")
+
+
+if __name__ == "__main__":
+    main()

@@ -111,7 +111,7 @@ class Run:
         return [event for event in map(json.loads, lines) if not names or event["event"] in names]
 
     def ends(self, within: float) -> tuple[int, str]:
-        """`fab launch` ends in time: its exit code and its verdict, or else its last line; nothing of the run is left."""
+        """`fab launch` ends in time: its exit code and its verdict, or its last line; nothing of the run is left."""
         began = time.monotonic()
         code = self.terminal.process.wait(timeout=within)
         print(f"`fab launch` ended {time.monotonic() - began:.1f} s after the fault")

@@ -148,13 +148,14 @@ def test_ctrl_c_is_no_failure_to_recover_from(workspace: Path, undisturbed: dict
     assert find_processes(run.folder.name) == []
 
 
-def test_a_dead_rank_is_named_in_the_last_line(workspace: Path, undisturbed: dict[str, Path]) -> None:
+def test_a_dead_rank_is_named_in_the_verdict(workspace: Path, undisturbed: dict[str, Path]) -> None:
     with Training(workspace, undisturbed["ddp"] / "experiment.yaml", *ENDLESS) as run:
         run.kill(1, beyond=2)
         began = time.monotonic()
         output = run.process.communicate(timeout=60)[0]
         assert time.monotonic() - began < 10.0
     assert run.process.returncode == 4
-    last, words = output.splitlines()[-1], "rank 1 on localhost was ended by SIGKILL after iteration "
+    last = next(line for line in output.splitlines() if ": the run failed; got " in line)
+    words = "rank 1 on localhost was ended by SIGKILL after iteration "
     assert last.startswith(f"{run.folder.name}: the run failed; got exit code 4, {words}")
     assert last.endswith(f"; look at {run.folder}/logs/rank-1.log")

@@ -70,7 +70,7 @@ def test_a_failed_run_names_the_rank_that_failed(tmp_path: Path) -> None:
     done = subprocess.run(argv, env=rank_environment(), capture_output=True, text=True, timeout=PATIENCE, check=False)
     (run,) = [folder for folder in (tmp_path / "runs").iterdir() if folder.name != "unused"]
     assert done.returncode == 2
-    last = done.stderr.splitlines()[-1]
+    last = next(line for line in done.stderr.splitlines() if ": the run failed; got " in line)
     assert last.startswith(
         f"{run.name}: the run failed; got exit code 2, every rank: train.load: no checkpoint lies at "
     )

@@ -111,11 +111,13 @@ class Run:
         return [event for event in map(json.loads, lines) if not names or event["event"] in names]
 
     def ends(self, within: float) -> tuple[int, str]:
-        """`fab launch` ends in time: its exit code and its last line; nothing of the run is left on a node."""
+        """`fab launch` ends in time: its exit code and its verdict, or its last line; nothing of the run is left."""
         began = time.monotonic()
         code = self.terminal.process.wait(timeout=within)
         print(f"`fab launch` ended {time.monotonic() - began:.1f} s after the fault")
-        return code, self.terminal.text().splitlines()[-1]
+        lines = self.terminal.text().splitlines()
+        # Beneath it stands why.
+        return code, next((line for line in lines if ": the run failed; got " in line), lines[-1])
 
     def losses(self) -> dict[int, float]:
         """By iteration; none stands in the file twice."""
@@ -129,7 +131,7 @@ class Run:
         return self.twin.processes(self, node) == []
 
     def says(self, code: int, words: str, rank: int = 0) -> str:
-        """The pattern of the last line of `fab launch`."""
+        """The pattern of the verdict of `fab launch`."""
         where = re.escape(f"look at {self.folder}/logs, or fab logs --hosts hostfiles/twin --run {self.run_id}")
         return f"{self.run_id}: the run failed; got exit code {code}, {words}; {where} --rank {rank}"
 

@@ -21,6 +21,9 @@ from tridock.run_folder import WORLD_SIZE_VARIABLE
 TIMEOUT_VARIABLE: Final = "DEEPSPEED_TIMEOUT"
 """Minutes to wait for the others in a collective, and at most as long for them to come; DeepSpeed's own variable."""
 _DEFAULT_TIMEOUT_MINUTES: Final = 30
+_FLIGHT_NAMES: Final = ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE")
+_OLD_FLIGHT_NAMES: Final = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+_FLIGHT_NAMES_SINCE: Final = (2, 9)
 _MEETING_PATIENCE: Final = timedelta(minutes=5)
 
 
@@ -89,11 +92,14 @@ def join() -> Ranks:
 def record_flights(prefix: Path) -> None:
     """Asks NCCL's process groups to keep their last collectives, and to write them to a file a rank on a timeout.
 
-    To be called before they are made. Variables that are set already stay as they are.
+    To be called before they are made; does nothing without GPUs. Variables that are set already stay as they are.
     """
-    sizes = dict.fromkeys(("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000")
-    files = dict.fromkeys(("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), str(prefix))
-    for name, value in {**sizes, **files, "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}.items():
+    if not torch.cuda.is_available():
+        return
+    # Torch warns of the names of before where it knows those of today.
+    old = tuple(int(number) for number in torch.__version__.split(".")[:2]) < _FLIGHT_NAMES_SINCE
+    size, file = _OLD_FLIGHT_NAMES if old else _FLIGHT_NAMES
+    for name, value in {size: "2000", file: str(prefix), "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}.items():
         os.environ.setdefault(name, value)
 
 

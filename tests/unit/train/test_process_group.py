@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -123,3 +124,23 @@ def test_a_lost_rank(text: str, got: str | None) -> None:
 
 def test_any_other_error_is_no_lost_rank() -> None:
     assert lost_rank(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
+
+
+@pytest.mark.parametrize(
+    ("version", "gpus", "names"),
+    [
+        ("2.10.0a0+nv25.12", True, ["TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"]),
+        ("2.6.0", True, ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_NCCL_TRACE_BUFFER_SIZE"]),
+        ("2.13.0+cpu", False, []),
+    ],
+)
+def test_flights_are_recorded_on_gpus_by_the_names_of_the_time(
+    version: str, gpus: bool, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment: dict[str, str] = {}
+    monkeypatch.setattr(process_group.os, "environ", environment)
+    monkeypatch.setattr(process_group.torch, "__version__", version)
+    monkeypatch.setattr(process_group.torch.cuda, "is_available", lambda: gpus)
+    process_group.record_flights(Path("/r/logs/flight-rank-"))
+    assert sorted(set(environment) - {"TORCH_NCCL_DUMP_ON_TIMEOUT"}) == names
+    assert "/r/logs/flight-rank-" in environment.values() or not gpus

@@ -32,7 +32,7 @@ def start(folder: Path) -> None:
 
 
 def test_a_run_from_start_to_end(workspace: Path, make_run: MakeRun) -> None:
-    folder = make_run(f'echo begun; echo to stderr >&2; cat; echo "$TRIDOCK_RUN_ID"; sleep 0.3; {FINISHED}')
+    folder = make_run(f'echo begun; echo to stderr >&2; cat; echo "$TRIDOCK_RUN_ID"; sleep 1; {FINISHED}')
     assert state(workspace, folder) == "ready"
     begin = time.monotonic()
     start(folder)

@@ -54,11 +54,12 @@ def test_stopping_one_of_two_runs_leaves_the_other_alone(make_run: MakeRun) -> N
     start(first)
     start(second)
     wait_until(lambda: (counts(first), counts(second)) == (3, 2))
-    assert stop(first) == {"stopped": 3, "left": 0}
+    # A shell whose child was ended may leave before it is asked itself.
+    assert stop(first) in [{"stopped": number, "left": 0} for number in (1, 2, 3)]
     assert (counts(first), counts(second)) == (0, 2)
     assert unmarked.poll() is None
     assert (exit_code_of(first), exit_code_of(second)) == (143, None)
-    assert stop(second) == {"stopped": 2, "left": 0}
+    assert stop(second) in [{"stopped": number, "left": 0} for number in (1, 2)]
     assert stop(second) == {"stopped": 0, "left": 0}
     unmarked.kill()
     unmarked.wait()

@@ -218,8 +218,11 @@ def test_runs_are_listed_by_age_with_their_last_metrics(workspace: Path) -> None
     assert [run["run_id"] for run in runs] == [
         "z-y-20260101-000000-abcd", "b-20260102-000000-0000", "a-20260103-000000-0000",
     ]  # fmt: skip
+    age = runs[1].pop("age_s")
+    assert 0.0 <= age < 600.0
     assert runs[1] == {
         "run_id": folder.name, "state": "ready", "exit_code": None, "created": "20260102-000000", "metrics": lines[-2],
+        "experiment": "b", "nodes": [], "train_iters": None, "duration_s": None,
     }  # fmt: skip
     assert runs[0]["metrics"] is None
 

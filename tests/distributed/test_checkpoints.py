@@ -70,6 +70,27 @@ def test_deepspeed_unpickles_nothing_foreign(tmp_path: Path, monkeypatch: pytest
     assert not (tmp_path / "done").exists()
 
 
+class AsGetattr:
+    """Pickled as Python 3.11.0 to 3.11.3 pickles a member of an enum."""
+
+    def __init__(self, owner: type, name: str) -> None:
+        self.asked = owner, name
+
+    def __reduce__(self) -> tuple[object, tuple[type, str]]:
+        return getattr, self.asked
+
+
+def test_an_enum_of_another_python_is_read_and_no_other_attribute(tmp_path: Path) -> None:
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    torch.save({"stage": AsGetattr(ZeroStageEnum, "gradients")}, tmp_path / "good.pt")
+    torch.save({"stage": AsGetattr(ZeroStageEnum, "mro")}, tmp_path / "bad.pt")
+    with no_foreign_pickles():
+        assert torch.load(tmp_path / "good.pt") == {"stage": ZeroStageEnum.gradients}
+        with pytest.raises(pickle.UnpicklingError, match="is no member of an enum"):
+            torch.load(tmp_path / "bad.pt")
+
+
 def everything_of(run: Training) -> list[int]:
     """All processes of a job, as a scheduler knows them: `tridock train`, the supervisor, the launcher, the ranks."""
     found = [run.process.pid]

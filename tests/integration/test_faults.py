@@ -238,7 +238,7 @@ def test_a_supervisor_that_is_killed(twin: Twin) -> None:
         wait_until(lambda: run.is_gone(HEAD) and run.is_gone(OTHER), "the ranks have ended by themselves", 30)
         print(f"without a supervisor, the ranks ended after {time.monotonic() - began:.1f} s")
         assert {event["node"] for event in run.events("head_lost")} == {HEAD, OTHER}
-        assert re.search(rf"{run.run_id} +│ lost ", twin.clone.succeed("fab status --hosts hostfiles/twin"))
+        assert re.search(rf"{run.run_id} +│ 2 +│ lost ", twin.clone.succeed("fab status --hosts hostfiles/twin"))
 
 
 def test_the_neighbour_goes_on_to_its_end(calm: Run) -> None:
@@ -315,4 +315,4 @@ def test_a_head_that_is_killed_while_it_is_followed(twin: Twin) -> None:
         wait_until(lambda: run.is_gone(OTHER), "the other node's ranks have ended by themselves", 45)
         print(f"without the head, the other node's ranks ended after {time.monotonic() - began:.1f} s")
         twin.clone.succeed("fab up --hosts hostfiles/twin")
-        assert re.search(rf"{run.run_id} +│ lost ", twin.clone.succeed("fab status --hosts hostfiles/twin"))
+        assert re.search(rf"{run.run_id} +│ 2 +│ lost ", twin.clone.succeed("fab status --hosts hostfiles/twin"))

@@ -23,10 +23,11 @@ signals.listen(Path(sys.argv[1]))
 LOOP = """
 steps = 0
 with signals.saving():
-    print("ready", flush=True)
     while not signals.asked(lambda here: here):
         time.sleep(0.01)
         steps += 1
+        if steps == 1:
+            print("ready", flush=True)
     print("asked", steps > 0, flush=True)
     time.sleep(float(sys.argv[2]))
 print("done", flush=True)

@@ -191,10 +191,11 @@ def main() -> None:
     print(f"seed {given.seed}", flush=True)
     output(fab(), "up", "--hosts", str(given.hosts))
     soak = Soak(given.hosts, given.iterations, random.Random(given.seed))  # noqa: S311  no secret
-    deadline, record = time.monotonic() + 60 * given.minutes, list[dict[str, Any]]()
+    record: list[dict[str, Any]] = []
     expected = soak.undisturbed()
     print(f"undisturbed: {len(expected)} iterations, last loss {expected[max(expected)]}", flush=True)
-    while time.monotonic() < deadline:
+    deadline = time.monotonic() + 60 * given.minutes
+    while not record or time.monotonic() < deadline:
         began = time.monotonic()
         run, faults, code = soak.disturbed(given.pause)
         found, left = losses(run), list(soak.left_over(run))

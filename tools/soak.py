@@ -186,7 +186,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 31))
     parser.add_argument("--iterations", type=int, default=300, help="of each run (default 300)")
-    parser.add_argument("--pause", type=float, default=30.0, help="seconds between two faults, about (default 30)")
+    parser.add_argument("--pause", type=float, default=60.0, help="seconds between two faults, about (default 60)")
     given = parser.parse_args()
     print(f"seed {given.seed}", flush=True)
     output(fab(), "up", "--hosts", str(given.hosts))

@@ -25,6 +25,7 @@ from tridock.train.gpt import parameter_groups
 from tridock.train.loss_scale import LossScaler
 from tridock.train.process_group import Ranks
 from tridock.train.write_errors import kept_to_the_end, replaced
+from tridock.train.zero_reshard import resharded
 
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -52,14 +53,14 @@ class Strategy(Protocol):
     def evaluate(self, batches: Sequence[Tensor]) -> Tensor:
         """Mean loss of the micro-batches, without dropout or gradient."""
 
-    def files(self, rank: int) -> tuple[str, ...]:
-        """Names of the checkpoint files that a rank reads."""
+    def files(self, rank: int, saved: int) -> tuple[str, ...]:
+        """Names of the files that a rank reads of a checkpoint which ``saved`` ranks have written."""
 
     def save(self, folder: Path, writes_shared: bool) -> None:
         """Writes this rank's part; ``writes_shared``: also what is the same on all ranks. A collective."""
 
-    def load(self, folder: Path) -> None:
-        """Continues from what ``save`` wrote. A collective."""
+    def load(self, folder: Path, saved: int) -> None:
+        """Continues from what ``save`` wrote on ``saved`` ranks. A collective."""
 
 
 def build_strategy(model: nn.Module, experiment: Experiment, ranks: Ranks, run_folder: Path) -> Strategy:
@@ -136,7 +137,7 @@ class DistributedDataParallel:
         # Not through DDP: an evaluation exchanges nothing.
         return _mean([self._loss(self.model.module, batch) for batch in batches])
 
-    def files(self, rank: int) -> tuple[str, ...]:  # noqa: ARG002  one file holds all
+    def files(self, rank: int, saved: int) -> tuple[str, ...]:  # noqa: ARG002  one file holds all
         return ("ddp.pt",)
 
     def save(self, folder: Path, writes_shared: bool) -> None:
@@ -148,7 +149,7 @@ class DistributedDataParallel:
             }
             torch.save(state, folder / "ddp.pt")
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, saved: int) -> None:  # noqa: ARG002  all ranks have the same
         state = torch.load(folder / "ddp.pt", map_location=self.device, weights_only=True)
         self.model.module.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -163,7 +164,7 @@ class Zero:
 
     def __init__(self, model: nn.Module, experiment: Experiment, ranks: Ranks, config: dict[str, Any]) -> None:
         deepspeed = import_deepspeed(ranks)
-        self.stage = experiment.parallel.zero_stage
+        self.stage, self.world_size = experiment.parallel.zero_stage, ranks.world_size
         self.precision = experiment.precision
         # DeepSpeed's own scaler at stage 0 knows no hysteresis and forgets to scale the loss (0.19.8): ours instead.
         self.scaler = LossScaler(experiment.fp16, experiment.precision) if self.stage == 0 else None
@@ -212,7 +213,14 @@ class Zero:
         self.engine.eval()
         return _mean([self.engine(batch[:, :-1], batch[:, 1:]) for batch in batches])
 
-    def files(self, rank: int) -> tuple[str, ...]:
+    def files(self, rank: int, saved: int) -> tuple[str, ...]:
+        if saved != self.world_size and self.stage > 0:
+            # What this rank is to hold lies in several of theirs.
+            return tuple(dict.fromkeys(name for number in range(saved) for name in self._files_of(number)))
+        return self._files_of(rank)
+
+    def _files_of(self, rank: int) -> tuple[str, ...]:
+        """What a rank writes, the model first."""
         model = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if self.stage == 3 else "mp_rank_00_model_states.pt"
         prefix = "bf16_" if self.precision == "bf16" else ""
         optimizer = f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
@@ -225,8 +233,9 @@ class Zero:
         with kept_to_the_end((torch, "save"), (self.engine, "_copy_recovery_script")):
             self.engine.save_checkpoint(str(folder.parent), tag=folder.name, client_state=own, save_latest=False)
 
-    def load(self, folder: Path) -> None:
-        with no_foreign_pickles():
+    def load(self, folder: Path, saved: int) -> None:
+        other = saved != self.world_size and self.stage > 0
+        with no_foreign_pickles(), resharded(self.engine, folder, self._files_of, saved) if other else nullcontext():
             _, own = self.engine.load_checkpoint(str(folder.parent), tag=folder.name)
         if self.scaler is not None:
             self.scaler.restore(own["loss_scaler"])

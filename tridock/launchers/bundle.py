@@ -6,7 +6,7 @@ import json
 import shlex
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tridock import run_folder
 from tridock.command import Command
@@ -40,11 +40,12 @@ def make_bundle(
     manifest: Mapping[str, object],
     workspace: str = run_folder.WORKSPACE,
     node_rank: int | None = None,
+    spares: Mapping[str, Sequence[int]] | None = None,
 ) -> RunBundle:
     """Composes the run's files and the head's command.
 
     ``workspace`` is the folder that relative paths start from, the same on every node. ``node_rank`` is for nodes that
-    each start their own ranks: the command is that node's.
+    each start their own ranks: the command is that node's. ``spares`` may take the place of a node that is lost.
     """
     plan, path = assessment.laid_out, f"{workspace}/runs/{run_id}"
     experiment = experiment.resolved(plan.data_parallel_size)
@@ -53,6 +54,11 @@ def make_bundle(
     command = deepspeed_command(program, slots, hostfile, master_addr, master_port, node_rank)
     env = {**program.env, "DS_ENV_FILE": f"{path}/{run_folder.DEEPSPEED_ENV}"}
     script = _launch_script(run_id, path, env, command)
+    supervision = replace(
+        _supervision(experiment, assessment, slots, path, master_port, node_rank),
+        master_addr=master_addr,
+        spares={node: tuple(numbers) for node, numbers in (spares or {}).items()},
+    )
     texts = {
         run_folder.EXPERIMENT: dump_experiment(experiment),
         run_folder.PLAN: assessment.to_json(),
@@ -60,7 +66,7 @@ def make_bundle(
         run_folder.HOSTFILE: "".join(f"{node} slots={_slot_count(numbers)}\n" for node, numbers in slots.items()),
         run_folder.DEEPSPEED_ENV: environment_file(program.env),
         run_folder.launch_script(node_rank or 0): script,
-        run_folder.SUPERVISION: _supervision(experiment, assessment, slots, path, master_port, node_rank).to_json(),
+        run_folder.SUPERVISION: supervision.to_json(),
     }
     if experiment.train.save:
         again = rank_program(experiment, plan, run_id, path, resume=True)
@@ -92,6 +98,8 @@ def _supervision(
         hang_timeout_s=experiment.launch.hang_timeout,
         max_restarts=experiment.restart.max,
         restart_window_s=experiment.restart.window,
+        node_timeout_s=experiment.restart.node_timeout,
+        min_nodes=experiment.restart.min_nodes,
         pointer=f"{checkpoints_folder(experiment, path)}/{checkpoint_pointer(experiment)}" if saves else None,
     )
 

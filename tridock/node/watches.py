@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import selectors
-import shlex
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -15,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from tridock import run_folder
+from tridock.node.ssh import node_command
 from tridock.node.verdict import Look, Vital
 from tridock.supervision import Supervision
 
@@ -24,16 +23,11 @@ _PAUSE_S: Final = 5.0
 _PARTING_S: Final = 1.0
 _LAST_WORDS_S: Final = 0.2
 _CHUNK: Final = 1 << 16
-_SSH: Final = (
-    *("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-o", "ConnectionAttempts=1"),
-    *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
-)
 
 
 def watch_command(folder: Path, node: str, remote: bool) -> list[str]:
     """What starts a node's watch: here, or by way of the cluster's own ssh."""
-    words = ["-P", "-m", "tridock.node", "watch", str(folder), node]
-    return [*_SSH, node, shlex.join(["python", *words])] if remote else [sys.executable, *words]
+    return node_command(node if remote else None, "watch", str(folder), node)
 
 
 class _Connection:

@@ -56,6 +56,7 @@ def move(folder: Path, supervision: Supervision, lost: Sequence[str], *, anew: b
     found = json.loads(done.stdout)
     files = {name: text.encode() for name, text in found["files"].items()}
     after = Supervision.from_json(found["files"][run_folder.SUPERVISION])
+    _keep(folder, files)
     try:
         for node in after.remote:
             answer = answers.get(node)
@@ -64,7 +65,8 @@ def move(folder: Path, supervision: Supervision, lost: Sequence[str], *, anew: b
             _send(node, folder, _archive(files))
     except ClusterError as error:
         return Moved(str(error) + unready)
-    _write(folder, files)
+    for name, content in _archive(files):
+        run_folder.write_atomic(folder / name, content)
     about = {"lost": list(lost), "nodes": found["nodes"], "layout": found["layout"], "world_size": found["world_size"]}
     append_event(folder, "run_moved", **about, reason=found["words"] + unready)
     return Moved(found["words"] + unready, after)
@@ -160,13 +162,15 @@ def _pack(files: Iterable[tuple[str, bytes | Path]], stream: IO[bytes]) -> None:
             archive.addfile(entry, io.BytesIO(content))
 
 
-def _write(folder: Path, files: Mapping[str, bytes]) -> None:
-    """The new files here; those of before go to ``before-1``, so that the folder tells the whole course."""
+def _keep(folder: Path, names: Iterable[str]) -> None:
+    """Copies what is about to be replaced to ``before-1``: the folder tells the whole course of the run.
+
+    Before anything is sent: the other nodes may share the folder.
+    """
     number = 1
     while (kept := folder / _BEFORE.format(number)).exists():
         number += 1
     kept.mkdir()
-    for name, content in _archive(files):
+    for name in names:
         if (folder / name).is_file():
             run_folder.write_atomic(kept / name, (folder / name).read_bytes())
-        run_folder.write_atomic(folder / name, content)

@@ -24,10 +24,12 @@ RESTART = {"restart.max": 1, "restart.node_timeout": 30}
 
 
 def third_node(folder: Path) -> None:
-    """The twin gets a node more, made as its second."""
+    """The twin gets a node more, made as its second, but for its runs, which it shares with none."""
     path = folder / "docker-compose.yml"
     compose = yaml.safe_load(path.read_text())
-    compose["services"][SPARE] = json.loads(json.dumps(compose["services"][OTHER]).replace(OTHER, SPARE))
+    text = json.dumps(compose["services"][OTHER]).replace(OTHER, SPARE)
+    compose["services"][SPARE] = json.loads(text.replace("./runs:", "./runs-of-its-own:"))
+    (folder / "runs-of-its-own").mkdir()
     path.write_text(yaml.safe_dump(compose))
 
 

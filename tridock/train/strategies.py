@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-import pickle
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -23,8 +21,9 @@ from tridock.experiment.schema import Experiment
 from tridock.run_folder import DEEPSPEED_CONFIG
 from tridock.train.gpt import parameter_groups
 from tridock.train.loss_scale import LossScaler
+from tridock.train.pickles import no_foreign_pickles
 from tridock.train.process_group import Ranks
-from tridock.train.write_errors import kept_to_the_end, replaced
+from tridock.train.write_errors import kept_to_the_end
 from tridock.train.zero_reshard import resharded
 
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -239,34 +238,6 @@ class Zero:
             _, own = self.engine.load_checkpoint(str(folder.parent), tag=folder.name)
         if self.scaler is not None:
             self.scaler.restore(own["loss_scaler"])
-
-
-@contextmanager
-def no_foreign_pickles() -> Iterator[None]:
-    """Inside, torch.load makes nothing but tensors, plain values, and the four classes that DeepSpeed puts beside them.
-
-    DeepSpeed asks for whole pickles, which may do anything.
-    """
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
-    from deepspeed.runtime.fp16.loss_scaler import LossScaler as StaticLossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    load = torch.load
-
-    def strict(*given: Any, **named: Any) -> Any:
-        return load(*given, **{**named, "weights_only": True})
-
-    known = [DynamicLossScaler, StaticLossScaler, ZeroStageEnum, fragment_address, (_member, "builtins.getattr")]
-    with torch.serialization.safe_globals(known), replaced(torch, "load", strict):
-        yield
-
-
-def _member(owner: object, name: str) -> Enum:
-    """In ``getattr``'s place, by which Python 3.11.0 to 3.11.3 pickles an enum's member: that, and nothing else."""
-    if isinstance(owner, type) and issubclass(owner, Enum) and name in owner.__members__:
-        return owner[name]
-    raise pickle.UnpicklingError(f"getattr({owner!r}, {name!r}) is no member of an enum")
 
 
 def _mean(losses: list[Tensor]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from tests.integration.clone import a_clone
 from tests.integration.rack import TINY, write_data
 from tests.integration.support import succeed, wait_until
 from tests.integration.test_faults import Run, Twin
+from tridock.run_folder import SUPERVISION
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -58,6 +60,11 @@ def calm(twin: Twin) -> dict[int, float]:
 def lose(twin: Twin, run: Run) -> dict[str, Any]:
     """Kills the other node once there is a checkpoint; what the run's own words of its move are."""
     run.wait_for_training(beyond=60)
+    # The launch put it on every node, but thinks that all of a twin's share one.
+    own, names = twin.clone.folder / "runs-of-its-own" / run.run_id, ("experiment.yaml", "manifest.json", SUPERVISION)
+    own.mkdir()
+    for name in names:
+        shutil.copy(run.folder / name, own)
     succeed("docker", "kill", twin.container(OTHER))
     began = time.monotonic()
     wait_until(lambda: run.events("run_restarted") != [], "the run goes on", 150)
@@ -76,6 +83,8 @@ def test_a_spare_takes_the_place_of_a_lost_node(twin: Twin, calm: dict[int, floa
         assert run.losses() == calm
         assert run.is_gone(HEAD)
         assert run.is_gone(SPARE)
+        sent = twin.clone.folder / "runs-of-its-own" / run.run_id / "checkpoints"
+        assert {path.name for path in sent.iterdir()} >= {"latest", "iter_0000400"}
         assert json.loads((run.folder / "before-1" / "plan.json").read_text())["ranks"][1]["node"] == OTHER
         assert json.loads((run.folder / "plan.json").read_text())["ranks"][1]["node"] == SPARE
 

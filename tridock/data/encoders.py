@@ -29,8 +29,11 @@ Ids = NDArray[Any]
 UNKNOWN: Final = "<unk>"
 _CHECKED_CHARACTERS: Final = 1024
 """Of a chunk: the reference takes a millisecond for as much, about a thirtieth of the chunk's time."""
-_CACHE_BYTES: Final = 128 << 20
-"""The fast library remembers every word that it met, without a bound: grown by so much, it is loaded anew."""
+_CACHE_BYTES: Final = 208 << 20
+"""The fast library remembers every word that it met, without a bound: grown by so much, it is loaded anew. For all
+workers together, two of which then take less than 500 MB; but what each may have is a start from nothing too often
+below the least."""
+_LEAST_CACHE_BYTES: Final = 64 << 20
 HARD_TEXTS: Final = (
     "I'll they've we're he's don't I'm she'd I'LL 'tis '' 's's",
     " \t\n\r\n  \n   x    y     \u00a0\u2003\u3000z\u200b\ufeff ",
@@ -107,13 +110,16 @@ class Fast:
     name = "gigatoken"
     always_closed = False
 
-    def __init__(self, reference: Reference, description: dict[str, Any] | None = None) -> None:
+    def __init__(self, reference: Reference, description: dict[str, Any] | None = None, workers: int = 1) -> None:
+        """``workers``: how many processes will each have one."""
         proven = _proven(description or reference.tokenizer.describe())
         import gigatoken
 
         self._load: Callable[[], Any] = partial(gigatoken.Tokenizer.from_json, json.dumps(proven))
-        self._fast: Any = self._load()
-        self._memory = _resident()
+        self._fast: Any = None
+        self._room = max(_CACHE_BYTES // workers, _LEAST_CACHE_BYTES)
+        self._memory = 0
+        self._renew()
         self._reference = reference
         self.vocab_size, self.largest_id = reference.vocab_size, reference.largest_id
         self.sha256, self.end_of_document = reference.sha256, reference.end_of_document
@@ -121,15 +127,19 @@ class Fast:
             self._compare(text, self._encode(text))
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
-        if _resident() > self._memory + _CACHE_BYTES:
-            self._fast = None
-            trim()  # else the next one begins above what this one leaves
-            self._fast = self._load()
-            self._memory = _resident()
+        if _resident() > self._memory + self._room:
+            self._renew()
         # One by one: what its batches come in is made by a package that takes longer to import than 200,000 calls.
         found = [self._encode(text) for text in texts]
         self._spot_check(texts, found)
         return found
+
+    def _renew(self) -> None:
+        self._fast = None
+        trim()  # else the next one begins above what this one leaves
+        self._fast = self._load()
+        trim()  # reading a vocabulary takes more than keeping it
+        self._memory = _resident()
 
     def _encode(self, text: str) -> Ids:
         if text.isascii():
@@ -235,12 +245,15 @@ class Vocabulary:
         ]
 
 
-def fastest(tokenizer: BytePairTokenizer) -> tuple[Encoder, str]:
-    """The fast encoder where it is proven, else the reference; and why, for the user ("" for the fast one)."""
+def fastest(tokenizer: BytePairTokenizer, workers: int = 1) -> tuple[Encoder, str]:
+    """The fast encoder where it is proven, else the reference; and why, for the user ("" for the fast one).
+
+    ``workers``: how many processes will encode.
+    """
     description = tokenizer.describe()
     reference = Reference(tokenizer, description)
     try:
-        return Fast(reference, description), ""
+        return Fast(reference, description, workers), ""
     except ImportError as error:
         why = f"{error.name} is not installed (pip install gigatoken)"
     except RunError:

@@ -81,7 +81,10 @@ def test_what_the_fast_one_remembers_is_bounded(
     fast: Fast, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = fast._fast
-    monkeypatch.setattr(encoders, "_CACHE_BYTES", -(1 << 40))
+    assert (fast._room, Fast(reference, workers=3)._room, Fast(reference, workers=9)._room) == (
+        208 << 20, (208 << 20) // 3, 64 << 20
+    )  # fmt: skip
+    monkeypatch.setattr(fast, "_room", -(1 << 40))
     assert_same(fast, reference, TEXTS)
     assert fast._fast is not before
 

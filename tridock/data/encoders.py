@@ -29,7 +29,7 @@ Ids = NDArray[Any]
 UNKNOWN: Final = "<unk>"
 _CHECKED_CHARACTERS: Final = 1024
 """Of a chunk: the reference takes a millisecond for as much, about a thirtieth of the chunk's time."""
-_CACHE_BYTES: Final = 208 << 20
+_CACHE_BYTES: Final = 160 << 20
 """The fast library remembers every word that it met, without a bound: grown by so much, it is loaded anew. For all
 workers together, two of which then take less than 500 MB; but what each may have is a start from nothing too often
 below the least."""

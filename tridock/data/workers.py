@@ -22,7 +22,7 @@ from tridock.data.sources import Chunk, Kind, Source, changed, lines_of
 from tridock.errors import Problem, RunError
 
 _PR_SET_PDEATHSIG: Final = 1
-_SLOT_BYTES: Final = 12 << 20
+_SLOT_BYTES: Final = 6 << 20
 """More than the tokens of a chunk take; those of a long line go through a pipe."""
 _recipe: Recipe
 _slots: Slots

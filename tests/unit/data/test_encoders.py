@@ -82,7 +82,7 @@ def test_what_the_fast_one_remembers_is_bounded(
 ) -> None:
     before = fast._fast
     rooms = [Fast(reference, workers=workers)._room >> 20 for workers in (1, 2, 3, 9)]
-    assert rooms == [160, 80, 64, 64]
+    assert rooms == [208, 104, 69, 64]
     monkeypatch.setattr(fast, "_room", -(1 << 40))
     assert_same(fast, reference, TEXTS)
     assert fast._fast is not before

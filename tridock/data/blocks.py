@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,10 @@ from tridock.data.sources import Kind
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Documents of one key: ``tokens`` (bytes of the data set's type), ``lengths`` of the sequences, int32[S] in bytes,
-    and ``sequences``, how many of them each document has, int64[documents]."""
+    """Documents of one key: ``tokens`` of the data set's type, ``lengths`` of the sequences, int32[S] in bytes, and
+    ``sequences``, how many of them each document has, int64[documents]."""
 
-    tokens: bytes
+    tokens: Ids
     lengths: bytes
     sequences: Ids
 
@@ -45,15 +45,14 @@ class Recipe:
     def encode(self, data: bytes, kind: Kind) -> Encoded:
         """The documents of whole lines."""
         found = parse(data, self.keys, kind)
-        ids, lengths = self.encoder.encode([text for texts in found.texts for text in texts])
+        ids = self.encoder.encode([text for texts in found.texts for text in texts])
         blocks: list[Block] = []
         empty = np.zeros(len(found.counts[0]), dtype=bool)
-        text = token = 0
+        start = 0
         for texts, counts in zip(found.texts, found.counts, strict=True):
-            own = lengths[text : text + len(texts)]
-            end = token + int(own.sum())
-            block = assemble(ids[token:end], own, counts, self._closing, token_dtype(self.encoder.vocab_size))
-            text, token = text + len(texts), end
+            own = ids[start : start + len(texts)]
+            start += len(texts)
+            block = assemble(own, counts, self._closing, token_dtype(self.encoder.vocab_size))
             empty |= block.sequences == 0
             blocks.append(block)
         return Encoded(tuple(blocks), len(empty), int(empty.sum()), found.refused)
@@ -63,22 +62,30 @@ class Recipe:
         return self.encoder.end_of_document if self.append_eod and not self.encoder.always_closed else None
 
 
-def assemble(ids: Ids, lengths: Ids, counts: Sequence[int], closing: int | None, dtype: np.dtype[Any]) -> Block:
+def assemble(ids: Sequence[Ids], counts: Sequence[int], closing: int | None, dtype: np.dtype[Any]) -> Block:
     """Megatron's rule: a text without tokens leaves no sequence; ``closing`` ends the last sequence of a document.
 
-    ``lengths``: tokens of each text; ``counts``: texts of each document. A document without tokens is not closed.
+    ``ids``: of each text, uint32[tokens]; ``counts``: texts of each document. A document without tokens is not closed.
     """
-    document = np.repeat(np.arange(len(counts)), np.array(counts, np.int64))
+    lengths = np.fromiter(map(len, ids), np.int64, len(ids))
     kept = lengths > 0
+    document = np.repeat(np.arange(len(counts)), np.array(counts, np.int64))
     sequences = np.bincount(document[kept], minlength=len(counts)).astype(np.int64)
     lengths = lengths[kept]
-    if closing is None:
-        tokens = ids.astype(dtype)
-    else:
-        last = np.cumsum(sequences)[sequences > 0] - 1
-        lengths[last] += 1
-        tokens = np.full(len(ids) + len(last), closing, dtype)
-        own = np.ones(len(tokens), dtype=bool)
-        own[np.cumsum(lengths)[last] - 1] = False
-        tokens[own] = ids
-    return Block(tokens.tobytes(), lengths.astype("<i4").tobytes(), sequences)
+    if closing is not None:
+        lengths[np.cumsum(sequences)[sequences > 0] - 1] += 1
+        ids = list(_closed(ids, counts, sequences.tolist(), np.array([closing], np.uint32)))
+    none = np.zeros(0, np.uint32)
+    # Copied once, and cast on the way; that ids fit the type was seen to before the work began.
+    tokens = np.concatenate([none, *ids], dtype=dtype, casting="unsafe")
+    return Block(tokens, lengths.astype("<i4").tobytes(), sequences)
+
+
+def _closed(ids: Sequence[Ids], counts: Sequence[int], sequences: Sequence[int], closing: Ids) -> Iterator[Ids]:
+    """The texts' ids, and behind those of every document that has any the one that closes it."""
+    start = 0
+    for count, own in zip(counts, sequences, strict=True):
+        yield from ids[start : start + count]
+        start += count
+        if own:
+            yield closing

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -30,7 +32,9 @@ def run(arguments: argparse.Namespace) -> Preprocessed:
         raise RequestError(problems)
     return_what_is_freed()
     sources = find_sources(arguments.input, lambda name: _kind(arguments, name))
-    encoder, notes = _encoder(arguments)
+    workers = arguments.workers or len(os.sched_getaffinity(0))
+    with _uncollected():
+        encoder, notes = _encoder(arguments, workers)
     check_ids_fit(encoder, str(arguments.vocab_file))
     if arguments.keep_newlines:
         notes.append("--keep-newlines: changes nothing without --split-sentences")
@@ -41,7 +45,7 @@ def run(arguments: argparse.Namespace) -> Preprocessed:
         output_prefix=arguments.output_prefix,
         recipe=Recipe(encoder, tuple(dict.fromkeys(arguments.json_keys)), arguments.append_eod),
         level="sentence" if arguments.tokenizer_type == _VOCAB else "document",
-        workers=arguments.workers or len(os.sched_getaffinity(0)),
+        workers=workers,
         rejects=arguments.rejects,
         resume=arguments.resume,
     )
@@ -54,6 +58,18 @@ def run(arguments: argparse.Namespace) -> Preprocessed:
         raise
     print(done)
     return done
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """A vocabulary is a hundred thousand small objects that stay: the collector need not look for them meanwhile, nor
+    ever after (which would also give each forked worker a copy of them)."""
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()
 
 
 def _problems(arguments: argparse.Namespace) -> Iterator[Problem]:
@@ -81,7 +97,7 @@ def _kind(arguments: argparse.Namespace, name: str) -> Kind:
     return kind_of_name(name, Kind.TEXT if arguments.tokenizer_type == _VOCAB else Kind.JSONL)
 
 
-def _encoder(arguments: argparse.Namespace) -> tuple[Encoder, list[str]]:
+def _encoder(arguments: argparse.Namespace, workers: int) -> tuple[Encoder, list[str]]:
     """The tokenizer that the flags name, and what the user should know about it."""
     if arguments.tokenizer_type == _VOCAB:
         return Vocabulary(arguments.vocab_file), []
@@ -91,7 +107,7 @@ def _encoder(arguments: argparse.Namespace) -> tuple[Encoder, list[str]]:
         notes += _left_out(arguments.merge_file)
     if arguments.encoder == "reference":
         return Reference(tokenizer), notes
-    encoder, why = fastest(tokenizer)
+    encoder, why = fastest(tokenizer, workers)
     return encoder, notes + [why] * bool(why)
 
 

@@ -29,10 +29,11 @@ class Digest:
         self._pending: deque[tuple[int, Future[None]]] = deque()
         self._held = 0
 
-    def update(self, data: bytes) -> None:
+    def update(self, data: bytes | memoryview) -> None:
         """Appends a piece; waits where too many do."""
-        self._pending.append((len(data), self._thread.submit(self._digest.update, data)))
-        self._held += len(data)
+        size = memoryview(data).nbytes
+        self._pending.append((size, self._thread.submit(self._digest.update, data)))
+        self._held += size
         while self._held > _PENDING_BYTES:
             size, done = self._pending.popleft()
             done.result()

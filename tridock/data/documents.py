@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -115,28 +114,34 @@ def _quick_fields(keys: Sequence[str]) -> Callable[[bytes], Fields]:
         import simdjson
     except ImportError:
         return lambda line: _fields(line, keys)
-    parse = simdjson.Parser().parse
+    parse, object_type = simdjson.Parser().parse, simdjson.Object
 
     def read(line: bytes) -> Fields:
         found = None
         if not line.startswith(_BOM):  # which simdjson would pass over
-            with contextlib.suppress(ValueError, RuntimeError):
-                found = _plain_texts(parse(line), keys)
+            try:
+                parsed = parse(line)
+                if type(parsed) is object_type:
+                    found = _plain_texts(parsed, keys)
+            except (ValueError, RuntimeError):
+                found = None
+            # It must be let go before the next line: the parser's memory is used again.
+            parsed = None
         return _fields(line, keys) if found is None else found
 
     return read
 
 
 def _plain_texts(parsed: Any, keys: Sequence[str]) -> Fields | None:
-    """The texts, where all is as it should be: an object without a key that stands there twice, and texts alone.
-
-    ``parsed`` must be let go before the next line: the parser's memory is used again.
-    """
-    names: list[str] = list(parsed.keys()) if hasattr(parsed, "keys") else []
-    if len(set(names)) != len(names) or any(key not in names for key in keys):
+    """The texts of an object where all is as it should be: no key stands there twice, and texts alone."""
+    names = set(parsed.keys())
+    if len(names) != len(parsed) or not names.issuperset(keys):
         return None
     values = [parsed[key] for key in keys]
-    return [[value] for value in values] if all(type(value) is str for value in values) else None
+    for value in values:
+        if type(value) is not str:
+            return None
+    return [[value] for value in values]
 
 
 def _fields(line: bytes, keys: Sequence[str]) -> Fields:

@@ -13,9 +13,8 @@ import re
 import resource
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,10 +27,13 @@ from tridock.errors import Problem, RequestError, RunError
 Ids = NDArray[Any]
 
 UNKNOWN: Final = "<unk>"
-_CHECKED_CHARACTERS: Final = 1024
-"""Of a chunk: the reference takes a millisecond for as much, about a thirtieth of the chunk's time."""
-_CACHE_BYTES: Final = 64 << 20
-"""The fast library remembers every word that it met, without a bound: grown by so much, it is loaded anew."""
+_CHECKED_CHARACTERS: Final = 512
+"""Of a chunk: the reference takes half a millisecond for as much, about a fortieth of the chunk's time."""
+_CACHE_BYTES: Final = 208 << 20
+"""The fast library remembers every word that it met, without a bound: grown by so much, it is loaded anew. For all
+workers together, two of which then take less than 500 MB; but what each may have is a start from nothing too often
+below the least."""
+_LEAST_CACHE_BYTES: Final = 64 << 20
 HARD_TEXTS: Final = (
     "I'll they've we're he's don't I'm she'd I'LL 'tis '' 's's",
     " \t\n\r\n  \n   x    y     \u00a0\u2003\u3000z\u200b\ufeff ",
@@ -46,7 +48,7 @@ HARD_TEXTS: Final = (
 
 
 # Characters that Unicode 17 brought. The fast library knows them as letters and digits, the reference does not yet, and
-# the two split words at them differently: a text that holds one is the reference's.
+# the two split words at them differently: what stands around one is the reference's.
 _UNICODE_17: Final = re.compile(
     "[\u088f\u0c5c\u0cdc\ua7ce\ua7cf\ua7d2\ua7d4\ua7f1\U00010940-\U00010959\U00010ec5-\U00010ec7\U00011db0-\U00011ddb"
     "\U00011de0-\U00011de9\U00016ea0-\U00016eb8\U00016ebb-\U00016ed3\U00016ff2-\U00016ff6\U000187f8-\U000187ff"
@@ -56,13 +58,11 @@ _UNICODE_17: Final = re.compile(
 _WORDS_END: Final = re.compile("(?<=[0-9A-Za-z.,;])(?=[ \n])")
 _PIECE_CHARACTERS: Final = 2048
 _THEIR_BYTES: Final = (
-    0xE0A2,
-    0xE0B1,
-    0xE0B3,
-    0xEA9F,
-    *(0xF000 + second for second in b"\x90\x91\x96\x98\x9e\xab\xac\xb2\xb3"),
+    (b"\xe0", (b"\xe0\xa2\x8f", b"\xe0\xb1\x9c", b"\xe0\xb3\x9c")),
+    (b"\xea", (b"\xea\x9f",)),
+    (b"\xf0", tuple(b"\xf0" + bytes([second]) for second in b"\x90\x91\x96\x98\x9e\xab\xac\xb2\xb3")),
 )
-"""How they begin in UTF-8, two bytes: looked for first, in all texts at once, which is much quicker."""
+"""How they begin in UTF-8, by the first byte: what has none of these needs no search for them, which is slow."""
 
 
 class Encoder(Protocol):
@@ -78,8 +78,8 @@ class Encoder(Protocol):
     end_of_document: int
     always_closed: bool
 
-    def encode(self, texts: Sequence[str]) -> tuple[Ids, Ids]:
-        """All ids one after another, and how many of them belong to each text: [tokens], int64[texts]."""
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
+        """The ids of each text, uint32[tokens]."""
         ...
 
 
@@ -89,15 +89,15 @@ class Reference:
     name = "tokenizers"
     always_closed = False
 
-    def __init__(self, tokenizer: BytePairTokenizer) -> None:
+    def __init__(self, tokenizer: BytePairTokenizer, description: dict[str, Any] | None = None) -> None:
+        """``description``: what ``tokenizer.describe()`` gave, where it is at hand."""
         self.tokenizer = tokenizer
         self.vocab_size, self.largest_id = tokenizer.vocab_size, tokenizer.largest_id
-        self.sha256, self.end_of_document = tokenizer.sha256, tokenizer.end_of_text
+        self.sha256 = tokenizer.sha256_of(description or tokenizer.describe())
+        self.end_of_document = tokenizer.end_of_text
 
-    def encode(self, texts: Sequence[str]) -> tuple[Ids, Ids]:
-        ids = self.tokenizer.encode_batch(texts)
-        lengths = np.fromiter(map(len, ids), np.int64, len(ids))
-        return np.fromiter(chain.from_iterable(ids), np.uint32, int(lengths.sum())), lengths
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
+        return [np.array(ids, np.uint32) for ids in self.tokenizer.encode_batch(texts)]
 
 
 class Fast:
@@ -110,63 +110,64 @@ class Fast:
     name = "gigatoken"
     always_closed = False
 
-    def __init__(self, reference: Reference) -> None:
-        description = _proven(json.loads(reference.tokenizer.to_json()))
-        import awkward
+    def __init__(self, reference: Reference, description: dict[str, Any] | None = None, workers: int = 1) -> None:
+        """``workers``: how many processes will each have one."""
+        proven = _proven(description or reference.tokenizer.describe())
         import gigatoken
 
-        self._arrays = awkward
-        self._load: Callable[[], Any] = partial(gigatoken.Tokenizer.from_json, json.dumps(description))
-        self._fast: Any = self._load()
-        self._memory = _resident()
+        self._load: Callable[[], Any] = partial(gigatoken.Tokenizer.from_json, json.dumps(proven))
+        self._fast: Any = None
+        self._room = max(_CACHE_BYTES // workers, _LEAST_CACHE_BYTES)
+        self._memory = 0
+        self._renew()
         self._reference = reference
         self.vocab_size, self.largest_id = reference.vocab_size, reference.largest_id
         self.sha256, self.end_of_document = reference.sha256, reference.end_of_document
         for text in HARD_TEXTS:
-            self._compare(text, self._encode([text])[0])
+            self._compare(text, self._encode(text))
 
-    def encode(self, texts: Sequence[str]) -> tuple[Ids, Ids]:
-        newer = _with_newer_characters(texts)
-        ids, lengths = self._encode_mixed(texts, newer) if newer else self._encode(texts)
-        self._spot_check(texts, ids, lengths)
-        return ids, lengths
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
+        if _resident() > self._memory + self._room:
+            self._renew()
+        # One by one: what its batches come in is made by a package that takes longer to import than 200,000 calls.
+        found = [self._encode(text) for text in texts]
+        self._spot_check(texts, found)
+        return found
 
-    def _encode_mixed(self, texts: Sequence[str], newer: set[int]) -> tuple[Ids, Ids]:
-        """Of the texts ``newer`` the reference gets the pieces that hold such characters, and no others."""
-        cut = [_pieces(text) if number in newer else [text] for number, text in enumerate(texts)]
-        pieces = [piece for own in cut for piece in own]
-        others = {number for number, piece in enumerate(pieces) if _UNICODE_17.search(piece)}
-        found = self._encode(["" if number in others else piece for number, piece in enumerate(pieces)])
-        ids, lengths = _inserted(found, {n: self._reference.tokenizer.encode(pieces[n]) for n in others})
-        return ids, np.add.reduceat(lengths, np.cumsum([0, *map(len, cut[:-1])]))
+    def _renew(self) -> None:
+        self._fast = None
+        trim()  # else the next one begins above what this one leaves
+        self._fast = self._load()
+        trim()  # reading a vocabulary takes more than keeping it
+        self._memory = _resident()
 
-    def _encode(self, texts: Sequence[str]) -> tuple[Ids, Ids]:
-        if not texts:
-            return np.zeros(0, np.uint32), np.zeros(0, np.int64)
-        if _resident() > self._memory + _CACHE_BYTES:
-            self._fast = None
-            trim()  # else the next one begins above what this one leaves
-            self._fast = self._load()
-            self._memory = _resident()
-        found = self._fast.encode_batch(list(texts), parallel=False)
-        ids = np.asarray(self._arrays.to_numpy(self._arrays.flatten(found)), dtype=np.uint32)
-        return ids, np.asarray(self._arrays.to_numpy(self._arrays.num(found)), dtype=np.int64)
+    def _encode(self, text: str) -> Ids:
+        if text.isascii():
+            return cast(Ids, self._fast.encode(text))
+        data = text.encode()
+        if _may_be_newer(data) and _UNICODE_17.search(text):
+            return np.concatenate([self._encode_piece(piece) for piece in _pieces(text)])
+        return cast(Ids, self._fast.encode(data))
 
-    def _spot_check(self, texts: Sequence[str], ids: Ids, lengths: Ids) -> None:
+    def _encode_piece(self, piece: str) -> Ids:
+        if _UNICODE_17.search(piece):
+            return np.array(self._reference.tokenizer.encode(piece), np.uint32)
+        return cast(Ids, self._fast.encode(piece))
+
+    def _spot_check(self, texts: Sequence[str], found: list[Ids]) -> None:
         """One text of the chunk, another each time and the same in every run; of a long one a piece."""
         if not texts:
             return
-        place = hashlib.blake2b(str((len(texts), len(ids))).encode(), digest_size=4)
+        place = hashlib.blake2b(str((len(texts), sum(map(len, found)))).encode(), digest_size=4)
         chosen = int.from_bytes(place.digest(), "little") % len(texts)
         text = texts[chosen]
         if len(text) > _CHECKED_CHARACTERS:
             start = int.from_bytes(place.digest(), "big") % (len(text) - _CHECKED_CHARACTERS)
             piece = text[start : start + _CHECKED_CHARACTERS]
             if not _UNICODE_17.search(piece):
-                self._compare(piece, self._encode([piece])[0])
+                self._compare(piece, self._encode(piece))
         else:
-            end = int(lengths[: chosen + 1].sum())
-            self._compare(text, ids[end - int(lengths[chosen]) : end])
+            self._compare(text, found[chosen])
 
     def _compare(self, text: str, ids: Ids) -> None:
         expected = self._reference.tokenizer.encode(text)
@@ -181,14 +182,9 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def _with_newer_characters(texts: Sequence[str]) -> set[int]:
-    """The numbers of the texts that the fast library may split otherwise than the reference."""
-    foreign = [number for number, text in enumerate(texts) if not text.isascii()]
-    data = np.frombuffer("".join([texts[number] for number in foreign]).encode(), np.uint8)
-    leads = np.flatnonzero(data >= 0xE0)
-    if not np.isin(data[leads].astype(np.uint16) << 8 | data[leads + 1], _THEIR_BYTES).any():
-        return set()
-    return {number for number in foreign if _UNICODE_17.search(texts[number])}
+def _may_be_newer(data: bytes) -> bool:
+    """Whether the text, in UTF-8, may hold a character that the two libraries judge differently."""
+    return any(first in data and any(begin in data for begin in begins) for first, begins in _THEIR_BYTES)
 
 
 def _pieces(text: str) -> list[str]:
@@ -198,16 +194,6 @@ def _pieces(text: str) -> list[str]:
         pieces.append(text[start : found.start()])
         start = found.start()
     return [*pieces, text[start:]]
-
-
-def _inserted(encoded: tuple[Ids, Ids], others: dict[int, list[int]]) -> tuple[Ids, Ids]:
-    """The ids of texts that were left empty, in their places."""
-    ids, lengths = encoded
-    parts = np.split(ids, np.cumsum(lengths)[:-1])
-    for number, own in others.items():
-        parts[number] = np.array(own, np.uint32)
-        lengths[number] = len(own)
-    return np.concatenate(parts), lengths
 
 
 def _proven(description: dict[str, Any]) -> dict[str, Any]:
@@ -251,22 +237,23 @@ class Vocabulary:
         self.end_of_document = self._ids[END_OF_TEXT]
         self._unknown = self._ids[UNKNOWN]
 
-    def encode(self, texts: Sequence[str]) -> tuple[Ids, Ids]:
-        ids: list[int] = []
-        lengths: list[int] = []
-        for text in texts:
-            words = text.split()
-            ids += [self._ids.get(word, self._unknown) for word in words]
-            ids.append(self.end_of_document)
-            lengths.append(len(words) + 1)
-        return np.array(ids, np.uint32), np.array(lengths, np.int64)
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
+        known, unknown = self._ids, self._unknown
+        return [
+            np.array([*[known.get(word, unknown) for word in text.split()], self.end_of_document], np.uint32)
+            for text in texts
+        ]
 
 
-def fastest(tokenizer: BytePairTokenizer) -> tuple[Encoder, str]:
-    """The fast encoder where it is proven, else the reference; and why, for the user ("" for the fast one)."""
-    reference = Reference(tokenizer)
+def fastest(tokenizer: BytePairTokenizer, workers: int = 1) -> tuple[Encoder, str]:
+    """The fast encoder where it is proven, else the reference; and why, for the user ("" for the fast one).
+
+    ``workers``: how many processes will encode.
+    """
+    description = tokenizer.describe()
+    reference = Reference(tokenizer, description)
     try:
-        return Fast(reference), ""
+        return Fast(reference, description, workers), ""
     except ImportError as error:
         why = f"{error.name} is not installed (pip install gigatoken)"
     except RunError:

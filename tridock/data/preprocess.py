@@ -25,7 +25,7 @@ from tridock.data.unfinished import Unfinished
 from tridock.data.workers import encode_in_order
 from tridock.errors import Problem, RequestError
 
-CHUNK_BYTES: Final = 4 << 20
+CHUNK_BYTES: Final = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
 from tridock.data.preprocess import Done
 
 
@@ -20,7 +17,18 @@ def progress_bar(what: str, log_interval: int | None = None) -> Iterator[Callabl
     Away from a terminal nothing is drawn (a bar in a log file is noise), but with ``log_interval`` a line is written
     whenever so many documents more are done.
     """
-    console, started, told = Console(stderr=True), time.monotonic(), 0
+    if sys.stderr.isatty():
+        with _bar(what) as tell:
+            yield tell
+    else:
+        yield _lines(log_interval)
+
+
+@contextmanager
+def _bar(what: str) -> Iterator[Callable[[Done], None]]:
+    from rich.console import Console  # not before it is needed: it takes as long as two megabytes of text
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
     columns = (
         TextColumn(what),
         BarColumn(),
@@ -29,17 +37,30 @@ def progress_bar(what: str, log_interval: int | None = None) -> Iterator[Callabl
         TextColumn("{task.fields[tokens]}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    started = time.monotonic()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(what, total=None, tokens="")
 
         def tell(done: Done) -> None:
-            nonlocal told
-            seconds = max(time.monotonic() - started, 1e-9)
-            rate = f"{done.tokens / seconds:,.0f} tokens/s"
+            rate = _token_rate(done, time.monotonic() - started)
             progress.update(task, completed=done.bytes, total=done.total or None, tokens=rate if done.tokens else "")
-            if log_interval and not console.is_terminal and done.documents // log_interval > told:
-                told = done.documents // log_interval
-                speed = f"{done.documents / seconds:.1f} docs/s, {done.bytes / 1e6 / seconds:.1f} MB/s, {rate}"
-                print(f"Processed {done.documents} documents ({speed}).", file=sys.stderr)
 
         yield tell
+
+
+def _lines(log_interval: int | None) -> Callable[[Done], None]:
+    started, told = time.monotonic(), 0
+
+    def tell(done: Done) -> None:
+        nonlocal told
+        if log_interval and done.documents // log_interval > told:
+            told = done.documents // log_interval
+            seconds = max(time.monotonic() - started, 1e-9)
+            speed = f"{done.documents / seconds:.1f} docs/s, {done.bytes / 1e6 / seconds:.1f} MB/s"
+            print(f"Processed {done.documents} documents ({speed}, {_token_rate(done, seconds)}).", file=sys.stderr)
+
+    return tell
+
+
+def _token_rate(done: Done, seconds: float) -> str:
+    return f"{done.tokens / max(seconds, 1e-9):,.0f} tokens/s"

@@ -132,11 +132,11 @@ class Unfinished:
         """Appends the documents of a block to key ``number``."""
         counts = self.journal.keys[number]
         tokens, lengths, documents = self._files[3 * number : 3 * number + 3]
-        tokens.write(block.tokens)
-        self._digests[number].update(block.tokens)
+        tokens.write(block.tokens.data)
+        self._digests[number].update(block.tokens.data)
         lengths.write(block.lengths)
         documents.write((np.cumsum(block.sequences) + counts.sequences).astype("<i8").tobytes())
-        counts.bytes += len(block.tokens)
+        counts.bytes += block.tokens.nbytes
         counts.sequences += len(block.lengths) // 4
         counts.documents += len(block.sequences)
         counts.empty += int((block.sequences == 0).sum())

@@ -10,16 +10,32 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from tridock.data.blocks import Encoded, Recipe
+from tridock.data.slots import Placed, Slots
 from tridock.data.sources import Chunk, Kind, Source, changed, lines_of
 from tridock.errors import Problem, RunError
 
 _PR_SET_PDEATHSIG: Final = 1
+_SLOT_BYTES: Final = 6 << 20
+"""More than the tokens of a chunk take; those of a long line go through a pipe."""
 _recipe: Recipe
+_slots: Slots
+Result = tuple[Encoded, Placed | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A chunk and the worker at it, if it needs one; ``slot`` is where its tokens may be put."""
+
+    chunk: Chunk
+    future: Future[Result] | None = None
+    slot: int | None = None
 
 
 def encode_in_order(recipe: Recipe, chunks: Iterator[Chunk], workers: int) -> Iterator[tuple[Chunk, Encoded | None]]:
@@ -35,16 +51,18 @@ def encode_in_order(recipe: Recipe, chunks: Iterator[Chunk], workers: int) -> It
     # Forked: the tokenizer is shared and not loaded again. No thread of ours runs yet, and no worker touches the
     # libraries' own threads.
     context = multiprocessing.get_context("fork")
-    pool = ProcessPoolExecutor(workers, context, _start, (recipe, os.getpid()))
-    under_way: deque[tuple[Chunk, Future[Encoded] | None]] = deque()
+    # Those of the chunks under way, and of the few whose tokens are still to be written and hashed.
+    slots = Slots(2 * workers + 4, _SLOT_BYTES)
+    pool = ProcessPoolExecutor(workers, context, _start, (recipe, slots, os.getpid()))
+    under_way: deque[_Task] = deque()
     try:
         _fork_all(pool)
         for chunk in chunks:
-            under_way.append(_given(chunk, pool))
+            under_way.append(_given(chunk, pool, slots))
             if len(under_way) >= 2 * workers:
-                yield _finished(under_way)
+                yield _finished(under_way.popleft(), slots)
         while under_way:
-            yield _finished(under_way)
+            yield _finished(under_way.popleft(), slots)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -58,32 +76,41 @@ def _fork_all(pool: ProcessPoolExecutor) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
-def _given(chunk: Chunk, pool: ProcessPoolExecutor) -> tuple[Chunk, Future[Encoded] | None]:
+def _given(chunk: Chunk, pool: ProcessPoolExecutor, slots: Slots) -> _Task:
     """The chunk, and a worker at it."""
     if _idle(chunk):
-        return chunk, None
+        return _Task(chunk)
+    slot = slots.take()
     if chunk.plain:
-        return replace(chunk, data=b""), pool.submit(_encode_part, chunk.source, *lines_of(chunk))
-    return chunk, pool.submit(_encode, chunk.data, chunk.source.kind)
+        part = lines_of(chunk)
+        return _Task(replace(chunk, data=b""), pool.submit(_encode_part, slot, chunk.source, *part), slot)
+    return _Task(chunk, pool.submit(_encode, slot, chunk.data, chunk.source.kind), slot)
 
 
 def _idle(chunk: Chunk) -> bool:
     return not chunk.data or chunk.broken is not None
 
 
-def _finished(under_way: deque[tuple[Chunk, Future[Encoded] | None]]) -> tuple[Chunk, Encoded | None]:
-    chunk, future = under_way.popleft()
+def _finished(task: _Task, slots: Slots) -> tuple[Chunk, Encoded | None]:
+    if task.future is None:
+        return task.chunk, None
     try:
-        return chunk, None if future is None else future.result()
+        encoded, placed = task.future.result()
     except BrokenProcessPool:
         todo = "look for `Out of memory` in dmesg; then go on with --resume and fewer --workers"
         raise RunError(Problem("a worker", "was killed", "", todo)) from None
+    if placed is None:
+        if task.slot is not None:
+            slots.give(task.slot)
+        return task.chunk, encoded
+    pairs = zip(encoded.blocks, slots.taken(placed), strict=True)
+    return task.chunk, replace(encoded, blocks=tuple(replace(block, tokens=tokens) for block, tokens in pairs))
 
 
-def _start(recipe: Recipe, parent: int) -> None:
+def _start(recipe: Recipe, slots: Slots, parent: int) -> None:
     """A worker leaves Ctrl-C to the process that started it, and ends with it, however that ends."""
-    global _recipe
-    _recipe = recipe
+    global _recipe, _slots
+    _recipe, _slots = recipe, slots
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -91,13 +118,18 @@ def _start(recipe: Recipe, parent: int) -> None:
         os._exit(1)
 
 
-def _encode_part(source: Source, name: str, offset: int, size: int) -> Encoded:
+def _encode_part(slot: int | None, source: Source, name: str, offset: int, size: int) -> Result:
     with Path(name).open("rb", buffering=0) as file:
         data = os.pread(file.fileno(), size, offset)
     if len(data) != size:
         raise changed(source)
-    return _encode(data, source.kind)
+    return _encode(slot, data, source.kind)
 
 
-def _encode(data: bytes, kind: Kind) -> Encoded:
-    return _recipe.encode(data, kind)
+def _encode(slot: int | None, data: bytes, kind: Kind) -> Result:
+    encoded = _recipe.encode(data, kind)
+    placed = None if slot is None else _slots.put(slot, [block.tokens for block in encoded.blocks])
+    if placed is None:
+        return encoded, None
+    none = np.zeros(0, np.uint16)
+    return replace(encoded, blocks=tuple(replace(block, tokens=none) for block in encoded.blocks)), placed

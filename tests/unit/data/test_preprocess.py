@@ -1,5 +1,6 @@
 """Documents in, an indexed data set out: the same bytes however it is done, and nothing is lost silently."""
 
+import dataclasses
 import errno
 import gzip
 import hashlib
@@ -120,6 +121,23 @@ def test_several_keys_are_several_data_sets(tokenizer: BytePairTokenizer, tmp_pa
     assert str(done).startswith(f"{done.prefixes[0]}, {done.prefixes[1]}: 2 documents in, 2 out (1 empty), ")
 
 
+@pytest.mark.parametrize("slot_bytes", [1 << 20, 150, 2])
+def test_the_bytes_are_the_same_however_they_come_back(
+    tokenizer: BytePairTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slot_bytes: int
+) -> None:
+    """All through memory that the workers share, some of it, none: chunks have 30 to 700 tokens here."""
+    monkeypatch.setattr(workers_module, "_SLOT_BYTES", slot_bytes)
+    source = tmp_path / "a.jsonl"
+    texts = b"".join(lines("word " * (n * 37 % 90), "") for n in range(60))
+    source.write_bytes(texts.replace(b'"}', b'", "b": "x y"}'))
+    for workers in (1, 2):
+        (tmp_path / f"{workers}").mkdir()
+        wanted = request(tokenizer, tmp_path / f"{workers}" / "o", source, keys=("text", "b"), eod=True)
+        preprocess(dataclasses.replace(wanted, workers=workers, chunk_bytes=400))
+    assert files(tmp_path / "1") == files(tmp_path / "2")
+    assert len(files(tmp_path / "1")) == 4
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_bad_line_stops_before_any_output(tokenizer: BytePairTokenizer, tmp_path: Path, workers: int) -> None:
     source = tmp_path / "a.jsonl"
@@ -144,7 +162,7 @@ def test_an_input_that_somebody_writes_to(tokenizer: BytePairTokenizer, tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
     if workers == 2:
         encode = workers_module._encode_part
-        assert message(lambda: encode(wanted.sources[0], str(source), 0, 1 << 30)) == changed
+        assert message(lambda: encode(None, wanted.sources[0], str(source), 0, 1 << 30)) == changed
 
 
 def test_a_file_cut_short_stops_too(tokenizer: BytePairTokenizer, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
 Engine = Literal["torch", "megatron-deepspeed", "megatron-core"]
-Strategy = Literal["ddp", "zero"]
+Strategy = Literal["ddp", "fsdp", "zero"]
 Precision = Literal["fp32", "bf16", "fp16"]
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,40}$")]
@@ -106,8 +106,18 @@ class Parallel(Section):
 
     strategy: Strategy = Field(
         default="zero",
-        description="ddp (the engine's own, without DeepSpeed; the only one of megatron-core, and its default) or zero"
-        " (DeepSpeed, stages 0 to 3).",
+        description="ddp (the engine's own, without DeepSpeed; the only one of megatron-core, and its default), fsdp"
+        " (engine torch: weights, gradients and optimizer states shared out) or zero (DeepSpeed, stages 0 to 3).",
+    )
+    data_parallel_shard_size: Positive | None = Field(
+        default=None,
+        description="Strategy fsdp: ranks that share one copy of the states out, with copies of it over the others"
+        " (hybrid sharding); all data parallel ranks where left out.",
+    )
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved"] = Field(
+        default="1f1b",
+        description="Engine torch: the order of a pipeline's micro-batches; interleaved goes with"
+        " virtual_pipeline_model_parallel_size above 1.",
     )
     zero_stage: Literal[0, 1, 2, 3] = Field(
         default=0,

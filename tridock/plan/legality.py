@@ -39,11 +39,6 @@ def _engine_problems(experiment: Experiment) -> Iterator[Problem]:
 
 def _torch_problems(experiment: Experiment) -> Iterator[Problem]:
     model, elsewhere = experiment.model, "use engine megatron-deepspeed"
-    for field in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-        size = getattr(experiment.parallel, field)
-        if size != 1:
-            what = "the torch engine does not split the model"
-            yield Problem(f"parallel.{field}", what, str(size), "set it to 1", (1,))
     if (stored := model.checkpoint_num_layers) != 1:
         what, todo = "the torch engine stores every layer's", f"leave it out, or {elsewhere}"
         yield Problem("model.checkpoint_num_layers", what, str(stored), todo, (1,))

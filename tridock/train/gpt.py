@@ -129,6 +129,11 @@ class GPT(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.zeros_(module.bias)
 
+    def compile_layers(self) -> None:
+        """Lets torch compile each layer when it first runs: all are alike, and so is what they are compiled to."""
+        for layer in self.layers.values():
+            layer.compile()
+
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         """Tokens, or in a later stage the activations [batch, sequence, hidden] of the one before.
 

@@ -19,7 +19,7 @@ STAGES, COPIES, SHARDS, TENSOR = "pp", "dp_replicate", "dp_shard", "tp"
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """[stages, copies of the states, ranks that share one copy out, tensor parallel ranks]; made by all ranks at once."""
+    """[stages, copies of the states, ranks that share a copy out, tensor parallel ranks]; made by all ranks at once."""
 
     whole: DeviceMesh
     ends: dist.ProcessGroup | None

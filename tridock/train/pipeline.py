@@ -33,7 +33,13 @@ class Pipeline:
     """This rank's stages, and the order in which they work through the micro-batches."""
 
     def __init__(
-        self, parts: Sequence[nn.Module], parallel: Parallel, mesh: DeviceMesh, device: torch.device, loss: Loss, steps: int
+        self,
+        parts: Sequence[nn.Module],
+        parallel: Parallel,
+        mesh: DeviceMesh,
+        device: torch.device,
+        loss: Loss,
+        steps: int,
     ) -> None:
         count = parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size
         group, numbers = mesh.get_group(), stages_of_rank(parallel, mesh.get_local_rank())
@@ -49,7 +55,7 @@ class Pipeline:
             self._schedule = _SCHEDULES[parallel.pipeline_schedule](stages[0], n_microbatches=steps, loss_fn=loss)
 
     def run(self, batches: Sequence[Tensor], *, train: bool) -> Tensor | None:
-        """Forward, and where it trains backward, over int64 [micro batch, seq_length + 1]; the last stage's mean loss."""
+        """Forward, and where it trains backward, over int64 [micro batch, seq_length + 1]; the last stage's loss."""
         whole = torch.cat(list(batches))
         inputs = (whole[:, :-1].contiguous(),) if self.is_first else ()
         losses: list[Tensor] = []

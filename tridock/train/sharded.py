@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from tridock.experiment.schema import Experiment
 from tridock.train import sharded_checkpoint
@@ -37,6 +37,8 @@ class Sharded:
         self.experiment, self.mesh, self.device = experiment, mesh, ranks.device
         self.scaler = LossScaler(experiment.fp16, experiment.precision)
         self.parts = list(self._parts(model))
+        # Kept: after an evaluation a module has the gathered weights in place of the shards.
+        self.parameters = [named for part in self.parts for named in part.named_parameters()]
         self.pipeline: Pipeline | None = None
         if mesh.size(STAGES) > 1:
             batch = experiment.batch
@@ -57,6 +59,8 @@ class Sharded:
             part.to(self.device)
             if self.mesh.size(TENSOR) > 1:
                 share_layers(part, self.mesh.tensor)
+            if self.experiment.train.compile:
+                part.compile_layers()
             self._share_states(part)
             yield part
 
@@ -71,16 +75,12 @@ class Sharded:
         settings = self.experiment.optimizer
         # The optimizer works through a group at once, for which its weights must lie on the same mesh.
         groups: dict[tuple[float, object], list[nn.Parameter]] = defaultdict(list)
-        for _, parameter in self._named():
+        for _, parameter in self.parameters:
             decay = settings.weight_decay if parameter.dim() > 1 else 0.0
             groups[decay, parameter.device_mesh if isinstance(parameter, DTensor) else None].append(parameter)
         given: Any = [{"params": members, "weight_decay": decay} for (decay, _), members in groups.items()]
         betas = (settings.adam_beta1, settings.adam_beta2)
         return torch.optim.AdamW(given, lr=settings.lr, betas=betas, eps=settings.adam_eps, foreach=True)
-
-    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        for part in self.parts:
-            yield from part.named_parameters()
 
     @property
     def loss_scale(self) -> float:
@@ -123,12 +123,12 @@ class Sharded:
         """The token embedding lies on the first and the last stage: each has a part of its gradient."""
         if self.pipeline is None:
             return
-        gradients = [p.grad for name, p in self._named() if name == _TIED and p.grad is not None]
+        gradients = [p.grad for name, p in self.parameters if name == _TIED and p.grad is not None]
         for gradient in gradients:
             dist.all_reduce(_local(gradient), group=self.mesh.ends)
 
     def _update(self, lr: float) -> float:
-        gradients = [(name, p.grad) for name, p in self._named() if p.grad is not None]
+        gradients = [(name, p.grad) for name, p in self.parameters if p.grad is not None]
         norm = self._norm(gradients) / self.scaler.scale
         overflow = not math.isfinite(norm)
         if not overflow:
@@ -180,11 +180,11 @@ class Sharded:
 
     def save(self, folder: Path, writes_shared: bool) -> None:  # noqa: ARG002  each tensor is written once
         own = self.mesh.place(STAGES) == 0
-        named = [(name, parameter) for name, parameter in self._named() if own or name != _TIED]
+        named = [(name, parameter) for name, parameter in self.parameters if own or name != _TIED]
         sharded_checkpoint.save(named, self.optimizer, self.scaler, folder)
 
     def load(self, folder: Path, saved: int) -> None:  # noqa: ARG002  whoever wrote it
-        sharded_checkpoint.load(self._named(), self.optimizer, self.scaler, folder)
+        sharded_checkpoint.load(self.parameters, self.optimizer, self.scaler, folder)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -200,4 +200,5 @@ def _is_split(tensor: Tensor, dimension: str) -> bool:
     if not isinstance(tensor, DTensor):
         return False
     names = tensor.device_mesh.mesh_dim_names or ()
-    return any(name == dimension and isinstance(placement, Shard) for name, placement in zip(names, tensor.placements, strict=True))
+    split = (name for name, placement in zip(names, tensor.placements, strict=True) if not placement.is_replicate())
+    return dimension in split

@@ -52,7 +52,7 @@ def _values(scaler: LossScaler) -> Tensor:
 
 def _state(named: Named, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The tensors themselves, by the names that they have in the whole model."""
-    return {name: tensor for name, tensor in _tensors(named, optimizer)}
+    return dict(_tensors(named, optimizer))
 
 
 def _tensors(named: Named, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:

@@ -74,6 +74,8 @@ def torch_parts(experiment: Experiment, run_folder: Path, workspace: Path, ranks
     parameters = sum(parameter.numel() for parameter in model.parameters())
     with together(ranks):
         if mesh is None:
+            if experiment.train.compile:
+                model.compile_layers()
             strategy = build_strategy(model, experiment, ranks, run_folder)
         else:
             strategy = Sharded(model, experiment, ranks, mesh)

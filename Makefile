@@ -70,6 +70,11 @@ soak: .venv/.operator ## Half an hour of random faults on the twin: the losses s
 	@tridock data demo
 	@python tools/soak.py $(SOAK)
 
+.PHONY: bench
+bench: .venv/.full ## A small benchmark of engine torch on this machine (BENCH=configs/bench/h200.yaml for another)
+	@tridock data demo
+	@tridock bench $(or $(BENCH),configs/bench/small.yaml)
+
 .PHONY: bench-gpu
 bench-gpu: .venv/.operator ## Tokens/s, model TFLOP/s, MFU and peak memory of every engine on this machine's GPUs (BENCH='--models gpt-345m')
 	@tridock data demo

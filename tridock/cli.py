@@ -63,6 +63,12 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--png", type=Path, help="where the curve goes (default: loss.png in the run's folder)")
     report.set_defaults(action=_report)
 
+    bench = commands.add_parser("bench", help="measure a matrix of experiments on this machine, beside bare PyTorch")
+    bench.add_argument("config", type=Path, help="the benchmark's YAML file: configs/bench/small.yaml")
+    bench.add_argument("-o", "--out", type=Path, help="folder of the results (default: runs/bench-<name>)")
+    bench.add_argument("--gpu", help="this machine's GPU, for the plan: h200, a100-80gb, … or its memory (24gib)")
+    bench.set_defaults(action=_bench)
+
     triage = commands.add_parser("triage", help="why a run failed: who first, the cause, what to do")
     triage.add_argument("run", type=Path, help="the run's folder")
     triage.set_defaults(action=_triage)
@@ -97,6 +103,28 @@ def _replan(arguments: argparse.Namespace) -> int:
 
     found = replan(arguments.run, arguments.without, arguments.spare, anew=arguments.anew)
     print(found.to_json() if arguments.json else found.words, end="" if arguments.json else "\n")
+    return 0
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from tridock.bench.output import record, table
+    from tridock.bench.run import run_bench
+    from tridock.bench.schema import load_bench
+    from tridock.gpus import find_gpu
+
+    bench = load_bench(arguments.config)
+    gpu = None if arguments.gpu is None else find_gpu(arguments.gpu, "--gpu")
+    out = arguments.out or Path("runs", f"bench-{arguments.config.stem}")
+    measured = []
+    for cell in run_bench(bench, arguments.config.parent, gpu, print):
+        measured.append(cell)
+        # After each: what was measured stays, whatever comes.
+        record(measured, bench, out)
+    console = Console()
+    (console if console.is_terminal else Console(width=160)).print(table(measured))
+    print(f"results: {out}/results.json, results.md and plots")
     return 0
 
 

@@ -29,6 +29,7 @@ DROPOUT = {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}
 ENGINES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "ddp": ("tridock.train.__main__", "ddp.pt", 0, {"parallel.strategy": "ddp"}),
     "zero2": ("tridock.train.__main__", "*zero_pp_rank_1*", 1, {"parallel.strategy": "zero", "parallel.zero_stage": 2}),
+    "fsdp": ("tridock.train.__main__", "__1_0.distcp", 1, {"parallel.strategy": "fsdp"}),
     "megatron-core": ("tridock.train.pretrain_gpt", "__1_0.distcp", 1, {
         "engine": "megatron-core", "parallel.strategy": "ddp", "parallel.pipeline_model_parallel_size": 2,
     }),

@@ -36,7 +36,8 @@ ROOMS: dict[str, set[str]] = {
     "compat": set(),
     "train": LOW | {"experiment", "data", "compat"},
     "report": LOW | {"experiment", "plan"},
-    "cli": LOW | {"experiment", "cluster", "plan", "ops", "data", "report"},
+    "bench": LOW | {"experiment", "plan", "report"},
+    "cli": LOW | {"experiment", "cluster", "plan", "ops", "data", "report", "bench"},
     "fabfile": LOW | {"experiment", "plan", "launchers", "ops", "report"},
 }
 HOMES = {

@@ -6,12 +6,13 @@ Checks that need more than one section live in :mod:`tridock.plan`, those of one
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
 Engine = Literal["torch", "megatron-deepspeed", "megatron-core"]
-Strategy = Literal["ddp", "zero"]
+Strategy = Literal["ddp", "fsdp", "zero"]
 Precision = Literal["fp32", "bf16", "fp16"]
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,40}$")]
@@ -51,9 +52,26 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
+PRESETS: Final[Mapping[str, tuple[int, int, int]]] = {
+    "gpt-small": (12, 12, 768),
+    "gpt-large": (24, 16, 1536),
+    "gpt-xl": (24, 24, 2048),
+    "gpt2": (12, 12, 768),
+    "gpt2-medium": (24, 16, 1024),
+    "gpt2-large": (36, 20, 1280),
+    "gpt2-xl": (48, 25, 1600),
+}
+"""Layers, heads and hidden size: of PyTorch's data parallel benchmark, and of GPT-2 (Radford et al., 2019, table 2)."""
+Preset = Literal["gpt-small", "gpt-large", "gpt-xl", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
+
+
 class Model(Section):
     """The shape of the GPT, in Megatron's words."""
 
+    preset: Preset | None = Field(
+        default=None,
+        description="A known shape: gives num_layers, num_attention_heads and hidden_size where they are left out.",
+    )
     num_layers: Positive = Field(description="Transformer layers.")
     hidden_size: Positive = Field(description="Width of the residual stream.")
     num_attention_heads: Positive = Field(description="Attention heads; must divide hidden_size.")
@@ -65,7 +83,9 @@ class Model(Section):
         default=None, description="Tokens of the tokenizer; read from the data where left out."
     )
     make_vocab_size_divisible_by: Positive = Field(
-        default=128, description="The embedding is padded to a multiple of this times the tensor parallel size."
+        default=128,
+        description="The embedding is padded to a multiple of this times the tensor parallel size; with engine torch of"
+        " this alone.",
     )
     hidden_dropout: Fraction = Field(default=0.1, description="Dropout on the residual branches and the embedding.")
     attention_dropout: Fraction = Field(default=0.1, description="Dropout on the attention weights.")
@@ -100,14 +120,34 @@ class Model(Section):
     )
     recompute_num_layers: Positive | None = Field(default=None, description="Granularity full: layers of a group.")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _from_preset(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and isinstance(fields.get("preset"), str) and fields["preset"] in PRESETS:
+            sizes = dict(
+                zip(("num_layers", "num_attention_heads", "hidden_size"), PRESETS[fields["preset"]], strict=True)
+            )
+            return {**sizes, **fields}
+        return fields
+
 
 class Parallel(Section):
     """How the model and its state are laid out over the ranks."""
 
     strategy: Strategy = Field(
         default="zero",
-        description="ddp (the engine's own, without DeepSpeed; the only one of megatron-core, and its default) or zero"
-        " (DeepSpeed, stages 0 to 3).",
+        description="ddp (the engine's own, without DeepSpeed; the only one of megatron-core, and its default), fsdp"
+        " (engine torch: weights, gradients and optimizer states shared out) or zero (DeepSpeed, stages 0 to 3).",
+    )
+    data_parallel_shard_size: Positive | None = Field(
+        default=None,
+        description="Strategy fsdp: ranks that share one copy of the states out, with copies of it over the others"
+        " (hybrid sharding); all data parallel ranks where left out.",
+    )
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved"] = Field(
+        default="1f1b",
+        description="Engine torch: the order of a pipeline's micro-batches; interleaved goes with"
+        " virtual_pipeline_model_parallel_size above 1.",
     )
     zero_stage: Literal[0, 1, 2, 3] = Field(
         default=0,
@@ -117,7 +157,7 @@ class Parallel(Section):
     pipeline_model_parallel_size: Positive = Field(default=1, description="Stages that the layers are cut into.")
     virtual_pipeline_model_parallel_size: Positive = Field(
         default=1,
-        description="Engine megatron-core: runs of layers that each stage holds, interleaved with the others'.",
+        description="Engines megatron-core and torch: runs of layers that a stage holds, interleaved with the others'.",
     )
     context_parallel_size: Positive = Field(
         default=1, description="Engine megatron-core: ranks that share one sample's tokens."
@@ -212,6 +252,9 @@ class Train(Section):
         default=None, description="Checkpoint folder to continue from (of a run: runs/<run-id>/checkpoints)."
     )
     seed: Count = Field(default=1234, description="Seed of the weights, dropout and the order of the data.")
+    compile: bool = Field(
+        default=False, description="Engine torch: compile the layers (torch.compile) in the first step."
+    )
     tensorboard: bool = Field(default=True, description="Write TensorBoard files into the run's folder.")
 
 

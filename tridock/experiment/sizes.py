@@ -8,8 +8,12 @@ from tridock.experiment.schema import Experiment, Model
 
 
 def padded_vocab_size(tokens: int, experiment: Experiment) -> int:
-    """Rows of the token table for that many tokens: what tensor parallel ranks share out in Megatron's multiples."""
-    multiple = experiment.model.make_vocab_size_divisible_by * experiment.parallel.tensor_model_parallel_size
+    """Rows of the token table for that many tokens: what tensor parallel ranks share out in Megatron's multiples.
+
+    Those of engine torch take part in the loss, and do not depend on the layout.
+    """
+    tensor = 1 if experiment.engine == "torch" else experiment.parallel.tensor_model_parallel_size
+    multiple = experiment.model.make_vocab_size_divisible_by * tensor
     return math.ceil(tokens / multiple) * multiple
 
 

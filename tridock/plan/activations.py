@@ -18,6 +18,7 @@ from typing import Literal
 from tridock.experiment import Experiment
 from tridock.plan.parameters import layers_of_stage, rows_of_vocabulary
 from tridock.plan.term import Term
+from tridock.plan.torch_engine import shared_by_torch
 from tridock.plan.traffic import FORMAT_BYTES, recomputed_layers
 
 Device = Literal["cpu", "cuda"]
@@ -94,7 +95,8 @@ def sizes_of(experiment: Experiment, device: Device) -> Sizes:
     tokens = model.seq_length // parallel.context_parallel_size * experiment.batch.micro_batch_size
     short = FORMAT_BYTES[experiment.precision]
     own = experiment.engine == "megatron-deepspeed" and parallel.strategy == "ddp"
-    autocast = experiment.engine == "torch" and parallel.strategy == "ddp" and short == 2
+    autocast = experiment.engine == "torch" and not shared_by_torch(experiment) and parallel.strategy == "ddp"
+    autocast = autocast and short == 2
     elements = tokens * model.hidden_size
     residual = 4 if autocast else short
     return Sizes(
@@ -174,13 +176,15 @@ def _group(experiment: Experiment, again: int) -> int:
 def in_flight(experiment: Experiment, stage: int, accumulation: int) -> int:
     """Runs of a stage's layers whose backward pass is still to come, at most.
 
-    1F1B: as many as there are stages from here to the last (Narayanan et al., 2021, section 2.2). Interleaved:
-    Megatron's warm-up of 2 (p - stage - 1) + (v - 1) p runs, and one.
+    GPipe: all. 1F1B: as many as there are stages from here to the last (Narayanan et al., 2021, section 2.2).
+    Interleaved: Megatron's warm-up of 2 (p - stage - 1) + (v - 1) p runs, and one.
     """
     parallel = experiment.parallel
     stages, virtual = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
     if stages == 1:
         return 1
+    if parallel.pipeline_schedule == "gpipe":
+        return accumulation
     if virtual == 1:
         return min(stages - stage, accumulation)
     return min(2 * (stages - stage - 1) + (virtual - 1) * stages + 1, accumulation * virtual)

@@ -102,8 +102,29 @@ _MODEL: Final = {
 
 _PARALLEL: Final = {
     "strategy": Effect(
-        ("megatron-core: ddp", "ddp: zero_stage 0", "megatron-deepspeed with ddp: no pipeline, one micro-batch a step"),
-        "ddp: every rank holds all states of its part of the model; zero: see zero_stage",
+        (
+            "megatron-core: ddp",
+            "fsdp: engine torch",
+            "ddp, fsdp: zero_stage 0",
+            "megatron-deepspeed with ddp: no pipeline, one micro-batch a step",
+        ),
+        "ddp: every rank holds all states of its part of the model; fsdp: 16 / d bytes a parameter, and a layer whole;"
+        " zero: see zero_stage",
+        "fsdp gathers the weights twice a micro-batch",
+    ),
+    "data_parallel_shard_size": Effect(
+        ("needs strategy fsdp", "divides d"),
+        "states are divided by it, and not by d",
+        "weights are gathered from so many ranks; gradients go to the others once a step",
+    ),
+    "pipeline_schedule": Effect(
+        (
+            "engine torch",
+            "1f1b: as many micro-batches as stages, or more",
+            "interleaved: needs virtual_pipeline_model_parallel_size 2 or more",
+        ),
+        "gpipe: activations of all m micro-batches; 1f1b: of up to p",
+        "gpipe and 1f1b wait (p - 1) / m of a step, interleaved less",
     ),
     "zero_stage": Effect(
         (
@@ -114,14 +135,18 @@ _PARALLEL: Final = {
         "stage 1 exchanges half as much again as stage 0; stages 2 and 3 do so after every micro-batch",
     ),
     "tensor_model_parallel_size": Effect(
-        ("engines megatron-deepspeed and megatron-core", "divides num_attention_heads", "t p c divides the slots"),
+        (
+            "torch: not with strategy zero; divides make_vocab_size_divisible_by",
+            "divides num_attention_heads",
+            "t p c divides the slots",
+        ),
         "layers and embedding are divided by it; of the activations (34 s b h bytes a layer) 24 of 34 parts are",
         "four all-reduces of s b h elements a layer and micro-batch: wants the fast links within a node",
     ),
     "pipeline_model_parallel_size": Effect(
         (
-            "engines megatron-deepspeed and megatron-core",
-            "megatron-core: divides num_layers; megatron-deepspeed: at most num_layers",
+            "torch: not with strategy zero",
+            "megatron-core: divides num_layers; others: at most num_layers",
             "megatron-deepspeed: needs strategy zero and zero_stage 0 or 1",
             "t p c divides the slots",
         ),
@@ -130,7 +155,7 @@ _PARALLEL: Final = {
     ),
     "virtual_pipeline_model_parallel_size": Effect(
         (
-            _CORE,
+            "engine megatron-core, or torch with pipeline_schedule interleaved",
             "needs pipeline_model_parallel_size 2 or more",
             "divides the layers of a stage",
             "global_batch_size: a multiple of micro_batch_size x d p",
@@ -193,6 +218,7 @@ EFFECTS: Final = {
     ),
     "optimizer.lr_decay_iters": Effect(("more than lr_warmup_iters",)),
     "train.seed": Effect(("megatron-deepspeed: 1 or more",)),
+    "train.compile": Effect(("engine torch",)),
     "train.checkpoint_folder": Effect((_V115, "needs train.save")),
     "megatron_args": Effect(
         (_V115, "no option that the experiment has a field for", "none of the fused softmax kernels")

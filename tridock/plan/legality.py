@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 from tridock.errors import Problem
 from tridock.experiment import Experiment
-from tridock.plan.megatron import CHECKPOINT_OPTIONS, megatron_problems
+from tridock.plan.megatron import megatron_problems
 from tridock.plan.megatron_core import megatron_core_problems, only_megatron_core
 from tridock.plan.model_parallel import size_of_replica, world_problems
 from tridock.plan.nearest import either, nearest_divisors, nearest_multiples
+from tridock.plan.torch_engine import only_torch, torch_batch_problems, torch_problems
 
 
 def layout_problems(experiment: Experiment, world_size: int) -> list[Problem]:
@@ -25,38 +26,18 @@ def layout_problems(experiment: Experiment, world_size: int) -> list[Problem]:
 def _engine_problems(experiment: Experiment) -> Iterator[Problem]:
     parallel = experiment.parallel
     if experiment.engine == "megatron-core":
+        yield from only_torch(experiment)
         yield from megatron_core_problems(experiment)
         return
     if experiment.engine == "megatron-deepspeed":
+        yield from only_torch(experiment)
         yield from megatron_problems(experiment)
     else:
-        yield from _torch_problems(experiment)
+        yield from torch_problems(experiment)
     yield from only_megatron_core(experiment)
     if parallel.strategy == "ddp" and parallel.zero_stage != 0:
         what, todo = "strategy ddp keeps everything on every rank", "set it to 0, or strategy to zero"
         yield Problem("parallel.zero_stage", what, str(parallel.zero_stage), todo, (0,))
-
-
-def _torch_problems(experiment: Experiment) -> Iterator[Problem]:
-    model, elsewhere = experiment.model, "use engine megatron-deepspeed"
-    for field in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
-        size = getattr(experiment.parallel, field)
-        if size != 1:
-            what = "the torch engine does not split the model"
-            yield Problem(f"parallel.{field}", what, str(size), "set it to 1", (1,))
-    if (stored := model.checkpoint_num_layers) != 1:
-        what, todo = "the torch engine stores every layer's", f"leave it out, or {elsewhere}"
-        yield Problem("model.checkpoint_num_layers", what, str(stored), todo, (1,))
-    for field in CHECKPOINT_OPTIONS:
-        if getattr(model, field):
-            todo = f"leave it out, or {elsewhere}"
-            yield Problem(f"model.{field}", "the torch engine has no such option", "true", todo, ("false",))
-    if (folder := experiment.train.checkpoint_folder) is not None:
-        what, todo = "the torch engine saves in the run's folder", f"leave it out, or {elsewhere}"
-        yield Problem("train.checkpoint_folder", what, folder, todo, ("null",))
-    if experiment.megatron_args:
-        got, todo = " ".join(experiment.megatron_args), f"remove it, or {elsewhere}"
-        yield Problem("megatron_args", "the torch engine has no such arguments", got, todo, ("[]",))
 
 
 def _model_problems(experiment: Experiment) -> Iterator[Problem]:
@@ -94,6 +75,8 @@ def _batch_problems(experiment: Experiment, world_size: int) -> Iterator[Problem
         near = nearest_multiples(per_pass, samples)
         todo = f"use {either(near)}, or leave it out"
         yield Problem(where, f"must be a multiple of {sizes}", str(samples), todo, near)
+    elif experiment.engine == "torch":
+        yield from torch_batch_problems(experiment, replicas)
 
 
 def _schedule_problems(experiment: Experiment) -> Iterator[Problem]:

@@ -32,9 +32,10 @@ def megatron_core_problems(experiment: Experiment) -> Iterator[Problem]:
 
 
 def only_megatron_core(experiment: Experiment) -> Iterator[Problem]:
-    """Fields that the other engines do not have."""
+    """Fields that the other engines do not have; engine torch interleaves pipelines too."""
     parallel, model = experiment.parallel, experiment.model
-    given = [(f"parallel.{name}", getattr(parallel, name)) for name in _PARALLEL]
+    names = _PARALLEL if experiment.engine != "torch" or parallel.strategy == "zero" else _PARALLEL[1:]
+    given = [(f"parallel.{name}", getattr(parallel, name)) for name in names]
     given += [(f"model.{name}", getattr(model, name)) for name in _RECOMPUTE]
     plain = {**Parallel.model_fields, **Model.model_fields}
     for where, value in given:

@@ -94,8 +94,12 @@ def _passing(experiment: Experiment, stage: int, shape: Shape, states: States, d
     """What a step takes on top: in its backward passes or, where that is more, while the optimizer works."""
     held = activation_terms(experiment, stage, shape.accumulation, device)
     yield from held
-    yield Term("gathered weights", states.gathered, "ZeRO 3: up to 1e9 of them at a time")
-    yield Term("gradient bucket", states.bucket, "DeepSpeed's reduce_bucket_size, 5e8 elements")
+    yield Term(
+        "gathered weights", states.gathered, "ZeRO 3: up to 1e9 of them at a time; FSDP2: two layers and the embeddings"
+    )
+    yield Term(
+        "gradient bucket", states.bucket, "DeepSpeed's reduce_bucket_size, 5e8 elements; FSDP2: of a layer, in fp32"
+    )
     # The first backward passes find the gradients of those before; with a single one, they grow as activations go.
     accumulated = states.passing if shape.accumulation > 1 else 0
     backward = total_bytes(held) + states.gathered + states.bucket

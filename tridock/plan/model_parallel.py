@@ -15,7 +15,7 @@ def split_problems(experiment: Experiment) -> Iterator[Problem]:
     """Heads that tensor parallel ranks, and layers that stages, cannot share out.
 
     megatron-core wants as many layers on every stage. The pipeline of Megatron v1.1.5, which is DeepSpeed's, does not,
-    but it breaks where a stage has none.
+    but it breaks where a stage has none; nor does engine torch's.
     """
     model, parallel = experiment.model, experiment.parallel
     tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
@@ -29,7 +29,7 @@ def split_problems(experiment: Experiment) -> Iterator[Problem]:
         layers = nearest_multiple(stages * parallel.virtual_pipeline_model_parallel_size, model.num_layers)
         todo = f"use {either(near)}, or num_layers {layers}"
         yield Problem(where, f"must divide num_layers {model.num_layers}", str(stages), todo, near)
-    elif experiment.engine == "megatron-deepspeed" and parallel.strategy == "zero" and model.num_layers < stages:
+    elif (experiment.engine == "torch" or parallel.strategy == "zero") and model.num_layers < stages:
         what, todo = f"must be at most num_layers {model.num_layers}", f"use {model.num_layers} or fewer"
         yield Problem(where, what, str(stages), todo, (model.num_layers,))
 
@@ -89,7 +89,8 @@ def _can_be(experiment: Experiment, tensor: int, stages: int, context: int) -> b
         return interleaved and not (parallel.sequence_parallel and tensor == 1)
     if experiment.engine == "megatron-deepspeed":
         return stages == 1 or (parallel.strategy == "zero" and parallel.zero_stage < 2)
-    return tensor == stages == 1
+    multiple = experiment.model.make_vocab_size_divisible_by
+    return tensor == stages == 1 or (parallel.strategy != "zero" and multiple % tensor == 0)
 
 
 def _distance(layout: tuple[int, ...], wanted: tuple[int, ...]) -> float:

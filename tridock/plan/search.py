@@ -131,7 +131,7 @@ def _choices(experiment: Experiment, world_size: int) -> Iterator[Choice]:
 
 def layouts(experiment: Experiment, world_size: int) -> Iterator[Choice]:
     """Every way to share the model and its states out; sizes that do not divide the world are left out unsaid."""
-    if experiment.engine == "torch":
+    if experiment.engine == "torch" and experiment.parallel.strategy == "zero":
         yield from _states(experiment, 1)
         return
     core = experiment.engine == "megatron-core"
@@ -161,7 +161,7 @@ def _states(experiment: Experiment, stages: int) -> Iterator[Choice]:
     """Ways to share out the optimizer's states."""
     if experiment.engine == "megatron-core":
         yield from ({"parallel.use_distributed_optimizer": value} for value in (False, True))
-    elif experiment.parallel.strategy == "ddp":
+    elif experiment.parallel.strategy != "zero":
         yield {}
     else:
         yield from ({"parallel.zero_stage": stage} for stage in ((0, 1) if stages > 1 else (0, 1, 2, 3)))

@@ -8,6 +8,7 @@ engine and strategy                       weights    gradients       optimizer: 
 ========================================  =========  ==============  ====================================
 megatron-core                             e          4               4 + 8, over r if distributed
 torch, ddp                                4          4               8
+torch, fsdp; split by tensor or stage     4 / r      4 / r           8 / r, with r 1 without fsdp
 DeepSpeed, ZeRO 0                         e          e, in a step    4 + 8
 DeepSpeed, ZeRO 1                         e          e, in a step    (4 + 8) / r, the master in fp32 too
 DeepSpeed, ZeRO 2                         e          e / r           (4 + 8) / r, the master in fp32 too
@@ -28,7 +29,8 @@ from typing import Final
 
 from tridock.experiment import Experiment
 from tridock.plan.activations import Device
-from tridock.plan.parameters import Parameters
+from tridock.plan.parameters import Parameters, layer_parameters
+from tridock.plan.torch_engine import shards_of, shared_by_torch
 from tridock.plan.traffic import FORMAT_BYTES
 
 BUCKET: Final = 500_000_000
@@ -67,6 +69,8 @@ def states_of(experiment: Experiment, weights: Parameters, replicas: int, device
     if experiment.parallel.strategy == "zero":
         return _zero(experiment, weights, short, replicas)
     if experiment.engine == "torch":
+        if shared_by_torch(experiment):
+            return _sharded(experiment, weights, short, replicas)
         # The fused AdamW works in place.
         return States(4 * count, 4 * count, 8 * count, 0, 0, 0, 0)
     again = 4 if short == 2 else 0  # gradients, and weights, once more in fp32
@@ -79,6 +83,17 @@ def _megatron_core(experiment: Experiment, count: int, short: int, replicas: int
     # On GPUs Adam is apex's or transformer-engine's, and works in place. On CPUs Gloo scatters a copy of the gradients.
     workspace = 4 * count if device == "cpu" and distributed and replicas > 1 else 0
     return States(short * count, 4 * count, (12 if short == 2 else 8) * owned, 0, 0, 0, workspace)
+
+
+def _sharded(experiment: Experiment, weights: Parameters, short: int, replicas: int) -> States:
+    """FSDP2 gathers layer by layer, and the embeddings for the whole step; gradients are scattered in fp32."""
+    count, shards = weights.total, shards_of(experiment, replicas)
+    owned = -(-count // shards)
+    layer, ends = layer_parameters(experiment), count - weights.layers
+    layers = weights.layers // layer
+    # The next layer comes while one works; the optimizer's foreach form holds a copy of a gradient's size.
+    gathered = short * (ends + min(2, layers) * layer)
+    return States(4 * owned, 4 * owned, 8 * owned, 0, 4 * max(layer, ends), gathered, 4 * owned)
 
 
 def _zero(experiment: Experiment, weights: Parameters, short: int, replicas: int) -> States:

@@ -16,6 +16,7 @@ from typing import Final, Literal
 
 from tridock.experiment import Experiment
 from tridock.plan.parameters import layers_of_stage, parameters_of_stage
+from tridock.plan.torch_engine import shards_of, shared_by_torch
 
 Link = Literal["node", "network"]
 FORMAT_BYTES: Final = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -196,6 +197,8 @@ def _gradient_bytes(experiment: Experiment, shape: Shape, size: int, weights: in
         if parallel.use_distributed_optimizer:
             return all_gather(size, 4 * weights) + all_gather(size, short * weights)
         return all_reduce(size, 4 * weights)
+    if shared_by_torch(experiment):
+        return _shared_bytes(experiment, shape, size, weights)
     if parallel.strategy == "ddp":
         return all_reduce(size, (4 if experiment.engine == "torch" else short) * weights)
     gradients, gathered = all_reduce(size, short * weights), all_gather(size, short * weights)
@@ -212,13 +215,21 @@ def _gradient_bytes(experiment: Experiment, shape: Shape, size: int, weights: in
     return (2 * gathered + again) * shape.accumulation
 
 
+def _shared_bytes(experiment: Experiment, shape: Shape, size: int, weights: int) -> float:
+    """FSDP2 gathers weights for each micro batch, and anew for its backward pass; gradients go once a step, in fp32."""
+    shards, short = shards_of(experiment, size), FORMAT_BYTES[experiment.precision]
+    gathered = 2 * all_gather(shards, short * weights) * shape.accumulation
+    return gathered + all_gather(shards, 4 * weights) + all_reduce(size // shards, 4 * weights / shards)
+
+
 def _embedding(experiment: Experiment, shape: Shape, stage: int) -> Iterator[Traffic]:
     """The tied table's gradient, which the first and the last stage both have a part of."""
     parallel = experiment.parallel
     stages = parallel.pipeline_model_parallel_size
     if stages == 1 or stage not in (0, stages - 1):
         return
-    width = 4 if experiment.engine == "megatron-core" else FORMAT_BYTES[experiment.precision]
-    volume = all_reduce(2, width * parameters_of_stage(experiment, 0).embedding)
+    width = FORMAT_BYTES[experiment.precision] if experiment.engine == "megatron-deepspeed" else 4
+    shards = shards_of(experiment, shape.data) if experiment.engine == "torch" else 1
+    volume = all_reduce(2, width * parameters_of_stage(experiment, 0).embedding / shards)
     stride = parallel.tensor_model_parallel_size * parallel.context_parallel_size * shape.data * (stages - 1)
     yield _placed("embedding", 2, stride, shape, volume)

@@ -8,6 +8,7 @@ from typing import Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -46,23 +47,26 @@ class Shape:
 
 
 class Attention(nn.Module):
-    """Causal self-attention over all heads at once: [batch, sequence, hidden] to the same."""
+    """Causal self-attention over all heads at once: [batch, sequence, hidden] to the same.
+
+    A tensor parallel rank has some of the heads: query, key and value of one lie together, as in Megatron.
+    """
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.heads = shape.num_attention_heads
+        self.head_size = shape.hidden_size // shape.num_attention_heads
         self.dropout = shape.attention_dropout
         self.query_key_value = nn.Linear(shape.hidden_size, 3 * shape.hidden_size)
         self.dense = nn.Linear(shape.hidden_size, shape.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, sequence, hidden = x.shape
-        # [batch, sequence, 3 * hidden] -> three of [batch, heads, sequence, hidden / heads]
-        split = self.query_key_value(x).view(batch, sequence, 3, self.heads, hidden // self.heads)
-        query, key, value = split.permute(2, 0, 3, 1, 4)
+        batch, sequence, _ = x.shape
+        # [batch, sequence, heads * 3 * head size] -> three of [batch, heads, sequence, head size]
+        split = self.query_key_value(x).view(batch, sequence, -1, 3, self.head_size)
+        query, key, value = split.permute(3, 0, 2, 1, 4)
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
-        return self.dense(mixed.transpose(1, 2).reshape(batch, sequence, hidden))
+        return self.dense(mixed.transpose(1, 2).reshape(batch, sequence, -1))
 
 
 class Layer(nn.Module):
@@ -87,17 +91,32 @@ class GPT(nn.Module):
     """``model(tokens, labels)``: both int64 [batch, sequence]; gives the mean cross-entropy in nats, fp32, a scalar.
 
     The output layer is the token embedding. As in Megatron the padding rows of the vocabulary take part in the softmax.
+    ``keep`` makes of it a stage of a pipeline.
     """
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
+        self.is_first = self.is_last = True
         self.token_embedding = nn.Embedding(shape.padded_vocab_size, shape.hidden_size)
         self.position_embedding = nn.Embedding(shape.max_position_embeddings, shape.hidden_size)
         self.dropout = nn.Dropout(shape.hidden_dropout)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_layers))
+        # By their numbers in the whole model, whatever stage they end up in.
+        self.layers = nn.ModuleDict({str(number): Layer(shape) for number in range(shape.num_layers)})
         self.final_norm = nn.LayerNorm(shape.hidden_size)
         self._initialize()
+
+    def keep(self, layers: range) -> None:
+        """Leaves the stage with these layers: the first has the embeddings, the last the norm and the output layer."""
+        self.is_first, self.is_last = layers.start == 0, layers.stop == self.shape.num_layers
+        for number in set(range(self.shape.num_layers)) - set(layers):
+            del self.layers[str(number)]
+        if not self.is_first:
+            del self.position_embedding
+        if not self.is_last:
+            del self.final_norm
+        if not (self.is_first or self.is_last):
+            del self.token_embedding
 
     def _initialize(self) -> None:
         """N(0, std) for weights, zero for biases; what feeds the residual stream is scaled by 1 / sqrt(2 layers)."""
@@ -110,14 +129,38 @@ class GPT(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.zeros_(module.bias)
 
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
+    def compile_layers(self) -> None:
+        """Lets torch compile each layer when it first runs: all are alike, and so is what they are compiled to."""
+        for layer in self.layers.values():
+            layer.compile()
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Tokens, or in a later stage the activations [batch, sequence, hidden] of the one before.
+
+        Gives the loss; without labels the logits [batch, sequence, vocabulary], or this stage's activations.
+        """
+        if self.is_first:
+            positions = torch.arange(x.shape[1], device=x.device)
+            x = self.dropout(self.token_embedding(x) + self.position_embedding(positions))
         recompute = self.shape.checkpoint_activations and self.training
-        for layer in self.layers:
+        for layer in self.layers.values():
             x = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
-        logits = F.linear(self.final_norm(x), self.token_embedding.weight)
-        return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+        if not self.is_last:
+            return x
+        logits = self.output(self.final_norm(x))
+        return logits if labels is None else cross_entropy(logits, labels)
+
+    def output(self, x: Tensor) -> Tensor:
+        """The logits, each token's similarity to the embeddings."""
+        weight = self.token_embedding.weight
+        if isinstance(weight, DTensor):
+            x = DTensor.from_local(x, weight.device_mesh, [Replicate()], run_check=False)
+        return F.linear(x, weight)
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean over all tokens, in nats, fp32."""
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:

@@ -14,6 +14,13 @@ from tridock.train.process_group import Ranks
 PROGRESS: Final = "tridock.json"
 
 
+def kind_of_checkpoint(experiment: Experiment) -> str:
+    """The strategy whose checkpoints load: one that splits the model writes what fsdp writes."""
+    parallel = experiment.parallel
+    split = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size > 1
+    return "fsdp" if experiment.engine == "torch" and split else parallel.strategy
+
+
 @dataclass(frozen=True, slots=True)
 class Progress:
     """How far a run has come, and what a checkpoint of it fits."""
@@ -35,7 +42,7 @@ class Progress:
         return cls(
             iteration=0,
             consumed_samples=0,
-            strategy=experiment.parallel.strategy,
+            strategy=kind_of_checkpoint(experiment),
             zero_stage=experiment.parallel.zero_stage if experiment.parallel.strategy == "zero" else 0,
             precision=experiment.precision,
             data_parallel_size=ranks.world_size,

@@ -26,7 +26,7 @@ from tridock.train.process_group import Ranks
 from tridock.train.write_errors import kept_to_the_end
 from tridock.train.zero_reshard import resharded
 
-_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,15 @@ class Strategy(Protocol):
         """Continues from what ``save`` wrote on ``saved`` ranks. A collective."""
 
 
+def is_sharded(experiment: Experiment) -> bool:
+    """Whether the model or its states are shared out by torch itself."""
+    parallel = experiment.parallel
+    split = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size > 1
+    return parallel.strategy == "fsdp" or split
+
+
 def build_strategy(model: nn.Module, experiment: Experiment, ranks: Ranks, run_folder: Path) -> Strategy:
-    """The strategy that the experiment names."""
+    """The strategy that the experiment names, of a model that is whole on every rank or (ZeRO) DeepSpeed's to share."""
     if experiment.parallel.strategy == "ddp":
         return DistributedDataParallel(model, experiment, ranks)
     return Zero(model, experiment, ranks, _read_deepspeed_config(run_folder, ranks.world_size))
@@ -99,7 +106,7 @@ class DistributedDataParallel:
 
     def _loss(self, model: nn.Module, batch: Tensor) -> Tensor:
         short = self.experiment.precision != "fp32"
-        with torch.autocast(self.device.type, _DTYPES[self.experiment.precision]) if short else nullcontext():
+        with torch.autocast(self.device.type, DTYPES[self.experiment.precision]) if short else nullcontext():
             loss: Tensor = model(batch[:, :-1], batch[:, 1:])
         return loss
 

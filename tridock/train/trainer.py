@@ -25,11 +25,13 @@ from tridock.train.checkpoint_choice import choose
 from tridock.train.checkpoint_files import TORCH, Names
 from tridock.train.dataset import Samples, load_splits, mixed_seed
 from tridock.train.gpt import GPT, Shape
+from tridock.train.mesh import Mesh
 from tridock.train.metrics import Metrics, record_event
 from tridock.train.process_group import Agreed, Ranks, any_rank, mean_over_ranks, together
 from tridock.train.progress import PROGRESS, Progress, check_fit, read_progress
 from tridock.train.schedule import learning_rate
-from tridock.train.strategies import Step, Strategy, build_strategy
+from tridock.train.sharded import Sharded
+from tridock.train.strategies import Step, Strategy, build_strategy, is_sharded
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,27 +61,35 @@ Build = Callable[[Experiment, Path, Path, Ranks], Parts]
 
 
 def torch_parts(experiment: Experiment, run_folder: Path, workspace: Path, ranks: Ranks) -> Parts:
-    """Engine ``torch``: every rank is a replica."""
-    experiment = experiment.resolved(ranks.world_size)
+    """Engine ``torch``."""
+    mesh = Mesh.form(experiment.parallel, ranks) if is_sharded(experiment) else None
+    replica, replicas = (ranks.rank, ranks.world_size) if mesh is None else (mesh.replica, mesh.replicas)
+    experiment = experiment.resolved(replicas)
     with together(ranks):
-        check_batch(experiment, ranks.world_size)
+        check_batch(experiment, replicas)
         splits = load_splits(experiment, workspace)
     torch.manual_seed(experiment.train.seed)  # the same weights on all ranks
     shape = Shape.of(experiment.model, splits["train"].vocab_size)
     model = GPT(shape)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     with together(ranks):
-        strategy = build_strategy(model, experiment, ranks, run_folder)
+        if mesh is None:
+            if experiment.train.compile:
+                model.compile_layers()
+            strategy = build_strategy(model, experiment, ranks, run_folder)
+        else:
+            strategy = Sharded(model, experiment, ranks, mesh)
     zero = f" stage {experiment.parallel.zero_stage}" if experiment.parallel.strategy == "zero" else ""
     return Parts(
         splits=splits,
         strategy=strategy,
         progress=Progress.of(experiment, ranks, shape.padded_vocab_size),
         parameters=parameters,
-        words=f"{experiment.parallel.strategy}{zero}",
-        replica=ranks.rank,
-        replicas=ranks.world_size,
-        reseed=lambda iteration: _reseed(mixed_seed(experiment.train.seed, ranks.rank, iteration) >> 1),
+        words=f"{experiment.parallel.strategy}{zero}" if mesh is None else mesh.words,
+        replica=replica,
+        replicas=replicas,
+        reseed=lambda iteration: _reseed(mixed_seed(experiment.train.seed, replica, iteration) >> 1),
+        shared_checkpoints=mesh is not None,
     )
 
 

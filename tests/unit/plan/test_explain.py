@@ -37,10 +37,10 @@ def test_a_field_whole() -> None:
         explain("parallel.virtual_pipeline_model_parallel_size")
         == """\
 parallel.virtual_pipeline_model_parallel_size (experiment)
-  Engine megatron-core: runs of layers that each stage holds, interleaved with the others'.
+  Engines megatron-core and torch: runs of layers that a stage holds, interleaved with the others'.
   type     whole number, greater than 0
   default  1
-  rule     only with engine megatron-core
+  rule     engine megatron-core, or torch with pipeline_schedule interleaved
   rule     needs pipeline_model_parallel_size 2 or more
   rule     divides the layers of a stage
   rule     global_batch_size: a multiple of micro_batch_size x d p

@@ -59,7 +59,7 @@ def test_every_problem_at_once() -> None:
         "optimizer.lr_warmup_iters=30", "optimizer.min_lr=1",
     ]  # fmt: skip
     assert refused({"a": [0, 1], "b": [0, 1]}, *overrides) == [
-        "e.yaml: parallel.tensor_model_parallel_size: the torch engine does not split the model; got 2; set it to 1",
+        "e.yaml: parallel.tensor_model_parallel_size: must divide num_attention_heads 3; got 2; use 1 or 3",
         "e.yaml: parallel.zero_stage: strategy ddp keeps everything on every rank; got 2; set it to 0, or strategy to zero",  # noqa: E501
         "e.yaml: model.num_attention_heads: must divide hidden_size 8; got 3; use 2 or 4",
         "e.yaml: model.max_position_embeddings: must be at least seq_length 16; got 8; raise it to 16, or leave it out",

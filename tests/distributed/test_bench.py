@@ -1,0 +1,45 @@
+"""`tridock bench` for real, on CPU ranks: a cell that runs, beside bare PyTorch, one refused and one that fails."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.ranks import make_data, make_run, rank_environment
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+
+MATRIX = """
+experiment: runs/base/experiment.yaml
+axes:
+  case:
+    ddp: {parallel.strategy: ddp}
+    tp3: {parallel.strategy: ddp, parallel.tensor_model_parallel_size: 3}
+    no-data: {parallel.strategy: ddp, data.data_path: data/none}
+world: [2]
+iterations: 4
+warmup: 2
+repeats: 2
+"""
+
+
+def test_a_matrix(tmp_path: Path) -> None:
+    make_data(tmp_path)
+    make_run(tmp_path, "base", 2)
+    (tmp_path / "b.yaml").write_text(MATRIX)
+    words = [sys.executable, "-m", "tridock.cli", "bench", "b.yaml", "-o", "out"]
+    done = subprocess.run(words, cwd=tmp_path, env=rank_environment(), capture_output=True, text=True, check=True)
+    assert "2 of 3: tp3 · 2 ranks\n  refused: " in done.stdout
+    ran, refused, failed = json.loads((tmp_path / "out" / "results.json").read_text())["cells"]
+    assert (ran["state"], refused["state"], failed["state"]) == ("ok", "refused", "failed")
+    assert len(ran["step_s"]) == len(ran["bare_step_s"]) == len(ran["runs"]) == 2
+    assert ran["tokens_per_step"] == 8 * 16
+    assert ran["tokens_per_second"] == pytest.approx(128 / ran["median_s"])
+    assert ran["peak_bytes"] > ran["predicted_bytes"] > 0
+    assert ran["device"] == "cpu"
+    assert "parallel.tensor_model_parallel_size: must divide num_attention_heads 2" in refused["reason"]
+    assert "data.data_path: is not on this machine" in failed["reason"]

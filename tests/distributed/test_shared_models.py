@@ -1,0 +1,110 @@
+"""Engine torch shares a model out in many ways: each has one process's losses, and loads the others' checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.ranks import losses, make_data, make_run, metrics, run_several
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+
+TOLERANCE = 1e-5
+"""Absolute, over 20 steps in fp32: sums come in another order, nothing else differs."""
+STRATEGY, SHARDS = "parallel.strategy", "parallel.data_parallel_shard_size"
+TP, PP, VPP = (f"parallel.{name}_model_parallel_size" for name in ("tensor", "pipeline", "virtual_pipeline"))
+SCHEDULE = "parallel.pipeline_schedule"
+FSDP = {STRATEGY: "fsdp"}
+BASE = {"train.train_iters": 20, "model.num_layers": 4, "batch.micro_batch_size": 1, "train.eval_interval": 10}
+
+TWO: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    **{f"zero{stage}": {STRATEGY: "zero", "parallel.zero_stage": stage} for stage in range(4)},
+    "fsdp": FSDP,
+    "tp2": {TP: 2},
+    "pp2": {PP: 2},
+    "pp2-gpipe": {PP: 2, SCHEDULE: "gpipe"},
+    "pp2-interleaved": {PP: 2, VPP: 2, SCHEDULE: "interleaved"},
+    "fsdp-recomputed": {**FSDP, "model.checkpoint_activations": True},
+    "pp2-recomputed": {PP: 2, "model.checkpoint_activations": True},
+}
+FOUR: dict[str, dict[str, Any]] = {
+    "hybrid": {**FSDP, SHARDS: 2},
+    "tp2-dp2": {TP: 2},
+    "tp2-fsdp2": {**FSDP, TP: 2},
+    "pp2-dp2": {PP: 2},
+    "pp2-fsdp2": {**FSDP, PP: 2},
+    "pp2-tp2": {PP: 2, TP: 2},
+}
+SHORT: dict[str, dict[str, Any]] = {
+    f"{name}-{precision}": {**TWO[name], "precision": precision, "train.train_iters": 8, "fp16.initial_scale_power": 10}
+    for name in ("ddp", "fsdp", "tp2", "pp2")
+    for precision in ("bf16", "fp16")
+}
+OVERFLOW = {"precision": "fp16", "train.train_iters": 6, "fp16.initial_scale_power": 30}
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("workspace")
+    make_data(folder)
+    return folder
+
+
+def trained(workspace: Path, world_size: int, runs: dict[str, dict[str, Any]]) -> dict[str, Path]:
+    folders = {name: make_run(workspace, name, world_size, **{**BASE, **fields}) for name, fields in runs.items()}
+    run_several(list(folders.values()), world_size)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def alone(workspace: Path) -> Path:
+    return trained(workspace, 1, {"alone": {}})["alone"]
+
+
+@pytest.fixture(scope="module")
+def shared(workspace: Path) -> dict[str, Path]:
+    saved = {"train.save": True, "train.save_interval": 10}
+    overflows = {f"{name}-overflow": {**TWO[name], **OVERFLOW} for name in ("fsdp", "tp2", "pp2")}
+    two = {**TWO, **SHORT, **overflows, "saved-fsdp": {**FSDP, **saved}, "saved-pp2": {**TWO["pp2"], **saved}}
+    return {**trained(workspace, 2, two), **trained(workspace, 4, FOUR)}
+
+
+@pytest.mark.parametrize("name", [*TWO, *FOUR])
+def test_the_losses_of_a_single_process(alone: Path, shared: dict[str, Path], name: str) -> None:
+    assert losses(shared[name]) == pytest.approx(losses(alone), abs=TOLERANCE, rel=0)
+    norms, theirs = (
+        [entry["grad_norm"] for (_, split), entry in metrics(folder).items() if split == "train"]
+        for folder in (shared[name], alone)
+    )
+    assert norms == pytest.approx(theirs, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_short_formats_follow_fp32(alone: Path, shared: dict[str, Path], name: str) -> None:
+    # The schedule is another, for 8 iterations: DDP's fp32 weights under autocast are the measure.
+    strategy, _, precision = name.rpartition("-")
+    assert losses(shared[name]) == pytest.approx(losses(shared[f"ddp-{precision}"]), abs=2e-2, rel=0), strategy
+
+
+@pytest.mark.parametrize("name", ["fsdp", "tp2", "pp2"])
+def test_an_overflow_skips_the_step_on_all_ranks(shared: dict[str, Path], name: str) -> None:
+    records = [entry for (_, split), entry in metrics(shared[f"{name}-overflow"]).items() if split == "train"]
+    assert [record["grad_norm"] for record in records[:3]] == [None] * 3
+    assert [record["loss_scale"] for record in records[:3]] == [2.0**30, 2.0**29, 2.0**28]
+
+
+@pytest.mark.parametrize("source", ["saved-fsdp", "saved-pp2"])
+def test_a_checkpoint_loads_on_any_layout(workspace: Path, alone: Path, shared: dict[str, Path], source: str) -> None:
+    """Half of the run on one layout, the other half on another."""
+    load = {"train.load": f"runs/{shared[source].name}/checkpoints/iter_0000010"}
+    layouts = {
+        1: {f"{source}-one": {**FSDP, **load}},
+        2: {f"{source}-{name}": {**TWO[name], **load} for name in ("fsdp", "tp2", "pp2", "pp2-interleaved")},
+    }
+    for world_size, runs in layouts.items():
+        for folder in trained(workspace, world_size, runs).values():
+            rest = {place: loss for place, loss in losses(alone).items() if place[0] > 10}
+            assert losses(folder) == pytest.approx(rest, abs=TOLERANCE, rel=0), folder.name

@@ -1,0 +1,111 @@
+"""A benchmark's matrix, its figures, and what is written of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tridock.bench.cells import Cell, Measured, cells_of, scaling
+from tridock.bench.output import document, markdown, record, row
+from tridock.bench.schema import Bench, load_bench, words_of
+from tridock.errors import RequestError
+from tridock.experiment import load_experiment
+
+ROOT = Path(__file__).parents[3]
+SMALL = Bench(
+    experiment="e.yaml",
+    set={"model.num_layers": 2},
+    axes={
+        "strategy": {"ddp": {"parallel.strategy": "ddp"}, "fsdp": {"parallel.strategy": "fsdp"}},
+        "size": {"one": {"model.num_layers": 1}, "two": {}},
+    },
+    world=(1, 2),
+)
+
+
+def of(world: int, *steps: float, strategy: str = "ddp", tokens: int = 100, **more: object) -> Measured:
+    return Measured(Cell({"strategy": strategy}, world, {}), "ok", step_s=steps, tokens_per_step=tokens, **more)  # type: ignore[arg-type]
+
+
+def test_every_product_is_a_cell() -> None:
+    cells = list(cells_of(SMALL))
+    assert [cell.name for cell in cells] == [
+        f"{strategy} · {size} · {ranks}"
+        for strategy in ("ddp", "fsdp")
+        for size in ("one", "two")
+        for ranks in ("1 rank", "2 ranks")
+    ]
+    assert cells[0].fields == {"model.num_layers": 1, "parallel.strategy": "ddp"}
+    assert cells[2].fields == {"model.num_layers": 2, "parallel.strategy": "ddp"}
+
+
+def test_words() -> None:
+    fields = {"a.b": None, "c": True, "d": 1.5, "e": "x"}
+    assert words_of(fields) == ["a.b=null", "c=true", "d=1.5", "e=x"]
+
+
+def test_figures() -> None:
+    measured = of(2, 0.5, 0.4, 0.6, bare_step_s=(0.4, 0.5, 0.6))
+    assert measured.median_s == 0.5
+    assert measured.tokens_per_second == 200.0
+    assert measured.spread == pytest.approx(0.4)
+    assert measured.overhead == pytest.approx(0.0)
+    assert of(1, 0.51, bare_step_s=(0.5,)).overhead == pytest.approx(0.02)
+
+
+def test_scaling_is_beside_the_smallest_world_of_the_same_kind() -> None:
+    alone, two = of(1, 1.0), of(2, 1.25, tokens=200)
+    others = [alone, two, of(1, 0.1, strategy="fsdp")]
+    assert scaling(alone, others) is None
+    assert scaling(two, others) == pytest.approx(0.8)
+    assert scaling(Measured(two.cell, "failed"), others) is None
+
+
+def test_a_row_and_the_reasons() -> None:
+    done = of(1, 0.1, model_tflops_per_rank=1.25, mfu=0.5, peak_bytes=2**30, predicted_bytes=2**29, device="cpu")
+    lost = Measured(Cell({"strategy": "tp3"}, 1, {}), "refused", "three do not divide four")
+    assert row(done, [done]) == [
+        "ddp · 1 rank", "100.0 ms", "0.0%", "1,000", "1.25", "50.0%", "1.00 GiB", "0.50 GiB", "-", "-",
+    ]  # fmt: skip
+    text = markdown([done, lost])
+    assert "| tp3 · 1 rank | refused |" in text
+    assert "\n- tp3 · 1 rank: refused: three do not divide four\n" in text
+    assert "\nOn cpu, python " in text
+
+
+def test_what_is_written(tmp_path: Path) -> None:
+    measured = [of(1, 0.1, 0.2), Measured(Cell({"strategy": "x"}, 2, {}), "failed", "why")]
+    record(measured, SMALL, tmp_path / "out")
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [cell["state"] for cell in found["cells"]] == ["ok", "failed"]
+    assert found["cells"][0]["median_s"] == pytest.approx(0.15)
+    assert found["bench"]["experiment"] == "e.yaml"
+    assert found == json.loads(json.dumps(document(measured, SMALL)))
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"results.json", "results.md", "step.png", "tokens.png", "memory.png"}
+
+
+def test_nothing_done_has_no_plots(tmp_path: Path) -> None:
+    record([Measured(Cell({}, 1, {}), "failed", "why")], SMALL, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"results.json", "results.md"}
+
+
+def test_all_that_is_wrong_with_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "b.yaml"
+    path.write_text("experimnt: a\nworld: [0]\nrepeats: 1.5\n")
+    with pytest.raises(RequestError) as caught:
+        load_bench(path)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 4
+    assert all(line.startswith(f"{path}: ") for line in lines)
+    assert any("did you mean experiment" in line for line in lines)
+
+
+@pytest.mark.parametrize("name", ["small", "h200"])
+def test_shipped_benchmarks_are_sound(name: str) -> None:
+    path = ROOT / "configs" / "bench" / f"{name}.yaml"
+    bench = load_bench(path)
+    for cell in cells_of(bench):
+        load_experiment(path.parent / bench.experiment, words_of(cell.fields))

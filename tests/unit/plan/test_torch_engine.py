@@ -1,0 +1,132 @@
+"""What engine torch refuses, and what only it has: every message whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.experiments import with_fields
+from tridock.plan import assess
+
+BASE: dict[str, Any] = {
+    "name": "small",
+    "model": {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "vocab_size": 64},
+    "parallel": {"strategy": "ddp"},
+    "batch": {"micro_batch_size": 1, "global_batch_size": 8},
+    "data": {"data_path": "data/x"},
+    "precision": "fp32",
+    "train": {"train_iters": 3},
+}
+TP, PP, VPP = (f"parallel.{name}_model_parallel_size" for name in ("tensor", "pipeline", "virtual_pipeline"))
+SCHEDULE, SHARDS, STRATEGY = "parallel.pipeline_schedule", "parallel.data_parallel_shard_size", "parallel.strategy"
+BATCH = "batch.global_batch_size"
+CORE = "leave it out, or use engine torch"
+
+
+def said(slots: int, fields: dict[str, Any]) -> list[str]:
+    return [str(problem) for problem in assess(with_fields(BASE, fields), {"a": range(slots)}, "e").problems]
+
+
+@pytest.mark.parametrize(
+    ("slots", "fields", "expected"),
+    [
+        (4, {STRATEGY: "zero", TP: 2},
+         f"{TP}: DeepSpeed's ZeRO does not split the torch engine's model; got 2; set it to 1, or "
+         "strategy to fsdp or ddp"),
+        (4, {STRATEGY: "zero", PP: 2},
+         f"{PP}: DeepSpeed's ZeRO does not split the torch engine's model; got 2; set it to 1, or "
+         "strategy to fsdp or ddp"),
+        (4, {STRATEGY: "fsdp", "parallel.zero_stage": 3},
+         "parallel.zero_stage: strategy fsdp shares everything out, as ZeRO 3 does; got 3; set it to 0, "
+         "or strategy to zero"),
+        (4, {SHARDS: 2},
+         f"{SHARDS}: strategy ddp has no shards; got 2; leave it out, or set strategy to fsdp"),
+        (4, {STRATEGY: "fsdp", SHARDS: 3},
+         f"{SHARDS}: must divide the data parallel size 4; got 3; use 2 or 4, or leave it out"),
+        (3, {TP: 3, "model.make_vocab_size_divisible_by": 129},
+         f"{TP}: must divide num_attention_heads 4; got 3; use 2 or 4"),
+        (2, {TP: 2, "model.make_vocab_size_divisible_by": 9},
+         "model.make_vocab_size_divisible_by: must be a multiple of tensor_model_parallel_size 2, whose "
+         "ranks share the vocabulary; got 9; use 8 or 10"),
+        (8, {PP: 8},
+         f"{PP}: must be at most num_layers 4; got 8; use 4 or fewer"),
+        (2, {VPP: 2},
+         f"{VPP}: there is no pipeline to interleave; got 2; leave it out, or set "
+         "pipeline_model_parallel_size to 2 or more"),
+        (2, {PP: 2, VPP: 2},
+         f"{VPP}: above 1 goes with pipeline_schedule interleaved, and 1 with the others; got 2 with "
+         "1f1b; set it to 1, or pipeline_schedule to interleaved"),
+        (2, {PP: 2, SCHEDULE: "interleaved"},
+         f"{VPP}: above 1 goes with pipeline_schedule interleaved, and 1 with the others; got 1 with "
+         "interleaved; set it to 2 or more, or pipeline_schedule to 1f1b"),
+        (2, {PP: 2, VPP: 3, SCHEDULE: "interleaved"},
+         f"{VPP}: an interleaved pipeline wants pipeline x virtual size to divide num_layers 4; got 2 x "
+         "3; use sizes whose product is 4"),
+        (4, {PP: 4, BATCH: 3},
+         f"{BATCH}: schedule 1f1b wants at least micro_batch_size 1 x data parallel size 1 x "
+         "pipeline_model_parallel_size 4; got 3; use 4 or more, or parallel.pipeline_schedule gpipe"),
+        (2, {PP: 2, VPP: 2, SCHEDULE: "interleaved", BATCH: 5},
+         f"{BATCH}: schedule interleaved wants a multiple of micro_batch_size 1 x data parallel size 1 x "
+         "pipeline_model_parallel_size 2; got 5; use 4 or 6"),
+        (2, {"engine": "megatron-core", SHARDS: 2},
+         f"{SHARDS}: engine megatron-core has no such option; got 2; {CORE}"),
+        (2, {"engine": "megatron-core", SCHEDULE: "gpipe"},
+         f"{SCHEDULE}: engine megatron-core has no such option; got gpipe; {CORE}"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be(slots: int, fields: dict[str, Any], expected: str) -> None:
+    assert said(slots, fields) == [expected]
+
+
+def test_compiled_layers_are_torchs() -> None:
+    assert said(2, {"engine": "megatron-core", "train.compile": True}) == [
+        f"train.compile: engine megatron-core has no such option; got true; {CORE}"
+    ]
+
+
+def test_fsdp_is_not_megatrons() -> None:
+    fields = {"engine": "megatron-deepspeed", "data.vocab_file": "v", "data.merge_file": "m", STRATEGY: "fsdp"}
+    expected = (
+        "parallel.strategy: engine megatron-deepspeed has no such option; got fsdp; use zero or ddp, or engine torch"
+    )
+    assert expected in said(2, fields)
+    assert any(
+        problem.startswith("parallel.strategy: ") for problem in said(2, {"engine": "megatron-core", STRATEGY: "fsdp"})
+    )
+
+
+@pytest.mark.parametrize(
+    ("slots", "fields"),
+    [
+        (4, {STRATEGY: "fsdp"}),
+        (4, {STRATEGY: "fsdp", SHARDS: 2}),
+        (4, {STRATEGY: "fsdp", SHARDS: 1}),
+        (8, {TP: 2, PP: 2}),
+        (4, {STRATEGY: "fsdp", TP: 4}),
+        (3, {PP: 3}),  # of four layers the first stage has two
+        (4, {PP: 4, BATCH: 2, SCHEDULE: "gpipe"}),
+        (2, {PP: 2, VPP: 2, SCHEDULE: "interleaved", BATCH: 3}),  # fewer rounds than stages twice over
+    ],
+)
+def test_what_can_be(slots: int, fields: dict[str, Any]) -> None:
+    assert said(slots, fields) == []
+
+
+def memory(slots: int, fields: dict[str, Any]) -> dict[str, int]:
+    found = assess(with_fields(BASE, fields), {"a": range(slots)}, "e")
+    return {term.name: term.bytes for term in found.memory[0].terms}
+
+
+def test_states_are_shared_out() -> None:
+    """fp32 weights, gradients and two moments: 16 bytes a weight, over the shards."""
+    alone = memory(1, {})
+    states = ("weights", "gradients", "optimizer states")
+    for slots, fields, parts in (
+        (4, {STRATEGY: "fsdp"}, 4),
+        (4, {STRATEGY: "fsdp", SHARDS: 2}, 2),
+        (4, {STRATEGY: "fsdp", SHARDS: 1}, 1),
+    ):
+        shared = memory(slots, fields)
+        for name in states:
+            assert shared[name] == -(-alone[name] // parts), (fields, name)

@@ -1,0 +1,90 @@
+"""The cells of a benchmark's matrix, and what was measured of each. Pure."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tridock.bench.schema import Bench
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One experiment on a number of ranks."""
+
+    labels: Mapping[str, str]
+    """The value's label on each axis."""
+    world: int
+    fields: Mapping[str, Any]
+    """What differs from the experiment."""
+
+    @property
+    def name(self) -> str:
+        """For people: ``fsdp · gpt-small · 2 ranks``."""
+        return " · ".join([*self.labels.values(), f"{self.world} rank{'s' * (self.world > 1)}"])
+
+
+def cells_of(bench: Bench) -> Iterator[Cell]:
+    """Every product of the axes' values, the numbers of ranks changing fastest."""
+    axes = [[(axis, label, fields) for label, fields in values.items()] for axis, values in bench.axes.items()]
+    for values in itertools.product(*axes):
+        fields = dict(bench.set)
+        for _, _, own in values:
+            fields.update(own)
+        for world in bench.world:
+            yield Cell({axis: label for axis, label, _ in values}, world, fields)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What became of a cell. Times in seconds, memory in bytes; None where it is not known."""
+
+    cell: Cell
+    state: str
+    """ok, refused (by the planner) or failed."""
+    reason: str = ""
+    step_s: tuple[float, ...] = ()
+    """The median step of each run."""
+    tokens_per_step: int = 0
+    model_tflops_per_rank: float | None = None
+    mfu: float | None = None
+    peak_bytes: int | None = None
+    predicted_bytes: int | None = None
+    device: str = ""
+    bare_step_s: tuple[float, ...] = ()
+    runs: tuple[str, ...] = field(default=())
+
+    @property
+    def median_s(self) -> float | None:
+        return statistics.median(self.step_s) if self.step_s else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return None if self.median_s is None else self.tokens_per_step / self.median_s
+
+    @property
+    def spread(self) -> float | None:
+        """How far the slowest run lies above the fastest, as a share of the median."""
+        return None if self.median_s is None else (max(self.step_s) - min(self.step_s)) / self.median_s
+
+    @property
+    def overhead(self) -> float | None:
+        """How much longer the engine's step takes than the bare loop's, as a share of that."""
+        if self.median_s is None or not self.bare_step_s:
+            return None
+        return self.median_s / statistics.median(self.bare_step_s) - 1.0
+
+
+def scaling(measured: Measured, others: Sequence[Measured]) -> float | None:
+    """Tokens/s of each rank, over those of the smallest world with the same labels: 1 where nothing is lost."""
+    same = [one for one in others if one.cell.labels == measured.cell.labels and one.tokens_per_second is not None]
+    if not same or measured.tokens_per_second is None:
+        return None
+    least = min(same, key=lambda one: one.cell.world)
+    if least.cell.world == measured.cell.world:
+        return None
+    assert least.tokens_per_second is not None
+    return (measured.tokens_per_second / measured.cell.world) / (least.tokens_per_second / least.cell.world)

@@ -1,0 +1,131 @@
+"""Runs a benchmark, cell after cell, the engine's runs and the bare loop's in turn. A cell that fails is noted."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tridock import run_folder
+from tridock.bench.cells import Cell, Measured, cells_of
+from tridock.bench.schema import Bench, words_of
+from tridock.errors import RequestError
+from tridock.experiment import Experiment, load_experiment
+from tridock.gpus import Gpu
+from tridock.plan import Assumptions, assess
+from tridock.report.records import read_lines, read_metrics
+from tridock.report.summary import summarize
+
+Say = Callable[[str], None]
+
+
+def run_bench(bench: Bench, folder: Path, gpu: Gpu | None, say: Say) -> Iterator[Measured]:
+    """Yields each cell as it is measured; ``folder`` is where the benchmark's file lies."""
+    config = folder / bench.experiment
+    config = config if config.is_file() else Path(bench.experiment)
+    cells = list(cells_of(bench))
+    for number, cell in enumerate(cells, start=1):
+        say(f"{number} of {len(cells)}: {cell.name}")
+        measured = measure(bench, cell, config, gpu)
+        if measured.reason:
+            say(f"  {measured.state}: {measured.reason}")
+        yield measured
+
+
+def measure(bench: Bench, cell: Cell, config: Path, gpu: Gpu | None) -> Measured:
+    """One cell: planned, then run as often as asked."""
+    length = {
+        "train.train_iters": bench.warmup + bench.iterations,
+        "train.log_interval": 1,
+        "train.eval_interval": 0,
+        "train.save": False,
+        "train.tensorboard": False,
+        # So few steps have no room for the experiment's schedule.
+        "optimizer.lr_warmup_iters": 0,
+        "optimizer.lr_decay_iters": None,
+    }
+    words = words_of({**length, **cell.fields})
+    try:
+        experiment = load_experiment(config, words)
+        assessment = assess(experiment, {"localhost": range(cell.world)}, str(config), Assumptions(gpu=gpu))
+        plan = assessment.checked()
+    except RequestError as error:
+        return Measured(cell, "refused", str(error.problems[0]))
+    measured = Measured(cell, "ok", tokens_per_step=plan.tokens_per_step, predicted_bytes=assessment.worst.total_bytes)
+    for _ in range(bench.repeats):
+        measured = _run_once(measured, bench, config, words)
+        if measured.state != "ok":
+            return measured
+        if bench.bare and _has_bare(experiment):
+            measured = _run_bare(measured, bench, config, words)
+    return measured
+
+
+def _has_bare(experiment: Experiment) -> bool:
+    """The loop that a user would write knows one process a device, and DDP."""
+    parallel = experiment.parallel
+    split = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size > 1
+    return experiment.engine == "torch" and parallel.strategy == "ddp" and not split and experiment.precision != "fp16"
+
+
+def _run_once(measured: Measured, bench: Bench, config: Path, words: Sequence[str]) -> Measured:
+    with tempfile.TemporaryDirectory() as folder:
+        noted = Path(folder, "run-id")
+        argv = [sys.executable, "-m", "tridock.cli", "train", str(config), "--run-id-file", str(noted)]
+        argv += ["--nproc", str(measured.cell.world), *(part for word in words for part in ("--set", word))]
+        failure = _execute(argv, bench.timeout)
+        if failure is not None:
+            return replace(measured, state="failed", reason=failure)
+        run = Path("runs", noted.read_text().strip())
+    steps = [entry["step_time_s"] for entry in read_metrics(run)[0] if entry["iteration"] > bench.warmup]
+    summary = summarize(run)
+    end = read_lines(run / run_folder.EVENTS)[-1]
+    step = statistics.median(steps)
+    # The summary's figures are of all its steps: these of the measured ones.
+    share = (summary.tokens_per_second or 0.0) / (measured.tokens_per_step / step)
+    tflops = summary.model_tflops_per_rank
+    return replace(
+        measured,
+        step_s=(*measured.step_s, step),
+        model_tflops_per_rank=None if tflops is None or not share else tflops / share,
+        mfu=None if summary.mfu is None or not share else summary.mfu / share,
+        peak_bytes=max(measured.peak_bytes or 0, summary.peak_memory_bytes or 0) or None,
+        device=end.get("device", ""),
+        runs=(*measured.runs, run.name),
+    )
+
+
+def _run_bare(measured: Measured, bench: Bench, config: Path, words: Sequence[str]) -> Measured:
+    """The same model in a loop without Tridock; one that fails leaves no figure."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "bare.json")
+        start = [sys.executable, "-m"]
+        if measured.cell.world > 1:
+            start += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(measured.cell.world), "-m"]
+        argv = [*start, "tridock.train.bare", str(config), "--warmup", str(bench.warmup), "--out", str(result)]
+        if _execute([*argv, *(part for word in words for part in ("--set", word))], bench.timeout) is not None:
+            return measured
+        step = float(json.loads(result.read_text())["step_s"])
+    return replace(measured, bare_step_s=(*measured.bare_step_s, step))
+
+
+def _execute(argv: Sequence[str], timeout: int) -> str | None:
+    """Why it failed: its last line."""
+    try:
+        done = subprocess.run(
+            argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=timeout,
+            env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"no end after {timeout} s"
+    if done.returncode == 0:
+        return None
+    lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    told = [line for line in lines if ": the run failed; " in line] or lines
+    return told[-1] if told else f"exit code {done.returncode}"

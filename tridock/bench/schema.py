@@ -1,0 +1,62 @@
+"""The YAML of a benchmark: an experiment, and what is varied of it. Typed, no I/O but its loader."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
+
+from tridock.errors import RequestError
+from tridock.strict_yaml import parse_yaml, problems_of, read_text
+
+Label = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]{0,40}$")]
+Fields = dict[str, Any]
+"""Fields of the experiment by their paths, as ``--set`` takes them."""
+Positive = Annotated[int, Field(gt=0)]
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+class Bench(BaseModel):
+    """What is measured."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    experiment: Annotated[str, Field(min_length=1)] = Field(
+        description="The experiment's YAML file, beside this one or from the current folder."
+    )
+    set: Fields = Field(default_factory=dict, description="Fields of the experiment that every cell changes.")
+    axes: dict[Label, dict[Label, Fields]] = Field(
+        default_factory=dict, description="What is varied: axis, its values by their labels, and the fields of each."
+    )
+    world: Annotated[tuple[Positive, ...], BeforeValidator(_frozen)] = Field(
+        default=(1,), description="Numbers of ranks on this machine; one more axis."
+    )
+    iterations: Positive = Field(default=20, description="Steps that are measured, in each run.")
+    warmup: Positive = Field(default=5, description="Steps before those, which pay for the start.")
+    repeats: Positive = Field(default=3, description="Runs of each cell; their medians count.")
+    timeout: Positive = Field(default=1800, description="Seconds until a run is given up.")
+    bare: bool = Field(
+        default=True, description="Also measure a bare loop of PyTorch on the same model, for engine torch with ddp."
+    )
+
+
+def load_bench(path: Path) -> Bench:
+    """Reads it; every problem in one :class:`RequestError`."""
+    try:
+        return Bench.model_validate(dict(parse_yaml(read_text(path, "a benchmark"), str(path))))
+    except ValidationError as error:
+        raise RequestError(problems_of(error, str(path), Bench)) from None
+
+
+def words_of(fields: Mapping[str, Any]) -> list[str]:
+    """As ``--set`` takes them."""
+    return [f"{name}={_shown(value)}" for name, value in fields.items()]
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,134 @@
+"""Reasons why engine ``torch`` cannot run an experiment, and why the other engines cannot do what only it can."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tridock.errors import Problem
+from tridock.experiment import Experiment
+from tridock.plan.megatron import CHECKPOINT_OPTIONS
+from tridock.plan.model_parallel import split_problems
+from tridock.plan.nearest import either, nearest_divisors, nearest_multiples
+
+
+def torch_problems(experiment: Experiment) -> Iterator[Problem]:
+    """What stands against the engine, whatever the number of ranks."""
+    yield from _strangers(experiment)
+    yield from _strategy_problems(experiment)
+    if experiment.parallel.strategy != "zero":
+        yield from split_problems(experiment)
+        yield from _vocabulary_problems(experiment)
+        yield from _schedule_problems(experiment)
+
+
+def only_torch(experiment: Experiment) -> Iterator[Problem]:
+    """Fields that the other engines do not have."""
+    parallel = experiment.parallel
+    what, todo = f"engine {experiment.engine} has no such option", "leave it out, or use engine torch"
+    if parallel.strategy == "fsdp" and experiment.engine != "megatron-core":
+        yield Problem("parallel.strategy", what, "fsdp", "use zero or ddp, or engine torch", ("zero", "ddp"))
+    if (size := parallel.data_parallel_shard_size) is not None:
+        yield Problem("parallel.data_parallel_shard_size", what, str(size), todo, ("null",))
+    if parallel.pipeline_schedule != "1f1b":
+        yield Problem("parallel.pipeline_schedule", what, parallel.pipeline_schedule, todo, ("1f1b",))
+    if experiment.train.compile:
+        yield Problem("train.compile", what, "true", todo, ("false",))
+
+
+def torch_batch_problems(experiment: Experiment, replicas: int) -> Iterator[Problem]:
+    """The micro-batches that a schedule wants, and the replicas that shards want; the batch comes out even."""
+    parallel, micro = experiment.parallel, experiment.batch.micro_batch_size
+    shards = parallel.data_parallel_shard_size
+    if shards is not None and replicas % shards:
+        near = nearest_divisors(replicas, shards)
+        what, todo = f"must divide the data parallel size {replicas}", f"use {either(near)}, or leave it out"
+        yield Problem("parallel.data_parallel_shard_size", what, str(shards), todo, near)
+    stages = parallel.pipeline_model_parallel_size
+    if stages == 1:
+        return
+    where, samples, per_pass = "batch.global_batch_size", experiment.batch.samples_per_step(replicas), micro * replicas
+    steps = samples // per_pass
+    sizes = f"micro_batch_size {micro} x data parallel size {replicas} x pipeline_model_parallel_size {stages}"
+    if parallel.pipeline_schedule == "1f1b" and steps < stages:
+        near = (stages * per_pass,)
+        todo = f"use {near[0]} or more, or parallel.pipeline_schedule gpipe"
+        yield Problem(where, f"schedule 1f1b wants at least {sizes}", str(samples), todo, near)
+    if parallel.pipeline_schedule == "interleaved" and steps % max(1, steps // stages):
+        multiples = nearest_multiples(stages * per_pass, samples)
+        what = f"schedule interleaved wants a multiple of {sizes}"
+        yield Problem(where, what, str(samples), f"use {either(multiples)}", multiples)
+
+
+def shared_by_torch(experiment: Experiment) -> bool:
+    """Whether engine torch shares the model or its states out with FSDP2, tensor parallelism or a pipeline."""
+    parallel = experiment.parallel
+    split = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size > 1
+    return experiment.engine == "torch" and (parallel.strategy == "fsdp" or split)
+
+
+def shards_of(experiment: Experiment, replicas: int) -> int:
+    """Ranks that share one copy of the states out, of engine torch."""
+    return (experiment.parallel.data_parallel_shard_size or replicas) if experiment.parallel.strategy == "fsdp" else 1
+
+
+def _strangers(experiment: Experiment) -> Iterator[Problem]:
+    """Fields of the other engines."""
+    model, elsewhere = experiment.model, "use engine megatron-deepspeed"
+    if (stored := model.checkpoint_num_layers) != 1:
+        what, todo = "the torch engine stores every layer's", f"leave it out, or {elsewhere}"
+        yield Problem("model.checkpoint_num_layers", what, str(stored), todo, (1,))
+    for field in CHECKPOINT_OPTIONS:
+        if getattr(model, field):
+            todo = f"leave it out, or {elsewhere}"
+            yield Problem(f"model.{field}", "the torch engine has no such option", "true", todo, ("false",))
+    if (folder := experiment.train.checkpoint_folder) is not None:
+        what, todo = "the torch engine saves in the run's folder", f"leave it out, or {elsewhere}"
+        yield Problem("train.checkpoint_folder", what, folder, todo, ("null",))
+    if experiment.megatron_args:
+        got, todo = " ".join(experiment.megatron_args), f"remove it, or {elsewhere}"
+        yield Problem("megatron_args", "the torch engine has no such arguments", got, todo, ("[]",))
+
+
+def _strategy_problems(experiment: Experiment) -> Iterator[Problem]:
+    parallel = experiment.parallel
+    if parallel.strategy == "zero":
+        for field in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+            if (size := getattr(parallel, field)) != 1:
+                what = "DeepSpeed's ZeRO does not split the torch engine's model"
+                yield Problem(f"parallel.{field}", what, str(size), "set it to 1, or strategy to fsdp or ddp", (1,))
+    if parallel.strategy == "fsdp" and parallel.zero_stage != 0:
+        what, todo = "strategy fsdp shares everything out, as ZeRO 3 does", "set it to 0, or strategy to zero"
+        yield Problem("parallel.zero_stage", what, str(parallel.zero_stage), todo, (0,))
+    if parallel.strategy != "fsdp" and (size := parallel.data_parallel_shard_size) is not None:
+        what, todo = f"strategy {parallel.strategy} has no shards", "leave it out, or set strategy to fsdp"
+        yield Problem("parallel.data_parallel_shard_size", what, str(size), todo, ("null",))
+
+
+def _vocabulary_problems(experiment: Experiment) -> Iterator[Problem]:
+    tensor, multiple = experiment.parallel.tensor_model_parallel_size, experiment.model.make_vocab_size_divisible_by
+    if multiple % tensor:
+        near = nearest_multiples(tensor, multiple)
+        what = f"must be a multiple of tensor_model_parallel_size {tensor}, whose ranks share the vocabulary"
+        yield Problem("model.make_vocab_size_divisible_by", what, str(multiple), f"use {either(near)}", near)
+
+
+def _schedule_problems(experiment: Experiment) -> Iterator[Problem]:
+    parallel, model = experiment.parallel, experiment.model
+    stages, virtual = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
+    where = "parallel.virtual_pipeline_model_parallel_size"
+    if stages == 1:
+        if virtual > 1:
+            todo = "leave it out, or set pipeline_model_parallel_size to 2 or more"
+            yield Problem(where, "there is no pipeline to interleave", str(virtual), todo, (1,))
+        return
+    if (virtual > 1) != (parallel.pipeline_schedule == "interleaved"):
+        what = "above 1 goes with pipeline_schedule interleaved, and 1 with the others"
+        other = "1f1b" if virtual > 1 else "interleaved"
+        todo = f"set it to {1 if virtual > 1 else 2}" if other == "1f1b" else "set it to 2 or more"
+        got = f"{virtual} with {parallel.pipeline_schedule}"
+        schedule = "interleaved" if virtual > 1 else "1f1b"
+        yield Problem(where, what, got, f"{todo}, or pipeline_schedule to {schedule}", (1 if virtual > 1 else 2,))
+    elif virtual > 1 and model.num_layers % (stages * virtual):
+        near = nearest_divisors(model.num_layers, stages * virtual)
+        what = f"an interleaved pipeline wants pipeline x virtual size to divide num_layers {model.num_layers}"
+        yield Problem(where, what, f"{stages} x {virtual}", f"use sizes whose product is {either(near)}", ())

@@ -38,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
 
     start = verbs.add_parser("start", help="start a run that goes on when this session ends")
     start.add_argument("folder", type=Path)
+    start.add_argument("--again", action="store_true", help="one that has ended goes on from its newest checkpoint")
     start.set_defaults(action=_start)
 
     follow_ = verbs.add_parser("follow", help="print a run's output until it ends; exit with its code")
@@ -148,7 +149,7 @@ def _start(arguments: argparse.Namespace) -> int:
     # Only here, as in watch: what every other verb would wait for.
     from tridock.node import supervisor
 
-    supervisor.start(arguments.folder)
+    supervisor.start(arguments.folder, again=arguments.again)
     return 0
 
 
@@ -183,12 +184,20 @@ def _stop(arguments: argparse.Namespace) -> int:
 def _save(arguments: argparse.Namespace) -> int:
     living = {process.pid for process in find_processes(arguments.folder.name)}
     beats = [pulse.read(arguments.folder, rank) for rank in pulse.ranks(arguments.folder)]
-    told = [beat.pid for beat in beats if beat is not None and beat.pid in living]
+    # Of nodes that share the folder another's rank may have the number of a process here.
+    told = [b.pid for b in beats if b is not None and b.pid in living and _began(b.pid) == b.began]
     for pid in told:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)
     print(json.dumps({"told": len(told)}))
     return 0
+
+
+def _began(pid: int) -> int | None:
+    try:
+        return pulse.began(pid)
+    except OSError:
+        return None
 
 
 def _require_run_id(text: str) -> None:

@@ -53,7 +53,7 @@ class Course:
         self._steps = StepTimes()
         self._made: list[Made] = []
         self._launcher: subprocess.Popen[bytes] | None = None
-        self._began = (folder / run_folder.SUPERVISION).stat().st_mtime
+        self._began = supervision.begun or (folder / run_folder.SUPERVISION).stat().st_mtime
         self._log_offset = self._events_before = 0
         self.told_to_end = False
         """Set where a scheduler has sent SIGTERM or SIGUSR1 to all processes of its job, of which this is one."""
@@ -75,6 +75,11 @@ class Course:
             words = ["bash", str(self._folder / script)]
             self._launcher = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env)
         self._watches.poll(0.0)
+
+    def script(self) -> str:
+        """What goes on from the run's newest checkpoint; where there is none, what begins."""
+        iteration = checkpoint_iteration(self._supervision, self._began)
+        return run_folder.LAUNCH_SCRIPT if iteration is None else run_folder.RESUME_SCRIPT
 
     def run_to_end(self) -> int:
         """The run's exit code, once nothing of it is left."""

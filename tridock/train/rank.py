@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from tridock import pulse
 from tridock.errors import EXIT_INTERRUPTED, RunError, TridockError
 from tridock.run_folder import EXIT_PREEMPTED, FLIGHT
+from tridock.train.launched import place_in_step
 from tridock.train.rank_log import RankLog
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 def run_rank(run_folder: Path, program: Callable[[], None]) -> int:
     """Runs the program with its output copied to the rank's log; gives the exit code. To be called first: it forks."""
+    os.environ.update(place_in_step(os.environ))
     rank = int(os.environ.get("RANK", "0"))
     log = RankLog.open(run_folder, rank)
     with _watched(run_folder, rank):

@@ -33,7 +33,8 @@ class Group:
     @property
     def gpu(self) -> Gpu | None:
         """The GPU that its GRES or a feature names, if that is one that is known here."""
-        for name in (*self.gpu_types, *self.features):
+        # The longest says the most: v100-32g, where v100 alone stands for the smaller one.
+        for name in sorted((*self.gpu_types, *self.features), key=len, reverse=True):
             try:
                 return find_gpu(name, "")
             except RequestError:

@@ -55,6 +55,7 @@ def supervise(job: Job) -> int:
 
 
 def _require_job(job: Job) -> None:
+    """Refuses before anything is written."""
     problems = []
     if not run_folder.is_run_id(job.folder.name):
         problems.append(Problem(str(job.folder), "is not a run's folder", job.folder.name, "give runs/<run-id>"))
@@ -64,6 +65,9 @@ def _require_job(job: Job) -> None:
     for name in ("SLURM_JOB_ID", "MASTER_PORT"):
         if name not in os.environ:
             problems.append(Problem(name, "is not set", "", "let Slurm run the script of tridock slurm submit"))
+    if _text(job.folder / run_folder.EXIT_CODE).strip() == "0":
+        todo = "submit it anew, with train.load to train further"
+        problems.append(Problem(job.folder.name, "has come to its end", "exit code 0", todo))
     if problems:
         raise RequestError(problems)
 
@@ -71,9 +75,6 @@ def _require_job(job: Job) -> None:
 def _prepare(job: Job, again: bool) -> int:
     """Writes what the run's folder lacks, on the nodes that the job has got; how many ranks a node has."""
     folder, workspace = job.folder, job.folder.parent.parent
-    if _text(folder / run_folder.EXIT_CODE).strip() == "0":
-        todo = "submit it anew, with train.load to train further"
-        raise RequestError(Problem(folder.name, "has come to its end", "exit code 0", todo))
     experiment, source = _experiment(job)
     pool = parse_hostfile(_text(folder / run_folder.HOSTFILE), str(folder / run_folder.HOSTFILE)).pool
     slots = {node: range(count) for node, count in pool.items()}

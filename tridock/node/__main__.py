@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tridock.node.follow import follow, follow_with_beats
 from tridock.node.processes import find_processes, stop_processes
 
 _RECORD_S = 8.0
+_POLL_S = 0.5
 
 
 def main() -> int:
@@ -64,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
 
     save = verbs.add_parser("save", help="tell the ranks of a run on this node to save and leave")
     save.add_argument("folder", type=Path)
+    save.add_argument("--patience", type=float, default=0.0, help="seconds to wait for the first rank (default 0)")
     save.set_defaults(action=_save)
 
     runs_ = verbs.add_parser("runs", help="the runs of this workspace, as JSON")
@@ -182,15 +185,23 @@ def _stop(arguments: argparse.Namespace) -> int:
 
 
 def _save(arguments: argparse.Namespace) -> int:
-    living = {process.pid for process in find_processes(arguments.folder.name)}
-    beats = [pulse.read(arguments.folder, rank) for rank in pulse.ranks(arguments.folder)]
-    # Of nodes that share the folder another's rank may have the number of a process here.
-    told = [b.pid for b in beats if b is not None and b.pid in living and _began(b.pid) == b.began]
-    for pid in told:
+    deadline = time.monotonic() + arguments.patience
+    while not (ranks := _ranks_here(arguments.folder)) and time.monotonic() < deadline:
+        if (arguments.folder / run_folder.EXIT_CODE).exists():
+            break
+        time.sleep(_POLL_S)
+    for pid in ranks:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)
-    print(json.dumps({"told": len(told)}))
+    print(json.dumps({"told": len(ranks)}))
     return 0
+
+
+def _ranks_here(folder: Path) -> list[int]:
+    living = {process.pid for process in find_processes(folder.name)}
+    beats = [pulse.read(folder, rank) for rank in pulse.ranks(folder)]
+    # Of nodes that share the folder another's rank may have the number of a process here.
+    return [b.pid for b in beats if b is not None and b.pid in living and _began(b.pid) == b.began]
 
 
 def _began(pid: int) -> int | None:

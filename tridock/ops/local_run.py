@@ -33,6 +33,8 @@ from tridock.triage import facts_of
 HERE = "localhost"
 _MEETING_PORT = 29500
 _GRACE_S = 10.0
+_FIRST_RANK_S = 120
+"""A signal may come before the ranks have."""
 # What says that a job's time is over.
 _SCHEDULERS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -231,7 +233,8 @@ def _handing_on(folder: Path, env: Mapping[str, str]) -> Iterator[None]:
     """A scheduler's signal is for the ranks of this node: they save, and their end is waited for."""
 
     def hand_on(_number: int, _frame: object) -> None:
-        subprocess.Popen([*node_verb(), "save", str(folder)], env=env, stdout=subprocess.DEVNULL)
+        words = [*node_verb(), "save", str(folder), "--patience", str(_FIRST_RANK_S)]
+        subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL)
 
     previous = {number: signal.signal(number, hand_on) for number in _SCHEDULERS}
     try:

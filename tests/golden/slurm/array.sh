@@ -17,6 +17,7 @@
 #SBATCH --output=/scratch/me/runs/slurm-%A_%a.out
 
 set -Eeuo pipefail
+trap '' USR1  # the supervisor answers it
 module purge
 
 WORKSPACE=/scratch/me

@@ -13,6 +13,7 @@
 #SBATCH --output=/scratch/me/runs/demo-20260102-030405-0001/logs/slurm-%j.out
 
 set -Eeuo pipefail
+trap '' USR1  # the supervisor answers it
 
 WORKSPACE=/scratch/me
 RUN="$WORKSPACE/runs/demo-20260102-030405-0001"

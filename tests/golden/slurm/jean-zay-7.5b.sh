@@ -16,6 +16,7 @@
 #SBATCH --output=/scratch/me/runs/7.5b-20260102-030405-0001/logs/slurm-%j.out
 
 set -Eeuo pipefail
+trap '' USR1  # the supervisor answers it
 module purge
 
 WORKSPACE=/scratch/me

@@ -14,6 +14,7 @@
 #SBATCH --output=/scratch/me/runs/gpt2-345m-3d-20260102-030405-0001/logs/slurm-%j.out
 
 set -Eeuo pipefail
+trap '' USR1  # the supervisor answers it
 
 WORKSPACE=/scratch/me
 RUN="$WORKSPACE/runs/gpt2-345m-3d-20260102-030405-0001"

@@ -61,7 +61,7 @@ def render(script: Script) -> str:
     """The script's text."""
     blocks = [
         "\n".join(_head(script)),
-        "\n".join(["set -Eeuo pipefail", *script.request.setup]),
+        "\n".join(_shell(script)),
         "\n".join(_which_run(script)),
         "\n".join(_meeting(script.request)),
         "\n".join(_launch(script)),
@@ -126,6 +126,13 @@ def _output(script: Script) -> str:
     if script.is_array:
         return f"{folder}/slurm-{_NUMBER[True]}.out"
     return f"{folder}/{script.first.run_id}/logs/slurm-{_NUMBER[False]}.out"
+
+
+def _shell(script: Script) -> Iterator[str]:
+    yield "set -Eeuo pipefail"
+    if not script.in_allocation and script.request.time is not None and script.request.signal_lead:
+        yield "trap '' USR1  # the supervisor answers it"
+    yield from script.request.setup
 
 
 def _which_run(script: Script) -> Iterator[str]:

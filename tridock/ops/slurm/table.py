@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 
 
 def as_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """The runs, oldest first."""
-    table = Table("run", "job", "state", "nodes", "time", "step", "loss")
+    table = Table(Column("run", no_wrap=True), "job", "state", "nodes", "time", "step", "loss")
     for row in rows:
         code = row["exit_code"]
         why = f"exit code {code}" if code else row["reason"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -24,6 +25,7 @@ from tridock.plan import Assessment, Assumptions, assess
 _FRUITLESS: Final = 2
 """Times that a run may be queued again without having come further."""
 _SUPERVISED: Final = ".supervisor"
+_SESSION: Final = re.compile(r"PATH|LD_LIBRARY_PATH|VIRTUAL_ENV|(NCCL|GLOO|TORCH|HF|DS|OMP|UCX|FI)_\w+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,7 @@ def _write(job: Job, experiment: Experiment, assessment: Assessment, slots: Mapp
         run_id=job.folder.name,
         workspace=str(job.folder.parent.parent),
         master_port=int(os.environ["MASTER_PORT"]),
-        env=job.env,
+        env={**_for_ssh(job.argv), **job.env},
         manifest=_manifest(job, experiment),
         on_head=os.environ.get("SLURMD_NODENAME") == next(iter(slots)),
         begun=(job.folder / run_folder.EXPERIMENT).stat().st_mtime,
@@ -114,6 +116,13 @@ def _write(job: Job, experiment: Experiment, assessment: Assessment, slots: Mapp
     for name, content in bundle.files.items():
         if name not in (run_folder.EXPERIMENT, run_folder.HOSTFILE):  # these two are there, and the word of others
             run_folder.write_atomic(job.folder / name, content)
+
+
+def _for_ssh(argv: Sequence[str]) -> dict[str, str]:
+    """Of this job's environment what ranks need that are started by ssh, which knows nothing of it."""
+    if "--launcher=pdsh" not in argv:
+        return {}
+    return {name: value for name, value in os.environ.items() if _SESSION.fullmatch(name) and "\n" not in value}
 
 
 def _manifest(job: Job, experiment: Experiment) -> dict[str, object]:

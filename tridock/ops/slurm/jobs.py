@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from tridock import run_folder
-from tridock.errors import Problem, RequestError
+from tridock.errors import Problem, RequestError, RunError
 from tridock.ops.local_run import node_environment, node_verb
 from tridock.ops.slurm import scheduler
 
@@ -119,7 +119,11 @@ def _follow(run: Submitted, paths: Sequence[Path]) -> int:
             _print_rest(file)
         if queued:
             time.sleep(_POLL_S)
-    return run.exit_code or 0
+    if run.exit_code is None:
+        got = scheduler.ended_state(run.job_id) or ""
+        what, todo = "has ended, and left no exit code", f"look at Slurm's own output in {run.folder}/logs"
+        raise RunError(Problem(run.folder.name, what, got.lower(), todo))
+    return run.exit_code
 
 
 def _print_rest(file: IO[bytes]) -> None:
@@ -131,12 +135,13 @@ def _print_rest(file: IO[bytes]) -> None:
 def cancel(workspace: Path, name: str | None) -> Submitted:
     """Ends the job of a run, saving nothing; what has ended already is an error."""
     run = find(workspace, name)
-    if run.job_id not in scheduler.jobs():
+    job = scheduler.jobs().get(run.job_id)
+    if job is None:
         got = "exit code unknown" if run.exit_code is None else f"exit code {run.exit_code}"
         raise RequestError(Problem(run.folder.name, "has ended already", got, "see tridock slurm status"))
     # Before the signal: the ranks would take it for the end of their time, and save.
     (run.folder / run_folder.STOPPED).touch()
     scheduler.cancel(run.job_id)
-    if not (run.folder / run_folder.SUPERVISION).exists():  # it never began: nobody else will say how it ended
+    if job.state == "PENDING":  # nobody else will say how it ended
         run_folder.write_atomic(run.folder / run_folder.EXIT_CODE, f"{run_folder.EXIT_STOPPED}\n".encode())
     return run

@@ -174,7 +174,7 @@ def _cancel(arguments: argparse.Namespace) -> int:
 def _supervise(arguments: argparse.Namespace) -> int:
     from tridock.ops.slurm.supervise import Job, supervise
 
-    env = dict(word.split("=", 1) for word in arguments.env)
+    env = {name: value for name, _, value in (word.partition("=") for word in arguments.env)}
     argv = arguments.argv[1:] if arguments.argv[:1] == ["--"] else arguments.argv
     folder = arguments.folder.absolute()
     return supervise(Job(folder, argv, arguments.config, arguments.set, env, requeue=not arguments.no_requeue))

@@ -222,6 +222,12 @@ def test_logs(slurm: Slurm, workspace: Path, answer: Answer) -> None:
     (folder / "exit_code").write_text("4\n")
     assert slurm("logs") == (4, "all\n", "")
     assert slurm("logs", folder.name, "--rank", "3", "--follow") == (4, "three\n", "")
+    (folder / "exit_code").unlink()
+    answer("sacct", "NODE_FAIL")
+    assert slurm("logs", "--follow")[::2] == (
+        4, f"{folder.name}: has ended, and left no exit code; got node_fail; "
+        f"look at Slurm's own output in {folder}/logs\n",
+    )  # fmt: skip
     assert slurm("logs", "16") == (
         2, "", "RUN: is no run that was submitted; got '16'; see tridock slurm status\n",
     )  # fmt: skip

@@ -4,11 +4,13 @@
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=2
 #SBATCH --cpus-per-task=2
+#SBATCH --signal=B:USR1@300
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=/scratch/me/runs/demo-20260102-030405-0001/logs/slurm-%j.out
 
 set -Eeuo pipefail
+trap '' USR1  # the supervisor answers it
 
 WORKSPACE=/scratch/me
 RUN="$WORKSPACE/runs/demo-20260102-030405-0001"

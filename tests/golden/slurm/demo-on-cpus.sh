@@ -5,11 +5,13 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=4
 #SBATCH --exclusive
+#SBATCH --signal=B:USR1@300
 #SBATCH --no-requeue
 #SBATCH --open-mode=append
 #SBATCH --output=/scratch/me/runs/demo-20260102-030405-0001/logs/slurm-%j.out
 
 set -Eeuo pipefail
+trap '' USR1  # the supervisor answers it
 
 WORKSPACE=/scratch/me
 RUN="$WORKSPACE/runs/demo-20260102-030405-0001"

@@ -112,7 +112,7 @@ def _options(script: Script, name: str) -> Iterator[str]:
     if script.is_array:
         at_once = f"%{request.array_tasks}" if request.array_tasks else ""
         yield f"array=0-{len(script.elements) - 1}{at_once}"
-    if request.time is not None and request.signal_lead:
+    if request.signal_lead:
         yield f"signal=B:USR1@{request.signal_lead}"
     yield "requeue" if request.requeue else "no-requeue"
     yield "open-mode=append"
@@ -130,7 +130,7 @@ def _output(script: Script) -> str:
 
 def _shell(script: Script) -> Iterator[str]:
     yield "set -Eeuo pipefail"
-    if not script.in_allocation and script.request.time is not None and script.request.signal_lead:
+    if not script.in_allocation and script.request.signal_lead:
         yield "trap '' USR1  # the supervisor answers it"
     yield from script.request.setup
 

@@ -85,6 +85,11 @@ class SlurmCluster:
     def write(self, name: str, text: str) -> None:
         self.succeed(f"cat >{name}", input=text)
 
+    def clear(self) -> None:
+        """Takes away what a test has left in the queue."""
+        self.execute("scancel --me")
+        wait_until(lambda: self.execute("squeue --noheader").stdout == "", "the queue is empty", 60)
+
     def remove(self) -> None:
         execute("docker", "rm", "--force", *map(self.container, ("login", *NODES)))
         execute("docker", "volume", "rm", "--force", self.name)

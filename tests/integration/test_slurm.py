@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,12 @@ def jobs(slurm_cluster: SlurmCluster) -> dict[str, Job]:
         jobs[name] = slurm_cluster.submit(*TWO, *words)
         slurm_cluster.wait(jobs[name])
     return jobs
+
+
+@pytest.fixture(autouse=True)
+def _empty_queue(slurm_cluster: SlurmCluster) -> Iterator[None]:
+    yield
+    slurm_cluster.clear()
 
 
 # ---- ways to start ranks ----
@@ -173,7 +180,7 @@ def test_a_rank_that_dies_on_another_node_is_named_and_the_run_goes_on(slurm_clu
     words = ("--set", "name=killed", "--set", "restart.max=1", "--set", "train.train_iters=4000")
     job = slurm_cluster.submit(*TWO, *LONG, *words)
     slurm_cluster.until(lambda: slurm_cluster.events(job, "checkpoint_saved"), "a checkpoint", job)
-    (victim,) = slurm_cluster.ranks(job, "n2")
+    victim = slurm_cluster.read(job, ".pulse/rank-1").split()[0]
     slurm_cluster.succeed(f"kill -KILL {victim}", machine="n2")
     slurm_cluster.until(lambda: slurm_cluster.events(job, "run_restarted"), "a restart", job)
     (died,) = slurm_cluster.events(job, "rank_died")

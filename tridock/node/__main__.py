@@ -41,6 +41,9 @@ def _parser() -> argparse.ArgumentParser:
     start = verbs.add_parser("start", help="start a run that goes on when this session ends")
     start.add_argument("folder", type=Path)
     start.add_argument("--again", action="store_true", help="one that has ended goes on from its newest checkpoint")
+    start.add_argument(
+        "--patience", type=float, default=0.0, help="seconds for a supervisor of before to end (default 0)"
+    )
     start.set_defaults(action=_start)
 
     follow_ = verbs.add_parser("follow", help="print a run's output until it ends; exit with its code")
@@ -152,7 +155,7 @@ def _start(arguments: argparse.Namespace) -> int:
     # Only here, as in watch: what every other verb would wait for.
     from tridock.node import supervisor
 
-    supervisor.start(arguments.folder, again=arguments.again)
+    supervisor.start(arguments.folder, again=arguments.again, patience_s=arguments.patience)
     return 0
 
 

@@ -9,8 +9,10 @@ import fcntl
 import os
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
+from typing import Final
 
 from tridock import pulse, run_folder
 from tridock.errors import Problem, RequestError
@@ -18,11 +20,14 @@ from tridock.node.course import Course
 from tridock.node.state import LOCK
 from tridock.supervision import Supervision
 
+_POLL_S: Final = 0.2
 
-def start(folder: Path, *, again: bool = False) -> int:
+
+def start(folder: Path, *, again: bool = False, patience_s: float = 0.0) -> int:
     """Starts the run of ``folder`` detached from this session; returns its supervisor's pid once it is running.
 
-    ``again``: one that was started before, and has ended or was lost, goes on from its newest checkpoint.
+    ``again``: one that was started before, and has ended or was lost, goes on from its newest checkpoint. A supervisor
+    that has outlived its job is told to end, and has ``patience_s`` for that; without any, this is refused.
     """
     run_id = folder.name
     if not run_folder.is_run_id(run_id):
@@ -30,7 +35,7 @@ def start(folder: Path, *, again: bool = False) -> int:
     for name in (run_folder.LAUNCH_SCRIPT, run_folder.SUPERVISION):
         if not (folder / name).is_file():
             raise _refused(str(folder), f"holds no {name}", "", "start runs with fab launch or tridock train")
-    lock = _taken_again(folder) if again else _taken(folder)
+    lock = _taken_again(folder, patience_s) if again else _taken(folder)
     (folder / "logs").mkdir(exist_ok=True)
     log = folder / run_folder.LAUNCHER_LOG
     read, write = os.pipe()
@@ -61,20 +66,30 @@ def _taken(folder: Path) -> int:
     return lock
 
 
-def _taken_again(folder: Path) -> int:
+def _taken_again(folder: Path, patience_s: float) -> int:
     """The lock, once nothing of the folder says any more how the run ended before."""
     lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise _refused(folder.name, "is going on already", "", "wait for its end, or stop it") from None
+    deadline = time.monotonic() + patience_s
+    while not _try_lock(lock):
+        if time.monotonic() >= deadline:
+            os.close(lock)
+            raise _refused(folder.name, "is going on already", "", "wait for its end, or stop it")
+        (folder / run_folder.STOPPED).touch()
+        time.sleep(_POLL_S)
     for name in (run_folder.EXIT_CODE, run_folder.STOPPED):
         (folder / name).unlink(missing_ok=True)
     # Ranks of then must not be taken for ranks of now that have died.
     for rank in pulse.ranks(folder):
         pulse.path_of(folder, rank).unlink(missing_ok=True)
     return lock
+
+
+def _try_lock(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _detached(folder: Path, log: Path, ready: int, again: bool) -> int:

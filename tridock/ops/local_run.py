@@ -166,14 +166,16 @@ def _announce(folder: Path, plan: Plan, place: Place) -> None:
     _say(f"run {folder.name}: {plan.world_size} ranks {where}, {plan.layout}; folder {folder}")
 
 
-def start_and_follow(folder: Path, ranks: int, *, again: bool = False) -> int:
-    """Starts the run and prints its output to its end; its exit code. ``again``: it goes on where it was left."""
+def start_and_follow(folder: Path, ranks: int, *, again: bool = False, patience_s: float = 0.0) -> int:
+    """Starts the run and prints its output to its end; its exit code.
+
+    ``again``: it goes on where it was left, once a supervisor of before has ended, which has ``patience_s`` for that.
+    """
     env = node_environment(ranks)
     log = folder / run_folder.LAUNCHER_LOG
     offset = log.stat().st_size if again and log.exists() else 0
-    started = subprocess.run(
-        [*node_verb(), "start", str(folder), *(["--again"] if again else [])], env=env, check=False
-    )
+    words = ["--again", "--patience", str(patience_s)] if again else []
+    started = subprocess.run([*node_verb(), "start", str(folder), *words], env=env, check=False)
     if started.returncode:
         return started.returncode
     try:

@@ -167,6 +167,17 @@ def test_a_run_that_goes_on_is_not_started_again(make_run: MakeRun) -> None:
     answer("stop", folder.name, "--workspace", str(folder.parents[1]))
 
 
+def test_a_supervisor_that_has_outlived_its_job_makes_room(make_run: MakeRun) -> None:
+    first = 'touch "$FOLDER/first"; until [ -e "$FOLDER/.stopped" ]; do sleep 0.1; done'
+    folder = make_run(f'[ -e "$FOLDER/first" ] && exit 3; {first}')
+    start(folder)
+    wait_until((folder / "first").exists)
+    done = node("start", "--again", "--patience", "20", str(folder))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert node("follow", str(folder)).returncode == 3
+    assert not (folder / run_folder.STOPPED).exists()
+
+
 def test_the_word_to_save_waits_for_a_rank(make_run: MakeRun) -> None:
     rank = "from tridock import pulse; import pathlib, sys, time; time.sleep(0.5); import signal\n"
     rank += "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0)); pulse.start(pathlib.Path(sys.argv[1]), 0)\n"

@@ -24,6 +24,7 @@ from tridock.plan import Assessment, Assumptions, assess
 
 _FRUITLESS: Final = 2
 """Times that a run may be queued again without having come further."""
+_ORPHAN_S: Final = 60.0
 _SUPERVISED: Final = ".supervisor"
 _SESSION: Final = re.compile(r"PATH|LD_LIBRARY_PATH|VIRTUAL_ENV|(NCCL|GLOO|TORCH|HF|DS|OMP|UCX|FI)_\w+")
 
@@ -44,13 +45,15 @@ def supervise(job: Job) -> int:
     """Sees the run to its end, or to the end of this job's time; gives the exit code."""
     _require_job(job)
     again = (job.folder / _SUPERVISED).exists()
+    # Where Slurm follows a job's processes by their parents, the supervisor outlives a job that is killed.
+    patience_s = _ORPHAN_S if again and _noted_job(job.folder) == _job_name() else 0.0
     try:
         ranks = _prepare(job, again)
     except TridockError as error:
         run_folder.write_atomic(job.folder / run_folder.EXIT_CODE, f"{error.exit_code}\n".encode())
         raise
     begun = _size(job.folder / run_folder.EVENTS)
-    code = start_and_follow(job.folder, ranks, again=again)
+    code = start_and_follow(job.folder, ranks, again=again, patience_s=patience_s)
     if job.requeue and (reason := _reason(job.folder, code, begun)) is not None:
         _queue_again(job.folder, reason)
     return code
@@ -123,6 +126,11 @@ def _for_ssh(argv: Sequence[str]) -> dict[str, str]:
     if "--launcher=pdsh" not in argv:
         return {}
     return {name: value for name, value in os.environ.items() if _SESSION.fullmatch(name) and "\n" not in value}
+
+
+def _noted_job(folder: Path) -> str | None:
+    text = _text(folder / run_folder.JOB)
+    return str(json.loads(text)["job_id"]) if text else None
 
 
 def _manifest(job: Job, experiment: Experiment) -> dict[str, object]:

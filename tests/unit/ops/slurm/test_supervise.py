@@ -121,6 +121,21 @@ def test_a_request_that_is_wrong_ends_the_run(folder: Path, answer: Answer, capf
     assert (folder / "exit_code").read_text() == "2\n"
 
 
+def test_ranks_that_ssh_starts_have_the_jobs_environment(
+    folder: Path, answer: Answer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("SECRET_OF_THE_SHELL", "x")
+    config = str(folder.parent.parent / "t.yaml")
+    command = [sys.executable, str(folder.parent.parent / "rank.py"), str(folder), "run_finished", "--launcher=pdsh"]
+    assert main(["slurm", "supervise", "--config", config, "--env", "A=1", str(folder), "--", *command]) == 0
+    env = dict(line.split("=", 1) for line in (folder / "deepspeed_env").read_text().splitlines())
+    assert (env["NCCL_DEBUG"], env["A"]) == ("INFO", "1")
+    assert {"PATH", "TRIDOCK_RUN_ID", "TRIDOCK_WORLD_SIZE"} < env.keys()
+    assert "SECRET_OF_THE_SHELL" not in env
+    assert f"export DS_ENV_FILE={folder}/deepspeed_env\n" in (folder / "launch.sh").read_text()
+
+
 def test_outside_of_a_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answer: Answer
 ) -> None:

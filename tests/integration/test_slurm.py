@@ -177,7 +177,7 @@ def test_cancel_ends_a_run_and_saves_nothing(slurm_cluster: SlurmCluster) -> Non
 
 
 def test_a_rank_that_dies_on_another_node_is_named_and_the_run_goes_on(slurm_cluster: SlurmCluster) -> None:
-    words = ("--set", "name=killed", "--set", "restart.max=1", "--set", "train.train_iters=4000")
+    words = ("--set", "name=killed", "--set", "restart.max=1", "--set", "train.train_iters=600")
     job = slurm_cluster.submit(*TWO, *LONG, *words)
     slurm_cluster.until(lambda: slurm_cluster.events(job, "checkpoint_saved"), "a checkpoint", job)
     victim = slurm_cluster.read(job, ".pulse/rank-1").split()[0]
@@ -187,7 +187,7 @@ def test_a_rank_that_dies_on_another_node_is_named_and_the_run_goes_on(slurm_clu
     assert (died["rank"], died["node"]) == (1, "n2")
     assert died["reason"].startswith("was ended by SIGKILL after iteration ")
     assert slurm_cluster.wait(job) == 0
-    assert slurm_cluster.lines(job, "metrics.jsonl")[-1]["iteration"] == 4000
+    assert slurm_cluster.lines(job, "metrics.jsonl")[-1]["iteration"] == 600
 
 
 def test_a_run_whose_time_is_over_saves_is_queued_again_and_goes_on(slurm_cluster: SlurmCluster) -> None:

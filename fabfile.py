@@ -203,7 +203,8 @@ def launch(
     bundle = launch_.launch(session, request, check=check)
     if run_id_file:
         write_atomic(Path(run_id_file), f"{bundle.run_id}\n".encode())
-    _say(f"run {bundle.run_id}: {request.plan.world_size} ranks on {len(session.nodes)} nodes, {request.plan.layout}")
+    plan, nodes = request.plan, len(session.cluster.slots)
+    _say(f"run {bundle.run_id}: {plan.world_size} ranks on {nodes} nodes, {plan.layout}")
     if detach:
         _say(_how_to_return(hosts, bundle.run_id))
         return
@@ -379,13 +380,13 @@ def _say(text: str) -> None:
 def _node_table(session: Session) -> Table:
     table = Table("node", "slots", "container", "image", title=f"cluster {session.cluster.name}", title_justify="left")
     states = session.states()
-    for node, slots in session.cluster.slots.items():
-        state = states.get(node)
+    for node, numbers in session.cluster.everywhere.items():
+        state, slots = states.get(node), str(len(numbers)) + (" spare" if node in session.cluster.spares else "")
         if state is None:
-            table.add_row(node, str(len(slots)), "unreachable", "")
+            table.add_row(node, slots, "unreachable", "")
             continue
         container = state.container
         shown = "none" if container is None else "running" if container.running else f"exited {container.exit_code}"
         image = (container.image_id if container else state.image_id) or "none"
-        table.add_row(node, str(len(slots)), shown, image.removeprefix("sha256:")[:12])
+        table.add_row(node, slots, shown, image.removeprefix("sha256:")[:12])
     return table

@@ -32,6 +32,8 @@ CHANGES: Final = (
     "train.keep_checkpoints=3",
     "restart.max=1000",
     "launch.hang_timeout=10",
+    # With fewer replicas the losses would differ by their rounding.
+    "restart.node_timeout=10m",
 )
 _PATIENCE_S: Final = 600.0
 """Without a new iteration for so long a disturbed run has hung in a way that nobody noticed."""

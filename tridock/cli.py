@@ -70,6 +70,14 @@ def _parser() -> argparse.ArgumentParser:
     triage = commands.add_parser("triage", help="why a run failed: who first, the cause, what to do")
     triage.add_argument("run", type=Path, help="the run's folder")
     triage.set_defaults(action=_triage)
+
+    replan = commands.add_parser("replan", help="how a run that has lost nodes would go on: on spares, or on fewer")
+    replan.add_argument("run", type=Path, help="the run's folder")
+    replan.add_argument("--without", action="append", required=True, metavar="NODE", help="a node that is lost")
+    replan.add_argument("--spare", action="append", default=[], metavar="NODE", help="a spare that may be used")
+    replan.add_argument("--anew", action="store_true", help="from the beginning: there is no checkpoint")
+    replan.add_argument("--json", action="store_true", help="print all of it for programs, the run's new files too")
+    replan.set_defaults(action=_replan)
     return parser
 
 
@@ -86,6 +94,14 @@ def _train(arguments: argparse.Namespace) -> int:
         place,
         force=arguments.force,
     )
+
+
+def _replan(arguments: argparse.Namespace) -> int:
+    from tridock.ops.replan import replan
+
+    found = replan(arguments.run, arguments.without, arguments.spare, anew=arguments.anew)
+    print(found.to_json() if arguments.json else found.words, end="" if arguments.json else "\n")
+    return 0
 
 
 def _triage(arguments: argparse.Namespace) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 
@@ -27,6 +27,14 @@ class Supervision:
     """The time in which so many restarts may be made; None for the whole run."""
     pointer: str | None = None
     """The file that names the newest checkpoint of this run; None where it writes none."""
+    node_timeout_s: float = 60.0
+    """How long a lost node may take to come back before the run goes on without it."""
+    min_nodes: int = 1
+    """The fewest nodes that the run may go on with."""
+    spares: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Nodes that may take the place of a lost one, with their slot numbers."""
+    master_addr: str = "127.0.0.1"
+    """The head, as the other nodes reach it."""
     reached_by: Literal["ssh", "srun"] = "ssh"
     """How a watch comes to a node that is watched from afar: the cluster's own ssh, or a step of Slurm's job."""
     on_head: bool = True
@@ -48,5 +56,6 @@ class Supervision:
     def from_json(cls, text: str) -> Supervision:
         """Reads the file."""
         fields = json.loads(text)
-        ranks = {node: tuple(numbers) for node, numbers in fields["ranks"].items()}
-        return cls(**{**fields, "ranks": ranks, "remote": tuple(fields["remote"])})
+        for name in ("ranks", "spares"):
+            fields[name] = {node: tuple(numbers) for node, numbers in fields[name].items()}
+        return cls(**{**fields, "remote": tuple(fields["remote"])})

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import pickle
+import random
 import signal
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +21,7 @@ from tests.distributed.test_restart import Training
 from tridock import pulse
 from tridock.node.processes import find_processes
 from tridock.node.runs import list_runs
-from tridock.train.strategies import no_foreign_pickles
+from tridock.train.pickles import megatron_classes, no_foreign_metadata, no_foreign_pickles
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
@@ -67,6 +70,35 @@ def test_deepspeed_unpickles_nothing_foreign(tmp_path: Path, monkeypatch: pytest
     torch.save({"optimizer": Evil(tmp_path / "done")}, tmp_path / "optim_states.pt")
     with no_foreign_pickles(), pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
         torch.load(tmp_path / "optim_states.pt", weights_only=False)  # as DeepSpeed does
+    assert not (tmp_path / "done").exists()
+
+
+def test_metadata_holds_nothing_foreign(tmp_path: Path) -> None:
+    """As torch's reader of a distributed checkpoint loads it."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "done")))
+    with no_foreign_metadata(), pytest.raises(pickle.UnpicklingError) as caught:
+        FileSystemReader(tmp_path).read_metadata()
+    assert str(caught.value) == "posix.mkdir does not belong into a checkpoint's .metadata"
+    assert not (tmp_path / "done").exists()
+
+
+def test_what_megatron_v115_saves_and_nothing_foreign(tmp_path: Path) -> None:
+    states = {
+        "args": argparse.Namespace(num_layers=2, params_dtype=torch.float16, betas=(0.9, 0.95)),
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+    }
+    torch.save(states, tmp_path / "good.pt")
+    torch.save({"args": Evil(tmp_path / "done")}, tmp_path / "bad.pt")
+    with no_foreign_pickles(megatron_classes()):
+        found = torch.load(tmp_path / "good.pt", map_location="cpu")
+        with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+            torch.load(tmp_path / "bad.pt", weights_only=False)
+    assert (found["args"], found["random_rng_state"]) == (states["args"], states["random_rng_state"])
+    assert (found["np_rng_state"][1] == states["np_rng_state"][1]).all()
     assert not (tmp_path / "done").exists()
 
 

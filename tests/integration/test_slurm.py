@@ -212,7 +212,7 @@ def test_a_run_whose_time_is_over_saves_is_queued_again_and_goes_on(slurm_cluste
 
 
 def test_a_node_that_fails_costs_the_work_since_the_last_checkpoint(slurm_cluster: SlurmCluster) -> None:
-    job = slurm_cluster.submit(*TWO, *LONG, "--set", "name=lost")
+    job = slurm_cluster.submit(*TWO, *LONG, "--set", "name=lost", "--set", "restart.max=1")
     slurm_cluster.until(lambda: slurm_cluster.events(job, "checkpoint_saved"), "a checkpoint", job)
     container = slurm_cluster.container("n2")
     succeed("docker", "kill", container)

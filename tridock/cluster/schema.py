@@ -136,6 +136,11 @@ class Settings(Section):
         description="The nodes' GPU, for the plan: its name (v100-16gb, a100-80gb, h200, …) or its memory (24gib);"
         " fab asks the hosts where it is left out.",
     )
+    spares: Words = Field(
+        default=(),
+        description="Nodes of the hostfile that no run begins on: one takes the place of a node that a run has lost"
+        " (restart in the experiment). --include uses one as any other.",
+    )
     network_gbit: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="Between nodes, of one node, in Gbit/s, for the plan's times; 100 where left out."
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tridock.cluster.hostfile import Hostfile, is_ipv6, load_hostfile
@@ -35,7 +35,8 @@ class ClusterNode:
 class Cluster:
     """Everything that is known of a cluster before a host is contacted.
 
-    ``nodes`` holds every entry of the hostfile; ``slots`` those that the filters left, with their slot numbers.
+    ``nodes`` holds every entry of the hostfile. ``slots`` those that the filters left, with their slot numbers, but for
+    the ``spares``, on which no run begins.
     """
 
     name: str
@@ -45,6 +46,12 @@ class Cluster:
     project_folder: Path
     nodes: tuple[ClusterNode, ...]
     slots: Mapping[str, tuple[int, ...]]
+    spares: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def everywhere(self) -> Mapping[str, tuple[int, ...]]:
+        """The nodes in use and the spares behind them, with their slot numbers."""
+        return {**self.slots, **self.spares}
 
     @property
     def head(self) -> str:
@@ -113,6 +120,13 @@ def load_cluster(path: Path, include: str = "", exclude: str = "", project_folde
         got = repr(include or exclude)
         option = "--include" if include else "--exclude"
         raise RequestError(Problem(option, "leaves no slot of the hostfile", got, "leave some in"))
+    # Who asks for a spare by its name gets it.
+    spare = set() if include else set(settings.spares)
+    if not selected.keys() - spare:
+        todo = "leave a node that is none; runs begin on those"
+        raise RequestError(Problem(f"{settings_path}: spares", "names every node", ", ".join(selected), todo))
+    labelled = {node_label(name): slots for name, slots in selected.items()}
+    spares = {node_label(name) for name in spare}
     return Cluster(
         name=settings.name or cluster_name(path),
         hostfile_path=path,
@@ -120,7 +134,8 @@ def load_cluster(path: Path, include: str = "", exclude: str = "", project_folde
         settings=settings,
         project_folder=project_folder or _project_folder(path),
         nodes=nodes,
-        slots={node_label(name): slots for name, slots in selected.items()},
+        slots={name: slots for name, slots in labelled.items() if name not in spares},
+        spares={name: slots for name, slots in labelled.items() if name in spares},
     )
 
 
@@ -137,11 +152,13 @@ def cluster_name(path: Path) -> str:
 def _refuse_unknown_nodes(settings: Settings, hostfile: Hostfile, source: str) -> None:
     names = list(hostfile.pool)
     problems = []
-    for name in settings.nodes:
+    named = [(f"nodes.{name}", name) for name in settings.nodes]
+    for where, name in named + [(f"spares.{place}", name) for place, name in enumerate(settings.spares)]:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
             todo = f"did you mean {near[0]}?" if near else f"use one of {', '.join(names)}"
-            problems.append(Problem(f"{source}: nodes.{name}", f"is not a node of {hostfile.source}", "", todo))
+            got = "" if where.startswith("nodes.") else repr(name)
+            problems.append(Problem(f"{source}: {where}", f"is not a node of {hostfile.source}", got, todo))
     if problems:
         raise RequestError(problems)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from tridock.compat import apex, cuda, old_names
 
 
@@ -16,8 +14,4 @@ def switch_on(device_type: str, local_world_size: int) -> list[str]:
     if device_type != "cuda":
         replaced += cuda.map_to_cpu(local_world_size)
     replaced += apex.stand_in(device_type)
-    if "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD" not in os.environ:
-        # Checkpoints of that time hold pickled arguments and random states, which torch refuses to load since 2.6.
-        os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
-        replaced.append("torch.load: takes whole pickles, as before torch 2.6")
     return replaced

@@ -240,6 +240,14 @@ class Restart(Section):
         description="The time in which so many are allowed: in seconds, or as 90s, 30m, 12h, 7d; the whole run where"
         " left out.",
     )
+    node_timeout: Annotated[Seconds, Field(ge=30)] = Field(
+        default=60,
+        description="How long a lost node may take to come back, from the end of the run on, before a spare takes its"
+        " place or the run goes on with fewer data parallel replicas.",
+    )
+    min_nodes: Positive = Field(
+        default=1, description="The fewest nodes that the run may go on with; with fewer it ends."
+    )
 
 
 class Experiment(Section):

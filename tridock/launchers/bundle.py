@@ -40,11 +40,12 @@ def make_bundle(
     manifest: Mapping[str, object],
     workspace: str = run_folder.WORKSPACE,
     node_rank: int | None = None,
+    spares: Mapping[str, Sequence[int]] | None = None,
 ) -> RunBundle:
     """Composes the run's files and the head's command.
 
     ``workspace`` is the folder that relative paths start from, the same on every node. ``node_rank`` is for nodes that
-    each start their own ranks: the command is that node's.
+    each start their own ranks: the command is that node's. ``spares`` may take the place of a node that is lost.
     """
     plan, path = assessment.laid_out, f"{workspace}/runs/{run_id}"
     experiment = experiment.resolved(plan.data_parallel_size)
@@ -56,7 +57,11 @@ def make_bundle(
     )
     # Nodes that each start their own ranks need not reach each other by ssh.
     remote = tuple(list(slots)[1:]) if node_rank is None else ()
-    supervision = _supervision(experiment, assessment, slots, path, master_port, remote)
+    supervision = replace(
+        _supervision(experiment, assessment, slots, path, master_port, remote),
+        master_addr=master_addr,
+        spares={node: tuple(numbers) for node, numbers in (spares or {}).items()},
+    )
     env = {**program.env, "DS_ENV_FILE": f"{path}/{run_folder.DEEPSPEED_ENV}"}
     return _bundle(experiment, assessment, slots, supervision, manifest, run_id, path, env, command, resume, node_rank)
 
@@ -145,6 +150,8 @@ def _supervision(
         hang_timeout_s=experiment.launch.hang_timeout,
         max_restarts=experiment.restart.max,
         restart_window_s=experiment.restart.window,
+        node_timeout_s=experiment.restart.node_timeout,
+        min_nodes=experiment.restart.min_nodes,
         pointer=f"{checkpoints_folder(experiment, path)}/{checkpoint_pointer(experiment)}" if saves else None,
     )
 

@@ -67,6 +67,14 @@ def _parser() -> argparse.ArgumentParser:
     stop.add_argument("--workspace", type=Path, default=Path(run_folder.WORKSPACE))
     stop.set_defaults(action=_stop)
 
+    ready = verbs.add_parser("ready", help="whether this node could take another's place in a run, as JSON")
+    ready.add_argument("folder", type=Path)
+    ready.set_defaults(action=_ready)
+
+    take_ = verbs.add_parser("take", help="write the files of a tar archive on standard input below a folder")
+    take_.add_argument("folder", type=Path)
+    take_.set_defaults(action=_take)
+
     save = verbs.add_parser("save", help="tell the ranks of a run on this node to save and leave")
     save.add_argument("folder", type=Path)
     save.add_argument("--patience", type=float, default=0.0, help="seconds to wait for the first rank (default 0)")
@@ -184,6 +192,20 @@ def _stop(arguments: argparse.Namespace) -> int:
     if left:
         todo = "look for processes in state D there; they go when their device or file system answers"
         raise RunError(Problem(arguments.run_id, "has processes that did not end", str(left), todo))
+    return 0
+
+
+def _ready(arguments: argparse.Namespace) -> int:
+    from tridock.node.move import readiness
+
+    print(json.dumps(readiness(arguments.folder)))
+    return 0
+
+
+def _take(arguments: argparse.Namespace) -> int:
+    from tridock.node.take import take
+
+    take(arguments.folder, sys.stdin.buffer)
     return 0
 
 

@@ -15,6 +15,7 @@ from typing import Final
 from tridock import pulse, run_folder
 from tridock.node import ports
 from tridock.node.events import append_event, has_event, read_lines
+from tridock.node.move import move
 from tridock.node.restart import Made, cannot_help, checkpoint_iteration, refusal
 from tridock.node.verdict import (
     Look,
@@ -55,6 +56,7 @@ class Course:
         self._launcher: subprocess.Popen[bytes] | None = None
         self._began = supervision.begun or (folder / run_folder.SUPERVISION).stat().st_mtime
         self._log_offset = self._events_before = 0
+        self._silent: list[str] = []
         self.told_to_end = False
         """Set where a scheduler has sent SIGTERM or SIGUSR1 to all processes of its job, of which this is one."""
 
@@ -249,7 +251,8 @@ class Course:
         if self._made:
             self._made[-1] = replace(self._made[-1], reached=self._steps.reached)
         why = refusal(self._supervision, self._made, time.monotonic())
-        why = why or cannot_help(verdict, self._folder, self._events_before) or self._wait_until_fit()
+        why = why or cannot_help(verdict, self._folder, self._events_before) or self._slurms(verdict)
+        why = why or self._wait_until_fit()
         if self._is_stopped():
             return False
         if why is not None:
@@ -265,20 +268,47 @@ class Course:
         self.begin(run_folder.LAUNCH_SCRIPT if iteration is None else run_folder.RESUME_SCRIPT)
         return True
 
+    def _slurms(self, verdict: Verdict) -> str | None:
+        """A node that is lost is for Slurm to replace, which ends the job for it."""
+        if self._supervision.reached_by == "srun" and verdict.kind == "node_lost":
+            return "Slurm gives the job other nodes"
+        return None
+
     def _wait_until_fit(self) -> str | None:
-        """Waits until nothing of the run is left on any node and the port is free; what is in the way, in the end."""
-        deadline = time.monotonic() + _FIT_PATIENCE_S
+        """Waits until nothing of the run is left on any node and the port is free; what is in the way, in the end.
+
+        A node that does not come back is done without.
+        """
+        deadline, began = time.monotonic() + _FIT_PATIENCE_S, time.monotonic()
         while (why := self._hindrance()) is not None:
-            if time.monotonic() > deadline or self._is_stopped():
+            if time.monotonic() > max(deadline, began + self._supervision.node_timeout_s) or self._is_stopped():
                 return why
+            movable = self._supervision.reached_by == "ssh"
+            if movable and self._silent and time.monotonic() > began + self._supervision.node_timeout_s:
+                if (refused := self._move()) is not None:
+                    return f"{why}; {refused}"
+                deadline = time.monotonic() + _FIT_PATIENCE_S
             self._watches.poll(1.0)
+        return None
+
+    def _move(self) -> str | None:
+        """The run is laid out without the nodes that do not answer; why that cannot be."""
+        anew = checkpoint_iteration(self._supervision, self._began) is None
+        moved = move(self._folder, self._supervision, self._silent, anew=anew)
+        if moved.supervision is None:
+            return moved.words
+        self._say(moved.words)
+        self._watches.close()
+        self._supervision = moved.supervision
+        self._watches = Watches(self._folder, moved.supervision)
         return None
 
     def _hindrance(self) -> str | None:
         left = self._watches.stop(_TERM_S, _STOP_PATIENCE_S)
-        if silent := [node for node in self._supervision.watched if node not in left]:
-            said = self._watches.words()[silent[0]]
-            return f"{', '.join(silent)} does not answer" + (f" ({said})" if said else "")
+        self._silent = [node for node in self._supervision.watched if node not in left]
+        if self._silent:
+            said = self._watches.words()[self._silent[0]]
+            return f"{', '.join(self._silent)} does not answer" + (f" ({said})" if said else "")
         if any(left.values()):
             return f"processes of before do not end: {_counted(left)}"
         port = self._supervision.master_port

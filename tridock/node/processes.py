@@ -52,15 +52,21 @@ def find_processes(run_id: str | None = None) -> list[Process]:
     return [process for process in _all() if run_id is None or process.run_id == run_id]
 
 
-def _all() -> Iterator[Process]:
+def _all(foreign: set[int] | None = None) -> Iterator[Process]:
+    """Every process of a run; those that are of none are added to ``foreign``, and left out where they are in it.
+
+    One in the middle of its exec shows no environment at all: nobody knows yet whose it is.
+    """
     uptime = float((_PROC / "uptime").read_text().split()[0])
     for entry in _PROC.iterdir():
-        if not entry.name.isdecimal():
+        if not entry.name.isdecimal() or (foreign is not None and int(entry.name) in foreign):
             continue
         try:
             environment = (entry / "environ").read_bytes()
             found = next((v for v in environment.split(b"\0") if v.startswith(_MARKER)), None)
             if found is None:
+                if foreign is not None and environment:
+                    foreign.add(int(entry.name))
                 continue
             command = (entry / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
             # The command's name stands in parentheses and may hold anything: fields are counted after the last one.
@@ -91,6 +97,8 @@ def stop_processes(run_id: str, grace_s: float) -> tuple[int, int]:
     was forked meanwhile is found in the next round. The process that asks is never among them.
     """
     asked: set[int] = set()
+    # Those need not be looked at again and again: a round is over before a process that was missed can fork twice.
+    foreign: set[int] = set()
     deadline = over = time.monotonic() + grace_s
     empty = 0
     # Twice none: a child forked while the list is read can hide from it. A killed process that does input or output
@@ -99,7 +107,7 @@ def stop_processes(run_id: str, grace_s: float) -> tuple[int, int]:
         late = time.monotonic() >= deadline
         empty += 1
         # Each is signalled as soon as it is found: one that forks and ends would be gone once the list is whole.
-        for process in _others(run_id):
+        for process in _others(run_id, foreign):
             empty = 0
             if late and process.pid not in asked:
                 over = time.monotonic()
@@ -109,12 +117,14 @@ def stop_processes(run_id: str, grace_s: float) -> tuple[int, int]:
             elif process.pid not in asked:
                 asked.add(process.pid)
                 _kill(process.pid, signal.SIGTERM)
+        if empty:
+            foreign.clear()  # their numbers may be others' by now
         time.sleep(_LATE_POLL_S if late or empty else _POLL_S)
     return len(asked), len(list(_others(run_id)))
 
 
-def _others(run_id: str) -> Iterator[Process]:
-    return (process for process in _all() if process.run_id == run_id and process.pid != os.getpid())
+def _others(run_id: str, foreign: set[int] | None = None) -> Iterator[Process]:
+    return (process for process in _all(foreign) if process.run_id == run_id and process.pid != os.getpid())
 
 
 def _kill(pid: int, number: signal.Signals) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import selectors
-import shlex
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -15,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from tridock import run_folder
+from tridock.node.ssh import node_command
 from tridock.node.verdict import Look, Vital
 from tridock.supervision import Supervision
 
@@ -24,10 +23,6 @@ _PAUSE_S: Final = 5.0
 _PARTING_S: Final = 1.0
 _LAST_WORDS_S: Final = 0.2
 _CHUNK: Final = 1 << 16
-_SSH: Final = (
-    *("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-o", "ConnectionAttempts=1"),
-    *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
-)
 
 
 _SRUN: Final = (
@@ -42,10 +37,10 @@ _FIRST_STEP_S: Final = 60.0
 
 def watch_command(folder: Path, node: str, reached_by: str | None) -> list[str]:
     """What starts a node's watch: here (None), by way of the cluster's own ssh, or as a step of Slurm's job."""
-    words = ["-P", "-m", "tridock.node", "watch", str(folder), node]
-    if reached_by == "ssh":
-        return [*_SSH, node, shlex.join(["python", *words])]
-    return [*([*_SRUN, f"--nodelist={node}"] if reached_by == "srun" else []), sys.executable, *words]
+    words = ["watch", str(folder), node]
+    if reached_by == "srun":
+        return [*_SRUN, f"--nodelist={node}", *node_command(None, *words)]
+    return node_command(node if reached_by == "ssh" else None, *words)
 
 
 class _Connection:

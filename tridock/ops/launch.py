@@ -133,6 +133,7 @@ def _bundle(session: Session, request: Request, port: int, manifest: dict[str, o
         run_id=request.run_id,
         master_addr=session.cluster.address_of(session.head),
         master_port=port,
+        spares=session.cluster.spares,
         manifest={**manifest, "config": str(request.config), "seed": request.experiment.train.seed},
     )
 

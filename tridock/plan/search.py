@@ -124,12 +124,13 @@ def _choices(experiment: Experiment, world_size: int) -> Iterator[Choice]:
     """Every combination of the engine's options; sizes that do not divide the world are left out unsaid."""
     micro_batches = _divisors_up_to(experiment.batch.samples_per_step(1), 16)
     for layout, recompute, micro in product(
-        _layouts(experiment, world_size), _recomputations(experiment), micro_batches
+        layouts(experiment, world_size), _recomputations(experiment), micro_batches
     ):
         yield {**layout, **recompute, "batch.micro_batch_size": micro}
 
 
-def _layouts(experiment: Experiment, world_size: int) -> Iterator[Choice]:
+def layouts(experiment: Experiment, world_size: int) -> Iterator[Choice]:
+    """Every way to share the model and its states out; sizes that do not divide the world are left out unsaid."""
     if experiment.engine == "torch":
         yield from _states(experiment, 1)
         return

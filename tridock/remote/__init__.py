@@ -12,9 +12,9 @@ __all__ = ["Completed", "Host", "LocalHost", "Outcome", "SshHost", "Stream", "co
 
 
 def connect(cluster: Cluster) -> dict[str, Host]:
-    """The hosts of the nodes in use, by node name, in the hostfile's order; nothing is contacted yet."""
+    """The hosts of the nodes in use and, behind them, of the spares, by node name; nothing is contacted yet."""
     if cluster.settings.transport == "compose":
-        return {node: LocalHost(node) for node in cluster.slots}
+        return {node: LocalHost(node) for node in cluster.everywhere}
     ssh = cluster.settings.ssh
     return {
         node: SshHost(
@@ -27,5 +27,5 @@ def connect(cluster: Cluster) -> dict[str, Host]:
             connect_timeout=ssh.connect_timeout,
             retries=ssh.retries,
         )
-        for node in cluster.slots
+        for node in cluster.everywhere
     }

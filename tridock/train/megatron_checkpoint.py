@@ -20,6 +20,7 @@ from tridock.run_folder import CHECKPOINTS
 from tridock.train.checkpoint import Checkpoints
 from tridock.train.checkpoint_choice import Rejected, choose
 from tridock.train.checkpoint_files import DEEPSPEED, MANIFEST, MEGATRON, TRACKER
+from tridock.train.pickles import megatron_classes, no_foreign_pickles
 from tridock.train.process_group import Ranks, any_rank
 from tridock.train.write_errors import kept_to_the_end, replaced
 
@@ -54,6 +55,10 @@ class UpstreamCheckpoints:
 
     def load(self, load: Callable[..., int], rejected: Rejected, model: Any, *rest: Any, **named: Any) -> int:
         """The newest whole one; upstream's own, which nobody has listed, as upstream loads it."""
+        with no_foreign_pickles(megatron_classes()):
+            return self._load(load, rejected, model, *rest, **named)
+
+    def _load(self, load: Callable[..., int], rejected: Rejected, model: Any, *rest: Any, **named: Any) -> int:
         source = Path(self._args.load)
         if not any_rank(self._ranks, any((*source.glob(MANIFEST), *source.glob(f"*/{MANIFEST}")))):
             return load(model, *rest, **named)

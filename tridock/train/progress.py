@@ -76,10 +76,9 @@ def check_fit(folder: Path, saved: Progress, wanted: Progress) -> None:
         field = "use_distributed_optimizer"
         pairs.append((f"parallel.{field}", saved.use_distributed_optimizer, wanted.use_distributed_optimizer))
     if wanted.strategy == "zero":
-        # DeepSpeed stores the optimizer cut into one piece a rank, in the layout of the stage and precision.
+        # DeepSpeed stores the optimizer in the layout of the stage and precision.
         pairs.append(("parallel.zero_stage", saved.zero_stage, wanted.zero_stage))
         pairs.append(("precision", saved.precision, wanted.precision))
-        pairs.append(("data parallel size", saved.data_parallel_size, wanted.data_parallel_size))
     problems = [
         Problem(name, f"the checkpoint {folder} was saved with {there}", str(here), "use the same, or start anew")
         for name, there, here in pairs

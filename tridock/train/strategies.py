@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-import pickle
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -23,8 +21,10 @@ from tridock.experiment.schema import Experiment
 from tridock.run_folder import DEEPSPEED_CONFIG
 from tridock.train.gpt import parameter_groups
 from tridock.train.loss_scale import LossScaler
+from tridock.train.pickles import no_foreign_pickles
 from tridock.train.process_group import Ranks
-from tridock.train.write_errors import kept_to_the_end, replaced
+from tridock.train.write_errors import kept_to_the_end
+from tridock.train.zero_reshard import resharded
 
 _DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -52,14 +52,14 @@ class Strategy(Protocol):
     def evaluate(self, batches: Sequence[Tensor]) -> Tensor:
         """Mean loss of the micro-batches, without dropout or gradient."""
 
-    def files(self, rank: int) -> tuple[str, ...]:
-        """Names of the checkpoint files that a rank reads."""
+    def files(self, rank: int, saved: int) -> tuple[str, ...]:
+        """Names of the files that a rank reads of a checkpoint which ``saved`` ranks have written."""
 
     def save(self, folder: Path, writes_shared: bool) -> None:
         """Writes this rank's part; ``writes_shared``: also what is the same on all ranks. A collective."""
 
-    def load(self, folder: Path) -> None:
-        """Continues from what ``save`` wrote. A collective."""
+    def load(self, folder: Path, saved: int) -> None:
+        """Continues from what ``save`` wrote on ``saved`` ranks. A collective."""
 
 
 def build_strategy(model: nn.Module, experiment: Experiment, ranks: Ranks, run_folder: Path) -> Strategy:
@@ -136,7 +136,7 @@ class DistributedDataParallel:
         # Not through DDP: an evaluation exchanges nothing.
         return _mean([self._loss(self.model.module, batch) for batch in batches])
 
-    def files(self, rank: int) -> tuple[str, ...]:  # noqa: ARG002  one file holds all
+    def files(self, rank: int, saved: int) -> tuple[str, ...]:  # noqa: ARG002  one file holds all
         return ("ddp.pt",)
 
     def save(self, folder: Path, writes_shared: bool) -> None:
@@ -148,7 +148,7 @@ class DistributedDataParallel:
             }
             torch.save(state, folder / "ddp.pt")
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, saved: int) -> None:  # noqa: ARG002  all ranks have the same
         state = torch.load(folder / "ddp.pt", map_location=self.device, weights_only=True)
         self.model.module.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -163,7 +163,7 @@ class Zero:
 
     def __init__(self, model: nn.Module, experiment: Experiment, ranks: Ranks, config: dict[str, Any]) -> None:
         deepspeed = import_deepspeed(ranks)
-        self.stage = experiment.parallel.zero_stage
+        self.stage, self.world_size = experiment.parallel.zero_stage, ranks.world_size
         self.precision = experiment.precision
         # DeepSpeed's own scaler at stage 0 knows no hysteresis and forgets to scale the loss (0.19.8): ours instead.
         self.scaler = LossScaler(experiment.fp16, experiment.precision) if self.stage == 0 else None
@@ -212,7 +212,14 @@ class Zero:
         self.engine.eval()
         return _mean([self.engine(batch[:, :-1], batch[:, 1:]) for batch in batches])
 
-    def files(self, rank: int) -> tuple[str, ...]:
+    def files(self, rank: int, saved: int) -> tuple[str, ...]:
+        if saved != self.world_size and self.stage > 0:
+            # What this rank is to hold lies in several of theirs.
+            return tuple(dict.fromkeys(name for number in range(saved) for name in self._files_of(number)))
+        return self._files_of(rank)
+
+    def _files_of(self, rank: int) -> tuple[str, ...]:
+        """What a rank writes, the model first."""
         model = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if self.stage == 3 else "mp_rank_00_model_states.pt"
         prefix = "bf16_" if self.precision == "bf16" else ""
         optimizer = f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
@@ -225,39 +232,12 @@ class Zero:
         with kept_to_the_end((torch, "save"), (self.engine, "_copy_recovery_script")):
             self.engine.save_checkpoint(str(folder.parent), tag=folder.name, client_state=own, save_latest=False)
 
-    def load(self, folder: Path) -> None:
-        with no_foreign_pickles():
+    def load(self, folder: Path, saved: int) -> None:
+        other = saved != self.world_size and self.stage > 0
+        with no_foreign_pickles(), resharded(self.engine, folder, self._files_of, saved) if other else nullcontext():
             _, own = self.engine.load_checkpoint(str(folder.parent), tag=folder.name)
         if self.scaler is not None:
             self.scaler.restore(own["loss_scaler"])
-
-
-@contextmanager
-def no_foreign_pickles() -> Iterator[None]:
-    """Inside, torch.load makes nothing but tensors, plain values, and the four classes that DeepSpeed puts beside them.
-
-    DeepSpeed asks for whole pickles, which may do anything.
-    """
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
-    from deepspeed.runtime.fp16.loss_scaler import LossScaler as StaticLossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    load = torch.load
-
-    def strict(*given: Any, **named: Any) -> Any:
-        return load(*given, **{**named, "weights_only": True})
-
-    known = [DynamicLossScaler, StaticLossScaler, ZeroStageEnum, fragment_address, (_member, "builtins.getattr")]
-    with torch.serialization.safe_globals(known), replaced(torch, "load", strict):
-        yield
-
-
-def _member(owner: object, name: str) -> Enum:
-    """In ``getattr``'s place, by which Python 3.11.0 to 3.11.3 pickles an enum's member: that, and nothing else."""
-    if isinstance(owner, type) and issubclass(owner, Enum) and name in owner.__members__:
-        return owner[name]
-    raise pickle.UnpicklingError(f"getattr({owner!r}, {name!r}) is no member of an enum")
 
 
 def _mean(losses: list[Tensor]) -> Tensor:

@@ -209,16 +209,18 @@ class Trainer:
 
         def needed(folder: Path) -> tuple[str, ...]:
             try:
-                check_fit(folder, read_progress(folder), fresh)
+                saved = read_progress(folder)
+                check_fit(folder, saved, fresh)
             except RequestError:
                 return ()  # whole or not, it does not fit: that is told below
-            return self.strategy.files(rank)
+            return self.strategy.files(rank, saved.data_parallel_size)
 
         folder = choose(source, self.parts.checkpoint_names, self.ranks, needed, self.pass_over)
         with together(self.ranks):
-            self.progress = read_progress(folder)
-            check_fit(folder, self.progress, fresh)
-        self.strategy.load(folder)
+            saved = read_progress(folder)
+            check_fit(folder, saved, fresh)
+        self.strategy.load(folder, saved.data_parallel_size)
+        self.progress = replace(saved, data_parallel_size=fresh.data_parallel_size)
         self.event("checkpoint_loaded", folder=str(folder), iteration=self.progress.iteration)
 
     def pass_over(self, folder: Path, problems: Sequence[Problem]) -> None:
@@ -232,7 +234,10 @@ class Trainer:
         started, iteration = time.monotonic(), self.progress.iteration
         own = {PROGRESS: self.progress.to_bytes()}
         pulse.beat(pulse.SAVE)
-        needed, keep = (*own, *self.strategy.files(self.ranks.rank)), self.experiment.train.keep_checkpoints
+        needed, keep = (
+            (*own, *self.strategy.files(self.ranks.rank, self.ranks.world_size)),
+            self.experiment.train.keep_checkpoints,
+        )
         try:
             folder = self.checkpoints.save(self.strategy.save, iteration, own, needed, keep)
         except Agreed as failed:

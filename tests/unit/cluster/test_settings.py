@@ -99,6 +99,31 @@ compose: {file: twin.yml, project: twin}
     assert cluster.listen_of("10.0.0.2") == ("10.0.0.1",)
 
 
+def test_no_run_begins_on_a_spare(hostfile: Path) -> None:
+    settings_file(hostfile, "spares: [node-1, '2001:DB8::3']")
+    cluster = load_cluster(hostfile)
+    assert cluster.slots == {"10.0.0.2": (0,)}
+    assert cluster.spares == {"node-1": (0, 1), "ip6-2001-db8--3": (0, 1, 2, 3)}
+    assert list(cluster.everywhere) == ["10.0.0.2", "node-1", "ip6-2001-db8--3"]
+    assert cluster.head == "10.0.0.2"
+    assert load_cluster(hostfile, exclude="node-1").spares == {"ip6-2001-db8--3": (0, 1, 2, 3)}
+    asked_for = load_cluster(hostfile, include="node-1@10.0.0.2")
+    assert (asked_for.head, asked_for.spares) == ("node-1", {})
+
+
+def test_spares_that_cannot_be(hostfile: Path) -> None:
+    path = hostfile.with_name("lab.yaml")
+    settings_file(hostfile, "spares: [node-1, node-2]")
+    assert load_message(hostfile) == (
+        f"{path}: spares.1: is not a node of {hostfile}; got 'node-2'; did you mean node-1?"
+    )
+    settings_file(hostfile, "spares: [node-1, 10.0.0.2, '2001:DB8::3']")
+    assert load_message(hostfile) == (
+        f"{path}: spares: names every node; got node-1, 10.0.0.2, 2001:DB8::3; leave a node that is none; runs begin "
+        "on those"
+    )
+
+
 def test_settings_do_not_change() -> None:
     with pytest.raises(ValidationError):
         Settings().image = "other"  # type: ignore[misc]

@@ -59,7 +59,7 @@ def test_files_of_the_folder() -> None:
 
 
 def test_what_the_supervisor_has_to_know() -> None:
-    made = bundle("two-nodes", "restart.max=3", "restart.window=1h", "launch.hang_timeout=60")
+    made = bundle("two-nodes", "restart.max=3", "restart.window=1h", "launch.hang_timeout=60", "restart.min_nodes=2")
     assert Supervision.from_json(made.files["supervision.json"].decode()) == Supervision(
         head="node-1",
         ranks={"node-1": (0, 1), "node-2": (2, 3)},
@@ -69,6 +69,9 @@ def test_what_the_supervisor_has_to_know() -> None:
         max_restarts=3,
         restart_window_s=3600.0,
         pointer=f"/workspace/runs/{RUN_ID}/checkpoints/latest",
+        node_timeout_s=60.0,
+        min_nodes=2,
+        master_addr="node-1",
     )
 
 

@@ -110,7 +110,7 @@ def _not_the_first(first: str, others: list[str], failed: Mapping[str, Reduced],
 
 def _attempt(session: Session, nodes: tuple[str, ...], port: int, limit: int) -> Reduced:
     address = session.cluster.address_of(nodes[0])
-    slots = {node: session.cluster.slots[node] for node in nodes}
+    slots = {node: session.cluster.everywhere[node] for node in nodes}
     command = session.inside(nodes[0], *reduce_command(slots, address, port, limit))
     try:
         return parse(session.hosts[nodes[0]].run(command, timeout=limit + _MARGIN_S), limit)

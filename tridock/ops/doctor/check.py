@@ -108,7 +108,7 @@ def _compare(session: Session, looks: Answers, report: Report) -> None:
     report.seen["space"] = f"at least {shown(disk)} of disk and {shown(shm)} of /dev/shm free"
     report.seen["limits"] = f"{min(look['cores'] for look in looks.values())} cores or more"
     gpus = sum(len(look["gpus"] or ()) for look in looks.values() if look["accelerator"] != "cpu")
-    slots = sum(map(len, cluster.slots.values()))
+    slots = sum(map(len, cluster.everywhere.values()))
     report.seen["devices"] = f"{gpus} GPUs for {slots} slots" if gpus else f"{slots} slots on the CPU"
 
 

@@ -24,7 +24,7 @@ def device_findings(cluster: Cluster, answers: Answers) -> Iterator[Finding]:
 
 
 def _gpus(cluster: Cluster, node: str, answer: Answer) -> Iterator[Finding]:
-    slots, gpus = cluster.slots[node], answer["gpus"]
+    slots, gpus = cluster.everywhere[node], answer["gpus"]
     if not gpus:
         todo = "see that nvidia-smi works on the host and in docker run --gpus all (NVIDIA's container toolkit)"
         problem = Problem(node, "no GPU is visible in its container", answer.get("gpu_error") or "", todo)

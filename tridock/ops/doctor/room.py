@@ -39,7 +39,7 @@ def space_findings(cluster: Cluster, node: str, answer: Answer) -> Iterator[Find
 
 
 def _shared_memory(cluster: Cluster, node: str, answer: Answer) -> Iterator[Finding]:
-    ranks, shm = len(cluster.slots[node]), answer["shm"] or {"bytes": 0, "free": 0}
+    ranks, shm = len(cluster.everywhere[node]), answer["shm"] or {"bytes": 0, "free": 0}
     if ranks < 2:
         return
     if shm["bytes"] < SHM_BYTES:
@@ -62,7 +62,7 @@ def _more_shared_memory(cluster: Cluster) -> str:
 
 def limit_findings(cluster: Cluster, node: str, answer: Answer) -> Iterator[Finding]:
     """Open files for the world's connections, locked memory for RDMA, a core for each rank on the CPU."""
-    world, ranks = sum(map(len, cluster.slots.values())), len(cluster.slots[node])
+    world, ranks = sum(map(len, cluster.slots.values())), len(cluster.everywhere[node])
     wanted = _FILES + _FILES_A_RANK * world
     if answer["files"] is not None and answer["files"] < wanted:
         todo = f"set container.ulimits.nofile: {max(65536, wanted)} in the settings, then fab up"

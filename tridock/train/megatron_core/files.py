@@ -20,6 +20,7 @@ from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.api import CheckpointException
 
+from tridock.train.pickles import no_foreign_metadata
 from tridock.train.write_errors import kept_to_the_end
 
 FILES = (".metadata", "common.pt", "metadata.json")
@@ -41,7 +42,8 @@ def save(state: dict[str, Any], folder: Path) -> None:
 
 def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Fills ``state`` with what this rank needs, whoever wrote it. A collective."""
-    loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder))
+    with no_foreign_metadata():
+        loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder))
     return loaded
 
 

@@ -79,13 +79,13 @@ class MegatronCore:
         places = self.positions.expand_as(tokens)
         return chunk(tokens, places, None, labels=labels), mean_loss
 
-    def files(self, rank: int) -> tuple[str, ...]:  # noqa: ARG002  each rank reads what it needs of all
+    def files(self, rank: int, saved: int) -> tuple[str, ...]:  # noqa: ARG002  each rank reads what it needs of all
         return files.FILES
 
     def save(self, folder: Path, writes_shared: bool) -> None:  # noqa: ARG002  one folder that all ranks share
         files.save(self._state(is_loading=False), folder)
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, saved: int) -> None:  # noqa: ARG002  whoever wrote it
         for optimizer in self.optimizer.chained_optimizers:
             torch_states.before_load(optimizer)
         state = files.load(self._state(is_loading=True), folder)

@@ -1,0 +1,125 @@
+"""A run that loses a node for good: a spare takes its place, or fewer replicas go on. On the twin, with three nodes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.integration.clone import a_clone
+from tests.integration.rack import TINY, write_data
+from tests.integration.support import succeed, wait_until
+from tests.integration.test_faults import Run, Twin
+from tridock.run_folder import SUPERVISION
+
+pytestmark = pytest.mark.timeout(600)
+
+HEAD, OTHER, SPARE = "node-1", "node-2", "node-3"
+LENGTH = {"train.train_iters": 400, "train.save": True, "train.save_interval": 50}
+RESTART = {"restart.max": 1, "restart.node_timeout": 30}
+
+
+def third_node(folder: Path) -> None:
+    """The twin gets a node more, made as its second, but for its runs, which it shares with none."""
+    path = folder / "docker-compose.yml"
+    compose = yaml.safe_load(path.read_text())
+    text = json.dumps(compose["services"][OTHER]).replace(OTHER, SPARE)
+    compose["services"][SPARE] = json.loads(text.replace("./runs:", "./runs-of-its-own:"))
+    (folder / "runs-of-its-own").mkdir()
+    path.write_text(yaml.safe_dump(compose))
+
+
+@pytest.fixture(scope="module")
+def twin(docker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twin]:
+    with a_clone(tmp_path_factory.mktemp("moved")) as clone:
+        clone.succeed("make image FLAVOR=cpu")
+        third_node(clone.folder)
+        (clone.folder / "configs" / "tiny.yaml").write_text(json.dumps(TINY))
+        (clone.folder / "hostfiles" / "twin").write_text("".join(f"{n} slots=1\n" for n in (HEAD, OTHER, SPARE)))
+        settings = clone.folder / "hostfiles" / "twin.yaml"
+        settings.write_text(f"{settings.read_text()}spares: [{SPARE}]\n")
+        write_data(clone.folder / "data" / "tiny")
+        clone.succeed("fab up --hosts hostfiles/twin")
+        yield Twin(clone)
+
+
+@pytest.fixture(scope="module")
+def calm(twin: Twin) -> dict[int, float]:
+    """The losses of a run that loses nothing, on two nodes."""
+    with twin.launched(**LENGTH) as run:
+        assert run.terminal.process.wait(timeout=180) == 0, run.terminal.text()
+        return run.losses()
+
+
+def lose(twin: Twin, run: Run) -> dict[str, Any]:
+    """Kills the other node once there is a checkpoint; what the run's own words of its move are."""
+    run.wait_for_training(beyond=60)
+    # The launch put it on every node, but thinks that all of a twin's share one.
+    own, names = twin.clone.folder / "runs-of-its-own" / run.run_id, ("experiment.yaml", "manifest.json", SUPERVISION)
+    own.mkdir()
+    for name in names:
+        shutil.copy(run.folder / name, own)
+    succeed("docker", "kill", twin.container(OTHER))
+    began = time.monotonic()
+    wait_until(lambda: run.events("run_restarted") != [], "the run goes on", 150)
+    print(f"a node that stays away: the run went on after {time.monotonic() - began:.1f} s")
+    (event,) = run.events("run_moved")
+    return event
+
+
+def test_a_spare_takes_the_place_of_a_lost_node(twin: Twin, calm: dict[int, float]) -> None:
+    """The very losses of a run that lost nothing: the same ranks do the same work."""
+    with twin.launched(**LENGTH, **RESTART) as run:
+        event = lose(twin, run)
+        assert (event["lost"], event["nodes"], event["layout"]) == ([OTHER], [HEAD, SPARE], "TP1 PP1 DP2")
+        assert run.terminal.process.wait(timeout=180) == 0, run.terminal.text()
+        assert "tridock: node-3 takes the place of node-2\n" in run.terminal.text()
+        assert run.losses() == calm
+        assert run.is_gone(HEAD)
+        assert run.is_gone(SPARE)
+        sent = twin.clone.folder / "runs-of-its-own" / run.run_id / "checkpoints"
+        assert {path.name for path in sent.iterdir()} >= {"latest", "iter_0000400"}
+        assert json.loads((run.folder / "before-1" / "plan.json").read_text())["ranks"][1]["node"] == OTHER
+        assert json.loads((run.folder / "plan.json").read_text())["ranks"][1]["node"] == SPARE
+
+
+def test_without_a_spare_fewer_replicas_go_on(twin: Twin, calm: dict[int, float]) -> None:
+    """The spare is busy with a run of its own. ZeRO's states of two ranks go on in one."""
+    twin.clone.succeed("fab up --hosts hostfiles/twin")
+    with twin.launched(**LENGTH, **RESTART) as run:
+        busy = "sleep-20260102-030405-abcd"
+        twin.inside(SPARE, f"TRIDOCK_RUN_ID={busy} setsid sleep 300 >/dev/null 2>&1 &")
+        try:
+            event = lose(twin, run)
+            assert run.terminal.process.wait(timeout=180) == 0, run.terminal.text()
+        finally:
+            twin.inside(SPARE, "pkill -x sleep")
+        assert (event["lost"], event["nodes"], event["layout"]) == ([OTHER], [HEAD], "TP1 PP1 DP1")
+        assert event["reason"] == (
+            "without node-2 it goes on as TP1 PP1 DP1 (it was TP1 PP1 DP2) on node-1; global batch 8 as before, in 2 "
+            f"micro-batches a replica; spare node-3: is busy with {busy}"
+        )
+        assert run.losses() == pytest.approx(calm, rel=1e-3)
+        assert run.is_gone(HEAD)
+
+
+def test_with_too_few_nodes_it_ends_and_says_so(twin: Twin) -> None:
+    twin.clone.succeed("fab up --hosts hostfiles/twin")
+    with twin.launched(**LENGTH, **RESTART, **{"restart.min_nodes": 2}) as run:
+        run.wait_for_training(beyond=60)
+        succeed("docker", "kill", twin.container(OTHER), twin.container(SPARE))
+        code, last = run.ends(within=150)
+        assert code == 4, last
+        (event,) = run.events("not_restarted")
+        assert event["reason"].startswith("node-2 does not answer (")
+        assert (
+            f"{run.run_id}: may not go on with fewer than 2 nodes; got node-1; lower restart.min_nodes, or add "
+            in (event["reason"])
+        )
+        assert "; spare node-3: ssh: " in event["reason"]

@@ -1,0 +1,198 @@
+"""A run without nodes that it had, from its folder: what goes on, in which files; or why nothing does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.experiments import with_fields
+from tridock.cli import main
+from tridock.errors import RequestError
+from tridock.launchers import make_bundle
+from tridock.ops.replan import Replanned, replan
+from tridock.plan import assess
+from tridock.supervision import Supervision
+
+RUN_ID = "small-20260102-030405-abcd"
+BASE: dict[str, Any] = {
+    "name": "small",
+    "model": {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "vocab_size": 64},
+    "batch": {"micro_batch_size": 2, "global_batch_size": 24},
+    "data": {"data_path": "data/x"},
+    "precision": "fp32",
+    "train": {"train_iters": 3},
+}
+SPARES = {"node-4": [0], "node-5": [0, 1, 2, 3]}
+THREE = {"node-1": [0, 1], "node-2": [0, 1], "node-3": [0, 1]}
+PIPELINE = {"parallel.pipeline_model_parallel_size": 2}
+V115 = {
+    "engine": "megatron-deepspeed",
+    "data.vocab_file": "v",
+    "data.merge_file": "m",
+    "precision": "fp16",
+    "parallel.strategy": "zero",
+    "parallel.zero_stage": 1,
+}
+ZERO = {"parallel.strategy": "zero", "parallel.zero_stage": 2}
+
+
+def a_run(workspace: Path, slots: dict[str, list[int]] = THREE, **fields: Any) -> Path:
+    experiment = with_fields(BASE, fields)
+    bundle = make_bundle(
+        experiment, assess(experiment, slots, "e.yaml"), slots, run_id=RUN_ID, master_addr="10.0.0.1",
+        master_port=29500, manifest={"image": "sha256:1"}, workspace=str(workspace), spares=SPARES,
+    )  # fmt: skip
+    folder = workspace / "runs" / RUN_ID
+    folder.mkdir(parents=True)
+    for name, content in bundle.files.items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def ranks_of(found: Replanned) -> dict[str, tuple[int, ...]]:
+    return dict(Supervision.from_json(found.bundle.files["supervision.json"].decode()).ranks)
+
+
+def refused(folder: Path, *given: Any, **named: Any) -> str:
+    with pytest.raises(RequestError) as caught:
+        replan(folder, *given, **named)
+    return str(caught.value)
+
+
+def test_a_spare_takes_the_place_of_a_lost_node(tmp_path: Path) -> None:
+    """node-4 has too few slots; node-5 gives two of its four. Every rank stays what it was."""
+    folder = a_run(tmp_path)
+    found = replan(folder, ["node-2"], ["node-4", "node-5"])
+    assert found.words == "node-5 takes the place of node-2"
+    assert ranks_of(found) == {"node-1": (0, 1), "node-5": (2, 3), "node-3": (4, 5)}
+    supervision = Supervision.from_json(found.bundle.files["supervision.json"].decode())
+    assert supervision.spares == {"node-4": (0,)}
+    assert (supervision.master_addr, supervision.master_port) == ("10.0.0.1", 29500)
+    for name in ("launch.sh", "launch-resume.sh", "deepspeed_env"):
+        assert found.bundle.files[name] == (folder / name).read_bytes()
+    assert found.bundle.files["hostfile"] == b"node-1 slots=2\nnode-5 slots=2\nnode-3 slots=2\n"
+
+
+def test_without_a_spare_replicas_do_with_fewer(tmp_path: Path) -> None:
+    folder = a_run(tmp_path, **ZERO)
+    found = replan(folder, ["node-2"], ["node-4"], anew=True)
+    assert found.words == (
+        "without node-2 it goes on as TP1 PP1 DP4 (it was TP1 PP1 DP6) on node-1, node-3; "
+        "global batch 24 as before, in 3 micro-batches a replica"
+    )
+    assert ranks_of(found) == {"node-1": (0, 1), "node-3": (2, 3)}
+    assert json.loads(found.bundle.files["ds_config.json"])["gradient_accumulation_steps"] == 3
+    assert b"TRIDOCK_WORLD_SIZE=4\n" in found.bundle.files["deepspeed_env"]
+
+
+def test_one_lost_node_is_replaced_and_the_other_done_without(tmp_path: Path) -> None:
+    found = replan(a_run(tmp_path), ["node-2", "node-3"], ["node-5"])
+    assert found.words == (
+        "node-5 takes the place of node-2; without node-3 it goes on as TP1 PP1 DP4 (it was TP1 PP1 DP6) on node-1, "
+        "node-5; global batch 24 as before, in 3 micro-batches a replica"
+    )
+
+
+def test_slots_that_no_replica_fills_are_left(tmp_path: Path) -> None:
+    slots = {"node-1": [4, 5], "node-2": [4, 5, 6], "node-3": [0, 1, 2]}
+    fields = {"engine": "megatron-core", **PIPELINE}
+    found = replan(a_run(tmp_path, slots, **fields), ["node-3"])
+    assert ranks_of(found) == {"node-1": (0, 1), "node-2": (2, 3)}
+    assert b"--include node-1:4,5@node-2:4,5" in found.bundle.files["launch.sh"].replace(b" \\\n  ", b" ")
+
+
+def test_megatron_core_goes_on_in_another_layout(tmp_path: Path) -> None:
+    fields = {"engine": "megatron-core", **PIPELINE, "parallel.tensor_model_parallel_size": 2}
+    folder = a_run(tmp_path, {"node-1": [0, 1], "node-2": [0, 1]}, **fields)
+    found = replan(folder, ["node-2"])
+    assert found.words == (
+        "without node-2 it goes on as TP1 PP1 DP2 (it was TP2 PP2 DP1) on node-1; global batch 24 as before, in 6 "
+        "micro-batches a replica"
+    )
+    assert b"pipeline_model_parallel_size: 1\n" in found.bundle.files["experiment.yaml"]
+
+
+def test_megatron_v115_says_what_would_run(tmp_path: Path) -> None:
+    folder = a_run(tmp_path, **V115, **PIPELINE)
+    assert refused(folder, ["node-2"]) == (
+        f"{RUN_ID}: Megatron v1.1.5 loads its checkpoint on TP1 PP2 DP3 and no other layout; got 4 slots on node-1, "
+        "node-3; bring node-2 back; from its beginning it would run as TP1 PP2 DP2 on node-1, node-3"
+    )
+    assert replan(folder, ["node-2"], ["node-5"]).words == "node-5 takes the place of node-2"
+    assert "TP1 PP2 DP2" in replan(folder, ["node-2"], anew=True).words
+
+
+def test_a_run_that_has_nothing_left_to_run_as(tmp_path: Path) -> None:
+    folder = a_run(tmp_path, {"node-1": [0], "node-2": [0, 1, 2]}, **V115, **PIPELINE)
+    assert refused(folder, ["node-2"], anew=True) == (
+        f"{RUN_ID}: has no layout with a global batch of 24 on the nodes that are left; got 1 slot on node-1; bring "
+        f"node-2 back, and go on with train.load={folder}/checkpoints"
+    )
+
+
+def test_too_few_nodes(tmp_path: Path) -> None:
+    folder = a_run(tmp_path, **{"restart.min_nodes": 3})
+    assert refused(folder, ["node-2"]) == (
+        f"{RUN_ID}: may not go on with fewer than 3 nodes; got node-1, node-3; lower restart.min_nodes, or add spares"
+    )
+    assert replan(folder, ["node-2"], ["node-5"]).words == "node-5 takes the place of node-2"
+
+
+def test_parts_of_a_checkpoint_that_have_gone_with_their_node(tmp_path: Path) -> None:
+    folder = a_run(tmp_path, **ZERO)
+    checkpoint = folder / "checkpoints" / "iter_0000002"
+    checkpoint.mkdir(parents=True)
+    (folder / "checkpoints" / "latest").write_text("iter_0000002")
+    for rank in range(6):
+        (checkpoint / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
+    assert "DP4" in replan(folder, ["node-2"]).words
+    for rank in (2, 3):
+        (checkpoint / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").unlink()
+    for ready in ([], ["node-5"]):
+        assert refused(folder, ["node-2"], ready) == (
+            f"{checkpoint}: lacks the parts of ranks 2, 3; got they lay on node-2 alone; bring the node back, or keep "
+            "runs/ on a file system that all nodes share"
+        )
+
+
+def test_names_that_are_wrong(tmp_path: Path) -> None:
+    folder = a_run(tmp_path)
+    assert refused(folder, ["node-9", "node-1"], ["node-2"]).splitlines() == [
+        "--without: is not a node of the run; got 'node-9'; use one of node-1, node-2, node-3",
+        "--spare: is not a spare of the run; got 'node-2'; its spares are node-4, node-5",
+        "--without: is the run's head, without which it cannot go on; got node-1; start it again on the other nodes "
+        f"with train.load={folder}/checkpoints",
+    ]
+
+
+def test_no_run(tmp_path: Path) -> None:
+    assert refused(tmp_path, ["a"]) == (
+        f"{tmp_path}: has no experiment.yaml; got No such file or directory; give the folder of a run that fab launch "
+        "started"
+    )
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = a_run(tmp_path)
+    words = ["replan", str(folder), "--without", "node-2", "--spare", "node-5"]
+    assert main(words) == 0
+    assert capsys.readouterr().out == "node-5 takes the place of node-2\n"
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["nodes"] == ["node-1", "node-5", "node-3"]
+    assert (found["layout"], found["world_size"]) == ("TP1 PP1 DP6", 6)
+    assert found["files"]["hostfile"] == "node-1 slots=2\nnode-5 slots=2\nnode-3 slots=2\n"
+    assert main(["replan", str(folder), "--without", "node-1"]) == 2
+
+
+def test_the_planner_needs_no_torch(tmp_path: Path) -> None:
+    """The supervisor waits for it."""
+    script = "import sys; from tridock.cli import main; main(sys.argv[1:]); print('torch' in sys.modules)"
+    words = [sys.executable, "-c", script, "replan", str(a_run(tmp_path)), "--without", "node-2"]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"

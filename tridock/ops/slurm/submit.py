@@ -57,7 +57,7 @@ class Submitted:
 
 def shown(wish: Wish) -> str:
     """The script, for a person to read or to give to sbatch. Contacts nobody."""
-    script = _script(wish, [], in_allocation=False)
+    script = _script(wish, _request(wish), [])
     if len(script.elements) > 1:
         return render(script)
     words = ["--config", str(wish.configs[0])]
@@ -93,7 +93,7 @@ def run_in_allocation(wish: Wish) -> NoReturn:
     changes = {**wish.changes, "nodes": nodes}
     if "gpus_per_node" not in changes and (gpus := _allocated_gpus(scheduler.job_fields(job))):
         changes["gpus_per_node"] = gpus
-    script = _script(replace(wish, changes=changes), [], in_allocation=True)
+    script = _script(wish, _request(replace(wish, changes=changes)), [], in_allocation=True)
     if script.is_array:
         todo = "give one CONFIG, or use tridock slurm submit"
         raise RequestError(Problem("tridock slurm run", "is for a single run", f"{len(script.elements)} runs", todo))
@@ -124,8 +124,12 @@ def _checked(wish: Wish) -> Script:
     """The script, weighed against what is there; all problems at once, Slurm's own words among them."""
     lines = scheduler.sinfo()
     groups = [] if lines is None else parse_sinfo(lines)
-    script = _script(wish, groups, in_allocation=False)
-    problems = list(site_problems(groups, script.request, wish.source))
+    request = _request(wish)
+    problems = list(site_problems(groups, request, wish.source))
+    try:
+        script = _script(wish, request, groups)
+    except RequestError as error:
+        raise RequestError([*error.problems, *problems]) from None
     try:
         _check_data(wish, script)
     except RequestError as error:
@@ -146,11 +150,14 @@ def _checked(wish: Wish) -> Script:
     return script
 
 
-def _script(wish: Wish, groups: Sequence[Group], *, in_allocation: bool) -> Script:
+def _request(wish: Wish) -> Request:
+    text = "" if wish.profile is None else read_text(wish.profile, "a site's profile")
+    return make_request(text, wish.source, wish.changes)
+
+
+def _script(wish: Wish, request: Request, groups: Sequence[Group], *, in_allocation: bool = False) -> Script:
     """The plan of every run; raises :class:`RequestError` with everything that it finds against any of them."""
     workspace = _workspace(wish.workspace)
-    text = "" if wish.profile is None else read_text(wish.profile, "a site's profile")
-    request = make_request(text, wish.source, wish.changes)
     gpu = find_gpu(request.gpu, "gpu") if request.gpu is not None else gpu_of(groups, request)
     elements: list[Element] = []
     problems: dict[Problem, None] = {}

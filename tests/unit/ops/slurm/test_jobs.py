@@ -85,9 +85,10 @@ def test_an_experiment_that_cannot_be_is_refused_before_slurm_is_asked(
     slurm: Slurm, workspace: Path, tmp_path: Path, answer: Answer
 ) -> None:
     answer("sinfo", SINFO)
-    assert slurm(*SUBMIT, "--set", "batch.global_batch_size=3")[::2] == (
+    assert slurm(*SUBMIT, "--set", "batch.global_batch_size=3", "--partition", "gpu")[::2] == (
         2, "t.yaml: batch.global_batch_size: must be a multiple of micro_batch_size 1 x data parallel size 2; "
-        "got 3; use 2 or 4, or leave it out\n",
+        "got 3; use 2 or 4, or leave it out\n"
+        "site.yaml: partition: is not one of this cluster; got 'gpu'; use one of debug\n",
     )  # fmt: skip
     assert "sbatch" not in (tmp_path / "asked").read_text()
 

@@ -91,6 +91,8 @@ def run_in_allocation(wish: Wish) -> NoReturn:
         todo = "leave --nodes out"
         raise RequestError(Problem("--nodes", f"is not the allocation's, {nodes}", str(wish.changes["nodes"]), todo))
     changes = {**wish.changes, "nodes": nodes}
+    if "SLURM_CPUS_PER_TASK" not in os.environ:  # salloc was not asked for any: srun has none to share out
+        changes["cpus_per_node"] = None
     if "gpus_per_node" not in changes and (gpus := _allocated_gpus(scheduler.job_fields(job))):
         changes["gpus_per_node"] = gpus
     script = _script(wish, _request(replace(wish, changes=changes)), [], in_allocation=True)

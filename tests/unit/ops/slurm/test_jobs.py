@@ -159,13 +159,14 @@ def test_the_allocations_words_count(
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
     answer("tridock", "the supervisor")
     # It becomes its script.
-    argv = [sys.executable, "-m", "tridock.cli", "slurm", "run", "t.yaml"]
+    argv = [sys.executable, "-m", "tridock.cli", "slurm", "run", "t.yaml", "--cpus-per-node", "4"]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{os.environ['PATH'].split(':')[0]}:/usr/bin:/bin"}
     done = subprocess.run(argv, cwd=workspace, env=env, capture_output=True, text=True, timeout=60, check=False)
     (folder,) = (workspace / "runs").iterdir()
     assert (done.returncode, done.stderr.strip()) == (0, "")
     assert done.stdout.splitlines() == [f"run {folder.name}; folder {folder}", "the supervisor"]
     assert json.loads((folder / "plan.json").read_text())["world_size"] == 8
+    assert "SLURM_CPUS_PER_TASK" not in (folder / "job.sh").read_text()
 
 
 # ---- afterwards ----------------------------------------------------------------------------------

@@ -12,8 +12,7 @@ def as_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """The runs, oldest first."""
     table = Table(Column("run", no_wrap=True), "job", "state", "nodes", "time", "step", "loss")
     for row in rows:
-        code = row["exit_code"]
-        why = f"exit code {code}" if code else row["reason"]
+        why = f"exit code {row['exit_code']}" if row["state"] == "failed" else row["reason"]
         table.add_row(
             row["run"],
             row["job"],

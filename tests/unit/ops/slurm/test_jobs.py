@@ -196,6 +196,8 @@ def test_status_of_a_job_that_waits_runs_and_has_ended(slurm: Slurm, workspace: 
         (folder / "exit_code").write_text(f"{code}\n")
         (row,) = rows(slurm)
         assert (row["state"], row["exit_code"]) == (state, code)
+    (folder / "exit_code").write_text("4\n")
+    assert re.search(r"│ failed \(exit code 4\) +│", slurm("status")[1])
 
 
 def test_a_job_that_left_no_word_is_what_accounting_says(slurm: Slurm, workspace: Path, answer: Answer) -> None:

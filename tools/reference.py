@@ -1,6 +1,6 @@
-"""Writes configs/reference.yaml and docs/cluster.md's list of fields from the schemas (`make reference`).
+"""Writes configs/reference.yaml, configs/slurm/reference.yaml and docs/cluster.md's fields (`make reference`).
 
-A test compares both with the schemas: a field cannot be added without them.
+A test compares them with the schemas: a field cannot be added without them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pydantic_core import PydanticUndefined
 
 from tridock.cluster import Settings
 from tridock.experiment.schema import Experiment
+from tridock.launchers.slurm import Request
 
 WIDTH = 110
 BEGIN, END = "<!-- fields: written by make reference -->", "<!-- end of fields -->"
@@ -44,6 +45,13 @@ def experiment_reference() -> str:
 def cluster_reference() -> str:
     """The same for the settings beside a hostfile."""
     return "\n".join(_fields(Settings, "", 0)) + "\n"
+
+
+def slurm_reference() -> str:
+    """The same for a site's profile."""
+    head = "# Every field of a site's profile (tridock slurm --profile), with its default.\n"
+    head += "# Written by `make reference` from tridock/launchers/slurm/request.py.\n"
+    return head + "\n".join(_fields(Request, "", 0)) + "\n"
 
 
 def _fields(model: type[BaseModel], path: str, depth: int) -> Iterator[str]:
@@ -97,8 +105,9 @@ def with_fields(page: str) -> str:
 
 
 def main() -> None:
-    """Writes both files."""
+    """Writes them all."""
     Path("configs/reference.yaml").write_text(experiment_reference())
+    Path("configs/slurm/reference.yaml").write_text(slurm_reference())
     page = Path("docs/cluster.md")
     page.write_text(with_fields(page.read_text()))
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from tridock import __version__
 from tridock.data.options import add_data_commands
 from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError, TridockError
+from tridock.ops.slurm.options import add_slurm_commands
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,6 +58,9 @@ def _parser() -> argparse.ArgumentParser:
     sync = subcommands.add_parser("sync", help="bring data to every host that lacks it, by hash (as fab data)")
     _sync_options(sync)
     sync.set_defaults(action=_data_sync)
+
+    slurm = commands.add_parser("slurm", help="the same experiment on a cluster with Slurm")
+    add_slurm_commands(slurm.add_subparsers(required=True, metavar="COMMAND"))
 
     report = commands.add_parser("report", help="the summary and the loss curve of a run")
     report.add_argument("run", type=Path, help="the run's folder")

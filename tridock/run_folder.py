@@ -30,6 +30,9 @@ DEEPSPEED_CONFIG: Final = "ds_config.json"
 LAUNCH_SCRIPT: Final = "launch.sh"
 RESUME_SCRIPT: Final = "launch-resume.sh"
 SUPERVISION: Final = "supervision.json"
+# Of a run that Slurm started: its sbatch script, and what is known of the job.
+JOB_SCRIPT: Final = "job.sh"
+JOB: Final = "slurm.json"
 LAUNCHER_LOG: Final = "logs/launcher.log"
 # torch's flight recorder adds the rank's number to it.
 FLIGHT: Final = "logs/flight-rank-"

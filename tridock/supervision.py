@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +17,7 @@ class Supervision:
     ranks: Mapping[str, tuple[int, ...]]
     """Every node's ranks."""
     remote: tuple[str, ...]
-    """The nodes that the head reaches over ssh; those that were started by hand are not among them."""
+    """The nodes that are watched from afar; those that were started by hand are not among them."""
     master_port: int
     """Where the ranks meet, on the head."""
     hang_timeout_s: float
@@ -34,11 +35,18 @@ class Supervision:
     """Nodes that may take the place of a lost one, with their slot numbers."""
     master_addr: str = "127.0.0.1"
     """The head, as the other nodes reach it."""
+    reached_by: Literal["ssh", "srun"] = "ssh"
+    """How a watch comes to a node that is watched from afar: the cluster's own ssh, or a step of Slurm's job."""
+    on_head: bool = True
+    """Whether the supervisor runs on the head; from a login node that is watched from afar too."""
+    begun: float | None = None
+    """When the run was first prepared (a file's time), where that is not when this file was written: a job of Slurm's
+    that was queued again goes on from checkpoints which it has written before."""
 
     @property
     def watched(self) -> tuple[str, ...]:
         """The nodes that the supervisor watches."""
-        return (self.head, *self.remote)
+        return (self.head, *self.remote) if self.on_head else self.remote
 
     def to_json(self) -> str:
         """What the file holds."""

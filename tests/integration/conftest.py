@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.rack import rack, rack_up  # noqa: F401  (fixtures, made once for all modules)
+from tests.integration.slurm_cluster import slurm_cluster  # noqa: F401  (a fixture)
 from tests.integration.sshd import host, make_sshd, shared  # noqa: F401  (fixtures)
 from tests.integration.support import ROOT, Containers, Twin, execute, succeed, wait_until
 from tridock.cluster import load_cluster

@@ -4,6 +4,7 @@ import importlib.util
 from pathlib import Path
 
 from tridock.experiment import load_experiment
+from tridock.launchers.slurm import make_request
 
 ROOT = Path(__file__).parents[2]
 _spec = importlib.util.spec_from_file_location("reference", ROOT / "tools" / "reference.py")
@@ -17,6 +18,13 @@ def test_the_experiment_reference_is_up_to_date_and_loads() -> None:
     path = ROOT / "configs" / "reference.yaml"
     assert path.read_text() == reference.experiment_reference(), "run make reference"
     load_experiment(path)
+
+
+def test_the_reference_of_a_sites_profile_is_up_to_date_and_loads() -> None:
+    path = ROOT / "configs" / "slurm" / "reference.yaml"
+    assert path.read_text() == reference.slurm_reference(), "run make reference"
+    made, without = (make_request(text, str(path), {"gpus_per_node": 8}) for text in (path.read_text(), ""))
+    assert made == without
 
 
 def test_the_cluster_page_is_up_to_date() -> None:

@@ -50,27 +50,80 @@ def make_bundle(
     plan, path = assessment.laid_out, f"{workspace}/runs/{run_id}"
     experiment = experiment.resolved(plan.data_parallel_size)
     program = rank_program(experiment, plan, run_id, path)
+    again = rank_program(experiment, plan, run_id, path, resume=True)
     hostfile = f"{path}/{run_folder.HOSTFILE}"
-    command = deepspeed_command(program, slots, hostfile, master_addr, master_port, node_rank)
-    env = {**program.env, "DS_ENV_FILE": f"{path}/{run_folder.DEEPSPEED_ENV}"}
-    script = _launch_script(run_id, path, env, command)
+    command, resume = (
+        deepspeed_command(words, slots, hostfile, master_addr, master_port, node_rank) for words in (program, again)
+    )
+    # Nodes that each start their own ranks need not reach each other by ssh.
+    remote = tuple(list(slots)[1:]) if node_rank is None else ()
     supervision = replace(
-        _supervision(experiment, assessment, slots, path, master_port, node_rank),
+        _supervision(experiment, assessment, slots, path, master_port, remote),
         master_addr=master_addr,
         spares={node: tuple(numbers) for node, numbers in (spares or {}).items()},
     )
+    env = {**program.env, "DS_ENV_FILE": f"{path}/{run_folder.DEEPSPEED_ENV}"}
+    return _bundle(experiment, assessment, slots, supervision, manifest, run_id, path, env, command, resume, node_rank)
+
+
+def slurm_bundle(
+    experiment: Experiment,
+    assessment: Assessment,
+    slots: Mapping[str, Sequence[int]],
+    argv: Sequence[str],
+    *,
+    run_id: str,
+    workspace: str,
+    master_port: int,
+    env: Mapping[str, str],
+    manifest: Mapping[str, object],
+    on_head: bool,
+    begun: float,
+) -> RunBundle:
+    """The same for a job of Slurm, whose script says how the ranks start: ``argv`` ends in the words of their program.
+
+    ``env`` is the site's, which the experiment's wins over. ``on_head``: this is the first node; from anywhere else
+    that is watched as the others are, through Slurm. ``begun`` (a file's time) is when the run was first prepared.
+    """
+    plan, path = assessment.laid_out, f"{workspace}/runs/{run_id}"
+    experiment = experiment.resolved(plan.data_parallel_size)
+    program = rank_program(experiment, plan, run_id, path)
+    command = Command(tuple(argv))
+    # Every engine's program takes the last --load.
+    resume = command.extended(("--load", checkpoints_folder(experiment, path)))
+    remote = tuple(slots)[1:] if on_head else tuple(slots)
+    supervision = _supervision(experiment, assessment, slots, path, master_port, remote)
+    supervision = replace(supervision, reached_by="srun", on_head=on_head, begun=begun)
+    env = {**env, **program.env}
+    if "--launcher=pdsh" in argv:  # its ssh sessions know nothing of a job's environment
+        env["DS_ENV_FILE"] = f"{path}/{run_folder.DEEPSPEED_ENV}"
+    return _bundle(experiment, assessment, slots, supervision, manifest, run_id, path, env, command, resume)
+
+
+def _bundle(
+    experiment: Experiment,
+    assessment: Assessment,
+    slots: Mapping[str, Sequence[int]],
+    supervision: Supervision,
+    manifest: Mapping[str, object],
+    run_id: str,
+    path: str,
+    env: Mapping[str, str],
+    command: Command,
+    resume: Command,
+    node_rank: int | None = None,
+) -> RunBundle:
+    program = rank_program(experiment, assessment.laid_out, run_id, path)
     texts = {
         run_folder.EXPERIMENT: dump_experiment(experiment),
         run_folder.PLAN: assessment.to_json(),
         run_folder.MANIFEST: json.dumps({**manifest, "run_id": run_id}, indent=2) + "\n",
         run_folder.HOSTFILE: "".join(f"{node} slots={_slot_count(numbers)}\n" for node, numbers in slots.items()),
-        run_folder.DEEPSPEED_ENV: environment_file(program.env),
-        run_folder.launch_script(node_rank or 0): script,
+        run_folder.DEEPSPEED_ENV: environment_file({n: v for n, v in env.items() if n != "DS_ENV_FILE"}),
+        run_folder.launch_script(node_rank or 0): _launch_script(run_id, path, env, command),
         run_folder.SUPERVISION: supervision.to_json(),
     }
     if experiment.train.save:
-        again = rank_program(experiment, plan, run_id, path, resume=True)
-        resume = deepspeed_command(again, slots, hostfile, master_addr, master_port, node_rank)
         texts[run_folder.RESUME_SCRIPT] = _launch_script(run_id, path, env, resume)
     files = {name: text.encode() for name, text in texts.items()} | dict(program.files)
     return RunBundle(run_id, path, command, files)
@@ -82,7 +135,7 @@ def _supervision(
     slots: Mapping[str, Sequence[int]],
     path: str,
     master_port: int,
-    node_rank: int | None,
+    remote: tuple[str, ...],
 ) -> Supervision:
     nodes = list(slots)
     ranks: dict[str, list[int]] = {node: [] for node in nodes}
@@ -92,8 +145,7 @@ def _supervision(
     return Supervision(
         head=nodes[0],
         ranks={node: tuple(numbers) for node, numbers in ranks.items()},
-        # Nodes that each start their own ranks need not reach each other by ssh.
-        remote=tuple(nodes[1:]) if node_rank is None else (),
+        remote=remote,
         master_port=master_port,
         hang_timeout_s=experiment.launch.hang_timeout,
         max_restarts=experiment.restart.max,

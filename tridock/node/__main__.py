@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tridock.node.follow import follow, follow_with_beats
 from tridock.node.processes import find_processes, stop_processes
 
 _RECORD_S = 8.0
+_POLL_S = 0.5
 
 
 def main() -> int:
@@ -38,6 +40,10 @@ def _parser() -> argparse.ArgumentParser:
 
     start = verbs.add_parser("start", help="start a run that goes on when this session ends")
     start.add_argument("folder", type=Path)
+    start.add_argument("--again", action="store_true", help="one that has ended goes on from its newest checkpoint")
+    start.add_argument(
+        "--patience", type=float, default=0.0, help="seconds for a supervisor of before to end (default 0)"
+    )
     start.set_defaults(action=_start)
 
     follow_ = verbs.add_parser("follow", help="print a run's output until it ends; exit with its code")
@@ -71,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
 
     save = verbs.add_parser("save", help="tell the ranks of a run on this node to save and leave")
     save.add_argument("folder", type=Path)
+    save.add_argument("--patience", type=float, default=0.0, help="seconds to wait for the first rank (default 0)")
     save.set_defaults(action=_save)
 
     runs_ = verbs.add_parser("runs", help="the runs of this workspace, as JSON")
@@ -156,7 +163,7 @@ def _start(arguments: argparse.Namespace) -> int:
     # Only here, as in watch: what every other verb would wait for.
     from tridock.node import supervisor
 
-    supervisor.start(arguments.folder)
+    supervisor.start(arguments.folder, again=arguments.again, patience_s=arguments.patience)
     return 0
 
 
@@ -203,14 +210,30 @@ def _take(arguments: argparse.Namespace) -> int:
 
 
 def _save(arguments: argparse.Namespace) -> int:
-    living = {process.pid for process in find_processes(arguments.folder.name)}
-    beats = [pulse.read(arguments.folder, rank) for rank in pulse.ranks(arguments.folder)]
-    told = [beat.pid for beat in beats if beat is not None and beat.pid in living]
-    for pid in told:
+    deadline = time.monotonic() + arguments.patience
+    while not (ranks := _ranks_here(arguments.folder)) and time.monotonic() < deadline:
+        if (arguments.folder / run_folder.EXIT_CODE).exists():
+            break
+        time.sleep(_POLL_S)
+    for pid in ranks:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)
-    print(json.dumps({"told": len(told)}))
+    print(json.dumps({"told": len(ranks)}))
     return 0
+
+
+def _ranks_here(folder: Path) -> list[int]:
+    living = {process.pid for process in find_processes(folder.name)}
+    beats = [pulse.read(folder, rank) for rank in pulse.ranks(folder)]
+    # Of nodes that share the folder another's rank may have the number of a process here.
+    return [b.pid for b in beats if b is not None and b.pid in living and _began(b.pid) == b.began]
+
+
+def _began(pid: int) -> int | None:
+    try:
+        return pulse.began(pid)
+    except OSError:
+        return None
 
 
 def _require_run_id(text: str) -> None:

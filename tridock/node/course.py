@@ -54,7 +54,7 @@ class Course:
         self._steps = StepTimes()
         self._made: list[Made] = []
         self._launcher: subprocess.Popen[bytes] | None = None
-        self._began = (folder / run_folder.SUPERVISION).stat().st_mtime
+        self._began = supervision.begun or (folder / run_folder.SUPERVISION).stat().st_mtime
         self._log_offset = self._events_before = 0
         self._silent: list[str] = []
         self.told_to_end = False
@@ -77,6 +77,11 @@ class Course:
             words = ["bash", str(self._folder / script)]
             self._launcher = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env)
         self._watches.poll(0.0)
+
+    def script(self) -> str:
+        """What goes on from the run's newest checkpoint; where there is none, what begins."""
+        iteration = checkpoint_iteration(self._supervision, self._began)
+        return run_folder.LAUNCH_SCRIPT if iteration is None else run_folder.RESUME_SCRIPT
 
     def run_to_end(self) -> int:
         """The run's exit code, once nothing of it is left."""
@@ -246,7 +251,8 @@ class Course:
         if self._made:
             self._made[-1] = replace(self._made[-1], reached=self._steps.reached)
         why = refusal(self._supervision, self._made, time.monotonic())
-        why = why or cannot_help(verdict, self._folder, self._events_before) or self._wait_until_fit()
+        why = why or cannot_help(verdict, self._folder, self._events_before) or self._slurms(verdict)
+        why = why or self._wait_until_fit()
         if self._is_stopped():
             return False
         if why is not None:
@@ -262,6 +268,12 @@ class Course:
         self.begin(run_folder.LAUNCH_SCRIPT if iteration is None else run_folder.RESUME_SCRIPT)
         return True
 
+    def _slurms(self, verdict: Verdict) -> str | None:
+        """A node that is lost is for Slurm to replace, which ends the job for it."""
+        if self._supervision.reached_by == "srun" and verdict.kind == "node_lost":
+            return "Slurm gives the job other nodes"
+        return None
+
     def _wait_until_fit(self) -> str | None:
         """Waits until nothing of the run is left on any node and the port is free; what is in the way, in the end.
 
@@ -271,7 +283,8 @@ class Course:
         while (why := self._hindrance()) is not None:
             if time.monotonic() > max(deadline, began + self._supervision.node_timeout_s) or self._is_stopped():
                 return why
-            if self._silent and time.monotonic() > began + self._supervision.node_timeout_s:
+            movable = self._supervision.reached_by == "ssh"
+            if movable and self._silent and time.monotonic() > began + self._supervision.node_timeout_s:
                 if (refused := self._move()) is not None:
                     return f"{why}; {refused}"
                 deadline = time.monotonic() + _FIT_PATIENCE_S

@@ -9,30 +9,33 @@ import fcntl
 import os
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
+from typing import Final
 
-from tridock import run_folder
+from tridock import pulse, run_folder
 from tridock.errors import Problem, RequestError
 from tridock.node.course import Course
 from tridock.node.state import LOCK
 from tridock.supervision import Supervision
 
+_POLL_S: Final = 0.2
 
-def start(folder: Path) -> int:
-    """Starts the run of ``folder`` detached from this session; returns its supervisor's pid once it is running."""
+
+def start(folder: Path, *, again: bool = False, patience_s: float = 0.0) -> int:
+    """Starts the run of ``folder`` detached from this session; returns its supervisor's pid once it is running.
+
+    ``again``: one that was started before, and has ended or was lost, goes on from its newest checkpoint. A supervisor
+    that has outlived its job is told to end, and has ``patience_s`` for that; without any, this is refused.
+    """
     run_id = folder.name
     if not run_folder.is_run_id(run_id):
         raise _refused(str(folder), "is not a run's folder", run_id, "give /workspace/runs/<run-id>")
     for name in (run_folder.LAUNCH_SCRIPT, run_folder.SUPERVISION):
         if not (folder / name).is_file():
             raise _refused(str(folder), f"holds no {name}", "", "start runs with fab launch or tridock train")
-    try:
-        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    except FileExistsError:
-        raise _refused(run_id, "has been started already", "", "launch again: every run has an id of its own") from None
-    # Held from before the supervisor lives, and inherited by it: the lock is the open file's, not the process's.
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    lock = _taken_again(folder, patience_s) if again else _taken(folder)
     (folder / "logs").mkdir(exist_ok=True)
     log = folder / run_folder.LAUNCHER_LOG
     read, write = os.pipe()
@@ -41,7 +44,7 @@ def start(folder: Path) -> int:
     pid = os.fork()
     if pid == 0:
         os.close(read)
-        os._exit(_detached(folder, log, write))
+        os._exit(_detached(folder, log, write, again))
     os.close(write)
     os.close(lock)
     with os.fdopen(read, "rb") as ready:
@@ -52,14 +55,51 @@ def start(folder: Path) -> int:
     return pid
 
 
-def _detached(folder: Path, log: Path, ready: int) -> int:
+def _taken(folder: Path) -> int:
+    try:
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    except FileExistsError:
+        todo = "launch again: every run has an id of its own"
+        raise _refused(folder.name, "has been started already", "", todo) from None
+    # Held from before the supervisor lives, and inherited by it: the lock is the open file's, not the process's.
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
+
+
+def _taken_again(folder: Path, patience_s: float) -> int:
+    """The lock, once nothing of the folder says any more how the run ended before."""
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    deadline = time.monotonic() + patience_s
+    while not _try_lock(lock):
+        if time.monotonic() >= deadline:
+            os.close(lock)
+            raise _refused(folder.name, "is going on already", "", "wait for its end, or stop it")
+        (folder / run_folder.STOPPED).touch()
+        time.sleep(_POLL_S)
+    for name in (run_folder.EXIT_CODE, run_folder.STOPPED):
+        (folder / name).unlink(missing_ok=True)
+    # Ranks of then must not be taken for ranks of now that have died.
+    for rank in pulse.ranks(folder):
+        pulse.path_of(folder, rank).unlink(missing_ok=True)
+    return lock
+
+
+def _try_lock(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _detached(folder: Path, log: Path, ready: int, again: bool) -> int:
     """The supervisor's whole life, in a session of its own; whatever it says goes to the run's log."""
     try:
         os.setsid()
         null, out = os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         for source, target in ((null, 0), (out, 1), (out, 2)):
             os.dup2(source, target)
-        return supervise(folder, ready)
+        return supervise(folder, ready, again)
     except BaseException:
         traceback.print_exc()
         return 1
@@ -72,7 +112,7 @@ def _refused(where: str, what: str, got: str, todo: str) -> RequestError:
     return RequestError(Problem(where, what, got, todo))
 
 
-def supervise(folder: Path, ready: int) -> int:
+def supervise(folder: Path, ready: int, again: bool) -> int:
     """What the supervisor does; ``ready`` is the pipe that tells :func:`start` that the run is going.
 
     The lock that it inherited is open until it ends, and is not handed on to the run.
@@ -87,7 +127,7 @@ def supervise(folder: Path, ready: int) -> int:
         # Somebody has to see how the run ends. Handlers, which the launcher does not inherit as it would SIG_IGN.
         signal.signal(signal.SIGTERM, note)
         signal.signal(signal.SIGUSR1, note)
-        course.begin(run_folder.LAUNCH_SCRIPT)
+        course.begin(course.script() if again else run_folder.LAUNCH_SCRIPT)
         os.write(ready, b"started")
         os.close(ready)
         code = course.run_to_end()

@@ -25,17 +25,30 @@ _LAST_WORDS_S: Final = 0.2
 _CHUNK: Final = 1 << 16
 
 
-def watch_command(folder: Path, node: str, remote: bool) -> list[str]:
-    """What starts a node's watch: here, or by way of the cluster's own ssh."""
-    return node_command(node if remote else None, "watch", str(folder), node)
+_SRUN: Final = (
+    *("srun", "--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--cpus-per-task=1"),
+    *("--gres=none", "--unbuffered", "--quiet"),
+)
+_SLURM_KEPT: Final = ("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_CONF")
+"""Of a job's variables, which are options of srun at the same time: those that a watch's own step is not bent by."""
+_FIRST_STEP_S: Final = 60.0
+"""Slurm may take its time with the first step of a watch."""
+
+
+def watch_command(folder: Path, node: str, reached_by: str | None) -> list[str]:
+    """What starts a node's watch: here (None), by way of the cluster's own ssh, or as a step of Slurm's job."""
+    words = ["watch", str(folder), node]
+    if reached_by == "srun":
+        return [*_SRUN, f"--nodelist={node}", *node_command(None, *words)]
+    return node_command(node if reached_by == "ssh" else None, *words)
 
 
 class _Connection:
     """One node's watch; it is started again whenever it ends."""
 
-    def __init__(self, node: str, command: Sequence[str]) -> None:
+    def __init__(self, node: str, command: Sequence[str], patience_s: float = 0.0) -> None:
         self.node, self._command = node, command
-        self.heard = time.monotonic()
+        self.heard = time.monotonic() + patience_s
         """When the node last said something."""
         self.words = ""
         """What ssh said last."""
@@ -49,7 +62,7 @@ class _Connection:
         """Starts the watch, unless it runs or has just ended."""
         if self._process is not None or time.monotonic() < self._again_at:
             return
-        env = {name: value for name, value in os.environ.items() if name != run_folder.RUN_ID_VARIABLE}
+        env = {name: value for name, value in os.environ.items() if _is_for_watch(name)}
         env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [env.get("PYTHONPATH")])])
         pipe = subprocess.PIPE
         # A session of its own: what is sent to the supervisor's group is not for it.
@@ -124,6 +137,10 @@ class _Connection:
         return self._process is not None
 
 
+def _is_for_watch(name: str) -> bool:
+    return name != run_folder.RUN_ID_VARIABLE and (not name.startswith("SLURM_") or name in _SLURM_KEPT)
+
+
 def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes], IO[bytes]]:
     """Where orders go, where answers come from, and what the program says beside them."""
     assert process.stdin is not None
@@ -136,10 +153,11 @@ class Watches:
     """All of a run's nodes that the supervisor sees."""
 
     def __init__(self, folder: Path, supervision: Supervision) -> None:
-        remote = supervision.remote
-        self._nodes = {
-            node: _Connection(node, watch_command(folder, node, node in remote)) for node in supervision.watched
-        }
+        self._nodes = {}
+        for node in supervision.watched:
+            reached_by = supervision.reached_by if node in supervision.remote else None
+            patience_s = _FIRST_STEP_S if reached_by == "srun" else 0.0
+            self._nodes[node] = _Connection(node, watch_command(folder, node, reached_by), patience_s)
         self._selector = selectors.DefaultSelector()
         self._pinged, self._polled = 0.0, time.monotonic()
 

@@ -33,6 +33,8 @@ from tridock.triage import facts_of
 HERE = "localhost"
 _MEETING_PORT = 29500
 _GRACE_S = 10.0
+_FIRST_RANK_S = 120
+"""A signal may come before the ranks have."""
 # What says that a job's time is over.
 _SCHEDULERS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -88,9 +90,9 @@ def run_here(
         raise RequestError(Problem(f"{config}: restart.max", what, str(experiment.restart.max), todo))
     ranks = nproc or _default_ranks()
     slots = {name: range(ranks) for name in _names(place)}
-    assessment = assess(experiment, slots, str(config), Assumptions(gpu=_gpu()))
+    assessment = assess(experiment, slots, str(config), Assumptions(gpu=gpu_here()))
     plan = assessment.checked(force=force)
-    _check_files(config, experiment, plan, workspace)
+    check_files(config, experiment, plan, workspace)
     run_id = run_folder.new_run_id(experiment.name)
     port = experiment.launch.master_port or (default_port(run_id) if place.nnodes == 1 else _MEETING_PORT)
     if place.nnodes > 1:
@@ -111,14 +113,19 @@ def run_here(
     if run_id_file is not None:
         run_folder.write_atomic(run_id_file, f"{run_id}\n".encode())
     _announce(folder, plan, place)
-    return _start_and_follow(folder, ranks) if place.node_rank == 0 else _join(folder, ranks, place.node_rank)
+    if place.node_rank:
+        return _join(folder, ranks, place.node_rank)
+    code = start_and_follow(folder, ranks)
+    if code == run_folder.EXIT_PREEMPTED:
+        _say(f"continue with --set train.load=runs/{folder.name}/{run_folder.CHECKPOINTS}")
+    return code
 
 
-def _check_files(config: Path, experiment: Experiment, plan: Plan, workspace: Path) -> None:
+def check_files(config: Path, experiment: Experiment, plan: Plan, workspace: Path) -> None:
     """As for a cluster, before any rank starts."""
     words = preflight_words(experiment, head=True)
-    env = _environment(1)
-    done = subprocess.run([*_node_verb(), *words], env=env, cwd=workspace, capture_output=True, check=True)
+    env = node_environment(1)
+    done = subprocess.run([*node_verb(), *words], env=env, cwd=workspace, capture_output=True, check=True)
     answer = json.loads(done.stdout)
     problems = [
         Problem(
@@ -159,20 +166,25 @@ def _announce(folder: Path, plan: Plan, place: Place) -> None:
     _say(f"run {folder.name}: {plan.world_size} ranks {where}, {plan.layout}; folder {folder}")
 
 
-def _start_and_follow(folder: Path, ranks: int) -> int:
-    env = _environment(ranks)
-    started = subprocess.run([*_node_verb(), "start", str(folder)], env=env, check=False)
+def start_and_follow(folder: Path, ranks: int, *, again: bool = False, patience_s: float = 0.0) -> int:
+    """Starts the run and prints its output to its end; its exit code.
+
+    ``again``: it goes on where it was left, once a supervisor of before has ended, which has ``patience_s`` for that.
+    """
+    env = node_environment(ranks)
+    log = folder / run_folder.LAUNCHER_LOG
+    offset = log.stat().st_size if again and log.exists() else 0
+    words = ["--again", "--patience", str(patience_s)] if again else []
+    started = subprocess.run([*node_verb(), "start", str(folder), *words], env=env, check=False)
     if started.returncode:
         return started.returncode
     try:
         with _handing_on(folder, env):
-            follow = [*_node_verb(), "follow", str(folder)]
+            follow = [*node_verb(), "follow", str(folder), "--offset", str(offset)]
             code = subprocess.run(follow, env=env, preexec_fn=_unimpressed, check=False).returncode
     except KeyboardInterrupt:
         return _interrupted(folder, env)
-    if code == run_folder.EXIT_PREEMPTED:
-        _say(f"continue with --set train.load=runs/{folder.name}/{run_folder.CHECKPOINTS}")
-    elif code not in (0, run_folder.EXIT_STOPPED):
+    if code not in (0, run_folder.EXIT_STOPPED, run_folder.EXIT_PREEMPTED):
         print(_why(folder, code, env), file=sys.stderr)
     return code
 
@@ -188,12 +200,12 @@ def triage_here(folder: Path) -> RunFailedError:
         code = None
     if code in (0, run_folder.EXIT_STOPPED):
         raise RequestError(Problem(str(folder), "is of a run that did not fail", f"exit code {code}", todo))
-    return _why(folder, code, _environment(1))
+    return _why(folder, code, node_environment(1))
 
 
 def _why(folder: Path, code: int | None, env: Mapping[str, str]) -> RunFailedError:
     """As for a cluster, of what lies here."""
-    done = subprocess.run([*_node_verb(), "evidence", str(folder)], env=env, capture_output=True, check=True)
+    done = subprocess.run([*node_verb(), "evidence", str(folder)], env=env, capture_output=True, check=True)
     answer = json.loads(done.stdout)
     ranks = (answer.get("plan") or {}).get("ranks") or [{"node": HERE}]
     head = str(ranks[0]["node"])
@@ -204,7 +216,7 @@ def _why(folder: Path, code: int | None, env: Mapping[str, str]) -> RunFailedErr
 
 def _join(folder: Path, ranks: int, node_rank: int) -> int:
     """Runs this node's ranks of a run that node 0 supervises."""
-    env = {**_environment(ranks), run_folder.RUN_ID_VARIABLE: folder.name}
+    env = {**node_environment(ranks), run_folder.RUN_ID_VARIABLE: folder.name}
     script = ["bash", str(folder / run_folder.launch_script(node_rank))]
     # A session of its own: Ctrl-C at the terminal is ours to answer.
     with subprocess.Popen(script, stdin=subprocess.DEVNULL, env=env, start_new_session=True) as launcher:
@@ -212,7 +224,7 @@ def _join(folder: Path, ranks: int, node_rank: int) -> int:
             with _handing_on(folder, env):
                 code = launcher.wait()
         except KeyboardInterrupt:
-            code = _interrupted(folder, _environment(ranks))
+            code = _interrupted(folder, node_environment(ranks))
             with suppress(subprocess.TimeoutExpired):
                 launcher.wait(_GRACE_S)
     return code if code >= 0 else 128 - code
@@ -223,7 +235,8 @@ def _handing_on(folder: Path, env: Mapping[str, str]) -> Iterator[None]:
     """A scheduler's signal is for the ranks of this node: they save, and their end is waited for."""
 
     def hand_on(_number: int, _frame: object) -> None:
-        subprocess.Popen([*_node_verb(), "save", str(folder)], env=env, stdout=subprocess.DEVNULL)
+        words = [*node_verb(), "save", str(folder), "--patience", str(_FIRST_RANK_S)]
+        subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL)
 
     previous = {number: signal.signal(number, hand_on) for number in _SCHEDULERS}
     try:
@@ -244,17 +257,19 @@ def _interrupted(folder: Path, env: Mapping[str, str]) -> int:
     words = ["stop", folder.name, "--workspace", str(folder.parent.parent)]
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # an impatient second Ctrl-C would leave ranks behind
     try:
-        subprocess.run([*_node_verb(), *words], env=env, stdout=subprocess.DEVNULL, check=False)
+        subprocess.run([*node_verb(), *words], env=env, stdout=subprocess.DEVNULL, check=False)
     finally:
         signal.signal(signal.SIGINT, previous)
     return EXIT_INTERRUPTED
 
 
-def _node_verb() -> list[str]:
+def node_verb() -> list[str]:
+    """What a verb of ``tridock.node`` stands after."""
     return [sys.executable, "-P", "-m", "tridock.node"]
 
 
-def _environment(ranks: int) -> dict[str, str]:
+def node_environment(ranks: int) -> dict[str, str]:
+    """What runs on this machine starts with; ``ranks`` share its cores."""
     # The ranks import this package and DeepSpeed's launcher from the environment that this process runs in.
     return {
         **os.environ,
@@ -270,7 +285,8 @@ def _default_ranks() -> int:
     return len(_nvidia_smi("--list-gpus")) or 2
 
 
-def _gpu() -> Gpu | None:
+def gpu_here() -> Gpu | None:
+    """Of this machine's GPUs the one with the least memory."""
     return smallest_gpu(_nvidia_smi("--query-gpu=memory.total,name", "--format=csv,noheader,nounits"))
 
 
@@ -283,12 +299,17 @@ def _nvidia_smi(*words: str) -> list[str]:
     return done.stdout.splitlines() if done.returncode == 0 else []
 
 
+def image_manifest() -> object:
+    """What is in the image that this machine is a container of; None where it is none."""
+    path = Path(run_folder.CODE) / "manifest.json"
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
 def _manifest(config: Path, experiment: Experiment) -> dict[str, object]:
-    image = Path(run_folder.CODE) / "manifest.json"
     return {
         **origin(Path(__file__).parents[2]),
         "python": sys.version.split()[0],
-        "image_manifest": json.loads(image.read_text()) if image.is_file() else None,
+        "image_manifest": image_manifest(),
         "config": str(config),
         "seed": experiment.train.seed,
     }

@@ -15,14 +15,17 @@ from typing import TYPE_CHECKING
 from tridock import pulse
 from tridock.errors import EXIT_INTERRUPTED, RunError, TridockError
 from tridock.run_folder import EXIT_PREEMPTED, FLIGHT
+from tridock.train import signals
+from tridock.train.launched import place_in_step
 from tridock.train.rank_log import RankLog
 
 if TYPE_CHECKING:
-    from tridock.train import process_group, signals
+    from tridock.train import process_group
 
 
 def run_rank(run_folder: Path, program: Callable[[], None]) -> int:
     """Runs the program with its output copied to the rank's log; gives the exit code. To be called first: it forks."""
+    os.environ.update(place_in_step(os.environ))
     rank = int(os.environ.get("RANK", "0"))
     log = RankLog.open(run_folder, rank)
     with _watched(run_folder, rank):
@@ -41,6 +44,7 @@ def _watched(run_folder: Path, rank: int) -> Iterator[None]:
     with path.open("w") as stacks:
         # Before the pulse: whoever finds that may send the signal, which would end a process that is not ready for it.
         faulthandler.register(pulse.STACKS_SIGNAL, stacks, all_threads=True)
+        signals.note_usr1()
         pulse.start(run_folder, rank)
         yield
         signal.signal(pulse.STACKS_SIGNAL, signal.SIG_IGN)  # it ends in peace
@@ -48,7 +52,7 @@ def _watched(run_folder: Path, rank: int) -> Iterator[None]:
 
 def form_world(run_folder: Path) -> process_group.Ranks:
     """Joins this rank with the others; rank 0 records that the run has started, and the world that formed."""
-    from tridock.train import process_group, signals
+    from tridock.train import process_group
     from tridock.train.metrics import record_event
 
     process_group.record_flights(run_folder / FLIGHT)
@@ -89,7 +93,7 @@ def _guarded(run_folder: Path, program: Callable[[], None]) -> int:
     """Runs, and turns whatever goes wrong into one message and an exit code."""
     rank = os.environ.get("RANK", "0")
     # Imported here: torch takes seconds, and what it prints belongs into the rank's log.
-    from tridock.train import process_group, signals
+    from tridock.train import process_group
 
     try:
         program()

@@ -53,6 +53,11 @@ class _Heard:
 _heard = _Heard()
 
 
+def note_usr1() -> None:
+    """Takes SIGUSR1 down from now on; until :func:`listen` it would end the rank."""
+    signal.signal(signal.SIGUSR1, _on_sigusr1)
+
+
 def listen(run_folder: Path) -> None:
     """Answers SIGTERM and SIGUSR1 from now on; a rank that is deep inside a collective leaves all the same.
 

@@ -145,6 +145,50 @@ def test_starting_twice_is_refused(make_run: MakeRun) -> None:
     assert (done.returncode, done.stderr) == (2, refused)
 
 
+def test_a_run_that_ended_is_started_again(make_run: MakeRun) -> None:
+    folder = make_run(f'[ -e "$FOLDER/second" ] || exit 3\n{FINISHED}echo second')
+    start(folder)
+    assert node("follow", str(folder)).returncode == 3
+    (folder / "second").touch()
+    (folder / run_folder.STOPPED).touch()
+    offset = (folder / run_folder.LAUNCHER_LOG).stat().st_size
+    assert node("start", "--again", str(folder)).returncode == 0
+    done = node("follow", str(folder), "--offset", str(offset))
+    assert (done.returncode, done.stdout) == (0, "second\n")
+
+
+def test_a_run_that_goes_on_is_not_started_again(make_run: MakeRun) -> None:
+    folder = make_run("sleep 30")
+    start(folder)
+    done = node("start", "--again", str(folder))
+    assert (done.returncode, done.stderr) == (
+        2, f"{folder.name}: is going on already; wait for its end, or stop it\n",
+    )  # fmt: skip
+    answer("stop", folder.name, "--workspace", str(folder.parents[1]))
+
+
+def test_a_supervisor_that_has_outlived_its_job_makes_room(make_run: MakeRun) -> None:
+    first = 'touch "$FOLDER/first"; until [ -e "$FOLDER/.stopped" ]; do sleep 0.1; done'
+    folder = make_run(f'[ -e "$FOLDER/first" ] && exit 3; {first}')
+    start(folder)
+    wait_until((folder / "first").exists)
+    done = node("start", "--again", "--patience", "20", str(folder))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert node("follow", str(folder)).returncode == 3
+    assert not (folder / run_folder.STOPPED).exists()
+
+
+def test_the_word_to_save_waits_for_a_rank(make_run: MakeRun) -> None:
+    rank = "from tridock import pulse; import pathlib, sys, time; time.sleep(0.5); import signal\n"
+    rank += "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0)); pulse.start(pathlib.Path(sys.argv[1]), 0)\n"
+    folder = make_run(f"{FINISHED}exec {sys.executable} -c '{rank}time.sleep(20)' \"$FOLDER\"")
+    start(folder)
+    assert answer("save", str(folder)) == {"told": 0}
+    assert answer("save", str(folder), "--patience", "20") == {"told": 1}
+    wait_until(lambda: exit_code_of(folder) is not None)
+    assert answer("save", str(folder), "--patience", "20") == {"told": 0}
+
+
 def test_what_cannot_be_started(workspace: Path) -> None:
     done = node("start", str(workspace))
     assert (done.returncode, done.stderr) == (

@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# demo: 4 ranks on 1 node, TP1 PP1 DP4. Written by `tridock slurm`.
+#SBATCH --job-name=demo
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=32
+#SBATCH --gres=gpu:4
+#SBATCH --partition=train
+#SBATCH --time=2:00:00
+#SBATCH --signal=B:USR1@300
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=/scratch/me/runs/demo-20260102-030405-0001/logs/slurm-%j.out
+
+set -Eeuo pipefail
+trap '' USR1  # the supervisor answers it
+
+WORKSPACE=/scratch/me
+RUN="$WORKSPACE/runs/demo-20260102-030405-0001"
+
+# The ranks meet on the first node, at a port that no other job has.
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export MASTER_ADDR=${nodes[0]}
+export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
+mkdir -p "$RUN/logs"
+printf '%s slots=4\n' "${nodes[@]}" >"$RUN/hostfile"
+
+# What follows the -- starts all ranks. The supervisor watches them on every node.
+# It queues the job again where the run has saved because its time was over, or has lost a node:
+# the run then goes on from its newest checkpoint.
+# shellcheck disable=SC2016  # the number of a task's node is known in the task
+exec tridock slurm supervise --env=NCCL_DEBUG=INFO "$RUN" -- \
+  srun --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=0 \
+  apptainer exec --nv --bind="$WORKSPACE" --bind=/data --bind=/a:/b:ro --pwd="$RUN" \
+  --env=PYTHONPATH=/opt/tridock '--env=X=it'"'"'s' /images/tridock.sif \
+  bash -c 'exec torchrun --node-rank="$SLURM_NODEID" "$@"' torchrun \
+  --nnodes=1 --nproc-per-node=4 --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" \
+  -m tridock.train --run-folder "$RUN"

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# demo: 4 ranks on 2 nodes, TP1 PP1 DP4. Written by `tridock slurm`.
+#SBATCH --job-name=demo
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=4
+#SBATCH --exclusive
+#SBATCH --signal=B:USR1@300
+#SBATCH --no-requeue
+#SBATCH --open-mode=append
+#SBATCH --output=/scratch/me/runs/demo-20260102-030405-0001/logs/slurm-%j.out
+
+set -Eeuo pipefail
+trap '' USR1  # the supervisor answers it
+
+WORKSPACE=/scratch/me
+RUN="$WORKSPACE/runs/demo-20260102-030405-0001"
+
+# The ranks meet on the first node, at a port that no other job has.
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export MASTER_ADDR=${nodes[0]}
+export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
+mkdir -p "$RUN/logs"
+printf '%s slots=2\n' "${nodes[@]}" >"$RUN/hostfile"
+
+# What follows the -- starts all ranks. The supervisor watches them on every node.
+# shellcheck disable=SC2016  # the number of a task's node is known in the task
+exec tridock slurm supervise --no-requeue "$RUN" -- \
+  srun --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=0 \
+  bash -c 'exec torchrun --node-rank="$SLURM_NODEID" "$@"' torchrun \
+  --nnodes=2 --nproc-per-node=2 --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" \
+  -m tridock.train --run-folder "$RUN"

@@ -1,0 +1,172 @@
+"""A Slurm cluster for tests: Debian's Slurm in four containers of the twin's image, a controller and three nodes.
+
+Everything has a name of its own and is removed at the end. `/shared` is the file system that all machines see.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.support import ROOT, execute, succeed, wait_until
+
+NODES = ("n1", "n2", "n3")
+USER = "trainer"
+SHARED = "/shared"
+DATA = """
+from pathlib import Path
+from tridock.data.indexed_dataset import IndexedDatasetWriter
+with IndexedDatasetWriter(Path("data/tiny/text_document"), vocab_size=64) as writer:
+    for start in range(400):
+        writer.add_document([(start + step) % 64 for step in range(64)])
+"""
+TINY = {
+    "name": "tiny",
+    "model": {
+        "num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 16, "vocab_size": 64,
+        "hidden_dropout": 0.0, "attention_dropout": 0.0,
+    },
+    "parallel": {"strategy": "zero", "zero_stage": 1},
+    "batch": {"micro_batch_size": 4},
+    "data": {"data_path": "data/tiny/text_document", "split": "80,10,10"},
+    "optimizer": {"lr": 1.0e-2, "lr_warmup_iters": 2},
+    "precision": "fp32",
+    "train": {"train_iters": 12, "log_interval": 1},
+}  # fmt: skip
+SITE = {"gpus_per_node": 1, "gpu_request": "none", "cpus_per_node": 2, "time": "30", "signal_lead": 60}
+PATIENCE_S = 240.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job of one run, and the run's folder on the cluster."""
+
+    id: str
+    folder: str
+
+
+@dataclass
+class SlurmCluster:
+    """The containers, and their user at the login node."""
+
+    image: str
+    base: str
+    name: str = field(default_factory=lambda: f"tridock-test-{uuid.uuid4().hex[:8]}")
+
+    def container(self, machine: str) -> str:
+        return f"{self.name}-{machine}"
+
+    def start(self) -> None:
+        succeed("docker", "network", "create", self.name)
+        for machine in ("login", *NODES):
+            role = "controller" if machine == "login" else "node"
+            options = ["--hostname", machine, "--network", self.name, "--network-alias", machine, "--no-healthcheck"]
+            options += ["--volume", f"{self.name}:{SHARED}", "--env", "OMP_NUM_THREADS=1"]
+            succeed("docker", "run", "--detach", "--name", self.container(machine), *options, self.image, role)
+        succeed("docker", "exec", self.container("login"), "chown", f"{USER}:{USER}", SHARED)
+        wait_until(
+            lambda: self.execute("sinfo --noheader --format=%D:%t").stdout == "3:idle\n", "all nodes are idle", 60
+        )
+
+    def write_workspace(self) -> None:
+        self.write("tiny.yaml", json.dumps(TINY))  # JSON is YAML too
+        self.write("site.yaml", json.dumps(SITE))
+        self.succeed(f"mkdir -p data/tiny && python -c '{DATA}'")
+
+    def write(self, name: str, text: str) -> None:
+        self.succeed(f"cat >{name}", input=text)
+
+    def clear(self) -> None:
+        """Takes away what a test has left in the queue."""
+        self.execute("scancel --me")
+        wait_until(lambda: self.execute("squeue --noheader").stdout == "", "the queue is empty", 60)
+
+    def remove(self) -> None:
+        execute("docker", "rm", "--force", *map(self.container, ("login", *NODES)))
+        execute("docker", "volume", "rm", "--force", self.name)
+        execute("docker", "network", "rm", self.name)
+        execute("docker", "image", "rm", self.image, self.base)
+
+    # ---- the user ----
+
+    def execute(
+        self, line: str, machine: str = "login", folder: str = SHARED, **options: object
+    ) -> subprocess.CompletedProcess[str]:
+        """A line of shell, as the user would type it."""
+        words = ["--interactive", "--user", USER, "--workdir", folder, "--env", f"HOME=/home/{USER}"]
+        words += ["--env", "COLUMNS=160", self.container(machine), "bash", "-c", line]
+        return execute("docker", "exec", *words, **options)
+
+    def succeed(self, line: str, **options: Any) -> str:
+        done = self.execute(line, **options)
+        assert done.returncode == 0, f"{line}\n{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
+        return done.stdout
+
+    def submit(self, *words: str, config: str = "tiny.yaml") -> Job:
+        out = self.succeed(f"tridock slurm submit {config} --profile site.yaml {' '.join(words)}")
+        found = re.fullmatch(r"job (\d+)\nrun (\S+); folder (/shared/runs/\2)\n", out)
+        assert found, out
+        return Job(found[1], found[3])
+
+    def read(self, job: Job, name: str) -> str:
+        return self.execute(f"cat {job.folder}/{name}").stdout
+
+    def lines(self, job: Job, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.read(job, name).splitlines() if line.endswith("}")]
+
+    def events(self, job: Job, name: str) -> list[dict[str, Any]]:
+        return [event for event in self.lines(job, "events.jsonl") if event["event"] == name]
+
+    def losses(self, job: Job) -> list[float]:
+        return [record["loss"] for record in self.lines(job, "metrics.jsonl") if "split" not in record]
+
+    def until(self, condition: Any, what: str, job: Job, seconds: float = PATIENCE_S) -> None:
+        try:
+            wait_until(condition, what, seconds)
+        except AssertionError as error:
+            output = self.execute(f"cat {job.folder}/logs/slurm*; cat {job.folder}/events.jsonl; squeue").stdout
+            raise AssertionError(f"{error}\n{output[-6000:]}") from None
+
+    def wait(self, job: Job) -> int:
+        """Until the job has left the queue; the run's exit code."""
+        self.until(lambda: self.execute(f"squeue --noheader --jobs={job.id}").stdout == "", "the job has ended", job)
+        return int(self.read(job, "exit_code") or -1)
+
+    def ranks(self, job: Job, machine: str) -> list[int]:
+        """The processes of a run's ranks on a node."""
+        run_id = Path(job.folder).name
+        script = f"""
+            for process in /proc/[0-9]*; do
+                grep -qzsx "TRIDOCK_RUN_ID={run_id}" "$process/environ" || continue
+                tr '\\0' ' ' 2>/dev/null <"$process/cmdline" | grep -qE '^[^ ]*python[^ ]* -u -m tridock' || continue
+                echo "${{process#/proc/}}"
+            done"""
+        return [int(line) for line in self.execute(script, machine).stdout.split()]
+
+
+@pytest.fixture(scope="session")
+def slurm_cluster(docker: str) -> Iterator[SlurmCluster]:
+    """The cluster with an experiment, its data and a site's profile in the user's folder."""
+    suffix = uuid.uuid4().hex[:8]
+    cluster = SlurmCluster(f"tridock-test-slurm-{suffix}:cpu", f"tridock-test-slurm-base-{suffix}:cpu")
+    megatron = os.environ.get("TRIDOCK_MEGATRON", "auto")
+    try:
+        succeed("make", "image", "FLAVOR=cpu", f"IMAGE={cluster.base}", f"MEGATRON={megatron}", cwd=ROOT, timeout=1800)
+        words = [f"--build-arg=BASE={cluster.base}"]
+        words += [f"--build-arg={name}" for name in ("http_proxy", "https_proxy", "no_proxy") if name in os.environ]
+        folder = str(ROOT / "tests" / "integration" / "slurm")
+        succeed("docker", "build", "--quiet", *words, "--tag", cluster.image, folder, timeout=900)
+        cluster.start()
+        cluster.write_workspace()
+        yield cluster
+    finally:
+        cluster.remove()

@@ -1,0 +1,253 @@
+"""A real Slurm: the same experiments as jobs over two nodes, their end, their time limit, a node that fails."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.slurm_cluster import SHARED, Job, SlurmCluster
+from tests.integration.support import execute, succeed, wait_until
+
+pytestmark = pytest.mark.timeout(600)
+
+TWO = ("--nodes", "2")
+DDP = ("parallel.strategy=ddp", "parallel.zero_stage=0")
+CORE = (
+    *("engine=megatron-core", "parallel.strategy=ddp", "parallel.zero_stage=0", "batch.global_batch_size=8"),
+    *("parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2"),
+)
+
+
+def changed(*fields: str) -> tuple[str, ...]:
+    return tuple(word for field in fields for word in ("--set", field))
+
+
+CASES: dict[str, tuple[str, ...]] = {
+    "torchrun": ("--launcher", "torchrun", *changed("name=torchrun", *DDP)),
+    "deepspeed": ("--launcher", "deepspeed", *changed("name=deepspeed")),
+    "deepspeed-slurm": ("--launcher", "deepspeed-slurm", *changed("name=deepspeed-slurm")),
+    "deepspeed-pdsh": ("--launcher", "deepspeed-pdsh", *changed("name=deepspeed-pdsh")),
+    "srun": ("--launcher", "srun", "--gpus-per-node", "2", *changed("name=srun", *CORE)),
+}
+LONG = changed(
+    "train.train_iters=1000000", "train.log_interval=50", "train.save_interval=100", "train.keep_checkpoints=2"
+)
+
+
+@pytest.fixture(scope="module")
+def jobs(slurm_cluster: SlurmCluster) -> dict[str, Job]:
+    """A job of every way to start ranks, to its end."""
+    jobs = {}
+    for name, words in CASES.items():
+        jobs[name] = slurm_cluster.submit(*TWO, *words)
+        slurm_cluster.wait(jobs[name])
+    return jobs
+
+
+@pytest.fixture(autouse=True)
+def _empty_queue(slurm_cluster: SlurmCluster) -> Iterator[None]:
+    yield
+    slurm_cluster.clear()
+
+
+# ---- ways to start ranks ----
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_job_trains_over_two_nodes(slurm_cluster: SlurmCluster, jobs: dict[str, Job], case: str) -> None:
+    job, ranks = jobs[case], 4 if case == "srun" else 2
+    assert slurm_cluster.read(job, "exit_code") == "0\n", slurm_cluster.read(job, f"logs/slurm-{job.id}.out")[-4000:]
+    losses = slurm_cluster.losses(job)
+    assert len(losses) == 12
+    assert losses[-1] < losses[0] - 0.5
+    (world,) = slurm_cluster.events(job, "world_formed")
+    assert world["world_size"] == ranks
+    nodes = [line.split()[0] for line in slurm_cluster.read(job, "hostfile").splitlines()]
+    assert len(nodes) == 2
+    plan = json.loads(slurm_cluster.read(job, "plan.json"))
+    assert [rank["node"] for rank in plan["ranks"]] == sorted(nodes * (ranks // 2))
+    logs = slurm_cluster.succeed(f"ls {job.folder}/logs").split()
+    assert {f"rank-{rank}.log" for rank in range(ranks)} <= set(logs)
+    manifest = json.loads(slurm_cluster.read(job, "manifest.json"))
+    assert manifest["slurm"]["job"] == job.id
+    output = slurm_cluster.read(job, f"logs/slurm-{job.id}.out")
+    assert "iteration 12/12" in output
+    assert output.count("test loss after iteration 12") == 1
+
+
+def test_ranks_are_on_the_nodes_that_the_plan_says(slurm_cluster: SlurmCluster, jobs: dict[str, Job]) -> None:
+    launch = slurm_cluster.read(jobs["srun"], "launch.sh")
+    assert f"--run-folder {jobs['srun'].folder}\n" in launch
+    assert "--distribution=block" in launch
+    supervision = json.loads(slurm_cluster.read(jobs["srun"], "supervision.json"))
+    (first, second) = supervision["ranks"]
+    assert supervision["ranks"] == {first: [0, 1], second: [2, 3]}
+    assert supervision["remote"] == [second]
+
+
+def test_the_losses_are_the_same_however_the_ranks_start(slurm_cluster: SlurmCluster, jobs: dict[str, Job]) -> None:
+    found = {case: slurm_cluster.losses(jobs[case]) for case in ("deepspeed", "deepspeed-slurm", "deepspeed-pdsh")}
+    assert found["deepspeed-slurm"] == found["deepspeed-pdsh"] == found["deepspeed"]
+
+
+def test_jobs_on_the_same_nodes_meet_at_ports_of_their_own(jobs: dict[str, Job], slurm_cluster: SlurmCluster) -> None:
+    ports = [json.loads(slurm_cluster.read(job, "supervision.json"))["master_port"] for job in jobs.values()]
+    assert ports == [20000 + int(job.id) % 10000 for job in jobs.values()]
+    assert len(set(ports)) == len(ports)
+
+
+def test_status_names_every_run(slurm_cluster: SlurmCluster, jobs: dict[str, Job]) -> None:
+    shown = slurm_cluster.succeed("tridock slurm status")
+    for job in jobs.values():
+        name = re.escape(Path(job.folder).name)
+        assert re.search(rf"{name} +│ {job.id} +│ done +│ +│ +│ 12/12 ", shown), shown
+
+
+@pytest.mark.optional
+def test_megatron_v115_over_two_nodes(slurm_cluster: SlurmCluster) -> None:
+    if slurm_cluster.execute("test -e /opt/megatron-v1.1.5/pretrain_gpt2.py").returncode:
+        pytest.skip("Megatron-LM v1.1.5 is not in the image: name its source in TRIDOCK_MEGATRON")
+    slurm_cluster.succeed("tridock data demo")
+    config = "/opt/tridock/configs/megatron/tiny-345m-3d.yaml"
+    words = ("--launcher", "srun", "--gpus-per-node", "2", "--set", "train.train_iters=12", "--set", "name=v115")
+    job = slurm_cluster.submit(*TWO, *words, config=config)
+    assert slurm_cluster.wait(job) == 0, slurm_cluster.read(job, f"logs/slurm-{job.id}.out")[-4000:]
+    losses = slurm_cluster.losses(job)
+    assert losses[-1] < losses[0]
+
+
+# ---- other ways to begin ----
+
+
+def test_an_allocation_starts_a_run_at_once(slurm_cluster: SlurmCluster) -> None:
+    """salloc's shell is at the login node: the supervisor too, and every node is watched from there."""
+    run = "tridock slurm run tiny.yaml --profile site.yaml --set name=inside"
+    out = slurm_cluster.succeed(f"salloc --quiet --nodes=2 --ntasks-per-node=1 --cpus-per-task=2 {run}")
+    found = re.match(r"run (\S+); folder (/shared/runs/\1)\n", out)
+    assert found, out
+    job = Job("", found[2])
+    assert "iteration 12/12" in out
+    assert slurm_cluster.read(job, "exit_code") == "0\n"
+    assert len(json.loads(slurm_cluster.read(job, "supervision.json"))["remote"]) == 2
+    assert slurm_cluster.execute("squeue --noheader").stdout == ""
+
+
+def test_a_script_that_a_person_gives_to_sbatch(slurm_cluster: SlurmCluster) -> None:
+    slurm_cluster.succeed("tridock slurm render tiny.yaml --profile site.yaml --set name=byhand >byhand.sh")
+    job_id = slurm_cluster.succeed("sbatch --parsable --wait byhand.sh").strip()
+    (folder,) = slurm_cluster.succeed("ls -d runs/byhand-*").split()
+    job = Job(job_id, f"{SHARED}/{folder}")
+    assert slurm_cluster.read(job, "exit_code") == "0\n"
+    assert len(slurm_cluster.losses(job)) == 12
+    assert "name: byhand\n" in slurm_cluster.read(job, "experiment.yaml")
+
+
+def test_a_sweep_is_an_array(slurm_cluster: SlurmCluster) -> None:
+    words = "--sweep optimizer.lr=1e-2,1e-3 --array-tasks 2 --set name=sweep"
+    out = slurm_cluster.succeed(f"tridock slurm submit tiny.yaml --profile site.yaml {words}")
+    first, *runs = out.splitlines()
+    job_id = first.removeprefix("job ")
+    both = [Job(f"{job_id}_{number}", line.split(" folder ")[1]) for number, line in enumerate(runs)]
+    assert [slurm_cluster.wait(job) for job in both] == [0, 0]
+    rates = [
+        max(record["lr"] for record in slurm_cluster.lines(job, "metrics.jsonl") if "lr" in record) for job in both
+    ]
+    assert rates == [1e-2, 1e-3]
+
+
+# ---- the end ----
+
+
+def test_cancel_ends_a_run_and_saves_nothing(slurm_cluster: SlurmCluster) -> None:
+    job = slurm_cluster.submit(*TWO, *LONG, "--set", "name=cancelled", "--set", "train.save_interval=0")
+    slurm_cluster.until(lambda: slurm_cluster.losses(job), "the run trains", job)
+    shown = slurm_cluster.succeed("tridock slurm status --json")
+    (row,) = (row for row in json.loads(shown) if row["job"] == job.id)
+    assert (row["state"], row["nodes"]) == ("running", "n[1-2]")
+    assert slurm_cluster.ranks(job, "n1")
+    out = slurm_cluster.succeed(f"tridock slurm cancel {job.id}")
+    assert out == f"cancelled job {job.id}, run {Path(job.folder).name}\n"
+    assert slurm_cluster.wait(job) == 143
+    assert slurm_cluster.ranks(job, "n1") == slurm_cluster.ranks(job, "n2") == []
+    assert slurm_cluster.events(job, "checkpoint_saved") == []
+
+
+def test_a_rank_that_dies_on_another_node_is_named_and_the_run_goes_on(slurm_cluster: SlurmCluster) -> None:
+    words = ("--set", "name=killed", "--set", "restart.max=1", "--set", "train.train_iters=600")
+    job = slurm_cluster.submit(*TWO, *LONG, *words)
+    slurm_cluster.until(lambda: slurm_cluster.events(job, "checkpoint_saved"), "a checkpoint", job)
+    victim = slurm_cluster.read(job, ".pulse/rank-1").split()[0]
+    slurm_cluster.succeed(f"kill -KILL {victim}", machine="n2")
+    slurm_cluster.until(lambda: slurm_cluster.events(job, "run_restarted"), "a restart", job)
+    (died,) = slurm_cluster.events(job, "rank_died")
+    assert (died["rank"], died["node"]) == (1, "n2")
+    assert died["reason"].startswith("was ended by SIGKILL after iteration ")
+    assert slurm_cluster.wait(job) == 0
+    assert slurm_cluster.lines(job, "metrics.jsonl")[-1]["iteration"] == 600
+
+
+def test_a_run_whose_time_is_over_saves_is_queued_again_and_goes_on(slurm_cluster: SlurmCluster) -> None:
+    # Slurm counts in minutes, and its word may come one early.
+    job = slurm_cluster.submit(*TWO, *LONG, "--set", "name=slow", "--time", "2", "--signal-lead", "60")
+    slurm_cluster.until(lambda: slurm_cluster.events(job, "job_requeued"), "the job is queued again", job)
+    (saved,) = slurm_cluster.events(job, "run_preempted")
+    (requeued,) = slurm_cluster.events(job, "job_requeued")
+    assert requeued["iteration"] == saved["iteration"]
+    assert requeued["reason"] == "its time was over, and it has saved"
+
+    def goes_on() -> bool:
+        last = [record["iteration"] for record in slurm_cluster.lines(job, "metrics.jsonl")][-1:]
+        return len(slurm_cluster.events(job, "job_started")) == 2 and last > [saved["iteration"] + 100]
+
+    slurm_cluster.until(goes_on, "the run goes on", job)
+    iterations = [record["iteration"] for record in slurm_cluster.lines(job, "metrics.jsonl")]
+    assert iterations == sorted(set(iterations))
+    assert set(range(50, iterations[-1], 50)) <= set(iterations)
+    slurm_cluster.succeed(f"tridock slurm cancel {job.id}")
+    assert slurm_cluster.wait(job) == 143
+
+
+def test_a_node_that_fails_costs_the_work_since_the_last_checkpoint(slurm_cluster: SlurmCluster) -> None:
+    job = slurm_cluster.submit(*TWO, *LONG, "--set", "name=lost", "--set", "restart.max=1")
+    slurm_cluster.until(lambda: slurm_cluster.events(job, "checkpoint_saved"), "a checkpoint", job)
+    container = slurm_cluster.container("n2")
+    succeed("docker", "kill", container)
+    try:
+        slurm_cluster.until(lambda: len(slurm_cluster.events(job, "job_started")) == 2, "it starts again", job)
+        before, after = slurm_cluster.events(job, "job_started")
+        assert (before["nodes"], after["nodes"]) == (["n1", "n2"], ["n1", "n3"])
+        saved = max(event["iteration"] for event in slurm_cluster.events(job, "checkpoint_saved"))
+        slurm_cluster.until(
+            lambda: max((r["iteration"] for r in slurm_cluster.lines(job, "metrics.jsonl")), default=0) > saved + 100,
+            "the run goes on", job,
+        )  # fmt: skip
+        slurm_cluster.succeed(f"tridock slurm cancel {job.id}")
+        assert slurm_cluster.wait(job) == 143
+    finally:
+        execute("docker", "start", container)
+        idle = "3:idle\n"
+        wait_until(lambda: slurm_cluster.execute("sinfo --noheader --format=%D:%t").stdout == idle, "all are back", 60)
+
+
+# ---- what cannot be ----
+
+
+def test_a_bad_request_has_our_words_and_slurms(slurm_cluster: SlurmCluster) -> None:
+    before = slurm_cluster.succeed("ls runs 2>/dev/null || true")
+    todo = "mend the request, or ask `sinfo` what there is"
+    done = slurm_cluster.execute("tridock slurm submit tiny.yaml --profile site.yaml --nodes 4")
+    assert (done.returncode, done.stdout) == (2, "")
+    ours, slurms = done.stderr.splitlines()
+    assert ours == "site.yaml: nodes: are more than partition debug has; got 4; ask for at most 3"
+    assert re.fullmatch(rf"sbatch: Slurm refuses the job; got .*[Nn]ode.*; {todo}", slurms)
+    done = slurm_cluster.execute("tridock slurm submit tiny.yaml --profile site.yaml --partition gpu")
+    assert done.returncode == 2
+    ours, slurms = done.stderr.splitlines()
+    assert ours == "site.yaml: partition: is not one of this cluster; got 'gpu'; use one of debug"
+    assert re.fullmatch(rf"sbatch: Slurm refuses the job; got .*invalid partition.*; {todo}", slurms)
+    assert slurm_cluster.succeed("ls runs 2>/dev/null || true") == before
+    assert slurm_cluster.execute("squeue --noheader").stdout == ""

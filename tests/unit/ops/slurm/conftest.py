@@ -1,0 +1,75 @@
+"""A workspace with an experiment and its data, and stand-ins for Slurm's commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tridock.cli import main
+from tridock.data.indexed_dataset import IndexedDatasetWriter
+
+EXPERIMENT = {
+    "name": "t",
+    "model": {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 16},
+    "batch": {"micro_batch_size": 1},
+    "data": {"data_path": "data/t"},
+    "precision": "fp32",
+    "train": {"train_iters": 9},
+}
+PROFILE = "gpus_per_node: 2\ngpu_request: none\ntime: '10'\nsignal_lead: 60\n"
+SINFO = "debug*|2|(null)|1000|4|1:00:00|(null)"
+
+Answer = Callable[..., None]
+
+
+@pytest.fixture
+def answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Answer:
+    """Makes a command of Slurm's say something; what it was asked comes into ``asked``."""
+    bin_ = tmp_path / "bin"
+    bin_.mkdir()
+    # Nothing of a real Slurm's may be asked.
+    monkeypatch.setenv("PATH", f"{bin_}:{Path(sys.executable).parent}:/usr/bin:/bin")
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+
+    def make(command: str, out: str = "", err: str = "", code: int = 0, only: str = "") -> None:
+        script = f'#!/bin/sh\necho "{command} $*" >>"{tmp_path}/asked"\n'
+        if only:  # for one option alone
+            script += f'case "$*" in *{only}*) ;; *) echo 17; exit 0;; esac\n'
+        script += f"cat <<'END'\n{out}\nEND\ncat >&2 <<'END'\n{err}\nEND\nexit {code}\n"
+        (bin_ / command).write_text(script)
+        (bin_ / command).chmod(0o755)
+
+    return make
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (folder / "t.yaml").write_text(json.dumps(EXPERIMENT))
+    (folder / "site.yaml").write_text(PROFILE)
+    with IndexedDatasetWriter(folder / "data" / "t", 7) as writer:
+        writer.add_document(list(range(7)) * 40)
+    return folder
+
+
+Slurm = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def slurm(workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Slurm:
+    """`tridock slurm …` in the workspace: exit code, output, messages."""
+    monkeypatch.chdir(workspace)
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def call(*words: str) -> tuple[int, str, str]:
+        code = main(["slurm", *words])
+        return code, *capsys.readouterr()
+
+    return call

@@ -1,0 +1,195 @@
+"""What a job asks of Slurm: a site's profile (``configs/slurm/*.yaml``) and the words of the command line over it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field, StringConstraints, ValidationError
+
+from tridock.cluster.schema import EnvName, EnvValue, Section, Word, Words
+from tridock.errors import Problem, RequestError
+from tridock.gpus import find_gpu
+from tridock.strict_yaml import parse_yaml, problems_of
+
+Positive = Annotated[int, Field(ge=1)]
+# What stands behind "#SBATCH --option=" is cut at a space, and no shell sees it.
+Plain = Annotated[str, StringConstraints(pattern=r"^[^\s\x00]+$")]
+Time = Annotated[str, StringConstraints(pattern=r"^([0-9]+-)?[0-9]+(:[0-9]+){0,2}$")]
+Memory = Annotated[str, StringConstraints(pattern=r"^[0-9]+[KMGT]?$")]
+
+Launcher = Literal["torchrun", "srun", "deepspeed", "deepspeed-slurm", "deepspeed-pdsh"]
+Kind = Literal["none", "apptainer", "pyxis", "docker"]
+
+_RANK_A_TASK: Final = ("srun", "deepspeed-slurm")
+_MOUNT: Final = re.compile(r"/[^:,]*(:/[^:,]+(:(ro|rw))?)?")
+_SECONDS: Final = (86400, 3600, 60, 1)
+
+
+class SlurmContainer(Section):
+    """What the ranks run in."""
+
+    kind: Kind = Field(
+        default="none",
+        description="none (modules or a virtual environment: see setup), apptainer, pyxis (with Enroot) or docker.",
+    )
+    image: Plain | None = Field(
+        default=None,
+        description="A .sif file (apptainer), a .sqsh file or registry#image:tag (pyxis), an image's name (docker).",
+    )
+    mounts: Words = Field(
+        default=(), description="Further folders: /source, /source:/target or /source:/target:ro; the workspace is one."
+    )
+    extra_args: Words = Field(
+        default=(), description="Further words for apptainer exec, docker run, or srun in the case of pyxis."
+    )
+
+
+class Request(Section):
+    """A job, as a site's profile and the command line ask for it."""
+
+    nodes: Positive = Field(default=1, description="Nodes.")
+    gpus_per_node: Positive | None = Field(
+        default=None, description="Ranks of a node, each with a GPU of its own. Required, here or on the command line."
+    )
+    gpu_request: Literal["gres", "gpus-per-node", "none"] = Field(
+        default="gres", description="How the site wants to be asked for them; none: they are not asked for (CPU ranks)."
+    )
+    gpu_type: Plain | None = Field(default=None, description="Their type, in Slurm's words: gpu:<type>:<number>.")
+    gpu: Word | None = Field(
+        default=None,
+        description="Their name for the plan (v100-32gb, a100-80gb, …) or their memory (24gib); sinfo is asked where it"
+        " is left out.",
+    )
+    cpus_per_node: Positive | None = Field(
+        default=None, description="CPUs of a node, shared out among its tasks (--cpus-per-task)."
+    )
+    mem: Memory | None = Field(default=None, description="Memory of a node, as 160G.")
+    launcher: Launcher = Field(
+        default="torchrun",
+        description="torchrun or deepspeed (a task a node), srun (a task a rank), deepspeed-slurm or deepspeed-pdsh"
+        " (DeepSpeed's own launchers, from the first node).",
+    )
+    partition: Plain | None = Field(default=None, description="--partition.")
+    account: Plain | None = Field(default=None, description="--account.")
+    qos: Plain | None = Field(default=None, description="--qos.")
+    constraint: Plain | None = Field(default=None, description="--constraint: features that the nodes must have.")
+    hint: Literal["compute_bound", "memory_bound", "multithread", "nomultithread"] | None = Field(
+        default=None, description="--hint."
+    )
+    exclusive: bool = Field(default=False, description="--exclusive: no other job on the nodes.")
+    time: Time | None = Field(default=None, description="--time: minutes, hours:minutes:seconds, days-hours, …")
+    signal_lead: Annotated[int, Field(ge=0, le=65535)] = Field(
+        default=300,
+        description="Seconds before the end at which the run is told to save; Slurm may be a minute early.",
+    )
+    requeue: bool = Field(
+        default=True, description="Whether a run that has saved, or lost a node, is queued again, and goes on."
+    )
+    container: SlurmContainer = Field(default_factory=SlurmContainer)
+    setup: Words = Field(
+        default=(), description="Lines of shell at the beginning of the script: module load …, source …/activate."
+    )
+    env: dict[EnvName, EnvValue] = Field(default_factory=dict, description="Environment of every rank.")
+    sbatch: Words = Field(default=(), description="Further options of sbatch, as --mail-type=END.")
+    srun: Words = Field(default=(), description="Further options of the srun that starts the ranks, as --mpi=none.")
+    tridock: Word = Field(default="tridock", description="The command on the nodes, outside of any container.")
+    array_tasks: Positive | None = Field(
+        default=None, description="Of a job array, how many run at the same time; all where left out."
+    )
+
+    @property
+    def ranks_per_node(self) -> int:
+        """``gpus_per_node`` of a request that has passed :func:`make_request`."""
+        assert self.gpus_per_node is not None
+        return self.gpus_per_node
+
+    @property
+    def slots(self) -> dict[str, range]:
+        """What the plan is made on before Slurm has named the nodes."""
+        return {f"node-{number}": range(self.ranks_per_node) for number in range(self.nodes)}
+
+
+def make_request(text: str, source: str, changes: Mapping[str, object]) -> Request:
+    """A profile (YAML; empty for none) with the command line's fields over it, by their dotted names.
+
+    Raises :class:`RequestError` with all that does not fit.
+    """
+    fields = dict(parse_yaml(text, source))
+    for dotted, value in changes.items():
+        section, _, field = dotted.partition(".")
+        fields[section] = {**_mapping(fields.get(section)), field: value} if field else value
+    try:
+        request = Request.model_validate(fields)
+    except ValidationError as error:
+        raise RequestError(problems_of(error, source, Request)) from None
+    if problems := list(_unusable(request, source)):
+        raise RequestError(problems)
+    return request
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def tasks_per_node(request: Request) -> int:
+    """Slurm's tasks: one a node that starts the node's ranks, or one a rank."""
+    return request.ranks_per_node if request.launcher in _RANK_A_TASK else 1
+
+
+def seconds_of(time: str) -> int:
+    """A time limit in Slurm's forms (``90``, ``1:30:00``, ``2-12``, ``2-12:30``), in seconds."""
+    days, dash, rest = time.rpartition("-")
+    numbers = [int(number) for number in rest.split(":")]
+    if dash:  # days-hours[:minutes[:seconds]]
+        places = [int(days), *numbers]
+    elif len(numbers) == 3:
+        places = [0, *numbers]
+    else:  # minutes[:seconds]
+        places = [0, 0, *numbers]
+    return sum(number * unit for number, unit in zip(places, _SECONDS, strict=False))
+
+
+def _unusable(request: Request, source: str) -> Iterator[Problem]:
+    container = request.container
+    if request.gpus_per_node is None:
+        yield Problem(f"{source}: gpus_per_node", "is missing", "", "add it, or give --gpus-per-node")
+    elif request.cpus_per_node is not None and request.cpus_per_node < tasks_per_node(request):
+        todo = f"give at least {tasks_per_node(request)}, one a task"
+        yield Problem(f"{source}: cpus_per_node", "is less than a CPU a task", str(request.cpus_per_node), todo)
+    if container.kind != "none" and container.image is None:
+        yield Problem(
+            f"{source}: container.image", "is missing", "", f"name the image for {container.kind}, or --image"
+        )
+    if container.kind != "none" and request.launcher in ("deepspeed-slurm", "deepspeed-pdsh"):
+        todo = "use torchrun, srun or deepspeed, which start inside of it"
+        what = f"starts the ranks from the first node, and cannot from within {container.kind}"
+        yield Problem(f"{source}: launcher", what, request.launcher, todo)
+    for mount in container.mounts:
+        if not _MOUNT.fullmatch(mount):
+            yield Problem(
+                f"{source}: container.mounts", "is not a mount", repr(mount), "write /source, /source:/target or …:ro"
+            )
+    if request.time is not None and 0 < seconds_of(request.time) <= request.signal_lead:
+        todo = "lower signal_lead, or ask for more time"
+        yield Problem(f"{source}: signal_lead", f"is no less than the time, {request.time}", _s(request), todo)
+    for option in (*request.sbatch, *request.srun):
+        if not option.startswith("-"):
+            field = "sbatch" if option in request.sbatch else "srun"
+            yield Problem(f"{source}: {field}", "is not an option", repr(option), "write --name or --name=value")
+    for name in request.env:
+        if name.startswith(("TRIDOCK_", "SLURM_")):
+            todo = "choose another name"
+            yield Problem(
+                f"{source}: env.{name}", "is a name of Tridock's or Slurm's own", repr(request.env[name]), todo
+            )
+    if request.gpu is not None:
+        try:
+            find_gpu(request.gpu, f"{source}: gpu")
+        except RequestError as error:
+            yield from error.problems
+
+
+def _s(request: Request) -> str:
+    return f"{request.signal_lead} s"

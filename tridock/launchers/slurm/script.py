@@ -1,0 +1,201 @@
+"""The sbatch script: what a person would have written for this experiment on this site. Pure."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from tridock import run_folder
+from tridock.engines import rank_program
+from tridock.experiment import Experiment
+from tridock.launchers.deepspeed import for_pdsh
+from tridock.launchers.slurm.ranks import RUN, launch_lines
+from tridock.launchers.slurm.request import Request, tasks_per_node
+from tridock.plan import Assessment
+
+FIRST_PORT: Final = 20000
+PORTS: Final = 10000
+"""A job meets on FIRST_PORT + its id modulo PORTS: below what systems give to outgoing connections."""
+PROGRAM: Final = "program"
+"""The file of a job array's run that holds its ranks' module and arguments, a word a line."""
+_NUMBER = {True: "%A_%a", False: "%j"}
+
+
+@dataclass(frozen=True, slots=True)
+class Element:
+    """One run: of a job, or of one task of a job array."""
+
+    experiment: Experiment
+    assessment: Assessment
+    run_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A job's runs and how each is started.
+
+    ``workspace`` is the folder that holds ``data/`` and ``runs/``, the same on every node. ``source`` are the words
+    that tell the job where its experiment comes from, where nobody has written the run's folder before.
+    """
+
+    request: Request
+    elements: Sequence[Element]
+    workspace: str
+    source: Sequence[str] = ()
+    in_allocation: bool = False
+    """For an allocation that is there: bash runs it, and Slurm has nothing to queue again."""
+
+    @property
+    def is_array(self) -> bool:
+        return len(self.elements) > 1
+
+    @property
+    def first(self) -> Element:
+        return self.elements[0]
+
+
+def render(script: Script) -> str:
+    """The script's text."""
+    blocks = [
+        "\n".join(_head(script)),
+        "\n".join(_shell(script)),
+        "\n".join(_which_run(script)),
+        "\n".join(_meeting(script.request)),
+        "\n".join(_launch(script)),
+    ]
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def program_words(script: Script, element: Element) -> tuple[str, ...]:
+    """Module and arguments of the element's ranks, as the launcher is to get them."""
+    plan = element.assessment.laid_out
+    path = f"{script.workspace}/runs/{element.run_id}"
+    program = rank_program(element.experiment.resolved(plan.data_parallel_size), plan, element.run_id, path)
+    words = (program.module, *program.arguments)
+    return tuple(map(for_pdsh, words)) if script.request.launcher == "deepspeed-pdsh" else words
+
+
+def _head(script: Script) -> Iterator[str]:
+    request, plan = script.request, script.first.assessment.laid_out
+    name = script.first.experiment.name
+    runs = f"{len(script.elements)} runs, each of " if script.is_array else ""
+    yield "#!/usr/bin/env bash"
+    where = f"{request.nodes} nodes" if request.nodes > 1 else "1 node"
+    yield f"# {name}: {runs}{plan.world_size} ranks on {where}, {plan.layout}. Written by `tridock slurm`."
+    if not script.in_allocation:
+        yield from (f"#SBATCH --{option}" for option in _options(script, name))
+        yield from (f"#SBATCH {option}" for option in request.sbatch)
+
+
+def _options(script: Script, name: str) -> Iterator[str]:
+    request = script.request
+    tasks = tasks_per_node(request)
+    yield f"job-name={name}"
+    yield f"nodes={request.nodes}"
+    yield f"ntasks-per-node={tasks}"
+    if request.cpus_per_node is not None:
+        yield f"cpus-per-task={request.cpus_per_node // tasks}"
+    if request.hint is not None:
+        yield f"hint={request.hint}"
+    if request.gpu_request != "none":
+        type_ = f"{request.gpu_type}:" if request.gpu_type else ""
+        start = "gres=gpu:" if request.gpu_request == "gres" else "gpus-per-node="
+        yield f"{start}{type_}{request.gpus_per_node}"
+    for option in ("mem", "partition", "account", "qos", "constraint", "time"):
+        if (value := getattr(request, option)) is not None:
+            yield f"{option}={value}"
+    if request.exclusive:
+        yield "exclusive"
+    if script.is_array:
+        at_once = f"%{request.array_tasks}" if request.array_tasks else ""
+        yield f"array=0-{len(script.elements) - 1}{at_once}"
+    if request.signal_lead:
+        yield f"signal=B:USR1@{request.signal_lead}"
+    yield "requeue" if request.requeue else "no-requeue"
+    yield "open-mode=append"
+    yield f"output={_output(script)}"
+
+
+def _output(script: Script) -> str:
+    if script.source:  # the run's folder is made by the job itself
+        return f"slurm-{_NUMBER[script.is_array]}.out"
+    folder = f"{script.workspace}/runs"
+    if script.is_array:
+        return f"{folder}/slurm-{_NUMBER[True]}.out"
+    return f"{folder}/{script.first.run_id}/logs/slurm-{_NUMBER[False]}.out"
+
+
+def _shell(script: Script) -> Iterator[str]:
+    yield "set -Eeuo pipefail"
+    if not script.in_allocation and script.request.signal_lead:
+        yield "trap '' USR1  # the supervisor answers it"
+    yield from script.request.setup
+
+
+def _which_run(script: Script) -> Iterator[str]:
+    yield f"WORKSPACE={shlex.quote(script.workspace)}"
+    if not script.is_array:
+        yield f'RUN="$WORKSPACE/runs/{script.first.run_id}"'
+        return
+    yield "runs=("
+    yield from (f"  {element.run_id}" for element in script.elements)
+    yield ")"
+    yield 'RUN="$WORKSPACE/runs/${runs[SLURM_ARRAY_TASK_ID]}"'
+    yield f'mapfile -t program <"$RUN/{PROGRAM}"'
+
+
+def _meeting(request: Request) -> Iterator[str]:
+    yield "# The ranks meet on the first node, at a port that no other job has."
+    yield 'mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")'
+    yield "export MASTER_ADDR=${nodes[0]}"
+    yield f"export MASTER_PORT=$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))"
+    yield 'mkdir -p "$RUN/logs"'
+    yield f"""printf '%s slots={request.gpus_per_node}\\n' "${{nodes[@]}}" >"$RUN/{run_folder.HOSTFILE}\""""
+
+
+def _launch(script: Script) -> Iterator[str]:
+    request = script.request
+    if script.is_array:
+        program = ['"${program[@]}"']
+    else:
+        program = [_quoted(word, script) for word in program_words(script, script.first)]
+    env = sorted({*request.env, *(name for element in script.elements for name in element.experiment.env)})
+    requeues = request.requeue and not script.in_allocation
+    yield "# What follows the -- starts all ranks. The supervisor watches them on every node."
+    if requeues:
+        yield "# It queues the job again where the run has saved because its time was over, or has lost a node:"
+        yield "# the run then goes on from its newest checkpoint."
+    lines = launch_lines(request, program, env)
+    if any("'exec " in word for line in lines for word in line):
+        yield "# shellcheck disable=SC2016  # the number of a task's node is known in the task"
+    supervise = [request.tridock, "slurm", "supervise", *(() if requeues else ("--no-requeue",))]
+    supervise += [f"--env={shlex.quote(f'{name}={value}')}" for name, value in request.env.items()]
+    supervise += [shlex.quote(word) for word in script.source]
+    # In the place of the script: what Slurm signals is the supervisor.
+    rendered = [f"exec {' '.join([*supervise, RUN, '--'])}", *(" ".join(line) for line in _short(lines))]
+    yield " \\\n  ".join(rendered)
+
+
+def _quoted(word: str, script: Script) -> str:
+    """A word of the program as bash's; what lies in the run's folder or the workspace is said so."""
+    run = f"{script.workspace}/runs/{script.first.run_id}"
+    for folder, variable in ((run, "RUN"), (script.workspace, "WORKSPACE")):
+        rest = word.removeprefix(folder)
+        if rest != word and re.fullmatch(r"(/[\w./:@+=,-]+)?", rest):
+            return f'"${variable}{rest}"'
+    return shlex.quote(word)
+
+
+def _short(lines: Sequence[Sequence[str]]) -> Iterator[list[str]]:
+    """Lines that fit a screen, broken before an option."""
+    for line in lines:
+        part: list[str] = []
+        for word in line:
+            if part and word.startswith("-") and len(" ".join([*part, word])) > 110:
+                yield part
+                part = []
+            part.append(word)
+        yield part

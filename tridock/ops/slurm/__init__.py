@@ -1,0 +1,1 @@
+"""``tridock slurm``: jobs rendered, submitted, followed and cancelled; and what runs inside of one."""

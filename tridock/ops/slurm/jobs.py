@@ -1,0 +1,147 @@
+"""Jobs that were submitted: where they stand, what they print, their end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Final
+
+from tridock import run_folder
+from tridock.errors import Problem, RequestError, RunError
+from tridock.ops.local_run import node_environment, node_verb
+from tridock.ops.slurm import scheduler
+
+_POLL_S: Final = 0.5
+_ASK_S: Final = 5.0
+_ENDED: Final = {0: "done", run_folder.EXIT_STOPPED: "stopped", run_folder.EXIT_PREEMPTED: "preempted"}
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """A run that Slurm has, or had."""
+
+    folder: Path
+    job_id: str
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while there is none."""
+        try:
+            return int((self.folder / run_folder.EXIT_CODE).read_text())
+        except FileNotFoundError:
+            return None
+
+
+def submitted(workspace: Path) -> list[Submitted]:
+    """The runs of this workspace that a job was submitted for, oldest first."""
+    found = []
+    for path in (workspace.absolute() / "runs").glob(f"*/{run_folder.JOB}"):
+        job_id = json.loads(path.read_text())["job_id"]
+        found.append((path.stat().st_mtime, path.parent.name, Submitted(path.parent, str(job_id))))
+    return [run for *_, run in sorted(found, key=lambda entry: entry[:2])]
+
+
+def find(workspace: Path, name: str | None) -> Submitted:
+    """The run of this id, or of this job; the newest where nothing is named."""
+    runs = submitted(workspace)
+    chosen = [run for run in runs if name is None or name in (run.folder.name, run.job_id)]
+    if not chosen:
+        got = "none was submitted from here" if name is None else repr(name)
+        raise RequestError(Problem("RUN", "is no run that was submitted", got, "see tridock slurm status"))
+    return chosen[-1]
+
+
+def table(workspace: Path) -> list[dict[str, Any]]:
+    """A row a run: what the queue says of its job, and how far it is."""
+    queue = scheduler.jobs()
+    words = [*node_verb(), "runs", "--workspace", str(workspace.absolute())]
+    done = subprocess.run(words, env=node_environment(1), capture_output=True, check=True)
+    progress = {run["run_id"]: run for run in json.loads(done.stdout)}
+    return [_row(run, queue, progress.get(run.folder.name, {})) for run in submitted(workspace)]
+
+
+def _row(run: Submitted, queue: Mapping[str, scheduler.Job], progress: Mapping[str, Any]) -> dict[str, Any]:
+    job = queue.get(run.job_id)
+    row = {"run": run.folder.name, "job": run.job_id, "exit_code": run.exit_code if job is None else None}
+    metrics = progress.get("metrics") or {}
+    row |= {"iteration": metrics.get("iteration"), "train_iters": progress.get("train_iters")}
+    row |= {"loss": metrics.get("loss"), "nodes": "", "elapsed": "", "limit": "", "reason": ""}
+    if job is None:
+        return row | {"state": _ended(run)}
+    waits = job.state == "PENDING"
+    where = {"reason": job.reason} if waits else {"nodes": job.nodes}
+    return row | where | {"state": job.state.lower(), "elapsed": job.elapsed, "limit": job.limit}
+
+
+def _ended(run: Submitted) -> str:
+    if run.exit_code is not None:
+        return _ENDED.get(run.exit_code, "failed")
+    return (scheduler.ended_state(run.job_id) or "gone").lower()
+
+
+def show_logs(workspace: Path, name: str | None, ranks: Sequence[int], *, follow: bool) -> int:
+    """Prints the run's output, or the logs of ranks; with ``follow`` until the job has ended. The run's exit code."""
+    run = find(workspace, name)
+    paths = [run.folder / run_folder.rank_log(rank) for rank in ranks] or [run.folder / run_folder.LAUNCHER_LOG]
+    if not follow:
+        if missing := [path for path in paths if not path.exists()]:
+            job = scheduler.jobs().get(run.job_id)
+            got = f"job {run.job_id} is {job.state.lower()} ({job.reason})" if job else f"job {run.job_id} has ended"
+            raise RequestError(Problem(str(missing[0]), "is not there", got, "wait for its start, with --follow"))
+        for path in paths:
+            _print_rest(path.open("rb"))
+        return run.exit_code or 0
+    return _follow(run, paths)
+
+
+def _follow(run: Submitted, paths: Sequence[Path]) -> int:
+    opened: dict[Path, IO[bytes]] = {}
+    asked = -_ASK_S
+    queued = True
+    said = ""
+    while queued:
+        if time.monotonic() - asked >= _ASK_S:
+            job = scheduler.jobs().get(run.job_id)
+            asked, queued = time.monotonic(), job is not None
+            if job is not None and job.state == "PENDING" and said != job.reason:
+                said = job.reason
+                print(f"tridock: job {run.job_id} waits: {said}", file=sys.stderr, flush=True)
+        # After the question: what was written before the end is read after it.
+        for path in paths:
+            if path not in opened and path.exists():
+                opened[path] = path.open("rb")
+        for file in opened.values():
+            _print_rest(file)
+        if queued:
+            time.sleep(_POLL_S)
+    if run.exit_code is None:
+        got = scheduler.ended_state(run.job_id) or ""
+        what, todo = "has ended, and left no exit code", f"look at Slurm's own output in {run.folder}/logs"
+        raise RunError(Problem(run.folder.name, what, got.lower(), todo))
+    return run.exit_code
+
+
+def _print_rest(file: IO[bytes]) -> None:
+    while chunk := file.read(1 << 16):
+        sys.stdout.buffer.write(chunk)
+    sys.stdout.buffer.flush()
+
+
+def cancel(workspace: Path, name: str | None) -> Submitted:
+    """Ends the job of a run, saving nothing; what has ended already is an error."""
+    run = find(workspace, name)
+    job = scheduler.jobs().get(run.job_id)
+    if job is None:
+        got = "exit code unknown" if run.exit_code is None else f"exit code {run.exit_code}"
+        raise RequestError(Problem(run.folder.name, "has ended already", got, "see tridock slurm status"))
+    # Before the signal: the ranks would take it for the end of their time, and save.
+    (run.folder / run_folder.STOPPED).touch()
+    scheduler.cancel(run.job_id)
+    if job.state == "PENDING":  # nobody else will say how it ended
+        run_folder.write_atomic(run.folder / run_folder.EXIT_CODE, f"{run_folder.EXIT_STOPPED}\n".encode())
+    return run

@@ -1,0 +1,117 @@
+"""Slurm's own commands: everything that is asked of a scheduler goes through here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tridock.errors import ClusterError, Problem, RequestError
+
+_TIMEOUT_S: Final = 60.0
+_SINFO: Final = "%P|%D|%G|%m|%c|%l|%f"
+_SQUEUE: Final = "%i|%T|%r|%M|%l|%N"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job as squeue has it: ``id`` is ``12`` or, of an array, ``12_0``."""
+
+    id: str
+    state: str
+    reason: str
+    elapsed: str
+    limit: str
+    nodes: str
+
+
+def sinfo() -> list[str] | None:
+    """Partition, nodes, GRES, memory, CPUs, time limit and features, a group of equal nodes a line.
+
+    None where there is no sinfo, or it does not answer.
+    """
+    try:
+        done = _run("sinfo", "--noheader", f"--format={_SINFO}")
+    except ClusterError:
+        return None
+    return done.stdout.splitlines() if done.returncode == 0 else None
+
+
+def refusal(script: Path) -> str | None:
+    """Why Slurm would not take the script, in its own words; None where it would."""
+    done = _run("sbatch", "--test-only", str(script))
+    return _words(done.stderr) if done.returncode else None
+
+
+def submit(script: Path) -> str:
+    """Submits; the job's id. Raises :class:`RequestError` with Slurm's words where it refuses."""
+    done = _run("sbatch", "--parsable", str(script))
+    if done.returncode:
+        todo = "mend the request, or ask `sinfo` what there is"
+        raise RequestError(Problem("sbatch", "Slurm refuses the job", _words(done.stderr), todo))
+    return done.stdout.strip().partition(";")[0]
+
+
+def jobs() -> dict[str, Job]:
+    """This user's jobs that wait or run, by their ids."""
+    done = _checked("squeue", "--me", "--array", "--noheader", f"--format={_SQUEUE}")
+    found = (Job(*line.split("|", 5)) for line in done.splitlines() if line.count("|") == 5)
+    return {job.id: job for job in found}
+
+
+def ended_state(job: str) -> str | None:
+    """How a job has ended, where accounting tells; None where there is none."""
+    try:
+        done = _run("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", "--format=State")
+    except ClusterError:
+        return None
+    lines = done.stdout.splitlines() if done.returncode == 0 else []
+    return lines[-1].strip() if lines else None
+
+
+def cancel(job: str) -> None:
+    """Ends a job, or takes it out of the queue."""
+    _checked("scancel", job)
+
+
+def requeue(job: str) -> str | None:
+    """Has a running job queued again; Slurm's words where it does not."""
+    done = _run("scontrol", "requeue", job)
+    return _words(done.stderr or done.stdout) if done.returncode else None
+
+
+def job_fields(job: str) -> dict[str, str]:
+    """What ``scontrol show job`` tells: name to value."""
+    words = _checked("scontrol", "show", "job", job, "--oneliner").split()
+    return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+def _checked(*argv: str) -> str:
+    done = _run(*argv)
+    if done.returncode:
+        todo = "see whether Slurm's controller answers: scontrol ping"
+        raise ClusterError(Problem(argv[0], "Slurm does not do that", _words(done.stderr), todo))
+    return done.stdout
+
+
+def _run(*argv: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "LC_ALL": "C"}
+    try:
+        return subprocess.run(argv, capture_output=True, text=True, check=False, env=env, timeout=_TIMEOUT_S)
+    except FileNotFoundError:
+        raise ClusterError(
+            Problem(argv[0], "is not on this machine", "", "run it where Slurm's commands are")
+        ) from None
+    except subprocess.TimeoutExpired:
+        todo = "see whether Slurm's controller answers: scontrol ping"
+        raise ClusterError(Problem(argv[0], "does not answer", f"nothing for {_TIMEOUT_S:.0f} s", todo)) from None
+
+
+def _words(text: str) -> str:
+    """What a command of Slurm's said, on one line and without its name."""
+    lines: Sequence[str] = [line.strip() for line in text.splitlines() if line.strip()]
+    said = [line.partition(": ")[2] if line.split(":")[0].isalpha() else line for line in lines]
+    return ", ".join(dict.fromkeys(line.removeprefix("error: ") for line in said)) or "nothing"

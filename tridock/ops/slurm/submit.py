@@ -1,0 +1,246 @@
+"""From experiments and a request to a job: the plan, the site, the script, the runs' folders, ``sbatch``."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NoReturn
+
+from tridock import run_folder
+from tridock.errors import Problem, RequestError
+from tridock.experiment import dump_experiment, load_experiment
+from tridock.gpus import find_gpu
+from tridock.launchers.slurm import Element, Request, Script, make_request, render
+from tridock.launchers.slurm.script import PROGRAM, program_words
+from tridock.ops.local_run import check_files
+from tridock.ops.slurm import scheduler
+from tridock.ops.slurm.site import Group, gpu_of, parse_sinfo, site_problems
+from tridock.plan import Assumptions, assess
+from tridock.strict_yaml import parse_value, read_text
+
+_PLAIN_PATH = re.compile(r"/[\w./@+=,-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the command line asks for."""
+
+    configs: Sequence[Path]
+    overrides: Sequence[str] = ()
+    sweeps: Sequence[str] = ()
+    profile: Path | None = None
+    changes: Mapping[str, object] = field(default_factory=dict)
+    """Fields of the request, by their dotted names."""
+    workspace: Path = Path()
+    force: bool = False
+
+    @property
+    def source(self) -> str:
+        """What messages about the request begin with."""
+        return "slurm" if self.profile is None else str(self.profile)
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    """A job that Slurm has taken: its id, and the folder of each of its runs."""
+
+    job_id: str
+    folders: tuple[Path, ...]
+
+
+def shown(wish: Wish) -> str:
+    """The script, for a person to read or to give to sbatch. Contacts nobody."""
+    script = _script(wish, _request(wish), [])
+    if len(script.elements) > 1:
+        return render(script)
+    words = ["--config", str(wish.configs[0])]
+    words += [word for change in _changes(wish)[0] for word in ("--set", change)]
+    return render(replace(script, source=words))
+
+
+def submit(wish: Wish) -> Submitted:
+    """Submits the job. Raises :class:`RequestError` with all that the plan, the site or Slurm has against it."""
+    script = _checked(wish)
+    folders = _write(script)
+    try:
+        job_id = scheduler.submit(folders[0] / run_folder.JOB_SCRIPT)
+    except BaseException:
+        for folder in folders:
+            shutil.rmtree(folder)
+        raise
+    for number, folder in enumerate(folders):
+        note_job(folder, f"{job_id}_{number}" if script.is_array else job_id, script.request)
+    return Submitted(job_id, folders)
+
+
+def run_in_allocation(wish: Wish) -> NoReturn:
+    """Starts the run at once in the job that this shell is of (``salloc``): becomes its script."""
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is None:
+        todo = "begin with salloc --nodes=… --gres=gpu:…, or use tridock slurm submit"
+        raise RequestError(Problem("tridock slurm run", "is for a shell inside an allocation", "no SLURM_JOB_ID", todo))
+    nodes = int(os.environ["SLURM_JOB_NUM_NODES"])
+    if wish.changes.get("nodes", nodes) != nodes:
+        todo = "leave --nodes out"
+        raise RequestError(Problem("--nodes", f"is not the allocation's, {nodes}", str(wish.changes["nodes"]), todo))
+    changes = {**wish.changes, "nodes": nodes}
+    if "SLURM_CPUS_PER_TASK" not in os.environ:  # salloc was not asked for any: srun has none to share out
+        changes["cpus_per_node"] = None
+    if "gpus_per_node" not in changes and (gpus := _allocated_gpus(scheduler.job_fields(job))):
+        changes["gpus_per_node"] = gpus
+    script = _script(wish, _request(replace(wish, changes=changes)), [], in_allocation=True)
+    if script.is_array:
+        todo = "give one CONFIG, or use tridock slurm submit"
+        raise RequestError(Problem("tridock slurm run", "is for a single run", f"{len(script.elements)} runs", todo))
+    _check_data(wish, script)
+    (folder,) = _write(script)
+    note_job(folder, job, script.request)
+    print(f"run {folder.name}; folder {folder}", flush=True)
+    os.execvp("bash", ["bash", str(folder / run_folder.JOB_SCRIPT)])  # noqa: S606 - a script of our own
+
+
+def note_job(folder: Path, job_id: str, request: Request | None = None) -> None:
+    """Writes down whose the run is."""
+    path = folder / run_folder.JOB
+    known = json.loads(path.read_text()) if path.exists() else {}
+    fields: dict[str, object] = {"job_id": job_id, "noted": datetime.now(UTC).isoformat(timespec="seconds")}
+    if request is not None:
+        fields["request"] = request.model_dump(mode="json", exclude_defaults=True)
+    run_folder.write_atomic(path, (json.dumps({**known, **fields}, indent=2) + "\n").encode())
+
+
+def _allocated_gpus(fields: Mapping[str, str]) -> int | None:
+    """A node's, of what ``scontrol show job`` says: ``TresPerNode=gres:gpu:v100:4``."""
+    found = re.search(r"gpu(?:[:/][^:,=]+)??[:=](\d+)", fields.get("TresPerNode", ""))
+    return int(found[1]) if found else None
+
+
+def _checked(wish: Wish) -> Script:
+    """The script, weighed against what is there; all problems at once, Slurm's own words among them."""
+    lines = scheduler.sinfo()
+    groups = [] if lines is None else parse_sinfo(lines)
+    request = _request(wish)
+    problems = list(site_problems(groups, request, wish.source))
+    try:
+        script = _script(wish, request, groups)
+    except RequestError as error:
+        raise RequestError([*error.problems, *problems]) from None
+    try:
+        _check_data(wish, script)
+    except RequestError as error:
+        problems += error.problems
+    folder = Path(script.workspace) / "runs"
+    folder.mkdir(exist_ok=True)
+    trial = folder / f".{script.first.run_id}.sh"
+    trial.write_text(render(script))
+    try:
+        words = scheduler.refusal(trial)
+    finally:
+        trial.unlink()
+    if words is not None:
+        todo = "mend the request, or ask `sinfo` what there is"
+        problems.append(Problem("sbatch", "Slurm refuses the job", words, todo))
+    if problems:
+        raise RequestError(problems)
+    return script
+
+
+def _request(wish: Wish) -> Request:
+    text = "" if wish.profile is None else read_text(wish.profile, "a site's profile")
+    return make_request(text, wish.source, wish.changes)
+
+
+def _script(wish: Wish, request: Request, groups: Sequence[Group], *, in_allocation: bool = False) -> Script:
+    """The plan of every run; raises :class:`RequestError` with everything that it finds against any of them."""
+    workspace = _workspace(wish.workspace)
+    gpu = find_gpu(request.gpu, "gpu") if request.gpu is not None else gpu_of(groups, request)
+    elements: list[Element] = []
+    problems: dict[Problem, None] = {}
+    for config, changes in itertools.product(wish.configs, _changes(wish)):
+        try:
+            experiment = load_experiment(config, changes)
+            assessment = assess(experiment, request.slots, str(config), Assumptions(gpu=gpu))
+            assessment.checked(force=wish.force)
+        except RequestError as error:
+            problems |= dict.fromkeys(error.problems)
+            continue
+        elements.append(Element(experiment, assessment, _new_run_id(experiment.name, elements)))
+    if problems:
+        raise RequestError(problems)
+    return Script(request, elements, str(workspace), in_allocation=in_allocation)
+
+
+def _workspace(path: Path) -> Path:
+    workspace = path.absolute()
+    if not workspace.is_dir():
+        todo = "give the folder that holds data/, on a file system that all nodes share"
+        raise RequestError(Problem("--workspace", "is not a folder", str(workspace), todo))
+    if not _PLAIN_PATH.fullmatch(str(workspace)):
+        todo = "use a folder whose path has only letters, digits and . / @ + = , - _"
+        what = "has a character that sbatch or a launcher would take for its own"
+        raise RequestError(Problem("--workspace", what, str(workspace), todo))
+    return workspace
+
+
+def _new_run_id(name: str, others: Sequence[Element]) -> str:
+    taken = {other.run_id for other in others}
+    return next(run_id for run_id in iter(lambda: run_folder.new_run_id(name), None) if run_id not in taken)
+
+
+def _changes(wish: Wish) -> list[tuple[str, ...]]:
+    """The overrides of every run: all combinations of the sweeps' values."""
+    axes = [_axis(sweep) for sweep in wish.sweeps]
+    return [(*wish.overrides, *chosen) for chosen in itertools.product(*axes)]
+
+
+def _axis(sweep: str) -> list[str]:
+    """``field=1,2,3`` or ``field=[a, b]`` to an override a value."""
+    path, equals, text = sweep.partition("=")
+    values = parse_value(text if text.startswith("[") else f"[{text}]", f"--sweep {path}") if equals and text else None
+    if not path or not isinstance(values, list) or not values:
+        todo = "write for example optimizer.lr=1e-3,3e-4"
+        raise RequestError(Problem("--sweep", "must be a field's path, =, and values", repr(sweep), todo))
+    return [f"{path}={json.dumps(value)}" for value in values]
+
+
+def _check_data(wish: Wish, script: Script) -> None:
+    problems: dict[Problem, None] = {}
+    for element, config in zip(script.elements, _configs(wish), strict=True):
+        try:
+            check_files(config, element.experiment, element.assessment.laid_out, Path(script.workspace))
+        except RequestError as error:
+            problems |= dict.fromkeys(error.problems)
+    if problems:
+        raise RequestError(problems)
+
+
+def _configs(wish: Wish) -> Iterator[Path]:
+    return (config for config, _ in itertools.product(wish.configs, _changes(wish)))
+
+
+def _write(script: Script) -> tuple[Path, ...]:
+    """Every run's folder, with what the job finds there."""
+    text = render(script)
+    folders = []
+    for element in script.elements:
+        folder = Path(script.workspace) / "runs" / element.run_id
+        resolved = element.experiment.resolved(element.assessment.laid_out.data_parallel_size)
+        files = {
+            run_folder.EXPERIMENT: dump_experiment(resolved),
+            run_folder.PLAN: element.assessment.to_json(),
+            run_folder.JOB_SCRIPT: text,
+        }
+        if script.is_array:
+            files[PROGRAM] = "".join(f"{word}\n" for word in program_words(script, element))
+        (folder / "logs").mkdir(parents=True)
+        for name, content in files.items():
+            run_folder.write_atomic(folder / name, content.encode())
+        folders.append(folder)
+    return tuple(folders)

@@ -1,0 +1,208 @@
+"""What a job's script becomes on the first node: the run's supervisor, and what is done when it has ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from tridock import run_folder
+from tridock.cluster import parse_hostfile
+from tridock.errors import Problem, RequestError, TridockError
+from tridock.experiment import Experiment, dump_experiment, load_experiment
+from tridock.launchers.bundle import slurm_bundle
+from tridock.ops.local_run import check_files, gpu_here, image_manifest, start_and_follow
+from tridock.ops.origin import origin
+from tridock.ops.slurm import scheduler
+from tridock.ops.slurm.submit import note_job
+from tridock.plan import Assessment, Assumptions, assess
+
+_FRUITLESS: Final = 2
+"""Times that a run may be queued again without having come further."""
+_ORPHAN_S: Final = 60.0
+_SUPERVISED: Final = ".supervisor"
+_SESSION: Final = re.compile(r"PATH|LD_LIBRARY_PATH|VIRTUAL_ENV|(NCCL|GLOO|TORCH|HF|DS|OMP|UCX|FI)_\w+")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What the script says: the run's folder, the command that starts all ranks, and where its experiment lies."""
+
+    folder: Path
+    argv: Sequence[str]
+    config: Path | None = None
+    overrides: Sequence[str] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    requeue: bool = True
+
+
+def supervise(job: Job) -> int:
+    """Sees the run to its end, or to the end of this job's time; gives the exit code."""
+    _require_job(job)
+    again = (job.folder / _SUPERVISED).exists()
+    # Where Slurm follows a job's processes by their parents, the supervisor outlives a job that is killed.
+    patience_s = _ORPHAN_S if again and _noted_job(job.folder) == _job_name() else 0.0
+    try:
+        ranks = _prepare(job, again)
+    except TridockError as error:
+        run_folder.write_atomic(job.folder / run_folder.EXIT_CODE, f"{error.exit_code}\n".encode())
+        raise
+    begun = _size(job.folder / run_folder.EVENTS)
+    code = start_and_follow(job.folder, ranks, again=again, patience_s=patience_s)
+    if job.requeue and (reason := _reason(job.folder, code, begun)) is not None:
+        _queue_again(job.folder, reason)
+    return code
+
+
+def _require_job(job: Job) -> None:
+    """Refuses before anything is written."""
+    problems = []
+    if not run_folder.is_run_id(job.folder.name):
+        problems.append(Problem(str(job.folder), "is not a run's folder", job.folder.name, "give runs/<run-id>"))
+    if not job.argv:
+        todo = "write -- and the command that starts the ranks"
+        problems.append(Problem("tridock slurm supervise", "needs a command", "nothing", todo))
+    for name in ("SLURM_JOB_ID", "MASTER_PORT"):
+        if name not in os.environ:
+            problems.append(Problem(name, "is not set", "", "let Slurm run the script of tridock slurm submit"))
+    if _text(job.folder / run_folder.EXIT_CODE).strip() == "0":
+        todo = "submit it anew, with train.load to train further"
+        problems.append(Problem(job.folder.name, "has come to its end", "exit code 0", todo))
+    if problems:
+        raise RequestError(problems)
+
+
+def _prepare(job: Job, again: bool) -> int:
+    """Writes what the run's folder lacks, on the nodes that the job has got; how many ranks a node has."""
+    folder, workspace = job.folder, job.folder.parent.parent
+    experiment, source = _experiment(job)
+    pool = parse_hostfile(_text(folder / run_folder.HOSTFILE), str(folder / run_folder.HOSTFILE)).pool
+    slots = {node: range(count) for node, count in pool.items()}
+    assessment = assess(experiment, slots, str(source), Assumptions(gpu=gpu_here()))
+    check_files(source, experiment, assessment.checked(force=True), workspace)
+    path = folder / run_folder.EXPERIMENT
+    if not path.exists():
+        run_folder.write_atomic(path, dump_experiment(experiment).encode())
+    _write(job, experiment, assessment, slots)
+    note_job(folder, _job_name())
+    _record(folder, "job_started", job=_job_name(), nodes=list(slots), again=again)
+    return max(len(numbers) for numbers in slots.values())
+
+
+def _experiment(job: Job) -> tuple[Experiment, Path]:
+    """The folder's; where Tridock has not submitted the script, that of the file that it names."""
+    kept = job.folder / run_folder.EXPERIMENT
+    if kept.exists() or job.config is None:
+        return load_experiment(kept), kept
+    return load_experiment(job.config, job.overrides), job.config
+
+
+def _write(job: Job, experiment: Experiment, assessment: Assessment, slots: Mapping[str, range]) -> None:
+    bundle = slurm_bundle(
+        experiment,
+        assessment,
+        slots,
+        job.argv,
+        run_id=job.folder.name,
+        workspace=str(job.folder.parent.parent),
+        master_port=int(os.environ["MASTER_PORT"]),
+        env={**_for_ssh(job.argv), **job.env},
+        manifest=_manifest(job, experiment),
+        on_head=os.environ.get("SLURMD_NODENAME") == next(iter(slots)),
+        begun=(job.folder / run_folder.EXPERIMENT).stat().st_mtime,
+    )
+    for name, content in bundle.files.items():
+        if name not in (run_folder.EXPERIMENT, run_folder.HOSTFILE):  # these two are there, and the word of others
+            run_folder.write_atomic(job.folder / name, content)
+
+
+def _for_ssh(argv: Sequence[str]) -> dict[str, str]:
+    """Of this job's environment what ranks need that are started by ssh, which knows nothing of it."""
+    if "--launcher=pdsh" not in argv:
+        return {}
+    return {name: value for name, value in os.environ.items() if _SESSION.fullmatch(name) and "\n" not in value}
+
+
+def _noted_job(folder: Path) -> str | None:
+    text = _text(folder / run_folder.JOB)
+    return str(json.loads(text)["job_id"]) if text else None
+
+
+def _manifest(job: Job, experiment: Experiment) -> dict[str, object]:
+    names = ("SLURM_CLUSTER_NAME", "SLURM_JOB_PARTITION", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT")
+    return {
+        **origin(Path(__file__).parents[3]),
+        "image_manifest": image_manifest(),
+        "config": None if job.config is None else str(job.config),
+        "seed": experiment.train.seed,
+        "slurm": {"job": _job_name(), **{name: os.environ[name] for name in names if name in os.environ}},
+    }
+
+
+def _job_name() -> str:
+    """The job's id as squeue shows it."""
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ["SLURM_JOB_ID"]
+
+
+# ---- afterwards ----
+
+
+def _reason(folder: Path, code: int, begun: int) -> str | None:
+    """Why the job is to be queued again; None where it is not."""
+    if code == run_folder.EXIT_PREEMPTED:
+        return "its time was over, and it has saved"
+    lost = [event for event in _events(folder, begun) if event.get("event") == "node_lost"]
+    return f"{lost[-1].get('node')} was lost" if lost and code not in (0, run_folder.EXIT_STOPPED) else None
+
+
+def _queue_again(folder: Path, reason: str) -> None:
+    reached = _reached(folder)
+    before = [event for event in _events(folder) if event.get("event") == "job_requeued"]
+    fruitless = [event for event in before if event.get("iteration") == reached]
+    if len(fruitless) >= _FRUITLESS:
+        words = f"the run has come no further than iteration {reached} in {len(fruitless) + 1} jobs"
+        _record(folder, "job_not_requeued", reason=words)
+        print(f"tridock: not queued again: {words}", flush=True)
+        return
+    # Said before: Slurm ends this job on the spot.
+    _record(folder, "job_requeued", iteration=reached, reason=reason)
+    print(f"tridock: queued again: {reason}; it goes on from iteration {reached}", flush=True)
+    if (words_ := scheduler.requeue(os.environ["SLURM_JOB_ID"])) is not None:
+        _record(folder, "job_not_requeued", reason=words_)
+        print(f"tridock: Slurm did not queue it again: {words_}", flush=True)
+
+
+def _reached(folder: Path) -> int:
+    """The iteration of the newest checkpoint that the run has told of."""
+    saved = [event.get("iteration") for event in _events(folder) if event.get("event") == "checkpoint_saved"]
+    return max((int(number) for number in saved if number is not None), default=0)
+
+
+def _events(folder: Path, begin: int = 0) -> list[dict[str, Any]]:
+    try:
+        with (folder / run_folder.EVENTS).open("rb") as file:
+            file.seek(begin)
+            lines = file.read().decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def _record(folder: Path, event: str, **fields: object) -> None:
+    line = json.dumps({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **fields})
+    with (folder / run_folder.EVENTS).open("a") as file:
+        file.write(line + "\n")
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""

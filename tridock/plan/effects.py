@@ -27,6 +27,11 @@ _CORE = "only with engine megatron-core"
 _FULL = "goes with recompute_granularity full, which needs it"
 
 _MODEL: Final = {
+    "preset": Effect(
+        ("what is given beside it wins",),
+        "that of its num_layers, num_attention_heads and hidden_size",
+        "that of its num_layers, num_attention_heads and hidden_size",
+    ),
     "num_layers": Effect(
         (
             "megatron-core: pipeline x virtual pipeline size divides it",

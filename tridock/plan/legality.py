@@ -10,7 +10,7 @@ from tridock.plan.megatron import megatron_problems
 from tridock.plan.megatron_core import megatron_core_problems, only_megatron_core
 from tridock.plan.model_parallel import size_of_replica, world_problems
 from tridock.plan.nearest import either, nearest_divisors, nearest_multiples
-from tridock.plan.torch_engine import only_torch, torch_batch_problems, torch_problems
+from tridock.plan.torch_engine import nearest_batches, only_torch, torch_batch_problems, torch_problems
 
 
 def layout_problems(experiment: Experiment, world_size: int) -> list[Problem]:
@@ -72,8 +72,8 @@ def _batch_problems(experiment: Experiment, world_size: int) -> Iterator[Problem
             what = "Megatron v1.1.5 without DeepSpeed does not accumulate gradients"
             yield Problem(where, what, str(samples), f"use {per_pass}, or strategy zero", (per_pass,))
     elif samples % per_pass:
-        near = nearest_multiples(per_pass, samples)
-        todo = f"use {either(near)}, or leave it out"
+        near = nearest_batches(experiment, per_pass, samples)
+        todo = f"use {either(near)}" + (", or leave it out" if stages == 1 or experiment.engine != "torch" else "")
         yield Problem(where, f"must be a multiple of {sizes}", str(samples), todo, near)
     elif experiment.engine == "torch":
         yield from torch_batch_problems(experiment, replicas)

@@ -35,6 +35,18 @@ def only_torch(experiment: Experiment) -> Iterator[Problem]:
         yield Problem("train.compile", what, "true", todo, ("false",))
 
 
+def nearest_batches(experiment: Experiment, per_pass: int, samples: int) -> tuple[int, ...]:
+    """Global batches next to ``samples`` that come out even, and that a pipeline of this engine works through."""
+    parallel = experiment.parallel
+    stages = parallel.pipeline_model_parallel_size
+    if experiment.engine != "torch" or stages == 1 or parallel.pipeline_schedule == "gpipe":
+        return nearest_multiples(per_pass, samples)
+    if parallel.pipeline_schedule == "interleaved":
+        return nearest_multiples(stages * per_pass, samples)
+    least = stages * per_pass
+    return (least,) if samples < least else nearest_multiples(per_pass, samples)
+
+
 def torch_batch_problems(experiment: Experiment, replicas: int) -> Iterator[Problem]:
     """The micro-batches that a schedule wants, and the replicas that shards want; the batch comes out even."""
     parallel, micro = experiment.parallel, experiment.batch.micro_batch_size

@@ -61,7 +61,9 @@ def resharded(engine: Any, folder: Path, files: Callable[[int], Sequence[str]], 
 
     def load(*_: object, **__: object) -> bool:
         states = [
-            torch.load(folder / files(number)[-1], map_location="cpu", mmap=True)["optimizer_state_dict"]
+            torch.load(folder / files(number)[-1], map_location="cpu", mmap=True, weights_only=True)[
+                "optimizer_state_dict"
+            ]
             for number in range(saved)
         ]
         own = (_stage_3 if stage == 3 else _stages_1_and_2)(engine.optimizer, states)

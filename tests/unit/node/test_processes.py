@@ -107,7 +107,7 @@ def test_what_ends_at_sigterm_is_not_kept_waiting(make_run: MakeRun) -> None:
 
 def test_children_that_are_forked_meanwhile_are_found(make_run: MakeRun) -> None:
     # Each generation forks the next one and ends: a list taken once would always be out of date.
-    folder = make_run("f() { sleep 0.05; [ \"$1\" -eq 0 ] || f $(($1 - 1)) & }; trap '' TERM; f 10000; wait")
+    folder = make_run("f() { sleep 0.2; [ \"$1\" -eq 0 ] || f $(($1 - 1)) & }; trap '' TERM; f 10000; wait")
     start(folder)
     wait_until(lambda: counts(folder) > 0)
     time.sleep(0.3)

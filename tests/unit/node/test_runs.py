@@ -179,11 +179,14 @@ def test_a_supervisor_that_has_outlived_its_job_makes_room(make_run: MakeRun) ->
 
 
 def test_the_word_to_save_waits_for_a_rank(make_run: MakeRun) -> None:
-    rank = "from tridock import pulse; import pathlib, sys, time; time.sleep(0.5); import signal\n"
-    rank += "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0)); pulse.start(pathlib.Path(sys.argv[1]), 0)\n"
+    rank = "from tridock import pulse; import os, pathlib, signal, sys, time; folder = pathlib.Path(sys.argv[1])\n"
+    rank += "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))\n"
+    rank += 'while not os.path.exists(folder / "ready"): time.sleep(0.05)\n'
+    rank += "time.sleep(1.0); pulse.start(folder, 0)\n"
     folder = make_run(f"{FINISHED}exec {sys.executable} -c '{rank}time.sleep(20)' \"$FOLDER\"")
     start(folder)
     assert answer("save", str(folder)) == {"told": 0}
+    (folder / "ready").touch()
     assert answer("save", str(folder), "--patience", "20") == {"told": 1}
     wait_until(lambda: exit_code_of(folder) is not None)
     assert answer("save", str(folder), "--patience", "20") == {"told": 0}

@@ -7,6 +7,8 @@ import os
 import pickle
 import random
 import signal
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import pytest
 import torch
 
 from tests.distributed.disturbed import EVERY, ITERATIONS, live_through, named
-from tests.distributed.ranks import PATIENCE, Started, make_data, make_run
+from tests.distributed.ranks import PATIENCE, Started, make_data, make_run, rank_environment
 from tests.distributed.test_restart import Training
 from tridock import pulse
 from tridock.node.processes import find_processes
@@ -122,6 +124,37 @@ def test_an_enum_of_another_python_is_read_and_no_other_attribute(tmp_path: Path
         assert torch.load(tmp_path / "good.pt") == {"stage": ZeroStageEnum.gradients}
         with pytest.raises(pickle.UnpicklingError, match="is no member of an enum"):
             torch.load(tmp_path / "bad.pt")
+
+
+HELD = """
+import sys, weakref
+from pathlib import Path
+from tridock.errors import Problem, RunError
+from tridock.train import process_group, rank, signals
+
+class Model: pass
+kept = []
+
+def program():
+    model = Model()
+    kept.append(weakref.ref(model))
+    try:
+        raise RunError(Problem("a", "b", "c", "d"))
+    except RunError as error:
+        raise {"preempted": signals.Preempted(3), "agreed": process_group.Agreed(error)}[sys.argv[2]]
+
+process_group.barrier = lambda: None
+process_group.leave = lambda: print("gone" if kept[0]() is None else "held", flush=True)
+rank.run_rank(Path(sys.argv[1]), program)
+"""
+
+
+@pytest.mark.parametrize("how", ["preempted", "agreed"])
+def test_the_model_goes_before_the_process_group(tmp_path: Path, how: str) -> None:
+    """DDP's reducer would take the group down while it keeps Python's lock, for which Gloo's threads may wait."""
+    words = [sys.executable, "-c", HELD, str(tmp_path), how]
+    done = subprocess.run(words, env=rank_environment(), capture_output=True, text=True, check=True, timeout=60)
+    assert "gone" in done.stdout.splitlines()
 
 
 def everything_of(run: Training) -> list[int]:

@@ -102,6 +102,7 @@ def _guarded(run_folder: Path, program: Callable[[], None]) -> int:
         pulse.beat(pulse.FAILED, code=agreed.error.exit_code)
         if rank == "0":
             _report(run_folder, rank, agreed.error.exit_code, str(agreed.error), str(agreed.error), agreed=True)
+        _let_go(agreed)
         with contextlib.suppress(RuntimeError):  # a rank that has gone meanwhile
             process_group.barrier()
             process_group.leave()
@@ -137,6 +138,18 @@ def _guarded(run_folder: Path, program: Callable[[], None]) -> int:
     return 0
 
 
+def _let_go(error: BaseException) -> None:
+    """Drops what the frames of an error hold, the model among it, as long as there is a process group.
+
+    Later DDP's reducer would be the last to hold that: it takes it down without letting go of Python's lock, for which
+    Gloo's threads may wait while they are waited for.
+    """
+    chain: BaseException | None = error
+    while chain is not None:
+        traceback.clear_frames(chain.__traceback__)
+        chain = chain.__cause__ or chain.__context__
+
+
 def _leave_preempted(run_folder: Path, rank: str, left: signals.Preempted) -> int:
     """Every rank is here, and none may go before rank 0 has said why: a launcher stops all when the first has gone."""
     from tridock.train import process_group
@@ -146,6 +159,7 @@ def _leave_preempted(run_folder: Path, rank: str, left: signals.Preempted) -> in
         print(f"preempted: {left}", flush=True)
         record_event(run_folder, "run_preempted", iteration=left.iteration)
     pulse.beat(pulse.END)
+    _let_go(left)
     with contextlib.suppress(RuntimeError):
         process_group.barrier()
         process_group.leave()

@@ -192,16 +192,15 @@ def test_a_rank_that_dies_on_another_node_is_named_and_the_run_goes_on(slurm_clu
 
 def test_a_run_whose_time_is_over_saves_is_queued_again_and_goes_on(slurm_cluster: SlurmCluster) -> None:
     # Slurm counts in minutes, and its word may come one early.
-    job = slurm_cluster.submit(*TWO, *LONG, "--set", "name=slow", "--time", "2", "--signal-lead", "60")
+    job = slurm_cluster.submit(*TWO, *LONG, "--set", "name=slow", "--time", "2", "--signal-lead", "30")
     slurm_cluster.until(lambda: slurm_cluster.events(job, "job_requeued"), "the job is queued again", job)
-    (saved,) = slurm_cluster.events(job, "run_preempted")
-    (requeued,) = slurm_cluster.events(job, "job_requeued")
+    saved, requeued = (slurm_cluster.events(job, name)[0] for name in ("run_preempted", "job_requeued"))
     assert requeued["iteration"] == saved["iteration"]
     assert requeued["reason"] == "its time was over, and it has saved"
 
     def goes_on() -> bool:
         last = [record["iteration"] for record in slurm_cluster.lines(job, "metrics.jsonl")][-1:]
-        return len(slurm_cluster.events(job, "job_started")) == 2 and last > [saved["iteration"] + 100]
+        return len(slurm_cluster.events(job, "job_started")) > 1 and last > [saved["iteration"] + 100]
 
     slurm_cluster.until(goes_on, "the run goes on", job)
     iterations = [record["iteration"] for record in slurm_cluster.lines(job, "metrics.jsonl")]
@@ -217,8 +216,8 @@ def test_a_node_that_fails_costs_the_work_since_the_last_checkpoint(slurm_cluste
     container = slurm_cluster.container("n2")
     succeed("docker", "kill", container)
     try:
-        slurm_cluster.until(lambda: len(slurm_cluster.events(job, "job_started")) == 2, "it starts again", job)
-        before, after = slurm_cluster.events(job, "job_started")
+        slurm_cluster.until(lambda: len(slurm_cluster.events(job, "job_started")) > 1, "it starts again", job)
+        before, after, *_ = slurm_cluster.events(job, "job_started")
         assert (before["nodes"], after["nodes"]) == (["n1", "n2"], ["n1", "n3"])
         saved = max(event["iteration"] for event in slurm_cluster.events(job, "checkpoint_saved"))
         slurm_cluster.until(

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from tridock import run_folder
 from tridock.cluster import parse_hostfile
-from tridock.errors import Problem, RequestError, TridockError
+from tridock.errors import ClusterError, Problem, RequestError, TridockError
 from tridock.experiment import Experiment, dump_experiment, load_experiment
 from tridock.launchers.bundle import slurm_bundle
 from tridock.ops.local_run import check_files, gpu_here, image_manifest, start_and_follow
@@ -182,7 +182,10 @@ def _queue_again(folder: Path, reason: str) -> None:
 
 def _job_ends() -> str | None:
     """Why this job is not ours to queue again: it was cancelled, or Slurm itself takes its nodes away."""
-    state = scheduler.job_fields(os.environ["SLURM_JOB_ID"]).get("JobState", "unknown")
+    try:
+        state = scheduler.job_fields(os.environ["SLURM_JOB_ID"]).get("JobState", "unknown")
+    except ClusterError as error:
+        return str(error)
     return None if state == "RUNNING" else f"Slurm is ending the job ({state.lower()})"
 
 

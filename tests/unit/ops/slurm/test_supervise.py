@@ -108,6 +108,15 @@ def test_a_job_that_is_cancelled_is_not_queued_again(
     assert f"tridock: not queued again: {words}\n" in capfd.readouterr().out
 
 
+def test_a_controller_that_does_not_answer_queues_nothing_again(folder: Path, answer: Answer) -> None:
+    answer("scontrol", err="slurm_load_jobs error: Unable to contact slurm controller", code=1)
+    assert run(folder, "run_preempted") == 85
+    reason = events(folder, "job_not_requeued")[0]["reason"]
+    assert str(reason).startswith(
+        "scontrol: Slurm does not do that; got slurm_load_jobs error: Unable to contact slurm"
+    )
+
+
 def test_slurm_may_not_want_to(folder: Path, answer: Answer, capfd: pytest.CaptureFixture[str]) -> None:
     answer(
         "scontrol",

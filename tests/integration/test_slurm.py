@@ -192,23 +192,24 @@ def test_a_rank_that_dies_on_another_node_is_named_and_the_run_goes_on(slurm_clu
 
 def test_a_run_whose_time_is_over_saves_is_queued_again_and_goes_on(slurm_cluster: SlurmCluster) -> None:
     # Slurm counts in minutes, and its word may come one early.
-    job = slurm_cluster.submit(*TWO, *LONG, "--set", "name=slow", "--time", "2", "--signal-lead", "60")
+    job = slurm_cluster.submit(*TWO, *LONG, "--set", "name=slow", "--time", "2", "--signal-lead", "30")
     slurm_cluster.until(lambda: slurm_cluster.events(job, "job_requeued"), "the job is queued again", job)
-    (saved,) = slurm_cluster.events(job, "run_preempted")
-    (requeued,) = slurm_cluster.events(job, "job_requeued")
+    saved, requeued = (slurm_cluster.events(job, name)[0] for name in ("run_preempted", "job_requeued"))
     assert requeued["iteration"] == saved["iteration"]
     assert requeued["reason"] == "its time was over, and it has saved"
 
     def goes_on() -> bool:
         last = [record["iteration"] for record in slurm_cluster.lines(job, "metrics.jsonl")][-1:]
-        return len(slurm_cluster.events(job, "job_started")) == 2 and last > [saved["iteration"] + 100]
+        return len(slurm_cluster.events(job, "job_started")) > 1 and last > [saved["iteration"] + 100]
 
     slurm_cluster.until(goes_on, "the run goes on", job)
     iterations = [record["iteration"] for record in slurm_cluster.lines(job, "metrics.jsonl")]
     assert iterations == sorted(set(iterations))
     assert set(range(50, iterations[-1], 50)) <= set(iterations)
-    slurm_cluster.succeed(f"tridock slurm cancel {job.id}")
-    assert slurm_cluster.wait(job) == 143
+    # Slurm's own cancel says no more than SIGTERM does: the run saves once more, and is not queued again.
+    slurm_cluster.succeed(f"scancel {job.id}")
+    assert slurm_cluster.wait(job) == 85
+    assert slurm_cluster.events(job, "job_not_requeued")[-1]["reason"] == "Slurm is ending the job (completing)"
 
 
 def test_a_node_that_fails_costs_the_work_since_the_last_checkpoint(slurm_cluster: SlurmCluster) -> None:
@@ -217,8 +218,8 @@ def test_a_node_that_fails_costs_the_work_since_the_last_checkpoint(slurm_cluste
     container = slurm_cluster.container("n2")
     succeed("docker", "kill", container)
     try:
-        slurm_cluster.until(lambda: len(slurm_cluster.events(job, "job_started")) == 2, "it starts again", job)
-        before, after = slurm_cluster.events(job, "job_started")
+        slurm_cluster.until(lambda: len(slurm_cluster.events(job, "job_started")) > 1, "it starts again", job)
+        before, after, *_ = slurm_cluster.events(job, "job_started")
         assert (before["nodes"], after["nodes"]) == (["n1", "n2"], ["n1", "n3"])
         saved = max(event["iteration"] for event in slurm_cluster.events(job, "checkpoint_saved"))
         slurm_cluster.until(

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from tridock import run_folder
 from tridock.cluster import parse_hostfile
-from tridock.errors import Problem, RequestError, TridockError
+from tridock.errors import ClusterError, Problem, RequestError, TridockError
 from tridock.experiment import Experiment, dump_experiment, load_experiment
 from tridock.launchers.bundle import slurm_bundle
 from tridock.ops.local_run import check_files, gpu_here, image_manifest, start_and_follow
@@ -165,17 +165,28 @@ def _queue_again(folder: Path, reason: str) -> None:
     reached = _reached(folder)
     before = [event for event in _events(folder) if event.get("event") == "job_requeued"]
     fruitless = [event for event in before if event.get("iteration") == reached]
-    if len(fruitless) >= _FRUITLESS:
+    words = _job_ends()
+    if words is None and len(fruitless) >= _FRUITLESS:
         words = f"the run has come no further than iteration {reached} in {len(fruitless) + 1} jobs"
+    if words is not None:
         _record(folder, "job_not_requeued", reason=words)
         print(f"tridock: not queued again: {words}", flush=True)
         return
     # Said before: Slurm ends this job on the spot.
     _record(folder, "job_requeued", iteration=reached, reason=reason)
     print(f"tridock: queued again: {reason}; it goes on from iteration {reached}", flush=True)
-    if (words_ := scheduler.requeue(os.environ["SLURM_JOB_ID"])) is not None:
-        _record(folder, "job_not_requeued", reason=words_)
-        print(f"tridock: Slurm did not queue it again: {words_}", flush=True)
+    if (words := scheduler.requeue(os.environ["SLURM_JOB_ID"])) is not None:
+        _record(folder, "job_not_requeued", reason=words)
+        print(f"tridock: Slurm did not queue it again: {words}", flush=True)
+
+
+def _job_ends() -> str | None:
+    """Why this job is not ours to queue again: it was cancelled, or Slurm itself takes its nodes away."""
+    try:
+        state = scheduler.job_fields(os.environ["SLURM_JOB_ID"]).get("JobState", "unknown")
+    except ClusterError as error:
+        return str(error)
+    return None if state == "RUNNING" else f"Slurm is ending the job ({state.lower()})"
 
 
 def _reached(folder: Path) -> int:

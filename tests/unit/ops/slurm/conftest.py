@@ -40,7 +40,7 @@ def answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Answer:
     def make(command: str, out: str = "", err: str = "", code: int = 0, only: str = "") -> None:
         script = f'#!/bin/sh\necho "{command} $*" >>"{tmp_path}/asked"\n'
         if only:  # for one option alone
-            script += f'case "$*" in *{only}*) ;; *) echo 17; exit 0;; esac\n'
+            script += f'case "$*" in *{only}*) ;; *) echo "{out or 17}"; exit 0;; esac\n'
         script += f"cat <<'END'\n{out}\nEND\ncat >&2 <<'END'\n{err}\nEND\nexit {code}\n"
         (bin_ / command).write_text(script)
         (bin_ / command).chmod(0o755)

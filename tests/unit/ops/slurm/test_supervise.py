@@ -47,6 +47,10 @@ def events(folder: Path, name: str) -> list[dict[str, object]]:
     return [{k: v for k, v in event.items() if k not in ("time", "event")} for event in found if event["event"] == name]
 
 
+def requeued(tmp_path: Path) -> int:
+    return (tmp_path / "asked").read_text().splitlines().count("scontrol requeue 17")
+
+
 def test_a_run_to_its_end(folder: Path, answer: Answer, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(folder, "run_started,run_finished", "--env", "GREETING=it's me") == 0
     assert (folder / "exit_code").read_text() == "0\n"
@@ -65,9 +69,9 @@ def test_a_run_to_its_end(folder: Path, answer: Answer, capfd: pytest.CaptureFix
 def test_a_run_that_has_saved_is_queued_again_and_goes_on(
     folder: Path, tmp_path: Path, answer: Answer, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    answer("scontrol")
+    answer("scontrol", "JobState=RUNNING")
     assert run(folder, "checkpoint_saved,run_preempted") == 85
-    assert (tmp_path / "asked").read_text() == "scontrol requeue 17\n"
+    assert requeued(tmp_path) == 1
     reason = "its time was over, and it has saved"
     assert events(folder, "job_requeued") == [{"iteration": 5, "reason": reason}]
     assert f"tridock: queued again: {reason}; it goes on from iteration 5\n" in capfd.readouterr().out
@@ -84,24 +88,50 @@ def test_a_run_that_has_saved_is_queued_again_and_goes_on(
 def test_a_job_is_not_queued_again_for_ever(
     folder: Path, tmp_path: Path, answer: Answer, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    answer("scontrol")
+    answer("scontrol", "JobState=RUNNING")
     for _ in range(3):
         assert run(folder, "run_preempted") == 85
-    assert (tmp_path / "asked").read_text() == "scontrol requeue 17\n" * 2
+    assert requeued(tmp_path) == 2
     words = "the run has come no further than iteration 0 in 3 jobs"
     assert events(folder, "job_not_requeued") == [{"reason": words}]
     assert f"tridock: not queued again: {words}\n" in capfd.readouterr().out
 
 
+def test_a_job_that_is_cancelled_is_not_queued_again(
+    folder: Path, tmp_path: Path, answer: Answer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    answer("scontrol", "JobId=17 JobState=COMPLETING")
+    assert run(folder, "checkpoint_saved,run_preempted") == 85
+    assert requeued(tmp_path) == 0
+    words = "Slurm is ending the job (completing)"
+    assert events(folder, "job_not_requeued") == [{"reason": words}]
+    assert f"tridock: not queued again: {words}\n" in capfd.readouterr().out
+
+
+def test_a_controller_that_does_not_answer_queues_nothing_again(folder: Path, answer: Answer) -> None:
+    answer("scontrol", err="slurm_load_jobs error: Unable to contact slurm controller", code=1)
+    assert run(folder, "run_preempted") == 85
+    reason = events(folder, "job_not_requeued")[0]["reason"]
+    assert str(reason).startswith(
+        "scontrol: Slurm does not do that; got slurm_load_jobs error: Unable to contact slurm"
+    )
+
+
 def test_slurm_may_not_want_to(folder: Path, answer: Answer, capfd: pytest.CaptureFixture[str]) -> None:
-    answer("scontrol", err="Requested operation is presently disabled for job 17", code=1)
+    answer(
+        "scontrol",
+        "JobState=RUNNING",
+        err="Requested operation is presently disabled for job 17",
+        code=1,
+        only="requeue",
+    )
     assert run(folder, "run_preempted") == 85
     assert "tridock: Slurm did not queue it again: Requested operation is presently disabled" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("option", ["--no-requeue", None])
 def test_what_is_not_queued_again(folder: Path, tmp_path: Path, answer: Answer, option: str | None) -> None:
-    answer("scontrol")
+    answer("scontrol", "JobState=RUNNING")
     code = run(folder, "run_preempted", option) if option else run(folder, "run_started")
     assert code == (85 if option else 4)
     assert not (tmp_path / "asked").exists()

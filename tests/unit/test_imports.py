@@ -19,6 +19,8 @@ PURE = {
     "gpus": {"errors"},
     "pulse": set(),
     "supervision": set(),
+    "records": {"errors", "run_folder"},
+    "differences": set(),
 }
 LOW = set(PURE)
 ROOMS: dict[str, set[str]] = {

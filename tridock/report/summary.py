@@ -14,7 +14,7 @@ from tridock import run_folder
 from tridock.experiment import Experiment, load_experiment
 from tridock.experiment.flops import model_flops_per_token
 from tridock.gpus import of_device
-from tridock.report.records import Record, check_run, read_lines, read_metrics, read_plan
+from tridock.records import Evaluations, Record, check_run, read_lines, read_metrics, read_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +52,22 @@ def summarize(folder: Path) -> Summary:
     """Reads a run's folder. Raises :class:`RequestError` where it is none."""
     check_run(folder)
     experiment = load_experiment(folder / run_folder.EXPERIMENT)
-    iterations, evaluations = read_metrics(folder)
-    plan = read_plan(folder)
-    events = read_lines(folder / run_folder.EVENTS)
-    speeds = [record["tokens_per_second"] for record in (iterations[1:] or iterations)]
-    consumed = iterations[-1]["consumed_samples"] if iterations else 0
+    metrics, events = read_metrics(folder), read_lines(folder / run_folder.EVENTS)
+    return summary_of(folder, experiment, *metrics, read_plan(folder), events)
+
+
+def summary_of(
+    folder: Path,
+    experiment: Experiment,
+    iterations: list[Record],
+    evaluations: Evaluations,
+    plan: Record,
+    events: list[Record],
+) -> Summary:
+    """The same of what was read already."""
+    logged = [record.get("tokens_per_second") for record in (iterations[1:] or iterations)]
+    speeds = [speed for speed in logged if speed is not None]
+    consumed = iterations[-1].get("consumed_samples") or 0 if iterations else 0
     speed = statistics.median(speeds) if speeds else None
     ranks = plan.get("world_size") or _world_size(events)
     device = _latest(events, "device")
@@ -72,10 +83,10 @@ def summarize(folder: Path) -> Summary:
         train_iters=experiment.train.train_iters,
         tokens=consumed * experiment.model.seq_length,
         tokens_per_second=speed,
-        first_loss=iterations[0]["loss"] if iterations else None,
-        last_loss=iterations[-1]["loss"] if iterations else None,
-        valid_loss=evaluations["valid"][-1]["loss"] if "valid" in evaluations else None,
-        test_loss=evaluations["test"][-1]["loss"] if "test" in evaluations else None,
+        first_loss=iterations[0].get("loss") if iterations else None,
+        last_loss=iterations[-1].get("loss") if iterations else None,
+        valid_loss=evaluations["valid"][-1].get("loss") if "valid" in evaluations else None,
+        test_loss=evaluations["test"][-1].get("loss") if "test" in evaluations else None,
         seconds=_seconds(events),
         peak_memory_bytes=_latest(events, "peak_memory_bytes"),
         model_tflops_per_rank=tflops,
@@ -105,8 +116,15 @@ def render_table(summary: Summary) -> Table:
     table = Table(title=f"Run {summary.run_id}", show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column(overflow="fold")
+    for row in rows_of(summary):
+        table.add_row(*row)
+    return table
+
+
+def rows_of(summary: Summary) -> tuple[tuple[str, str], ...]:
+    """The summary as names and values; "-" is what is not known."""
     done = f"{summary.iterations:,} of {summary.train_iters:,} iterations, {summary.tokens:,} tokens"
-    rows = (
+    return (
         ("state", summary.state),
         ("nodes", _count(summary.nodes)),
         ("ranks", _count(summary.ranks)),
@@ -122,9 +140,6 @@ def render_table(summary: Summary) -> Table:
         ("peak memory of a rank", _memory(summary.peak_memory_bytes)),
         ("time", "-" if summary.seconds is None else f"{timedelta(seconds=round(summary.seconds))}"),
     )
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 def _model(experiment: Experiment) -> str:

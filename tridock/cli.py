@@ -58,9 +58,13 @@ def _parser() -> argparse.ArgumentParser:
     _sync_options(sync)
     sync.set_defaults(action=_data_sync)
 
-    report = commands.add_parser("report", help="the summary and the loss curve of a run")
-    report.add_argument("run", type=Path, help="the run's folder")
+    report = commands.add_parser("report", help="a run's summary and loss curve; a page of one or more runs and logs")
+    report.add_argument("run", type=Path, nargs="*", help="the run's folder; of several one page is made")
     report.add_argument("--png", type=Path, help="where the curve goes (default: loss.png in the run's folder)")
+    report.add_argument(
+        "-o", "--output", type=Path, metavar="FILE.html", help="write all there is to see as one page, and its charts"
+    )
+    report.add_argument("--log", type=Path, action="append", default=[], help="a Megatron log, beside or without runs")
     report.set_defaults(action=_report)
 
     triage = commands.add_parser("triage", help="why a run failed: who first, the cause, what to do")
@@ -183,17 +187,39 @@ def _data_sync(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
+    if arguments.output is not None:
+        return _report_page(arguments)
+    if arguments.log or len(arguments.run) > 1:
+        todo = "name the page: -o report.html"
+        raise RequestError(Problem("-o", "is missing: several runs and logs make a page", "", todo))
+    if not arguments.run:
+        raise RequestError(Problem("RUN", "is missing", "", "give runs/<run-id>, or a Megatron log with --log"))
+
     from rich.console import Console
 
     from tridock import run_folder
     from tridock.report.curve import plot_loss
     from tridock.report.summary import render_table, summarize
 
-    png = arguments.png or arguments.run / run_folder.LOSS_CURVE
-    Console().print(render_table(summarize(arguments.run)))
-    plot_loss(arguments.run, png)
+    run = arguments.run[0]
+    png = arguments.png or run / run_folder.LOSS_CURVE
+    Console().print(render_table(summarize(run)))
+    plot_loss(run, png)
     print(f"loss curve  {png}")
-    print(f"run folder  {arguments.run}")
+    print(f"run folder  {run}")
+    return 0
+
+
+def _report_page(arguments: argparse.Namespace) -> int:
+    from tridock.report.write import write_report
+
+    if arguments.png is not None:
+        todo = "leave it out: the page's charts lie beside it, as <page>-loss.png and so on"
+        raise RequestError(Problem("--png", "is not for a page", str(arguments.png), todo))
+    page, *charts = write_report(arguments.run, arguments.log, arguments.output)
+    print(f"page        {page}")
+    for chart in charts:
+        print(f"chart       {chart}")
     return 0
 
 

@@ -13,17 +13,19 @@ from tridock.report.columns import Curve
 from tridock.report.text import one_line
 from tridock.report.theme import BAD, GRID, INK, SOFT, themed
 
-_SIZE: Final = (7.0, 3.7)
+_SIZE: Final = (6.2, 3.3)
 _DPI: Final = 150
 _FEW: Final = 40
 """Up to so many points each has its mark: a run of one is a point."""
+_LEGEND: Final = {"frameon": False, "fontsize": 8.5}
+_MOST_MARKS: Final = 200
 _MAGNITUDES: Final = 50.0
 """A range as wide as that, of positive numbers, is shown on a logarithmic axis."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A curve, its name in the legend and its looks."""
+    """A curve, its name in the legend (empty: it stands in none) and its looks."""
 
     name: str
     curve: Curve
@@ -31,11 +33,13 @@ class Line:
     style: str = "-"
     gaps: bool = False
     """Whether values that are not finite are marked."""
+    wide: bool = False
+    """Runs that are the same lie on top of each other: one that is wide shows on both sides of the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A vertical line at an iteration, or (``below``) a small triangle on the axis."""
+    """A vertical line at an iteration, or (``below``) a small one on the axis."""
 
     name: str
     at: Sequence[float]
@@ -52,7 +56,7 @@ class Bars:
     colour: str
 
 
-def draw_lines(lines: Sequence[Line], unit: str, marks: Sequence[Mark] = ()) -> Any:
+def draw_lines(lines: Sequence[Line], unit: str, marks: Sequence[Mark] = (), *, linear: bool = False) -> Any:
     """A matplotlib figure of curves over iterations, thinned to what a screen shows."""
     from matplotlib.ticker import MaxNLocator
 
@@ -60,21 +64,23 @@ def draw_lines(lines: Sequence[Line], unit: str, marks: Sequence[Mark] = ()) -> 
     handles: list[tuple[Any, str]] = []
     for line in lines:
         curve = line.curve.thinned()
+        width = 3.4 if line.wide else 1.6
         dot = "o" if len(curve.without_gaps()) <= _FEW else ""
-        drawn = axes.plot(curve.x, curve.y, line.style, marker=dot, markersize=4, linewidth=1.8, color=line.colour)
-        handles.append((drawn[0], line.name))
+        drawn = axes.plot(curve.x, curve.y, line.style, marker=dot, markersize=4, linewidth=width, color=line.colour)
+        if line.name:
+            handles.append((drawn[0], line.name))
         if line.gaps and (bad := curve.gaps()):
             crosses = axes.plot(bad, [0.98] * len(bad), "x", color=BAD, transform=axes.get_xaxis_transform())
             handles.append((crosses[0], f"{line.name}: not finite"))
     for mark in marks:
-        at = list(mark.at)[-200:]
+        at = mark.at[:: -(-len(mark.at) // _MOST_MARKS)]
         if mark.below:
-            shown = axes.plot(at, [0.02] * len(at), "^", color=mark.colour, ms=5, transform=axes.get_xaxis_transform())
+            shown = axes.plot(at, [0.02] * len(at), "|", color=mark.colour, ms=9, transform=axes.get_xaxis_transform())
             handles.append((shown[0], mark.name))
         else:
             verticals = [axes.axvline(x, color=mark.colour, linestyle="--", linewidth=1.2) for x in at]
             handles += [(verticals[0], mark.name)] if verticals else []
-    if _spans_magnitudes(lines):
+    if not linear and _spans_magnitudes(lines):
         axes.set_yscale("log")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
     axes.set_xlabel("iteration")
@@ -104,7 +110,8 @@ def draw_bars(categories: Sequence[str], bars: Sequence[Bars], unit: str, limits
     axes.set_xlim(left=0)
     axes.set_xlabel(unit)
     _finish(axes, "", grid="x")
-    _legend(axes, handles, always=len(limits) > 0)
+    if handles[1:]:
+        _name(figure.legend(*_numbered(handles), loc="outside lower center", ncols=3, **_LEGEND), handles)
     return figure
 
 
@@ -132,7 +139,10 @@ def as_svg(figure: Any, label: str, *, coloured: bool = False) -> str:
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
     svg = re.sub(r'<svg ([^>]*?)height="[^"]*"([^>]*?)width="[^"]*"', r"<svg \1\2", svg, count=1)
     svg = svg.replace("<svg ", f'<svg role="img" aria-label="{escape(label)}" ', 1)
-    return svg if coloured else themed(svg)
+    if not coloured:
+        return themed(svg)
+    # A drawing of its own size, which is not to be blown up.
+    return svg.replace("<svg ", f'<svg style="max-width:{figure.get_size_inches()[0]:.2f}in" ', 1)
 
 
 def _canvas(size: tuple[float, float]) -> tuple[Any, Any]:
@@ -155,14 +165,18 @@ def _finish(axes: Any, unit: str, grid: str = "both") -> None:
     axes.spines[["left", "bottom"]].set_color(SOFT)
 
 
-def _legend(axes: Any, handles: Sequence[tuple[Any, str]], *, always: bool = False) -> None:
-    if len(handles) < 2 and not always:
-        return
-    # Numbers first: a name may begin with "_", which matplotlib takes for "do not show".
-    drawn = axes.legend(
-        [handle for handle, _ in handles], [str(number) for number in range(len(handles))], frameon=False, fontsize=8.5
-    )
-    for text, (_, name) in zip(drawn.get_texts(), handles, strict=True):
+def _legend(axes: Any, handles: Sequence[tuple[Any, str]]) -> None:
+    if len(handles) > 1:
+        _name(axes.legend(*_numbered(handles), **_LEGEND), handles)
+
+
+def _numbered(handles: Sequence[tuple[Any, str]]) -> tuple[list[Any], list[str]]:
+    """Numbers for names: matplotlib takes a name that begins with "_" for "do not show"."""
+    return [handle for handle, _ in handles], [str(number) for number in range(len(handles))]
+
+
+def _name(legend: Any, handles: Sequence[tuple[Any, str]]) -> None:
+    for text, (_, name) in zip(legend.get_texts(), handles, strict=True):
         text.set_parse_math(False)
         text.set_text(one_line(name, 48))
         text.set_color(INK)

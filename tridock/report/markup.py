@@ -27,28 +27,32 @@ def table(head: Row, rows: Iterable[Row], *, numbers: Sequence[int] = (), mono: 
 
 
 def marked_table(
-    head: Row, rows: Iterable[tuple[Row, str]], *, numbers: Sequence[int] = (), mono: Sequence[int] = ()
+    head: Row,
+    rows: Iterable[tuple[Row, str]],
+    *,
+    numbers: Sequence[int] = (),
+    mono: Sequence[int] = (),
+    kind: str = "",
 ) -> str:
-    """The same with a class for each row."""
+    """The same with a class for each row, and one for the table (``kind``)."""
 
-    def kind(column: int) -> dict[str, str]:
+    def looks(column: int) -> dict[str, str]:
         names = [name for name, columns in (("number", numbers), ("mono", mono)) if column in columns]
         return {"class_": " ".join(names)} if names else {}
 
-    def cells(row: Row, tag: str) -> str:
+    def cells(row: Row, of_head: bool) -> str:
         return "".join(
-            element(
-                "th" if column == 0 else tag,
-                text,
-                **kind(column),
-                **({"scope": "row"} if tag == "td" and not column else {}),
-            )
-            for column, text in enumerate(row)
+            element("td" if column and not of_head else "th", text, **looks(column)) for column, text in enumerate(row)
         )
 
-    body = "\n".join(f"<tr{f' class={mark}' if mark else ''}>{cells(row, 'td')}</tr>" for row, mark in rows)
-    heads = f"<thead><tr>{cells(head, 'th')}</tr></thead>" if any(head) else ""
-    return f'<div class="scroll"><table>{heads}<tbody>\n{body}\n</tbody></table></div>'
+    lines = [f"<tr{_class(mark)}>{cells(row, of_head=False)}</tr>" for row, mark in rows]
+    heads = f"<thead><tr>{cells(head, of_head=True)}</tr></thead>" if any(head) else ""
+    body = "\n".join(lines)
+    return f'<div class="scroll"><table{_class(kind)}>{heads}<tbody>\n{body}\n</tbody></table></div>'
+
+
+def _class(name: str) -> str:
+    return f' class="{name}"' if name else ""
 
 
 def folded(title: str, content: str, *, open_: bool = False) -> str:

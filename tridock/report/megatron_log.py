@@ -140,7 +140,7 @@ class _Reader:
         """What was read last is complete."""
         if self._times and self.log.columns.last is not None:
             self.log.phases.add(self.log.columns.last, self._times)
-            self._times = {}
+        self._times = {}
 
     def _iterations(self, line: bytes) -> None:
         self._timers = False

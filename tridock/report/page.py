@@ -20,7 +20,7 @@ from tridock.report.theme import series_colour, style, themed
 
 _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 """The browser loads nothing for this page, whatever stands in it."""
-_MOST_EVENTS: Final = 400
+_MOST_EVENTS, _FEW_EVENTS = 400, 60
 _DRAWN_RANKS: Final = 256
 """Of more ranks the layout is a bitmap: as lines it would be megabytes."""
 _FAULTS: Final = frozenset(
@@ -66,7 +66,7 @@ def _sections(subjects: Sequence[Subject], charts: Sequence[Chart]) -> Iterator[
 
 
 def _summary(subjects: Sequence[Subject]) -> str:
-    names = dict.fromkeys(name for subject in subjects for name, _ in subject.rows)
+    names = dict.fromkeys(name for subject in subjects for name, value in subject.rows if value != "-")
     rows = [dict(subject.rows) for subject in subjects]
     chips = "".join(
         f'<p><span class="chip" style="background:{themed(series_colour(number))}"></span>'
@@ -145,10 +145,11 @@ def _events(subject: Subject) -> str:
         return ""
     shown = subject.events[-_MOST_EVENTS:]
     rows = [((_time(event), str(event.get("event", "?")), _details(event)), _mark(event)) for event in shown]
-    heading = element("h3", subject.name)
+    faults = sum(1 for event in subject.events if event.get("event") in _FAULTS)
+    title = f"{one_line(subject.name, 120)}: {len(subject.events):,} events, {faults} of them faults and restarts"
     if len(shown) < len(subject.events):
-        heading += element("p", f"The last {len(shown)} of {len(subject.events):,}.", class_="soft")
-    return heading + marked_table(("time (UTC)", "event", ""), rows)
+        title += f"; the last {len(shown)}"
+    return folded(title, marked_table(("time (UTC)", "event", ""), rows, kind="events"), open_=len(rows) <= _FEW_EVENTS)
 
 
 def _mark(event: Record) -> str:

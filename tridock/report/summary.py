@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,7 @@ def summary_of(
         state=_state(events),
         model=_model(experiment),
         layout=_layout(experiment, plan),
-        nodes=len({rank["node"] for rank in plan["ranks"]}) if "ranks" in plan else None,
+        nodes=len({rank["node"] for rank in plan["ranks"]}) if plan.get("ranks") else None,
         ranks=ranks,
         iterations=iterations[-1]["iteration"] if iterations else 0,
         train_iters=experiment.train.train_iters,
@@ -175,8 +175,8 @@ def _state(events: list[Record]) -> str:
                 state = f"failed: {event.get('reason')}"
             case "rank_died" | "rank_hung" | "node_lost" if state not in ("finished", "stopped"):
                 # What the supervisor saw: ranks that only lost another may have spoken before.
-                who = f"rank {event['rank']} on {event['node']}" if "rank" in event else event["node"]
-                state = f"failed: {who} {event['reason']}"
+                who = f"rank {event['rank']} on {event.get('node')}" if "rank" in event else event.get("node")
+                state = f"failed: {who} {event.get('reason')}"
             case "launcher_ended" if open_ended:
                 state = f"failed: the launcher ended with exit code {event.get('exit_code')}"
     return state
@@ -191,8 +191,16 @@ def _seconds(events: list[Record]) -> float | None:
     starts = [number for number, event in enumerate(events) if event.get("event") == "run_started"]
     if not starts:
         return None
-    attempt = [datetime.fromisoformat(event["time"]) for event in events[starts[-1] :] if "time" in event]
-    return (max(attempt) - min(attempt)).total_seconds()
+    attempt = [time for event in events[starts[-1] :] if (time := _moment(event)) is not None]
+    return (max(attempt) - min(attempt)).total_seconds() if attempt else None
+
+
+def _moment(event: Record) -> datetime | None:
+    try:
+        time = datetime.fromisoformat(str(event["time"]))
+    except (KeyError, ValueError):
+        return None
+    return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
 def _count(value: int | None) -> str:

@@ -67,16 +67,18 @@ nav a{margin-right:14px;color:var(--s0)}
 .chip{display:inline-block;width:12px;height:12px;border-radius:3px;margin-right:6px;vertical-align:-1px}
 .charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,480px),1fr));gap:16px}
 figure{margin:0;padding:12px 12px 6px;background:var(--card);border:1px solid var(--grid);border-radius:8px;min-width:0}
-figure svg,figure img{display:block;width:100%;height:auto;max-height:80vh}
+figure h3{margin-top:0}
+figure svg,figure img{display:block;width:100%;height:auto;margin:0 auto}
 figcaption{font-size:13px;color:var(--soft);margin-top:4px;overflow-wrap:anywhere}
-figure.paper{background:#ffffff;color:#1b1f24}
+figure.paper{margin-bottom:12px;background:#ffffff;color:#1b1f24}
 figure.paper figcaption{color:#57606a}
 .scroll{overflow-x:auto}
 table{border-collapse:collapse;font-size:14px;width:100%}
 th,td{text-align:left;vertical-align:top;padding:4px 14px 4px 0;border-bottom:1px solid var(--grid);
 overflow-wrap:anywhere;min-width:72px}
 thead th{color:var(--soft);font-weight:600;border-bottom:2px solid var(--grid)}
-tbody th{font-weight:600;white-space:normal}
+tbody th{font-weight:600}
+table.events th:not(:nth-child(3)),table.events td:nth-child(2){white-space:nowrap;font-weight:400;width:1%}
 td.number,th.number{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
 td.mono,th.mono{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;font-size:13px}
 tr.fault td{background:var(--mark)}

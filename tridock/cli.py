@@ -6,10 +6,15 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tridock import __version__
 from tridock.data.options import add_data_commands
-from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError, TridockError
+from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError, RunError, TridockError
+
+if TYPE_CHECKING:
+    from tridock.differences import Difference
+    from tridock.reproduction import Outcome
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,6 +72,21 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--log", type=Path, action="append", default=[], help="a Megatron log, beside or without runs")
     report.set_defaults(action=_report)
 
+    reproduce = commands.add_parser("reproduce", help="do a run once more from its folder, and compare the losses")
+    reproduce.add_argument("run", type=Path, help="the run's folder")
+    reproduce.add_argument(
+        "--workspace", type=Path, default=Path(), help="folder that holds data/ and runs/ (default: here)"
+    )
+    reproduce.add_argument("--against", type=Path, help="start nothing: compare with this run, which there is already")
+    reproduce.add_argument(
+        "--tolerance",
+        type=float,
+        help="largest difference of a loss, times the larger of 1 and it"
+        " (default: 0 on CPUs; on GPUs 1e-4 in fp32, else 1e-2)",
+    )
+    reproduce.add_argument("--force", action="store_true", help="even if the data or the GPUs are not those of the run")
+    reproduce.set_defaults(action=_reproduce)
+
     triage = commands.add_parser("triage", help="why a run failed: who first, the cause, what to do")
     triage.add_argument("run", type=Path, help="the run's folder")
     triage.set_defaults(action=_triage)
@@ -93,7 +113,7 @@ def _train(arguments: argparse.Namespace) -> int:
         arguments.run_id_file,
         place,
         force=arguments.force,
-    )
+    ).exit_code
 
 
 def _replan(arguments: argparse.Namespace) -> int:
@@ -102,6 +122,33 @@ def _replan(arguments: argparse.Namespace) -> int:
     found = replan(arguments.run, arguments.without, arguments.spare, anew=arguments.anew)
     print(found.to_json() if arguments.json else found.words, end="" if arguments.json else "\n")
     return 0
+
+
+def _reproduce(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from tridock import run_folder
+    from tridock.ops.reproduce import compare_with, reproduce_here
+    from tridock.report.reproduction_tables import environment_table, verdict_table
+
+    console = Console(highlight=False)
+
+    def tell(found: Sequence[Difference], notes: Sequence[str]) -> None:
+        console.print(environment_table(found))
+        for note in notes:
+            print(f"note: {note}")
+
+    run, code = arguments.run, 0
+    if arguments.against is not None:
+        outcome: Outcome | None = compare_with(run, arguments.against, tell, arguments.tolerance)
+    else:
+        options = {"tolerance": arguments.tolerance, "force": arguments.force}
+        outcome, code = reproduce_here(run, arguments.workspace, tell, **options)
+    if outcome is None:
+        return code
+    console.print(verdict_table(outcome))
+    print(f"written to  {run_folder.REPRODUCTION} in the folder of {outcome.now}")
+    return RunError.exit_code if outcome.verdict == "different" else 0
 
 
 def _triage(arguments: argparse.Namespace) -> int:

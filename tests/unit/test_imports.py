@@ -25,6 +25,7 @@ PURE = {
 LOW = set(PURE)
 ROOMS: dict[str, set[str]] = {
     **PURE,
+    "reproduction": LOW,
     "experiment": LOW,
     "cluster": LOW,
     "plan": LOW | {"experiment", "cluster"},
@@ -32,14 +33,14 @@ ROOMS: dict[str, set[str]] = {
     "launchers": LOW | {"experiment", "cluster", "plan", "engines"},
     "remote": LOW | {"cluster"},
     "triage": LOW,
-    "ops": LOW | {"experiment", "cluster", "plan", "engines", "launchers", "remote", "triage"},
+    "ops": LOW | {"experiment", "cluster", "plan", "engines", "launchers", "remote", "triage", "reproduction"},
     "node": LOW,
     "data": LOW | {"experiment"},
     "compat": set(),
     "train": LOW | {"experiment", "data", "compat"},
-    "report": LOW | {"experiment", "plan"},
-    "cli": LOW | {"experiment", "cluster", "plan", "ops", "data", "report"},
-    "fabfile": LOW | {"experiment", "plan", "launchers", "ops", "report"},
+    "report": LOW | {"experiment", "plan", "reproduction"},
+    "cli": LOW | {"experiment", "cluster", "plan", "ops", "data", "report", "reproduction"},
+    "fabfile": LOW | {"experiment", "plan", "launchers", "ops", "report", "reproduction"},
 }
 HOMES = {
     "torch": {"train", "compat"},

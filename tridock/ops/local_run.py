@@ -8,12 +8,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 from tridock import run_folder
@@ -25,8 +27,8 @@ from tridock.launchers.bundle import default_port
 from tridock.ops import rendezvous
 from tridock.ops.facts import smallest_gpu
 from tridock.ops.failed_run import RunFailedError, failed, failure_in_words, rank_to_look_at
-from tridock.ops.origin import origin
-from tridock.ops.preflight import data_files, mismatches, preflight_words
+from tridock.ops.origin import Approve, origin
+from tridock.ops.preflight import data_files, fingerprints, mismatches, preflight_words
 from tridock.plan import Assumptions, Plan, assess
 from tridock.triage import facts_of
 
@@ -60,6 +62,14 @@ class Place:
             raise RequestError(problems)
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A run that has ended: its folder and its exit code."""
+
+    folder: Path
+    exit_code: int
+
+
 def run_here(
     config: Path,
     nproc: int | None,
@@ -69,10 +79,12 @@ def run_here(
     place: Place = Place(),
     *,
     force: bool = False,
-) -> int:
-    """Runs the experiment as this machine's ranks and follows it; returns its exit code.
+    approve: Approve | None = None,
+) -> Ended:
+    """Runs the experiment as this machine's ranks and follows it to its end.
 
-    Ctrl-C stops the run: it belongs to this terminal, unlike one that ``fab launch`` started.
+    Ctrl-C stops the run: it belongs to this terminal, unlike one that ``fab launch`` started. ``approve`` is given
+    the run's manifest and plan before anything is written, and may raise.
     """
     workspace = workspace.resolve()
     if not workspace.is_dir():
@@ -90,7 +102,7 @@ def run_here(
     slots = {name: range(ranks) for name in _names(place)}
     assessment = assess(experiment, slots, str(config), Assumptions(gpu=_gpu()))
     plan = assessment.checked(force=force)
-    _check_files(config, experiment, plan, workspace)
+    data = _check_files(config, experiment, plan, workspace)
     run_id = run_folder.new_run_id(experiment.name)
     port = experiment.launch.master_port or (default_port(run_id) if place.nnodes == 1 else _MEETING_PORT)
     if place.nnodes > 1:
@@ -102,20 +114,25 @@ def run_here(
         run_id=run_id,
         master_addr=place.master_addr or "127.0.0.1",
         master_port=port,
-        manifest=_manifest(config, experiment),
+        manifest={**_manifest(config, experiment, ranks), **data},
         workspace=str(workspace),
         node_rank=place.node_rank,
     )
+    if approve is not None:
+        approve(*(json.loads(bundle.files[name]) for name in (run_folder.MANIFEST, run_folder.PLAN)))
     folder = workspace / "runs" / run_id
     _write(folder, bundle, place)
     if run_id_file is not None:
         run_folder.write_atomic(run_id_file, f"{run_id}\n".encode())
     _announce(folder, plan, place)
-    return _start_and_follow(folder, ranks) if place.node_rank == 0 else _join(folder, ranks, place.node_rank)
+    code = _start_and_follow(folder, ranks) if place.node_rank == 0 else _join(folder, ranks, place.node_rank)
+    return Ended(folder, code)
 
 
-def _check_files(config: Path, experiment: Experiment, plan: Plan, workspace: Path) -> None:
-    """As for a cluster, before any rank starts."""
+def _check_files(
+    config: Path, experiment: Experiment, plan: Plan, workspace: Path
+) -> Mapping[str, Mapping[str, object]]:
+    """As for a cluster, before any rank starts; returns the data's fingerprints for the manifest."""
     words = preflight_words(experiment, head=True)
     env = _environment(1)
     done = subprocess.run([*_node_verb(), *words], env=env, cwd=workspace, capture_output=True, check=True)
@@ -130,6 +147,7 @@ def _check_files(config: Path, experiment: Experiment, plan: Plan, workspace: Pa
     problems += mismatches(config, experiment, plan, answer)
     if problems:
         raise RequestError(problems)
+    return fingerprints(experiment, answer)
 
 
 def _names(place: Place) -> tuple[str, ...]:
@@ -283,15 +301,40 @@ def _nvidia_smi(*words: str) -> list[str]:
     return done.stdout.splitlines() if done.returncode == 0 else []
 
 
-def _manifest(config: Path, experiment: Experiment) -> dict[str, object]:
+def _manifest(config: Path, experiment: Experiment, ranks: int) -> dict[str, object]:
     image = Path(run_folder.CODE) / "manifest.json"
     return {
         **origin(Path(__file__).parents[2]),
         "python": sys.version.split()[0],
         "image_manifest": json.loads(image.read_text()) if image.is_file() else None,
+        "packages": None if image.is_file() else _packages(),
+        "machine": {
+            "processor": _processor(),
+            "cores": os.cpu_count(),
+            # How sums are split over threads decides about their last bits.
+            "threads_per_rank": _environment(ranks)["OMP_NUM_THREADS"],
+        },
         "config": str(config),
         "seed": experiment.train.seed,
     }
+
+
+def _packages() -> dict[str, str]:
+    """Of an environment that is no image: the versions that decide about a run's numbers."""
+    found = {}
+    for name in ("torch", "deepspeed", "megatron-core", "numpy"):
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def _processor() -> str:
+    """The processor's name; its architecture where it tells none."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def _say(line: str) -> None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from tridock import __version__
+
+Approve = Callable[[Mapping[str, Any], Mapping[str, Any]], None]
+"""Looks at the manifest and the plan of a run that is about to start, and may raise."""
 
 
 def origin(folder: Path) -> dict[str, object]:

@@ -8,14 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import platform
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 from tridock import run_folder
@@ -27,7 +25,7 @@ from tridock.launchers.bundle import default_port
 from tridock.ops import rendezvous
 from tridock.ops.facts import smallest_gpu
 from tridock.ops.failed_run import RunFailedError, failed, failure_in_words, rank_to_look_at
-from tridock.ops.origin import Approve, origin
+from tridock.ops.origin import Approve, machine, origin, packages
 from tridock.ops.preflight import data_files, fingerprints, mismatches, preflight_words
 from tridock.plan import Assumptions, Plan, assess
 from tridock.triage import facts_of
@@ -303,38 +301,17 @@ def _nvidia_smi(*words: str) -> list[str]:
 
 def _manifest(config: Path, experiment: Experiment, ranks: int) -> dict[str, object]:
     image = Path(run_folder.CODE) / "manifest.json"
+    in_image = image.is_file()
     return {
         **origin(Path(__file__).parents[2]),
         "python": sys.version.split()[0],
-        "image_manifest": json.loads(image.read_text()) if image.is_file() else None,
-        "packages": None if image.is_file() else _packages(),
-        "machine": {
-            "processor": _processor(),
-            "cores": os.cpu_count(),
-            # How sums are split over threads decides about their last bits.
-            "threads_per_rank": _environment(ranks)["OMP_NUM_THREADS"],
-        },
+        "image_manifest": json.loads(image.read_text()) if in_image else None,
+        "packages": None if in_image else packages(),
+        # How sums are split over threads decides about their last bits.
+        "machine": {**machine(), "threads_per_rank": _environment(ranks)["OMP_NUM_THREADS"]},
         "config": str(config),
         "seed": experiment.train.seed,
     }
-
-
-def _packages() -> dict[str, str]:
-    """Of an environment that is no image: the versions that decide about a run's numbers."""
-    found = {}
-    for name in ("torch", "deepspeed", "megatron-core", "numpy"):
-        with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
-
-
-def _processor() -> str:
-    """The processor's name; its architecture where it tells none."""
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def _say(line: str) -> None:

@@ -24,7 +24,16 @@ _MOST_EVENTS, _FEW_EVENTS = 400, 60
 _DRAWN_RANKS: Final = 256
 """Of more ranks the layout is a bitmap: as lines it would be megabytes."""
 _FAULTS: Final = frozenset(
-    ("run_failed", "rank_died", "rank_hung", "node_lost", "checkpoint_failed", "checkpoint_rejected", "run_restarted")
+    (
+        "run_failed",
+        "rank_died",
+        "rank_hung",
+        "node_lost",
+        "checkpoint_failed",
+        "checkpoint_rejected",
+        "run_restarted",
+        "run_moved",
+    )
 )
 _PER_RUN: Final = ("run_id", "created")
 """Fields of a manifest that differ between any two runs."""

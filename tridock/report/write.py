@@ -8,8 +8,9 @@ from pathlib import Path
 from tridock import run_folder
 from tridock.errors import Problem, RequestError, TridockError
 from tridock.report.charts import charts
+from tridock.report.log_subject import of_log
 from tridock.report.page import page
-from tridock.report.subject import Subject, of_log, of_run
+from tridock.report.subject import Subject, of_run
 
 SUFFIXES = (".html", ".htm")
 

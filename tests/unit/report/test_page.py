@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import re
 from collections.abc import Sequence
@@ -20,8 +22,9 @@ from tridock.experiment import dump_experiment
 from tridock.gpus import find_gpu
 from tridock.plan import Assumptions, assess
 from tridock.report.charts import charts
+from tridock.report.log_subject import of_log
 from tridock.report.page import page
-from tridock.report.subject import of_log, of_run
+from tridock.report.subject import of_run
 from tridock.report.write import write_report
 
 BASE: dict[str, Any] = {
@@ -205,6 +208,26 @@ def test_a_run_and_two_logs(tmp_path: Path) -> None:
     assert ["", "a-1", "x.log", "y.log"] in found.rows
     assert ["last loss", "6.0000", "7.5000", "7.0000"] in found.rows
     assert "differences" not in found.ids  # only one of them has arguments, and a run has none
+
+
+def test_the_phases_of_a_run_of_megatron_v115_are_in_its_first_ranks_log(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "a-1", [7.0, 6.0])
+    experiment = with_fields(BASE, {"engine": "megatron-deepspeed", "data.vocab_file": "v", "data.merge_file": "m"})
+    (folder / "experiment.yaml").write_text(dump_experiment(experiment))
+    assert of_run(folder).phases.names() == []
+    (folder / "logs").mkdir()
+    (folder / "logs" / "rank-0.log").write_text(logs.v115(1, 7.0) + logs.TIMES)
+    assert of_run(folder).phases.names() == ["backward-compute", "forward-compute", "optimizer"]
+
+
+def test_the_layout_of_many_ranks_is_a_bitmap_in_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = of_run(a_run(tmp_path / "a-1", [7.0]))
+    assert outline(page([subject], [])).loaded == ["data:,"]
+    monkeypatch.setattr("tridock.report.page._DRAWN_RANKS", 1)
+    _, picture = outline(page([subject], [])).loaded
+    content = base64.b64decode(picture.removeprefix("data:image/png;base64,"), validate=True)
+    with Image.open(io.BytesIO(content)) as image:
+        assert image.format == "PNG"
 
 
 HOSTILE = '"><script>alert(1)</script><img src=http://evil/x onerror=alert(2)>$\\frac{}$_&\x00\x1b[31m'

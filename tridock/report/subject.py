@@ -1,4 +1,4 @@
-"""What a report is about: a run, from its folder here or from a Megatron log (log_subject.py); the same facts of both."""
+"""What a report is about: a run, from its folder here, or from a log (log_subject.py); the same facts of both."""
 
 from __future__ import annotations
 

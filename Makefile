@@ -31,9 +31,10 @@ locks: .venv/.full ## Write locks/*.txt anew from locks/*.in (UPGRADE=1 to take 
 	@tools/lock.sh $(if $(UPGRADE),--upgrade)
 
 .PHONY: reference
-reference: .venv/.operator ## Write configs/reference.yaml, configs/slurm/reference.yaml and the fields of docs/cluster.md from the schemas, the rules of docs/triage.md
+reference: .venv/.operator ## Write configs/reference.yaml, configs/slurm/reference.yaml and the fields of docs/cluster.md from the schemas, the rules of docs/triage.md, the table of Jean Zay
 	python tools/reference.py
 	python tools/triage_reference.py
+	python tools/jean_zay.py
 
 # ---- image -------------------------------------------------------------------------------------------------------------
 # FLAVOR      gpu (NVIDIA's PyTorch image) or cpu (the twin's)

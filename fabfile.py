@@ -9,7 +9,7 @@ import functools
 import json as json_
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,20 +20,25 @@ from invoke.exceptions import Exit
 from rich.console import Console
 from rich.table import Table
 
-from tridock.errors import EXIT_INTERRUPTED, ClusterError, Problem, RequestError, TridockError
+from tridock.differences import Difference
+from tridock.errors import EXIT_INTERRUPTED, ClusterError, Problem, RequestError, RunError, TridockError
 from tridock.launchers import RunBundle
 from tridock.ops import doctor, nodes, rank_logs, runs
 from tridock.ops import fetch as fetch_
 from tridock.ops import keys as keys_
 from tridock.ops import launch as launch_
+from tridock.ops import reproduce_on as reproduce_
 from tridock.ops import triage as triage_
 from tridock.ops.planning import told, with_hosts_gpu
+from tridock.ops.reproduce import check_tolerance
 from tridock.ops.session import Session
 from tridock.ops.sync import command as sync_
 from tridock.report.plan_output import Show, print_plan
 from tridock.report.plan_tables import headline
+from tridock.report.reproduction_tables import environment_table, verdict_table
 from tridock.report.run_tables import history_table, status_table
-from tridock.run_folder import write_atomic
+from tridock.report.write import write_report
+from tridock.run_folder import REPORT, write_atomic
 
 CONSOLE = Console(highlight=False, soft_wrap=True)
 DEFAULT_CONFIG = launch_.DEFAULT_CONFIG
@@ -64,6 +69,8 @@ HELP = {
     "path": "a data set's prefix, a file or a folder of the project (default: what the experiment reads; may repeat)",
     "checkpoints": "bring the checkpoints too",
     "fix": "do what is safe: keys, image, nodes that are down, what dead runs left; each is said",
+    "output": "where the page goes (default: report.html in the folder of the first run)",
+    "tolerance": "largest difference of a loss, times the larger of 1 and it (default: 0 on CPUs, else by precision)",
     "check": "look first whether the cluster is fit; --no-check leaves it out",
 }
 
@@ -307,6 +314,53 @@ def fetch(
     session = _open(hosts, include, exclude)
     chosen = runs.choose_run(session, run or None, active=False)
     CONSOLE.print(str(fetch_.fetch(session, chosen, Path("runs"), checkpoints=checkpoints)))
+
+
+@command(iterable=("run",), run="a run's id; several are laid over each other (default: as fab logs)")
+def report(
+    _: Context, hosts: str = "", run: list[str] | None = None, output: str = "", include: str = "", exclude: str = ""
+) -> None:
+    """Make an HTML page of a run, or of several: curves, memory, layout, events, plan against measurement."""
+    session = _open(hosts, include, exclude)
+    names: list[str | None] = [*run] if run else [None]
+    chosen = [runs.choose_run(session, name, active=False) for name in names]
+    folders = [fetch_.fetch(session, it, Path("runs")) for it in chosen]
+    page, *charts = write_report(folders, [], Path(output) if output else folders[0] / REPORT)
+    _say(f"page {page}, {len(charts)} charts beside it")
+
+
+@command(
+    force="even if the data is not that of the run, or the plan says that it does not fit",
+    run="a run's id, of this cluster or in runs/ (default: as fab logs)",
+)
+def reproduce(
+    _: Context,
+    hosts: str = "",
+    run: str = "",
+    tolerance: str = "",
+    include: str = "",
+    exclude: str = "",
+    force: bool = False,
+) -> None:
+    """Do a run once more from its own folder, and compare the losses."""
+    session = _open(hosts, include, exclude)
+    allowed = _number("tolerance", tolerance)
+    check_tolerance(allowed)
+    original = reproduce_.original_of(session, run or None, Path("runs"))
+    bundle, gate = reproduce_.start(session, original, _tell_differences, force=force)
+    again = runs.Run(bundle.run_id, session.head)
+    _say(f"run {bundle.run_id}: {original.name} once more")
+    _follow(session, hosts, again)
+    outcome = reproduce_.finish(session, again, gate, Path("runs"), allowed)
+    _show_tables(verdict_table(outcome))
+    if outcome.verdict == "different":
+        raise Exit(None, RunError.exit_code)
+
+
+def _tell_differences(found: Sequence[Difference], notes: Sequence[str]) -> None:
+    _show_tables(environment_table(found))
+    for note in notes:
+        _say(f"note: {note}")
 
 
 @command(iterable=("path", "set"))

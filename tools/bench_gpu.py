@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tridock import run_folder
-from tridock.report.records import read_lines
+from tridock.records import read_lines
 from tridock.report.summary import summarize
 
 CONFIGS = Path("configs/bench")

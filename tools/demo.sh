@@ -57,6 +57,7 @@ main() {
   if engine_answers; then run_on_twin; else run_here; fi
   step "result"
   tridock report "runs/$(<"$run_id_file")"
+  echo "all of it   tridock report runs/$(<"$run_id_file") -o report.html"
   echo "finished in $((SECONDS - started)) s"
   if engine_answers; then echo "The twin is still up: fab status --hosts hostfiles/twin; fab down --hosts hostfiles/twin"; fi
 }

@@ -6,11 +6,16 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tridock import __version__
 from tridock.data.options import add_data_commands
-from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError, TridockError
+from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError, RunError, TridockError
 from tridock.ops.slurm.options import add_slurm_commands
+
+if TYPE_CHECKING:
+    from tridock.differences import Difference
+    from tridock.reproduction import Outcome
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,9 +67,13 @@ def _parser() -> argparse.ArgumentParser:
     slurm = commands.add_parser("slurm", help="the same experiment on a cluster with Slurm")
     add_slurm_commands(slurm.add_subparsers(required=True, metavar="COMMAND"))
 
-    report = commands.add_parser("report", help="the summary and the loss curve of a run")
-    report.add_argument("run", type=Path, help="the run's folder")
+    report = commands.add_parser("report", help="a run's summary and loss curve; a page of one or more runs and logs")
+    report.add_argument("run", type=Path, nargs="*", help="the run's folder; of several one page is made")
     report.add_argument("--png", type=Path, help="where the curve goes (default: loss.png in the run's folder)")
+    report.add_argument(
+        "-o", "--output", type=Path, metavar="FILE.html", help="write all there is to see as one page, and its charts"
+    )
+    report.add_argument("--log", type=Path, action="append", default=[], help="a Megatron log, beside or without runs")
     report.set_defaults(action=_report)
 
     bench = commands.add_parser("bench", help="measure a matrix of experiments on this machine, beside bare PyTorch")
@@ -72,6 +81,21 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("-o", "--out", type=Path, help="folder of the results (default: runs/bench-<name>)")
     bench.add_argument("--gpu", help="this machine's GPU, for the plan: h200, a100-80gb, … or its memory (24gib)")
     bench.set_defaults(action=_bench)
+
+    reproduce = commands.add_parser("reproduce", help="do a run once more from its folder, and compare the losses")
+    reproduce.add_argument("run", type=Path, help="the run's folder")
+    reproduce.add_argument(
+        "--workspace", type=Path, default=Path(), help="folder that holds data/ and runs/ (default: here)"
+    )
+    reproduce.add_argument("--against", type=Path, help="start nothing: compare with this run, which there is already")
+    reproduce.add_argument(
+        "--tolerance",
+        type=float,
+        help="largest difference of a loss, times the larger of 1 and it"
+        " (default: 0 on CPUs; on GPUs 1e-4 in fp32, else 1e-2)",
+    )
+    reproduce.add_argument("--force", action="store_true", help="even if the data or the GPUs are not those of the run")
+    reproduce.set_defaults(action=_reproduce)
 
     triage = commands.add_parser("triage", help="why a run failed: who first, the cause, what to do")
     triage.add_argument("run", type=Path, help="the run's folder")
@@ -99,7 +123,7 @@ def _train(arguments: argparse.Namespace) -> int:
         arguments.run_id_file,
         place,
         force=arguments.force,
-    )
+    ).exit_code
 
 
 def _replan(arguments: argparse.Namespace) -> int:
@@ -130,6 +154,33 @@ def _bench(arguments: argparse.Namespace) -> int:
     (console if console.is_terminal else Console(width=160)).print(table(measured))
     print(f"results: {out}/results.json, results.md and plots")
     return 0
+
+
+def _reproduce(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from tridock import run_folder
+    from tridock.ops.reproduce import compare_with, reproduce_here
+    from tridock.report.reproduction_tables import environment_table, verdict_table
+
+    console = Console(highlight=False)
+
+    def tell(found: Sequence[Difference], notes: Sequence[str]) -> None:
+        console.print(environment_table(found))
+        for note in notes:
+            print(f"note: {note}")
+
+    run, code = arguments.run, 0
+    if arguments.against is not None:
+        outcome: Outcome | None = compare_with(run, arguments.against, tell, arguments.tolerance)
+    else:
+        options = {"tolerance": arguments.tolerance, "force": arguments.force}
+        outcome, code = reproduce_here(run, arguments.workspace, tell, **options)
+    if outcome is None:
+        return code
+    console.print(verdict_table(outcome))
+    print(f"written to  {run_folder.REPRODUCTION} in the folder of {outcome.now}")
+    return RunError.exit_code if outcome.verdict == "different" else 0
 
 
 def _triage(arguments: argparse.Namespace) -> int:
@@ -215,17 +266,39 @@ def _data_sync(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
+    if arguments.output is not None:
+        return _report_page(arguments)
+    if arguments.log or len(arguments.run) > 1:
+        todo = "name the page: -o report.html"
+        raise RequestError(Problem("-o", "is missing: several runs and logs make a page", "", todo))
+    if not arguments.run:
+        raise RequestError(Problem("RUN", "is missing", "", "give runs/<run-id>, or a Megatron log with --log"))
+
     from rich.console import Console
 
     from tridock import run_folder
     from tridock.report.curve import plot_loss
     from tridock.report.summary import render_table, summarize
 
-    png = arguments.png or arguments.run / run_folder.LOSS_CURVE
-    Console().print(render_table(summarize(arguments.run)))
-    plot_loss(arguments.run, png)
+    run = arguments.run[0]
+    png = arguments.png or run / run_folder.LOSS_CURVE
+    Console().print(render_table(summarize(run)))
+    plot_loss(run, png)
     print(f"loss curve  {png}")
-    print(f"run folder  {arguments.run}")
+    print(f"run folder  {run}")
+    return 0
+
+
+def _report_page(arguments: argparse.Namespace) -> int:
+    from tridock.report.write import write_report
+
+    if arguments.png is not None:
+        todo = "leave it out: the page's charts lie beside it, as <page>-loss.png and so on"
+        raise RequestError(Problem("--png", "is not for a page", str(arguments.png), todo))
+    page, *charts = write_report(arguments.run, arguments.log, arguments.output)
+    print(f"page        {page}")
+    for chart in charts:
+        print(f"chart       {chart}")
     return 0
 
 

@@ -54,6 +54,9 @@ BEAT: Final = b"\0"
 BEAT_S: Final = 5.0
 END: Final = b"\4"
 LOSS_CURVE: Final = "loss.png"
+REPORT: Final = "report.html"
+# What became of a run that is another one done once more.
+REPRODUCTION: Final = "reproduction.json"
 
 _RUN_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,40}-\d{8}-\d{6}-[0-9a-f]{4}")
 

@@ -17,7 +17,10 @@ from tests.integration.support import ROOT, execute, succeed
 pytestmark = pytest.mark.timeout(1200)
 
 PROGRAM = re.compile(r"(fab|make|tridock|docker compose) .+")
-TASKS = ("check", "data", "down", "fetch", "keys", "launch", "logs", "runs", "status", "stop", "triage", "up")
+TASKS = (
+    "check", "data", "down", "fetch", "keys", "launch", "logs", "report", "reproduce", "runs", "status", "stop",
+    "triage", "up",
+)  # fmt: skip
 NO_ENGINE = {"DOCKER_HOST": "unix:///nowhere/docker.sock"}
 
 

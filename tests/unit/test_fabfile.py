@@ -12,7 +12,23 @@ from invoke import Collection, Program
 import fabfile
 
 ROOT = Path(__file__).parents[2]
-TASKS = ("check", "data", "down", "fetch", "keys", "launch", "logs", "plan", "runs", "status", "stop", "triage", "up")
+TASKS = (
+    "check",
+    "data",
+    "down",
+    "fetch",
+    "keys",
+    "launch",
+    "logs",
+    "plan",
+    "report",
+    "reproduce",
+    "runs",
+    "status",
+    "stop",
+    "triage",
+    "up",
+)
 
 
 def fab(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:

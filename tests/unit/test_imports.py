@@ -19,10 +19,13 @@ PURE = {
     "gpus": {"errors"},
     "pulse": set(),
     "supervision": set(),
+    "records": {"errors", "run_folder"},
+    "differences": set(),
 }
 LOW = set(PURE)
 ROOMS: dict[str, set[str]] = {
     **PURE,
+    "reproduction": LOW,
     "experiment": LOW,
     "cluster": LOW,
     "plan": LOW | {"experiment", "cluster"},
@@ -30,15 +33,15 @@ ROOMS: dict[str, set[str]] = {
     "launchers": LOW | {"experiment", "cluster", "plan", "engines"},
     "remote": LOW | {"cluster"},
     "triage": LOW,
-    "ops": LOW | {"experiment", "cluster", "plan", "engines", "launchers", "remote", "triage"},
+    "ops": LOW | {"experiment", "cluster", "plan", "engines", "launchers", "remote", "triage", "reproduction"},
     "node": LOW,
     "data": LOW | {"experiment"},
     "compat": set(),
     "train": LOW | {"experiment", "data", "compat"},
-    "report": LOW | {"experiment", "plan"},
+    "report": LOW | {"experiment", "plan", "reproduction"},
     "bench": LOW | {"experiment", "plan", "report"},
-    "cli": LOW | {"experiment", "cluster", "plan", "ops", "data", "report", "bench"},
-    "fabfile": LOW | {"experiment", "plan", "launchers", "ops", "report"},
+    "cli": LOW | {"experiment", "cluster", "plan", "ops", "data", "report", "reproduction", "bench"},
+    "fabfile": LOW | {"experiment", "plan", "launchers", "ops", "report", "reproduction"},
 }
 HOMES = {
     "torch": {"train", "compat"},

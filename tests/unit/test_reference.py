@@ -1,17 +1,29 @@
 """What docs and reference files say of the schemas is what the schemas say."""
 
 import importlib.util
+import sys
 from pathlib import Path
+from types import ModuleType
+
+import pytest
 
 from tridock.experiment import load_experiment
 from tridock.launchers.slurm import make_request
 
 ROOT = Path(__file__).parents[2]
-_spec = importlib.util.spec_from_file_location("reference", ROOT / "tools" / "reference.py")
-assert _spec is not None
-assert _spec.loader is not None
-reference = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(reference)
+
+
+def tool(name: str) -> ModuleType:
+    """A module of tools/, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # where dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
+
+
+reference, jean_zay = tool("reference"), tool("jean_zay")
 
 
 def test_the_experiment_reference_is_up_to_date_and_loads() -> None:
@@ -30,3 +42,22 @@ def test_the_reference_of_a_sites_profile_is_up_to_date_and_loads() -> None:
 def test_the_cluster_page_is_up_to_date() -> None:
     page = (ROOT / "docs" / "cluster.md").read_text()
     assert page == reference.with_fields(page), "run make reference"
+
+
+def test_the_table_of_jean_zay_is_up_to_date() -> None:
+    page = (ROOT / "docs" / "results.md").read_text()
+    assert page == jean_zay.with_table(page), "run make reference"
+
+
+def test_its_figures_are_what_the_paper_reckons() -> None:
+    """By hand, from the paper's own formula for an iteration with recomputation: 96 B s l h^2 (1 + s/6h + V/16lh)."""
+    for run, (layers, hidden, length, gpus) in zip(
+        jean_zay.MEASURED, ((36, 4096, 512, 16), (48, 7168, 1024, 64)), strict=True
+    ):
+        found = jean_zay.figures(run)
+        share = 1 + length / (6 * hidden) + 50688 / (16 * layers * hidden)
+        whole = 96 * 4 * length * layers * hidden**2 * share
+        assert found.gpus == gpus
+        assert found.hardware_tflops == pytest.approx(whole / run.seconds / gpus / 1e12)
+        assert found.mfu == pytest.approx(found.model_tflops / 125.0)
+        assert found.model_tflops < found.hardware_tflops < 4 / 3 * found.model_tflops

@@ -19,7 +19,7 @@ from tridock.errors import RequestError
 from tridock.experiment import Experiment, load_experiment
 from tridock.gpus import Gpu
 from tridock.plan import Assumptions, assess
-from tridock.report.records import read_lines, read_metrics
+from tridock.records import read_lines, read_metrics
 from tridock.report.summary import summarize
 
 Say = Callable[[str], None]

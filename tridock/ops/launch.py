@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,7 +18,7 @@ from tridock.launchers import RunBundle, make_bundle
 from tridock.launchers.bundle import default_port
 from tridock.ops.doctor import check_quickly
 from tridock.ops.nodes import ensure_up
-from tridock.ops.origin import origin
+from tridock.ops.origin import Approve, origin
 from tridock.ops.planning import told, with_hosts_gpu
 from tridock.ops.preflight import check_nodes
 from tridock.ops.session import Session
@@ -94,17 +95,26 @@ def bring_demo_data(session: Session) -> str:
     return done.stdout.decode().splitlines()[-1]
 
 
-def launch(session: Session, request: Request, *, check: bool = True) -> RunBundle:
+def launch(
+    session: Session,
+    request: Request,
+    *,
+    check: bool = True,
+    approve: Approve | None = None,
+) -> RunBundle:
     """Brings the nodes up, checks what the run needs, puts its folder on every node and starts it on the head.
 
-    ``check`` is the doctor's quick part; without it only the run's own files and its port are looked at.
+    ``check`` is the doctor's quick part; without it only the run's own files and its port are looked at. ``approve``
+    is given the run's manifest and plan before anything is written, and may raise.
     """
     image_id = ensure_up(session)
     if check:
         check_quickly(session)
     found = check_nodes(session, request.config, request.experiment, request.plan)
     manifest = {**_manifest(session, image_id), "image_manifest": found.image_manifest}
-    bundle = _bundle(session, request, found.port, {**manifest, "data_sha256": found.data_sha256})
+    bundle = _bundle(session, request, found.port, {**manifest, **found.data})
+    if approve is not None:
+        approve(*(json.loads(bundle.files[name]) for name in (run_folder.MANIFEST, run_folder.PLAN)))
 
     def put(node: str, host: Host) -> None:
         workspace = workspace_on_host(session.cluster, session.states()[node].facts)

@@ -25,8 +25,8 @@ from tridock.launchers.bundle import default_port
 from tridock.ops import rendezvous
 from tridock.ops.facts import smallest_gpu
 from tridock.ops.failed_run import RunFailedError, failed, failure_in_words, rank_to_look_at
-from tridock.ops.origin import origin
-from tridock.ops.preflight import data_files, mismatches, preflight_words
+from tridock.ops.origin import Approve, machine, origin, packages
+from tridock.ops.preflight import data_files, fingerprints, mismatches, preflight_words
 from tridock.plan import Assumptions, Plan, assess
 from tridock.triage import facts_of
 
@@ -62,6 +62,14 @@ class Place:
             raise RequestError(problems)
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A run that has ended: its folder and its exit code."""
+
+    folder: Path
+    exit_code: int
+
+
 def run_here(
     config: Path,
     nproc: int | None,
@@ -71,10 +79,12 @@ def run_here(
     place: Place = Place(),
     *,
     force: bool = False,
-) -> int:
-    """Runs the experiment as this machine's ranks and follows it; returns its exit code.
+    approve: Approve | None = None,
+) -> Ended:
+    """Runs the experiment as this machine's ranks and follows it to its end.
 
-    Ctrl-C stops the run: it belongs to this terminal, unlike one that ``fab launch`` started.
+    Ctrl-C stops the run: it belongs to this terminal, unlike one that ``fab launch`` started. ``approve`` is given
+    the run's manifest and plan before anything is written, and may raise.
     """
     workspace = workspace.resolve()
     if not workspace.is_dir():
@@ -92,7 +102,7 @@ def run_here(
     slots = {name: range(ranks) for name in _names(place)}
     assessment = assess(experiment, slots, str(config), Assumptions(gpu=gpu_here()))
     plan = assessment.checked(force=force)
-    check_files(config, experiment, plan, workspace)
+    data = check_files(config, experiment, plan, workspace)
     run_id = run_folder.new_run_id(experiment.name)
     port = experiment.launch.master_port or (default_port(run_id) if place.nnodes == 1 else _MEETING_PORT)
     if place.nnodes > 1:
@@ -104,25 +114,29 @@ def run_here(
         run_id=run_id,
         master_addr=place.master_addr or "127.0.0.1",
         master_port=port,
-        manifest=_manifest(config, experiment),
+        manifest={**_manifest(config, experiment, ranks), **data},
         workspace=str(workspace),
         node_rank=place.node_rank,
     )
+    if approve is not None:
+        approve(*(json.loads(bundle.files[name]) for name in (run_folder.MANIFEST, run_folder.PLAN)))
     folder = workspace / "runs" / run_id
     _write(folder, bundle, place)
     if run_id_file is not None:
         run_folder.write_atomic(run_id_file, f"{run_id}\n".encode())
     _announce(folder, plan, place)
     if place.node_rank:
-        return _join(folder, ranks, place.node_rank)
+        return Ended(folder, _join(folder, ranks, place.node_rank))
     code = start_and_follow(folder, ranks)
     if code == run_folder.EXIT_PREEMPTED:
         _say(f"continue with --set train.load=runs/{folder.name}/{run_folder.CHECKPOINTS}")
-    return code
+    return Ended(folder, code)
 
 
-def check_files(config: Path, experiment: Experiment, plan: Plan, workspace: Path) -> None:
-    """As for a cluster, before any rank starts."""
+def check_files(
+    config: Path, experiment: Experiment, plan: Plan, workspace: Path
+) -> Mapping[str, Mapping[str, object]]:
+    """As for a cluster, before any rank starts; returns the data's fingerprints for the manifest."""
     words = preflight_words(experiment, head=True)
     env = node_environment(1)
     done = subprocess.run([*node_verb(), *words], env=env, cwd=workspace, capture_output=True, check=True)
@@ -137,6 +151,7 @@ def check_files(config: Path, experiment: Experiment, plan: Plan, workspace: Pat
     problems += mismatches(config, experiment, plan, answer)
     if problems:
         raise RequestError(problems)
+    return fingerprints(experiment, answer)
 
 
 def _names(place: Place) -> tuple[str, ...]:
@@ -305,11 +320,15 @@ def image_manifest() -> object:
     return json.loads(path.read_text()) if path.is_file() else None
 
 
-def _manifest(config: Path, experiment: Experiment) -> dict[str, object]:
+def _manifest(config: Path, experiment: Experiment, ranks: int) -> dict[str, object]:
+    image = image_manifest()
     return {
         **origin(Path(__file__).parents[2]),
         "python": sys.version.split()[0],
-        "image_manifest": image_manifest(),
+        "image_manifest": image,
+        "packages": packages() if image is None else None,
+        # How sums are split over threads decides about their last bits.
+        "machine": {**machine(), "threads_per_rank": node_environment(ranks)["OMP_NUM_THREADS"]},
         "config": str(config),
         "seed": experiment.train.seed,
     }

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import subprocess
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from tridock import __version__
+
+Approve = Callable[[Mapping[str, Any], Mapping[str, Any]], None]
+"""Looks at the manifest and the plan of a run that is about to start, and may raise."""
 
 
 def origin(folder: Path) -> dict[str, object]:
@@ -18,6 +27,29 @@ def origin(folder: Path) -> dict[str, object]:
         "git_commit": commit,
         "git_dirty": None if changes is None else changes != "",
     }
+
+
+def packages() -> dict[str, str]:
+    """Of an environment that is no image: the versions that decide about a run's numbers."""
+    found = {}
+    for name in ("torch", "deepspeed", "megatron-core", "numpy"):
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def machine() -> dict[str, object]:
+    """This machine's processor and cores."""
+    return {"processor": _processor(), "cores": os.cpu_count()}
+
+
+def _processor() -> str:
+    """The processor's name; its architecture where it tells none."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def _git(folder: Path, *words: str) -> str | None:

@@ -25,10 +25,11 @@ Answer = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """What the nodes answered: the port to use on the head, the data's SHA-256 by path, the image's manifest."""
+    """What the nodes answered: the port to use on the head, the data's fingerprints, the image's manifest."""
 
     port: int
-    data_sha256: Mapping[str, str]
+    data: Mapping[str, Mapping[str, object]]
+    """For the run's manifest, as :func:`fingerprints`."""
     image_manifest: object
 
 
@@ -116,8 +117,26 @@ def _shown(name: str, found: Mapping[str, Any]) -> str:
 def _passed(head: str, config: Path, experiment: Experiment, answer: Answer) -> Preflight:
     if "port_problem" in answer:
         raise ClusterError(_port_problem(head, config, experiment.launch.master_port, answer["port_problem"]))
-    hashes = {name: found["sha256"] for name, found in answer["files"].items() if found["sha256"] is not None}
-    return Preflight(answer["port"], hashes, answer["image_manifest"])
+    return Preflight(answer["port"], fingerprints(experiment, answer), answer["image_manifest"])
+
+
+def fingerprints(experiment: Experiment, answer: Answer) -> dict[str, dict[str, object]]:
+    """What a run's manifest says of its data, by path.
+
+    Hashes that were taken now (of all but the tokens themselves, which may be terabytes: their index holds every
+    length), sizes, and the hashes that the data set's own manifest gives.
+    """
+    files = {name: found for name, found in answer["files"].items() if found is not None}
+    prefix = experiment.data.data_path
+    told = answer["read"].get(f"{prefix}.json")
+    told = told if isinstance(told, Mapping) else {}
+    return {
+        "data_sha256": {name: found["sha256"] for name, found in files.items() if found["sha256"] is not None},
+        "data_bytes": {name: found["bytes"] for name, found in files.items()},
+        "data_sha256_by_manifest": {
+            f"{prefix}.{kind}": told[f"{kind}_sha256"] for kind in ("bin", "idx") if told.get(f"{kind}_sha256")
+        },
+    }
 
 
 def _port_problem(head: str, config: Path, wanted: int | None, text: str) -> Problem:

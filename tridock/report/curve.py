@@ -9,7 +9,7 @@ from pathlib import Path
 from tridock import run_folder
 from tridock.errors import Problem, RequestError
 from tridock.experiment import load_experiment
-from tridock.report.records import check_run, read_metrics
+from tridock.records import check_run, read_metrics
 from tridock.report.summary import summarize
 
 _TRAIN, _VALID, _TEST = "#1f5fa8", "#d9662b", "#2e8b57"

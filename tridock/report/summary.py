@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from tridock import run_folder
 from tridock.experiment import Experiment, load_experiment
 from tridock.experiment.flops import model_flops_per_token
 from tridock.gpus import of_device
-from tridock.report.records import Record, check_run, read_lines, read_metrics, read_plan
+from tridock.records import Evaluations, Record, check_run, read_lines, read_metrics, read_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +52,22 @@ def summarize(folder: Path) -> Summary:
     """Reads a run's folder. Raises :class:`RequestError` where it is none."""
     check_run(folder)
     experiment = load_experiment(folder / run_folder.EXPERIMENT)
-    iterations, evaluations = read_metrics(folder)
-    plan = read_plan(folder)
-    events = read_lines(folder / run_folder.EVENTS)
-    speeds = [record["tokens_per_second"] for record in (iterations[1:] or iterations)]
-    consumed = iterations[-1]["consumed_samples"] if iterations else 0
+    metrics, events = read_metrics(folder), read_lines(folder / run_folder.EVENTS)
+    return summary_of(folder, experiment, *metrics, read_plan(folder), events)
+
+
+def summary_of(
+    folder: Path,
+    experiment: Experiment,
+    iterations: list[Record],
+    evaluations: Evaluations,
+    plan: Record,
+    events: list[Record],
+) -> Summary:
+    """The same of what was read already."""
+    logged = [record.get("tokens_per_second") for record in (iterations[1:] or iterations)]
+    speeds = [speed for speed in logged if speed is not None]
+    consumed = iterations[-1].get("consumed_samples") or 0 if iterations else 0
     speed = statistics.median(speeds) if speeds else None
     ranks = plan.get("world_size") or _world_size(events)
     device = _latest(events, "device")
@@ -66,16 +77,16 @@ def summarize(folder: Path) -> Summary:
         state=_state(events),
         model=_model(experiment),
         layout=_layout(experiment, plan),
-        nodes=len({rank["node"] for rank in plan["ranks"]}) if "ranks" in plan else None,
+        nodes=len({rank["node"] for rank in plan["ranks"]}) if plan.get("ranks") else None,
         ranks=ranks,
         iterations=iterations[-1]["iteration"] if iterations else 0,
         train_iters=experiment.train.train_iters,
         tokens=consumed * experiment.model.seq_length,
         tokens_per_second=speed,
-        first_loss=iterations[0]["loss"] if iterations else None,
-        last_loss=iterations[-1]["loss"] if iterations else None,
-        valid_loss=evaluations["valid"][-1]["loss"] if "valid" in evaluations else None,
-        test_loss=evaluations["test"][-1]["loss"] if "test" in evaluations else None,
+        first_loss=iterations[0].get("loss") if iterations else None,
+        last_loss=iterations[-1].get("loss") if iterations else None,
+        valid_loss=evaluations["valid"][-1].get("loss") if "valid" in evaluations else None,
+        test_loss=evaluations["test"][-1].get("loss") if "test" in evaluations else None,
         seconds=_seconds(events),
         peak_memory_bytes=_latest(events, "peak_memory_bytes"),
         model_tflops_per_rank=tflops,
@@ -105,8 +116,15 @@ def render_table(summary: Summary) -> Table:
     table = Table(title=f"Run {summary.run_id}", show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column(overflow="fold")
+    for row in rows_of(summary):
+        table.add_row(*row)
+    return table
+
+
+def rows_of(summary: Summary) -> tuple[tuple[str, str], ...]:
+    """The summary as names and values; "-" is what is not known."""
     done = f"{summary.iterations:,} of {summary.train_iters:,} iterations, {summary.tokens:,} tokens"
-    rows = (
+    return (
         ("state", summary.state),
         ("nodes", _count(summary.nodes)),
         ("ranks", _count(summary.ranks)),
@@ -122,9 +140,6 @@ def render_table(summary: Summary) -> Table:
         ("peak memory of a rank", _memory(summary.peak_memory_bytes)),
         ("time", "-" if summary.seconds is None else f"{timedelta(seconds=round(summary.seconds))}"),
     )
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 def _model(experiment: Experiment) -> str:
@@ -160,8 +175,8 @@ def _state(events: list[Record]) -> str:
                 state = f"failed: {event.get('reason')}"
             case "rank_died" | "rank_hung" | "node_lost" if state not in ("finished", "stopped"):
                 # What the supervisor saw: ranks that only lost another may have spoken before.
-                who = f"rank {event['rank']} on {event['node']}" if "rank" in event else event["node"]
-                state = f"failed: {who} {event['reason']}"
+                who = f"rank {event['rank']} on {event.get('node')}" if "rank" in event else event.get("node")
+                state = f"failed: {who} {event.get('reason')}"
             case "launcher_ended" if open_ended:
                 state = f"failed: the launcher ended with exit code {event.get('exit_code')}"
     return state
@@ -176,8 +191,16 @@ def _seconds(events: list[Record]) -> float | None:
     starts = [number for number, event in enumerate(events) if event.get("event") == "run_started"]
     if not starts:
         return None
-    attempt = [datetime.fromisoformat(event["time"]) for event in events[starts[-1] :] if "time" in event]
-    return (max(attempt) - min(attempt)).total_seconds()
+    attempt = [time for event in events[starts[-1] :] if (time := _moment(event)) is not None]
+    return (max(attempt) - min(attempt)).total_seconds() if attempt else None
+
+
+def _moment(event: Record) -> datetime | None:
+    try:
+        time = datetime.fromisoformat(str(event["time"]))
+    except (KeyError, ValueError):
+        return None
+    return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
 def _count(value: int | None) -> str:

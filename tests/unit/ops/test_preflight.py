@@ -35,7 +35,7 @@ def ask(
 
     def node_verb(node: str, *words: str, timeout: float) -> Completed:
         asked[node] = words
-        read = {"data/t_document.json": {"vocab_size": 9, "tokens": 100}}
+        read = {"data/t_document.json": {"vocab_size": 9, "tokens": 100, "bin_sha256": "ee"}}
         answer = {"files": GOOD, "read": read, **head} if node == "node-1" else {"files": files}
         return Completed(0, json.dumps(answer).encode(), b"")
 
@@ -73,7 +73,12 @@ def test_a_tokenizer_that_is_not_the_datas(tmp_path: Path, monkeypatch: pytest.M
 
 def test_all_is_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = ask(tmp_path, monkeypatch, GOOD, {"port": 20123, "image_manifest": {"torch": "2.13"}})
-    assert found == Preflight(20123, {IDX: "aa", VOCAB: "bb", MERGES: "cc"}, {"torch": "2.13"})
+    data = {
+        "data_sha256": {IDX: "aa", VOCAB: "bb", MERGES: "cc"},
+        "data_bytes": {BIN: 100, IDX: 42, VOCAB: 7, MERGES: 7},
+        "data_sha256_by_manifest": {BIN: "ee"},
+    }
+    assert found == Preflight(20123, data, {"torch": "2.13"})
 
 
 def test_every_difference_is_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

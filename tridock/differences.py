@@ -1,0 +1,56 @@
+"""Documents compared field by field: manifests, experiments, the arguments of a log."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+ABSENT: Final = "-"
+"""Shown where a document has no such field."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A field in which documents differ: its path, and what each of them has, as text."""
+
+    field: str
+    values: tuple[str, ...]
+
+
+def differences(documents: Sequence[Mapping[str, Any]], ignored: Sequence[str] = ()) -> list[Difference]:
+    """The fields that are not the same in all documents, in the order in which they come up.
+
+    A field's path joins the names with dots (``data_sha256.data/x.idx``); ``ignored`` fields are left out with all
+    that is below them. Lists are values. 1 and 1.0 are the same, true and 1 are not.
+    """
+    flat = [dict(flattened(document)) for document in documents]
+    fields = dict.fromkeys(field for fields in flat for field in fields)
+    found = []
+    for field in fields:
+        if any(field == name or field.startswith(f"{name}.") for name in ignored):
+            continue
+        values = tuple(fields.get(field, ABSENT) for fields in flat)
+        if len(set(values)) > 1:
+            found.append(Difference(field, values))
+    return found
+
+
+def flattened(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Every value with its path; an empty section is a value, too."""
+    for name, value in document.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value:
+            yield from flattened(value, f"{path}.")
+        else:
+            yield path, shown(value)
+
+
+def shown(value: Any) -> str:
+    """A value as a text that is the same for the same value."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        value = int(value)
+    return json.dumps(value, sort_keys=True, default=str)

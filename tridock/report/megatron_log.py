@@ -1,0 +1,230 @@
+"""Megatron's plain logs, those of v1.1.5 and of today alike: losses and times of a run that Tridock did not start.
+
+A log may be anything: cut off in the middle of a line, several ranks' output on one line, gigabytes long, or hostile.
+It is read as a stream; what does not have the form of a whole field is passed over.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from tridock.errors import Problem, RequestError
+from tridock.report.columns import Columns
+
+_LONGEST_LINE: Final = 1 << 16
+"""Bytes; what is longer is read in pieces."""
+_MOST_RUNS, _MOST_PHASES, _MOST_ARGUMENTS, _MOST_RANKS = 16, 64, 4096, 65536
+
+_ITERATION = re.compile(rb"\biteration +(\d{1,12})/ *(\d{1,12}) \|")
+_NUMBER = re.compile(rb"[-+]?(?:\d{1,25}(?:\.\d{0,25})?(?:[eE][-+]?\d{1,3})?|nan|inf)")
+# A time has two decimals: one that is cut off has fewer.
+_PHASE = re.compile(rb"\| ([\w-]{1,60}): (\d{1,12}\.\d\d)(?![\d.])")
+_TIMERS = re.compile(rb"(?:\(min, max\) |max )?times? across ranks \(ms\):")
+_TIMER = re.compile(rb"([A-Za-z][\w-]{0,59}) ?\.*: (?:\(\d{1,12}\.\d\d, (\d{1,12}\.\d\d)\)|(\d{1,12}\.\d\d))\s*$")
+_TIMER_NAME = re.compile(rb"^ *(?:\S+: *)?([A-Za-z][\w-]{0,59}):\s*$")
+_TIMER_RANK = re.compile(rb"\brank +\d{1,6}: (\d{1,12}\.\d\d)\s*$")
+_EVALUATION = re.compile(rb"validation(?: \S{1,40})? loss at ([^|]{1,80}?) *\|(.*)", re.DOTALL)
+_EVALUATED = re.compile(rb"lm loss value: *([-+.\deE]{1,32}|nan|inf) \|")
+_MEMORY = re.compile(rb"(?:\[Rank (\d{1,6})\] )?[^|\[]{0,80}memory \(MB\) \|(.*)", re.DOTALL)
+_LARGEST = re.compile(rb"max (reserved|allocated): (\d{1,9}(?:\.\d{1,20})?)(?= \||\s*$)")
+_WORLD = re.compile(rb"using world size: (\d{1,9})\b")
+_ARGUMENT = re.compile(rb"^(?:\[?\w{1,20}\]?: ?)? {1,4}(\w{1,60}) \.{2,} (.{0,300})$")
+
+_COLUMNS: Final = {
+    b"consumed samples": ("consumed_samples", 1.0),
+    b"elapsed time per iteration (ms)": ("step_time_s", 1e-3),
+    b"elapsed time per iteration (s)": ("step_time_s", 1.0),
+    b"throughput per GPU (TFLOP/s/GPU)": ("tflops", 1.0),
+    b"learning rate": ("lr", 1.0),
+    b"global batch size": ("global_batch_size", 1.0),
+    b"lm loss": ("loss", 1.0),
+    b"loss scale": ("loss_scale", 1.0),
+    b"grad norm": ("grad_norm", 1.0),
+    b"number of skipped iterations": ("skipped", 1.0),
+    b"number of nan iterations": ("nan", 1.0),
+}
+"""Megatron's words for what it logs, with our names and units."""
+
+
+@dataclass(slots=True)
+class MegatronLog:
+    """What a log tells of one run. Times are in seconds, memory in bytes."""
+
+    columns: Columns = field(default_factory=Columns)
+    phases: Columns = field(default_factory=Columns)
+    """Seconds of an iteration, a column for each of Megatron's timers; the slowest rank's where the log tells."""
+    evaluations: dict[str, Columns] = field(default_factory=dict)
+    """By split; column ``loss``."""
+    memory: dict[int, float] = field(default_factory=dict)
+    """The most that a rank reserved (or else allocated), by rank."""
+    arguments: dict[str, str] = field(default_factory=dict)
+    """Megatron's options as it prints them at its start."""
+    train_iters: int | None = None
+    world_size: int | None = None
+
+
+def read_log(path: Path) -> list[MegatronLog]:
+    """Reads a log to its end: the runs in it, one after the other, mostly one.
+
+    Iterations that go back begin another run, unless a checkpoint was loaded before them.
+    Raises :class:`RequestError` where the file cannot be read or has no iteration.
+    """
+    try:
+        reader = _read(path)
+    except OSError as error:
+        todo = "give the output of a Megatron run"
+        raise RequestError(Problem(f"--log {path}", "cannot be read", error.strerror or str(error), todo)) from None
+    if not len(reader.log.columns):
+        todo = "give the output of the rank that logs (v1.1.5: the first, today: the last)"
+        what, got = "has no iteration as Megatron logs it", f"{reader.lines:,} lines"
+        raise RequestError(Problem(f"--log {path}", what, got, todo))
+    return reader.logs
+
+
+def read_phases(path: Path) -> Columns:
+    """Only the times by phase, of a log that need not have any, or not be there."""
+    try:
+        return _read(path).log.phases
+    except OSError:
+        return Columns()
+
+
+def _read(path: Path) -> _Reader:
+    reader = _Reader()
+    for line in _lines(path):
+        reader.take(line)
+    reader.end()
+    return reader
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while line := file.readline(_LONGEST_LINE):
+            yield line
+
+
+class _Reader:
+    """Knows where in the log it is: times follow the iteration that they belong to."""
+
+    def __init__(self) -> None:
+        self.log = MegatronLog()
+        self.logs = [self.log]
+        self.lines = 0
+        self._loaded = self._timers = False
+        self._timer: bytes | None = None
+        self._times: dict[str, float] = {}
+        self._kinds: tuple[tuple[bytes, Callable[[bytes], None]], ...] = (
+            (b"| elapsed time per", self._iterations),
+            (b"time (ms) |", self._phases),
+            (b"loss at ", self._evaluation),
+            (b"across ranks (ms)", self._begin_timers),
+            (b"memory (MB) |", self._memory),
+            (b" ...", self._argument),
+            (b"using world size", self._world),
+            (b"successfully loaded ", self._load),
+        )
+
+    def take(self, line: bytes) -> None:
+        self.lines += 1
+        for sign, action in self._kinds:
+            if sign in line:
+                action(line)
+        if self._timers:
+            self._timer_line(line)
+
+    def end(self) -> None:
+        """What was read last is complete."""
+        if self._times and self.log.columns.last is not None:
+            self.log.phases.add(self.log.columns.last, self._times)
+        self._times = {}
+
+    def _iterations(self, line: bytes) -> None:
+        self._timers = False
+        found = list(_ITERATION.finditer(line))
+        ends = [match.start() for match in found[1:]] + [len(line)]
+        for match, end in zip(found, ends, strict=True):
+            values = dict(_fields(line[match.end() : end]))
+            if values:
+                iteration = int(match[1])
+                self.end()
+                self._go_back(iteration)
+                self.log.columns.add(iteration, values)
+                self.log.train_iters = int(match[2])
+
+    def _go_back(self, iteration: int) -> None:
+        """The next iteration is one before the last: the same run goes on from a checkpoint, or another begins."""
+        last = self.log.columns.last
+        if last is not None and iteration < last:
+            if self._loaded or len(self.logs) >= _MOST_RUNS:
+                for columns in (*self.log.evaluations.values(), self.log.phases):
+                    columns.cut(iteration)
+            else:
+                self.log = MegatronLog(arguments=self.log.arguments, world_size=self.log.world_size)
+                self.logs.append(self.log)
+        self._loaded = False
+
+    def _load(self, _line: bytes) -> None:
+        self._loaded = True
+
+    def _phases(self, line: bytes) -> None:
+        for name, time in _PHASE.findall(line[line.index(b"time (ms) |") :]):
+            self._phase(name, time)
+
+    def _begin_timers(self, line: bytes) -> None:
+        if _TIMERS.search(line):
+            self._timers, self._timer = True, None
+
+    def _timer_line(self, line: bytes) -> None:
+        if found := _TIMER_RANK.search(line):
+            if self._timer is not None:
+                self._phase(self._timer, found[1])
+        elif found := _TIMER.search(line):
+            self._phase(found[1], found[2] or found[3])
+        elif found := _TIMER_NAME.match(line):
+            self._timer = found[1]
+
+    def _phase(self, name: bytes, milliseconds: bytes) -> None:
+        text, times = name.decode(), self._times
+        if text in times or len(times) < _MOST_PHASES:
+            times[text] = max(times.get(text, 0.0), float(milliseconds) / 1000)
+
+    def _evaluation(self, line: bytes) -> None:
+        if not (found := _EVALUATION.search(line)) or not (loss := _EVALUATED.search(found[2])):
+            return
+        where = found[1]
+        numbers = re.search(rb"iteration +(\d{1,12})", where)
+        iteration = int(numbers[1]) if numbers else self.log.columns.last
+        if iteration is not None:
+            split = "test" if b"test" in where else "valid"
+            self.log.evaluations.setdefault(split, Columns()).add(iteration, {"loss": float(loss[1])})
+
+    def _memory(self, line: bytes) -> None:
+        if not (found := _MEMORY.search(line)):
+            return
+        rank = int(found[1] or 0)
+        sizes = dict(_LARGEST.findall(found[2]))
+        size = sizes.get(b"reserved") or sizes.get(b"allocated")
+        if size and (rank in self.log.memory or len(self.log.memory) < _MOST_RANKS):
+            self.log.memory[rank] = max(self.log.memory.get(rank, 0.0), float(size) * 2**20)
+
+    def _argument(self, line: bytes) -> None:
+        arguments = self.log.arguments
+        if (found := _ARGUMENT.match(line.rstrip())) and len(arguments) < _MOST_ARGUMENTS:
+            arguments[found[1].decode(errors="replace")] = found[2].decode(errors="replace").strip()
+
+    def _world(self, line: bytes) -> None:
+        if found := _WORLD.search(line):
+            self.log.world_size = int(found[1])
+
+
+def _fields(text: bytes) -> Iterator[tuple[str, float]]:
+    """Megatron ends each field with a bar: what has none is cut off, and might be a part of a number."""
+    for piece in text.split(b"|")[:-1]:
+        name, _, value = piece.rpartition(b":")
+        value = value.strip()
+        if (known := _COLUMNS.get(name.strip())) and _NUMBER.fullmatch(value):
+            yield known[0], float(value) * known[1]

@@ -1,0 +1,188 @@
+"""The report as one HTML page that needs nothing else: style, pictures and data are in it, and no script."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from typing import Final
+
+from tridock.differences import differences, flattened
+from tridock.records import Record
+from tridock.report.charts import Chart
+from tridock.report.figures import as_png, as_svg
+from tridock.report.markup import element, escape, folded, marked_table, section, table
+from tridock.report.plan_facts import plan_rows, stage_rows
+from tridock.report.subject import Subject
+from tridock.report.text import one_line, printable
+from tridock.report.theme import series_colour, style, themed
+
+_POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+"""The browser loads nothing for this page, whatever stands in it."""
+_MOST_EVENTS, _FEW_EVENTS = 400, 60
+_DRAWN_RANKS: Final = 256
+"""Of more ranks the layout is a bitmap: as lines it would be megabytes."""
+_FAULTS: Final = frozenset(
+    (
+        "run_failed",
+        "rank_died",
+        "rank_hung",
+        "node_lost",
+        "checkpoint_failed",
+        "checkpoint_rejected",
+        "run_restarted",
+        "run_moved",
+    )
+)
+_PER_RUN: Final = ("run_id", "created")
+"""Fields of a manifest that differ between any two runs."""
+
+
+def page(subjects: Sequence[Subject], charts: Sequence[Chart], now: datetime | None = None) -> str:
+    """The whole page. ``now`` is the moment that it gives as its own."""
+    moment = f"{now or datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
+    title = one_line(" and ".join(it.name for it in subjects[:3]), 120) + (" …" if len(subjects) > 3 else "")
+    sections = [it for it in _sections(subjects, charts) if it[2]]
+    links = "".join(f'<a href="#{name}">{escape(heading)}</a>' for name, heading, _ in sections)
+    return (
+        "<!doctype html>\n"
+        '<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{escape(_POLICY)}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<link rel="icon" href="data:,">'
+        f"{element('title', title)}<style>{style()}</style></head>\n"
+        f"<body><header>{element('h1', title)}"
+        f"{element('p', f'As of {moment}. {_going_on(subjects)}', class_='soft')}<nav>{links}</nav></header>\n"
+        + "\n".join(section(name, heading, content) for name, heading, content in sections)
+        + "\n</body></html>\n"
+    )
+
+
+def _going_on(subjects: Sequence[Subject]) -> str:
+    running = [it.name for it in subjects if it.summary is not None and it.summary.state == "running"]
+    return f"Still running: {', '.join(running)}." if running else ""
+
+
+def _sections(subjects: Sequence[Subject], charts: Sequence[Chart]) -> Iterator[tuple[str, str, str]]:
+    yield "summary", "Summary", _summary(subjects)
+    yield "charts", "Charts", _charts(charts)
+    yield "plan", "Plan and measurement", "".join(_plan(subject, len(subjects)) for subject in subjects)
+    yield "differences", "Differences", _differences(subjects)
+    yield "layout", "Layout", "".join(_layout(subject) for subject in subjects)
+    yield "events", "Events", "".join(_events(subject) for subject in subjects)
+    yield "origin", "Manifest and experiment", "".join(_origin(subject) for subject in subjects)
+
+
+def _summary(subjects: Sequence[Subject]) -> str:
+    names = dict.fromkeys(name for subject in subjects for name, value in subject.rows if value != "-")
+    rows = [dict(subject.rows) for subject in subjects]
+    chips = "".join(
+        f'<p><span class="chip" style="background:{themed(series_colour(number))}"></span>'
+        f"{element('strong', one_line(subject.name, 120))} {element('span', subject.source, class_='soft')}</p>"
+        for number, subject in enumerate(subjects)
+    )
+    head = ["", *(one_line(subject.name) for subject in subjects)] if len(subjects) > 1 else [""]
+    return chips + table(head, ([name, *(row.get(name, "-") for row in rows)] for name in names))
+
+
+def _charts(charts: Sequence[Chart]) -> str:
+    if not charts:
+        return element("p", "Nothing is logged yet.", class_="soft")
+    figures = "".join(
+        f"<figure>{element('h3', one_line(chart.title, 120))}{chart.svg}{element('figcaption', chart.caption)}</figure>"
+        for chart in charts
+    )
+    return f'<div class="charts">{figures}</div>'
+
+
+def _plan(subject: Subject, subjects: int) -> str:
+    measured, stages = list(plan_rows(subject)), list(stage_rows(subject))
+    if not measured and not stages:
+        return ""
+    parts = [element("h3", subject.name)] if subjects > 1 else []
+    if measured:
+        parts.append(table(("", "planned", "measured", "difference"), measured, numbers=(1, 2, 3)))
+    if subject.summary is not None and subject.summary.mfu is None:
+        note = "On CPU ranks the measured memory is the whole process's, torch and its libraries among it."
+        parts.append(element("p", note, class_="soft"))
+    if stages:
+        head = ("a rank of", "layers", "planned memory")
+        parts.append(folded("Planned memory by stage", table(head, stages, numbers=(1, 2))))
+    return "".join(parts)
+
+
+def _differences(subjects: Sequence[Subject]) -> str:
+    """Field by field; of runs their manifests and experiments, of logs Megatron's arguments."""
+    runs, logs = [it for it in subjects if not it.is_log], [it for it in subjects if it.is_log and it.experiment]
+    parts = []
+    for kind, among, documents in (
+        ("Manifests", runs, [it.manifest for it in runs]),
+        ("Experiments", runs, [it.experiment for it in runs]),
+        ("Arguments", logs, [it.experiment for it in logs]),
+    ):
+        if len(among) < 2:
+            continue
+        found = differences(documents, _PER_RUN)
+        parts.append(element("h3", kind))
+        if found:
+            head = ("field", *(one_line(it.name) for it in among))
+            columns = range(1, len(head))
+            parts.append(table(head, ((it.field, *it.values) for it in found), mono=(0, *columns)))
+        else:
+            parts.append(element("p", "The same in every field."))
+    return "".join(parts)
+
+
+def _layout(subject: Subject) -> str:
+    if subject.plan is None:
+        return ""
+    from tridock.report.rank_picture import draw
+
+    figure = draw(subject.plan, one_line(subject.name), {})
+    label = f"Layout of {one_line(subject.name)}"
+    if len(subject.plan.ranks) <= _DRAWN_RANKS:
+        picture = as_svg(figure, label, coloured=True)
+    else:
+        data = base64.b64encode(as_png(figure)).decode()
+        picture = f'<img alt="{escape(label)}" src="data:image/png;base64,{data}">'
+    return f'<figure class="paper">{picture}</figure>'
+
+
+def _events(subject: Subject) -> str:
+    if not subject.events:
+        return ""
+    shown = subject.events[-_MOST_EVENTS:]
+    rows = [((_time(event), str(event.get("event", "?")), _details(event)), _mark(event)) for event in shown]
+    faults = sum(1 for event in subject.events if event.get("event") in _FAULTS)
+    title = f"{one_line(subject.name, 120)}: {len(subject.events):,} events, {faults} of them faults and restarts"
+    if len(shown) < len(subject.events):
+        title += f"; the last {len(shown)}"
+    return folded(title, marked_table(("time (UTC)", "event", ""), rows, kind="events"), open_=len(rows) <= _FEW_EVENTS)
+
+
+def _mark(event: Record) -> str:
+    return "fault" if event.get("event") in _FAULTS else ""
+
+
+def _time(event: Record) -> str:
+    return str(event.get("time", ""))[:19].replace("T", " ")
+
+
+def _details(event: Record) -> str:
+    fields = {name: value for name, value in event.items() if name not in ("time", "event")}
+    return printable(", ".join(f"{name}: {_value(value)}" for name, value in fields.items()), 600)
+
+
+def _value(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _origin(subject: Subject) -> str:
+    """What a run was made of, to be unfolded."""
+    documents = {"manifest": subject.manifest, "arguments" if subject.is_log else "experiment": subject.experiment}
+    return "".join(
+        folded(f"{one_line(subject.name)}: {name}", table(("field", "value"), flattened(document), mono=(0, 1)))
+        for name, document in documents.items()
+        if document
+    )

@@ -16,6 +16,7 @@ from tridock import pulse, run_folder
 from tridock.node import ports
 from tridock.node.events import append_event, has_event, read_lines
 from tridock.node.move import move
+from tridock.node.processes import find_processes
 from tridock.node.restart import Made, cannot_help, checkpoint_iteration, refusal
 from tridock.node.verdict import (
     Look,
@@ -107,6 +108,8 @@ class Course:
             self._record(verdict)
         if verdict is not None and verdict.kind in ("rank_failed", "rank_died"):
             self._wait_for_launcher(_OWN_END_S)
+        if verdict is None and not self._is_stopped():
+            self._wait_for_the_last(_OWN_END_S)
         self._end_all()
         if self._is_stopped():
             return run_folder.EXIT_STOPPED, None
@@ -205,6 +208,12 @@ class Course:
     def _wait_for_launcher(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while self._returned() is None and time.monotonic() < deadline:
+            self._watches.poll(_TICK_S)
+
+    def _wait_for_the_last(self, seconds: float) -> None:
+        """What has done its work ends of itself here, the launchers of further nodes on this machine too."""
+        deadline = time.monotonic() + seconds
+        while find_processes(self._folder.name) and time.monotonic() < deadline:
             self._watches.poll(_TICK_S)
 
     def _returned(self) -> int | None:

@@ -175,7 +175,7 @@ def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_head_greets_all_at_once(ssh: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paths, "_LIMIT_S", 1.0)
+    monkeypatch.setattr(paths, "_LIMIT_S", 2.5)
     assert paths.greet(["a", "refused", "silent"]) == {
         "a": {"exit": 0, "out": "tridock-node lab a\n", "err": ""},
         "refused": {"exit": 255, "out": "", "err": "connect to host refused port 2222: Connection refused\n"},

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from tridock.errors import Problem, RequestError
 from tridock.experiment.schema import Model
 
 
@@ -54,6 +55,10 @@ class Attention(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
+        if shape.hidden_size % shape.num_attention_heads:
+            # Else the rest of the width would become further heads, in silence.
+            what, todo = f"must divide hidden_size {shape.hidden_size}", "change one of the two"
+            raise RequestError(Problem("model.num_attention_heads", what, str(shape.num_attention_heads), todo))
         self.head_size = shape.hidden_size // shape.num_attention_heads
         self.dropout = shape.attention_dropout
         self.query_key_value = nn.Linear(shape.hidden_size, 3 * shape.hidden_size)

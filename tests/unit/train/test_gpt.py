@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.unit.train.experiments import experiment
+from tridock.errors import RequestError
 from tridock.train.gpt import GPT, Shape, parameter_groups
 
 
@@ -86,3 +87,10 @@ def test_biases_and_norms_do_not_decay() -> None:
     )
     assert all("bias" in names[parameter] or "norm" in names[parameter] for parameter in plain["params"])
     assert len(decayed["params"]) + len(plain["params"]) == len(names)
+
+
+def test_heads_that_do_not_divide_the_width() -> None:
+    with pytest.raises(RequestError) as caught:
+        build(**{"model.num_attention_heads": 3})
+    expected = "model.num_attention_heads: must divide hidden_size 16; got 3; change one of the two"
+    assert str(caught.value) == expected

@@ -90,6 +90,11 @@ class Columns:
         for name, column in self._columns.items():
             column.append(values.get(name, math.nan))
 
+    def put(self, name: str, values: array[float]) -> None:
+        """A whole column, as long as the others."""
+        assert len(values) == len(self._iterations)
+        self._columns[name] = values
+
     def cut(self, iteration: int) -> None:
         """Drops this iteration and all that follow."""
         row = bisect_left(self._iterations, iteration)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from array import array
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -39,20 +40,20 @@ def _of_log(name: str, path: Path, log: MegatronLog) -> Subject:
 
 def _with_throughput(log: MegatronLog) -> Columns:
     """Samples, and tokens where the log has the sequence length, of a second."""
-    found = Columns()
-    names, length = log.columns.names(), _whole(log.arguments, "seq_length")
-    curves = {name: log.columns.curve(name).y for name in names}
-    batch = _whole(log.arguments, "global_batch_size")
-    found.returns = log.columns.returns
-    for row, iteration in enumerate(log.columns.curve(names[0]).x):
-        values = {name: curve[row] for name, curve in curves.items()}
-        samples, time = values.get("global_batch_size", batch or math.nan), values.get("step_time_s", math.nan)
-        if samples > 0 and time > 0:
-            values["samples_per_second"] = samples / time
-            if length is not None:
-                values["tokens_per_second"] = samples * length / time
-        found.add(int(iteration), values)
-    return found
+    columns, told = log.columns, _whole(log.arguments, "global_batch_size")
+    times, batches = columns.curve("step_time_s").y, columns.curve("global_batch_size").y
+    if not batches and told is not None:
+        batches = array("d", [told]) * len(times)
+    if times and batches:
+        speeds = array("d", map(_speed, batches, times))
+        columns.put("samples_per_second", speeds)
+        if (length := _whole(log.arguments, "seq_length")) is not None:
+            columns.put("tokens_per_second", array("d", (speed * length for speed in speeds)))
+    return columns
+
+
+def _speed(samples: float, seconds: float) -> float:
+    return samples / seconds if samples > 0 and seconds > 0 else math.nan
 
 
 def _log_rows(log: MegatronLog, columns: Columns) -> tuple[tuple[str, str], ...]:

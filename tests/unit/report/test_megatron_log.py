@@ -138,7 +138,7 @@ def test_iterations_that_jump_for_ever_end_in_few_runs(tmp_path: Path) -> None:
     assert len(read(tmp_path / "log", text)) == 16
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(cut=st.integers(min_value=0, max_value=len(logs.today(20, 7.25))))
 def test_a_line_that_is_cut_off_never_gives_another_number(tmp_path_factory: pytest.TempPathFactory, cut: int) -> None:
     path = tmp_path_factory.getbasetemp() / "cut.log"
@@ -150,7 +150,7 @@ def test_a_line_that_is_cut_off_never_gives_another_number(tmp_path_factory: pyt
         assert 20 not in found or math.isnan(found[20]) or found[20] == points(whole, column)[20]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     parts=st.lists(
         st.one_of(

@@ -7,6 +7,7 @@ import statistics
 from array import array
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 from tridock.experiment.flops import model_flops_per_token
 from tridock.experiment.schema import Model
@@ -40,7 +41,7 @@ def _of_log(name: str, path: Path, log: MegatronLog) -> Subject:
 
 def _with_throughput(log: MegatronLog) -> Columns:
     """Samples, and tokens where the log has the sequence length, of a second."""
-    columns, told = log.columns, _whole(log.arguments, "global_batch_size")
+    columns, told = log.columns, _global_batch(log.arguments)
     times, batches = columns.curve("step_time_s").y, columns.curve("global_batch_size").y
     if not batches and told is not None:
         batches = array("d", [told]) * len(times)
@@ -52,6 +53,18 @@ def _with_throughput(log: MegatronLog) -> Columns:
     return columns
 
 
+def _global_batch(arguments: Mapping[str, str]) -> int | None:
+    """As the arguments name it; those of v1.1.5 name a rank's micro batch, the accumulation and the layout."""
+    if (told := _whole(arguments, "global_batch_size")) is not None:
+        return told
+    micro, world = _whole(arguments, "batch_size"), _whole(arguments, "world_size")
+    tensor = _whole(arguments, "model_parallel_size")
+    if micro is None or world is None or tensor is None:
+        return None
+    pipeline, accumulation = _whole(arguments, "pipe_parallel_size") or 1, _whole(arguments, "gas") or 1
+    return micro * accumulation * max(1, world // (tensor * pipeline))
+
+
 def _speed(samples: float, seconds: float) -> float:
     return samples / seconds if samples > 0 and seconds > 0 else math.nan
 
@@ -59,11 +72,7 @@ def _speed(samples: float, seconds: float) -> float:
 def _log_rows(log: MegatronLog, columns: Columns) -> tuple[tuple[str, str], ...]:
     """The summary of a log, in the words of a run's."""
     losses, arguments = columns.curve("loss").finite, log.arguments
-    layout = [
-        f"{short}{arguments[name]}"
-        for short, name in (("TP", "tensor_model_parallel_size"), ("PP", "pipeline_model_parallel_size"))
-        if name in arguments
-    ]
+    layout = [f"{short}{arguments[name]}" for short, names in _SIZES.items() for name in names if name in arguments]
     shape = [
         f"{arguments[name]} {word}"
         for name, word in (("num_layers", "layers"), ("hidden_size", "hidden"), ("num_attention_heads", "heads"))
@@ -105,6 +114,13 @@ def _flops(log: MegatronLog, columns: Columns) -> str:
     layers, hidden, heads, length, rows = (size or 0 for size in sizes)
     model = Model(num_layers=layers, hidden_size=hidden, num_attention_heads=heads, seq_length=length)
     return f"{statistics.median(speeds) * model_flops_per_token(model, rows) / log.world_size / 1e12:.3g} TFLOP/s"
+
+
+_SIZES: Final = {
+    "TP": ("tensor_model_parallel_size", "model_parallel_size"),
+    "PP": ("pipeline_model_parallel_size", "pipe_parallel_size"),
+}
+"""Today's names, and those of v1.1.5."""
 
 
 def _whole(arguments: Mapping[str, str], name: str) -> int | None:

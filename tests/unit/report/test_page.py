@@ -197,6 +197,18 @@ def test_a_log_stands_alone(tmp_path: Path) -> None:
     assert rows["model FLOP/s of a rank"] == [f"{flops:.3g} TFLOP/s"]
 
 
+def test_the_throughput_of_a_log_of_v115(tmp_path: Path) -> None:
+    """Its arguments name no global batch: 2 samples of a micro batch, 4 of them, on 8 / (2 x 2) replicas."""
+    sizes = {"batch_size": 2, "gas": 4, "model_parallel_size": 2, "pipe_parallel_size": 2, "seq_length": 64,
+             "world_size": 8}  # fmt: skip
+    text = "".join(f"  {name} {'.' * (32 - len(name))} {value}\n" for name, value in sizes.items())
+    (tmp_path / "x.log").write_text(text + logs.v115(10, 7.5) + logs.v115(20, 7.0))
+    (subject,) = of_log(tmp_path / "x.log")
+    rows = dict(subject.rows)
+    assert (rows["samples/s (median)"], rows["tokens/s (median)"]) == ("64.00", "4,096")
+    assert rows["layout"] == "TP2 PP2"
+
+
 def test_a_run_and_two_logs(tmp_path: Path) -> None:
     (tmp_path / "x.log").write_text(logs.today(10, 7.5) + logs.TIMES_TODAY)
     (tmp_path / "y.log").write_text(logs.ARGUMENTS + logs.v115(10, 7.5) + logs.v115(20, 7.0))

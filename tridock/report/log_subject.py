@@ -72,7 +72,12 @@ def _speed(samples: float, seconds: float) -> float:
 def _log_rows(log: MegatronLog, columns: Columns) -> tuple[tuple[str, str], ...]:
     """The summary of a log, in the words of a run's."""
     losses, arguments = columns.curve("loss").finite, log.arguments
-    layout = [f"{short}{arguments[name]}" for short, names in _SIZES.items() for name in names if name in arguments]
+    layout = [
+        f"{short}{_whole(arguments, name) or 1}"
+        for short, names in _SIZES.items()
+        for name in names
+        if name in arguments
+    ]
     shape = [
         f"{arguments[name]} {word}"
         for name, word in (("num_layers", "layers"), ("hidden_size", "hidden"), ("num_attention_heads", "heads"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tridock.cluster.containers import workspace_on_host
-from tridock.errors import RequestError
+from tridock.errors import TridockError
 from tridock.launchers import RunBundle
 from tridock.ops import launch as launch_
 from tridock.ops.fetch import fetch
@@ -17,18 +17,16 @@ from tridock.run_folder import REPRODUCTION
 
 
 def original_of(session: Session, run_id: str | None, home: Path) -> Path:
-    """The folder of the run that is meant: the one below ``home``, or fetched from the cluster.
+    """The folder of the run that is meant, fetched from the cluster as it is now.
 
-    One that has been fetched before need not be on any node any more.
+    One that no node knows any more, or while none is up, may lie below ``home`` from an earlier fetch.
     """
-    if run_id is not None and (home / run_id).is_dir():
-        try:
-            read_original(home / run_id)
-        except RequestError:
-            pass
-        else:
-            return home / run_id
-    return fetch(session, choose_run(session, run_id, active=False), home)
+    try:
+        return fetch(session, choose_run(session, run_id, active=False), home)
+    except TridockError:
+        if run_id is None or not (home / run_id).is_dir():
+            raise
+        return home / run_id
 
 
 def start(session: Session, run: Path, tell: Tell, *, force: bool = False) -> tuple[RunBundle, Gate]:

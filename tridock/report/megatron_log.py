@@ -145,6 +145,8 @@ class _Reader:
     def _iterations(self, line: bytes) -> None:
         self._timers = False
         found = list(_ITERATION.finditer(line))
+        if not found:
+            return  # torn: the words of an iteration without its number
         ends = [match.start() for match in found[1:]] + [len(line)]
         for match, end in zip(found, ends, strict=True):
             values = dict(_fields(line[match.end() : end]))

@@ -47,7 +47,6 @@ class Pipeline:
             PipelineStage(part, number, count, device, group=group) for part, number in zip(parts, numbers, strict=True)
         ]
         self.is_first, self.is_last = 0 in numbers, count - 1 in numbers
-        self.losses: list[Tensor] = []
         self._schedule: Any
         if len(stages) > 1:
             self._schedule = ScheduleInterleaved1F1B(stages, n_microbatches=steps, loss_fn=loss)  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ import pytest
 
 from tests.distributed.ranks import (
     PATIENCE,
+    ROOT,
     events,
     losses,
     make_data,
@@ -24,7 +25,9 @@ from tests.distributed.ranks import (
     read_lines,
     run_several,
 )
-from tridock import pulse
+from tests.megatron_source import patched_source
+from tridock import pulse, run_folder
+from tridock.data.corpus import prepare_demo
 from tridock.node.processes import find_processes
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
@@ -64,12 +67,13 @@ def undisturbed(workspace: Path) -> dict[str, Path]:
 class Training:
     """`tridock train` of an experiment, beside the test."""
 
-    def __init__(self, workspace: Path, experiment: Path, *words: str) -> None:
+    def __init__(self, workspace: Path, experiment: Path, *words: str, megatron: Path | None = None) -> None:
         id_file = workspace / f"id-{secrets.token_hex(4)}"
         argv = [sys.executable, "-m", "tridock.cli", "train", str(experiment), "--workspace", str(workspace)]
         argv += ["--nproc", "2", "--run-id-file", str(id_file), *words]
+        env = rank_environment() | ({} if megatron is None else {run_folder.MEGATRON_VARIABLE: str(megatron)})
         pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        self.process = subprocess.Popen(argv, env=rank_environment(), text=True, start_new_session=True, **pipe)  # type: ignore[call-overload]
+        self.process = subprocess.Popen(argv, env=env, text=True, start_new_session=True, **pipe)  # type: ignore[call-overload]
         self.until(id_file.exists)
         self.folder = workspace / "runs" / id_file.read_text().strip()
 
@@ -132,6 +136,33 @@ def test_two_deaths_change_no_loss(workspace: Path, undisturbed: dict[str, Path]
     assert find_processes(run.folder.name) == []
     launch, resume = ((run.folder / name).read_text() for name in ("launch.sh", "launch-resume.sh"))
     assert resume == f"{launch.rstrip()} \\\n  --load {run.folder}/checkpoints\n"
+
+
+def test_a_death_changes_no_loss_of_megatron_v115(tmp_path: Path) -> None:
+    """In TP1 PP2, with DeepSpeed's checkpoints."""
+    megatron = patched_source(tmp_path / "megatron")
+    prepare_demo(tmp_path / "data" / "demo", vocab_size=500, report=lambda _: None, corpus_bytes=1_000_000)
+    experiment = ROOT / "configs" / "megatron" / "tiny-345m.yaml"
+    fields = {
+        "parallel": "{pipeline_model_parallel_size: 2, zero_stage: 0}",
+        "train.train_iters": 120,
+        "train.log_interval": 1,
+        "train.save_interval": 20,
+        "restart.max": 1,
+    }
+    words = [word for name, value in fields.items() for word in ("--set", f"{name}={value}")]
+    with Training(tmp_path, experiment, *words, "--set", "name=calm", megatron=megatron) as calm:
+        output = calm.process.communicate(timeout=PATIENCE)[0]
+    assert calm.process.returncode == 0, output
+    with Training(tmp_path, experiment, *words, megatron=megatron) as run:
+        run.kill(1, beyond=45)
+        output = run.process.communicate(timeout=PATIENCE)[0]
+    assert run.process.returncode == 0, output
+    (restarted,) = run.restarts()
+    assert restarted["iteration"] in range(40, 120, 20)
+    assert losses(run.folder) == losses(calm.folder)
+    assert len(read_lines(run.folder / "metrics.jsonl")) == len(read_lines(calm.folder / "metrics.jsonl"))
+    assert find_processes(run.folder.name) == []
 
 
 ENDLESS = ("--set", "train.train_iters=1000000", "--set", "train.log_interval=100")

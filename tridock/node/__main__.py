@@ -69,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
 
     ready = verbs.add_parser("ready", help="whether this node could take another's place in a run, as JSON")
     ready.add_argument("folder", type=Path)
+    ready.add_argument("--claim", action="store_true", help="if it could: from now on it is that run's")
     ready.set_defaults(action=_ready)
 
     take_ = verbs.add_parser("take", help="write the files of a tar archive on standard input below a folder")
@@ -198,7 +199,7 @@ def _stop(arguments: argparse.Namespace) -> int:
 def _ready(arguments: argparse.Namespace) -> int:
     from tridock.node.move import readiness
 
-    print(json.dumps(readiness(arguments.folder)))
+    print(json.dumps(readiness(arguments.folder, claim=arguments.claim)))
     return 0
 
 

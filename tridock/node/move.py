@@ -15,8 +15,8 @@ from typing import IO, Any, Final
 
 from tridock import run_folder
 from tridock.errors import ClusterError, Problem
+from tridock.node.claim import busy_with
 from tridock.node.events import append_event
-from tridock.node.processes import find_processes
 from tridock.node.ssh import node_command
 from tridock.supervision import Supervision
 
@@ -33,13 +33,16 @@ class Moved:
     supervision: Supervision | None = None
 
 
-def readiness(folder: Path) -> dict[str, object]:
-    """What a spare says: the runs that it is busy with, which of the data it lacks, what checkpoint it sees."""
+def readiness(folder: Path, *, claim: bool = False) -> dict[str, object]:
+    """What a spare says: the runs that it is busy with, which of the data it lacks, what checkpoint it sees.
+
+    ``claim``: from now on it is busy with this run, if it is not with another.
+    """
     manifest = json.loads((folder / run_folder.MANIFEST).read_text())
     supervision = Supervision.from_json((folder / run_folder.SUPERVISION).read_text())
     files = [folder.parent.parent / name for name in manifest.get("data_sha256") or ()]
     return {
-        "busy": sorted({process.run_id for process in find_processes()} - {folder.name}),
+        "busy": busy_with(folder.name, claim=claim),
         "missing": [str(path) for path in files if not path.is_file()],
         "checkpoint": _fingerprint(_newest(supervision)),
     }
@@ -48,12 +51,17 @@ def readiness(folder: Path) -> dict[str, object]:
 def move(folder: Path, supervision: Supervision, lost: Sequence[str], *, anew: bool) -> Moved:
     """Lays the run out without the ``lost`` nodes and brings its files to the others; ``anew``: from its beginning."""
     answers = {node: _ask(folder, node) for node in supervision.spares}
-    ready = [node for node, answer in answers.items() if isinstance(answer, dict)]
-    unready = "".join(f"; spare {node}: {why}" for node, why in answers.items() if isinstance(why, str))
-    done = _replan(folder, lost, ready, anew)
-    if done.returncode:
-        return Moved(done.stderr.decode(errors="replace").strip() + unready)
-    found = json.loads(done.stdout)
+    while True:
+        ready = [node for node, answer in answers.items() if isinstance(answer, dict)]
+        unready = "".join(f"; spare {node}: {why}" for node, why in answers.items() if isinstance(why, str))
+        done = _replan(folder, lost, ready, anew)
+        if done.returncode:
+            return Moved(done.stderr.decode(errors="replace").strip() + unready)
+        found = json.loads(done.stdout)
+        claimed = {node: _ask(folder, node, "--claim") for node in ready if node in found["nodes"]}
+        answers |= claimed
+        if all(isinstance(answer, dict) for answer in claimed.values()):
+            break  # else another run was faster, and it is laid out once more without that spare
     files = {name: text.encode() for name, text in found["files"].items()}
     after = Supervision.from_json(found["files"][run_folder.SUPERVISION])
     _keep(folder, files)
@@ -72,9 +80,9 @@ def move(folder: Path, supervision: Supervision, lost: Sequence[str], *, anew: b
     return Moved(found["words"] + unready, after)
 
 
-def _ask(folder: Path, node: str) -> dict[str, Any] | str:
+def _ask(folder: Path, node: str, *words: str) -> dict[str, Any] | str:
     """What a spare says where it can be used; or why it cannot."""
-    done = _run(node_command(node, "ready", str(folder)), timeout=_ASK_S)
+    done = _run(node_command(node, "ready", *words, str(folder)), timeout=_ASK_S)
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().splitlines()
         return said[-1] if said else f"exit code {done.returncode}"

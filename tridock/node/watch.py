@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from tridock import pulse, run_folder
+from tridock.node.claim import release
 from tridock.node.events import append_event
 from tridock.node.processes import find_processes, stop_processes
 from tridock.node.vitals import Vitals
@@ -46,6 +47,7 @@ class _Watch:
         self._vitals = Vitals(folder, ranks)
         self._words = b""
         self._connected = True
+        self._settled = False
         self._mark = folder / pulse.FOLDER / f"watch-{node}"
         run_folder.write_atomic(self._mark, str(os.getpid()).encode())
 
@@ -71,6 +73,9 @@ class _Watch:
                 continue
             vitals = self._vitals.look()
             gone = {vital.rank for vital in vitals if not vital.alive}
+            if not self._settled and len(gone) < len(vitals):
+                release(self._folder.name)
+                self._settled = True
             if gone - dead or now - printed >= _BEAT_S:
                 self._print(ranks=[asdict(vital) for vital in vitals])
                 printed, dead = now, gone

@@ -17,6 +17,8 @@ import time
 from datetime import timedelta
 
 _ROUNDS = 4
+_SLOW = 0.3
+"""Of the time that is given; on a machine that does nothing else it is a twentieth."""
 _MEGABYTES = {"gloo": 8, "nccl": 256}
 
 
@@ -31,22 +33,28 @@ def main() -> int:
     given = parser.parse_args()
     world: dict[str, list[int]] = json.loads(base64.urlsafe_b64decode(given.world))
     signal.alarm(given.limit)  # before torch is read: from a cold disk that alone may take longer
+    began = time.monotonic()
     import torch  # noqa: F401 (once, for the ranks that are forked below)
 
+    load_s = time.monotonic() - began
     slots = list(world.values())
     os.environ |= {"MASTER_ADDR": given.master_addr, "MASTER_PORT": given.master_port}
     os.environ["WORLD_SIZE"] = str(sum(map(len, slots)))
     first = sum(map(len, slots[: given.node_rank]))
     # Forked before anything touches a GPU: CUDA does not survive a fork.
     left = signal.getitimer(signal.ITIMER_REAL)[0]
-    children = [_fork(first + place, slot, max(1, int(left))) for place, slot in enumerate(slots[given.node_rank])]
+    # What follows has less time where this took much of it: then it is the machine that is slow, and no network.
+    slow = f" (to load torch took {load_s:.0f} of {given.limit} s: its processors or its disk are busy)"
+    why = slow if load_s > given.limit * _SLOW else ""
+    places = enumerate(slots[given.node_rank])
+    children = [_fork(first + place, slot, max(1, int(left)), why) for place, slot in places]
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     if any(code == -signal.SIGALRM for code in codes):
         return 128 + signal.SIGALRM
     return 1 if any(codes) else 0
 
 
-def _fork(rank: int, slot: int, limit: int) -> int:
+def _fork(rank: int, slot: int, limit: int, why: str) -> int:
     sys.stdout.flush()
     child = os.fork()
     if child:
@@ -54,18 +62,19 @@ def _fork(rank: int, slot: int, limit: int) -> int:
     signal.alarm(limit)  # alarms are not inherited
     code = 1
     try:
-        code = _rank(rank, slot, limit)
+        code = _rank(rank, slot, limit, why)
     finally:
         sys.stdout.flush()
         os._exit(code)  # Gloo's threads may abort a process whose work is done
 
 
-def _rank(rank: int, slot: int, limit: int) -> int:
+def _rank(rank: int, slot: int, limit: int, why: str) -> int:
+    """``why`` follows the words of a failure."""
     try:
         result = _measure(rank, slot, timedelta(seconds=max(2, limit - 3)))
     except Exception as error:
         words = str(error).strip().splitlines() or [type(error).__name__]
-        print(json.dumps({"rank": rank, "error": words[0]}), flush=True)
+        print(json.dumps({"rank": rank, "error": words[0] + why}), flush=True)
         return 1
     if rank == 0:
         print(json.dumps(result), flush=True)

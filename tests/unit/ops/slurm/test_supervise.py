@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from tests.unit.ops.slurm.conftest import Answer
 from tridock.cli import main
 from tridock.ops.slurm import supervise
 
-RUN = "t-20260102-030405-abcd"
+# Of this process: what is left of a run is ended, also where another worker's test has it.
+RUN = f"t-20260102-030405-{os.getpid() & 0xFFFF:04x}"
 # A run of one rank that needs no torch: it tells of its end as rank 0 would.
 RANK = """\
 import json, pathlib, sys

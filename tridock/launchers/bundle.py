@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from tridock import run_folder
 from tridock.command import Command
-from tridock.engines import checkpoint_pointer, checkpoints_folder, rank_program
+from tridock.engines import RankProgram, checkpoint_pointer, checkpoints_folder, rank_program
 from tridock.experiment import Experiment, dump_experiment
 from tridock.launchers.deepspeed import deepspeed_command, environment_file
 from tridock.plan import Assessment
@@ -47,23 +47,22 @@ def make_bundle(
     ``workspace`` is the folder that relative paths start from, the same on every node. ``node_rank`` is for nodes that
     each start their own ranks: the command is that node's. ``spares`` may take the place of a node that is lost.
     """
-    plan, path = assessment.laid_out, f"{workspace}/runs/{run_id}"
-    experiment = experiment.resolved(plan.data_parallel_size)
-    program = rank_program(experiment, plan, run_id, path)
-    again = rank_program(experiment, plan, run_id, path, resume=True)
-    hostfile = f"{path}/{run_folder.HOSTFILE}"
+    run = _Run.of(experiment, assessment, slots, run_id, workspace)
+    program, hostfile = run.program(), f"{run.path}/{run_folder.HOSTFILE}"
     command, resume = (
-        deepspeed_command(words, slots, hostfile, master_addr, master_port, node_rank) for words in (program, again)
+        deepspeed_command(words, slots, hostfile, master_addr, master_port, node_rank)
+        for words in (program, run.program(resume=True))
     )
     # Nodes that each start their own ranks need not reach each other by ssh.
     remote = tuple(list(slots)[1:]) if node_rank is None else ()
     supervision = replace(
-        _supervision(experiment, assessment, slots, path, master_port, remote),
+        run.supervision(master_port, remote),
         master_addr=master_addr,
         spares={node: tuple(numbers) for node, numbers in (spares or {}).items()},
     )
-    env = {**program.env, "DS_ENV_FILE": f"{path}/{run_folder.DEEPSPEED_ENV}"}
-    return _bundle(experiment, assessment, slots, supervision, manifest, run_id, path, env, command, resume, node_rank)
+    env = {**program.env, "DS_ENV_FILE": f"{run.path}/{run_folder.DEEPSPEED_ENV}"}
+    scripts = {run_folder.launch_script(node_rank or 0): command, run_folder.RESUME_SCRIPT: resume}
+    return RunBundle(run_id, run.path, command, run.files(supervision, manifest, env, scripts))
 
 
 def slurm_bundle(
@@ -85,75 +84,85 @@ def slurm_bundle(
     ``env`` is the site's, which the experiment's wins over. ``on_head``: this is the first node; from anywhere else
     that is watched as the others are, through Slurm. ``begun`` (a file's time) is when the run was first prepared.
     """
-    plan, path = assessment.laid_out, f"{workspace}/runs/{run_id}"
-    experiment = experiment.resolved(plan.data_parallel_size)
-    program = rank_program(experiment, plan, run_id, path)
+    run = _Run.of(experiment, assessment, slots, run_id, workspace)
     command = Command(tuple(argv))
     # Every engine's program takes the last --load.
-    resume = command.extended(("--load", checkpoints_folder(experiment, path)))
+    resume = command.extended(("--load", checkpoints_folder(run.experiment, run.path)))
     remote = tuple(slots)[1:] if on_head else tuple(slots)
-    supervision = _supervision(experiment, assessment, slots, path, master_port, remote)
+    supervision = run.supervision(master_port, remote)
     supervision = replace(supervision, reached_by="srun", on_head=on_head, begun=begun)
-    env = {**env, **program.env}
+    env = {**env, **run.program().env}
     if "--launcher=pdsh" in argv:  # its ssh sessions know nothing of a job's environment
-        env["DS_ENV_FILE"] = f"{path}/{run_folder.DEEPSPEED_ENV}"
-    return _bundle(experiment, assessment, slots, supervision, manifest, run_id, path, env, command, resume)
+        env["DS_ENV_FILE"] = f"{run.path}/{run_folder.DEEPSPEED_ENV}"
+    scripts = {run_folder.launch_script(0): command, run_folder.RESUME_SCRIPT: resume}
+    return RunBundle(run_id, run.path, command, run.files(supervision, manifest, env, scripts))
 
 
-def _bundle(
-    experiment: Experiment,
-    assessment: Assessment,
-    slots: Mapping[str, Sequence[int]],
-    supervision: Supervision,
-    manifest: Mapping[str, object],
-    run_id: str,
-    path: str,
-    env: Mapping[str, str],
-    command: Command,
-    resume: Command,
-    node_rank: int | None = None,
-) -> RunBundle:
-    program = rank_program(experiment, assessment.laid_out, run_id, path)
-    texts = {
-        run_folder.EXPERIMENT: dump_experiment(experiment),
-        run_folder.PLAN: assessment.to_json(),
-        run_folder.MANIFEST: json.dumps({**manifest, "run_id": run_id}, indent=2) + "\n",
-        run_folder.HOSTFILE: "".join(f"{node} slots={_slot_count(numbers)}\n" for node, numbers in slots.items()),
-        run_folder.DEEPSPEED_ENV: environment_file({n: v for n, v in env.items() if n != "DS_ENV_FILE"}),
-        run_folder.launch_script(node_rank or 0): _launch_script(run_id, path, env, command),
-        run_folder.SUPERVISION: supervision.to_json(),
-    }
-    if experiment.train.save:
-        texts[run_folder.RESUME_SCRIPT] = _launch_script(run_id, path, env, resume)
-    files = {name: text.encode() for name, text in texts.items()} | dict(program.files)
-    return RunBundle(run_id, path, command, files)
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What a run is, however its ranks are started. ``path`` is its folder, the same on every node."""
 
+    experiment: Experiment
+    assessment: Assessment
+    slots: Mapping[str, Sequence[int]]
+    run_id: str
+    path: str
 
-def _supervision(
-    experiment: Experiment,
-    assessment: Assessment,
-    slots: Mapping[str, Sequence[int]],
-    path: str,
-    master_port: int,
-    remote: tuple[str, ...],
-) -> Supervision:
-    nodes = list(slots)
-    ranks: dict[str, list[int]] = {node: [] for node in nodes}
-    for rank in assessment.laid_out.ranks:
-        ranks[rank.node].append(rank.rank)
-    saves = experiment.train.save
-    return Supervision(
-        head=nodes[0],
-        ranks={node: tuple(numbers) for node, numbers in ranks.items()},
-        remote=remote,
-        master_port=master_port,
-        hang_timeout_s=experiment.launch.hang_timeout,
-        max_restarts=experiment.restart.max,
-        restart_window_s=experiment.restart.window,
-        node_timeout_s=experiment.restart.node_timeout,
-        min_nodes=experiment.restart.min_nodes,
-        pointer=f"{checkpoints_folder(experiment, path)}/{checkpoint_pointer(experiment)}" if saves else None,
-    )
+    @classmethod
+    def of(
+        cls,
+        experiment: Experiment,
+        assessment: Assessment,
+        slots: Mapping[str, Sequence[int]],
+        run_id: str,
+        workspace: str,
+    ) -> _Run:
+        resolved = experiment.resolved(assessment.laid_out.data_parallel_size)
+        return cls(resolved, assessment, slots, run_id, f"{workspace}/runs/{run_id}")
+
+    def program(self, *, resume: bool = False) -> RankProgram:
+        return rank_program(self.experiment, self.assessment.laid_out, self.run_id, self.path, resume=resume)
+
+    def supervision(self, master_port: int, remote: tuple[str, ...]) -> Supervision:
+        experiment, nodes = self.experiment, list(self.slots)
+        ranks: dict[str, list[int]] = {node: [] for node in nodes}
+        for rank in self.assessment.laid_out.ranks:
+            ranks[rank.node].append(rank.rank)
+        pointer = f"{checkpoints_folder(experiment, self.path)}/{checkpoint_pointer(experiment)}"
+        return Supervision(
+            head=nodes[0],
+            ranks={node: tuple(numbers) for node, numbers in ranks.items()},
+            remote=remote,
+            master_port=master_port,
+            hang_timeout_s=experiment.launch.hang_timeout,
+            max_restarts=experiment.restart.max,
+            restart_window_s=experiment.restart.window,
+            node_timeout_s=experiment.restart.node_timeout,
+            min_nodes=experiment.restart.min_nodes,
+            pointer=pointer if experiment.train.save else None,
+        )
+
+    def files(
+        self,
+        supervision: Supervision,
+        manifest: Mapping[str, object],
+        env: Mapping[str, str],
+        scripts: Mapping[str, Command],
+    ) -> Mapping[str, bytes]:
+        """The folder's first files. A run that saves nothing has no script to go on by."""
+        slots = self.slots.items()
+        texts = {
+            run_folder.EXPERIMENT: dump_experiment(self.experiment),
+            run_folder.PLAN: self.assessment.to_json(),
+            run_folder.MANIFEST: json.dumps({**manifest, "run_id": self.run_id}, indent=2) + "\n",
+            run_folder.HOSTFILE: "".join(f"{node} slots={_slot_count(numbers)}\n" for node, numbers in slots),
+            run_folder.DEEPSPEED_ENV: environment_file({n: v for n, v in env.items() if n != "DS_ENV_FILE"}),
+        }
+        for name, command in scripts.items():
+            if name != run_folder.RESUME_SCRIPT or self.experiment.train.save:
+                texts[name] = _launch_script(self.run_id, self.path, env, command)
+        texts[run_folder.SUPERVISION] = supervision.to_json()
+        return {name: text.encode() for name, text in texts.items()} | dict(self.program().files)
 
 
 def default_port(run_id: str) -> int:

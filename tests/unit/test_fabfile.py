@@ -1,5 +1,6 @@
 """The tasks as a user types them: parsing, messages and exit codes that need no host."""
 
+import importlib
 import json
 import socket
 import subprocess
@@ -43,17 +44,20 @@ def test_every_task_is_listed() -> None:
 
 
 def fab_here(*words: str) -> int:
-    """The same in this process, which is ten times as quick; its exit code."""
-    with pytest.raises(SystemExit) as caught:
-        Program(namespace=Collection.from_module(fabfile)).run(["fab", *words])
-    return int(caught.value.code or 0)
+    """The same in this process, which takes a tenth of the time; its exit code. What it says, ``capfd`` has."""
+    try:
+        # Loaded anew: a task gives away the texts of its flags when it is first asked for them.
+        Program(namespace=Collection.from_module(importlib.reload(fabfile))).run(["fab", *words])
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    return 0
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_every_flag_is_explained(task: str) -> None:
-    done = fab(task, "--help")
-    assert done.returncode == 0
-    flags = [line.strip() for line in done.stdout.split("Options:")[1].splitlines() if line.strip().startswith("-")]
+def test_every_flag_is_explained(task: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert fab_here(task, "--help") == 0
+    shown = capfd.readouterr().out
+    flags = [line.strip() for line in shown.split("Options:")[1].splitlines() if line.strip().startswith("-")]
     assert flags
     assert all(len(flag.split(None, 1)) == 2 for flag in flags), flags
 
@@ -101,33 +105,35 @@ def _lab(folder: Path, gpu: str) -> str:
     return str(folder / "lab")
 
 
-def test_a_launch_that_does_not_fit_is_refused_unless_forced(tmp_path: Path) -> None:
+def test_a_launch_that_does_not_fit_is_refused_unless_forced(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = str(ROOT / "configs" / "jean-zay" / "7.5b.yaml")
     words = ("launch", "--hosts", _lab(tmp_path, "8gib"), "--config", config, "--dry-run")
-    done = fab(*words)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
+    assert fab_here(*words) == 2
+    assert capfd.readouterr() == (
+        "",
         f"{config}: a rank of stage 0 needs more memory than the 8.0 GiB of a 8gib; got 10.0 GiB; "
-        "see `tridock plan --search` for layouts that fit, or start it all the same with --force\n"
+        "see `tridock plan --search` for layouts that fit, or start it all the same with --force\n",
     )
-    forced = fab(*words, "--force")
-    assert forced.returncode == 0, forced.stderr
-    shown = forced.stdout.split("# plan.json\n")[1].split("\n# ")[0]
+    assert fab_here(*words, "--force") == 0
+    shown = capfd.readouterr().out.split("# plan.json\n")[1].split("\n# ")[0]
     plan = json.loads(shown)
     assert (plan["verdict"], plan["world_size"]) == ("no-fit", 16)
     assert len(plan["memory"]["stages"]) == 4
 
 
-def test_a_plan_of_a_cluster_whose_gpu_is_named_contacts_nobody(tmp_path: Path) -> None:
+def test_a_plan_of_a_cluster_whose_gpu_is_named_contacts_nobody(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     config = str(ROOT / "configs" / "jean-zay" / "7.5b.yaml")
     words = ("plan", "--hosts", _lab(tmp_path, "v100-16gb"), "--config", config)
-    done = fab(*words, "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["verdict"] == "tight"
-    assert "TP4 PP4 DP1: 16 ranks on 4 nodes" in fab(*words).stdout
-    assert "best first" in fab(*words, "--search").stdout
-    wrong = fab(*words, "--tokens", "many")
-    assert (wrong.returncode, wrong.stderr) == (2, "--tokens: is not a number; got 'many'; write it as in 300e9\n")
+    assert fab_here(*words, "--json") == 0
+    assert json.loads(capfd.readouterr().out)["verdict"] == "tight"
+    assert fab_here(*words) == 0
+    assert "TP4 PP4 DP1: 16 ranks on 4 nodes" in capfd.readouterr().out
+    assert fab_here(*words, "--search") == 0
+    assert "best first" in capfd.readouterr().out
+    assert fab_here(*words, "--tokens", "many") == 2
+    assert capfd.readouterr().err == "--tokens: is not a number; got 'many'; write it as in 300e9\n"
 
 
 def test_a_plan_goes_on_without_a_host_that_does_not_answer(tmp_path: Path) -> None:

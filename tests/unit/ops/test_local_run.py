@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,16 @@ def test_data_that_are_not_there(config: Path) -> None:
         f"{config}: data.data_path: is not on this machine; got data/t.idx; {todo}\n",
     )
     assert not (config.parent / "runs").exists()
+
+
+def test_images_that_are_not_there(tmp_path: Path) -> None:
+    config = Path(shutil.copy(ROOT / "configs" / "resnet50.yaml", tmp_path))
+    todo = f"bring it into {tmp_path}, or make it: docs/torch.md"
+    assert train(config) == (
+        2,
+        f"{config}: data.data_path: is not on this machine; got data/imagenet_images.npy; {todo}\n"
+        f"{config}: data.data_path: is not on this machine; got data/imagenet_labels.npy; {todo}\n",
+    )
 
 
 def test_data_that_are_too_short(config: Path) -> None:

@@ -155,6 +155,45 @@ def _torch() -> Iterator[tuple[str, int, Fields]]:
         yield f"ddp-{precision}-checkpointed", 1, {**_PRECISIONS[precision], **_CHECKPOINTED, _ACCUMULATED: 2}
 
 
+_FSDP: Final = {"parallel.strategy": "fsdp"}
+_SCHEDULE, _SHARDS = "parallel.pipeline_schedule", "parallel.data_parallel_shard_size"
+_SHARED: Final[dict[str, tuple[int, Fields]]] = {
+    "fsdp2": (2, _FSDP),
+    "hybrid": (4, {**_FSDP, _SHARDS: 2}),
+    "tp2": (2, {_TP: 2}),
+    "tp2-dp2": (4, {_TP: 2}),
+    "tp2-fsdp2": (4, {_TP: 2, **_FSDP}),
+    "pp2": (2, {_PP: 2}),
+    "pp2-gpipe": (2, {_PP: 2, _SCHEDULE: "gpipe"}),
+    "pp2-vpp2": (2, {_PP: 2, _VPP: 2, _SCHEDULE: "interleaved"}),
+    "pp4": (4, {_PP: 4}),
+    "pp2-dp2": (4, {_PP: 2}),
+    "pp2-fsdp2": (4, {_PP: 2, **_FSDP}),
+    "tp2-pp2": (4, {_TP: 2, _PP: 2}),
+}
+"""What torch shares out itself."""
+
+
+def _shared() -> Iterator[tuple[str, int, Fields]]:
+    for layout, (ranks, fields) in _SHARED.items():
+        replicas = ranks // (fields.get(_TP, 1) * fields.get(_PP, 1))
+        stages = fields.get(_PP, 1)
+        for precision in ("fp32", "bf16"):
+            steps = 2 * replicas * stages
+            yield f"{layout}-{precision}", ranks, {**fields, **_PRECISIONS[precision], _ACCUMULATED: steps}
+        larger = {**_LARGER, **_LARGER_VOCABULARY, _ACCUMULATED: 12 * replicas}
+        yield f"{layout}-bf16-larger", ranks, {**fields, **_BF16, **larger}
+        if layout in ("fsdp2", "tp2", "pp2"):
+            few = {_ACCUMULATED: 2 * replicas * stages}
+            yield f"{layout}-bf16-checkpointed", ranks, {**fields, **_BF16, **_CHECKPOINTED, **few}
+            yield f"{layout}-bf16-dropout", ranks, {**fields, **_BF16, **_DROPOUT, **few}
+    for precision in ("fp32", "bf16"):
+        yield f"fsdp2-{precision}-wide", 2, {**_FSDP, **_PRECISIONS[precision], **_WIDE, _ACCUMULATED: 2}
+    yield "pp2-fsdp2-bf16-wide", 4, {_PP: 2, **_FSDP, **_BF16, **_WIDE, _ACCUMULATED: 8}
+    yield "fsdp1-fp32", 1, {**_FSDP, _ACCUMULATED: 2}
+    yield "fsdp2-fp32-accumulated", 2, {**_FSDP, _ACCUMULATED: 8}
+
+
 _FIXED_SCALE: Final = {"precision": "fp16", "fp16.loss_scale": 256.0}
 """Upstream's own scale starts at 2 to the 32nd, and skips the first steps."""
 
@@ -192,7 +231,12 @@ def _v115() -> Iterator[tuple[str, int, Fields]]:
 
 
 def _cases() -> Iterator[tuple[str, Case]]:
-    for engine, cases in (("megatron-core", _core()), ("torch", _torch()), ("megatron-deepspeed", _v115())):
+    for engine, cases in (
+        ("megatron-core", _core()),
+        ("torch", _torch()),
+        ("torch", _shared()),
+        ("megatron-deepspeed", _v115()),
+    ):
         for name, ranks, fields in cases:
             yield f"{engine}-{name}", Case(engine, ranks, fields)
 

@@ -11,17 +11,23 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
 
 def key_of(tensor: Tensor) -> int:
-    """Of its storage, while that lives."""
-    return int(tensor.untyped_storage()._cdata)
+    """Of its storage, while that lives; of a tensor that ranks share, of this rank's part."""
+    return int(local(tensor).untyped_storage()._cdata)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What a tensor holds on this rank."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass(slots=True)
@@ -77,15 +83,31 @@ class Ledger(TorchDispatchMode):
         self.live = self.peak = self.peak_at = self.count = 0
         self.look_at = -1
         self.looked: dict[int, Entry] = {}
+        self._resize = torch.UntypedStorage.resize_
+
+    def __enter__(self) -> Self:
+        def resized(storage: torch.UntypedStorage, size: int) -> None:
+            """FSDP2 gives the room of gathered weights back this way, and takes it."""
+            self._resize(storage, size)
+            self._note_size(int(storage._cdata), storage.nbytes())
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[assignment,method-assign]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # what it does to the tensors inside comes by next
         given = func(*args, **(kwargs or {}))
         self.count += 1
         for leaf in tree_leaves(given):
             if isinstance(leaf, Tensor):
                 self._note(leaf, func)
-        if self.live > self.peak:
-            self.peak, self.peak_at = self.live, self.count
+        self._note_peak()
         if self.count == self.look_at:
             self.looked = dict(self.entries)
         return given
@@ -100,9 +122,19 @@ class Ledger(TorchDispatchMode):
             made_by = f"{func} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} in {self.place.now}"
             self.entries[key] = Entry(size, made_by, weakref.ref(storage, lambda _: self._gone(key)))
             self.live += size
-        elif entry.bytes != size:  # resized
+        else:
+            self._note_size(key, size)
+
+    def _note_size(self, key: int, size: int) -> None:
+        entry = self.entries.get(key)
+        if entry is not None and entry.bytes != size:
             self.live += size - entry.bytes
             entry.bytes = size
+            self._note_peak()
+
+    def _note_peak(self) -> None:
+        if self.live > self.peak:
+            self.peak, self.peak_at = self.live, self.count
 
     def _gone(self, key: int) -> None:
         self.live -= self.entries.pop(key).bytes
@@ -137,7 +169,7 @@ class Saved:
         """What the graph keeps. A parameter as it is: ZeRO 3 takes its content away in the meantime."""
         if tensor.is_leaf and tensor.requires_grad:
             return tensor
-        key, size = key_of(tensor), tensor.untyped_storage().nbytes()
+        key, size = key_of(tensor), local(tensor).untyped_storage().nbytes()
         held = Held(tensor)
         if self.excluded(key):
             return held

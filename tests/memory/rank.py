@@ -137,6 +137,8 @@ def _parts(strategy: Any) -> tuple[list[nn.Module], dict[str, Any]]:
         from megatron.core.parallel_state import get_global_memory_buffer
 
         return strategy.chunks, {"memory_buffer": get_global_memory_buffer(), "strategy": strategy}
+    if hasattr(strategy, "parts"):
+        return strategy.parts, {"strategy": strategy}
     return [strategy.engine.module if hasattr(strategy, "engine") else strategy.model], {"strategy": strategy}
 
 

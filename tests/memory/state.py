@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tests.memory.ledger import Ledger, key_of
 
@@ -72,6 +74,16 @@ def parameters_of(models: list[nn.Module]) -> list[Tensor]:
     return own + [parameter.ds_tensor for parameter in own if hasattr(parameter, "ds_tensor")]
 
 
+def _elements(parameter: Tensor) -> int:
+    """Of a weight as this tensor parallel rank has it, whatever part of it the rank keeps."""
+    if isinstance(parameter, DTensor):
+        names = parameter.device_mesh.mesh_dim_names or ()
+        split = zip(names, parameter.device_mesh.shape, parameter.placements, strict=True)
+        tensor = math.prod(size for name, size, placed in split if name == "tp" and not placed.is_replicate())
+        return parameter.numel() // tensor
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
 def count(models: list[nn.Module], roots: dict[str, Any], ledger: Ledger) -> dict[str, Any]:
     """The bytes that live now by kind and name; each storage in the first kind that claims it."""
     rest = {key: entry.bytes for key, entry in ledger.entries.items()}
@@ -81,7 +93,7 @@ def count(models: list[nn.Module], roots: dict[str, Any], ledger: Ledger) -> dic
         return sum(rest.pop(key, 0) for key in {key_of(tensor) for tensor in tensors})
 
     own = parameters_of(models)
-    elements = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in own if parameter.requires_grad)
+    elements = sum(_elements(parameter) for parameter in own if parameter.requires_grad)
     kinds: dict[str, Any] = {"parameters": {"elements": elements, "bytes": take(own)}}
     states: Counter[str] = Counter()
     masters: list[Tensor] = []

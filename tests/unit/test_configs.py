@@ -26,6 +26,7 @@ LAYOUTS = {
     "megatron/tiny-345m-distributed": [(2, "TP1 PP1 DP2")],
     "megatron/tiny-1.5b": [(2, "TP1 PP1 DP2")],
     "megatron/tiny-10b": [(4, "TP2 PP1 DP2")],
+    "resnet50": [(1, "TP1 PP1 DP1"), (8, "TP1 PP1 DP8")],
     "gcp/gpt-xl-ddp": [(32, "TP1 PP1 DP32")],
     "gcp/gpt-xl-pipeline": [(32, "TP1 PP2 DP16")],
     "jean-zay/7.5b": [(16, "TP4 PP4 DP1"), (32, "TP4 PP4 DP2")],
@@ -62,7 +63,7 @@ def test_the_sizes_that_comments_name_are_found() -> None:
     assert [name for name in SIZED if name.startswith("jean-zay")] == [
         f"jean-zay/{name}" for name in ("30b", "7.5b", "76b", "76b-as-written", "tiny-30b", "tiny-7.5b", "tiny-76b")
     ]
-    assert len(SIZED) == 13
+    assert len(SIZED) == 14
 
 
 @pytest.mark.parametrize("name", [name for name in SIZED if name not in REFUSED])

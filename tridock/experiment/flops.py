@@ -8,6 +8,7 @@ recomputation, which is not the model's need, a forward and a backward pass of t
 
 from __future__ import annotations
 
+from tridock.experiment import resnet
 from tridock.experiment.schema import Model
 
 
@@ -29,13 +30,17 @@ def head_flops_per_token(model: Model, vocab_size: int) -> float:
 def model_flops_per_token(model: Model, vocab_size: int) -> float:
     """FLOPs of one training token, forward and backward, with attention counted whole as in the paper.
 
-    ``vocab_size`` is the number of rows of the output layer, the padding included.
+    ``vocab_size`` is the number of rows of the output layer, the padding included. Of a model of images: of an image.
     """
+    if model.is_vision:
+        return 3.0 * resnet.forward_flops(model)
     return 3.0 * (model.num_layers * layer_flops_per_token(model) + head_flops_per_token(model, vocab_size))
 
 
 def causal_flops_per_token(model: Model, vocab_size: int) -> float:
     """The same with attention counted as it is needed: a token attends to half of the others, on average."""
+    if model.is_vision:
+        return model_flops_per_token(model, vocab_size)
     return model_flops_per_token(model, vocab_size) - 1.5 * model.num_layers * attention_flops_per_token(model)
 
 

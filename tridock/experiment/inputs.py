@@ -12,6 +12,8 @@ from typing import Any
 from tridock.errors import Problem
 from tridock.experiment.schema import Experiment
 
+IMAGE_SUFFIXES = ("_images.npy", "_labels.npy")
+"""After ``data.data_path``, of a model of images."""
 _SHAPE = ("num_layers", "hidden_size", "num_attention_heads")
 
 

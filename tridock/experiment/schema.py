@@ -7,7 +7,7 @@ Checks that need more than one section live in :mod:`tridock.plan`, those of one
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
@@ -62,15 +62,28 @@ PRESETS: Final[Mapping[str, tuple[int, int, int]]] = {
     "gpt2-xl": (48, 25, 1600),
 }
 """Layers, heads and hidden size: of PyTorch's data parallel benchmark, and of GPT-2 (Radford et al., 2019, table 2)."""
-Preset = Literal["gpt-small", "gpt-large", "gpt-xl", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"]
+Preset = Literal["gpt-small", "gpt-large", "gpt-xl", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "resnet50"]
+
+_RESNET: Final[Mapping[str, int | float]] = {
+    "num_layers": 16,  # blocks
+    "num_attention_heads": 1,
+    "hidden_size": 2048,
+    "seq_length": 1,  # a sample is one image, and one prediction
+    "make_vocab_size_divisible_by": 1,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+_IMAGES: Final[Mapping[str, int]] = {"img_h": 224, "img_w": 224, "num_classes": 1000}
+"""What preset resnet50 has, and nothing else, with ImageNet's sizes."""
 
 
 class Model(Section):
-    """The shape of the GPT, in Megatron's words."""
+    """The shape of the GPT, in Megatron's words; or of the one model of images."""
 
     preset: Preset | None = Field(
         default=None,
-        description="A known shape: gives num_layers, num_attention_heads and hidden_size where they are left out.",
+        description="A known shape: gives num_layers, num_attention_heads and hidden_size where they are left out."
+        " resnet50 classifies images, with engine torch: of the model's fields it has img_h, img_w and num_classes.",
     )
     num_layers: Positive = Field(description="Transformer layers.")
     hidden_size: Positive = Field(description="Width of the residual stream.")
@@ -119,6 +132,19 @@ class Model(Section):
         " recompute_num_layers of a stage).",
     )
     recompute_num_layers: Positive | None = Field(default=None, description="Granularity full: layers of a group.")
+    img_h: Positive | None = Field(default=None, description="Preset resnet50: height of its images; 224.")
+    img_w: Positive | None = Field(default=None, description="Preset resnet50: width of its images; 224.")
+    num_classes: Positive | None = Field(default=None, description="Preset resnet50: kinds of images; 1000.")
+
+    @property
+    def is_vision(self) -> bool:
+        """Whether it is a model of images."""
+        return self.preset == "resnet50"
+
+    @property
+    def unit(self) -> str:
+        """What throughput counts."""
+        return "images" if self.is_vision else "tokens"
 
     @model_validator(mode="before")
     @classmethod
@@ -128,7 +154,29 @@ class Model(Section):
                 zip(("num_layers", "num_attention_heads", "hidden_size"), PRESETS[fields["preset"]], strict=True)
             )
             return {**sizes, **fields}
+        if isinstance(fields, dict) and fields.get("preset") == "resnet50":
+            given = {name: value for name, value in fields.items() if name not in _IMAGES or value is not None}
+            images = {**_IMAGES, **given}
+            return {"vocab_size": images["num_classes"], **_RESNET, **images}
         return fields
+
+    @model_validator(mode="after")
+    def _check_preset_fields(self) -> Self:
+        if not self.is_vision:
+            given = [name for name in _IMAGES if getattr(self, name) is not None]
+            what = "only preset resnet50 has"
+        else:
+            expected = {
+                **{name: field.default for name, field in type(self).model_fields.items()},
+                **_RESNET,
+                **{name: getattr(self, name) for name in ("preset", *_IMAGES)},
+                "vocab_size": self.num_classes,
+            }
+            given = [name for name, value in expected.items() if getattr(self, name) != value]
+            what = "preset resnet50 has no"
+        if given:
+            raise ValueError(f"{what} {', '.join(given)}")
+        return self
 
 
 class Parallel(Section):
@@ -187,13 +235,15 @@ class Batch(Section):
 
 
 class Data(Section):
-    """What is read: Megatron's indexed data sets."""
+    """What is read: Megatron's indexed data sets; of images, arrays of numpy."""
 
     data_path: str = Field(
-        min_length=1, description="Prefix of <prefix>.bin and <prefix>.idx, as seen in the container's /workspace."
+        min_length=1,
+        description="Prefix of <prefix>.bin and <prefix>.idx, as seen in the container's /workspace; of images"
+        " <prefix>_images.npy (uint8, N x 3 x height x width) and <prefix>_labels.npy (int64, N).",
     )
     split: Annotated[str, StringConstraints(pattern=r"^\d+(\.\d+)?,\d+(\.\d+)?,\d+(\.\d+)?$")] = Field(
-        default="949,50,1", description="Shares of the documents for training, validation and test."
+        default="949,50,1", description="Shares of the documents (or images) for training, validation and test."
     )
     vocab_file: str | None = Field(
         default=None, min_length=1, description="Engine megatron-deepspeed: GPT-2 vocabulary (vocab.json); required."
@@ -256,6 +306,11 @@ class Train(Section):
         default=False, description="Engine torch: compile the layers (torch.compile) in the first step."
     )
     tensorboard: bool = Field(default=True, description="Write TensorBoard files into the run's folder.")
+    profile_iters: Count = Field(
+        default=0,
+        description="Run the last so many iterations under torch's profiler: traces in the run's profile/, and the"
+        " share of their time that goes into communication. 0 for none.",
+    )
 
 
 class Launch(Section):

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tridock.experiment import Experiment
-from tridock.plan.parameters import layers_of_stage, rows_of_vocabulary
+from tridock.plan.parameters import layer_parameters, layers_of_stage, rows_of_vocabulary
+from tridock.plan.resnet import image_terms
 from tridock.plan.term import Term
 from tridock.plan.torch_engine import shared_by_torch
 from tridock.plan.traffic import FORMAT_BYTES, recomputed_layers
@@ -57,12 +58,14 @@ class Sizes:
 
 def activation_terms(experiment: Experiment, stage: int, accumulation: int, device: Device) -> list[Term]:
     """The terms of a stage's rank."""
+    if experiment.model.is_vision:
+        return image_terms(experiment)
     sizes = sizes_of(experiment, device)
     layers, stages = layers_of_stage(experiment, stage), experiment.parallel.pipeline_model_parallel_size
     virtual = experiment.parallel.virtual_pipeline_model_parallel_size
     again, flights = recomputed_layers(experiment, layers), in_flight(experiment, stage, accumulation)
     kept_layers = (layers - again) * kept_layer(experiment, sizes)
-    kept = kept_layers + _groups(experiment, again) * sizes.between
+    kept = kept_bytes(experiment, stage, sizes)
     first, last = stage == 0, stage == stages - 1
     runs = f"{flights} runs of {layers // virtual} layers" if stages > 1 else f"{layers} layers"
     terms = [Term("activations", round(kept * flights / virtual), f"{runs}; Korthikanti et al. 2022, 4.1")]
@@ -73,13 +76,20 @@ def activation_terms(experiment: Experiment, stage: int, accumulation: int, devi
         # On a GPU megatron-core frees what it has sent; what is on its way remains.
         count = (flights - 1 if last else flights) if device == "cpu" else 2
         terms.append(Term("stage inputs and outputs", round(count * sizes.between), "hidden states on their way"))
-    head = head_bytes(experiment, sizes) if last else 0.0
+    head = head_bytes(experiment, sizes) + waiting_outputs(experiment, sizes, flights) if last else 0.0
     # Backward, the layers that are computed again come after those that were kept: these have gone by then.
     inside = max(backward_bytes(experiment, sizes, 0), backward_bytes(experiment, sizes, again) - kept_layers / virtual)
     if last:
         terms.append(Term("logits and loss", round(head), "probabilities in fp32, logits or their gradients"))
     terms.append(Term("backward pass", round(max(0.0, inside - head)), _backward_words(again, last)))
     return terms
+
+
+def kept_bytes(experiment: Experiment, stage: int, sizes: Sizes) -> float:
+    """What the layers of a stage keep of one micro batch for their backward pass."""
+    layers = layers_of_stage(experiment, stage)
+    again = recomputed_layers(experiment, layers)
+    return (layers - again) * kept_layer(experiment, sizes) + _groups(experiment, again) * sizes.between
 
 
 def _backward_words(again: int, last: bool) -> str:
@@ -155,7 +165,15 @@ def backward_bytes(experiment: Experiment, sizes: Sizes, again: int) -> float:
     group = _group(experiment, again) * layer_bytes(sizes)
     if group and experiment.engine == "megatron-deepspeed":
         group -= sizes.between  # what comes back first is the hidden state that was kept
-    return gradients + selective + group
+    return gradients + selective + group + _gathered_layers(experiment, sizes)
+
+
+def _gathered_layers(experiment: Experiment, sizes: Sizes) -> float:
+    """FSDP2's weights of the layer at work; where they come from others, the buffer for the next one's too."""
+    if not shared_by_torch(experiment):
+        return 0.0
+    is_split = experiment.parallel.strategy == "fsdp" and experiment.parallel.data_parallel_shard_size != 1
+    return sizes.short * layer_parameters(experiment) * (2 if is_split else 1)
 
 
 def _groups(experiment: Experiment, again: int) -> int:
@@ -190,6 +208,21 @@ def in_flight(experiment: Experiment, stage: int, accumulation: int) -> int:
     return min(2 * (stages - stage - 1) + (virtual - 1) * stages + 1, accumulation * virtual)
 
 
+def waiting_outputs(experiment: Experiment, sizes: Sizes, flights: int) -> float:
+    """What the last stage of engine torch's pipeline holds of logits besides those that are worked on: the logits
+    themselves and, with GPipe, of every further micro batch these and their probabilities in fp32."""
+    parallel = experiment.parallel
+    if experiment.engine != "torch" or parallel.pipeline_model_parallel_size == 1:
+        return 0.0
+    further = flights - 1 if parallel.pipeline_schedule == "gpipe" else 0
+    return logits_of(experiment, sizes) * (sizes.short + further * (sizes.short + _LOSS_BYTES))
+
+
+def logits_of(experiment: Experiment, sizes: Sizes) -> float:
+    """How many a micro batch has on one tensor parallel rank."""
+    return sizes.tokens * rows_of_vocabulary(experiment) / experiment.parallel.tensor_model_parallel_size
+
+
 def head_bytes(experiment: Experiment, sizes: Sizes) -> float:
     """The last norm, the output layer and the loss, at the fuller of two moments: the loss, or the first backward pass
     after it, with the gradient of the table."""
@@ -200,8 +233,8 @@ def head_bytes(experiment: Experiment, sizes: Sizes) -> float:
     gathered = sizes.hidden + sizes.between if sizes.between < sizes.hidden else 0.0
     if experiment.engine == "torch":
         cast = table if sizes.casts else 0.0
-        # log_softmax's result, and in the backward pass two gradients of its size.
-        return inputs + cast + 3 * logits * _LOSS_BYTES
+        # log_softmax's result, and in the backward pass two gradients of its size; of a shared vocabulary three.
+        return inputs + cast + (3 if tensor == 1 else 4) * logits * _LOSS_BYTES
     loss = logits * (_LOSS_BYTES + (sizes.short if sizes.short < _LOSS_BYTES else 0))
     after = logits * sizes.short + (table if sizes.weight else 0.0) + sizes.hidden + gathered
     return inputs + max(loss, after)

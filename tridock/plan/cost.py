@@ -25,6 +25,7 @@ from tridock.plan.traffic import Shape, Traffic, recomputed_layers, traffic
 
 ASSUMED_SHARE: Final = 0.5
 """Of a GPU's peak, for its matrix products, where no rate is given; Narayanan et al. (2021) report 44 to 52 %."""
+GIVEN: Final = "given"
 DEFAULT_NETWORK_GBIT: Final = 100.0
 DEFAULT_LINK_GB_S: Final = 32.0
 """PCIe 4, for a GPU that is not listed."""
@@ -56,7 +57,7 @@ class Rates:
         link = (None if gpu is None else gpu.link_gb_s) or DEFAULT_LINK_GB_S
         memory = (None if gpu is None else gpu.memory_gb_s) or DEFAULT_MEMORY_GB_S
         if tflops is not None:
-            return cls(tflops, "given", link, network, memory, peak)
+            return cls(tflops, GIVEN, link, network, memory, peak)
         rate = None if peak is None else ASSUMED_SHARE * peak
         return cls(rate, f"assumed: {ASSUMED_SHARE:.0%} of the peak", link, network, memory, peak)
 
@@ -135,7 +136,9 @@ def _estimate(
     state_bytes: int,
     rates: Rates,
 ) -> Estimate | None:
-    if rates.tflops is None:
+    # Convolutions run at a smaller share of the peak, which nobody has set down here.
+    assumed = rates.tflops is not None and rates.tflops_source != GIVEN
+    if rates.tflops is None or (experiment.model.is_vision and assumed):
         return None
     parallel = experiment.parallel
     stages, virtual = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
@@ -176,6 +179,8 @@ def _slowest_stage_flops(experiment: Experiment) -> float:
     model, parallel = experiment.model, experiment.parallel
     stages = parallel.pipeline_model_parallel_size
     tokens = experiment.batch.micro_batch_size * model.seq_length
+    if model.is_vision:
+        return tokens * model_flops_per_token(model, rows_of_vocabulary(experiment))
     shared = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     worst = 0.0
     for stage in {0, stages - 1}:

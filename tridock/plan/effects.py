@@ -32,6 +32,9 @@ _MODEL: Final = {
         "that of its num_layers, num_attention_heads and hidden_size",
         "that of its num_layers, num_attention_heads and hidden_size",
     ),
+    "img_h": Effect(("preset resnet50",), "activations in proportion", "in proportion"),
+    "img_w": Effect(("preset resnet50",), "activations in proportion", "in proportion"),
+    "num_classes": Effect(("preset resnet50",), "2,049 parameters each", "the last layer, in proportion"),
     "num_layers": Effect(
         (
             "megatron-core: pipeline x virtual pipeline size divides it",
@@ -141,7 +144,7 @@ _PARALLEL: Final = {
     ),
     "tensor_model_parallel_size": Effect(
         (
-            "torch: not with strategy zero; divides make_vocab_size_divisible_by",
+            "torch: not with strategy zero",
             "divides num_attention_heads",
             "t p c divides the slots",
         ),

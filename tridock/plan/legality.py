@@ -10,12 +10,14 @@ from tridock.plan.megatron import megatron_problems
 from tridock.plan.megatron_core import megatron_core_problems, only_megatron_core
 from tridock.plan.model_parallel import size_of_replica, world_problems
 from tridock.plan.nearest import either, nearest_divisors, nearest_multiples
+from tridock.plan.resnet import resnet_problems
 from tridock.plan.torch_engine import nearest_batches, only_torch, torch_batch_problems, torch_problems
 
 
 def layout_problems(experiment: Experiment, world_size: int) -> list[Problem]:
     """Every problem of the experiment on ``world_size`` ranks; ``where`` is the field's path."""
     return [
+        *resnet_problems(experiment),
         *_engine_problems(experiment),
         *_model_problems(experiment),
         *_batch_problems(experiment, world_size),

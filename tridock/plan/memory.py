@@ -18,7 +18,9 @@ from tridock.plan.activations import Device, activation_terms
 from tridock.plan.overhead import overhead_terms
 from tridock.plan.parameters import Parameters, layers_of_stage, parameters_of_stage
 from tridock.plan.states import States, states_of
+from tridock.plan.summed import scattered, summed_up
 from tridock.plan.term import Term, total_bytes
+from tridock.plan.torch_engine import shared_by_torch
 from tridock.plan.traffic import Shape
 
 Fit = Literal["fits", "tight", "no-fit"]
@@ -66,7 +68,7 @@ def memory_of_stage(experiment: Experiment, stage: int, shape: Shape, gpu: Gpu |
     """All terms of one rank of ``stage``; without a GPU, those of a CPU rank, which has no overhead of a GPU."""
     device: Device = "cpu" if gpu is None else "cuda"
     weights = parameters_of_stage(experiment, stage)
-    states = states_of(experiment, weights, shape.data * experiment.parallel.context_parallel_size, device)
+    states = states_of(experiment, weights, shape, device)
     terms = [*_lasting(states, weights.total), *_passing(experiment, stage, shape, states, device)]
     if gpu is not None:
         terms += overhead_terms(experiment, shape, terms, gpu.memory_bytes)
@@ -95,17 +97,24 @@ def _passing(experiment: Experiment, stage: int, shape: Shape, states: States, d
     held = activation_terms(experiment, stage, shape.accumulation, device)
     yield from held
     yield Term(
-        "gathered weights", states.gathered, "ZeRO 3: up to 1e9 of them at a time; FSDP2: two layers and the embeddings"
+        "gathered weights", states.gathered, "ZeRO 3: up to 1e9 of them at a time; FSDP2: embeddings and last norm"
     )
-    yield Term(
-        "gradient bucket", states.bucket, "DeepSpeed's reduce_bucket_size, 5e8 elements; FSDP2: of a layer, in fp32"
-    )
-    # The first backward passes find the gradients of those before; with a single one, they grow as activations go.
-    accumulated = states.passing if shape.accumulation > 1 else 0
+    yield Term("gradient bucket", states.bucket, "DeepSpeed's reduce_bucket_size, 5e8 elements")
     backward = total_bytes(held) + states.gathered + states.bucket
+    accumulated = _gradients(experiment, stage, shape, states, device, total_bytes(held))
     yield Term("gradients of a step", accumulated, "from the first backward pass to the optimizer's step")
     beyond = max(0, states.passing - accumulated + states.workspace - backward)
     yield Term("optimizer's step", beyond, "its gradients and workspace, beyond the room of the above")
+
+
+def _gradients(
+    experiment: Experiment, stage: int, shape: Shape, states: States, device: Device, activations: int
+) -> int:
+    """On top of what a step's first backward pass finds. They grow as activations go, where there is a single one."""
+    if shared_by_torch(experiment):
+        scattering = scattered(experiment, stage, shape, device) - activations
+        return round(max(summed_up(experiment, stage, shape.accumulation, device), scattering))
+    return states.passing if shape.accumulation > 1 else 0
 
 
 def memory_of_stages(experiment: Experiment, shape: Shape, gpu: Gpu | None) -> tuple[StageMemory, ...]:

@@ -89,8 +89,7 @@ def _can_be(experiment: Experiment, tensor: int, stages: int, context: int) -> b
         return interleaved and not (parallel.sequence_parallel and tensor == 1)
     if experiment.engine == "megatron-deepspeed":
         return stages == 1 or (parallel.strategy == "zero" and parallel.zero_stage < 2)
-    multiple = experiment.model.make_vocab_size_divisible_by
-    return tensor == stages == 1 or (parallel.strategy != "zero" and multiple % tensor == 0)
+    return tensor == stages == 1 or parallel.strategy != "zero"
 
 
 def _distance(layout: tuple[int, ...], wanted: tuple[int, ...]) -> float:

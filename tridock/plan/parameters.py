@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tridock.experiment import Experiment
+from tridock.experiment import Experiment, resnet
 from tridock.experiment.sizes import padded_vocab_size
 
 GPT2_TOKENS = 50257
@@ -44,7 +44,9 @@ def rows_of_vocabulary(experiment: Experiment) -> int:
 
 
 def layer_parameters(experiment: Experiment) -> int:
-    """Of one layer on one tensor parallel rank."""
+    """Of one layer on one tensor parallel rank; of a model of images, of its largest block."""
+    if experiment.model.is_vision:
+        return resnet.largest_block(experiment.model)
     width, tensor = experiment.model.hidden_size, experiment.parallel.tensor_model_parallel_size
     return 12 * width * width // tensor + 7 * width // tensor + 6 * width
 
@@ -62,8 +64,12 @@ def layers_of_stage(experiment: Experiment, stage: int) -> int:
 def parameters_of_stage(experiment: Experiment, stage: int) -> Parameters:
     """Of each rank of a stage, whatever its place in the tensor, context and data parallel groups."""
     model, stages = experiment.model, experiment.parallel.pipeline_model_parallel_size
+    if model.is_vision:
+        head = resnet.head_parameters(model)
+        return Parameters(resnet.parameters(model) - head, 0, 0, 0, head)
     width = model.hidden_size
-    rows = rows_of_vocabulary(experiment) // experiment.parallel.tensor_model_parallel_size
+    # Where they do not come out even, which engine torch alone allows, the first rank has the most.
+    rows = -(-rows_of_vocabulary(experiment) // experiment.parallel.tensor_model_parallel_size)
     table, positions = rows * width, (model.max_position_embeddings or model.seq_length) * width
     first, last = stage == 0, stage == stages - 1
     copied = last and not first

@@ -65,6 +65,9 @@ def search(experiment: Experiment, slots: Mapping[str, Sequence[int]], source: s
     if assumptions.gpu is None or rates.tflops is None:
         todo = "give --gpu (with its memory alone, also --tflops), or gpu: in the settings beside the hostfile"
         raise RequestError(Problem(source, "a search needs to know the GPU", "", todo))
+    if experiment.model.is_vision and assumptions.tflops is None:
+        what = "a search needs to know how fast a GPU is with convolutions"
+        raise RequestError(Problem(source, what, "", "give a measured rate with --tflops"))
     if problems := gpu_problems(experiment, assumptions.gpu):
         raise RequestError(problems)
     per_node = min(len(numbers) for numbers in slots.values())

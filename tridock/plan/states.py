@@ -8,7 +8,8 @@ engine and strategy                       weights    gradients       optimizer: 
 ========================================  =========  ==============  ====================================
 megatron-core                             e          4               4 + 8, over r if distributed
 torch, ddp                                4          4               8
-torch, fsdp; split by tensor or stage     4 / r      4 / r           8 / r, with r 1 without fsdp
+torch, fsdp; split by tensor or stage     4 / r      4 / r, in a     8 / r, with r 1 without fsdp
+                                                     step
 DeepSpeed, ZeRO 0                         e          e, in a step    4 + 8
 DeepSpeed, ZeRO 1                         e          e, in a step    (4 + 8) / r, the master in fp32 too
 DeepSpeed, ZeRO 2                         e          e / r           (4 + 8) / r, the master in fp32 too
@@ -18,7 +19,8 @@ Megatron v1.1.5, ddp                      e          e + 4, fp32: 4  4 + 8
 
 Read in the engines' sources and counted on CPU ranks (docs/planner.md). DeepSpeed's ZeRO 1 to 3 reduce gradients
 through a bucket of 5e8 elements, which is there whole; ZeRO 3 holds up to 1e9 gathered weights, and keeps those of
-less than 1e5 elements whole.
+less than 1e5 elements whole. FSDP2 sums the gradients of several micro-batches up whole, in fp32, before it scatters
+them (:mod:`~tridock.plan.summed`).
 """
 
 from __future__ import annotations
@@ -29,9 +31,9 @@ from typing import Final
 
 from tridock.experiment import Experiment
 from tridock.plan.activations import Device
-from tridock.plan.parameters import Parameters, layer_parameters
+from tridock.plan.parameters import Parameters
 from tridock.plan.torch_engine import shards_of, shared_by_torch
-from tridock.plan.traffic import FORMAT_BYTES
+from tridock.plan.traffic import FORMAT_BYTES, Shape
 
 BUCKET: Final = 500_000_000
 LIVE: Final = 1_050_000_000
@@ -61,8 +63,9 @@ class States:
         return self.weights + self.gradients + self.optimizer
 
 
-def states_of(experiment: Experiment, weights: Parameters, replicas: int, device: Device) -> States:
-    """Of a rank with these weights; ``replicas`` share out what the strategy shares out."""
+def states_of(experiment: Experiment, weights: Parameters, shape: Shape, device: Device) -> States:
+    """Of a rank with these weights, replicas and micro-batches."""
+    replicas = shape.data * experiment.parallel.context_parallel_size
     short, count = FORMAT_BYTES[experiment.precision], weights.total
     if experiment.engine == "megatron-core":
         return _megatron_core(experiment, count, short, replicas, device)
@@ -70,7 +73,7 @@ def states_of(experiment: Experiment, weights: Parameters, replicas: int, device
         return _zero(experiment, weights, short, replicas)
     if experiment.engine == "torch":
         if shared_by_torch(experiment):
-            return _sharded(experiment, weights, short, replicas)
+            return _sharded(experiment, weights, short, shape)
         # The fused AdamW works in place.
         return States(4 * count, 4 * count, 8 * count, 0, 0, 0, 0)
     again = 4 if short == 2 else 0  # gradients, and weights, once more in fp32
@@ -85,15 +88,14 @@ def _megatron_core(experiment: Experiment, count: int, short: int, replicas: int
     return States(short * count, 4 * count, (12 if short == 2 else 8) * owned, 0, 0, 0, workspace)
 
 
-def _sharded(experiment: Experiment, weights: Parameters, short: int, replicas: int) -> States:
-    """FSDP2 gathers layer by layer, and the embeddings for the whole step; gradients are scattered in fp32."""
-    count, shards = weights.total, shards_of(experiment, replicas)
-    owned = -(-count // shards)
-    layer, ends = layer_parameters(experiment), count - weights.layers
-    layers = weights.layers // layer
-    # The next layer comes while one works; the optimizer's foreach form holds a copy of a gradient's size.
-    gathered = short * (ends + min(2, layers) * layer)
-    return States(4 * owned, 4 * owned, 8 * owned, 0, 4 * max(layer, ends), gathered, 4 * owned)
+def _sharded(experiment: Experiment, weights: Parameters, short: int, shape: Shape) -> States:
+    """FSDP2 gathers layer by layer, and the embeddings and the last norm for the whole step.
+
+    The gathered layers of a backward pass are among its activations' terms.
+    """
+    count, owned = weights.total, -(-weights.total // shards_of(experiment, shape.data))
+    # Gradients come with the first backward pass, and go after the optimizer, whose foreach form holds a copy of them.
+    return States(4 * owned, 0, 8 * owned, 4 * owned, 0, short * (count - weights.layers), 4 * owned)
 
 
 def _zero(experiment: Experiment, weights: Parameters, short: int, replicas: int) -> States:

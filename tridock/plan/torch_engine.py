@@ -17,7 +17,6 @@ def torch_problems(experiment: Experiment) -> Iterator[Problem]:
     yield from _strategy_problems(experiment)
     if experiment.parallel.strategy != "zero":
         yield from split_problems(experiment)
-        yield from _vocabulary_problems(experiment)
         yield from _schedule_problems(experiment)
 
 
@@ -114,14 +113,6 @@ def _strategy_problems(experiment: Experiment) -> Iterator[Problem]:
     if parallel.strategy != "fsdp" and (size := parallel.data_parallel_shard_size) is not None:
         what, todo = f"strategy {parallel.strategy} has no shards", "leave it out, or set strategy to fsdp"
         yield Problem("parallel.data_parallel_shard_size", what, str(size), todo, ("null",))
-
-
-def _vocabulary_problems(experiment: Experiment) -> Iterator[Problem]:
-    tensor, multiple = experiment.parallel.tensor_model_parallel_size, experiment.model.make_vocab_size_divisible_by
-    if multiple % tensor:
-        near = nearest_multiples(tensor, multiple)
-        what = f"must be a multiple of tensor_model_parallel_size {tensor}, whose ranks share the vocabulary"
-        yield Problem("model.make_vocab_size_divisible_by", what, str(multiple), f"use {either(near)}", near)
 
 
 def _schedule_problems(experiment: Experiment) -> Iterator[Problem]:

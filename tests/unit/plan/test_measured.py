@@ -16,6 +16,13 @@ KNOWN = {
     "megatron-core-one-full1-dropout": (0.08, ATTENTION),
     "torch-ddp-bf16-checkpointed": (0.04, CACHE),
     "torch-ddp-fp16-checkpointed": (0.04, CACHE),
+    "torch-pp2-bf16-checkpointed": (0.045, HIDDEN),
+    "torch-pp2-vpp2-fp32": (0.04, HIDDEN),
+    "torch-pp2-vpp2-bf16": (0.04, HIDDEN),
+    "torch-pp4-fp32": (0.045, HIDDEN),
+    "torch-pp4-bf16": (0.04, HIDDEN),
+    "torch-tp2-pp2-bf16-larger": (0.035, HIDDEN),
+    "torch-pp2-fsdp2-bf16-wide": (0.035, HIDDEN),
 }
 
 

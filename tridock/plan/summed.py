@@ -1,0 +1,75 @@
+"""Gradients that FSDP2 sums up over micro-batches before it scatters them, as engine torch has it do.
+
+They are whole on every rank, in fp32, and come layer by layer as activations go. In a pipeline torch keeps the layers
+of a stage gathered from their first backward pass on, until another micro-batch comes forward. The moment when a rank
+holds most may be any of the first and the last layer's backward passes of a micro-batch, or one of those in which a
+layer's gradients are scattered: torch keeps the buffer of the layer before until then, and has gathered the next one.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tridock.experiment import Experiment
+from tridock.plan.activations import Device, backward_bytes, in_flight, kept_bytes, sizes_of
+from tridock.plan.parameters import layer_parameters, layers_of_stage, parameters_of_stage
+from tridock.plan.torch_engine import shards_of
+from tridock.plan.traffic import FORMAT_BYTES, Shape
+
+_SUM_BYTES: Final = 4
+
+
+def summed_up(experiment: Experiment, stage: int, accumulation: int, device: Device) -> float:
+    """Bytes on top of what a rank of ``stage`` holds as its very first backward pass begins."""
+    parallel = experiment.parallel
+    piped, virtual = parallel.pipeline_model_parallel_size > 1, parallel.virtual_pipeline_model_parallel_size
+    if not piped and accumulation == 1:
+        return 0.0  # each layer's gradients are scattered at once, and take less room than its activations gave back
+    weights, layer = parameters_of_stage(experiment, stage), layer_parameters(experiment)
+    sizes, short = sizes_of(experiment, device), FORMAT_BYTES[experiment.precision] if piped else 0
+    runs, flights = accumulation * virtual, in_flight(experiment, stage, accumulation)
+    own = layers_of_stage(experiment, stage) / virtual  # layers of a run
+    run = kept_bytes(experiment, stage, sizes) / virtual
+    whole, freed, gathered = _SUM_BYTES * weights.total, run * (own - 1) / own, short * (own - 1) * layer
+    # Of an interleaved pipeline the first backward passes are those of one run, the last stage's with the table.
+    is_last = stage == parallel.pipeline_model_parallel_size - 1
+    ends = weights.total - weights.layers if is_last else 0
+    is_whole = virtual == 1 or runs - flights > (virtual - 1) * parallel.pipeline_model_parallel_size
+    summed = whole if is_whole else _SUM_BYTES * (own * layer + ends)
+    others = short * (virtual - 1) * own * layer if is_whole else 0.0  # gathered since their backward passes
+    moments = [0.0, _SUM_BYTES * (own - 1) * layer + gathered - freed]
+    if runs > flights:  # a backward pass with gradients there, and as much in flight as ever
+        moments += [summed + others, summed + others + gathered - freed]
+    if flights > 1:  # the next run's, with the first one's gradients
+        moments.append(summed - run + gathered + (0.0 if virtual == 1 else short * layer))
+    if piped and stage == 0:
+        # The embeddings' gradients come last; DTensor makes the table's of all rows, on each rank, in both formats.
+        table = parallel.tensor_model_parallel_size * weights.embedding
+        made = _SUM_BYTES * (table - weights.embedding)
+        made += short * (table + weights.positions) if short < _SUM_BYTES else 0
+        at_work = backward_bytes(experiment, sizes, 0)
+        moments.append(summed - run + short * own * layer + made - at_work)
+    return max(moments)
+
+
+def scattered(experiment: Experiment, stage: int, shape: Shape, device: Device) -> float:
+    """Bytes while gradients are scattered, at the fullest moment, without the embeddings that are gathered."""
+    weights, layer = parameters_of_stage(experiment, stage), layer_parameters(experiment)
+    short, ends = FORMAT_BYTES[experiment.precision], weights.total - weights.layers
+    if experiment.parallel.pipeline_model_parallel_size > 1:  # when all activations are gone
+        return _SUM_BYTES * weights.total + short * weights.layers + _SUM_BYTES * max(layer, ends)
+    sizes, shards = sizes_of(experiment, device), shards_of(experiment, shape.data)
+    layers, kept = layers_of_stage(experiment, stage), kept_bytes(experiment, stage, sizes)
+    small = 4 * sizes.between + 3 * sizes.split
+    most = 0.0
+    for done in {1, min(2, layers), layers}:  # layers, this one among them
+        before = _SUM_BYTES * layer if done > 1 else 0
+        ahead = short * layer if shards > 1 and done < layers else 0
+        # One micro-batch's gradients are in the short format; those of several are there whole, but for what has gone.
+        single = shape.accumulation == 1
+        sums = short * ends if single else _SUM_BYTES * (weights.total - (done - 1) * layer)
+        held = kept * (layers - done) / layers + before + ahead + sums + _SUM_BYTES * layer * done / shards
+        complete = held - _SUM_BYTES * layer / shards + short * layer * (2 if single else 1) + small
+        sent = held + _SUM_BYTES * layer - (0 if single else _SUM_BYTES * layer)
+        most = max(most, complete, sent)
+    return most

@@ -1,7 +1,12 @@
-"""``python -m tridock.train --run-folder <folder>``: one rank of engine ``torch``, started by a launcher."""
+"""One rank of engine ``torch``, started by a launcher.
+
+``python -m tridock.train --run-folder <folder>`` of a run whose folder is there; without the word the ranks make one
+(:mod:`tridock.train.benchmark`).
+"""
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from tridock.train.program import run_program
@@ -21,6 +26,10 @@ def engine(_ranks: Ranks) -> Build:
 
 def main() -> int:
     """Runs the rank; gives the exit code."""
+    if not any(word.startswith("--run-folder") for word in sys.argv[1:]) and not {"-h", "--help"} & set(sys.argv):
+        from tridock.train import benchmark
+
+        return benchmark.start(engine, sys.argv[1:])
     return run_program("tridock.train", "torch", engine)
 
 

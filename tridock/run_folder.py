@@ -39,6 +39,7 @@ FLIGHT: Final = "logs/flight-rank-"
 EVENTS: Final = "events.jsonl"
 METRICS: Final = "metrics.jsonl"
 TENSORBOARD: Final = "tensorboard"
+PROFILE: Final = "profile"
 CHECKPOINTS: Final = "checkpoints"
 # In a checkpoint folder of Megatron v1.1.5: the layout that it loads on.
 CHECKPOINT_LAYOUT: Final = "layout.json"

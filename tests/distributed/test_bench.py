@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.ranks import make_data, make_run, rank_environment
+from tests.distributed.ranks import check_communication, make_data, make_run, rank_environment, read_lines
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 
@@ -20,10 +20,11 @@ axes:
     ddp: {parallel.strategy: ddp}
     tp3: {parallel.strategy: ddp, parallel.tensor_model_parallel_size: 3}
     no-data: {parallel.strategy: ddp, data.data_path: data/none}
-world: [2]
+world: [1, 2]
 iterations: 4
 warmup: 2
 repeats: 2
+profiled: 2
 """
 
 
@@ -33,9 +34,10 @@ def test_a_matrix(tmp_path: Path) -> None:
     (tmp_path / "b.yaml").write_text(MATRIX)
     words = [sys.executable, "-m", "tridock.cli", "bench", "b.yaml", "-o", "out"]
     done = subprocess.run(words, cwd=tmp_path, env=rank_environment(), capture_output=True, text=True, check=True)
-    assert "2 of 3: tp3 · 2 ranks\n  refused: " in done.stdout
-    ran, refused, failed = json.loads((tmp_path / "out" / "results.json").read_text())["cells"]
-    assert (ran["state"], refused["state"], failed["state"]) == ("ok", "refused", "failed")
+    assert "4 of 6: tp3 · 2 ranks\n  refused: " in done.stdout
+    cells = json.loads((tmp_path / "out" / "results.json").read_text())["cells"]
+    assert [cell["state"] for cell in cells] == ["ok", "ok", "refused", "refused", "failed", "failed"]
+    alone, ran, _, refused, _, failed = cells
     assert len(ran["step_s"]) == len(ran["bare_step_s"]) == len(ran["runs"]) == 2
     assert ran["tokens_per_step"] == 8 * 16
     assert ran["tokens_per_second"] == pytest.approx(128 / ran["median_s"])
@@ -43,3 +45,12 @@ def test_a_matrix(tmp_path: Path) -> None:
     assert ran["device"] == "cpu"
     assert "parallel.tensor_model_parallel_size: must divide num_attention_heads 2" in refused["reason"]
     assert "data.data_path: is not on this machine" in failed["reason"]
+    (end,) = [it for it in read_lines(tmp_path / "runs" / ran["runs"][0] / "events.jsonl") if "device" in it]
+    assert len(end["peak_memory_by_rank"]) == 2
+    assert end["peak_memory_bytes"] == max(end["peak_memory_by_rank"]) > 2**26
+    assert alone["communication"] == 0.0
+    assert alone["profiled_run"] == ""
+    folder = tmp_path / "runs" / ran["profiled_run"]
+    check_communication(folder)
+    told = [event for event in read_lines(folder / "events.jsonl") if event["event"] == "communication_measured"]
+    assert ran["communication"] == told[0]["exposed"]

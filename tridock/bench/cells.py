@@ -55,7 +55,13 @@ class Measured:
     predicted_bytes: int | None = None
     device: str = ""
     bare_step_s: tuple[float, ...] = ()
+    communication: float | None = None
+    """Share of a step in which a rank communicates and computes nothing, the mean over the ranks."""
+    no_communication: str = ""
+    """Why that is not known."""
     runs: tuple[str, ...] = field(default=())
+    profiled_run: str = ""
+    """Whose folder has the traces."""
 
     @property
     def median_s(self) -> float | None:

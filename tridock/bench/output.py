@@ -21,14 +21,15 @@ _GIB: Final = 2**30
 _PACKAGES: Final = ("torch", "deepspeed", "megatron-core")
 COLUMNS: Final = (
     *("cell", "step", "spread", "tokens/s", "TFLOP/s a rank", "MFU", "peak memory", "planned", "scaling"),
-    "over bare torch",
+    *("communication", "over bare torch"),
 )
 FORMULAS: Final = """\
 step: the median of the runs' median steps; spread: slowest run less fastest, over the median. TFLOP/s: model FLOPs
 (Narayanan et al., 2021, equation 3, without recomputation) a second; MFU: that over the device's dense peak. Peak
 memory: of the rank that held most (on a CPU the whole process); planned: what the planner predicts of a rank.
-Scaling: tokens/s of a rank over those of the smallest world. Over bare torch: the step beside that of a loop of plain
-PyTorch on the same model, in the same benchmark."""
+Scaling: tokens/s of a rank over those of the smallest world. Communication: share of a step in which a rank exchanges
+something and computes nothing, the mean over the ranks, by torch's profiler in steps of their own. Over bare
+torch: the step beside that of a loop of plain PyTorch on the same model, in the same benchmark."""
 
 
 def row(one: Measured, others: Sequence[Measured]) -> list[str]:
@@ -46,6 +47,7 @@ def row(one: Measured, others: Sequence[Measured]) -> list[str]:
         _shown(one.peak_bytes, lambda value: f"{value / _GIB:.2f} GiB"),
         _shown(one.predicted_bytes, lambda value: f"{value / _GIB:.2f} GiB"),
         _shown(scaling(one, others), lambda value: f"{value:.1%}"),
+        _shown(one.communication, lambda value: f"{value:.1%}"),
         _shown(one.overhead, lambda value: f"{value:+.1%}"),
     ]
 
@@ -69,6 +71,7 @@ def markdown(measured: Sequence[Measured]) -> str:
     devices = sorted({one.device for one in measured if one.device})
     lines += ["", f"On {', '.join(devices) or 'no device'}, {_versions()}.", "", FORMULAS, ""]
     reasons = [f"- {one.cell.name}: {one.state}: {one.reason}" for one in measured if one.reason]
+    reasons += [f"- {one.cell.name}: communication: {one.no_communication}" for one in measured if one.no_communication]
     return "\n".join([*lines, *reasons, *([""] if reasons else [])])
 
 
@@ -103,21 +106,25 @@ def record(measured: Sequence[Measured], bench: Bench, folder: Path) -> None:
     write_atomic(folder / "results.json", (json.dumps(document(measured, bench), indent=2) + "\n").encode())
     write_atomic(folder / "results.md", markdown(measured).encode())
     done = [one for one in measured if one.median_s is not None]
-    if not done:
-        return
+    if done:
+        _plots(done, folder)
+
+
+def _plots(done: Sequence[Measured], folder: Path) -> None:
     names = [one.cell.name for one in done]
     steps = [(min(one.step_s) * 1e3, max(one.step_s) * 1e3) for one in done]
     draw_bars(folder / "step.png", "time of a step", "ms", names, [(one.median_s or 0.0) * 1e3 for one in done], steps)
     rates = [(one.tokens_per_step / max(one.step_s), one.tokens_per_step / min(one.step_s)) for one in done]
-    draw_bars(
-        folder / "tokens.png",
-        "tokens a second",
-        "tokens/s",
-        names,
-        [one.tokens_per_second or 0.0 for one in done],
-        rates,
-    )
+    speeds = [one.tokens_per_second or 0.0 for one in done]
+    draw_bars(folder / "tokens.png", "tokens a second", "tokens/s", names, speeds, rates)
     memory = [(one.peak_bytes or 0) / _GIB for one in done]
-    draw_bars(
-        folder / "memory.png", "peak memory of a rank", "GiB", names, memory, [(value, value) for value in memory]
-    )
+    _draw_plain(folder / "memory.png", "peak memory of a rank", "GiB", names, memory)
+    known = [(one.cell.name, one.communication * 100) for one in done if one.communication is not None]
+    if known:
+        title = "communication that nothing overlaps, of a step"
+        _draw_plain(folder / "communication.png", title, "%", *zip(*known, strict=True))
+
+
+def _draw_plain(path: Path, title: str, unit: str, names: Sequence[str], values: Sequence[float]) -> None:
+    """What was measured once has no spread."""
+    draw_bars(path, title, unit, names, values, [(value, value) for value in values])

@@ -59,30 +59,36 @@ def measure(bench: Bench, cell: Cell, config: Path, gpu: Gpu | None) -> Measured
         return Measured(cell, "refused", str(error.problems[0]))
     measured = Measured(cell, "ok", tokens_per_step=plan.tokens_per_step, predicted_bytes=assessment.worst.total_bytes)
     for _ in range(bench.repeats):
-        measured = _run_once(measured, bench, config, words)
+        measured = _run_measured(measured, bench, config, words)
         if measured.state != "ok":
             return measured
         if bench.bare and _has_bare(experiment):
             measured = _run_bare(measured, bench, config, words)
-    return measured
+    return _run_profiled(measured, bench, config, words) if bench.profiled else measured
 
 
 def _has_bare(experiment: Experiment) -> bool:
-    """The loop that a user would write knows one process a device, and DDP."""
+    """The loop that a user would write knows one process a device, DDP, and the GPT."""
     parallel = experiment.parallel
     split = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size > 1
-    return experiment.engine == "torch" and parallel.strategy == "ddp" and not split and experiment.precision != "fp16"
+    plain = parallel.strategy == "ddp" and not split and experiment.precision != "fp16"
+    return experiment.engine == "torch" and plain and not experiment.model.is_vision
 
 
-def _run_once(measured: Measured, bench: Bench, config: Path, words: Sequence[str]) -> Measured:
+def _run_once(world: int, timeout: int, config: Path, words: Sequence[str]) -> Path | str:
+    """The run's folder, or why it failed."""
     with tempfile.TemporaryDirectory() as folder:
         noted = Path(folder, "run-id")
         argv = [sys.executable, "-m", "tridock.cli", "train", str(config), "--run-id-file", str(noted)]
-        argv += ["--nproc", str(measured.cell.world), *(part for word in words for part in ("--set", word))]
-        failure = _execute(argv, bench.timeout)
-        if failure is not None:
-            return replace(measured, state="failed", reason=failure)
-        run = Path("runs", noted.read_text().strip())
+        argv += ["--nproc", str(world), *(part for word in words for part in ("--set", word))]
+        failure = _execute(argv, timeout)
+        return Path("runs", noted.read_text().strip()) if failure is None else failure
+
+
+def _run_measured(measured: Measured, bench: Bench, config: Path, words: Sequence[str]) -> Measured:
+    run = _run_once(measured.cell.world, bench.timeout, config, words)
+    if isinstance(run, str):
+        return replace(measured, state="failed", reason=run)
     steps = [entry["step_time_s"] for entry in read_metrics(run)[0] if entry["iteration"] > bench.warmup]
     summary = summarize(run)
     end = read_lines(run / run_folder.EVENTS)[-1]
@@ -99,6 +105,20 @@ def _run_once(measured: Measured, bench: Bench, config: Path, words: Sequence[st
         device=end.get("device", ""),
         runs=(*measured.runs, run.name),
     )
+
+
+def _run_profiled(measured: Measured, bench: Bench, config: Path, words: Sequence[str]) -> Measured:
+    """Steps under the profiler, which slows them down: their times count nowhere. One rank has nobody to talk to."""
+    if measured.cell.world == 1:
+        return replace(measured, communication=0.0)
+    length = {"train.train_iters": bench.warmup + bench.profiled, "train.profile_iters": bench.profiled}
+    run = _run_once(measured.cell.world, bench.timeout, config, [*words, *words_of(length)])
+    if isinstance(run, str):
+        return replace(measured, no_communication=run)
+    told = [event for event in read_lines(run / run_folder.EVENTS) if event["event"] == "communication_measured"]
+    if not told:
+        return replace(measured, no_communication=f"{run} has not told it")
+    return replace(measured, communication=told[-1]["exposed"], profiled_run=run.name)
 
 
 def _run_bare(measured: Measured, bench: Bench, config: Path, words: Sequence[str]) -> Measured:

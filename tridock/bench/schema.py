@@ -39,6 +39,11 @@ class Bench(BaseModel):
     iterations: Positive = Field(default=20, description="Steps that are measured, in each run.")
     warmup: Positive = Field(default=5, description="Steps before those, which pay for the start.")
     repeats: Positive = Field(default=3, description="Runs of each cell; their medians count.")
+    profiled: Annotated[int, Field(ge=0)] = Field(
+        default=5,
+        description="Steps under torch's profiler, in a run of their own after the measured ones, for the share of"
+        " communication; 0 for none.",
+    )
     timeout: Positive = Field(default=1800, description="Seconds until a run is given up.")
     bare: bool = Field(
         default=True, description="Also measure a bare loop of PyTorch on the same model, for engine torch with ddp."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ from tridock.report.text import one_line
 from tridock.report.theme import BAD, SERIES, SOFT, series_colour
 
 _MOST_PHASES: Final = 20
-_MOST_RANKS: Final = 64
+_MOST_BARS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,7 @@ def charts(subjects: Sequence[Subject]) -> Iterator[Chart]:
         yield from _over_iterations(shown, subjects, quantity)
     yield from _loss_scale(subjects)
     yield from _phases(subjects)
+    yield from _occasions(subjects)
     for number, subject in enumerate(subjects):
         yield from _memory(subject, number, several=len(subjects) > 1)
 
@@ -160,17 +161,44 @@ def _phases(subjects: Sequence[Subject]) -> Iterator[Chart]:
         if found
     ]
     left_out = f" The {len(totals) - len(names)} shortest are left out." if len(totals) > len(names) else ""
-    caption = (
-        "Median time of an iteration by Megatron's timers. Some contain others: their sum is more than a step's time."
-    )
-    yield _chart("phases", "Time of a step by phase", caption + left_out, draw_bars(names, bars, "ms"))
+    yield _chart("phases", "Time of a step by phase", _phase_words(subjects) + left_out, draw_bars(names, bars, "ms"))
+
+
+def _phase_words(subjects: Sequence[Subject]) -> str:
+    found = [it for it in subjects if it.phases.names()]
+    own, timers = [it for it in found if it.phases_add_up], [it for it in found if not it.phases_add_up]
+    words = []
+    if own:
+        words.append("Median of the first rank's steps; the phases of a step add up to it.")
+    if timers:
+        words.append("Median time of an iteration by Megatron's timers. Some contain others: their sum is more than a")
+        words.append("step's time.")
+    return " ".join(words)
 
 
 def _phase_medians(subject: Subject) -> dict[str, float]:
     values = {name: subject.phases.curve(name).finite for name in subject.phases.names()}
+    if subject.phases_add_up:  # the first step of a run pays for its start
+        values = {name.replace("_", " "): found[1:] or found for name, found in values.items()}
     medians = {name: statistics.median(found) for name, found in values.items() if found}
     # Of timers that were never started there is nothing to see.
     return medians if any(medians.values()) else {}
+
+
+def _occasions(subjects: Sequence[Subject]) -> Iterator[Chart]:
+    """Evaluations and checkpoints: beside them the phases of a step would hardly be seen."""
+    names = sorted({name for subject in subjects for name in subject.occasions})
+    if not names:
+        return
+    bars = [
+        Bars(
+            it.name, [statistics.median(it.occasions[name]) if name in it.occasions else None for name in names], colour
+        )
+        for it, colour in ((subject, series_colour(number)) for number, subject in enumerate(subjects))
+        if it.occasions
+    ]
+    caption = "The median of each; the time of a step does not contain them."
+    yield _chart("between-steps", "Between steps", caption, draw_bars(names, bars, "seconds"))
 
 
 def _in_ms(seconds: float | None) -> float | None:
@@ -182,12 +210,12 @@ def _memory(subject: Subject, number: int, *, several: bool) -> Iterator[Chart]:
     planned, measured = planned_memory_by_rank(subject), subject.memory
     if not planned and not measured:
         return
-    ranks = sorted(planned.keys() | measured.keys())[:_MOST_RANKS]
+    ranks = sorted(planned.keys() | measured.keys())
     limit, peak = gpu_limit(subject), None if measured else subject.peak_memory
     known = [*planned.values(), *measured.values(), *(size for size in (limit, peak) if size is not None)]
     unit, scale = ("GiB", 2**30) if max(known) >= 2**30 / 2 else ("MiB", 2**20)
-    bars = [
-        Bars(name, [None if rank not in found else found[rank] / scale for rank in ranks], colour)
+    kinds = [
+        (name, {rank: held / scale for rank, held in found.items()}, colour)
         for name, found, colour in (("planned", planned, SERIES[7]), ("measured", measured, series_colour(number)))
         if found
     ]
@@ -196,11 +224,25 @@ def _memory(subject: Subject, number: int, *, several: bool) -> Iterator[Chart]:
         limits.append(_limit("measured, the fullest rank", peak / scale, series_colour(number), "--"))
     if limit is not None:
         limits.append(_limit("the GPU's memory", limit / scale, BAD, ":"))
-    rest = len(planned.keys() | measured.keys()) - len(ranks)
-    caption = f"The first {len(ranks)} ranks; {rest} more are not drawn." if rest else "The most that a rank holds."
     title = "Memory of a rank" + (f": {one_line(subject.name)}" if several else "")
-    figure = draw_bars([f"rank {rank}" for rank in ranks], bars, unit, limits)
-    yield _chart("memory" + (f"-{number + 1}" if several else ""), title, caption, figure)
+    figure = _by_rank(ranks, kinds, unit, limits)
+    yield _chart("memory" + (f"-{number + 1}" if several else ""), title, "The most that a rank holds.", figure)
+
+
+def _by_rank(
+    ranks: Sequence[int], kinds: Sequence[tuple[str, Mapping[int, float], str]], unit: str, limits: Sequence[Line]
+) -> Any:
+    """Bars, or of more ranks than bars have room for curves over them."""
+    if len(ranks) <= _MOST_BARS:
+        bars = [Bars(name, [found.get(rank) for rank in ranks], colour) for name, found, colour in kinds]
+        return draw_bars([f"rank {rank}" for rank in ranks], bars, unit, limits)
+    lines = [
+        Line(name, Curve(array("d", sorted(found)), array("d", (found[rank] for rank in sorted(found)))), colour)
+        for name, found, colour in kinds
+    ]
+    ends = array("d", (ranks[0], ranks[-1]))
+    lines += [Line(it.name, Curve(ends, array("d", it.curve.y[:1] * 2)), it.colour, it.style) for it in limits]
+    return draw_lines(lines, unit, linear=True, over="rank")
 
 
 def _limit(name: str, value: float, colour: str, style: str) -> Line:

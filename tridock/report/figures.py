@@ -56,8 +56,10 @@ class Bars:
     colour: str
 
 
-def draw_lines(lines: Sequence[Line], unit: str, marks: Sequence[Mark] = (), *, linear: bool = False) -> Any:
-    """A matplotlib figure of curves over iterations, thinned to what a screen shows."""
+def draw_lines(
+    lines: Sequence[Line], unit: str, marks: Sequence[Mark] = (), *, linear: bool = False, over: str = "iteration"
+) -> Any:
+    """A matplotlib figure of curves over iterations, or over other whole numbers, thinned to what a screen shows."""
     from matplotlib.ticker import MaxNLocator
 
     figure, axes = _canvas(_SIZE)
@@ -83,7 +85,7 @@ def draw_lines(lines: Sequence[Line], unit: str, marks: Sequence[Mark] = (), *, 
     if not linear and _spans_magnitudes(lines):
         axes.set_yscale("log")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
-    axes.set_xlabel("iteration")
+    axes.set_xlabel(over)
     _finish(axes, unit)
     _legend(axes, handles)
     return figure

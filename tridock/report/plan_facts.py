@@ -40,7 +40,7 @@ def plan_rows(subject: Subject) -> Iterator[tuple[str, str, str, str]]:
         return
     if _positive(speed) and summary.tokens_per_second:
         measured = summary.tokens_per_second
-        yield "tokens/s (median)", f"{speed:,.0f}", f"{measured:,.0f}", _more(measured / speed)
+        yield f"{summary.unit}/s (median)", f"{speed:,.0f}", f"{measured:,.0f}", _more(measured / speed)
     mfu = _of(estimate, "mfu")
     if _positive(mfu) and summary.mfu:
         yield "MFU", f"{mfu:.1%}", f"{summary.mfu:.1%}", _more(summary.mfu / mfu)

@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from tridock.experiment.schema import Model
 from tridock.plan.assess import Assessment
 from tridock.plan.cost import Cost, seconds_of
 from tridock.plan.memory import GIB, StageMemory
@@ -42,7 +43,7 @@ def render(assessment: Assessment) -> Group:
     assert assessment.cost is not None
     parts: list[RenderableType] = [headline(assessment), "", _facts(assessment), ""]
     parts += [rank_map.render(assessment.laid_out, captions(assessment)), "", memory_table(assessment)]
-    parts += [_sources(assessment), "", _cost_table(assessment.cost)]
+    parts += [_sources(assessment), "", _cost_table(assessment.cost, assessment.experiment.model)]
     if assessment.cost.traffic:
         parts += ["", _traffic_table(assessment.cost)]
     parts += [Text(f"warning: {warning}", "yellow") for warning in assessment.warnings]
@@ -66,7 +67,7 @@ def _facts(assessment: Assessment) -> Table:
     nodes = len({rank.node for rank in plan.ranks})
     batch = (
         f"micro batch {plan.micro_batch_size} x {plan.data_parallel_size} replicas x {plan.accumulation_steps} steps"
-        f" = {plan.global_batch_size} samples, {plan.tokens_per_step:,} tokens an iteration"
+        f" = {plan.global_batch_size} samples, {plan.tokens_per_step:,} {experiment.model.unit} an iteration"
     )
     rows = (
         ("experiment", f"{experiment.name}, engine {experiment.engine}, {experiment.precision}"),
@@ -144,25 +145,27 @@ def _shown(stages: Sequence[StageMemory]) -> list[StageMemory]:
     return [stage for stage in stages if stage.stage in chosen]
 
 
-def _cost_table(cost: Cost) -> Table:
+def _cost_table(cost: Cost, model: Model) -> Table:
+    causal = "" if model.is_vision else f" ({_flops(cost.causal_flops)} with causal attention counted as half)"
     rows = [
-        (
-            "model FLOPs",
-            f"{_flops(cost.model_flops)} ({_flops(cost.causal_flops)} with causal attention counted as half)",
-        ),
+        ("model FLOPs", f"{_flops(cost.model_flops)}{causal}"),
         ("hardware FLOPs", f"{_flops(cost.hardware_flops)} with what is computed again"),
         ("pipeline bubble", f"{cost.bubble:.1%} of the time"),
-        *_estimated(cost),
+        *_estimated(cost, model),
     ]
     table = _pairs(rows)
     table.title, table.title_justify, table.title_style = "An iteration", "left", "bold"
     return table
 
 
-def _estimated(cost: Cost) -> Iterator[tuple[str, str]]:
+def _estimated(cost: Cost, model: Model) -> Iterator[tuple[str, str]]:
     estimate, rates = cost.estimate, cost.rates
     if estimate is None:
-        yield "time", "not estimated: the GPU's rates are not known (--gpu)"
+        convolutions, products = (
+            "a GPU's rate for convolutions is not known (--tflops)",
+            "the GPU's rates are not known (--gpu)",
+        )
+        yield "time", f"not estimated: {convolutions if model.is_vision else products}"
         return
     parts = {
         "computing": estimate.compute,
@@ -176,7 +179,7 @@ def _estimated(cost: Cost) -> Iterator[tuple[str, str]]:
     yield "time", f"about {_seconds(estimate.iteration)}: {shares}"
     yield "at", f"{rates.tflops:,.0f} TFLOP/s a GPU ({rates.tflops_source}), {rates.network_gb_s * 8:g} Gbit/s a node"
     a_day = _count_short(estimate.tokens_per_second * 86400)
-    yield "speed", f"about {estimate.tokens_per_second:,.0f} tokens/s, {a_day} tokens a day"
+    yield "speed", f"about {estimate.tokens_per_second:,.0f} {model.unit}/s, {a_day} {model.unit} a day"
     if estimate.mfu is not None:
         yield "MFU", f"about {estimate.mfu:.0%}"
 
@@ -186,10 +189,11 @@ def days_line(assessment: Assessment) -> str | None:
     cost = assessment.cost
     if cost is None or (days := cost.days(assessment.tokens)) is None:
         return None
+    counted = f"{_count_short(assessment.tokens)} {assessment.experiment.model.unit}"
     for length, unit in ((1.0, "days"), (1 / 24, "hours"), (1 / 1440, "minutes"), (1 / 86400, "seconds")):
         if days >= length:
-            return f"{_count_short(assessment.tokens)} tokens take about {days / length:,.1f} {unit}"
-    return f"{_count_short(assessment.tokens)} tokens take less than a second"
+            return f"{counted} take about {days / length:,.1f} {unit}"
+    return f"{counted} take less than a second"
 
 
 def _traffic_table(cost: Cost) -> Table:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -10,7 +10,7 @@ from rich.table import Table
 
 def status_table(runs: Sequence[dict[str, Any]]) -> Table:
     """The runs, oldest first: where they stand, and how long ago their last logged step was."""
-    table = Table("run", "nodes", "state", "step", "loss", "tokens/s", "last step", title="runs", title_justify="left")
+    table = Table("run", "nodes", "state", "step", "loss", "speed", "last step", title="runs", title_justify="left")
     for run in runs:
         metrics = run["metrics"] or {}
         table.add_row(
@@ -19,7 +19,7 @@ def status_table(runs: Sequence[dict[str, Any]]) -> Table:
             run["state"],
             _step(metrics.get("iteration"), run["train_iters"]),
             _number(metrics.get("loss"), ".4f"),
-            _number(metrics.get("tokens_per_second"), ",.0f"),
+            _speed(metrics),
             f"{_time(run['age_s'])} ago" if metrics and run["age_s"] is not None else "",
         )
     return table
@@ -44,6 +44,13 @@ def _step(iteration: int | None, last: int | None) -> str:
     if iteration is None:
         return "" if last is None else f"0/{last}"
     return str(iteration) if last is None else f"{iteration}/{last}"
+
+
+def _speed(metrics: Mapping[str, Any]) -> str:
+    for name, unit in (("tokens_per_second", "tokens/s"), ("samples_per_second", "samples/s")):
+        if (speed := metrics.get(name)) is not None:
+            return f"{speed:,.0f} {unit}"
+    return ""
 
 
 def _number(value: float | None, form: str) -> str:

@@ -17,7 +17,16 @@ from tridock.report.columns import Columns, Curve
 from tridock.report.megatron_log import read_phases
 from tridock.report.summary import Summary, rows_of, summary_of
 
-_LOGGED = ("loss", "lr", "grad_norm", "step_time_s", "tokens_per_second", "consumed_samples", "loss_scale")
+_LOGGED = (
+    "loss",
+    "lr",
+    "grad_norm",
+    "step_time_s",
+    "tokens_per_second",
+    "samples_per_second",
+    "consumed_samples",
+    "loss_scale",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +39,7 @@ class Subject:
     columns: Columns
     evaluations: Mapping[str, Curve]
     phases: Columns
+    """Seconds of a step by phase."""
     rows: tuple[tuple[str, str], ...]
     """The summary."""
     events: Sequence[Record] = ()
@@ -44,6 +54,10 @@ class Subject:
     """The most bytes that any rank held."""
     summary: Summary | None = None
     is_log: bool = False
+    phases_add_up: bool = False
+    """Whether no phase contains another: a run's own, not Megatron's timers."""
+    occasions: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Seconds of what comes between steps, each time."""
 
     @property
     def step_time(self) -> float | None:
@@ -59,29 +73,52 @@ def of_run(folder: Path) -> Subject:
     iterations, evaluations = read_metrics(folder)
     document, events = read_plan(folder), read_lines(folder / run_folder.EVENTS)
     summary = summary_of(folder, experiment, iterations, evaluations, document, events)
-    columns = Columns()
+    columns, phases = Columns(), Columns()
     for record in iterations:
         columns.add(record["iteration"], {name: _number(record[name]) for name in _LOGGED if name in record})
+        if isinstance(own := record.get("phases"), dict):
+            phases.add(record["iteration"], {str(name): _number(seconds) for name, seconds in own.items()})
     return Subject(
         name=summary.run_id,
         source=str(folder),
         columns=columns,
         evaluations={split: _losses(records) for split, records in evaluations.items()},
-        phases=_phases_of(folder, experiment.engine),
+        phases=phases if phases.names() else _phases_of(folder, experiment.engine),
+        phases_add_up=bool(phases.names()),
+        occasions=_occasions(events),
         rows=rows_of(summary),
         events=events,
         manifest=read_object(folder / run_folder.MANIFEST),
         experiment=experiment.model_dump(mode="json"),
         plan_document=document,
         plan=plan_of(document),
+        memory=_memory_by_rank(iterations, events),
         peak_memory=summary.peak_memory_bytes,
         summary=summary,
     )
 
 
 def _phases_of(folder: Path, engine: str) -> Columns:
-    """Megatron v1.1.5 prints its timers from the first rank; the other engines have none."""
+    """Runs before phases were in the metrics: Megatron v1.1.5 printed its timers from the first rank."""
     return read_phases(folder / run_folder.rank_log(0)) if engine == "megatron-deepspeed" else Columns()
+
+
+def _occasions(events: Sequence[Record]) -> dict[str, list[float]]:
+    """How long each evaluation and each checkpoint took."""
+    found: dict[str, list[float]] = {}
+    for event in events:
+        name = {"evaluation": "evaluation", "checkpoint_saved": "checkpoint"}.get(str(event.get("event")))
+        if name is not None and not math.isnan(seconds := _number(event.get("seconds"))):
+            found.setdefault(name, []).append(seconds)
+    return found
+
+
+def _memory_by_rank(iterations: Sequence[Record], events: Sequence[Record]) -> dict[int, float]:
+    """The last that a run has told of every rank; nothing of runs that told of the fullest alone."""
+    told = [record.get("memory_bytes") for record in iterations]
+    told += [event.get("peak_memory_by_rank") for event in events if event.get("event") == "run_finished"]
+    known = [peaks for peaks in told if isinstance(peaks, list)]
+    return dict(enumerate(_number(peak) for peak in known[-1])) if known else {}
 
 
 def plan_of(document: Record) -> Plan | None:

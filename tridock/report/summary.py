@@ -30,8 +30,10 @@ class Summary:
     ranks: int | None
     iterations: int
     train_iters: int
+    unit: str
+    """What is counted: tokens, or images."""
     tokens: int
-    """Tokens trained on."""
+    """Trained on."""
     tokens_per_second: float | None
     """Median over the logged iterations, the first left out where there are more: it pays for the start."""
     first_loss: float | None
@@ -65,7 +67,9 @@ def summary_of(
     events: list[Record],
 ) -> Summary:
     """The same of what was read already."""
-    logged = [record.get("tokens_per_second") for record in (iterations[1:] or iterations)]
+    logged = [
+        record.get("tokens_per_second", record.get("samples_per_second")) for record in (iterations[1:] or iterations)
+    ]
     speeds = [speed for speed in logged if speed is not None]
     consumed = iterations[-1].get("consumed_samples") or 0 if iterations else 0
     speed = statistics.median(speeds) if speeds else None
@@ -81,6 +85,7 @@ def summary_of(
         ranks=ranks,
         iterations=iterations[-1]["iteration"] if iterations else 0,
         train_iters=experiment.train.train_iters,
+        unit=experiment.model.unit,
         tokens=consumed * experiment.model.seq_length,
         tokens_per_second=speed,
         first_loss=iterations[0].get("loss") if iterations else None,
@@ -123,7 +128,7 @@ def render_table(summary: Summary) -> Table:
 
 def rows_of(summary: Summary) -> tuple[tuple[str, str], ...]:
     """The summary as names and values; "-" is what is not known."""
-    done = f"{summary.iterations:,} of {summary.train_iters:,} iterations, {summary.tokens:,} tokens"
+    done = f"{summary.iterations:,} of {summary.train_iters:,} iterations, {summary.tokens:,} {summary.unit}"
     return (
         ("state", summary.state),
         ("nodes", _count(summary.nodes)),
@@ -131,7 +136,10 @@ def rows_of(summary: Summary) -> tuple[tuple[str, str], ...]:
         ("layout", summary.layout),
         ("model", summary.model),
         ("trained", done),
-        ("tokens/s (median)", "-" if summary.tokens_per_second is None else f"{summary.tokens_per_second:,.0f}"),
+        (
+            f"{summary.unit}/s (median)",
+            "-" if summary.tokens_per_second is None else f"{summary.tokens_per_second:,.0f}",
+        ),
         ("first loss", _loss(summary.first_loss)),
         ("last loss", _loss(summary.last_loss)),
         ("validation loss", _loss(summary.valid_loss)),
@@ -144,6 +152,10 @@ def rows_of(summary: Summary) -> tuple[tuple[str, str], ...]:
 
 def _model(experiment: Experiment) -> str:
     model = experiment.model
+    if model.is_vision:
+        return (
+            f"ResNet-50, images of {model.img_h} x {model.img_w}, {model.num_classes} classes, {experiment.precision}"
+        )
     return (
         f"GPT, {model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} heads, "
         f"sequence {model.seq_length}, {experiment.precision}"

@@ -64,19 +64,31 @@ def test_scaling_is_beside_the_smallest_world_of_the_same_kind() -> None:
 
 
 def test_a_row_and_the_reasons() -> None:
-    done = of(1, 0.1, model_tflops_per_rank=1.25, mfu=0.5, peak_bytes=2**30, predicted_bytes=2**29, device="cpu")
+    done = of(
+        1,
+        0.1,
+        model_tflops_per_rank=1.25,
+        mfu=0.5,
+        peak_bytes=2**30,
+        predicted_bytes=2**29,
+        device="cpu",
+        communication=0.125,
+    )
     lost = Measured(Cell({"strategy": "tp3"}, 1, {}), "refused", "three do not divide four")
     assert row(done, [done]) == [
-        "ddp · 1 rank", "100.0 ms", "0.0%", "1,000", "1.25", "50.0%", "1.00 GiB", "0.50 GiB", "-", "-",
+        "ddp · 1 rank", "100.0 ms", "0.0%", "1,000", "1.25", "50.0%", "1.00 GiB", "0.50 GiB", "-", "12.5%", "-",
     ]  # fmt: skip
-    text = markdown([done, lost])
+    untold = of(2, 0.1, no_communication="no end after 5 s")
+    assert row(untold, [untold])[-2] == "-"
+    text = markdown([done, lost, untold])
+    assert "\n- ddp · 2 ranks: communication: no end after 5 s\n" in text
     assert "| tp3 · 1 rank | refused |" in text
     assert "\n- tp3 · 1 rank: refused: three do not divide four\n" in text
     assert "\nOn cpu, python " in text
 
 
 def test_what_is_written(tmp_path: Path) -> None:
-    measured = [of(1, 0.1, 0.2), Measured(Cell({"strategy": "x"}, 2, {}), "failed", "why")]
+    measured = [of(1, 0.1, 0.2, communication=0.0), Measured(Cell({"strategy": "x"}, 2, {}), "failed", "why")]
     record(measured, SMALL, tmp_path / "out")
     found = json.loads((tmp_path / "out" / "results.json").read_text())
     assert [cell["state"] for cell in found["cells"]] == ["ok", "failed"]
@@ -84,7 +96,7 @@ def test_what_is_written(tmp_path: Path) -> None:
     assert found["bench"]["experiment"] == "e.yaml"
     assert found == json.loads(json.dumps(document(measured, SMALL)))
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {"results.json", "results.md", "step.png", "tokens.png", "memory.png"}
+    assert names == {"results.json", "results.md", "step.png", "tokens.png", "memory.png", "communication.png"}
 
 
 def test_nothing_done_has_no_plots(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tridock.errors import RequestError
 from tridock.experiment import dump_experiment
 from tridock.gpus import find_gpu
 from tridock.plan import Assumptions, assess
-from tridock.report.charts import charts
+from tridock.report.charts import _phase_medians, charts
 from tridock.report.log_subject import of_log
 from tridock.report.page import page
 from tridock.report.subject import of_run
@@ -230,6 +230,47 @@ def test_the_phases_of_a_run_of_megatron_v115_are_in_its_first_ranks_log(tmp_pat
     (folder / "logs").mkdir()
     (folder / "logs" / "rank-0.log").write_text(logs.v115(1, 7.0) + logs.TIMES)
     assert of_run(folder).phases.names() == ["backward-compute", "forward-compute", "optimizer"]
+
+
+def with_own_figures(folder: Path, ranks: int) -> Path:
+    """As today's runs record it: the phases of a step, and what each rank holds."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        if "split" not in line:
+            line["phases"] = {"forward": 0.1 * line["iteration"], "gradient_sync": 0.03}
+    lines[0]["memory_bytes"] = [(1 << 30) + rank for rank in range(ranks)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with (folder / "events.jsonl").open("a") as events:
+        for seconds in (2.0, 4.0, 3.0):
+            events.write(json.dumps({"event": "checkpoint_saved", "iteration": 2, "seconds": seconds}) + "\n")
+    return folder
+
+
+def test_the_phases_that_a_run_has_recorded(tmp_path: Path) -> None:
+    """Without the first step's, which pays for the start; what comes between steps stands beside them."""
+    folder = with_own_figures(a_run(tmp_path / "a-1", [7.0, 6.0, 5.0, 4.0]), 2)
+    found = {chart.name: chart for chart in charts([of_run(folder)])}
+    assert found["phases"].caption == "Median of the first rank's steps; the phases of a step add up to it."
+    assert _phase_medians(of_run(folder)) == {"forward": pytest.approx(0.3), "gradient sync": 0.03}
+    assert of_run(folder).occasions == {"checkpoint": [2.0, 4.0, 3.0]}
+    assert found["between-steps"].caption == "The median of each; the time of a step does not contain them."
+
+
+def test_every_ranks_memory(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "a-1", [7.0, 6.0])
+    assert of_run(folder).memory == {}
+    assert of_run(with_own_figures(folder, 2)).memory == {0: 1 << 30, 1: (1 << 30) + 1}
+    with (folder / "events.jsonl").open("a") as events:
+        events.write(json.dumps({"event": "run_finished", "peak_memory_by_rank": [5, 7]}) + "\n")
+    assert of_run(folder).memory == {0: 5, 1: 7}
+
+
+@pytest.mark.parametrize(("ranks", "axis"), [(64, "GiB"), (65, "rank")])
+def test_more_ranks_than_bars_are_a_curve(tmp_path: Path, ranks: int, axis: str) -> None:
+    folder = with_own_figures(a_run(tmp_path / "a-1", [7.0, 6.0]), ranks)
+    (memory,) = [chart for chart in charts([of_run(folder)]) if chart.name == "memory"]
+    assert f">{axis}</text>" in memory.svg
+    assert (">rank 63</text>" in memory.svg) == (ranks == 64)
 
 
 def test_the_layout_of_many_ranks_is_a_bitmap_in_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,7 @@ def test_the_figures_of_a_finished_run(tmp_path: Path) -> None:
         ranks=3,
         iterations=4,
         train_iters=10,
+        unit="tokens",
         tokens=4 * 8 * 16,
         tokens_per_second=300.0,
         first_loss=7.0,

@@ -15,6 +15,7 @@ RUN: dict[str, Any] = {
     "experiment": "tiny", "nodes": ["a", "b"], "train_iters": 400, "duration_s": 65.0, "age_s": 3.4,
     "metrics": {"iteration": 12, "loss": 2.34567, "tokens_per_second": 12345.6},
 }  # fmt: skip
+OF_IMAGES = {**RUN, "metrics": {"iteration": 12, "loss": 2.34567, "samples_per_second": 56.4}}
 NEW = {**RUN, "run_id": "new", "nodes": [], "metrics": None, "age_s": None, "duration_s": None, "train_iters": None}
 DIVERGED = {**RUN, "state": "failed", "exit_code": 4, "metrics": {"iteration": 3, "loss": None}}
 
@@ -27,8 +28,9 @@ def cells(table: Table) -> list[list[str]]:
 
 
 def test_status() -> None:
-    assert cells(status_table([RUN, NEW, DIVERGED, {**RUN, "metrics": None}])) == [
-        [RUN["run_id"], "2", "running", "12/400", "2.3457", "12,346", "3 s ago"],
+    assert cells(status_table([RUN, OF_IMAGES, NEW, DIVERGED, {**RUN, "metrics": None}])) == [
+        [RUN["run_id"], "2", "running", "12/400", "2.3457", "12,346 tokens/s", "3 s ago"],
+        [RUN["run_id"], "2", "running", "12/400", "2.3457", "56 samples/s", "3 s ago"],
         ["new", "", "running", "", "", "", ""],
         [RUN["run_id"], "2", "failed", "3/400", "", "", "3 s ago"],
         [RUN["run_id"], "2", "running", "0/400", "", "", ""],

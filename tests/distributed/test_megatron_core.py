@@ -15,6 +15,7 @@ from tests.distributed.ranks import (
     ROOT,
     Finished,
     Started,
+    check_communication,
     events,
     free_port,
     losses,
@@ -189,10 +190,21 @@ def test_every_field_of_a_logged_iteration(runs: Runs) -> None:
     assert [record["consumed_samples"] for record in records] == list(range(8, 8 * ITERATIONS + 1, 8))
     assert list(records[0]) == [
         "iteration", "loss", "lr", "grad_norm", "step_time_s", "tokens_per_second", "consumed_samples", "loss_scale",
+        "phases", "memory_bytes",
     ]  # fmt: skip
+    stages = {"data", "forward", "backward", "gradient_sync", "pipeline_wait", "optimizer", "other"}
+    for record in records[1:]:
+        assert set(record["phases"]) == stages
+        assert sum(record["phases"].values()) == pytest.approx(record["step_time_s"], rel=0.2, abs=5e-3)
     one = [record for (_, split), record in metrics(runs("one")).items() if split == "train"]
     for name in ("lr", "grad_norm", "loss_scale"):
         assert [record[name] for record in records] == pytest.approx([record[name] for record in one], rel=1e-4)
+
+
+def test_communication_is_measured(workspace: Path) -> None:
+    folder = make_run(workspace, "profiled", 2, **LENGTH, **{PP: 2, "train.save": False, "train.profile_iters": 2})
+    assert start(folder, 2).codes == [0, 0]
+    check_communication(folder)
 
 
 def test_checkpoints_appear_whole_and_the_pointer_last(runs: Runs) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.distributed import disturbed
-from tests.distributed.ranks import Finished, Started, events, losses, metrics
+from tests.distributed.ranks import Finished, Started, check_communication, events, losses, metrics
 from tests.experiments import make_plan, with_fields
 from tests.megatron_source import patched_source
 from tridock.data.corpus import prepare_demo
@@ -161,7 +161,27 @@ def test_every_field_of_a_logged_iteration(runs: Runs) -> None:
     assert [record["consumed_samples"] for record in records] == list(range(8, 8 * ITERATIONS + 1, 8))
     assert list(records[0]) == [
         "iteration", "loss", "lr", "grad_norm", "step_time_s", "tokens_per_second", "consumed_samples", "loss_scale",
+        "phases", "memory_bytes",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "more"), [("zero1", set()), ("pp2", {"pipeline_wait"})])
+def test_where_the_time_of_a_step_goes(runs: Runs, layout: str, more: set[str]) -> None:
+    records = [record for (_, split), record in metrics(runs(layout)).items() if split == "train"]
+    phases = {"data", "forward", "backward", "gradient_sync", "optimizer", "other"} | more
+    for record in records[1:]:
+        assert set(record["phases"]) == phases
+        assert sum(record["phases"].values()) == pytest.approx(record["step_time_s"], rel=0.2, abs=5e-3)
+    assert [len(record["memory_bytes"]) for record in records if "memory_bytes" in record] == [2] * 5
+
+
+@pytest.mark.parametrize("layout", ["zero1", "pp2"])
+def test_communication_is_measured(workspace: Path, source: Path, layout: str) -> None:
+    _, fields = LAYOUTS[layout]
+    more = {"train.train_iters": 8, "train.eval_interval": 0, "train.profile_iters": 2}
+    folder, finished = train(workspace, source, f"{layout}-profiled", 2, **fields, **more)
+    assert finished.codes == [0, 0], finished.out[0][-5000:]
+    check_communication(folder)
 
 
 LAYOUT_TOLERANCE = 0.1

@@ -176,7 +176,7 @@ FILES = {
 def test_status_says_how_far_a_run_is(lab: Lab) -> None:
     make_run(lab.workspaces["gpu-1"], FILES)
     row = cells(lab.fab("status").stdout)[-1]
-    assert row[:6] == [RUN, "2", "done", "12/12", "2.5000", "1,000"]
+    assert row[:6] == [RUN, "2", "done", "12/12", "2.5000", "1,000 tokens/s"]
     assert re.fullmatch(r"\d+ s ago", row[6])
 
 

@@ -29,13 +29,15 @@ def look(files: Sequence[str], read: Sequence[str], *, head: bool, port: int | N
 
 
 def _fingerprint(path: Path) -> dict[str, object] | None:
-    """Size and SHA-256; of tokens (``.bin``) the size alone: their index, which is hashed, holds every length.
+    """Size and SHA-256; of tokens and images the size alone: they may be terabytes. A token index holds every length.
 
     Of a vocabulary (``.json``) also how many entries it has.
     """
     try:
         with path.open("rb") as file:
-            digest = None if path.suffix == ".bin" else hashlib.file_digest(file, "sha256").hexdigest()
+            digest = (
+                None if path.name.endswith((".bin", "_images.npy")) else hashlib.file_digest(file, "sha256").hexdigest()
+            )
         found: dict[str, object] = {"bytes": path.stat().st_size, "sha256": digest}
     except OSError:
         return None

@@ -141,10 +141,10 @@ def check_files(
     env = node_environment(1)
     done = subprocess.run([*node_verb(), *words], env=env, cwd=workspace, capture_output=True, check=True)
     answer = json.loads(done.stdout)
+    maker = "docs/torch.md" if experiment.model.is_vision else "tridock data"
+    todo = f"bring it into {workspace}, or make it: {maker}"
     problems = [
-        Problem(
-            f"{config}: {field}", "is not on this machine", name, f"bring it into {workspace}, or make it: tridock data"
-        )
+        Problem(f"{config}: {field}", "is not on this machine", name, todo)
         for name, field in data_files(experiment).items()
         if answer["files"][name] is None
     ]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tridock import run_folder
 from tridock.errors import ClusterError, Problem, RequestError
 from tridock.experiment import Experiment
-from tridock.experiment.inputs import checkpoint_problems, data_problems
+from tridock.experiment.inputs import IMAGE_SUFFIXES, checkpoint_problems, data_problems
 from tridock.plan import Plan
 
 if TYPE_CHECKING:  # a run on one machine needs no ssh: its image is without the packages for it
@@ -86,7 +86,8 @@ def mismatches(config: Path, experiment: Experiment, plan: Plan, answer: Answer)
 def data_files(experiment: Experiment) -> dict[str, str]:
     """The files that every rank reads, each with the field that names it."""
     data = experiment.data
-    files = {f"{data.data_path}.bin": "data.data_path", f"{data.data_path}.idx": "data.data_path"}
+    suffixes = IMAGE_SUFFIXES if experiment.model.is_vision else (".bin", ".idx")
+    files = {f"{data.data_path}{suffix}": "data.data_path" for suffix in suffixes}
     if experiment.engine == "megatron-deepspeed":
         files |= {name: f"data.{field}" for field in ("vocab_file", "merge_file") if (name := getattr(data, field))}
     return files

@@ -31,6 +31,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     given = parser.parse_args()
     ranks = process_group.join()
+    step_s = _measure(given, ranks)
+    if ranks.first:
+        given.out.write_text(json.dumps({"step_s": step_s}))
+    process_group.leave()
+
+
+def _measure(given: argparse.Namespace, ranks: process_group.Ranks) -> float:
+    """In a function: DDP has to go before its process group, or the two wait for each other."""
     experiment = load_experiment(given.config, given.set).resolved(ranks.world_size)
     torch.manual_seed(experiment.train.seed)
     shape = Shape.of(experiment.model, load_splits(experiment, Path.cwd())["train"].vocab_size)
@@ -60,9 +68,7 @@ def main() -> None:
         optimizer.step()
         loss.item()  # the end of the step on the device
         times.append(time.monotonic() - began)
-    if ranks.first:
-        given.out.write_text(json.dumps({"step_s": statistics.median(times[given.warmup :])}))
-    process_group.leave()
+    return statistics.median(times[given.warmup :])
 
 
 if __name__ == "__main__":

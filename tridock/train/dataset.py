@@ -82,6 +82,11 @@ class Samples:
         """Samples before one comes again."""
         return max(0, (len(self.tokens) - 1) // self.seq_length)
 
+    @property
+    def words(self) -> str:
+        """For people."""
+        return f"{len(self.tokens):,} training tokens, {self.per_epoch:,} samples of {self.seq_length}"
+
     def __getitem__(self, number: int) -> NDArray[np.int64]:
         epoch, position = divmod(number, self.per_epoch)
         position = shuffled(position, self.per_epoch, mixed_seed(self.seed, epoch))

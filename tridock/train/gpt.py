@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tridock.errors import Problem, RequestError
 from tridock.experiment.schema import Model
+from tridock.train.random_states import own_random_numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class Attention(nn.Module):
             raise RequestError(Problem("model.num_attention_heads", what, str(shape.num_attention_heads), todo))
         self.head_size = shape.hidden_size // shape.num_attention_heads
         self.dropout = shape.attention_dropout
+        self.tensor_parallel_rank: int | None = None
         self.query_key_value = nn.Linear(shape.hidden_size, 3 * shape.hidden_size)
         self.dense = nn.Linear(shape.hidden_size, shape.hidden_size)
 
@@ -70,8 +72,16 @@ class Attention(nn.Module):
         split = self.query_key_value(x).view(batch, sequence, -1, 3, self.head_size)
         query, key, value = split.permute(3, 0, 2, 1, 4)
         dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        if dropout and self.tensor_parallel_rank is not None:
+            mixed = self._mixed_by_own_masks(query, key, value)
+        else:
+            mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
         return self.dense(mixed.transpose(1, 2).reshape(batch, sequence, -1))
+
+    @torch.compiler.disable(reason="random states are no part of a graph")
+    def _mixed_by_own_masks(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with own_random_numbers(self.tensor_parallel_rank, query.device):
+            return F.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout, is_causal=True)
 
 
 class Layer(nn.Module):
@@ -164,8 +174,8 @@ class GPT(nn.Module):
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean over all tokens, in nats, fp32."""
-    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+    """The mean over all tokens (or images), in nats, fp32."""
+    return F.cross_entropy(logits.float().flatten(0, -2), labels.flatten())
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:

@@ -21,7 +21,20 @@ from tridock.run_folder import CHECKPOINT_LAYOUT, write_atomic
 from tridock.train import signals
 from tridock.train.megatron_checkpoint import UpstreamCheckpoints
 from tridock.train.metrics import Metrics, record_event
-from tridock.train.process_group import Agreed, Ranks, any_rank
+from tridock.train.phases import (
+    BACKWARD,
+    CHECKPOINT,
+    DATA,
+    EVALUATION,
+    FORWARD,
+    OPTIMIZER,
+    SYNC,
+    WAIT,
+    Phases,
+    of_a_step,
+)
+from tridock.train.process_group import Agreed, Memory, Ranks, any_rank
+from tridock.train.profiling import Profiling
 
 
 class Recorder:
@@ -32,7 +45,10 @@ class Recorder:
         self._ranks = ranks
         # Megatron writes the TensorBoard files itself.
         self.metrics = Metrics(run_folder, active=ranks.first, tensorboard=False)
+        self.phases, self.memory = Phases(ranks.device), Memory(ranks)
         self.iteration = 0
+        train = experiment.train
+        self.profiling = Profiling(train.profile_iters, train.train_iters, run_folder, ranks)
         self._lr = 0.0
         self._model: Any = None
         self._optimizers: tuple[Any, ...] = ()
@@ -49,6 +65,8 @@ class Recorder:
         """The loop: notes the model, and where a resumed run starts."""
         self._model, self._optimizers = model, rest[:2]
         self.iteration = self._logged_iteration = self._upstream.get_args().iteration
+        time_parts(model, self.phases)
+        self.phases.read()  # what came before is no step's
         self._logged_at = time.monotonic()
         pulse.beat(pulse.START, self.iteration)
         self.metrics.rewind(self.iteration)
@@ -65,6 +83,19 @@ class Recorder:
         Upstream accumulates gradients in its pipeline only; DeepSpeed does everywhere, and counts micro batches
         itself: an iteration is as many of them as make up the global batch.
         """
+        self.profiling.before(self.iteration + 1)
+        with self.phases.inside(OPTIMIZER if self._upstream.get_args().pipe_parallel_size == 0 else WAIT):
+            return self._step(self.phases.around(FORWARD, forward), self._timed(iterator), model, optimizer, scheduler)
+
+    def _timed(self, iterator: Any) -> Any:
+        return None if iterator is None else _Timed(iterator, self.phases)
+
+    def backward_step(self, *given: Any) -> Any:
+        """Upstream's, with its clipping, in a phase of its own."""
+        with self.phases.inside(BACKWARD):
+            return self._original["backward_step"](*given)
+
+    def _step(self, forward: Any, iterator: Any, model: Any, optimizer: Any, scheduler: Any) -> Any:
         args = self._upstream.get_args()
         self._lr = optimizer.param_groups[0]["lr"]  # of this step; upstream logs that of the next
         step = self._original["train_step"]
@@ -87,6 +118,7 @@ class Recorder:
         if iteration in (1, train.train_iters) or iteration % train.log_interval == 0:
             self._log(float(losses["lm loss"]), scale)
         reported = self._original["training_log"](losses, totals, rate, iteration, scale, *rest)
+        self.profiling.after(iteration)
         if train.save and signals.asked(partial(any_rank, self._ranks)):
             self._leaves = True
             self.save_checkpoint(iteration, self._model, *self._optimizers)
@@ -95,8 +127,8 @@ class Recorder:
 
     def _log(self, loss: float, scale: float | None) -> None:
         iteration, samples = self.iteration, self.experiment.batch.global_batch_size or 0
-        now = time.monotonic()
-        step_time = (now - self._logged_at) / max(1, iteration - self._logged_iteration)
+        now, steps = time.monotonic(), max(1, iteration - self._logged_iteration)
+        step_time = (now - self._logged_at) / steps
         self._logged_at, self._logged_iteration = now, iteration
         norm = self._model.get_global_grad_norm() if hasattr(self._model, "get_global_grad_norm") else None
         self.metrics.iteration(
@@ -109,6 +141,8 @@ class Recorder:
                 "tokens_per_second": samples * self.experiment.model.seq_length / step_time,
                 "consumed_samples": samples * iteration,
                 "loss_scale": 1.0 if scale is None else float(scale),
+                "phases": of_a_step(self.phases.read(), steps),
+                **self.memory.told(),
             }
         )
         if not math.isfinite(loss):
@@ -134,12 +168,14 @@ class Recorder:
         if iteration == self.experiment.train.train_iters and prefix.startswith("iteration"):
             return
         started = time.monotonic()
-        self._original["evaluate_and_print_results"](prefix, forward, iterator, model, iteration, verbose)
+        with self.phases.inside(EVALUATION):
+            self._original["evaluate_and_print_results"](prefix, forward, iterator, model, iteration, verbose)
+        seconds = time.monotonic() - started
         if self._loss is not None:
             split = "test" if "test" in prefix else "valid"
             self.metrics.evaluation(self.iteration, split, self._loss)
-            self.event("evaluation", iteration=self.iteration, split=split, loss=self._loss)
-        self._logged_at += time.monotonic() - started  # not training time
+            self.event("evaluation", iteration=self.iteration, split=split, loss=self._loss, seconds=round(seconds, 3))
+        self._logged_at += seconds  # not training time
 
     def save_checkpoint(self, iteration: int, *given: Any) -> None:
         """Upstream saves the last iteration twice where ``save_interval`` divides it; here once.
@@ -151,7 +187,8 @@ class Recorder:
         started = time.monotonic()
         pulse.beat(pulse.SAVE)
         try:
-            folder = self._checkpoints.save(self._original["save_checkpoint"], iteration, *given)
+            with self.phases.inside(CHECKPOINT):
+                folder = self._checkpoints.save(self._original["save_checkpoint"], iteration, *given)
         except Agreed as failed:
             self.event("checkpoint_failed", iteration=iteration, reason=str(failed))
             if iteration == self.experiment.train.train_iters or self._leaves:
@@ -200,9 +237,47 @@ class Recorder:
             record_event(self.run_folder, event, **fields)
 
 
+class _Timed:
+    """An iterator whose work is the data's phase."""
+
+    def __init__(self, iterator: Any, phases: Phases) -> None:
+        self._iterator, self._phases = iterator, phases
+
+    def __iter__(self) -> _Timed:
+        return self
+
+    def __next__(self) -> Any:
+        with self._phases.inside(DATA):
+            return next(self._iterator)
+
+
+_INSTRUCTIONS = {
+    "LoadMicroBatch": DATA,
+    "ForwardPass": FORWARD,
+    "BackwardPass": BACKWARD,
+    "ReduceGrads": SYNC,
+    "ReduceTiedGrads": SYNC,
+    "OptimizerStep": OPTIMIZER,
+}
+"""Of DeepSpeed's pipeline; the others send and receive."""
+
+
+def time_parts(model: Any, phases: Phases) -> None:
+    """Makes what exchanges gradients, and each instruction of a pipeline, tell its phase."""
+    for name in ("allreduce_gradients", "allreduce_params"):  # DeepSpeed's engine, and upstream's own DDP
+        if hasattr(model, name):
+            setattr(model, name, phases.around(SYNC, getattr(model, name)))
+    if hasattr(model, "_INSTRUCTION_MAP"):
+        model._INSTRUCTION_MAP = {
+            kind: phases.around(_INSTRUCTIONS.get(kind.__name__, WAIT), work)
+            for kind, work in model._INSTRUCTION_MAP.items()
+        }
+
+
 HOOKED = (
     "train",
     "train_step",
+    "backward_step",
     "training_log",
     "evaluate",
     "evaluate_and_print_results",

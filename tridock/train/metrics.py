@@ -81,7 +81,7 @@ class Metrics:
     def _scalars(self, group: str, fields: dict[str, Any]) -> None:
         if self._board is not None:
             for name, value in fields.items():
-                if name != "iteration":
+                if isinstance(value, int | float) and name != "iteration":
                     self._board.add_scalar(f"{group}/{name}", value, fields["iteration"])
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import socket
@@ -177,15 +178,34 @@ def any_rank(ranks: Ranks, here: bool) -> bool:
     return bool(flag.item())
 
 
-def peak_memory_bytes(ranks: Ranks) -> int:
-    """The most that any rank held at once: of the GPU's memory torch's part, else the process's own. A collective."""
+def peak_memory_by_rank(ranks: Ranks) -> list[int]:
+    """The most bytes that each rank held at once: of the GPU's memory torch's part, else the process's own.
+
+    A collective of eight bytes a rank.
+    """
     if ranks.device.type == "cuda":
         held = torch.cuda.max_memory_allocated()
     else:
         held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    largest = torch.tensor([held], dtype=torch.int64, device=ranks.device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return int(largest.item())
+    peaks = torch.zeros(ranks.world_size, dtype=torch.int64, device=ranks.device)
+    peaks[ranks.rank] = held
+    dist.all_reduce(peaks)
+    return [int(peak) for peak in peaks.tolist()]
+
+
+class Memory:
+    """The ranks' peaks over a run, told with the first logged iteration, the second, the fourth, and so on: they rise
+    early if ever, of a thousand ranks each line is long, and every telling is a collective."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._logged = 0
+
+    def told(self) -> dict[str, list[int]]:
+        """``memory_bytes`` by rank, or nothing. To be called by all ranks with each iteration that is logged."""
+        self._logged += 1
+        is_power_of_two = self._logged & (self._logged - 1) == 0
+        return {"memory_bytes": peak_memory_by_rank(self._ranks)} if is_power_of_two else {}
 
 
 def device_name(ranks: Ranks) -> str:
@@ -209,8 +229,13 @@ def lost_rank(error: RuntimeError) -> Problem | None:
 
 
 def leave() -> None:
-    """Takes the process group down. Without it a process that has done its work can abort while it exits."""
+    """Takes the process group down. Without it a process that has done its work can abort while it exits.
+
+    A DDP model must have gone before: its reducer, the last to hold the group, would wait for Gloo's threads with
+    Python's lock in hand, and they for the lock.
+    """
     if dist.is_available() and dist.is_initialized():
+        gc.collect()
         dist.destroy_process_group()
 
 

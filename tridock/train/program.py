@@ -32,10 +32,11 @@ def run_program(name: str, engine_name: str, engine: Engine) -> int:
     options = parser.parse_args()
     run_folder: Path = options.run_folder.absolute()
     workspace: Path = (options.workspace or run_folder.parent.parent).absolute()
-    return run_rank(run_folder, lambda: _train(run_folder, workspace, engine, options.load))
+    return run_rank(run_folder, lambda: train(run_folder, workspace, engine, options.load))
 
 
-def _train(run_folder: Path, workspace: Path, engine: Engine, load: str | None) -> None:
+def train(run_folder: Path, workspace: Path, engine: Engine, load: str | None) -> None:
+    """Forms the world and trains what the run's folder says, or goes on from the checkpoints ``load``."""
     from tridock.experiment import load_experiment
     from tridock.train import process_group
     from tridock.train.trainer import Trainer

@@ -71,10 +71,11 @@ def record_end(run_folder: Path, ranks: process_group.Ranks, iteration: int) -> 
     from tridock.train import process_group
     from tridock.train.metrics import record_event
 
-    peak = process_group.peak_memory_bytes(ranks)
+    peaks = process_group.peak_memory_by_rank(ranks)
     if ranks.first:
         device = process_group.device_name(ranks)
-        record_event(run_folder, "run_finished", iteration=iteration, device=device, peak_memory_bytes=peak)
+        held = {"peak_memory_bytes": max(peaks), "peak_memory_by_rank": peaks}
+        record_event(run_folder, "run_finished", iteration=iteration, device=device, **held)
 
 
 def end(code: int, at_once: bool = False) -> None:

@@ -19,9 +19,11 @@ from tridock.train import sharded_checkpoint
 from tridock.train.gpt import GPT, cross_entropy
 from tridock.train.loss_scale import LossScaler
 from tridock.train.mesh import SHARDS, STAGES, TENSOR, Mesh
+from tridock.train.phases import BACKWARD, FORWARD, OPTIMIZER, SYNC, WAIT, Phases
 from tridock.train.pipeline import Pipeline, layers_of_stage, stages_of_rank
 from tridock.train.process_group import Ranks
-from tridock.train.strategies import DTYPES, Step
+from tridock.train.resnet import ResNet, average_statistics, statistics
+from tridock.train.strategies import DTYPES, Batch, Step, inputs_and_labels
 from tridock.train.tensor_parallel import loss_of_parts, share_layers
 
 _TIED: Final = "token_embedding.weight"
@@ -33,29 +35,34 @@ class Sharded:
     In bf16 and fp16 the ranks gather the weights in the short format and sum gradients in fp32.
     """
 
-    def __init__(self, model: GPT, experiment: Experiment, ranks: Ranks, mesh: Mesh) -> None:
+    def __init__(self, model: GPT | ResNet, experiment: Experiment, ranks: Ranks, mesh: Mesh) -> None:
         self.experiment, self.mesh, self.device = experiment, mesh, ranks.device
         self.scaler = LossScaler(experiment.fp16, experiment.precision)
         self.parts = list(self._parts(model))
         # Kept: after an evaluation a module has the gathered weights in place of the shards.
         self.parameters = [named for part in self.parts for named in part.named_parameters()]
+        self.phases = Phases(ranks.device)
         self.pipeline: Pipeline | None = None
         if mesh.size(STAGES) > 1:
             batch = experiment.batch
             steps = batch.samples_per_step(mesh.replicas) // (batch.micro_batch_size * mesh.replicas)
             parallel = experiment.parallel
-            self.pipeline = Pipeline(self.parts, parallel, mesh.stages, self.device, self._scaled_loss, steps)
+            self.pipeline = Pipeline(
+                self.parts, parallel, mesh.stages, self.device, self._scaled_loss, steps, self.phases
+            )
         self.optimizer = self._optimizer()
 
-    def _parts(self, model: GPT) -> Iterator[GPT]:
+    def _parts(self, model: GPT | ResNet) -> Iterator[GPT | ResNet]:
         """This rank's stages of the whole model, which every rank has drawn alike."""
         parallel, place = self.experiment.parallel, self.mesh.place(STAGES)
         count = parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size
         weights = model.state_dict()
         for stage in stages_of_rank(parallel, place):
-            part = GPT(model.shape) if count > 1 else model
-            part.load_state_dict(weights)
-            part.keep(layers_of_stage(model.shape.num_layers, count, stage))
+            part = model
+            if count > 1:
+                part = GPT(model.shape)
+                part.load_state_dict(weights)
+                part.keep(layers_of_stage(model.shape.num_layers, count, stage))
             part.to(self.device)
             if self.mesh.size(TENSOR) > 1:
                 share_layers(part, self.mesh.tensor)
@@ -64,7 +71,7 @@ class Sharded:
             self._share_states(part)
             yield part
 
-    def _share_states(self, part: GPT) -> None:
+    def _share_states(self, part: GPT | ResNet) -> None:
         dtype = DTYPES[self.experiment.precision]
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         for layer in part.layers.values():
@@ -91,23 +98,34 @@ class Sharded:
 
     # ---- a step ----
 
-    def step(self, batches: Sequence[Tensor], lr: float) -> Step:
+    def step(self, batches: Sequence[Batch], lr: float) -> Step:
         for part in self.parts:
             part.train()
-        self.optimizer.zero_grad()
         with loss_of_parts(self.mesh.size(TENSOR)):
-            loss = self._pass(batches) if self.pipeline is None else self.pipeline.run(batches, train=True)
+            loss = self._pass(batches) if self.pipeline is None else self._through_stages(batches)
         self._sum_tied()
-        return Step(self._of_last_stage(loss) / self.scaler.scale, self._update(lr))
+        value = self._of_last_stage(loss) / self.scaler.scale
+        with self.phases.inside(OPTIMIZER):
+            step = Step(value, self._update(lr))
+            self.optimizer.zero_grad()  # now: evaluations and the next forward pass have their room
+        return step
 
-    def _pass(self, batches: Sequence[Tensor]) -> Tensor:
+    def _through_stages(self, batches: Sequence[Batch]) -> Tensor | None:
+        assert self.pipeline is not None
+        with self.phases.inside(WAIT):
+            return self.pipeline.run(batches, train=True)
+
+    def _pass(self, batches: Sequence[Batch]) -> Tensor:
         (model,) = self.parts
         total = torch.zeros((), device=self.device)
         for number, batch in enumerate(batches, start=1):
             # Ranks exchange gradients once a step, during the last backward pass.
             model.set_requires_gradient_sync(number == len(batches))  # type: ignore[attr-defined]
-            loss = self._scaled_loss(model(batch[:, :-1]), batch[:, 1:])
-            (loss / len(batches)).backward()
+            inputs, labels = inputs_and_labels(batch)
+            with self.phases.inside(FORWARD):
+                loss = self._scaled_loss(model(inputs), labels)
+            with self.phases.inside(BACKWARD):
+                (loss / len(batches)).backward()
             total += _plain(loss.detach())
         return total / len(batches)
 
@@ -116,7 +134,8 @@ class Sharded:
         value = torch.zeros((), device=self.device) if loss is None else _plain(loss.detach()).float()
         if self.pipeline is not None:
             group = self.mesh.stages.get_group()
-            dist.broadcast(value, src=dist.get_global_rank(group, dist.get_world_size(group) - 1), group=group)
+            with self.phases.inside(WAIT):
+                dist.broadcast(value, src=dist.get_global_rank(group, dist.get_world_size(group) - 1), group=group)
         return value
 
     def _sum_tied(self) -> None:
@@ -124,8 +143,9 @@ class Sharded:
         if self.pipeline is None:
             return
         gradients = [p.grad for name, p in self.parameters if name == _TIED and p.grad is not None]
-        for gradient in gradients:
-            dist.all_reduce(_local(gradient), group=self.mesh.ends)
+        with self.phases.inside(SYNC):
+            for gradient in gradients:
+                dist.all_reduce(_local(gradient), group=self.mesh.ends)
 
     def _update(self, lr: float) -> float:
         gradients = [(name, p.grad) for name, p in self.parameters if p.grad is not None]
@@ -161,7 +181,9 @@ class Sharded:
         return math.sqrt(total.item()) if torch.isfinite(total) else math.inf
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[Tensor]) -> Tensor:
+    def evaluate(self, batches: Sequence[Batch]) -> Tensor:
+        if self.pipeline is None and self.parts[0].training:  # once an evaluation, not once a batch of it
+            average_statistics(self.parts[0])
         for part in self.parts:
             part.eval()
         with loss_of_parts(self.mesh.size(TENSOR)):
@@ -169,7 +191,8 @@ class Sharded:
                 loss = self.pipeline.run(batches, train=False)
             else:
                 (model,) = self.parts
-                loss = torch.stack([_plain(cross_entropy(model(b[:, :-1]), b[:, 1:])) for b in batches]).mean()
+                pairs = map(inputs_and_labels, batches)
+                loss = torch.stack([_plain(cross_entropy(model(inputs), labels)) for inputs, labels in pairs]).mean()
         scale = self.scaler.scale if self.pipeline is not None else 1.0
         return self._of_last_stage(loss) / scale
 
@@ -179,12 +202,18 @@ class Sharded:
         return sharded_checkpoint.FILES
 
     def save(self, folder: Path, writes_shared: bool) -> None:  # noqa: ARG002  each tensor is written once
+        for part in self.parts:
+            average_statistics(part)
         own = self.mesh.place(STAGES) == 0
         named = [(name, parameter) for name, parameter in self.parameters if own or name != _TIED]
-        sharded_checkpoint.save(named, self.optimizer, self.scaler, folder)
+        sharded_checkpoint.save(named, self._statistics(), self.optimizer, self.scaler, folder)
 
     def load(self, folder: Path, saved: int) -> None:  # noqa: ARG002  whoever wrote it
-        sharded_checkpoint.load(self.parameters, self.optimizer, self.scaler, folder)
+        sharded_checkpoint.load(self.parameters, self._statistics(), self.optimizer, self.scaler, folder)
+
+    def _statistics(self) -> dict[str, Tensor]:
+        """Of batch normalizations, by their names in the model."""
+        return {name: buffer for part in self.parts for name, buffer in statistics(part)}
 
 
 def _local(tensor: Tensor) -> Tensor:

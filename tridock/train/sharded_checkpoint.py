@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,14 +21,16 @@ _VECTORS: Final = ("exp_avg", "exp_avg_sq")
 _SCALER: Final = ("scale", "good_steps", "overflows_left")
 
 Named = Iterable[tuple[str, nn.Parameter]]
+Buffers = Mapping[str, Tensor]
+"""What is trained without a gradient, the same on all ranks."""
 
 
-def save(named: Named, optimizer: torch.optim.Optimizer, scaler: LossScaler, folder: Path) -> None:
+def save(named: Named, buffers: Buffers, optimizer: torch.optim.Optimizer, scaler: LossScaler, folder: Path) -> None:
     """Writes each tensor once, by one of the ranks that hold it. A collective, which all ranks get through.
 
     Raises what a rank's writing failed of, on all of them.
     """
-    state = {**_state(named, optimizer), "loss_scaler": _values(scaler)}
+    state = {**_state(named, buffers, optimizer), "loss_scaler": _values(scaler)}
     try:
         dcp.save(state, checkpoint_id=str(folder))
     except CheckpointException as error:
@@ -36,9 +38,9 @@ def save(named: Named, optimizer: torch.optim.Optimizer, scaler: LossScaler, fol
         raise next((one for one in failures if write_failure(one) is not None), error) from error
 
 
-def load(named: Named, optimizer: torch.optim.Optimizer, scaler: LossScaler, folder: Path) -> None:
+def load(named: Named, buffers: Buffers, optimizer: torch.optim.Optimizer, scaler: LossScaler, folder: Path) -> None:
     """Fills weights and optimizer with what this rank needs, whoever wrote it. A collective."""
-    state = {**_state(named, optimizer), "loss_scaler": _values(scaler)}
+    state = {**_state(named, buffers, optimizer), "loss_scaler": _values(scaler)}
     with no_foreign_metadata():
         dcp.load(state, checkpoint_id=str(folder))
     values = state["loss_scaler"]
@@ -50,9 +52,9 @@ def _values(scaler: LossScaler) -> Tensor:
     return torch.tensor([state[name] for name in _SCALER], dtype=torch.float64)
 
 
-def _state(named: Named, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _state(named: Named, buffers: Buffers, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The tensors themselves, by the names that they have in the whole model."""
-    return dict(_tensors(named, optimizer))
+    return {**dict(_tensors(named, optimizer)), **{f"model.{name}": tensor for name, tensor in buffers.items()}}
 
 
 def _tensors(named: Named, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:

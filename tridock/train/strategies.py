@@ -7,7 +7,7 @@ import math
 import os
 import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -21,8 +21,10 @@ from tridock.experiment.schema import Experiment
 from tridock.run_folder import DEEPSPEED_CONFIG
 from tridock.train.gpt import parameter_groups
 from tridock.train.loss_scale import LossScaler
+from tridock.train.phases import BACKWARD, FORWARD, OPTIMIZER, SYNC, Phases
 from tridock.train.pickles import no_foreign_pickles
 from tridock.train.process_group import Ranks
+from tridock.train.resnet import average_statistics
 from tridock.train.write_errors import kept_to_the_end
 from tridock.train.zero_reshard import resharded
 
@@ -39,17 +41,31 @@ class Step:
     """2-norm of the whole gradient, averaged over the ranks, before clipping; infinite where fp16 overflowed."""
 
 
+Batch = Tensor | tuple[Tensor, Tensor]
+"""Tokens, int64 [micro batch, seq_length + 1]; or images and labels, uint8 [micro batch, 3, height, width] and int64
+[micro batch]. On the rank's device."""
+
+
+def inputs_and_labels(batch: Batch) -> tuple[Tensor, Tensor]:
+    """What goes into the model, and what should come out."""
+    return batch if isinstance(batch, tuple) else (batch[:, :-1], batch[:, 1:])
+
+
 class Strategy(Protocol):
-    """One model under training. Batches are int64 [micro batch, seq_length + 1] on the rank's device."""
+    """One model under training."""
+
+    @property
+    def phases(self) -> Phases:
+        """Where the time of its steps goes."""
 
     @property
     def loss_scale(self) -> float:
         """What the loss is multiplied by for fp16; 1 otherwise."""
 
-    def step(self, batches: Sequence[Tensor], lr: float) -> Step:
+    def step(self, batches: Sequence[Batch], lr: float) -> Step:
         """Forward and backward over the micro-batches, and one update."""
 
-    def evaluate(self, batches: Sequence[Tensor]) -> Tensor:
+    def evaluate(self, batches: Sequence[Batch]) -> Tensor:
         """Mean loss of the micro-batches, without dropout or gradient."""
 
     def files(self, rank: int, saved: int) -> tuple[str, ...]:
@@ -83,6 +99,17 @@ def _adamw(model: nn.Module, experiment: Experiment) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=settings.lr, betas=betas, eps=settings.adam_eps, fused=True)
 
 
+def _exchanging(module: nn.Module, ranks: Ranks) -> nn.parallel.DistributedDataParallel:
+    """The module in torch's DDP. One rank alone has no use for it, and its buckets cost some of each step."""
+    devices = [ranks.device.index] if ranks.device.type == "cuda" else None
+    with warnings.catch_warnings():
+        # Torch 2.13 has two newer words for it, which those of before do not know.
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+        return nn.parallel.DistributedDataParallel(
+            module, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False
+        )
+
+
 class DistributedDataParallel:
     """torch DDP. Weights, gradients and optimizer states are fp32 on every rank.
 
@@ -93,37 +120,46 @@ class DistributedDataParallel:
     def __init__(self, model: nn.Module, experiment: Experiment, ranks: Ranks) -> None:
         self.experiment = experiment
         self.device = ranks.device
-        devices = [ranks.device.index] if ranks.device.type == "cuda" else None
-        self.model = nn.parallel.DistributedDataParallel(
-            model.to(ranks.device), device_ids=devices, gradient_as_bucket_view=True
-        )
-        self.optimizer = _adamw(self.model.module, experiment)
+        self.module = model.to(ranks.device)
+        self.model = self.module if ranks.world_size == 1 else _exchanging(self.module, ranks)
+        self.optimizer = _adamw(self.module, experiment)
         self.scaler = LossScaler(experiment.fp16, experiment.precision)
+        self.phases = Phases(ranks.device)
+        if ranks.world_size > 1:
+            first = [it.weight for it in model.modules() if isinstance(it, nn.Embedding)]
+            self.phases.sync_follows(first or [next(model.parameters())])
 
     @property
     def loss_scale(self) -> float:
         return self.scaler.scale
 
-    def _loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+    def _loss(self, model: nn.Module, batch: Batch) -> Tensor:
         short = self.experiment.precision != "fp32"
         with torch.autocast(self.device.type, DTYPES[self.experiment.precision]) if short else nullcontext():
-            loss: Tensor = model(batch[:, :-1], batch[:, 1:])
+            loss: Tensor = model(*inputs_and_labels(batch))
         return loss
 
-    def step(self, batches: Sequence[Tensor], lr: float) -> Step:
+    def step(self, batches: Sequence[Batch], lr: float) -> Step:
         self.model.train()
         self.optimizer.zero_grad(set_to_none=False)  # the gradients are views of DDP's buckets
         total = torch.zeros((), device=self.device)
         for number, batch in enumerate(batches, start=1):
             # Ranks exchange gradients once a step, during the last backward pass.
-            with nullcontext() if number == len(batches) else self.model.no_sync():
-                loss = self._loss(self.model, batch)
-                (loss * (self.scaler.scale / len(batches))).backward()
+            with self._no_sync() if number < len(batches) else nullcontext():
+                with self.phases.inside(FORWARD):
+                    loss = self._loss(self.model, batch)
+                with self.phases.inside(BACKWARD):
+                    (loss * (self.scaler.scale / len(batches))).backward()
             total += loss.detach()
-        return Step(total / len(batches), self._update(lr))
+        with self.phases.inside(OPTIMIZER):
+            return Step(total / len(batches), self._update(lr))
+
+    def _no_sync(self) -> AbstractContextManager[None]:
+        alone = not isinstance(self.model, nn.parallel.DistributedDataParallel)
+        return nullcontext() if alone else self.model.no_sync()
 
     def _update(self, lr: float) -> float:
-        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
         norm = _norm(gradients).item() / self.scaler.scale
         overflow = not math.isfinite(norm)
         if not overflow:
@@ -138,18 +174,21 @@ class DistributedDataParallel:
         return math.inf if overflow else norm
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[Tensor]) -> Tensor:
-        self.model.eval()
-        # Not through DDP: an evaluation exchanges nothing.
-        return _mean([self._loss(self.model.module, batch) for batch in batches])
+    def evaluate(self, batches: Sequence[Batch]) -> Tensor:
+        if self.model.training:
+            average_statistics(self.module)
+            self.model.eval()
+        # Not through DDP: an evaluation exchanges nothing else.
+        return _mean([self._loss(self.module, batch) for batch in batches])
 
     def files(self, rank: int, saved: int) -> tuple[str, ...]:  # noqa: ARG002  one file holds all
         return ("ddp.pt",)
 
     def save(self, folder: Path, writes_shared: bool) -> None:
+        average_statistics(self.module)
         if writes_shared:
             state = {
-                "model": self.model.module.state_dict(),
+                "model": self.module.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
                 "loss_scaler": self.scaler.state(),
             }
@@ -157,7 +196,7 @@ class DistributedDataParallel:
 
     def load(self, folder: Path, saved: int) -> None:  # noqa: ARG002  all ranks have the same
         state = torch.load(folder / "ddp.pt", map_location=self.device, weights_only=True)
-        self.model.module.load_state_dict(state["model"])
+        self.module.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.restore(state["loss_scaler"])
 
@@ -185,6 +224,9 @@ class Zero:
             # In the short formats DeepSpeed makes Adam's states by a step on zero gradients (at lr 0, so the weights
             # stay) and counts it: every bias correction would be one step off.
             optimizer.state.clear()
+        self.phases = Phases(ranks.device)
+        # Stages 2 and 3 exchange most of them earlier, in the backward pass.
+        self.engine.allreduce_gradients = self.phases.around(SYNC, self.engine.allreduce_gradients)
 
     @property
     def loss_scale(self) -> float:
@@ -192,7 +234,7 @@ class Zero:
             return 1.0
         return self.scaler.scale if self.scaler is not None else float(self.engine.optimizer.loss_scaler.cur_scale)
 
-    def step(self, batches: Sequence[Tensor], lr: float) -> Step:
+    def step(self, batches: Sequence[Batch], lr: float) -> Step:
         self.engine.train()
         _set_lr(self.engine.optimizer, lr)
         scale = self.scaler.scale if self.scaler is not None else 1.0
@@ -200,13 +242,16 @@ class Zero:
             self.engine.optimizer.loss_scale_config.cur_scale = scale
         total, bare_norm = torch.zeros((), device=self.engine.device), None
         for number, batch in enumerate(batches, start=1):
-            loss = self.engine(batch[:, :-1], batch[:, 1:])
-            self.engine.backward(loss * scale if scale != 1.0 else loss)
+            with self.phases.inside(FORWARD):
+                loss = self.engine(batch[:, :-1], batch[:, 1:])
+            with self.phases.inside(BACKWARD):
+                self.engine.backward(loss * scale if scale != 1.0 else loss)
             if number == len(batches) and self.stage == 0 and self.precision == "fp32":
                 # Here DeepSpeed uses the optimizer as it is, and keeps the norm of the averaged gradients to itself.
                 gradients = [parameter.grad for parameter in self.engine.parameters() if parameter.grad is not None]
                 bare_norm = _norm(gradients)
-            self.engine.step()  # updates after the last micro-batch only
+            with self.phases.inside(OPTIMIZER):
+                self.engine.step()  # updates after the last micro-batch only
             total += loss.detach().float()
         overflow = bool(getattr(self.engine.optimizer, "overflow", False))
         if self.scaler is not None:
@@ -215,7 +260,7 @@ class Zero:
         return Step(total / len(batches), math.inf if overflow else float(norm) / scale)
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[Tensor]) -> Tensor:
+    def evaluate(self, batches: Sequence[Batch]) -> Tensor:
         self.engine.eval()
         return _mean([self.engine(batch[:, :-1], batch[:, 1:]) for batch in batches])
 

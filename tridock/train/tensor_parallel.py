@@ -14,6 +14,7 @@ from tridock.train.gpt import GPT
 def share_layers(model: GPT, mesh: DeviceMesh) -> None:
     """Splits the model's weights over the ranks of ``mesh``, as Megatron does (Shoeybi et al., 2019)."""
     for layer in model.layers.values():
+        layer.attention.tensor_parallel_rank = mesh.get_local_rank()
         parallelize_module(
             layer,
             mesh,

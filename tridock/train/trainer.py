@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from tridock import pulse
 from tridock.errors import Problem, RequestError, RunError
@@ -23,12 +22,18 @@ from tridock.train import signals
 from tridock.train.checkpoint import Checkpoints
 from tridock.train.checkpoint_choice import choose
 from tridock.train.checkpoint_files import TORCH, Names
-from tridock.train.dataset import Samples, load_splits, mixed_seed
+from tridock.train.compiler import compiler_problems
+from tridock.train.dataset import load_splits, mixed_seed
 from tridock.train.gpt import GPT, Shape
-from tridock.train.mesh import Mesh
+from tridock.train.images import load_images
+from tridock.train.mesh import STAGES, Mesh
 from tridock.train.metrics import Metrics, record_event
-from tridock.train.process_group import Agreed, Ranks, any_rank, mean_over_ranks, together
+from tridock.train.phases import CHECKPOINT, DATA, EVALUATION, of_a_step
+from tridock.train.prefetch import Arrays, Prefetcher, Split
+from tridock.train.process_group import Agreed, Memory, Ranks, any_rank, mean_over_ranks, together
+from tridock.train.profiling import Profiling
 from tridock.train.progress import PROGRESS, Progress, check_fit, read_progress
+from tridock.train.resnet import ResNet
 from tridock.train.schedule import learning_rate
 from tridock.train.sharded import Sharded
 from tridock.train.strategies import Step, Strategy, build_strategy, is_sharded
@@ -38,7 +43,7 @@ from tridock.train.strategies import Step, Strategy, build_strategy, is_sharded
 class Parts:
     """What an engine brings to the loop."""
 
-    splits: Mapping[str, Samples]
+    splits: Mapping[str, Split]
     strategy: Strategy
     progress: Progress
     """The beginning of the experiment."""
@@ -64,13 +69,19 @@ def torch_parts(experiment: Experiment, run_folder: Path, workspace: Path, ranks
     """Engine ``torch``."""
     mesh = Mesh.form(experiment.parallel, ranks) if is_sharded(experiment) else None
     replica, replicas = (ranks.rank, ranks.world_size) if mesh is None else (mesh.replica, mesh.replicas)
+    stage = 0 if mesh is None else mesh.place(STAGES)  # tensor parallel ranks draw alike, stages do not
     experiment = experiment.resolved(replicas)
     with together(ranks):
         check_batch(experiment, replicas)
-        splits = load_splits(experiment, workspace)
+        if experiment.train.compile and ranks.device.type == "cpu" and (missing := list(compiler_problems())):
+            raise RequestError(missing)
+        splits = (load_images if experiment.model.is_vision else load_splits)(experiment, workspace)
     torch.manual_seed(experiment.train.seed)  # the same weights on all ranks
-    shape = Shape.of(experiment.model, splits["train"].vocab_size)
-    model = GPT(shape)
+    if experiment.model.is_vision:
+        model, rows = ResNet(experiment.model), experiment.model.vocab_size
+    else:
+        model = GPT(shape := Shape.of(experiment.model, splits["train"].vocab_size))
+        rows = shape.padded_vocab_size
     parameters = sum(parameter.numel() for parameter in model.parameters())
     with together(ranks):
         if mesh is None:
@@ -79,22 +90,26 @@ def torch_parts(experiment: Experiment, run_folder: Path, workspace: Path, ranks
             strategy = build_strategy(model, experiment, ranks, run_folder)
         else:
             strategy = Sharded(model, experiment, ranks, mesh)
+    seed = experiment.train.seed + 100 * stage
     zero = f" stage {experiment.parallel.zero_stage}" if experiment.parallel.strategy == "zero" else ""
     return Parts(
         splits=splits,
         strategy=strategy,
-        progress=Progress.of(experiment, ranks, shape.padded_vocab_size),
+        progress=Progress.of(experiment, ranks, rows),
         parameters=parameters,
         words=f"{experiment.parallel.strategy}{zero}" if mesh is None else mesh.words,
         replica=replica,
         replicas=replicas,
-        reseed=lambda iteration: _reseed(mixed_seed(experiment.train.seed, replica, iteration) >> 1),
+        reseed=lambda iteration: _reseed(mixed_seed(seed, replica, iteration) >> 1, ranks.device),
         shared_checkpoints=mesh is not None,
     )
 
 
-def _reseed(seed: int) -> None:
-    torch.manual_seed(seed)
+def _reseed(seed: int, device: torch.device) -> None:
+    """As torch.manual_seed, which notes its caller's stack as well where there is no GPU."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
 
 
 class Trainer:
@@ -107,6 +122,8 @@ class Trainer:
         self.parts = parts = build(experiment, run_folder, workspace, ranks)
         self.experiment = experiment.resolved(parts.replicas)
         self.strategy, self.splits, self.progress = parts.strategy, parts.splits, parts.progress
+        self.phases, self.memory = parts.strategy.phases, Memory(ranks)
+        self.prefetcher = Prefetcher(self.read, ranks.device)
         self.checkpoints = Checkpoints(run_folder / CHECKPOINTS, ranks, parts.checkpoint_names)
         if parts.shared_checkpoints and experiment.train.save:
             self.checkpoints.require_shared()
@@ -114,11 +131,15 @@ class Trainer:
             self.load(workspace / experiment.train.load)
         self.metrics = Metrics(run_folder, active=ranks.first, tensorboard=experiment.train.tensorboard)
         self.metrics.rewind(self.progress.iteration)
+        train = self.experiment.train
+        self.profiling = Profiling(train.profile_iters, train.train_iters, run_folder, ranks)
         self._logged_at, self._logged_iteration = time.monotonic(), self.progress.iteration
+        self._compiles_evaluation = experiment.train.compile
 
     def run(self) -> None:
         """Trains from where the run stands to its last iteration, then evaluates on the test split."""
         self.announce()
+        self.phases.read()  # what came before is no step's
         pulse.beat(pulse.START, self.progress.iteration)
         with signals.saving() if self.experiment.train.save else nullcontext():
             for iteration in range(self.progress.iteration + 1, self.experiment.train.train_iters + 1):
@@ -130,9 +151,11 @@ class Trainer:
         """One step and what is due after it; a run that is told to end saves, and leaves by :class:`Preempted`."""
         train = self.experiment.train
         last = iteration == train.train_iters
+        self.profiling.before(iteration)
         step = self.step(iteration)
         if iteration == 1 or last or iteration % train.log_interval == 0:
             self.log(iteration, step)
+        self.profiling.after(iteration)
         leaves = train.save and signals.asked(partial(any_rank, self.ranks))
         if train.eval_interval and not leaves and (last or iteration % train.eval_interval == 0):
             self.evaluate("valid")
@@ -145,29 +168,30 @@ class Trainer:
     def step(self, iteration: int) -> Step:
         """One optimizer step on the next global batch."""
         self.parts.reseed(iteration)
-        global_batch = self.experiment.batch.global_batch_size
-        batches = list(self.batches(self.splits["train"], self.progress.consumed_samples, global_batch))
+        global_batch, first = self.experiment.batch.global_batch_size, self.progress.consumed_samples
+        then = first + global_batch if iteration < self.experiment.train.train_iters else None
+        with self.phases.inside(DATA):
+            batches = self.prefetcher.get(self.splits["train"], first, then)
         lr = learning_rate(iteration, self.experiment.optimizer, self.experiment.train.train_iters)
         step = self.strategy.step(batches, lr)
-        consumed = self.progress.consumed_samples + global_batch
-        self.progress = replace(self.progress, iteration=iteration, consumed_samples=consumed)
+        self.progress = replace(self.progress, iteration=iteration, consumed_samples=first + global_batch)
         pulse.beat(pulse.TRAIN, iteration)
         return step
 
-    def batches(self, samples: Samples, first: int, count: int) -> list[Tensor]:
-        """This rank's micro-batches out of ``count`` samples, on its device."""
-        size = self.experiment.batch.micro_batch_size
-        arrays = samples.batches(first, count, size, self.parts.replica, self.parts.replicas)
-        return [torch.from_numpy(array).to(self.ranks.device, non_blocking=True) for array in arrays]
+    def read(self, samples: Split, first: int) -> Iterable[Arrays]:
+        """This rank's micro-batches out of the global batch from sample number ``first``."""
+        batch, parts = self.experiment.batch, self.parts
+        return samples.batches(first, batch.global_batch_size, batch.micro_batch_size, parts.replica, parts.replicas)
 
     def log(self, iteration: int, step: Step) -> None:
         """One line on the terminal and one in metrics.jsonl; stops the run where the loss is no number."""
         loss = mean_over_ranks(step.loss)
-        now = time.monotonic()
-        step_time = (now - self._logged_at) / max(1, iteration - self._logged_iteration)
+        now, steps = time.monotonic(), max(1, iteration - self._logged_iteration)
+        step_time = (now - self._logged_at) / steps
         self._logged_at, self._logged_iteration = now, iteration
         batch, train = self.experiment.batch, self.experiment.train
-        tokens_per_second = batch.global_batch_size * self.experiment.model.seq_length / step_time
+        model = self.experiment.model
+        speed = batch.global_batch_size * model.seq_length / step_time
         lr = learning_rate(iteration, self.experiment.optimizer, train.train_iters)
         self.metrics.iteration(
             {
@@ -176,15 +200,18 @@ class Trainer:
                 "lr": lr,
                 "grad_norm": step.grad_norm,
                 "step_time_s": step_time,
-                "tokens_per_second": tokens_per_second,
+                "samples_per_second" if model.is_vision else "tokens_per_second": speed,
                 "consumed_samples": self.progress.consumed_samples,
                 "loss_scale": self.strategy.loss_scale,
+                "phases": of_a_step(self.phases.read(), steps),
+                **self.memory.told(),
             }
         )
         left = timedelta(seconds=round(step_time * (train.train_iters - iteration)))
         width = len(str(train.train_iters))
         line = f"iteration {iteration:{width}d}/{train.train_iters} | loss {loss:.4f} | lr {lr:.3e}"
-        line += f" | grad norm {step.grad_norm:.3f} | {tokens_per_second:,.0f} tokens/s | {left} left"
+        digits = 1 if model.is_vision else 0
+        line += f" | grad norm {step.grad_norm:.3f} | {speed:,.{digits}f} {model.unit}/s | {left} left"
         if self.experiment.precision == "fp16":
             line += f" | loss scale {self.strategy.loss_scale:g}"
         if math.isinf(step.grad_norm):
@@ -196,21 +223,25 @@ class Trainer:
 
     def evaluate(self, split: str) -> None:
         """The mean loss over the first ``eval_iters`` global batches of a split: the same samples every time."""
-        samples, batch = self.splits[split], self.experiment.batch
+        samples, size = self.splits[split], self.experiment.batch.global_batch_size
         if samples.per_epoch == 0:
             self.say(f"no {split} loss: the {split} split holds less than one sample")
             return
         started = time.monotonic()
         total, count = torch.zeros((), device=self.ranks.device), self.experiment.train.eval_iters
-        for number in range(count):
-            pulse.beat(pulse.EVAL)
-            batches = self.batches(samples, number * batch.global_batch_size, batch.global_batch_size)
-            total += self.strategy.evaluate(batches)
-        loss = mean_over_ranks(total / count)
+        with self.phases.inside(EVALUATION):
+            for number in range(count):
+                # Without gradients the layers are compiled once more: there is time for it as for the first step.
+                compiles, self._compiles_evaluation = self._compiles_evaluation, False
+                pulse.beat(pulse.START if compiles else pulse.EVAL)
+                then = (number + 1) * size if number + 1 < count else None
+                total += self.strategy.evaluate(self.prefetcher.get(samples, number * size, then))
+            loss = mean_over_ranks(total / count)
+        seconds = time.monotonic() - started
         self.metrics.evaluation(self.progress.iteration, split, loss)
-        self.event("evaluation", iteration=self.progress.iteration, split=split, loss=loss)
+        self.event("evaluation", iteration=self.progress.iteration, split=split, loss=loss, seconds=round(seconds, 3))
         self.say(f"{split} loss after iteration {self.progress.iteration}: {loss:.4f}")
-        self._logged_at += time.monotonic() - started  # not training time
+        self._logged_at += seconds  # not training time
         pulse.beat(pulse.TRAIN)
 
     def load(self, source: Path) -> None:
@@ -249,7 +280,8 @@ class Trainer:
             self.experiment.train.keep_checkpoints,
         )
         try:
-            folder = self.checkpoints.save(self.strategy.save, iteration, own, needed, keep)
+            with self.phases.inside(CHECKPOINT):
+                folder = self.checkpoints.save(self.strategy.save, iteration, own, needed, keep)
         except Agreed as failed:
             self.event("checkpoint_failed", iteration=iteration, reason=str(failed))
             if is_last:
@@ -270,12 +302,11 @@ class Trainer:
             f"{experiment.name}: {self.parts.parameters / 1e6:.2f} M parameters, {self.parts.words}, "
             f"{experiment.precision}, {ranks.world_size} {ranks.device.type} ranks"
         )
-        rows = padded_vocab_size(train.vocab_size, experiment)
+        vocabulary = experiment.model.vocab_size if experiment.model.is_vision else train.vocab_size
+        rows = padded_vocab_size(vocabulary, experiment)
         self.event("model_built", parameters=self.parts.parameters, padded_vocab_size=rows)
-        self.say(
-            f"data: {len(train.tokens):,} training tokens, {train.per_epoch:,} samples of {train.seq_length} an epoch, "
-            f"{experiment.batch.global_batch_size} a step, vocabulary of {train.vocab_size}"
-        )
+        kinds = f"{vocabulary} classes" if experiment.model.is_vision else f"vocabulary of {vocabulary}"
+        self.say(f"data: {train.words} an epoch, {experiment.batch.global_batch_size} a step, {kinds}")
 
     def say(self, line: str) -> None:
         """A line for people, from rank 0."""

@@ -27,6 +27,12 @@ def test_a_process_started_alone_is_a_world_of_one(alone: Ranks) -> None:
     assert (alone.rank, alone.local_rank, alone.world_size, alone.first) == (0, 0, 1, True)
     assert (alone.device, alone.backend) == (torch.device("cpu"), "gloo")
     assert mean_over_ranks(torch.tensor(2.5)) == 2.5
+    (peak,) = process_group.peak_memory_by_rank(alone)
+    assert peak > 2**26
+    memory = process_group.Memory(alone)
+    told = [memory.told() for _ in range(9)]
+    assert [number for number, peaks in enumerate(told, start=1) if peaks] == [1, 2, 4, 8]
+    assert told[7]["memory_bytes"] >= [peak]
     process_group.barrier()
 
 

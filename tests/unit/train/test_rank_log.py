@@ -66,7 +66,7 @@ def test_a_second_start_appends(tmp_path: Path) -> None:
     assert run(tmp_path, "log.close()")[2] == LINES * 2
 
 
-@pytest.mark.parametrize("holder", ["sleep 60", "while :; do echo noise; done"])
+@pytest.mark.parametrize("holder", ["sleep 60", "while :; do echo noise; sleep 0.01; done"])
 def test_a_process_left_behind_that_holds_the_pipe_does_not_hold_the_rank(tmp_path: Path, holder: str) -> None:
     """One that says nothing more, and one that never stops."""
     begin = time.monotonic()

@@ -18,6 +18,8 @@ from tridock.train.megatron_core import files, torch_states
 from tridock.train.megatron_core.attention import positions
 from tridock.train.megatron_core.layout import Layout
 from tridock.train.megatron_core.model import DTYPES, build_chunks
+from tridock.train.megatron_core.timers import Timers
+from tridock.train.phases import BACKWARD, OPTIMIZER, WAIT, Phases
 from tridock.train.process_group import Ranks
 from tridock.train.strategies import Step
 
@@ -33,6 +35,10 @@ class MegatronCore:
         )
         for chunk in self.chunks:
             chunk.config.grad_scale_func = self.optimizer.scale_loss
+        self.phases = Phases(ranks.device)
+        for chunk in self.chunks:
+            chunk.config.timers = Timers(self.phases)
+        self._rest = WAIT if experiment.parallel.pipeline_model_parallel_size > 1 else BACKWARD
         self.positions = positions(
             experiment.model.seq_length, layout.context_parallel_rank, layout.context_parallel_size
         ).to(ranks.device)
@@ -46,12 +52,14 @@ class MegatronCore:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        loss = self._pass(batches, forward_only=False)
+        with self.phases.inside(self._rest):
+            loss = self._pass(batches, forward_only=False)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
             group["weight_decay"] = self.experiment.optimizer.weight_decay * group["wd_mult"]
-        good, norm, _ = self.optimizer.step()
-        return Step(loss, float(norm) if good else math.inf)
+        with self.phases.inside(OPTIMIZER):
+            good, norm, _ = self.optimizer.step()
+            return Step(loss, float(norm) if good else math.inf)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Tensor]) -> Tensor:

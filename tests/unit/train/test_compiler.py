@@ -1,0 +1,34 @@
+"""What torch.compile needs on a CPU is looked for before the first step."""
+
+from pathlib import Path
+
+from tridock.train.compiler import compiler_problems
+
+
+def _at(folder: Path, name: str, mode: int) -> Path:
+    path = folder / name
+    path.touch(mode)
+    return path
+
+
+def test_all_is_there(tmp_path: Path) -> None:
+    _at(tmp_path, "Python.h", 0o644)
+    compiler = _at(tmp_path, "g++", 0o755)
+    assert list(compiler_problems({"PATH": str(tmp_path)}, tmp_path)) == []
+    assert list(compiler_problems({"PATH": "/nonexistent", "CXX": str(compiler)}, tmp_path)) == []
+
+
+def test_nothing_is_there(tmp_path: Path) -> None:
+    assert [str(problem) for problem in compiler_problems({"PATH": str(tmp_path)}, tmp_path)] == [
+        "train.compile: needs a C++ compiler where the ranks are on the CPU; got no g++ on the PATH; install g++, name "
+        "another in CXX, or set it to false",
+        "train.compile: needs Python's headers where the ranks are on the CPU; got no "
+        f"{tmp_path}/Python.h; install python3-dev, or set it to false",
+    ]
+
+
+def test_the_compiler_that_is_named_is_looked_for(tmp_path: Path) -> None:
+    _at(tmp_path, "g++", 0o755)
+    _at(tmp_path, "Python.h", 0o644)
+    (problem,) = compiler_problems({"PATH": str(tmp_path), "CXX": "clang++"}, tmp_path)
+    assert problem.got == "no clang++ on the PATH"

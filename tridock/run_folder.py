@@ -20,6 +20,8 @@ SSH_PORT: Final = 2222
 RUN_ID_VARIABLE: Final = "TRIDOCK_RUN_ID"
 WORLD_SIZE_VARIABLE: Final = "TRIDOCK_WORLD_SIZE"
 MEGATRON_VARIABLE: Final = "TRIDOCK_MEGATRON"
+# For `tridock bench`: the run takes turns with a bare loop of PyTorch, `<steps of warm-up>,<steps of a turn>`.
+TURNS_VARIABLE: Final = "TRIDOCK_TURNS"
 
 EXPERIMENT: Final = "experiment.yaml"
 PLAN: Final = "plan.json"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.ranks import check_communication, make_data, make_run, rank_environment, read_lines
+from tests.distributed.ranks import check_communication, losses, make_data, make_run, rank_environment, read_lines
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 
@@ -38,7 +38,13 @@ def test_a_matrix(tmp_path: Path) -> None:
     cells = json.loads((tmp_path / "out" / "results.json").read_text())["cells"]
     assert [cell["state"] for cell in cells] == ["ok", "ok", "refused", "refused", "failed", "failed"]
     alone, ran, _, refused, _, failed = cells
-    assert len(ran["step_s"]) == len(ran["bare_step_s"]) == len(ran["runs"]) == 2
+    assert len(ran["step_s"]) == len(ran["runs"]) == 2
+    # Two runs of two turns, the warm-up's apart; and the losses are those of a run alone.
+    assert len(ran["over_bare"]) == 4
+    beside = [path.parent for path in tmp_path.glob("runs/*/events.jsonl") if "beside_bare" in path.read_text()]
+    assert len(beside) == 4
+    own = [losses(tmp_path / "runs" / cell["runs"][0]) for cell in (alone, ran)]
+    assert all(losses(folder) in own for folder in beside)
     assert ran["tokens_per_step"] == 8 * 16
     assert ran["tokens_per_second"] == pytest.approx(128 / ran["median_s"])
     assert ran["peak_bytes"] > ran["predicted_bytes"] > 0

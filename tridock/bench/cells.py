@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from tridock.bench.schema import Bench
+
+_FEW: Final = 5
+"""Turns that tell something of how far they scatter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +58,10 @@ class Measured:
     peak_bytes: int | None = None
     predicted_bytes: int | None = None
     device: str = ""
-    bare_step_s: tuple[float, ...] = ()
+    over_bare: tuple[float, ...] = ()
+    """For each turn of the engine and the bare loop: the time of the one over that of the other."""
+    no_bare: str = ""
+    """Why that is not known."""
     communication: float | None = None
     """Share of a step in which a rank communicates and computes nothing, the mean over the ranks."""
     no_communication: str = ""
@@ -78,10 +85,17 @@ class Measured:
 
     @property
     def overhead(self) -> float | None:
-        """How much longer the engine's step takes than the bare loop's, as a share of that."""
-        if self.median_s is None or not self.bare_step_s:
+        """How much longer the engine's step takes than the bare loop's, as a share of that: the median of the turns."""
+        return statistics.median(self.over_bare) - 1.0 if self.over_bare else None
+
+    @property
+    def overhead_error(self) -> float | None:
+        """The standard error of that median, as that of a normal distribution with the turns' quartiles."""
+        if len(self.over_bare) < _FEW:
             return None
-        return self.median_s / statistics.median(self.bare_step_s) - 1.0
+        first, _, third = statistics.quantiles(self.over_bare, n=4)
+        deviation = (third - first) / (2 * statistics.NormalDist().inv_cdf(0.75))
+        return math.sqrt(math.pi / 2 / len(self.over_bare)) * deviation
 
 
 def scaling(measured: Measured, others: Sequence[Measured]) -> float | None:

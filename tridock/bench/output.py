@@ -29,7 +29,8 @@ step: the median of the runs' median steps; spread: slowest run less fastest, ov
 memory: of the rank that held most (on a CPU the whole process); planned: what the planner predicts of a rank.
 Scaling: tokens/s of a rank over those of the smallest world. Communication: share of a step in which a rank exchanges
 something and computes nothing, the mean over the ranks, by torch's profiler in steps of their own. Over bare
-torch: the step beside that of a loop of plain PyTorch on the same model, in the same benchmark."""
+torch: the engine's step over that of a loop of plain PyTorch on the same model, with which it takes turns in one run on
+the same ranks: the median of all turns, and its standard error."""
 
 
 def row(one: Measured, others: Sequence[Measured]) -> list[str]:
@@ -48,8 +49,12 @@ def row(one: Measured, others: Sequence[Measured]) -> list[str]:
         _shown(one.predicted_bytes, lambda value: f"{value / _GIB:.2f} GiB"),
         _shown(scaling(one, others), lambda value: f"{value:.1%}"),
         _shown(one.communication, lambda value: f"{value:.1%}"),
-        _shown(one.overhead, lambda value: f"{value:+.1%}"),
+        _shown(one.overhead, lambda value: f"{value:+.1%}{_shown_error(one.overhead_error)}"),
     ]
+
+
+def _shown_error(value: float | None) -> str:
+    return "" if value is None else f" \N{PLUS-MINUS SIGN}{value:.1%}"
 
 
 def _shown(value: float | None, form: Callable[[float], str]) -> str:
@@ -72,6 +77,7 @@ def markdown(measured: Sequence[Measured]) -> str:
     lines += ["", f"On {', '.join(devices) or 'no device'}, {_versions()}.", "", FORMULAS, ""]
     reasons = [f"- {one.cell.name}: {one.state}: {one.reason}" for one in measured if one.reason]
     reasons += [f"- {one.cell.name}: communication: {one.no_communication}" for one in measured if one.no_communication]
+    reasons += [f"- {one.cell.name}: over bare torch: {one.no_bare}" for one in measured if one.no_bare]
     return "\n".join([*lines, *reasons, *([""] if reasons else [])])
 
 
@@ -94,7 +100,7 @@ def document(measured: Sequence[Measured], bench: Bench) -> dict[str, Any]:
     """For programs."""
     cells = []
     for one in measured:
-        figures = {"median_s", "tokens_per_second", "spread", "overhead"}
+        figures = {"median_s", "tokens_per_second", "spread", "overhead", "overhead_error"}
         own = {name: getattr(one, name) for name in sorted(figures)}
         cells.append({**asdict(one), **own, "scaling": scaling(one, measured)})
     return {"versions": versions(), "bench": bench.model_dump(), "cells": cells}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +22,8 @@ from tridock.records import read_lines, read_metrics
 from tridock.report.summary import summarize
 
 Say = Callable[[str], None]
+_TURN = 2
+"""Steps until the engine and the bare loop change places: soon, for a machine's speed changes within seconds."""
 
 
 def run_bench(bench: Bench, folder: Path, gpu: Gpu | None, say: Say) -> Iterator[Measured]:
@@ -75,13 +76,13 @@ def _has_bare(experiment: Experiment) -> bool:
     return experiment.engine == "torch" and plain and not experiment.model.is_vision
 
 
-def _run_once(world: int, timeout: int, config: Path, words: Sequence[str]) -> Path | str:
-    """The run's folder, or why it failed."""
+def _run_once(world: int, timeout: int, config: Path, words: Sequence[str], turns: str = "") -> Path | str:
+    """The run's folder, or why it failed. ``turns``: those with a bare loop, as ``tridock.train.bare`` reads them."""
     with tempfile.TemporaryDirectory() as folder:
         noted = Path(folder, "run-id")
         argv = [sys.executable, "-m", "tridock.cli", "train", str(config), "--run-id-file", str(noted)]
         argv += ["--nproc", str(world), *(part for word in words for part in ("--set", word))]
-        failure = _execute(argv, timeout)
+        failure = _execute(argv, timeout, {run_folder.TURNS_VARIABLE: turns} if turns else {})
         return Path("runs", noted.read_text().strip()) if failure is None else failure
 
 
@@ -122,25 +123,26 @@ def _run_profiled(measured: Measured, bench: Bench, config: Path, words: Sequenc
 
 
 def _run_bare(measured: Measured, bench: Bench, config: Path, words: Sequence[str]) -> Measured:
-    """The same model in a loop without Tridock; one that fails leaves no figure."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder, "bare.json")
-        start = [sys.executable, "-m"]
-        if measured.cell.world > 1:
-            start += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(measured.cell.world), "-m"]
-        argv = [*start, "tridock.train.bare", str(config), "--warmup", str(bench.warmup), "--out", str(result)]
-        if _execute([*argv, *(part for word in words for part in ("--set", word))], bench.timeout) is not None:
-            return measured
-        step = float(json.loads(result.read_text())["step_s"])
-    return replace(measured, bare_step_s=(*measured.bare_step_s, step))
+    """A run that takes turns with a loop without Tridock. Apart from the others: it holds two models."""
+    turns = f"{bench.warmup},{min(_TURN, bench.iterations)}"
+    # Turns are timed by themselves: the line of every step, which is for the other runs' figures, is not needed.
+    own = load_experiment(config, words_of(measured.cell.fields)).train.log_interval
+    words = [*words, *words_of({"train.log_interval": own})]
+    run = _run_once(measured.cell.world, bench.timeout, config, words, turns)
+    if isinstance(run, str):
+        return replace(measured, no_bare=run)
+    told = [event for event in read_lines(run / run_folder.EVENTS) if event["event"] == "beside_bare"]
+    # The first is the warm-up.
+    ratios = [turn["engine_s"] / turn["bare_s"] for turn in told[-1]["turns"][1:]] if told else []
+    return replace(measured, over_bare=(*measured.over_bare, *ratios))
 
 
-def _execute(argv: Sequence[str], timeout: int) -> str | None:
+def _execute(argv: Sequence[str], timeout: int, env: Mapping[str, str]) -> str | None:
     """Why it failed: its last line."""
     try:
         done = subprocess.run(
             argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=timeout,
-            env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+            env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **env},
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return f"no end after {timeout} s"

@@ -46,7 +46,9 @@ class Bench(BaseModel):
     )
     timeout: Positive = Field(default=1800, description="Seconds until a run is given up.")
     bare: bool = Field(
-        default=True, description="Also measure a bare loop of PyTorch on the same model, for engine torch with ddp."
+        default=True,
+        description="Also measure against a bare loop of PyTorch on the same model, for engine torch with ddp: in"
+        " as many runs again, in which the two take turns.",
     )
 
 

@@ -99,7 +99,8 @@ def _differences(
     expected = answers[head]["files"]
     for field in dict.fromkeys(files.values()):
         names = [name for name in files if files[name] == field]
-        where, todo = f"{config}: {field}", f"{bring}{names[0].removesuffix('.bin')}"
+        prefix = names[0].removesuffix(".bin").removesuffix(IMAGE_SUFFIXES[0])
+        where, todo = f"{config}: {field}", f"{bring}{prefix}"
         for node, answer in answers.items():
             there = answer["files"]
             missing = [name for name in names if there[name] is None]

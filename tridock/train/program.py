@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tridock.run_folder import EXPERIMENT
+from tridock.run_folder import EXPERIMENT, TURNS_VARIABLE
 from tridock.train.rank import form_world, record_end, run_rank
 
 if TYPE_CHECKING:
@@ -46,6 +47,12 @@ def train(run_folder: Path, workspace: Path, engine: Engine, load: str | None) -
         # A restart's is on its command line: the run's experiment stays what it was.
         overrides = () if load is None else (f"train.load={json.dumps(load)}",)
         experiment = load_experiment(run_folder / EXPERIMENT, overrides)
-    trainer = Trainer(experiment, run_folder, workspace, ranks, engine(ranks))
+    given = (experiment, run_folder, workspace, ranks, engine(ranks))
+    if turns := os.environ.get(TURNS_VARIABLE):
+        from tridock.train.bare import BesideBare, Turns
+
+        trainer: Trainer = BesideBare(*given, Turns.parse(turns))
+    else:
+        trainer = Trainer(*given)
     trainer.run()
     record_end(run_folder, ranks, trainer.progress.iteration)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 
 import pytest
@@ -47,12 +48,23 @@ def test_words() -> None:
 
 
 def test_figures() -> None:
-    measured = of(2, 0.5, 0.4, 0.6, bare_step_s=(0.4, 0.5, 0.6))
+    measured = of(2, 0.5, 0.4, 0.6)
     assert measured.median_s == 0.5
     assert measured.tokens_per_second == 200.0
     assert measured.spread == pytest.approx(0.4)
-    assert measured.overhead == pytest.approx(0.0)
-    assert of(1, 0.51, bare_step_s=(0.5,)).overhead == pytest.approx(0.02)
+    assert measured.overhead is None
+
+
+def test_the_overhead_is_that_of_the_median_turn() -> None:
+    few = of(1, 0.5, over_bare=(1.0, 1.02, 3.0))
+    assert few.overhead == pytest.approx(0.02)
+    assert few.overhead_error is None
+    assert row(few, [few])[-1] == "+2.0%"
+    # Of a normal distribution: the error of the median is 1.2533 of the mean's.
+    turns = tuple(statistics.NormalDist(0.99, 0.05).inv_cdf((place + 0.5) / 1000) for place in range(1000))
+    many = of(1, 0.5, over_bare=turns)
+    assert many.overhead_error == pytest.approx(1.2533 * 0.05 / 1000**0.5, rel=0.01)
+    assert row(many, [many])[-1] == "-1.0% ±0.2%"
 
 
 def test_scaling_is_beside_the_smallest_world_of_the_same_kind() -> None:
@@ -78,10 +90,11 @@ def test_a_row_and_the_reasons() -> None:
     assert row(done, [done]) == [
         "ddp · 1 rank", "100.0 ms", "0.0%", "1,000", "1.25", "50.0%", "1.00 GiB", "0.50 GiB", "-", "12.5%", "-",
     ]  # fmt: skip
-    untold = of(2, 0.1, no_communication="no end after 5 s")
+    untold = of(2, 0.1, no_communication="no end after 5 s", no_bare="two models do not fit")
     assert row(untold, [untold])[-2] == "-"
     text = markdown([done, lost, untold])
     assert "\n- ddp · 2 ranks: communication: no end after 5 s\n" in text
+    assert "\n- ddp · 2 ranks: over bare torch: two models do not fit\n" in text
     assert "| tp3 · 1 rank | refused |" in text
     assert "\n- tp3 · 1 rank: refused: three do not divide four\n" in text
     assert "\nOn cpu, python " in text

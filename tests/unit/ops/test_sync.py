@@ -15,13 +15,16 @@ import pytest
 
 from tests.unit.ops.conftest import Lab
 from tridock.errors import ClusterError, Problem, RequestError, TridockError
+from tridock.experiment import load_experiment
 from tridock.ops.launch import DEMO_DATA, bring_demo_data
-from tridock.ops.sync import Row, choose, sync, transfer
+from tridock.ops.preflight import data_files
+from tridock.ops.sync import Row, choose, of_experiment, sync, transfer
 from tridock.ops.sync.files import DataFile
 from tridock.ops.sync.hashes import fingerprint
 from tridock.ops.sync.shared import OPERATOR
 from tridock.remote import LocalHost
 
+ROOT = Path(__file__).parents[3]
 LARGE = os.urandom(transfer.SMALL + 12345)
 
 
@@ -388,6 +391,18 @@ def test_a_prefix_a_file_a_folder(lab: Lab, pair: dict[str, bytes]) -> None:
     assert names(lab, "data/x_indexmap.sha256") == ["data/x_indexmap.sha256"]
 
 
+def test_a_data_set_of_images(lab: Lab) -> None:
+    both = {"data/photos_images.npy": b"pixels" * 1000, "data/photos_labels.npy": b"labels"}
+    for name, content in both.items():
+        lab.write(name, content)
+    assert names(lab, "data/photos") == list(both)
+    experiment = load_experiment(ROOT / "configs" / "resnet50.yaml", ["data.data_path=data/photos"])
+    chosen = of_experiment(lab.project, Path("e.yaml"), "data/photos", data_files(experiment))
+    assert [item.name for item in chosen] == list(both)
+    assert [row.sent for row in sync(lab.session, chosen).rows] == [2, 2]
+    assert lab.below("node-1") == lab.below("node-2") == both
+
+
 def test_links_are_followed_and_not_round_and_round(lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "disk" / "x.bin").write_bytes(b"1")
@@ -399,18 +414,20 @@ def test_links_are_followed_and_not_round_and_round(lab: Lab, tmp_path: Path) ->
 def test_all_that_is_wrong_with_the_paths_at_once(lab: Lab) -> None:
     lab.write("data/x.bin", b"")
     lab.write("tabs/a\tb", b"")
+    lab.write("data/photos_images.npy", b"")
     (lab.project / "empty").mkdir()
     (lab.project / "links").mkdir()
     (lab.project / "links" / "a").symlink_to("nowhere")
     make = "make it first (tridock data preprocess, or tridock data demo), or give another"
     outside = f"give a file, a folder or a data set's prefix below {lab.project}"
     with pytest.raises(RequestError) as caught:
-        choose(lab.project, ["..", ".", "data/none", "data/x", "empty", "tabs", "links"])
+        choose(lab.project, ["..", ".", "data/none", "data/x", "data/photos", "empty", "tabs", "links"])
     assert str(caught.value).splitlines() == [
         f"--path: lies outside the project's folder; got ..; {outside}",
         f"--path: lies outside the project's folder; got .; {outside}",
         f"--path: is not here; got data/none; {make}",
         f"--path: is half of a data set: there is no .idx; got data/x; {make}",
+        f"--path: is half of a data set: there is no _labels.npy; got data/photos; {make}",
         f"--path: holds no file; got empty; {make}",
         "--path: has a file with a tab or a line break in its name; got 'tabs/a\\tb'; rename it",
         "--path: has a link that leads nowhere, or no file; got links/a; remove it or mend it",

@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Final
 
 from tridock.errors import Problem, RequestError
+from tridock.experiment.inputs import IMAGE_SUFFIXES
 from tridock.run_folder import WORKSPACE
 
-_SUFFIXES: Final = (".bin", ".idx", ".json")
+_HALVES: Final = ((".bin", ".idx"), IMAGE_SUFFIXES)
+"""What data sets of tokens and of images consist of."""
+_SUFFIXES: Final = (*(suffix for halves in _HALVES for suffix in halves), ".json")
 # Which of them a run needs depends on the run; each node, or `--config`, makes its own.
 _INDEX_MAP: Final = re.compile(r".*_indexmap(_.*\.npy|\.sha256)")
 _MAKE: Final = "make it first (tridock data preprocess, or tridock data demo), or give another"
@@ -97,10 +100,10 @@ def _chosen(project: Path, wanted: Iterable[tuple[str, str]]) -> tuple[Chosen, .
         if not any(full == item.source or _is_of(item.source, full) for item in found.values()):
             what = "holds no file" if full.is_dir() else "is not here"
             problems.append(Problem(where, what, text, _MAKE))
-        for suffix in (".bin", ".idx"):
-            pair = {other for other in (".bin", ".idx") if full.with_name(full.name + other).is_file()}
-            if not full.exists() and pair and suffix not in pair:
-                problems.append(Problem(where, f"is half of a data set: there is no {suffix}", text, _MAKE))
+        for halves in _HALVES:
+            missing = [suffix for suffix in halves if not full.with_name(full.name + suffix).is_file()]
+            if not full.exists() and len(missing) == 1:
+                problems.append(Problem(where, f"is half of a data set: there is no {missing[0]}", text, _MAKE))
     if problems:
         raise RequestError(problems)
     return tuple(found.values())

@@ -103,8 +103,8 @@ bench-memory: .venv/.full ## Memory that the planner predicts beside what CPU ra
 # ---- checks ------------------------------------------------------------------------------------------------------------
 # TESTS  more words for pytest, as TESTS='-k hostfile -x'
 TESTS ?=
-# More than cores: many of these tests wait for a process.
-WORKERS ?= $(shell echo $$(( $$(nproc) * 2 )))
+# One more than cores: many of these tests wait for a process, and each worker takes some seconds to begin.
+WORKERS ?= $(shell echo $$(( $$(nproc) + 1 )))
 
 .PHONY: lint
 lint: .venv/.full ## Formatting, types, shell scripts, the Dockerfile

@@ -29,9 +29,14 @@ class Convolution:
     """Elements of its input, of one image."""
 
     @property
+    def weights(self) -> int:
+        """Of the convolution itself."""
+        return self.inputs * self.outputs * self.kernel**2
+
+    @property
     def parameters(self) -> int:
         """Its weights, and the normalization's scale and shift."""
-        return self.inputs * self.outputs * self.kernel**2 + 2 * self.outputs
+        return self.weights + 2 * self.outputs
 
     @property
     def made(self) -> int:
@@ -41,7 +46,7 @@ class Convolution:
     @property
     def products(self) -> int:
         """Multiplications of one image's forward pass."""
-        return self.made * self.inputs * self.kernel**2
+        return self.height * self.width * self.weights
 
 
 def _half(size: int) -> int:
@@ -78,6 +83,11 @@ def head_parameters(model: Model) -> int:
 def parameters(model: Model) -> int:
     """25,557,032 with 1000 classes."""
     return sum(one.parameters for one in convolutions(model)) + head_parameters(model)
+
+
+def cast_elements(model: Model) -> int:
+    """What autocast copies into the short format: weights of the convolutions and of the last layer."""
+    return sum(one.weights for one in convolutions(model)) + head_parameters(model)
 
 
 def largest_block(model: Model) -> int:

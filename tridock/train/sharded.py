@@ -87,7 +87,7 @@ class Sharded:
             groups[decay, parameter.device_mesh if isinstance(parameter, DTensor) else None].append(parameter)
         given: Any = [{"params": members, "weight_decay": decay} for (decay, _), members in groups.items()]
         betas = (settings.adam_beta1, settings.adam_beta2)
-        return torch.optim.AdamW(given, lr=settings.lr, betas=betas, eps=settings.adam_eps, foreach=True)
+        return torch.optim.AdamW(given, lr=settings.lr, betas=betas, eps=settings.adam_eps, fused=True)
 
     @property
     def loss_scale(self) -> float:

@@ -94,8 +94,8 @@ def _sharded(experiment: Experiment, weights: Parameters, short: int, shape: Sha
     The gathered layers of a backward pass are among its activations' terms.
     """
     count, owned = weights.total, -(-weights.total // shards_of(experiment, shape.data))
-    # Gradients come with the first backward pass, and go after the optimizer, whose foreach form holds a copy of them.
-    return States(4 * owned, 0, 8 * owned, 4 * owned, 0, short * (count - weights.layers), 4 * owned)
+    # Gradients come with the first backward pass, and go after the optimizer, which works in place.
+    return States(4 * owned, 0, 8 * owned, 4 * owned, 0, short * (count - weights.layers), 0)
 
 
 def _zero(experiment: Experiment, weights: Parameters, short: int, replicas: int) -> States:

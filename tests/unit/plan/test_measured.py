@@ -19,8 +19,8 @@ KNOWN = {
     "torch-pp2-bf16-checkpointed": (0.045, HIDDEN),
     "torch-pp2-vpp2-fp32": (0.04, HIDDEN),
     "torch-pp2-vpp2-bf16": (0.04, HIDDEN),
-    "torch-pp4-fp32": (0.045, HIDDEN),
-    "torch-pp4-bf16": (0.04, HIDDEN),
+    "torch-pp4-fp32": (0.05, HIDDEN),
+    "torch-pp4-bf16": (0.045, HIDDEN),
     "torch-tp2-pp2-bf16-larger": (0.035, HIDDEN),
     "torch-pp2-fsdp2-bf16-wide": (0.035, HIDDEN),
 }

@@ -231,6 +231,14 @@ def test_the_words_of_a_layout_that_was_found_ask_for_it(capsys: pytest.CaptureF
         assert assessment.cost.estimate.iteration == pytest.approx(one["seconds"])
 
 
+def test_a_search_counts_images_of_a_model_of_those(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("configs/resnet50.yaml", "--nodes", "1", "--gpus-per-node", "8", "--gpu", "h100-80gb", "--tflops", "200")
+    assert main(["plan", *words, "--search"]) == 0
+    text = capsys.readouterr().out
+    assert "images/s" in text
+    assert "tokens" not in text
+
+
 @pytest.mark.parametrize("config", ["configs/megatron/gpt2-10b.yaml", "configs/demo.yaml"])
 def test_a_search_of_the_other_engines(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = document(capsys, config, "--nodes", "2", "--gpu", "a100-40gb", "--search")

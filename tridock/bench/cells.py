@@ -53,6 +53,8 @@ class Measured:
     step_s: tuple[float, ...] = ()
     """The median step of each run."""
     tokens_per_step: int = 0
+    unit: str = "tokens"
+    """What a step works through: images, of a model of those."""
     model_tflops_per_rank: float | None = None
     mfu: float | None = None
     peak_bytes: int | None = None

@@ -20,14 +20,14 @@ from tridock.run_folder import write_atomic
 _GIB: Final = 2**30
 _PACKAGES: Final = ("torch", "deepspeed", "megatron-core")
 COLUMNS: Final = (
-    *("cell", "step", "spread", "tokens/s", "TFLOP/s a rank", "MFU", "peak memory", "planned", "scaling"),
+    *("cell", "step", "spread", "speed", "TFLOP/s a rank", "MFU", "peak memory", "planned", "scaling"),
     *("communication", "over bare torch"),
 )
 FORMULAS: Final = """\
 step: the median of the runs' median steps; spread: slowest run less fastest, over the median. TFLOP/s: model FLOPs
 (Narayanan et al., 2021, equation 3, without recomputation) a second; MFU: that over the device's dense peak. Peak
 memory: of the rank that held most (on a CPU the whole process); planned: what the planner predicts of a rank.
-Scaling: tokens/s of a rank over those of the smallest world. Communication: share of a step in which a rank exchanges
+Scaling: the speed of a rank over that in the smallest world. Communication: share of a step in which a rank exchanges
 something and computes nothing, the mean over the ranks, by torch's profiler in steps of their own. Over bare
 torch: the engine's step over that of a loop of plain PyTorch on the same model, with which it takes turns in one run on
 the same ranks: the median of all turns, and its standard error."""
@@ -42,7 +42,7 @@ def row(one: Measured, others: Sequence[Measured]) -> list[str]:
         one.cell.name,
         f"{one.median_s * 1e3:,.1f} ms",
         _shown(one.spread, lambda value: f"{value:.1%}"),
-        _shown(one.tokens_per_second, lambda value: f"{value:,.0f}"),
+        _shown(one.tokens_per_second, lambda value: f"{value:,.0f} {one.unit}/s"),
         _shown(one.model_tflops_per_rank, lambda value: f"{value:.3g}"),
         _shown(one.mfu, lambda value: f"{value:.1%}"),
         _shown(one.peak_bytes, lambda value: f"{value / _GIB:.2f} GiB"),
@@ -122,7 +122,8 @@ def _plots(done: Sequence[Measured], folder: Path) -> None:
     draw_bars(folder / "step.png", "time of a step", "ms", names, [(one.median_s or 0.0) * 1e3 for one in done], steps)
     rates = [(one.tokens_per_step / max(one.step_s), one.tokens_per_step / min(one.step_s)) for one in done]
     speeds = [one.tokens_per_second or 0.0 for one in done]
-    draw_bars(folder / "tokens.png", "tokens a second", "tokens/s", names, speeds, rates)
+    unit = " or ".join(sorted({one.unit for one in done}))
+    draw_bars(folder / "speed.png", f"{unit} a second", f"{unit}/s", names, speeds, rates)
     memory = [(one.peak_bytes or 0) / _GIB for one in done]
     _draw_plain(folder / "memory.png", "peak memory of a rank", "GiB", names, memory)
     known = [(one.cell.name, one.communication * 100) for one in done if one.communication is not None]

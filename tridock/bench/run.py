@@ -58,7 +58,13 @@ def measure(bench: Bench, cell: Cell, config: Path, gpu: Gpu | None) -> Measured
         plan = assessment.checked()
     except RequestError as error:
         return Measured(cell, "refused", str(error.problems[0]))
-    measured = Measured(cell, "ok", tokens_per_step=plan.tokens_per_step, predicted_bytes=assessment.worst.total_bytes)
+    measured = Measured(
+        cell,
+        "ok",
+        tokens_per_step=plan.tokens_per_step,
+        unit=experiment.model.unit,
+        predicted_bytes=assessment.worst.total_bytes,
+    )
     for _ in range(bench.repeats):
         measured = _run_measured(measured, bench, config, words)
         if measured.state != "ok":

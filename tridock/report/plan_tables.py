@@ -211,7 +211,8 @@ def render_search(found: Search, name: str) -> Group:
     """The best layouts, and why the others are none."""
     table = _table(f"Layouts of {name}, best first")
     table.padding = (0, 1, 0, 0)
-    for column in ("", "layout", "mb", "states", "again", "GiB", "GPU", "time", "tokens/s", "MFU"):
+    unit = next((one.experiment.model.unit for one in found.found), "tokens")
+    for column in ("", "layout", "mb", "states", "again", "GiB", "GPU", "time", f"{unit}/s", "MFU"):
         left = column in ("layout", "states", "again")
         table.add_column(column, justify="left" if left else "right", no_wrap=True)
     for number, one in enumerate(found.found[:_MOST_LAYOUTS], start=1):

@@ -88,7 +88,8 @@ def test_a_row_and_the_reasons() -> None:
     )
     lost = Measured(Cell({"strategy": "tp3"}, 1, {}), "refused", "three do not divide four")
     assert row(done, [done]) == [
-        "ddp · 1 rank", "100.0 ms", "0.0%", "1,000", "1.25", "50.0%", "1.00 GiB", "0.50 GiB", "-", "12.5%", "-",
+        "ddp · 1 rank", "100.0 ms", "0.0%", "1,000 tokens/s",
+        "1.25", "50.0%", "1.00 GiB", "0.50 GiB", "-", "12.5%", "-",
     ]  # fmt: skip
     untold = of(2, 0.1, no_communication="no end after 5 s", no_bare="two models do not fit")
     assert row(untold, [untold])[-2] == "-"
@@ -109,7 +110,7 @@ def test_what_is_written(tmp_path: Path) -> None:
     assert found["bench"]["experiment"] == "e.yaml"
     assert found == json.loads(json.dumps(document(measured, SMALL)))
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {"results.json", "results.md", "step.png", "tokens.png", "memory.png", "communication.png"}
+    assert names == {"results.json", "results.md", "step.png", "speed.png", "memory.png", "communication.png"}
 
 
 def test_nothing_done_has_no_plots(tmp_path: Path) -> None:

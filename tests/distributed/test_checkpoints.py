@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.distributed.disturbed import EVERY, ITERATIONS, live_through, named
-from tests.distributed.ranks import PATIENCE, Started, make_data, make_run, rank_environment
+from tests.distributed.ranks import PATIENCE, Started, make_run, rank_environment
 from tests.distributed.test_restart import Training
 from tridock import pulse
 from tridock.node.processes import find_processes
@@ -36,13 +36,6 @@ ENGINES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
         "engine": "megatron-core", "parallel.strategy": "ddp", "parallel.pipeline_model_parallel_size": 2,
     }),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("workspace")
-    make_data(folder)
-    return folder
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.ranks import Started, events, losses, make_data, make_run, metrics, run
+from tests.distributed.ranks import Started, events, losses, make_run, metrics, run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 compiles = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
@@ -27,13 +27,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {TP: 2},
     "pp2-recomputed": {PP: 2, **RECOMPUTED},
 }
-
-
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("workspace")
-    make_data(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -36,13 +36,6 @@ ZERO3 = {"parallel.strategy": "zero", "parallel.zero_stage": 3}
 LAYOUTS = pytest.mark.parametrize("layout", [{}, ZERO3], ids=["ddp", "zero3"])
 
 
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("workspace")
-    make_data(folder)
-    return folder
-
-
 def assert_clean(finished: Finished) -> None:
     assert finished.codes == [0] * len(finished.codes), finished.err
     # The copy of each rank's log carries what it wrote to standard error as well.

@@ -19,7 +19,6 @@ from tests.distributed.ranks import (
     ROOT,
     events,
     losses,
-    make_data,
     make_run,
     rank_environment,
     read_lines,
@@ -46,13 +45,6 @@ ENGINES: dict[str, dict[str, Any]] = {
     "zero1": {"parallel.strategy": "zero", "parallel.zero_stage": 1},
     "megatron-core": CORE,
 }
-
-
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("workspace")
-    make_data(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.ranks import losses, make_data, make_run, metrics, run_several
+from tests.distributed.ranks import losses, make_run, metrics, run_several
 
 pytestmark = pytest.mark.distributed
 
@@ -25,13 +25,6 @@ FP32_TOLERANCE = 1e-5
 """Absolute, over 8 steps: sums over ranks and micro-batches come in another order, nothing else differs."""
 SHORT_TOLERANCE = 2e-2
 """bf16 and fp16: DDP keeps fp32 weights under autocast, DeepSpeed keeps the model itself in the short format."""
-
-
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("workspace")
-    make_data(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

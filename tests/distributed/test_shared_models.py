@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.ranks import losses, make_data, make_run, metrics, run_several
+from tests.distributed.ranks import losses, make_run, metrics, run_several
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
@@ -44,13 +44,6 @@ SHORT: dict[str, dict[str, Any]] = {
     for precision in ("bf16", "fp16")
 }
 OVERFLOW = {"precision": "fp16", "train.train_iters": 6, "fp16.initial_scale_power": 30}
-
-
-@pytest.fixture(scope="module")
-def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("workspace")
-    make_data(folder)
-    return folder
 
 
 def trained(workspace: Path, world_size: int, runs: dict[str, dict[str, Any]]) -> dict[str, Path]:

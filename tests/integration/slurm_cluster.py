@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.integration import rack
 from tests.integration.support import ROOT, execute, succeed, wait_until
 
 NODES = ("n1", "n2", "n3")
@@ -29,19 +30,7 @@ with IndexedDatasetWriter(Path("data/tiny/text_document"), vocab_size=64) as wri
     for start in range(400):
         writer.add_document([(start + step) % 64 for step in range(64)])
 """
-TINY = {
-    "name": "tiny",
-    "model": {
-        "num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 16, "vocab_size": 64,
-        "hidden_dropout": 0.0, "attention_dropout": 0.0,
-    },
-    "parallel": {"strategy": "zero", "zero_stage": 1},
-    "batch": {"micro_batch_size": 4},
-    "data": {"data_path": "data/tiny/text_document", "split": "80,10,10"},
-    "optimizer": {"lr": 1.0e-2, "lr_warmup_iters": 2},
-    "precision": "fp32",
-    "train": {"train_iters": 12, "log_interval": 1},
-}  # fmt: skip
+TINY = rack.TINY | {"model": rack.TINY["model"] | {"num_layers": 2}}
 SITE = {"gpus_per_node": 1, "gpu_request": "none", "cpus_per_node": 2, "time": "30", "signal_lead": 60}
 PATIENCE_S = 240.0
 

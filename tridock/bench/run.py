@@ -138,9 +138,11 @@ def _run_bare(measured: Measured, bench: Bench, config: Path, words: Sequence[st
     if isinstance(run, str):
         return replace(measured, no_bare=run)
     told = [event for event in read_lines(run / run_folder.EVENTS) if event["event"] == "beside_bare"]
+    if not told:
+        return replace(measured, no_bare=f"{run} has not told it")
     # The first is the warm-up.
-    ratios = [turn["engine_s"] / turn["bare_s"] for turn in told[-1]["turns"][1:]] if told else []
-    return replace(measured, over_bare=(*measured.over_bare, *ratios))
+    turns = list(zip(told[-1]["engine_s"], told[-1]["bare_s"], strict=True))[1:]
+    return replace(measured, over_bare=(*measured.over_bare, *(engine / bare for engine, bare in turns)))
 
 
 def _execute(argv: Sequence[str], timeout: int, env: Mapping[str, str]) -> str | None:

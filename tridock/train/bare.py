@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,12 @@ class BesideBare(Trainer):
 
     def run(self) -> None:
         super().run()
-        self.event("beside_bare", turns=[asdict(turn) for turn in self.taken])
+        self.event(
+            "beside_bare",
+            steps=[turn.steps for turn in self.taken],
+            engine_s=[round(turn.engine_s, 6) for turn in self.taken],
+            bare_s=[round(turn.bare_s, 6) for turn in self.taken],
+        )
 
     def iterate(self, iteration: int) -> None:
         # The one that begins changes with each turn: a machine that grows slower does so for both.

@@ -11,7 +11,7 @@ import pytest
 
 from tests.distributed.ranks import check_communication, losses, make_data, make_run, rank_environment, read_lines
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 MATRIX = """
 experiment: runs/base/experiment.yaml

@@ -141,8 +141,8 @@ def _run_bare(measured: Measured, bench: Bench, config: Path, words: Sequence[st
     if not told:
         return replace(measured, no_bare=f"{run} has not told it")
     # The first is the warm-up.
-    turns = list(zip(told[-1]["engine_s"], told[-1]["bare_s"], strict=True))[1:]
-    return replace(measured, over_bare=(*measured.over_bare, *(engine / bare for engine, bare in turns)))
+    ratios = [engine / bare for engine, bare in zip(told[-1]["engine_s"], told[-1]["bare_s"], strict=True)][1:]
+    return replace(measured, over_bare=(*measured.over_bare, *ratios))
 
 
 def _execute(argv: Sequence[str], timeout: int, env: Mapping[str, str]) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -14,7 +15,7 @@ from rich.table import Table
 
 from tridock.bench.cells import Measured, scaling
 from tridock.bench.schema import Bench
-from tridock.report.bar_chart import draw_bars
+from tridock.report.bar_chart import Bar, draw_bars
 from tridock.run_folder import write_atomic
 
 _GIB: Final = 2**30
@@ -111,27 +112,58 @@ def record(measured: Sequence[Measured], bench: Bench, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / "results.json", (json.dumps(document(measured, bench), indent=2) + "\n").encode())
     write_atomic(folder / "results.md", markdown(measured).encode())
-    done = [one for one in measured if one.median_s is not None]
-    if done:
-        _plots(done, folder)
+    for name, (title, unit, bars) in plots_of([one for one in measured if one.median_s is not None]).items():
+        if bars:
+            draw_bars(folder / f"{name}.png", title, unit, bars, expected="planned")
 
 
-def _plots(done: Sequence[Measured], folder: Path) -> None:
-    names = [one.cell.name for one in done]
-    steps = [(min(one.step_s) * 1e3, max(one.step_s) * 1e3) for one in done]
-    draw_bars(folder / "step.png", "time of a step", "ms", names, [(one.median_s or 0.0) * 1e3 for one in done], steps)
-    rates = [(one.tokens_per_step / max(one.step_s), one.tokens_per_step / min(one.step_s)) for one in done]
-    speeds = [one.tokens_per_second or 0.0 for one in done]
-    unit = " or ".join(sorted({one.unit for one in done}))
-    draw_bars(folder / "speed.png", f"{unit} a second", f"{unit}/s", names, speeds, rates)
-    memory = [(one.peak_bytes or 0) / _GIB for one in done]
-    _draw_plain(folder / "memory.png", "peak memory of a rank", "GiB", names, memory)
-    known = [(one.cell.name, one.communication * 100) for one in done if one.communication is not None]
-    if known:
-        title = "communication that nothing overlaps, of a step"
-        _draw_plain(folder / "communication.png", title, "%", *zip(*known, strict=True))
+def plots_of(done: Sequence[Measured]) -> dict[str, tuple[str, str, list[Bar]]]:
+    """Title, unit and bars of each; a figure that is not known has no bar."""
+    worked = " or ".join(sorted({one.unit for one in done}))
+    return {
+        "step": ("time of a step", "ms", [_ranged(one, [step * 1e3 for step in one.step_s]) for one in done]),
+        "speed": (
+            f"{worked} a second",
+            f"{worked}/s",
+            [_ranged(one, [one.tokens_per_step / step for step in one.step_s], one.tokens_per_second) for one in done],
+        ),
+        "tflops": ("model FLOPs a second, of a rank", "TFLOP/s", _bars(done, lambda one: one.model_tflops_per_rank)),
+        "mfu": ("MFU: model FLOPs a second over the dense peak", "%", _bars(done, lambda one: _percent(one.mfu))),
+        "memory": (
+            "peak memory of a rank",
+            "GiB",
+            _bars(done, lambda one: _gib(one.peak_bytes), lambda one: _gib(one.predicted_bytes)),
+        ),
+        "communication": (
+            "communication that nothing overlaps, of a step",
+            "%",
+            _bars(done, lambda one: _percent(one.communication)),
+        ),
+        "scaling": (
+            "speed of a rank over that in the smallest world",
+            "%",
+            _bars(done, lambda one: _percent(scaling(one, done))),
+        ),
+    }
 
 
-def _draw_plain(path: Path, title: str, unit: str, names: Sequence[str], values: Sequence[float]) -> None:
-    """What was measured once has no spread."""
-    draw_bars(path, title, unit, names, values, [(value, value) for value in values])
+def _ranged(one: Measured, values: Sequence[float], middle: float | None = None) -> Bar:
+    """The median of the runs' values, or what is in its place, from the least of them to the greatest."""
+    return Bar(one.cell.name, statistics.median(values) if middle is None else middle, min(values), max(values))
+
+
+def _bars(
+    done: Sequence[Measured],
+    value: Callable[[Measured], float | None],
+    expected: Callable[[Measured], float | None] = lambda _: None,
+) -> list[Bar]:
+    """What was measured once, or is of all runs together."""
+    return [Bar(one.cell.name, found, expected=expected(one)) for one in done if (found := value(one)) is not None]
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else share * 100.0
+
+
+def _gib(size: int | None) -> float | None:
+    return None if size is None else size / _GIB

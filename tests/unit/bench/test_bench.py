@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from tridock.bench.cells import Cell, Measured, cells_of, scaling
-from tridock.bench.output import document, markdown, record, row
+from tridock.bench.output import document, markdown, plots_of, record, row
 from tridock.bench.schema import Bench, load_bench, words_of
 from tridock.errors import RequestError
 from tridock.experiment import load_experiment
+from tridock.report.bar_chart import Bar
 
 ROOT = Path(__file__).parents[3]
 SMALL = Bench(
@@ -110,7 +111,21 @@ def test_what_is_written(tmp_path: Path) -> None:
     assert found["bench"]["experiment"] == "e.yaml"
     assert found == json.loads(json.dumps(document(measured, SMALL)))
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {"results.json", "results.md", "step.png", "speed.png", "memory.png", "communication.png"}
+    assert names == {"results.json", "results.md", "step.png", "speed.png", "communication.png"}
+
+
+def test_every_figure_that_is_known_is_a_plot(tmp_path: Path) -> None:
+    known = {"model_tflops_per_rank": 1.0, "mfu": 0.5, "peak_bytes": 2**30, "predicted_bytes": 2**29}
+    measured = [of(1, 0.1, 0.2, **known), of(2, 0.1, communication=0.1), of(2, 0.1, strategy="fsdp")]
+    record(measured, SMALL, tmp_path)
+    plots = {path.stem for path in tmp_path.glob("*.png")}
+    assert plots == {"step", "speed", "tflops", "mfu", "memory", "communication", "scaling"}
+    title, unit, bars = plots_of(measured)["memory"]
+    assert (title, unit, bars) == ("peak memory of a rank", "GiB", [Bar("ddp · 1 rank", 1.0, expected=0.5)])
+    step = plots_of(measured)["step"][2][0]
+    assert (step.value, step.least, step.greatest) == pytest.approx((150.0, 100.0, 200.0))
+    assert step.spread == pytest.approx((50.0, 50.0))
+    assert [bar.value for bar in plots_of(measured)["scaling"][2]] == pytest.approx([75.0])
 
 
 def test_nothing_done_has_no_plots(tmp_path: Path) -> None:

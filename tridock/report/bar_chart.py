@@ -35,7 +35,7 @@ def _figure(value: float) -> str:
 
 
 def draw_bars(path: Path, title: str, unit: str, bars: Sequence[Bar], expected: str = "expected") -> None:
-    """One below the other, from zero, each with its figure where there is room; ``expected``: what its line is called."""
+    """One below the other, from zero, each with its figure where there is room; ``expected`` names the lines."""
     import matplotlib
 
     matplotlib.use("Agg")

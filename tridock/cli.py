@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -137,6 +138,7 @@ def _replan(arguments: argparse.Namespace) -> int:
 def _bench(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
+    from tridock.bench.cells import exit_code_of
     from tridock.bench.output import record, table
     from tridock.bench.run import run_bench
     from tridock.bench.schema import load_bench
@@ -146,14 +148,20 @@ def _bench(arguments: argparse.Namespace) -> int:
     gpu = None if arguments.gpu is None else find_gpu(arguments.gpu, "--gpu")
     out = arguments.out or Path("runs", f"bench-{arguments.config.stem}")
     measured = []
-    for cell in run_bench(bench, arguments.config.parent, gpu, print):
-        measured.append(cell)
-        # After each: what was measured stays, whatever comes.
-        record(measured, bench, out)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as with Ctrl-C: the run of the moment is stopped
+    try:
+        for cell in run_bench(bench, arguments.config.parent, gpu, print):
+            measured.append(cell)
+            # After each: what was measured stays, whatever comes.
+            record(measured, bench, out)
+    except KeyboardInterrupt:
+        what = f"{len(measured)} cells are in {out}" if measured else "nothing was measured"
+        print(f"stopped, and the run of the moment with it; {what}", file=sys.stderr)
+        raise
     console = Console()
     (console if console.is_terminal else Console(width=160)).print(table(measured))
     print(f"results: {out}/results.json, results.md and plots")
-    return 0
+    return exit_code_of(measured)
 
 
 def _reproduce(arguments: argparse.Namespace) -> int:

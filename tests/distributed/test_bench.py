@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.ranks import check_communication, losses, make_data, make_run, rank_environment, read_lines
+from tests.distributed.ranks import (
+    PATIENCE,
+    check_communication,
+    losses,
+    make_data,
+    make_run,
+    rank_environment,
+    read_lines,
+)
+from tridock.node.processes import find_processes
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
@@ -60,3 +71,50 @@ def test_a_matrix(tmp_path: Path) -> None:
     check_communication(folder)
     told = [event for event in read_lines(folder / "events.jsonl") if event["event"] == "communication_measured"]
     assert ran["communication"] == told[0]["exposed"]
+
+
+ENDLESS = """
+experiment: runs/base/experiment.yaml
+world: [2]
+iterations: 1000000
+timeout: {timeout}
+"""
+
+
+def start(workspace: Path, timeout: int) -> subprocess.Popen[str]:
+    """A benchmark whose only run does not end of itself; the function returns when that trains."""
+    make_data(workspace)
+    make_run(workspace, "base", 2)
+    (workspace / "b.yaml").write_text(ENDLESS.format(timeout=timeout))
+    words = [sys.executable, "-m", "tridock.cli", "bench", "b.yaml", "-o", "out"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen(words, cwd=workspace, env=rank_environment(), text=True, **pipes)  # type: ignore[call-overload]
+    deadline = time.monotonic() + PATIENCE
+    while not list(workspace.glob("runs/*/metrics.jsonl")):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.1)
+    return process
+
+
+def left_behind(workspace: Path) -> list[object]:
+    return [found for folder in workspace.glob("runs/small-*") for found in find_processes(folder.name)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_benchmark_that_is_told_to_end_stops_its_run(tmp_path: Path, number: int) -> None:
+    with start(tmp_path, 600) as process:
+        assert left_behind(tmp_path)
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130, output
+    assert output == "1 of 1: 2 ranks\nstopped, and the run of the moment with it; nothing was measured\n"
+    assert left_behind(tmp_path) == []
+
+
+def test_a_run_that_is_given_up_is_stopped(tmp_path: Path) -> None:
+    with start(tmp_path, 30) as process:
+        output, _ = process.communicate(timeout=PATIENCE)
+    assert "failed: no end after 30 s" in output
+    assert process.returncode == 4
+    assert left_behind(tmp_path) == []

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from tridock.bench.schema import Bench
+from tridock.errors import RequestError, RunError
 
 _FEW: Final = 5
 """Turns that tell something of how far they scatter."""
@@ -98,6 +99,14 @@ class Measured:
         first, _, third = statistics.quantiles(self.over_bare, n=4)
         deviation = (third - first) / (2 * statistics.NormalDist().inv_cdf(0.75))
         return math.sqrt(math.pi / 2 / len(self.over_bare)) * deviation
+
+
+def exit_code_of(measured: Sequence[Measured]) -> int:
+    """0 where anything was measured; else that of a run that failed, or of a request that cannot be."""
+    states = {one.state for one in measured}
+    if "ok" in states:
+        return 0
+    return RunError.exit_code if "failed" in states else RequestError.exit_code
 
 
 def scaling(measured: Measured, others: Sequence[Measured]) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -20,16 +21,22 @@ from tridock.gpus import Gpu
 from tridock.plan import Assumptions, assess
 from tridock.records import read_lines, read_metrics
 from tridock.report.summary import summarize
+from tridock.strict_yaml import read_text
 
 Say = Callable[[str], None]
+_STOP_S = 60.0
 _TURN = 2
 """Steps until the engine and the bare loop change places: soon, for a machine's speed changes within seconds."""
 
 
 def run_bench(bench: Bench, folder: Path, gpu: Gpu | None, say: Say) -> Iterator[Measured]:
-    """Yields each cell as it is measured; ``folder`` is where the benchmark's file lies."""
+    """Yields each cell as it is measured; ``folder`` is where the benchmark's file lies.
+
+    Raises :class:`RequestError` where the experiment is not there at all.
+    """
     config = folder / bench.experiment
     config = config if config.is_file() else Path(bench.experiment)
+    read_text(config, "an experiment")
     cells = list(cells_of(bench))
     for number, cell in enumerate(cells, start=1):
         say(f"{number} of {len(cells)}: {cell.name}")
@@ -147,15 +154,34 @@ def _run_bare(measured: Measured, bench: Bench, config: Path, words: Sequence[st
 
 def _execute(argv: Sequence[str], timeout: int, env: Mapping[str, str]) -> str | None:
     """Why it failed: its last line."""
-    try:
-        done = subprocess.run(
-            argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=timeout,
-            env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **env},
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return f"no end after {timeout} s"
-    if done.returncode == 0:
+    env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **env}
+    # A session of its own: Ctrl-C at the terminal is ours to answer, with time for the run to be stopped on all ranks.
+    with subprocess.Popen(
+        argv, env=env, text=True, start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    ) as process:  # fmt: skip
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            _stop(process)
+            return f"no end after {timeout} s"
+        except KeyboardInterrupt:
+            _stop(process)
+            raise
+    if process.returncode == 0:
         return None
-    lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
     told = [line for line in lines if ": the run failed; " in line] or lines
-    return told[-1] if told else f"exit code {done.returncode}"
+    return told[-1] if told else f"exit code {process.returncode}"
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    """As Ctrl-C does: `tridock train` stops its ranks and their supervisor, which a killed one would leave behind."""
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # an impatient second Ctrl-C
+    try:
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=_STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+    finally:
+        signal.signal(signal.SIGINT, previous)

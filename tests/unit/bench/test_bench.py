@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tridock.bench.cells import Cell, Measured, cells_of, scaling
+from tridock.bench.cells import Cell, Measured, cells_of, exit_code_of, scaling
 from tridock.bench.output import document, markdown, plots_of, record, row
 from tridock.bench.schema import Bench, load_bench, words_of
+from tridock.cli import main
 from tridock.errors import RequestError
 from tridock.experiment import load_experiment
 from tridock.report.bar_chart import Bar
@@ -66,6 +67,20 @@ def test_the_overhead_is_that_of_the_median_turn() -> None:
     many = of(1, 0.5, over_bare=turns)
     assert many.overhead_error == pytest.approx(1.2533 * 0.05 / 1000**0.5, rel=0.01)
     assert row(many, [many])[-1] == "-1.0% ±0.2%"
+
+
+@pytest.mark.parametrize(("states", "code"), [(["failed", "ok"], 0), (["refused", "failed"], 4), (["refused"], 2)])
+def test_a_benchmark_that_measured_nothing_has_failed(states: list[str], code: int) -> None:
+    assert exit_code_of([Measured(Cell({}, 1, {}), state) for state in states]) == code
+
+
+def test_an_experiment_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "b.yaml").write_text("experiment: none.yaml\n")
+    assert main(["bench", str(tmp_path / "b.yaml"), "-o", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == (
+        "none.yaml: cannot be read as an experiment; got no such file; give the path of an experiment file\n"
+    )
+    assert not (tmp_path / "out").exists()
 
 
 def test_scaling_is_beside_the_smallest_world_of_the_same_kind() -> None:

@@ -84,9 +84,9 @@ bench: .venv/.full ## A small benchmark of engine torch on this machine (BENCH=c
 	@tridock bench $(or $(BENCH),configs/bench/small.yaml)
 
 .PHONY: bench-gpu
-bench-gpu: .venv/.operator ## Tokens/s, model TFLOP/s, MFU and peak memory of every engine on this machine's GPUs (BENCH='--models gpt-345m')
+bench-gpu: .venv/.full ## Every engine side by side on this machine's GPUs (BENCH='--world 4 --gpu a100-80gb')
 	@tridock data demo
-	@python tools/bench_gpu.py $(BENCH)
+	@tridock bench configs/bench/engines.yaml $(or $(BENCH),--world $$(nvidia-smi --list-gpus | wc -l))
 
 .PHONY: bench-data
 bench-data: .venv/.full ## tridock data preprocess beside Megatron-LM v1.1.5's script: MB for each second of a core, memory (BENCH='--input x.jsonl')

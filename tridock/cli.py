@@ -80,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure a matrix of experiments on this machine, beside bare PyTorch")
     bench.add_argument("config", type=Path, help="the benchmark's YAML file: configs/bench/small.yaml")
     bench.add_argument("-o", "--out", type=Path, help="folder of the results (default: runs/bench-<name>)")
+    bench.add_argument("--world", type=int, nargs="+", metavar="N", help="ranks, in place of the file's world")
     bench.add_argument("--gpu", help="this machine's GPU, for the plan: h200, a100-80gb, … or its memory (24gib)")
     bench.set_defaults(action=_bench)
 
@@ -144,7 +145,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     from tridock.bench.schema import load_bench
     from tridock.gpus import find_gpu
 
-    bench = load_bench(arguments.config)
+    bench = load_bench(arguments.config, arguments.world)
     gpu = None if arguments.gpu is None else find_gpu(arguments.gpu, "--gpu")
     out = arguments.out or Path("runs", f"bench-{arguments.config.stem}")
     measured = []

@@ -15,7 +15,7 @@ LAYOUTS = {
     "demo": [(1, "TP1 PP1 DP1"), (2, "TP1 PP1 DP2"), (4, "TP1 PP1 DP4"), (12, "TP1 PP1 DP12")],
     "demo-3d": [(4, "TP2 PP2 DP1"), (8, "TP2 PP2 DP2")],
     "demo-3d-v1.1.5": [(4, "TP2 PP2 DP1"), (8, "TP2 PP2 DP2")],
-    **{f"bench/gpt-{size}": [(1, "TP1 PP1 DP1"), (8, "TP1 PP1 DP8")] for size in ("125m", "345m", "1.3b")},
+    **{f"bench/gpt-{size}": [(1, "TP1 PP1 DP1"), (8, "TP1 PP1 DP8")] for size in ("125m", "1.3b")},
     "megatron/gpt2-345m": [(8, "TP1 PP1 DP8"), (16, "TP1 PP1 DP16")],
     "megatron/gpt2-345m-3d": [(16, "TP2 PP2 DP4")],
     "megatron/gpt2-345m-distributed": [(8, "TP1 PP1 DP8")],
@@ -37,7 +37,7 @@ LAYOUTS = {
     "jean-zay/tiny-76b": [(6, "TP2 PP3 DP1")],
 }
 REFUSED = {"jean-zay/76b-as-written"}
-BENCHMARKS = {"bench/small", "bench/h200"}
+BENCHMARKS = {"bench/small", "bench/h200", "bench/engines"}
 """Matrices of experiments, with a test of their own."""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,10 +52,13 @@ class Bench(BaseModel):
     )
 
 
-def load_bench(path: Path) -> Bench:
-    """Reads it; every problem in one :class:`RequestError`."""
+def load_bench(path: Path, world: Sequence[int] | None = None) -> Bench:
+    """Reads it, with other numbers of ranks where ``world`` is given; every problem in one :class:`RequestError`."""
+    fields = dict(parse_yaml(read_text(path, "a benchmark"), str(path)))
+    if world is not None:
+        fields["world"] = list(world)
     try:
-        return Bench.model_validate(dict(parse_yaml(read_text(path, "a benchmark"), str(path))))
+        return Bench.model_validate(fields)
     except ValidationError as error:
         raise RequestError(problems_of(error, str(path), Bench)) from None
 

@@ -74,6 +74,15 @@ def test_a_benchmark_that_measured_nothing_has_failed(states: list[str], code: i
     assert exit_code_of([Measured(Cell({}, 1, {}), state) for state in states]) == code
 
 
+def test_other_numbers_of_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "b.yaml"
+    path.write_text("experiment: e.yaml\nworld: [1, 2]\n")
+    assert load_bench(path).world == (1, 2)
+    assert load_bench(path, [4, 8]).world == (4, 8)
+    with pytest.raises(RequestError, match=r"world\.0: .*greater than 0; got 0"):
+        load_bench(path, [0])
+
+
 def test_an_experiment_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "b.yaml").write_text("experiment: none.yaml\n")
     assert main(["bench", str(tmp_path / "b.yaml"), "-o", str(tmp_path / "out")]) == 2
@@ -159,7 +168,7 @@ def test_all_that_is_wrong_with_a_file(tmp_path: Path) -> None:
     assert any("did you mean experiment" in line for line in lines)
 
 
-@pytest.mark.parametrize("name", ["small", "h200"])
+@pytest.mark.parametrize("name", ["small", "h200", "engines"])
 def test_shipped_benchmarks_are_sound(name: str) -> None:
     path = ROOT / "configs" / "bench" / f"{name}.yaml"
     bench = load_bench(path)

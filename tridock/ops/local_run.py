@@ -190,10 +190,11 @@ def start_and_follow(folder: Path, ranks: int, *, again: bool = False, patience_
     log = folder / run_folder.LAUNCHER_LOG
     offset = log.stat().st_size if again and log.exists() else 0
     words = ["--again", "--patience", str(patience_s)] if again else []
-    started = subprocess.run([*node_verb(), "start", str(folder), *words], env=env, check=False)
-    if started.returncode:
-        return started.returncode
     try:
+        # In a session of its own: Ctrl-C at the terminal is ours to answer, from here on.
+        start = [*node_verb(), "start", str(folder), *words]
+        if code := subprocess.run(start, env=env, start_new_session=True, check=False).returncode:
+            return code
         with _handing_on(folder, env):
             follow = [*node_verb(), "follow", str(folder), "--offset", str(offset)]
             code = subprocess.run(follow, env=env, preexec_fn=_unimpressed, check=False).returncode

@@ -191,13 +191,14 @@ def start_and_follow(folder: Path, ranks: int, *, again: bool = False, patience_
     offset = log.stat().st_size if again and log.exists() else 0
     words = ["--again", "--patience", str(patience_s)] if again else []
     try:
-        # In a session of its own: Ctrl-C at the terminal is ours to answer, from here on.
+        # Each in a session of its own: Ctrl-C at the terminal is ours to answer, from here on.
         start = [*node_verb(), "start", str(folder), *words]
         if code := subprocess.run(start, env=env, start_new_session=True, check=False).returncode:
             return code
         with _handing_on(folder, env):
             follow = [*node_verb(), "follow", str(folder), "--offset", str(offset)]
-            code = subprocess.run(follow, env=env, preexec_fn=_unimpressed, check=False).returncode
+            done = subprocess.run(follow, env=env, start_new_session=True, preexec_fn=_unimpressed, check=False)
+            code = done.returncode
     except KeyboardInterrupt:
         return _interrupted(folder, env)
     if code not in (0, run_folder.EXIT_STOPPED, run_folder.EXIT_PREEMPTED):

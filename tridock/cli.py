@@ -149,7 +149,8 @@ def _bench(arguments: argparse.Namespace) -> int:
     gpu = None if arguments.gpu is None else find_gpu(arguments.gpu, "--gpu")
     out = arguments.out or Path("runs", f"bench-{arguments.config.stem}")
     measured = []
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as with Ctrl-C: the run of the moment is stopped
+    # As with Ctrl-C: the run of the moment is stopped.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         for cell in run_bench(bench, arguments.config.parent, gpu, print):
             measured.append(cell)
@@ -159,6 +160,8 @@ def _bench(arguments: argparse.Namespace) -> int:
         what = f"{len(measured)} cells are in {out}" if measured else "nothing was measured"
         print(f"stopped, and the run of the moment with it; {what}", file=sys.stderr)
         raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
     console = Console()
     (console if console.is_terminal else Console(width=160)).print(table(measured))
     print(f"results: {out}/results.json, results.md and plots")

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from tests.distributed.ranks import (
     rank_environment,
     read_lines,
 )
-from tridock.node.processes import find_processes
+from tridock.node.processes import find_processes, stop_processes
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
@@ -95,6 +96,14 @@ def start(workspace: Path, timeout: int) -> subprocess.Popen[str]:
         assert process.poll() is None
         time.sleep(0.1)
     return process
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(tmp_path: Path) -> Iterator[None]:
+    """What a failed test leaves would train for ever."""
+    yield
+    for folder in tmp_path.glob("runs/small-*"):
+        stop_processes(folder.name, grace_s=0.0)
 
 
 def left_behind(workspace: Path) -> list[object]:

@@ -100,6 +100,10 @@ class SlurmCluster:
         assert done.returncode == 0, f"{line}\n{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
         return done.stdout
 
+    def administer(self, line: str) -> None:
+        """A line of shell of Slurm's administrator."""
+        succeed("docker", "exec", self.container("login"), "bash", "-c", line)
+
     def submit(self, *words: str, config: str = "tiny.yaml") -> Job:
         out = self.succeed(f"tridock slurm submit {config} --profile site.yaml {' '.join(words)}")
         found = re.fullmatch(r"job (\d+)\nrun (\S+); folder (/shared/runs/\2)\n", out)
@@ -122,8 +126,9 @@ class SlurmCluster:
         try:
             wait_until(condition, what, seconds)
         except AssertionError as error:
-            output = self.execute(f"cat {job.folder}/logs/slurm*; cat {job.folder}/events.jsonl; squeue").stdout
-            raise AssertionError(f"{error}\n{output[-6000:]}") from None
+            output = self.execute(f"cat {job.folder}/logs/slurm*; cat {job.folder}/events.jsonl; squeue; sinfo").stdout
+            logs = [execute("docker", "logs", "--tail", "40", self.container(name)).stderr for name in ("login", "n1")]
+            raise AssertionError("\n".join([str(error), output[-6000:], *logs])) from None
 
     def wait(self, job: Job) -> int:
         """Until the job has left the queue; the run's exit code."""

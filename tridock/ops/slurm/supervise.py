@@ -163,30 +163,54 @@ def _reason(folder: Path, code: int, begun: int) -> str | None:
 
 def _queue_again(folder: Path, reason: str) -> None:
     reached = _reached(folder)
+    goes_on = f"{reason}; it goes on from iteration {reached}"
     before = [event for event in _events(folder) if event.get("event") == "job_requeued"]
     fruitless = [event for event in before if event.get("iteration") == reached]
-    words = _job_ends()
-    if words is None and len(fruitless) >= _FRUITLESS:
+    try:
+        state, by_slurm = _job_state()
+    except ClusterError as error:
+        _not_queued(folder, f"not queued again: {error}", str(error))
+        return
+    if by_slurm:
+        _record(folder, "job_requeued", iteration=reached, reason=reason)
+        print(f"tridock: Slurm itself has queued it again: {goes_on}", flush=True)
+        return
+    words = None
+    if state != "RUNNING":
+        words = f"Slurm is ending the job ({state.lower()})"
+    elif len(fruitless) >= _FRUITLESS:
         words = f"the run has come no further than iteration {reached} in {len(fruitless) + 1} jobs"
     if words is not None:
-        _record(folder, "job_not_requeued", reason=words)
-        print(f"tridock: not queued again: {words}", flush=True)
+        _not_queued(folder, f"not queued again: {words}", words)
         return
     # Said before: Slurm ends this job on the spot.
     _record(folder, "job_requeued", iteration=reached, reason=reason)
-    print(f"tridock: queued again: {reason}; it goes on from iteration {reached}", flush=True)
-    if (words := scheduler.requeue(os.environ["SLURM_JOB_ID"])) is not None:
-        _record(folder, "job_not_requeued", reason=words)
-        print(f"tridock: Slurm did not queue it again: {words}", flush=True)
+    print(f"tridock: queued again: {goes_on}", flush=True)
+    if (words := scheduler.requeue(os.environ["SLURM_JOB_ID"])) is not None and not _queued_after_all():
+        _not_queued(folder, f"Slurm did not queue it again: {words}", words)
 
 
-def _job_ends() -> str | None:
-    """Why this job is not ours to queue again: it was cancelled, or Slurm itself takes its nodes away."""
+def _not_queued(folder: Path, words: str, reason: str) -> None:
+    _record(folder, "job_not_requeued", reason=reason)
+    print(f"tridock: {words}", flush=True)
+
+
+def _job_state() -> tuple[str, bool]:
+    """The job's state, and whether Slurm itself has queued it again, as it does once it gives up one of its nodes.
+
+    A job that was cancelled is no longer running either, but was not restarted once more than this one knows of.
+    """
+    fields = scheduler.job_fields(os.environ["SLURM_JOB_ID"])
+    restarts = int(fields.get("Restarts", "0"))
+    return fields.get("JobState", "unknown"), restarts > int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+
+
+def _queued_after_all() -> bool:
+    """Slurm refuses too where it has been quicker itself, and where its answer came too late."""
     try:
-        state = scheduler.job_fields(os.environ["SLURM_JOB_ID"]).get("JobState", "unknown")
-    except ClusterError as error:
-        return str(error)
-    return None if state == "RUNNING" else f"Slurm is ending the job ({state.lower()})"
+        return _job_state()[1]
+    except ClusterError:
+        return False
 
 
 def _reached(folder: Path) -> int:

@@ -110,6 +110,35 @@ def test_a_job_that_is_cancelled_is_not_queued_again(
     assert f"tridock: not queued again: {words}\n" in capfd.readouterr().out
 
 
+def test_slurm_may_queue_it_again_itself(
+    folder: Path, tmp_path: Path, answer: Answer, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer("scontrol", "JobId=17 JobState=COMPLETING Requeue=1 Restarts=2")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert run(folder, "checkpoint_saved,run_preempted") == 85
+    assert requeued(tmp_path) == 0
+    reason = "its time was over, and it has saved"
+    assert events(folder, "job_requeued") == [{"iteration": 5, "reason": reason}]
+    assert events(folder, "job_not_requeued") == []
+    words = f"tridock: Slurm itself has queued it again: {reason}; it goes on from iteration 5\n"
+    assert words in capfd.readouterr().out
+    # In its second job it has been queued again twice: once more is not what has happened.
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
+    assert run(folder, "run_preempted") == 85
+    assert events(folder, "job_not_requeued") == [{"reason": "Slurm is ending the job (completing)"}]
+
+
+def test_slurm_may_be_quicker(
+    folder: Path, answer: Answer, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer("scontrol", "JobState=RUNNING Restarts=0", err="Job is pending execution", code=1, only="requeue")
+    states = iter([("RUNNING", False), ("PENDING", True)])
+    monkeypatch.setattr(supervise, "_job_state", lambda: next(states))
+    assert run(folder, "run_preempted") == 85
+    assert events(folder, "job_not_requeued") == []
+    assert "did not queue" not in capfd.readouterr().out
+
+
 def test_a_controller_that_does_not_answer_queues_nothing_again(folder: Path, answer: Answer) -> None:
     answer("scontrol", err="slurm_load_jobs error: Unable to contact slurm controller", code=1)
     assert run(folder, "run_preempted") == 85

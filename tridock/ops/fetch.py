@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import tarfile
+import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -18,6 +18,11 @@ from tridock.errors import ClusterError, Problem
 from tridock.ops.runs import Run, folder_of
 from tridock.ops.session import Session
 from tridock.remote import Host
+
+if sys.version_info < (3, 11, 4):
+    from backports import tarfile  # with extraction filters
+else:
+    import tarfile
 
 # From here on it takes long enough for somebody to wonder.
 _LARGE = 10_000_000

@@ -1,11 +1,14 @@
 """What holds for every test."""
 
+import os
 import signal
 
 from hypothesis import settings
 
 # A shell that starts the tests in its background lets them ignore Ctrl-C, and so would all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# What is started here writes as it does for users, who seldom have this set.
+os.environ.pop("PYTHONUNBUFFERED", None)
 
 # How long an example takes depends on what else the machine does: a deadline would fail good code.
 settings.register_profile("tridock", deadline=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand; returns its exit code (0, 2, 3, 4, 130 as in docs/architecture.md)."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # into `| tee log` too, a line comes when it is printed
     arguments = _parser().parse_args(argv)
     action: Callable[[argparse.Namespace], int] = arguments.action
     try:

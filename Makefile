@@ -33,10 +33,11 @@ locks: .venv/.full ## Write locks/*.txt anew from locks/*.in (UPGRADE=1 to take 
 	@tools/lock.sh $(if $(UPGRADE),--upgrade)
 
 .PHONY: reference
-reference: .venv/.operator ## Write configs/reference.yaml, configs/slurm/reference.yaml and the fields of docs/cluster.md from the schemas, the rules of docs/triage.md, the table of Jean Zay
+reference: .venv/.operator ## Write configs/reference.yaml, configs/slurm/reference.yaml and the fields of docs/cluster.md from the schemas, the rules of docs/triage.md, the table of Jean Zay, the rank map of the README
 	python tools/reference.py
 	python tools/triage_reference.py
 	python tools/jean_zay.py
+	tridock plan configs/jean-zay/7.5b.yaml --nodes 4 --gpus-per-node 4 --gpu v100-32gb --plot docs/pictures/rank-map.svg >/dev/null
 
 # ---- image -------------------------------------------------------------------------------------------------------------
 # FLAVOR      gpu (NVIDIA's PyTorch image) or cpu (the twin's)

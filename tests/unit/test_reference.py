@@ -1,12 +1,14 @@
 """What docs and reference files say of the schemas is what the schemas say."""
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from tridock.cli import main
 from tridock.experiment import load_experiment
 from tridock.launchers.slurm import make_request
 
@@ -47,6 +49,13 @@ def test_the_cluster_page_is_up_to_date() -> None:
 def test_the_table_of_jean_zay_is_up_to_date() -> None:
     page = (ROOT / "docs" / "results.md").read_text()
     assert page == jean_zay.with_table(page), "run make reference"
+
+
+def test_the_readmes_rank_map_is_up_to_date(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--nodes", "4", "--gpus-per-node", "4", "--gpu", "v100-32gb", "--plot"]
+    assert main(["plan", str(ROOT / "configs" / "jean-zay" / "7.5b.yaml"), *words, str(tmp_path / "map.svg")]) == 0
+    drawn, shown = (path.read_text() for path in (tmp_path / "map.svg", ROOT / "docs" / "pictures" / "rank-map.svg"))
+    assert re.findall(r"<text.*?</text>", shown) == re.findall(r"<text.*?</text>", drawn) != [], "run make reference"
 
 
 def test_its_figures_are_what_the_paper_reckons() -> None:

@@ -119,6 +119,21 @@ def test_an_enum_of_another_python_is_read_and_no_other_attribute(tmp_path: Path
             torch.load(tmp_path / "bad.pt")
 
 
+def test_so_are_those_of_metadata(tmp_path: Path) -> None:
+    """Debian 12's Python, which the CPU image has, names the memory format of every tensor in this way."""
+    from torch.distributed.checkpoint import FileSystemReader, Metadata
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MEMORY_FORMAT
+
+    def read(name: str) -> object:
+        (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({"a": AsGetattr(MEMORY_FORMAT, name)})))  # type: ignore[dict-item]
+        return FileSystemReader(tmp_path).read_metadata().state_dict_metadata["a"]
+
+    with no_foreign_metadata():
+        assert read("TORCH_CONTIGUOUS_FORMAT") is MEMORY_FORMAT.TORCH_CONTIGUOUS_FORMAT
+        with pytest.raises(pickle.UnpicklingError, match="is no member of an enum"):
+            read("mro")
+
+
 HELD = """
 import sys, weakref
 from pathlib import Path

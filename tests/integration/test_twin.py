@@ -185,6 +185,31 @@ def test_one_container_runs_the_script_as_the_readme_says(clone: Clone, demo: st
     assert clone.succeed(f"{run} id -u </dev/null").strip() == str(clone.folder.stat().st_uid)
 
 
+GOING_ON = {
+    "fsdp": "configs/demo.yaml --nproc 2 --set parallel.strategy=fsdp --set parallel.zero_stage=0",
+    "megatron-core": "configs/demo-3d.yaml --nproc 4 --set engine=megatron-core",
+}
+
+
+@pytest.mark.parametrize("case", GOING_ON)
+def test_a_run_goes_on_from_a_checkpoint_with_the_images_python(clone: Clone, demo: str, case: str) -> None:
+    """It is not the Python of most other tests, and pickles in its own way."""
+    train = f"docker compose run --rm -T trainer tridock train {GOING_ON[case]} --run-id-file .cache/run"
+    train += " --set model.hidden_size=64 --set train.eval_interval=0 --set train.log_interval=1"
+    train += " --set optimizer.lr_warmup_iters=2 --set optimizer.lr_decay_iters=6 --set train.save_interval=4"
+
+    def run(more: str) -> tuple[str, list[int]]:
+        clone.succeed(f"{train} {more} </dev/null")
+        run_id = (clone.folder / ".cache" / "run").read_text().strip()
+        lines = (clone.folder / "runs" / run_id / "metrics.jsonl").read_text().splitlines()
+        return run_id, [record["iteration"] for record in map(json.loads, lines) if "split" not in record]
+
+    (clone.folder / ".cache").mkdir(exist_ok=True)
+    first, iterations = run("--set train.train_iters=4")
+    assert iterations == [1, 2, 3, 4]
+    assert run(f"--set train.train_iters=6 --set train.load=runs/{first}/checkpoints")[1] == [5, 6]
+
+
 def test_down_leaves_runs_and_data(clone: Clone, demo: str) -> None:
     clone.succeed("fab down --hosts hostfiles/twin")
     assert execute("docker", "ps", "--all", "--quiet", "--filter", f"name=tridock-{clone.name}-node").stdout == ""

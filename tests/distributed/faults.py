@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import resource
 import signal
 import socket
@@ -21,11 +22,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
 from torch._C._distributed_c10d import _dump_fr_trace
 
 from tests.distributed.ranks import free_port
 from tridock.run_folder import FLIGHT
 from tridock.train import process_group, rank, signals
+from tridock.train.pickles import no_foreign_metadata
 
 FOLDER = Path(sys.argv[1])
 FIRST = os.environ["RANK"] == "0"
@@ -97,6 +100,14 @@ class Unknown:
 def checkpoint_of_another_version() -> None:
     torch.save({"args": Unknown()}, FOLDER / "other.pt")
     torch.load(FOLDER / "other.pt", weights_only=True)
+
+
+def metadata_of_another_version() -> None:
+    """torch then looks for files of each rank, which never were: not they are what is missing."""
+    (FOLDER / "distributed").mkdir()
+    (FOLDER / "distributed" / ".metadata").write_bytes(pickle.dumps(Unknown()))
+    with no_foreign_metadata():
+        checkpoint.load({"a": torch.zeros(1)}, checkpoint_id=str(FOLDER / "distributed"), no_dist=True)
 
 
 def checkpoint_of_another_layout() -> None:
@@ -187,6 +198,7 @@ ALONE: dict[str, Callable[[], None]] = {
     "permission": permission,
     "checkpoint-corrupted": checkpoint_corrupted,
     "checkpoint-of-another-version": checkpoint_of_another_version,
+    "checkpoint-of-another-version, distributed": metadata_of_another_version,
     "checkpoint-of-another-layout": checkpoint_of_another_layout,
     "import": missing_module,
     "version-mismatch": version_mismatch,

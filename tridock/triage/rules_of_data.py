@@ -51,8 +51,11 @@ DATA: Final = (
         "checkpoint-of-another-version",
         "the checkpoint holds objects that this version does not read: another torch, DeepSpeed or Megatron wrote it",
         "load it with the image that wrote it (its run's manifest.json has the versions)",
-        "torch, serialization.py",
-        says=words(r"Weights only load failed|Can't get attribute '?\S+'? on <module"),
+        "torch, serialization.py; Tridock",
+        says=words(
+            r"Weights only load failed|Can't get attribute '?\S+'? on <module"
+            r"|does not belong into a checkpoint's \.metadata"
+        ),
     ),
     Rule(
         "index-maps-missing",

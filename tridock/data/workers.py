@@ -6,12 +6,14 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import Final
 
 import numpy as np
@@ -68,12 +70,21 @@ def encode_in_order(recipe: Recipe, chunks: Iterator[Chunk], workers: int) -> It
 
 
 def _fork_all(pool: ProcessPoolExecutor) -> None:
-    """Now, before the reading starts threads. A Ctrl-C on the way waits: it would leave a pool that cannot be ended."""
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """Now, before the reading starts threads. A Ctrl-C on the way waits: it would leave a pool that cannot be ended.
+
+    Or be lost: what is raised in a function that Python calls around a fork is only printed. To block the signal would
+    not do, for it then comes to a thread of a library, and Python raises it in the main thread all the same.
+    """
+    came: list[tuple[int, FrameType | None]] = []
+    asked = threading.current_thread() is threading.main_thread()  # no other is told of signals
+    handler = signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame))) if asked else None
     try:
         pool.submit(int).result()
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        if asked:
+            signal.signal(signal.SIGINT, handler)
+    if came and callable(handler):
+        handler(*came[0])
 
 
 def _given(chunk: Chunk, pool: ProcessPoolExecutor, slots: Slots) -> _Task:

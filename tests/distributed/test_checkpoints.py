@@ -6,6 +6,7 @@ import argparse
 import os
 import pickle
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -132,6 +133,15 @@ def test_so_are_those_of_metadata(tmp_path: Path) -> None:
         assert read("TORCH_CONTIGUOUS_FORMAT") is MEMORY_FORMAT.TORCH_CONTIGUOUS_FORMAT
         with pytest.raises(pickle.UnpicklingError, match="is no member of an enum"):
             read("mro")
+
+
+def test_and_the_paths_of_python_3_13(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint import FileSystemReader, Metadata
+
+    pickled = pickle.dumps(Metadata({}, {tmp_path: "a"}), protocol=2)  # type: ignore[arg-type]
+    (tmp_path / ".metadata").write_bytes(re.sub(rb"\bcpathlib(\._local)?\n", rb"cpathlib._local\n", pickled))
+    with no_foreign_metadata():
+        assert FileSystemReader(tmp_path).read_metadata().planner_data == {tmp_path: "a"}
 
 
 HELD = """

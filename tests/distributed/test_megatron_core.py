@@ -163,7 +163,7 @@ def test_the_loss_falls(runs: Runs, layout: str) -> None:
     found = losses(runs(layout))
     assert len(train_losses(runs(layout))) == ITERATIONS
     assert found[(1, "train")] > 6.0
-    assert found[(ITERATIONS, "train")] < found[(1, "train")] - 0.7
+    assert found[(ITERATIONS, "train")] < found[(1, "train")] - 0.4
     # Every evaluation reads other samples, of a text that is not the same with every Python.
     assert found[(10, "valid")] < found[(1, "train")]
     assert found[(ITERATIONS, "valid")] < found[(1, "train")]

@@ -44,8 +44,9 @@ def test_the_layout_and_its_modes(tmp_path: Path) -> None:
         assert made.node_files(node) == {name: (made.node_folder(node) / name).read_bytes() for name in NODE_FILES}
 
 
-def test_modes_do_not_depend_on_the_umask(tmp_path: Path) -> None:
-    before = os.umask(0o777)
+@pytest.mark.parametrize("umask", [0o000, 0o077])
+def test_modes_do_not_depend_on_the_umask(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
     try:
         store(tmp_path).ensure()
     finally:

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -44,11 +44,15 @@ def fingerprint(path: Path) -> str:
 
 
 class Sshd:
-    """One sshd of the test's own; ``host()`` connects to it as an operator's configuration would."""
+    """One sshd of the test's own; ``host()`` connects to it as an operator's configuration would.
 
-    def __init__(self, folder: Path, options: str = "") -> None:
-        self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+    Its sessions have a home of their own: what the start-up files of this machine's user say is no part of a test.
+    """
+
+    def __init__(self, folder: Path, options: str = "", environment: Mapping[str, str] | None = None) -> None:
+        self.folder, self.home = folder, folder / "home"
+        self.home.mkdir(parents=True, exist_ok=True)
+        self._environment = {"HOME": str(self.home), **(environment or {})}
         self.port = free_port()
         self.host_key, self.client_key = make_key(folder / "host_key"), make_key(folder / "client_key")
         self.known_hosts = folder / "known_hosts"
@@ -60,8 +64,10 @@ class Sshd:
 
     def start(self) -> Sshd:
         config = self.folder / "sshd_config"
+        environment = " ".join(f"{name}={value}" for name, value in self._environment.items())
         config.write_text(
-            f"{self._options}\nPort {self.port}\nListenAddress 127.0.0.1\nHostKey {self.host_key}\n"
+            f"{self._options}\nSetEnv {environment}\n"
+            f"Port {self.port}\nListenAddress 127.0.0.1\nHostKey {self.host_key}\n"
             f"AuthorizedKeysFile {self.client_key}.pub\nPidFile none\nStrictModes no\nUsePAM no\n"
             "PasswordAuthentication no\nKbdInteractiveAuthentication no\nLogLevel VERBOSE\n"
         )
@@ -123,8 +129,8 @@ def make_sshd(tmp_path: Path) -> Iterator[Callable[..., Sshd]]:
         pytest.skip("no sshd on this machine")
     made: list[Sshd] = []
 
-    def make(options: str = "", name: str = "sshd") -> Sshd:
-        made.append(Sshd(tmp_path / name, options).start())
+    def make(options: str = "", name: str = "sshd", environment: Mapping[str, str] | None = None) -> Sshd:
+        made.append(Sshd(tmp_path / name, options, environment).start())
         return made[-1]
 
     yield make

@@ -83,7 +83,8 @@ def lab(make_sshd: Callable[..., Sshd], tmp_path: Path) -> Iterator[Lab]:
     for name in ("gpu-1", "gpu-2"):
         workspace = made.workspaces[name] = tmp_path / f"of-{name}"
         (workspace / "runs").mkdir(parents=True)
-        made.sshds[name] = make_sshd(f"SetEnv PATH={programs}:{os.environ['PATH']} WORKSPACE={workspace}", name=name)
+        environment = {"PATH": f"{programs}:{os.environ['PATH']}", "WORKSPACE": str(workspace)}
+        made.sshds[name] = make_sshd(name=name, environment=environment)
     made.configure()
     return made
 

@@ -50,8 +50,8 @@ def lab(make_sshd: Callable[..., Sshd], tmp_path: Path) -> dict[str, Sshd]:
     for number in range(1, 33):
         name, state = f"h{number:02d}", tmp_path / f"h{number:02d}"
         state.mkdir()
-        options = f"SetEnv PATH={programs}:{os.environ['PATH']} STATE={state} HOME={state}"
-        sshds[name] = make_sshd(options, name=f"sshd-{name}")
+        environment = {"PATH": f"{programs}:{os.environ['PATH']}", "STATE": str(state), "HOME": str(state)}
+        sshds[name] = make_sshd(name=f"sshd-{name}", environment=environment)
     (tmp_path / "ssh_config").write_text(
         "".join(
             f"Host {name}\n HostName 127.0.0.1\n Port {sshd.port}\n IdentityFile {sshd.client_key}\n"

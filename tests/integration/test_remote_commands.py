@@ -81,14 +81,14 @@ def test_putting_and_getting_a_file(host: Host, tmp_path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
-def test_a_home_is_the_hosts_own(host: Host) -> None:
-    name = f".tridock-test-{os.getpid()}"
+def test_a_home_is_the_hosts_own(host: Host, shared: Sshd) -> None:
+    name, home = f".tridock-test-{os.getpid()}", Path.home() if isinstance(host, LocalHost) else shared.home
     try:
         host.put(b"x", f"~/{name}/file")
-        assert (Path.home() / name / "file").read_bytes() == b"x"
+        assert (home / name / "file").read_bytes() == b"x"
         assert host.get(f"~/{name}/file") == b"x"
     finally:
-        shutil.rmtree(Path.home() / name, ignore_errors=True)
+        shutil.rmtree(home / name, ignore_errors=True)
 
 
 def test_a_reader_sees_the_old_file_or_the_new_one(host: Host, tmp_path: Path) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tridock.cluster.containers import HostFacts
 from tridock.ops.facts import HostState
 from tridock.ops.session import Session
+from tridock.ops.sync import Row, choose, sync, transfer
 from tridock.remote import Host, LocalHost
+
+LARGE = os.urandom(transfer.SMALL + 12345)
+"""Goes on where it was cut off."""
 
 
 @dataclass
@@ -51,3 +57,22 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
     monkeypatch.setattr(session, "read_state", read_state)
     monkeypatch.chdir(project)
     return Lab(project, session)
+
+
+@pytest.fixture
+def pair(lab: Lab) -> dict[str, bytes]:
+    """A data set with its manifest; its tokens are large."""
+    files = {"data/x.bin": LARGE, "data/x.idx": b"index", "data/x.json": b"{}"}
+    for name, content in files.items():
+        lab.write(name, content)
+    return files
+
+
+def brought(lab: Lab, *paths: str, **options: Any) -> list[Row]:
+    synced = sync(lab.session, choose(lab.project, paths), **options)
+    assert synced.failure is None, synced.failure
+    return list(synced.rows)
+
+
+def counts(rows: list[Row]) -> list[tuple[int, int, int]]:
+    return [(row.sent, row.there, row.bytes) for row in rows]

@@ -164,7 +164,7 @@ def test_the_loss_falls(runs: Runs, layout: str) -> None:
     assert len(train_losses(runs(layout))) == ITERATIONS
     assert found[(1, "train")] > 6.0
     assert found[(ITERATIONS, "train")] < found[(1, "train")] - 0.4
-    # Every evaluation reads other samples, of a text that is not the same with every Python.
+    # How far it falls, and whether the second half of so few steps still helps, is the text's: each Python has its own.
     assert found[(10, "valid")] < found[(1, "train")]
     assert found[(ITERATIONS, "valid")] < found[(1, "train")]
     assert found[(ITERATIONS, "test")] < found[(1, "train")]

@@ -129,7 +129,7 @@ def run_here(
         return Ended(folder, _join(folder, ranks, place.node_rank))
     code = start_and_follow(folder, ranks)
     if code == run_folder.EXIT_PREEMPTED:
-        _say(f"continue with --set train.load=runs/{folder.name}/{run_folder.CHECKPOINTS}")
+        print(f"continue with --set train.load=runs/{folder.name}/{run_folder.CHECKPOINTS}")
     return Ended(folder, code)
 
 
@@ -163,10 +163,10 @@ def _meet(place: Place, port: int, ranks: int, experiment: Experiment, run_id: s
     digest = hashlib.sha256(dump_experiment(experiment).encode()).hexdigest()
     terms = rendezvous.Terms(place.node_rank, place.nnodes, ranks, digest)
     if place.node_rank == 0:
-        rendezvous.lead(port, terms, run_id, _say)
+        rendezvous.lead(port, terms, run_id, print)
         return run_id
     assert place.master_addr is not None
-    return rendezvous.follow(place.master_addr, port, terms, _say)
+    return rendezvous.follow(place.master_addr, port, terms, print)
 
 
 def _write(folder: Path, bundle: RunBundle, place: Place) -> None:
@@ -178,7 +178,7 @@ def _write(folder: Path, bundle: RunBundle, place: Place) -> None:
 
 def _announce(folder: Path, plan: Plan, place: Place) -> None:
     where = "on this machine" if place.nnodes == 1 else f"on {place.nnodes} nodes, this one is {place.node_rank}"
-    _say(f"run {folder.name}: {plan.world_size} ranks {where}, {plan.layout}; folder {folder}")
+    print(f"run {folder.name}: {plan.world_size} ranks {where}, {plan.layout}; folder {folder}")
 
 
 def start_and_follow(folder: Path, ranks: int, *, again: bool = False, patience_s: float = 0.0) -> int:
@@ -270,7 +270,7 @@ def _unimpressed() -> None:
 
 
 def _interrupted(folder: Path, env: Mapping[str, str]) -> int:
-    _say(f"\nstopping run {folder.name}")
+    print(f"\nstopping run {folder.name}")
     words = ["stop", folder.name, "--workspace", str(folder.parent.parent)]
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # an impatient second Ctrl-C would leave ranks behind
     try:
@@ -334,7 +334,3 @@ def _manifest(config: Path, experiment: Experiment, ranks: int) -> dict[str, obj
         "config": str(config),
         "seed": experiment.train.seed,
     }
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)

@@ -110,7 +110,7 @@ def _follow(run: Submitted, paths: Sequence[Path]) -> int:
             asked, queued = time.monotonic(), job is not None
             if job is not None and job.state == "PENDING" and said != job.reason:
                 said = job.reason
-                print(f"tridock: job {run.job_id} waits: {said}", file=sys.stderr, flush=True)
+                print(f"tridock: job {run.job_id} waits: {said}", file=sys.stderr)
         # After the question: what was written before the end is read after it.
         for path in paths:
             if path not in opened and path.exists():

@@ -102,7 +102,7 @@ def run_in_allocation(wish: Wish) -> NoReturn:
     _check_data(wish, script)
     (folder,) = _write(script)
     note_job(folder, job, script.request)
-    print(f"run {folder.name}; folder {folder}", flush=True)
+    print(f"run {folder.name}; folder {folder}")
     os.execvp("bash", ["bash", str(folder / run_folder.JOB_SCRIPT)])  # noqa: S606 - a script of our own
 
 

@@ -173,7 +173,7 @@ def _queue_again(folder: Path, reason: str) -> None:
         return
     if by_slurm:
         _record(folder, "job_requeued", iteration=reached, reason=reason)
-        print(f"tridock: Slurm itself has queued it again: {goes_on}", flush=True)
+        print(f"tridock: Slurm itself has queued it again: {goes_on}")
         return
     words = None
     if state != "RUNNING":
@@ -185,14 +185,14 @@ def _queue_again(folder: Path, reason: str) -> None:
         return
     # Said before: Slurm ends this job on the spot.
     _record(folder, "job_requeued", iteration=reached, reason=reason)
-    print(f"tridock: queued again: {goes_on}", flush=True)
+    print(f"tridock: queued again: {goes_on}")
     if (words := scheduler.requeue(os.environ["SLURM_JOB_ID"])) is not None and not _queued_after_all():
         _not_queued(folder, f"Slurm did not queue it again: {words}", words)
 
 
 def _not_queued(folder: Path, words: str, reason: str) -> None:
     _record(folder, "job_not_requeued", reason=reason)
-    print(f"tridock: {words}", flush=True)
+    print(f"tridock: {words}")
 
 
 def _job_state() -> tuple[str, bool]:

@@ -20,25 +20,27 @@ from invoke.exceptions import Exit
 from rich.console import Console
 from rich.table import Table
 
+from tridock.contracts.run_folder import REPORT, write_atomic
 from tridock.differences import Difference
 from tridock.errors import EXIT_INTERRUPTED, ClusterError, Problem, RequestError, RunError, TridockError
 from tridock.launchers import RunBundle
-from tridock.ops import doctor, nodes, rank_logs, runs
-from tridock.ops import fetch as fetch_
-from tridock.ops import keys as keys_
-from tridock.ops import launch as launch_
-from tridock.ops import reproduce_on as reproduce_
-from tridock.ops import triage as triage_
-from tridock.ops.planning import told, with_hosts_gpu
-from tridock.ops.reproduce import check_tolerance
-from tridock.ops.session import Session
+from tridock.ops import doctor
+from tridock.ops.hosts import keys as keys_
+from tridock.ops.hosts import nodes
+from tridock.ops.hosts.session import Session
+from tridock.ops.runs import fetch as fetch_
+from tridock.ops.runs import launch as launch_
+from tridock.ops.runs import rank_logs, registry
+from tridock.ops.runs import reproduce_remote as reproduce_
+from tridock.ops.runs import triage as triage_
+from tridock.ops.runs.planning_assumptions import told, with_hosts_gpu
+from tridock.ops.runs.reproduce import check_tolerance
 from tridock.ops.sync import command as sync_
 from tridock.report.plan_output import Show, print_plan
 from tridock.report.plan_tables import headline
 from tridock.report.reproduction_tables import environment_table, verdict_table
 from tridock.report.run_tables import history_table, status_table
 from tridock.report.write import write_report
-from tridock.run_folder import REPORT, write_atomic
 
 CONSOLE = Console(highlight=False, soft_wrap=True)
 DEFAULT_CONFIG = launch_.DEFAULT_CONFIG
@@ -215,7 +217,7 @@ def launch(
     if detach:
         _say(_how_to_return(hosts, bundle.run_id))
         return
-    _follow(session, hosts, runs.Run(bundle.run_id, session.head))
+    _follow(session, hosts, registry.Run(bundle.run_id, session.head))
 
 
 @command()
@@ -231,7 +233,7 @@ def logs(
 ) -> None:
     """Follow a run's output, or show the logs of some ranks or of a node's."""
     session = _reachable(_open(hosts, include, exclude))[0]
-    chosen = runs.choose_run(session, run or None, active=False)
+    chosen = registry.choose_run(session, run or None, active=False)
     if not rank and not node:
         _follow(session, hosts, chosen)
         return
@@ -244,8 +246,8 @@ def logs(
 def stop(_: Context, hosts: str = "", run: str = "", include: str = "", exclude: str = "") -> None:
     """End one run on every node, and nothing else."""
     session, failure = _reachable(_open(hosts, include, exclude))
-    chosen = runs.choose_run(session, run or None, active=True)
-    counts = runs.stop(session, chosen)
+    chosen = registry.choose_run(session, run or None, active=True)
+    counts = registry.stop(session, chosen)
     CONSOLE.print(
         f"stopped {chosen.run_id}: " + ", ".join(f"{count} processes on {node}" for node, count in counts.items())
     )
@@ -279,7 +281,7 @@ def _status(session: Session) -> tuple[list[Table], TridockError | None]:
     tables = [_node_table(there)]
     try:
         if any(state.container and state.container.running for state in there.states().values()):
-            tables.append(status_table(runs.list_runs(there)[-10:]))
+            tables.append(status_table(registry.list_runs(there)[-10:]))
     except ClusterError as error:  # a node that went away since
         return tables, failure or error
     return tables, failure
@@ -289,7 +291,7 @@ def _status(session: Session) -> tuple[list[Table], TridockError | None]:
 def all_runs(_: Context, hosts: str = "", include: str = "", exclude: str = "", json: bool = False) -> None:
     """List all runs, newest first."""
     session, failure = _open(hosts, include, exclude).reachable()
-    listed = runs.list_runs(session)[::-1] if session.nodes else []
+    listed = registry.list_runs(session)[::-1] if session.nodes else []
     if json:
         _say(json_.dumps(listed, indent=2))
     else:
@@ -312,7 +314,7 @@ def fetch(
 ) -> None:
     """Bring a run's folder home, into runs/."""
     session = _open(hosts, include, exclude)
-    chosen = runs.choose_run(session, run or None, active=False)
+    chosen = registry.choose_run(session, run or None, active=False)
     CONSOLE.print(str(fetch_.fetch(session, chosen, Path("runs"), checkpoints=checkpoints)))
 
 
@@ -323,7 +325,7 @@ def report(
     """Make an HTML page of a run, or of several: curves, memory, layout, events, plan against measurement."""
     session = _open(hosts, include, exclude)
     names: list[str | None] = [*run] if run else [None]
-    chosen = [runs.choose_run(session, name, active=False) for name in names]
+    chosen = [registry.choose_run(session, name, active=False) for name in names]
     folders = [fetch_.fetch(session, it, Path("runs")) for it in chosen]
     page, *charts = write_report(folders, [], Path(output) if output else folders[0] / REPORT)
     _say(f"page {page}, {len(charts)} charts beside it")
@@ -348,7 +350,7 @@ def reproduce(
     check_tolerance(allowed)
     original = reproduce_.original_of(session, run or None, Path("runs"))
     bundle, gate = reproduce_.start(session, original, _tell_differences, force=force)
-    again = runs.Run(bundle.run_id, session.head)
+    again = registry.Run(bundle.run_id, session.head)
     _say(f"run {bundle.run_id}: {original.name} once more")
     _follow(session, hosts, again)
     outcome = reproduce_.finish(session, again, gate, Path("runs"), allowed)
@@ -394,8 +396,8 @@ def _reachable(session: Session) -> tuple[Session, TridockError | None]:
     return there, failure
 
 
-def _follow(session: Session, hosts: str, run: runs.Run) -> None:
-    run_id, stream = run.run_id, runs.follow(session, run)
+def _follow(session: Session, hosts: str, run: registry.Run) -> None:
+    run_id, stream = run.run_id, registry.follow(session, run)
     try:
         for chunk in stream:
             sys.stdout.buffer.write(chunk)
@@ -404,7 +406,7 @@ def _follow(session: Session, hosts: str, run: runs.Run) -> None:
         _say(f"\ndetached: run {run_id} goes on. {_how_to_return(hosts, run_id)}")
         raise Exit(None, EXIT_INTERRUPTED) from None
     triage_.check_exit(session, run, stream.exit_code)
-    _say(f"run {run_id} is done; its folder is {runs.folder_of(session, run)}")
+    _say(f"run {run_id} is done; its folder is {registry.folder_of(session, run)}")
 
 
 def _how_to_return(hosts: str, run_id: str) -> str:

@@ -27,7 +27,7 @@ import pytest
 
 from tests.megatron_source import PREPROCESS_DATA, PREPROCESS_DATA_FAST, pristine_source
 from tridock.data.corpus import collect_corpus
-from tridock.data.tokenizer import BytePairTokenizer
+from tridock.data.tokenize.tokenizer import BytePairTokenizer
 
 
 def main() -> None:

@@ -14,9 +14,9 @@ import sys
 import time
 from pathlib import Path
 
-from tridock.ops.launch import make_request, preview
-from tridock.ops.nodes import up
-from tridock.ops.session import Session
+from tridock.ops.hosts.nodes import up
+from tridock.ops.hosts.session import Session
+from tridock.ops.runs.launch import make_request, preview
 
 CONFIG = Path("configs/demo.yaml")
 SHORT = [

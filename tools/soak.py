@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from tridock import run_folder
 from tridock.cluster.containers import container_name
-from tridock.node.events import read_lines
-from tridock.ops.session import Session
+from tridock.contracts import run_folder
+from tridock.contracts.events import read_lines
+from tridock.ops.hosts.session import Session
 
 CONFIG: Final = "configs/demo.yaml"
 CHANGES: Final = (

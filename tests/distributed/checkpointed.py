@@ -12,8 +12,8 @@ import resource
 import sys
 from typing import Any
 
-from tridock.train.checkpoint import Checkpoints
-from tridock.train.rank import end
+from tridock.train.checkpoints.checkpoint import Checkpoints
+from tridock.train.rank.run import end
 
 LIMIT = 20_000
 

@@ -11,8 +11,8 @@ from torch._dynamo.utils import counters
 
 from tridock.experiment import load_experiment
 from tridock.train import __main__ as torch_program
-from tridock.train import process_group
-from tridock.train.rank import end
+from tridock.train.rank import process_group
+from tridock.train.rank.run import end
 from tridock.train.trainer import Trainer
 
 

@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.distributed.pretended import leave, prepared
 from tridock.experiment import Experiment
-from tridock.train.process_group import Ranks
+from tridock.train.rank.process_group import Ranks
 
 
 def count(*models: nn.Module) -> int:

@@ -30,9 +30,9 @@ from tests.distributed.pretended import leave, micro_batches, prepared
 from tridock.compat import megatron_core
 from tridock.engines.deepspeed_config import deepspeed_config
 from tridock.experiment import Experiment
-from tridock.train.gpt import GPT, Shape
-from tridock.train.process_group import Ranks
-from tridock.train.strategies import Strategy, build_strategy
+from tridock.train.models.gpt import GPT, Shape
+from tridock.train.parallel.strategies import Strategy, build_strategy
+from tridock.train.rank.process_group import Ranks
 
 WHOLE = {  # the place of the tensors that are the whole, among an operation's arguments
     "allreduce_": 0,

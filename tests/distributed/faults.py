@@ -26,9 +26,9 @@ import torch.distributed.checkpoint as checkpoint
 from torch._C._distributed_c10d import _dump_fr_trace
 
 from tests.distributed.ranks import free_port
-from tridock.run_folder import FLIGHT
-from tridock.train import process_group, rank, signals
-from tridock.train.pickles import no_foreign_metadata
+from tridock.contracts.run_folder import FLIGHT
+from tridock.train.checkpoints.pickles import no_foreign_metadata
+from tridock.train.rank import process_group, run, signals
 
 FOLDER = Path(sys.argv[1])
 FIRST = os.environ["RANK"] == "0"
@@ -225,7 +225,7 @@ def main() -> None:
         output = os.open(folder / f"logs/rank-{os.environ['RANK']}.log", os.O_WRONLY | os.O_CREAT, 0o644)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        rank._guarded(folder, fault)
+        run._guarded(folder, fault)
         if dist.is_initialized():
             dist.destroy_process_group()
 

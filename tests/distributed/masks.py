@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from tridock.train import process_group
-from tridock.train.gpt import GPT, Shape
-from tridock.train.rank import end
-from tridock.train.tensor_parallel import loss_of_parts, share_layers
+from tridock.train.models.gpt import GPT, Shape
+from tridock.train.parallel.tensor_parallel import loss_of_parts, share_layers
+from tridock.train.rank import process_group
+from tridock.train.rank.run import end
 
 
 def model(recompute: bool, mesh: object) -> GPT:

@@ -21,9 +21,9 @@ from tests.distributed.forks import SLOW, answers, attempt, cases, in_a_fork
 from tridock.compat import megatron_core
 from tridock.engines.deepspeed_config import deepspeed_config
 from tridock.experiment import Experiment
-from tridock.train.gpt import GPT, Shape
-from tridock.train.process_group import Ranks
-from tridock.train.strategies import DistributedDataParallel, Strategy, Zero
+from tridock.train.models.gpt import GPT, Shape
+from tridock.train.parallel.strategies import DistributedDataParallel, Strategy, Zero
+from tridock.train.rank.process_group import Ranks
 from tridock.train.trainer import check_batch
 
 if TYPE_CHECKING:

@@ -32,9 +32,9 @@ from tridock.engines.deepspeed_config import deepspeed_config
 from tridock.engines.megatron_deepspeed import megatron_arguments
 from tridock.experiment import Experiment
 from tridock.plan.model_parallel import size_of_replica
-from tridock.train.megatron_record import Recorder
-from tridock.train.process_group import Ranks
-from tridock.train.strategies import import_deepspeed
+from tridock.train.megatron_lm.record import Recorder
+from tridock.train.parallel.strategies import import_deepspeed
+from tridock.train.rank.process_group import Ranks
 
 TOKENS = [*map(str, range(40)), "<|endoftext|>"]
 

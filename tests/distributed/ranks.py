@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.experiments import with_fields
-from tridock.data.indexed_dataset import IndexedDatasetWriter
+from tridock.data.dataset.indexed_dataset import IndexedDatasetWriter
 from tridock.engines.deepspeed_config import deepspeed_config
 from tridock.experiment import dump_experiment
 

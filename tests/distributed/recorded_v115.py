@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from tests.distributed.exchanged import Recorder
-from tridock.train import megatron_deepspeed, megatron_record
-from tridock.train.rank import end
+from tridock.train.megatron_lm import pretrain_gpt2, record
+from tridock.train.rank.run import end
 
 ITERATION = 3
 
 
 def main() -> int:
-    made = megatron_record.Recorder
+    made = record.Recorder
     folder = Path(sys.argv[sys.argv.index("--run-folder") + 1])
 
     def recording(training: Any, *given: Any) -> Any:
@@ -37,8 +37,8 @@ def main() -> int:
         training.train_step = train_step
         return recorder
 
-    megatron_record.Recorder = recording  # type: ignore[misc,assignment]
-    return megatron_deepspeed.main()
+    record.Recorder = recording  # type: ignore[misc,assignment]
+    return pretrain_gpt2.main()
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from tridock.experiment import load_experiment
 from tridock.train import __main__ as torch_program
-from tridock.train import pretrain_gpt, process_group
-from tridock.train.rank import end
+from tridock.train.megatron_core import pretrain_gpt
+from tridock.train.rank import process_group
+from tridock.train.rank.run import end
 from tridock.train.trainer import Trainer
 
 

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from tests.distributed.forks import answers, attempt, cases
 from tests.distributed.pretended import micro_batches
 from tridock.experiment import Experiment
-from tridock.train.gpt import GPT, Shape
-from tridock.train.mesh import Mesh
-from tridock.train.process_group import Ranks
-from tridock.train.sharded import Sharded
+from tridock.train.models.gpt import GPT, Shape
+from tridock.train.parallel.mesh import Mesh
+from tridock.train.parallel.mesh_strategy import Sharded
+from tridock.train.rank.process_group import Ranks
 from tridock.train.trainer import check_batch
 
 PATIENCE = 60.0

@@ -13,9 +13,9 @@ import sys
 import time
 from pathlib import Path
 
-from tridock import pulse
-from tridock.node.events import append_event
-from tridock.run_folder import write_atomic
+from tridock.contracts import heartbeat
+from tridock.contracts.events import append_event
+from tridock.contracts.run_folder import write_atomic
 
 STEP_S = 0.05
 
@@ -38,17 +38,17 @@ def train(folder: Path, rank: int, steps: int, load: bool) -> None:
     """One rank."""
     pointer = folder / "checkpoints" / "latest"
     first = int(pointer.read_text().removeprefix("iter_")) if load else 0
-    (folder / pulse.FOLDER).mkdir(exist_ok=True)
-    faulthandler.register(pulse.STACKS_SIGNAL, pulse.stacks_path(folder, rank).open("w"), all_threads=True)
-    pulse.start(folder, rank)
-    pulse.beat(pulse.START, first)
+    (folder / heartbeat.FOLDER).mkdir(exist_ok=True)
+    faulthandler.register(heartbeat.STACKS_SIGNAL, heartbeat.stacks_path(folder, rank).open("w"), all_threads=True)
+    heartbeat.start(folder, rank)
+    heartbeat.beat(heartbeat.START, first)
     for iteration in range(first + 1, steps + 1):
         time.sleep(STEP_S)
-        pulse.beat(pulse.TRAIN, iteration)
+        heartbeat.beat(heartbeat.TRAIN, iteration)
         if iteration % 10 == 0 and rank == 0:
             write_atomic(pointer, f"iter_{iteration:07d}".encode())
         obey(folder, rank)
-    pulse.beat(pulse.END)
+    heartbeat.beat(heartbeat.END)
     if rank == 0:
         append_event(folder, "run_finished", iteration=steps)
 
@@ -65,7 +65,7 @@ def obey(folder: Path, rank: int) -> None:
         if word.startswith("fail"):
             code = int(word.removeprefix("fail"))
             append_event(folder, "run_failed", rank=rank, reason="asked to", agreed=code == 5)
-            pulse.beat(pulse.FAILED, code=code)
+            heartbeat.beat(heartbeat.FAILED, code=code)
             os._exit(code)
 
 

@@ -21,7 +21,7 @@ from tests.distributed.ranks import (
     rank_environment,
     read_lines,
 )
-from tridock.node.processes import find_processes, stop_processes
+from tridock.node.agent.processes import find_processes, stop_processes
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 

@@ -21,10 +21,10 @@ import torch
 from tests.distributed.disturbed import EVERY, ITERATIONS, live_through, named
 from tests.distributed.ranks import PATIENCE, Started, make_run, rank_environment
 from tests.distributed.test_restart import Training
-from tridock import pulse
-from tridock.node.processes import find_processes
-from tridock.node.runs import list_runs
-from tridock.train.pickles import megatron_classes, no_foreign_metadata, no_foreign_pickles
+from tridock.contracts import heartbeat
+from tridock.node.agent.processes import find_processes
+from tridock.node.agent.runs import list_runs
+from tridock.train.checkpoints.pickles import megatron_classes, no_foreign_metadata, no_foreign_pickles
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
@@ -33,7 +33,7 @@ ENGINES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
     "ddp": ("tridock.train.__main__", "ddp.pt", 0, {"parallel.strategy": "ddp"}),
     "zero2": ("tridock.train.__main__", "*zero_pp_rank_1*", 1, {"parallel.strategy": "zero", "parallel.zero_stage": 2}),
     "fsdp": ("tridock.train.__main__", "__1_0.distcp", 1, {"parallel.strategy": "fsdp"}),
-    "megatron-core": ("tridock.train.pretrain_gpt", "__1_0.distcp", 1, {
+    "megatron-core": ("tridock.train.megatron_core.pretrain_gpt", "__1_0.distcp", 1, {
         "engine": "megatron-core", "parallel.strategy": "ddp", "parallel.pipeline_model_parallel_size": 2,
     }),
 }  # fmt: skip
@@ -148,7 +148,7 @@ HELD = """
 import sys, weakref
 from pathlib import Path
 from tridock.errors import Problem, RunError
-from tridock.train import process_group, rank, signals
+from tridock.train.rank import process_group, run, signals
 
 class Model: pass
 kept = []
@@ -194,7 +194,7 @@ def test_a_scheduler_that_ends_a_job_leaves_a_checkpoint(workspace: Path, number
     endless = make_run(workspace, f"endless-{whom}-{number.name}", 2, **EVERY, **{"train.train_iters": 10**6})
     words = ["--set", "train.save_interval=0", "--set", "restart.max=2"]
     run = Training(workspace, endless / "experiment.yaml", *words)
-    run.until(lambda: (beat := pulse.read(run.folder, 0)) is not None and beat.phase == pulse.TRAIN)
+    run.until(lambda: (beat := heartbeat.read(run.folder, 0)) is not None and beat.phase == heartbeat.TRAIN)
     for pid in everything_of(run) if whom == "all" else [run.process.pid]:
         with suppress(ProcessLookupError):
             os.kill(pid, number)

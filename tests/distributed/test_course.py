@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 from tests.distributed.ranks import ROOT, free_port, rank_environment, read_lines
-from tridock import pulse, run_folder
-from tridock.node.course import Course
-from tridock.node.processes import find_processes, stop_processes
-from tridock.node.state import exit_code_of, is_supervised
-from tridock.supervision import Supervision
+from tridock.contracts import heartbeat, run_folder
+from tridock.contracts.run_state import exit_code_of, is_supervised
+from tridock.contracts.supervision import Supervision
+from tridock.node.agent.processes import find_processes, stop_processes
+from tridock.node.supervisor.run_supervisor import Course
 
 pytestmark = pytest.mark.distributed
 
@@ -53,8 +53,8 @@ class Run:
         words = [sys.executable, "-m", "tridock.node", "start", str(self.folder)]
         subprocess.run(words, env=rank_environment(), cwd=ROOT, check=True, timeout=30)
 
-    def beat(self, rank: int) -> pulse.Beat | None:
-        return pulse.read(self.folder, rank)
+    def beat(self, rank: int) -> heartbeat.Beat | None:
+        return heartbeat.read(self.folder, rank)
 
     def train(self, beyond: int = 2, ranks: int = 2) -> None:
         """Waits until every rank is further than that."""

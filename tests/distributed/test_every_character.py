@@ -3,7 +3,7 @@
 import pytest
 
 from tests.unit.data.test_encoders import assert_same, beside_others, fast, reference, surrogate  # noqa: F401
-from tridock.data.encoders import Fast, Reference
+from tridock.data.tokenize.encoders import Fast, Reference
 
 pytestmark = pytest.mark.distributed
 

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.data.test_indexed_dataset import DOCUMENTS, write
-from tridock.data.indexed_dataset import IndexedDataset, bin_path, idx_path, write_index
-from tridock.data.inspection import inspect
-from tridock.data.merge import merge
-from tridock.data.split import by_shares, split
-from tridock.data.verify import verify
+from tridock.data.dataset.indexed_dataset import IndexedDataset, bin_path, idx_path, write_index
+from tridock.data.dataset.inspect import inspect
+from tridock.data.dataset.merge import merge
+from tridock.data.dataset.split import by_shares, split
+from tridock.data.dataset.verify import verify
 from tridock.errors import RequestError
 
 pytestmark = pytest.mark.distributed

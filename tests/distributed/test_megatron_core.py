@@ -126,7 +126,7 @@ def make_run(workspace: Path, name: str, world_size: int, **fields: Any) -> Path
 
 
 def start(folder: Path, world_size: int, **env: str) -> Finished:
-    words = ["-m", "tridock.train.pretrain_gpt", "--run-folder", str(folder)]
+    words = ["-m", "tridock.train.megatron_core.pretrain_gpt", "--run-folder", str(folder)]
     with Started(words, folder, world_size, env) as started:
         return started.wait()
 
@@ -302,8 +302,8 @@ def test_the_program_of_a_rank(workspace: Path) -> None:
 
 LIMITED = """
 import resource, signal, sys
-from tridock.train.pretrain_gpt import main
-from tridock.train.rank import end
+from tridock.train.megatron_core.pretrain_gpt import main
+from tridock.train.rank.run import end
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
 end(main(), at_once=True)
@@ -330,7 +330,7 @@ def test_nodes_that_share_no_folder_are_told_before_the_first_step(workspace: Pa
     port = free_port()
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "tridock.train.pretrain_gpt", "--run-folder", str(folder)],
+            [sys.executable, "-m", "tridock.train.megatron_core.pretrain_gpt", "--run-folder", str(folder)],
             env=rank_environment() | place(rank, 2, port) | {"LOCAL_RANK": "0"},
         )
         for rank, folder in enumerate(folders)

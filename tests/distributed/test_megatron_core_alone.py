@@ -72,9 +72,9 @@ def test_samples_in_megatrons_order(tmp_path: Path) -> None:
     out = run(
         """
 import numpy as np
-from tridock.data.indexed_dataset import IndexedDatasetWriter
+from tridock.data.dataset.indexed_dataset import IndexedDatasetWriter
 from tridock.errors import RequestError
-from tridock.train.dataset import load_splits
+from tridock.train.data.dataset import load_splits
 from tridock.train.megatron_core.samples import gpt_splits
 workspace = Path(sys.argv[1])
 with IndexedDatasetWriter(workspace / "data/x", 2100) as writer:
@@ -125,7 +125,7 @@ ATTENTION = """
 import torch
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
-from tridock.train import process_group
+from tridock.train.rank import process_group
 from tridock.train.megatron_core import attention
 from tridock.train.megatron_core.layout import Layout
 from tridock.train.megatron_core.model import transformer_config

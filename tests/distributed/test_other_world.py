@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.distributed.ranks import losses, make_data, make_run, run, run_several
-from tridock.train.zero_reshard import piece, pieces_of_parameters
+from tridock.train.checkpoints.zero_reshard import piece, pieces_of_parameters
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 

@@ -113,7 +113,7 @@ def test_megatron_core() -> None:
 
 
 def test_torch() -> None:
-    from tridock.train.gpt import GPT, Shape
+    from tridock.train.models.gpt import GPT, Shape
 
     for model in models(random.Random(4)):
         one = case("torch", model, {"strategy": "ddp"})

@@ -21,7 +21,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from tests.distributed.ranks import ROOT
 from tests.unit.data.test_preprocess import TEXTS, request, work
 from tridock.data.preprocess import preprocess
-from tridock.data.tokenizer import BytePairTokenizer
+from tridock.data.tokenize.tokenizer import BytePairTokenizer
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ import sys
 from pathlib import Path
 from tests.unit.data.test_preprocess import request
 from tridock.data.preprocess import preprocess
-from tridock.data.tokenizer import BytePairTokenizer
+from tridock.data.tokenize.tokenizer import BytePairTokenizer
 tokenizer = BytePairTokenizer.load(Path(sys.argv[1]) / "t")
 inputs = [Path(name) for name in sys.argv[2:]]
 folder = Path(sys.argv[1])

@@ -25,9 +25,9 @@ from tests.distributed.ranks import (
     run_several,
 )
 from tests.megatron_source import patched_source
-from tridock import pulse, run_folder
+from tridock.contracts import heartbeat, run_folder
 from tridock.data.corpus import prepare_demo
-from tridock.node.processes import find_processes
+from tridock.node.agent.processes import find_processes
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
@@ -90,11 +90,11 @@ class Training:
         """Once the rank has gone that far in this attempt."""
 
         def is_there() -> bool:
-            beat = pulse.read(self.folder, rank)
+            beat = heartbeat.read(self.folder, rank)
             return beat is not None and beat.phase == "train" and beat.iteration > beyond
 
         self.until(is_there)
-        beat = pulse.read(self.folder, rank)
+        beat = heartbeat.read(self.folder, rank)
         assert beat is not None
         os.kill(beat.pid, signal.SIGKILL)
 
@@ -162,7 +162,7 @@ ENDLESS = ("--set", "train.train_iters=1000000", "--set", "train.log_interval=10
 
 def test_ctrl_c_is_no_failure_to_recover_from(workspace: Path, undisturbed: dict[str, Path]) -> None:
     with Training(workspace, undisturbed["ddp"] / "experiment.yaml", *ENDLESS, "--set", "restart.max=2") as run:
-        run.until(lambda: (beat := pulse.read(run.folder, 0)) and beat.phase == "train")
+        run.until(lambda: (beat := heartbeat.read(run.folder, 0)) and beat.phase == "train")
         os.killpg(run.process.pid, signal.SIGINT)
         output = run.process.communicate(timeout=60)[0]
     assert run.process.returncode == 130, output

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from tests.distributed.ranks import PATIENCE, ROOT, VOCABULARY, make_data, rank_environment
-from tridock import run_folder
-from tridock.node.evidence import evidence
+from tridock.contracts import run_folder
+from tridock.node.agent.evidence import evidence
 from tridock.triage import diagnose, facts_of
 
 pytestmark = pytest.mark.distributed

@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.support import ROOT, execute, succeed, wait_until
-from tridock.data.indexed_dataset import IndexedDatasetWriter
+from tridock.data.dataset.indexed_dataset import IndexedDatasetWriter
 
 HOST_IMAGE = "tridock-test-host"
 USER = "trainer"

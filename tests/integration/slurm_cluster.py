@@ -25,7 +25,7 @@ USER = "trainer"
 SHARED = "/shared"
 DATA = """
 from pathlib import Path
-from tridock.data.indexed_dataset import IndexedDatasetWriter
+from tridock.data.dataset.indexed_dataset import IndexedDatasetWriter
 with IndexedDatasetWriter(Path("data/tiny/text_document"), vocab_size=64) as writer:
     for start in range(400):
         writer.add_document([(start + step) % 64 for step in range(64)])

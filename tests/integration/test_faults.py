@@ -22,7 +22,7 @@ import pytest
 from tests.integration.clone import Clone, a_clone
 from tests.integration.rack import PROGRAMS, TINY, Attached, write_data
 from tests.integration.support import execute, succeed, wait_until
-from tridock import pulse
+from tridock.contracts import heartbeat
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -100,7 +100,7 @@ class Run:
 
     def wait_for_training(self, beyond: int = 1) -> None:
         def trains() -> bool:
-            beats = [pulse.read(self.folder, rank) for rank in (0, 1)]
+            beats = [heartbeat.read(self.folder, rank) for rank in (0, 1)]
             return all(beat and beat.phase == "train" and beat.iteration > beyond for beat in beats)
 
         wait_until(lambda: trains() or self.terminal.process.poll() is not None, "its ranks train", 120)

@@ -16,7 +16,7 @@ from tests.integration.clone import a_clone
 from tests.integration.rack import TINY, write_data
 from tests.integration.support import succeed, wait_until
 from tests.integration.test_faults import Run, Twin
-from tridock.run_folder import SUPERVISION
+from tridock.contracts.run_folder import SUPERVISION
 
 pytestmark = pytest.mark.timeout(600)
 

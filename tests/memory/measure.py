@@ -42,11 +42,11 @@ from tests.megatron_source import REMEDY, patched_source
 from tests.memory import rank
 from tests.memory.cases import BASE, CASES, Case, experiment
 from tests.memory.children import Child, answers, only_answer
+from tridock.contracts.run_folder import MEGATRON_VARIABLE
 from tridock.data.corpus import prepare_demo
 from tridock.engines import rank_program
 from tridock.experiment import dump_experiment, load_experiment
 from tridock.plan import Plan
-from tridock.run_folder import MEGATRON_VARIABLE
 
 RESULT = Path(__file__).parents[1] / "data/memory-cpu.json"
 MOST_RANKS = 4

@@ -30,7 +30,7 @@ def prepare(engine: str, ranks: int) -> None:
     else:
         import deepspeed.runtime.pipe.engine  # noqa: F401
 
-        import tridock.train.megatron_record
+        import tridock.train.megatron_lm.record
     import tridock.train.trainer  # noqa: F401
 
     gc.freeze()  # what is imported stays as it is, in memory that all ranks share
@@ -117,7 +117,8 @@ def _stored_by_deepspeed(saved: Saved) -> Iterator[None]:
 
 def train(experiment: Experiment, folder: Path) -> Measure:
     """Engines torch and megatron-core."""
-    from tridock.train import process_group, trainer
+    from tridock.train import trainer
+    from tridock.train.rank import process_group
 
     measure, ranks = Measure(), process_group.join()
     build = trainer.torch_parts
@@ -144,8 +145,8 @@ def _parts(strategy: Any) -> tuple[list[nn.Module], dict[str, Any]]:
 
 def train_megatron(words: list[str]) -> Measure:
     """Engine megatron-deepspeed, whose own program runs."""
-    from tridock.train import megatron_deepspeed
-    from tridock.train.megatron_record import Recorder
+    from tridock.train.megatron_lm import pretrain_gpt2
+    from tridock.train.megatron_lm.record import Recorder
 
     measure, step = Measure(), Recorder.train_step
 
@@ -159,6 +160,6 @@ def train_megatron(words: list[str]) -> Measure:
     Recorder.train_step = measured
     sys.argv = ["megatron_deepspeed", *words]
     with measure.ledger:
-        code = megatron_deepspeed.main()
+        code = pretrain_gpt2.main()
     assert code == 0, f"exit code {code}"
     return measure

@@ -14,12 +14,9 @@ ROOT = Path(__file__).parents[2]
 PURE = {
     "errors": set(),
     "command": set(),
-    "run_folder": set(),
+    "contracts": {"errors"},
     "strict_yaml": {"errors"},
     "gpus": {"errors"},
-    "pulse": set(),
-    "supervision": set(),
-    "records": {"errors", "run_folder"},
     "differences": set(),
 }
 LOW = set(PURE)
@@ -40,7 +37,7 @@ ROOMS: dict[str, set[str]] = {
     "train": LOW | {"experiment", "data", "compat"},
     "report": LOW | {"experiment", "plan", "reproduction"},
     "bench": LOW | {"experiment", "plan", "report"},
-    "cli": LOW | {"experiment", "cluster", "plan", "ops", "data", "report", "reproduction", "bench"},
+    "cli": LOW | {"experiment", "cluster", "plan", "ops", "data", "report", "reproduction", "bench", "launchers"},
     "fabfile": LOW | {"experiment", "plan", "launchers", "ops", "report", "reproduction"},
 }
 HOMES = {
@@ -95,6 +92,6 @@ def test_node_starts_without_heavy_packages() -> None:
 
 def test_a_run_on_one_machine_needs_no_package_of_the_operators() -> None:
     absent = "".join(f"sys.modules[{name!r}] = None\n" for name in ("fabric", "invoke", "paramiko"))
-    program = f"import sys\n{absent}import tridock.cli, tridock.ops.local_run"
+    program = f"import sys\n{absent}import tridock.cli, tridock.ops.runs.local_run"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
     assert (done.returncode, done.stderr) == (0, "")

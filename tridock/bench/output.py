@@ -15,8 +15,8 @@ from rich.table import Table
 
 from tridock.bench.cells import Measured, scaling
 from tridock.bench.schema import Bench
+from tridock.contracts.run_folder import write_atomic
 from tridock.report.bar_chart import Bar, draw_bars
-from tridock.run_folder import write_atomic
 
 _GIB: Final = 2**30
 _PACKAGES: Final = ("torch", "deepspeed", "megatron-core")

@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tridock import run_folder
 from tridock.bench.cells import Cell, Measured, cells_of
 from tridock.bench.schema import Bench, words_of
+from tridock.contracts import run_folder
+from tridock.contracts.records import read_lines, read_metrics
 from tridock.errors import RequestError
 from tridock.experiment import Experiment, load_experiment
 from tridock.gpus import Gpu
 from tridock.plan import Assumptions, assess
-from tridock.records import read_lines, read_metrics
 from tridock.report.summary import summarize
 from tridock.strict_yaml import read_text
 
@@ -90,7 +90,7 @@ def _has_bare(experiment: Experiment) -> bool:
 
 
 def _run_once(world: int, timeout: int, config: Path, words: Sequence[str], turns: str = "") -> Path | str:
-    """The run's folder, or why it failed. ``turns``: those with a bare loop, as ``tridock.train.bare`` reads them."""
+    """The run's folder, or why it failed. ``turns``: as ``tridock.train.bench.baseline_loop`` reads them."""
     with tempfile.TemporaryDirectory() as folder:
         noted = Path(folder, "run-id")
         argv = [sys.executable, "-m", "tridock.cli", "train", str(config), "--run-id-file", str(noted)]

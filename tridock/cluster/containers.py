@@ -8,9 +8,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tridock import run_folder
 from tridock.cluster.settings import Cluster
 from tridock.command import Command
+from tridock.contracts import run_folder
 
 CLUSTER_LABEL = "tridock.cluster"
 NODE_LABEL = "tridock.node"

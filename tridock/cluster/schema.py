@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
 
-from tridock import run_folder
+from tridock.contracts import run_folder
 from tridock.errors import Problem, RequestError
 from tridock.gpus import find_gpu
 from tridock.strict_yaml import parse_yaml, problems_of

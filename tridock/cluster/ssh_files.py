@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from tridock import run_folder
 from tridock.cluster.keys import ClusterKeys
 from tridock.cluster.settings import Cluster, ClusterNode
+from tridock.contracts import run_folder
 
 CLIENT_KEY: Final = "id_ed25519"
 CLIENT_PUBLIC: Final = "id_ed25519.pub"

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from tridock.data.indexed_dataset import bin_path, idx_path, token_dtype
-from tridock.data.manifest import read_manifest
+from tridock.contracts.run_folder import write_atomic
+from tridock.data.dataset.indexed_dataset import bin_path, idx_path, token_dtype
+from tridock.data.dataset.manifest import read_manifest
 from tridock.errors import Problem, RequestError, TridockError
-from tridock.run_folder import write_atomic
 
 Report = Callable[[str], None]
 
@@ -94,12 +94,12 @@ def prepare_demo(
         return found
 
     # The tokenizer library and the progress bar are imported only when there is work for them.
-    from tridock.data.blocks import Recipe
-    from tridock.data.encoders import Reference
+    from tridock.data.input.sources import Kind, find_sources
     from tridock.data.preprocess import Request, preprocess
     from tridock.data.progress import progress_bar
-    from tridock.data.sources import Kind, find_sources
-    from tridock.data.tokenizer import BytePairTokenizer
+    from tridock.data.tokenize.blocks import Recipe
+    from tridock.data.tokenize.encoders import Reference
+    from tridock.data.tokenize.tokenizer import BytePairTokenizer
 
     started = time.monotonic()
     texts = collect_corpus(corpus_bytes)

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Final
 
 from tridock import __version__
-from tridock.data.blocks import Encoded, Recipe
-from tridock.data.documents import Refusal, remedy
-from tridock.data.indexed_dataset import token_dtype
-from tridock.data.manifest import DatasetManifest, manifest_path, write_manifest
-from tridock.data.sources import Chunk, Source, read_chunks
-from tridock.data.unfinished import Unfinished
-from tridock.data.workers import encode_in_order
+from tridock.data.dataset.indexed_dataset import token_dtype
+from tridock.data.dataset.manifest import DatasetManifest, manifest_path, write_manifest
+from tridock.data.input.documents import Refusal, remedy
+from tridock.data.input.sources import Chunk, Source, read_chunks
+from tridock.data.resumable_build import Unfinished
+from tridock.data.tokenize.blocks import Encoded, Recipe
+from tridock.data.tokenize.workers import encode_in_order
 from tridock.errors import Problem, RequestError
 
 CHUNK_BYTES: Final = 2 << 20

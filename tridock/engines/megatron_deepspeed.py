@@ -9,13 +9,13 @@ import posixpath
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tridock import run_folder
+from tridock.contracts import run_folder
 from tridock.experiment import Experiment
 from tridock.plan import Plan
 from tridock.plan.megatron import CHECKPOINT_OPTIONS
 
-MODULE = "tridock.train.megatron_deepspeed"
-INDEX_MAPS = "tridock.train.megatron_index_maps"
+MODULE = "tridock.train.megatron_lm.pretrain_gpt2"
+INDEX_MAPS = "tridock.train.megatron_lm.index_maps"
 _SPELLED = {"contiguous_checkpointing": "--contigious-checkpointing"}  # upstream's spelling
 
 
@@ -28,7 +28,7 @@ def megatron_arguments(experiment: Experiment, plan: Plan, run_path: str) -> tup
 
 
 def index_map_arguments(experiment: Experiment, plan: Plan, workspace: str) -> tuple[str, ...]:
-    """The words after ``python -m tridock.train.megatron_index_maps``: those of a run that count for its samples.
+    """The words after ``python -m tridock.train.megatron_lm.index_maps``: those of a run that count for its samples.
 
     One process makes the maps, without the model: it is told how many replicas the run will have.
     """

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from tridock import run_folder
+from tridock.contracts import run_folder
 from tridock.engines import megatron_deepspeed
 from tridock.engines.deepspeed_config import deepspeed_config
 from tridock.engines.megatron_deepspeed import megatron_arguments
@@ -52,7 +52,7 @@ def rank_program(
         return RankProgram(megatron_deepspeed.MODULE, (*folder, *words), env, files)
     folder = folder if load is None else (*folder, "--load", load)
     if experiment.engine == "megatron-core":
-        return RankProgram("tridock.train.pretrain_gpt", folder, {**_MEGATRON_CORE, **env}, files)
+        return RankProgram("tridock.train.megatron_core.pretrain_gpt", folder, {**_MEGATRON_CORE, **env}, files)
     return RankProgram("tridock.train", folder, env, files)
 
 

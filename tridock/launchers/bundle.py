@@ -8,13 +8,13 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tridock import run_folder
 from tridock.command import Command
+from tridock.contracts import run_folder
+from tridock.contracts.supervision import Supervision
 from tridock.engines import RankProgram, checkpoint_pointer, checkpoints_folder, rank_program
 from tridock.experiment import Experiment, dump_experiment
 from tridock.launchers.deepspeed import deepspeed_command, environment_file
 from tridock.plan import Assessment
-from tridock.supervision import Supervision
 
 _FIRST_PORT, _PORTS = 20000, 10000
 

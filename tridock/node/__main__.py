@@ -11,11 +11,12 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from tridock import pulse, run_folder
+from tridock.contracts import heartbeat, run_folder, run_state
 from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError, RunError, TridockError
-from tridock.node import preflight, runs, state
-from tridock.node.follow import follow, follow_with_beats
-from tridock.node.processes import find_processes, stop_processes
+from tridock.node.agent import runs
+from tridock.node.agent.processes import find_processes, stop_processes
+from tridock.node.logs.follow import follow, follow_with_beats
+from tridock.node.probes import preflight
 
 _RECORD_S = 8.0
 _POLL_S = 0.5
@@ -133,44 +134,44 @@ def _add_doctors_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser
 
 
 def _look(arguments: argparse.Namespace) -> int:
-    from tridock.node import look
+    from tridock.node.probes import node_report
 
-    print(json.dumps(look.look(arguments.workspace, quick=arguments.quick, visit=arguments.visit)))
+    print(json.dumps(node_report.look(arguments.workspace, quick=arguments.quick, visit=arguments.visit)))
     return 0
 
 
 def _meet(arguments: argparse.Namespace) -> int:
-    from tridock.node import paths
+    from tridock.node.probes import ssh_mesh_probe
 
     addresses = dict(word.split("=", 1) for word in arguments.nodes)
-    print(json.dumps(paths.meet(addresses, arguments.token)))
+    print(json.dumps(ssh_mesh_probe.meet(addresses, arguments.token)))
     return 0
 
 
 def _answer(arguments: argparse.Namespace) -> int:
-    from tridock.node import answer
+    from tridock.node.probes import mesh_responder
 
-    return answer.answer(arguments.token, arguments.workspace)
+    return mesh_responder.answer(arguments.token, arguments.workspace)
 
 
 def _shown_key(_: argparse.Namespace) -> int:
-    from tridock.node import look
+    from tridock.node.probes import node_report
 
-    print(json.dumps({"key": look.shown_key()}))
+    print(json.dumps({"key": node_report.shown_key()}))
     return 0
 
 
 def _start(arguments: argparse.Namespace) -> int:
     # Only here, as in watch: what every other verb would wait for.
-    from tridock.node import supervisor
+    from tridock.node.supervisor import process
 
-    supervisor.start(arguments.folder, again=arguments.again, patience_s=arguments.patience)
+    process.start(arguments.folder, again=arguments.again, patience_s=arguments.patience)
     return 0
 
 
 def _watch(arguments: argparse.Namespace) -> int:
-    from tridock.node.watch import watch
-    from tridock.supervision import Supervision
+    from tridock.contracts.supervision import Supervision
+    from tridock.node.agent.node_agent import watch
 
     supervision = Supervision.from_json((arguments.folder / run_folder.SUPERVISION).read_text())
     return watch(arguments.folder, arguments.node, supervision.ranks[arguments.node])
@@ -186,9 +187,9 @@ def _processes(arguments: argparse.Namespace) -> int:
 def _stop(arguments: argparse.Namespace) -> int:
     _require_run_id(arguments.run_id)
     folder = arguments.workspace / "runs" / arguments.run_id
-    state.mark_stopped(folder)
+    run_state.mark_stopped(folder)
     stopped, left = stop_processes(arguments.run_id, arguments.grace)
-    state.wait_for_end(folder, _RECORD_S)
+    run_state.wait_for_end(folder, _RECORD_S)
     print(json.dumps({"stopped": stopped, "left": left}))
     if left:
         todo = "look for processes in state D there; they go when their device or file system answers"
@@ -197,14 +198,14 @@ def _stop(arguments: argparse.Namespace) -> int:
 
 
 def _ready(arguments: argparse.Namespace) -> int:
-    from tridock.node.move import readiness
+    from tridock.node.supervisor.failover import readiness
 
     print(json.dumps(readiness(arguments.folder, claim=arguments.claim)))
     return 0
 
 
 def _take(arguments: argparse.Namespace) -> int:
-    from tridock.node.take import take
+    from tridock.node.agent.receive_files import take
 
     take(arguments.folder, sys.stdin.buffer)
     return 0
@@ -225,14 +226,14 @@ def _save(arguments: argparse.Namespace) -> int:
 
 def _ranks_here(folder: Path) -> list[int]:
     living = {process.pid for process in find_processes(folder.name)}
-    beats = [pulse.read(folder, rank) for rank in pulse.ranks(folder)]
+    beats = [heartbeat.read(folder, rank) for rank in heartbeat.ranks(folder)]
     # Of nodes that share the folder another's rank may have the number of a process here.
     return [b.pid for b in beats if b is not None and b.pid in living and _began(b.pid) == b.began]
 
 
 def _began(pid: int) -> int | None:
     try:
-        return pulse.began(pid)
+        return heartbeat.began(pid)
     except OSError:
         return None
 
@@ -248,7 +249,7 @@ def _runs(arguments: argparse.Namespace) -> int:
 
 
 def _rank_logs(arguments: argparse.Namespace) -> int:
-    from tridock.node.rank_logs import show
+    from tridock.node.logs.rank_logs import show
 
     _require_run_id(arguments.run_id)
     folder = arguments.workspace / "runs" / arguments.run_id
@@ -257,7 +258,7 @@ def _rank_logs(arguments: argparse.Namespace) -> int:
 
 def _evidence(arguments: argparse.Namespace) -> int:
     # Only here: no other verb needs what it imports.
-    from tridock.node.evidence import evidence
+    from tridock.node.agent.evidence import evidence
 
     print(json.dumps(evidence(arguments.folder)))
     return 0

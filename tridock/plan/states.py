@@ -20,7 +20,7 @@ Megatron v1.1.5, ddp                      e          e + 4, fp32: 4  4 + 8
 Read in the engines' sources and counted on CPU ranks (docs/planner.md). DeepSpeed's ZeRO 1 to 3 reduce gradients
 through a bucket of 5e8 elements, which is there whole; ZeRO 3 holds up to 1e9 gathered weights, and keeps those of
 less than 1e5 elements whole. FSDP2 sums the gradients of several micro-batches up whole, in fp32, before it scatters
-them (:mod:`~tridock.plan.summed`).
+them (:mod:`~tridock.plan.fsdp_peak`).
 """
 
 from __future__ import annotations

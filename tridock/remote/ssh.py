@@ -16,9 +16,9 @@ from fabric import Connection
 from tridock.command import Command
 from tridock.errors import ClusterError
 from tridock.remote import ssh_connection
-from tridock.remote.aside import aside
 from tridock.remote.failures import killed, lost, no_session, shown, timed_out
 from tridock.remote.host import Completed, Operations, Progress, Sink, Stream, completed
+from tridock.remote.run_in_thread import aside
 from tridock.remote.ssh_channel import OverdueError, Sender, close, limited, read_all, received
 from tridock.remote.ssh_target import Wanted
 

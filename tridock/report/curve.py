@@ -6,10 +6,10 @@ import io
 import itertools
 from pathlib import Path
 
-from tridock import run_folder
+from tridock.contracts import run_folder
+from tridock.contracts.records import check_run, read_metrics
 from tridock.errors import Problem, RequestError
 from tridock.experiment import load_experiment
-from tridock.records import check_run, read_metrics
 from tridock.report.summary import summarize
 
 _TRAIN, _VALID, _TEST = "#1f5fa8", "#d9662b", "#2e8b57"

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Final
 
+from tridock.contracts.records import Record
 from tridock.differences import differences, flattened
-from tridock.records import Record
 from tridock.report.charts import Chart
 from tridock.report.figures import as_png, as_svg
 from tridock.report.markup import element, escape, folded, marked_table, section, table

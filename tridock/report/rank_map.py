@@ -15,7 +15,7 @@ from rich.panel import Panel
 from rich.style import Style
 from rich.text import Text
 
-from tridock import run_folder
+from tridock.contracts import run_folder
 from tridock.errors import Problem, RequestError
 from tridock.plan import Plan, Rank
 from tridock.report.stages import KEY, by_node, headline, ink, legend, place, span, stage_colours

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tridock import run_folder
+from tridock.contracts import run_folder
+from tridock.contracts.records import Record, check_run, read_lines, read_metrics, read_object, read_plan
 from tridock.experiment import load_experiment
 from tridock.plan import Plan, Rank
-from tridock.records import Record, check_run, read_lines, read_metrics, read_object, read_plan
 from tridock.report.columns import Columns, Curve
 from tridock.report.megatron_log import read_phases
 from tridock.report.summary import Summary, rows_of, summary_of

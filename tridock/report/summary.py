@@ -10,11 +10,11 @@ from typing import Any
 
 from rich.table import Table
 
-from tridock import run_folder
+from tridock.contracts import run_folder
+from tridock.contracts.records import Evaluations, Record, check_run, read_lines, read_metrics, read_plan
 from tridock.experiment import Experiment, load_experiment
 from tridock.experiment.flops import model_flops_per_token
 from tridock.gpus import of_device
-from tridock.records import Evaluations, Record, check_run, read_lines, read_metrics, read_plan
 
 
 @dataclass(frozen=True, slots=True)

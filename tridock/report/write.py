@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tridock import run_folder
+from tridock.contracts import run_folder
 from tridock.errors import Problem, RequestError, TridockError
 from tridock.report.charts import charts
 from tridock.report.log_subject import of_log

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from tridock.records import Evaluations, Record
+from tridock.contracts.records import Evaluations, Record
 
 Metrics = tuple[list[Record], Evaluations]
-"""What :func:`tridock.records.read_metrics` gives."""
+"""What :func:`tridock.contracts.records.read_metrics` gives."""
 Key = tuple[int, str]
 
 

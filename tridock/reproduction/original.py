@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from tridock import run_folder
+from tridock.contracts import run_folder
+from tridock.contracts.records import Record, check_run, read_lines, read_metrics, read_object, read_plan
 from tridock.differences import ABSENT, Difference, differences, flattened
 from tridock.errors import Problem, RequestError
-from tridock.records import Record, check_run, read_lines, read_metrics, read_object, read_plan
 from tridock.reproduction.losses import Metrics
 
 _OF_THE_RUN: Final = ("run_id", "created", "config")

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from tridock import run_folder
+from tridock.contracts import run_folder
 from tridock.differences import Difference
 from tridock.reproduction.losses import LossComparison, compare_losses
 from tridock.reproduction.original import Original, read_original

@@ -1,7 +1,7 @@
 """One rank of engine ``torch``, started by a launcher.
 
 ``python -m tridock.train --run-folder <folder>`` of a run whose folder is there; without the word the ranks make one
-(:mod:`tridock.train.benchmark`).
+(:mod:`tridock.train.bench.benchmark`).
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from tridock.train.program import run_program
-from tridock.train.rank import end
+from tridock.train.rank.program import run_program
+from tridock.train.rank.run import end
 
 if TYPE_CHECKING:
-    from tridock.train.process_group import Ranks
+    from tridock.train.rank.process_group import Ranks
     from tridock.train.trainer import Build
 
 
@@ -27,7 +27,7 @@ def engine(_ranks: Ranks) -> Build:
 def main() -> int:
     """Runs the rank; gives the exit code."""
     if not any(word.startswith("--run-folder") for word in sys.argv[1:]) and not {"-h", "--help"} & set(sys.argv):
-        from tridock.train import benchmark
+        from tridock.train.bench import benchmark
 
         return benchmark.start(engine, sys.argv[1:])
     return run_program("tridock.train", "torch", engine)

@@ -13,30 +13,30 @@ from pathlib import Path
 
 import torch
 
-from tridock import pulse
+from tridock.contracts import heartbeat
+from tridock.contracts.run_folder import CHECKPOINTS
 from tridock.errors import Problem, RequestError, RunError
 from tridock.experiment.schema import Experiment
 from tridock.experiment.sizes import padded_vocab_size
-from tridock.run_folder import CHECKPOINTS
-from tridock.train import signals
-from tridock.train.checkpoint import Checkpoints
-from tridock.train.checkpoint_choice import choose
-from tridock.train.checkpoint_files import TORCH, Names
-from tridock.train.compiler import compiler_problems
-from tridock.train.dataset import load_splits, mixed_seed
-from tridock.train.gpt import GPT, Shape
-from tridock.train.images import load_images
-from tridock.train.mesh import STAGES, Mesh
-from tridock.train.metrics import Metrics, record_event
-from tridock.train.phases import CHECKPOINT, DATA, EVALUATION, of_a_step
-from tridock.train.prefetch import Arrays, Prefetcher, Split
-from tridock.train.process_group import Agreed, Memory, Ranks, any_rank, mean_over_ranks, together
-from tridock.train.profiling import Profiling
-from tridock.train.progress import PROGRESS, Progress, check_fit, read_progress
-from tridock.train.resnet import ResNet
+from tridock.train.checkpoints.checkpoint import Checkpoints
+from tridock.train.checkpoints.choice import choose
+from tridock.train.checkpoints.files import TORCH, Names
+from tridock.train.checkpoints.progress import PROGRESS, Progress, check_fit, read_progress
+from tridock.train.data.dataset import load_splits, mixed_seed
+from tridock.train.data.images import load_images
+from tridock.train.data.prefetch import Arrays, Prefetcher, Split
+from tridock.train.models.compiler import compiler_problems
+from tridock.train.models.gpt import GPT, Shape
+from tridock.train.models.resnet import ResNet
+from tridock.train.parallel.mesh import STAGES, Mesh
+from tridock.train.parallel.mesh_strategy import Sharded
+from tridock.train.parallel.strategies import Step, Strategy, build_strategy, is_sharded
+from tridock.train.rank import signals
+from tridock.train.rank.metrics import Metrics, record_event
+from tridock.train.rank.phases import CHECKPOINT, DATA, EVALUATION, of_a_step
+from tridock.train.rank.process_group import Agreed, Memory, Ranks, any_rank, mean_over_ranks, together
+from tridock.train.rank.profiling import Profiling
 from tridock.train.schedule import learning_rate
-from tridock.train.sharded import Sharded
-from tridock.train.strategies import Step, Strategy, build_strategy, is_sharded
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class Trainer:
         """Trains from where the run stands to its last iteration, then evaluates on the test split."""
         self.announce()
         self.phases.read()  # what came before is no step's
-        pulse.beat(pulse.START, self.progress.iteration)
+        heartbeat.beat(heartbeat.START, self.progress.iteration)
         with signals.saving() if self.experiment.train.save else nullcontext():
             for iteration in range(self.progress.iteration + 1, self.experiment.train.train_iters + 1):
                 self.iterate(iteration)
@@ -175,7 +175,7 @@ class Trainer:
         lr = learning_rate(iteration, self.experiment.optimizer, self.experiment.train.train_iters)
         step = self.strategy.step(batches, lr)
         self.progress = replace(self.progress, iteration=iteration, consumed_samples=first + global_batch)
-        pulse.beat(pulse.TRAIN, iteration)
+        heartbeat.beat(heartbeat.TRAIN, iteration)
         return step
 
     def read(self, samples: Split, first: int) -> Iterable[Arrays]:
@@ -233,7 +233,7 @@ class Trainer:
             for number in range(count):
                 # Without gradients the layers are compiled once more: there is time for it as for the first step.
                 compiles, self._compiles_evaluation = self._compiles_evaluation, False
-                pulse.beat(pulse.START if compiles else pulse.EVAL)
+                heartbeat.beat(heartbeat.START if compiles else heartbeat.EVAL)
                 then = (number + 1) * size if number + 1 < count else None
                 total += self.strategy.evaluate(self.prefetcher.get(samples, number * size, then))
             loss = mean_over_ranks(total / count)
@@ -242,7 +242,7 @@ class Trainer:
         self.event("evaluation", iteration=self.progress.iteration, split=split, loss=loss, seconds=round(seconds, 3))
         self.say(f"{split} loss after iteration {self.progress.iteration}: {loss:.4f}")
         self._logged_at += seconds  # not training time
-        pulse.beat(pulse.TRAIN)
+        heartbeat.beat(heartbeat.TRAIN)
 
     def load(self, source: Path) -> None:
         """Goes on from a checkpoint, or from the newest whole one of a folder of them."""
@@ -274,7 +274,7 @@ class Trainer:
         """A checkpoint of this moment. One that cannot be written ends the run only where it ``is_last``."""
         started, iteration = time.monotonic(), self.progress.iteration
         own = {PROGRESS: self.progress.to_bytes()}
-        pulse.beat(pulse.SAVE)
+        heartbeat.beat(heartbeat.SAVE)
         needed, keep = (
             (*own, *self.strategy.files(self.ranks.rank, self.ranks.world_size)),
             self.experiment.train.keep_checkpoints,
@@ -291,7 +291,7 @@ class Trainer:
             seconds = round(time.monotonic() - started, 3)
             self.event("checkpoint_saved", iteration=iteration, folder=str(folder), seconds=seconds)
             self.say(f"checkpoint saved: {folder}")
-        pulse.beat(pulse.TRAIN)
+        heartbeat.beat(heartbeat.TRAIN)
         self._logged_at += time.monotonic() - started  # not training time
 
     def announce(self) -> None:

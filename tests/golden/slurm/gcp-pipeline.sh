@@ -33,4 +33,4 @@ exec tridock slurm supervise "$RUN" -- \
   srun --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=0 \
   bash -c 'exec deepspeed --node_rank="$SLURM_NODEID" "$@"' deepspeed \
   --hostfile="$RUN/hostfile" --master_addr="$MASTER_ADDR" --master_port="$MASTER_PORT" --no_ssh \
-  --no_local_rank --module tridock.train.pretrain_gpt --run-folder "$RUN"
+  --no_local_rank --module tridock.train.megatron_core.pretrain_gpt --run-folder "$RUN"

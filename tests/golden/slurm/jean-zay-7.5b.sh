@@ -37,4 +37,4 @@ exec tridock slurm supervise "$RUN" -- \
   srun --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=0 \
   bash -c 'exec torchrun --node-rank="$SLURM_NODEID" "$@"' torchrun \
   --nnodes=4 --nproc-per-node=4 --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" \
-  -m tridock.train.pretrain_gpt --run-folder "$RUN"
+  -m tridock.train.megatron_core.pretrain_gpt --run-folder "$RUN"

@@ -32,7 +32,7 @@ printf '%s slots=4\n' "${nodes[@]}" >"$RUN/hostfile"
 exec tridock slurm supervise "$RUN" -- \
   srun --ntasks-per-node=4 --distribution=block --gpu-bind=none --cpus-per-task="$SLURM_CPUS_PER_TASK" \
   --kill-on-bad-exit=0 \
-  python -u -m tridock.train.megatron_deepspeed --run-folder "$RUN" --num-layers 24 --hidden-size 1024 \
+  python -u -m tridock.train.megatron_lm.pretrain_gpt2 --run-folder "$RUN" --num-layers 24 --hidden-size 1024 \
   --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024 --make-vocab-size-divisible-by 128 \
   --hidden-dropout 0.1 --attention-dropout 0.1 --init-method-std 0.02 --checkpoint-activations \
   --checkpoint-num-layers 1 --deepspeed-activation-checkpointing --partition-activations \

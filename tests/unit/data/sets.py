@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.unit.data.test_indexed_dataset import write
-from tridock.data.indexed_dataset import IndexedDataset
-from tridock.data.manifest import DatasetManifest, Input, write_manifest
+from tridock.data.dataset.indexed_dataset import IndexedDataset
+from tridock.data.dataset.manifest import DatasetManifest, Input, write_manifest
 
 END = 999
 INPUT = Input(name="a.jsonl", bytes=7, sha256="ab" * 32)

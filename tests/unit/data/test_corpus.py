@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tridock.data import corpus
-from tridock.data.indexed_dataset import IndexedDataset
-from tridock.data.tokenizer import BytePairTokenizer
+from tridock.data.dataset.indexed_dataset import IndexedDataset
+from tridock.data.tokenize.tokenizer import BytePairTokenizer
 from tridock.errors import RequestError
 
 SMALL = 100_000

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tridock.data.documents import parse, remedy
-from tridock.data.sources import Kind
+from tridock.data.input.documents import parse, remedy
+from tridock.data.input.sources import Kind
 
 JSON = "is not valid JSON"
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tridock.data.indexed_dataset import HEADER, IndexedDataset, IndexedDatasetWriter, token_dtype
+from tridock.data.dataset.indexed_dataset import HEADER, IndexedDataset, IndexedDatasetWriter, token_dtype
 from tridock.errors import RequestError
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 999), max_size=9), max_size=9)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tests.unit.data.sets import END, make
 from tests.unit.data.test_indexed_dataset import DOCUMENTS, write
 from tridock.cli import main
-from tridock.data.indexed_dataset import HEADER
-from tridock.data.inspection import inspect
-from tridock.data.tokenizer import BytePairTokenizer
+from tridock.data.dataset.indexed_dataset import HEADER
+from tridock.data.dataset.inspect import inspect
+from tridock.data.tokenize.tokenizer import BytePairTokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -134,7 +134,7 @@ def test_counts_are_those_of_the_documents(
 ) -> None:
     prefix = write(tmp_path_factory.mktemp("inspect") / "d", documents)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("tridock.data.indexed_dataset._BLOCK", entries)
+        patched.setattr("tridock.data.dataset.indexed_dataset._BLOCK", entries)
         found = inspect(prefix, 9, None)
     lengths = np.array([len(document) for document in documents], np.int64)
     assert (found.documents.count, found.documents.total) == (len(documents), int(lengths.sum()))

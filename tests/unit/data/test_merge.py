@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from tests.unit.data.sets import END, INPUT, content, make
 from tests.unit.data.test_indexed_dataset import COPY_OR_MAKE, DOCUMENTS, write
 from tridock.cli import main
-from tridock.data import stretches
-from tridock.data.indexed_dataset import HEADER, IndexedDataset
-from tridock.data.manifest import read_manifest
-from tridock.data.merge import merge
-from tridock.data.stretches import Output, Stretch, write_outputs
-from tridock.data.verify import verify
+from tridock.data.dataset import slices
+from tridock.data.dataset.indexed_dataset import HEADER, IndexedDataset
+from tridock.data.dataset.manifest import read_manifest
+from tridock.data.dataset.merge import merge
+from tridock.data.dataset.slices import Output, Stretch, write_outputs
+from tridock.data.dataset.verify import verify
 from tridock.errors import RequestError
 
 
@@ -48,9 +48,9 @@ def test_the_same_bytes_as_of_all_documents_at_once(
     folder = tmp_path_factory.mktemp("merge")
     prefixes = [write(folder / f"p{number}", documents) for number, documents in enumerate(sets)]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("tridock.data.indexed_dataset._BLOCK", entries)
-        patched.setattr("tridock.data.stretches._BLOCK", size * 2)
-        patched.setattr("tridock.data.stretches._ZEROS", bytes(size * 2))
+        patched.setattr("tridock.data.dataset.indexed_dataset._BLOCK", entries)
+        patched.setattr("tridock.data.dataset.slices._BLOCK", size * 2)
+        patched.setattr("tridock.data.dataset.slices._ZEROS", bytes(size * 2))
         done, missing = merge(prefixes, folder / "out")
     everything = list(itertools.chain.from_iterable(sets))
     assert content(folder / "out") == content(write(folder / "expected", everything))
@@ -221,8 +221,8 @@ def test_an_input_that_shrinks_meanwhile() -> None:
 
 
 def test_holes_stay_holes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stretches, "_BLOCK", 1 << 20)
-    monkeypatch.setattr(stretches, "_ZEROS", bytes(1 << 20))
+    monkeypatch.setattr(slices, "_BLOCK", 1 << 20)
+    monkeypatch.setattr(slices, "_ZEROS", bytes(1 << 20))
     with Path("a.bin").open("wb") as file:
         file.truncate(6 << 20)
     length = 3 << 20

@@ -19,15 +19,15 @@ from typing import Any
 import pytest
 
 from tridock.data import preprocess as module
-from tridock.data import workers as workers_module
-from tridock.data.blocks import Recipe
-from tridock.data.encoders import Reference
-from tridock.data.indexed_dataset import IndexedDataset, IndexedDatasetWriter
-from tridock.data.manifest import read_manifest
+from tridock.data.dataset.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from tridock.data.dataset.manifest import read_manifest
+from tridock.data.input.sources import Kind, find_sources
 from tridock.data.preprocess import Preprocessed, Request, preprocess
-from tridock.data.sources import Kind, find_sources
-from tridock.data.tokenizer import BytePairTokenizer
-from tridock.data.unfinished import Unfinished
+from tridock.data.resumable_build import Unfinished
+from tridock.data.tokenize import workers as workers_module
+from tridock.data.tokenize.blocks import Recipe
+from tridock.data.tokenize.encoders import Reference
+from tridock.data.tokenize.tokenizer import BytePairTokenizer
 from tridock.errors import Problem, RequestError, RunError
 
 TEXTS = ["one two three " * 9, "", "four", "line\nbreak"]
@@ -252,12 +252,12 @@ def test_no_worker_outlives_the_run() -> None:
     program = (
         "import os, sys, time; from pathlib import Path; from tests.unit.data.test_preprocess import *\n"
         "def chunks():\n"
-        "    from tridock.data.sources import Chunk, Source\n"
+        "    from tridock.data.input.sources import Chunk, Source\n"
         "    source = Source('x', None, Kind.JSONL)\n"
         "    for n in range(9):\n"
         '        yield Chunk(source, 0, 1, b\'{"text": "a"}\\n\', 1, 0, 0, 0)\n'
         "    time.sleep(99)\n"
-        "from tridock.data.workers import encode_in_order\n"
+        "from tridock.data.tokenize.workers import encode_in_order\n"
         "recipe = Recipe(Reference(BytePairTokenizer.train(TEXTS, 280)), ('text',), False)\n"
         "for n, _ in enumerate(encode_in_order(recipe, chunks(), 2)):\n"
         "    if n == 4: print(*Path(f'/proc/self/task/{os.getpid()}/children').read_text().split(), flush=True)\n"
@@ -415,7 +415,7 @@ def test_what_cannot_be_resumed(tokenizer: BytePairTokenizer, tmp_path: Path) ->
 
 
 def test_the_index_of_many_documents_is_written_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tridock.data import indexed_dataset
+    from tridock.data.dataset import indexed_dataset
 
     for block in (1 << 18, 7):
         monkeypatch.setattr(indexed_dataset, "_BLOCK", block)

@@ -14,10 +14,10 @@ from types import SimpleNamespace
 import pytest
 
 from tridock.cli import main
-from tridock.data.indexed_dataset import IndexedDataset
-from tridock.data.manifest import read_manifest
-from tridock.data.tokenizer import END_OF_TEXT, BytePairTokenizer
-from tridock.data.unfinished import Unfinished
+from tridock.data.dataset.indexed_dataset import IndexedDataset
+from tridock.data.dataset.manifest import read_manifest
+from tridock.data.resumable_build import Unfinished
+from tridock.data.tokenize.tokenizer import END_OF_TEXT, BytePairTokenizer
 
 ROOT = Path(__file__).parents[3]
 TEXTS = ["one two three " * 9, "", "four"]

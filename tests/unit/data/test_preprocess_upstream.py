@@ -10,8 +10,8 @@ import pytest
 
 from tests.megatron_source import PREPROCESS_DATA, pristine_source
 from tridock.cli import main
-from tridock.data.encoders import HARD_TEXTS
-from tridock.data.tokenizer import BytePairTokenizer
+from tridock.data.tokenize.encoders import HARD_TEXTS
+from tridock.data.tokenize.tokenizer import BytePairTokenizer
 
 
 @pytest.fixture(scope="module")

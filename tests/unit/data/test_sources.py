@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tridock.data.manifest import Input
-from tridock.data.sources import Chunk, Kind, Source, find_sources, kind_of_name, lines_of, read_chunks
+from tridock.data.dataset.manifest import Input
+from tridock.data.input.sources import Chunk, Kind, Source, find_sources, kind_of_name, lines_of, read_chunks
 from tridock.errors import RequestError
 
 LINES = b"".join(b'{"text": "%d"}\n' % number for number in range(5000))

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from tests.unit.data.sets import END, INPUT, content, make
 from tests.unit.data.test_indexed_dataset import DOCUMENTS, write
 from tridock.cli import main
-from tridock.data.indexed_dataset import IndexedDataset
-from tridock.data.manifest import read_manifest
-from tridock.data.merge import merge
-from tridock.data.prefixes import find_prefixes
-from tridock.data.split import split
-from tridock.data.verify import verify
+from tridock.data.dataset.indexed_dataset import IndexedDataset
+from tridock.data.dataset.manifest import read_manifest
+from tridock.data.dataset.merge import merge
+from tridock.data.dataset.prefixes import find_prefixes
+from tridock.data.dataset.split import split
+from tridock.data.dataset.verify import verify
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tridock.data.tokenizer import END_OF_TEXT, BytePairTokenizer
+from tridock.data.tokenize.tokenizer import END_OF_TEXT, BytePairTokenizer
 from tridock.errors import RequestError
 
 TEXTS = ["def main() -> int:\n    return 0\n" * 40, "class A:\n    pass\n" * 30, "žluťoučký kůň 🐎\n" * 20]
@@ -45,7 +45,7 @@ def test_a_batch_is_its_texts(tokenizer: BytePairTokenizer) -> None:
 
 def test_another_process_learns_the_same(tokenizer: BytePairTokenizer) -> None:
     code = (
-        "import sys, json; from tridock.data.tokenizer import BytePairTokenizer;"
+        "import sys, json; from tridock.data.tokenize.tokenizer import BytePairTokenizer;"
         "print(BytePairTokenizer.train(json.loads(sys.stdin.read()), 300).sha256)"
     )
     run = subprocess.run(

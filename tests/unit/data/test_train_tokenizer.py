@@ -18,8 +18,8 @@ import pytest
 
 from tests.unit.data.test_preprocess_command import ROOT
 from tridock.cli import main
-from tridock.data.learner import learn
-from tridock.data.tokenizer import END_OF_TEXT, BytePairTokenizer
+from tridock.data.tokenize.learner import learn
+from tridock.data.tokenize.tokenizer import END_OF_TEXT, BytePairTokenizer
 from tridock.errors import RunError
 
 TEXTS = ["def main() -> int:\n    return 0\n" * 40, "", "class A:\n    pass\n" * 30, "žluťoučký kůň 🐎\n" * 20]
@@ -81,7 +81,7 @@ def test_the_same_bytes_each_time_however_the_texts_come(monkeypatch: pytest.Mon
     Path("f").mkdir()
     Path("f/1.gz").write_bytes(gzip.compress(lines[0] + lines[1]))
     Path("f/2.jsonl").write_bytes(lines[2] + lines[3])
-    monkeypatch.setattr("tridock.data.training.CHUNK_BYTES", 100)
+    monkeypatch.setattr("tridock.data.tokenize.train.CHUNK_BYTES", 100)
     assert main(train("--input", "f", "--output", "u")) == 0
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"".join(lines))))
     assert main(train("--input", "-", "--output", "v")) == 0

@@ -9,7 +9,7 @@ import pytest
 from tests.unit.data.sets import END, make
 from tests.unit.data.test_indexed_dataset import COPY_OR_MAKE, write
 from tridock.cli import main
-from tridock.data.indexed_dataset import HEADER
+from tridock.data.dataset.indexed_dataset import HEADER
 
 DOCUMENTS = [[7, 8, 9], [], [65, 499], [3]]
 COPY_ALL = "copy all three files again, or make them again with `tridock data preprocess`"
@@ -241,8 +241,8 @@ def test_all_problems_at_once_where_the_index_says_no_places(command: Command, w
 def test_blocks_of_any_size_find_the_same(command: Command, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = command.out(whole), command.problems(whole, "--vocab-size", 66)
     for tokens, entries in ((1, 1), (2, 1), (3, 2)):
-        monkeypatch.setattr("tridock.data.token_scan._BLOCK", tokens * 2)
-        monkeypatch.setattr("tridock.data.indexed_dataset._BLOCK", entries)
+        monkeypatch.setattr("tridock.data.dataset.token_scan._BLOCK", tokens * 2)
+        monkeypatch.setattr("tridock.data.dataset.indexed_dataset._BLOCK", entries)
         assert (command.out(whole), command.problems(whole, "--vocab-size", 66)) == before
         make(Path("e"), DOCUMENTS)
         patch(Path("e.bin"), 6, "<H", 5)
@@ -262,7 +262,7 @@ def test_blocks_of_any_size_find_the_same_damage(
         "d.idx, document 3",
     ]
     for entries in (1, 2):
-        monkeypatch.setattr("tridock.data.indexed_dataset._BLOCK", entries)
+        monkeypatch.setattr("tridock.data.dataset.indexed_dataset._BLOCK", entries)
         assert command.problems(whole) == before
 
 

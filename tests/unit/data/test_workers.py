@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from tridock.data.workers import _fork_all
+from tridock.data.tokenize.workers import _fork_all
 
 
 class Pool:

@@ -120,7 +120,7 @@ def test_without_deepspeed_there_is_no_json() -> None:
     ranks, fields = LAYOUTS["ddp"]
     wanted = experiment(**fields)
     program = rank_program(wanted, make_plan(wanted, {"n": range(ranks)}, "e.yaml"), "id", RUN)
-    assert program.module == "tridock.train.megatron_deepspeed"
+    assert program.module == "tridock.train.megatron_lm.pretrain_gpt2"
     assert program.arguments[:2] == ("--run-folder", RUN)
     assert program.files == {}
     assert "--deepspeed" not in program.arguments

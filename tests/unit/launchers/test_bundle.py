@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tridock.contracts.supervision import Supervision
 from tridock.experiment import parse_experiment
 from tridock.launchers import RunBundle, make_bundle
 from tridock.launchers.bundle import default_port
 from tridock.plan import assess
-from tridock.supervision import Supervision
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "launch"
 RUN_ID = "tiny-20260102-030405-abcd"

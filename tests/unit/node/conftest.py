@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tridock import run_folder
-from tridock.node.processes import stop_processes
-from tridock.supervision import Supervision
+from tridock.contracts import run_folder
+from tridock.contracts.supervision import Supervision
+from tridock.node.agent.processes import stop_processes
 
 FINISHED = """echo '{"event": "run_finished"}' >>"$FOLDER/events.jsonl"\n"""
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.unit.node.conftest import answer, node, wait_until
-from tridock import run_folder
-from tridock.node import evidence as evidence_
-from tridock.node.flights import last_collectives
+from tridock.contracts import run_folder
+from tridock.node.agent import evidence as evidence_
+from tridock.node.agent.flight_recorder import last_collectives
 from tridock.triage import diagnose, facts_of
 
 MakeRun = Callable[..., Path]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tridock.node import interfaces as net
-from tridock.node.interfaces import Interface
+from tridock.node.probes import interfaces as net
+from tridock.node.probes.interfaces import Interface
 
 LO = Interface("lo", 65536, ("127.0.0.1", "::1"))
 DOCKER = Interface("docker0", 1500, ("172.17.0.1",))

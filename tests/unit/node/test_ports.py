@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.node.conftest import answer
 from tridock.errors import ClusterError
-from tridock.node import ports
+from tridock.node.probes import ports
 
 
 def test_a_free_port_is_one_that_can_be_taken() -> None:

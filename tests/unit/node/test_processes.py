@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from tests.unit.node.conftest import answer, node, wait_until
-from tridock import run_folder
-from tridock.node.processes import Process, find_processes
-from tridock.node.state import exit_code_of
+from tridock.contracts import run_folder
+from tridock.contracts.run_state import exit_code_of
+from tridock.node.agent.processes import Process, find_processes
 
 MakeRun = Callable[..., Path]
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.node.conftest import FINISHED, answer, node, wait_until
-from tridock import run_folder
-from tridock.node.state import LOCK, exit_code_of, is_supervised
+from tridock.contracts import run_folder
+from tridock.contracts.run_state import LOCK, exit_code_of, is_supervised
 
 MakeRun = Callable[..., Path]
 
@@ -179,10 +179,11 @@ def test_a_supervisor_that_has_outlived_its_job_makes_room(make_run: MakeRun) ->
 
 
 def test_the_word_to_save_waits_for_a_rank(make_run: MakeRun) -> None:
-    rank = "from tridock import pulse; import os, pathlib, signal, sys, time; folder = pathlib.Path(sys.argv[1])\n"
+    rank = "from tridock.contracts import heartbeat; import os, pathlib, signal, sys, time\n"
+    rank += "folder = pathlib.Path(sys.argv[1])\n"
     rank += "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))\n"
     rank += 'while not os.path.exists(folder / "ready"): time.sleep(0.05)\n'
-    rank += "time.sleep(1.0); pulse.start(folder, 0)\n"
+    rank += "time.sleep(1.0); heartbeat.start(folder, 0)\n"
     folder = make_run(f"{FINISHED}exec {sys.executable} -c '{rank}time.sleep(20)' \"$FOLDER\"")
     start(folder)
     assert answer("save", str(folder)) == {"told": 0}

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tridock.node.restart import Made, refusal
-from tridock.node.verdict import (
+from tridock.contracts.heartbeat import PHASES
+from tridock.contracts.supervision import Supervision
+from tridock.node.supervisor.restart import Made, refusal
+from tridock.node.supervisor.verdict import (
     END_S,
     LOST_S,
     NODE_SILENCE_S,
@@ -26,13 +28,11 @@ from tridock.node.verdict import (
     lost_session,
     signal_name,
 )
-from tridock.pulse import PHASES
-from tridock.supervision import Supervision
 
 HEALTHY = Vital(0, "train", iteration=7, beats=9, code=0, age_s=0.1, alive=True)
 COLLECTIVE = ["/venv/torch/distributed/distributed_c10d.py:2806 in all_reduce", "/x/trainer.py:1 in step"]
 BACKWARD = ["/venv/torch/autograd/graph.py:979 in _engine_run_backward"]
-ASTRAY = ["/opt/tridock/train/dataset.py:120 in batches", *COLLECTIVE[1:]]
+ASTRAY = ["/opt/tridock/train/data/dataset.py:120 in batches", *COLLECTIVE[1:]]
 
 
 def vital(rank: int = 0, **changes: object) -> Vital:
@@ -182,7 +182,7 @@ def test_a_rank_that_is_behind_is_named() -> None:
 def test_of_ranks_that_are_equally_far_the_one_outside_a_collective_is_named() -> None:
     ranks = [vital(n, age_s=31.0) for n in range(3)]
     assert named(*ranks, stacks={0: COLLECTIVE, 1: BACKWARD, 2: ASTRAY}) == (
-        "rank 2 on a hangs while others wait for it at /opt/tridock/train/dataset.py:120 in batches; "
+        "rank 2 on a hangs while others wait for it at /opt/tridock/train/data/dataset.py:120 in batches; "
         "no progress for 31 s, phase train after iteration 7"
     )
 

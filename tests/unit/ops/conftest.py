@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tridock.cluster.containers import HostFacts
-from tridock.ops.facts import HostState
-from tridock.ops.session import Session
+from tridock.ops.hosts.facts import HostState
+from tridock.ops.hosts.session import Session
 from tridock.ops.sync import Row, choose, sync, transfer
 from tridock.remote import Host, LocalHost
 

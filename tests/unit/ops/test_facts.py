@@ -10,7 +10,7 @@ import pytest
 
 from tridock.errors import ClusterError
 from tridock.gpus import GPUS, Gpu
-from tridock.ops.facts import facts_command, keys_digest, parse_facts
+from tridock.ops.hosts.facts import facts_command, keys_digest, parse_facts
 
 INSPECTED = {
     "Id": "c0ffee",

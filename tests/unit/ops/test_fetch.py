@@ -11,10 +11,10 @@ import pytest
 from tridock.cluster import load_cluster
 from tridock.cluster.containers import HostFacts
 from tridock.errors import ClusterError
-from tridock.ops.facts import HostState
-from tridock.ops.fetch import _unpack, fetch
-from tridock.ops.runs import Run
-from tridock.ops.session import Session
+from tridock.ops.hosts.facts import HostState
+from tridock.ops.hosts.session import Session
+from tridock.ops.runs.fetch import _unpack, fetch
+from tridock.ops.runs.registry import Run
 
 
 def test_the_twins_own_folder_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tridock.data.indexed_dataset import IndexedDatasetWriter
+from tridock.data.dataset.indexed_dataset import IndexedDatasetWriter
 
 ROOT = Path(__file__).parents[3]
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from tridock.cluster.containers import HostFacts, recipe_of, run_command
-from tridock.ops import nodes
-from tridock.ops.facts import Container, HostState, keys_digest
-from tridock.ops.key_store import KeyStore
-from tridock.ops.session import Session
+from tridock.ops.hosts import nodes
+from tridock.ops.hosts.facts import Container, HostState, keys_digest
+from tridock.ops.hosts.key_store import KeyStore
+from tridock.ops.hosts.session import Session
 
 FACTS = HostFacts(uid=1000, gid=100, home="/home/ada", gpus=0, infiniband=False)
 IMAGE = "sha256:0123"

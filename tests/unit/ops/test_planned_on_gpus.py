@@ -12,8 +12,8 @@ import pytest
 from tridock.cluster import load_cluster
 from tridock.errors import RequestError
 from tridock.gpus import GPUS, Gpu
-from tridock.ops.launch import make_request, on_the_hosts_gpus
-from tridock.ops.local_run import run_here
+from tridock.ops.runs.launch import make_request, on_the_hosts_gpus
+from tridock.ops.runs.local_run import run_here
 
 ROOT = Path(__file__).parents[3]
 CONFIG = ROOT / "configs" / "jean-zay" / "7.5b.yaml"

@@ -12,8 +12,8 @@ import pytest
 from tests.experiments import make_plan
 from tridock.errors import TridockError
 from tridock.experiment import Experiment
-from tridock.ops.preflight import Preflight, check_nodes
-from tridock.ops.session import Session
+from tridock.ops.hosts.session import Session
+from tridock.ops.runs.preflight import Preflight, check_nodes
 from tridock.remote import Completed
 
 BIN, IDX, VOCAB, MERGES = "data/t_document.bin", "data/t_document.idx", "data/vocab.json", "data/merges.txt"

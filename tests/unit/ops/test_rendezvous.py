@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tridock.errors import TridockError
-from tridock.ops.rendezvous import Terms, follow, lead
+from tridock.ops.runs.rendezvous import Terms, follow, lead
 
 FIRST = Terms(node_rank=0, nnodes=3, nproc=4, experiment_sha256="0123456789abcdef")
 

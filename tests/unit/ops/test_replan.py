@@ -12,11 +12,11 @@ import pytest
 
 from tests.experiments import with_fields
 from tridock.cli import main
+from tridock.contracts.supervision import Supervision
 from tridock.errors import RequestError
 from tridock.launchers import make_bundle
-from tridock.ops.replan import Replanned, replan
+from tridock.ops.runs.replan import Replanned, replan
 from tridock.plan import assess
-from tridock.supervision import Supervision
 
 RUN_ID = "small-20260102-030405-abcd"
 BASE: dict[str, Any] = {

@@ -15,8 +15,8 @@ import pytest
 from tests.unit.ops.conftest import LARGE, Lab, brought, counts
 from tridock.errors import ClusterError, RequestError, TridockError
 from tridock.experiment import load_experiment
-from tridock.ops.launch import DEMO_DATA, bring_demo_data
-from tridock.ops.preflight import data_files
+from tridock.ops.runs.launch import DEMO_DATA, bring_demo_data
+from tridock.ops.runs.preflight import data_files
 from tridock.ops.sync import choose, of_experiment, sync, transfer
 from tridock.ops.sync.files import DataFile
 from tridock.ops.sync.hashes import fingerprint

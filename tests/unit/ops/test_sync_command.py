@@ -20,7 +20,7 @@ from rich.console import Console
 from tests.unit.ops.conftest import Lab
 from tridock import cli
 from tridock.errors import TridockError
-from tridock.ops.facts import Container
+from tridock.ops.hosts.facts import Container
 from tridock.ops.sync import Row, command, maps, scripts
 from tridock.ops.sync.shared import OPERATOR
 from tridock.remote import Host
@@ -188,7 +188,7 @@ def test_maps_are_made_on_the_head_and_copied_to_the_others(nodes: Lab, tmp_path
     assert f"{PREFIX}doc_idx.npy" in here
     asked = (tmp_path / "asked").read_text()
     assert asked.startswith("exec --user 1:1 --workdir /workspace --env HOME=/home/tridock tridock-lab ")
-    assert "python -P -m tridock.train.megatron_index_maps --data-parallel-size 2 " in asked
+    assert "python -P -m tridock.train.megatron_lm.index_maps --data-parallel-size 2 " in asked
     assert "--data-path /workspace/data/x " in asked
     assert "--deepspeed" not in asked
 

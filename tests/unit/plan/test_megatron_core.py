@@ -154,7 +154,7 @@ def test_the_layout_in_words() -> None:
 def test_the_program_of_a_rank() -> None:
     experiment = parse_experiment(BASE, "e.yaml", ["env={NCCL_DEBUG: INFO}"])
     program = rank_program(experiment, planned(2), "id", "/workspace/runs/id")
-    assert program.module == "tridock.train.pretrain_gpt"
+    assert program.module == "tridock.train.megatron_core.pretrain_gpt"
     assert program.arguments == ("--run-folder", "/workspace/runs/id")
     assert program.files == {}
     assert program.env == {

@@ -13,11 +13,11 @@ from rich.console import Console
 
 from tests.experiments import with_fields
 from tridock.cli import main
-from tridock.data.indexed_dataset import IndexedDatasetWriter
+from tridock.data.dataset.indexed_dataset import IndexedDatasetWriter
 from tridock.differences import Difference
 from tridock.errors import RequestError
 from tridock.experiment import dump_experiment
-from tridock.ops.reproduce import Gate, compare_with, notes, reproduce_here
+from tridock.ops.runs.reproduce import Gate, compare_with, notes, reproduce_here
 from tridock.report.reproduction_tables import environment_table, verdict_table
 from tridock.reproduction import Outcome, environment, judge, read_original
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tridock.errors import RequestError
-from tridock.train.benchmark import Place, overrides, told
+from tridock.train.bench.benchmark import Place, overrides, told
 
 WHOLE = "parallel.zero_stage=0"
 

@@ -11,11 +11,11 @@ import torch
 
 from tests.unit.train.experiments import experiment
 from tridock.errors import Problem, RequestError
-from tridock.train.checkpoint import Checkpoints, check_shared
-from tridock.train.checkpoint_choice import choose as chosen
-from tridock.train.checkpoint_files import MEGATRON, TORCH, Names, looks_whole
-from tridock.train.process_group import Agreed, Ranks, join, leave
-from tridock.train.progress import Progress, check_fit, read_progress
+from tridock.train.checkpoints.checkpoint import Checkpoints, check_shared
+from tridock.train.checkpoints.choice import choose as chosen
+from tridock.train.checkpoints.files import MEGATRON, TORCH, Names, looks_whole
+from tridock.train.checkpoints.progress import Progress, check_fit, read_progress
+from tridock.train.rank.process_group import Agreed, Ranks, join, leave
 
 RANKS = Ranks(0, 0, 2, torch.device("cpu"))
 ZERO = {"parallel.strategy": "zero", "parallel.zero_stage": 2}

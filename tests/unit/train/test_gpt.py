@@ -7,7 +7,7 @@ import torch
 
 from tests.unit.train.experiments import experiment
 from tridock.errors import RequestError
-from tridock.train.gpt import GPT, Shape, parameter_groups
+from tridock.train.models.gpt import GPT, Shape, parameter_groups
 
 
 def build(vocab_size: int = 300, **fields: object) -> GPT:

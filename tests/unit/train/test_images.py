@@ -11,8 +11,8 @@ import torch
 
 from tests.unit.experiment.test_resnet import experiment
 from tridock.errors import RequestError
-from tridock.train.images import ImageSamples, load_images
-from tridock.train.resnet import ResNet
+from tridock.train.data.images import ImageSamples, load_images
+from tridock.train.models.resnet import ResNet
 
 SMALL = {"model.img_h": 2, "model.img_w": 3, "model.num_classes": 5, "data.split": "80,20,0"}
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tridock.train.index_maps import drop_stale
+from tridock.train.data.index_maps import drop_stale
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from tridock.experiment.schema import LossScale
-from tridock.train.loss_scale import LossScaler
+from tridock.train.parallel.loss_scale import LossScaler
 
 
 def test_only_fp16_scales() -> None:

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("torch")
 
 from tridock.errors import RequestError
-from tridock.train.megatron_deepspeed import check_files, source_folder
+from tridock.train.megatron_lm.pretrain_gpt2 import check_files, source_folder
 
 
 def words(folder: Path, *more: str) -> list[str]:

@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from tridock.train.metrics import Metrics, append_line, record_event
+from tridock.train.rank.metrics import Metrics, append_line, record_event
 
 
 def test_events_have_time_and_name(tmp_path: Path) -> None:

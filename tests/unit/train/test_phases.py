@@ -11,8 +11,8 @@ pytest.importorskip("torch")
 import torch
 from torch import nn
 
-from tridock.train import phases
-from tridock.train.phases import Phases, of_a_step
+from tridock.train.rank import phases
+from tridock.train.rank.phases import Phases, of_a_step
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from tridock.errors import Problem, RequestError
-from tridock.train.dataset import Samples
-from tridock.train.prefetch import Prefetcher
+from tridock.train.data.dataset import Samples
+from tridock.train.data.prefetch import Prefetcher
 
 CPU = torch.device("cpu")
 TRAIN, VALID = (Samples(name, np.arange(100), 4, 100, 1) for name in ("train", "valid"))

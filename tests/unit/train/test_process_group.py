@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from tridock.errors import Problem, RequestError, RunError
-from tridock.train import process_group
-from tridock.train.process_group import Agreed, Ranks, join, lost_rank, mean_over_ranks, together
+from tridock.train.rank import process_group
+from tridock.train.rank.process_group import Agreed, Ranks, join, lost_rank, mean_over_ranks, together
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 
 from torch.autograd import DeviceType
 
-from tridock.train.profiling import Shares, covered, shares, shares_of
+from tridock.train.rank.profiling import Shares, covered, shares, shares_of
 
 
 def event(name: str, start: float, end: float, thread: int = 1, *, gpu: bool = False) -> SimpleNamespace:

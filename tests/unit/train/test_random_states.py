@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tridock.train.random_states import TENSOR_PARALLEL_OFFSET, own_random_numbers
+from tridock.train.parallel.random_states import TENSOR_PARALLEL_OFFSET, own_random_numbers
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ import pytest
 PROGRAM = """
 import os, subprocess, sys, time
 from pathlib import Path
-from tridock.train.rank_log import RankLog
+from tridock.train.rank.rank_log import RankLog
 log = RankLog.open(Path(sys.argv[1]), 3)
 print("from Python")
 print("an error", file=sys.stderr)

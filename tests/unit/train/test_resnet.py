@@ -8,7 +8,7 @@ import torch
 from tests.unit.experiment.test_resnet import experiment
 from tridock.plan.resnet import image_terms
 from tridock.plan.term import total_bytes
-from tridock.train.resnet import ResNet
+from tridock.train.models.resnet import ResNet
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.train.experiments import experiment
-from tridock.data.indexed_dataset import IndexedDatasetWriter
-from tridock.data.manifest import DatasetManifest, write_manifest
+from tridock.data.dataset.indexed_dataset import IndexedDatasetWriter
+from tridock.data.dataset.manifest import DatasetManifest, write_manifest
 from tridock.errors import RequestError
-from tridock.train.dataset import Samples, load_splits, mixed_seed, shuffled, split_bounds
+from tridock.train.data.dataset import Samples, load_splits, mixed_seed, shuffled, split_bounds
 
 
 def make_data(workspace: Path, documents: int = 100, length: int = 20, vocab_size: int = 500) -> None:

@@ -14,7 +14,7 @@ import pytest
 BEGINNING = """
 import ctypes, os, sys, time
 from pathlib import Path
-from tridock.train import signals
+from tridock.train.rank import signals
 os.environ["RANK"] = "3"
 signals._WAY_OUT_SECONDS = signals.BURST_SECONDS = 0.3
 signals.STEP_SECONDS = 0.5

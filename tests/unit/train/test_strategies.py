@@ -9,8 +9,8 @@ from torch import nn
 
 from tests.unit.train.experiments import experiment
 from tridock.errors import RequestError
-from tridock.train.process_group import Ranks, join, leave
-from tridock.train.strategies import build_strategy
+from tridock.train.parallel.strategies import build_strategy
+from tridock.train.rank.process_group import Ranks, join, leave
 
 ZERO = {"parallel.strategy": "zero", "parallel.zero_stage": 2}
 

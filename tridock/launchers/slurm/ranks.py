@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from tridock import run_folder
+from tridock.contracts import run_folder
 from tridock.launchers.slurm.request import Request
 
 RUN = '"$RUN"'

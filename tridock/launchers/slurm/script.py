@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from tridock import run_folder
+from tridock.contracts import run_folder
 from tridock.engines import rank_program
 from tridock.experiment import Experiment
 from tridock.launchers.deepspeed import for_pdsh

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from tridock.errors import ClusterError, Problem
 from tridock.ops.doctor.finding import Finding, fail
-from tridock.ops.session import Session
+from tridock.ops.hosts.session import Session
 from tridock.remote import Completed, Host, on_all, raise_failures
 
 LIMIT_S: Final = 45

@@ -8,23 +8,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from tridock import run_folder
+from tridock.contracts import run_folder
 from tridock.errors import ClusterError, Problem, TridockError
 from tridock.experiment import Experiment, load_experiment
 from tridock.ops.doctor.allreduce import reduce_all
-from tridock.ops.doctor.asking import LOOK_S, asked, shown_key, verb
-from tridock.ops.doctor.devices import device_findings
+from tridock.ops.doctor.consistency_checks import code_findings, image_findings
+from tridock.ops.doctor.device_checks import device_findings
 from tridock.ops.doctor.finding import Answer, Answers, fail, warn
-from tridock.ops.doctor.meeting import meet
-from tridock.ops.doctor.paths import path_findings
+from tridock.ops.doctor.host_checks import look_at_hosts, look_at_nodes
+from tridock.ops.doctor.limit_checks import limit_findings, shown, space_findings
+from tridock.ops.doctor.mesh_checks import meet
+from tridock.ops.doctor.node_client import LOOK_S, asked, shown_key, verb
 from tridock.ops.doctor.report import Report
-from tridock.ops.doctor.room import limit_findings, shown, space_findings
-from tridock.ops.doctor.sameness import code_findings, image_findings
-from tridock.ops.doctor.standing import look_at_hosts, look_at_nodes
-from tridock.ops.planning import told
-from tridock.ops.preflight import check_nodes
-from tridock.ops.runs import list_runs
-from tridock.ops.session import Session
+from tridock.ops.doctor.ssh_checks import path_findings
+from tridock.ops.hosts.session import Session
+from tridock.ops.runs.planning_assumptions import told
+from tridock.ops.runs.preflight import check_nodes
+from tridock.ops.runs.registry import list_runs
 from tridock.plan import Plan, assess
 from tridock.remote import Host
 

@@ -6,19 +6,23 @@ from collections.abc import Callable
 from functools import partial
 
 from tridock.errors import TridockError
-from tridock.ops import runs
 from tridock.ops.doctor.finding import KEYS, UP
 from tridock.ops.doctor.report import Report
-from tridock.ops.keys import distribute_keys
-from tridock.ops.nodes import up
-from tridock.ops.session import Session
+from tridock.ops.hosts.keys import distribute_keys
+from tridock.ops.hosts.nodes import up
+from tridock.ops.hosts.session import Session
+from tridock.ops.runs import registry
 
 
 def mend(session: Session, report: Report, say: Callable[[str], object]) -> bool:
     """Does what the findings ask for; whether anything was tried. What is refused is said, and left as it is."""
     wanted = {finding.remedy for finding in report.findings if finding.remedy}
     for run_id in sorted(remedy[1] for remedy in wanted if remedy[0] == "stop"):
-        _try(say, f"end what run {run_id} left behind", partial(runs.stop, session, runs.Run(run_id, session.head)))
+        _try(
+            say,
+            f"end what run {run_id} left behind",
+            partial(registry.stop, session, registry.Run(run_id, session.head)),
+        )
     if UP in wanted:
         _try(say, "bring the nodes up: keys, image, containers", partial(up, session))
     elif KEYS in wanted:

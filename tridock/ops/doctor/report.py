@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tridock.ops.doctor.finding import Finding
-from tridock.ops.session import Session
+from tridock.ops.hosts.session import Session
 
 
 @dataclass

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
 
-from tridock import run_folder
+from tridock.contracts import run_folder
 from tridock.errors import Problem, RequestError, RunError
-from tridock.ops.local_run import node_environment, node_verb
+from tridock.ops.runs.local_run import node_environment, node_verb
 from tridock.ops.slurm import scheduler
 
 _POLL_S: Final = 0.5

@@ -13,13 +13,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NoReturn
 
-from tridock import run_folder
+from tridock.contracts import run_folder
 from tridock.errors import Problem, RequestError
 from tridock.experiment import dump_experiment, load_experiment
 from tridock.gpus import find_gpu
 from tridock.launchers.slurm import Element, Request, Script, make_request, render
 from tridock.launchers.slurm.script import PROGRAM, program_words
-from tridock.ops.local_run import check_files
+from tridock.ops.runs.local_run import check_files
 from tridock.ops.slurm import scheduler
 from tridock.ops.slurm.site import Group, gpu_of, parse_sinfo, site_problems
 from tridock.plan import Assumptions, assess

@@ -11,13 +11,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from tridock import run_folder
 from tridock.cluster import parse_hostfile
+from tridock.contracts import run_folder
 from tridock.errors import ClusterError, Problem, RequestError, TridockError
 from tridock.experiment import Experiment, dump_experiment, load_experiment
 from tridock.launchers.bundle import slurm_bundle
-from tridock.ops.local_run import check_files, gpu_here, image_manifest, start_and_follow
-from tridock.ops.origin import origin
+from tridock.ops.runs.local_run import check_files, gpu_here, image_manifest, start_and_follow
+from tridock.ops.runs.provenance import origin
 from tridock.ops.slurm import scheduler
 from tridock.ops.slurm.submit import note_job
 from tridock.plan import Assessment, Assumptions, assess

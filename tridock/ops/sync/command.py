@@ -8,10 +8,10 @@ from pathlib import Path
 from rich.table import Table
 
 from tridock.experiment import Experiment, load_experiment
-from tridock.ops.launch import DEFAULT_CONFIG
-from tridock.ops.planning import told
-from tridock.ops.preflight import data_files
-from tridock.ops.session import Session
+from tridock.ops.hosts.session import Session
+from tridock.ops.runs.launch import DEFAULT_CONFIG
+from tridock.ops.runs.planning_assumptions import told
+from tridock.ops.runs.preflight import data_files
 from tridock.ops.sync.files import Chosen, choose, of_experiment
 from tridock.ops.sync.maps import bring_index_maps
 from tridock.ops.sync.operation import Row, sync

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from tridock.contracts.run_folder import WORKSPACE
 from tridock.errors import Problem, RequestError
 from tridock.experiment.inputs import IMAGE_SUFFIXES
-from tridock.run_folder import WORKSPACE
 
 _HALVES: Final = ((".bin", ".idx"), IMAGE_SUFFIXES)
 """What data sets of tokens and of images consist of."""

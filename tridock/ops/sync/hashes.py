@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from tridock.cluster.settings import STATE
+from tridock.contracts.run_folder import write_atomic
 from tridock.errors import Problem, RequestError
 from tridock.ops.sync.files import Chosen, DataFile
-from tridock.run_folder import write_atomic
 
 _CHUNK: Final = 1 << 20
 _KEPT: Final = "data-hashes.json"

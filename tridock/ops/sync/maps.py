@@ -11,13 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from tridock import run_folder
 from tridock.cluster.containers import exec_command
 from tridock.command import Command
+from tridock.contracts import run_folder
 from tridock.engines.megatron_deepspeed import INDEX_MAPS, index_map_arguments
 from tridock.errors import ClusterError, Problem, RequestError
 from tridock.experiment import Experiment
-from tridock.ops.session import NODE
+from tridock.ops.hosts.session import NODE
 from tridock.ops.sync.files import DataFile
 from tridock.ops.sync.operation import Synced
 from tridock.ops.sync.scripts import drop_maps_command, read_command

@@ -19,10 +19,10 @@ from rich.progress import (
 )
 
 from tridock.errors import ClusterError, Problem, TridockError
-from tridock.ops.session import Session
-from tridock.ops.sync.crew import Crew
+from tridock.ops.hosts.session import Session
 from tridock.ops.sync.files import Chosen, DataFile
 from tridock.ops.sync.hashes import fingerprint
+from tridock.ops.sync.host_pool import Crew
 from tridock.ops.sync.shared import Sharing, find_shared
 from tridock.ops.sync.transfer import Held, arrived, asked, held, send
 from tridock.remote import Host

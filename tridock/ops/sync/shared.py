@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from tridock.ops.sync.crew import Crew
+from tridock.ops.sync.host_pool import Crew
 from tridock.ops.sync.scripts import probe_command, seen_command, unprobe_command
 from tridock.remote import Host
 

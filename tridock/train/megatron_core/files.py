@@ -20,8 +20,8 @@ from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tridock.train.pickles import no_foreign_metadata
-from tridock.train.write_errors import kept_to_the_end
+from tridock.train.checkpoints.pickles import no_foreign_metadata
+from tridock.train.checkpoints.write_errors import kept_to_the_end
 
 FILES = (".metadata", "common.pt", "metadata.json")
 """What every rank reads of a checkpoint, besides the tensors that it needs."""

@@ -11,7 +11,7 @@ from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
 from tridock.experiment.schema import Parallel
-from tridock.train.dataset import mixed_seed
+from tridock.train.data.dataset import mixed_seed
 
 
 @dataclass(frozen=True, slots=True)

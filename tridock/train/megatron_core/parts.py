@@ -6,14 +6,14 @@ from pathlib import Path
 
 from tridock.experiment.schema import Experiment
 from tridock.experiment.sizes import model_parameters, padded_vocab_size
-from tridock.train.checkpoint_files import MEGATRON
-from tridock.train.dataset import load_splits
-from tridock.train.gpt import Shape
+from tridock.train.checkpoints.files import MEGATRON
+from tridock.train.checkpoints.progress import Progress
+from tridock.train.data.dataset import load_splits
 from tridock.train.megatron_core.layout import Layout
 from tridock.train.megatron_core.samples import gpt_splits
 from tridock.train.megatron_core.strategy import MegatronCore
-from tridock.train.process_group import Ranks, together
-from tridock.train.progress import Progress
+from tridock.train.models.gpt import Shape
+from tridock.train.rank.process_group import Ranks, together
 from tridock.train.trainer import Parts, check_batch
 
 

@@ -21,7 +21,7 @@ from megatron.core.datasets.utils import Split
 from numpy.typing import NDArray
 
 from tridock.experiment.schema import Experiment
-from tridock.train.dataset import SPLITS, Samples, mixed_seed, split_bounds
+from tridock.train.data.dataset import SPLITS, Samples, mixed_seed, split_bounds
 
 
 @dataclass(frozen=True)

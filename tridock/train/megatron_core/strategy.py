@@ -19,9 +19,9 @@ from tridock.train.megatron_core.attention import positions
 from tridock.train.megatron_core.layout import Layout
 from tridock.train.megatron_core.model import DTYPES, build_chunks
 from tridock.train.megatron_core.timers import Timers
-from tridock.train.phases import BACKWARD, OPTIMIZER, WAIT, Phases
-from tridock.train.process_group import Ranks
-from tridock.train.strategies import Step
+from tridock.train.parallel.strategies import Step
+from tridock.train.rank.phases import BACKWARD, OPTIMIZER, WAIT, Phases
+from tridock.train.rank.process_group import Ranks
 
 
 class MegatronCore:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Final
 
-from tridock.train.phases import BACKWARD, FORWARD, SYNC, Phases
+from tridock.train.rank.phases import BACKWARD, FORWARD, SYNC, Phases
 
 _PHASES: Final = {
     "forward-compute": FORWARD,

@@ -10,11 +10,11 @@ from rich.console import Console
 
 from tests.unit.ops.doctor.lab import make_cluster
 from tridock.errors import ClusterError, Problem, RequestError
-from tridock.ops import runs
 from tridock.ops.doctor import lines, mend, remedies, table, to_json
 from tridock.ops.doctor.finding import KEYS, UP, fail, warn
 from tridock.ops.doctor.report import Report
-from tridock.ops.session import Session
+from tridock.ops.hosts.session import Session
+from tridock.ops.runs import registry
 
 DOWN = Problem("host-2", "its node is not running", "exited with 137", "run fab up --hosts lab")
 LITTLE = Problem("host-1", "has little room for checkpoints", "5.0 GB free", "free some space there")
@@ -92,7 +92,7 @@ def test_what_is_asked_for_is_mended_and_refusals_are_said(report: Report, monke
 
     monkeypatch.setattr(remedies, "up", up)
     monkeypatch.setattr(remedies, "distribute_keys", lambda session: did.append("keys"))
-    monkeypatch.setattr(runs, "stop", lambda session, run: did.append(run.run_id))
+    monkeypatch.setattr(registry, "stop", lambda session, run: did.append(run.run_id))
     said: list[str] = []
     assert not mend(report.session, report, said.append)
     report.findings += [fail("ssh", DOWN, "", KEYS), warn("devices", DOWN, "", ("stop", "r-1"))]
@@ -115,11 +115,11 @@ def test_what_is_asked_for_is_mended_and_refusals_are_said(report: Report, monke
 
 
 def test_what_cannot_be_mended_stops_nothing_else(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(session: Session, run: runs.Run) -> dict[str, int]:
+    def stop(session: Session, run: registry.Run) -> dict[str, int]:
         raise ClusterError(Problem("host-1", "is away", "", "wait"))
 
     did: list[str] = []
-    monkeypatch.setattr(runs, "stop", stop)
+    monkeypatch.setattr(registry, "stop", stop)
     monkeypatch.setattr(remedies, "distribute_keys", lambda session: did.append("keys"))
     report.findings += [warn("devices", DOWN, "", ("stop", "r-1")), fail("ssh", DOWN, "", KEYS)]
     assert mend(report.session, report, lambda _: None)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tridock.cli import main
-from tridock.data.indexed_dataset import IndexedDatasetWriter
+from tridock.data.dataset.indexed_dataset import IndexedDatasetWriter
 
 EXPERIMENT = {
     "name": "t",

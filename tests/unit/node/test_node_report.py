@@ -1,0 +1,199 @@
+"""What a node says of itself, and to the head that calls it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.node.conftest import answer, wait_until
+from tridock.node.probes import ssh_mesh_probe
+from tridock.node.probes.code_hashes import digest
+from tridock.node.probes.limits_and_space import limits, space
+from tridock.node.probes.mesh_responder import shared_environment
+
+TOKEN = "0123456789ab"
+
+
+def test_a_look_at_this_machine(workspace: Path) -> None:
+    (workspace / "runs").mkdir(parents=True)
+    found = answer("look", "--workspace", str(workspace))
+    quick = answer("look", "--quick", "--workspace", str(workspace))
+    assert set(quick) == {"shm", "disk", "unwritable"}
+    assert set(found) > {
+        *quick,
+        "memlock",
+        "files",
+        "cores",
+        "gpus",
+        "infiniband",
+        "code",
+        "runs",
+        "port",
+        "accelerator",
+    }
+    assert (found["unwritable"], list((workspace / "runs").iterdir())) == (None, [])
+    assert found["disk"]["bytes"] >= found["disk"]["free"] > 0
+    assert 20000 <= found["port"] < 30000
+    assert found["cores"] == limits()["cores"]
+
+
+def test_a_folder_that_is_missing(tmp_path: Path) -> None:
+    found = space(tmp_path / "nothing")
+    assert (found["disk"], found["unwritable"]) == (None, "no such file or directory")
+
+
+def test_code_differs_where_a_file_or_a_name_does(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name / "code").mkdir(parents=True)
+        (tmp_path / name / "code" / "a.py").write_text("a = 1\n")
+    one, two = tmp_path / "one" / "code", tmp_path / "two" / "code"
+    assert digest([one]) == digest([two])
+    (one / "__pycache__").mkdir()
+    (one / "__pycache__" / "a.pyc").write_text("compiled")
+    assert digest([one]) == digest([two])
+    (two / "a.py").write_text("a = 2\n")
+    assert digest([one]) != digest([two])
+    (two / "a.py").write_text("a = 1\n")
+    (two / "a.py").rename(two / "b.py")
+    assert digest([one]) != digest([two])
+    assert digest([tmp_path / "nothing"]) is None
+
+
+def test_the_environment_that_nodes_share_without_its_secrets() -> None:
+    given = {
+        "PATH": "/bin", "HOME": "/root", "TRIDOCK_NODE": "a", "TRIDOCK_CLUSTER": "lab", "SSH_CLIENT": "10.0.0.1 1 2",
+        "HF_TOKEN": "hf_abc", "WANDB_API_KEY": "k", "DB_PASSWORD": "p",
+        "https_proxy": "http://me:word@proxy:3128",
+    }  # fmt: skip
+    found = shared_environment(given, "salt")
+    assert {name: found[name] for name in ("PATH", "TRIDOCK_CLUSTER")} == {"PATH": "/bin", "TRIDOCK_CLUSTER": "lab"}
+    assert set(found) == {"PATH", "TRIDOCK_CLUSTER", "HF_TOKEN", "WANDB_API_KEY", "DB_PASSWORD", "https_proxy"}
+    assert not [word for word in ("hf_abc", "word@") if word in str(found)]
+    assert shared_environment(given, "salt") == found
+    assert shared_environment(given, "other")["HF_TOKEN"] != found["HF_TOKEN"]
+    assert shared_environment({**given, "HF_TOKEN": "hf_abd"}, "salt")["HF_TOKEN"] != found["HF_TOKEN"]
+
+
+# ---- a meeting -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def called(node: str, workspace: Path) -> Iterator[subprocess.Popen[str]]:
+    env = {**os.environ, "TRIDOCK_NODE": node}
+    argv = [sys.executable, "-m", "tridock.node", "answer", TOKEN, "--workspace", str(workspace)]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def ask(process: subprocess.Popen[str], request: Mapping[str, object] | None = None) -> dict[str, Any]:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    if request is not None:
+        process.stdin.write(json.dumps(request) + "\n")
+        process.stdin.flush()
+    said: dict[str, Any] = json.loads(process.stdout.readline())
+    return said
+
+
+def peer(port: int, address: str = "127.0.0.1") -> dict[str, object]:
+    return {"address": address, "port": port, "listens": ["127.0.0.1"]}
+
+
+def test_two_nodes_that_share_a_folder_reach_each_other(workspace: Path) -> None:
+    runs = workspace / "runs"
+    runs.mkdir(parents=True)
+    with called("a", workspace) as a, called("b", workspace) as b:
+        hello = {"a": ask(a), "b": ask(b)}
+        assert {path.name for path in runs.iterdir()} == {f".tridock-probe-{TOKEN}-{node}" for node in "ab"}
+        assert abs(ask(a, {})["time"] - ask(b, {})["time"]) < 5
+        seen = ask(a, {"peers": {"b": peer(hello["b"]["port"])}})
+        assert seen == {
+            "unreached": {},
+            "routes": {"b": {"target": "127.0.0.1", "source": "127.0.0.1", "interface": "lo"}},
+            "sees": ["b"],
+        }
+        for process in (a, b):
+            assert process.stdin is not None
+            process.stdin.close()
+            assert process.wait(timeout=10) == 0
+    assert list(runs.iterdir()) == []
+
+
+def test_a_port_that_is_closed_or_somebody_elses_and_a_name_that_leads_nowhere(workspace: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    with called("a", workspace) as a, called("b", workspace) as b:
+        ask(a)
+        other = ask(b)["port"]
+        seen = ask(a, {"peers": {"c": peer(port), "d": peer(other, "no-such-host.invalid")}})
+        assert seen["unreached"] == {"c 127.0.0.1": "connection refused", "d 127.0.0.1": "somebody else answers there"}
+        assert set(seen["routes"]["d"]) == {"error"}
+        assert seen["sees"] == []
+
+
+def test_nothing_is_left_of_a_node_whose_caller_was_killed(workspace: Path) -> None:
+    (workspace / "runs").mkdir(parents=True)
+    with called("a", workspace) as a:
+        ask(a)
+        a.terminate()
+        wait_until(lambda: list((workspace / "runs").iterdir()) == [])
+        assert a.wait(timeout=10) == 0
+
+
+SSH = """#!/bin/sh
+# Stands in for ssh: the node's name is the last word but one.
+while [ $# -gt 2 ]; do shift; done
+export TRIDOCK_CLUSTER=lab TRIDOCK_NODE=$1
+case $1 in
+refused) echo "connect to host refused port 2222: Connection refused" >&2; exit 255 ;;
+foreign) unset TRIDOCK_CLUSTER TRIDOCK_NODE; PATH=/usr/bin:/bin exec /bin/sh -c "echo hello; $2" ;;
+silent) exec sleep 60 ;;
+esac
+exec /bin/sh -c "$2"
+"""
+
+
+@pytest.fixture
+def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "ssh").write_text(SSH)
+    (tmp_path / "bin" / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(Path(ssh_mesh_probe.__file__).parents[2]))
+
+
+def test_the_head_greets_all_at_once(ssh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ssh_mesh_probe, "_LIMIT_S", 2.5)
+    assert ssh_mesh_probe.greet(["a", "refused", "silent"]) == {
+        "a": {"exit": 0, "out": "tridock-node lab a\n", "err": ""},
+        "refused": {"exit": 255, "out": "", "err": "connect to host refused port 2222: Connection refused\n"},
+        "silent": {"exit": None, "out": "", "err": ""},
+    }
+
+
+def test_a_meeting_of_those_that_answer(ssh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ssh_mesh_probe, "_LIMIT_S", 3.0)
+    nodes = ("a", "b", "refused", "foreign", "silent")
+    met = ssh_mesh_probe.meet(dict.fromkeys(nodes, "127.0.0.1"), TOKEN)
+    assert {node: met[node]["exit"] for node in ("a", "b", "refused", "silent")} == {
+        "a": 0, "b": 0, "refused": 255, "silent": None,
+    }  # fmt: skip
+    assert [met[node]["out"] for node in ("a", "foreign", "refused")] == ["tridock-node lab a\n", "hello\n", ""]
+    assert "hello" not in met["foreign"]
+    for node, other in (("a", "b"), ("b", "a")):
+        assert met[node]["look"]["unreached"] == {}
+        assert list(met[node]["look"]["routes"]) == [other]
+        # The same machine's clock, within what the way there and back takes.
+        assert abs(met[node]["clock"]["offset"]) <= met[node]["clock"]["error"] + 0.001

@@ -1,0 +1,93 @@
+"""GPUs and InfiniBand: what is said of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.unit.ops.doctor.lab import look, make_cluster, shown
+from tridock.node.probes.accelerators import parse
+from tridock.ops.doctor.device_checks import device_findings
+
+H100 = "NVIDIA H100 80GB HBM3"
+CSV = """\
+0, GPU-aa, NVIDIA H100 80GB HBM3, 81559, 0, 580.65.06
+1, GPU-bb, NVIDIA H100 80GB HBM3, 81559, 40021, 580.65.06
+"""
+PROCESSES = "GPU-bb, 4711, /opt/venv/bin/python, 40000\n"
+HEADER = "| NVIDIA-SMI 580.65.06   Driver Version: 580.65.06   CUDA Version: 13.0 |\n"
+
+
+def test_what_nvidia_smi_prints_is_read() -> None:
+    assert parse(CSV, PROCESSES, HEADER) == {
+        "gpus": [
+            {"index": 0, "name": H100, "total": 81559, "used": 0, "processes": []},
+            {"index": 1, "name": H100, "total": 81559, "used": 40021, "processes": ["4711 /opt/venv/bin/python"]},
+        ],
+        "driver": "580.65.06",
+        "cuda": "13.0",
+    }
+    shared = parse("0, GPU-cc, NVIDIA GB10, [N/A], [N/A], 580.95.05\n", "", "no table")
+    assert shared == {
+        "gpus": [{"index": 0, "name": "NVIDIA GB10", "total": None, "used": None, "processes": []}],
+        "driver": "580.95.05",
+        "cuda": None,
+    }
+
+
+def gpus(count: int = 2, name: str = H100, **changes: Any) -> dict[str, Any]:
+    own = [{"index": slot, "name": name, "total": 81559, "used": 4, "processes": []} for slot in range(count)]
+    code = {"tridock": "a", "megatron": "b", "cuda": "13.1"}
+    return look(**{"accelerator": "cuda", "gpus": own, "driver": "580.65.06", "cuda": "13.0", "code": code, **changes})
+
+
+def test_the_same_gpus_everywhere_and_idle(tmp_path: Path) -> None:
+    assert shown(device_findings(make_cluster(tmp_path), {"host-1": gpus(), "host-2": gpus()})) == []
+
+
+def test_no_gpu_fewer_gpus_and_busy_ones(tmp_path: Path) -> None:
+    busy = gpus()
+    busy["gpus"][0]["processes"] = ["4711 python"]
+    busy["gpus"][1]["used"] = 40000
+    answers = {"host-1": gpus(), "host-2": gpus(0, gpu_error="couldn't communicate with the NVIDIA driver")}
+    answers |= {"host-3": gpus(1), "host-4": busy}
+    assert shown(device_findings(make_cluster(tmp_path, hosts=4), answers)) == [
+        "fail  host-2: no GPU is visible in its container; got couldn't communicate with the NVIDIA driver; "
+        "see that nvidia-smi works on the host and in docker run --gpus all (NVIDIA's container toolkit)",
+        "fail  host-3: has fewer GPUs than slots; got 1 GPUs, slots 1 asked for; "
+        "correct its slots in the hostfile, or see why nvidia-smi shows fewer there",
+        "warn  host-4: GPU 0 is in use; got 4711 python; "
+        "end what uses it (nvidia-smi there shows it), or leave the slot out with --exclude",
+        "warn  host-4: GPU 1 is in use; got 40000 of 81559 MiB held by processes that cannot be seen from here; "
+        "end what uses it (nvidia-smi there shows it), or leave the slot out with --exclude",
+    ]
+
+
+def test_a_driver_that_is_too_old_for_the_image(tmp_path: Path) -> None:
+    old = gpus(driver="550.90.07", cuda="12.4")
+    assert shown(device_findings(make_cluster(tmp_path), {"host-1": gpus(), "host-2": old})) == [
+        "fail  host-2: its driver is too old for the image; "
+        "got driver 550.90.07 for CUDA 12.4, the image has CUDA 13.1; "
+        "install a newer driver there, or build the image on an older base (make image BASE_IMAGE=...)",
+        "warn  host-2: has another driver than the head; got 550.90.07, 580.65.06 on host-1; "
+        "choose nodes with the same driver (--include), or go on if this is meant",
+    ]
+
+
+def test_other_gpus_than_the_heads(tmp_path: Path) -> None:
+    answers = {"host-1": gpus(), "host-2": gpus(name="NVIDIA A100-SXM4-80GB")}
+    assert shown(device_findings(make_cluster(tmp_path), answers)) == [
+        f"warn  host-2: has other GPUs than the head; got NVIDIA A100-SXM4-80GB, {H100} on host-1; "
+        "choose nodes with the same GPUs (--include), or go on if this is meant",
+    ]
+
+
+def test_infiniband_that_is_there_and_unused(tmp_path: Path) -> None:
+    hidden = look(infiniband={"devices": ["mlx5_0", "mlx5_1"], "usable": False})
+    off = look(infiniband={"devices": ["mlx5_0"], "usable": True}, nccl_ib_disable="1")
+    assert shown(device_findings(make_cluster(tmp_path), {"host-1": hidden, "host-2": off})) == [
+        "warn  host-1: has InfiniBand devices that its container does not see; got mlx5_0, mlx5_1; "
+        "start its container anew: fab down, then fab up",
+        "warn  host-2: has InfiniBand devices that NCCL_IB_DISABLE=1 leaves unused; got mlx5_0; "
+        "remove NCCL_IB_DISABLE from env in the settings",
+    ]

@@ -1,0 +1,61 @@
+"""Questions to nodes that do not understand them, or do not answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.ops.doctor.lab import make_cluster, shown
+from tridock.errors import ClusterError, Problem
+from tridock.ops.doctor.node_client import asked, verb
+from tridock.ops.doctor.report import Report
+from tridock.ops.hosts.session import Session
+from tridock.remote import Completed
+
+USAGE = b"python -m tridock.node: error: argument VERB: invalid choice: 'look' (choose from 'start', 'follow')\n"
+
+
+def session(folder: Path, monkeypatch: pytest.MonkeyPatch, done: Completed) -> Session:
+    made = Session(make_cluster(folder))
+    monkeypatch.setattr(made, "node_verb", lambda node, *words, timeout: done)
+    return made
+
+
+def test_an_image_from_before_the_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = session(tmp_path, monkeypatch, Completed(2, b"", USAGE))
+    with pytest.raises(ClusterError) as caught:
+        verb(old, "host-1", 1.0, "look", "--quick")
+    assert str(caught.value) == (
+        "host-1: its image is older than this Tridock; got it does not know look; "
+        f"run make image, then fab up --hosts {tmp_path}/lab"
+    )
+
+
+def test_an_answer_is_read_and_a_failure_has_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    well = session(tmp_path, monkeypatch, Completed(0, b'{"key": "SHA256:x"}', b""))
+    assert verb(well, "host-1", 1.0, "shown-key") == {"key": "SHA256:x"}
+    ill = session(tmp_path, monkeypatch, Completed(1, b"", b"No such file\n", "docker exec ..."))
+    with pytest.raises(ClusterError) as caught:
+        verb(ill, "host-1", 1.0, "look")
+    assert str(caught.value) == (
+        "host-1: `docker exec ...` failed with exit code 1; got No such file; mend that there, then try again"
+    )
+
+
+def test_one_node_that_does_not_answer_leaves_the_others(tmp_path: Path) -> None:
+    made = Session(make_cluster(tmp_path))
+    report = Report(made)
+
+    def ask(node: str, _: Any) -> str:
+        if node == "host-2":
+            raise ClusterError(
+                Problem(node, "was given up after 20 s", "", "see what holds it up there, then try again")
+            )
+        return "well"
+
+    assert asked(made, report, made.nodes, ask) == {"host-1": "well"}
+    assert shown(report.findings) == [
+        "fail  host-2: was given up after 20 s; see what holds it up there, then try again"
+    ]

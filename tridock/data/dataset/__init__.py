@@ -1,0 +1,1 @@
+"""Megatron's indexed data sets: the format, and what reads, merges, splits, verifies and inspects them."""

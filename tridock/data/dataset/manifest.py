@@ -1,0 +1,73 @@
+"""``<prefix>.json`` beside a data set: what it was made of, and with which tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tridock.contracts.run_folder import write_atomic
+from tridock.errors import Problem, RequestError
+
+
+class Input(BaseModel):
+    """One input file."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+class DatasetManifest(BaseModel):
+    """The facts that a later step relies on. Fields that a newer Tridock adds are let pass."""
+
+    model_config = ConfigDict(frozen=True)
+
+    vocab_size: int = Field(gt=0)
+    documents: int = Field(ge=0)
+    tokens: int = Field(ge=0)
+    tokenizer_sha256: str
+    end_of_document: int | None
+    """The id that closes every document; None where there is none."""
+    inputs: tuple[Input, ...]
+    json_key: str = "text"
+    sequences: int | None = None
+    """Sequences of the index; None where an earlier Tridock did not write it down."""
+    empty_documents: int | None = None
+    rejected: int = 0
+    """Lines of the inputs that are not among the documents."""
+    versions: dict[str, str] = Field(default_factory=dict)
+    bin_sha256: str | None = None
+    """Of ``<prefix>.bin`` and ``<prefix>.idx``; None where an earlier Tridock or another tool wrote none."""
+    idx_sha256: str | None = None
+    part: str | None = None
+    """Which documents of which data set these are, where `tridock data split` made it."""
+
+
+def manifest_path(prefix: Path) -> Path:
+    """``<prefix>.json``."""
+    return prefix.parent / f"{prefix.name}.json"
+
+
+def write_manifest(prefix: Path, manifest: DatasetManifest) -> None:
+    """Writes the manifest whole."""
+    write_atomic(manifest_path(prefix), (manifest.model_dump_json(indent=2) + "\n").encode())
+
+
+def read_manifest(prefix: Path) -> DatasetManifest | None:
+    """The manifest, or None where there is none (Megatron's own tools write none)."""
+    path = manifest_path(prefix)
+    try:
+        return DatasetManifest.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        todo = "make it readable for this user, or delete it and set model.vocab_size"
+        raise RequestError(Problem(str(path), "cannot be read", error.strerror or str(error), todo)) from None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        got = f"{'.'.join(str(part) for part in first['loc']) or 'the file'}: {first['msg']}"
+        todo = "make the data again with `tridock data preprocess`, or delete this file and set model.vocab_size"
+        raise RequestError(Problem(str(path), "is not a data set's manifest", got, todo)) from None

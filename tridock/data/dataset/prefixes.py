@@ -1,0 +1,67 @@
+"""Which data sets a command line names, and whether they are whole enough to go on with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tridock.data.dataset.index_checks import index_problems
+from tridock.data.dataset.indexed_dataset import IndexedDataset, bin_path, idx_path
+from tridock.data.dataset.manifest import DatasetManifest, manifest_path, read_manifest
+from tridock.errors import Problem, RequestError
+
+
+def find_prefixes(inputs: Sequence[str]) -> list[Path]:
+    """Prefixes in the order given, and those of a folder by name, hidden ones left out.
+
+    A file without its partner counts too: it is told when it is opened. Raises :class:`RequestError` with every folder
+    that holds none.
+    """
+    found: list[Path] = []
+    problems: list[Problem] = []
+    for given in inputs:
+        path = Path(given)
+        if not path.is_dir() or (path.name and (bin_path(path).is_file() or idx_path(path).is_file())):
+            found.append(path)
+            continue
+        names = {file.stem for file in path.iterdir() if file.suffix in (".bin", ".idx") and file.is_file()}
+        inside = sorted(name for name in names if not name.startswith("."))
+        if not inside:
+            todo = "give prefixes of data sets, or folders that hold some"
+            problems.append(Problem(given, "holds no data set", "no .bin and .idx", todo))
+        found += [path / name for name in inside]
+    if problems:
+        raise RequestError(problems)
+    return found
+
+
+def open_whole(prefixes: Sequence[Path]) -> tuple[list[IndexedDataset], list[DatasetManifest | None]]:
+    """The data sets and their manifests. Raises :class:`RequestError` with all that is wrong with any of them."""
+    datasets: list[IndexedDataset] = []
+    manifests: list[DatasetManifest | None] = []
+    problems: list[Problem] = []
+    for prefix in prefixes:
+        try:
+            dataset, manifest = IndexedDataset(prefix), read_manifest(prefix)
+        except RequestError as error:
+            problems += error.problems
+            continue
+        problems += index_problems(dataset.index)
+        counted = None if manifest is None else (manifest.documents, manifest.tokens)
+        there = dataset.documents, len(dataset.tokens)
+        if counted is not None and counted != there:
+            what = f"belongs to other data: there are {there[0]} documents of {there[1]} tokens"
+            got, todo = f"{counted[0]} documents of {counted[1]} tokens", "copy all three files again"
+            problems.append(Problem(str(manifest_path(prefix)), what, got, todo))
+        datasets.append(dataset)
+        manifests.append(manifest)
+    if problems:
+        raise RequestError(problems)
+    return datasets, manifests
+
+
+def check_output(prefix: Path) -> None:
+    """Raises :class:`RequestError` where files cannot be named after it."""
+    if not prefix.name or prefix.name == "..":
+        todo = "give a folder and a name: data/all"
+        raise RequestError(Problem("--output-prefix", "names no file", str(prefix), todo))

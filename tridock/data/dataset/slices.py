@@ -1,0 +1,242 @@
+"""Data sets made of others' documents: what merge and split write. All of them get their names, or none does."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Final
+
+import numpy as np
+
+from tridock.data.dataset.indexed_dataset import (
+    COPY_OR_MAKE,
+    HEADER,
+    IndexedDataset,
+    Tokens,
+    bin_path,
+    in_blocks,
+    publish,
+    write_index_of_blocks,
+)
+from tridock.data.dataset.manifest import DatasetManifest, manifest_path, write_manifest
+from tridock.data.digest import Digest
+from tridock.errors import Problem, RequestError
+
+_BLOCK: Final = 8 << 20
+_ZEROS: Final = bytes(_BLOCK)
+
+Progress = Callable[[int, int], None]
+"""Is told the bytes that are done and those of all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """The documents ``first`` to ``last`` (exclusive) of a data set, whose index has been checked."""
+
+    dataset: IndexedDataset
+    first: int
+    last: int
+
+    @property
+    def sequences(self) -> tuple[int, int]:
+        """First and last (exclusive) of its sequences."""
+        return int(self.dataset.document_index[self.first]), int(self.dataset.document_index[self.last])
+
+    @property
+    def bytes(self) -> tuple[int, int]:
+        """Where it lies in the .bin."""
+        start, end = self.dataset.token_bounds(self.first, self.last)
+        return start * self.dataset.dtype.itemsize, end * self.dataset.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A data set as it lies there now. The hashes are None where they were not asked for."""
+
+    prefix: Path
+    documents: int
+    empty_documents: int
+    sequences: int
+    tokens: int
+    bytes: int
+    bin_sha256: str | None
+    idx_sha256: str | None
+
+    def __str__(self) -> str:
+        return (
+            f"{self.prefix}: {self.documents:,} documents ({self.empty_documents:,} empty),"
+            f" {self.sequences:,} sequences, {self.tokens:,} tokens, {self.bytes / 1e6:,.1f} MB"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What to write where. ``manifest`` None: what the data is made of is not known, and nothing is hashed."""
+
+    prefix: Path
+    stretches: tuple[Stretch, ...]
+    manifest: DatasetManifest | None
+
+    @property
+    def size(self) -> int:
+        """Bytes that it will take, the index included."""
+        entries = 1 + sum(stretch.last - stretch.first for stretch in self.stretches)
+        sequences = sum(end - start for start, end in (stretch.sequences for stretch in self.stretches))
+        return self.tokens_size + HEADER.size + 12 * sequences + 8 * entries
+
+    @property
+    def tokens_size(self) -> int:
+        """Bytes of the .bin."""
+        return sum(end - start for start, end in (stretch.bytes for stretch in self.stretches))
+
+
+def write_outputs(outputs: Sequence[Output], progress: Progress | None = None) -> list[Written]:
+    """Writes them beside their names, then gives them all their names; a manifest of earlier data goes.
+
+    Raises :class:`RequestError` where there is no room, before anything is written, or where a file cannot be written.
+    """
+    try:
+        _check_room(outputs)
+        with ExitStack() as stack:
+            total = sum(output.tokens_size for output in outputs)
+            files = [stack.enter_context(_Partial(output)) for output in outputs]
+            done = 0
+            for partial in files:
+                for count in partial.write():
+                    done += count
+                    if progress is not None:
+                        progress(done, total)
+            return [partial.publish() for partial in files]
+    except OSError as error:
+        todo = "make room there, or choose another --output-prefix"
+        got = error.strerror or str(error)
+        raise RequestError(Problem(str(outputs[0].prefix), "cannot be written", got, todo)) from None
+
+
+def _check_room(outputs: Sequence[Output]) -> None:
+    folder = outputs[0].prefix.absolute().parent
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    needed, free = sum(output.size for output in outputs), shutil.disk_usage(there).free
+    if needed > free:
+        what = f"has too little room for {needed} bytes"
+        raise RequestError(
+            Problem(str(there), what, f"{free} bytes free", "make room there, or choose another --output-prefix")
+        )
+
+
+class _Partial:
+    """One output under names of its own; a context manager, which leaves nothing of them."""
+
+    def __init__(self, output: Output) -> None:
+        self._output = output
+        prefix = output.prefix
+        prefix.parent.mkdir(parents=True, exist_ok=True)
+        mark = f"{os.getpid()}.{secrets.token_hex(4)}.part"
+        self._bin = prefix.with_name(f".{prefix.name}.bin.{mark}")
+        self._idx = prefix.with_name(f".{prefix.name}.idx.{mark}")
+        self._hash = None if output.manifest is None else Digest()
+
+    def __enter__(self) -> _Partial:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bin.unlink(missing_ok=True)
+        self._idx.unlink(missing_ok=True)
+
+    def write(self) -> Iterator[int]:
+        """Writes both files; gives the bytes of each block of tokens when it is done."""
+        stretches = self._output.stretches
+        with self._bin.open("xb") as file:
+            for stretch in stretches:
+                for block in _blocks(stretch):
+                    if self._hash is not None:
+                        self._hash.update(block)
+                    _append(file, block)
+                    yield len(block)
+            file.truncate(file.tell())
+            file.flush()
+            os.fsync(file.fileno())
+        dtype, sizes = stretches[0].dataset.dtype, (self._sequences, self._documents + 1)
+        write_index_of_blocks(self._idx, dtype, sizes, lambda: _lengths(stretches), _document_index(stretches))
+
+    @property
+    def _sequences(self) -> int:
+        return sum(end - start for start, end in (stretch.sequences for stretch in self._output.stretches))
+
+    @property
+    def _documents(self) -> int:
+        return sum(stretch.last - stretch.first for stretch in self._output.stretches)
+
+    def publish(self) -> Written:
+        """Gives the files their names, the manifest's last."""
+        prefix, manifest = self._output.prefix, self._output.manifest
+        last, empty = 0, 0
+        for entries in _document_index(self._output.stretches):
+            empty += int((np.diff(entries, prepend=last) == 0).sum())
+            last = int(entries[-1])
+        size = self._bin.stat().st_size
+        written = Written(
+            prefix=prefix,
+            documents=self._documents,
+            empty_documents=empty - 1,  # the index begins with a 0 of its own
+            sequences=self._sequences,
+            tokens=size // self._output.stretches[0].dataset.dtype.itemsize,
+            bytes=size,
+            bin_sha256=None if self._hash is None else self._hash.hexdigest(),
+            idx_sha256=None if self._hash is None else _sha256(self._idx),
+        )
+        manifest_path(prefix).unlink(missing_ok=True)
+        publish(prefix, self._bin, self._idx)
+        if manifest is not None:
+            counted = ("documents", "empty_documents", "sequences", "tokens", "bin_sha256", "idx_sha256")
+            write_manifest(prefix, manifest.model_copy(update={name: getattr(written, name) for name in counted}))
+        return written
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _blocks(stretch: Stretch) -> Iterator[bytes]:
+    position, end = stretch.bytes
+    path = bin_path(stretch.dataset.prefix)
+    with path.open("rb") as file:
+        file.seek(position)
+        while position < end:
+            block = file.read(min(_BLOCK, end - position))
+            if not block:
+                raise RequestError(
+                    Problem(str(path), "became shorter while it was read", f"{position} bytes", COPY_OR_MAKE)
+                )
+            position += len(block)
+            yield block
+
+
+def _append(file: BinaryIO, block: bytes) -> None:
+    """A hole stays a hole, as with cp."""
+    if block == (_ZEROS if len(block) == _BLOCK else _ZEROS[: len(block)]):
+        file.seek(len(block), os.SEEK_CUR)
+    else:
+        file.write(block)
+
+
+def _lengths(stretches: Sequence[Stretch]) -> Iterator[Tokens]:
+    for stretch in stretches:
+        yield from in_blocks(stretch.dataset.lengths, *stretch.sequences)
+
+
+def _document_index(stretches: Sequence[Stretch]) -> Iterator[Tokens]:
+    yield np.zeros(1, np.int64)
+    base = 0
+    for stretch in stretches:
+        first, last = stretch.sequences
+        for entries in in_blocks(stretch.dataset.document_index, stretch.first + 1, stretch.last + 1):
+            yield entries - first + base
+        base += last - first

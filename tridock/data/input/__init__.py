@@ -1,0 +1,1 @@
+"""Input files: opened by content, read as whole lines, checked as documents."""

@@ -1,0 +1,220 @@
+"""A data set being made: a hidden folder beside where it will lie, and a journal of how far it is.
+
+``.<output prefix>.unfinished/`` holds for each key ``<k>.bin`` (tokens), ``<k>.lengths`` (int32 a sequence) and
+``<k>.documents`` (int64 a document, Megatron's document index), further ``rejects`` and ``journal.json``. The journal
+is replaced after what it counts is on the disk; what lies beyond its counts is cut off on resuming.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Final, Self
+
+import numpy as np
+from pydantic import BaseModel, ValidationError
+
+from tridock.contracts.run_folder import write_atomic
+from tridock.data.dataset.indexed_dataset import Tokens, idx_path, publish, write_index
+from tridock.data.dataset.manifest import Input
+from tridock.data.digest import Digest
+from tridock.data.tokenize.blocks import Block
+from tridock.errors import Problem, RequestError
+
+_JOURNAL: Final = "journal.json"
+_PARTS: Final = ("bin", "lengths", "documents")
+
+
+class Counts(BaseModel):
+    """What the parts of one key hold."""
+
+    bytes: int = 0
+    sequences: int = 0
+    documents: int = 0
+    empty: int = 0
+    """Of the documents."""
+    bin_sha256: str | None = None
+    """Of the whole files, when they are; so is the next."""
+    idx_sha256: str | None = None
+
+
+class Journal(BaseModel):
+    """How far the work is. ``source`` is the number of the input being read; ``offset`` and ``digest`` (SHA-256)
+    are of its lines so far; ``request`` is what the work was begun with."""
+
+    request: dict[str, str]
+    keys: list[Counts]
+    source: int = 0
+    offset: int = 0
+    digest: str = ""
+    finished: list[Input] = []
+    documents_in: int = 0
+    rejected: int = 0
+    empty: int = 0
+    rejects_bytes: int = 0
+    whole: bool = False
+    """All is there and only needs its names."""
+
+
+class Unfinished:
+    """The parts, opened for appending, and their journal. A context manager, which holds the folder's lock.
+
+    Left by an exception it stays for ``--resume`` if the journal was ever saved, and else it goes. Raises
+    :class:`RequestError` if another run is at it, or if it was begun with another request than is to be resumed.
+    """
+
+    def __init__(self, prefix: Path, keys: int, request: dict[str, str], resume: bool) -> None:
+        self.folder = unfinished_folder(prefix)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.folder / "lock").open("wb")
+        try:
+            self._take_lock()
+        except BaseException:
+            self._lock.close()
+            raise
+        self._files: list[BinaryIO] = []
+        try:
+            found = self._saved(request) if resume else None
+            self.resumed = found is not None
+            self._digests: list[Digest] = []
+            self.journal = found or Journal(request=request, keys=[Counts() for _ in range(keys)])
+            self._open()
+        except BaseException:  # Ctrl-C too
+            self._leave()
+            raise
+
+    def _take_lock(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            what, todo = "is being made by another run", "wait for it, or choose another --output-prefix"
+            raise RequestError(Problem(str(self.folder), what, "", todo)) from None
+
+    def _saved(self, request: dict[str, str]) -> Journal | None:
+        path = self.folder / _JOURNAL
+        try:
+            journal = Journal.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValidationError:
+            todo = "begin anew: leave --resume out"
+            raise RequestError(Problem(str(path), "is not a journal of this version", "", todo)) from None
+        todo = "resume with the same inputs and flags, or begin anew: leave --resume out"
+        problems = [
+            Problem("--resume", f"the work was begun with {name} {was}", request.get(name, "(none)"), todo)
+            for name, was in journal.request.items()
+            if request.get(name) != was
+        ]
+        if problems:
+            raise RequestError(problems)
+        return journal
+
+    def _open(self) -> None:
+        if not self.resumed:
+            for path in self.folder.iterdir():
+                if path.name != "lock":
+                    path.unlink()
+        if self.journal.whole:
+            return
+        for number, counts in enumerate(self.journal.keys):
+            sizes = (counts.bytes, counts.sequences * 4, (counts.documents + 1) * 8)
+            for part, size in zip(_PARTS, sizes, strict=True):
+                self._files.append(_appended(self.folder / f"{number}.{part}", size))
+            self._digests.append(Digest(self.folder / f"{number}.bin"))
+        self._files.append(_appended(self.folder / "rejects", self.journal.rejects_bytes))
+
+    def add(self, number: int, block: Block) -> None:
+        """Appends the documents of a block to key ``number``."""
+        counts = self.journal.keys[number]
+        tokens, lengths, documents = self._files[3 * number : 3 * number + 3]
+        tokens.write(block.tokens.data)
+        self._digests[number].update(block.tokens.data)
+        lengths.write(block.lengths)
+        documents.write((np.cumsum(block.sequences) + counts.sequences).astype("<i8").tobytes())
+        counts.bytes += block.tokens.nbytes
+        counts.sequences += len(block.lengths) // 4
+        counts.documents += len(block.sequences)
+        counts.empty += int((block.sequences == 0).sum())
+
+    def reject(self, record: bytes) -> None:
+        """Appends a line to the rejects."""
+        self._files[-1].write(record)
+        self.journal.rejects_bytes += len(record)
+        self.journal.rejected += 1
+
+    def save(self) -> None:
+        """Brings everything onto the disk, then the journal that counts it."""
+        for file in self._files:
+            file.flush()
+            os.fsync(file.fileno())
+        write_atomic(self.folder / _JOURNAL, self.journal.model_dump_json().encode())
+
+    def publish(self, prefixes: Sequence[Path], dtype: np.dtype[Any], rejects: Path | None) -> None:
+        """Gives everything its names; may be interrupted anywhere and done again."""
+        if not self.journal.whole:
+            for counts, digest in zip(self.journal.keys, self._digests, strict=True):
+                counts.bin_sha256 = digest.hexdigest()
+            self.journal.whole = True
+            self.save()
+        for number, prefix in enumerate(prefixes):
+            data, index = self.folder / f"{number}.bin", self.folder / f"{number}.idx"
+            if data.exists():
+                counts = self.journal.keys[number]
+                lengths = _mapped(self.folder / f"{number}.lengths", "<i4", counts.sequences)
+                documents = _mapped(self.folder / f"{number}.documents", "<i8", counts.documents + 1)
+                write_index(index, dtype, lengths, documents)
+                with index.open("rb") as file:
+                    counts.idx_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+                self.save()
+                publish(prefix, data, index)
+            elif index.exists():
+                index.replace(idx_path(prefix))  # killed between the two
+        if rejects is not None:
+            partial = rejects.with_name(f".{rejects.name}.part")
+            shutil.copyfile(self.folder / "rejects", partial)
+            partial.replace(rejects)
+
+    def remove(self) -> None:
+        """Takes the folder away: all has its name."""
+        shutil.rmtree(self.folder)
+
+    @property
+    def can_resume(self) -> bool:
+        """Whether there is anything to go on from."""
+        return (self.folder / _JOURNAL).exists()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        for file in self._files:
+            with contextlib.suppress(OSError):  # what a full disk does not take is cut off on resuming
+                file.close()
+        if self.folder.exists() and not self.can_resume:
+            self.remove()
+        self._lock.close()
+
+
+def unfinished_folder(prefix: Path) -> Path:
+    """Where the work on a prefix lies until all is whole."""
+    return prefix.with_name(f".{prefix.name}.unfinished")
+
+
+def _appended(path: Path, size: int) -> BinaryIO:
+    """The file cut to ``size``; a new document index begins with its 0."""
+    if not path.exists():
+        path.write_bytes(b"\0" * 8 if path.suffix == ".documents" else b"")
+    os.truncate(path, size)
+    return path.open("ab")
+
+
+def _mapped(path: Path, dtype: str, count: int) -> Tokens:
+    return np.memmap(path, dtype=np.dtype(dtype), mode="r", shape=(count,)) if count else np.zeros(0, np.dtype(dtype))

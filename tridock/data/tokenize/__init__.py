@@ -1,0 +1,1 @@
+"""Tokenizers: trained, loaded, and run on several processes."""

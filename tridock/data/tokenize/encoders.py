@@ -1,0 +1,279 @@
+"""Texts to token ids: the reference (HF tokenizers), a fast library proven against it, a vocabulary of whole words.
+
+The fast library is taken only for GPT-2's kind of tokenizer (byte-level BPE, GPT-2's split, nothing before or after):
+for that its ids are compared with the reference's over every character (tests/unit/data/test_encoders.py). Every run
+compares again: some hard texts before it begins, and a piece of each chunk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import resource
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tridock.data.dataset.indexed_dataset import token_dtype
+from tridock.data.tokenize.malloc import trim
+from tridock.data.tokenize.tokenizer import END_OF_TEXT, BytePairTokenizer, read_vocabulary
+from tridock.errors import Problem, RequestError, RunError
+
+Ids = NDArray[Any]
+
+UNKNOWN: Final = "<unk>"
+_CHECKED_CHARACTERS: Final = 256
+"""Of a chunk: the reference takes an eighth of a millisecond for as much, about a hundredth of the chunk's time."""
+_CACHE_BYTES: Final = 208 << 20
+"""The fast library remembers every word that it met, without a bound: grown by so much, it is loaded anew. For all
+workers together, two of which then take less than 500 MB; but what each may have is a start from nothing too often
+below the least."""
+_LEAST_CACHE_BYTES: Final = 64 << 20
+HARD_TEXTS: Final = (
+    "I'll they've we're he's don't I'm she'd I'LL 'tis '' 's's",
+    " \t\n\r\n  \n   x    y     \u00a0\u2003\u3000z\u200b\ufeff ",
+    "a1b22c333 1234567890 \u0661\u0662\u0663 \u2167 \u00bd\u00b2 3.14 0x1F",
+    "e\u0301 n\u0303o \u0915\u094d\u0937 \u0e01\u0e33 \u1100\u1161\u11a8 \u05e9\u05c1\u05dc\u05d5\u05b9\u05dd",
+    "\U0001f44d\U0001f3fd \U0001f469\u200d\U0001f469\u200d\U0001f466 \U0001f1e8\U0001f1ff \u2764\ufe0f",
+    "\u4e2d\u6587\u5b57\u7b26 \u65e5\u672c\u8a9e\u30ab\u30bf\u30ab\u30ca \ud55c\uad6d\uc5b4 \U00020000\U0002a6d6",
+    "\x00\x01\x1c\x1d\x1e\x1f\x7f\x85\x9f \u2028\u2029 \ue000 \ufffd \U0010ffff",
+    "def f(x: int) -> int:\n\treturn x ** 2  # \u2026\n\n\n    <|endoftext|> <|endoftext|>",
+    " " * 300 + "a" * 300 + "\n" * 300 + "ab" * 300 + "!?" * 300 + "7" * 300,
+)
+
+
+# Characters that Unicode 17 brought. The fast library knows them as letters and digits, the reference does not yet, and
+# the two split words at them differently: what stands around one is the reference's.
+_UNICODE_17: Final = re.compile(
+    "[\u088f\u0c5c\u0cdc\ua7ce\ua7cf\ua7d2\ua7d4\ua7f1\U00010940-\U00010959\U00010ec5-\U00010ec7\U00011db0-\U00011ddb"
+    "\U00011de0-\U00011de9\U00016ea0-\U00016eb8\U00016ebb-\U00016ed3\U00016ff2-\U00016ff6\U000187f8-\U000187ff"
+    "\U00018d09-\U00018d1e\U00018d80-\U00018df2\U0001e6c0-\U0001e6ff\U0002b73a-\U0002b73f\U0002cea2-\U0002cead"
+    "\U000323b0-\U00033479]"
+)
+_WORDS_END: Final = re.compile("(?<=[0-9A-Za-z.,;])(?=[ \n])")
+_PIECE_CHARACTERS: Final = 2048
+_THEIR_BYTES: Final = (
+    (b"\xe0", (b"\xe0\xa2\x8f", b"\xe0\xb1\x9c", b"\xe0\xb3\x9c")),
+    (b"\xea", (b"\xea\x9f",)),
+    (b"\xf0", tuple(b"\xf0" + bytes([second]) for second in b"\x90\x91\x96\x98\x9e\xab\xac\xb2\xb3")),
+)
+"""How they begin in UTF-8, by the first byte: what has none of these needs no search for them, which is slow."""
+
+
+class Encoder(Protocol):
+    """What a worker needs of a tokenizer.
+
+    ``always_closed``: the encoder itself ends every text with ``end_of_document``.
+    """
+
+    name: str
+    vocab_size: int
+    largest_id: int
+    sha256: str
+    end_of_document: int
+    always_closed: bool
+
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
+        """The ids of each text, uint32[tokens]."""
+        ...
+
+
+class Reference:
+    """HF's tokenizers."""
+
+    name = "tokenizers"
+    always_closed = False
+
+    def __init__(self, tokenizer: BytePairTokenizer, description: dict[str, Any] | None = None) -> None:
+        """``description``: what ``tokenizer.describe()`` gave, where it is at hand."""
+        self.tokenizer = tokenizer
+        self.vocab_size, self.largest_id = tokenizer.vocab_size, tokenizer.largest_id
+        self.sha256 = tokenizer.sha256_of(description or tokenizer.describe())
+        self.end_of_document = tokenizer.end_of_text
+
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
+        return [np.array(ids, np.uint32) for ids in self.tokenizer.encode_batch(texts)]
+
+
+class Fast:
+    """gigatoken, compared with the reference as it goes.
+
+    Raises ImportError where it is not installed, ValueError for a tokenizer that it is not proven for, and
+    :class:`RunError` where its ids are not the reference's.
+    """
+
+    name = "gigatoken"
+    always_closed = False
+
+    def __init__(self, reference: Reference, description: dict[str, Any] | None = None, workers: int = 1) -> None:
+        """``workers``: how many processes will each have one."""
+        description = description or reference.tokenizer.describe()
+        proven = _proven(description)
+        import gigatoken
+
+        # To write a large vocabulary takes longer than to have the library do it.
+        text = reference.tokenizer.to_json() if proven == description else json.dumps(proven)
+        self._load: Callable[[], Any] = partial(gigatoken.Tokenizer.from_json, text)
+        self._fast: Any = None
+        self._room = max(_CACHE_BYTES // workers, _LEAST_CACHE_BYTES)
+        self._memory = 0
+        self._renew()
+        self._reference = reference
+        self.vocab_size, self.largest_id = reference.vocab_size, reference.largest_id
+        self.sha256, self.end_of_document = reference.sha256, reference.end_of_document
+        for text in HARD_TEXTS:
+            self._compare(text, self._encode(text))
+
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
+        if _resident() > self._memory + self._room:
+            self._renew()
+        # One by one: what its batches come in is made by a package that takes longer to import than 200,000 calls.
+        found = [self._encode(text) for text in texts]
+        self._spot_check(texts, found)
+        return found
+
+    def _renew(self) -> None:
+        self._fast = None
+        trim()  # else the next one begins above what this one leaves
+        self._fast = self._load()
+        trim()  # reading a vocabulary takes more than keeping it
+        self._memory = _resident()
+
+    def _encode(self, text: str) -> Ids:
+        if text.isascii():
+            return cast(Ids, self._fast.encode(text))
+        data = text.encode()
+        if _may_be_newer(data) and _UNICODE_17.search(text):
+            return np.concatenate([self._encode_piece(piece) for piece in _pieces(text)])
+        return cast(Ids, self._fast.encode(data))
+
+    def _encode_piece(self, piece: str) -> Ids:
+        if _UNICODE_17.search(piece):
+            return np.array(self._reference.tokenizer.encode(piece), np.uint32)
+        return cast(Ids, self._fast.encode(piece))
+
+    def _spot_check(self, texts: Sequence[str], found: list[Ids]) -> None:
+        """One text of the chunk, another each time and the same in every run; of a long one a piece."""
+        if not texts:
+            return
+        place = hashlib.blake2b(str((len(texts), sum(map(len, found)))).encode(), digest_size=4)
+        chosen = int.from_bytes(place.digest(), "little") % len(texts)
+        text = texts[chosen]
+        if len(text) > _CHECKED_CHARACTERS:
+            start = int.from_bytes(place.digest(), "big") % (len(text) - _CHECKED_CHARACTERS)
+            piece = text[start : start + _CHECKED_CHARACTERS]
+            if not _UNICODE_17.search(piece):
+                self._compare(piece, self._encode(piece))
+        else:
+            self._compare(text, found[chosen])
+
+    def _compare(self, text: str, ids: Ids) -> None:
+        expected = self._reference.tokenizer.encode(text)
+        if ids.tolist() != expected:
+            what = "gives other ids than the reference tokenizer"
+            todo = "run again with --encoder reference, and report the text"
+            raise RunError(Problem(self.name, what, f"for {text[:60]!a}", todo))
+
+
+def _resident() -> int:
+    """Bytes of memory that this process holds."""
+    file = os.open("/proc/self/statm", os.O_RDONLY)
+    try:
+        return int(os.read(file, 128).split()[1]) * resource.getpagesize()
+    finally:
+        os.close(file)
+
+
+def _may_be_newer(data: bytes) -> bool:
+    """Whether the text, in UTF-8, may hold a character that the two libraries judge differently."""
+    return any(first in data and any(begin in data for begin in begins) for first, begins in _THEIR_BYTES)
+
+
+def _pieces(text: str) -> list[str]:
+    """The text cut where GPT-2's split ends a word in any case; the ids of the pieces are those of the text."""
+    pieces, start = [], 0
+    while found := _WORDS_END.search(text, start + _PIECE_CHARACTERS):
+        pieces.append(text[start : found.start()])
+        start = found.start()
+    return [*pieces, text[start:]]
+
+
+def _proven(description: dict[str, Any]) -> dict[str, Any]:
+    """The tokenizer without its special tokens (text that spells one is text), if it is of GPT-2's kind."""
+    model, split = description["model"], description["pre_tokenizer"] or {}
+    plain = {
+        "dropout",
+        "unk_token",
+        "continuing_subword_prefix",
+        "end_of_word_suffix",
+        "byte_fallback",
+        "ignore_merges",
+    }
+    gpt2 = (
+        model["type"] == "BPE"
+        and not any(model.get(name) for name in plain)
+        and (split.get("type"), split.get("add_prefix_space"), split.get("use_regex")) == ("ByteLevel", False, True)
+        and description["normalizer"] is None
+        and all(token["special"] for token in description["added_tokens"])
+        and all(token["content"] in model["vocab"] for token in description["added_tokens"])
+    )
+    if not gpt2:
+        raise ValueError("the tokenizer is not of GPT-2's kind")
+    return description | {"added_tokens": [], "post_processor": None}
+
+
+class Vocabulary:
+    """Words between white space through a JSON vocabulary; each text ends with ``<|endoftext|>``."""
+
+    name = "vocab"
+    always_closed = True
+
+    def __init__(self, vocab_file: Path) -> None:
+        self._ids = read_vocabulary(vocab_file)
+        missing = [token for token in (UNKNOWN, END_OF_TEXT) if token not in self._ids]
+        if missing:
+            todo = "add it to the vocabulary"
+            raise RequestError([Problem(str(vocab_file), f"has no token {token}", "", todo) for token in missing])
+        self.vocab_size, self.largest_id = len(self._ids), max(self._ids.values())
+        self.sha256 = hashlib.sha256(json.dumps(self._ids, sort_keys=True).encode()).hexdigest()
+        self.end_of_document = self._ids[END_OF_TEXT]
+        self._unknown = self._ids[UNKNOWN]
+
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
+        known, unknown = self._ids, self._unknown
+        return [
+            np.array([*[known.get(word, unknown) for word in text.split()], self.end_of_document], np.uint32)
+            for text in texts
+        ]
+
+
+def fastest(tokenizer: BytePairTokenizer, workers: int = 1) -> tuple[Encoder, str]:
+    """The fast encoder where it is proven, else the reference; and why, for the user ("" for the fast one).
+
+    ``workers``: how many processes will encode.
+    """
+    description = tokenizer.describe()
+    reference = Reference(tokenizer, description)
+    try:
+        return Fast(reference, description, workers), ""
+    except ImportError as error:
+        why = f"{error.name} is not installed (pip install gigatoken)"
+    except RunError:
+        raise
+    except Exception as error:  # what it raises for a tokenizer that it cannot load has no narrower type
+        why = str(error)
+    return reference, f"encoder: the reference, about 30 times slower: {why}"
+
+
+def check_ids_fit(encoder: Encoder, where: str) -> None:
+    """Raises :class:`RequestError` where ids would not fit the type that Megatron chooses by the number of tokens."""
+    dtype = token_dtype(encoder.vocab_size)
+    if encoder.largest_id > np.iinfo(dtype).max:
+        what = f"has {encoder.vocab_size} tokens, for which Megatron writes {dtype.name}, and an id that does not fit"
+        raise RequestError(Problem(where, what, str(encoder.largest_id), "number the tokens without gaps"))

@@ -1,0 +1,229 @@
+"""Byte-level BPE, as GPT-2's: trained on text, kept as ``tokenizer.json`` and as ``vocab.json`` with ``merges.txt``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from tridock.contracts.run_folder import write_atomic
+from tridock.errors import Problem, RequestError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+END_OF_TEXT: Final = "<|endoftext|>"
+TOKENIZER: Final = "tokenizer.json"
+SMALLEST_VOCABULARY: Final = 257
+"""Every byte and the end of text."""
+
+
+class BytePairTokenizer:
+    """Text to token ids and back, without loss. Text that spells ``<|endoftext|>`` is text, never the end of one."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._tokenizer.encode_special_tokens = True
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int, show_progress: bool = False) -> Self:
+        """Learns the merges. The same texts give the same tokenizer, on any machine and any number of threads.
+
+        Little text may give fewer tokens than asked for. Raises :class:`RequestError` for a vocabulary too small to
+        hold every byte.
+        """
+        if vocab_size < SMALLEST_VOCABULARY:
+            what = f"must be at least {SMALLEST_VOCABULARY}: every byte and {END_OF_TEXT}"
+            raise RequestError(Problem("vocab_size", what, str(vocab_size), "raise it"))
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=show_progress,
+        )
+        tokenizer.train_from_iterator(texts, trainer)
+        return cls(tokenizer)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """What ``to_json`` gave."""
+        from tokenizers import Tokenizer
+
+        return cls(Tokenizer.from_str(text))
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Reads a ``tokenizer.json``, or the one in a folder."""
+        file = path / TOKENIZER if path.is_dir() else path
+        todo = "give a tokenizer.json, or a folder that `save` wrote"
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            got = error.strerror if isinstance(error, OSError) and error.strerror else "not UTF-8"
+            raise RequestError(Problem(str(file), "cannot be read as a tokenizer", got, todo)) from None
+        try:
+            tokenizer = cls.from_json(text)
+        except Exception as error:  # the library raises no narrower type
+            raise RequestError(Problem(str(file), "is not a tokenizer", str(error), todo)) from None
+        if tokenizer._tokenizer.token_to_id(END_OF_TEXT) is None:
+            raise RequestError(Problem(str(file), f"has no token {END_OF_TEXT}", "", "use one that has it"))
+        return tokenizer
+
+    @classmethod
+    def from_gpt2(cls, vocab_file: Path, merge_file: Path) -> Self:
+        """GPT-2's two files, read as Megatron's ``GPT2BPETokenizer`` reads them.
+
+        Megatron leaves out the first line of the merges and what stands after the last newline, whatever they hold.
+        Raises :class:`RequestError` where a byte has no token (Megatron would give it id 0), or a merge none.
+        """
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+        vocab = read_vocabulary(vocab_file)
+        missing = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - set(vocab))
+        if missing:
+            what = f"has no token for {len(missing)} of the 256 bytes"
+            raise RequestError(
+                Problem(str(vocab_file), what, f"none for {missing[0]!r}", "use a byte-level vocabulary")
+            )
+        if END_OF_TEXT not in vocab:
+            raise RequestError(Problem(str(vocab_file), f"has no token {END_OF_TEXT}", "", "use one that has it"))
+        lines = _text_of(merge_file, "give GPT-2's merges.txt").split("\n")[1:-1]
+        merges: list[Any] = [tuple(line.split()) for line in lines]
+        wrong = [number for number, merge in enumerate(merges, start=2) if len(merge) != 2]
+        if wrong:
+            what, got = "is not two tokens", repr(lines[wrong[0] - 2])
+            raise RequestError(Problem(f"{merge_file}:{wrong[0]}", what, got, "use the merges.txt of this vocabulary"))
+        try:
+            tokenizer = Tokenizer(models.BPE(vocab, merges))
+        except Exception as error:  # the library raises no narrower type
+            todo = "use the merges.txt of this vocabulary"
+            raise RequestError(Problem(str(merge_file), "does not fit the vocabulary", str(error), todo)) from None
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        return cls(tokenizer)
+
+    def save(self, folder: Path) -> None:
+        """Writes ``tokenizer.json``; ``vocab.json`` and ``merges.txt`` as Megatron's GPT2BPETokenizer reads them.
+
+        None of them changes before all are written.
+        """
+        text = self._tokenizer.to_str(pretty=True)
+        model = json.loads(text)["model"]
+        merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in model["merges"]]
+        made = folder.with_name(f".{folder.name}.{os.getpid()}.{secrets.token_hex(4)}.part")
+        try:
+            write_atomic(made / "vocab.json", json.dumps(model["vocab"], ensure_ascii=False).encode())
+            write_atomic(made / "merges.txt", "\n".join(["#version: 0.2", *merges, ""]).encode())
+            write_atomic(made / TOKENIZER, text.encode())
+            if folder.exists():
+                for file in made.iterdir():
+                    file.replace(folder / file.name)
+            else:
+                made.rename(folder)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens, the end of text included."""
+        return self._tokenizer.get_vocab_size()
+
+    @property
+    def largest_id(self) -> int:
+        """The largest id of the vocabulary; not always one less than its size."""
+        return max(self._tokenizer.get_vocab().values())
+
+    def to_json(self) -> str:
+        """The tokenizer as ``tokenizer.json`` holds it."""
+        return self._tokenizer.to_str(pretty=False)
+
+    @property
+    def end_of_text(self) -> int:
+        """The id that closes a document."""
+        token = self._tokenizer.token_to_id(END_OF_TEXT)
+        assert token is not None  # train() and load() see to it
+        return token
+
+    def describe(self) -> dict[str, Any]:
+        """``to_json``, read. Of a large vocabulary it takes a tenth of a second."""
+        description: dict[str, Any] = json.loads(self.to_json())
+        return description
+
+    @property
+    def sha256(self) -> str:
+        """Names the tokenizer by what ids depend on, not by how a file spells it: GPT-2's two files and the
+        ``tokenizer.json`` of the same tokens have one name."""
+        return self.sha256_of(self.describe())
+
+    def sha256_of(self, description: dict[str, Any]) -> str:
+        """``sha256``, of what ``describe`` gave."""
+        # Special tokens are text here, and nothing is added to a text; of the rest, "" and null mean the same.
+        added = [token for token in description["added_tokens"] if not token["special"]]
+        model = {name: value for name, value in description["model"].items() if value}
+        told = [added, model, description["normalizer"], description["pre_tokenizer"], self.end_of_text]
+        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of one text; no end of text is added."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """``encode`` for many texts, on all cores."""
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def open_tokenizer(vocab_file: Path, merge_file: Path | None) -> BytePairTokenizer:
+    """What ``--vocab-file`` and ``--merge-file`` name: GPT-2's two files, or a ``tokenizer.json`` as the first."""
+    if merge_file is not None:
+        return BytePairTokenizer.from_gpt2(vocab_file, merge_file)
+    if _is_tokenizer_json(vocab_file):
+        return BytePairTokenizer.load(vocab_file)
+    todo = "give GPT-2's merges.txt, or a tokenizer.json as --vocab-file"
+    raise RequestError(Problem("--merge-file", "is missing, which GPT2BPETokenizer needs", "", todo))
+
+
+def _is_tokenizer_json(path: Path) -> bool:
+    try:
+        return path.is_dir() or ("model" in json.loads(path.read_bytes()) and path.name != "vocab.json")
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def read_vocabulary(path: Path) -> dict[str, int]:
+    """A ``vocab.json``: one object from token to id. Raises :class:`RequestError` for anything else."""
+    todo = 'give a vocab.json: {"token": id, …}, each id once'
+    try:
+        vocab = json.loads(_text_of(path, todo))
+    except ValueError as error:
+        raise RequestError(Problem(str(path), "is not valid JSON", str(error), todo)) from None
+    ids = list(vocab.values()) if isinstance(vocab, dict) else [None]
+    wrong = next((value for value in ids if type(value) is not int or not 0 <= value < 2**31), None)
+    if not isinstance(vocab, dict) or wrong is not None:
+        raise RequestError(Problem(str(path), "is not a vocabulary", json.dumps(wrong), todo))
+    if len(set(ids)) != len(ids):
+        raise RequestError(Problem(str(path), "has two tokens of one id", f"{len(ids) - len(set(ids))} times", todo))
+    return vocab
+
+
+def _text_of(path: Path, todo: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        got = error.strerror if isinstance(error, OSError) and error.strerror else "not UTF-8"
+        raise RequestError(Problem(str(path), "cannot be read", got, todo)) from None

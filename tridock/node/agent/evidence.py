@@ -1,0 +1,91 @@
+"""What this node can tell of a run that failed: ends of files, and what the kernel said meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from pathlib import Path
+from typing import Final
+
+from tridock.contracts import run_folder
+from tridock.contracts.events import read_lines
+from tridock.node.agent.flight_recorder import last_collectives
+
+_LOG_BYTES: Final = 8000
+_LOG_LINES: Final = 60
+_METRICS_BYTES: Final = 1 << 16
+_STEPS: Final = 8
+_KERNEL_LINES: Final = 5
+_KMSG: Final = Path("/dev/kmsg")
+_ABOUT_MEMORY: Final = re.compile(r"Out of memory|oom-kill|oom_reaper|Killed process")
+
+
+def evidence(folder: Path) -> dict[str, object]:
+    """For ``json.dumps``; a node that had no part in the run has nothing to tell."""
+    if not folder.is_dir():
+        return {}
+    logs = {path.stem.removeprefix("rank-"): path for path in (folder / "logs").glob("rank-*.log")}
+    training = [entry for entry in read_lines(folder / run_folder.METRICS, _METRICS_BYTES) if "split" not in entry]
+    return {
+        "events": _text(folder / run_folder.EVENTS),
+        "logs": {rank: _end(path) for rank, path in logs.items() if rank.isdecimal()},
+        "launcher": _end(folder / run_folder.LAUNCHER_LOG),
+        "metrics": training[-_STEPS:],
+        "plan": _plan(folder),
+        "kernel": _kernel(folder),
+        "flights": last_collectives(folder),
+    }
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
+def _end(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        return ""
+    return "\n".join(lines[-_LOG_LINES:])
+
+
+def _plan(folder: Path) -> object:
+    try:
+        plan = json.loads((folder / run_folder.PLAN).read_text())
+        return {"ranks": plan.get("ranks", []), "memory": plan.get("memory") or {}}
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def _kernel(folder: Path) -> list[str]:
+    """The kernel's words about memory since the run's folder was made; none where they may not be read."""
+    try:
+        descriptor = os.open(_KMSG, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return []
+    since = time.clock_gettime(time.CLOCK_MONOTONIC) - (time.time() - _made(folder))
+    found: list[str] = []
+    try:
+        while True:
+            # A record a read: priority,number,microseconds since the start of the system,flags;words
+            head, _, words = os.read(descriptor, 1 << 13).decode(errors="replace").partition(";")
+            if int(head.split(",")[2]) / 1e6 >= since and _ABOUT_MEMORY.search(words):
+                found.append(words.splitlines()[0])
+    except (OSError, ValueError, IndexError):
+        pass  # the end of what there is
+    finally:
+        os.close(descriptor)
+    return found[-_KERNEL_LINES:]
+
+
+def _made(folder: Path) -> float:
+    """When the run was put there: nothing writes that file again."""
+    path = folder / run_folder.EXPERIMENT
+    return path.stat().st_mtime if path.exists() else folder.stat().st_mtime

@@ -1,0 +1,164 @@
+"""The far side of the way that a launch takes: what a node says, over ssh, to the head that called it.
+
+One JSON object a line on both sides; the first line is ours. It ends when the caller goes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from tridock.contracts import run_folder
+from tridock.node.probes import interfaces as net
+
+CONNECT_TIMEOUT_S: Final = 3.0
+_LIFE_S: Final = 60
+_SECRET: Final = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
+_CREDENTIALS: Final = re.compile(r"://[^/\s]*@")  # as in http://user:password@proxy
+# The process's own, the session's own, and what differs from node to node by design.
+_OWN: Final = re.compile(
+    r"HOME|USER|LOGNAME|SHELL|SHLVL|PWD|OLDPWD|HOSTNAME|TERM|MAIL|LC_CTYPE|_|SSH_.*|LS_COLORS"
+    r"|TRIDOCK_(NODE|SSH_LISTEN|UID|GID|RUN_ID|WORLD_SIZE)"
+)
+
+
+def answer(token: str, workspace: Path) -> int:
+    """Says who this node is and listens; then answers the caller until it goes. ``token`` marks this check's traces."""
+    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGHUP, _leave)
+    signal.signal(signal.SIGALRM, _leave)
+    signal.alarm(_LIFE_S)  # a caller that hangs must not leave us behind
+    node = os.environ.get("TRIDOCK_NODE", "")
+    with _listening(f"{token} {node}\n".encode()) as port, _probe(workspace, token, node):
+        own = {"environment": shared_environment(os.environ, token), "network": _network(), "port": port}
+        _say(own)
+        for line in sys.stdin:
+            request = json.loads(line)
+            _say(_look(request, token, workspace) if "peers" in request else {"time": time.time()})
+    return 0
+
+
+def _leave(*_: object) -> None:
+    raise SystemExit(0)
+
+
+def _say(what: Mapping[str, object]) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def shared_environment(environment: Mapping[str, str], salt: str) -> dict[str, str]:
+    """What should be the same on every node. A secret's value does not leave the node: a salted hash stands for it."""
+    shared = {name: value for name, value in sorted(environment.items()) if not _OWN.fullmatch(name)}
+    return {name: _masked(value, salt) if _is_secret(name, value) else value for name, value in shared.items()}
+
+
+def _is_secret(name: str, value: str) -> bool:
+    return _SECRET.search(name) is not None or _CREDENTIALS.search(value) is not None
+
+
+def _masked(value: str, salt: str) -> str:
+    return f"(secret {hashlib.sha256(f'{salt}{value}'.encode()).hexdigest()[:12]})"
+
+
+def _network() -> dict[str, object]:
+    found = net.interfaces()
+    gloo, address = net.gloo_choice(found, os.environ.get("GLOO_SOCKET_IFNAME"), net.own_addresses())
+    nccl = net.nccl_choice(found, os.environ.get("NCCL_SOCKET_IFNAME"))
+    return {
+        "interfaces": [asdict(it) for it in found],
+        "gloo": asdict(gloo) | {"address": address} if gloo else None,
+        "nccl": asdict(nccl) | {"address": nccl.addresses[0]} if nccl else None,
+        "wanted": {name: os.environ.get(f"{name.upper()}_SOCKET_IFNAME") for name in ("gloo", "nccl")},
+    }
+
+
+def _look(request: Mapping[str, Any], token: str, workspace: Path) -> dict[str, object]:
+    """The routes to the others, which of their addresses do not answer, and whose probes lie in this workspace."""
+    peers: Mapping[str, Mapping[str, Any]] = request["peers"]
+    calls = [(node, address, peer["port"]) for node, peer in peers.items() for address in peer["listens"]]
+    with ThreadPoolExecutor(32) as pool:
+        words = pool.map(lambda call: _call(call[1], call[2], f"{token} {call[0]}"), calls)
+        failed = {f"{node} {address}": said for (node, address, _), said in zip(calls, words, strict=True) if said}
+    routes = {node: _route(peer["address"]) for node, peer in peers.items()}
+    seen = [node for node in peers if _probe_path(workspace, token, node).exists()]
+    return {"unreached": failed, "routes": routes, "sees": seen}
+
+
+def _route(address: str) -> dict[str, str | None]:
+    try:
+        target, source = net.route_to(address)
+    except OSError as error:
+        return {"error": error.strerror or str(error)}
+    through = net.holder(net.interfaces(), source)
+    return {"target": target, "source": source, "interface": through.name if through else None}
+
+
+def _call(address: str, port: int, expected: str) -> str | None:
+    """Why nobody, or somebody else, answers there; None where the right node does."""
+    try:
+        with socket.create_connection((address, port), CONNECT_TIMEOUT_S) as line:
+            said = line.makefile().readline().strip()
+    except TimeoutError:
+        return f"no answer within {CONNECT_TIMEOUT_S:g} s"
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+    return None if said == expected else "somebody else answers there"
+
+
+@contextmanager
+def _listening(greeting: bytes) -> Iterator[int]:
+    """A port on all addresses where every caller is told who this is."""
+    both = socket.has_dualstack_ipv6()
+    with socket.create_server(
+        ("::" if both else "", 0), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both, backlog=512
+    ) as server:
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    line = server.accept()[0]
+                    with line, suppress(OSError):
+                        line.sendall(greeting)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield server.getsockname()[1]
+
+
+def _probe_path(workspace: Path, token: str, node: str) -> Path:
+    return workspace / "runs" / f".tridock-probe-{token}-{node}"
+
+
+@contextmanager
+def _probe(workspace: Path, token: str, node: str) -> Iterator[None]:
+    """An empty file for the others to see, where the workspace is one folder for several nodes."""
+    path = _probe_path(workspace, token, node)
+    try:
+        with suppress(OSError):  # a folder that cannot be written is told elsewhere
+            path.touch()
+        yield
+    finally:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def command(token: str) -> str:
+    """The line that ssh is to run: a greeting that any shell gives, and then this program."""
+    return f"{greeting()} && exec python -P -m tridock.node answer {token} --workspace {run_folder.WORKSPACE}"
+
+
+def greeting() -> str:
+    """The line that only tells whose sshd this is: a host's own has no such variables."""
+    return 'echo "tridock-node ${TRIDOCK_CLUSTER:-} ${TRIDOCK_NODE:-}"'

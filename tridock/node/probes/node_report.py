@@ -1,0 +1,57 @@
+"""One answer about this node for the doctor: everything that it can say by itself."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Final
+
+from tridock.contracts import run_folder
+from tridock.errors import ClusterError
+from tridock.node.agent.processes import find_processes
+from tridock.node.probes import ports, ssh_mesh_probe
+from tridock.node.probes.accelerators import accelerators
+from tridock.node.probes.code_hashes import code
+from tridock.node.probes.limits_and_space import limits, space
+
+_TIMEOUT_S: Final = 5.0
+
+
+def look(workspace: Path, *, quick: bool, visit: list[str]) -> dict[str, object]:
+    """Space; unless ``quick``, also limits, devices, code, a free port, the runs whose processes are here.
+
+    ``visit`` names nodes to greet over ssh, for the head.
+    """
+    found: dict[str, object] = space(workspace)
+    if visit:
+        found["paths"] = ssh_mesh_probe.greet(visit)
+    if not quick:
+        going = sorted({process.run_id for process in find_processes()})
+        found |= {**limits(), **accelerators(), "code": code(), "runs": going, **_port()}
+        found["accelerator"] = os.environ.get("DS_ACCELERATOR")  # what the image is for: cuda or cpu
+        found["nccl_ib_disable"] = os.environ.get("NCCL_IB_DISABLE")
+    return found
+
+
+def _port() -> dict[str, object]:
+    try:
+        return {"port": ports.free_port()}
+    except ClusterError as error:
+        return {"port": None, "port_problem": str(error)}
+
+
+def shown_key() -> str | None:
+    """The fingerprint of the host key that this node's own sshd shows to whoever calls it; None where it is silent."""
+    config = Path(run_folder.SSHD_PID).with_name("sshd_config").read_text().splitlines()
+    settings = dict(reversed([line.split(" ", 1) for line in config if " " in line]))
+    listens = settings["ListenAddress"]
+    address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(listens, listens)  # noqa: S104 (a name in a file)
+    scan = ["ssh-keyscan", "-T", "3", "-t", "ed25519", "-p", settings["Port"], address]
+    key = subprocess.run(scan, capture_output=True, timeout=_TIMEOUT_S, check=False).stdout
+    if not key.strip():
+        return None
+    told = subprocess.run(
+        ["ssh-keygen", "-l", "-f", "-"], input=key, capture_output=True, timeout=_TIMEOUT_S, check=True
+    )
+    return told.stdout.decode().split()[1]

@@ -1,0 +1,236 @@
+"""The supervisor's connections to the watches of all nodes: what they see, what they are told, when one is silent."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, Final
+
+from tridock.contracts import run_folder
+from tridock.contracts.supervision import Supervision
+from tridock.node.ssh import node_command
+from tridock.node.supervisor.verdict import Look, Vital
+
+_PING_S: Final = 2.0
+_AGAIN_S: Final = 1.0
+_PAUSE_S: Final = 5.0
+_PARTING_S: Final = 1.0
+_LAST_WORDS_S: Final = 0.2
+_CHUNK: Final = 1 << 16
+
+
+_SRUN: Final = (
+    *("srun", "--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--cpus-per-task=1"),
+    *("--gres=none", "--unbuffered", "--quiet"),
+)
+_SLURM_KEPT: Final = ("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_CONF")
+"""Of a job's variables, which are options of srun at the same time: those that a watch's own step is not bent by."""
+_FIRST_STEP_S: Final = 60.0
+"""Slurm may take its time with the first step of a watch."""
+
+
+def watch_command(folder: Path, node: str, reached_by: str | None) -> list[str]:
+    """What starts a node's watch: here (None), by way of the cluster's own ssh, or as a step of Slurm's job."""
+    words = ["watch", str(folder), node]
+    if reached_by == "srun":
+        return [*_SRUN, f"--nodelist={node}", *node_command(None, *words)]
+    return node_command(node if reached_by == "ssh" else None, *words)
+
+
+class _Connection:
+    """One node's watch; it is started again whenever it ends."""
+
+    def __init__(self, node: str, command: Sequence[str], patience_s: float = 0.0) -> None:
+        self.node, self._command = node, command
+        self.heard = time.monotonic() + patience_s
+        """When the node last said something."""
+        self.words = ""
+        """What ssh said last."""
+        self.vitals: tuple[Vital, ...] = ()
+        self.answers: list[dict[str, Any]] = []
+        self._process: subprocess.Popen[bytes] | None = None
+        self._rest = b""
+        self._again_at = 0.0
+
+    def open(self, selector: selectors.BaseSelector) -> None:
+        """Starts the watch, unless it runs or has just ended."""
+        if self._process is not None or time.monotonic() < self._again_at:
+            return
+        env = {name: value for name, value in os.environ.items() if _is_for_watch(name)}
+        env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[3]), *filter(None, [env.get("PYTHONPATH")])])
+        pipe = subprocess.PIPE
+        # A session of its own: what is sent to the supervisor's group is not for it.
+        process = subprocess.Popen(
+            self._command, stdin=pipe, stdout=pipe, stderr=pipe, env=env, cwd="/", start_new_session=True
+        )
+        orders, answers, words = _pipes(process)
+        os.set_blocking(orders.fileno(), False)
+        selector.register(answers, selectors.EVENT_READ, (self, True))
+        selector.register(words, selectors.EVENT_READ, (self, False))
+        self._process, self._rest = process, b""
+
+    def send(self, order: str) -> None:
+        """Gives an order; one that does not get through is missed like the connection itself."""
+        if self._process is not None:
+            with suppress(OSError):
+                os.write(_pipes(self._process)[0].fileno(), f"{order}\n".encode())
+
+    def read(self, selector: selectors.BaseSelector, *, answers: bool) -> None:
+        """Takes what has come; closes a connection that has ended."""
+        if self._process is None:
+            return
+        pipe = _pipes(self._process)[1 if answers else 2]
+        chunk = os.read(pipe.fileno(), _CHUNK)
+        if not answers:
+            self._note_words(chunk)
+            if not chunk:
+                selector.unregister(pipe)
+        elif chunk:
+            self._take(chunk)
+        else:
+            self.close(selector)
+
+    def _note_words(self, chunk: bytes) -> None:
+        lines = chunk.decode(errors="replace").strip().splitlines()
+        self.words = lines[-1].strip() if lines else self.words
+
+    def _take(self, chunk: bytes) -> None:
+        self.heard, self.words = time.monotonic(), ""
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        for line in lines:
+            with suppress(ValueError):  # a login banner
+                said = json.loads(line)
+                if "ranks" in said:
+                    self.vitals = tuple(Vital.from_json(vital) for vital in said["ranks"])
+                else:
+                    self.answers.append(said)
+
+    def close(self, selector: selectors.BaseSelector, deadline: float = 0.0) -> None:
+        """Ends the connection; the next ``open`` makes another. Its program has until ``deadline`` to end of itself."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        pipes = _pipes(process)
+        for pipe in pipes[1:]:
+            if pipe in {key.fileobj for key in selector.get_map().values()}:
+                selector.unregister(pipe)
+        pipes[0].close()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(_LAST_WORDS_S, deadline - time.monotonic()))
+        process.kill()
+        process.wait()
+        # ssh closes its output before it says why.
+        os.set_blocking(pipes[2].fileno(), False)
+        self._note_words(pipes[2].read() or b"")
+        for pipe in pipes[1:]:
+            pipe.close()
+        self._again_at = time.monotonic() + _AGAIN_S
+
+    @property
+    def connected(self) -> bool:
+        return self._process is not None
+
+
+def _is_for_watch(name: str) -> bool:
+    return name != run_folder.RUN_ID_VARIABLE and (not name.startswith("SLURM_") or name in _SLURM_KEPT)
+
+
+def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes], IO[bytes]]:
+    """Where orders go, where answers come from, and what the program says beside them."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    return process.stdin, process.stdout, process.stderr
+
+
+class Watches:
+    """All of a run's nodes that the supervisor sees."""
+
+    def __init__(self, folder: Path, supervision: Supervision) -> None:
+        self._nodes = {}
+        for node in supervision.watched:
+            reached_by = supervision.reached_by if node in supervision.remote else None
+            patience_s = _FIRST_STEP_S if reached_by == "srun" else 0.0
+            self._nodes[node] = _Connection(node, watch_command(folder, node, reached_by), patience_s)
+        self._selector = selectors.DefaultSelector()
+        self._pinged, self._polled = 0.0, time.monotonic()
+
+    def poll(self, seconds: float) -> None:
+        """Waits for news so long at most; takes them; keeps the connections up."""
+        now = self._notice_pause()
+        for connection in self._nodes.values():
+            connection.open(self._selector)
+        if now - self._pinged >= _PING_S:
+            self.order("ping")
+            self._pinged = now
+        ready = self._selector.select(seconds)
+        self._notice_pause()
+        for key, _ in ready:
+            connection, answers = key.data
+            connection.read(self._selector, answers=answers)
+
+    def _notice_pause(self) -> float:
+        """The time; where this process stood still (a paused container, a suspended machine) all get a fresh chance."""
+        now = time.monotonic()
+        if now - self._polled > _PAUSE_S:
+            for connection in self._nodes.values():
+                connection.heard = now
+        self._polled = now
+        return now
+
+    def order(self, text: str) -> None:
+        """Tells every node."""
+        for connection in self._nodes.values():
+            connection.send(text)
+
+    def look(self) -> Look:
+        """What was seen last, by node."""
+        return {node: connection.vitals for node, connection in self._nodes.items()}
+
+    def silence_s(self) -> dict[str, float]:
+        """For how long each node has said nothing."""
+        now = time.monotonic()
+        return {node: now - connection.heard for node, connection in self._nodes.items()}
+
+    def words(self) -> Mapping[str, str]:
+        """What ssh said last of each node that does not answer."""
+        return {node: connection.words for node, connection in self._nodes.items()}
+
+    def stacks(self, ranks: Sequence[int], patience_s: float) -> dict[int, list[str]]:
+        """The stacks of ranks, from all nodes that answer in time."""
+        answers = self._ask(f"stacks {' '.join(map(str, ranks))}", "stacks", patience_s)
+        return {int(rank): frames for answer in answers.values() for rank, frames in answer["stacks"].items()}
+
+    def stop(self, grace_s: float, patience_s: float) -> dict[str, int]:
+        """Ends the run's processes on every node; how many are left on each that answered in time."""
+        answers = self._ask(f"stop {grace_s}", "stopped", patience_s)
+        for connection in self._nodes.values():
+            connection.vitals = ()  # those of before are of no meaning to ranks that are started next
+        return {node: int(answer["left"]) for node, answer in answers.items()}
+
+    def _ask(self, order: str, field: str, patience_s: float) -> dict[str, dict[str, Any]]:
+        for connection in self._nodes.values():
+            connection.answers.clear()
+        self.order(order)
+        asked = {node for node, connection in self._nodes.items() if connection.connected}
+        found: dict[str, dict[str, Any]] = {}
+        deadline = time.monotonic() + patience_s
+        while asked - found.keys() and time.monotonic() < deadline:
+            self.poll(0.05)
+            for node, connection in self._nodes.items():
+                if given := [answer for answer in connection.answers if field in answer]:
+                    found[node] = given[0]
+        return found
+
+    def close(self) -> None:
+        """Lets every watch go."""
+        self.order("bye")
+        deadline = time.monotonic() + _PARTING_S
+        for connection in self._nodes.values():
+            connection.close(self._selector, deadline)

@@ -1,0 +1,184 @@
+"""A run goes on elsewhere: spares are asked, the run is laid out anew, and the nodes get its new files."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Final
+
+from tridock.contracts import run_folder
+from tridock.contracts.events import append_event
+from tridock.contracts.supervision import Supervision
+from tridock.errors import ClusterError, Problem
+from tridock.node.agent.spare_lock import busy_with
+from tridock.node.ssh import node_command
+
+_ASK_S: Final = 30.0
+_REPLAN_S: Final = 300.0
+_BEFORE: Final = "before-{}"
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """How the run goes on; ``supervision`` is None where it cannot, and ``words`` say why."""
+
+    words: str
+    supervision: Supervision | None = None
+
+
+def readiness(folder: Path, *, claim: bool = False) -> dict[str, object]:
+    """What a spare says: the runs that it is busy with, which of the data it lacks, what checkpoint it sees.
+
+    ``claim``: from now on it is busy with this run, if it is not with another.
+    """
+    manifest = json.loads((folder / run_folder.MANIFEST).read_text())
+    supervision = Supervision.from_json((folder / run_folder.SUPERVISION).read_text())
+    files = [folder.parent.parent / name for name in manifest.get("data_sha256") or ()]
+    return {
+        "busy": busy_with(folder.name, claim=claim),
+        "missing": [str(path) for path in files if not path.is_file()],
+        "checkpoint": _fingerprint(_newest(supervision)),
+    }
+
+
+def move(folder: Path, supervision: Supervision, lost: Sequence[str], *, anew: bool) -> Moved:
+    """Lays the run out without the ``lost`` nodes and brings its files to the others; ``anew``: from its beginning."""
+    answers = {node: _ask(folder, node) for node in supervision.spares}
+    while True:
+        ready = [node for node, answer in answers.items() if isinstance(answer, dict)]
+        unready = "".join(f"; spare {node}: {why}" for node, why in answers.items() if isinstance(why, str))
+        done = _replan(folder, lost, ready, anew)
+        if done.returncode:
+            return Moved(done.stderr.decode(errors="replace").strip() + unready)
+        found = json.loads(done.stdout)
+        claimed = {node: _ask(folder, node, "--claim") for node in ready if node in found["nodes"]}
+        answers |= claimed
+        if all(isinstance(answer, dict) for answer in claimed.values()):
+            break  # else another run was faster, and it is laid out once more without that spare
+    files = {name: text.encode() for name, text in found["files"].items()}
+    after = Supervision.from_json(found["files"][run_folder.SUPERVISION])
+    _keep(folder, files)
+    try:
+        for node in after.remote:
+            answer = answers.get(node)
+            if not anew and isinstance(answer, dict):
+                _bring_checkpoint(after, node, answer["checkpoint"])
+            _send(node, folder, _archive(files))
+    except ClusterError as error:
+        return Moved(str(error) + unready)
+    for name, content in _archive(files):
+        run_folder.write_atomic(folder / name, content)
+    about = {"lost": list(lost), "nodes": found["nodes"], "layout": found["layout"], "world_size": found["world_size"]}
+    append_event(folder, "run_moved", **about, reason=found["words"] + unready)
+    return Moved(found["words"] + unready, after)
+
+
+def _ask(folder: Path, node: str, *words: str) -> dict[str, Any] | str:
+    """What a spare says where it can be used; or why it cannot."""
+    done = _run(node_command(node, "ready", *words, str(folder)), timeout=_ASK_S)
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        return said[-1] if said else f"exit code {done.returncode}"
+    answer: dict[str, Any] = json.loads(done.stdout)
+    if answer["busy"]:
+        return f"is busy with {', '.join(answer['busy'])}"
+    return f"lacks {', '.join(answer['missing'])}" if answer["missing"] else answer
+
+
+def _replan(folder: Path, lost: Sequence[str], ready: Sequence[str], anew: bool) -> subprocess.CompletedProcess[bytes]:
+    # A process of its own: the planner is not for those who watch.
+    words = ["-P", "-m", "tridock.cli", "replan", str(folder), "--json", *(("--anew",) if anew else ())]
+    words += [word for node in lost for word in ("--without", node)]
+    return _run([sys.executable, *words, *(word for node in ready for word in ("--spare", node))], timeout=_REPLAN_S)
+
+
+def _run(command: Sequence[str], timeout: float) -> subprocess.CompletedProcess[bytes]:
+    try:
+        return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 1, b"", f"did not answer within {timeout:.0f} s".encode())
+
+
+def _newest(supervision: Supervision) -> Path | None:
+    """The folder of the newest checkpoint, where the pointer holds its name (engine torch)."""
+    if supervision.pointer is None:
+        return None
+    try:
+        pointer = Path(supervision.pointer)
+        folder = pointer.parent / pointer.read_text().strip()
+    except OSError:
+        return None
+    return folder if folder.is_dir() and folder != pointer.parent else None
+
+
+def _fingerprint(checkpoint: Path | None) -> str | None:
+    try:
+        return None if checkpoint is None else hashlib.sha256((checkpoint / "files.json").read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+def _bring_checkpoint(supervision: Supervision, node: str, seen: str | None) -> None:
+    """Sends the newest checkpoint to a node that does not share the folder; the pointer comes last."""
+    checkpoint = _newest(supervision)
+    if checkpoint is None or seen == _fingerprint(checkpoint):
+        return
+    assert supervision.pointer is not None
+    pointer = Path(supervision.pointer)
+    files = [*sorted(path for path in checkpoint.rglob("*") if path.is_file()), pointer]
+    _send(node, pointer.parent, ((str(path.relative_to(pointer.parent)), path) for path in files))
+
+
+def _archive(files: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
+    """What the watch of a node goes by comes last."""
+    yield from sorted(files.items(), key=lambda item: item[0] == run_folder.SUPERVISION)
+
+
+def _send(node: str, folder: Path, files: Iterable[tuple[str, bytes | Path]]) -> None:
+    """Writes files below ``folder`` on a node. Raises :class:`ClusterError`."""
+    pipe = subprocess.PIPE
+    command = node_command(node, "take", str(folder))
+    with subprocess.Popen(command, stdin=pipe, stdout=subprocess.DEVNULL, stderr=pipe) as process:
+        assert process.stdin is not None
+        assert process.stderr is not None
+        try:
+            _pack(files, process.stdin)
+            process.stdin.close()
+        except BrokenPipeError:
+            pass  # what it says itself tells more
+        said = process.stderr.read().decode(errors="replace").strip()
+    if process.returncode:
+        todo = "see that its disk has room and its sshd answers"
+        raise ClusterError(Problem(node, f"did not take the run's files in {folder}", said, todo))
+
+
+def _pack(files: Iterable[tuple[str, bytes | Path]], stream: IO[bytes]) -> None:
+    with tarfile.open(fileobj=stream, mode="w|") as archive:
+        for name, content in files:
+            if isinstance(content, Path):
+                archive.add(content, name, recursive=False)
+                continue
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = len(content), 0o644
+            archive.addfile(entry, io.BytesIO(content))
+
+
+def _keep(folder: Path, names: Iterable[str]) -> None:
+    """Copies what is about to be replaced to ``before-1``: the folder tells the whole course of the run.
+
+    Before anything is sent: the other nodes may share the folder.
+    """
+    number = 1
+    while (kept := folder / _BEFORE.format(number)).exists():
+        number += 1
+    kept.mkdir()
+    for name in names:
+        if (folder / name).is_file():
+            run_folder.write_atomic(kept / name, (folder / name).read_bytes())

@@ -1,0 +1,135 @@
+"""A run's supervisor on the head: a process of its own that sees the run to its end and writes ``exit_code``.
+
+It holds the lock of :mod:`tridock.contracts.run_state` as long as it lives.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Final
+
+from tridock.contracts import heartbeat, run_folder
+from tridock.contracts.run_state import LOCK
+from tridock.contracts.supervision import Supervision
+from tridock.errors import Problem, RequestError
+from tridock.node.supervisor.run_supervisor import Course
+
+_POLL_S: Final = 0.2
+
+
+def start(folder: Path, *, again: bool = False, patience_s: float = 0.0) -> int:
+    """Starts the run of ``folder`` detached from this session; returns its supervisor's pid once it is running.
+
+    ``again``: one that was started before, and has ended or was lost, goes on from its newest checkpoint. A supervisor
+    that has outlived its job is told to end, and has ``patience_s`` for that; without any, this is refused.
+    """
+    run_id = folder.name
+    if not run_folder.is_run_id(run_id):
+        raise _refused(str(folder), "is not a run's folder", run_id, "give /workspace/runs/<run-id>")
+    for name in (run_folder.LAUNCH_SCRIPT, run_folder.SUPERVISION):
+        if not (folder / name).is_file():
+            raise _refused(str(folder), f"holds no {name}", "", "start runs with fab launch or tridock train")
+    lock = _taken_again(folder, patience_s) if again else _taken(folder)
+    (folder / "logs").mkdir(exist_ok=True)
+    log = folder / run_folder.LAUNCHER_LOG
+    read, write = os.pipe()
+    sys.stdout.flush()
+    # A fork, not a new interpreter: the user waits for it.
+    pid = os.fork()
+    if pid == 0:
+        os.close(read)
+        os._exit(_detached(folder, log, write, again))
+    os.close(write)
+    os.close(lock)
+    with os.fdopen(read, "rb") as ready:
+        if ready.read() != b"started":
+            (folder / LOCK).unlink()
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            raise _refused(run_id, "could not be started", f"exit code {code}", f"look at {log}")
+    return pid
+
+
+def _taken(folder: Path) -> int:
+    try:
+        lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    except FileExistsError:
+        todo = "launch again: every run has an id of its own"
+        raise _refused(folder.name, "has been started already", "", todo) from None
+    # Held from before the supervisor lives, and inherited by it: the lock is the open file's, not the process's.
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return lock
+
+
+def _taken_again(folder: Path, patience_s: float) -> int:
+    """The lock, once nothing of the folder says any more how the run ended before."""
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    deadline = time.monotonic() + patience_s
+    while not _try_lock(lock):
+        if time.monotonic() >= deadline:
+            os.close(lock)
+            raise _refused(folder.name, "is going on already", "", "wait for its end, or stop it")
+        (folder / run_folder.STOPPED).touch()
+        time.sleep(_POLL_S)
+    for name in (run_folder.EXIT_CODE, run_folder.STOPPED):
+        (folder / name).unlink(missing_ok=True)
+    # Ranks of then must not be taken for ranks of now that have died.
+    for rank in heartbeat.ranks(folder):
+        heartbeat.path_of(folder, rank).unlink(missing_ok=True)
+    return lock
+
+
+def _try_lock(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _detached(folder: Path, log: Path, ready: int, again: bool) -> int:
+    """The supervisor's whole life, in a session of its own; whatever it says goes to the run's log."""
+    try:
+        os.setsid()
+        null, out = os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for source, target in ((null, 0), (out, 1), (out, 2)):
+            os.dup2(source, target)
+        return supervise(folder, ready, again)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _refused(where: str, what: str, got: str, todo: str) -> RequestError:
+    return RequestError(Problem(where, what, got, todo))
+
+
+def supervise(folder: Path, ready: int, again: bool) -> int:
+    """What the supervisor does; ``ready`` is the pipe that tells :func:`start` that the run is going.
+
+    The lock that it inherited is open until it ends, and is not handed on to the run.
+    """
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    supervision = Supervision.from_json((folder / run_folder.SUPERVISION).read_text())
+    with Course(folder, supervision) as course:
+
+        def note(*_: object) -> None:
+            course.told_to_end = True
+
+        # Somebody has to see how the run ends. Handlers, which the launcher does not inherit as it would SIG_IGN.
+        signal.signal(signal.SIGTERM, note)
+        signal.signal(signal.SIGUSR1, note)
+        course.begin(course.script() if again else run_folder.LAUNCH_SCRIPT)
+        os.write(ready, b"started")
+        os.close(ready)
+        code = course.run_to_end()
+    run_folder.write_atomic(folder / run_folder.EXIT_CODE, f"{code}\n".encode())
+    return 0

@@ -1,0 +1,69 @@
+"""Whether and how a failed run goes on: how often, from where, and what has to be in order first."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tridock.contracts import run_folder
+from tridock.contracts.events import read_lines
+from tridock.contracts.supervision import Supervision
+from tridock.errors import RequestError
+from tridock.node.supervisor.verdict import Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A restart that was made: when (seconds), the furthest iteration before it, and that since."""
+
+    at: float
+    before: int
+    reached: int = 0
+
+    @property
+    def helped(self) -> bool:
+        """Whether it brought the run further than it had ever been."""
+        return self.reached > self.before
+
+
+def refusal(supervision: Supervision, made: Sequence[Made], now: float) -> str | None:
+    """Why there is to be no further restart; None where there may be one.
+
+    One that did not bring the run further never falls out of the window: what fails at once, fails at once again.
+    """
+    window = supervision.restart_window_s
+    counted = [one for one in made if not one.helped or window is None or now - one.at < window]
+    if len(counted) < supervision.max_restarts:
+        return None
+    return f"restarted {len(made)} times, and restart.max is {supervision.max_restarts}"
+
+
+def cannot_help(verdict: Verdict, folder: Path, events_before: int) -> str | None:
+    """Why the same would happen again; None where it need not."""
+    if verdict.code == RequestError.exit_code:
+        return "the request is wrong"
+    events = read_lines(folder / run_folder.EVENTS)
+    if any(event.get("event") == "run_finished" for event in events):
+        return "the training had come to its end"
+    if any(event.get("event") == "run_failed" and event.get("agreed") for event in events[events_before:]):
+        return "every rank found the same"
+    return None
+
+
+def checkpoint_iteration(supervision: Supervision, since: float) -> int | None:
+    """The iteration of the newest checkpoint that this run has written, as its pointer says; None where there is none.
+
+    A pointer from before ``since`` (a file's time) is another run's: a folder may be given for several.
+    """
+    if supervision.pointer is None:
+        return None
+    try:
+        pointer = Path(supervision.pointer)
+        if pointer.stat().st_mtime < since:
+            return None
+        found = re.search(r"(\d+)\s*$", pointer.read_text())
+    except OSError:
+        return None
+    return int(found[1]) if found else None

@@ -1,0 +1,357 @@
+"""The course of a run, as its supervisor steers it: started, watched on all nodes, ended everywhere, started again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+from tridock.contracts import heartbeat, run_folder
+from tridock.contracts.events import append_event, has_event, read_lines
+from tridock.contracts.supervision import Supervision
+from tridock.node.agent.processes import find_processes
+from tridock.node.probes import ports
+from tridock.node.supervisor.agent_connections import Watches
+from tridock.node.supervisor.failover import move
+from tridock.node.supervisor.restart import Made, cannot_help, checkpoint_iteration, refusal
+from tridock.node.supervisor.verdict import (
+    Look,
+    Verdict,
+    first_death,
+    hung,
+    late_ranks,
+    left_behind,
+    lost_node,
+    lost_session,
+    signal_name,
+)
+
+_TICK_S: Final = 0.1
+_OWN_END_S: Final = 3.0
+"""Time for the other ranks and the launcher to say why they end, once one has failed."""
+_TERM_S: Final = 2.5
+"""Time between SIGTERM and SIGKILL for what has not ended by then."""
+_STOP_PATIENCE_S: Final = 6.0
+_STOPPED_PATIENCE_S: Final = 20.0
+_STACKS_PATIENCE_S: Final = 3.0
+_INQUEST_S: Final = 1.5
+_SILENT_S: Final = 3.0
+"""Nodes speak once a second: one that has not for so long may be lost."""
+_FIT_PATIENCE_S: Final = 120.0
+
+
+class Course:
+    """One run, from its first start to its last end."""
+
+    def __init__(self, folder: Path, supervision: Supervision) -> None:
+        self._folder, self._supervision = folder, supervision
+        self._watches = Watches(folder, supervision)
+        self._steps = StepTimes()
+        self._made: list[Made] = []
+        self._launcher: subprocess.Popen[bytes] | None = None
+        self._began = supervision.begun or (folder / run_folder.SUPERVISION).stat().st_mtime
+        self._log_offset = self._events_before = 0
+        self._silent: list[str] = []
+        self.told_to_end = False
+        """Set where a scheduler has sent SIGTERM or SIGUSR1 to all processes of its job, of which this is one."""
+
+    def __enter__(self) -> Course:
+        return self
+
+    def __exit__(self, _kind: type[BaseException] | None, _e: BaseException | None, _t: TracebackType | None) -> None:
+        self._watches.close()
+
+    def begin(self, script: str) -> None:
+        """Starts the launcher."""
+        # Only the run itself carries the marker: stopping the run must not end the one who records its end.
+        env = {**os.environ, run_folder.RUN_ID_VARIABLE: self._folder.name}
+        self._steps = StepTimes()
+        self._events_before = len(read_lines(self._folder / run_folder.EVENTS))
+        with (self._folder / run_folder.LAUNCHER_LOG).open("ab") as log:
+            self._log_offset = log.tell()
+            words = ["bash", str(self._folder / script)]
+            self._launcher = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env)
+        self._watches.poll(0.0)
+
+    def script(self) -> str:
+        """What goes on from the run's newest checkpoint; where there is none, what begins."""
+        iteration = checkpoint_iteration(self._supervision, self._began)
+        return run_folder.LAUNCH_SCRIPT if iteration is None else run_folder.RESUME_SCRIPT
+
+    def run_to_end(self) -> int:
+        """The run's exit code, once nothing of it is left."""
+        while True:
+            code, verdict = self._attempt()
+            if verdict is None or not self._begin_again(verdict):
+                return run_folder.EXIT_STOPPED if self._is_stopped() else code
+
+    # ---- one attempt ----
+
+    def _attempt(self) -> tuple[int, Verdict | None]:
+        """Sees the ranks to their end; the run's exit code as it stands, and what went wrong."""
+        verdict = self._wait()
+        if verdict is None and self.told_to_end:
+            verdict = self._wait_for_ranks()
+        if self._is_preempted():
+            self._wait_for_launcher(_OWN_END_S)
+            self._end_all()
+            return run_folder.EXIT_PREEMPTED, None
+        if verdict is None and not self._is_stopped():
+            verdict = self._inquest()
+        if verdict is not None and verdict.kind != "launcher_ended":
+            self._record(verdict)
+        if verdict is not None and verdict.kind in ("rank_failed", "rank_died"):
+            self._wait_for_launcher(_OWN_END_S)
+        if verdict is None and not self._is_stopped():
+            self._wait_for_the_last(_OWN_END_S)
+        self._end_all()
+        if self._is_stopped():
+            return run_folder.EXIT_STOPPED, None
+        if verdict is None:
+            return 0, None
+        if verdict.kind == "launcher_ended":
+            verdict = self._lost_session() or self._silent_node() or verdict
+            self._record(verdict)
+        return verdict.code, verdict
+
+    def _wait(self) -> Verdict | None:
+        """Until the launcher has ended, the run is to be stopped, or something is wrong."""
+        while self._returned() is None:
+            self._watches.poll(_TICK_S)
+            if self._is_stopped():
+                self._wait_for_launcher(_STOPPED_PATIENCE_S)
+                return None
+            look = self._watches.look()
+            self._steps.note(look)
+            if (verdict := self._judge(look)) is not None:
+                return verdict
+        return None
+
+    def _wait_for_ranks(self) -> Verdict | None:
+        """Until the ranks have saved and ended: whoever told them has told their launcher too, which does not wait."""
+        while any(vital.alive for vitals in self._watches.look().values() for vital in vitals):
+            self._watches.poll(_TICK_S)
+            if self._is_stopped() or (verdict := first_death(self._watches.look())) is not None:
+                return None if self._is_stopped() else verdict
+        return None
+
+    def _judge(self, look: Look) -> Verdict | None:
+        silence = self._watches.silence_s()
+        verdict = first_death(look) or lost_node(silence, self._watches.words())
+        if verdict is not None:
+            return verdict
+        if max(silence.values()) < _SILENT_S and (left := left_behind(look)) is not None:
+            return left
+        late = late_ranks(look, self._steps.median, self._supervision.hang_timeout_s)
+        if not late:
+            return None
+        living = [vital.rank for vitals in look.values() for vital in vitals if vital.alive]
+        stacks = self._watches.stacks(living, _STACKS_PATIENCE_S)
+        look = self._watches.look()
+        # Once more: the answer took a moment, in which the rank may have gone on.
+        late = late_ranks(look, self._steps.median, self._supervision.hang_timeout_s)
+        return hung(look, late, stacks) if late else None
+
+    def _inquest(self) -> Verdict | None:
+        """Why the launcher ended before the run did: a rank's death, which its node is about to tell, or its own."""
+        deadline = time.monotonic() + _INQUEST_S
+        while not self._is_done():
+            if time.monotonic() > deadline:
+                return self._launchers_end()
+            self._watches.poll(_TICK_S)
+            if (dead := first_death(self._watches.look())) is not None:
+                return dead
+        return None
+
+    def _launchers_end(self) -> Verdict:
+        returned = self._returned() or 0
+        if returned < 0:
+            return Verdict("launcher_ended", f"was ended by {signal_name(-returned)}", code=128 - returned)
+        if returned == 0:
+            # DeepSpeed's runner exits 0 where its own child was killed by a signal.
+            return Verdict("launcher_ended", "ended with 0, but rank 0 never finished")
+        return Verdict("launcher_ended", f"ended with exit code {returned}", code=returned)
+
+    def _lost_session(self) -> Verdict | None:
+        with (self._folder / run_folder.LAUNCHER_LOG).open("rb") as log:
+            log.seek(self._log_offset)
+            return lost_session(log.read())
+
+    def _silent_node(self) -> Verdict | None:
+        """The node that does not answer, if one does not; waits until that is certain."""
+        while max(self._watches.silence_s().values()) >= _SILENT_S:
+            self._watches.poll(_TICK_S)
+            if lost := lost_node(self._watches.silence_s(), self._watches.words()):
+                return lost
+        return None
+
+    def _end_all(self) -> None:
+        """Ends the run's processes on all nodes, those that its launcher left behind too.
+
+        The head's own watch ends the launcher on the way, and not as DeepSpeed would: with a ``pkill`` on every node
+        that hits other runs as well.
+        """
+        assert self._launcher is not None
+        left = self._watches.stop(_TERM_S, _STOP_PATIENCE_S)
+        if self._returned() is None:
+            self._launcher.kill()
+            self._launcher.wait()
+        if any(left.values()):
+            self._say(f"processes that do not end: {_counted(left)}")
+
+    def _wait_for_launcher(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self._returned() is None and time.monotonic() < deadline:
+            self._watches.poll(_TICK_S)
+
+    def _wait_for_the_last(self, seconds: float) -> None:
+        """What has done its work ends of itself here, the launchers of further nodes on this machine too."""
+        deadline = time.monotonic() + seconds
+        while find_processes(self._folder.name) and time.monotonic() < deadline:
+            self._watches.poll(_TICK_S)
+
+    def _returned(self) -> int | None:
+        assert self._launcher is not None
+        return self._launcher.poll()
+
+    def _is_done(self) -> bool:
+        """Whether the run came to its end: by the launcher's word, or by that of every rank.
+
+        A launcher that lost the connection to a node says that it failed, whatever its ranks did there.
+        """
+        if not has_event(self._folder, "run_finished"):
+            return False
+        if self._returned() == 0:
+            return True
+        ended = {v.rank for vitals in self._watches.look().values() for v in vitals if v.phase == heartbeat.END}
+        ranks = {rank for numbers in self._supervision.ranks.values() for rank in numbers}
+        return bool(ranks) and ended == ranks
+
+    def _is_preempted(self) -> bool:
+        events = read_lines(self._folder / run_folder.EVENTS)[self._events_before :]
+        return any(event.get("event") == "run_preempted" for event in events)
+
+    def _is_stopped(self) -> bool:
+        return (self._folder / run_folder.STOPPED).exists()
+
+    def _record(self, verdict: Verdict) -> None:
+        if verdict.kind != "rank_failed":
+            about = {"rank": verdict.rank, "node": verdict.node, "exit_code": verdict.code}
+            known = {name: value for name, value in about.items() if value is not None}
+            append_event(self._folder, verdict.kind, **known, reason=verdict.reason)
+        self._say(str(verdict))
+
+    def _say(self, words: str) -> None:
+        print(f"tridock: {words}", flush=True)
+
+    # ---- and another ----
+
+    def _begin_again(self, verdict: Verdict) -> bool:
+        """Starts the run once more from its last checkpoint, if that is wanted and can help."""
+        if not self._supervision.max_restarts:
+            return False
+        reached = max([self._steps.reached, *(one.before for one in self._made)])
+        if self._made:
+            self._made[-1] = replace(self._made[-1], reached=self._steps.reached)
+        why = refusal(self._supervision, self._made, time.monotonic())
+        why = why or cannot_help(verdict, self._folder, self._events_before) or self._slurms(verdict)
+        why = why or self._wait_until_fit()
+        if self._is_stopped():
+            return False
+        if why is not None:
+            append_event(self._folder, "not_restarted", reason=why)
+            self._say(f"not restarted: {why}")
+            return False
+        iteration = checkpoint_iteration(self._supervision, self._began)
+        self._made.append(Made(time.monotonic(), reached))
+        fields = {"attempt": len(self._made), "iteration": iteration or 0, "reason": str(verdict)}
+        append_event(self._folder, "run_restarted", **fields)
+        origin = "the beginning" if iteration is None else f"the checkpoint of iteration {iteration}"
+        self._say(f"restart {len(self._made)} of at most {self._supervision.max_restarts}, from {origin}")
+        self.begin(run_folder.LAUNCH_SCRIPT if iteration is None else run_folder.RESUME_SCRIPT)
+        return True
+
+    def _slurms(self, verdict: Verdict) -> str | None:
+        """A node that is lost is for Slurm to replace, which ends the job for it."""
+        if self._supervision.reached_by == "srun" and verdict.kind == "node_lost":
+            return "Slurm gives the job other nodes"
+        return None
+
+    def _wait_until_fit(self) -> str | None:
+        """Waits until nothing of the run is left on any node and the port is free; what is in the way, in the end.
+
+        A node that does not come back is done without.
+        """
+        deadline, began = time.monotonic() + _FIT_PATIENCE_S, time.monotonic()
+        while (why := self._hindrance()) is not None:
+            if time.monotonic() > max(deadline, began + self._supervision.node_timeout_s) or self._is_stopped():
+                return why
+            movable = self._supervision.reached_by == "ssh"
+            if movable and self._silent and time.monotonic() > began + self._supervision.node_timeout_s:
+                if (refused := self._move()) is not None:
+                    return f"{why}; {refused}"
+                deadline = time.monotonic() + _FIT_PATIENCE_S
+            self._watches.poll(1.0)
+        return None
+
+    def _move(self) -> str | None:
+        """The run is laid out without the nodes that do not answer; why that cannot be."""
+        anew = checkpoint_iteration(self._supervision, self._began) is None
+        moved = move(self._folder, self._supervision, self._silent, anew=anew)
+        if moved.supervision is None:
+            return moved.words
+        self._say(moved.words)
+        self._watches.close()
+        self._supervision = moved.supervision
+        self._watches = Watches(self._folder, moved.supervision)
+        return None
+
+    def _hindrance(self) -> str | None:
+        left = self._watches.stop(_TERM_S, _STOP_PATIENCE_S)
+        self._silent = [node for node in self._supervision.watched if node not in left]
+        if self._silent:
+            said = self._watches.words()[self._silent[0]]
+            return f"{', '.join(self._silent)} does not answer" + (f" ({said})" if said else "")
+        if any(left.values()):
+            return f"processes of before do not end: {_counted(left)}"
+        port = self._supervision.master_port
+        if not ports.is_free(port):
+            return f"port {port} is taken by {ports.holder(port) or 'a process that cannot be seen from here'}"
+        return None
+
+
+def _counted(left: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} on {node}" for node, count in left.items() if count)
+
+
+class StepTimes:
+    """How long a step takes, by the ranks' own clocks, and how far they have come."""
+
+    def __init__(self) -> None:
+        self.reached = 0
+        self._last: dict[int, tuple[int, float]] = {}
+        self._times: deque[float] = deque(maxlen=64)
+
+    def note(self, look: Look) -> None:
+        """Takes in what was seen."""
+        now = time.monotonic()
+        for vital in (vital for vitals in look.values() for vital in vitals if vital.phase == heartbeat.TRAIN):
+            at = now - vital.age_s
+            iteration, before = self._last.get(vital.rank, (vital.iteration, at))
+            if vital.iteration > iteration:
+                self._times.append((at - before) / (vital.iteration - iteration))
+            if vital.iteration != iteration or vital.rank not in self._last:
+                self._last[vital.rank] = vital.iteration, at
+            self.reached = max(self.reached, vital.iteration)
+
+    @property
+    def median(self) -> float | None:
+        """Seconds; None before the second step."""
+        # Not statistics.median: its module takes longer to import than all of this package.
+        return sorted(self._times)[len(self._times) // 2] if self._times else None

@@ -1,0 +1,219 @@
+"""From what is seen of a run's ranks and nodes to what is wrong with it. Pure."""
+
+from __future__ import annotations
+
+import math
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from tridock.contracts import heartbeat
+from tridock.errors import RunError
+
+NODE_SILENCE_S: Final = 20.0
+"""A node that says nothing for so long is lost."""
+START_S: Final = 1800.0
+"""To import, meet, read the data, build the model, load a checkpoint and make the first step."""
+SAVE_S: Final = 1800.0
+"""To write a checkpoint."""
+END_S: Final = 120.0
+"""To leave once all is done."""
+LOST_S: Final = 5.0
+"""For the node of a rank that the others have lost to tell of its end."""
+STEPS: Final = 3
+"""A rank is hung only after so many step times."""
+
+_STOPPED_S: Final = 1.0
+"""A debugger that takes a sample stops a process for less."""
+
+# 255 is ssh's own; any other is that of what it ran.
+_LOST_SESSION: Final = re.compile(rb"^pdsh@\S+: (\S+): ssh exited with exit code 255$", re.MULTILINE)
+_WAITING: Final = ("/torch/distributed/", "/torch/autograd/", "/torch/cuda/", "/torch/_tensor.py", "/deepspeed/")
+
+
+@dataclass(frozen=True, slots=True)
+class Vital:
+    """What a node's watch sees of one rank; times in seconds, as of the moment when it looked."""
+
+    rank: int
+    phase: str
+    iteration: int
+    beats: int
+    code: int
+    """The exit code that the rank is about to leave with, once it has failed."""
+    age_s: float
+    """Since its last beat."""
+    alive: bool
+    gone_s: float = 0.0
+    """Since it was seen dead."""
+    status: int | None = None
+    """How it ended, as wait(2) has it; None where nobody saw."""
+    stopped_s: float = 0.0
+    """Since it was seen stopped by a signal or a debugger."""
+    killed_for_memory: bool = False
+    """Whether the kernel killed for memory on its node since the watch began."""
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Vital:
+        """As the watch prints it."""
+        return cls(**fields)
+
+
+Kind = Literal["rank_failed", "rank_died", "rank_hung", "node_lost", "launcher_ended"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Why a run is over: the event to record, what it is about, and the exit code that it comes to.
+
+    ``reason`` goes on where its subject leaves off: ``was ended by SIGKILL``.
+
+    A rank that failed of itself (``rank_failed``) has recorded that already.
+    """
+
+    kind: Kind
+    reason: str
+    node: str | None = None
+    rank: int | None = None
+    code: int = RunError.exit_code
+
+    def __str__(self) -> str:
+        who = f"rank {self.rank} on {self.node}" if self.rank is not None else self.node or "the launcher"
+        return f"{who} {self.reason}"
+
+
+Look = Mapping[str, Sequence[Vital]]
+"""What is seen, by node."""
+
+
+def first_death(look: Look) -> Verdict | None:
+    """The rank that died or failed first; None while all live, or have ended well.
+
+    Those that only lost another rank do not count as long as the other is not seen: its node may be late to tell.
+    """
+    found = [(_since(vital), node, vital) for node, vitals in look.items() for vital in vitals if _has_failed(vital)]
+    if not found:
+        return None
+    _, node, vital = max(found, key=lambda entry: (entry[0], -entry[2].rank))
+    if vital.phase == heartbeat.FAILED:
+        return Verdict("rank_failed", "failed", node, vital.rank, vital.code or RunError.exit_code)
+    return Verdict("rank_died", ending(vital), node, vital.rank)
+
+
+def _has_failed(vital: Vital) -> bool:
+    if vital.phase in (heartbeat.END, heartbeat.LOST):
+        return False
+    return vital.phase == heartbeat.FAILED or not vital.alive
+
+
+def _since(vital: Vital) -> float:
+    return vital.age_s if vital.phase == heartbeat.FAILED else vital.gone_s
+
+
+def ending(vital: Vital) -> str:
+    """How a dead rank ended, in words."""
+    after = f"after iteration {vital.iteration}" if vital.iteration else "before its first step"
+    if vital.status is None:
+        how = "ended without a word"
+    elif number := vital.status & 0x7F:
+        how = f"was ended by {signal_name(number)}"
+        if number == signal.SIGKILL and vital.killed_for_memory:
+            how = "was killed by the kernel, out of memory"
+    else:
+        how = f"left with exit code {vital.status >> 8}"
+    return f"{how} {after}"
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL`` for 9."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def left_behind(look: Look) -> Verdict | None:
+    """A rank that has lost another, though none is seen to have died."""
+    found = [
+        (node, v) for node, vitals in look.items() for v in vitals if v.phase == heartbeat.LOST and v.age_s > LOST_S
+    ]
+    if not found:
+        return None
+    node, vital = max(found, key=lambda entry: entry[1].age_s)
+    return Verdict("rank_failed", "lost another rank", node, vital.rank, vital.code or RunError.exit_code)
+
+
+def lost_node(silence_s: Mapping[str, float], words: Mapping[str, str]) -> Verdict | None:
+    """The node that has been silent for longest, if that is too long; ``words`` are what ssh last said of each."""
+    late = [(seconds, node) for node, seconds in silence_s.items() if seconds >= NODE_SILENCE_S]
+    if not late:
+        return None
+    seconds, node = max(late, key=lambda entry: entry[0])
+    said = f" ({words[node]})" if words.get(node) else ""
+    others = f", as has {', '.join(name for _, name in late if name != node)}" if len(late) > 1 else ""
+    return Verdict("node_lost", f"has not answered for {seconds:.0f} s{said}{others}", node)
+
+
+def lost_session(log: bytes) -> Verdict | None:
+    """The node whose ssh session a launcher lost, by pdsh's word in its log."""
+    found = _LOST_SESSION.search(log)
+    if found is None:
+        return None
+    return Verdict("node_lost", "dropped the ssh session in which its ranks were started", found[1].decode())
+
+
+def late_ranks(look: Look, step_s: float | None, hang_s: float) -> list[tuple[str, Vital]]:
+    """The ranks that live and do not get on; none where ``hang_s`` is 0. ``step_s`` is the usual step time."""
+    if not hang_s:
+        return []
+    usual = max(hang_s, STEPS * (step_s or 0.0))
+    limits = {
+        heartbeat.START: START_S,
+        heartbeat.TRAIN: usual,
+        heartbeat.EVAL: usual,
+        heartbeat.SAVE: SAVE_S,
+        heartbeat.END: END_S,
+    }
+    return [
+        (node, vital)
+        for node, vitals in look.items()
+        for vital in vitals
+        if vital.alive and (vital.age_s > limits.get(vital.phase, math.inf) or vital.stopped_s > hang_s)
+    ]
+
+
+def hung(look: Look, late: Sequence[tuple[str, Vital]], stacks: Mapping[int, Sequence[str]]) -> Verdict:
+    """Which rank holds up those that are ``late``.
+
+    One that is stopped; or else one that is behind; or else one that does not wait in a collective. ``stacks`` are the
+    frames of each rank's main thread as ``file:line in function``, the innermost first.
+    """
+    living = [(node, vital) for node, vitals in look.items() for vital in vitals if vital.alive]
+    least = min(vital.beats for _, vital in living)
+    behind = [entry for entry in living if entry[1].beats == least]
+    odd = _odd_ones(behind, stacks)
+    if stopped := [entry for entry in living if entry[1].stopped_s >= _STOPPED_S]:
+        (node, vital), how = stopped[0], "is stopped (SIGSTOP, or a debugger)"
+    elif len(living) == 1:
+        (node, vital), how = living[0], "hangs"
+    elif len(odd or behind) < len(living):
+        (node, vital), how = (odd or behind)[0], "hangs while others wait for it"
+    else:
+        (node, vital), how = behind[0], f"hangs, as do all {len(living)} ranks: a collective that does not end"
+    place = f" at {stacks[vital.rank][0]}" if stacks.get(vital.rank) and not stopped else ""
+    waited = max(vital.age_s for _, vital in late)
+    after = f"phase {vital.phase} after iteration {vital.iteration}"
+    return Verdict("rank_hung", f"{how}{place}; no progress for {waited:.0f} s, {after}", node, vital.rank)
+
+
+def _odd_ones(ranks: Sequence[tuple[str, Vital]], stacks: Mapping[int, Sequence[str]]) -> list[tuple[str, Vital]]:
+    """The ranks that do not wait; none where that is true of all of them, as it then tells nothing."""
+    found = [entry for entry in ranks if (frames := stacks.get(entry[1].rank)) and not waits(frames)]
+    return found if len(found) < len(ranks) else []
+
+
+def waits(frames: Sequence[str]) -> bool:
+    """Whether a main thread stands where collectives are called from, or where autograd and CUDA wait for them."""
+    return any(mark in frames[0] for mark in _WAITING)

@@ -1,0 +1,73 @@
+"""What stands on each host: whether it answers, its node, what that is made of, and its keys."""
+
+from __future__ import annotations
+
+from tridock.cluster.containers import container_name
+from tridock.errors import ClusterError, Problem
+from tridock.ops.doctor.consistency_checks import image_findings
+from tridock.ops.doctor.finding import KEYS, UP, fail, warn
+from tridock.ops.doctor.report import Report
+from tridock.ops.hosts.facts import keys_digest
+from tridock.ops.hosts.image import wanted_image
+from tridock.ops.hosts.key_store import KeyStore
+from tridock.ops.hosts.nodes import outdated
+from tridock.ops.hosts.session import Session
+
+
+def look_at_hosts(session: Session, report: Report) -> Session:
+    """The session with the hosts that answer."""
+    there, failure = session.reachable()
+    missing = set(session.nodes) - set(there.nodes)
+    for problem in failure.problems if failure else ():
+        if not there.nodes or problem.where != ", ".join(there.nodes):  # the last of them names those that are well
+            report.findings.append(fail("hosts", problem, "its node cannot be looked at, started or stopped"))
+    report.seen["hosts"] = f"{len(there.nodes)} of {len(session.nodes)} answer"
+    return there if missing else session
+
+
+def look_at_nodes(session: Session, report: Report) -> tuple[str, ...]:
+    """The nodes that run; what their containers are made of, and the keys that their hosts hold."""
+    cluster, states = session.cluster, session.states()
+    todo = f"run fab up --hosts {cluster.hostfile_path}"
+    images = {}
+    for node, state in states.items():
+        if state.container is None:
+            problem = Problem(node, "has no node", f"no container {container_name(cluster, node)}", todo)
+        elif not state.container.running:
+            problem = Problem(node, "its node is not running", f"exited with {state.container.exit_code}", todo)
+        else:
+            images[node] = state.container.image_id
+            continue
+        report.findings.append(fail("nodes", problem, "a launch starts its ranks in it", UP))
+    report.findings += image_findings(str(cluster.hostfile_path), images) if images else ()
+    report.seen["nodes"] = f"{len(images)} run"
+    if images:
+        report.seen["image"] = next(iter(images.values())).removeprefix("sha256:")[:12]
+    _recipes(session, tuple(images), report)
+    _keys(session, tuple(images), report)
+    return tuple(images)
+
+
+def _recipes(session: Session, up: tuple[str, ...], report: Report) -> None:
+    try:
+        old = outdated(session, wanted_image(session))
+    except ClusterError as error:
+        report.findings += [warn("image", problem, "fab up could not start a node") for problem in error.problems]
+        return
+    todo = f"run fab up --hosts {session.cluster.hostfile_path}"
+    for node in up:
+        if node in old and not report.fails("image"):
+            what = "its container is not what the settings and the image ask for now"
+            why = "a launch replaces it first"
+            report.findings.append(warn("nodes", Problem(node, what, "", todo), why, UP))
+
+
+def _keys(session: Session, up: tuple[str, ...], report: Report) -> None:
+    store = KeyStore(session.cluster)
+    for node in up:
+        files = store.on_file(node)
+        if files is None or session.states()[node].keys != keys_digest(files):
+            got = "none on file" if files is None else "others there" if session.states()[node].keys else "none there"
+            todo = f"give all nodes the cluster's keys again: fab keys --hosts {session.cluster.hostfile_path}"
+            problem = Problem(node, f"its keys are not those in {store.folder}", got, todo)
+            report.findings.append(fail("ssh", problem, "the nodes of a cluster know each other by them", KEYS))

@@ -1,0 +1,1 @@
+"""Hosts and their nodes: sessions, facts, containers, image, keys."""

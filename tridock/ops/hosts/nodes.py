@@ -1,0 +1,185 @@
+"""Nodes up and down: one container a host, made from the cluster's recipe, ready when its sshd answers."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+
+from tridock.cluster.containers import (
+    compose_command,
+    compose_override,
+    compose_recipe,
+    container_name,
+    recipe_of,
+    run_command,
+    secrets_on_host,
+    workspace_on_host,
+)
+from tridock.command import Command
+from tridock.contracts import run_folder
+from tridock.contracts.run_folder import write_atomic
+from tridock.errors import ClusterError, Problem, RequestError
+from tridock.ops.hosts.facts import keys_digest
+from tridock.ops.hosts.image import ensure_image
+from tridock.ops.hosts.key_store import KeyStore
+from tridock.ops.hosts.keys import distribute_keys
+from tridock.ops.hosts.session import Session
+from tridock.remote import Host, LocalHost
+
+READY_TIMEOUT_S = 60.0
+_DOCKER_TIMEOUT_S = 120.0
+
+
+def up(session: Session) -> str:
+    """Keys, image and nodes: brings what is missing and leaves what is right alone. Returns the image's id."""
+    image_id = ensure_image(session)
+    recipes = _recipes(session, image_id)
+    stale = _stale(session, recipes)
+    _refuse_while_runs(session, stale, "would be replaced by fab up")
+    distribute_keys(session)
+    if session.cluster.settings.transport == "compose":
+        _compose(session, recipes, "up", "--detach", "--no-build", "--quiet-pull", *session.nodes)
+    else:
+        session.each(lambda node, host: _start(session, node, host, image_id, node in stale))
+    session.forget_states()
+    session.each(lambda node, host: _wait_ready(session, node, host))
+    session.forget_states()
+    return image_id
+
+
+def ensure_up(session: Session) -> str:
+    """As :func:`up`; where every node is as it should be, all that this costs is the hosts' facts."""
+    image_id = ensure_image(session)
+    store = KeyStore(session.cluster)
+    store.ensure()
+    stale = _stale(session, _recipes(session, image_id))
+
+    def is_right(node: str) -> bool:
+        state = session.states()[node]
+        healthy = state.container is not None and state.container.health == "healthy"
+        return healthy and node not in stale and state.keys == keys_digest(store.node_files(node))
+
+    return image_id if all(map(is_right, session.nodes)) else up(session)
+
+
+def outdated(session: Session, image_id: str) -> tuple[str, ...]:
+    """The nodes whose container :func:`up` would replace or start again."""
+    return _stale(session, _recipes(session, image_id))
+
+
+def down(session: Session, *, force: bool = False) -> tuple[str, ...]:
+    """Removes the nodes (and their keys on the hosts); runs' folders and data stay. Returns the nodes removed."""
+    there = tuple(node for node, state in session.states().items() if state.container is not None)
+    running = tuple(node for node in there if (c := session.states()[node].container) and c.running)
+    if not force:
+        _refuse_while_runs(session, running, "would be removed by fab down")
+    if session.cluster.settings.transport == "compose":
+        _compose(session, {}, "down", "--timeout", "5")
+        return there
+
+    def remove(node: str, host: Host) -> None:
+        state = session.states()[node]
+        if state.container is not None:
+            name = container_name(session.cluster, node)
+            host.run(Command.of("docker", "rm", "--force", name), timeout=_DOCKER_TIMEOUT_S).checked(node)
+        keys = secrets_on_host(session.cluster, node, state.facts)
+        host.run(Command.of("rm", "-rf", keys), timeout=30.0).checked(node)
+
+    session.each(remove)
+    return there
+
+
+def _compose(session: Session, recipes: Mapping[str, str], *words: str) -> None:
+    cluster, override = session.cluster, session.cluster.state_folder / "compose.json"
+    # Made here, as the operator: Docker would make a missing folder as root.
+    for folder in ("data", "runs"):
+        (cluster.project_folder / folder).mkdir(exist_ok=True)
+    write_atomic(override, compose_override(cluster, recipes).encode())
+    facts = session.states()[session.head].facts
+    command = compose_command(cluster, facts, str(override), *words)
+    LocalHost().run(command, timeout=_DOCKER_TIMEOUT_S).checked("docker compose")
+
+
+def _recipes(session: Session, image_id: str) -> dict[str, str]:
+    """What each node's container should be made of."""
+    cluster, states = session.cluster, session.states()
+    if cluster.settings.transport == "ssh":
+        return {node: recipe_of(run_command(cluster, node, image_id, state.facts)) for node, state in states.items()}
+    names = (cluster.settings.compose.file, ".env")
+    texts = {name: path.read_text() for name in names if (path := cluster.project_folder / name).is_file()}
+    return {
+        node: compose_recipe(cluster, node, image_id, state.facts, texts, os.environ) for node, state in states.items()
+    }
+
+
+def _stale(session: Session, recipes: Mapping[str, str]) -> tuple[str, ...]:
+    """The nodes whose container is not the one that the settings ask for."""
+    return tuple(
+        node
+        for node, state in session.states().items()
+        if (container := state.container) is not None and not (container.running and container.recipe == recipes[node])
+    )
+
+
+def _refuse_while_runs(session: Session, nodes: tuple[str, ...], fate: str) -> None:
+    from tridock.ops.runs.registry import active_runs
+
+    containers = {node: state.container for node, state in session.states().items()}
+    live = tuple(node for node in nodes if (container := containers[node]) is not None and container.running)
+    busy = {node: runs for node, runs in active_runs(session, live).items() if runs}
+    if busy:
+        raise RequestError(
+            Problem(node, f"its node {fate} while a run goes on", ", ".join(runs), "stop the run first: fab stop")
+            for node, runs in busy.items()
+        )
+
+
+def _start(session: Session, node: str, host: Host, image_id: str, stale: bool) -> None:
+    state = session.states()[node]
+    if state.container is not None and not stale:
+        return
+    if state.container is not None:
+        name = container_name(session.cluster, node)
+        host.run(Command.of("docker", "rm", "--force", name), timeout=_DOCKER_TIMEOUT_S).checked(node)
+    # Made here, as the operator: Docker would make a missing folder as root.
+    workspace = workspace_on_host(session.cluster, state.facts)
+    folders = (workspace, f"{workspace}/data", f"{workspace}/runs")
+    host.run(Command.of("mkdir", "-p", *folders), timeout=30.0).checked(node)
+    done = host.run(run_command(session.cluster, node, image_id, state.facts), timeout=_DOCKER_TIMEOUT_S)
+    if done.exit_code:
+        # A container that could not start stays behind as "created", and would be in the way of the next try.
+        name = container_name(session.cluster, node)
+        host.run(Command.of("docker", "rm", "--force", name), timeout=_DOCKER_TIMEOUT_S)
+    done.checked(node)
+
+
+def _wait_ready(session: Session, node: str, host: Host) -> None:
+    """Waits until the node's sshd answers; a container that has ended gives its last words instead."""
+    name, deadline = container_name(session.cluster, node), time.monotonic() + READY_TIMEOUT_S
+    # The health check of a container that is no node passes too: sshd must have written its pid first.
+    probe = Command.of("docker", "exec", name, "sh", "-c", f"test -e {run_folder.SSHD_PID} && healthcheck.sh")
+    while True:
+        if host.run(probe, timeout=30.0).exit_code == 0:
+            return
+        inspect = Command.of("docker", "container", "inspect", "--format", "{{.State.Running}}", name)
+        running = host.run(inspect, timeout=30.0).stdout.decode().strip() == "true"
+        if not running or time.monotonic() > deadline:
+            raise ClusterError(_not_ready(session, node, host, name, running))
+        time.sleep(0.2)
+
+
+def _not_ready(session: Session, node: str, host: Host, name: str, running: bool) -> Problem:
+    logs = host.run(Command.of("docker", "logs", "--tail", "5", name), timeout=30.0)
+    words = " | ".join((logs.stdout + logs.stderr).decode(errors="replace").split("\n")).strip(" |")
+    todo = f"look at docker logs {name} there, then run fab up again"
+    if not running and session.cluster.settings.transport == "ssh":
+        # Nothing half-started stays behind: a dead container would only be in the way of the next try.
+        host.run(Command.of("docker", "rm", "--force", name), timeout=_DOCKER_TIMEOUT_S)
+        todo = "mend that, then run fab up again"
+        # The entrypoint's own messages say it all.
+        told = Problem.parse((logs.stdout + logs.stderr).decode(errors="replace"))
+        if told is not None:
+            return told
+    what = "its sshd did not answer in time" if running else "its node ended at once"
+    return Problem(node, what, words or "no output", todo)

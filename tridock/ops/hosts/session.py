@@ -1,0 +1,100 @@
+"""A cluster in use: one connection a host, the hosts' states, and commands inside the nodes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from tridock.cluster import Cluster, load_cluster
+from tridock.cluster.containers import container_name, exec_command, secrets_folder
+from tridock.command import Command
+from tridock.errors import ClusterError, Problem
+from tridock.ops.hosts.facts import HostState, facts_command, parse_facts
+from tridock.remote import Completed, Host, connect, on_all, raise_failures
+
+T = TypeVar("T")
+
+FACTS_TIMEOUT_S = 30.0
+# -P: not the code of a folder that happens to be the current one.
+NODE = ("python", "-P", "-m", "tridock.node")
+
+
+class Session:
+    """Hosts of one cluster by node name, in the hostfile's order; facts are read once and kept."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.hosts: Mapping[str, Host] = connect(cluster)
+        self._states: dict[str, HostState] | None = None
+
+    @classmethod
+    def open(cls, hostfile: Path, include: str = "", exclude: str = "") -> Session:
+        """Loads the cluster and prepares its connections; nothing is contacted yet."""
+        return cls(load_cluster(hostfile, include=include, exclude=exclude))
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The nodes' names; the head comes first."""
+        return tuple(self.hosts)
+
+    @property
+    def head(self) -> str:
+        """The first node: launchers run there."""
+        return self.nodes[0]
+
+    def each(self, action: Callable[[str, Host], T], only: tuple[str, ...] | None = None) -> dict[str, T]:
+        """Runs an action on every host at once, under the cluster's cap; all failures in one error."""
+        hosts = {name: host for name, host in self.hosts.items() if only is None or name in only}
+        return raise_failures(on_all(hosts, action, cap=self.cluster.settings.ssh.max_connections))
+
+    def states(self) -> dict[str, HostState]:
+        """What every host says about itself; read at the first call."""
+        if self._states is None:
+            self._states = self.each(self.read_state)
+        return self._states
+
+    def reachable(self) -> tuple[Session, ClusterError | None]:
+        """This session with only the nodes whose host says how it is, and what is wrong with the others.
+
+        For those who show what there is: they are wanted most while a host is away.
+        """
+        outcomes = on_all(self.hosts, self.read_state, cap=self.cluster.settings.ssh.max_connections)
+        there = copy.copy(self)
+        there.hosts = {name: host for name, host in self.hosts.items() if outcomes[name].ok}
+        there._states = {name: outcome.value for name, outcome in outcomes.items() if outcome.value is not None}
+        try:
+            raise_failures(outcomes)
+        except ClusterError as failure:
+            return there, failure
+        return there, None
+
+    def forget_states(self) -> None:
+        """Makes the next call of :meth:`states` ask the hosts again."""
+        self._states = None
+
+    def read_state(self, name: str, host: Host) -> HostState:
+        """Asks one host."""
+        container, keys = container_name(self.cluster, name), secrets_folder(self.cluster, name)
+        command = facts_command(self.cluster.settings.image, container, keys)
+        where = name if self.cluster.settings.transport == "ssh" else "this machine"
+        return parse_facts(where, host.run(command, timeout=FACTS_TIMEOUT_S).checked(name).stdout.decode())
+
+    def inside(self, node: str, *argv: str, stdin: bytes | None = None, interactive: bool = False) -> Command:
+        """A command of the node's container, as the words that its host executes."""
+        command = Command(argv, stdin=stdin)
+        return exec_command(self.cluster, node, self.states()[node].facts, command, interactive=interactive)
+
+    def node_verb(self, node: str, *words: str, timeout: float | None = None) -> Completed:
+        """``python -m tridock.node …`` inside a node; the caller looks at the exit code."""
+        command = self.inside(node, *NODE, *words)
+        return self.hosts[node].run(command, timeout=timeout)
+
+    def running(self) -> tuple[str, ...]:
+        """The nodes that are running. Raises :class:`ClusterError` where there is none."""
+        found = tuple(node for node, state in self.states().items() if state.container and state.container.running)
+        if not found:
+            todo = f"run fab up --hosts {self.cluster.hostfile_path}"
+            raise ClusterError(Problem(node, "its node is not running", "", todo) for node in self.nodes)
+        return found

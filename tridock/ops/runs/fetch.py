@@ -1,0 +1,125 @@
+"""A run's folder brought home from every node that has a part of it."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO
+
+from rich.console import Console
+from rich.progress import DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from tridock.contracts import run_folder
+from tridock.errors import ClusterError, Problem
+from tridock.ops.hosts.session import Session
+from tridock.ops.runs.registry import Run, folder_of
+from tridock.remote import Host
+
+if sys.version_info < (3, 11, 4):
+    from backports import tarfile  # with extraction filters
+else:
+    import tarfile
+
+# From here on it takes long enough for somebody to wonder.
+_LARGE = 10_000_000
+# A node that had no part in the run has no folder.
+_PACK = 'if [ -d "$1" ]; then shift; exec tar "$@"; fi'
+
+
+def fetch(session: Session, run: Run, destination: Path, *, checkpoints: bool = False) -> Path:
+    """Brings the run's folder home, the ranks' logs from every node that is up; checkpoints only when asked for.
+
+    All of it comes to a folder beside its place first, and takes that place at the very end: what breaks off on the
+    way, or is interrupted, changes nothing, and a file there is at any moment a whole old or a whole new one.
+    """
+    home = destination / run.run_id
+    if session.cluster.settings.transport == "compose" and home.resolve() == Path(folder_of(session, run)).resolve():
+        return home  # the twin's nodes write it here themselves
+    try:
+        destination.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".fetch.", dir=destination) as folder:
+            _bring(session, run, Path(folder), checkpoints)
+            _move(Path(folder) / run.run_id, home)
+    except OSError as error:
+        todo = "make room there, or make it writable, then try again"
+        raise ClusterError(Problem(str(home), "could not be written", error.strerror or str(error), todo)) from None
+    return home
+
+
+def _bring(session: Session, run: Run, folder: Path, checkpoints: bool) -> None:
+    """Makes the run's folder below ``folder``, out of every node's part of it."""
+    runs = f"{run_folder.WORKSPACE}/runs"
+    exclude = () if checkpoints else (f"--exclude={run.run_id}/{run_folder.CHECKPOINTS}",)
+    words = ("sh", "-c", _PACK, "sh", f"{runs}/{run.run_id}", "-C", runs, *exclude, "-cz", run.run_id)
+    archives = {node: folder / f"{node}.tar.gz" for node in session.running()}
+    with ExitStack() as stack, _counter(f"fetch {run.run_id}") as count:
+        # Opened here, not by the hosts' threads: after Ctrl-C none of them makes a file that nobody removes.
+        files = {node: stack.enter_context(path.open("wb")) for node, path in archives.items()}
+
+        def download(node: str, host: Host) -> None:
+            _download(session, node, host, words, files[node], count)
+
+        session.each(download, only=tuple(archives))
+    # The head's files come last: they win where nodes do not share a file system.
+    for node in sorted(archives, key=lambda node: node == run.head):
+        if archives[node].stat().st_size:
+            part = folder / f"{node}.part"
+            _unpack(node, archives[node], part)
+            _move(part / run.run_id, folder / run.run_id)
+        archives[node].unlink()
+    if not (folder / run.run_id).exists():
+        raise ClusterError(Problem(run.run_id, "its folder is on no node any more", "", "see fab status for the runs"))
+
+
+def _download(
+    session: Session, node: str, host: Host, words: tuple[str, ...], file: IO[bytes], count: Callable[[int], None]
+) -> None:
+    def take(chunk: bytes) -> None:
+        file.write(chunk)
+        count(len(chunk))
+
+    done = host.read_into(take, session.inside(node, *words))
+    # tar ends with 1 where a file grew while it was read: a run that goes on may be looked at.
+    if done.exit_code != 1 or not file.tell():
+        done.checked(node)
+
+
+def _unpack(node: str, archive: Path, folder: Path) -> None:
+    try:
+        with tarfile.open(archive, "r:gz") as opened:
+            opened.extractall(folder, filter="data")
+    except (tarfile.TarError, EOFError, zlib.error) as error:
+        todo = "remove what it names from the run's folder there, or try again"
+        raise ClusterError(Problem(node, "sent an archive that cannot be unpacked", str(error), todo)) from None
+
+
+def _move(source: Path, target: Path) -> None:
+    """To a place where a part of it may be already: what is new there replaces what is old, each file in one go."""
+    if source.is_dir() and not source.is_symlink() and target.is_dir():
+        for entry in source.iterdir():
+            _move(entry, target / entry.name)
+    else:
+        source.replace(target)
+
+
+@contextmanager
+def _counter(what: str) -> Iterator[Callable[[int], None]]:
+    """Gives a function to be told of bytes that came; shows their sum on a terminal's standard error once it is large.
+
+    There is no end to compare it with: the nodes pack while they send.
+    """
+    console = Console(stderr=True)
+    columns = (TextColumn(what), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        task = progress.add_task(what, total=None, visible=False)
+
+        def count(size: int) -> None:
+            progress.advance(task, size)
+            if progress.tasks[task].completed > _LARGE:
+                progress.update(task, visible=True)
+
+        yield count

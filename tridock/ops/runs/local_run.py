@@ -1,0 +1,336 @@
+"""A run on this machine: in a container (`docker compose run trainer …`) or in a virtual environment, without ssh.
+
+Several machines can join in one run without ssh too, each started by hand with its rank (``NODE_RANK``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tridock.contracts import run_folder
+from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError
+from tridock.experiment import Experiment, dump_experiment, load_experiment
+from tridock.gpus import Gpu
+from tridock.launchers import RunBundle, make_bundle
+from tridock.launchers.bundle import default_port
+from tridock.ops.hosts.facts import smallest_gpu
+from tridock.ops.runs import rendezvous
+from tridock.ops.runs.failed_run import RunFailedError, failed, failure_in_words, rank_to_look_at
+from tridock.ops.runs.preflight import data_files, fingerprints, mismatches, preflight_words
+from tridock.ops.runs.provenance import Approve, machine, origin, packages
+from tridock.plan import Assumptions, Plan, assess
+from tridock.triage import facts_of
+
+HERE = "localhost"
+_MEETING_PORT = 29500
+_GRACE_S = 10.0
+_FIRST_RANK_S = 120
+"""A signal may come before the ranks have."""
+# What says that a job's time is over.
+_SCHEDULERS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """This machine among those of the run: ``nnodes`` of them, its rank, and where the first one is reached."""
+
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str | None = None
+
+    def check(self) -> None:
+        """Raises :class:`RequestError` with everything that does not fit together."""
+        problems = []
+        if self.nnodes < 1:
+            problems.append(Problem("--nnodes", "must be at least 1", str(self.nnodes), "give the number of nodes"))
+        elif not 0 <= self.node_rank < self.nnodes:
+            todo = f"use 0 to {self.nnodes - 1}"
+            problems.append(Problem("--node-rank", f"is not one of {self.nnodes} nodes", str(self.node_rank), todo))
+        if self.nnodes > 1 and self.master_addr is None:
+            todo = "give the address of the node of rank 0, as the others reach it"
+            problems.append(Problem("--master-addr", f"is needed for {self.nnodes} nodes", "nothing", todo))
+        if problems:
+            raise RequestError(problems)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A run that has ended: its folder and its exit code."""
+
+    folder: Path
+    exit_code: int
+
+
+def run_here(
+    config: Path,
+    nproc: int | None,
+    workspace: Path,
+    overrides: Sequence[str] = (),
+    run_id_file: Path | None = None,
+    place: Place = Place(),
+    *,
+    force: bool = False,
+    approve: Approve | None = None,
+) -> Ended:
+    """Runs the experiment as this machine's ranks and follows it to its end.
+
+    Ctrl-C stops the run: it belongs to this terminal, unlike one that ``fab launch`` started. ``approve`` is given
+    the run's manifest and plan before anything is written, and may raise.
+    """
+    workspace = workspace.resolve()
+    if not workspace.is_dir():
+        raise RequestError(
+            Problem("--workspace", "is not a folder", str(workspace), "give the folder that holds data/")
+        )
+    if nproc is not None and nproc < 1:
+        raise RequestError(Problem("--nproc", "must be at least 1", str(nproc), "give the number of ranks"))
+    place.check()
+    experiment = load_experiment(config, overrides)
+    if place.nnodes > 1 and experiment.restart.max:
+        what, todo = "cannot be for nodes that are each started by hand", "set it to 0, or start them with fab launch"
+        raise RequestError(Problem(f"{config}: restart.max", what, str(experiment.restart.max), todo))
+    ranks = nproc or _default_ranks()
+    slots = {name: range(ranks) for name in _names(place)}
+    assessment = assess(experiment, slots, str(config), Assumptions(gpu=gpu_here()))
+    plan = assessment.checked(force=force)
+    data = check_files(config, experiment, plan, workspace)
+    run_id = run_folder.new_run_id(experiment.name)
+    port = experiment.launch.master_port or (default_port(run_id) if place.nnodes == 1 else _MEETING_PORT)
+    if place.nnodes > 1:
+        run_id = _meet(place, port, ranks, experiment, run_id)
+    bundle = make_bundle(
+        experiment,
+        assessment,
+        slots,
+        run_id=run_id,
+        master_addr=place.master_addr or "127.0.0.1",
+        master_port=port,
+        manifest={**_manifest(config, experiment, ranks), **data},
+        workspace=str(workspace),
+        node_rank=place.node_rank,
+    )
+    if approve is not None:
+        approve(*(json.loads(bundle.files[name]) for name in (run_folder.MANIFEST, run_folder.PLAN)))
+    folder = workspace / "runs" / run_id
+    _write(folder, bundle, place)
+    if run_id_file is not None:
+        run_folder.write_atomic(run_id_file, f"{run_id}\n".encode())
+    _announce(folder, plan, place)
+    if place.node_rank:
+        return Ended(folder, _join(folder, ranks, place.node_rank))
+    code = start_and_follow(folder, ranks)
+    if code == run_folder.EXIT_PREEMPTED:
+        print(f"continue with --set train.load=runs/{folder.name}/{run_folder.CHECKPOINTS}")
+    return Ended(folder, code)
+
+
+def check_files(
+    config: Path, experiment: Experiment, plan: Plan, workspace: Path
+) -> Mapping[str, Mapping[str, object]]:
+    """As for a cluster, before any rank starts; returns the data's fingerprints for the manifest."""
+    words = preflight_words(experiment, head=True)
+    env = node_environment(1)
+    done = subprocess.run([*node_verb(), *words], env=env, cwd=workspace, capture_output=True, check=True)
+    answer = json.loads(done.stdout)
+    maker = "docs/torch.md" if experiment.model.is_vision else "tridock data"
+    todo = f"bring it into {workspace}, or make it: {maker}"
+    problems = [
+        Problem(f"{config}: {field}", "is not on this machine", name, todo)
+        for name, field in data_files(experiment).items()
+        if answer["files"][name] is None
+    ]
+    problems += mismatches(config, experiment, plan, answer)
+    if problems:
+        raise RequestError(problems)
+    return fingerprints(experiment, answer)
+
+
+def _names(place: Place) -> tuple[str, ...]:
+    return (HERE,) if place.nnodes == 1 else tuple(f"node-{rank}" for rank in range(place.nnodes))
+
+
+def _meet(place: Place, port: int, ranks: int, experiment: Experiment, run_id: str) -> str:
+    """The run's id, once every node has come and is about to run the same."""
+    digest = hashlib.sha256(dump_experiment(experiment).encode()).hexdigest()
+    terms = rendezvous.Terms(place.node_rank, place.nnodes, ranks, digest)
+    if place.node_rank == 0:
+        rendezvous.lead(port, terms, run_id, print)
+        return run_id
+    assert place.master_addr is not None
+    return rendezvous.follow(place.master_addr, port, terms, print)
+
+
+def _write(folder: Path, bundle: RunBundle, place: Place) -> None:
+    for name, content in bundle.files.items():
+        # Nodes may share the folder: what node 0 writes is the run's.
+        if place.node_rank == 0 or not (folder / name).exists():
+            run_folder.write_atomic(folder / name, content)
+
+
+def _announce(folder: Path, plan: Plan, place: Place) -> None:
+    where = "on this machine" if place.nnodes == 1 else f"on {place.nnodes} nodes, this one is {place.node_rank}"
+    print(f"run {folder.name}: {plan.world_size} ranks {where}, {plan.layout}; folder {folder}")
+
+
+def start_and_follow(folder: Path, ranks: int, *, again: bool = False, patience_s: float = 0.0) -> int:
+    """Starts the run and prints its output to its end; its exit code.
+
+    ``again``: it goes on where it was left, once a supervisor of before has ended, which has ``patience_s`` for that.
+    """
+    env = node_environment(ranks)
+    log = folder / run_folder.LAUNCHER_LOG
+    offset = log.stat().st_size if again and log.exists() else 0
+    words = ["--again", "--patience", str(patience_s)] if again else []
+    try:
+        # Each in a session of its own: Ctrl-C at the terminal is ours to answer, from here on.
+        start = [*node_verb(), "start", str(folder), *words]
+        if code := subprocess.run(start, env=env, start_new_session=True, check=False).returncode:
+            return code
+        with _handing_on(folder, env):
+            follow = [*node_verb(), "follow", str(folder), "--offset", str(offset)]
+            done = subprocess.run(follow, env=env, start_new_session=True, preexec_fn=_unimpressed, check=False)
+            code = done.returncode
+    except KeyboardInterrupt:
+        return _interrupted(folder, env)
+    if code not in (0, run_folder.EXIT_STOPPED, run_folder.EXIT_PREEMPTED):
+        print(_why(folder, code, env), file=sys.stderr)
+    return code
+
+
+def triage_here(folder: Path) -> RunFailedError:
+    """Why the run of a folder failed, a fetched one's too; raises :class:`RequestError` for one that did not."""
+    todo = "give runs/<run-id> of a run that failed"
+    if not (folder / run_folder.EXPERIMENT).is_file():
+        raise RequestError(Problem(str(folder), "is not a run's folder", "", todo))
+    try:
+        code: int | None = int((folder / run_folder.EXIT_CODE).read_text())
+    except FileNotFoundError:
+        code = None
+    if code in (0, run_folder.EXIT_STOPPED):
+        raise RequestError(Problem(str(folder), "is of a run that did not fail", f"exit code {code}", todo))
+    return _why(folder, code, node_environment(1))
+
+
+def _why(folder: Path, code: int | None, env: Mapping[str, str]) -> RunFailedError:
+    """As for a cluster, of what lies here."""
+    done = subprocess.run([*node_verb(), "evidence", str(folder)], env=env, capture_output=True, check=True)
+    answer = json.loads(done.stdout)
+    ranks = (answer.get("plan") or {}).get("ranks") or [{"node": HERE}]
+    head = str(ranks[0]["node"])
+    facts = facts_of({head: answer}, head, code)
+    log = folder / run_folder.rank_log(rank_to_look_at(facts))
+    return failed(Problem(folder.name, "the run failed", failure_in_words(facts), f"look at {log}"), facts)
+
+
+def _join(folder: Path, ranks: int, node_rank: int) -> int:
+    """Runs this node's ranks of a run that node 0 supervises."""
+    env = {**node_environment(ranks), run_folder.RUN_ID_VARIABLE: folder.name}
+    script = ["bash", str(folder / run_folder.launch_script(node_rank))]
+    # A session of its own: Ctrl-C at the terminal is ours to answer.
+    with subprocess.Popen(script, stdin=subprocess.DEVNULL, env=env, start_new_session=True) as launcher:
+        try:
+            with _handing_on(folder, env):
+                code = launcher.wait()
+        except KeyboardInterrupt:
+            code = _interrupted(folder, node_environment(ranks))
+            with suppress(subprocess.TimeoutExpired):
+                launcher.wait(_GRACE_S)
+    return code if code >= 0 else 128 - code
+
+
+@contextmanager
+def _handing_on(folder: Path, env: Mapping[str, str]) -> Iterator[None]:
+    """A scheduler's signal is for the ranks of this node: they save, and their end is waited for."""
+
+    def hand_on(_number: int, _frame: object) -> None:
+        words = [*node_verb(), "save", str(folder), "--patience", str(_FIRST_RANK_S)]
+        subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL)
+
+    previous = {number: signal.signal(number, hand_on) for number in _SCHEDULERS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _unimpressed() -> None:
+    """In a process that a scheduler's signal reaches as well, and that has no part in it."""
+    for number in _SCHEDULERS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _interrupted(folder: Path, env: Mapping[str, str]) -> int:
+    print(f"\nstopping run {folder.name}")
+    words = ["stop", folder.name, "--workspace", str(folder.parent.parent)]
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # an impatient second Ctrl-C would leave ranks behind
+    try:
+        subprocess.run([*node_verb(), *words], env=env, stdout=subprocess.DEVNULL, check=False)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    return EXIT_INTERRUPTED
+
+
+def node_verb() -> list[str]:
+    """What a verb of ``tridock.node`` stands after."""
+    return [sys.executable, "-P", "-m", "tridock.node"]
+
+
+def node_environment(ranks: int) -> dict[str, str]:
+    """What runs on this machine starts with; ``ranks`` share its cores."""
+    # The ranks import this package and DeepSpeed's launcher from the environment that this process runs in.
+    return {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
+        # Ranks that each take all cores slow each other down.
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks))),
+        "PYTHONPATH": ":".join(filter(None, [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")])),
+    }
+
+
+def _default_ranks() -> int:
+    """A rank a GPU, or two on a machine without: enough for every code path that needs company."""
+    return len(_nvidia_smi("--list-gpus")) or 2
+
+
+def gpu_here() -> Gpu | None:
+    """Of this machine's GPUs the one with the least memory."""
+    return smallest_gpu(_nvidia_smi("--query-gpu=memory.total,name", "--format=csv,noheader,nounits"))
+
+
+def _nvidia_smi(*words: str) -> list[str]:
+    """The lines that it prints; none on a machine without GPUs."""
+    try:
+        done = subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return []
+    return done.stdout.splitlines() if done.returncode == 0 else []
+
+
+def image_manifest() -> object:
+    """What is in the image that this machine is a container of; None where it is none."""
+    path = Path(run_folder.CODE) / "manifest.json"
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def _manifest(config: Path, experiment: Experiment, ranks: int) -> dict[str, object]:
+    image = image_manifest()
+    return {
+        **origin(Path(__file__).parents[3]),
+        "python": sys.version.split()[0],
+        "image_manifest": image,
+        "packages": packages() if image is None else None,
+        # How sums are split over threads decides about their last bits.
+        "machine": {**machine(), "threads_per_rank": node_environment(ranks)["OMP_NUM_THREADS"]},
+        "config": str(config),
+        "seed": experiment.train.seed,
+    }

@@ -1,0 +1,150 @@
+"""What has to hold on the nodes before a run's first file is written there: its data, a port for the rendezvous."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tridock.contracts import run_folder
+from tridock.errors import ClusterError, Problem, RequestError
+from tridock.experiment import Experiment
+from tridock.experiment.inputs import IMAGE_SUFFIXES, checkpoint_problems, data_problems
+from tridock.plan import Plan
+
+if TYPE_CHECKING:  # a run on one machine needs no ssh: its image is without the packages for it
+    from tridock.ops.hosts.session import Session
+    from tridock.remote import Host
+
+_TIMEOUT_S = 60.0
+
+Answer = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """What the nodes answered: the port to use on the head, the data's fingerprints, the image's manifest."""
+
+    port: int
+    data: Mapping[str, Mapping[str, object]]
+    """For the run's manifest, as :func:`fingerprints`."""
+    image_manifest: object
+
+
+def check_nodes(session: Session, config: Path, experiment: Experiment, plan: Plan) -> Preflight:
+    """Asks every node once. Raises :class:`RequestError` with all that its files cannot be.
+
+    They may be missing somewhere, differ from the head's, or not match the experiment. A port that is taken is a
+    :class:`ClusterError`.
+    """
+    head = session.head
+
+    def ask(node: str, _: Host) -> Answer:
+        words = preflight_words(experiment, head=node == head)
+        answer: Answer = json.loads(session.node_verb(node, *words, timeout=_TIMEOUT_S).checked(node).stdout)
+        return answer
+
+    answers = session.each(ask)
+    bring = f"bring the data to the nodes: fab data --hosts {session.cluster.hostfile_path} --path "
+    problems = list(_differences(config, data_files(experiment), head, answers, bring))
+    problems += mismatches(config, experiment, plan, answers[head])
+    if problems:
+        raise RequestError(problems)
+    return _passed(head, config, experiment, answers[head])
+
+
+def preflight_words(experiment: Experiment, *, head: bool) -> tuple[str, ...]:
+    """The words of ``tridock.node`` that ask for what an experiment needs to know; more of the head."""
+    words = ["preflight"]
+    if head:
+        port = experiment.launch.master_port
+        words += ["--head", *(() if port is None else ("--port", str(port)))]
+        words += [word for name in _read(experiment).values() for word in ("--read", name)]
+    return (*words, "--", *data_files(experiment))
+
+
+def _read(experiment: Experiment) -> dict[str, str]:
+    files = {"manifest": f"{experiment.data.data_path}.json"}
+    if experiment.train.load is not None:
+        files["layout"] = f"{experiment.train.load}/{run_folder.CHECKPOINT_LAYOUT}"
+    return files
+
+
+def mismatches(config: Path, experiment: Experiment, plan: Plan, answer: Answer) -> Iterator[Problem]:
+    """What the head's files cannot be: another vocabulary, too short, a checkpoint of another layout."""
+    read = {name: answer["read"][path] for name, path in _read(experiment).items()}
+    tokenizer = (answer["files"].get(experiment.data.vocab_file or "") or {}).get("entries")
+    found = [
+        *data_problems(experiment, read["manifest"], tokenizer),
+        *checkpoint_problems(experiment, plan.data_parallel_size, read.get("layout")),
+    ]
+    yield from (Problem(f"{config}: {it.where}", it.what, it.got, it.todo) for it in found)
+
+
+def data_files(experiment: Experiment) -> dict[str, str]:
+    """The files that every rank reads, each with the field that names it."""
+    data = experiment.data
+    suffixes = IMAGE_SUFFIXES if experiment.model.is_vision else (".bin", ".idx")
+    files = {f"{data.data_path}{suffix}": "data.data_path" for suffix in suffixes}
+    if experiment.engine == "megatron-deepspeed":
+        files |= {name: f"data.{field}" for field in ("vocab_file", "merge_file") if (name := getattr(data, field))}
+    return files
+
+
+def _differences(
+    config: Path, files: Mapping[str, str], head: str, answers: Mapping[str, Answer], bring: str
+) -> Iterator[Problem]:
+    expected = answers[head]["files"]
+    for field in dict.fromkeys(files.values()):
+        names = [name for name in files if files[name] == field]
+        prefix = names[0].removesuffix(".bin").removesuffix(IMAGE_SUFFIXES[0])
+        where, todo = f"{config}: {field}", f"{bring}{prefix}"
+        for node, answer in answers.items():
+            there = answer["files"]
+            missing = [name for name in names if there[name] is None]
+            other = [name for name in names if there[name] != expected[name] and expected[name] is not None]
+            if missing:
+                yield Problem(where, f"is not on node {node}", ", ".join(missing), todo)
+            elif other:
+                got = ", ".join(_shown(name, there[name]) for name in other)
+                yield Problem(where, f"has another content on node {node} than on the head", got, todo)
+
+
+def _shown(name: str, found: Mapping[str, Any]) -> str:
+    return f"{found['sha256']}  {name}" if found["sha256"] is not None else f"{found['bytes']} bytes  {name}"
+
+
+def _passed(head: str, config: Path, experiment: Experiment, answer: Answer) -> Preflight:
+    if "port_problem" in answer:
+        raise ClusterError(_port_problem(head, config, experiment.launch.master_port, answer["port_problem"]))
+    return Preflight(answer["port"], fingerprints(experiment, answer), answer["image_manifest"])
+
+
+def fingerprints(experiment: Experiment, answer: Answer) -> dict[str, dict[str, object]]:
+    """What a run's manifest says of its data, by path.
+
+    Hashes that were taken now (of all but the tokens themselves, which may be terabytes: their index holds every
+    length), sizes, and the hashes that the data set's own manifest gives.
+    """
+    files = {name: found for name, found in answer["files"].items() if found is not None}
+    prefix = experiment.data.data_path
+    told = answer["read"].get(f"{prefix}.json")
+    told = told if isinstance(told, Mapping) else {}
+    return {
+        "data_sha256": {name: found["sha256"] for name, found in files.items() if found["sha256"] is not None},
+        "data_bytes": {name: found["bytes"] for name, found in files.items()},
+        "data_sha256_by_manifest": {
+            f"{prefix}.{kind}": told[f"{kind}_sha256"] for kind in ("bin", "idx") if told.get(f"{kind}_sha256")
+        },
+    }
+
+
+def _port_problem(head: str, config: Path, wanted: int | None, text: str) -> Problem:
+    told = Problem.parse(text)
+    assert told is not None
+    if wanted is None:
+        return Problem(f"{head}: {told.where}", told.what, told.got, told.todo)
+    what = f"{told.where} {told.what} on {head}"
+    return Problem(f"{config}: launch.master_port", what, told.got, "change it or leave it out")

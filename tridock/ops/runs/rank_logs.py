@@ -1,0 +1,102 @@
+"""Logs of a run's ranks, from the nodes where they ran."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from queue import SimpleQueue
+
+from tridock.errors import ClusterError, Problem, RequestError, TridockError
+from tridock.ops.hosts.session import NODE, Session
+from tridock.ops.runs.registry import Run, nodes_of_ranks, parse_rank
+from tridock.remote import Stream
+
+
+def choose_ranks(session: Session, run: Run, ranks: str, node: str) -> dict[str, list[int]]:
+    """The ranks that are meant, by node: those of ``ranks`` (as ``0,3``), or all of a node's.
+
+    Raises :class:`RequestError` for ranks and nodes that have no part in the run.
+    """
+    places = nodes_of_ranks(session, run)
+    if node and node not in places.values():
+        nodes = ", ".join(dict.fromkeys(places.values()))
+        raise RequestError(Problem("--node", "has no rank of this run", node, f"use one of: {nodes}"))
+    wanted = [parse_rank(word) for word in ranks.split(",")] if ranks else list(places)
+    if unknown := [rank for rank in wanted if rank not in places]:
+        raise RequestError(
+            Problem("--rank", "is no rank of this run", str(rank), f"use 0 to {len(places) - 1}") for rank in unknown
+        )
+    chosen: dict[str, list[int]] = {}
+    for rank in dict.fromkeys(wanted):
+        if not node or places[rank] == node:
+            chosen.setdefault(places[rank], []).append(rank)
+    if not chosen:
+        todo = f"it runs on {', '.join(sorted({places[rank] for rank in wanted}))}"
+        raise RequestError(Problem("--rank", f"is not on node {node}", ranks, todo))
+    return chosen
+
+
+def read(session: Session, run: Run, chosen: Mapping[str, Sequence[int]], *, follow: bool) -> Iterator[bytes]:
+    """Their logs, node by node; or with ``follow`` what they write, as it comes, until the run ends on those nodes.
+
+    Where several are chosen each line says whose it is.
+    """
+    prefix = sum(map(len, chosen.values())) > 1
+    streams = {node: _open(session, run, node, ranks, follow, prefix) for node, ranks in chosen.items()}
+    if not follow or len(streams) == 1:
+        for node, stream in streams.items():
+            yield from stream
+            _check(node, stream)
+    else:
+        yield from _mixed(streams)
+
+
+def _open(session: Session, run: Run, node: str, ranks: Sequence[int], follow: bool, prefix: bool) -> Stream:
+    flags = (*(("--follow",) if follow else ()), *(("--prefix",) if prefix else ()))
+    words = (*NODE, "rank-logs", run.run_id, *map(str, ranks), *flags)
+    return session.hosts[node].stream(session.inside(node, *words))
+
+
+def _check(node: str, stream: Stream) -> None:
+    if stream.exit_code:
+        # What is wrong there has been printed: errors come with the output.
+        what = "its ranks' logs could not be read to the end"
+        raise ClusterError(Problem(node, what, f"exit code {stream.exit_code}", "see the lines above, and fab status"))
+
+
+def _mixed(streams: Mapping[str, Stream]) -> Iterator[bytes]:
+    """Lines as they come, never a part of one between those of others."""
+    news: SimpleQueue[tuple[str, bytes | TridockError | None]] = SimpleQueue()
+
+    def pump(node: str, stream: Stream) -> None:
+        rest = b""
+        try:
+            for part in stream:
+                *lines, rest = (rest + part).split(b"\n")
+                news.put((node, b"".join(line + b"\n" for line in lines)))
+            news.put((node, rest))
+            _check(node, stream)
+            news.put((node, None))
+        except TridockError as error:
+            news.put((node, error))
+
+    for node, stream in streams.items():
+        threading.Thread(target=pump, args=(node, stream), daemon=True).start()
+    failures: list[TridockError] = []
+    left = set(streams)
+    try:
+        while left:
+            node, part = news.get()
+            if isinstance(part, bytes):
+                yield part
+                continue
+            left.discard(node)
+            if part is not None:  # the other nodes still have something to say
+                failures.append(part)
+    finally:
+        for stream in streams.values():
+            with suppress(TridockError):
+                stream.close()
+    if failures:
+        raise ClusterError(problem for failure in failures for problem in failure.problems)

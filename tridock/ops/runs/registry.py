@@ -1,0 +1,119 @@
+"""Runs on a cluster: which there are, their logs, stopping one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from tridock.cluster.containers import workspace_on_host
+from tridock.contracts import run_folder
+from tridock.errors import ClusterError, Problem, RequestError
+from tridock.ops.hosts.session import NODE, Session
+from tridock.ops.runs.log_stream import Followed
+from tridock.remote import Host, Stream
+
+_VERB_TIMEOUT_S = 60.0
+
+# Which node's word counts where several know a run: the head's, who alone supervises it.
+_STATES = ("ready", "lost", "stopped", "preempted", "failed", "done", "running")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run by its id, and the node that leads it: not the hostfile's first where filters were in use."""
+
+    run_id: str
+    head: str
+
+
+def active_runs(session: Session, nodes: tuple[str, ...]) -> dict[str, list[str]]:
+    """The ids of the runs that have processes on each of ``nodes``."""
+
+    def ask(node: str, _: Host) -> list[str]:
+        done = session.node_verb(node, "processes", timeout=_VERB_TIMEOUT_S).checked(node)
+        return sorted({process["run_id"] for process in json.loads(done.stdout)})
+
+    return session.each(ask, only=nodes) if nodes else {}
+
+
+def list_runs(session: Session) -> list[dict[str, Any]]:
+    """The runs of the nodes that are up, oldest first, as ``tridock.node runs`` describes them; ``head`` is added."""
+
+    def ask(node: str, _: Host) -> list[dict[str, Any]]:
+        done = session.node_verb(node, "runs", timeout=_VERB_TIMEOUT_S).checked(node)
+        return [{**run, "head": node} for run in json.loads(done.stdout)]
+
+    found: dict[str, dict[str, Any]] = {}
+    for runs in session.each(ask, only=session.running()).values():
+        for run in runs:
+            known = found.setdefault(run["run_id"], run)
+            if _STATES.index(run["state"]) > _STATES.index(known["state"]):
+                found[run["run_id"]] = run
+    return sorted(found.values(), key=lambda run: (run["created"], run["run_id"]))
+
+
+def choose_run(session: Session, run_id: str | None, *, active: bool) -> Run:
+    """The run that a task is about: the one named, or else the only active one, or else (logs, fetch) the last.
+
+    Raises :class:`RequestError` where the name is unknown or where several are active and none is named.
+    """
+    runs = list_runs(session)
+    known: dict[str, str] = {run["run_id"]: run["head"] for run in runs}
+    where = "--run"
+    if run_id is not None:
+        if run_id not in known:
+            last = ", ".join(list(known)[-5:]) or "none"
+            raise RequestError(Problem(where, "is no run of this cluster", run_id, f"use one of: {last}"))
+        return Run(run_id, known[run_id])
+    going: list[str] = [run["run_id"] for run in runs if run["state"] == "running"]
+    if len(going) > 1:
+        raise RequestError(Problem(where, "is needed while several runs go on", ", ".join(going), "name one of them"))
+    if going:
+        return Run(going[0], known[going[0]])
+    if active or not known:
+        raise RequestError(Problem(where, "no run goes on" if active else "there is no run yet", "", "see fab status"))
+    return Run(*list(known.items())[-1])
+
+
+def stop(session: Session, run: Run) -> dict[str, int]:
+    """Ends the run's processes on every node that is up, and nothing else; returns how many each had."""
+
+    def end(node: str, _: Host) -> int:
+        done = session.node_verb(node, "stop", run.run_id, timeout=_VERB_TIMEOUT_S).checked(node)
+        return int(json.loads(done.stdout)["stopped"])
+
+    return session.each(end, only=session.running())
+
+
+def follow(session: Session, run: Run) -> Stream:
+    """The run's output as it comes; once it is drained, ``exit_code`` is the run's."""
+    command = session.inside(run.head, *NODE, "follow", "--beats", f"{run_folder.WORKSPACE}/runs/{run.run_id}")
+    return Followed(session.hosts[run.head].stream(command), run.head, run.run_id)
+
+
+def nodes_of_ranks(session: Session, run: Run) -> dict[int, str]:
+    """Where each rank runs, by the run's plan."""
+    plan = _read(session, run.head, f"{run_folder.WORKSPACE}/runs/{run.run_id}/{run_folder.PLAN}")
+    return {entry["rank"]: entry["node"] for entry in json.loads(plan)["ranks"]}
+
+
+def folder_of(session: Session, run: Run) -> str:
+    """Where the run's folder lies, for people: a local path for the twin, ``host:path`` over ssh."""
+    path = f"{workspace_on_host(session.cluster, session.states()[run.head].facts)}/runs/{run.run_id}"
+    return path if session.cluster.settings.transport == "compose" else f"{run.head}:{path}"
+
+
+def parse_rank(text: str) -> int:
+    """A rank's number from the command line."""
+    if not text.isdecimal():
+        raise RequestError(Problem("--rank", "must be a whole number", repr(text), "give a rank's number"))
+    return int(text)
+
+
+def _read(session: Session, node: str, path: str) -> bytes:
+    done = session.hosts[node].run(session.inside(node, "cat", path), timeout=_VERB_TIMEOUT_S)
+    if done.exit_code:
+        words = done.stderr.decode(errors="replace").strip()
+        raise ClusterError(Problem(node, f"cannot read {path}", words, "see fab status"))
+    return done.stdout

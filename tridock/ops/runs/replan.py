@@ -1,0 +1,215 @@
+"""A run that has lost nodes, laid out anew: on spares, or on what is left. Reads the run's folder, writes nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tridock.contracts import run_folder
+from tridock.contracts.supervision import Supervision
+from tridock.errors import Problem, RequestError
+from tridock.experiment import Experiment, load_experiment
+from tridock.gpus import find_gpu
+from tridock.launchers import RunBundle, make_bundle
+from tridock.plan import Assessment, Assumptions, assess
+from tridock.plan.fewer import fewer_replicas, other_layout
+
+Slots = dict[str, tuple[int, ...]]
+
+_PART = re.compile(r"zero_pp_rank_(\d+)_.*optim_states\.pt")
+
+
+@dataclass(frozen=True, slots=True)
+class Replanned:
+    """What goes on, and how it differs from before, in words."""
+
+    bundle: RunBundle
+    assessment: Assessment
+    words: str
+
+    def to_json(self) -> str:
+        """For the run's supervisor, which brings the files to the nodes."""
+        files = {name: content.decode() for name, content in self.bundle.files.items()}
+        plan = self.assessment.laid_out
+        about = {"words": self.words, "layout": plan.layout, "world_size": plan.world_size}
+        return json.dumps({**about, "nodes": list(_slots_of(plan.document())), "files": files}) + "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run as its folder has it."""
+
+    folder: Path
+    experiment: Experiment
+    plan: Mapping[str, Any]
+    manifest: Mapping[str, Any]
+    supervision: Supervision
+
+    @classmethod
+    def read(cls, folder: Path) -> Run:
+        """Raises :class:`RequestError` where this is no run's folder."""
+        try:
+            texts = {name: (folder / name).read_text() for name in _READ}
+        except OSError as error:
+            got = error.strerror or str(error)
+            todo = "give the folder of a run that fab launch started"
+            raise RequestError(Problem(str(folder), f"has no {Path(error.filename).name}", got, todo)) from None
+        plan, manifest = json.loads(texts[run_folder.PLAN]), json.loads(texts[run_folder.MANIFEST])
+        supervision = Supervision.from_json(texts[run_folder.SUPERVISION])
+        return cls(folder.resolve(), load_experiment(folder / run_folder.EXPERIMENT), plan, manifest, supervision)
+
+    @property
+    def assumptions(self) -> Assumptions:
+        """What the plan was made with."""
+        gpu = self.plan["memory"]["gpu"]
+        return Assumptions(gpu=None if gpu is None else find_gpu(gpu, "plan.json: memory.gpu"))
+
+    @property
+    def force(self) -> bool:
+        """Whether it was started although its plan did not fit."""
+        return bool(self.plan["verdict"] == "no-fit")
+
+
+_READ = (run_folder.EXPERIMENT, run_folder.PLAN, run_folder.MANIFEST, run_folder.SUPERVISION)
+
+
+def replan(folder: Path, lost: Sequence[str], ready: Sequence[str] = (), *, anew: bool = False) -> Replanned:
+    """The run without the ``lost`` nodes; ``ready`` are the spares that may be used.
+
+    ``anew``: there is no checkpoint to go on from. Raises :class:`RequestError` with why it cannot go on, and with what
+    would run.
+    """
+    run = Run.read(folder)
+    before = _slots_of(run.plan)
+    _check_names(run, before, lost, ready)
+    if not anew:
+        _check_parts(run, lost)
+    after, places = _with_spares(run.supervision, before, lost, ready)
+    if len(after) == len(before):
+        assessment = assess(run.experiment, after, run.folder.name, run.assumptions)
+    else:
+        assessment = _with_fewer(run, after, lost, anew)
+    words = _words(run, before, assessment, places, lost)
+    return Replanned(_bundle(run, assessment), assessment, words)
+
+
+def _slots_of(plan: Mapping[str, Any]) -> Slots:
+    """The slots in use of each node, in the order of the ranks."""
+    slots: Slots = {}
+    for rank in plan["ranks"]:
+        slots[rank["node"]] = (*slots.get(rank["node"], ()), rank["slot"])
+    return slots
+
+
+def _check_names(run: Run, before: Slots, lost: Sequence[str], ready: Sequence[str]) -> None:
+    head = run.supervision.head
+    problems = [
+        Problem("--without", "is not a node of the run", repr(node), f"use one of {', '.join(before)}")
+        for node in lost
+        if node not in before
+    ]
+    problems += [
+        Problem("--spare", "is not a spare of the run", repr(node), f"its spares are {_named(run.supervision.spares)}")
+        for node in ready
+        if node not in run.supervision.spares
+    ]
+    if head in lost:
+        todo = f"start it again on the other nodes with train.load={run.folder}/{run_folder.CHECKPOINTS}"
+        problems.append(Problem("--without", "is the run's head, without which it cannot go on", head, todo))
+    if problems:
+        raise RequestError(problems)
+
+
+def _check_parts(run: Run, lost: Sequence[str]) -> None:
+    """ZeRO's checkpoint holds a part of every rank; those of lost nodes may have gone with them."""
+    experiment, pointer = run.experiment, run.supervision.pointer
+    if experiment.engine != "torch" or experiment.parallel.strategy != "zero" or not experiment.parallel.zero_stage:
+        return
+    if pointer is None:
+        return
+    checkpoint = Path(pointer).parent / Path(pointer).read_text().strip()
+    there = {int(match[1]) for path in checkpoint.iterdir() if (match := _PART.search(path.name))}
+    if gone := [rank["rank"] for rank in run.plan["ranks"] if rank["node"] in lost and rank["rank"] not in there]:
+        what = f"lacks the parts of rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}"
+        got = f"they lay on {', '.join(lost)} alone"
+        todo = "bring the node back, or keep runs/ on a file system that all nodes share"
+        raise RequestError(Problem(str(checkpoint), what, got, todo))
+
+
+def _with_spares(
+    supervision: Supervision, before: Slots, lost: Sequence[str], ready: Sequence[str]
+) -> tuple[Slots, dict[str, str]]:
+    """The nodes from now on, a spare of as many slots in the place of each lost one; and who stands where."""
+    free = {node: supervision.spares[node] for node in ready}
+    after: Slots = {}
+    places: dict[str, str] = {}
+    for node, numbers in before.items():
+        if node not in lost:
+            after[node] = numbers
+        elif spare := next((name for name, own in free.items() if len(own) >= len(numbers)), None):
+            after[spare] = free.pop(spare)[: len(numbers)]
+            places[node] = spare
+    return after, places
+
+
+def _with_fewer(run: Run, after: Slots, lost: Sequence[str], anew: bool) -> Assessment:
+    """The layout on what is left. Raises :class:`RequestError`."""
+    experiment, where = run.experiment, run.folder.name
+    given = (experiment, after, where, run.assumptions)
+    found = fewer_replicas(*given, force=run.force)
+    if found is None and experiment.engine == "megatron-core":
+        found = other_layout(*given, force=run.force)
+    slots = sum(map(len, after.values()))
+    here = f"{slots} slot{'s' * (slots != 1)} on {_named(after)}"
+    if found is None:
+        what = f"has no layout with a global batch of {experiment.batch.global_batch_size} on the nodes that are left"
+        todo = f"bring {', '.join(lost)} back, and go on with train.load={run.folder}/{run_folder.CHECKPOINTS}"
+        raise RequestError(Problem(where, what, here, todo))
+    nodes, fewest = _slots_of(found.laid_out.document()), run.supervision.min_nodes
+    if len(nodes) < fewest:
+        what, todo = f"may not go on with fewer than {fewest} nodes", "lower restart.min_nodes, or add spares"
+        raise RequestError(Problem(where, what, _named(nodes), todo))
+    if experiment.engine == "megatron-deepspeed" and not anew:
+        what = f"Megatron v1.1.5 loads its checkpoint on {run.plan['layout']} and no other layout"
+        todo = f"bring {', '.join(lost)} back; from its beginning it would run as {found.laid_out.layout}"
+        raise RequestError(Problem(where, what, here, f"{todo} on {_named(nodes)}"))
+    return found
+
+
+def _bundle(run: Run, assessment: Assessment) -> RunBundle:
+    slots, supervision = _slots_of(assessment.laid_out.document()), run.supervision
+    return make_bundle(
+        assessment.experiment,
+        assessment,
+        slots,
+        run_id=run.folder.name,
+        master_addr=supervision.master_addr,
+        master_port=supervision.master_port,
+        manifest=run.manifest,
+        workspace=str(run.folder.parent.parent),
+        spares={node: numbers for node, numbers in supervision.spares.items() if node not in slots},
+    )
+
+
+def _words(run: Run, before: Slots, assessment: Assessment, places: Mapping[str, str], lost: Sequence[str]) -> str:
+    return "; ".join(_changes(run, before, assessment, places, lost))
+
+
+def _changes(
+    run: Run, before: Slots, assessment: Assessment, places: Mapping[str, str], lost: Sequence[str]
+) -> Iterator[str]:
+    for node, spare in places.items():
+        yield f"{spare} takes the place of {node}"
+    if gone := [node for node in before if node in lost and node not in places]:
+        plan = assessment.laid_out
+        nodes = _named(_slots_of(plan.document()))
+        yield f"without {', '.join(gone)} it goes on as {plan.layout} (it was {run.plan['layout']}) on {nodes}"
+        yield f"global batch {plan.global_batch_size} as before, in {plan.accumulation_steps} micro-batches a replica"
+
+
+def _named(nodes: Mapping[str, object]) -> str:
+    return ", ".join(nodes) or "none"

@@ -1,0 +1,47 @@
+"""A run done once more on a cluster: its folder comes home, the new run starts as any other, and both are compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tridock.cluster.containers import workspace_on_host
+from tridock.contracts.run_folder import REPRODUCTION
+from tridock.errors import TridockError
+from tridock.launchers import RunBundle
+from tridock.ops.hosts.session import Session
+from tridock.ops.runs import launch as launch_
+from tridock.ops.runs.fetch import fetch
+from tridock.ops.runs.registry import Run, choose_run
+from tridock.ops.runs.reproduce import Gate, Tell, compare
+from tridock.reproduction import Outcome, read_original
+
+
+def original_of(session: Session, run_id: str | None, home: Path) -> Path:
+    """The folder of the run that is meant, fetched from the cluster as it is now.
+
+    One that no node knows any more, or while none is up, may lie below ``home`` from an earlier fetch.
+    """
+    try:
+        return fetch(session, choose_run(session, run_id, active=False), home)
+    except TridockError:
+        if run_id is None or not (home / run_id).is_dir():
+            raise
+        return home / run_id
+
+
+def start(session: Session, run: Path, tell: Tell, *, force: bool = False) -> tuple[RunBundle, Gate]:
+    """Starts it again; raises :class:`RequestError` before that where the data differs or the cluster does not fit."""
+    gate = Gate(read_original(run), tell, force)
+    request = launch_.make_request(session, gate.original.experiment, force=force)
+    request = launch_.on_the_hosts_gpus(session, request)
+    return launch_.launch(session, request, approve=gate.pass_through), gate
+
+
+def finish(session: Session, run: Run, gate: Gate, home: Path, tolerance: float | None) -> Outcome:
+    """Brings the new run home and compares it; leaves the outcome in its folder, here and on the head."""
+    folder = fetch(session, run, home)
+    outcome = compare(gate.original, folder, gate.differing, tolerance)
+    outcome.write(folder)
+    workspace = workspace_on_host(session.cluster, session.states()[run.head].facts)
+    session.hosts[run.head].put_tree({REPRODUCTION: outcome.to_json().encode()}, f"{workspace}/runs/{run.run_id}")
+    return outcome

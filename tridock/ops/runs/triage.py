@@ -1,0 +1,73 @@
+"""What becomes of a run that failed: what all its nodes tell of it, and what that comes to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from tridock.contracts import run_folder
+from tridock.errors import Problem, RequestError, RunError
+from tridock.ops.hosts.session import NODE, Session
+from tridock.ops.runs.failed_run import RunFailedError, failed, failure_in_words, rank_to_look_at
+from tridock.ops.runs.registry import Run, folder_of, list_runs
+from tridock.remote import Host, on_all
+from tridock.triage import Facts, facts_of
+
+# For a host's part: it may be the host itself that has gone.
+_PATIENCE_S: Final = 15.0
+
+
+class PreemptedError(RunError):
+    """The run was told to end by a scheduler, and has saved."""
+
+    exit_code = run_folder.EXIT_PREEMPTED
+
+
+def check_exit(session: Session, run: Run, exit_code: int) -> None:
+    """Raises :class:`RunError` for a run that ended badly: who failed first, why, and what to do."""
+    if exit_code == run_folder.EXIT_STOPPED:
+        raise RunError(Problem(run.run_id, "the run was stopped", "", f"its folder is {folder_of(session, run)}"))
+    if exit_code == run_folder.EXIT_PREEMPTED:
+        todo = f"continue with --set train.load=runs/{run.run_id}/{run_folder.CHECKPOINTS}"
+        raise PreemptedError(Problem(run.run_id, "the run was told to end, and has saved", "", todo))
+    if exit_code:
+        raise _failed(session, run, collect(session, run, exit_code))
+
+
+def _failed(session: Session, run: Run, facts: Facts) -> RunFailedError:
+    words = f"--hosts {session.cluster.hostfile_path} --run {run.run_id} --rank {rank_to_look_at(facts)}"
+    todo = f"look at {folder_of(session, run)}/logs, or fab logs {words}"
+    return failed(Problem(run.run_id, "the run failed", failure_in_words(facts), todo), facts)
+
+
+def collect(session: Session, run: Run, exit_code: int | None) -> Facts:
+    """Asks all nodes that answer: where they share no files, each holds the logs and events of its own ranks."""
+    path = f"{run_folder.WORKSPACE}/runs/{run.run_id}"
+
+    def ask(node: str, host: Host) -> Mapping[str, Any]:
+        done = host.run(session.inside(node, *NODE, "evidence", path), timeout=_PATIENCE_S)
+        answer: Mapping[str, Any] = json.loads(done.checked(node).stdout)
+        return answer
+
+    outcomes = on_all(session.hosts, ask, session.cluster.settings.ssh.max_connections, _PATIENCE_S)
+    answers = {node: outcome.value for node, outcome in outcomes.items() if outcome.value}
+    return facts_of(answers, run.head, exit_code)
+
+
+def triage(session: Session, run_id: str | None) -> RunFailedError:
+    """A failed run once more: the one named, or else the last that failed.
+
+    Raises :class:`RequestError` where there is none, or the one named did not fail.
+    """
+    listed = {run["run_id"]: run for run in list_runs(session)}
+    failed_ones = [name for name, run in listed.items() if run["state"] in ("failed", "lost")]
+    chosen = run_id or (failed_ones[-1] if failed_ones else None)
+    if chosen is None:
+        raise RequestError(Problem("--run", "no run of this cluster has failed", "", "see fab runs"))
+    if chosen not in failed_ones:
+        got = listed[chosen]["state"] if chosen in listed else chosen
+        what = "did not fail" if chosen in listed else "is no run of this cluster"
+        raise RequestError(Problem("--run", what, got, f"use one of: {', '.join(failed_ones[-5:]) or 'none'}"))
+    run = Run(chosen, listed[chosen]["head"])
+    return _failed(session, run, collect(session, run, listed[chosen]["exit_code"]))

@@ -1,0 +1,1 @@
+"""Programs that a benchmark runs: the plain PyTorch loop and the data parallel trainer."""

@@ -1,0 +1,144 @@
+"""What a user would write instead: the same model in a loop of plain PyTorch. For ``tridock bench`` only.
+
+No data set, no log, no schedule, no supervision: random tokens, forward, backward, clip, step. It takes turns with the
+engine in one run, on the same ranks: two processes of the very same program differ by several percent, as their
+memory happens to lie.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tridock.contracts import heartbeat
+from tridock.experiment.schema import Experiment
+from tridock.train.models.gpt import GPT, Shape, parameter_groups
+from tridock.train.parallel.strategies import DTYPES
+from tridock.train.rank.phases import EVALUATION
+from tridock.train.rank.process_group import Ranks, barrier
+from tridock.train.trainer import Build, Trainer
+
+
+class BareLoop:
+    """A model of its own, the same as the experiment's, with DDP where there are several ranks."""
+
+    def __init__(self, experiment: Experiment, vocab_size: int, ranks: Ranks) -> None:
+        torch.manual_seed(experiment.train.seed)
+        shape = Shape.of(experiment.model, vocab_size)
+        model: nn.Module = GPT(shape).to(ranks.device)
+        if experiment.train.compile:
+            model.compile_layers()
+        settings = experiment.optimizer
+        groups = parameter_groups(model, settings.weight_decay)
+        betas = (settings.adam_beta1, settings.adam_beta2)
+        self.optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=betas, fused=True)
+        if ranks.world_size > 1:
+            model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        self.model, self.largest = model, settings.clip_grad
+        micro, length = experiment.batch.micro_batch_size, experiment.model.seq_length
+        self.micro_batches = experiment.batch.global_batch_size // (micro * ranks.world_size)
+        tokens = (self.micro_batches, micro, length + 1)
+        self.tokens = torch.randint(0, shape.padded_vocab_size, tokens, device=ranks.device)
+        short = experiment.precision != "fp32"
+        self.cast: Any = torch.autocast(ranks.device.type, DTYPES[experiment.precision]) if short else nullcontext()
+
+    def step(self) -> float:
+        """One optimizer step; the loss of its last micro-batch."""
+        self.optimizer.zero_grad(set_to_none=False)
+        for number, batch in enumerate(self.tokens, start=1):
+            last = number == self.micro_batches or not isinstance(self.model, nn.parallel.DistributedDataParallel)
+            with nullcontext() if last else self.model.no_sync(), self.cast:
+                loss = self.model(batch[:, :-1], batch[:, 1:])
+            (loss / self.micro_batches).backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.largest)
+        self.optimizer.step()
+        return float(loss.item())
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """After ``warmup`` iterations the two take turns of ``steps``."""
+
+    warmup: int
+    steps: int
+
+    @classmethod
+    def parse(cls, text: str) -> Turns:
+        """Reads ``<warmup>,<steps>``."""
+        return cls(*(int(number) for number in text.split(",")))
+
+    def ends(self, iteration: int) -> bool:
+        """Whether a turn is over with this iteration; the first is the warm-up."""
+        return iteration >= self.warmup and (iteration - self.warmup) % self.steps == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """As many steps of each, in seconds."""
+
+    steps: int
+    engine_s: float
+    bare_s: float
+
+
+class BesideBare(Trainer):
+    """A run that takes turns with a :class:`BareLoop`, and records how long those were."""
+
+    def __init__(
+        self, experiment: Experiment, run_folder: Path, workspace: Path, ranks: Ranks, build: Build, turns: Turns
+    ) -> None:
+        super().__init__(experiment, run_folder, workspace, ranks, build)
+        self.bare = BareLoop(self.experiment, self.splits["train"].vocab_size, ranks)
+        self.turns, self.taken = turns, list[Turn]()
+        self._steps = 0
+        self._engine_s = self._bare_s = 0.0
+
+    def run(self) -> None:
+        super().run()
+        self.event(
+            "beside_bare",
+            steps=[turn.steps for turn in self.taken],
+            engine_s=[round(turn.engine_s, 6) for turn in self.taken],
+            bare_s=[round(turn.bare_s, 6) for turn in self.taken],
+        )
+
+    def iterate(self, iteration: int) -> None:
+        # The one that begins changes with each turn: a machine that grows slower does so for both.
+        if self._steps == 0:
+            if len(self.taken) % 2:
+                self._run_bare(self.turns.steps)
+            barrier()
+        began = time.monotonic()
+        super().iterate(iteration)
+        if self.turns.ends(iteration):
+            self._settle()
+        self._engine_s += time.monotonic() - began
+        self._steps += 1
+        if self.turns.ends(iteration):
+            if len(self.taken) % 2 == 0:
+                self._run_bare(self._steps)
+            self.taken.append(Turn(self._steps, self._engine_s, self._bare_s))
+            self._steps, self._engine_s = 0, 0.0
+
+    def _run_bare(self, steps: int) -> None:
+        heartbeat.beat(heartbeat.START)  # which has time to compile
+        barrier()
+        began = time.monotonic()
+        with self.phases.inside(EVALUATION):
+            for _ in range(steps):
+                self.bare.step()
+            self._settle()
+        self._bare_s = time.monotonic() - began
+        self._logged_at += self._bare_s  # not training time
+        heartbeat.beat(heartbeat.TRAIN)
+
+    def _settle(self) -> None:
+        """What the device has been given belongs to the turn that gave it."""
+        if self.ranks.device.type == "cuda":
+            torch.cuda.synchronize()

@@ -1,0 +1,1 @@
+"""Checkpoints: written whole, chosen, loaded on another layout."""

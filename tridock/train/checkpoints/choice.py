@@ -1,0 +1,101 @@
+"""Which checkpoint a run goes on from: the newest that is whole on every rank, all files compared with their hashes.
+
+Everything here is a collective, and comes out the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from tridock.errors import Problem, RequestError
+from tridock.train.checkpoints import files
+from tridock.train.checkpoints.files import MANIFEST, Names
+from tridock.train.rank.process_group import Agreed, Ranks, together
+
+Needed = Callable[[Path], Collection[str]]
+"""The files that this rank reads of a checkpoint."""
+Rejected = Callable[[Path, Sequence[Problem]], None]
+"""Told of every checkpoint that is passed over, and why."""
+
+
+def choose(source: Path, names: Names, ranks: Ranks, needed: Needed, rejected: Rejected) -> Path:
+    """The folder to continue from: ``source`` itself, or the newest whole one in it, by its pointer.
+
+    Every file is read once, shared out among the ranks that see the same folder. Raises :class:`Agreed` where there is
+    no whole one.
+    """
+    tried: dict[Path, tuple[Problem, ...]] = {}
+    for folder in _candidates(source, names, ranks, tried):
+        if not (problems := _damage(folder, ranks, needed(folder))):
+            for other, reasons in tried.items():
+                rejected(other, reasons)
+            return folder
+        tried[folder] = problems
+    what = f"no whole checkpoint lies at {source}" if tried else f"no checkpoint lies at {source}"
+    todo = "give runs/<run-id>/checkpoints of a run that has saved, or one iter_… folder in it"
+    got = "" if tried else "no such folder" if not source.is_dir() else "no checkpoint's folder in it"
+    reasons = tuple(itertools.chain.from_iterable(tried.values()))
+    raise Agreed(RequestError([Problem("train.load", what, got, todo), *reasons]))
+
+
+def _candidates(source: Path, names: Names, ranks: Ranks, tried: dict[Path, tuple[Problem, ...]]) -> list[Path]:
+    """The folders to look at, in their order."""
+    itself = names.iteration(source.name) is not None and source.is_dir()
+    pointer = source / names.pointers[-1][0]
+    seen: list[tuple[bool, str | None, list[int]]] = [(False, None, [])] * ranks.world_size
+    dist.all_gather_object(seen, (itself, _read(pointer), names.found(source)))
+    if any(is_one for is_one, _, _ in seen):
+        return [source]
+    texts = [words for _, words, _ in seen if words is not None]
+    pointed = [number for number in map(names.pointed, texts) if number is not None]
+    iterations = {number for _, _, found in seen for number in found}
+    if texts and not pointed and iterations:
+        tried[pointer] = (
+            Problem(str(pointer), "names no checkpoint", repr(texts[0]), "the newest whole one is taken"),
+        )
+    # Nodes that share no folder may have been cut off between two pointers: the newer one is tried first.
+    order = files.to_try(iterations, max(pointed, default=None))
+    return [source / names.folder(iteration) for iteration in order]
+
+
+def _damage(folder: Path, ranks: Ranks, needed: Collection[str]) -> tuple[Problem, ...]:
+    """What any rank finds wrong with a checkpoint."""
+    manifest = files.read_manifest(folder)
+    identities: list[tuple[int, ...] | None] = [None] * ranks.world_size
+    dist.all_gather_object(identities, _identity(folder / MANIFEST))
+    sharing = [rank for rank, identity in enumerate(identities) if identity == identities[ranks.rank]]
+    try:
+        with together(ranks):
+            if isinstance(manifest, Problem):
+                raise RequestError(manifest)
+            sizes = {name: entry.size for name, entry in manifest.items()}
+            share = files.dealt(sizes, sharing)[ranks.rank]
+            problems = [
+                *files.damage(folder, manifest, share, read=True),
+                *files.damage(folder, manifest, set(needed) - set(share), read=False),
+            ]
+            if problems:
+                raise RequestError(problems)
+    except Agreed as found:
+        return found.error.problems
+    return ()
+
+
+def _identity(path: Path) -> tuple[int, ...] | None:
+    """Tells whether two ranks see the very same file: its number and time are those of its file system."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return (found.st_ino, found.st_mtime_ns, found.st_size)
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return None

@@ -1,0 +1,95 @@
+"""What a checkpoint may hold: tensors, plain values, and the few classes that its engine puts beside them.
+
+A pickle that somebody else has made may do anything when it is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from types import SimpleNamespace
+from typing import IO, Any, Final
+
+import torch
+
+from tridock.train.checkpoints.write_errors import replaced
+
+
+@contextmanager
+def no_foreign_pickles(more: Sequence[Any] = ()) -> Iterator[None]:
+    """Inside, torch.load makes nothing but tensors, plain values, the four classes that DeepSpeed has, and ``more``.
+
+    DeepSpeed asks for whole pickles.
+    """
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler as StaticLossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    load = torch.load
+
+    def strict(*given: Any, **named: Any) -> Any:
+        return load(*given, **{**named, "weights_only": True})
+
+    known = [DynamicLossScaler, StaticLossScaler, ZeroStageEnum, fragment_address, (_member, "builtins.getattr")]
+    with torch.serialization.safe_globals([*known, *more]), replaced(torch, "load", strict):
+        yield
+
+
+def _member(owner: object, name: str) -> Enum:
+    """In ``getattr``'s place, by which Python 3.11.0 to 3.11.3 pickles an enum's member: that, and nothing else."""
+    if isinstance(owner, type) and issubclass(owner, Enum) and name in owner.__members__:
+        return owner[name]
+    raise pickle.UnpicklingError(f"getattr({owner!r}, {name!r}) is no member of an enum")
+
+
+def megatron_classes() -> list[Any]:
+    """What Megatron-LM v1.1.5 puts into a checkpoint: its arguments and the random states of Python and NumPy."""
+    import numpy as np
+
+    # NumPy has moved it between its versions, and pickles name it either way.
+    rebuild = np.zeros(0).__reduce__()[0]
+    names = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
+    kinds = [type(np.dtype(kind)) for kind in ("uint32", "int64", "float64")]
+    return [argparse.Namespace, np.ndarray, np.dtype, *kinds, *((rebuild, name) for name in names)]
+
+
+_DISTRIBUTED: Final = "torch.distributed.checkpoint."
+_METADATA: Final = {
+    f"{_DISTRIBUTED}metadata": (
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+        *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+    ),
+    f"{_DISTRIBUTED}planner": ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"),
+    f"{_DISTRIBUTED}filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "torch": ("Size",),
+    "pathlib": ("Path", "PosixPath"),
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        module = "pathlib" if module == "pathlib._local" else module  # as Python 3.13 has it
+        if name in _METADATA.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if (module, name) == ("builtins", "getattr"):
+            return _member
+        raise pickle.UnpicklingError(f"{module}.{name} does not belong into a checkpoint's .metadata")
+
+
+@contextmanager
+def no_foreign_metadata() -> Iterator[None]:
+    """Inside, torch reads the ``.metadata`` of a distributed checkpoint without what does not belong there."""
+    from torch.distributed.checkpoint import filesystem
+
+    def load(stream: IO[bytes]) -> Any:
+        return _MetadataUnpickler(stream).load()
+
+    with replaced(filesystem, "pickle", SimpleNamespace(load=load)):
+        yield

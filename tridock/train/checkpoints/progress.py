@@ -1,0 +1,95 @@
+"""How far a run has come, and whether a checkpoint of it fits an experiment: ``tridock.json`` of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+from tridock.errors import Problem, RequestError
+from tridock.experiment.schema import Experiment
+from tridock.train.rank.process_group import Ranks
+
+PROGRESS: Final = "tridock.json"
+
+
+def kind_of_checkpoint(experiment: Experiment) -> str:
+    """The strategy whose checkpoints load: one that splits the model writes what fsdp writes."""
+    parallel = experiment.parallel
+    split = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size > 1
+    return "fsdp" if experiment.engine == "torch" and split else parallel.strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run has come, and what a checkpoint of it fits."""
+
+    iteration: int
+    consumed_samples: int
+    strategy: str
+    zero_stage: int
+    precision: str
+    data_parallel_size: int
+    model: dict[str, int]
+    engine: str = "torch"
+    use_distributed_optimizer: bool = False
+
+    @classmethod
+    def of(cls, experiment: Experiment, ranks: Ranks, padded_vocab_size: int) -> Progress:
+        """The beginning of an experiment."""
+        model = experiment.model
+        return cls(
+            iteration=0,
+            consumed_samples=0,
+            strategy=kind_of_checkpoint(experiment),
+            zero_stage=experiment.parallel.zero_stage if experiment.parallel.strategy == "zero" else 0,
+            precision=experiment.precision,
+            data_parallel_size=ranks.world_size,
+            model={
+                "num_layers": model.num_layers,
+                "hidden_size": model.hidden_size,
+                "num_attention_heads": model.num_attention_heads,
+                "max_position_embeddings": model.max_position_embeddings or model.seq_length,
+                "padded_vocab_size": padded_vocab_size,
+            },
+            engine=experiment.engine,
+            use_distributed_optimizer=experiment.parallel.use_distributed_optimizer,
+        )
+
+    def to_bytes(self) -> bytes:
+        """What the file in a checkpoint holds."""
+        return (json.dumps(asdict(self), indent=2) + "\n").encode()
+
+
+def read_progress(folder: Path) -> Progress:
+    """Reads how far a checkpoint had come."""
+    try:
+        return Progress(**json.loads((folder / PROGRESS).read_bytes()))
+    except (OSError, ValueError, TypeError) as error:
+        got = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        todo = "use another checkpoint: this one is not whole"
+        raise RequestError(Problem(str(folder / PROGRESS), "cannot be read", got, todo)) from None
+
+
+def check_fit(folder: Path, saved: Progress, wanted: Progress) -> None:
+    """Refuses a checkpoint of another model or layout, with every difference."""
+    pairs = [(f"model.{name}", saved.model.get(name), value) for name, value in wanted.model.items()]
+    pairs.append(("engine", saved.engine, wanted.engine))
+    pairs.append(("parallel.strategy", saved.strategy, wanted.strategy))
+    if wanted.engine == "megatron-core":
+        # What lies where is no matter to its checkpoints; what the optimizer holds is.
+        pairs.append(("precision", saved.precision, wanted.precision))
+        field = "use_distributed_optimizer"
+        pairs.append((f"parallel.{field}", saved.use_distributed_optimizer, wanted.use_distributed_optimizer))
+    if wanted.strategy == "zero":
+        # DeepSpeed stores the optimizer in the layout of the stage and precision.
+        pairs.append(("parallel.zero_stage", saved.zero_stage, wanted.zero_stage))
+        pairs.append(("precision", saved.precision, wanted.precision))
+    problems = [
+        Problem(name, f"the checkpoint {folder} was saved with {there}", str(here), "use the same, or start anew")
+        for name, there, here in pairs
+        if there != here
+    ]
+    if problems:
+        raise RequestError(problems)

@@ -1,0 +1,69 @@
+"""Checkpoints of weights that are shared out, in torch's distributed format: they load on any mesh of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from tridock.train.checkpoints.pickles import no_foreign_metadata
+from tridock.train.checkpoints.write_errors import write_failure
+from tridock.train.parallel.loss_scale import LossScaler
+
+FILES: Final = (".metadata",)
+"""What every rank reads of a checkpoint, besides the tensors that it needs."""
+_VECTORS: Final = ("exp_avg", "exp_avg_sq")
+_SCALER: Final = ("scale", "good_steps", "overflows_left")
+
+Named = Iterable[tuple[str, nn.Parameter]]
+Buffers = Mapping[str, Tensor]
+"""What is trained without a gradient, the same on all ranks."""
+
+
+def save(named: Named, buffers: Buffers, optimizer: torch.optim.Optimizer, scaler: LossScaler, folder: Path) -> None:
+    """Writes each tensor once, by one of the ranks that hold it. A collective, which all ranks get through.
+
+    Raises what a rank's writing failed of, on all of them.
+    """
+    state = {**_state(named, buffers, optimizer), "loss_scaler": _values(scaler)}
+    try:
+        dcp.save(state, checkpoint_id=str(folder))
+    except CheckpointException as error:
+        failures = [failure[0] for failure in error.failures.values()]
+        raise next((one for one in failures if write_failure(one) is not None), error) from error
+
+
+def load(named: Named, buffers: Buffers, optimizer: torch.optim.Optimizer, scaler: LossScaler, folder: Path) -> None:
+    """Fills weights and optimizer with what this rank needs, whoever wrote it. A collective."""
+    state = {**_state(named, buffers, optimizer), "loss_scaler": _values(scaler)}
+    with no_foreign_metadata():
+        dcp.load(state, checkpoint_id=str(folder))
+    values = state["loss_scaler"]
+    scaler.restore(dict(zip(_SCALER, values.tolist(), strict=True)))
+
+
+def _values(scaler: LossScaler) -> Tensor:
+    state = scaler.state()
+    return torch.tensor([state[name] for name in _SCALER], dtype=torch.float64)
+
+
+def _state(named: Named, buffers: Buffers, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The tensors themselves, by the names that they have in the whole model."""
+    return {**dict(_tensors(named, optimizer)), **{f"model.{name}": tensor for name, tensor in buffers.items()}}
+
+
+def _tensors(named: Named, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in named:
+        yield f"model.{name}", parameter.detach()
+        entry = optimizer.state[parameter]
+        if not entry:  # before the first step
+            entry["step"] = torch.zeros((), dtype=torch.float32)
+            entry.update({key: torch.zeros_like(parameter.detach()) for key in _VECTORS})
+        yield f"optimizer.{name}.step", entry["step"]
+        for key in _VECTORS:
+            yield f"optimizer.{name}.{key}", entry[key]

@@ -1,0 +1,144 @@
+"""ZeRO's optimizer states for another number of ranks than the one that saved them.
+
+DeepSpeed refuses such a checkpoint. It stores each parameter group (ZeRO-1 and 2) as one flat vector cut into equal
+pieces, the last padded with zeros; and each parameter (ZeRO-3) cut into equal pieces, the last padded, of which a rank
+holds one of each. Here a rank reads out of the old pieces what its new ones hold; files are mapped, not read whole.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tridock.train.checkpoints.write_errors import replaced
+
+State = dict[str, Any]
+
+
+def piece(pieces: Sequence[Tensor], first: int, count: int) -> Tensor:
+    """Elements ``first`` to ``first + count`` of the vector cut into ``pieces``; zeros beyond its end."""
+    out = torch.zeros(count, dtype=pieces[0].dtype)
+    begin = 0
+    for one in pieces:
+        low, high = max(first, begin), min(first + count, begin + one.numel())
+        if low < high:
+            out[low - first : high - first] = one[low - begin : high - begin]
+        begin += one.numel()
+    return out
+
+
+def pieces_of_parameters(
+    flats: Sequence[Sequence[Tensor]], sizes: Sequence[int], rank: int, ranks: int
+) -> list[Tensor]:
+    """ZeRO-3: this rank's padded piece of each parameter, from what each rank of before held of all.
+
+    ``flats`` are, rank by rank, vectors that together hold the padded pieces of all parameters one behind the other;
+    ``sizes`` the parameters' numbers of elements.
+    """
+    out, offset = [], 0
+    for size in sizes:
+        before, now = -(-size // len(flats)), -(-size // ranks)
+        out.append(piece([piece(flat, offset, before) for flat in flats], rank * now, now))
+        offset += before
+    return out
+
+
+@contextmanager
+def resharded(engine: Any, folder: Path, files: Callable[[int], Sequence[str]], saved: int) -> Iterator[None]:
+    """Inside, ``engine.load_checkpoint`` takes a checkpoint of ``saved`` ranks.
+
+    ``files`` names those that a rank of before wrote: its optimizer states are the last.
+    """
+    stage, rank = engine.zero_optimization_stage(), dist.get_rank()
+    name = engine._get_ckpt_name
+
+    def load(*_: object, **__: object) -> bool:
+        states = [
+            torch.load(folder / files(number)[-1], map_location="cpu", mmap=True, weights_only=True)[
+                "optimizer_state_dict"
+            ]
+            for number in range(saved)
+        ]
+        own = (_stage_3 if stage == 3 else _stages_1_and_2)(engine.optimizer, states)
+        engine.optimizer.load_state_dict(
+            [own] * dist.get_world_size(),
+            load_optimizer_states=True,
+            load_from_fp32_weights=engine.zero_load_from_fp32_weights(),
+            param_shapes=engine._get_zero_param_shapes(),
+        )
+        return True
+
+    def model_file(
+        load_dir: str, tag: str, mp_placeholder: str | None = None, pp_placeholder: str | None = None
+    ) -> str:
+        # ZeRO-3 has one a rank, alike but for the pieces, which come out of the optimizer's states.
+        return str(name(load_dir, tag, mp_placeholder, pp_placeholder or str(rank % saved)))
+
+    with replaced(engine, "_load_zero_checkpoint", load), replaced(engine, "_get_ckpt_name", model_file):
+        yield
+
+
+def _stages_1_and_2(optimizer: Any, states: Sequence[State]) -> State:
+    """``states`` are of all ranks of before; the result is of this one."""
+    weights, inner = "single_partition_of_fp32_groups", "base_optimizer_state"
+    counts = [vector.numel() for vector in optimizer.single_partition_of_fp32_groups]
+
+    def ours(group: int, pieces: Sequence[Tensor]) -> Tensor:
+        return piece(pieces, dist.get_rank() * counts[group], counts[group])
+
+    moved: dict[int, State] = {}
+    for group, entry in states[0][inner]["state"].items():
+        of_group = [state[inner]["state"][group] for state in states]
+        moved[group] = {**entry, **{key: ours(group, [one[key] for one in of_group]) for key in _vectors(entry)}}
+    return {
+        **states[0],
+        inner: {**states[0][inner], "state": moved},
+        weights: [ours(group, [state[weights][group] for state in states]) for group in range(len(counts))],
+    }
+
+
+def _vectors(entry: Mapping[str, Any]) -> list[str]:
+    """What an optimizer has of each element, and not once for all."""
+    return [key for key, value in entry.items() if torch.is_tensor(value) and value.dim()]
+
+
+def _stage_3(optimizer: Any, states: Sequence[State]) -> State:
+    """DeepSpeed cuts a long group into several, at places that depend on the number of ranks: they are joined first."""
+    groups = [[int(parameter.ds_numel) for parameter in group] for group in optimizer.fp16_groups]
+    sizes = [size for group in groups for size in group]
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+
+    def ours(pick: Callable[[State], Sequence[Tensor]]) -> list[Tensor]:
+        flats = [pick(state) for state in states]
+        pieces = iter(pieces_of_parameters(flats, sizes, rank, ranks))
+        return [torch.cat([next(pieces) for _ in group]) for group in groups]
+
+    inner = "optimizer_state_dict"
+    entry: State = states[0][inner]["state"][0]
+    first = {key: value for key, value in entry.items() if key not in _vectors(entry)}
+    vectors = {
+        key: ours(lambda s, key=key: [one[key] for one in s[inner]["state"].values()]) for key in _vectors(entry)
+    }
+    entries = {
+        # A step counter of its own for each: the optimizer counts in place.
+        number: {**copy.deepcopy(first), **{key: of_groups[number] for key, of_groups in vectors.items()}}
+        for number in range(len(groups))
+    }
+    optimizer._set_fp32_optimizer_param_groups()
+    now = optimizer.optimizer.state_dict()["param_groups"]
+    optimizer._clear_fp32_optimizer_param_groups()
+    settings = [
+        {**was, "params": own["params"]} for was, own in zip(states[0][inner]["param_groups"], now, strict=True)
+    ]
+    return {
+        **states[0],
+        inner: {"state": entries, "param_groups": settings},
+        "fp32_flat_groups": ours(lambda s: s["fp32_flat_groups"]),
+    }

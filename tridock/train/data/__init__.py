@@ -1,0 +1,1 @@
+"""Training samples: data sets, index maps, prefetching."""

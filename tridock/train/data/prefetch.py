@@ -1,0 +1,52 @@
+"""Batches read while the one before is trained on, by a thread, into memory that a GPU copies from by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tridock.train.data.dataset import Samples
+from tridock.train.data.images import ImageSamples
+from tridock.train.parallel.strategies import Batch
+
+Arrays = NDArray | tuple[NDArray, NDArray]
+Split = Samples | ImageSamples
+Read = Callable[[Split, int], Iterable[Arrays]]
+"""This rank's micro-batches of the global batch that begins with a sample of that number."""
+
+
+class Prefetcher:
+    """Reads ahead of the training loop.
+
+    A thread and not a process: the files are mapped into memory, and nothing is computed on the way. What goes wrong
+    while it reads ahead is raised where the batch is asked for, and not before.
+    """
+
+    def __init__(self, read: Read, device: torch.device) -> None:
+        self._read, self._device = read, device
+        self._pins = device.type == "cuda"
+        # Pinning makes a context on the thread's own GPU, which would be the first one on every rank.
+        prepare = (lambda: torch.cuda.set_device(device)) if self._pins else None
+        self._thread = ThreadPoolExecutor(1, "batches", prepare)
+        self._ahead: dict[tuple[str, int], Future[list[Batch]]] = {}
+
+    def get(self, samples: Split, first: int, then: int | None) -> list[Batch]:
+        """The micro-batches from sample ``first`` on the rank's device; those from ``then`` are read meanwhile."""
+        found = self._ahead.pop((samples.name, first), None) or self._thread.submit(self._make, samples, first)
+        batches = found.result()
+        if then is not None:
+            self._ahead[samples.name, then] = self._thread.submit(self._make, samples, then)
+        return [_each(batch, lambda tensor: tensor.to(self._device, non_blocking=True)) for batch in batches]
+
+    def _make(self, samples: Split, first: int) -> list[Batch]:
+        batches: list[Batch] = [_each(arrays, torch.from_numpy) for arrays in self._read(samples, first)]
+        return [_each(batch, Tensor.pin_memory) for batch in batches] if self._pins else batches
+
+
+def _each(batch: Any, change: Callable[[Any], Tensor]) -> Batch:
+    return (change(batch[0]), change(batch[1])) if isinstance(batch, tuple) else change(batch)

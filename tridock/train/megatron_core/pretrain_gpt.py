@@ -1,0 +1,36 @@
+"""A rank of engine ``megatron-core``: ``python -m tridock.train.megatron_core.pretrain_gpt --run-folder <folder>``."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from tridock.train.rank.program import run_program
+from tridock.train.rank.run import end
+
+if TYPE_CHECKING:
+    from tridock.train.rank.process_group import Ranks
+    from tridock.train.trainer import Build
+
+
+def engine(ranks: Ranks) -> Build:
+    """What makes the parts of the training loop, once megatron-core finds what it needs on this machine."""
+    from tridock.compat import megatron_core
+
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ranks.world_size)
+    replaced = megatron_core.prepare(ranks.device.type, local_ranks)
+    if ranks.first:
+        print("".join(f"compat: {line}\n" for line in replaced), end="", flush=True)
+
+    from tridock.train.megatron_core.parts import megatron_core_parts
+
+    return megatron_core_parts
+
+
+def main() -> int:
+    """Runs the rank; gives the exit code."""
+    return run_program("tridock.train.megatron_core.pretrain_gpt", "megatron-core", engine)
+
+
+if __name__ == "__main__":
+    end(main(), at_once=True)

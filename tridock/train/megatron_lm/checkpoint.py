@@ -1,0 +1,73 @@
+"""Megatron-LM v1.1.5's checkpoints, saved and chosen as those of the other engines; upstream's code writes and reads.
+
+With DeepSpeed they lie in ``global_step<n>/``, without it in ``iter_<n>/``, each with ``files.json`` and the tracker
+file that upstream wants to read; beside them ``latest`` and ``latest_checkpointed_iteration.txt``, as it has them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tridock.contracts.run_folder import CHECKPOINTS
+from tridock.train.checkpoints.checkpoint import Checkpoints
+from tridock.train.checkpoints.choice import Rejected, choose
+from tridock.train.checkpoints.files import DEEPSPEED, MANIFEST, MEGATRON, TRACKER
+from tridock.train.checkpoints.pickles import megatron_classes, no_foreign_pickles
+from tridock.train.checkpoints.write_errors import kept_to_the_end, replaced
+from tridock.train.rank.process_group import Ranks, any_rank
+
+
+class UpstreamCheckpoints:
+    """Stands around upstream's ``save_checkpoint`` and ``load_checkpoint``. Everything here is a collective."""
+
+    def __init__(self, args: Any, run_folder: Path, ranks: Ranks, keep: int | None) -> None:
+        self._args, self._ranks, self._keep = args, ranks, keep
+        self._upstream: Any = importlib.import_module("megatron.checkpointing")
+        folder = Path(args.save) if args.save else run_folder / CHECKPOINTS
+        self._names = DEEPSPEED if args.deepspeed else MEGATRON
+        self._checkpoints = Checkpoints(folder, ranks, self._names)
+
+    def save(self, save: Callable[..., None], iteration: int, model: Any, *rest: Any) -> Path:
+        """One checkpoint; as :meth:`Checkpoints.save`."""
+
+        def write(folder: Path, _writes_shared: bool) -> None:
+            places: list[tuple[Any, str]] = [(torch, "save")]
+            with ExitStack() as changes:
+                changes.enter_context(replaced(self._args, "save", str(folder.parent)))
+                # What names the newest one is written once it is whole, and not by upstream.
+                changes.enter_context(replaced(self._upstream, "get_checkpoint_tracker_filename", lambda _: os.devnull))
+                if self._args.deepspeed:
+                    places.append((model, "_copy_recovery_script"))
+                    tagged = partial(model.save_checkpoint, tag=folder.name, save_latest=False)
+                    changes.enter_context(replaced(model, "save_checkpoint", tagged))
+                changes.enter_context(kept_to_the_end(*places))
+                save(iteration, model, *rest)
+
+        return self._checkpoints.save(write, iteration, {TRACKER: str(iteration).encode()}, (), self._keep)
+
+    def load(self, load: Callable[..., int], rejected: Rejected, model: Any, *rest: Any, **named: Any) -> int:
+        """The newest whole one; upstream's own, which nobody has listed, as upstream loads it."""
+        with no_foreign_pickles(megatron_classes()):
+            return self._load(load, rejected, model, *rest, **named)
+
+    def _load(self, load: Callable[..., int], rejected: Rejected, model: Any, *rest: Any, **named: Any) -> int:
+        source = Path(self._args.load)
+        if not any_rank(self._ranks, any((*source.glob(MANIFEST), *source.glob(f"*/{MANIFEST}")))):
+            return load(model, *rest, **named)
+        folder = choose(source, self._names, self._ranks, lambda _: (), rejected)
+        with ExitStack() as changes:
+            changes.enter_context(replaced(self._args, "load", str(folder.parent)))
+            tracker = str(folder / TRACKER)
+            changes.enter_context(replaced(self._upstream, "get_checkpoint_tracker_filename", lambda _: tracker))
+            if self._args.deepspeed:
+                tagged = partial(model.load_checkpoint, tag=folder.name)
+                changes.enter_context(replaced(model, "load_checkpoint", tagged))
+            return load(model, *rest, **named)

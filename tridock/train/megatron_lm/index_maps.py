@@ -1,0 +1,118 @@
+"""``python -m tridock.train.megatron_lm.index_maps --data-parallel-size N <Megatron's arguments>``.
+
+Makes the index maps of samples that the run's ranks would make, with upstream's own code, on the CPU, without a model.
+Prints them as JSON: ``{"made": how many, "files": [names beside the data]}``. Those that are there stay as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import runpy
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, Final
+
+from tridock.errors import Problem, RunError, TridockError
+
+_PARTS: Final = ("doc_idx", "sample_idx", "shuffle_idx")
+
+
+def main() -> int:
+    """Makes them; gives the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tridock.train.megatron_lm.index_maps", allow_abbrev=False)
+    parser.add_argument("--data-parallel-size", type=int, required=True, help="replicas that the run will have")
+    options, words = parser.parse_known_args()
+    # Before torch is imported: the GPUs may be a run's.
+    os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            answer = make(words, options.data_parallel_size)
+    except TridockError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    print(json.dumps(answer))
+    return 0
+
+
+def make(words: list[str], data_parallel_size: int) -> dict[str, object]:
+    """The maps of the run whose words these are, beside its data."""
+    from tridock.train.data.index_maps import MARK
+    from tridock.train.megatron_lm.pretrain_gpt2 import check_files, drop_stale_maps, source_folder
+
+    source = source_folder()
+    check_files(words)
+    prefix = Path(dict(itertools.pairwise(words))["--data-path"])
+    drop_stale_maps(words)
+    try:
+        # Upstream writes under the maps' own names: cut off, half of one would be taken for the whole by the next run.
+        with tempfile.TemporaryDirectory(prefix=f".{prefix.name}_indexmap.", dir=prefix.parent) as folder:
+            aside = Path(folder) / prefix.name
+            _link(prefix, Path(folder))
+            place = words.index("--data-path") + 1
+            files = _upstream([*words[:place], str(aside), *words[place + 1 :]], source, data_parallel_size)
+            made = [name for name in files if not (Path(folder) / name).is_symlink()]
+            for name in made:
+                (Path(folder) / name).replace(prefix.parent / name)
+    except OSError as error:
+        todo = "make the folder writable for the node's user, with room in it"
+        problem = Problem("index maps", "cannot be made beside the data", f"{error.strerror} in {prefix.parent}", todo)
+        raise RunError(problem) from None
+    return {"made": len(made), "files": [*files, f"{prefix.name}{MARK}"]}
+
+
+def _link(prefix: Path, folder: Path) -> None:
+    """The data, and maps of which no part is missing: of others upstream makes all parts anew, through the links."""
+    names = [f"{prefix.name}.bin", f"{prefix.name}.idx"]
+    for first in prefix.parent.glob(f"*_{_PARTS[0]}.npy"):
+        parts = [f"{first.name.removesuffix(f'{_PARTS[0]}.npy')}{part}.npy" for part in _PARTS]
+        if first.name.startswith(f"{prefix.name}_") and all((prefix.parent / part).is_file() for part in parts):
+            names += parts
+    for name in names:
+        (folder / name).symlink_to((prefix.parent / name).absolute())
+
+
+def _upstream(words: list[str], source: Path, data_parallel_size: int) -> list[str]:
+    """Runs ``pretrain_gpt2.py`` up to its data sets; the names of the maps that they opened."""
+    from tridock import compat
+    from tridock.compat import megatron_v115
+    from tridock.train.parallel.strategies import import_deepspeed
+    from tridock.train.rank import process_group
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    ranks = process_group.join()
+    import_deepspeed(ranks)
+    compat.switch_on(ranks.device.type, 1)
+    sys.path.insert(0, str(source))
+    megatron_v115.adapt(ranks.device.type)
+
+    from megatron import mpu, training
+
+    datasets: list[Any] = []
+
+    def only_data(provider: Any, _model: Any, _step: Any, **initial: Any) -> None:
+        training.initialize_megatron(**initial)
+        mpu.get_data_parallel_world_size = lambda: data_parallel_size
+        training.make_data_loader = datasets.append  # which gives None: no loader, and so none is asked for anything
+        training.build_train_valid_test_data_iterators(provider)
+
+    training.pretrain = only_data
+    sys.argv = [str(source / "pretrain_gpt2.py"), *words]
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as left:  # argparse, where megatron_args of the experiment are wrong
+        todo = "see megatron_args of the experiment"
+        raise RunError(Problem("index maps", "Megatron gave up", f"exit code {left.code}", todo)) from None
+    finally:
+        process_group.leave()
+    opened = (getattr(dataset, part) for dataset in datasets if dataset is not None for part in _PARTS)
+    return [Path(array.filename).name for array in opened]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

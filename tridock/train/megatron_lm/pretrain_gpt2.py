@@ -1,0 +1,121 @@
+"""A rank: ``python -m tridock.train.megatron_lm.pretrain_gpt2 --run-folder <folder> <Megatron's arguments>``.
+
+Runs DeepSpeedExamples' Megatron-LM v1.1.5 as it is (with the patches of ``patches/megatron-v1.1.5``), from the image's
+folder or from the one that TRIDOCK_MEGATRON names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from tridock.contracts.run_folder import EXPERIMENT, MEGATRON, MEGATRON_VARIABLE
+from tridock.errors import Problem, RequestError, RunError
+from tridock.train.checkpoints.files import MANIFEST, TRACKER
+from tridock.train.data import index_maps
+from tridock.train.rank.run import end, form_world, record_end, run_rank
+
+
+def main() -> int:
+    """Runs the rank; gives the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tridock.train.megatron_lm.pretrain_gpt2",
+        description="One rank of engine megatron-deepspeed; what it does not know is Megatron's.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--run-folder", type=Path, required=True, help="runs/<run-id>, with experiment.yaml in it")
+    options, words = parser.parse_known_args()
+    run_folder: Path = options.run_folder.absolute()
+    return run_rank(run_folder, lambda: _train(run_folder, words))
+
+
+def source_folder() -> Path:
+    """Where Megatron lies. Raises :class:`RequestError` where it does not."""
+    folder = Path(os.environ.get(MEGATRON_VARIABLE) or MEGATRON)
+    if not (folder / "pretrain_gpt2.py").is_file():
+        todo = f"build the image with MEGATRON=<git repository or folder>, or name the folder in {MEGATRON_VARIABLE}"
+        raise RequestError(Problem("engine", "Megatron-LM v1.1.5 is not here", str(folder), todo))
+    return folder
+
+
+def _train(run_folder: Path, words: list[str]) -> None:
+    from tridock.experiment import load_experiment
+    from tridock.train.rank import process_group
+
+    ranks = form_world(run_folder)
+    with process_group.together(ranks):
+        experiment = load_experiment(run_folder / EXPERIMENT)
+        source = source_folder()
+        check_files(words)
+        stale = drop_stale_maps(words) if ranks.local_rank == 0 else 0
+    process_group.barrier()
+
+    from tridock import compat
+    from tridock.compat import megatron_v115
+    from tridock.train.megatron_lm.record import Recorder
+    from tridock.train.parallel.strategies import import_deepspeed
+
+    # Before Megatron's own initialisation of the process group, which then keeps its hands off.
+    import_deepspeed(ranks)
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ranks.world_size)
+    replaced = compat.switch_on(ranks.device.type, local_ranks)
+    sys.path.insert(0, str(source))
+    replaced += megatron_v115.adapt(ranks.device.type)
+    if ranks.rank == 0:
+        print("".join(f"compat: {line}\n" for line in replaced), end="", flush=True)
+    if stale:
+        print(f"removed {stale} index maps beside the data: they were of other data or another split", flush=True)
+
+    from megatron import training
+
+    recorder = Recorder(training, experiment, run_folder, ranks)
+    sys.argv = [str(source / "pretrain_gpt2.py"), *words]
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as left:  # Megatron leaves this way where it gives up, and argparse where it does not understand
+        if left.code not in (0, None):
+            what, todo = "Megatron gave up", "see the lines above; megatron_args of the experiment may be wrong"
+            raise RunError(Problem("megatron", what, f"exit code {left.code}", todo)) from None
+    recorder.metrics.close()
+    record_end(run_folder, ranks, recorder.iteration)
+
+
+def check_files(words: list[str]) -> None:
+    """What the command line names must be here; raises :class:`RequestError` with all that is not.
+
+    Upstream would end in a trace, and where there is no checkpoint go on with random weights.
+    """
+    given = dict(itertools.pairwise(words))
+    named = {
+        "data.data_path": [f"{given['--data-path']}.bin", f"{given['--data-path']}.idx"],
+        "data.vocab_file": [given["--vocab-file"]],
+        "data.merge_file": [given["--merge-file"]],
+    }
+    todo = "bring the data here: fab data, or tridock data"
+    problems = [
+        Problem(field, "no such file", path, todo)
+        for field, paths in named.items()
+        for path in paths
+        if not Path(path).is_file()
+    ]
+    load = Path(given.get("--load", ""))
+    # The tracker file may have been lost, or stand for a checkpoint that has.
+    if "--load" in given and not (load / TRACKER).is_file() and not any(load.glob(f"*/{MANIFEST}")):
+        what, todo = "holds no checkpoint of Megatron-LM v1.1.5", "give the checkpoints folder of a run of this engine"
+        problems.append(Problem("train.load", what, given["--load"], todo))
+    if problems:
+        raise RequestError(problems)
+
+
+def drop_stale_maps(words: list[str]) -> int:
+    """Index maps beside the data that are not of this data and split; how many there were."""
+    given = dict(itertools.pairwise(words))
+    return index_maps.drop_stale(Path(given["--data-path"]), given["--split"])
+
+
+if __name__ == "__main__":
+    end(main())

@@ -1,0 +1,286 @@
+"""Hooks into ``megatron.training`` of Megatron-LM v1.1.5: this run's metrics and events, from its own values."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from tridock.contracts import heartbeat
+from tridock.contracts.run_folder import CHECKPOINT_LAYOUT, write_atomic
+from tridock.errors import Problem, RunError
+from tridock.experiment.inputs import CheckpointLayout
+from tridock.experiment.schema import Experiment
+from tridock.experiment.sizes import model_parameters
+from tridock.train.megatron_lm.checkpoint import UpstreamCheckpoints
+from tridock.train.rank import signals
+from tridock.train.rank.metrics import Metrics, record_event
+from tridock.train.rank.phases import (
+    BACKWARD,
+    CHECKPOINT,
+    DATA,
+    EVALUATION,
+    FORWARD,
+    OPTIMIZER,
+    SYNC,
+    WAIT,
+    Phases,
+    of_a_step,
+)
+from tridock.train.rank.process_group import Agreed, Memory, Ranks, any_rank
+from tridock.train.rank.profiling import Profiling
+
+
+class Recorder:
+    """Stands between Megatron's loop and its functions; upstream's code and output stay as they are."""
+
+    def __init__(self, training: Any, experiment: Experiment, run_folder: Path, ranks: Ranks) -> None:
+        self.experiment, self.run_folder, self.first = experiment, run_folder, ranks.first
+        self._ranks = ranks
+        # Megatron writes the TensorBoard files itself.
+        self.metrics = Metrics(run_folder, active=ranks.first, tensorboard=False)
+        self.phases, self.memory = Phases(ranks.device), Memory(ranks)
+        self.iteration = 0
+        train = experiment.train
+        self.profiling = Profiling(train.profile_iters, train.train_iters, run_folder, ranks)
+        self._lr = 0.0
+        self._model: Any = None
+        self._optimizers: tuple[Any, ...] = ()
+        self._leaves = False
+        self._loss: float | None = None
+        self._saved = -1
+        self._logged_at, self._logged_iteration = time.monotonic(), 0
+        self._upstream = training
+        self._original = {name: getattr(training, name) for name in HOOKED}
+        for name in HOOKED:
+            setattr(training, name, getattr(self, name))
+
+    def train(self, forward: Any, model: Any, *rest: Any) -> int:
+        """The loop: notes the model, and where a resumed run starts."""
+        self._model, self._optimizers = model, rest[:2]
+        self.iteration = self._logged_iteration = self._upstream.get_args().iteration
+        time_parts(model, self.phases)
+        self.phases.read()  # what came before is no step's
+        self._logged_at = time.monotonic()
+        heartbeat.beat(heartbeat.START, self.iteration)
+        self.metrics.rewind(self.iteration)
+        rows = int(self._upstream.get_args().padded_vocab_size)
+        self.event("model_built", parameters=model_parameters(self.experiment.model, rows), padded_vocab_size=rows)
+        with signals.saving() if self.experiment.train.save else nullcontext():
+            end: int = self._original["train"](forward, model, *rest)
+        self.iteration = end
+        return end
+
+    def train_step(self, forward: Any, iterator: Any, model: Any, optimizer: Any, scheduler: Any) -> Any:
+        """One optimizer step.
+
+        Upstream accumulates gradients in its pipeline only; DeepSpeed does everywhere, and counts micro batches
+        itself: an iteration is as many of them as make up the global batch.
+        """
+        self.profiling.before(self.iteration + 1)
+        with self.phases.inside(OPTIMIZER if self._upstream.get_args().pipe_parallel_size == 0 else WAIT):
+            return self._step(self.phases.around(FORWARD, forward), self._timed(iterator), model, optimizer, scheduler)
+
+    def _timed(self, iterator: Any) -> Any:
+        return None if iterator is None else _Timed(iterator, self.phases)
+
+    def backward_step(self, *given: Any) -> Any:
+        """Upstream's, with its clipping, in a phase of its own."""
+        with self.phases.inside(BACKWARD):
+            return self._original["backward_step"](*given)
+
+    def _step(self, forward: Any, iterator: Any, model: Any, optimizer: Any, scheduler: Any) -> Any:
+        args = self._upstream.get_args()
+        self._lr = optimizer.param_groups[0]["lr"]  # of this step; upstream logs that of the next
+        step = self._original["train_step"]
+        if args.pipe_parallel_size > 0 or args.gas == 1:
+            return step(forward, iterator, model, optimizer, scheduler)
+        parts = [step(forward, iterator, model, optimizer, scheduler) for _ in range(args.gas)]
+        means = {name: sum(losses[name] for losses, _ in parts) / args.gas for name in parts[0][0]}
+        return means, parts[-1][1]
+
+    def training_log(
+        self, losses: Any, totals: Any, rate: float, iteration: int, scale: float | None, *rest: Any
+    ) -> Any:
+        """A line of metrics.jsonl at the first, the last and every ``log_interval``-th iteration.
+
+        Here every iteration comes by: a run that is told to end saves, and leaves by :class:`Preempted`.
+        """
+        train = self.experiment.train
+        self.iteration = iteration
+        heartbeat.beat(heartbeat.TRAIN, iteration)
+        if iteration in (1, train.train_iters) or iteration % train.log_interval == 0:
+            self._log(float(losses["lm loss"]), scale)
+        reported = self._original["training_log"](losses, totals, rate, iteration, scale, *rest)
+        self.profiling.after(iteration)
+        if train.save and signals.asked(partial(any_rank, self._ranks)):
+            self._leaves = True
+            self.save_checkpoint(iteration, self._model, *self._optimizers)
+            raise signals.Preempted(iteration)
+        return reported
+
+    def _log(self, loss: float, scale: float | None) -> None:
+        iteration, samples = self.iteration, self.experiment.batch.global_batch_size or 0
+        now, steps = time.monotonic(), max(1, iteration - self._logged_iteration)
+        step_time = (now - self._logged_at) / steps
+        self._logged_at, self._logged_iteration = now, iteration
+        norm = self._model.get_global_grad_norm() if hasattr(self._model, "get_global_grad_norm") else None
+        self.metrics.iteration(
+            {
+                "iteration": iteration,
+                "loss": loss,
+                "lr": self._lr,
+                "grad_norm": None if norm is None else float(norm),
+                "step_time_s": step_time,
+                "tokens_per_second": samples * self.experiment.model.seq_length / step_time,
+                "consumed_samples": samples * iteration,
+                "loss_scale": 1.0 if scale is None else float(scale),
+                "phases": of_a_step(self.phases.read(), steps),
+                **self.memory.told(),
+            }
+        )
+        if not math.isfinite(loss):
+            todo = "lower optimizer.lr, lengthen optimizer.lr_warmup_iters, or use fp32"
+            raise Agreed(RunError(Problem(f"iteration {iteration}", "the loss is not finite", str(loss), todo)))
+
+    def evaluate(self, forward: Any, *given: Any, **named: Any) -> Any:
+        """Keeps the loss that upstream prints; every batch is a sign of life."""
+
+        def beating(*batch: Any) -> Any:
+            heartbeat.beat(heartbeat.EVAL)
+            return forward(*batch)
+
+        losses = self._original["evaluate"](beating, *given, **named)
+        self._loss = float(losses["lm loss"])
+        heartbeat.beat(heartbeat.TRAIN)
+        return losses
+
+    def evaluate_and_print_results(
+        self, prefix: str, forward: Any, iterator: Any, model: Any, iteration: int, verbose: bool = False
+    ) -> None:
+        """A line of metrics.jsonl for each evaluation. The last iteration's is made once, after the loop."""
+        if iteration == self.experiment.train.train_iters and prefix.startswith("iteration"):
+            return
+        started = time.monotonic()
+        with self.phases.inside(EVALUATION):
+            self._original["evaluate_and_print_results"](prefix, forward, iterator, model, iteration, verbose)
+        seconds = time.monotonic() - started
+        if self._loss is not None:
+            split = "test" if "test" in prefix else "valid"
+            self.metrics.evaluation(self.iteration, split, self._loss)
+            self.event("evaluation", iteration=self.iteration, split=split, loss=self._loss, seconds=round(seconds, 3))
+        self._logged_at += seconds  # not training time
+
+    def save_checkpoint(self, iteration: int, *given: Any) -> None:
+        """Upstream saves the last iteration twice where ``save_interval`` divides it; here once.
+
+        A checkpoint that cannot be written ends the run only where no other is to come.
+        """
+        if iteration == self._saved:
+            return
+        started = time.monotonic()
+        heartbeat.beat(heartbeat.SAVE)
+        try:
+            with self.phases.inside(CHECKPOINT):
+                folder = self._checkpoints.save(self._original["save_checkpoint"], iteration, *given)
+        except Agreed as failed:
+            self.event("checkpoint_failed", iteration=iteration, reason=str(failed))
+            if iteration == self.experiment.train.train_iters or self._leaves:
+                raise
+            self._say(f"warning: iteration {iteration} is not saved, and the run goes on:\n{failed}")
+        else:
+            self._saved = iteration
+            self._note_layout(folder.parent)
+            seconds = round(time.monotonic() - started, 3)
+            self.event("checkpoint_saved", iteration=iteration, folder=str(folder), seconds=seconds)
+        heartbeat.beat(heartbeat.TRAIN)
+        self._logged_at += time.monotonic() - started  # not training time
+
+    def _note_layout(self, folder: Path) -> None:
+        """What the checkpoint fits, for the next launch to tell; once a node, as nodes may not share the folder."""
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            args = self._upstream.get_args()
+            replicas = args.world_size // (args.model_parallel_size * max(1, args.pipe_parallel_size))
+            layout = CheckpointLayout.of(self.experiment, replicas).to_json()
+            write_atomic(folder / CHECKPOINT_LAYOUT, (json.dumps(layout, indent=2) + "\n").encode())
+
+    def load_checkpoint(self, *given: Any, **named: Any) -> int:
+        """Notes where the run goes on."""
+        load = self._original["load_checkpoint"]
+        iteration = self._checkpoints.load(load, self._pass_over, *given, **named)
+        self.event("checkpoint_loaded", folder=str(self._upstream.get_args().load), iteration=iteration)
+        return iteration
+
+    def _pass_over(self, folder: Path, problems: Sequence[Problem]) -> None:
+        reasons = [str(problem) for problem in problems]
+        self.event("checkpoint_rejected", folder=str(folder), reasons=reasons)
+        self._say("\n".join([f"warning: {folder} is not whole, and is passed over:", *reasons]))
+
+    @cached_property
+    def _checkpoints(self) -> UpstreamCheckpoints:
+        keep = self.experiment.train.keep_checkpoints
+        return UpstreamCheckpoints(self._upstream.get_args(), self.run_folder, self._ranks, keep)
+
+    def _say(self, line: str) -> None:
+        if self.first:
+            print(line, flush=True)
+
+    def event(self, event: str, **fields: object) -> None:
+        """A line for programs, from rank 0."""
+        if self.first:
+            record_event(self.run_folder, event, **fields)
+
+
+class _Timed:
+    """An iterator whose work is the data's phase."""
+
+    def __init__(self, iterator: Any, phases: Phases) -> None:
+        self._iterator, self._phases = iterator, phases
+
+    def __iter__(self) -> _Timed:
+        return self
+
+    def __next__(self) -> Any:
+        with self._phases.inside(DATA):
+            return next(self._iterator)
+
+
+_INSTRUCTIONS = {
+    "LoadMicroBatch": DATA,
+    "ForwardPass": FORWARD,
+    "BackwardPass": BACKWARD,
+    "ReduceGrads": SYNC,
+    "ReduceTiedGrads": SYNC,
+    "OptimizerStep": OPTIMIZER,
+}
+"""Of DeepSpeed's pipeline; the others send and receive."""
+
+
+def time_parts(model: Any, phases: Phases) -> None:
+    """Makes what exchanges gradients, and each instruction of a pipeline, tell its phase."""
+    for name in ("allreduce_gradients", "allreduce_params"):  # DeepSpeed's engine, and upstream's own DDP
+        if hasattr(model, name):
+            setattr(model, name, phases.around(SYNC, getattr(model, name)))
+    if hasattr(model, "_INSTRUCTION_MAP"):
+        model._INSTRUCTION_MAP = {
+            kind: phases.around(_INSTRUCTIONS.get(kind.__name__, WAIT), work)
+            for kind, work in model._INSTRUCTION_MAP.items()
+        }
+
+
+HOOKED = (
+    "train",
+    "train_step",
+    "backward_step",
+    "training_log",
+    "evaluate",
+    "evaluate_and_print_results",
+    "save_checkpoint",
+    "load_checkpoint",
+)

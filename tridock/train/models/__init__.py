@@ -1,0 +1,1 @@
+"""The models that engine torch trains: GPT and ResNet-50."""

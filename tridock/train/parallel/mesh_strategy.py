@@ -1,0 +1,233 @@
+"""FSDP2, tensor parallelism and pipelines, and what they come to together: one strategy over a mesh of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from tridock.experiment.schema import Experiment
+from tridock.train.checkpoints import sharded
+from tridock.train.models.gpt import GPT, cross_entropy
+from tridock.train.models.resnet import ResNet, average_statistics, statistics
+from tridock.train.parallel.loss_scale import LossScaler
+from tridock.train.parallel.mesh import SHARDS, STAGES, TENSOR, Mesh
+from tridock.train.parallel.pipeline import Pipeline, layers_of_stage, stages_of_rank
+from tridock.train.parallel.strategies import DTYPES, Batch, Step, inputs_and_labels
+from tridock.train.parallel.tensor_parallel import loss_of_parts, share_layers
+from tridock.train.rank.phases import BACKWARD, FORWARD, OPTIMIZER, SYNC, WAIT, Phases
+from tridock.train.rank.process_group import Ranks
+
+_TIED: Final = "token_embedding.weight"
+
+
+class Sharded:
+    """A model whose states and layers are shared out. The optimizer's states and weights are fp32.
+
+    In bf16 and fp16 the ranks gather the weights in the short format and sum gradients in fp32.
+    """
+
+    def __init__(self, model: GPT | ResNet, experiment: Experiment, ranks: Ranks, mesh: Mesh) -> None:
+        self.experiment, self.mesh, self.device = experiment, mesh, ranks.device
+        self.scaler = LossScaler(experiment.fp16, experiment.precision)
+        self.parts = list(self._parts(model))
+        # Kept: after an evaluation a module has the gathered weights in place of the shards.
+        self.parameters = [named for part in self.parts for named in part.named_parameters()]
+        self.phases = Phases(ranks.device)
+        self.pipeline: Pipeline | None = None
+        if mesh.size(STAGES) > 1:
+            batch = experiment.batch
+            steps = batch.samples_per_step(mesh.replicas) // (batch.micro_batch_size * mesh.replicas)
+            parallel = experiment.parallel
+            self.pipeline = Pipeline(
+                self.parts, parallel, mesh.stages, self.device, self._scaled_loss, steps, self.phases
+            )
+        self.optimizer = self._optimizer()
+
+    def _parts(self, model: GPT | ResNet) -> Iterator[GPT | ResNet]:
+        """This rank's stages of the whole model, which every rank has drawn alike."""
+        parallel, place = self.experiment.parallel, self.mesh.place(STAGES)
+        count = parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size
+        weights = model.state_dict()
+        for stage in stages_of_rank(parallel, place):
+            part = model
+            if count > 1:
+                part = GPT(model.shape)
+                part.load_state_dict(weights)
+                part.keep(layers_of_stage(model.shape.num_layers, count, stage))
+            part.to(self.device)
+            if self.mesh.size(TENSOR) > 1:
+                share_layers(part, self.mesh.tensor)
+            if self.experiment.train.compile:
+                part.compile_layers()
+            self._share_states(part)
+            yield part
+
+    def _share_states(self, part: GPT | ResNet) -> None:
+        dtype = DTYPES[self.experiment.precision]
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        for layer in part.layers.values():
+            fully_shard(layer, mesh=self.mesh.data, mp_policy=policy)
+        fully_shard(part, mesh=self.mesh.data, mp_policy=policy)
+
+    def _optimizer(self) -> torch.optim.AdamW:
+        settings = self.experiment.optimizer
+        # The optimizer works through a group at once, for which its weights must lie on the same mesh.
+        groups: dict[tuple[float, object], list[nn.Parameter]] = defaultdict(list)
+        for _, parameter in self.parameters:
+            decay = settings.weight_decay if parameter.dim() > 1 else 0.0
+            groups[decay, parameter.device_mesh if isinstance(parameter, DTensor) else None].append(parameter)
+        given: Any = [{"params": members, "weight_decay": decay} for (decay, _), members in groups.items()]
+        betas = (settings.adam_beta1, settings.adam_beta2)
+        return torch.optim.AdamW(given, lr=settings.lr, betas=betas, eps=settings.adam_eps, fused=True)
+
+    @property
+    def loss_scale(self) -> float:
+        return self.scaler.scale
+
+    def _scaled_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return cross_entropy(logits, labels) * self.scaler.scale
+
+    # ---- a step ----
+
+    def step(self, batches: Sequence[Batch], lr: float) -> Step:
+        for part in self.parts:
+            part.train()
+        with loss_of_parts(self.mesh.size(TENSOR)):
+            loss = self._pass(batches) if self.pipeline is None else self._through_stages(batches)
+        self._sum_tied()
+        value = self._of_last_stage(loss) / self.scaler.scale
+        with self.phases.inside(OPTIMIZER):
+            step = Step(value, self._update(lr))
+            self.optimizer.zero_grad()  # now: evaluations and the next forward pass have their room
+        return step
+
+    def _through_stages(self, batches: Sequence[Batch]) -> Tensor | None:
+        assert self.pipeline is not None
+        with self.phases.inside(WAIT):
+            return self.pipeline.run(batches, train=True)
+
+    def _pass(self, batches: Sequence[Batch]) -> Tensor:
+        (model,) = self.parts
+        total = torch.zeros((), device=self.device)
+        for number, batch in enumerate(batches, start=1):
+            # Ranks exchange gradients once a step, during the last backward pass.
+            model.set_requires_gradient_sync(number == len(batches))  # type: ignore[attr-defined]
+            inputs, labels = inputs_and_labels(batch)
+            with self.phases.inside(FORWARD):
+                loss = self._scaled_loss(model(inputs), labels)
+            with self.phases.inside(BACKWARD):
+                (loss / len(batches)).backward()
+            total += _plain(loss.detach())
+        return total / len(batches)
+
+    def _of_last_stage(self, loss: Tensor | None) -> Tensor:
+        """The loss, which the last stage alone knows, on all."""
+        value = torch.zeros((), device=self.device) if loss is None else _plain(loss.detach()).float()
+        if self.pipeline is not None:
+            group = self.mesh.stages.get_group()
+            with self.phases.inside(WAIT):
+                dist.broadcast(value, src=dist.get_global_rank(group, dist.get_world_size(group) - 1), group=group)
+        return value
+
+    def _sum_tied(self) -> None:
+        """The token embedding lies on the first and the last stage: each has a part of its gradient."""
+        if self.pipeline is None:
+            return
+        gradients = [p.grad for name, p in self.parameters if name == _TIED and p.grad is not None]
+        with self.phases.inside(SYNC):
+            for gradient in gradients:
+                dist.all_reduce(_local(gradient), group=self.mesh.ends)
+
+    def _update(self, lr: float) -> float:
+        gradients = [(name, p.grad) for name, p in self.parameters if p.grad is not None]
+        norm = self._norm(gradients) / self.scaler.scale
+        overflow = not math.isfinite(norm)
+        if not overflow:
+            largest = self.experiment.optimizer.clip_grad
+            # 1e-6 as in torch's clip_grad_norm_ and in Megatron
+            factor = min(1.0, largest / (norm + 1e-6)) if largest > 0.0 else 1.0
+            if factor != 1.0 or self.scaler.scale != 1.0:
+                torch._foreach_mul_([_local(gradient) for _, gradient in gradients], factor / self.scaler.scale)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+        self.scaler.update(overflow)
+        return math.inf if overflow else norm
+
+    def _norm(self, gradients: Sequence[tuple[str, Tensor]]) -> float:
+        """The 2-norm of the whole gradient, of which every rank has parts; each is counted once."""
+        squares = torch.zeros(4, device=self.device)
+        for name, gradient in gradients:
+            if name == _TIED and self.mesh.place(STAGES) > 0:
+                continue  # the first stage's is the same
+            kind = 2 * _is_split(gradient, TENSOR) + _is_split(gradient, SHARDS)
+            squares[kind] += torch.linalg.vector_norm(_local(gradient)).square()
+        by_shards = self.mesh.whole[SHARDS].get_group()
+        split = squares[[1, 3]].contiguous()
+        dist.all_reduce(split, group=by_shards)
+        whole, parts = squares[0] + split[0], squares[2] + split[1]
+        dist.all_reduce(parts, group=self.mesh.tensor.get_group())
+        total = whole + parts
+        dist.all_reduce(total, group=self.mesh.stages.get_group())
+        return math.sqrt(total.item()) if torch.isfinite(total) else math.inf
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> Tensor:
+        if self.pipeline is None and self.parts[0].training:  # once an evaluation, not once a batch of it
+            average_statistics(self.parts[0])
+        for part in self.parts:
+            part.eval()
+        with loss_of_parts(self.mesh.size(TENSOR)):
+            if self.pipeline is not None:
+                loss = self.pipeline.run(batches, train=False)
+            else:
+                (model,) = self.parts
+                pairs = map(inputs_and_labels, batches)
+                loss = torch.stack([_plain(cross_entropy(model(inputs), labels)) for inputs, labels in pairs]).mean()
+        scale = self.scaler.scale if self.pipeline is not None else 1.0
+        return self._of_last_stage(loss) / scale
+
+    # ---- checkpoints ----
+
+    def files(self, rank: int, saved: int) -> tuple[str, ...]:  # noqa: ARG002  each rank reads what it needs of all
+        return sharded.FILES
+
+    def save(self, folder: Path, writes_shared: bool) -> None:  # noqa: ARG002  each tensor is written once
+        for part in self.parts:
+            average_statistics(part)
+        own = self.mesh.place(STAGES) == 0
+        named = [(name, parameter) for name, parameter in self.parameters if own or name != _TIED]
+        sharded.save(named, self._statistics(), self.optimizer, self.scaler, folder)
+
+    def load(self, folder: Path, saved: int) -> None:  # noqa: ARG002  whoever wrote it
+        sharded.load(self.parameters, self._statistics(), self.optimizer, self.scaler, folder)
+
+    def _statistics(self) -> dict[str, Tensor]:
+        """Of batch normalizations, by their names in the model."""
+        return {name: buffer for part in self.parts for name, buffer in statistics(part)}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _is_split(tensor: Tensor, dimension: str) -> bool:
+    """Whether the ranks along a dimension of the mesh have different parts of it."""
+    if not isinstance(tensor, DTensor):
+        return False
+    names = tensor.device_mesh.mesh_dim_names or ()
+    split = (name for name, placement in zip(names, tensor.placements, strict=True) if not placement.is_replicate())
+    return dimension in split

@@ -1,0 +1,339 @@
+"""How the ranks share the work: torch's DDP, or DeepSpeed's ZeRO, behind the same five calls."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tridock.contracts.run_folder import DEEPSPEED_CONFIG
+from tridock.errors import Problem, RequestError
+from tridock.experiment.schema import Experiment
+from tridock.train.checkpoints.pickles import no_foreign_pickles
+from tridock.train.checkpoints.write_errors import kept_to_the_end
+from tridock.train.checkpoints.zero_reshard import resharded
+from tridock.train.models.gpt import parameter_groups
+from tridock.train.models.resnet import average_statistics
+from tridock.train.parallel.loss_scale import LossScaler
+from tridock.train.rank.phases import BACKWARD, FORWARD, OPTIMIZER, SYNC, Phases
+from tridock.train.rank.process_group import Ranks
+
+DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one optimizer step tells."""
+
+    loss: Tensor
+    """Mean loss of this rank's micro-batches, a scalar."""
+    grad_norm: float
+    """2-norm of the whole gradient, averaged over the ranks, before clipping; infinite where fp16 overflowed."""
+
+
+Batch = Tensor | tuple[Tensor, Tensor]
+"""Tokens, int64 [micro batch, seq_length + 1]; or images and labels, uint8 [micro batch, 3, height, width] and int64
+[micro batch]. On the rank's device."""
+
+
+def inputs_and_labels(batch: Batch) -> tuple[Tensor, Tensor]:
+    """What goes into the model, and what should come out."""
+    return batch if isinstance(batch, tuple) else (batch[:, :-1], batch[:, 1:])
+
+
+class Strategy(Protocol):
+    """One model under training."""
+
+    @property
+    def phases(self) -> Phases:
+        """Where the time of its steps goes."""
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by for fp16; 1 otherwise."""
+
+    def step(self, batches: Sequence[Batch], lr: float) -> Step:
+        """Forward and backward over the micro-batches, and one update."""
+
+    def evaluate(self, batches: Sequence[Batch]) -> Tensor:
+        """Mean loss of the micro-batches, without dropout or gradient."""
+
+    def files(self, rank: int, saved: int) -> tuple[str, ...]:
+        """Names of the files that a rank reads of a checkpoint which ``saved`` ranks have written."""
+
+    def save(self, folder: Path, writes_shared: bool) -> None:
+        """Writes this rank's part; ``writes_shared``: also what is the same on all ranks. A collective."""
+
+    def load(self, folder: Path, saved: int) -> None:
+        """Continues from what ``save`` wrote on ``saved`` ranks. A collective."""
+
+
+def is_sharded(experiment: Experiment) -> bool:
+    """Whether the model or its states are shared out by torch itself."""
+    parallel = experiment.parallel
+    split = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size > 1
+    return parallel.strategy == "fsdp" or split
+
+
+def build_strategy(model: nn.Module, experiment: Experiment, ranks: Ranks, run_folder: Path) -> Strategy:
+    """The strategy that the experiment names, of a model that is whole on every rank or (ZeRO) DeepSpeed's to share."""
+    if experiment.parallel.strategy == "ddp":
+        return DistributedDataParallel(model, experiment, ranks)
+    return Zero(model, experiment, ranks, _read_deepspeed_config(run_folder, ranks.world_size))
+
+
+def _adamw(model: nn.Module, experiment: Experiment) -> torch.optim.AdamW:
+    settings = experiment.optimizer
+    groups: Any = parameter_groups(model, settings.weight_decay)
+    betas = (settings.adam_beta1, settings.adam_beta2)
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=betas, eps=settings.adam_eps, fused=True)
+
+
+def _exchanging(module: nn.Module, ranks: Ranks) -> nn.parallel.DistributedDataParallel:
+    """The module in torch's DDP. One rank alone has no use for it, and its buckets cost some of each step."""
+    devices = [ranks.device.index] if ranks.device.type == "cuda" else None
+    with warnings.catch_warnings():
+        # Torch 2.13 has two newer words for it, which those of before do not know.
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+        return nn.parallel.DistributedDataParallel(
+            module, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False
+        )
+
+
+class DistributedDataParallel:
+    """torch DDP. Weights, gradients and optimizer states are fp32 on every rank.
+
+    bf16 and fp16 come from autocast, which runs matrix products in the short format and keeps the rest in fp32.
+    Only fp16 needs a loss scale: bf16 has the exponent range of fp32.
+    """
+
+    def __init__(self, model: nn.Module, experiment: Experiment, ranks: Ranks) -> None:
+        self.experiment = experiment
+        self.device = ranks.device
+        self.module = model.to(ranks.device)
+        self.model = self.module if ranks.world_size == 1 else _exchanging(self.module, ranks)
+        self.optimizer = _adamw(self.module, experiment)
+        self.scaler = LossScaler(experiment.fp16, experiment.precision)
+        self.phases = Phases(ranks.device)
+        if ranks.world_size > 1:
+            first = [it.weight for it in model.modules() if isinstance(it, nn.Embedding)]
+            self.phases.sync_follows(first or [next(model.parameters())])
+
+    @property
+    def loss_scale(self) -> float:
+        return self.scaler.scale
+
+    def _loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        short = self.experiment.precision != "fp32"
+        with torch.autocast(self.device.type, DTYPES[self.experiment.precision]) if short else nullcontext():
+            loss: Tensor = model(*inputs_and_labels(batch))
+        return loss
+
+    def step(self, batches: Sequence[Batch], lr: float) -> Step:
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=False)  # the gradients are views of DDP's buckets
+        total = torch.zeros((), device=self.device)
+        for number, batch in enumerate(batches, start=1):
+            # Ranks exchange gradients once a step, during the last backward pass.
+            with self._no_sync() if number < len(batches) else nullcontext():
+                with self.phases.inside(FORWARD):
+                    loss = self._loss(self.model, batch)
+                with self.phases.inside(BACKWARD):
+                    (loss * (self.scaler.scale / len(batches))).backward()
+            total += loss.detach()
+        with self.phases.inside(OPTIMIZER):
+            return Step(total / len(batches), self._update(lr))
+
+    def _no_sync(self) -> AbstractContextManager[None]:
+        alone = not isinstance(self.model, nn.parallel.DistributedDataParallel)
+        return nullcontext() if alone else self.model.no_sync()
+
+    def _update(self, lr: float) -> float:
+        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+        norm = _norm(gradients).item() / self.scaler.scale
+        overflow = not math.isfinite(norm)
+        if not overflow:
+            largest = self.experiment.optimizer.clip_grad
+            # 1e-6 as in torch's clip_grad_norm_ and in Megatron
+            factor = min(1.0, largest / (norm + 1e-6)) if largest > 0.0 else 1.0
+            if factor != 1.0 or self.scaler.scale != 1.0:
+                torch._foreach_mul_(gradients, factor / self.scaler.scale)
+            _set_lr(self.optimizer, lr)
+            self.optimizer.step()
+        self.scaler.update(overflow)
+        return math.inf if overflow else norm
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> Tensor:
+        if self.model.training:
+            average_statistics(self.module)
+            self.model.eval()
+        # Not through DDP: an evaluation exchanges nothing else.
+        return _mean([self._loss(self.module, batch) for batch in batches])
+
+    def files(self, rank: int, saved: int) -> tuple[str, ...]:  # noqa: ARG002  one file holds all
+        return ("ddp.pt",)
+
+    def save(self, folder: Path, writes_shared: bool) -> None:
+        average_statistics(self.module)
+        if writes_shared:
+            state = {
+                "model": self.module.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "loss_scaler": self.scaler.state(),
+            }
+            torch.save(state, folder / "ddp.pt")
+
+    def load(self, folder: Path, saved: int) -> None:  # noqa: ARG002  all ranks have the same
+        state = torch.load(folder / "ddp.pt", map_location=self.device, weights_only=True)
+        self.module.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scaler.restore(state["loss_scaler"])
+
+
+class Zero:
+    """DeepSpeed's engine with ZeRO stages 0 to 3, configured by the run's ``ds_config.json``.
+
+    bf16 and fp16 are the format of the model itself; the optimizer holds fp32 master weights.
+    """
+
+    def __init__(self, model: nn.Module, experiment: Experiment, ranks: Ranks, config: dict[str, Any]) -> None:
+        deepspeed = import_deepspeed(ranks)
+        self.stage, self.world_size = experiment.parallel.zero_stage, ranks.world_size
+        self.precision = experiment.precision
+        # DeepSpeed's own scaler at stage 0 knows no hysteresis and forgets to scale the loss (0.19.8): ours instead.
+        self.scaler = LossScaler(experiment.fp16, experiment.precision) if self.stage == 0 else None
+        if self.scaler is not None and experiment.precision == "fp16":
+            config = {**config, "fp16": {**config["fp16"], "loss_scale": self.scaler.scale}}
+        optimizer = _adamw(model.to(ranks.device), experiment)
+        _set_lr(optimizer, 0.0)
+        self.engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=config, dist_init_required=False
+        )
+        if self.stage == 0:
+            # In the short formats DeepSpeed makes Adam's states by a step on zero gradients (at lr 0, so the weights
+            # stay) and counts it: every bias correction would be one step off.
+            optimizer.state.clear()
+        self.phases = Phases(ranks.device)
+        # Stages 2 and 3 exchange most of them earlier, in the backward pass.
+        self.engine.allreduce_gradients = self.phases.around(SYNC, self.engine.allreduce_gradients)
+
+    @property
+    def loss_scale(self) -> float:
+        if self.precision != "fp16":
+            return 1.0
+        return self.scaler.scale if self.scaler is not None else float(self.engine.optimizer.loss_scaler.cur_scale)
+
+    def step(self, batches: Sequence[Batch], lr: float) -> Step:
+        self.engine.train()
+        _set_lr(self.engine.optimizer, lr)
+        scale = self.scaler.scale if self.scaler is not None else 1.0
+        if self.scaler is not None and self.precision == "fp16":
+            self.engine.optimizer.loss_scale_config.cur_scale = scale
+        total, bare_norm = torch.zeros((), device=self.engine.device), None
+        for number, batch in enumerate(batches, start=1):
+            with self.phases.inside(FORWARD):
+                loss = self.engine(batch[:, :-1], batch[:, 1:])
+            with self.phases.inside(BACKWARD):
+                self.engine.backward(loss * scale if scale != 1.0 else loss)
+            if number == len(batches) and self.stage == 0 and self.precision == "fp32":
+                # Here DeepSpeed uses the optimizer as it is, and keeps the norm of the averaged gradients to itself.
+                gradients = [parameter.grad for parameter in self.engine.parameters() if parameter.grad is not None]
+                bare_norm = _norm(gradients)
+            with self.phases.inside(OPTIMIZER):
+                self.engine.step()  # updates after the last micro-batch only
+            total += loss.detach().float()
+        overflow = bool(getattr(self.engine.optimizer, "overflow", False))
+        if self.scaler is not None:
+            self.scaler.update(overflow)
+        norm = self.engine.get_global_grad_norm() if bare_norm is None else bare_norm
+        return Step(total / len(batches), math.inf if overflow else float(norm) / scale)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> Tensor:
+        self.engine.eval()
+        return _mean([self.engine(batch[:, :-1], batch[:, 1:]) for batch in batches])
+
+    def files(self, rank: int, saved: int) -> tuple[str, ...]:
+        if saved != self.world_size and self.stage > 0:
+            # What this rank is to hold lies in several of theirs.
+            return tuple(dict.fromkeys(name for number in range(saved) for name in self._files_of(number)))
+        return self._files_of(rank)
+
+    def _files_of(self, rank: int) -> tuple[str, ...]:
+        """What a rank writes, the model first."""
+        model = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if self.stage == 3 else "mp_rank_00_model_states.pt"
+        prefix = "bf16_" if self.precision == "bf16" else ""
+        optimizer = f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        return (model, optimizer) if self.stage > 0 else (model,)
+
+    def save(self, folder: Path, writes_shared: bool) -> None:
+        # DeepSpeed lets rank 0 alone write what is common to all ranks; nodes that share no folder need a copy each.
+        self.engine.save_non_zero_checkpoint = writes_shared or self.stage == 3
+        own = {"loss_scaler": self.scaler.state()} if self.scaler is not None else {}
+        with kept_to_the_end((torch, "save"), (self.engine, "_copy_recovery_script")):
+            self.engine.save_checkpoint(str(folder.parent), tag=folder.name, client_state=own, save_latest=False)
+
+    def load(self, folder: Path, saved: int) -> None:
+        other = saved != self.world_size and self.stage > 0
+        with no_foreign_pickles(), resharded(self.engine, folder, self._files_of, saved) if other else nullcontext():
+            _, own = self.engine.load_checkpoint(str(folder.parent), tag=folder.name)
+        if self.scaler is not None:
+            self.scaler.restore(own["loss_scaler"])
+
+
+def _mean(losses: list[Tensor]) -> Tensor:
+    return torch.stack(losses).float().mean()
+
+
+def _norm(gradients: list[Tensor]) -> Tensor:
+    """The 2-norm of all gradients as one vector. torch's own get_total_norm is missing before 2.6."""
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+
+
+def _set_lr(optimizer: Any, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def _read_deepspeed_config(run_folder: Path, world_size: int) -> dict[str, Any]:
+    path = run_folder / DEEPSPEED_CONFIG
+    todo = "start the run with `fab launch` or `tridock train`, which write it"
+    try:
+        config: dict[str, Any] = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        got = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise RequestError(Problem(str(path), "cannot be read; strategy zero needs it", got, todo)) from None
+    micro, steps = config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]
+    if micro * steps * world_size != config["train_batch_size"]:
+        ranks = config["train_batch_size"] // (micro * steps)
+        raise RequestError(Problem(str(path), f"was made for {ranks} ranks", f"{world_size} ranks", todo))
+    return config
+
+
+def import_deepspeed(ranks: Ranks) -> Any:
+    """DeepSpeed, quiet and joined to the process group that is there."""
+    import deepspeed
+    import deepspeed.ops
+    from deepspeed.utils import set_log_level_from_string
+
+    set_log_level_from_string(os.environ.get("TRIDOCK_DEEPSPEED_LOG_LEVEL", "warning"))
+    if ranks.device.type == "cpu":
+        # DeepSpeed would compile a shared-memory collective while the ranks wait. It is for inference only.
+        deepspeed.ops.__compatible_ops__ = {}
+        # It refuses fp16 where the processor has no instructions of its own for it; torch computes it all the same.
+        type(deepspeed.get_accelerator()).is_fp16_supported = lambda _: True
+    # DeepSpeed's own calls, which nobody here can change; the text would stand in every log once a rank.
+    warnings.filterwarnings("ignore", message=r".*torch\.distributed\.\w+. is deprecated", category=FutureWarning)
+    deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+    return deepspeed

@@ -1,0 +1,90 @@
+"""What a run leaves behind while it goes: ``metrics.jsonl``, ``events.jsonl``, TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tridock.contracts.run_folder import EVENTS, METRICS, TENSORBOARD, write_atomic
+
+
+def append_line(path: Path, fields: dict[str, Any]) -> None:
+    """Appends one JSON object as one line in one write, so that lines of several ranks never mix.
+
+    JSON has no infinity and no NaN: they become null.
+    """
+    plain = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in fields.items()
+    }
+    line = (json.dumps(plain, allow_nan=False) + "\n").encode()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        os.write(descriptor, line)
+    finally:
+        os.close(descriptor)
+
+
+def record_event(run_folder: Path, event: str, **fields: Any) -> None:
+    """One line of ``events.jsonl``: ``time`` (UTC, ISO 8601), ``event``, and the event's own fields."""
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    append_line(run_folder / EVENTS, {"time": now, "event": event, **fields})
+
+
+def _iteration_of(line: bytes) -> float:
+    """A line that the end of its writer cut short counts as the last of all."""
+    try:
+        return int(json.loads(line)["iteration"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+class Metrics:
+    """Written by rank 0 only; on the other ranks every call does nothing."""
+
+    def __init__(self, run_folder: Path, active: bool, tensorboard: bool) -> None:
+        self._path = run_folder / METRICS
+        self._active = active
+        self._board: Any = None
+        if active and tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(run_folder / TENSORBOARD))
+
+    def rewind(self, iteration: int) -> None:
+        """Drops what was recorded after ``iteration``: a run that goes on from a checkpoint records it once more.
+
+        Evaluations stand with the iteration that they follow, and before its checkpoint.
+        """
+        if not self._active or not self._path.exists():
+            return
+        lines = self._path.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if _iteration_of(line) <= iteration]
+        if len(kept) < len(lines):
+            write_atomic(self._path, b"".join(kept))
+
+    def iteration(self, fields: dict[str, Any]) -> None:
+        """A logged iteration: the fields of docs/architecture.md."""
+        if self._active:
+            append_line(self._path, fields)
+            self._scalars("train", fields)
+
+    def evaluation(self, iteration: int, split: str, loss: float) -> None:
+        """An evaluation: ``iteration``, ``split`` and ``loss``."""
+        if self._active:
+            append_line(self._path, {"iteration": iteration, "split": split, "loss": loss})
+            self._scalars(split, {"iteration": iteration, "loss": loss})
+
+    def _scalars(self, group: str, fields: dict[str, Any]) -> None:
+        if self._board is not None:
+            for name, value in fields.items():
+                if isinstance(value, int | float) and name != "iteration":
+                    self._board.add_scalar(f"{group}/{name}", value, fields["iteration"])
+
+    def close(self) -> None:
+        """Flushes TensorBoard's file."""
+        if self._board is not None:
+            self._board.close()

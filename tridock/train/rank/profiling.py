@@ -1,0 +1,140 @@
+"""The last iterations of a run under torch's profiler: a trace of each rank, and how much of a step is communication.
+
+Exposed communication is time in which collectives or messages are on their way and nothing is computed. On a GPU these
+are NCCL's kernels while no other kernel and no copy runs; on a CPU what Gloo has begun and not finished while the
+rank's own thread runs no operator. Waiting for a slower rank, or for another stage of a pipeline, is part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from tridock.contracts.run_folder import PROFILE
+from tridock.train.rank.metrics import record_event
+from tridock.train.rank.process_group import Ranks
+
+Span = tuple[float, float]
+"""Start and end, in microseconds."""
+_STEP: Final = "tridock::step"
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Of the time of steps: in which communication was on its way, and in which nothing else was."""
+
+    in_flight: float
+    exposed: float
+
+
+def covered(spans: Iterable[Span]) -> float:
+    """How long at least one of them lasts."""
+    total, end = 0.0, float("-inf")
+    for first, last in sorted(spans):
+        total += max(0.0, last - max(first, end))
+        end = max(end, last)
+    return total
+
+
+def shares(communication: Sequence[Span], computation: Sequence[Span], steps: Sequence[Span]) -> Shares:
+    """Of the time of ``steps``, which do not overlap. Exposed: |communication or computation| less |computation|."""
+    in_flight = exposed = 0.0
+    for step in steps:
+        sent, reckoned = _within(communication, step), _within(computation, step)
+        in_flight += covered(sent)
+        exposed += covered([*sent, *reckoned]) - covered(reckoned)
+    whole = covered(steps)
+    return Shares(in_flight / whole, exposed / whole)
+
+
+def _within(spans: Iterable[Span], step: Span) -> list[Span]:
+    """The parts inside the step."""
+    return [(max(first, step[0]), min(last, step[1])) for first, last in spans if first < step[1] and last > step[0]]
+
+
+def shares_of(events: Sequence[Any]) -> Shares:
+    """Of the profiler's events, whose steps are marked."""
+    marks = [event for event in events if event.name == _STEP and event.device_type == DeviceType.CPU]
+    own = [event for event in events if event.device_type == DeviceType.CPU]
+    # Annotations stand on the device too, by the names that they have on the CPU; kernels' names are their own.
+    annotations = {event.name for event in own}
+    kernels = [it for it in events if it.device_type != DeviceType.CPU and it.name not in annotations]
+    if kernels:
+        sent = [it for it in kernels if it.name.startswith("nccl")]
+        reckoned = [it for it in kernels if not it.name.startswith("nccl")]
+    else:
+        sent = [it for it in own if it.name.startswith("gloo:")]
+        # Gloo's threads run operators too; those are the communication's.
+        reckoned = [it for it in own if it.name.startswith("aten::") and it.thread == marks[0].thread]
+    return shares(_spans(sent), _spans(reckoned), _spans(marks))
+
+
+def _spans(events: Iterable[Any]) -> list[Span]:
+    return [(event.time_range.start, event.time_range.end) for event in events]
+
+
+class Profiling:
+    """Around the steps of a run: does nothing but in the last ``count`` of ``iterations``."""
+
+    def __init__(self, count: int, iterations: int, run_folder: Path, ranks: Ranks) -> None:
+        self._first, self._last = iterations - count + 1, iterations
+        self._run_folder, self._ranks = run_folder, ranks
+        self._profiler: profile | None = None
+        self._count = 0
+        self._step: record_function | None = None
+
+    def before(self, iteration: int) -> None:
+        """A step begins."""
+        if iteration < self._first:
+            return
+        if self._profiler is None:
+            on_gpu = self._ranks.device.type == "cuda"
+            self._profiler = profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu])
+            self._profiler.start()
+        self._count += 1
+        self._settle()
+        self._step = record_function(_STEP)
+        self._step.__enter__()
+
+    def after(self, iteration: int) -> None:
+        """It has ended, with all that the device had to do for it. The last is a collective."""
+        if self._step is None:
+            return
+        self._settle()
+        self._step.__exit__(None, None, None)
+        self._step = None
+        if iteration == self._last:
+            self._tell()
+
+    def _settle(self) -> None:
+        if self._ranks.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _tell(self) -> None:
+        assert self._profiler is not None
+        self._profiler.stop()
+        own = shares_of(self._profiler.events() or [])
+        folder = self._run_folder / PROFILE
+        folder.mkdir(exist_ok=True)
+        self._profiler.export_chrome_trace(str(folder / f"rank-{self._ranks.rank}.json.gz"))
+        table = torch.zeros(self._ranks.world_size, 2, device=self._ranks.device)
+        table[self._ranks.rank] = torch.tensor([own.in_flight, own.exposed])
+        dist.all_reduce(table)
+        if self._ranks.first:
+            in_flight, exposed = table.mean(0).tolist()
+            by_rank = [round(value, 4) for value in table[:, 1].tolist()]
+            record_event(
+                self._run_folder,
+                "communication_measured",
+                iterations=self._count,
+                exposed=round(exposed, 4),
+                in_flight=round(in_flight, 4),
+                exposed_by_rank=by_rank,
+            )

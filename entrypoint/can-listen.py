@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Whether a port of an address is free: exits 0, or prints the system's words and exits 1.
+"""Whether a port of an address is free: exits 0, or prints the system's error and exits 1.
 
     can-listen.py ADDRESS PORT
 

@@ -21,7 +21,7 @@ fail() {
     exit "$status"
 }
 
-# A step that fails without words of its own is named; those of fail() have spoken.
+# Names a step that fails without a message of its own; fail() has printed its own.
 name_failed_step() {
     local status=$? line=$1
     [[ $status == "$EXIT_REQUEST" || $status == "$EXIT_CLUSTER" ]] || printf 'entrypoint.sh: line %s failed: %s (exit %s)\n' "$line" "$BASH_COMMAND" "$status" >&2
@@ -87,7 +87,7 @@ join_groups() {
     done
 }
 
-# As root: becomes the operator, and starts this script again as that user. Root as the operator goes on as root.
+# As root: becomes the operator, and starts this script again as that user. An operator who is root stays root.
 adopt_operator() {
     local uid gid groups
     uid=$(operator_id TRIDOCK_UID %u)
@@ -137,15 +137,15 @@ render_shell_environment() {
 
 # For sshd: one SetEnv line (it reads the first one only), each pair in double quotes with \ and " escaped.
 render_setenv() {
-    local pair words=()
+    local pair pairs=()
     while IFS= read -r -d '' pair; do
         # sshd's configuration has no way to write a newline; login shells still get such a variable.
         [[ $pair != *$'\n'* ]] || continue
         pair=${pair//\\/\\\\}
         pair=${pair//\"/\\\"}
-        words+=("\"$pair\"")
+        pairs+=("\"$pair\"")
     done < <(shared_environment)
-    [[ ${#words[@]} == 0 ]] || printf 'SetEnv %s\n' "${words[*]}"
+    [[ ${#pairs[@]} == 0 ]] || printf 'SetEnv %s\n' "${pairs[*]}"
 }
 
 write_environment() {
@@ -218,7 +218,7 @@ require_secrets() {
         mode=$(stat --format %a "$path")
         (((8#$mode & 8#077) == 0)) || fail "$EXIT_CLUSTER" "a private key is open to others" "$path with mode $mode" "chmod 600 it on the host"
     done
-    # sshd would refuse each login without a word to the client, so it is said here.
+    # sshd would refuse each login without telling the client why: report it here.
     for path in "$SECRETS" "$SECRETS/authorized_keys"; do
         mode=$(stat --format %a "$path")
         owner=$(stat --format %u "$path")
@@ -229,7 +229,7 @@ require_secrets() {
     done
 }
 
-# sshd goes on when one of several addresses is taken, and a container that fails late is hard to read: ask first.
+# sshd starts even when one of several addresses is taken, and a late failure is hard to read: check first.
 require_free_port() {
     local port=$1 address complaint
     while IFS= read -r address; do

@@ -6,7 +6,7 @@
 #   MERGE_PATH data.merge_file, CHECKPOINT_PATH train.checkpoint_folder (and train.load, where a checkpoint lies there)
 #   NNODES, NODE_RANK, MASTER_ADDR: the script is started on every node, each with its rank, without ssh
 #
-# Words after the script's name: the options of `tridock train`, and any other as an argument of Megatron's.
+# Arguments after the script's name: options of `tridock train`; all others go to Megatron.
 
 readonly CONFIGS=/opt/tridock/configs
 
@@ -23,7 +23,7 @@ refuse() {
     exit 2
 }
 
-# A list in YAML, each word in quotes.
+# Prints its arguments as a YAML list of quoted strings.
 yaml_list() {
     python3 -c 'import json, sys; print(json.dumps(sys.argv[1:]))' "$@"
 }
@@ -60,7 +60,7 @@ read_environment() {
     }
 }
 
-read_words() {
+read_options() {
     while (($#)); do
         case $1 in
         --set | --nproc | --workspace | --run-id-file | --nnodes | --node-rank | --master-addr)
@@ -77,12 +77,12 @@ read_words() {
     done
 }
 
-# pretrain TWIN RANKS [WORD...]: TWIN (megatron/… needs v1.1.5) runs where TRIDOCK_EXPERIMENT names no other, by default
+# pretrain TWIN RANKS [OPTION...]: TWIN (megatron/… needs v1.1.5) runs where TRIDOCK_EXPERIMENT names no other, by default
 # with RANKS ranks.
 pretrain() {
     local twin=$1 ranks=$2 experiment=${TRIDOCK_EXPERIMENT:-}
     shift 2
-    read_words "$@"
+    read_options "$@"
     if [[ -z $experiment ]]; then
         tridock data demo
         if [[ $twin != megatron/* ]] || has_megatron; then

@@ -2,7 +2,7 @@
 # Trains a GPT as trainer.py of PyTorch's data parallel benchmark does, under torchrun: DDP, FSDP, tensor parallelism, or
 # a pipeline of data parallel replicas (pdp).
 #
-#   docker compose run trainer ptd_benchmark.sh [words of torchrun] [words of trainer.py]
+#   docker compose run trainer ptd_benchmark.sh [options of torchrun] [options of trainer.py]
 #   ptd_benchmark.sh --nproc_per_node=2
 #   ptd_benchmark.sh --nproc_per_node=1 --ndevice_per_proc=2 --mode=pdp
 #
@@ -20,8 +20,8 @@ refuse() {
 
 mode='' devices=1 processes=1 endpoint='' torchrun=() trainer=()
 
-# take WORD: one word of the form --name=value.
-take() {
+# parse_option OPTION: one option of the form --name=value.
+parse_option() {
     local name=${1%%=*} value=${1#*=}
     case ${name//-/_} in
     __mode) mode=$value trainer+=("--mode=$value") ;;
@@ -33,14 +33,14 @@ take() {
     esac
 }
 
-read_words() {
+read_options() {
     while (($#)); do
         case $1 in
         --standalone) torchrun+=("$1") endpoint=standalone ;;
-        --*=*) take "$1" ;;
+        --*=*) parse_option "$1" ;;
         --*)
             (($# > 1)) || refuse "$1" "needs a value" nothing "write $1 VALUE"
-            take "$1=$2"
+            parse_option "$1=$2"
             shift
             ;;
         *) refuse "$1" "is no option" "$1" "write --name=value, of torchrun's or trainer.py's" ;;
@@ -59,7 +59,7 @@ check() {
     esac
 }
 
-read_words "$@"
+read_options "$@"
 check
 experiment=${TRIDOCK_EXPERIMENT:-}
 if [[ -z $experiment ]]; then

@@ -43,9 +43,9 @@ def project(folder: Path, nodes: list[str]) -> None:
     (folder / "hostfiles" / f"{CLUSTER}.yaml").write_text(settings)
 
 
-def fab(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def fab(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs a task there; its failure is ours."""
-    argv = [str(Path(sys.executable).with_name("fab")), *words, "--hosts", f"hostfiles/{CLUSTER}"]
+    argv = [str(Path(sys.executable).with_name("fab")), *arguments, "--hosts", f"hostfiles/{CLUSTER}"]
     done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{' '.join(argv)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
@@ -68,9 +68,9 @@ def processor_seconds(containers: dict[str, str]) -> dict[str, float]:
 
 def containers_of(folder: Path, nodes: list[str]) -> dict[str, str]:
     """By their service: the nodes' containers."""
-    words = ["docker", "ps", "--filter", f"label=com.docker.compose.project.working_dir={folder}"]
-    words += ["--format", '{{.Label "com.docker.compose.service"}} {{.ID}}']
-    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    argv = ["docker", "ps", "--filter", f"label=com.docker.compose.project.working_dir={folder}"]
+    argv += ["--format", '{{.Label "com.docker.compose.service"}} {{.ID}}']
+    said = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
     found = dict(line.split() for line in said.splitlines())
     return {node: found[node] for node in nodes}
 

@@ -4,7 +4,7 @@
 #   tools/docker-engine.sh
 #
 # For CI and for fresh machines. Where systemd does not run (in a container, on a build machine) dockerd is started by itself
-# and goes on after this script has ended.
+# and keeps running after this script has ended.
 set -Eeuo pipefail
 
 readonly LOG=/var/log/dockerd.log
@@ -52,7 +52,7 @@ start_engine() {
         sleep 0.5
     done
     tail -n 20 "$LOG" >&2 || true
-    fail "the engine does not answer after 60 s; its last words are above; see $LOG"
+    fail "the engine does not answer after 60 s; its last output is above; see $LOG"
 }
 
 # Whether the machine's own packages have a program of at least this version ("docker-compose" was Python up to 1).
@@ -93,7 +93,7 @@ ensure_plugin() {
         fi
     done
     plugin_of_next_suite "docker-$name" "docker-$name"
-    docker "$name" version >/dev/null || fail "docker $name does not run; got the words above; install its plugin by hand"
+    docker "$name" version >/dev/null || fail "docker $name does not run; got the error above; install its plugin by hand"
 }
 
 main() {

@@ -64,8 +64,8 @@ def _fields(model: type[BaseModel], path: str, depth: int) -> Iterator[str]:
             yield from _fields(inner, f"{path}{name}.", depth + 1)
             continue
         required = field.is_required()
-        words = [field.description or "", f"One of {_choices(field)}." if _choices(field) else ""]
-        yield from _comment(" ".join(["Required.", *words] if required else words).strip(), pad)
+        sentences = [field.description or "", f"One of {_choices(field)}." if _choices(field) else ""]
+        yield from _comment(" ".join(["Required.", *sentences] if required else sentences).strip(), pad)
         value = REQUIRED[path + name] if required else _default(field)
         text = yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n...\n").strip()
         yield f"{pad}{name}: {text}"

@@ -99,8 +99,8 @@ class Soak:
                 yield f"file {path}"
 
     def _launch(self) -> str:
-        words = [word for change in self.changes for word in ("--set", change)]
-        output(fab(), "launch", "--hosts", str(self.hostfile), "--config", CONFIG, *words, "--detach",
+        overrides = [argument for change in self.changes for argument in ("--set", change)]
+        output(fab(), "launch", "--hosts", str(self.hostfile), "--config", CONFIG, *overrides, "--detach",
                "--run-id-file", "runs/soak.id")  # fmt: skip
         return Path("runs/soak.id").read_text().strip()
 

@@ -1,7 +1,7 @@
 """A command as data: composed here, executed elsewhere.
 
-``Command`` holds an argv and what goes with it. ``render()`` gives a line that a shell would run as
-exactly that argv; ``str()`` gives the same line with its secrets masked, for logs and dry runs.
+``Command`` holds an argv, its environment, working folder and standard input. ``render()`` returns a shell line that
+runs exactly that argv; ``str()`` returns the same line with secrets masked, for logs and dry runs.
 """
 
 from __future__ import annotations
@@ -33,36 +33,36 @@ class Command:
 
     @classmethod
     def of(cls, *argv: str, env: Mapping[str, str] | None = None, stdin: bytes | None = None) -> Command:
-        """Builds a command from its words: ``Command.of("docker", "ps")``."""
+        """Builds a command from its arguments: ``Command.of("docker", "ps")``."""
         return cls(tuple(argv), env=dict(env or {}), stdin=stdin)
 
-    def extended(self, words: Iterable[str]) -> Command:
-        """The same command with more words at its end."""
-        return replace(self, argv=(*self.argv, *words))
+    def extended(self, arguments: Iterable[str]) -> Command:
+        """The same command with more arguments at its end."""
+        return replace(self, argv=(*self.argv, *arguments))
 
     def inside(self, prefix: Command) -> Command:
-        """This command as the last words of another: ``docker exec NODE`` + this argv.
+        """This command as the last arguments of another: ``docker exec NODE`` + this argv.
 
-        The environment and the working folder travel in front of the argv through ``env``.
+        ``env`` in front of the argv sets the environment and the working folder.
         """
-        words: list[str] = []
+        env: list[str] = []
         if self.env or self.cwd is not None:
-            words.append("env")
+            env.append("env")
             if self.cwd is not None:
-                words += ["-C", self.cwd]
-            words += [f"{name}={value}" for name, value in self.env.items()]
+                env += ["-C", self.cwd]
+            env += [f"{name}={value}" for name, value in self.env.items()]
         return replace(
             prefix,
-            argv=(*prefix.argv, *words, *self.argv),
+            argv=(*prefix.argv, *env, *self.argv),
             secrets=(*prefix.secrets, *self.secrets),
             stdin=self.stdin if self.stdin is not None else prefix.stdin,
         )
 
     def render(self) -> str:
         """One shell line that runs exactly this command (POSIX quoting)."""
-        words = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
-        words += [shlex.quote(word) for word in self.argv]
-        line = " ".join(words)
+        quoted = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
+        quoted += [shlex.quote(argument) for argument in self.argv]
+        line = " ".join(quoted)
         return f"cd {shlex.quote(self.cwd)} && {line}" if self.cwd is not None else line
 
     def __str__(self) -> str:
@@ -72,11 +72,11 @@ class Command:
                 text = text.replace(secret, MASK) if secret else text
             return text
 
-        shown = replace(
+        visible = replace(
             self,
-            argv=tuple(masked(word) for word in self.argv),
+            argv=tuple(masked(argument) for argument in self.argv),
             env={name: masked(value) for name, value in self.env.items()},
             cwd=masked(self.cwd) if self.cwd is not None else None,
             secrets=(),
         )
-        return shown.render()
+        return visible.render()

@@ -20,10 +20,10 @@ class Difference:
 
 
 def differences(documents: Sequence[Mapping[str, Any]], ignored: Sequence[str] = ()) -> list[Difference]:
-    """The fields that are not the same in all documents, in the order in which they come up.
+    """The fields that are not the same in all documents, in the order in which they first appear.
 
-    A field's path joins the names with dots (``data_sha256.data/x.idx``); ``ignored`` fields are left out with all
-    that is below them. Lists are values. 1 and 1.0 are the same, true and 1 are not.
+    A field's path joins the names with dots (``data_sha256.data/x.idx``); ``ignored`` fields are left out
+    with everything below them. Lists are values. 1 equals 1.0; true does not equal 1.
     """
     flat = [dict(flattened(document)) for document in documents]
     fields = dict.fromkeys(field for fields in flat for field in fields)
@@ -38,7 +38,7 @@ def differences(documents: Sequence[Mapping[str, Any]], ignored: Sequence[str] =
 
 
 def flattened(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Every value with its path; an empty section is a value, too."""
+    """Every value with its path; an empty section is a value too."""
     for name, value in document.items():
         path = f"{prefix}{name}"
         if isinstance(value, Mapping) and value:
@@ -48,7 +48,7 @@ def flattened(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
 
 
 def shown(value: Any) -> str:
-    """A value as a text that is the same for the same value."""
+    """A value as text: equal values give equal texts."""
     if isinstance(value, str):
         return value
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:

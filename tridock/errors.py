@@ -1,7 +1,7 @@
-"""User-facing errors: one small tree, each branch with its exit code.
+"""User-facing errors: one small tree, an exit code for each branch.
 
 Every message reads ``<where>: <what is wrong>; got <value>; <what to do>``. An error carries
-all the problems that were found, so that a user mends them in one go.
+all problems found, so that the user fixes them at once.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ EXIT_INTERRUPTED: Final = 130
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong: where it stands, what it is, the value found, and the remedy.
+    """One thing that is wrong: where, what, the value got, and what to do.
 
-    ``got`` is left out of the message when it is empty (a host that did not answer has no value).
-    ``nearest`` is not part of it: values of the field that would do, next to the one found, a text as YAML has it.
+    The message leaves out an empty ``got`` (a host that did not answer has no value).
+    ``nearest`` is not part of the message: the closest legal values of the field.
     """
 
     where: str
@@ -40,7 +40,7 @@ class Problem:
 
 
 class TridockError(Exception):
-    """Base of every error that a user can cause or mend. ``exit_code`` is the process's."""
+    """Base of every error that a user can cause or fix. ``exit_code`` is that of the process."""
 
     exit_code: ClassVar[int] = 1
 
@@ -49,7 +49,7 @@ class TridockError(Exception):
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
     def __reduce__(self) -> tuple[type[TridockError], tuple[tuple[Problem, ...]]]:
-        """Out of a worker process it comes with its problems, not with their text."""
+        """Pickles the problems, not their text: errors travel out of worker processes."""
         return type(self), (self.problems,)
 
 
@@ -60,7 +60,7 @@ class RequestError(TridockError):
 
 
 class ClusterError(TridockError):
-    """The cluster is not fit: a host, ssh, Docker, the image."""
+    """The cluster cannot run this: a host, ssh, Docker, the image."""
 
     exit_code = 3
 

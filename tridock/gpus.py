@@ -1,4 +1,4 @@
-"""GPUs by name: memory, what they compute at best, and how fast they read and send. From NVIDIA's data sheets.
+"""GPUs by name: memory size, peak compute, memory and link bandwidth. From NVIDIA's data sheets.
 
 Memory is what ``nvidia-smi`` shows as the total; rates are dense (without sparsity), decimal, one direction.
 """
@@ -39,7 +39,7 @@ class Gpu:
         return self.memory_mib * MIB
 
     def tflops(self, precision: str) -> float | None:
-        """At best, in ``fp32``, ``bf16`` or ``fp16``."""
+        """Peak TFLOP/s in ``fp32``, ``bf16`` or ``fp16``."""
         return self.tflops_32 if precision == "fp32" else self.tflops_16
 
 
@@ -76,7 +76,7 @@ def find_gpu(name: str, where: str) -> Gpu:
     gpu = GPUS.get(_ALIASES.get(lower, lower))
     if gpu is None:
         todo = f"use one of {', '.join(sorted(GPUS))}, or its memory alone, as in 24gib"
-        raise RequestError(Problem(where, "is no GPU that is known here", repr(name), todo))
+        raise RequestError(Problem(where, "is not a known GPU", repr(name), todo))
     return gpu
 
 

@@ -1,6 +1,6 @@
-"""YAML into pydantic models, strictly: shared by the experiment's and the cluster's loaders.
+"""YAML into pydantic models, strictly: shared by every loader.
 
-PyYAML takes the last of two equal keys in silence and reads ``1e-4`` as text; both cost people runs.
+PyYAML silently keeps the last of two equal keys and reads ``1e-4`` as text: both have cost people runs.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _StrictLoader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
 
 
 def read_text(path: Path, kind: str) -> str:
-    """Reads a UTF-8 file that a user named; ``kind`` says what it was meant to be ("an experiment")."""
+    """Reads a UTF-8 file that the user named; ``kind`` is what it should hold ("an experiment")."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -100,7 +100,7 @@ def dump_yaml(fields: Mapping[str, Any]) -> str:
 
 
 def problems_of(error: ValidationError, source: str, model: type[BaseModel]) -> list[Problem]:
-    """Pydantic's findings in our form, in the order of the file's fields."""
+    """Pydantic's errors as problems, in the order of the file's fields."""
     return [_problem_of(details, source, model) for details in error.errors(include_url=False)]
 
 
@@ -108,7 +108,7 @@ def _problem_of(details: Any, source: str, model: type[BaseModel]) -> Problem:
     location = [str(part) for part in details["loc"] if part != "[key]"]
     where = f"{source}: {'.'.join(location)}" if location else source
     kind, context = details["type"], details.get("ctx", {})
-    got = _shown(details["input"])
+    got = _short(details["input"])
     if kind == "missing":
         return Problem(where, "is missing", "", "add it")
     if kind == "extra_forbidden":
@@ -155,7 +155,7 @@ def _explained(kind: str, context: Mapping[str, Any], message: str) -> tuple[str
             return message[:1].lower() + message[1:], "mend it"
 
 
-def _shown(value: object) -> str:
+def _short(value: object) -> str:
     text = repr(value) if isinstance(value, str) else str(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -170,13 +170,13 @@ def _known_fields(model: type[BaseModel], location: list[str]) -> str:
 
 
 def _model_at(annotation: Any, path: list[str]) -> type[BaseModel] | None:
-    """The model that checks a place in the file: its way there leads through fields, mappings' keys and lists."""
+    """The model that validates ``path``, which leads through fields, keys of mappings and indices of lists."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         if not path:
             return annotation
         field = annotation.model_fields.get(path[0])
         return None if field is None else _model_at(field.annotation, path[1:])
-    # An optional is no step on the way; a mapping's key and a place in a list are.
+    # An optional adds no step to the path; a mapping's key and a list's index do.
     rest = path if typing.get_origin(annotation) in _SAME_PLACE else path[1:]
     found = (_model_at(argument, rest) for argument in typing.get_args(annotation))
     return next((inner for inner in found if inner is not None), None)

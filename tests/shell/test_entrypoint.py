@@ -22,8 +22,8 @@ def call(
         "TRIDOCK_STATE": str(state or "/nowhere"),
         **(env or {}),
     }
-    words = ["bash", "-c", f"source {ENTRYPOINT}; {script}"]
-    return subprocess.run(words, env=given, capture_output=True, text=True, timeout=20, check=False)
+    argv = ["bash", "-c", f"source {ENTRYPOINT}; {script}"]
+    return subprocess.run(argv, env=given, capture_output=True, text=True, timeout=20, check=False)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The scripts that upstream's users know: what each turns its environment and its words into."""
+"""The scripts that upstream's users know: the command line that each makes of its environment and options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONFIGS = "/opt/tridock/configs"
 
 @pytest.fixture
 def bin_folder(tmp_path: Path) -> Path:
-    """A `tridock` that prints its words."""
+    """A `tridock` that prints its argv."""
     folder = tmp_path / "bin"
     folder.mkdir()
     fake = folder / "tridock"
@@ -24,13 +24,13 @@ def bin_folder(tmp_path: Path) -> Path:
     return folder
 
 
-def call(script: str, bin_folder: Path, *words: str, megatron: bool = True, **env: str) -> tuple[int, list[str], str]:
+def call(script: str, bin_folder: Path, *argv: str, megatron: bool = True, **env: str) -> tuple[int, list[str], str]:
     source = bin_folder.parent / "megatron"
     source.mkdir(exist_ok=True)
     if megatron:
         (source / "pretrain_gpt2.py").touch()
     given = {"PATH": f"{bin_folder}:{os.environ['PATH']}", "TRIDOCK_MEGATRON": str(source), **env}
-    command = [str(ENTRYPOINT / script), *words]
+    command = [str(ENTRYPOINT / script), *argv]
     done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=20, check=False)
     return done.returncode, done.stdout.splitlines(), done.stderr
 
@@ -46,13 +46,13 @@ def call(script: str, bin_folder: Path, *words: str, megatron: bool = True, **en
 )
 def test_the_tiny_twin_by_default(bin_folder: Path, script: str, twin: str, ranks: str) -> None:
     assert (ROOT / f"configs/{twin}.yaml").is_file()
-    code, words, _ = call(script, bin_folder)
-    assert (code, words) == (0, ["train", f"{CONFIGS}/{twin}.yaml", "--nproc", ranks])
+    code, argv, _ = call(script, bin_folder)
+    assert (code, argv) == (0, ["train", f"{CONFIGS}/{twin}.yaml", "--nproc", ranks])
 
 
 def test_options_and_arguments_of_megatron(bin_folder: Path) -> None:
-    words = ["--set", "train.seed=7", "--num-workers", "0", "--nproc", "8", "--bias-gelu-fusion"]
-    code, found, _ = call("ds_pretrain_gpt2.sh", bin_folder, *words, TRIDOCK_EXPERIMENT="mine.yaml")
+    argv = ["--set", "train.seed=7", "--num-workers", "0", "--nproc", "8", "--bias-gelu-fusion"]
+    code, found, _ = call("ds_pretrain_gpt2.sh", bin_folder, *argv, TRIDOCK_EXPERIMENT="mine.yaml")
     assert code == 0
     assert found == [
         "train", "mine.yaml", "--set", "train.seed=7", "--nproc", "8",
@@ -92,8 +92,8 @@ def test_one_of_several_nodes(bin_folder: Path) -> None:
 
 
 def test_an_image_without_megatron(bin_folder: Path) -> None:
-    code, words, err = call("ds_pretrain_gpt2.sh", bin_folder, megatron=False)
-    assert (code, words) == (0, ["train", f"{CONFIGS}/demo.yaml"])
+    code, argv, err = call("ds_pretrain_gpt2.sh", bin_folder, megatron=False)
+    assert (code, argv) == (0, ["train", f"{CONFIGS}/demo.yaml"])
     assert "this image is without Megatron-LM v1.1.5: the torch engine trains\n" in err
     code, _, err = call("ds_pretrain_gpt2_pipe.sh", bin_folder, megatron=False)
     assert code == 2
@@ -103,8 +103,8 @@ def test_an_image_without_megatron(bin_folder: Path) -> None:
 
 def test_megatron_core_is_in_every_image(bin_folder: Path) -> None:
     env = {"DATA_PATH": "data/mine", "GPUS_PER_NODE": "2"}
-    code, words, _ = call("pretrain_gpt.sh", bin_folder, "--set", "train.seed=7", megatron=False, **env)
-    assert (code, words) == (0, [
+    code, argv, _ = call("pretrain_gpt.sh", bin_folder, "--set", "train.seed=7", megatron=False, **env)
+    assert (code, argv) == (0, [
         "train", f"{CONFIGS}/jean-zay/tiny-7.5b.yaml", "--set", "train.seed=7",
         "--set", 'data.data_path="data/mine"', "--nproc", "2",
     ])  # fmt: skip

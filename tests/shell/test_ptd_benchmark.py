@@ -1,4 +1,4 @@
-"""``ptd_benchmark.sh``: the words of PyTorch's data parallel benchmark, and the command line that they come to."""
+"""``ptd_benchmark.sh``: options of PyTorch's data parallel benchmark to a torchrun command line."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ SCRIPT = Path(__file__).resolve().parents[2] / "entrypoint/ptd_benchmark.sh"
 DEMO = ["-m", "tridock.train", "--config", "/opt/tridock/configs/demo.yaml"]
 
 
-def call(tmp_path: Path, *words: str, **env: str) -> tuple[int, list[str], str]:
-    """The words of torchrun; the demo's data are asked for on standard error."""
+def call(tmp_path: Path, *argv: str, **env: str) -> tuple[int, list[str], str]:
+    """Exit code, torchrun's argv and standard error, which also shows the request for demo data."""
     for name, body in {"python3": 'printf "%s\\n" "$@"', "tridock": 'echo "tridock $*" >&2'}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
     given = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **env}
-    done = subprocess.run([str(SCRIPT), *words], env=given, capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run([str(SCRIPT), *argv], env=given, capture_output=True, text=True, timeout=20, check=False)
     found = done.stdout.splitlines()
     assert found[:2] in (["-m", "torch.distributed.run"], [])
     return done.returncode, found[2:], done.stderr
 
 
 def test_two_devices_with_ddp(tmp_path: Path) -> None:
-    words = ["--nnodes=1", "--nproc_per_node=2", "--rdzv_id=100", "--rdzv_endpoint=localhost:5678"]
-    assert call(tmp_path, *words) == (
+    argv = ["--nnodes=1", "--nproc_per_node=2", "--rdzv_id=100", "--rdzv_endpoint=localhost:5678"]
+    assert call(tmp_path, *argv) == (
         0,
         ["--nnodes=1", "--rdzv_id=100", "--rdzv_endpoint=localhost:5678", "--nproc_per_node=2", *DEMO, "--mode=ddp"],
         "tridock data demo\n",
@@ -34,8 +34,8 @@ def test_two_devices_with_ddp(tmp_path: Path) -> None:
 
 
 def test_a_pipeline_over_two_devices_has_a_process_for_each(tmp_path: Path) -> None:
-    words = ["--nnodes=1", "--nproc_per_node=1", "--rdzv_id=100", "--rdzv_endpoint=localhost:5678"]
-    code, found, _ = call(tmp_path, *words, "--ndevice_per_proc=2", "--mode=pdp")
+    argv = ["--nnodes=1", "--nproc_per_node=1", "--rdzv_id=100", "--rdzv_endpoint=localhost:5678"]
+    code, found, _ = call(tmp_path, *argv, "--ndevice_per_proc=2", "--mode=pdp")
     assert (code, found) == (0, [
         "--nnodes=1", "--rdzv_id=100", "--rdzv_endpoint=localhost:5678", "--nproc_per_node=2", *DEMO,
         "--ndevice_per_proc=2", "--mode=pdp",
@@ -43,8 +43,8 @@ def test_a_pipeline_over_two_devices_has_a_process_for_each(tmp_path: Path) -> N
 
 
 def test_an_experiment_of_ones_own_and_words_without_an_equals_sign(tmp_path: Path) -> None:
-    words = ["--nproc-per-node", "4", "--mode", "fsdp", "--set", "model.preset=gpt-xl", "--workspace", "/w x"]
-    assert call(tmp_path, *words, TRIDOCK_EXPERIMENT="mine.yaml") == (
+    argv = ["--nproc-per-node", "4", "--mode", "fsdp", "--set", "model.preset=gpt-xl", "--workspace", "/w x"]
+    assert call(tmp_path, *argv, TRIDOCK_EXPERIMENT="mine.yaml") == (
         0,
         ["--standalone", "--nproc_per_node=4", "-m", "tridock.train", "--config", "mine.yaml", "--mode=fsdp",
          "--set", "model.preset=gpt-xl", "--workspace", "/w x"],
@@ -58,16 +58,16 @@ def test_an_experiments_own_strategy_holds(tmp_path: Path) -> None:
 
 
 def test_several_nodes(tmp_path: Path) -> None:
-    words = ["--nnodes=4", "--node_rank=1", "--master_addr=gpu-1", "--master_port=29500", "--nproc_per_node=4"]
-    code, found, _ = call(tmp_path, *words, "--mode=pdp", "--ndevice_per_proc=2", TRIDOCK_EXPERIMENT="m.yaml")
+    argv = ["--nnodes=4", "--node_rank=1", "--master_addr=gpu-1", "--master_port=29500", "--nproc_per_node=4"]
+    code, found, _ = call(tmp_path, *argv, "--mode=pdp", "--ndevice_per_proc=2", TRIDOCK_EXPERIMENT="m.yaml")
     assert (code, found) == (0, [
-        *words[:-1], "--nproc_per_node=8", "-m", "tridock.train", "--config", "m.yaml",
+        *argv[:-1], "--nproc_per_node=8", "-m", "tridock.train", "--config", "m.yaml",
         "--mode=pdp", "--ndevice_per_proc=2",
     ])  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("argv", "said"),
     [
         (["--mode"], "--mode: needs a value; got nothing; write --mode VALUE"),
         (
@@ -79,5 +79,5 @@ def test_several_nodes(tmp_path: Path) -> None:
         (["--ndevice_per_proc=0"], "--ndevice_per_proc: must be a whole number; got 0; write 1 or more"),
     ],
 )
-def test_words_that_are_none(tmp_path: Path, words: list[str], said: str) -> None:
-    assert call(tmp_path, *words) == (2, [], f"ptd_benchmark.sh: {said}\n")
+def test_unknown_options_are_refused(tmp_path: Path, argv: list[str], said: str) -> None:
+    assert call(tmp_path, *argv) == (2, [], f"ptd_benchmark.sh: {said}\n")

@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 WHEEL_FOLDERS = ROOT / "tools/python/pip-wheel-folders.sh"
 
 
-def run(*words: str | Path, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
-    argv = [str(word) for word in words]
+def run(*arguments: str | Path, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    argv = [str(argument) for argument in arguments]
     return subprocess.run(
         argv, cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True, timeout=60, check=False
     )
@@ -155,12 +155,12 @@ def test_locks_agree_on_versions_that_they_share() -> None:
 def test_ops_are_compiled_for_any_cpu_of_the_kind(tmp_path: Path) -> None:
     program(tmp_path, "g++", 'printf "%s\\n" "$@"')
     program(tmp_path, "uname", "echo x86_64")
-    words = ["-c", "a b.cpp", "-g", "-march=native", "-D__AVX512__", "-O3"]
+    arguments = ["-c", "a b.cpp", "-g", "-march=native", "-D__AVX512__", "-O3"]
     path = f"{tmp_path}:{os.environ['PATH']}"
-    done = run(ROOT / "tools/image/portable-cxx.sh", *words, PATH=path, PORTABLE_CXX_FIRST="-Ifirst")
+    done = run(ROOT / "tools/image/portable-cxx.sh", *arguments, PATH=path, PORTABLE_CXX_FIRST="-Ifirst")
     assert done.stdout.splitlines() == ["-Ifirst", "-c", "a b.cpp", "-march=x86-64-v3", "-D__AVX256__", "-O3"]
     program(tmp_path, "uname", "echo aarch64")
-    done = run(ROOT / "tools/image/portable-cxx.sh", *words, PATH=path)
+    done = run(ROOT / "tools/image/portable-cxx.sh", *arguments, PATH=path)
     assert done.stdout.splitlines() == ["-c", "a b.cpp", "-march=native", "-D__AVX512__", "-O3"]
 
 

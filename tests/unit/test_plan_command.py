@@ -191,7 +191,7 @@ def test_an_unknown_gpu_beside_the_hostfile(capsys: pytest.CaptureFixture[str], 
     (tmp_path / "lab").write_text("gpu-1 slots=4\n")
     (tmp_path / "lab.yaml").write_text("gpu: v200\n")
     text = refused(capsys, "configs/demo.yaml", "--hosts", str(tmp_path / "lab"))
-    assert text.startswith(f"{tmp_path}/lab.yaml: gpu: is no GPU that is known here; got 'v200'; use one of ")
+    assert text.startswith(f"{tmp_path}/lab.yaml: gpu: is not a known GPU; got 'v200'; use one of ")
 
 
 def test_one_field_explained(capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,14 +31,14 @@ is_cpu_build() {
 
 # A wheel with the version's local label "+cpu" can only be the CPU build.
 install_from_folders() {
-    local folder words uv
+    local folder arguments uv
     while IFS= read -r folder; do
         compgen -G "$folder/torch-$VERSION+cpu-*.whl" >/dev/null || continue
-        words=(--quiet --no-deps --no-index --find-links "$folder" "torch==$VERSION+cpu")
+        arguments=(--quiet --no-deps --no-index --find-links "$folder" "torch==$VERSION+cpu")
         # pip would do; uv unpacks it in half the time.
         uv=$("$HERE/find-uv.sh" "$PYTHON" 2>/dev/null) &&
-            UV_LINK_MODE=copy "$uv" pip install --python "$PYTHON" --compile-bytecode "${words[@]}" 2>/dev/null && return
-        "$PYTHON" -m pip install "${words[@]}" && return
+            UV_LINK_MODE=copy "$uv" pip install --python "$PYTHON" --compile-bytecode "${arguments[@]}" 2>/dev/null && return
+        "$PYTHON" -m pip install "${arguments[@]}" && return
     done < <("$HERE/pip-wheel-folders.sh" "$PYTHON"; printf '%s\n' "$@")
     return 1
 }

@@ -69,7 +69,7 @@ def test_what_cannot_be(text: str, message: str) -> None:
 def test_a_gpu_that_is_not_known() -> None:
     with pytest.raises(RequestError) as caught:
         make_request("{gpus_per_node: 1, gpu: v99}", "p", {})
-    assert str(caught.value).startswith("p: gpu: is no GPU that is known here; got 'v99'; use one of ")
+    assert str(caught.value).startswith("p: gpu: is not a known GPU; got 'v99'; use one of ")
 
 
 @pytest.mark.parametrize(

@@ -102,10 +102,13 @@ bench-memory: .venv/.full ## Memory that the planner predicts beside what CPU ra
 	@python -m tests.memory.compare $(BENCH)
 
 # ---- checks ------------------------------------------------------------------------------------------------------------
-# TESTS  more words for pytest, as TESTS='-k hostfile -x'
+# TESTS   more arguments for pytest, as TESTS='-k hostfile -x'
+# SELECT  the markers that decide which tests run
 TESTS ?=
+SELECT ?= not full
 # One more than cores: many of these tests wait for a process, and each worker takes some seconds to begin.
 WORKERS ?= $(shell echo $$(( $$(nproc) + 1 )))
+PYTEST = pytest -m '$(SELECT)' --junitxml=.cache/tests/$(@:test-%=%).xml
 
 .PHONY: lint
 lint: .venv/.full ## Formatting, types, shell scripts, the Dockerfile
@@ -116,19 +119,24 @@ lint: .venv/.full ## Formatting, types, shell scripts, the Dockerfile
 	hadolint Dockerfile $(wildcard tests/*/*/Dockerfile)
 
 .PHONY: test
-test: test-unit test-distributed test-integration ## All tests (those with Docker are skipped where no engine answers)
+test: test-unit test-distributed test-integration ## All tests but the full matrices (those with Docker are skipped where no engine answers)
+	@python tools/slowest_tests.py $(patsubst %,.cache/tests/%.xml,$(^:test-%=%))
+
+.PHONY: test-full
+test-full: ## All tests, the full matrices too
+	@$(MAKE) --no-print-directory test SELECT=
 
 .PHONY: test-unit
 test-unit: .venv/.full ## What needs neither ranks nor Docker
-	pytest tests --ignore tests/distributed --ignore tests/integration --ignore tests/gpu -n $(WORKERS) $(TESTS)
+	$(PYTEST) tests --ignore tests/distributed --ignore tests/integration --ignore tests/gpu -n $(WORKERS) $(TESTS)
 
 .PHONY: test-distributed
 test-distributed: .venv/.full ## Several ranks on this machine's CPU
-	pytest tests/distributed $(TESTS)
+	$(PYTEST) tests/distributed $(TESTS)
 
 .PHONY: test-integration
 test-integration: .venv/.full ## A real engine: the image, the twin, hosts reached over ssh
-	pytest tests/integration $(TESTS)
+	$(PYTEST) tests/integration $(TESTS)
 
 .PHONY: test-gpu
 test-gpu: ## Every engine on this machine's GPU; in the image, or wherever torch sees one

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.distributed.forks import SLOW
 from tests.distributed.pretended import leave, micro_batches, prepared
 from tridock.compat import megatron_core
-from tridock.engines.deepspeed_config import deepspeed_config
+from tridock.engines.deepspeed import deepspeed_config
 from tridock.experiment import Experiment
 from tridock.train.models.gpt import GPT, Shape
 from tridock.train.parallel.strategies import Strategy, build_strategy

@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.distributed.forks import SLOW, answers, attempt, cases, in_a_fork
 from tridock.compat import megatron_core
-from tridock.engines.deepspeed_config import deepspeed_config
+from tridock.engines.deepspeed import deepspeed_config
 from tridock.experiment import Experiment
 from tridock.train.models.gpt import GPT, Shape
 from tridock.train.parallel.strategies import DistributedDataParallel, Strategy, Zero

@@ -28,10 +28,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.distributed.forks import SLOW, answers, cases, in_a_fork
 from tridock import compat
 from tridock.compat import megatron_v115
-from tridock.engines.deepspeed_config import deepspeed_config
-from tridock.engines.megatron_deepspeed import megatron_arguments
+from tridock.engines.deepspeed import deepspeed_config
+from tridock.engines.megatron_lm.arguments import megatron_arguments
 from tridock.experiment import Experiment
-from tridock.plan.model_parallel import size_of_replica
+from tridock.layout.split import size_of_replica
 from tridock.train.megatron_lm.record import Recorder
 from tridock.train.parallel.strategies import import_deepspeed
 from tridock.train.rank.process_group import Ranks

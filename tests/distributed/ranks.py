@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.experiments import with_fields
 from tridock.data.dataset.indexed_dataset import IndexedDatasetWriter
-from tridock.engines.deepspeed_config import deepspeed_config
+from tridock.engines.deepspeed import deepspeed_config
 from tridock.experiment import dump_experiment
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ import pytest
 
 from tests.megatron_source import patched_source
 from tests.unit.plan.layouts import laid_out
-from tridock.plan.groups import Group, Kind, make_groups
+from tridock.layout.groups import Group, Kind, make_groups
 
 pytestmark = pytest.mark.distributed
 

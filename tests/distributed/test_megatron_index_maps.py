@@ -18,7 +18,7 @@ from tests.experiments import make_plan
 from tests.megatron_source import patched_source
 from tridock.data.corpus import prepare_demo
 from tridock.engines import rank_program
-from tridock.engines.megatron_deepspeed import INDEX_MAPS, index_map_arguments
+from tridock.engines.megatron_lm.arguments import INDEX_MAPS, index_map_arguments
 from tridock.experiment import dump_experiment
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]

@@ -13,7 +13,8 @@ import pytest
 
 from tests.distributed.ranks import ask
 from tridock.experiment import Experiment
-from tridock.plan.traffic import REUSED, Shape, all_gather, all_reduce, traffic, traffic_of_stage
+from tridock.layout.shape import Shape
+from tridock.plan.traffic import REUSED, all_gather, all_reduce, traffic, traffic_of_stage
 
 pytest.importorskip("torch")
 

@@ -16,7 +16,8 @@ from tests.megatron_source import patched_source
 from tridock.data.corpus import prepare_demo
 from tridock.engines import rank_program
 from tridock.experiment import dump_experiment
-from tridock.plan.traffic import Shape, all_gather, all_reduce, traffic_of_stage
+from tridock.layout.shape import Shape
+from tridock.plan.traffic import all_gather, all_reduce, traffic_of_stage
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

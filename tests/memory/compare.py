@@ -16,8 +16,8 @@ from rich.table import Table
 from tests.experiments import make_plan
 from tests.memory.cases import Case, experiment
 from tridock.experiment import Experiment
+from tridock.layout.shape import Shape
 from tridock.plan.memory import StageMemory, memory_of_stage
-from tridock.plan.traffic import Shape
 
 MEASURED = Path(__file__).parents[1] / "data" / "memory-cpu.json"
 DEMO_TOKENS = 500

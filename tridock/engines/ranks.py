@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from tridock.contracts import run_folder
-from tridock.engines import megatron_deepspeed
-from tridock.engines.deepspeed_config import deepspeed_config
-from tridock.engines.megatron_deepspeed import megatron_arguments
+from tridock.engines.deepspeed import deepspeed_config
+from tridock.engines.megatron_lm.arguments import MODULE, megatron_arguments
 from tridock.experiment import Experiment
-from tridock.plan import Plan
+from tridock.layout import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ def rank_program(
             train = experiment.train.model_copy(update={"load": load})
             experiment = experiment.model_copy(update={"train": train})
         words = megatron_arguments(experiment, plan, run_path)
-        return RankProgram(megatron_deepspeed.MODULE, (*folder, *words), env, files)
+        return RankProgram(MODULE, (*folder, *words), env, files)
     folder = folder if load is None else (*folder, "--load", load)
     if experiment.engine == "megatron-core":
         return RankProgram("tridock.train.megatron_core.pretrain_gpt", folder, {**_MEGATRON_CORE, **env}, files)

@@ -15,12 +15,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from tridock.engines.torch.legality import shared_by_torch
 from tridock.experiment import Experiment
+from tridock.layout.shape import FORMAT_BYTES, Term
 from tridock.plan.parameters import layer_parameters, layers_of_stage, rows_of_vocabulary
 from tridock.plan.resnet import image_terms
-from tridock.plan.term import Term
-from tridock.plan.torch_engine import shared_by_torch
-from tridock.plan.traffic import FORMAT_BYTES, recomputed_layers
+from tridock.plan.traffic import recomputed_layers
 
 Device = Literal["cpu", "cuda"]
 _TOKEN_BYTES = 8  # int64

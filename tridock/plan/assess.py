@@ -10,13 +10,13 @@ from typing import Any, Literal
 from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment
 from tridock.gpus import Gpu
+from tridock.layout.groups import make_groups, warnings
+from tridock.layout.plan import Plan, lay_out
+from tridock.layout.shape import Shape
 from tridock.plan.cost import Cost, Rates, cost_of
-from tridock.plan.groups import make_groups, warnings
 from tridock.plan.legality import layout_problems
 from tridock.plan.memory import GIB, StageMemory, memory_of_stages
 from tridock.plan.parameters import GPT2_TOKENS
-from tridock.plan.plan import Plan, lay_out
-from tridock.plan.traffic import Shape
 
 Verdict = Literal["fits", "tight", "no-fit", "illegal"]
 

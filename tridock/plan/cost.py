@@ -20,8 +20,9 @@ from tridock.experiment.flops import (
 )
 from tridock.experiment.sizes import model_parameters
 from tridock.gpus import Gpu
+from tridock.layout.shape import Shape
 from tridock.plan.parameters import layers_of_stage, rows_of_vocabulary
-from tridock.plan.traffic import Shape, Traffic, recomputed_layers, traffic
+from tridock.plan.traffic import Traffic, recomputed_layers, traffic
 
 ASSUMED_SHARE: Final = 0.5
 """Of a GPU's peak, for its matrix products, where no rate is given; Narayanan et al. (2021) report 44 to 52 %."""

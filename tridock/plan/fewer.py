@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from tridock.experiment import Experiment
+from tridock.layout.split import size_of_replica
 from tridock.plan.assess import Assessment, Assumptions, assess
-from tridock.plan.model_parallel import size_of_replica
 from tridock.plan.search import layouts
 
 Slots = Mapping[str, Sequence[int]]

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from typing import Final
 
+from tridock.engines.torch.legality import shards_of
 from tridock.experiment import Experiment
+from tridock.layout.shape import FORMAT_BYTES, Shape
 from tridock.plan.activations import Device, backward_bytes, in_flight, kept_bytes, sizes_of
 from tridock.plan.parameters import layer_parameters, layers_of_stage, parameters_of_stage
-from tridock.plan.torch_engine import shards_of
-from tridock.plan.traffic import FORMAT_BYTES, Shape
 
 _SUM_BYTES: Final = 4
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tridock.engines.megatron_core.legality import megatron_core_problems, only_megatron_core
+from tridock.engines.megatron_lm.legality import megatron_problems
+from tridock.engines.torch.legality import nearest_batches, only_torch, torch_batch_problems, torch_problems
 from tridock.errors import Problem
 from tridock.experiment import Experiment
-from tridock.plan.megatron import megatron_problems
-from tridock.plan.megatron_core import megatron_core_problems, only_megatron_core
-from tridock.plan.model_parallel import size_of_replica, world_problems
-from tridock.plan.nearest import either, nearest_divisors, nearest_multiples
+from tridock.layout.nearest import either, nearest_divisors, nearest_multiples
+from tridock.layout.split import size_of_replica, world_problems
 from tridock.plan.resnet import resnet_problems
-from tridock.plan.torch_engine import nearest_batches, only_torch, torch_batch_problems, torch_problems
 
 
 def layout_problems(experiment: Experiment, world_size: int) -> list[Problem]:

@@ -12,16 +12,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from tridock.engines.torch.legality import shared_by_torch
 from tridock.experiment import Experiment
 from tridock.gpus import Gpu
+from tridock.layout.shape import Shape, Term, total_bytes
 from tridock.plan.activations import Device, activation_terms
 from tridock.plan.fsdp_peak import scattered, summed_up
 from tridock.plan.overhead import overhead_terms
 from tridock.plan.parameters import Parameters, layers_of_stage, parameters_of_stage
 from tridock.plan.states import States, states_of
-from tridock.plan.term import Term, total_bytes
-from tridock.plan.torch_engine import shared_by_torch
-from tridock.plan.traffic import Shape
 
 Fit = Literal["fits", "tight", "no-fit"]
 TIGHT: Final = 0.8

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from tridock.experiment import Experiment
-from tridock.plan.term import Term, total_bytes
-from tridock.plan.traffic import Shape, traffic
+from tridock.layout.shape import Shape, Term, total_bytes
+from tridock.plan.traffic import traffic
 
 _MIB: Final = 2**20
 CONTEXT_BYTES: Final = 512 * _MIB

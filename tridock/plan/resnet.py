@@ -8,8 +8,7 @@ from typing import Final
 from tridock.errors import Problem
 from tridock.experiment import Experiment
 from tridock.experiment.resnet import cast_elements, kept_elements
-from tridock.plan.term import Term
-from tridock.plan.traffic import FORMAT_BYTES
+from tridock.layout.shape import FORMAT_BYTES, Term
 
 _FP32_BYTES: Final = 4
 

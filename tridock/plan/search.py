@@ -10,15 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from tridock.engines.megatron_lm.legality import CHECKPOINT_OPTIONS
 from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment
+from tridock.layout.shape import Shape
+from tridock.layout.split import size_of_replica
 from tridock.plan.assess import Assumptions, gpu_problems
 from tridock.plan.cost import Cost, Rates, cost_of
 from tridock.plan.legality import layout_problems
-from tridock.plan.megatron import CHECKPOINT_OPTIONS
 from tridock.plan.memory import StageMemory, memory_of_stage
-from tridock.plan.model_parallel import size_of_replica
-from tridock.plan.traffic import Shape
 
 Choice = Mapping[str, object]
 """Fields by their paths, as ``--set`` takes them."""

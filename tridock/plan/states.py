@@ -29,11 +29,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from tridock.engines.torch.legality import shards_of, shared_by_torch
 from tridock.experiment import Experiment
+from tridock.layout.shape import FORMAT_BYTES, Shape
 from tridock.plan.activations import Device
 from tridock.plan.parameters import Parameters
-from tridock.plan.torch_engine import shards_of, shared_by_torch
-from tridock.plan.traffic import FORMAT_BYTES, Shape
 
 BUCKET: Final = 500_000_000
 LIVE: Final = 1_050_000_000

@@ -14,26 +14,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from tridock.engines.torch.legality import shards_of, shared_by_torch
 from tridock.experiment import Experiment
+from tridock.layout.shape import FORMAT_BYTES, Shape
 from tridock.plan.parameters import layers_of_stage, parameters_of_stage
-from tridock.plan.torch_engine import shards_of, shared_by_torch
 
 Link = Literal["node", "network"]
-FORMAT_BYTES: Final = {"fp32": 4, "bf16": 2, "fp16": 2}
 REUSED: Final = 1_000_000_000
 """DeepSpeed's stage3_max_reuse_distance: weights that are used again before so many others stay gathered."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Sizes of a layout on nodes that all have as many slots."""
-
-    data: int
-    """Replicas of the model."""
-    accumulation: int
-    """Micro batches of an iteration, of each replica."""
-    slots: int
-    """Of one node."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from tridock.layout.groups import make_groups
 from tridock.plan import Plan
-from tridock.plan.groups import make_groups
 from tridock.report.rank_sheet import (
     HEAD,
     MARGIN,

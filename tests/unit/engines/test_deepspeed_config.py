@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tridock.engines.deepspeed_config import deepspeed_config
+from tridock.engines.deepspeed import deepspeed_config
 from tridock.experiment import Experiment
 
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from tests.experiments import make_plan
 from tridock.engines import rank_program
-from tridock.engines.megatron_deepspeed import megatron_arguments
+from tridock.engines.megatron_lm.arguments import megatron_arguments
+from tridock.engines.megatron_lm.legality import OWNED
 from tridock.experiment import Experiment
-from tridock.plan.megatron import OWNED
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "megatron"
 RUN = "/workspace/runs/tiny-20260102-030405-abcd"

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.unit.plan.layouts import laid_out
 from tridock.errors import Problem
-from tridock.plan.groups import make_groups, warnings
+from tridock.layout.groups import make_groups, warnings
 
 TP, CP = "parallel.tensor_model_parallel_size", "parallel.context_parallel_size"
 STAYS = "whose groups stay within a node's slots"

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tridock.engines.megatron_lm.legality import CHECKPOINT_OPTIONS
 from tridock.errors import Problem
 from tridock.experiment import Experiment, parse_experiment
 from tridock.plan.legality import layout_problems
-from tridock.plan.megatron import CHECKPOINT_OPTIONS
 
 BASE = """\
 name: tiny

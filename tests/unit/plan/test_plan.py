@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tests.experiments import make_plan
 from tridock.errors import RequestError
 from tridock.experiment import parse_experiment
+from tridock.layout.nearest import nearest_divisors, nearest_multiple, nearest_multiples
 from tridock.plan import Plan
-from tridock.plan.nearest import nearest_divisors, nearest_multiple, nearest_multiples
 
 BASE = """\
 name: tiny

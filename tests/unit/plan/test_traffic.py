@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tridock.experiment import Experiment
-from tridock.plan.traffic import REUSED, Shape, Traffic, all_gather, all_reduce, traffic, traffic_of_stage
+from tridock.layout.shape import Shape
+from tridock.plan.traffic import REUSED, Traffic, all_gather, all_reduce, traffic, traffic_of_stage
 
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 VPP, CP, SP = "virtual_pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel"

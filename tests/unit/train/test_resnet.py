@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.unit.experiment.test_resnet import experiment
+from tridock.layout.shape import total_bytes
 from tridock.plan.resnet import image_terms
-from tridock.plan.term import total_bytes
 from tridock.train.models.resnet import ResNet
 
 

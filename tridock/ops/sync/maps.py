@@ -14,7 +14,7 @@ from typing import Final
 from tridock.cluster.containers import exec_command
 from tridock.command import Command
 from tridock.contracts import run_folder
-from tridock.engines.megatron_deepspeed import INDEX_MAPS, index_map_arguments
+from tridock.engines.megatron_lm.arguments import INDEX_MAPS, index_map_arguments
 from tridock.errors import ClusterError, Problem, RequestError
 from tridock.experiment import Experiment
 from tridock.ops.hosts.session import NODE

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tridock.errors import Problem
-from tridock.plan.plan import Plan, Rank
+from tridock.layout.plan import Plan, Rank
 
 Kind = Literal[
     "tensor", "context", "data", "data_with_context", "pipeline", "pipeline_neighbours", "embedding", "model"

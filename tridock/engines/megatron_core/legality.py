@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator
 from typing import Final
 
+from tridock.engines.megatron_lm.legality import CHECKPOINT_OPTIONS
 from tridock.errors import Problem
 from tridock.experiment import Experiment
 from tridock.experiment.schema import Model, Parallel
-from tridock.plan.megatron import CHECKPOINT_OPTIONS
-from tridock.plan.model_parallel import split_problems
-from tridock.plan.nearest import either, nearest_divisors, nearest_multiples
+from tridock.layout.nearest import either, nearest_divisors, nearest_multiples
+from tridock.layout.split import split_problems
 
 _PARALLEL: Final = (
     "virtual_pipeline_model_parallel_size",

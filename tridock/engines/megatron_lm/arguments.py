@@ -1,6 +1,6 @@
 """Engine ``megatron-deepspeed``: Megatron-LM v1.1.5's command line, out of what also gives DeepSpeed's JSON.
 
-Pure. Each option stands with the field of the experiment that gives it in :data:`tridock.plan.megatron.OWNED`.
+Pure. :data:`tridock.engines.megatron_lm.legality.OWNED` names the field that gives each option.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tridock.contracts import run_folder
+from tridock.engines.megatron_lm.legality import CHECKPOINT_OPTIONS
 from tridock.experiment import Experiment
-from tridock.plan import Plan
-from tridock.plan.megatron import CHECKPOINT_OPTIONS
+from tridock.layout import Plan
 
 MODULE = "tridock.train.megatron_lm.pretrain_gpt2"
 INDEX_MAPS = "tridock.train.megatron_lm.index_maps"

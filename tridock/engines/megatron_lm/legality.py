@@ -7,8 +7,8 @@ from typing import Final
 
 from tridock.errors import Problem
 from tridock.experiment import Experiment
-from tridock.plan.model_parallel import split_problems
-from tridock.plan.nearest import either, nearest_divisors
+from tridock.layout.nearest import either, nearest_divisors
+from tridock.layout.split import split_problems
 
 CHECKPOINT_OPTIONS: Final = (
     "partition_activations",

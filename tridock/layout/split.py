@@ -8,7 +8,7 @@ from itertools import product
 
 from tridock.errors import Problem
 from tridock.experiment import Experiment
-from tridock.plan.nearest import around, divisors, either, nearest_divisors, nearest_multiple
+from tridock.layout.nearest import around, divisors, either, nearest_divisors, nearest_multiple
 
 
 def split_problems(experiment: Experiment) -> Iterator[Problem]:

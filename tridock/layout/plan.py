@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tridock.experiment import Experiment
-from tridock.plan.model_parallel import size_of_replica
+from tridock.layout.split import size_of_replica
 
 
 @dataclass(frozen=True, slots=True)

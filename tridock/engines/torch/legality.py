@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tridock.engines.megatron_lm.legality import CHECKPOINT_OPTIONS
 from tridock.errors import Problem
 from tridock.experiment import Experiment
-from tridock.plan.megatron import CHECKPOINT_OPTIONS
-from tridock.plan.model_parallel import split_problems
-from tridock.plan.nearest import either, nearest_divisors, nearest_multiples
+from tridock.layout.nearest import either, nearest_divisors, nearest_multiples
+from tridock.layout.split import split_problems
 
 
 def torch_problems(experiment: Experiment) -> Iterator[Problem]:

@@ -1,0 +1,1 @@
+"""Engine ``megatron-deepspeed``: Megatron-LM v1.1.5, with or without DeepSpeed."""

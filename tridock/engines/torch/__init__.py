@@ -1,0 +1,1 @@
+"""Engine ``torch``: the GPT and ResNet-50 of tridock.train."""

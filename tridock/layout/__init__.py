@@ -1,0 +1,5 @@
+"""Arithmetic of a layout that all engines share: rank map, groups, shape of a stage, nearest legal sizes. Pure."""
+
+from tridock.layout.plan import Plan, Rank
+
+__all__ = ["Plan", "Rank"]

@@ -1,7 +1,7 @@
-"""Whether a run goes on, and how it ended: what anybody can see in its folder.
+"""The state of a run, as its folder shows it.
 
-Its supervisor holds a lock on ``.supervisor`` as long as it lives: whoever finds neither the lock held nor an exit code
-knows that the run was lost, with no process number that a restarted container could have given away again.
+A run's supervisor holds a lock on ``.supervisor`` as long as it lives. A run with neither a held lock nor an exit code
+is lost. No process number is needed, which a restarted container could reuse.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
@@ -16,6 +17,54 @@ from tridock.contracts import run_folder
 from tridock.contracts.events import append_event
 
 LOCK: Final = ".supervisor"
+
+
+class RunState(StrEnum):
+    """Every state of a run. Where nodes disagree the later member counts: only the head knows more than ``ready``."""
+
+    READY = "ready"
+    LOST = "lost"
+    STOPPED = "stopped"
+    PREEMPTED = "preempted"
+    FAILED = "failed"
+    DONE = "done"
+    RUNNING = "running"
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a supervisor runs it."""
+        return self is RunState.RUNNING
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it was started and has ended, however."""
+        return self not in (RunState.READY, RunState.RUNNING)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether there is a failure to explain."""
+        return self in (RunState.FAILED, RunState.LOST)
+
+    @property
+    def precedence(self) -> int:
+        """The rank of this node's answer among those of several nodes."""
+        return list(RunState).index(self)
+
+    @classmethod
+    def of_exit_code(cls, code: int) -> RunState:
+        """The state of a run that left this exit code."""
+        known = {0: cls.DONE, run_folder.EXIT_STOPPED: cls.STOPPED, run_folder.EXIT_PREEMPTED: cls.PREEMPTED}
+        return known.get(code, cls.FAILED)
+
+
+def state_of(folder: Path) -> RunState:
+    """The state of the run in ``folder``, as this node sees it."""
+    code = exit_code_of(folder)
+    if code is not None:
+        return RunState.of_exit_code(code)
+    if is_supervised(folder):
+        return RunState.RUNNING
+    return RunState.LOST if (folder / LOCK).exists() else RunState.READY
 
 
 def is_supervised(folder: Path) -> bool:

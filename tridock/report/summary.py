@@ -183,6 +183,8 @@ def _state(events: list[Record]) -> str:
                 state = "finished"
             case "run_stopped":
                 state = "stopped"
+            case "run_preempted":
+                state = "preempted"
             case "run_failed" if open_ended:
                 state = f"failed: {event.get('reason')}"
             case "rank_died" | "rank_hung" | "node_lost" if state not in ("finished", "stopped"):

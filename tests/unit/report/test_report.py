@@ -132,6 +132,7 @@ def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
         (["run_started", "run_failed:no data", "launcher_ended"], "failed: no data"),
         (["launcher_ended"], "failed: the launcher ended with exit code 7"),
         (["run_started", "run_finished"], "finished"),
+        (["run_started", "run_preempted"], "preempted"),
         (["run_started", "run_failed:lost a rank", "rank_died:was ended"], "failed: rank 1 on b was ended"),
         (["run_started", "node_lost:has not answered"], "failed: rank 1 on b has not answered"),
         (["run_started", "rank_died:was ended", "run_restarted", "run_started"], "running"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tridock.contracts import run_folder
 from tridock.contracts.events import read_lines
-from tridock.contracts.run_state import LOCK, exit_code_of, is_supervised
+from tridock.contracts.run_state import exit_code_of, is_supervised, state_of
 
 _TAIL_BYTES = 1 << 16
 
@@ -17,8 +17,7 @@ def list_runs(workspace: Path) -> list[dict[str, object]]:
     """One object a run, oldest first: run_id, state, exit_code, created (yyyymmdd-hhmmss), metrics (the last).
 
     Also experiment, nodes, train_iters, duration_s (until now, or the end), age_s (of the last step): None if unknown.
-
-    States: ``ready`` (never started here), ``running``, ``done``, ``failed``, ``stopped``, ``lost``.
+    ``state`` is a :class:`~tridock.contracts.run_state.RunState`.
     """
     folders = [f for f in (workspace / "runs").glob("*") if run_folder.is_run_id(f.name) and f.is_dir()]
     runs = [_describe(folder) for folder in folders]
@@ -26,14 +25,13 @@ def list_runs(workspace: Path) -> list[dict[str, object]]:
 
 
 def _describe(folder: Path) -> dict[str, object]:
-    code = exit_code_of(folder)
     training = [entry for entry in read_lines(folder / run_folder.METRICS, _TAIL_BYTES) if "split" not in entry]
     # The id ends in -yyyymmdd-hhmmss-xxxx: it sorts by the moment of creation whatever the experiment's name.
     created = "-".join(folder.name.split("-")[-3:-1])
     return {
         "run_id": folder.name,
-        "state": _state(folder, code),
-        "exit_code": code,
+        "state": state_of(folder),
+        "exit_code": exit_code_of(folder),
         "created": created,
         "metrics": training[-1] if training else None,
         "experiment": "-".join(folder.name.split("-")[:-3]),
@@ -76,12 +74,3 @@ def _text(path: Path) -> str:
         return path.read_text(errors="replace")
     except FileNotFoundError:
         return ""
-
-
-def _state(folder: Path, code: int | None) -> str:
-    if code is None:
-        if is_supervised(folder):
-            return "running"
-        return "lost" if (folder / LOCK).exists() else "ready"
-    known = {0: "done", run_folder.EXIT_STOPPED: "stopped", run_folder.EXIT_PREEMPTED: "preempted"}
-    return known.get(code, "failed")

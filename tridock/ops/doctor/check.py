@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from tridock.contracts import run_folder
 from tridock.errors import ClusterError, Problem, TridockError
 from tridock.experiment import Experiment, load_experiment
 from tridock.ops.doctor.allreduce import reduce_all
 from tridock.ops.doctor.consistency_checks import code_findings, image_findings
-from tridock.ops.doctor.device_checks import device_findings
-from tridock.ops.doctor.finding import Answer, Answers, fail, warn
+from tridock.ops.doctor.device_checks import device_findings, leftover_findings
+from tridock.ops.doctor.finding import Answer, Answers, fail
 from tridock.ops.doctor.host_checks import look_at_hosts, look_at_nodes
 from tridock.ops.doctor.limit_checks import limit_findings, shown, space_findings
 from tridock.ops.doctor.mesh_checks import meet
@@ -28,7 +27,6 @@ from tridock.ops.runs.registry import list_runs
 from tridock.plan import Plan, assess
 from tridock.remote import Host
 
-_ENDED: Final = ("done", "failed", "stopped", "lost")
 # What the all-reduce rests on: where one of these fails it would only say the same, after a long wait.
 _FIRST: Final = ("hosts", "nodes", "ssh", "image", "network")
 
@@ -130,7 +128,7 @@ def _data(session: Session, config: Path, experiment: Experiment, plan: Plan, re
 
 
 def _leftovers(session: Session, looks: Answers, report: Report) -> None:
-    """Runs that have processes: those that go on, and what dead ones left behind."""
+    """Runs that have processes on some node."""
     holders: dict[str, list[str]] = {}
     for node, look in looks.items():
         for run_id in look["runs"]:
@@ -143,19 +141,7 @@ def _leftovers(session: Session, looks: Answers, report: Report) -> None:
         why = "nobody knows whether what runs there is meant to"
         report.findings += [fail("nodes", problem, why) for problem in error.problems]
         return
-    hosts = session.cluster.hostfile_path
-    for run_id, nodes in holders.items():
-        if states.get(run_id) in _ENDED and run_folder.is_run_id(run_id):
-            todo = f"end them: fab stop --hosts {hosts} --run {run_id}"
-            what = f"has processes of a run that is {states[run_id]}"
-            why = "they hold memory, GPUs and ports that the next run needs"
-            report.findings += [
-                warn("devices", Problem(node, what, run_id, todo), why, ("stop", run_id)) for node in nodes
-            ]
-        else:
-            todo = f"wait for its end, or stop it: fab stop --hosts {hosts} --run {run_id}"
-            why = "two runs on the same slots share their memory and time"
-            report.findings.append(warn("devices", Problem(", ".join(nodes), "a run goes on there", run_id, todo), why))
+    report.findings += leftover_findings(str(session.cluster.hostfile_path), holders, states)
 
 
 def _reduce(session: Session, look: Answer, report: Report) -> None:

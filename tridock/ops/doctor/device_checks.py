@@ -1,11 +1,13 @@
-"""GPUs and InfiniBand of the nodes against the slots and the image. Pure."""
+"""GPUs and InfiniBand of the nodes against the slots and the image, and who holds the slots. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from tridock.cluster import Cluster
+from tridock.contracts.run_folder import is_run_id
+from tridock.contracts.run_state import RunState
 from tridock.errors import Problem
 from tridock.ops.doctor.finding import UP, Answer, Answers, Finding, fail, warn
 
@@ -94,3 +96,21 @@ def _infiniband(node: str, answer: Answer) -> Iterator[Finding]:
     elif found["devices"] and answer["nccl_ib_disable"] == "1":
         what = "has InfiniBand devices that NCCL_IB_DISABLE=1 leaves unused"
         yield warn("devices", Problem(node, what, got, "remove NCCL_IB_DISABLE from env in the settings"), why)
+
+
+def leftover_findings(
+    hosts: str, holders: Mapping[str, Sequence[str]], states: Mapping[str, RunState]
+) -> Iterator[Finding]:
+    """``holders`` names the nodes with processes of each run: of a run that is over, ``--fix`` ends them."""
+    for run_id, nodes in holders.items():
+        state = states.get(run_id)
+        if state is not None and state.is_over and is_run_id(run_id):
+            todo = f"end them: fab stop --hosts {hosts} --run {run_id}"
+            what = f"has processes of a run that is {state}"
+            why = "they hold memory, GPUs and ports that the next run needs"
+            for node in nodes:
+                yield warn("devices", Problem(node, what, run_id, todo), why, ("stop", run_id))
+        else:
+            todo = f"wait for its end, or stop it: fab stop --hosts {hosts} --run {run_id}"
+            why = "two runs on the same slots share their memory and time"
+            yield warn("devices", Problem(", ".join(nodes), "a run continues there", run_id, todo), why)

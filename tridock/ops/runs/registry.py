@@ -8,15 +8,13 @@ from typing import Any
 
 from tridock.cluster.containers import workspace_on_host
 from tridock.contracts import run_folder
+from tridock.contracts.run_state import RunState
 from tridock.errors import ClusterError, Problem, RequestError
 from tridock.ops.hosts.session import NODE, Session
 from tridock.ops.runs.log_stream import Followed
 from tridock.remote import Host, Stream
 
 _VERB_TIMEOUT_S = 60.0
-
-# Which node's word counts where several know a run: the head's, who alone supervises it.
-_STATES = ("ready", "lost", "stopped", "preempted", "failed", "done", "running")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +40,13 @@ def list_runs(session: Session) -> list[dict[str, Any]]:
 
     def ask(node: str, _: Host) -> list[dict[str, Any]]:
         done = session.node_verb(node, "runs", timeout=_VERB_TIMEOUT_S).checked(node)
-        return [{**run, "head": node} for run in json.loads(done.stdout)]
+        return [{**run, "state": RunState(run["state"]), "head": node} for run in json.loads(done.stdout)]
 
     found: dict[str, dict[str, Any]] = {}
     for runs in session.each(ask, only=session.running()).values():
         for run in runs:
             known = found.setdefault(run["run_id"], run)
-            if _STATES.index(run["state"]) > _STATES.index(known["state"]):
+            if run["state"].precedence > known["state"].precedence:
                 found[run["run_id"]] = run
     return sorted(found.values(), key=lambda run: (run["created"], run["run_id"]))
 
@@ -66,7 +64,7 @@ def choose_run(session: Session, run_id: str | None, *, active: bool) -> Run:
             last = ", ".join(list(known)[-5:]) or "none"
             raise RequestError(Problem(where, "is no run of this cluster", run_id, f"use one of: {last}"))
         return Run(run_id, known[run_id])
-    going: list[str] = [run["run_id"] for run in runs if run["state"] == "running"]
+    going: list[str] = [run["run_id"] for run in runs if run["state"].is_active]
     if len(going) > 1:
         raise RequestError(Problem(where, "is needed while several runs go on", ", ".join(going), "name one of them"))
     if going:

@@ -61,7 +61,7 @@ def triage(session: Session, run_id: str | None) -> RunFailedError:
     Raises :class:`RequestError` where there is none, or the one named did not fail.
     """
     listed = {run["run_id"]: run for run in list_runs(session)}
-    failed_ones = [name for name, run in listed.items() if run["state"] in ("failed", "lost")]
+    failed_ones = [name for name, run in listed.items() if run["state"].has_failed]
     chosen = run_id or (failed_ones[-1] if failed_ones else None)
     if chosen is None:
         raise RequestError(Problem("--run", "no run of this cluster has failed", "", "see fab runs"))

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from tridock.contracts import run_folder
+from tridock.contracts.run_state import RunState
 from tridock.errors import Problem, RequestError, RunError
 from tridock.ops.runs.local_run import node_environment, node_verb
 from tridock.ops.slurm import scheduler
 
 _POLL_S: Final = 0.5
 _ASK_S: Final = 5.0
-_ENDED: Final = {0: "done", run_folder.EXIT_STOPPED: "stopped", run_folder.EXIT_PREEMPTED: "preempted"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def _row(run: Submitted, queue: Mapping[str, scheduler.Job], progress: Mapping[s
 
 def _ended(run: Submitted) -> str:
     if run.exit_code is not None:
-        return _ENDED.get(run.exit_code, "failed")
+        return RunState.of_exit_code(run.exit_code)
     return (scheduler.ended_state(run.job_id) or "gone").lower()
 
 

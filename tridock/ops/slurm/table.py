@@ -7,12 +7,14 @@ from typing import Any
 
 from rich.table import Column, Table
 
+from tridock.contracts.run_state import RunState
+
 
 def as_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """The runs, oldest first."""
     table = Table(Column("run", no_wrap=True), "job", "state", "nodes", "time", "step", "loss")
     for row in rows:
-        why = f"exit code {row['exit_code']}" if row["state"] == "failed" else row["reason"]
+        why = f"exit code {row['exit_code']}" if row["state"] == RunState.FAILED else row["reason"]
         table.add_row(
             row["run"],
             row["job"],

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from tridock.cluster.containers import container_name
 from tridock.contracts import run_folder
 from tridock.contracts.events import read_lines
 from tridock.ops.hosts.session import Session
@@ -46,7 +45,7 @@ class Soak:
         self.hostfile, self.chance = hostfile, chance
         self.changes = (*CHANGES, f"train.train_iters={iterations}")
         session = Session.open(hostfile)
-        self.containers = {node: container_name(session.cluster, node) for node in session.nodes}
+        self.containers = {node: session.transport.container_name(node) for node in session.nodes}
         self.head, *self.others = session.nodes
         self.faults: dict[str, Callable[[str], object]] = {
             "SIGKILL a rank": lambda run: self._signal(run, "KILL", "tridock.train"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tridock.cluster import Cluster
+from tridock.cluster.transports import transport_of
 from tridock.remote.fanout import Outcome, on_all, raise_failures
 from tridock.remote.host import Completed, Host, Stream
 from tridock.remote.local import LocalHost
@@ -13,7 +14,7 @@ __all__ = ["Completed", "Host", "LocalHost", "Outcome", "SshHost", "Stream", "co
 
 def connect(cluster: Cluster) -> dict[str, Host]:
     """The hosts of the nodes in use and, behind them, of the spares, by node name; nothing is contacted yet."""
-    if cluster.settings.transport == "compose":
+    if not transport_of(cluster).separate_hosts:
         return {node: LocalHost(node) for node in cluster.everywhere}
     ssh = cluster.settings.ssh
     return {

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tridock.cluster.containers import HostFacts
+from tridock.cluster.transports import HostFacts
 from tridock.ops.hosts.facts import HostState
 from tridock.ops.hosts.session import Session
 from tridock.ops.sync import Row, choose, sync, transfer

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tridock.cluster import load_cluster
-from tridock.cluster.containers import HostFacts
+from tridock.cluster.transports import HostFacts
 from tridock.errors import ClusterError
 from tridock.ops.hosts.facts import HostState
 from tridock.ops.hosts.session import Session

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tridock.cluster.containers import HostFacts, recipe_of, run_command
+from tridock.cluster.transports import HostFacts
 from tridock.ops.hosts import nodes
 from tridock.ops.hosts.facts import Container, HostState, keys_digest
 from tridock.ops.hosts.key_store import KeyStore
@@ -28,7 +28,7 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
     store.ensure()
     states = {}
     for node in made.nodes:
-        recipe = recipe_of(run_command(made.cluster, node, IMAGE, FACTS))
+        recipe = made.transport.recipe(node, IMAGE, FACTS)
         container = Container("1", IMAGE, running=True, recipe=recipe, exit_code=0, health="healthy")
         states[node] = HostState(FACTS, IMAGE, container, keys_digest(store.node_files(node)))
     monkeypatch.setattr(made, "_states", states)

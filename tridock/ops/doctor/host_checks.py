@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from tridock.cluster.containers import container_name
 from tridock.errors import ClusterError, Problem
 from tridock.ops.doctor.consistency_checks import image_findings
 from tridock.ops.doctor.finding import KEYS, UP, fail, warn
@@ -32,7 +31,7 @@ def look_at_nodes(session: Session, report: Report) -> tuple[str, ...]:
     images = {}
     for node, state in states.items():
         if state.container is None:
-            problem = Problem(node, "has no node", f"no container {container_name(cluster, node)}", todo)
+            problem = Problem(node, "has no node", f"no container {session.transport.container_name(node)}", todo)
         elif not state.container.running:
             problem = Problem(node, "its node is not running", f"exited with {state.container.exit_code}", todo)
         else:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from tridock.cluster import Cluster
+from tridock.cluster.transports import transport_of
 from tridock.errors import Problem
 from tridock.ops.doctor.finding import Answer, Finding, fail, warn
 
@@ -44,20 +45,12 @@ def _shared_memory(cluster: Cluster, node: str, answer: Answer) -> Iterator[Find
         return
     if shm["bytes"] < SHM_BYTES:
         what = f"its /dev/shm is too small for {ranks} ranks"
-        yield fail("space", Problem(node, what, shown(shm["bytes"]), _more_shared_memory(cluster)), _SHM_WHY)
+        todo = transport_of(cluster).shared_memory_remedy()
+        yield fail("space", Problem(node, what, shown(shm["bytes"]), todo), _SHM_WHY)
     elif shm["free"] < SHM_FREE_BYTES:
         got = f"{shown(shm['free'])} of {shown(shm['bytes'])} free"
         todo = "remove what dead processes left there (ls -l /dev/shm)"
         yield fail("space", Problem(node, "its /dev/shm is full", got, todo), _SHM_WHY)
-
-
-def _more_shared_memory(cluster: Cluster) -> str:
-    settings = cluster.settings
-    if settings.transport == "compose":
-        return f"set shm_size: 2g in {settings.compose.file}, then fab up"
-    if settings.container.ipc == "host":
-        return "enlarge the host's there: mount -o remount,size=2g /dev/shm"
-    return "set container.shm_size: 2g in the settings, then fab up"
 
 
 def limit_findings(cluster: Cluster, node: str, answer: Answer) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tridock.cluster.containers import RECIPE_LABEL, HostFacts
+from tridock.cluster.transports import RECIPE_LABEL, HostFacts
 from tridock.command import Command
 from tridock.errors import ClusterError, Problem
 from tridock.gpus import Gpu, of_device

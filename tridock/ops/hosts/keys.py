@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from tridock.cluster.containers import secrets_on_host
 from tridock.contracts import run_folder
 from tridock.ops.hosts.key_store import KeyStore
 from tridock.ops.hosts.session import Session
@@ -23,8 +22,8 @@ def distribute_keys(session: Session, *, rotate: bool = False) -> KeyStore:
 
     def push(node: str, host: Host) -> None:
         files = store.node_files(node)
-        if session.cluster.settings.transport == "ssh":
-            host.put_tree(files, secrets_on_host(session.cluster, node, states[node].facts), mode=0o600)
+        if session.transport.separate_hosts:  # on this machine the containers mount the store's own folders
+            host.put_tree(files, session.transport.secrets(node, states[node].facts), mode=0o600)
         container = states[node].container
         if container is not None and container.running:
             reload = session.inside(node, "sh", "-c", f"kill -HUP $(cat {run_folder.SSHD_PID})")

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping
 
-from tridock.cluster.containers import (
-    compose_command,
-    compose_override,
-    compose_recipe,
-    container_name,
-    recipe_of,
-    run_command,
-    secrets_on_host,
-    workspace_on_host,
-)
+from tridock.cluster.transports import ComposeTransport, SshTransport
 from tridock.command import Command
 from tridock.contracts import run_folder
 from tridock.contracts.run_folder import write_atomic
@@ -25,7 +15,7 @@ from tridock.ops.hosts.image import ensure_image
 from tridock.ops.hosts.key_store import KeyStore
 from tridock.ops.hosts.keys import distribute_keys
 from tridock.ops.hosts.session import Session
-from tridock.remote import Host, LocalHost
+from tridock.remote import Completed, Host, LocalHost
 
 READY_TIMEOUT_S = 60.0
 _DOCKER_TIMEOUT_S = 120.0
@@ -38,10 +28,11 @@ def up(session: Session) -> str:
     stale = _stale(session, recipes)
     _refuse_while_runs(session, stale, "would be replaced by fab up")
     distribute_keys(session)
-    if session.cluster.settings.transport == "compose":
-        _compose(session, recipes, "up", "--detach", "--no-build", "--quiet-pull", *session.nodes)
-    else:
-        session.each(lambda node, host: _start(session, node, host, image_id, node in stale))
+    match session.transport:
+        case ComposeTransport() as twin:
+            _compose(session, twin, recipes, "up", "--detach", "--no-build", "--quiet-pull", *session.nodes)
+        case SshTransport() as ssh:
+            session.each(lambda node, host: _start(session, ssh, node, host, image_id, node in stale))
     session.forget_states()
     session.each(lambda node, host: _wait_ready(session, node, host))
     session.forget_states()
@@ -74,43 +65,42 @@ def down(session: Session, *, force: bool = False) -> tuple[str, ...]:
     running = tuple(node for node in there if (c := session.states()[node].container) and c.running)
     if not force:
         _refuse_while_runs(session, running, "would be removed by fab down")
-    if session.cluster.settings.transport == "compose":
-        _compose(session, {}, "down", "--timeout", "5")
+    transport = session.transport
+    if isinstance(transport, ComposeTransport):
+        _compose(session, transport, {}, "down", "--timeout", "5")
         return there
 
     def remove(node: str, host: Host) -> None:
         state = session.states()[node]
         if state.container is not None:
-            name = container_name(session.cluster, node)
-            host.run(Command.of("docker", "rm", "--force", name), timeout=_DOCKER_TIMEOUT_S).checked(node)
-        keys = secrets_on_host(session.cluster, node, state.facts)
+            _remove(transport, node, host).checked(node)
+        keys = transport.secrets(node, state.facts)
         host.run(Command.of("rm", "-rf", keys), timeout=30.0).checked(node)
 
     session.each(remove)
     return there
 
 
-def _compose(session: Session, recipes: Mapping[str, str], *words: str) -> None:
+def _remove(transport: SshTransport, node: str, host: Host) -> Completed:
+    command = Command.of("docker", "rm", "--force", transport.container_name(node))
+    return host.run(command, timeout=_DOCKER_TIMEOUT_S)
+
+
+def _compose(session: Session, twin: ComposeTransport, recipes: Mapping[str, str], *arguments: str) -> None:
     cluster, override = session.cluster, session.cluster.state_folder / "compose.json"
     # Made here, as the operator: Docker would make a missing folder as root.
     for folder in ("data", "runs"):
         (cluster.project_folder / folder).mkdir(exist_ok=True)
-    write_atomic(override, compose_override(cluster, recipes).encode())
+    write_atomic(override, twin.override(recipes).encode())
     facts = session.states()[session.head].facts
-    command = compose_command(cluster, facts, str(override), *words)
+    command = twin.command(facts, str(override), *arguments)
     LocalHost().run(command, timeout=_DOCKER_TIMEOUT_S).checked("docker compose")
 
 
 def _recipes(session: Session, image_id: str) -> dict[str, str]:
     """What each node's container should be made of."""
-    cluster, states = session.cluster, session.states()
-    if cluster.settings.transport == "ssh":
-        return {node: recipe_of(run_command(cluster, node, image_id, state.facts)) for node, state in states.items()}
-    names = (cluster.settings.compose.file, ".env")
-    texts = {name: path.read_text() for name in names if (path := cluster.project_folder / name).is_file()}
-    return {
-        node: compose_recipe(cluster, node, image_id, state.facts, texts, os.environ) for node, state in states.items()
-    }
+    states = session.states()
+    return {node: session.transport.recipe(node, image_id, state.facts) for node, state in states.items()}
 
 
 def _stale(session: Session, recipes: Mapping[str, str]) -> tuple[str, ...]:
@@ -135,28 +125,26 @@ def _refuse_while_runs(session: Session, nodes: tuple[str, ...], fate: str) -> N
         )
 
 
-def _start(session: Session, node: str, host: Host, image_id: str, stale: bool) -> None:
+def _start(session: Session, ssh: SshTransport, node: str, host: Host, image_id: str, stale: bool) -> None:
     state = session.states()[node]
     if state.container is not None and not stale:
         return
     if state.container is not None:
-        name = container_name(session.cluster, node)
-        host.run(Command.of("docker", "rm", "--force", name), timeout=_DOCKER_TIMEOUT_S).checked(node)
+        _remove(ssh, node, host).checked(node)
     # Made here, as the operator: Docker would make a missing folder as root.
-    workspace = workspace_on_host(session.cluster, state.facts)
+    workspace = ssh.workspace(state.facts)
     folders = (workspace, f"{workspace}/data", f"{workspace}/runs")
     host.run(Command.of("mkdir", "-p", *folders), timeout=30.0).checked(node)
-    done = host.run(run_command(session.cluster, node, image_id, state.facts), timeout=_DOCKER_TIMEOUT_S)
+    done = host.run(ssh.run_command(node, image_id, state.facts), timeout=_DOCKER_TIMEOUT_S)
     if done.exit_code:
         # A container that could not start stays behind as "created", and would be in the way of the next try.
-        name = container_name(session.cluster, node)
-        host.run(Command.of("docker", "rm", "--force", name), timeout=_DOCKER_TIMEOUT_S)
+        _remove(ssh, node, host)
     done.checked(node)
 
 
 def _wait_ready(session: Session, node: str, host: Host) -> None:
     """Waits until the node's sshd answers; a container that has ended gives its last words instead."""
-    name, deadline = container_name(session.cluster, node), time.monotonic() + READY_TIMEOUT_S
+    name, deadline = session.transport.container_name(node), time.monotonic() + READY_TIMEOUT_S
     # The health check of a container that is no node passes too: sshd must have written its pid first.
     probe = Command.of("docker", "exec", name, "sh", "-c", f"test -e {run_folder.SSHD_PID} && healthcheck.sh")
     while True:
@@ -173,9 +161,9 @@ def _not_ready(session: Session, node: str, host: Host, name: str, running: bool
     logs = host.run(Command.of("docker", "logs", "--tail", "5", name), timeout=30.0)
     words = " | ".join((logs.stdout + logs.stderr).decode(errors="replace").split("\n")).strip(" |")
     todo = f"look at docker logs {name} there, then run fab up again"
-    if not running and session.cluster.settings.transport == "ssh":
+    if not running and isinstance(session.transport, SshTransport):
         # Nothing half-started stays behind: a dead container would only be in the way of the next try.
-        host.run(Command.of("docker", "rm", "--force", name), timeout=_DOCKER_TIMEOUT_S)
+        _remove(session.transport, node, host)
         todo = "mend that, then run fab up again"
         # The entrypoint's own messages say it all.
         told = Problem.parse((logs.stdout + logs.stderr).decode(errors="replace"))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from tridock.cluster import Cluster, load_cluster
-from tridock.cluster.containers import container_name, exec_command, secrets_folder
+from tridock.cluster.transports import transport_of
 from tridock.command import Command
 from tridock.errors import ClusterError, Problem
 from tridock.ops.hosts.facts import HostState, facts_command, parse_facts
@@ -26,6 +26,7 @@ class Session:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
+        self.transport = transport_of(cluster)
         self.hosts: Mapping[str, Host] = connect(cluster)
         self._states: dict[str, HostState] | None = None
 
@@ -76,15 +77,20 @@ class Session:
 
     def read_state(self, name: str, host: Host) -> HostState:
         """Asks one host."""
-        container, keys = container_name(self.cluster, name), secrets_folder(self.cluster, name)
-        command = facts_command(self.cluster.settings.image, container, keys)
-        where = name if self.cluster.settings.transport == "ssh" else "this machine"
+        transport = self.transport
+        image = self.cluster.settings.image
+        command = facts_command(image, transport.container_name(name), transport.secrets_folder(name))
+        where = transport.host_label(name)
         return parse_facts(where, host.run(command, timeout=FACTS_TIMEOUT_S).checked(name).stdout.decode())
+
+    def workspace(self, node: str) -> str:
+        """The folder on the node's host that its container mounts as /workspace."""
+        return self.transport.workspace(self.states()[node].facts)
 
     def inside(self, node: str, *argv: str, stdin: bytes | None = None, interactive: bool = False) -> Command:
         """A command of the node's container, as the words that its host executes."""
         command = Command(argv, stdin=stdin)
-        return exec_command(self.cluster, node, self.states()[node].facts, command, interactive=interactive)
+        return self.transport.exec_command(node, self.states()[node].facts, command, interactive=interactive)
 
     def node_verb(self, node: str, *words: str, timeout: float | None = None) -> Completed:
         """``python -m tridock.node …`` inside a node; the caller looks at the exit code."""

@@ -16,7 +16,7 @@ from rich.progress import DownloadColumn, Progress, TextColumn, TransferSpeedCol
 from tridock.contracts import run_folder
 from tridock.errors import ClusterError, Problem
 from tridock.ops.hosts.session import Session
-from tridock.ops.runs.registry import Run, folder_of
+from tridock.ops.runs.registry import Run
 from tridock.remote import Host
 
 if sys.version_info < (3, 11, 4):
@@ -37,7 +37,8 @@ def fetch(session: Session, run: Run, destination: Path, *, checkpoints: bool = 
     way, or is interrupted, changes nothing, and a file there is at any moment a whole old or a whole new one.
     """
     home = destination / run.run_id
-    if session.cluster.settings.transport == "compose" and home.resolve() == Path(folder_of(session, run)).resolve():
+    there = Path(session.workspace(run.head), "runs", run.run_id)
+    if not session.transport.separate_hosts and home.resolve() == there.resolve():
         return home  # the twin's nodes write it here themselves
     try:
         destination.mkdir(parents=True, exist_ok=True)

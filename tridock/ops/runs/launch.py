@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tridock.cluster.containers import workspace_on_host
 from tridock.command import Command
 from tridock.contracts import run_folder
 from tridock.errors import TridockError
@@ -82,8 +81,7 @@ def bring_demo_data(session: Session) -> str:
     done = LocalHost().run(make, timeout=None).checked("demo data")
 
     def lacks(node: str, host: Host) -> bool:
-        workspace = workspace_on_host(session.cluster, session.states()[node].facts)
-        files = [f"{workspace}/{DEMO_DATA}/stdlib_text_document{suffix}" for suffix in (".bin", ".idx")]
+        files = [f"{session.workspace(node)}/{DEMO_DATA}/stdlib_text_document{suffix}" for suffix in (".bin", ".idx")]
         there = Command.of("sh", "-c", 'test -r "$1" && test -r "$2"', "sh", *files)
         return host.run(there, timeout=_TIMEOUT_S).exit_code != 0
 
@@ -117,12 +115,10 @@ def launch(
         approve(*(json.loads(bundle.files[name]) for name in (run_folder.MANIFEST, run_folder.PLAN)))
 
     def put(node: str, host: Host) -> None:
-        workspace = workspace_on_host(session.cluster, session.states()[node].facts)
-        host.put_tree(bundle.files, f"{workspace}/runs/{request.run_id}", mode=0o644)
+        host.put_tree(bundle.files, f"{session.workspace(node)}/runs/{request.run_id}", mode=0o644)
 
     def forget(node: str, host: Host) -> None:
-        workspace = workspace_on_host(session.cluster, session.states()[node].facts)
-        host.run(Command.of("rm", "-rf", f"{workspace}/runs/{request.run_id}"), timeout=_TIMEOUT_S)
+        host.run(Command.of("rm", "-rf", f"{session.workspace(node)}/runs/{request.run_id}"), timeout=_TIMEOUT_S)
 
     try:
         session.each(put)

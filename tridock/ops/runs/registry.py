@@ -6,7 +6,6 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from tridock.cluster.containers import workspace_on_host
 from tridock.contracts import run_folder
 from tridock.contracts.run_state import RunState
 from tridock.errors import ClusterError, Problem, RequestError
@@ -98,8 +97,7 @@ def nodes_of_ranks(session: Session, run: Run) -> dict[int, str]:
 
 def folder_of(session: Session, run: Run) -> str:
     """Where the run's folder lies, for people: a local path for the twin, ``host:path`` over ssh."""
-    path = f"{workspace_on_host(session.cluster, session.states()[run.head].facts)}/runs/{run.run_id}"
-    return path if session.cluster.settings.transport == "compose" else f"{run.head}:{path}"
+    return session.transport.path_label(run.head, f"{session.workspace(run.head)}/runs/{run.run_id}")
 
 
 def parse_rank(text: str) -> int:

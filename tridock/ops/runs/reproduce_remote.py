@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tridock.cluster.containers import workspace_on_host
 from tridock.contracts.run_folder import REPRODUCTION
 from tridock.errors import TridockError
 from tridock.launchers import RunBundle
@@ -42,6 +41,6 @@ def finish(session: Session, run: Run, gate: Gate, home: Path, tolerance: float 
     folder = fetch(session, run, home)
     outcome = compare(gate.original, folder, gate.differing, tolerance)
     outcome.write(folder)
-    workspace = workspace_on_host(session.cluster, session.states()[run.head].facts)
-    session.hosts[run.head].put_tree({REPRODUCTION: outcome.to_json().encode()}, f"{workspace}/runs/{run.run_id}")
+    there = f"{session.workspace(run.head)}/runs/{run.run_id}"
+    session.hosts[run.head].put_tree({REPRODUCTION: outcome.to_json().encode()}, there)
     return outcome

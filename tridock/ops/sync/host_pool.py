@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from tridock.cluster.containers import workspace_on_host
 from tridock.errors import TridockError
 from tridock.ops.hosts.facts import HostState
 from tridock.ops.hosts.session import Session
@@ -24,7 +23,8 @@ class Crew:
         }
         self._hosts = session.hosts
         self.states: dict[str, HostState] = self.each(session.read_state)
-        self.workspaces = {node: workspace_on_host(self.cluster, state.facts) for node, state in self.states.items()}
+        self.transport = session.transport
+        self.workspaces = {node: self.transport.workspace(state.facts) for node, state in self.states.items()}
 
     @property
     def nodes(self) -> tuple[str, ...]:

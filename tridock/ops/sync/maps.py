@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from tridock.cluster.containers import exec_command
 from tridock.command import Command
 from tridock.contracts import run_folder
 from tridock.engines.megatron_lm.arguments import INDEX_MAPS, index_map_arguments
@@ -60,7 +59,7 @@ def _make(synced: Synced, node: str, host: Host, experiment: Experiment, plan: P
     words = index_map_arguments(experiment, plan, run_folder.WORKSPACE)
     # As the ranks have it; CPU ranks are the only ones, whatever the experiment asks for.
     python = Command((*NODE[:-1], INDEX_MAPS, *words), env=experiment.env)
-    done = host.run(exec_command(synced.crew.cluster, node, synced.crew.states[node].facts, python))
+    done = host.run(synced.crew.transport.exec_command(node, synced.crew.states[node].facts, python))
     if done.exit_code:
         told = Problem.parse(done.stderr.decode(errors="replace").strip().rpartition("\n")[2])
         if told is not None:

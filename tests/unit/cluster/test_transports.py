@@ -7,18 +7,7 @@ from pathlib import Path
 import pytest
 
 from tridock.cluster import Cluster, load_cluster
-from tridock.cluster.containers import (
-    HostFacts,
-    compose_command,
-    compose_override,
-    compose_recipe,
-    container_name,
-    exec_command,
-    recipe_of,
-    run_command,
-    secrets_on_host,
-    workspace_on_host,
-)
+from tridock.cluster.transports import ComposeTransport, HostFacts, SshTransport, transport_of
 from tridock.command import Command
 
 FACTS = HostFacts(uid=1000, gid=100, home="/home/ada", gpus=8, infiniband=False)
@@ -32,11 +21,11 @@ def cluster(tmp_path: Path, settings: str = "", hosts: str = "gpu-1 slots=8\ngpu
 
 
 def test_a_gpu_node_by_default(tmp_path: Path) -> None:
-    command = run_command(cluster(tmp_path), "gpu-1", IMAGE, FACTS)
-    assert command.render() == (
+    made = SshTransport(cluster(tmp_path))
+    assert made.run_command("gpu-1", IMAGE, FACTS).render() == (
         "docker run --detach --name tridock-lab --label tridock.cluster=lab --label tridock.node=gpu-1 "
-        f"--label tridock.recipe={recipe_of(command)} --network host --ipc host --init --ulimit memlock=-1 "
-        "--ulimit stack=67108864 --cap-add IPC_LOCK --gpus all "
+        f"--label tridock.recipe={made.recipe('gpu-1', IMAGE, FACTS)} --network host --ipc host --init "
+        "--ulimit memlock=-1 --ulimit stack=67108864 --cap-add IPC_LOCK --gpus all "
         "--volume /home/ada/tridock/lab/workspace:/workspace "
         "--volume /home/ada/tridock/lab/secrets/gpu-1:/run/tridock/secrets:ro "
         "--env TRIDOCK_CLUSTER=lab --env TRIDOCK_NODE=gpu-1 --env TRIDOCK_UID=1000 --env TRIDOCK_GID=100 "
@@ -45,7 +34,7 @@ def test_a_gpu_node_by_default(tmp_path: Path) -> None:
 
 
 def test_never_privileged_and_nothing_secret(tmp_path: Path) -> None:
-    line = run_command(cluster(tmp_path), "gpu-1", IMAGE, FACTS).render()
+    line = SshTransport(cluster(tmp_path)).run_command("gpu-1", IMAGE, FACTS).render()
     assert "privileged" not in line
     assert "PRIVATE" not in line
 
@@ -60,7 +49,7 @@ listen: [10.0.0.1, 'fd00::1']
 env: {NCCL_DEBUG: INFO, A: b c}
 nodes: {gpu-2: {env: {A: d}}}
 """
-    command = run_command(cluster(tmp_path, settings), "gpu-2", IMAGE, replace(FACTS, infiniband=True))
+    command = SshTransport(cluster(tmp_path, settings)).run_command("gpu-2", IMAGE, replace(FACTS, infiniband=True))
     assert command.argv[11:] == (
         "--network", "lan", "--ipc", "private", "--init", "--shm-size", "16g",
         "--device", "/dev/fuse", "--device", "/dev/infiniband",
@@ -79,36 +68,37 @@ def test_gpus_where_there_are_some_or_where_they_are_asked_for(
     tmp_path: Path, setting: str, gpus: int, given: bool
 ) -> None:
     made = cluster(tmp_path, f"container: {{gpus: {setting}}}\n")
-    assert ("--gpus" in run_command(made, "gpu-1", IMAGE, replace(FACTS, gpus=gpus)).argv) is given
+    assert ("--gpus" in SshTransport(made).run_command("gpu-1", IMAGE, replace(FACTS, gpus=gpus)).argv) is given
 
 
 def test_the_recipe_changes_with_the_image_and_the_settings_only(tmp_path: Path) -> None:
-    first = recipe_of(run_command(cluster(tmp_path), "gpu-1", IMAGE, FACTS))
-    assert recipe_of(run_command(cluster(tmp_path), "gpu-1", IMAGE, FACTS)) == first
-    assert recipe_of(run_command(cluster(tmp_path), "gpu-1", "sha256:9", FACTS)) != first
-    assert recipe_of(run_command(cluster(tmp_path, "env: {A: b}\n"), "gpu-1", IMAGE, FACTS)) != first
+    first = SshTransport(cluster(tmp_path)).recipe("gpu-1", IMAGE, FACTS)
+    assert SshTransport(cluster(tmp_path)).recipe("gpu-1", IMAGE, FACTS) == first
+    assert SshTransport(cluster(tmp_path)).recipe("gpu-1", "sha256:9", FACTS) != first
+    assert SshTransport(cluster(tmp_path, "env: {A: b}\n")).recipe("gpu-1", IMAGE, FACTS) != first
 
 
 def test_exec_is_the_operators_with_the_home_of_ssh_sessions(tmp_path: Path) -> None:
-    made = cluster(tmp_path)
-    assert exec_command(made, "gpu-1", FACTS, Command.of("id", "-u")).render() == (
+    made = transport_of(cluster(tmp_path))
+    assert made.exec_command("gpu-1", FACTS, Command.of("id", "-u")).render() == (
         "docker exec --user 1000:100 --workdir /workspace --env HOME=/home/tridock tridock-lab id -u"
     )
-    assert "--interactive" in exec_command(made, "gpu-1", FACTS, Command.of("cat", stdin=b"x")).argv
+    assert "--interactive" in made.exec_command("gpu-1", FACTS, Command.of("cat", stdin=b"x")).argv
 
 
 def test_folders_on_the_host(tmp_path: Path) -> None:
-    made = cluster(tmp_path, "workdir: ~/t\n")
-    assert workspace_on_host(made, FACTS) == "/home/ada/t/workspace"
-    assert secrets_on_host(made, "gpu-2", FACTS) == "/home/ada/t/secrets/gpu-2"
+    made = transport_of(cluster(tmp_path, "workdir: ~/t\n"))
+    assert made.workspace(FACTS) == "/home/ada/t/workspace"
+    assert made.secrets("gpu-2", FACTS) == "/home/ada/t/secrets/gpu-2"
 
 
 def test_a_twin_is_composes(tmp_path: Path) -> None:
     settings = "transport: compose\nimage: tridock:cpu\nenv: {A: $x}\nnodes: {node-2: {env: {B: '1'}}}\n"
-    made = cluster(tmp_path, settings, "node-1 slots=1\nnode-2 slots=1\n")
-    assert container_name(made, "node-2") == "tridock-lab-node-2-1"
-    assert workspace_on_host(made, FACTS) == str(tmp_path)
-    command = compose_command(made, FACTS, "/s/compose.json", "up", "--detach")
+    made = transport_of(cluster(tmp_path, settings, "node-1 slots=1\nnode-2 slots=1\n"))
+    assert isinstance(made, ComposeTransport)
+    assert made.container_name("node-2") == "tridock-lab-node-2-1"
+    assert made.workspace(FACTS) == str(tmp_path)
+    command = made.command(FACTS, "/s/compose.json", "up", "--detach")
     assert command.argv == (
         "docker", "compose", "--project-name", "tridock-lab", "--file", "docker-compose.yml",
         "--file", "/s/compose.json", "--profile", "twin", "up", "--detach",
@@ -117,7 +107,7 @@ def test_a_twin_is_composes(tmp_path: Path) -> None:
     assert command.env == {
         "TRIDOCK_CLUSTER": "lab", "TRIDOCK_IMAGE": "tridock:cpu", "TRIDOCK_UID": "1000", "TRIDOCK_GID": "100",
     }  # fmt: skip
-    assert json.loads(compose_override(made, {"node-1": "abcd", "node-2": "ef"})) == {
+    assert json.loads(made.override({"node-1": "abcd", "node-2": "ef"})) == {
         "services": {
             "node-1": {"environment": {"A": "$$x"}, "labels": {"tridock.recipe": "abcd"}},
             "node-2": {"environment": {"A": "$$x", "B": "1"}, "labels": {"tridock.recipe": "ef"}},
@@ -131,8 +121,9 @@ def test_a_twins_recipe_changes_with_what_compose_would_read(tmp_path: Path) -> 
         dotenv: str = "", facts: HostFacts = FACTS, **env: str,
     ) -> str:  # fmt: skip
         made = cluster(tmp_path, f"transport: compose\n{settings}", "node-1 slots=1\nnode-2 slots=1\n")
-        texts = {"docker-compose.yml": compose, ".env": dotenv}
-        return compose_recipe(made, node, image, facts, texts, env)
+        (tmp_path / "docker-compose.yml").write_text(compose)
+        (tmp_path / ".env").write_text(dotenv)
+        return ComposeTransport(made).recipe(node, image, facts, env)
 
     first = recipe()
     assert recipe(UNREAD="1", TRIDOCK_UID="7") == first

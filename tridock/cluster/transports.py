@@ -1,0 +1,251 @@
+"""How a cluster's hosts are reached: what each transport calls, mounts and starts. Pure: commands run elsewhere.
+
+``transport`` in a cluster's settings names one of :data:`TRANSPORTS`; nothing else compares its name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tridock.cluster.settings import Cluster
+from tridock.command import Command
+from tridock.contracts import run_folder
+
+CLUSTER_LABEL = "tridock.cluster"
+NODE_LABEL = "tridock.node"
+RECIPE_LABEL = "tridock.recipe"
+_COMPOSE_VARIABLE = re.compile(r"\$\{?([A-Za-z_][A-Za-z0-9_]*)")
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """What a host reports: the operator's ids and home there, its GPUs and InfiniBand."""
+
+    uid: int
+    gid: int
+    home: str
+    gpus: int
+    infiniband: bool
+
+
+@dataclass(frozen=True)
+class Transport(ABC):
+    """What differs between clusters on ssh hosts and the twin, for one cluster."""
+
+    cluster: Cluster
+    separate_hosts: ClassVar[bool]
+    """Whether nodes are on machines of their own. If not, all are containers of this machine's Docker engine."""
+
+    @abstractmethod
+    def container_name(self, node: str) -> str:
+        """The name of the node's container."""
+
+    @abstractmethod
+    def workspace(self, facts: HostFacts) -> str:
+        """The folder on the host that the container mounts as /workspace."""
+
+    @abstractmethod
+    def secrets_folder(self, node: str) -> str:
+        """The folder on the host with the node's keys; may start with ``~``. One per node: hosts may share a home."""
+
+    @abstractmethod
+    def recipe(self, node: str, image_id: str, facts: HostFacts, env: Mapping[str, str] = os.environ) -> str:
+        """Identifies how the node's container is made: a running one with another label is outdated.
+
+        ``env`` is the operator's environment.
+        """
+
+    @abstractmethod
+    def host_label(self, node: str) -> str:
+        """The node's host as messages call it."""
+
+    @abstractmethod
+    def path_label(self, node: str, path: str) -> str:
+        """A path on the node's host as messages show it."""
+
+    @abstractmethod
+    def shared_memory_remedy(self) -> str:
+        """How to give a node more shared memory."""
+
+    def secrets(self, node: str, facts: HostFacts) -> str:
+        """:meth:`secrets_folder` as an absolute path."""
+        return _expanded(self.secrets_folder(node), facts)
+
+    def exec_command(self, node: str, facts: HostFacts, command: Command, *, interactive: bool = False) -> Command:
+        """``docker exec`` as the operator's uid in the node's workspace, with the home that sshd's sessions have."""
+        argv = ["docker", "exec", "--user", f"{facts.uid}:{facts.gid}", "--workdir", run_folder.WORKSPACE]
+        argv += ["--env", f"HOME=/home/{run_folder.USER}"]
+        if interactive or command.stdin is not None:
+            argv.append("--interactive")
+        return command.inside(Command((*argv, self.container_name(node))))
+
+
+class SshTransport(Transport):
+    """One container per host, over the operator's ssh."""
+
+    separate_hosts = True
+
+    def container_name(self, node: str) -> str:
+        return f"tridock-{self.cluster.name}"
+
+    def workspace(self, facts: HostFacts) -> str:
+        return f"{_expanded(self.cluster.workdir, facts)}/workspace"
+
+    def secrets_folder(self, node: str) -> str:
+        return f"{self.cluster.workdir}/secrets/{node}"
+
+    def recipe(self, node: str, image_id: str, facts: HostFacts, env: Mapping[str, str] = os.environ) -> str:
+        return _hash(self._run_options(node, image_id, facts))
+
+    def host_label(self, node: str) -> str:
+        return node
+
+    def path_label(self, node: str, path: str) -> str:
+        return f"{node}:{path}"
+
+    def shared_memory_remedy(self) -> str:
+        if self.cluster.settings.container.ipc == "host":
+            return "enlarge the host's there: mount -o remount,size=2g /dev/shm"
+        return "set container.shm_size: 2g in the settings, then fab up"
+
+    def run_command(self, node: str, image_id: str, facts: HostFacts) -> Command:
+        """``docker run`` for the node, with its recipe as a label."""
+        options = self._run_options(node, image_id, facts)
+        labels = {CLUSTER_LABEL: self.cluster.name, NODE_LABEL: node, RECIPE_LABEL: _hash(options)}
+        argv = ["docker", "run", "--detach", "--name", self.container_name(node)]
+        argv += [word for name, value in labels.items() for word in ("--label", f"{name}={value}")]
+        return Command((*argv, *options))
+
+    def _run_options(self, node: str, image_id: str, facts: HostFacts) -> list[str]:
+        settings = self.cluster.settings.container
+        options = ["--network", settings.network, "--ipc", settings.ipc, "--init"]
+        if settings.shm_size is not None:
+            options += ["--shm-size", settings.shm_size]
+        for name, value in settings.ulimits.items():
+            options += ["--ulimit", f"{name}={value}"]
+        for capability in settings.cap_add:
+            options += ["--cap-add", capability]
+        if settings.gpus == "all" or (settings.gpus == "auto" and facts.gpus):
+            options += ["--gpus", "all"]
+        devices = [*settings.devices, *(["/dev/infiniband"] if facts.infiniband else [])]
+        for device in dict.fromkeys(devices):
+            options += ["--device", device]
+        options += ["--volume", f"{self.workspace(facts)}:{run_folder.WORKSPACE}"]
+        options += ["--volume", f"{self.secrets(node, facts)}:{run_folder.SECRETS}:ro"]
+        for mount in settings.mounts:
+            options += ["--volume", mount]
+        for name, setting in self._environment(node, facts).items():
+            options += ["--env", f"{name}={setting}"]
+        return [*options, *settings.extra_args, image_id, "node"]
+
+    def _environment(self, node: str, facts: HostFacts) -> dict[str, str]:
+        """The container's environment: its node, the owner of its files, its sshd's addresses, the cluster's own."""
+        addresses = self.cluster.listen_of(node)
+        listen = {"TRIDOCK_SSH_LISTEN": ",".join(addresses)} if addresses else {}
+        return {
+            "TRIDOCK_CLUSTER": self.cluster.name,
+            "TRIDOCK_NODE": node,
+            "TRIDOCK_UID": str(facts.uid),
+            "TRIDOCK_GID": str(facts.gid),
+            "TRIDOCK_SSH_PORT": str(self.cluster.settings.ssh_port),
+            **listen,
+            **self.cluster.env_of(node),
+        }
+
+
+class ComposeTransport(Transport):
+    """The twin: Compose starts every node on this machine's Docker engine."""
+
+    separate_hosts = False
+
+    @property
+    def project(self) -> str:
+        """The Compose project; containers and network carry its name."""
+        return self.cluster.settings.compose.project or f"tridock-{self.cluster.name}"
+
+    def container_name(self, node: str) -> str:
+        return f"{self.project}-{node}-1"
+
+    def workspace(self, facts: HostFacts) -> str:
+        return str(self.cluster.project_folder)
+
+    def secrets_folder(self, node: str) -> str:
+        return str(self.cluster.state_folder / node)
+
+    def recipe(self, node: str, image_id: str, facts: HostFacts, env: Mapping[str, str] = os.environ) -> str:
+        """Changes with the files that Compose reads and the variables that these name."""
+        names = (self.cluster.settings.compose.file, ".env")
+        paths = {name: self.cluster.project_folder / name for name in names}
+        texts = {name: path.read_text() for name, path in paths.items() if path.is_file()}
+        asked = {name for text in texts.values() for name in _COMPOSE_VARIABLE.findall(text)}
+        given = self.command(facts, "").env
+        variables = {name: {**env, **given}.get(name) for name in asked}
+        return _hash([node, image_id, self.cluster.env_of(node), texts, variables])
+
+    def host_label(self, node: str) -> str:
+        return "this machine"
+
+    def path_label(self, node: str, path: str) -> str:
+        return path
+
+    def shared_memory_remedy(self) -> str:
+        return f"set shm_size: 2g in {self.cluster.settings.compose.file}, then fab up"
+
+    def override(self, recipes: Mapping[str, str]) -> str:
+        """A second Compose file: each node's environment from the cluster's settings, and its recipe as a label.
+
+        Compose reads JSON, which is YAML; ``$`` is doubled because Compose expands it.
+        """
+        services = {
+            node: {
+                "environment": {name: value.replace("$", "$$") for name, value in self.cluster.env_of(node).items()},
+                "labels": {RECIPE_LABEL: recipe},
+            }
+            for node, recipe in recipes.items()
+        }
+        return json.dumps({"services": services}, indent=2) + "\n"
+
+    def command(self, facts: HostFacts, override: str, *arguments: str) -> Command:
+        """``docker compose`` for the twin; its containers write as the operator.
+
+        ``override`` is the path of :meth:`override`'s file.
+        """
+        file = self.cluster.settings.compose.file
+        argv = ["docker", "compose", "--project-name", self.project, "--file", file, "--file", override]
+        return Command(
+            (*argv, "--profile", "twin", *arguments),
+            env={
+                "TRIDOCK_CLUSTER": self.cluster.name,
+                "TRIDOCK_IMAGE": self.cluster.settings.image,
+                "TRIDOCK_UID": str(facts.uid),
+                "TRIDOCK_GID": str(facts.gid),
+            },
+            cwd=str(self.cluster.project_folder),
+        )
+
+
+TRANSPORTS: Mapping[str, type[SshTransport] | type[ComposeTransport]] = {
+    "ssh": SshTransport,
+    "compose": ComposeTransport,
+}
+"""By the settings' ``transport``."""
+
+
+def transport_of(cluster: Cluster) -> SshTransport | ComposeTransport:
+    """The transport that the cluster's settings name."""
+    return TRANSPORTS[cluster.settings.transport](cluster)
+
+
+def _expanded(path: str, facts: HostFacts) -> str:
+    return facts.home + path[1:] if path == "~" or path.startswith("~/") else path
+
+
+def _hash(ingredients: object) -> str:
+    return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()[:16]

@@ -91,14 +91,13 @@ def table() -> str:
     experiment = load_experiment(ROOT / "configs" / "jean-zay" / f"{MEASURED[0].name}.yaml")
     return (
         f"{head}{rows}\n"
-        f"`configs/jean-zay/{NOT_MEASURED}.yaml` waited for an allocation, and has no time.\n\n"
-        "Model FLOPs of an iteration of B samples, V rows in the vocabulary: 72 B s l h² (1 + s / 6h + V / 12 l h),"
-        " forward and backward without recomputation, attention counted\n"
-        "whole (Narayanan et al., 2021, section 5.1; `tridock/experiment/flops.py`). MFU is their rate over"
-        f" {GPU.tflops_16:g} TFLOP/s, the dense fp16 peak of a V100 SXM2\n"
-        "(NVIDIA's data sheet; `tridock/gpus.py`).\n"
-        "The column with recomputation adds each layer's forward pass once more, which the GPUs did as well. GPT-2's"
-        f" vocabulary of {GPT2_TOKENS:,} is padded to {rows_of_vocabulary(experiment):,} rows.\n"
+        f"`configs/jean-zay/{NOT_MEASURED}.yaml` never received an allocation and has no time.\n\n"
+        "Model FLOPs of an iteration of B samples with V rows in the vocabulary:\n"
+        "72 B s l h² (1 + s / 6h + V / 12 l h), forward and backward, without recomputation, with full\n"
+        "attention (Narayanan et al., 2021, section 5.1; `tridock/experiment/flops.py`). MFU is their rate\n"
+        f"over {GPU.tflops_16:g} TFLOP/s, the dense fp16 peak of a V100 SXM2 (NVIDIA's data sheet;\n"
+        "`tridock/gpus.py`). The column with recomputation adds each layer's second forward pass. GPT-2's\n"
+        f"vocabulary of {GPT2_TOKENS:,} is padded to {rows_of_vocabulary(experiment):,} rows.\n"
     )
 
 

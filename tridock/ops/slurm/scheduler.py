@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Final
 
 from tridock.errors import ClusterError, Problem, RequestError
-from tridock.launchers import Slurm
 
 _TIMEOUT_S: Final = 60.0
 _SINFO: Final = "%P|%D|%G|%m|%c|%l|%f"
@@ -80,7 +79,7 @@ def cancel(job: str) -> None:
 
 def requeue(job: str) -> str | None:
     """Has a running job queued again; Slurm's words where it does not."""
-    done = _run(*Slurm.requeue(job).argv)
+    done = _run("scontrol", "requeue", job)
     return _words(done.stderr or done.stdout) if done.returncode else None
 
 

@@ -117,7 +117,7 @@ def test_a_benchmark_that_is_told_to_end_stops_its_run(tmp_path: Path, number: i
         process.send_signal(number)
         output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130, output
-    assert output == "1 of 1: 2 ranks\nstopped, and the run of the moment with it; nothing was measured\n"
+    assert output == "1 of 1: 2 ranks\nstopped, together with the current run; nothing was measured\n"
     assert left_behind(tmp_path) == []
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tridock.errors import RequestError
 from tridock.experiment import parse_experiment
-from tridock.launchers import make_bundle
+from tridock.launchers import RunRequest, Ssh, make_bundle
 from tridock.plan import assess
 from tridock.strict_yaml import parse_yaml
 
@@ -112,9 +112,18 @@ def test_hostile_values_of_an_experiment_reach_the_launcher_as_they_are(
     slots = {"localhost": [0]}
     run_id = "tiny-20260102-030405-abcd"
     made = make_bundle(
-        experiment, assess(experiment, slots, "e.yaml"), slots,
-        run_id=run_id, master_addr="127.0.0.1", master_port=29500, manifest={}, workspace=str(folder),
-    )  # fmt: skip
+        RunRequest(
+            experiment,
+            assess(experiment, slots, "e.yaml"),
+            slots,
+            run_id=run_id,
+            master_addr="127.0.0.1",
+            master_port=29500,
+            manifest={},
+            workspace=str(folder),
+        ),
+        Ssh(),
+    )
     home = folder / "runs" / run_id
     home.mkdir(parents=True)
     (folder / "deepspeed").write_text(SHOW)

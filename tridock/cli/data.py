@@ -1,120 +1,45 @@
-"""``tridock data``: its subcommands and their flags. Each imports what it needs when it runs."""
+"""``tridock data``: the demo data set, copies to hosts, and the subcommands of ``preprocess`` and ``datasets``."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+from tridock.cli import datasets, preprocess
+from tridock.cli.options import Commands, add_command, add_group, add_set, add_slots
+from tridock.errors import Problem, RequestError
 
 
-def add_data_commands(data: Commands) -> None:
-    """Adds them to ``tridock data``; each sets ``action``, which gives the exit code."""
-    demo = data.add_parser("demo", help="the Python standard library's sources as a small data set")
-    demo.add_argument("--folder", type=Path, default=Path("data/demo"), help="where it goes (default: data/demo)")
-    demo.set_defaults(action=_demo)
-
-    preprocess = data.add_parser(
-        "preprocess", help="texts to Megatron's .bin/.idx, with the flags of preprocess_data.py"
+def add(commands: Commands) -> None:
+    data = add_group(commands, "data", "build, check and copy training data")
+    demo = add_command(
+        data,
+        "demo",
+        _demo,
+        "build a small data set from Python's standard library",
+        "Build a small GPT data set from the source files of Python's standard library. Needs no network.",
     )
-    _preprocess_options(preprocess)
-    preprocess.set_defaults(action=_preprocess)
+    text = "folder to write to (default: data/demo)"
+    demo.add_argument("--folder", type=Path, default=Path("data/demo"), metavar="DIR", help=text)
+    preprocess.add(data)
+    datasets.add(data)
 
-    train = data.add_parser("train-tokenizer", help="byte-level BPE of texts, in GPT-2's files and as tokenizer.json")
-    _train_tokenizer_options(train)
-    train.set_defaults(action=_train_tokenizer)
-
-    inspect = data.add_parser("inspect", help="counts, lengths with a histogram, samples")
-    _prefixes(inspect)
-    inspect.add_argument("--vocab-file", type=Path, help="show texts: GPT-2's vocab.json, or a tokenizer.json")
-    inspect.add_argument("--merge-file", type=Path, help="GPT-2's merges.txt")
-    inspect.add_argument("--samples", type=int, default=3, help="documents to show (default: 3)")
-    inspect.add_argument("--json", action="store_true", help="print a list of objects, for programs")
-    inspect.set_defaults(action=_inspect)
-
-    verify = data.add_parser("verify", help="go through all of it: structure, tokens, counts, checksums")
-    _prefixes(verify)
-    verify.add_argument("--vocab-size", type=int, help="tokens lie below it (default: the manifest's)")
-    verify.set_defaults(action=_verify)
-
-    merge = data.add_parser("merge", help="data sets to one, as merge_datasets.py does")
-    merge.add_argument(
-        "--input", nargs="+", required=True, metavar="PREFIX", help="prefixes, or folders that hold some"
+    sync = add_command(
+        data,
+        "sync",
+        _sync,
+        "copy data to every host that lacks it",
+        "Copy data to every host that lacks it, and compare hashes. fab data does the same.",
     )
-    merge.add_argument("--output-prefix", type=Path, required=True, help="PREFIX.bin, .idx and .json")
-    merge.set_defaults(action=_merge)
-
-    split = data.add_parser("split", help="a data set to train, valid and test, or to equal parts")
-    split.add_argument("prefix", type=Path, metavar="PREFIX", help="the data set, without .bin")
-    how = split.add_mutually_exclusive_group(required=True)
-    how.add_argument("--split", metavar="SHARES", help="of train, valid and test: 969,30,1")
-    how.add_argument("--parts", type=int, help="so many parts of as many documents each")
-    split.add_argument("--output-prefix", type=Path, help="PREFIX_train, PREFIX_0, … (default: the data set's)")
-    split.set_defaults(action=_split)
-
-
-def _prefixes(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "prefixes", nargs="+", metavar="PREFIX", help="data sets without .bin, or folders that hold some"
-    )
-
-
-def _texts(given: argparse._ArgumentGroup) -> None:
-    given.add_argument(
-        "--input",
-        nargs="+",
-        required=True,
-        help="files, folders, patterns, or - for standard input; gzip, zstd, bz2, xz",
-    )
-    given.add_argument(
-        "--json-keys",
-        nargs="+",
-        default=["text"],
-        help="keys to take (default: text); preprocess makes a data set of each",
-    )
-    given.add_argument(
-        "--input-format", choices=["auto", "jsonl", "text"], default="auto", help="text: every line is a document"
-    )
-
-
-def _rejects(made: argparse._ArgumentGroup) -> None:
-    made.add_argument("--on-error", choices=["stop", "skip"], default="stop", help="at a line that is no document")
-    made.add_argument("--rejects", type=Path, metavar="FILE", help="where skipped lines go, with the reasons")
-
-
-def _train_tokenizer_options(parser: argparse.ArgumentParser) -> None:
-    _texts(parser.add_argument_group("input"))
-    made = parser.add_argument_group("output")
-    made.add_argument("--vocab-size", type=int, required=True, help="tokens, every byte and <|endoftext|> among them")
-    made.add_argument("--output", type=Path, required=True, help="folder for tokenizer.json, vocab.json, merges.txt")
-    _rejects(made)
-
-
-def _preprocess_options(parser: argparse.ArgumentParser) -> None:
-    given = parser.add_argument_group("input")
-    _texts(given)
-    given.add_argument("--split-sentences", action="store_true", help="refused: texts are not split into sentences")
-    given.add_argument("--keep-newlines", action="store_true", help="only has a meaning with --split-sentences")
-    tokenizer = parser.add_argument_group("tokenizer")
-    tokenizer.add_argument(
-        "--tokenizer-type", required=True, help="GPT2BPETokenizer, or vocab (white space, a JSON file)"
-    )
-    tokenizer.add_argument("--vocab-file", type=Path, required=True, help="GPT-2's vocab.json, or a tokenizer.json")
-    tokenizer.add_argument("--merge-file", type=Path, help="GPT-2's merges.txt")
-    tokenizer.add_argument("--append-eod", action="store_true", help="end every document with <|endoftext|>")
-    tokenizer.add_argument(
-        "--encoder", choices=["auto", "reference"], default="auto", help="reference: never the fast library"
-    )
-    made = parser.add_argument_group("output")
-    made.add_argument("--output-prefix", type=Path, required=True, help="PREFIX_<key>_document.bin, .idx and .json")
-    made.add_argument("--dataset-impl", default="mmap", help="mmap is the only one that is written")
-    _rejects(made)
-    run = parser.add_argument_group("run")
-    run.add_argument("--workers", type=int, help="processes (default: one a core)")
-    run.add_argument("--log-interval", type=int, help="away from a terminal: a line every so many documents")
-    run.add_argument("--resume", action="store_true", help="go on where a killed run was")
+    text = "DeepSpeed hostfile; the cluster's settings are in HOSTFILE.yaml"
+    sync.add_argument("--hosts", type=Path, required=True, metavar="HOSTFILE", help=text)
+    text = "prefix of a data set, file or folder in the project folder; repeatable (default: what the experiment reads)"
+    sync.add_argument("--path", action="append", default=[], help=text)
+    text = "YAML file of the experiment (default: that of fab launch)"
+    sync.add_argument("--config", default="", metavar="CONFIG", help=text)
+    add_set(sync)
+    add_slots(sync)
+    sync.add_argument("--dry-run", action="store_true", help="print what would be sent, and send nothing")
 
 
 def _demo(arguments: argparse.Namespace) -> int:
@@ -124,43 +49,16 @@ def _demo(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _preprocess(arguments: argparse.Namespace) -> int:
-    from tridock.cli.preprocess import run
+def _sync(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
 
-    run(arguments)
-    return 0
-
-
-def _train_tokenizer(arguments: argparse.Namespace) -> int:
-    from tridock.cli.datasets import run_train_tokenizer
-
-    run_train_tokenizer(arguments)
-    return 0
-
-
-def _inspect(arguments: argparse.Namespace) -> int:
-    from tridock.cli.datasets import run_inspect
-
-    run_inspect(arguments)
-    return 0
-
-
-def _verify(arguments: argparse.Namespace) -> int:
-    from tridock.cli.datasets import run_verify
-
-    run_verify(arguments)
-    return 0
-
-
-def _merge(arguments: argparse.Namespace) -> int:
-    from tridock.cli.datasets import run_merge
-
-    run_merge(arguments)
-    return 0
-
-
-def _split(arguments: argparse.Namespace) -> int:
-    from tridock.cli.datasets import run_split
-
-    run_split(arguments)
+    try:
+        from tridock.ops.hosts.session import Session
+        from tridock.ops.sync.command import run
+    except ModuleNotFoundError as missing:
+        todo = "run it where fab runs (make venv): a node has no ssh access to the hosts"
+        raise RequestError(Problem("tridock data sync", "needs the packages of fab", str(missing), todo)) from None
+    session = Session.open(arguments.hosts, arguments.include, arguments.exclude)
+    say = Console(highlight=False, soft_wrap=True).print
+    run(session, arguments.path, arguments.config, arguments.set, say, dry_run=arguments.dry_run)
     return 0

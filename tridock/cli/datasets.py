@@ -1,4 +1,4 @@
-"""What looks after data: flags to work, and what is said on the way. Results go to standard output."""
+"""``tridock data inspect``, ``verify``, ``merge`` and ``split``."""
 
 from __future__ import annotations
 
@@ -6,32 +6,83 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from typing import Final
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-
-from tridock.data.dataset.indexed_dataset import bin_path
-from tridock.data.dataset.inspect import Inspection, inspect
-from tridock.data.dataset.inspect_output import as_json, print_inspection
-from tridock.data.dataset.manifest import manifest_path
-from tridock.data.dataset.merge import merge
-from tridock.data.dataset.prefixes import check_output, find_prefixes
-from tridock.data.dataset.split import split
-from tridock.data.dataset.verify import Verified, verify
-from tridock.data.input.documents import rejects_problems
-from tridock.data.input.sources import Kind, find_sources, kind_of_name
-from tridock.data.preprocess import Done
-from tridock.data.progress import progress_bar
-from tridock.data.tokenize.tokenizer import END_OF_TEXT, SMALLEST_VOCABULARY, open_tokenizer
-from tridock.data.tokenize.train import Request, train_tokenizer
+from tridock.cli.options import Commands, add_command
 from tridock.errors import Problem, RequestError
 
-_MOST_TOKENS: Final = 2**31 - 1
-"""Ids are int32 at most."""
+if TYPE_CHECKING:
+    from tridock.data.dataset.inspect import Inspection
+    from tridock.data.dataset.verify import Verified
 
 
-def run_inspect(arguments: argparse.Namespace) -> None:
-    """One data set after another. Raises :class:`RequestError` with all that could not be."""
+def add(commands: Commands) -> None:
+    inspect = add_command(
+        commands,
+        "inspect",
+        _inspect,
+        "print counts, document lengths and samples",
+        "Print the counts of a data set, a histogram of its document lengths, and sample documents.",
+    )
+    _add_prefixes(inspect)
+    text = "vocab.json of GPT-2, or a tokenizer.json, to print the samples as text"
+    inspect.add_argument("--vocab-file", type=Path, metavar="FILE", help=text)
+    inspect.add_argument("--merge-file", type=Path, metavar="FILE", help="merges.txt of GPT-2")
+    inspect.add_argument("--samples", type=int, default=3, metavar="N", help="documents to print (default: 3)")
+    inspect.add_argument("--json", action="store_true", help="print a JSON list with an object per data set")
+
+    verify = add_command(
+        commands,
+        "verify",
+        _verify,
+        "check structure, token ids, counts and checksums",
+        "Read whole data sets and check their structure, token ids, counts and checksums.",
+    )
+    _add_prefixes(verify)
+    text = "upper bound of the token ids, exclusive (default: from the manifest)"
+    verify.add_argument("--vocab-size", type=int, metavar="N", help=text)
+
+    merge = add_command(
+        commands,
+        "merge",
+        _merge,
+        "join data sets into one",
+        "Join data sets into one, as Megatron's merge_datasets.py does.",
+    )
+    text = "data sets to join, without .bin, or folders that contain some"
+    merge.add_argument("--input", nargs="+", required=True, metavar="PREFIX", help=text)
+    text = "write PREFIX.bin, .idx and .json"
+    merge.add_argument("--output-prefix", type=Path, required=True, metavar="PREFIX", help=text)
+
+    split = add_command(
+        commands,
+        "split",
+        _split,
+        "divide a data set into train, valid and test, or equal parts",
+        "Divide the documents of a data set into train, valid and test sets, or into equal parts.",
+    )
+    split.add_argument("prefix", type=Path, metavar="PREFIX", help="data set, without .bin")
+    how = split.add_mutually_exclusive_group(required=True)
+    how.add_argument("--split", metavar="SHARES", help="shares of train, valid and test, e.g. 969,30,1")
+    how.add_argument("--parts", type=int, metavar="N", help="number of parts with equally many documents")
+    text = "write OUT_train, … or OUT_0, … (default: the prefix of the data set)"
+    split.add_argument("--output-prefix", type=Path, metavar="OUT", help=text)
+
+
+def _add_prefixes(parser: argparse.ArgumentParser) -> None:
+    text = "data set, without .bin, or a folder that contains some"
+    parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help=text)
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from tridock.data.dataset.inspect import inspect
+    from tridock.data.dataset.inspect_output import as_json, print_inspection
+    from tridock.data.dataset.prefixes import find_prefixes
+    from tridock.data.tokenize.tokenizer import open_tokenizer
+
     if problems := list(_inspect_problems(arguments)):
         raise RequestError(problems)
     prefixes = find_prefixes(arguments.prefixes)
@@ -45,46 +96,57 @@ def run_inspect(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json.dumps([as_json(one) for one in found], indent=2))
     else:
-        # Wide enough for numbers of any size: where a terminal is narrower it wraps them, and none is cut off.
+        # Wide enough for any number: a narrower terminal wraps the lines, and no figure is cut off.
         console = Console(highlight=False, width=max(Console().width, 120))
         for one in found:
             print_inspection(one, console)
     if problems:
         raise RequestError(problems)
+    return 0
 
 
 def _inspect_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
     if arguments.samples < 0:
         yield Problem("--samples", "must be at least 0", str(arguments.samples), "give a number of documents")
     if arguments.vocab_file is None and arguments.merge_file is not None:
-        todo = "add the vocab.json of these merges"
-        yield Problem("--vocab-file", "is missing, which --merge-file needs", "", todo)
+        yield Problem("--vocab-file", "is required with --merge-file", "", "add the vocab.json of these merges")
 
 
-def run_verify(arguments: argparse.Namespace) -> None:
-    """A line for each data set that is whole. Raises :class:`RequestError` with all that is wrong with the others."""
+def _verify(arguments: argparse.Namespace) -> int:
+    from tridock.data.dataset.indexed_dataset import bin_path
+    from tridock.data.dataset.prefixes import find_prefixes
+    from tridock.data.dataset.verify import verify
+    from tridock.data.preprocess import Done
+    from tridock.data.progress import progress_bar
+
     if arguments.vocab_size is not None and arguments.vocab_size < 1:
-        todo = "give the number of tokens of the vocabulary"
+        todo = "give the size of the vocabulary"
         raise RequestError(Problem("--vocab-size", "must be at least 1", str(arguments.vocab_size), todo))
     prefixes = find_prefixes(arguments.prefixes)
     sizes = [bin_path(prefix).stat().st_size if bin_path(prefix).is_file() else 0 for prefix in prefixes]
     found: list[Verified] = []
     with progress_bar("verifying") as progress:
 
-        def tell(done: int) -> None:
+        def report(done: int) -> None:
             progress(Done(sum(sizes[: len(found)]) + done, sum(sizes), 0, 0))
 
         for prefix in prefixes:
-            found.append(verify(prefix, arguments.vocab_size, tell))
+            found.append(verify(prefix, arguments.vocab_size, report))
     for one in found:
         if not one.problems:
             print(one)
     if problems := [problem for one in found for problem in one.problems]:
         raise RequestError(problems)
+    return 0
 
 
-def run_merge(arguments: argparse.Namespace) -> None:
-    """Says what was made, and of a manifest that could not be. Raises :class:`RequestError`."""
+def _merge(arguments: argparse.Namespace) -> int:
+    from tridock.data.dataset.manifest import manifest_path
+    from tridock.data.dataset.merge import merge
+    from tridock.data.dataset.prefixes import check_output, find_prefixes
+    from tridock.data.preprocess import Done
+    from tridock.data.progress import progress_bar
+
     check_output(arguments.output_prefix)
     prefixes = find_prefixes(arguments.input)
     with progress_bar("merging") as progress:
@@ -92,50 +154,26 @@ def run_merge(arguments: argparse.Namespace) -> None:
     print(f"{done}, of {len(prefixes)} data sets")
     if missing:
         names = ", ".join(map(str, missing))
-        print(f"{manifest_path(done.prefix)}: is not written, for there is no {names}", file=sys.stderr)
+        print(f"{manifest_path(done.prefix)}: not written; missing: {names}", file=sys.stderr)
+    return 0
 
 
-def run_split(arguments: argparse.Namespace) -> None:
-    """Says what was made. Raises :class:`RequestError`."""
+def _split(arguments: argparse.Namespace) -> int:
+    from tridock.data.dataset.prefixes import check_output
+    from tridock.data.dataset.split import split
+    from tridock.data.preprocess import Done
+    from tridock.data.progress import progress_bar
+
     if arguments.output_prefix is not None:
         check_output(arguments.output_prefix)
     with progress_bar("splitting") as progress:
-        done = split(
+        parts = split(
             arguments.prefix,
             arguments.split,
             arguments.parts,
             arguments.output_prefix,
             lambda done, total: progress(Done(done, total, 0, 0)),
         )
-    for one in done:
-        print(one)
-
-
-def run_train_tokenizer(arguments: argparse.Namespace) -> None:
-    """Says what was learned. Raises :class:`RequestError`."""
-    if problems := list(_problems(arguments)):
-        raise RequestError(problems)
-    form = None if arguments.input_format == "auto" else Kind(arguments.input_format)
-    request = Request(
-        sources=find_sources(arguments.input, lambda name: form or kind_of_name(name, Kind.JSONL)),
-        keys=tuple(dict.fromkeys(arguments.json_keys)),
-        vocab_size=arguments.vocab_size,
-        output=arguments.output,
-        rejects=arguments.rejects,
-    )
-    with progress_bar("reading") as progress:
-        done = train_tokenizer(request, progress, lambda line: print(line, file=sys.stderr))
-    print(done)
-
-
-def _problems(arguments: argparse.Namespace) -> Iterator[Problem]:
-    """All flags of train-tokenizer that cannot be done as asked for."""
-    size = arguments.vocab_size
-    if size < SMALLEST_VOCABULARY:
-        what = f"must be at least {SMALLEST_VOCABULARY}: every byte and {END_OF_TEXT}"
-        yield Problem("--vocab-size", what, str(size), "raise it")
-    if size > _MOST_TOKENS:
-        yield Problem("--vocab-size", f"must be at most {_MOST_TOKENS}, for ids are int32", str(size), "lower it")
-    if arguments.output.exists() and not arguments.output.is_dir():
-        yield Problem("--output", "is not a folder", str(arguments.output), "name a folder")
-    yield from rejects_problems(arguments.on_error, arguments.rejects)
+    for part in parts:
+        print(part)
+    return 0

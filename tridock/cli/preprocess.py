@@ -1,4 +1,4 @@
-"""``tridock data preprocess``: flags to a request, and what is said on the way."""
+"""``tridock data preprocess`` and ``tridock data train-tokenizer``: options to a request, and what is printed."""
 
 from __future__ import annotations
 
@@ -9,35 +9,113 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from tridock.data.input.documents import rejects_problems
-from tridock.data.input.sources import Kind, find_sources, kind_of_name
-from tridock.data.preprocess import Preprocessed, Request, preprocess
-from tridock.data.progress import progress_bar
-from tridock.data.resumable_build import unfinished_folder
-from tridock.data.tokenize.blocks import Recipe
-from tridock.data.tokenize.encoders import Encoder, Reference, Vocabulary, check_ids_fit, fastest
-from tridock.data.tokenize.malloc import return_what_is_freed
-from tridock.data.tokenize.tokenizer import open_tokenizer
+from tridock.cli.options import Commands, add_command
 from tridock.errors import Problem, RequestError
+
+if TYPE_CHECKING:
+    from tridock.data.input.sources import Source
+    from tridock.data.tokenize.encoders import Encoder
 
 _GPT2: Final = "GPT2BPETokenizer"
 _VOCAB: Final = "vocab"
+_MOST_TOKENS: Final = 2**31 - 1
+"""Token ids are at most int32."""
 
 
-def run(arguments: argparse.Namespace) -> Preprocessed:
-    """Says what it does on standard error, the result on standard output. Raises :class:`RequestError`."""
-    if problems := list(_problems(arguments)):
+def add(commands: Commands) -> None:
+    _add_preprocess(commands)
+    _add_train_tokenizer(commands)
+
+
+def _add_preprocess(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "preprocess",
+        _preprocess,
+        "tokenize texts into Megatron's .bin and .idx files",
+        "Tokenize texts into Megatron's .bin and .idx files. Takes the options of Megatron's preprocess_data.py.",
+    )
+    texts = parser.add_argument_group("input")
+    _add_texts(texts, "JSON keys to tokenize, each into a data set of its own (default: text)")
+    text = "not supported: texts are not split into sentences"
+    texts.add_argument("--split-sentences", action="store_true", help=text)
+    text = "keep newlines between sentences; no effect without --split-sentences"
+    texts.add_argument("--keep-newlines", action="store_true", help=text)
+    tokenizer = parser.add_argument_group("tokenizer")
+    text = "GPT2BPETokenizer, or vocab: split at white space, ids from a JSON file"
+    tokenizer.add_argument("--tokenizer-type", required=True, metavar="TYPE", help=text)
+    text = "vocab.json of GPT-2, or a tokenizer.json"
+    tokenizer.add_argument("--vocab-file", type=Path, required=True, metavar="FILE", help=text)
+    tokenizer.add_argument("--merge-file", type=Path, metavar="FILE", help="merges.txt of GPT-2")
+    text = "append <|endoftext|> to every document"
+    tokenizer.add_argument("--append-eod", action="store_true", help=text)
+    text = "reference: use only Hugging Face's tokenizers, never the faster library (default: auto)"
+    tokenizer.add_argument("--encoder", choices=["auto", "reference"], default="auto", help=text)
+    output = parser.add_argument_group("output")
+    text = "write PREFIX_<key>_document.bin, .idx and .json"
+    output.add_argument("--output-prefix", type=Path, required=True, metavar="PREFIX", help=text)
+    text = "format of the data set; only mmap is supported (default: mmap)"
+    output.add_argument("--dataset-impl", default="mmap", metavar="FORMAT", help=text)
+    _add_rejects(output)
+    run = parser.add_argument_group("run")
+    run.add_argument("--workers", type=int, metavar="N", help="number of processes (default: one per core)")
+    text = "print progress every N documents when standard error is not a terminal"
+    run.add_argument("--log-interval", type=int, metavar="N", help=text)
+    run.add_argument("--resume", action="store_true", help="continue an interrupted run")
+
+
+def _add_train_tokenizer(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "train-tokenizer",
+        _train_tokenizer,
+        "train a byte-level BPE tokenizer",
+        "Train a byte-level BPE tokenizer on texts. Writes tokenizer.json, and GPT-2's vocab.json and merges.txt.",
+    )
+    _add_texts(parser.add_argument_group("input"), "JSON keys to read (default: text)")
+    output = parser.add_argument_group("output")
+    text = "vocabulary size, including the 256 bytes and <|endoftext|>"
+    output.add_argument("--vocab-size", type=int, required=True, metavar="N", help=text)
+    text = "folder for tokenizer.json, vocab.json and merges.txt"
+    output.add_argument("--output", type=Path, required=True, metavar="DIR", help=text)
+    _add_rejects(output)
+
+
+def _add_texts(group: argparse._ArgumentGroup, keys: str) -> None:
+    text = "files, folders or glob patterns, or - for standard input; gzip, bz2, xz and zstd are decompressed"
+    group.add_argument("--input", nargs="+", required=True, help=text)
+    group.add_argument("--json-keys", nargs="+", default=["text"], metavar="KEY", help=keys)
+    text = "jsonl: a JSON object per line; text: a document per line (default: auto, by file name)"
+    group.add_argument("--input-format", choices=["auto", "jsonl", "text"], default="auto", help=text)
+
+
+def _add_rejects(group: argparse._ArgumentGroup) -> None:
+    text = "what to do with an invalid line (default: stop)"
+    group.add_argument("--on-error", choices=["stop", "skip"], default="stop", help=text)
+    text = "write skipped lines to FILE, each with the reason"
+    group.add_argument("--rejects", type=Path, metavar="FILE", help=text)
+
+
+def _preprocess(arguments: argparse.Namespace) -> int:
+    from tridock.data.preprocess import Request, preprocess
+    from tridock.data.progress import progress_bar
+    from tridock.data.resumable_build import unfinished_folder
+    from tridock.data.tokenize.blocks import Recipe
+    from tridock.data.tokenize.encoders import check_ids_fit
+    from tridock.data.tokenize.malloc import return_what_is_freed
+
+    if problems := list(_preprocess_problems(arguments)):
         raise RequestError(problems)
     return_what_is_freed()
-    sources = find_sources(arguments.input, lambda name: _kind(arguments, name))
+    sources = _find_sources(arguments, "text" if arguments.tokenizer_type == _VOCAB else "jsonl")
     workers = arguments.workers or len(os.sched_getaffinity(0))
-    with _uncollected():
-        encoder, notes = _encoder(arguments, workers)
+    with _gc_disabled():
+        encoder, notes = _open_encoder(arguments, workers)
     check_ids_fit(encoder, str(arguments.vocab_file))
     if arguments.keep_newlines:
-        notes.append("--keep-newlines: changes nothing without --split-sentences")
+        notes.append("--keep-newlines: has no effect without --split-sentences")
     for note in notes:
         print(note, file=sys.stderr)
     request = Request(
@@ -54,29 +132,46 @@ def run(arguments: argparse.Namespace) -> Preprocessed:
             done = preprocess(request, progress)
     except BaseException:
         if (folder := unfinished_folder(request.output_prefix)).exists():
-            print(f"{folder}: holds the work so far; --resume goes on with it", file=sys.stderr)
+            print(f"{folder}: holds the work so far; continue it with --resume", file=sys.stderr)
         raise
     print(done)
-    return done
+    return 0
 
 
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """A vocabulary is a hundred thousand small objects that stay: the collector need not look for them meanwhile, nor
-    ever after (which would also give each forked worker a copy of them)."""
-    gc.disable()
-    try:
-        yield
-        gc.freeze()
-    finally:
-        gc.enable()
+def _train_tokenizer(arguments: argparse.Namespace) -> int:
+    from tridock.data.progress import progress_bar
+    from tridock.data.tokenize.train import Request, train_tokenizer
+
+    if problems := list(_tokenizer_problems(arguments)):
+        raise RequestError(problems)
+    request = Request(
+        sources=_find_sources(arguments, "jsonl"),
+        keys=tuple(dict.fromkeys(arguments.json_keys)),
+        vocab_size=arguments.vocab_size,
+        output=arguments.output,
+        rejects=arguments.rejects,
+    )
+    with progress_bar("reading") as progress:
+        done = train_tokenizer(request, progress, lambda line: print(line, file=sys.stderr))
+    print(done)
+    return 0
 
 
-def _problems(arguments: argparse.Namespace) -> Iterator[Problem]:
-    """All flags that cannot be done as asked for."""
+def _find_sources(arguments: argparse.Namespace, default: str) -> tuple[Source, ...]:
+    """Returns the inputs; ``default`` is the format of those whose name does not tell it."""
+    from tridock.data.input.sources import Kind, find_sources
+
+    kind = None if arguments.input_format == "auto" else Kind(arguments.input_format)
+    return find_sources(arguments.input, kind, Kind(default))
+
+
+def _preprocess_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
+    """Yields what is wrong with the options of ``preprocess``."""
+    from tridock.data.input.documents import rejects_problems
+
     if arguments.split_sentences:
         todo = "leave it out (GPT needs none), or use Megatron's tools/preprocess_data.py"
-        yield Problem("--split-sentences", "is not done: texts are not split into sentences", "", todo)
+        yield Problem("--split-sentences", "is not supported: texts are not split into sentences", "", todo)
     if arguments.tokenizer_type not in (_GPT2, _VOCAB):
         got = arguments.tokenizer_type
         yield Problem("--tokenizer-type", f"must be {_GPT2} or {_VOCAB}", got, "give one of them")
@@ -88,33 +183,60 @@ def _problems(arguments: argparse.Namespace) -> Iterator[Problem]:
             yield Problem(f"--{name.replace('_', '-')}", "must be at least 1", str(value), "raise it, or leave it out")
     yield from rejects_problems(arguments.on_error, arguments.rejects)
     if arguments.resume and "-" in arguments.input:
-        yield Problem("--resume", "cannot go on with standard input", "", "begin anew: leave --resume out")
+        todo = "leave --resume out and start from the beginning"
+        yield Problem("--resume", "cannot continue with standard input", "", todo)
 
 
-def _kind(arguments: argparse.Namespace, name: str) -> Kind:
-    if arguments.input_format != "auto":
-        return Kind(arguments.input_format)
-    return kind_of_name(name, Kind.TEXT if arguments.tokenizer_type == _VOCAB else Kind.JSONL)
+def _tokenizer_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
+    """Yields what is wrong with the options of ``train-tokenizer``."""
+    from tridock.data.input.documents import rejects_problems
+    from tridock.data.tokenize.tokenizer import END_OF_TEXT, SMALLEST_VOCABULARY
+
+    size = arguments.vocab_size
+    if size < SMALLEST_VOCABULARY:
+        what = f"must be at least {SMALLEST_VOCABULARY}: every byte and {END_OF_TEXT}"
+        yield Problem("--vocab-size", what, str(size), "raise it")
+    if size > _MOST_TOKENS:
+        yield Problem("--vocab-size", f"must be at most {_MOST_TOKENS}: token ids are int32", str(size), "lower it")
+    if arguments.output.exists() and not arguments.output.is_dir():
+        yield Problem("--output", "is not a folder", str(arguments.output), "name a folder")
+    yield from rejects_problems(arguments.on_error, arguments.rejects)
 
 
-def _encoder(arguments: argparse.Namespace, workers: int) -> tuple[Encoder, list[str]]:
-    """The tokenizer that the flags name, and what the user should know about it."""
+@contextmanager
+def _gc_disabled() -> Iterator[None]:
+    """Disables the garbage collector while a vocabulary is read, and freezes what was read.
+
+    A vocabulary is 100,000 small objects that stay. A collection would visit each of them, and in a forked worker
+    copy their pages.
+    """
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()
+
+
+def _open_encoder(arguments: argparse.Namespace, workers: int) -> tuple[Encoder, list[str]]:
+    """Returns the encoder that the options name, and notes for the user."""
+    from tridock.data.tokenize.encoders import Reference, Vocabulary, fastest
+    from tridock.data.tokenize.tokenizer import open_tokenizer
+
     if arguments.tokenizer_type == _VOCAB:
         return Vocabulary(arguments.vocab_file), []
-    notes: list[str] = []
     tokenizer = open_tokenizer(arguments.vocab_file, arguments.merge_file)
-    if arguments.merge_file is not None:
-        notes += _left_out(arguments.merge_file)
+    notes = [] if arguments.merge_file is None else list(_ignored_merges(arguments.merge_file))
     if arguments.encoder == "reference":
         return Reference(tokenizer), notes
     encoder, why = fastest(tokenizer, workers)
     return encoder, notes + [why] * bool(why)
 
 
-def _left_out(merge_file: Path) -> Iterator[str]:
-    """What Megatron does not read of a merges.txt, and so neither do we, where it may well be a merge."""
+def _ignored_merges(merge_file: Path) -> Iterator[str]:
+    """Yields a note for each line of a merges.txt that may be a merge, and that Megatron (and so Tridock) ignores."""
     text = merge_file.read_text(encoding="utf-8")
     if not text.startswith("#"):
-        yield f"{merge_file}: the first line is left out, as Megatron does, though it is no comment"
+        yield f"{merge_file}: the first line is ignored, as Megatron does, although it is no comment"
     if not text.endswith("\n"):
-        yield f"{merge_file}: the last line is left out, as Megatron does: no newline ends it"
+        yield f"{merge_file}: the last line is ignored, as Megatron does, because no newline ends it"

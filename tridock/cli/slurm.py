@@ -1,4 +1,4 @@
-"""``tridock slurm``: its subcommands and their flags. Each imports what it needs when it runs."""
+"""``tridock slurm``."""
 
 from __future__ import annotations
 
@@ -6,93 +6,96 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from tridock.cli.options import Commands, add_command, add_group, add_set, add_workspace
+
 if TYPE_CHECKING:
     from tridock.ops.slurm.submit import Wish
 
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
-
 _TEXTS: Final = {
-    "partition": "partition",
-    "account": "account",
+    "partition": "Slurm partition",
+    "account": "Slurm account",
     "qos": "quality of service",
     "constraint": "features that the nodes must have",
-    "time": "time limit, in Slurm's forms",
-    "mem": "memory of a node, as 160G",
-    "hint": "nomultithread, …",
-    "gpu": "the GPU, for the plan (v100-32gb, a100-80gb, 24gib, …)",
-    "launcher": "torchrun, srun, deepspeed, deepspeed-slurm or deepspeed-pdsh",
+    "time": "time limit in a format of Slurm, e.g. 20:00:00",
+    "mem": "memory per node, e.g. 160G",
+    "hint": "Slurm's --hint, e.g. nomultithread",
+    "gpu": "GPU for the plan (v100-32gb, a100-80gb, …), or its memory (24gib)",
+    "launcher": "how to start the ranks: torchrun, srun, deepspeed, deepspeed-slurm or deepspeed-pdsh",
 }
 _NUMBERS: Final = {
-    "nodes": "nodes",
-    "gpus_per_node": "ranks of a node, each with its GPU",
-    "cpus_per_node": "CPUs of a node, shared out among its tasks",
-    "signal_lead": "seconds before the end at which the run is told to save",
-    "array_tasks": "of a job array, how many run at the same time",
+    "nodes": "number of nodes",
+    "gpus_per_node": "GPUs per node; each has one rank",
+    "cpus_per_node": "CPUs per node, divided among its tasks",
+    "signal_lead": "seconds before the time limit at which Slurm signals the run to save",
+    "array_tasks": "tasks of a job array that run at the same time",
 }
 
 
-def add_slurm_commands(slurm: Commands) -> None:
-    """Adds them to ``tridock slurm``; each sets ``action``, which gives the exit code."""
-    render = slurm.add_parser("render", help="print the sbatch script, and contact nobody")
-    _wish_options(render)
-    render.set_defaults(action=_render)
-    submit = slurm.add_parser("submit", help="check the plan and the site, submit; print the job and the run's folder")
-    _wish_options(submit)
-    submit.set_defaults(action=_submit)
-    run = slurm.add_parser("run", help="inside an allocation (salloc): start at once, here")
-    _wish_options(run)
-    run.set_defaults(action=_run)
+def add(commands: Commands) -> None:
+    slurm = add_group(commands, "slurm", "submit and manage runs on a Slurm cluster")
+    text = "Print the sbatch script. Contacts neither Slurm nor any node."
+    _add_submit_options(add_command(slurm, "render", _render, "print the sbatch script", text))
+    text = "Check the plan, the data and Slurm's limits, submit a job, and print its id and the run folder."
+    _add_submit_options(add_command(slurm, "submit", _submit, "check and submit a job", text))
+    text = "Start a run inside an existing allocation, as salloc gives it."
+    _add_submit_options(add_command(slurm, "run", _run, "start a run inside an allocation", text))
 
-    status = slurm.add_parser("status", help="the runs that were submitted from here, and how far each is")
-    _workspace_option(status)
-    status.add_argument("--json", action="store_true", help="print a list of objects, for programs")
-    status.set_defaults(action=_status)
-    logs = slurm.add_parser("logs", help="what a run has printed")
-    _which_run(logs)
-    logs.add_argument("--rank", type=int, action="append", default=[], help="a rank's own log instead; again for more")
-    logs.add_argument("--follow", action="store_true", help="go on until the job has ended")
-    logs.set_defaults(action=_logs)
-    cancel = slurm.add_parser("cancel", help="end a run's job, or take it out of the queue; nothing is saved")
-    _which_run(cancel)
-    cancel.set_defaults(action=_cancel)
+    text = "List the runs that were submitted from this folder, with the state and progress of each."
+    status = add_command(slurm, "status", _status, "list submitted runs and their progress", text)
+    _add_shared_workspace(status)
+    status.add_argument("--json", action="store_true", help="print a JSON list with an object per run")
 
-    supervise = slurm.add_parser("supervise", help="what a job's script calls on its first node")
-    supervise.add_argument("--config", type=Path, help="the experiment, where the folder has none yet")
-    supervise.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="change a field of it")
-    supervise.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="environment of the ranks")
-    supervise.add_argument("--no-requeue", action="store_true", help="do not have the job queued again")
-    supervise.add_argument("folder", type=Path, help="the run's folder")
-    supervise.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what starts all ranks")
-    supervise.set_defaults(action=_supervise)
+    logs = add_command(slurm, "logs", _logs, "print a run's output", "Print the output of a run, or the log of a rank.")
+    _add_run(logs)
+    text = "print the log of rank N instead; repeatable"
+    logs.add_argument("--rank", type=int, action="append", default=[], metavar="N", help=text)
+    logs.add_argument("--follow", action="store_true", help="follow the output until the job ends")
 
+    text = "Cancel the job of a run, running or queued. The run does not save a checkpoint first."
+    _add_run(add_command(slurm, "cancel", _cancel, "cancel a run's job", text))
 
-def _wish_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("configs", type=Path, nargs="+", metavar="CONFIG", help="the experiment; several: a job array")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="FIELD=VALUE", help="change a field: train.seed=7"
-    )
-    sweep = "a job array over the values of a field: optimizer.lr=1e-3,3e-4; again for all combinations"
-    parser.add_argument("--sweep", action="append", default=[], metavar="FIELD=VALUES", help=sweep)
-    parser.add_argument("--profile", type=Path, help="the site's part: configs/slurm/*.yaml")
-    job = parser.add_argument_group("the job (over the profile's)")
-    for names, kind in ((_NUMBERS, int), (_TEXTS, str)):
-        for name, what in names.items():
-            job.add_argument(f"--{name.replace('_', '-')}", type=kind, help=what)
-    job.add_argument("--container", choices=("none", "apptainer", "pyxis", "docker"), help="what the ranks run in")
-    job.add_argument("--image", help="its image: a .sif or .sqsh file, or a name")
-    job.add_argument("--no-requeue", action="store_true", help="do not queue it again when its time is over")
-    _workspace_option(parser)
-    parser.add_argument("--force", action="store_true", help="even if the plan says that it does not fit the GPUs")
+    text = "Start all ranks with COMMAND and supervise them. The sbatch script calls it on the first node of the job."
+    supervise = add_command(slurm, "supervise", _supervise, "start and supervise a run (used by the job script)", text)
+    text = "YAML file of the experiment, if the run folder has none yet"
+    supervise.add_argument("--config", type=Path, metavar="CONFIG", help=text)
+    add_set(supervise)
+    text = "environment variable of the ranks; repeatable"
+    supervise.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help=text)
+    supervise.add_argument("--no-requeue", action="store_true", help="do not requeue the job")
+    supervise.add_argument("folder", type=Path, metavar="RUN", help="run folder")
+    text = "command that starts all ranks"
+    supervise.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- COMMAND", help=text)
 
 
-def _workspace_option(parser: argparse.ArgumentParser) -> None:
-    text = "folder that holds data/ and runs/, on a file system that all nodes share (default: here)"
-    parser.add_argument("--workspace", type=Path, default=Path(), help=text)
+def _add_submit_options(parser: argparse.ArgumentParser) -> None:
+    text = "YAML file of the experiment; several files make a job array"
+    parser.add_argument("configs", type=Path, nargs="+", metavar="CONFIG", help=text)
+    add_set(parser)
+    text = "job array with a task per value, e.g. optimizer.lr=1e-3,3e-4; repeat for all combinations"
+    parser.add_argument("--sweep", action="append", default=[], metavar="FIELD=VALUES", help=text)
+    text = "site profile, e.g. configs/slurm/jean-zay.yaml"
+    parser.add_argument("--profile", type=Path, metavar="FILE", help=text)
+    job = parser.add_argument_group("job", "Each option overrides the site profile.")
+    for name, text in _NUMBERS.items():
+        job.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=text)
+    for name, text in _TEXTS.items():
+        job.add_argument(f"--{name}", help=text)
+    text = "container runtime of the ranks"
+    job.add_argument("--container", choices=("none", "apptainer", "pyxis", "docker"), help=text)
+    job.add_argument("--image", help="image of the container: a .sif or .sqsh file, or a name")
+    job.add_argument("--no-requeue", action="store_true", help="do not requeue the job at its time limit")
+    _add_shared_workspace(parser)
+    parser.add_argument("--force", action="store_true", help="submit even if the plan does not fit into GPU memory")
 
 
-def _which_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", nargs="?", help="the run's id, or the job's (default: the newest)")
-    _workspace_option(parser)
+def _add_shared_workspace(parser: argparse.ArgumentParser) -> None:
+    add_workspace(parser, ", on a file system that all nodes share")
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    text = "id of the run or of its job (default: the newest run)"
+    parser.add_argument("run", nargs="?", metavar="RUN", help=text)
+    _add_shared_workspace(parser)
 
 
 def _wish(arguments: argparse.Namespace) -> Wish:

@@ -7,7 +7,7 @@ from typing import Final
 
 from tridock.cluster.keys import ClusterKeys
 from tridock.cluster.settings import Cluster, ClusterNode
-from tridock.contracts import run_folder
+from tridock.contracts import cluster_ssh, run_folder
 
 CLIENT_KEY: Final = "id_ed25519"
 CLIENT_PUBLIC: Final = "id_ed25519.pub"
@@ -68,23 +68,8 @@ def ssh_config(cluster: Cluster, secrets: str = run_folder.SECRETS) -> str:
         "Port": str(cluster.settings.ssh_port),
         "User": run_folder.USER,
         "IdentityFile": f"{secrets}/{CLIENT_KEY}",
-        "IdentitiesOnly": "yes",
-        "IdentityAgent": "none",
-        "PreferredAuthentications": "publickey",
         "UserKnownHostsFile": f"{secrets}/{KNOWN_HOSTS}",
-        "GlobalKnownHostsFile": "none",
-        "StrictHostKeyChecking": "yes",
-        "UpdateHostKeys": "no",
-        "HostKeyAlgorithms": "ssh-ed25519",
-        "BatchMode": "yes",
-        "ConnectTimeout": "10",
-        "ConnectionAttempts": "2",
-        "ServerAliveInterval": "15",
-        "ServerAliveCountMax": "4",
-        "ControlMaster": "no",
-        "ControlPath": "none",
-        "ForwardAgent": "no",
-        "LogLevel": "ERROR",
+        **cluster_ssh.CONFIG,
     }
     blocks.append(f"Host {everyone}\n" + "".join(f"    {name} {value}\n" for name, value in common.items()))
     return "\n".join(blocks)

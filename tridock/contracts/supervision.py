@@ -3,9 +3,32 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """How the supervisor runs ``python -m tridock.node …`` on another node."""
+
+    argv: tuple[str, ...] = ()
+    """The command before that one; ``{node}`` stands for the node's name."""
+    python: str | None = None
+    """The interpreter there; None is the supervisor's own."""
+    as_one_argument: bool = False
+    """Whether the rest goes as one argument, to a shell there."""
+    first_answer_s: float = 0.0
+    """Further seconds that a node's first answer may take."""
+
+    def command(self, node: str, *arguments: str) -> list[str]:
+        """The argv that runs ``tridock.node`` with ``arguments`` on the node."""
+        command = [self.python or sys.executable, "-P", "-m", "tridock.node", *arguments]
+        return [
+            *(word.replace("{node}", node) for word in self.argv),
+            *([shlex.join(command)] if self.as_one_argument else command),
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +58,11 @@ class Supervision:
     """Nodes that may take the place of a lost one, with their slot numbers."""
     master_addr: str = "127.0.0.1"
     """The head, as the other nodes reach it."""
-    reached_by: Literal["ssh", "srun"] = "ssh"
-    """How a watch comes to a node that is watched from afar: the cluster's own ssh, or a step of Slurm's job."""
+    launcher: str = "local"
+    """What started the ranks: a name of ``tridock.launchers``."""
+    reach: Reach = Reach()
+    scheduler: str | None = None
+    """Who replaces a lost node, and ends the job for that; None where the run continues on spares or fewer nodes."""
     on_head: bool = True
     """Whether the supervisor runs on the head; from a login node that is watched from afar too."""
     begun: float | None = None
@@ -58,4 +84,5 @@ class Supervision:
         fields = json.loads(text)
         for name in ("ranks", "spares"):
             fields[name] = {node: tuple(numbers) for node, numbers in fields[name].items()}
+        fields["reach"] = Reach(**{**fields["reach"], "argv": tuple(fields["reach"]["argv"])})
         return cls(**{**fields, "remote": tuple(fields["remote"])})

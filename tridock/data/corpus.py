@@ -112,7 +112,7 @@ def prepare_demo(
     report(f"tokenizer: {tokenizer.vocab_size:,} tokens, byte-level BPE, after {time.monotonic() - started:.1f} s")
     with progress_bar("tokenizing") as progress:
         recipe = Recipe(Reference(tokenizer), ("text",), append_eod=True)
-        sources = find_sources([str(source)], lambda _: Kind.JSONL)
+        sources = find_sources([str(source)], Kind.JSONL)
         done = preprocess(Request(sources, folder / "stdlib", recipe), progress)
     report(f"data: {done}")
     write_atomic(folder / _RECEIPT, (json.dumps(wanted, indent=2) + "\n").encode())

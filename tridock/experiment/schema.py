@@ -316,9 +316,6 @@ class Train(Section):
 class Launch(Section):
     """How the ranks are started."""
 
-    launcher: Literal["deepspeed"] = Field(
-        default="deepspeed", description="What starts the ranks: deepspeed (pdsh over SSH)."
-    )
     master_port: Annotated[int, Field(ge=1024, le=65535)] | None = Field(
         default=None, description="Port of the rendezvous on the head; a free one where left out."
     )

@@ -1,5 +1,30 @@
-"""Ranks to what the head executes: the launcher's command line and the run's files. Pure."""
+"""What starts a run: the command line of its ranks, the first files of its folder, how its nodes are reached. Pure.
 
-from tridock.launchers.bundle import RunBundle, make_bundle
+A launcher is a dataclass that satisfies :class:`Launcher`; its fields are what only it needs to know.
+"""
 
-__all__ = ["RunBundle", "make_bundle"]
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from tridock.launchers.local import Local
+from tridock.launchers.run import Launcher, RunBundle, RunRequest, Start, default_port, make_bundle
+from tridock.launchers.slurm.launcher import Slurm
+from tridock.launchers.ssh import Ssh
+
+__all__ = [
+    "LAUNCHERS",
+    "Launcher",
+    "Local",
+    "RunBundle",
+    "RunRequest",
+    "Slurm",
+    "Ssh",
+    "Start",
+    "default_port",
+    "make_bundle",
+]
+
+LAUNCHERS: Final[Mapping[str, type[Launcher]]] = {launcher.name: launcher for launcher in (Ssh, Slurm, Local)}
+"""By the name in ``supervision.json``."""

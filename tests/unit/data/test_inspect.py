@@ -158,7 +158,7 @@ def test_what_cannot_be_inspected(capsys: pytest.CaptureFixture[str]) -> None:
         (
             ["d", "--samples", "-1", "--merge-file", "m"],
             "--samples: must be at least 0; got -1; give a number of documents\n"
-            "--vocab-file: is missing, which --merge-file needs; add the vocab.json of these merges",
+            "--vocab-file: is required with --merge-file; add the vocab.json of these merges",
         ),
         (
             ["d", "--vocab-file", "vocab.json"],

@@ -102,7 +102,7 @@ def test_without_all_manifests_there_is_none(capsys: pytest.CaptureFixture[str])
     Path("b.json").unlink()
     Path("c.json").unlink()
     assert main(["data", "merge", "--input", "a", "b", "c", "--output-prefix", "out"]) == 0
-    assert capsys.readouterr().err == "out.json: is not written, for there is no b.json, c.json\n"
+    assert capsys.readouterr().err == "out.json: not written; missing: b.json, c.json\n"
     # That of the earlier data is gone too.
     assert not Path("out.json").exists()
 

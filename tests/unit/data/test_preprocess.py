@@ -48,7 +48,7 @@ def lines(*texts: str) -> bytes:
 
 def request(tokenizer: BytePairTokenizer, prefix: Path, *inputs: Path, eod: bool = False, **more: Any) -> Request:
     keys = more.pop("keys", ("text",))
-    sources = find_sources([str(path) for path in inputs], lambda _: Kind.JSONL)
+    sources = find_sources([str(path) for path in inputs], Kind.JSONL)
     return Request(sources, prefix, Recipe(Reference(tokenizer), keys, eod), **more)
 
 

@@ -45,7 +45,7 @@ def test_an_old_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(old) == 0
     out, err = capsys.readouterr()
     assert out.startswith("o_text_document: 3 documents in, 3 out (1 empty), 0 rejected; ")
-    assert "--keep-newlines: changes nothing without --split-sentences\n" in err
+    assert "--keep-newlines: has no effect without --split-sentences\n" in err
     assert "Processed 3 documents (" in err
     tokenizer = BytePairTokenizer.load(Path("t"))
     dataset = IndexedDataset(Path("o_text_document"))
@@ -64,14 +64,14 @@ def test_flags_that_cannot_be_done_are_told_all_at_once(folder: Path, capsys: py
     more = ["--input", "-", "b", "--tokenizer-type", "BertWordPieceCase", "--workers", "0"]
     assert main(gpt2(*wrong, *more)) == 2
     assert capsys.readouterr().err.splitlines() == [
-        "--split-sentences: is not done: texts are not split into sentences; leave it out (GPT needs none), or use "
-        "Megatron's tools/preprocess_data.py",
+        "--split-sentences: is not supported: texts are not split into sentences; leave it out (GPT needs none), or "
+        "use Megatron's tools/preprocess_data.py",
         "--tokenizer-type: must be GPT2BPETokenizer or vocab; got BertWordPieceCase; give one of them",
         "--dataset-impl: must be mmap; got lazy; leave it out: the engines read mmap",
         "--workers: must be at least 1; got 0; raise it, or leave it out",
         "--log-interval: must be at least 1; got 0; raise it, or leave it out",
         "--rejects: is missing, which --on-error skip needs; name a file for the lines that are skipped",
-        "--resume: cannot go on with standard input; begin anew: leave --resume out",
+        "--resume: cannot continue with standard input; leave --resume out and start from the beginning",
     ]
     assert main(gpt2("--rejects", "r")) == 2
     assert capsys.readouterr().err == "--rejects: has no meaning without --on-error skip; got r; add that flag\n"
@@ -90,8 +90,8 @@ def test_what_megatron_leaves_out_of_the_merges_is_said(folder: Path, capsys: py
     Path("t/merges.txt").write_text("\n".join(merges[1:]))
     assert main(gpt2("--encoder", "reference")) == 0
     assert capsys.readouterr().err.splitlines() == [
-        "t/merges.txt: the first line is left out, as Megatron does, though it is no comment",
-        "t/merges.txt: the last line is left out, as Megatron does: no newline ends it",
+        "t/merges.txt: the first line is ignored, as Megatron does, although it is no comment",
+        "t/merges.txt: the last line is ignored, as Megatron does, because no newline ends it",
     ]
 
 
@@ -134,7 +134,7 @@ def test_what_is_kept_for_resuming_is_said(folder: Path, capsys: pytest.CaptureF
         raise KeyboardInterrupt
     assert main(gpt2("--resume", "--encoder", "reference")) == 2
     assert capsys.readouterr().err.splitlines() == [
-        ".o.unfinished: holds the work so far; --resume goes on with it",
+        ".o.unfinished: holds the work so far; continue it with --resume",
         "--resume: the work was begun with keys body; got text; "
         "resume with the same inputs and flags, or begin anew: leave --resume out",
     ]

@@ -48,10 +48,6 @@ def message(action: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-def jsonl(_: str) -> Kind:
-    return Kind.JSONL
-
-
 @settings(max_examples=40)
 @given(
     st.lists(st.binary(max_size=30).map(lambda line: line.replace(b"\n", b"")), max_size=20),
@@ -120,14 +116,14 @@ def test_folders_patterns_and_files_in_order(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
     names = [str(tmp_path / "cc.jsonl"), str(tmp_path / "b"), str(tmp_path / "**/2.*")]
-    found = find_sources(names, lambda name: kind_of_name(name, Kind.JSONL))
+    found = find_sources(names, default=Kind.JSONL)
     assert [(source.name.removeprefix(f"{tmp_path}/"), str(source.kind)) for source in found] == [
         ("cc.jsonl", "jsonl"),
         ("b/1.txt.gz", "text"),
         ("b/2.jsonl", "jsonl"),
         ("b/2.jsonl", "jsonl"),
     ]
-    assert [source.path for source in find_sources([str(tmp_path / "c*.jsonl")], jsonl)] == [tmp_path / "c*.jsonl"]
+    assert [source.path for source in find_sources([str(tmp_path / "c*.jsonl")], Kind.JSONL)] == [tmp_path / "c*.jsonl"]
 
 
 def test_kinds() -> None:
@@ -138,7 +134,7 @@ def test_kinds() -> None:
 def test_inputs_that_are_not_there_are_told_all_at_once(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     none, empty = str(tmp_path / "none*"), str(tmp_path / "empty")
-    assert message(lambda: find_sources([none, "-", empty, "-"], jsonl)) == (
+    assert message(lambda: find_sources([none, "-", empty, "-"], Kind.JSONL)) == (
         f"{none}: names no file; {FIND}\n{empty}: names no file; {FIND}\n"
         "--input: names standard input more than once; give - once"
     )
@@ -153,7 +149,7 @@ def test_inputs_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(Path, "open", refuse)
     expected = f"{path}: cannot be read; got Permission denied; {FIND}"
-    assert message(lambda: find_sources([str(path)], jsonl)) == expected
+    assert message(lambda: find_sources([str(path)], Kind.JSONL)) == expected
     source = Source(str(path), path, Kind.JSONL, 1)
     assert message(lambda: list(read_chunks(0, source, ["text"], 9))) == expected
 
@@ -161,7 +157,7 @@ def test_inputs_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     data = gzip.compress(LINES)
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
-    (source,) = find_sources(["-"], jsonl)
+    (source,) = find_sources(["-"], Kind.JSONL)
     chunks = list(read_chunks(0, source, ["text"], 4096))
     assert b"".join(chunk.data for chunk in chunks) == LINES
     assert chunks[-1].finished == Input(name="standard input", bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
@@ -181,7 +177,7 @@ def test_packages_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "zstd -dc FILE | tridock data preprocess --input - …"
     )
     path.write_bytes(b"PAR1....PAR1")
-    (source,) = find_sources([str(path)], jsonl)
+    (source,) = find_sources([str(path)], Kind.JSONL)
     assert message(lambda: list(read_chunks(0, source, ["text"], 9))) == (
         f"{path}: is parquet, for which a package is missing; pip install pyarrow, or give JSON lines"
     )
@@ -193,7 +189,7 @@ def test_parquet(tmp_path: Path) -> None:
     path = tmp_path / "a"
     columns = {"text": ["a", None, "ž"], "n": [1, 2, 3], "l": [["x"], [], ["y", "z"]], "b": [b"x", b"", b"y"]}
     parquet.write_table(pyarrow.table(columns), path)
-    (source,) = find_sources([str(path)], jsonl)
+    (source,) = find_sources([str(path)], Kind.JSONL)
     assert source.kind is Kind.PARQUET
     *chunks, last = read_chunks(0, source, ["text", "l"], 9)
     assert b"".join(chunk.data for chunk in chunks).decode() == (

@@ -155,7 +155,7 @@ def test_flags_that_cannot_be_done_are_told_all_at_once(capsys: pytest.CaptureFi
         "--rejects: is missing, which --on-error skip needs; name a file for the lines that are skipped",
     ]
     assert problems(capsys, train(size=2**31)) == [
-        "--vocab-size: must be at most 2147483647, for ids are int32; got 2147483648; lower it"
+        "--vocab-size: must be at most 2147483647: token ids are int32; got 2147483648; lower it"
     ]
     todo = "give files, folders or patterns that exist, or - for standard input"
     assert problems(capsys, train("--input", "none", "b")) == [

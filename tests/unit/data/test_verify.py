@@ -281,7 +281,7 @@ def test_a_sequence_without_tokens_is_no_damage(command: Command) -> None:
 
 
 def test_flags_and_files_that_cannot_be(command: Command, whole: Path) -> None:
-    expected = "--vocab-size: must be at least 1; got 0; give the number of tokens of the vocabulary"
+    expected = "--vocab-size: must be at least 1; got 0; give the size of the vocabulary"
     assert command.problems(whole, "--vocab-size", 0) == [expected]
     Path("d.json").unlink()
     Path("d.json").mkdir()

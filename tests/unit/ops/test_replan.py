@@ -14,7 +14,7 @@ from tests.experiments import with_fields
 from tridock.cli import main
 from tridock.contracts.supervision import Supervision
 from tridock.errors import RequestError
-from tridock.launchers import make_bundle
+from tridock.launchers import RunRequest, Ssh, make_bundle
 from tridock.ops.runs.replan import Replanned, replan
 from tridock.plan import assess
 
@@ -44,9 +44,19 @@ ZERO = {"parallel.strategy": "zero", "parallel.zero_stage": 2}
 def a_run(workspace: Path, slots: dict[str, list[int]] = THREE, **fields: Any) -> Path:
     experiment = with_fields(BASE, fields)
     bundle = make_bundle(
-        experiment, assess(experiment, slots, "e.yaml"), slots, run_id=RUN_ID, master_addr="10.0.0.1",
-        master_port=29500, manifest={"image": "sha256:1"}, workspace=str(workspace), spares=SPARES,
-    )  # fmt: skip
+        RunRequest(
+            experiment,
+            assess(experiment, slots, "e.yaml"),
+            slots,
+            run_id=RUN_ID,
+            master_addr="10.0.0.1",
+            master_port=29500,
+            manifest={"image": "sha256:1"},
+            workspace=str(workspace),
+            spares=SPARES,
+        ),
+        Ssh(),
+    )
     folder = workspace / "runs" / RUN_ID
     folder.mkdir(parents=True)
     for name, content in bundle.files.items():

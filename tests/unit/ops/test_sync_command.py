@@ -247,9 +247,9 @@ def test_where_there_is_no_ssh_it_says_so(files: Lab) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (
         2,
-        "tridock data sync: needs the operator's packages; "
+        "tridock data sync: needs the packages of fab; "
         "got import of fabric halted; None in sys.modules; "
-        "run it where fab runs (make venv); a node has no ssh to the hosts\n",
+        "run it where fab runs (make venv): a node has no ssh access to the hosts\n",
     )
 
 

@@ -97,7 +97,6 @@ def test_a_nodes_own_field() -> None:
         ("parallel.sequence_parallel", ["true or false", "false"]),
         ("optimizer.lr_decay_iters", ["whole number, greater than 0 or null", "null"]),
         ("megatron_args", ["list of text that matches ^[^\\n\\r\\x00']+$", "[]"]),
-        ("launch.launcher", ["deepspeed", "deepspeed"]),
         ("ssh_port", ["whole number, at least 1024 and at most 65535", "2222"]),
         ("container.ulimits",
          ["mapping of names to text that matches ^(-1|[0-9]+)(:(-1|[0-9]+))?$ or whole number",

@@ -17,16 +17,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, BinaryIO, Final, cast
+from typing import IO, Any, BinaryIO, Final, cast
 
 import numpy as np
 
 from tridock.data.dataset.manifest import Input
 from tridock.data.digest import Digest
 from tridock.errors import Problem, RequestError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 STDIN: Final = "-"
 _COMPRESSED: Final = (".gz", ".bgz", ".zst", ".zstd", ".bz2", ".xz")
@@ -75,16 +72,17 @@ class Chunk:
     plain: bool = False
 
 
-def find_sources(inputs: Sequence[str], tell_kind: Callable[[str], Kind]) -> tuple[Source, ...]:
-    """The inputs in the order given; a folder's and a pattern's files by name, hidden ones left out.
+def find_sources(inputs: Sequence[str], kind: Kind | None = None, default: Kind = Kind.JSONL) -> tuple[Source, ...]:
+    """Returns the inputs in the order given; the files of a folder or pattern sorted by name, without hidden ones.
 
-    Raises :class:`RequestError` with every input that names nothing.
+    ``kind`` is that of every input but Parquet files. Without it the file name decides; ``default`` is the kind where
+    the name does not tell. Raises :class:`RequestError` with every input that does not exist.
     """
     sources: list[Source] = []
     problems: list[Problem] = []
     for given in inputs:
         if given == STDIN:
-            sources.append(Source("standard input", None, tell_kind("")))
+            sources.append(Source("standard input", None, kind or default))
             continue
         paths = _paths(given)
         if not paths:
@@ -98,7 +96,8 @@ def find_sources(inputs: Sequence[str], tell_kind: Callable[[str], Kind]) -> tup
             except OSError as error:
                 problems.append(Problem(str(path), "cannot be read", error.strerror or str(error), _TODO_INPUT))
                 continue
-            sources.append(Source(str(path), path, Kind.PARQUET if parquet else tell_kind(path.name), size))
+            found = Kind.PARQUET if parquet else kind or kind_of_name(path.name, default)
+            sources.append(Source(str(path), path, found, size))
     if sum(source.path is None for source in sources) > 1:
         problems.append(Problem("--input", "names standard input more than once", "", "give - once"))
     if problems:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 from tridock.contracts import run_folder
-from tridock.launchers.slurm.request import Request
+from tridock.launchers.quoting import for_pdsh
+
+if TYPE_CHECKING:  # a request is checked against what stands here
+    from tridock.launchers.slurm.request import Request
 
 RUN = '"$RUN"'
 """The run's folder, in the script's own words."""
-_MEETING = ('--master-addr="$MASTER_ADDR"', '--master-port="$MASTER_PORT"')
+_RENDEZVOUS = ('--master-addr="$MASTER_ADDR"', '--master-port="$MASTER_PORT"')
 _DEEPSPEED = (
     f'--hostfile="$RUN/{run_folder.HOSTFILE}"',
     '--master_addr="$MASTER_ADDR"',
     '--master_port="$MASTER_PORT"',
 )
+_PDSH: Final = "--launcher=pdsh"
 # What a container must be told that does not inherit the task's environment.
 _TASKS_OWN = (
     "SLURM_JOB_ID",
@@ -36,84 +42,140 @@ Line = tuple[str, ...]
 """Words of one line of the script: options that belong together."""
 
 
+@dataclass(frozen=True, slots=True)
+class RankLauncher:
+    """How the script's command starts the ranks."""
+
+    lines: Callable[[Request, Sequence[str]], list[Line]]
+    """The command's lines, given ``module *arguments``."""
+    task_per_rank: bool = False
+    """Whether each rank is a Slurm task of its own; else a task starts all ranks of its node."""
+    inside_step: bool = True
+    """Whether the script's own srun runs it on every node, in the container; else it starts on the first node."""
+    quote: Callable[[str], str] = str
+    """An argument of the ranks as it must be written."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerKind:
+    """What runs the ranks' container."""
+
+    srun_options: Callable[[Request], Line] = lambda _: ()
+    lines: Callable[[Request, Sequence[str]], list[Line]] = lambda _request, _env: []
+    """What stands between srun and the command inside; the second argument names environment variables."""
+    needs_image: bool = True
+
+
 def launch_lines(request: Request, program: Sequence[str], env: Sequence[str]) -> list[Line]:
     """The lines of the command, each a few words of bash; ``program`` is ``module *arguments``, in bash's words too.
 
-    ``env`` are the names of what the ranks find in their environment beside what Slurm and Tridock set.
+    ``env`` names what the ranks find in their environment beside what Slurm and Tridock set.
     """
-    ranks = _rank_lines(request, program)
-    if request.launcher in ("deepspeed-slurm", "deepspeed-pdsh"):
+    launcher = RANK_LAUNCHERS[request.launcher]
+    ranks = launcher.lines(request, program)
+    if not launcher.inside_step:
         return ranks
-    return [_srun(request), *_container(request, env), *ranks]
+    return [_srun(request, launcher), *CONTAINERS[request.container.kind].lines(request, env), *ranks]
 
 
-def _srun(request: Request) -> Line:
-    words = ["srun", f"--ntasks-per-node={1 if request.launcher != 'srun' else request.ranks_per_node}"]
-    if request.launcher == "srun":
+def starts_over_ssh(argv: Sequence[str]) -> bool:
+    """Whether a job's command starts its ranks over ssh, which does not pass the job's environment on."""
+    return _PDSH in argv
+
+
+def _srun(request: Request, launcher: RankLauncher) -> Line:
+    argv = ["srun", f"--ntasks-per-node={request.ranks_per_node if launcher.task_per_rank else 1}"]
+    if launcher.task_per_rank:
         # Rank 0 to 3 on the first node, and so on, whatever the site's default; each sees all GPUs of its node.
-        words.append("--distribution=block")
+        argv.append("--distribution=block")
         if request.gpu_request != "none":
-            words.append("--gpu-bind=none")
+            argv.append("--gpu-bind=none")
     if request.cpus_per_node is not None:
-        words.append('--cpus-per-task="$SLURM_CPUS_PER_TASK"')  # srun does not take it over since Slurm 22.05
-    # The supervisor ends the others, once they have had their last words.
-    words.append("--kill-on-bad-exit=0")
+        argv.append('--cpus-per-task="$SLURM_CPUS_PER_TASK"')  # srun does not take it over since Slurm 22.05
+    # The supervisor ends the others, once they have written their last lines.
+    argv.append("--kill-on-bad-exit=0")
+    return (*argv, *CONTAINERS[request.container.kind].srun_options(request), *map(shlex.quote, request.srun))
+
+
+def _source_and_target(mount: str) -> str:
+    return mount if ":" in mount else f"{mount}:{mount}"
+
+
+def _pyxis(request: Request) -> Line:
     container = request.container
-    if container.kind == "pyxis":
-        words += [f"--container-image={shlex.quote(container.image or '')}"]
-        words += [f"--container-mounts={','.join(_pyxis_mounts(container.mounts))}"]
-        words += [f"--container-workdir={RUN}", "--no-container-mount-home", *map(shlex.quote, container.extra_args)]
-    return (*words, *map(shlex.quote, request.srun))
+    mounts = ('"$WORKSPACE:$WORKSPACE"', *(shlex.quote(_source_and_target(mount)) for mount in container.mounts))
+    image = f"--container-image={shlex.quote(container.image or '')}"
+    folder = f"--container-workdir={RUN}"
+    extra = map(shlex.quote, container.extra_args)
+    return (image, f"--container-mounts={','.join(mounts)}", folder, "--no-container-mount-home", *extra)
 
 
-def _pyxis_mounts(mounts: Sequence[str]) -> list[str]:
-    return [
-        '"$WORKSPACE:$WORKSPACE"',
-        *(shlex.quote(mount if ":" in mount else f"{mount}:{mount}") for mount in mounts),
-    ]
-
-
-def _container(request: Request, env: Sequence[str]) -> list[Line]:
-    """What stands between srun and what runs in the container."""
-    container, gpus = request.container, request.gpu_request != "none"
+def _apptainer(request: Request, _env: Sequence[str]) -> list[Line]:
+    container = request.container
     image, extra = shlex.quote(container.image or ""), tuple(map(shlex.quote, container.extra_args))
-    if container.kind == "apptainer":
-        binds = tuple(f"--bind={shlex.quote(mount)}" for mount in container.mounts)
-        # The image's own code, and not that of the environment which the job was submitted from.
-        own = f"--env=PYTHONPATH={run_folder.CODE}"
-        words = ("apptainer", "exec", *(("--nv",) if gpus else ()), '--bind="$WORKSPACE"', *binds, f"--pwd={RUN}", own)
-        return [(*words, *extra, image)]
-    if container.kind == "docker":
-        words = ("docker", "run", "--rm", "--network=host", "--ipc=host", "--pid=host", '--user="$(id -u):$(id -g)"')
-        limits = ("--ulimit=memlock=-1", "--ulimit=stack=67108864", *(("--gpus=all",) if gpus else ()))
-        mounts = tuple(f"--volume={shlex.quote(m if ':' in m else f'{m}:{m}')}" for m in container.mounts)
-        folders = ('--volume="$WORKSPACE:$WORKSPACE"', *mounts, f"--workdir={RUN}")
-        named = tuple(f"--env={name}" for name in (*_TASKS_OWN, *env))
-        return [words, limits, folders, named, (*extra, image)]
-    return []
+    gpus = ("--nv",) if request.gpu_request != "none" else ()
+    binds = tuple(f"--bind={shlex.quote(mount)}" for mount in container.mounts)
+    # The image's own code, and not that of the environment which the job was submitted from.
+    own = f"--env=PYTHONPATH={run_folder.CODE}"
+    argv = ("apptainer", "exec", *gpus, '--bind="$WORKSPACE"', *binds, f"--pwd={RUN}", own)
+    return [(*argv, *extra, image)]
 
 
-def _rank_lines(request: Request, program: Sequence[str]) -> list[Line]:
-    ranks, nodes = request.ranks_per_node, request.nodes
-    match request.launcher:
-        case "srun":
-            return [("python", "-u", "-m", *program)]
-        case "torchrun":
-            # A task's own number is known in the task alone.
-            first = ("bash", "-c", """'exec torchrun --node-rank="$SLURM_NODEID" "$@"'""", "torchrun")
-            return [first, (f"--nnodes={nodes}", f"--nproc-per-node={ranks}", *_MEETING), ("-m", *program)]
-        case "deepspeed":
-            first = ("bash", "-c", """'exec deepspeed --node_rank="$SLURM_NODEID" "$@"'""", "deepspeed")
-            return [first, (*_DEEPSPEED, "--no_ssh"), ("--no_local_rank", "--module", *program)]
-        case "deepspeed-slurm":
-            words = [f"--ntasks-per-node={ranks}", "--distribution=block", "--kill-on-bad-exit=0"]
-            if request.cpus_per_node is not None:
-                words.append("--cpus-per-task=$SLURM_CPUS_PER_TASK")
-            asked = f'--launcher_args="{" ".join([*words, *request.srun])}"'
-            # It starts `python -u FILE`; -m in the file's place makes that a module.
-            return [("deepspeed", *_DEEPSPEED, "--launcher=slurm", "--no_ssh_check"), (asked,), ("--", "-m", *program)]
-        case "deepspeed-pdsh":
-            return [
-                ("deepspeed", *_DEEPSPEED, "--launcher=pdsh", "--no_ssh_check"),
-                ("--no_local_rank", "--module", *program),
-            ]
+def _docker(request: Request, env: Sequence[str]) -> list[Line]:
+    container = request.container
+    image, extra = shlex.quote(container.image or ""), tuple(map(shlex.quote, container.extra_args))
+    gpus = ("--gpus=all",) if request.gpu_request != "none" else ()
+    argv = ("docker", "run", "--rm", "--network=host", "--ipc=host", "--pid=host", '--user="$(id -u):$(id -g)"')
+    limits = ("--ulimit=memlock=-1", "--ulimit=stack=67108864", *gpus)
+    mounts = tuple(f"--volume={shlex.quote(_source_and_target(mount))}" for mount in container.mounts)
+    folders = ('--volume="$WORKSPACE:$WORKSPACE"', *mounts, f"--workdir={RUN}")
+    named = tuple(f"--env={name}" for name in (*_TASKS_OWN, *env))
+    return [argv, limits, folders, named, (*extra, image)]
+
+
+CONTAINERS: Final[Mapping[str, ContainerKind]] = {
+    "none": ContainerKind(needs_image=False),
+    "apptainer": ContainerKind(lines=_apptainer),
+    "pyxis": ContainerKind(srun_options=_pyxis),
+    "docker": ContainerKind(lines=_docker),
+}
+"""By ``container.kind`` of a request."""
+
+
+def _task_per_rank(_request: Request, program: Sequence[str]) -> list[Line]:
+    return [("python", "-u", "-m", *program)]
+
+
+def _torchrun(request: Request, program: Sequence[str]) -> list[Line]:
+    # A task's own number is known in the task alone.
+    first = ("bash", "-c", """'exec torchrun --node-rank="$SLURM_NODEID" "$@"'""", "torchrun")
+    size = (f"--nnodes={request.nodes}", f"--nproc-per-node={request.ranks_per_node}")
+    return [first, (*size, *_RENDEZVOUS), ("-m", *program)]
+
+
+def _deepspeed(_request: Request, program: Sequence[str]) -> list[Line]:
+    first = ("bash", "-c", """'exec deepspeed --node_rank="$SLURM_NODEID" "$@"'""", "deepspeed")
+    return [first, (*_DEEPSPEED, "--no_ssh"), ("--no_local_rank", "--module", *program)]
+
+
+def _deepspeed_slurm(request: Request, program: Sequence[str]) -> list[Line]:
+    options = [f"--ntasks-per-node={request.ranks_per_node}", "--distribution=block", "--kill-on-bad-exit=0"]
+    if request.cpus_per_node is not None:
+        options.append("--cpus-per-task=$SLURM_CPUS_PER_TASK")
+    asked = f'--launcher_args="{" ".join([*options, *request.srun])}"'
+    # It starts `python -u FILE`; -m in the file's place makes that a module.
+    return [("deepspeed", *_DEEPSPEED, "--launcher=slurm", "--no_ssh_check"), (asked,), ("--", "-m", *program)]
+
+
+def _deepspeed_pdsh(_request: Request, program: Sequence[str]) -> list[Line]:
+    return [("deepspeed", *_DEEPSPEED, _PDSH, "--no_ssh_check"), ("--no_local_rank", "--module", *program)]
+
+
+RANK_LAUNCHERS: Final[Mapping[str, RankLauncher]] = {
+    "torchrun": RankLauncher(_torchrun),
+    "srun": RankLauncher(_task_per_rank, task_per_rank=True),
+    "deepspeed": RankLauncher(_deepspeed),
+    "deepspeed-slurm": RankLauncher(_deepspeed_slurm, task_per_rank=True, inside_step=False),
+    "deepspeed-pdsh": RankLauncher(_deepspeed_pdsh, inside_step=False, quote=for_pdsh),
+}
+"""By ``launcher`` of a request."""

@@ -11,6 +11,7 @@ from pydantic import Field, StringConstraints, ValidationError
 from tridock.cluster.schema import EnvName, EnvValue, Section, Word, Words
 from tridock.errors import Problem, RequestError
 from tridock.gpus import find_gpu
+from tridock.launchers.slurm.ranks import CONTAINERS, RANK_LAUNCHERS
 from tridock.strict_yaml import parse_yaml, problems_of
 
 Positive = Annotated[int, Field(ge=1)]
@@ -19,10 +20,9 @@ Plain = Annotated[str, StringConstraints(pattern=r"^[^\s\x00]+$")]
 Time = Annotated[str, StringConstraints(pattern=r"^([0-9]+-)?[0-9]+(:[0-9]+){0,2}$")]
 Memory = Annotated[str, StringConstraints(pattern=r"^[0-9]+[KMGT]?$")]
 
-Launcher = Literal["torchrun", "srun", "deepspeed", "deepspeed-slurm", "deepspeed-pdsh"]
+RankLauncherName = Literal["torchrun", "srun", "deepspeed", "deepspeed-slurm", "deepspeed-pdsh"]
 Kind = Literal["none", "apptainer", "pyxis", "docker"]
 
-_RANK_A_TASK: Final = ("srun", "deepspeed-slurm")
 _MOUNT: Final = re.compile(r"/[^:,]*(:/[^:,]+(:(ro|rw))?)?")
 _SECONDS: Final = (86400, 3600, 60, 1)
 
@@ -66,7 +66,7 @@ class Request(Section):
         default=None, description="CPUs of a node, shared out among its tasks (--cpus-per-task)."
     )
     mem: Memory | None = Field(default=None, description="Memory of a node, as 160G.")
-    launcher: Launcher = Field(
+    launcher: RankLauncherName = Field(
         default="torchrun",
         description="torchrun or deepspeed (a task a node), srun (a task a rank), deepspeed-slurm or deepspeed-pdsh"
         " (DeepSpeed's own launchers, from the first node).",
@@ -135,7 +135,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 def tasks_per_node(request: Request) -> int:
     """Slurm's tasks: one a node that starts the node's ranks, or one a rank."""
-    return request.ranks_per_node if request.launcher in _RANK_A_TASK else 1
+    return request.ranks_per_node if RANK_LAUNCHERS[request.launcher].task_per_rank else 1
 
 
 def seconds_of(time: str) -> int:
@@ -158,11 +158,12 @@ def _unusable(request: Request, source: str) -> Iterator[Problem]:
     elif request.cpus_per_node is not None and request.cpus_per_node < tasks_per_node(request):
         todo = f"give at least {tasks_per_node(request)}, one a task"
         yield Problem(f"{source}: cpus_per_node", "is less than a CPU a task", str(request.cpus_per_node), todo)
-    if container.kind != "none" and container.image is None:
+    needs_image = CONTAINERS[container.kind].needs_image
+    if needs_image and container.image is None:
         yield Problem(
             f"{source}: container.image", "is missing", "", f"name the image for {container.kind}, or --image"
         )
-    if container.kind != "none" and request.launcher in ("deepspeed-slurm", "deepspeed-pdsh"):
+    if needs_image and not RANK_LAUNCHERS[request.launcher].inside_step:
         todo = "use torchrun, srun or deepspeed, which start inside of it"
         what = f"starts the ranks from the first node, and cannot from within {container.kind}"
         yield Problem(f"{source}: launcher", what, request.launcher, todo)

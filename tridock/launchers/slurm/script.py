@@ -11,8 +11,7 @@ from typing import Final
 from tridock.contracts import run_folder
 from tridock.engines import rank_program
 from tridock.experiment import Experiment
-from tridock.launchers.deepspeed import for_pdsh
-from tridock.launchers.slurm.ranks import RUN, launch_lines
+from tridock.launchers.slurm.ranks import RANK_LAUNCHERS, RUN, launch_lines
 from tridock.launchers.slurm.request import Request, tasks_per_node
 from tridock.plan import Assessment
 
@@ -75,7 +74,7 @@ def program_words(script: Script, element: Element) -> tuple[str, ...]:
     path = f"{script.workspace}/runs/{element.run_id}"
     program = rank_program(element.experiment.resolved(plan.data_parallel_size), plan, element.run_id, path)
     words = (program.module, *program.arguments)
-    return tuple(map(for_pdsh, words)) if script.request.launcher == "deepspeed-pdsh" else words
+    return tuple(map(RANK_LAUNCHERS[script.request.launcher].quote, words))
 
 
 def _head(script: Script) -> Iterator[str]:

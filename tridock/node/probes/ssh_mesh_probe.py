@@ -12,10 +12,9 @@ from contextlib import contextmanager, suppress
 from tempfile import TemporaryFile
 from typing import Any, Final
 
+from tridock.contracts import cluster_ssh
 from tridock.node.probes import mesh_responder
 
-# As pdsh does, with a shorter wait than the node's own configuration: a check is not to take half a minute.
-_SSH: Final = ("ssh", "-a", "-x", "-o", "ConnectTimeout=4", "-o", "ConnectionAttempts=1")
 _LIMIT_S: Final = 12.0
 _ROUNDS: Final = 3
 
@@ -26,7 +25,7 @@ def greet(nodes: list[str]) -> dict[str, dict[str, Any]]:
     def one(node: str) -> dict[str, Any]:
         try:
             done = subprocess.run(
-                [*_SSH, node, mesh_responder.greeting()],
+                [*cluster_ssh.PROBE, node, mesh_responder.greeting()],
                 stdin=subprocess.DEVNULL, capture_output=True, timeout=_LIMIT_S, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired as error:
@@ -79,7 +78,7 @@ class _Call:
         # Files, not pipes: whatever much a server says, nobody has to read it meanwhile.
         self._errors = TemporaryFile()  # noqa: SIM115 (closed in close)
         self._process = subprocess.Popen(
-            [*_SSH, node, mesh_responder.command(token)],
+            [*cluster_ssh.PROBE, node, mesh_responder.command(token)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
         )  # fmt: skip
 

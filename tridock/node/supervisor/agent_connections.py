@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from tridock.contracts import run_folder
-from tridock.contracts.supervision import Supervision
-from tridock.node.ssh import node_command
+from tridock.contracts.supervision import Reach, Supervision
 from tridock.node.supervisor.verdict import Look, Vital
 
 _PING_S: Final = 2.0
@@ -23,24 +22,8 @@ _PAUSE_S: Final = 5.0
 _PARTING_S: Final = 1.0
 _LAST_WORDS_S: Final = 0.2
 _CHUNK: Final = 1 << 16
-
-
-_SRUN: Final = (
-    *("srun", "--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--cpus-per-task=1"),
-    *("--gres=none", "--unbuffered", "--quiet"),
-)
 _SLURM_KEPT: Final = ("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_CONF")
 """Of a job's variables, which are options of srun at the same time: those that a watch's own step is not bent by."""
-_FIRST_STEP_S: Final = 60.0
-"""Slurm may take its time with the first step of a watch."""
-
-
-def watch_command(folder: Path, node: str, reached_by: str | None) -> list[str]:
-    """What starts a node's watch: here (None), by way of the cluster's own ssh, or as a step of Slurm's job."""
-    words = ["watch", str(folder), node]
-    if reached_by == "srun":
-        return [*_SRUN, f"--nodelist={node}", *node_command(None, *words)]
-    return node_command(node if reached_by == "ssh" else None, *words)
 
 
 class _Connection:
@@ -155,9 +138,8 @@ class Watches:
     def __init__(self, folder: Path, supervision: Supervision) -> None:
         self._nodes = {}
         for node in supervision.watched:
-            reached_by = supervision.reached_by if node in supervision.remote else None
-            patience_s = _FIRST_STEP_S if reached_by == "srun" else 0.0
-            self._nodes[node] = _Connection(node, watch_command(folder, node, reached_by), patience_s)
+            reach = supervision.reach if node in supervision.remote else Reach()
+            self._nodes[node] = _Connection(node, reach.command(node, "watch", str(folder), node), reach.first_answer_s)
         self._selector = selectors.DefaultSelector()
         self._pinged, self._polled = 0.0, time.monotonic()
 

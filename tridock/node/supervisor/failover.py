@@ -15,10 +15,9 @@ from typing import IO, Any, Final
 
 from tridock.contracts import run_folder
 from tridock.contracts.events import append_event
-from tridock.contracts.supervision import Supervision
+from tridock.contracts.supervision import Reach, Supervision
 from tridock.errors import ClusterError, Problem
 from tridock.node.agent.spare_lock import busy_with
-from tridock.node.ssh import node_command
 
 _ASK_S: Final = 30.0
 _REPLAN_S: Final = 300.0
@@ -50,7 +49,7 @@ def readiness(folder: Path, *, claim: bool = False) -> dict[str, object]:
 
 def move(folder: Path, supervision: Supervision, lost: Sequence[str], *, anew: bool) -> Moved:
     """Lays the run out without the ``lost`` nodes and brings its files to the others; ``anew``: from its beginning."""
-    answers = {node: _ask(folder, node) for node in supervision.spares}
+    answers = {node: _ask(supervision.reach, folder, node) for node in supervision.spares}
     while True:
         ready = [node for node, answer in answers.items() if isinstance(answer, dict)]
         unready = "".join(f"; spare {node}: {why}" for node, why in answers.items() if isinstance(why, str))
@@ -58,7 +57,7 @@ def move(folder: Path, supervision: Supervision, lost: Sequence[str], *, anew: b
         if done.returncode:
             return Moved(done.stderr.decode(errors="replace").strip() + unready)
         found = json.loads(done.stdout)
-        claimed = {node: _ask(folder, node, "--claim") for node in ready if node in found["nodes"]}
+        claimed = {node: _ask(supervision.reach, folder, node, "--claim") for node in ready if node in found["nodes"]}
         answers |= claimed
         if all(isinstance(answer, dict) for answer in claimed.values()):
             break  # else another run was faster, and it is laid out once more without that spare
@@ -70,7 +69,7 @@ def move(folder: Path, supervision: Supervision, lost: Sequence[str], *, anew: b
             answer = answers.get(node)
             if not anew and isinstance(answer, dict):
                 _bring_checkpoint(after, node, answer["checkpoint"])
-            _send(node, folder, _archive(files))
+            _send(after.reach, node, folder, _archive(files))
     except ClusterError as error:
         return Moved(str(error) + unready)
     for name, content in _archive(files):
@@ -80,9 +79,9 @@ def move(folder: Path, supervision: Supervision, lost: Sequence[str], *, anew: b
     return Moved(found["words"] + unready, after)
 
 
-def _ask(folder: Path, node: str, *words: str) -> dict[str, Any] | str:
+def _ask(reach: Reach, folder: Path, node: str, *options: str) -> dict[str, Any] | str:
     """What a spare says where it can be used; or why it cannot."""
-    done = _run(node_command(node, "ready", *words, str(folder)), timeout=_ASK_S)
+    done = _run(reach.command(node, "ready", *options, str(folder)), timeout=_ASK_S)
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().splitlines()
         return said[-1] if said else f"exit code {done.returncode}"
@@ -133,7 +132,7 @@ def _bring_checkpoint(supervision: Supervision, node: str, seen: str | None) -> 
     assert supervision.pointer is not None
     pointer = Path(supervision.pointer)
     files = [*sorted(path for path in checkpoint.rglob("*") if path.is_file()), pointer]
-    _send(node, pointer.parent, ((str(path.relative_to(pointer.parent)), path) for path in files))
+    _send(supervision.reach, node, pointer.parent, ((str(path.relative_to(pointer.parent)), path) for path in files))
 
 
 def _archive(files: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
@@ -141,10 +140,10 @@ def _archive(files: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
     yield from sorted(files.items(), key=lambda item: item[0] == run_folder.SUPERVISION)
 
 
-def _send(node: str, folder: Path, files: Iterable[tuple[str, bytes | Path]]) -> None:
+def _send(reach: Reach, node: str, folder: Path, files: Iterable[tuple[str, bytes | Path]]) -> None:
     """Writes files below ``folder`` on a node. Raises :class:`ClusterError`."""
     pipe = subprocess.PIPE
-    command = node_command(node, "take", str(folder))
+    command = reach.command(node, "take", str(folder))
     with subprocess.Popen(command, stdin=pipe, stdout=subprocess.DEVNULL, stderr=pipe) as process:
         assert process.stdin is not None
         assert process.stderr is not None

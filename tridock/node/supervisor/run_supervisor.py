@@ -260,7 +260,7 @@ class Course:
         if self._made:
             self._made[-1] = replace(self._made[-1], reached=self._steps.reached)
         why = refusal(self._supervision, self._made, time.monotonic())
-        why = why or cannot_help(verdict, self._folder, self._events_before) or self._slurms(verdict)
+        why = why or cannot_help(verdict, self._folder, self._events_before) or self._is_schedulers(verdict)
         why = why or self._wait_until_fit()
         if self._is_stopped():
             return False
@@ -277,10 +277,10 @@ class Course:
         self.begin(run_folder.LAUNCH_SCRIPT if iteration is None else run_folder.RESUME_SCRIPT)
         return True
 
-    def _slurms(self, verdict: Verdict) -> str | None:
-        """A node that is lost is for Slurm to replace, which ends the job for it."""
-        if self._supervision.reached_by == "srun" and verdict.kind == "node_lost":
-            return "Slurm gives the job other nodes"
+    def _is_schedulers(self, verdict: Verdict) -> str | None:
+        """A scheduler replaces a lost node, and ends the job for that."""
+        if self._supervision.scheduler is not None and verdict.kind == "node_lost":
+            return f"{self._supervision.scheduler} gives the job other nodes"
         return None
 
     def _wait_until_fit(self) -> str | None:
@@ -292,7 +292,7 @@ class Course:
         while (why := self._hindrance()) is not None:
             if time.monotonic() > max(deadline, began + self._supervision.node_timeout_s) or self._is_stopped():
                 return why
-            movable = self._supervision.reached_by == "ssh"
+            movable = self._supervision.scheduler is None
             if movable and self._silent and time.monotonic() > began + self._supervision.node_timeout_s:
                 if (refused := self._move()) is not None:
                     return f"{why}; {refused}"

@@ -13,8 +13,7 @@ from tridock.command import Command
 from tridock.contracts import run_folder
 from tridock.errors import TridockError
 from tridock.experiment import Experiment, load_experiment
-from tridock.launchers import RunBundle, make_bundle
-from tridock.launchers.bundle import default_port
+from tridock.launchers import RunBundle, RunRequest, Ssh, default_port, make_bundle
 from tridock.ops.doctor import check_quickly
 from tridock.ops.hosts.nodes import ensure_up
 from tridock.ops.hosts.session import Session
@@ -132,7 +131,7 @@ def launch(
 
 
 def _bundle(session: Session, request: Request, port: int, manifest: dict[str, object]) -> RunBundle:
-    return make_bundle(
+    about = RunRequest(
         request.experiment,
         request.assessment,
         session.cluster.slots,
@@ -142,6 +141,7 @@ def _bundle(session: Session, request: Request, port: int, manifest: dict[str, o
         spares=session.cluster.spares,
         manifest={**manifest, "config": str(request.config), "seed": request.experiment.train.seed},
     )
+    return make_bundle(about, Ssh())
 
 
 def _manifest(session: Session, image_id: str | None) -> dict[str, object]:

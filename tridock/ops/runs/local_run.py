@@ -20,8 +20,7 @@ from tridock.contracts import run_folder
 from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError
 from tridock.experiment import Experiment, dump_experiment, load_experiment
 from tridock.gpus import Gpu
-from tridock.launchers import RunBundle, make_bundle
-from tridock.launchers.bundle import default_port
+from tridock.launchers import Local, RunBundle, RunRequest, default_port, make_bundle
 from tridock.ops.hosts.facts import smallest_gpu
 from tridock.ops.runs import rendezvous
 from tridock.ops.runs.failed_run import RunFailedError, failed, failure_in_words, rank_to_look_at
@@ -107,7 +106,7 @@ def run_here(
     port = experiment.launch.master_port or (default_port(run_id) if place.nnodes == 1 else _MEETING_PORT)
     if place.nnodes > 1:
         run_id = _meet(place, port, ranks, experiment, run_id)
-    bundle = make_bundle(
+    request = RunRequest(
         experiment,
         assessment,
         slots,
@@ -116,8 +115,8 @@ def run_here(
         master_port=port,
         manifest={**_manifest(config, experiment, ranks), **data},
         workspace=str(workspace),
-        node_rank=place.node_rank,
     )
+    bundle = make_bundle(request, Local(place.node_rank))
     if approve is not None:
         approve(*(json.loads(bundle.files[name]) for name in (run_folder.MANIFEST, run_folder.PLAN)))
     folder = workspace / "runs" / run_id

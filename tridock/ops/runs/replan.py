@@ -14,7 +14,7 @@ from tridock.contracts.supervision import Supervision
 from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment, load_experiment
 from tridock.gpus import find_gpu
-from tridock.launchers import RunBundle, make_bundle
+from tridock.launchers import LAUNCHERS, RunBundle, RunRequest, make_bundle
 from tridock.plan import Assessment, Assumptions, assess
 from tridock.plan.fewer import fewer_replicas, other_layout
 
@@ -60,6 +60,9 @@ class Run:
             raise RequestError(Problem(str(folder), f"has no {Path(error.filename).name}", got, todo)) from None
         plan, manifest = json.loads(texts[run_folder.PLAN]), json.loads(texts[run_folder.MANIFEST])
         supervision = Supervision.from_json(texts[run_folder.SUPERVISION])
+        if supervision.scheduler is not None:
+            todo = "let it replace the node: the job is queued again"
+            raise RequestError(Problem(str(folder), "is a run of a scheduler", supervision.scheduler, todo))
         return cls(folder.resolve(), load_experiment(folder / run_folder.EXPERIMENT), plan, manifest, supervision)
 
     @property
@@ -182,7 +185,7 @@ def _with_fewer(run: Run, after: Slots, lost: Sequence[str], anew: bool) -> Asse
 
 def _bundle(run: Run, assessment: Assessment) -> RunBundle:
     slots, supervision = _slots_of(assessment.laid_out.document()), run.supervision
-    return make_bundle(
+    request = RunRequest(
         assessment.experiment,
         assessment,
         slots,
@@ -193,6 +196,7 @@ def _bundle(run: Run, assessment: Assessment) -> RunBundle:
         workspace=str(run.folder.parent.parent),
         spares={node: numbers for node, numbers in supervision.spares.items() if node not in slots},
     )
+    return make_bundle(request, LAUNCHERS[supervision.launcher]())
 
 
 def _words(run: Run, before: Slots, assessment: Assessment, places: Mapping[str, str], lost: Sequence[str]) -> str:

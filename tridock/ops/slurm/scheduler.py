@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from tridock.errors import ClusterError, Problem, RequestError
+from tridock.launchers import Slurm
 
 _TIMEOUT_S: Final = 60.0
 _SINFO: Final = "%P|%D|%G|%m|%c|%l|%f"
@@ -79,7 +80,7 @@ def cancel(job: str) -> None:
 
 def requeue(job: str) -> str | None:
     """Has a running job queued again; Slurm's words where it does not."""
-    done = _run("scontrol", "requeue", job)
+    done = _run(*Slurm.requeue(job).argv)
     return _words(done.stderr or done.stdout) if done.returncode else None
 
 

@@ -15,7 +15,8 @@ from tridock.cluster import parse_hostfile
 from tridock.contracts import run_folder
 from tridock.errors import ClusterError, Problem, RequestError, TridockError
 from tridock.experiment import Experiment, dump_experiment, load_experiment
-from tridock.launchers.bundle import slurm_bundle
+from tridock.launchers import RunRequest, Slurm, make_bundle
+from tridock.launchers.slurm.ranks import starts_over_ssh
 from tridock.ops.runs.local_run import check_files, gpu_here, image_manifest, start_and_follow
 from tridock.ops.runs.provenance import origin
 from tridock.ops.slurm import scheduler
@@ -103,19 +104,22 @@ def _experiment(job: Job) -> tuple[Experiment, Path]:
 
 
 def _write(job: Job, experiment: Experiment, assessment: Assessment, slots: Mapping[str, range]) -> None:
-    bundle = slurm_bundle(
+    request = RunRequest(
         experiment,
         assessment,
         slots,
-        job.argv,
         run_id=job.folder.name,
         workspace=str(job.folder.parent.parent),
         master_port=int(os.environ["MASTER_PORT"]),
-        env={**_for_ssh(job.argv), **job.env},
         manifest=_manifest(job, experiment),
+    )
+    launcher = Slurm(
+        job.argv,
+        {**_for_ssh(job.argv), **job.env},
         on_head=os.environ.get("SLURMD_NODENAME") == next(iter(slots)),
         begun=(job.folder / run_folder.EXPERIMENT).stat().st_mtime,
     )
+    bundle = make_bundle(request, launcher)
     for name, content in bundle.files.items():
         if name not in (run_folder.EXPERIMENT, run_folder.HOSTFILE):  # these two are there, and the word of others
             run_folder.write_atomic(job.folder / name, content)
@@ -123,7 +127,7 @@ def _write(job: Job, experiment: Experiment, assessment: Assessment, slots: Mapp
 
 def _for_ssh(argv: Sequence[str]) -> dict[str, str]:
     """Of this job's environment what ranks need that are started by ssh, which knows nothing of it."""
-    if "--launcher=pdsh" not in argv:
+    if not starts_over_ssh(argv):
         return {}
     return {name: value for name, value in os.environ.items() if _SESSION.fullmatch(name) and "\n" not in value}
 

@@ -8,8 +8,7 @@ import pytest
 
 from tridock.contracts.supervision import Supervision
 from tridock.experiment import parse_experiment
-from tridock.launchers import RunBundle, make_bundle
-from tridock.launchers.bundle import default_port
+from tridock.launchers import Local, RunBundle, RunRequest, Ssh, default_port, make_bundle
 from tridock.plan import assess
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "launch"
@@ -32,9 +31,17 @@ CLUSTERS = {
 def bundle(cluster: str, *overrides: str) -> RunBundle:
     experiment, slots = parse_experiment(EXPERIMENT, "e.yaml", overrides), CLUSTERS[cluster]
     return make_bundle(
-        experiment, assess(experiment, slots, "e.yaml"), slots,
-        run_id=RUN_ID, master_addr=next(iter(slots)), master_port=29500, manifest={"image": "sha256:1"},
-    )  # fmt: skip
+        RunRequest(
+            experiment,
+            assess(experiment, slots, "e.yaml"),
+            slots,
+            run_id=RUN_ID,
+            master_addr=next(iter(slots)),
+            master_port=29500,
+            manifest={"image": "sha256:1"},
+        ),
+        Ssh(),
+    )
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
@@ -72,6 +79,8 @@ def test_what_the_supervisor_has_to_know() -> None:
         node_timeout_s=60.0,
         min_nodes=2,
         master_addr="node-1",
+        launcher="ssh",
+        reach=Ssh.reach,
     )
 
 
@@ -96,9 +105,17 @@ def test_a_restart_of_megatron_loads_them_in_its_own_words() -> None:
 def test_nodes_that_are_started_by_hand_are_not_reached_by_ssh() -> None:
     experiment, slots = parse_experiment(EXPERIMENT, "e.yaml"), CLUSTERS["two-nodes"]
     made = make_bundle(
-        experiment, assess(experiment, slots, "e.yaml"), slots,
-        run_id=RUN_ID, master_addr="a", master_port=29500, manifest={}, node_rank=0,
-    )  # fmt: skip
+        RunRequest(
+            experiment,
+            assess(experiment, slots, "e.yaml"),
+            slots,
+            run_id=RUN_ID,
+            master_addr="a",
+            master_port=29500,
+            manifest={},
+        ),
+        Local(),
+    )
     assert Supervision.from_json(made.files["supervision.json"].decode()).watched == ("node-1",)
 
 

@@ -1,0 +1,74 @@
+"""The help of `tridock`: every subcommand and option has one, in the words of its users."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tridock.cli import build_parser
+
+PRIVATE = re.compile(
+    r"\b(told|reckon\w*|look after|room|take on|course|flights?|made|crew|wish|stretch\w*|aside|vitals|beat|pulse|"
+    r"goes? on|shared out|inquest|so many|lacking|anew|once more|even if the plan says|module|subcommand|parser)\b",
+    re.IGNORECASE,
+)
+
+
+def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for child in action.choices.values():
+                yield from parsers(child)
+
+
+ALL = {parser.prog: parser for parser in parsers(build_parser())}
+
+
+def test_every_subcommand_is_walked() -> None:
+    assert len(ALL) == 1 + 9 + 8 + 7
+    assert {"tridock train", "tridock data sync", "tridock slurm supervise"} <= set(ALL)
+
+
+@pytest.mark.parametrize("prog", ALL)
+def test_descriptions_are_sentences(prog: str) -> None:
+    text = ALL[prog].description or ""
+    assert re.fullmatch(r"[A-Z].*[^.]\.", text), text
+    assert not PRIVATE.search(text), text
+
+
+@pytest.mark.parametrize("prog", ALL)
+def test_every_option_says_what_it_does(prog: str) -> None:
+    for action in ALL[prog]._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            texts = {child.dest: child.help for child in action._choices_actions}
+            assert set(texts) == set(action.choices)
+        else:
+            texts = {"/".join(action.option_strings) or action.dest: action.help}
+        for name, text in texts.items():
+            assert text and len(text.split()) > 1, f"{prog} {name} has no help"  # noqa: PT018
+            # As argparse's own "show this help message and exit": a phrase, no sentence.
+            assert not re.search(r"[.;:,]$", text), f"{prog} {name}: {text}"
+            assert not re.match(r"(an?|the) ", text, re.IGNORECASE), f"{prog} {name}: {text}"
+            assert not PRIVATE.search(text), f"{prog} {name}: {text}"
+            default = action.default
+            shown = default not in (None, [], "", False, argparse.SUPPRESS, Path()) and not action.required
+            assert not shown or "(default: " in text, f"{prog} {name} hides its default, {default!r}"
+
+
+def test_start_up_imports_no_heavy_package() -> None:
+    """`tridock --version` answers in a tenth of a second."""
+    program = (
+        "import sys\nfrom tridock.cli import main\n"
+        "try:\n    main(['data', 'preprocess', '--help'])\nexcept SystemExit:\n    pass\n"
+        "print({name.partition('.')[0] for name in sys.modules} &"
+        " {'torch', 'numpy', 'matplotlib', 'rich', 'pydantic', 'yaml', 'tokenizers', 'fabric'}, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "set()\n")

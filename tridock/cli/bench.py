@@ -1,0 +1,61 @@
+"""``tridock bench``."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+
+from tridock.cli.options import Commands, add_command
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "bench",
+        _bench,
+        "measure a matrix of experiments on this machine",
+        "Measure throughput, memory and phases of each experiment of a matrix on this machine,"
+        " and compare them with a plain PyTorch loop where the benchmark asks for it.",
+    )
+    parser.add_argument(
+        "config", type=Path, metavar="CONFIG", help="YAML file of the benchmark, e.g. configs/bench/small.yaml"
+    )
+    text = "folder for the results (default: runs/bench-<name>)"
+    parser.add_argument("-o", "--out", type=Path, metavar="DIR", help=text)
+    text = "world sizes to measure, instead of the benchmark's world"
+    parser.add_argument("--world", type=int, nargs="+", metavar="N", help=text)
+    parser.add_argument("--gpu", help="GPU of this machine (h200, a100-80gb, …), or its memory (24gib), for the plan")
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from tridock.bench.cells import exit_code_of
+    from tridock.bench.output import record, table
+    from tridock.bench.run import run_bench
+    from tridock.bench.schema import load_bench
+    from tridock.gpus import find_gpu
+
+    bench = load_bench(arguments.config, arguments.world)
+    gpu = None if arguments.gpu is None else find_gpu(arguments.gpu, "--gpu")
+    out = arguments.out or Path("runs", f"bench-{arguments.config.stem}")
+    measured = []
+    # SIGTERM stops the current run, as Ctrl-C does.
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        for cell in run_bench(bench, arguments.config.parent, gpu, print):
+            measured.append(cell)
+            # Record after each cell: what was measured stays if a later one is interrupted.
+            record(measured, bench, out)
+    except KeyboardInterrupt:
+        results = f"{len(measured)} cells are in {out}" if measured else "nothing was measured"
+        print(f"stopped, together with the current run; {results}", file=sys.stderr)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    console = Console()
+    (console if console.is_terminal else Console(width=160)).print(table(measured))
+    print(f"results: {out}/results.json, results.md and plots")
+    return exit_code_of(measured)

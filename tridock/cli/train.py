@@ -1,0 +1,45 @@
+"""``tridock train``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from tridock.cli.options import Commands, add_command, add_set, add_workspace
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "train",
+        _train,
+        "run an experiment on this machine",
+        "Run an experiment on this machine or in this container, without ssh."
+        " fab launch runs the same experiment on a cluster.",
+    )
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file of the experiment")
+    parser.add_argument("--nproc", type=int, metavar="N", help="ranks to start (default: one per GPU; 2 without a GPU)")
+    add_workspace(parser)
+    add_set(parser)
+    parser.add_argument("--force", action="store_true", help="run even if the plan does not fit into GPU memory")
+    parser.add_argument("--run-id-file", type=Path, metavar="FILE", help="write the run's id to this file")
+    nodes = parser.add_argument_group("several machines", "Start the command on each of them.")
+    nodes.add_argument("--nnodes", type=int, default=1, metavar="N", help="number of machines (default: 1)")
+    nodes.add_argument("--node-rank", type=int, default=0, metavar="N", help="rank of this machine (default: 0)")
+    text = "address at which the others reach the machine of rank 0; the port is launch.master_port"
+    nodes.add_argument("--master-addr", metavar="HOST", help=text)
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from tridock.ops.runs.local_run import Place, run_here
+
+    place = Place(arguments.nnodes, arguments.node_rank, arguments.master_addr)
+    return run_here(
+        arguments.config,
+        arguments.nproc,
+        arguments.workspace,
+        arguments.set,
+        arguments.run_id_file,
+        place,
+        force=arguments.force,
+    ).exit_code

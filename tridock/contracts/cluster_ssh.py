@@ -1,0 +1,32 @@
+"""The options of ssh between a cluster's nodes: trust, timeouts and keepalives stand here alone."""
+
+from __future__ import annotations
+
+from typing import Final
+
+CONFIG: Final = {
+    "IdentitiesOnly": "yes",
+    "IdentityAgent": "none",
+    "PreferredAuthentications": "publickey",
+    "GlobalKnownHostsFile": "none",
+    "StrictHostKeyChecking": "yes",
+    "UpdateHostKeys": "no",
+    "HostKeyAlgorithms": "ssh-ed25519",
+    "BatchMode": "yes",
+    "ConnectTimeout": "10",
+    "ConnectionAttempts": "2",
+    "ServerAliveInterval": "15",
+    "ServerAliveCountMax": "4",
+    "ControlMaster": "no",
+    "ControlPath": "none",
+    "ForwardAgent": "no",
+    "LogLevel": "ERROR",
+}
+"""Of every node's ``ssh_config``: what pdsh, DeepSpeed's launcher and a user's own ssh go by."""
+
+# The supervisor and the doctor try again by themselves: they want to hear of a node that is away within seconds.
+_QUICK: Final = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-o", "ConnectionAttempts=1")
+SUPERVISOR: Final = ("ssh", "-T", *_QUICK, "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
+"""The supervisor's ssh to another node."""
+PROBE: Final = ("ssh", "-a", "-x", *_QUICK)
+"""The doctor's ssh from the head to a node, with the options of pdsh."""

@@ -1,0 +1,179 @@
+"""From a request and a launcher to the command of the head and the first files of a run's folder."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
+
+from tridock.command import Command
+from tridock.contracts import run_folder
+from tridock.contracts.supervision import Reach, Supervision
+from tridock.engines import RankProgram, checkpoint_pointer, checkpoints_folder, rank_program
+from tridock.experiment import Experiment, dump_experiment
+from tridock.launchers.quoting import environment_file
+from tridock.plan import Assessment
+
+_FIRST_PORT, _PORTS = 20000, 10000
+
+
+@dataclass(frozen=True, slots=True)
+class RunRequest:
+    """What to run, and where its ranks are placed."""
+
+    experiment: Experiment
+    assessment: Assessment
+    slots: Mapping[str, Sequence[int]]
+    run_id: str
+    master_port: int
+    manifest: Mapping[str, object]
+    master_addr: str = "127.0.0.1"
+    workspace: str = run_folder.WORKSPACE
+    """The folder that relative paths start from, the same on every node."""
+    spares: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Nodes that may replace a lost one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """How a launcher starts a run's ranks: the head's command, that of a restart, and the environment of both."""
+
+    command: Command
+    resume: Command
+    env: Mapping[str, str]
+    remote: tuple[str, ...] = ()
+    """The nodes that the supervisor reaches."""
+    script: str = run_folder.LAUNCH_SCRIPT
+    on_head: bool = True
+    begun: float | None = None
+    """As in :class:`Supervision`."""
+
+
+class Launcher(Protocol):
+    """What starts the ranks of a run."""
+
+    name: ClassVar[str]
+    scheduler: ClassVar[str | None]
+    """What queues a run again that was preempted or has lost a node; None where its supervisor restarts it."""
+    reach: ClassVar[Reach]
+    """How the supervisor runs ``python -m tridock.node`` on another node."""
+
+    def start(self, run: Run) -> Start:
+        """The first command line of the run's ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunBundle:
+    """A run that is ready to start: its id, its folder, the head's command and the folder's first files."""
+
+    run_id: str
+    path: str
+    command: Command
+    files: Mapping[str, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A request with its experiment resolved and its folder named, the same on every node."""
+
+    request: RunRequest
+    experiment: Experiment
+    path: str
+
+    def program(self, *, resume: bool = False) -> RankProgram:
+        """The program of every rank."""
+        request = self.request
+        return rank_program(self.experiment, request.assessment.laid_out, request.run_id, self.path, resume=resume)
+
+
+def make_bundle(request: RunRequest, launcher: Launcher) -> RunBundle:
+    """Composes the head's command and the first files of the run's folder."""
+    experiment = request.experiment.resolved(request.assessment.laid_out.data_parallel_size)
+    run = Run(request, experiment, f"{request.workspace}/runs/{request.run_id}")
+    start = launcher.start(run)
+    return RunBundle(request.run_id, run.path, start.command, _files(run, start, _supervision(run, launcher, start)))
+
+
+def _supervision(run: Run, launcher: Launcher, start: Start) -> Supervision:
+    experiment, request = run.experiment, run.request
+    ranks: dict[str, list[int]] = {node: [] for node in request.slots}
+    for rank in request.assessment.laid_out.ranks:
+        ranks[rank.node].append(rank.rank)
+    pointer = f"{checkpoints_folder(experiment, run.path)}/{checkpoint_pointer(experiment)}"
+    return Supervision(
+        head=next(iter(request.slots)),
+        ranks={node: tuple(numbers) for node, numbers in ranks.items()},
+        remote=start.remote,
+        master_port=request.master_port,
+        hang_timeout_s=experiment.launch.hang_timeout,
+        max_restarts=experiment.restart.max,
+        restart_window_s=experiment.restart.window,
+        node_timeout_s=experiment.restart.node_timeout,
+        min_nodes=experiment.restart.min_nodes,
+        pointer=pointer if experiment.train.save else None,
+        spares={node: tuple(numbers) for node, numbers in request.spares.items()},
+        master_addr=request.master_addr,
+        launcher=launcher.name,
+        reach=launcher.reach,
+        scheduler=launcher.scheduler,
+        on_head=start.on_head,
+        begun=start.begun,
+    )
+
+
+def _files(run: Run, start: Start, supervision: Supervision) -> Mapping[str, bytes]:
+    """The folder's first files. A run that saves no checkpoint has no script to restart from one."""
+    request, env = run.request, start.env
+    slots = request.slots.items()
+    texts = {
+        run_folder.EXPERIMENT: dump_experiment(run.experiment),
+        run_folder.PLAN: request.assessment.to_json(),
+        run_folder.MANIFEST: json.dumps({**request.manifest, "run_id": request.run_id}, indent=2) + "\n",
+        run_folder.HOSTFILE: "".join(f"{node} slots={_slot_count(numbers)}\n" for node, numbers in slots),
+        run_folder.DEEPSPEED_ENV: environment_file({n: v for n, v in env.items() if n != "DS_ENV_FILE"}),
+        start.script: _launch_script(run, env, start.command),
+    }
+    if run.experiment.train.save:
+        texts[run_folder.RESUME_SCRIPT] = _launch_script(run, env, start.resume)
+    texts[run_folder.SUPERVISION] = supervision.to_json()
+    return {name: text.encode() for name, text in texts.items()} | dict(run.program().files)
+
+
+def default_port(run_id: str) -> int:
+    """A rendezvous port for a run that names none: from its id, so that two runs of a node rarely meet."""
+    return _FIRST_PORT + zlib.crc32(run_id.encode()) % _PORTS
+
+
+def _slot_count(numbers: Sequence[int]) -> int:
+    # A filter may leave slots 4 and 5 of a node: the hostfile must still declare the six that DeepSpeed counts.
+    return max(numbers) + 1
+
+
+def _launch_script(run: Run, env: Mapping[str, str], command: Command) -> str:
+    """A readable script: one option a line, so that two runs' scripts differ where their commands do."""
+    exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in env.items())
+    return (
+        "#!/usr/bin/env bash\n"
+        f"# Run {run.request.run_id}: what the head executes. Started by Tridock, which records its exit code.\n"
+        "set -Eeuo pipefail\n\n"
+        # A scheduler sends it to all processes of a job; it is for the ranks, which answer it.
+        "trap '' USR1\n"
+        # DeepSpeed puts the current folder first on PYTHONPATH: in the workspace, a user's folder of the same name as
+        # a package would stand in for it.
+        f"cd {shlex.quote(run.path)}\n"
+        f"{exports}\n"
+        f"exec {_one_option_a_line(command.argv)}\n"
+    )
+
+
+def _one_option_a_line(argv: Sequence[str]) -> str:
+    lines: list[list[str]] = [[argv[0]]]
+    for word in argv[1:]:
+        if word.startswith("-"):
+            lines.append([word])
+        else:
+            lines[-1].append(word)
+    return " \\\n  ".join(" ".join(shlex.quote(word) for word in line) for line in lines)

@@ -1,0 +1,60 @@
+"""The launcher of a Slurm job: the sbatch script's own command starts the ranks, steps of the job reach the nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from tridock.command import Command
+from tridock.contracts import run_folder
+from tridock.contracts.supervision import Reach
+from tridock.engines import checkpoints_folder
+from tridock.launchers.run import Run, Start
+from tridock.launchers.slurm.ranks import starts_over_ssh
+
+_STEP = (
+    *("srun", "--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--cpus-per-task=1"),
+    *("--gres=none", "--unbuffered", "--quiet", "--nodelist={node}"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Slurm:
+    """Starts the ranks with ``argv``, which ends in their program and its arguments.
+
+    ``env`` is the site's; the experiment's wins. ``on_head``: the supervisor runs on the first node; from a login node
+    it reaches that one as the others. ``begun`` (a file's time) is when the run was first prepared.
+    """
+
+    argv: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    on_head: bool = True
+    begun: float | None = None
+
+    name: ClassVar[str] = "slurm"
+    scheduler: ClassVar[str | None] = "Slurm"
+    # Slurm may take its time with a node's first step.
+    reach: ClassVar[Reach] = Reach(_STEP, first_answer_s=60.0)
+
+    def start(self, run: Run) -> Start:
+        """The script's command as it is."""
+        command = Command(tuple(self.argv))
+        env = {**self.env, **run.program().env}
+        if starts_over_ssh(self.argv):  # its ssh sessions do not have the job's environment
+            env["DS_ENV_FILE"] = f"{run.path}/{run_folder.DEEPSPEED_ENV}"
+        nodes = tuple(run.request.slots)
+        return Start(
+            command,
+            # Every engine's program takes the last --load.
+            command.extended(("--load", checkpoints_folder(run.experiment, run.path))),
+            env,
+            remote=nodes[1:] if self.on_head else nodes,
+            on_head=self.on_head,
+            begun=self.begun,
+        )
+
+    @staticmethod
+    def requeue(job: str) -> Command:
+        """Queues the job again; it then continues from the newest checkpoint."""
+        return Command.of("scontrol", "requeue", job)

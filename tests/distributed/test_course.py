@@ -53,7 +53,7 @@ class Run:
         words = [sys.executable, "-m", "tridock.node", "start", str(self.folder)]
         subprocess.run(words, env=rank_environment(), cwd=ROOT, check=True, timeout=30)
 
-    def beat(self, rank: int) -> heartbeat.Beat | None:
+    def beat(self, rank: int) -> heartbeat.Heartbeat | None:
         return heartbeat.read(self.folder, rank)
 
     def train(self, beyond: int = 2, ranks: int = 2) -> None:
@@ -143,7 +143,7 @@ def test_a_run_that_goes_well(make: Make) -> None:
     assert run.events() == [{"event": "run_finished", "iteration": 20}]
     assert run.said() == []
     run.until(lambda: not is_supervised(run.folder))
-    run.until(lambda: not run.others("watch"))
+    run.until(lambda: not run.others("agent"))
 
 
 @pytest.mark.parametrize(
@@ -200,9 +200,9 @@ def test_a_watch_that_is_killed_is_replaced_and_the_run_goes_on(make: Make) -> N
     run = make(steps=150)
     run.start()
     run.train()
-    (watch,) = run.others("watch")
-    os.kill(watch, signal.SIGKILL)
-    run.until(lambda: [pid for pid in run.others("watch") if pid != watch])
+    (agent,) = run.others("agent")
+    os.kill(agent, signal.SIGKILL)
+    run.until(lambda: [pid for pid in run.others("agent") if pid != agent])
     assert run.end() == 0
 
 
@@ -218,7 +218,7 @@ def test_without_a_supervisor_the_ranks_end_by_themselves(make: Make) -> None:
     assert run.events() == [
         {"event": "head_lost", "node": "here", "reason": "heard nothing from the head for 10 s"},
     ]
-    run.until(lambda: not run.others("watch"))
+    run.until(lambda: not run.others("agent"))
 
 
 # ---- hangs ---------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ def test_a_rank_that_hangs_is_named_with_the_place(make: Make) -> None:
     assert event["reason"].startswith(f"hangs while others wait for it at {program}:")
     assert " in hang_for_ever; no progress for " in event["reason"]
     log = (run.folder / run_folder.rank_log(1)).read_text()
-    assert log.startswith("tridock: rank 1 does not get on; its threads:\nCurrent thread ")
+    assert log.startswith("tridock: rank 1 makes no progress; its threads:\nCurrent thread ")
     assert f'  File "{program}", line ' in log
     assert " in hang_for_ever\n" in log
 

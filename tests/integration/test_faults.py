@@ -215,7 +215,7 @@ def test_a_launcher_that_is_killed(twin: Twin) -> None:
 def test_sessions_that_are_killed_do_not_end_a_run(twin: Twin) -> None:
     """The watch is started anew; the launcher's ranks go on without theirs, and it is their word that counts."""
     with twin.launched(**{"train.train_iters": 1000}) as run:
-        watch = f"tridock.node watch .*{run.run_id} {OTHER}"
+        watch = f"tridock.node agent .*{run.run_id} {OTHER}"
         first = twin.inside(OTHER, f"pgrep -o -f -- '{watch}'")
         twin.end_session(OTHER, watch)
         twin.end_session(OTHER, f"deepspeed.launcher.launch .*{run.run_id}")

@@ -180,7 +180,7 @@ def test_a_rank_that_dies_on_another_node_is_named_and_the_run_goes_on(slurm_clu
     words = ("--set", "name=killed", "--set", "restart.max=1", "--set", "train.train_iters=600")
     job = slurm_cluster.submit(*TWO, *LONG, *words)
     slurm_cluster.until(lambda: slurm_cluster.events(job, "checkpoint_saved"), "a checkpoint", job)
-    victim = slurm_cluster.read(job, ".pulse/rank-1").split()[0]
+    victim = slurm_cluster.read(job, ".heartbeat/rank-1").split()[0]
     slurm_cluster.succeed(f"kill -KILL {victim}", machine="n2")
     slurm_cluster.until(lambda: slurm_cluster.events(job, "run_restarted"), "a restart", job)
     (died,) = slurm_cluster.events(job, "rank_died")

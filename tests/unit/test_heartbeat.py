@@ -1,4 +1,4 @@
-"""A rank's pulse: what is written is what is read, whole or not at all, by whoever looks."""
+"""A rank's heartbeat: a reader gets what was written, whole or not at all."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from tridock.contracts import heartbeat
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     before = time.monotonic()
-    made = heartbeat.Pulse(tmp_path, 3)
-    made.beat(heartbeat.TRAIN, 7)
-    made.beat(heartbeat.FAILED, code=4)
+    writer = heartbeat.HeartbeatWriter(tmp_path, 3)
+    writer.beat(heartbeat.TRAIN, 7)
+    writer.beat(heartbeat.FAILED, code=4)
     beat = heartbeat.read(tmp_path, 3)
     assert beat is not None
-    assert (beat.pid, beat.began) == (os.getpid(), heartbeat.began(os.getpid()))
-    assert (beat.beats, beat.iteration, beat.phase, beat.code) == (2, 7, "failed", 4)
-    assert before - 0.01 <= beat.at <= time.monotonic() + 0.01  # it is rounded
+    assert (beat.pid, beat.start_ticks) == (os.getpid(), heartbeat.start_ticks(os.getpid()))
+    assert (beat.count, beat.iteration, beat.phase, beat.code) == (2, 7, "failed", 4)
+    assert before - 0.01 <= beat.time_s <= time.monotonic() + 0.01  # it is rounded
 
 
 def test_a_shorter_line_leaves_nothing_of_the_longer_one(tmp_path: Path) -> None:
-    made = heartbeat.Pulse(tmp_path, 0)
-    made.beat(heartbeat.TRAIN, 10**9)
-    made.beat(heartbeat.TRAIN, 1)
+    writer = heartbeat.HeartbeatWriter(tmp_path, 0)
+    writer.beat(heartbeat.TRAIN, 10**9)
+    writer.beat(heartbeat.TRAIN, 1)
     assert heartbeat.path_of(tmp_path, 0).stat().st_size == 96
     beat = heartbeat.read(tmp_path, 0)
     assert beat is not None
@@ -36,7 +36,7 @@ def test_a_shorter_line_leaves_nothing_of_the_longer_one(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("content", [b"", b"1 2 3", b"a b c d e f g"])
-def test_what_is_no_beat_yet(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_holds_no_heartbeat_yet(tmp_path: Path, content: bytes) -> None:
     assert heartbeat.read(tmp_path, 0) is None
     path = heartbeat.path_of(tmp_path, 0)
     path.parent.mkdir()
@@ -44,18 +44,18 @@ def test_what_is_no_beat_yet(tmp_path: Path, content: bytes) -> None:
     assert heartbeat.read(tmp_path, 0) is None
 
 
-def test_a_process_that_is_no_rank_has_no_pulse(tmp_path: Path) -> None:
+def test_a_process_that_is_no_rank_writes_no_heartbeat(tmp_path: Path) -> None:
     script = "from tridock.contracts import heartbeat; heartbeat.beat(heartbeat.TRAIN, 1)"
     subprocess.run([sys.executable, "-c", script], cwd=tmp_path, env={"PYTHONPATH": str(Path.cwd())}, check=True)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_beat_costs_next_to_nothing(tmp_path: Path) -> None:
-    made = heartbeat.Pulse(tmp_path, 0)
+def test_a_heartbeat_costs_next_to_nothing(tmp_path: Path) -> None:
+    writer = heartbeat.HeartbeatWriter(tmp_path, 0)
     times = []
     for _ in range(5):
         began = time.process_time()
         for _ in range(1000):
-            made.beat(heartbeat.TRAIN, 7)
+            writer.beat(heartbeat.TRAIN, 7)
         times.append(time.process_time() - began)
     assert min(times) / 1000 < 100e-6

@@ -1,7 +1,7 @@
-"""A rank's pulse: how far it has come, in a small file that it writes at every step and that its node's watch reads.
+"""A rank's heartbeat: its progress, in a small file that it writes at every step and that its node's agent reads.
 
-``<run>/.pulse/rank-<N>`` holds one line of fixed size, overwritten in place: a write of some microseconds, never synced
-to the disk. Whoever finds the beat old asks the rank for its stacks with :data:`STACKS_SIGNAL`.
+``<run>/.heartbeat/rank-<N>`` holds one line of fixed size, overwritten in place: a write takes microseconds and is
+never synced to disk. An agent that finds a heartbeat old asks the rank for its stacks with :data:`STACKS_SIGNAL`.
 """
 
 from __future__ import annotations
@@ -14,93 +14,94 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-FOLDER: Final = ".pulse"
+FOLDER: Final = ".heartbeat"
 
-# A rank is in one of these: before its first step, between steps, in an evaluation, in a checkpoint; it has ended well,
-# has failed of itself, or ends because another rank has gone or because it was told to.
+# The phases of a rank: before its first step, training, evaluating, saving a checkpoint; finished, failed by itself,
+# or ending because another rank has gone or because it was told to.
 START, TRAIN, EVAL, SAVE, END, FAILED, LOST = PHASES = ("start", "train", "eval", "save", "end", "failed", "lost")
 
-# One that no launcher and no library sends.
+# A signal that no launcher and no library sends.
 STACKS_SIGNAL: Final = signal.SIGRTMIN + 1
 
 _SIZE: Final = 96
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
-    """What a rank last said of itself.
+class Heartbeat:
+    """The last heartbeat of a rank.
 
-    ``pid`` and ``began`` (clock ticks since the boot) tell its process from one that got its number later. ``beats``
-    counts: ranks go in step, so the one with fewer is behind. ``at`` is the node's monotonic clock in seconds.
+    ``pid`` and ``start_ticks`` (clock ticks since boot) tell its process from a later one with the same number.
+    ``count`` is the number of heartbeats: ranks run in step, so the one with fewer is behind. ``time_s`` is the node's
+    monotonic clock in seconds.
     """
 
     pid: int
-    began: int
-    beats: int
+    start_ticks: int
+    count: int
     iteration: int
     phase: str
     code: int
-    at: float
+    time_s: float
 
 
-class Pulse:
-    """The writer's side."""
+class HeartbeatWriter:
+    """Writes the heartbeats of one rank."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         (folder / FOLDER).mkdir(parents=True, exist_ok=True)
         self._file = os.open(path_of(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self._process = f"{os.getpid()} {began(os.getpid())}"
-        self._beats = self._iteration = 0
+        self._process = f"{os.getpid()} {start_ticks(os.getpid())}"
+        self._count = self._iteration = 0
 
     def beat(self, phase: str, iteration: int | None = None, code: int = 0) -> None:
-        """Notes where the rank is now; ``iteration`` is the last one that is finished, and stays where left out."""
-        self._beats += 1
+        """Writes the phase; ``iteration`` is the last finished one, unchanged if omitted; ``code`` the exit code."""
+        self._count += 1
         self._iteration = self._iteration if iteration is None else iteration
-        line = f"{self._process} {self._beats} {self._iteration} {phase} {code} {time.monotonic():.3f}"
-        with suppress(OSError):  # a full disk is for the checkpoint to tell
+        line = f"{self._process} {self._count} {self._iteration} {phase} {code} {time.monotonic():.3f}"
+        with suppress(OSError):  # the next checkpoint reports a full disk
             os.pwrite(self._file, f"{line:<{_SIZE - 1}}\n".encode(), 0)
 
 
-_current: Pulse | None = None
+_writer: HeartbeatWriter | None = None
 
 
 def start(folder: Path, rank: int) -> None:
     """Makes this process a rank of the run in ``folder``."""
-    global _current  # one process, one rank: the training loops of three engines reach it without being handed it
-    _current = Pulse(folder, rank)
-    _current.beat(START)
+    global _writer  # one process is one rank: the training loops of three engines reach it without a parameter
+    _writer = HeartbeatWriter(folder, rank)
+    _writer.beat(START)
 
 
 def beat(phase: str, iteration: int | None = None, code: int = 0) -> None:
-    """:meth:`Pulse.beat` of this process; nothing where it is no rank of a run."""
-    if _current is not None:
-        _current.beat(phase, iteration, code)
+    """Calls :meth:`HeartbeatWriter.beat` of this process; does nothing if it is not a rank of a run."""
+    if _writer is not None:
+        _writer.beat(phase, iteration, code)
 
 
 def path_of(folder: Path, rank: int) -> Path:
-    """Where a rank's pulse lies."""
+    """The heartbeat file of a rank."""
     return folder / FOLDER / f"rank-{rank}"
 
 
 def ranks(folder: Path) -> list[int]:
-    """The ranks that have a pulse on this node."""
+    """The ranks that have a heartbeat file on this node, sorted."""
     return sorted(int(path.name.removeprefix("rank-")) for path in (folder / FOLDER).glob("rank-*"))
 
 
 def stacks_path(folder: Path, rank: int) -> Path:
-    """Where a rank writes its stacks at :data:`STACKS_SIGNAL`."""
+    """The file to which a rank writes its stacks at :data:`STACKS_SIGNAL`."""
     return folder / FOLDER / f"stacks-{rank}"
 
 
-def read(folder: Path, rank: int) -> Beat | None:
-    """The rank's last beat; None where it has none yet, or is just writing it."""
+def read(folder: Path, rank: int) -> Heartbeat | None:
+    """The rank's last heartbeat; None if there is none yet, or if it is being written."""
     try:
-        pid, began_, beats, iteration, phase, code, at = path_of(folder, rank).read_bytes()[:_SIZE].decode().split()
-        return Beat(int(pid), int(began_), int(beats), int(iteration), phase, int(code), float(at))
+        pid, ticks, count, iteration, phase, code, time_s = path_of(folder, rank).read_bytes()[:_SIZE].decode().split()
+        return Heartbeat(int(pid), int(ticks), int(count), int(iteration), phase, int(code), float(time_s))
     except (OSError, ValueError):
         return None
 
 
-def began(pid: int) -> int:
-    """When a process began, in clock ticks since the boot (proc(5), field 22)."""
+def start_ticks(pid: int) -> int:
+    """The start time of a process in clock ticks since boot (proc(5), field 22). Raises OSError if there is none."""
     return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19])

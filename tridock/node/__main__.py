@@ -16,7 +16,7 @@ from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError, RunError, Tr
 from tridock.node.agent import runs
 from tridock.node.agent.processes import find_processes, stop_processes
 from tridock.node.logs.follow import follow, follow_with_beats
-from tridock.node.probes import preflight
+from tridock.node.probes.preflight import preflight
 
 _RECORD_S = 8.0
 _POLL_S = 0.5
@@ -57,10 +57,10 @@ def _parser() -> argparse.ArgumentParser:
     processes.add_argument("run_id", nargs="?")
     processes.set_defaults(action=_processes)
 
-    watch_ = verbs.add_parser("watch", help="what the supervisor sees and does of a run on this node; orders on stdin")
-    watch_.add_argument("folder", type=Path)
-    watch_.add_argument("node")
-    watch_.set_defaults(action=_watch)
+    agent = verbs.add_parser("agent", help="watch and end the ranks of a run on this node; orders on stdin")
+    agent.add_argument("folder", type=Path)
+    agent.add_argument("node")
+    agent.set_defaults(action=_agent)
 
     stop = verbs.add_parser("stop", help="end the processes of a run")
     stop.add_argument("run_id")
@@ -68,14 +68,14 @@ def _parser() -> argparse.ArgumentParser:
     stop.add_argument("--workspace", type=Path, default=Path(run_folder.WORKSPACE))
     stop.set_defaults(action=_stop)
 
-    ready = verbs.add_parser("ready", help="whether this node could take another's place in a run, as JSON")
-    ready.add_argument("folder", type=Path)
-    ready.add_argument("--claim", action="store_true", help="if it could: from now on it is that run's")
-    ready.set_defaults(action=_ready)
+    spare = verbs.add_parser("spare-status", help="whether this node can replace a lost one of a run, as JSON")
+    spare.add_argument("folder", type=Path)
+    spare.add_argument("--reserve", action="store_true", help="reserve the node for the run if it can")
+    spare.set_defaults(action=_spare_status)
 
-    take_ = verbs.add_parser("take", help="write the files of a tar archive on standard input below a folder")
-    take_.add_argument("folder", type=Path)
-    take_.set_defaults(action=_take)
+    receive = verbs.add_parser("receive-files", help="write the files of a tar archive on stdin below a folder")
+    receive.add_argument("folder", type=Path)
+    receive.set_defaults(action=_receive_files)
 
     save = verbs.add_parser("save", help="tell the ranks of a run on this node to save and leave")
     save.add_argument("folder", type=Path)
@@ -110,54 +110,53 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_doctors_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    look_ = verbs.add_parser("look", help="what this node says of itself, as JSON")
-    look_.add_argument("visit", nargs="*", metavar="NODE", help="a node to greet over ssh")
-    look_.add_argument("--quick", action="store_true", help="only what each launch asks")
-    look_.add_argument("--workspace", type=Path, default=Path(run_folder.WORKSPACE))
-    look_.set_defaults(action=_look)
+    report = verbs.add_parser("node-report", help="devices, limits, space and code of this node, as JSON")
+    report.add_argument("ssh_to", nargs="*", metavar="NODE", help="a node to connect to over ssh")
+    report.add_argument("--quick", action="store_true", help="only what every launch checks")
+    report.add_argument("--workspace", type=Path, default=Path(run_folder.WORKSPACE))
+    report.set_defaults(action=_node_report)
 
-    meet = verbs.add_parser("meet", help="greet all nodes over ssh and let them look at each other, as JSON")
-    meet.add_argument("token", help="a random name for this meeting")
-    meet.add_argument("nodes", nargs="+", metavar="NODE=ADDRESS")
-    meet.set_defaults(action=_meet)
+    probe = verbs.add_parser("mesh-probe", help="connect all nodes with each other, as JSON")
+    probe.add_argument("token", help="a random name for this probe")
+    probe.add_argument("nodes", nargs="+", metavar="NODE=ADDRESS")
+    probe.set_defaults(action=_mesh_probe)
 
-    answer_ = verbs.add_parser("answer", help="the far side of a meeting: JSON lines until the caller goes")
-    answer_.add_argument("token")
-    answer_.add_argument("--workspace", type=Path, default=Path(run_folder.WORKSPACE))
-    answer_.set_defaults(action=_answer)
+    respond = verbs.add_parser("mesh-respond", help="answer a mesh-probe: JSON lines until the caller disconnects")
+    respond.add_argument("token")
+    respond.add_argument("--workspace", type=Path, default=Path(run_folder.WORKSPACE))
+    respond.set_defaults(action=_mesh_respond)
 
-    key = verbs.add_parser("shown-key", help="the host key that this node's sshd shows, as JSON")
-    key.set_defaults(action=_shown_key)
-
-
-# The doctor's modules are loaded when they are asked for: the other verbs start sooner without them.
+    key = verbs.add_parser("host-key", help="the host key that this node's sshd presents, as JSON")
+    key.set_defaults(action=_host_key)
 
 
-def _look(arguments: argparse.Namespace) -> int:
-    from tridock.node.probes import node_report
+# The doctor's modules are imported when they are needed: the other verbs start sooner without them.
 
-    print(json.dumps(node_report.look(arguments.workspace, quick=arguments.quick, visit=arguments.visit)))
+
+def _node_report(arguments: argparse.Namespace) -> int:
+    from tridock.node.probes.node_report import node_report
+
+    print(json.dumps(node_report(arguments.workspace, quick=arguments.quick, ssh_to=arguments.ssh_to)))
     return 0
 
 
-def _meet(arguments: argparse.Namespace) -> int:
-    from tridock.node.probes import ssh_mesh_probe
+def _mesh_probe(arguments: argparse.Namespace) -> int:
+    from tridock.node.probes.ssh_mesh_probe import probe_mesh
 
-    addresses = dict(word.split("=", 1) for word in arguments.nodes)
-    print(json.dumps(ssh_mesh_probe.meet(addresses, arguments.token)))
+    print(json.dumps(probe_mesh(dict(node.split("=", 1) for node in arguments.nodes), arguments.token)))
     return 0
 
 
-def _answer(arguments: argparse.Namespace) -> int:
-    from tridock.node.probes import mesh_responder
+def _mesh_respond(arguments: argparse.Namespace) -> int:
+    from tridock.node.probes.mesh_responder import respond
 
-    return mesh_responder.answer(arguments.token, arguments.workspace)
+    return respond(arguments.token, arguments.workspace)
 
 
-def _shown_key(_: argparse.Namespace) -> int:
-    from tridock.node.probes import node_report
+def _host_key(_: argparse.Namespace) -> int:
+    from tridock.node.probes.node_report import host_key
 
-    print(json.dumps({"key": node_report.shown_key()}))
+    print(json.dumps({"key": host_key()}))
     return 0
 
 
@@ -169,12 +168,12 @@ def _start(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _watch(arguments: argparse.Namespace) -> int:
+def _agent(arguments: argparse.Namespace) -> int:
     from tridock.contracts.supervision import Supervision
-    from tridock.node.agent.node_agent import watch
+    from tridock.node.agent.node_agent import run_agent
 
     supervision = Supervision.from_json((arguments.folder / run_folder.SUPERVISION).read_text())
-    return watch(arguments.folder, arguments.node, supervision.ranks[arguments.node])
+    return run_agent(arguments.folder, arguments.node, supervision.ranks[arguments.node])
 
 
 def _processes(arguments: argparse.Namespace) -> int:
@@ -197,17 +196,17 @@ def _stop(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _ready(arguments: argparse.Namespace) -> int:
-    from tridock.node.supervisor.failover import readiness
+def _spare_status(arguments: argparse.Namespace) -> int:
+    from tridock.node.supervisor.failover import spare_status
 
-    print(json.dumps(readiness(arguments.folder, claim=arguments.claim)))
+    print(json.dumps(spare_status(arguments.folder, reserve=arguments.reserve)))
     return 0
 
 
-def _take(arguments: argparse.Namespace) -> int:
-    from tridock.node.agent.receive_files import take
+def _receive_files(arguments: argparse.Namespace) -> int:
+    from tridock.node.agent.receive_files import receive_files
 
-    take(arguments.folder, sys.stdin.buffer)
+    receive_files(arguments.folder, sys.stdin.buffer)
     return 0
 
 
@@ -227,13 +226,13 @@ def _save(arguments: argparse.Namespace) -> int:
 def _ranks_here(folder: Path) -> list[int]:
     living = {process.pid for process in find_processes(folder.name)}
     beats = [heartbeat.read(folder, rank) for rank in heartbeat.ranks(folder)]
-    # Of nodes that share the folder another's rank may have the number of a process here.
-    return [b.pid for b in beats if b is not None and b.pid in living and _began(b.pid) == b.began]
+    # Where nodes share the folder, a rank of another node may have the pid of a process here.
+    return [b.pid for b in beats if b is not None and b.pid in living and _start_ticks(b.pid) == b.start_ticks]
 
 
-def _began(pid: int) -> int | None:
+def _start_ticks(pid: int) -> int | None:
     try:
-        return heartbeat.began(pid)
+        return heartbeat.start_ticks(pid)
     except OSError:
         return None
 
@@ -265,7 +264,7 @@ def _evidence(arguments: argparse.Namespace) -> int:
 
 
 def _preflight(arguments: argparse.Namespace) -> int:
-    print(json.dumps(preflight.look(arguments.files, arguments.read, head=arguments.head, port=arguments.port)))
+    print(json.dumps(preflight(arguments.files, arguments.read, head=arguments.head, port=arguments.port)))
     return 0
 
 

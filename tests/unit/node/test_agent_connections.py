@@ -11,7 +11,7 @@ from tridock.launchers import Slurm, Ssh
 from tridock.node.supervisor.agent_connections import Watches
 
 FOLDER = Path("/workspace/runs/t-20260102-030405-abcd")
-WATCH = ["-P", "-m", "tridock.node", "watch", str(FOLDER), "n2"]
+WATCH = ["-P", "-m", "tridock.node", "agent", str(FOLDER), "n2"]
 
 
 def test_an_agent_on_this_machine() -> None:

@@ -1,4 +1,4 @@
-"""A run that moves asks its spares twice: which are free, and, of those it wants, whether it is theirs now."""
+"""Failover asks each spare whether it is free, and reserves those that the new layout uses."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tridock.node.supervisor.failover import move
 
 FREE = {"busy": [], "missing": [], "checkpoint": None}
 
-# Every node is a folder beside it: what it says when it is asked, when it is claimed, and the files that it has taken.
+# Every node is a folder beside it: its answers to spare-status without and with --reserve, and the files it received.
 SSH = """#!/bin/sh
 set -eu
 for word; do before=${node:-}; node=${last:-}; last=$word; done
 home="${0%/*}/$node"; mkdir -p "$home"; echo "$last" >>"$home/asked"
 case $last in
-*' take '*) exec tar -x -C "$home" ;;
-*--claim*) cat "$home/claimed" ;;
+*' receive-files '*) exec tar -x -C "$home" ;;
+*--reserve*) cat "$home/reserved" ;;
 *) cat "$home/ready" ;;
 esac
 """
@@ -38,10 +38,10 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def says(nodes: Path, node: str, ready: dict[str, object], claimed: dict[str, object]) -> None:
+def says(nodes: Path, node: str, ready: dict[str, object], reserved: dict[str, object]) -> None:
     (nodes / node).mkdir()
     (nodes / node / "ready").write_text(json.dumps(FREE | ready))
-    (nodes / node / "claimed").write_text(json.dumps(FREE | claimed))
+    (nodes / node / "reserved").write_text(json.dumps(FREE | reserved))
 
 
 def asked(nodes: Path, node: str) -> list[str]:
@@ -54,7 +54,7 @@ def supervision_of(folder: Path) -> Supervision:
     return Supervision.from_json((folder / run_folder.SUPERVISION).read_text())
 
 
-def test_a_spare_is_claimed_before_it_gets_the_runs_files(tmp_path: Path, nodes: Path) -> None:
+def test_a_spare_is_reserved_before_it_gets_the_runs_files(tmp_path: Path, nodes: Path) -> None:
     folder = a_run(tmp_path, **ZERO)
     for node in ("node-4", "node-5"):
         says(nodes, node, {}, {})
@@ -62,12 +62,12 @@ def test_a_spare_is_claimed_before_it_gets_the_runs_files(tmp_path: Path, nodes:
     assert moved.words == "node-5 takes the place of node-2"
     assert moved.supervision is not None
     assert moved.supervision.ranks["node-5"] == (2, 3)
-    assert asked(nodes, "node-5") == ["ready", "ready --claim", "take"]
-    assert asked(nodes, "node-4") == ["ready"]  # which is too small to be wanted
+    assert asked(nodes, "node-5") == ["spare-status", "spare-status --reserve", "receive-files"]
+    assert asked(nodes, "node-4") == ["spare-status"]  # which is too small to be wanted
     assert (nodes / "node-5" / run_folder.SUPERVISION).read_bytes() == (folder / run_folder.SUPERVISION).read_bytes()
 
 
-def test_a_spare_that_another_run_was_faster_to_claim_is_done_without(tmp_path: Path, nodes: Path) -> None:
+def test_a_spare_that_another_run_was_faster_to_reserve_is_done_without(tmp_path: Path, nodes: Path) -> None:
     folder = a_run(tmp_path, **ZERO)
     says(nodes, "node-4", {"busy": ["earlier-run"]}, {})
     says(nodes, "node-5", {}, {"busy": ["other-run"]})
@@ -77,8 +77,8 @@ def test_a_spare_that_another_run_was_faster_to_claim_is_done_without(tmp_path: 
         "global batch 24 as before, in 3 micro-batches a replica"
         "; spare node-4: is busy with earlier-run; spare node-5: is busy with other-run"
     )
-    assert asked(nodes, "node-5") == ["ready", "ready --claim"]
-    assert asked(nodes, "node-3") == ["take"]
+    assert asked(nodes, "node-5") == ["spare-status", "spare-status --reserve"]
+    assert asked(nodes, "node-3") == ["receive-files"]
     (event,) = [json.loads(line) for line in (folder / run_folder.EVENTS).read_text().splitlines()]
     assert (event["event"], event["nodes"], event["reason"]) == ("run_moved", ["node-1", "node-3"], moved.words)
 
@@ -91,5 +91,5 @@ def test_where_nothing_goes_on_the_runs_files_stay_as_they_were(tmp_path: Path, 
     moved = move(folder, supervision_of(folder), ["node-2"], anew=False)
     assert moved.supervision is None
     assert moved.words.endswith("; spare node-5: is busy with other-run")
-    assert asked(nodes, "node-5") == ["ready", "ready --claim"]
+    assert asked(nodes, "node-5") == ["spare-status", "spare-status --reserve"]
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before

@@ -23,10 +23,10 @@ from tridock.node.probes.mesh_responder import shared_environment
 TOKEN = "0123456789ab"
 
 
-def test_a_look_at_this_machine(workspace: Path) -> None:
+def test_the_report_of_this_machine(workspace: Path) -> None:
     (workspace / "runs").mkdir(parents=True)
-    found = answer("look", "--workspace", str(workspace))
-    quick = answer("look", "--quick", "--workspace", str(workspace))
+    found = answer("node-report", "--workspace", str(workspace))
+    quick = answer("node-report", "--quick", "--workspace", str(workspace))
     assert set(quick) == {"shm", "disk", "unwritable"}
     assert set(found) > {
         *quick,
@@ -83,13 +83,13 @@ def test_the_environment_that_nodes_share_without_its_secrets() -> None:
     assert shared_environment({**given, "HF_TOKEN": "hf_abd"}, "salt")["HF_TOKEN"] != found["HF_TOKEN"]
 
 
-# ---- a meeting -----------------------------------------------------------------------------------
+# ---- the mesh probe -----------------------------------------------------------------------------------
 
 
 @contextmanager
 def called(node: str, workspace: Path) -> Iterator[subprocess.Popen[str]]:
     env = {**os.environ, "TRIDOCK_NODE": node}
-    argv = [sys.executable, "-m", "tridock.node", "answer", TOKEN, "--workspace", str(workspace)]
+    argv = [sys.executable, "-m", "tridock.node", "mesh-respond", TOKEN, "--workspace", str(workspace)]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process:
         try:
             yield process
@@ -143,7 +143,7 @@ def test_a_port_that_is_closed_or_somebody_elses_and_a_name_that_leads_nowhere(w
         assert seen["sees"] == []
 
 
-def test_nothing_is_left_of_a_node_whose_caller_was_killed(workspace: Path) -> None:
+def test_a_responder_whose_caller_was_killed_leaves_nothing(workspace: Path) -> None:
     (workspace / "runs").mkdir(parents=True)
     with called("a", workspace) as a:
         ask(a)
@@ -174,19 +174,19 @@ def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(ssh_mesh_probe.__file__).parents[2]))
 
 
-def test_the_head_greets_all_at_once(ssh: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ssh_mesh_probe, "_LIMIT_S", 2.5)
-    assert ssh_mesh_probe.greet(["a", "refused", "silent"]) == {
+def test_the_head_greets_all_nodes_concurrently(ssh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ssh_mesh_probe, "_TIMEOUT_S", 2.5)
+    assert ssh_mesh_probe.greet_nodes(["a", "refused", "silent"]) == {
         "a": {"exit": 0, "out": "tridock-node lab a\n", "err": ""},
         "refused": {"exit": 255, "out": "", "err": "connect to host refused port 2222: Connection refused\n"},
         "silent": {"exit": None, "out": "", "err": ""},
     }
 
 
-def test_a_meeting_of_those_that_answer(ssh: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ssh_mesh_probe, "_LIMIT_S", 3.0)
+def test_the_mesh_probe_reports_nodes_that_answer_and_that_do_not(ssh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ssh_mesh_probe, "_TIMEOUT_S", 3.0)
     nodes = ("a", "b", "refused", "foreign", "silent")
-    met = ssh_mesh_probe.meet(dict.fromkeys(nodes, "127.0.0.1"), TOKEN)
+    met = ssh_mesh_probe.probe_mesh(dict.fromkeys(nodes, "127.0.0.1"), TOKEN)
     assert {node: met[node]["exit"] for node in ("a", "b", "refused", "silent")} == {
         "a": 0, "b": 0, "refused": 255, "silent": None,
     }  # fmt: skip

@@ -18,8 +18,8 @@ from tridock.node.supervisor.verdict import (
     NODE_SILENCE_S,
     SAVE_S,
     START_S,
+    RankStatus,
     Verdict,
-    Vital,
     first_death,
     hung,
     late_ranks,
@@ -29,18 +29,18 @@ from tridock.node.supervisor.verdict import (
     signal_name,
 )
 
-HEALTHY = Vital(0, "train", iteration=7, beats=9, code=0, age_s=0.1, alive=True)
+HEALTHY = RankStatus(0, "train", iteration=7, heartbeats=9, code=0, age_s=0.1, alive=True)
 COLLECTIVE = ["/venv/torch/distributed/distributed_c10d.py:2806 in all_reduce", "/x/trainer.py:1 in step"]
 BACKWARD = ["/venv/torch/autograd/graph.py:979 in _engine_run_backward"]
 ASTRAY = ["/opt/tridock/train/data/dataset.py:120 in batches", *COLLECTIVE[1:]]
 
 
-def vital(rank: int = 0, **changes: object) -> Vital:
+def rank_status(rank: int = 0, **changes: object) -> RankStatus:
     return replace(HEALTHY, rank=rank, **changes)  # type: ignore[arg-type]
 
 
-def dead(rank: int = 0, status: int | None = signal.SIGKILL, **changes: object) -> Vital:
-    return vital(rank, alive=False, status=status, **{"gone_s": 0.1, **changes})
+def dead(rank: int = 0, status: int | None = signal.SIGKILL, **changes: object) -> RankStatus:
+    return rank_status(rank, alive=False, wait_status=status, **{"gone_s": 0.1, **changes})
 
 
 # ---- deaths --------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ def dead(rank: int = 0, status: int | None = signal.SIGKILL, **changes: object) 
     ],
 )
 def test_how_a_rank_died(status: int | None, reason: str) -> None:
-    assert first_death({"a": [vital(0)], "b": [dead(1, status)]}) == Verdict("rank_died", reason, "b", 1)
+    assert first_death({"a": [rank_status(0)], "b": [dead(1, status)]}) == Verdict("rank_died", reason, "b", 1)
 
 
 def test_a_rank_that_the_kernel_killed_for_memory() -> None:
@@ -69,12 +69,12 @@ def test_a_rank_that_the_kernel_killed_for_memory() -> None:
 
 
 def test_a_rank_that_failed_of_itself_comes_with_its_own_exit_code() -> None:
-    look = {"a": [vital(3, phase="failed", code=2, age_s=0.5)], "b": [vital(4, phase="lost", alive=False)]}
+    look = {"a": [rank_status(3, phase="failed", code=2, age_s=0.5)], "b": [rank_status(4, phase="lost", alive=False)]}
     assert first_death(look) == Verdict("rank_failed", "failed", "a", 3, 2)
 
 
 def test_the_first_of_several_is_named() -> None:
-    killed, failed = dead(1, gone_s=2.0), vital(0, phase="failed", code=4, age_s=1.0)
+    killed, failed = dead(1, gone_s=2.0), rank_status(0, phase="failed", code=4, age_s=1.0)
     found = first_death({"a": [failed], "b": [killed]})
     assert found is not None
     assert (found.kind, found.rank) == ("rank_died", 1)
@@ -84,39 +84,39 @@ def test_the_first_of_several_is_named() -> None:
 
 
 def test_who_only_lost_another_is_not_the_first_and_is_named_only_alone() -> None:
-    lost = vital(0, phase="lost", code=4, alive=False, gone_s=9.0, age_s=9.0)
+    lost = rank_status(0, phase="lost", code=4, alive=False, gone_s=9.0, age_s=9.0)
     found = first_death({"a": [lost], "b": [dead(1)]})
     assert found is not None
     assert found.rank == 1
     assert first_death({"a": [lost]}) is None
     assert left_behind({"a": [replace(lost, age_s=LOST_S)]}) is None
-    assert left_behind({"a": [lost, vital(1)]}) == Verdict("rank_failed", "lost another rank", "a", 0, 4)
+    assert left_behind({"a": [lost, rank_status(1)]}) == Verdict("rank_failed", "lost another rank", "a", 0, 4)
 
 
 def test_a_rank_that_has_ended_well_is_no_death() -> None:
-    ended = vital(0, phase="end", alive=False, gone_s=5.0)
-    assert first_death({"a": [ended, vital(1)]}) is None
+    ended = rank_status(0, phase="end", alive=False, gone_s=5.0)
+    assert first_death({"a": [ended, rank_status(1)]}) is None
 
 
-vitals = st.builds(
-    Vital,
+statuses = st.builds(
+    RankStatus,
     rank=st.integers(0, 7),
     phase=st.sampled_from(PHASES),
     iteration=st.integers(0, 9),
-    beats=st.integers(1, 99),
+    heartbeats=st.integers(1, 99),
     code=st.sampled_from([0, 2, 4]),
     age_s=st.floats(0, 5000),
     alive=st.booleans(),
     gone_s=st.floats(0, 100),
-    status=st.none() | st.integers(0, 0xFFFF),
+    wait_status=st.none() | st.integers(0, 0xFFFF),
     stopped_s=st.floats(0, 100),
     killed_for_memory=st.booleans(),
 )
-looks = st.dictionaries(st.sampled_from(["a", "b", "c"]), st.lists(vitals, max_size=4))
+looks = st.dictionaries(st.sampled_from(["a", "b", "c"]), st.lists(statuses, max_size=4))
 
 
 @given(looks)
-def test_a_death_is_seen_if_and_only_if_there_is_one(look: dict[str, list[Vital]]) -> None:
+def test_a_death_is_seen_if_and_only_if_there_is_one(look: dict[str, list[RankStatus]]) -> None:
     there = [v for vs in look.values() for v in vs]
     bad = [v for v in there if v.phase == "failed" or (not v.alive and v.phase not in ("end", "lost"))]
     found = first_death(look)
@@ -128,7 +128,7 @@ def test_a_death_is_seen_if_and_only_if_there_is_one(look: dict[str, list[Vital]
 
 
 @given(looks, st.none() | st.floats(0, 100), st.integers(0, 100))
-def test_whoever_is_named_as_hung_lives(look: dict[str, list[Vital]], step_s: float | None, hang_s: int) -> None:
+def test_whoever_is_named_as_hung_lives(look: dict[str, list[RankStatus]], step_s: float | None, hang_s: int) -> None:
     late = late_ranks(look, step_s, hang_s)
     assert hang_s or not late
     if late:
@@ -142,8 +142,8 @@ def test_whoever_is_named_as_hung_lives(look: dict[str, list[Vital]], step_s: fl
 def test_no_rank_is_late_within_the_limit(step_s: float, hang_s: int) -> None:
     limit = max(hang_s, 3 * step_s)
     for phase in ("train", "eval"):
-        assert late_ranks({"a": [vital(phase=phase, age_s=limit)]}, step_s, hang_s) == []
-        assert late_ranks({"a": [vital(phase=phase, age_s=limit + 0.1)]}, step_s, hang_s) != []
+        assert late_ranks({"a": [rank_status(phase=phase, age_s=limit)]}, step_s, hang_s) == []
+        assert late_ranks({"a": [rank_status(phase=phase, age_s=limit + 0.1)]}, step_s, hang_s) != []
 
 
 # ---- hangs ---------------------------------------------------------------------------------------
@@ -151,28 +151,28 @@ def test_no_rank_is_late_within_the_limit(step_s: float, hang_s: int) -> None:
 
 @pytest.mark.parametrize(("phase", "limit"), [("start", START_S), ("save", SAVE_S), ("end", END_S)])
 def test_starting_saving_and_leaving_take_their_time(phase: str, limit: float) -> None:
-    assert late_ranks({"a": [vital(phase=phase, age_s=limit - 1)]}, 1.0, 30) == []
-    assert len(late_ranks({"a": [vital(phase=phase, age_s=limit + 1)]}, 1.0, 30)) == 1
+    assert late_ranks({"a": [rank_status(phase=phase, age_s=limit - 1)]}, 1.0, 30) == []
+    assert len(late_ranks({"a": [rank_status(phase=phase, age_s=limit + 1)]}, 1.0, 30)) == 1
 
 
 def test_a_rank_that_is_stopped_is_late_in_every_phase() -> None:
-    assert len(late_ranks({"a": [vital(phase="start", stopped_s=31.0)]}, None, 30)) == 1
+    assert len(late_ranks({"a": [rank_status(phase="start", stopped_s=31.0)]}, None, 30)) == 1
 
 
-def named(*ranks: Vital, stacks: dict[int, list[str]] | None = None) -> str:
+def named(*ranks: RankStatus, stacks: dict[int, list[str]] | None = None) -> str:
     look = {"a": list(ranks)}
     return str(hung(look, late_ranks(look, 1.0, 30), stacks or {}))
 
 
 def test_a_stopped_rank_is_named_before_those_who_wait_for_it() -> None:
-    waiting, stopped = vital(0, age_s=31.0, beats=8), vital(1, age_s=29.0, stopped_s=28.0)
+    waiting, stopped = rank_status(0, age_s=31.0, heartbeats=8), rank_status(1, age_s=29.0, stopped_s=28.0)
     assert named(waiting, stopped, stacks={0: COLLECTIVE}) == (
         "rank 1 on a is stopped (SIGSTOP, or a debugger); no progress for 31 s, phase train after iteration 7"
     )
 
 
 def test_a_rank_that_is_behind_is_named() -> None:
-    ahead, behind = vital(0, age_s=31.0), vital(1, age_s=32.0, beats=8, iteration=6)
+    ahead, behind = rank_status(0, age_s=31.0), rank_status(1, age_s=32.0, heartbeats=8, iteration=6)
     assert named(ahead, behind, stacks={0: COLLECTIVE, 1: BACKWARD}) == (
         "rank 1 on a hangs while others wait for it at /venv/torch/autograd/graph.py:979 in _engine_run_backward; "
         "no progress for 32 s, phase train after iteration 6"
@@ -180,7 +180,7 @@ def test_a_rank_that_is_behind_is_named() -> None:
 
 
 def test_of_ranks_that_are_equally_far_the_one_outside_a_collective_is_named() -> None:
-    ranks = [vital(n, age_s=31.0) for n in range(3)]
+    ranks = [rank_status(n, age_s=31.0) for n in range(3)]
     assert named(*ranks, stacks={0: COLLECTIVE, 1: BACKWARD, 2: ASTRAY}) == (
         "rank 2 on a hangs while others wait for it at /opt/tridock/train/data/dataset.py:120 in batches; "
         "no progress for 31 s, phase train after iteration 7"
@@ -189,12 +189,12 @@ def test_of_ranks_that_are_equally_far_the_one_outside_a_collective_is_named() -
 
 @pytest.mark.parametrize("frames", [COLLECTIVE, ASTRAY])
 def test_where_all_stand_alike_nobody_is_blamed(frames: list[str]) -> None:
-    found = named(vital(0, age_s=31.0), vital(1, age_s=31.0), stacks={0: frames, 1: frames})
+    found = named(rank_status(0, age_s=31.0), rank_status(1, age_s=31.0), stacks={0: frames, 1: frames})
     assert found.startswith("rank 0 on a hangs, as do all 2 ranks: a collective that does not end at ")
 
 
 def test_a_rank_alone() -> None:
-    assert named(vital(0, age_s=31.0)) == "rank 0 on a hangs; no progress for 31 s, phase train after iteration 7"
+    assert named(rank_status(0, age_s=31.0)) == "rank 0 on a hangs; no progress for 31 s, phase train after iteration 7"
 
 
 # ---- nodes ---------------------------------------------------------------------------------------

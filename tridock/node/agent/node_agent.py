@@ -1,8 +1,8 @@
-"""``tridock.node watch``: one node's eyes and hands of the supervisor, at the other end of a connection.
+"""``tridock.node agent``: watches and ends the ranks of one node for the supervisor, over a connection.
 
-It prints what it sees of the node's ranks as lines of JSON, one a second and at once when a rank has died, and reads
-orders: ``ping``, ``stacks RANK…``, ``stop GRACE``, ``bye``. Where the orders cease, the head or the network has gone:
-the node's part of the run is of no use to anybody any more, and is ended.
+It prints the status of the node's ranks as lines of JSON, once a second and as soon as a rank dies, and reads orders:
+``ping``, ``stacks RANK…``, ``stop GRACE``, ``bye``. When orders stop coming, the head or the network is gone: the agent
+then ends the node's part of the run, which is of no further use.
 """
 
 from __future__ import annotations
@@ -21,104 +21,107 @@ from typing import Final
 from tridock.contracts import heartbeat, run_folder
 from tridock.contracts.events import append_event
 from tridock.node.agent.processes import find_processes, stop_processes
-from tridock.node.agent.rank_status import Vitals
+from tridock.node.agent.rank_status import RankMonitor
 from tridock.node.agent.spare_lock import release
 
 SILENCE_S: Final = 25.0
-"""Without any order for so long, the head counts as gone."""
-SUCCESSION_S: Final = 10.0
-"""After the connection has ended, the time for the supervisor to make another."""
+"""After this time without an order the head counts as lost."""
+RECONNECT_S: Final = 10.0
+"""After the connection has ended, the time in which the supervisor may open another."""
 _TICK_S: Final = 0.1
-_BEAT_S: Final = 1.0
+_REPORT_S: Final = 1.0
 _GRACE_S: Final = 3.0
 
 
-def watch(folder: Path, node: str, ranks: Sequence[int]) -> int:
-    """Watches until ``bye``, until another watch has taken over, or until the run's processes here are ended."""
-    # A scheduler sends the latter two to all processes of its job; the watch goes when its supervisor does.
+def run_agent(folder: Path, node: str, ranks: Sequence[int]) -> int:
+    """Runs the agent of a node to its end; returns the exit code, which is always 0."""
+    # A scheduler sends the latter two to all processes of its job; the agent ends when its supervisor does.
     for number in (signal.SIGHUP, signal.SIGPIPE, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    return _Watch(folder, node, ranks).run()
+    return NodeAgent(folder, node, ranks).run()
 
 
-class _Watch:
+class NodeAgent:
+    """Watches a node's ranks until ``bye``, until another agent replaces it, or until it has ended the ranks."""
+
     def __init__(self, folder: Path, node: str, ranks: Sequence[int]) -> None:
         self._folder, self._node = folder, node
-        self._vitals = Vitals(folder, ranks)
-        self._words = b""
+        self._monitor = RankMonitor(folder, ranks)
+        self._partial_line = b""
         self._connected = True
-        self._settled = False
-        self._mark = folder / heartbeat.FOLDER / f"watch-{node}"
-        run_folder.write_atomic(self._mark, str(os.getpid()).encode())
+        self._released = False
+        self._pid_file = folder / heartbeat.FOLDER / f"agent-{node}"
+        run_folder.write_atomic(self._pid_file, str(os.getpid()).encode())
 
     def run(self) -> int:
-        heard = looked = printed = time.monotonic()
+        """Returns the exit code."""
+        last_order = last_round = last_report = time.monotonic()
         dead: set[int] = set()
         while True:
-            orders = self._orders() if self._connected else self._wait()
+            orders = self._read_orders() if self._connected else self._wait()
             now = time.monotonic()
-            if orders or now - looked > SILENCE_S / 2:  # this node itself stood still: the orders have a fresh chance
-                heard = now
-            looked = now
+            if orders or now - last_round > SILENCE_S / 2:  # this node itself was suspended: start the silence anew
+                last_order = now
+            last_round = now
             for order in orders:
                 if order == "bye":
                     return 0
-                self._obey(order)
-            late = now - heard > (SILENCE_S if self._connected else SUCCESSION_S)
-            if (late or not self._connected) and self._succeeded():
+                self._execute(order)
+            timed_out = now - last_order > (SILENCE_S if self._connected else RECONNECT_S)
+            if (timed_out or not self._connected) and self._is_replaced():
                 return 0
-            if late:
-                return self._end_all(now - heard)
+            if timed_out:
+                return self._end_all(now - last_order)
             if not self._connected:
                 continue
-            vitals = self._vitals.look()
-            gone = {vital.rank for vital in vitals if not vital.alive}
-            if not self._settled and len(gone) < len(vitals):
+            statuses = self._monitor.read()
+            gone = {status.rank for status in statuses if not status.alive}
+            if not self._released and len(gone) < len(statuses):
                 release(self._folder.name)
-                self._settled = True
-            if gone - dead or now - printed >= _BEAT_S:
-                self._print(ranks=[asdict(vital) for vital in vitals])
-                printed, dead = now, gone
+                self._released = True
+            if gone - dead or now - last_report >= _REPORT_S:
+                self._print(ranks=[asdict(status) for status in statuses])
+                last_report, dead = now, gone
 
-    def _orders(self) -> list[str]:
-        """The lines that have come within a tick, or until a rank dies; notes the end of the connection."""
-        if 0 not in select.select([0, *self._vitals.deaths()], [], [], _TICK_S)[0]:
+    def _read_orders(self) -> list[str]:
+        """The lines that arrive within a tick, or until a rank dies; notes the end of the connection."""
+        if 0 not in select.select([0, *self._monitor.pidfds()], [], [], _TICK_S)[0]:
             return []
         chunk = os.read(0, 4096)
         self._connected = bool(chunk)
-        *lines, self._words = (self._words + chunk).split(b"\n")
+        *lines, self._partial_line = (self._partial_line + chunk).split(b"\n")
         return [line.decode() for line in lines]
 
     def _wait(self) -> list[str]:
         time.sleep(_TICK_S)
         return []
 
-    def _succeeded(self) -> bool:
-        """Whether the supervisor has made another connection, and watches there."""
+    def _is_replaced(self) -> bool:
+        """Whether the supervisor has started another agent over a new connection."""
         try:
-            return self._mark.read_bytes() != str(os.getpid()).encode()
+            return self._pid_file.read_bytes() != str(os.getpid()).encode()
         except OSError:
             return False  # somebody removed the run's folder
 
-    def _obey(self, order: str) -> None:
-        word, *rest = order.split()
-        if word == "stacks":
-            self._print(stacks=self._vitals.stacks([int(rank) for rank in rest]))
-        elif word == "stop":
-            stopped, left = stop_processes(self._folder.name, float(rest[0]))
-            self._vitals.forget()
+    def _execute(self, order: str) -> None:
+        verb, *arguments = order.split()
+        if verb == "stacks":
+            self._print(stacks=self._monitor.stacks([int(rank) for rank in arguments]))
+        elif verb == "stop":
+            stopped, left = stop_processes(self._folder.name, float(arguments[0]))
+            self._monitor.reset()
             self._print(stopped=stopped, left=left)
 
     def _print(self, **fields: object) -> None:
-        with suppress(OSError):  # the other end has gone: the next look for orders tells
+        with suppress(OSError):  # the other end is gone: the next read of orders tells
             os.write(1, json.dumps(fields).encode() + b"\n")
 
     def _end_all(self, silence_s: float) -> int:
-        """The head has gone."""
+        """Ends the run's processes here, because the head is lost."""
         if find_processes(self._folder.name):
             reason = f"heard nothing from the head for {silence_s:.0f} s"
             append_event(self._folder, "head_lost", node=self._node, reason=reason)
             stop_processes(self._folder.name, _GRACE_S)
-            # A head that comes back must not take this end for one that its ranks came to by themselves.
-            self._vitals.forget()
+            # A head that comes back must not mistake this for an end of the ranks' own.
+            self._monitor.reset()
         return 0

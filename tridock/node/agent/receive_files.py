@@ -1,4 +1,4 @@
-"""Files that the head sends to a node, as a tar archive on standard input."""
+"""Receives the files that the head sends to a node, as a tar archive on standard input."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from typing import IO
 from tridock.errors import Problem, RequestError
 
 
-def take(folder: Path, stream: IO[bytes]) -> int:
-    """Unpacks plain files below ``folder``, each whole or not at all, in the archive's order; gives their number."""
+def receive_files(folder: Path, stream: IO[bytes]) -> int:
+    """Unpacks plain files below ``folder`` in the archive's order, each atomically; returns their number.
+
+    Raises :class:`RequestError` for a link, a device, an absolute path or one with ``..``.
+    """
     count = 0
     with tarfile.open(fileobj=stream, mode="r|") as archive:
         for member in archive:

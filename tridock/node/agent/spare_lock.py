@@ -1,4 +1,4 @@
-"""A spare is one run's: the first that claims it has it, until its ranks are there and say so themselves."""
+"""Reserves a spare node for one run: the first to ask gets it, until the run's ranks have started there."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from typing import IO, Final
 from tridock.contracts import run_folder
 from tridock.node.agent.processes import find_processes
 
-CLAIM_S: Final = 300.0
-_NAME: Final = "claim.json"
+RESERVED_S: Final = 300.0
+_NAME: Final = "reservation.json"
 
 
-def busy_with(run_id: str, *, claim: bool = False, folder: Path | None = None) -> list[str]:
-    """The other runs that this node is at, or is claimed by, in order; ``claim``: if there are none, it is this run's.
+def busy_with(run_id: str, *, reserve: bool = False, folder: Path | None = None) -> list[str]:
+    """The other runs that have processes here or have reserved this node, sorted.
 
-    Two that claim at the same time are told apart by the lock of a file in ``folder`` (the container's own state). A
-    claim whose run never comes ends after ``CLAIM_S`` seconds.
+    ``reserve``: reserves the node for ``run_id`` if there are none. A file lock in ``folder`` (the container's own
+    state) orders requests that come at the same time. A reservation expires after ``RESERVED_S`` seconds.
     """
-    with _opened(_path(folder)) as file:
+    with _locked(_path(folder)) as file:
         others = {process.run_id for process in find_processes()}
-        if claimed := _claimed(file):
-            others.add(claimed)
+        if holder := _holder(file):
+            others.add(holder)
         others.discard(run_id)
-        if claim and not others:
-            _write(file, json.dumps({"run": run_id, "until": time.time() + CLAIM_S}))
+        if reserve and not others:
+            _write(file, json.dumps({"run": run_id, "until": time.time() + RESERVED_S}))
     return sorted(others)
 
 
 def release(run_id: str, folder: Path | None = None) -> None:
-    """The run's ranks are here: from now on they say whose the node is, and no claim outlives them."""
+    """Ends the reservation of a run whose ranks have started: from now on its processes show that the node is busy."""
     path = _path(folder)
     if path.exists():
-        with _opened(path) as file:
-            if _claimed(file) == run_id:
+        with _locked(path) as file:
+            if _holder(file) == run_id:
                 _write(file, "")
 
 
@@ -48,14 +48,14 @@ def _path(folder: Path | None) -> Path:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[IO[str]]:
+def _locked(path: Path) -> Iterator[IO[str]]:
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield file
 
 
-def _claimed(file: IO[str]) -> str | None:
-    """The run that has it now."""
+def _holder(file: IO[str]) -> str | None:
+    """The run that holds the reservation now."""
     found = json.loads(file.read() or '{"run": "", "until": 0}')
     return str(found["run"]) if found["until"] > time.time() else None
 

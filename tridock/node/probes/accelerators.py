@@ -1,4 +1,4 @@
-"""This node's GPUs and InfiniBand devices, as the container sees them."""
+"""The GPUs and InfiniBand devices that the container sees."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TIMEOUT_S: Final = 8.0
 def accelerators() -> dict[str, object]:
     """The GPUs with their memory (MiB) and processes, the driver and its CUDA, the InfiniBand devices.
 
-    ``gpus`` is None where there is no ``nvidia-smi``; ``gpu_error`` has its words where it fails.
+    ``gpus`` is None without ``nvidia-smi``; ``gpu_error`` its error message if it fails.
     """
     infiniband = {
         "devices": sorted(path.name for path in _listed(Path("/sys/class/infiniband"))),
@@ -28,17 +28,17 @@ def accelerators() -> dict[str, object]:
     except FileNotFoundError:
         return {"gpus": None, "infiniband": infiniband}
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        return {"gpus": [], "gpu_error": _words(error), "infiniband": infiniband}
+        return {"gpus": [], "gpu_error": _message(error), "infiniband": infiniband}
     return {**parse(found, processes, header), "infiniband": infiniband}
 
 
 def parse(found: str, processes: str, header: str) -> dict[str, object]:
-    """Reads what ``nvidia-smi`` prints: the GPUs and their processes as CSV, and its table for the driver's CUDA."""
+    """Parses what ``nvidia-smi`` prints: GPUs and processes as CSV, and its table, which names the driver's CUDA."""
     gpus: list[dict[str, object]] = []
     drivers = set()
     for line in found.splitlines():
-        index, uuid, name, total, used, driver = (word.strip() for word in line.split(",", 5))
-        own = [" ".join(words[1:3]) for words in _rows(processes) if words[0] == uuid]
+        index, uuid, name, total, used, driver = (field.strip() for field in line.split(",", 5))
+        own = [" ".join(fields[1:3]) for fields in _rows(processes) if fields[0] == uuid]
         gpus.append({"index": int(index), "name": name, "total": _mib(total), "used": _mib(used), "processes": own})
         drivers.add(driver)
     version = re.search(r"CUDA Version:\s*(\d+\.\d+)", header)
@@ -47,9 +47,9 @@ def parse(found: str, processes: str, header: str) -> dict[str, object]:
 
 def _rows(processes: str) -> Iterator[list[str]]:
     for line in processes.splitlines():
-        words = [word.strip() for word in line.split(",")]
-        if len(words) == 4:
-            yield words
+        fields = [field.strip() for field in line.split(",")]
+        if len(fields) == 4:
+            yield fields
 
 
 def _mib(text: str) -> int | None:
@@ -57,12 +57,12 @@ def _mib(text: str) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-def _smi(*words: str) -> str:
-    done = subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, check=True, timeout=_TIMEOUT_S)
+def _smi(*options: str) -> str:
+    done = subprocess.run(["nvidia-smi", *options], capture_output=True, text=True, check=True, timeout=_TIMEOUT_S)
     return done.stdout
 
 
-def _words(error: subprocess.CalledProcessError | subprocess.TimeoutExpired) -> str:
+def _message(error: subprocess.CalledProcessError | subprocess.TimeoutExpired) -> str:
     if isinstance(error, subprocess.TimeoutExpired):
         return f"nvidia-smi did not end within {_TIMEOUT_S:g} s"
     lines = f"{error.stdout or ''}\n{error.stderr or ''}".strip().splitlines()

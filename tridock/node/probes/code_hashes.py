@@ -1,4 +1,4 @@
-"""The code that a rank runs on this node, as hashes: files that were changed inside a container show."""
+"""Hashes of the code that a rank runs on this node: they show files that were changed inside a container."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tridock.contracts import run_folder
 
 
 def code() -> dict[str, object]:
-    """SHA-256 of our code and of the patched Megatron-LM (None where there is none), and what the manifest says."""
+    """SHA-256 of Tridock's code and of the patched Megatron-LM (None if absent), and the versions of the manifest."""
     ours, megatron = Path(run_folder.CODE), Path(run_folder.MEGATRON)
     try:
         manifest = json.loads((ours / "manifest.json").read_text())
@@ -26,7 +26,7 @@ def code() -> dict[str, object]:
 
 
 def digest(folders: list[Path]) -> str | None:
-    """One hash over the files' paths and contents; what Python compiles is left out. None where there is no file."""
+    """One SHA-256 over the files' paths and contents, without ``__pycache__``; None if there is no file."""
     whole, count = hashlib.sha256(), 0
     for folder in folders:
         for path in sorted(folder.rglob("*")):

@@ -1,4 +1,4 @@
-"""Network interfaces of this node, and which of them Gloo and NCCL would use: their own rules, done over."""
+"""Network interfaces of this node, and which of them Gloo and NCCL choose, by the same rules as theirs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TIMEOUT_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """An interface that is up, its addresses in the order of the system's, IPv4 first."""
+    """An interface that is up; its addresses in the system's order, IPv4 first."""
 
     name: str
     mtu: int
@@ -25,16 +25,16 @@ class Interface:
 
 
 def interfaces() -> tuple[Interface, ...]:
-    """Those of this node that are up and have an address."""
-    words = ["ip", "-json", "address", "show", "up"]
+    """The interfaces of this node that are up and have an address; none if ``ip`` is missing or fails."""
+    argv = ["ip", "-json", "address", "show", "up"]
     with suppress(OSError, subprocess.SubprocessError, ValueError):
-        done = subprocess.run(words, capture_output=True, check=True, timeout=_TIMEOUT_S)
+        done = subprocess.run(argv, capture_output=True, check=True, timeout=_TIMEOUT_S)
         return parse(json.loads(done.stdout))
     return ()
 
 
 def parse(links: Sequence[Mapping[str, Any]]) -> tuple[Interface, ...]:
-    """Reads the list that ``ip -json address`` prints; link-local IPv6 addresses reach nobody by themselves."""
+    """Parses the list that ``ip -json address`` prints, without link-local IPv6 addresses, which need a scope."""
     found = []
     for link in links:
         given = [info for info in link.get("addr_info", []) if "local" in info and info.get("scope") != "link"]
@@ -45,14 +45,14 @@ def parse(links: Sequence[Mapping[str, Any]]) -> tuple[Interface, ...]:
 
 
 def holder(found: Sequence[Interface], address: str) -> Interface | None:
-    """The interface that has an address; the whole of 127.0.0.0/8 is the loopback's."""
+    """The interface that has an address; all of 127.0.0.0/8 belongs to the loopback."""
     if ip_address(address).is_loopback:
         return next((it for it in found if it.name == "lo"), Interface("lo", 65536, (address,)))
     return next((it for it in found if address in it.addresses), None)
 
 
 def nccl_choice(found: Sequence[Interface], wanted: str | None) -> Interface | None:
-    """As NCCL's ``findInterfaces``: the first that ``NCCL_SOCKET_IFNAME`` leaves, or by its own order of taste."""
+    """As NCCL's ``findInterfaces``: the first that matches ``NCCL_SOCKET_IFNAME``, or by its own preferences."""
     ordered = _by_family(found)
     if wanted is not None and len(wanted) > 1:
         return next((it for it in ordered if _matches(it.name, wanted)), None)
@@ -69,19 +69,19 @@ def _by_family(found: Sequence[Interface]) -> list[Interface]:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """NCCL's grammar: a list of prefixes, ``^`` before it for all others, ``=`` for whole names."""
+    """NCCL's syntax: a list of prefixes; a leading ``^`` excludes them, ``=`` matches whole names."""
     others = pattern.startswith("^")
     pattern = pattern.removeprefix("^")
     exact = pattern.startswith("=")
-    words = [word for word in pattern.removeprefix("=").split(",") if word]
-    hit = name in words if exact else any(name.startswith(word) for word in words)
+    names = [part for part in pattern.removeprefix("=").split(",") if part]
+    hit = name in names if exact else any(name.startswith(part) for part in names)
     return hit != others
 
 
 def gloo_choice(found: Sequence[Interface], wanted: str | None, own: Sequence[str]) -> tuple[Interface | None, str]:
-    """As torch makes Gloo's device: ``GLOO_SOCKET_IFNAME``'s first, else where this node's own name leads.
+    """As torch creates Gloo's device: the first of ``GLOO_SOCKET_IFNAME``, else the one with the host name's address.
 
-    ``own`` are the addresses of the host name that one can listen on. The second value is the address.
+    ``own`` holds the addresses of the host name that a socket can bind. The second value is the address.
     """
     if wanted:
         name = wanted.split(",")[0].strip()
@@ -92,7 +92,7 @@ def gloo_choice(found: Sequence[Interface], wanted: str | None, own: Sequence[st
 
 
 def own_addresses() -> list[str]:
-    """Where this node's host name leads, of this node's own addresses."""
+    """The addresses of this node's host name that a socket here can bind."""
     usable = []
     with suppress(OSError):
         for family, kind, protocol, _, target in socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM):
@@ -103,7 +103,7 @@ def own_addresses() -> list[str]:
 
 
 def route_to(address: str) -> tuple[str, str]:
-    """An address that a name leads to, and the own one from which it is reached; raises OSError with the reason."""
+    """The address that a name resolves to, and the source address of the route there. Raises OSError."""
     family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:  # nothing is sent
         probe.connect(target)

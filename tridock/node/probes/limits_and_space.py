@@ -1,4 +1,4 @@
-"""What a rank finds on this node: shared memory, disk, limits, cores, a folder for its run."""
+"""Shared memory, disk space, resource limits and cores of this node."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 (its size is asked)
 
 
 def space(workspace: Path) -> dict[str, object]:
-    """Bytes of /dev/shm and of the runs' disk, all and free; why no run can be written there, or None."""
+    """Total and free bytes of /dev/shm and of the disk of ``runs/``; the error that writing there gives, or None."""
     runs = workspace / "runs"
     return {"shm": _size(_SHARED_MEMORY), "disk": _size(runs), "unwritable": _unwritable(runs)}
 
 
 def limits() -> dict[str, object]:
-    """Soft limits of a process (None where there is none): locked bytes, open files; and the cores it may use."""
+    """Soft limits of a process (None if unlimited): locked bytes, open files, and the cores that it may use."""
     return {
         "memlock": _soft(resource.RLIMIT_MEMLOCK),
         "files": _soft(resource.RLIMIT_NOFILE),
@@ -36,8 +36,8 @@ def _size(path: Path) -> dict[str, int] | None:
 
 
 def _unwritable(folder: Path) -> str | None:
-    """The system's words where a file with content cannot be made: an empty one fits on a full disk."""
-    probe = folder / f".tridock-room-{os.getpid()}"
+    """The error of writing a file with content, or None; an empty one fits on a full disk."""
+    probe = folder / f".tridock-space-{os.getpid()}"
     try:
         probe.write_bytes(b"\0" * 4096)
     except OSError as error:
@@ -54,7 +54,7 @@ def _soft(which: int) -> int | None:
 
 
 def _quota() -> int:
-    """Cores that the container's quota comes to; more than any machine has where there is none."""
+    """The container's CPU quota in cores; 1 << 20 without one."""
     try:
         quota, period = _QUOTA.read_text().split()
         return max(1, int(quota) // int(period))

@@ -1,6 +1,6 @@
-"""The far side of the way that a launch takes: what a node says, over ssh, to the head that called it.
+"""Answers the head's mesh probe on a node, over ssh: one JSON object a line in both directions, the first from here.
 
-One JSON object a line on both sides; the first line is ours. It ends when the caller goes.
+It ends when the caller disconnects.
 """
 
 from __future__ import annotations
@@ -28,39 +28,42 @@ CONNECT_TIMEOUT_S: Final = 3.0
 _LIFE_S: Final = 60
 _SECRET: Final = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
 _CREDENTIALS: Final = re.compile(r"://[^/\s]*@")  # as in http://user:password@proxy
-# The process's own, the session's own, and what differs from node to node by design.
+# Variables of the process and of the session, and those that differ from node to node by design.
 _OWN: Final = re.compile(
     r"HOME|USER|LOGNAME|SHELL|SHLVL|PWD|OLDPWD|HOSTNAME|TERM|MAIL|LC_CTYPE|_|SSH_.*|LS_COLORS"
     r"|TRIDOCK_(NODE|SSH_LISTEN|UID|GID|RUN_ID|WORLD_SIZE)"
 )
 
 
-def answer(token: str, workspace: Path) -> int:
-    """Says who this node is and listens; then answers the caller until it goes. ``token`` marks this check's traces."""
-    signal.signal(signal.SIGTERM, _leave)
-    signal.signal(signal.SIGHUP, _leave)
-    signal.signal(signal.SIGALRM, _leave)
-    signal.alarm(_LIFE_S)  # a caller that hangs must not leave us behind
+def respond(token: str, workspace: Path) -> int:
+    """Prints this node's identity and listens; then answers the caller until it disconnects. Returns the exit code.
+
+    ``token`` marks the files and the listener of this probe.
+    """
+    signal.signal(signal.SIGTERM, _exit)
+    signal.signal(signal.SIGHUP, _exit)
+    signal.signal(signal.SIGALRM, _exit)
+    signal.alarm(_LIFE_S)  # a caller that hangs must not leave this process behind
     node = os.environ.get("TRIDOCK_NODE", "")
-    with _listening(f"{token} {node}\n".encode()) as port, _probe(workspace, token, node):
-        own = {"environment": shared_environment(os.environ, token), "network": _network(), "port": port}
-        _say(own)
+    with _listening(f"{token} {node}\n".encode()) as port, _probe_file(workspace, token, node):
+        hello = {"environment": shared_environment(os.environ, token), "network": _network(), "port": port}
+        _print(hello)
         for line in sys.stdin:
             request = json.loads(line)
-            _say(_look(request, token, workspace) if "peers" in request else {"time": time.time()})
+            _print(_probe_peers(request, token, workspace) if "peers" in request else {"time": time.time()})
     return 0
 
 
-def _leave(*_: object) -> None:
+def _exit(*_: object) -> None:
     raise SystemExit(0)
 
 
-def _say(what: Mapping[str, object]) -> None:
-    print(json.dumps(what), flush=True)
+def _print(answer: Mapping[str, object]) -> None:
+    print(json.dumps(answer), flush=True)
 
 
 def shared_environment(environment: Mapping[str, str], salt: str) -> dict[str, str]:
-    """What should be the same on every node. A secret's value does not leave the node: a salted hash stands for it."""
+    """The variables that should be equal on every node. A secret's value is replaced by a salted hash."""
     shared = {name: value for name, value in sorted(environment.items()) if not _OWN.fullmatch(name)}
     return {name: _masked(value, salt) if _is_secret(name, value) else value for name, value in shared.items()}
 
@@ -85,13 +88,15 @@ def _network() -> dict[str, object]:
     }
 
 
-def _look(request: Mapping[str, Any], token: str, workspace: Path) -> dict[str, object]:
-    """The routes to the others, which of their addresses do not answer, and whose probes lie in this workspace."""
+def _probe_peers(request: Mapping[str, Any], token: str, workspace: Path) -> dict[str, object]:
+    """The routes to the peers, which of their addresses do not answer, and whose probe files lie in this workspace."""
     peers: Mapping[str, Mapping[str, Any]] = request["peers"]
-    calls = [(node, address, peer["port"]) for node, peer in peers.items() for address in peer["listens"]]
+    targets = [(node, address, peer["port"]) for node, peer in peers.items() for address in peer["listens"]]
     with ThreadPoolExecutor(32) as pool:
-        words = pool.map(lambda call: _call(call[1], call[2], f"{token} {call[0]}"), calls)
-        failed = {f"{node} {address}": said for (node, address, _), said in zip(calls, words, strict=True) if said}
+        errors = pool.map(lambda it: _connect(it[1], it[2], f"{token} {it[0]}"), targets)
+        failed = {
+            f"{node} {address}": error for (node, address, _), error in zip(targets, errors, strict=True) if error
+        }
     routes = {node: _route(peer["address"]) for node, peer in peers.items()}
     seen = [node for node in peers if _probe_path(workspace, token, node).exists()]
     return {"unreached": failed, "routes": routes, "sees": seen}
@@ -106,21 +111,21 @@ def _route(address: str) -> dict[str, str | None]:
     return {"target": target, "source": source, "interface": through.name if through else None}
 
 
-def _call(address: str, port: int, expected: str) -> str | None:
-    """Why nobody, or somebody else, answers there; None where the right node does."""
+def _connect(address: str, port: int, expected: str) -> str | None:
+    """The error of a connection, or that another program answers; None if the expected node does."""
     try:
-        with socket.create_connection((address, port), CONNECT_TIMEOUT_S) as line:
-            said = line.makefile().readline().strip()
+        with socket.create_connection((address, port), CONNECT_TIMEOUT_S) as connection:
+            greeting = connection.makefile().readline().strip()
     except TimeoutError:
         return f"no answer within {CONNECT_TIMEOUT_S:g} s"
     except OSError as error:
         return (error.strerror or str(error)).lower()
-    return None if said == expected else "somebody else answers there"
+    return None if greeting == expected else "somebody else answers there"
 
 
 @contextmanager
 def _listening(greeting: bytes) -> Iterator[int]:
-    """A port on all addresses where every caller is told who this is."""
+    """A port on all addresses that sends ``greeting`` to every caller."""
     both = socket.has_dualstack_ipv6()
     with socket.create_server(
         ("::" if both else "", 0), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both, backlog=512
@@ -129,9 +134,9 @@ def _listening(greeting: bytes) -> Iterator[int]:
         def serve() -> None:
             with suppress(OSError):
                 while True:
-                    line = server.accept()[0]
-                    with line, suppress(OSError):
-                        line.sendall(greeting)
+                    connection = server.accept()[0]
+                    with connection, suppress(OSError):
+                        connection.sendall(greeting)
 
         threading.Thread(target=serve, daemon=True).start()
         yield server.getsockname()[1]
@@ -142,11 +147,11 @@ def _probe_path(workspace: Path, token: str, node: str) -> Path:
 
 
 @contextmanager
-def _probe(workspace: Path, token: str, node: str) -> Iterator[None]:
-    """An empty file for the others to see, where the workspace is one folder for several nodes."""
+def _probe_file(workspace: Path, token: str, node: str) -> Iterator[None]:
+    """Creates an empty file that the other nodes see if they share the workspace."""
     path = _probe_path(workspace, token, node)
     try:
-        with suppress(OSError):  # a folder that cannot be written is told elsewhere
+        with suppress(OSError):  # the node report names a folder that cannot be written
             path.touch()
         yield
     finally:
@@ -155,10 +160,10 @@ def _probe(workspace: Path, token: str, node: str) -> Iterator[None]:
 
 
 def command(token: str) -> str:
-    """The line that ssh is to run: a greeting that any shell gives, and then this program."""
-    return f"{greeting()} && exec python -P -m tridock.node answer {token} --workspace {run_folder.WORKSPACE}"
+    """The command line for ssh: a greeting by any shell, then this program."""
+    return f"{greeting()} && exec python -P -m tridock.node mesh-respond {token} --workspace {run_folder.WORKSPACE}"
 
 
 def greeting() -> str:
-    """The line that only tells whose sshd this is: a host's own has no such variables."""
+    """The command line that prints which node this sshd belongs to: a host's own sshd has no such variables."""
     return 'echo "tridock-node ${TRIDOCK_CLUSTER:-} ${TRIDOCK_NODE:-}"'

@@ -1,4 +1,4 @@
-"""One answer about this node for the doctor: everything that it can say by itself."""
+"""The report of this node for the doctor: everything that it can tell without the others."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from typing import Final
 from tridock.contracts import run_folder
 from tridock.errors import ClusterError
 from tridock.node.agent.processes import find_processes
-from tridock.node.probes import ports, ssh_mesh_probe
+from tridock.node.probes import ports
 from tridock.node.probes.accelerators import accelerators
 from tridock.node.probes.code_hashes import code
 from tridock.node.probes.limits_and_space import limits, space
+from tridock.node.probes.ssh_mesh_probe import greet_nodes
 
 _TIMEOUT_S: Final = 5.0
 
 
-def look(workspace: Path, *, quick: bool, visit: list[str]) -> dict[str, object]:
-    """Space; unless ``quick``, also limits, devices, code, a free port, the runs whose processes are here.
+def node_report(workspace: Path, *, quick: bool, ssh_to: list[str]) -> dict[str, object]:
+    """Space; unless ``quick`` also limits, devices, code hashes, a free port and the runs that have processes here.
 
-    ``visit`` names nodes to greet over ssh, for the head.
+    ``ssh_to`` names nodes to connect to over ssh; only the head is asked for that.
     """
     found: dict[str, object] = space(workspace)
-    if visit:
-        found["paths"] = ssh_mesh_probe.greet(visit)
+    if ssh_to:
+        found["paths"] = greet_nodes(ssh_to)
     if not quick:
-        going = sorted({process.run_id for process in find_processes()})
-        found |= {**limits(), **accelerators(), "code": code(), "runs": going, **_port()}
-        found["accelerator"] = os.environ.get("DS_ACCELERATOR")  # what the image is for: cuda or cpu
+        runs = sorted({process.run_id for process in find_processes()})
+        found |= {**limits(), **accelerators(), "code": code(), "runs": runs, **_port()}
+        found["accelerator"] = os.environ.get("DS_ACCELERATOR")  # what the image was built for: cuda or cpu
         found["nccl_ib_disable"] = os.environ.get("NCCL_IB_DISABLE")
     return found
 
@@ -41,8 +42,8 @@ def _port() -> dict[str, object]:
         return {"port": None, "port_problem": str(error)}
 
 
-def shown_key() -> str | None:
-    """The fingerprint of the host key that this node's own sshd shows to whoever calls it; None where it is silent."""
+def host_key() -> str | None:
+    """The fingerprint of the host key that this node's sshd presents; None if it does not answer."""
     config = Path(run_folder.SSHD_PID).with_name("sshd_config").read_text().splitlines()
     settings = dict(reversed([line.split(" ", 1) for line in config if " " in line]))
     listens = settings["ListenAddress"]
@@ -51,7 +52,7 @@ def shown_key() -> str | None:
     key = subprocess.run(scan, capture_output=True, timeout=_TIMEOUT_S, check=False).stdout
     if not key.strip():
         return None
-    told = subprocess.run(
+    done = subprocess.run(
         ["ssh-keygen", "-l", "-f", "-"], input=key, capture_output=True, timeout=_TIMEOUT_S, check=True
     )
-    return told.stdout.decode().split()[1]
+    return done.stdout.decode().split()[1]

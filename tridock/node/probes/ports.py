@@ -1,4 +1,4 @@
-"""TCP ports of this node: a free one for the rendezvous, or who holds a given one."""
+"""TCP ports of this node: a free one for the rendezvous, or the process that holds a given one."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 from tridock.errors import ClusterError, Problem
 
-# Below the range from which the kernel hands out ports of its own (32768 by default).
+# Below the kernel's range of ephemeral ports (from 32768 by default).
 _RANGE = range(20000, 30000)
 _LISTEN = "0A"
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """A random port on which nothing listens. Raises :class:`ClusterError` after 200 attempts."""
     for port in random.sample(_RANGE, 200):
         if is_free(port):
             return port
@@ -37,7 +37,7 @@ def require_free(port: int) -> None:
 
 
 def is_free(port: int) -> bool:
-    """Whether a server could listen on the port, on all addresses."""
+    """Whether a server can listen on the port, on all addresses."""
     return all(_can_listen(family, port) for family in (socket.AF_INET, socket.AF_INET6))
 
 
@@ -45,9 +45,9 @@ def _can_listen(family: socket.AddressFamily, port: int) -> bool:
     try:
         probe = socket.socket(family, socket.SOCK_STREAM)
     except OSError:
-        return True  # no such addresses on this node, so nobody listens there
+        return True  # no such addresses on this node, so nothing listens there
     with probe:
-        # As the rendezvous itself does: a port in TIME_WAIT is no hindrance.
+        # As the rendezvous itself does: a port in TIME_WAIT may be used.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
@@ -58,7 +58,7 @@ def _can_listen(family: socket.AddressFamily, port: int) -> bool:
 
 
 def holder(port: int) -> str | None:
-    """``name (pid N)`` of the process that listens on the port, where this node can see it."""
+    """``name (pid N)`` of the process that listens on the port, if this container can see it."""
     inodes = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal():

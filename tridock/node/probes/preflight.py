@@ -1,4 +1,4 @@
-"""What a launch wants to know of a node before anything is written there, in one answer."""
+"""What a launch asks of a node before it writes anything there, in one answer."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tridock.errors import ClusterError
 from tridock.node.probes import ports
 
 
-def look(files: Sequence[str], read: Sequence[str], *, head: bool, port: int | None) -> dict[str, object]:
-    """The fingerprints of ``files`` and the content of the JSON files ``read``.
+def preflight(files: Sequence[str], read: Sequence[str], *, head: bool, port: int | None) -> dict[str, object]:
+    """The fingerprints of ``files`` and the content of the JSON files ``read``; None for a file that cannot be read.
 
-    With ``head`` also a port for the rendezvous, and what is in the image. A file that cannot be read has None.
-    ``port`` is the one asked for, or None for any; where there is none, ``port_problem`` says why.
+    With ``head`` also a port for the rendezvous (``port``, or a random one for None) and the image's manifest;
+    ``port_problem`` says why there is no port.
     """
     answer: dict[str, object] = {
         "files": {name: _fingerprint(Path(name)) for name in files},
@@ -29,9 +29,9 @@ def look(files: Sequence[str], read: Sequence[str], *, head: bool, port: int | N
 
 
 def _fingerprint(path: Path) -> dict[str, object] | None:
-    """Size and SHA-256; of tokens and images the size alone: they may be terabytes. A token index holds every length.
+    """Size and SHA-256; of tokens and images the size alone, as they may be terabytes.
 
-    Of a vocabulary (``.json``) also how many entries it has.
+    Of a vocabulary (``.json``) also its number of entries.
     """
     try:
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""The way that a launch takes, from the head to every node, itself too: ssh as pdsh calls it, all nodes at once."""
+"""Connects from the head to every node, itself included, over ssh as pdsh connections it, all nodes at once."""
 
 from __future__ import annotations
 
@@ -15,67 +15,70 @@ from typing import Any, Final
 from tridock.contracts import cluster_ssh
 from tridock.node.probes import mesh_responder
 
-_LIMIT_S: Final = 12.0
+_TIMEOUT_S: Final = 12.0
 _ROUNDS: Final = 3
 
 
-def greet(nodes: list[str]) -> dict[str, dict[str, Any]]:
-    """What each node's sshd said: exit code, output, errors."""
+def greet_nodes(nodes: list[str]) -> dict[str, dict[str, Any]]:
+    """The answer of each node's sshd: ``exit`` (None after a timeout), ``out``, ``err``."""
 
-    def one(node: str) -> dict[str, Any]:
+    def greet(node: str) -> dict[str, Any]:
         try:
             done = subprocess.run(
                 [*cluster_ssh.PROBE, node, mesh_responder.greeting()],
-                stdin=subprocess.DEVNULL, capture_output=True, timeout=_LIMIT_S, check=False,
+                stdin=subprocess.DEVNULL, capture_output=True, timeout=_TIMEOUT_S, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired as error:
             return {"exit": None, "out": _text(error.stdout), "err": _text(error.stderr)}
         return {"exit": done.returncode, "out": _text(done.stdout), "err": _text(done.stderr)}
 
-    return _at_once(nodes, one)
+    return _concurrently(nodes, greet)
 
 
-def meet(addresses: Mapping[str, str], token: str) -> dict[str, dict[str, Any]]:
-    """Greets every node, and lets those that answer look at each other: clocks, interfaces, routes, shared folders.
+def probe_mesh(addresses: Mapping[str, str], token: str) -> dict[str, dict[str, Any]]:
+    """Connects to every node, and lets those that answer probe each other: clocks, interfaces, routes, shared folders.
 
-    ``addresses`` is where each node is reached by the others. A node that answers also has ``hello`` and ``look``
-    (see :mod:`tridock.node.probes.mesh_responder`) and ``clock``: its time less ours, and its uncertainty, in seconds.
+    ``addresses`` holds the address at which the others reach each node. A node that answers also has ``hello`` and
+    ``look`` (see :mod:`tridock.node.probes.mesh_responder`) and ``clock``: its time minus ours, and the error bound of
+    that, in seconds.
     """
-    calls = {node: _Call(node, token) for node in addresses}
+    connections = {node: _Connection(node, token) for node in addresses}
     try:
-        answers = _at_once(list(calls), lambda node: calls[node].greet())
-        there = {node: said["hello"] for node, said in answers.items() if "hello" in said}
+        answers = _concurrently(list(connections), lambda node: connections[node].greet())
+        hellos = {node: answer["hello"] for node, answer in answers.items() if "hello" in answer}
         peers = {
-            node: {"address": addresses[node], "port": hello["port"], "listens": _listens(hello["network"])}
-            for node, hello in there.items()
+            node: {"address": addresses[node], "port": hello["port"], "listens": _addresses(hello["network"])}
+            for node, hello in hellos.items()
         }
-        looks = _at_once(list(there), lambda node: calls[node].look({at: peers[at] for at in peers if at != node}))
+        looks = _concurrently(
+            list(hellos), lambda node: connections[node].probe({at: peers[at] for at in peers if at != node})
+        )
         return {node: answers[node] | looks.get(node, {}) for node in addresses}
     finally:
-        _at_once(list(calls), lambda node: calls[node].close())
+        _concurrently(list(connections), lambda node: connections[node].close())
 
 
-def _listens(network: Mapping[str, Any]) -> list[str]:
+def _addresses(network: Mapping[str, Any]) -> list[str]:
     chosen = [network[library]["address"] for library in ("gloo", "nccl") if network[library]]
     return list(dict.fromkeys(chosen))
 
 
-def _at_once(nodes: list[str], action: Callable[[str], dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _concurrently(nodes: list[str], action: Callable[[str], dict[str, Any]]) -> dict[str, dict[str, Any]]:
     if not nodes:
         return {}
     with ThreadPoolExecutor(len(nodes)) as pool:
         return dict(zip(nodes, pool.map(action, nodes), strict=True))
 
 
-def _text(words: bytes | None) -> str:
-    return (words or b"").decode(errors="replace")
+def _text(output: bytes | None) -> str:
+    return (output or b"").decode(errors="replace")
 
 
-class _Call:
-    """One ssh connection to a node; each step that takes too long is ended by force, and the connection with it."""
+class _Connection:
+    """One ssh connection to a node; a step that exceeds its timeout kills the connection."""
 
     def __init__(self, node: str, token: str) -> None:
-        # Files, not pipes: whatever much a server says, nobody has to read it meanwhile.
+        # A file and not a pipe, which would have to be read meanwhile however much the server prints.
         self._errors = TemporaryFile()  # noqa: SIM115 (closed in close)
         self._process = subprocess.Popen(
             [*cluster_ssh.PROBE, node, mesh_responder.command(token)],
@@ -83,8 +86,8 @@ class _Call:
         )  # fmt: skip
 
     @contextmanager
-    def _in_time(self) -> Iterator[None]:
-        timer = threading.Timer(_LIMIT_S, self._process.kill)
+    def _timeout(self) -> Iterator[None]:
+        timer = threading.Timer(_TIMEOUT_S, self._process.kill)
         timer.start()
         try:
             yield
@@ -92,32 +95,32 @@ class _Call:
             timer.cancel()
 
     def greet(self) -> dict[str, Any]:
-        """The greeting, and where it is a node's the first words of the program there and its clock."""
-        with self._in_time():
-            mesh_responder: dict[str, Any] = {"out": self._line()}
+        """The greeting; of a node also the first line of its responder, and its clock."""
+        with self._timeout():
+            answer: dict[str, Any] = {"out": self._line()}
             try:
-                mesh_responder |= {"exit": 0, "hello": json.loads(self._line()), "clock": self._clock()}
+                answer |= {"exit": 0, "hello": json.loads(self._line()), "clock": self._clock()}
             except (ValueError, KeyError, OSError):
-                mesh_responder["exit"] = self._end()
+                answer["exit"] = self._end()
         self._errors.seek(0)
-        return mesh_responder | {"err": _text(self._errors.read())}
+        return answer | {"err": _text(self._errors.read())}
 
-    def look(self, peers: Mapping[str, object]) -> dict[str, Any]:
-        """What this node sees of the others."""
-        with self._in_time(), suppress(ValueError, OSError):
+    def probe(self, peers: Mapping[str, object]) -> dict[str, Any]:
+        """What this node finds out about the others."""
+        with self._timeout(), suppress(ValueError, OSError):
             return {"look": self._ask({"peers": peers})}
         return {}
 
     def _clock(self) -> dict[str, float]:
-        """The quickest of some questions: half of the way there and back is when the far clock was read."""
-        found = []
+        """The fastest of several requests; the far clock was read half a round trip after the request, as in NTP."""
+        samples = []
         for _ in range(_ROUNDS):
-            asked = time.time()
-            far = self._ask({})["time"]
-            back = time.time()
-            found.append((back - asked, far - (asked + back) / 2))
-        trip, offset = min(found)
-        return {"offset": offset, "error": trip / 2}
+            sent = time.time()
+            remote = self._ask({})["time"]
+            received = time.time()
+            samples.append((received - sent, remote - (sent + received) / 2))
+        round_trip, offset = min(samples)
+        return {"offset": offset, "error": round_trip / 2}
 
     def _ask(self, request: Mapping[str, object]) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -131,7 +134,7 @@ class _Call:
         return _text(self._process.stdout.readline())
 
     def _end(self) -> int | None:
-        """The exit code; None where it had to be ended."""
+        """The exit code; None if it was killed."""
         with suppress(OSError):
             self._close_input()
         code = self._process.wait()
@@ -142,8 +145,8 @@ class _Call:
         self._process.stdin.close()
 
     def close(self) -> dict[str, Any]:
-        """Lets the far side go, and goes."""
-        with self._in_time():
+        """Ends the responder and the connection."""
+        with self._timeout():
             code = self._end()
         self._errors.close()
         return {"exit": code}

@@ -14,7 +14,7 @@ from typing import IO, Any, Final
 
 from tridock.contracts import run_folder
 from tridock.contracts.supervision import Reach, Supervision
-from tridock.node.supervisor.verdict import Look, Vital
+from tridock.node.supervisor.verdict import Look, RankStatus
 
 _PING_S: Final = 2.0
 _AGAIN_S: Final = 1.0
@@ -35,7 +35,7 @@ class _Connection:
         """When the node last said something."""
         self.words = ""
         """What ssh said last."""
-        self.vitals: tuple[Vital, ...] = ()
+        self.statuses: tuple[RankStatus, ...] = ()
         self.answers: list[dict[str, Any]] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._rest = b""
@@ -90,7 +90,7 @@ class _Connection:
             with suppress(ValueError):  # a login banner
                 said = json.loads(line)
                 if "ranks" in said:
-                    self.vitals = tuple(Vital.from_json(vital) for vital in said["ranks"])
+                    self.statuses = tuple(RankStatus.from_json(status) for status in said["ranks"])
                 else:
                     self.answers.append(said)
 
@@ -139,7 +139,7 @@ class Watches:
         self._nodes = {}
         for node in supervision.watched:
             reach = supervision.reach if node in supervision.remote else Reach()
-            self._nodes[node] = _Connection(node, reach.command(node, "watch", str(folder), node), reach.first_answer_s)
+            self._nodes[node] = _Connection(node, reach.command(node, "agent", str(folder), node), reach.first_answer_s)
         self._selector = selectors.DefaultSelector()
         self._pinged, self._polled = 0.0, time.monotonic()
 
@@ -173,7 +173,7 @@ class Watches:
 
     def look(self) -> Look:
         """What was seen last, by node."""
-        return {node: connection.vitals for node, connection in self._nodes.items()}
+        return {node: connection.statuses for node, connection in self._nodes.items()}
 
     def silence_s(self) -> dict[str, float]:
         """For how long each node has said nothing."""
@@ -193,7 +193,7 @@ class Watches:
         """Ends the run's processes on every node; how many are left on each that answered in time."""
         answers = self._ask(f"stop {grace_s}", "stopped", patience_s)
         for connection in self._nodes.values():
-            connection.vitals = ()  # those of before are of no meaning to ranks that are started next
+            connection.statuses = ()  # those of before are of no meaning to ranks that are started next
         return {node: int(answer["left"]) for node, answer in answers.items()}
 
     def _ask(self, order: str, field: str, patience_s: float) -> dict[str, dict[str, Any]]:

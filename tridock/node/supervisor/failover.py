@@ -32,16 +32,16 @@ class Moved:
     supervision: Supervision | None = None
 
 
-def readiness(folder: Path, *, claim: bool = False) -> dict[str, object]:
-    """What a spare says: the runs that it is busy with, which of the data it lacks, what checkpoint it sees.
+def spare_status(folder: Path, *, reserve: bool = False) -> dict[str, object]:
+    """The answer of a spare: the runs that it is busy with, the data files that it lacks, the checkpoint that it sees.
 
-    ``claim``: from now on it is busy with this run, if it is not with another.
+    ``reserve``: reserves the spare for this run, unless it is busy with another.
     """
     manifest = json.loads((folder / run_folder.MANIFEST).read_text())
     supervision = Supervision.from_json((folder / run_folder.SUPERVISION).read_text())
     files = [folder.parent.parent / name for name in manifest.get("data_sha256") or ()]
     return {
-        "busy": busy_with(folder.name, claim=claim),
+        "busy": busy_with(folder.name, reserve=reserve),
         "missing": [str(path) for path in files if not path.is_file()],
         "checkpoint": _fingerprint(_newest(supervision)),
     }
@@ -57,9 +57,11 @@ def move(folder: Path, supervision: Supervision, lost: Sequence[str], *, anew: b
         if done.returncode:
             return Moved(done.stderr.decode(errors="replace").strip() + unready)
         found = json.loads(done.stdout)
-        claimed = {node: _ask(supervision.reach, folder, node, "--claim") for node in ready if node in found["nodes"]}
-        answers |= claimed
-        if all(isinstance(answer, dict) for answer in claimed.values()):
+        reserved = {
+            node: _ask(supervision.reach, folder, node, "--reserve") for node in ready if node in found["nodes"]
+        }
+        answers |= reserved
+        if all(isinstance(answer, dict) for answer in reserved.values()):
             break  # else another run was faster, and it is laid out once more without that spare
     files = {name: text.encode() for name, text in found["files"].items()}
     after = Supervision.from_json(found["files"][run_folder.SUPERVISION])
@@ -81,7 +83,7 @@ def move(folder: Path, supervision: Supervision, lost: Sequence[str], *, anew: b
 
 def _ask(reach: Reach, folder: Path, node: str, *options: str) -> dict[str, Any] | str:
     """What a spare says where it can be used; or why it cannot."""
-    done = _run(reach.command(node, "ready", *options, str(folder)), timeout=_ASK_S)
+    done = _run(reach.command(node, "spare-status", *options, str(folder)), timeout=_ASK_S)
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().splitlines()
         return said[-1] if said else f"exit code {done.returncode}"
@@ -143,7 +145,7 @@ def _archive(files: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
 def _send(reach: Reach, node: str, folder: Path, files: Iterable[tuple[str, bytes | Path]]) -> None:
     """Writes files below ``folder`` on a node. Raises :class:`ClusterError`."""
     pipe = subprocess.PIPE
-    command = reach.command(node, "take", str(folder))
+    command = reach.command(node, "receive-files", str(folder))
     with subprocess.Popen(command, stdin=pipe, stdout=subprocess.DEVNULL, stderr=pipe) as process:
         assert process.stdin is not None
         assert process.stderr is not None

@@ -135,7 +135,7 @@ class Course:
 
     def _wait_for_ranks(self) -> Verdict | None:
         """Until the ranks have saved and ended: whoever told them has told their launcher too, which does not wait."""
-        while any(vital.alive for vitals in self._watches.look().values() for vital in vitals):
+        while any(status.alive for statuses in self._watches.look().values() for status in statuses):
             self._watches.poll(_TICK_S)
             if self._is_stopped() or (verdict := first_death(self._watches.look())) is not None:
                 return None if self._is_stopped() else verdict
@@ -151,7 +151,7 @@ class Course:
         late = late_ranks(look, self._steps.median, self._supervision.hang_timeout_s)
         if not late:
             return None
-        living = [vital.rank for vitals in look.values() for vital in vitals if vital.alive]
+        living = [status.rank for statuses in look.values() for status in statuses if status.alive]
         stacks = self._watches.stacks(living, _STACKS_PATIENCE_S)
         look = self._watches.look()
         # Once more: the answer took a moment, in which the rank may have gone on.
@@ -229,7 +229,7 @@ class Course:
             return False
         if self._returned() == 0:
             return True
-        ended = {v.rank for vitals in self._watches.look().values() for v in vitals if v.phase == heartbeat.END}
+        ended = {v.rank for statuses in self._watches.look().values() for v in statuses if v.phase == heartbeat.END}
         ranks = {rank for numbers in self._supervision.ranks.values() for rank in numbers}
         return bool(ranks) and ended == ranks
 
@@ -341,14 +341,14 @@ class StepTimes:
     def note(self, look: Look) -> None:
         """Takes in what was seen."""
         now = time.monotonic()
-        for vital in (vital for vitals in look.values() for vital in vitals if vital.phase == heartbeat.TRAIN):
-            at = now - vital.age_s
-            iteration, before = self._last.get(vital.rank, (vital.iteration, at))
-            if vital.iteration > iteration:
-                self._times.append((at - before) / (vital.iteration - iteration))
-            if vital.iteration != iteration or vital.rank not in self._last:
-                self._last[vital.rank] = vital.iteration, at
-            self.reached = max(self.reached, vital.iteration)
+        for status in (status for statuses in look.values() for status in statuses if status.phase == heartbeat.TRAIN):
+            at = now - status.age_s
+            iteration, before = self._last.get(status.rank, (status.iteration, at))
+            if status.iteration > iteration:
+                self._times.append((at - before) / (status.iteration - iteration))
+            if status.iteration != iteration or status.rank not in self._last:
+                self._last[status.rank] = status.iteration, at
+            self.reached = max(self.reached, status.iteration)
 
     @property
     def median(self) -> float | None:

@@ -34,21 +34,21 @@ _WAITING: Final = ("/torch/distributed/", "/torch/autograd/", "/torch/cuda/", "/
 
 
 @dataclass(frozen=True, slots=True)
-class Vital:
+class RankStatus:
     """What a node's watch sees of one rank; times in seconds, as of the moment when it looked."""
 
     rank: int
     phase: str
     iteration: int
-    beats: int
+    heartbeats: int
     code: int
     """The exit code that the rank is about to leave with, once it has failed."""
     age_s: float
-    """Since its last beat."""
+    """Since its last heartbeat."""
     alive: bool
     gone_s: float = 0.0
     """Since it was seen dead."""
-    status: int | None = None
+    wait_status: int | None = None
     """How it ended, as wait(2) has it; None where nobody saw."""
     stopped_s: float = 0.0
     """Since it was seen stopped by a signal or a debugger."""
@@ -56,7 +56,7 @@ class Vital:
     """Whether the kernel killed for memory on its node since the watch began."""
 
     @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> Vital:
+    def from_json(cls, fields: Mapping[str, Any]) -> RankStatus:
         """As the watch prints it."""
         return cls(**fields)
 
@@ -84,7 +84,7 @@ class Verdict:
         return f"{who} {self.reason}"
 
 
-Look = Mapping[str, Sequence[Vital]]
+Look = Mapping[str, Sequence[RankStatus]]
 """What is seen, by node."""
 
 
@@ -93,36 +93,38 @@ def first_death(look: Look) -> Verdict | None:
 
     Those that only lost another rank do not count as long as the other is not seen: its node may be late to tell.
     """
-    found = [(_since(vital), node, vital) for node, vitals in look.items() for vital in vitals if _has_failed(vital)]
+    found = [
+        (_since(status), node, status) for node, statuses in look.items() for status in statuses if _has_failed(status)
+    ]
     if not found:
         return None
-    _, node, vital = max(found, key=lambda entry: (entry[0], -entry[2].rank))
-    if vital.phase == heartbeat.FAILED:
-        return Verdict("rank_failed", "failed", node, vital.rank, vital.code or RunError.exit_code)
-    return Verdict("rank_died", ending(vital), node, vital.rank)
+    _, node, status = max(found, key=lambda entry: (entry[0], -entry[2].rank))
+    if status.phase == heartbeat.FAILED:
+        return Verdict("rank_failed", "failed", node, status.rank, status.code or RunError.exit_code)
+    return Verdict("rank_died", ending(status), node, status.rank)
 
 
-def _has_failed(vital: Vital) -> bool:
-    if vital.phase in (heartbeat.END, heartbeat.LOST):
+def _has_failed(status: RankStatus) -> bool:
+    if status.phase in (heartbeat.END, heartbeat.LOST):
         return False
-    return vital.phase == heartbeat.FAILED or not vital.alive
+    return status.phase == heartbeat.FAILED or not status.alive
 
 
-def _since(vital: Vital) -> float:
-    return vital.age_s if vital.phase == heartbeat.FAILED else vital.gone_s
+def _since(status: RankStatus) -> float:
+    return status.age_s if status.phase == heartbeat.FAILED else status.gone_s
 
 
-def ending(vital: Vital) -> str:
+def ending(status: RankStatus) -> str:
     """How a dead rank ended, in words."""
-    after = f"after iteration {vital.iteration}" if vital.iteration else "before its first step"
-    if vital.status is None:
+    after = f"after iteration {status.iteration}" if status.iteration else "before its first step"
+    if status.wait_status is None:
         how = "ended without a word"
-    elif number := vital.status & 0x7F:
+    elif number := status.wait_status & 0x7F:
         how = f"was ended by {signal_name(number)}"
-        if number == signal.SIGKILL and vital.killed_for_memory:
+        if number == signal.SIGKILL and status.killed_for_memory:
             how = "was killed by the kernel, out of memory"
     else:
-        how = f"left with exit code {vital.status >> 8}"
+        how = f"left with exit code {status.wait_status >> 8}"
     return f"{how} {after}"
 
 
@@ -137,12 +139,12 @@ def signal_name(number: int) -> str:
 def left_behind(look: Look) -> Verdict | None:
     """A rank that has lost another, though none is seen to have died."""
     found = [
-        (node, v) for node, vitals in look.items() for v in vitals if v.phase == heartbeat.LOST and v.age_s > LOST_S
+        (node, v) for node, statuses in look.items() for v in statuses if v.phase == heartbeat.LOST and v.age_s > LOST_S
     ]
     if not found:
         return None
-    node, vital = max(found, key=lambda entry: entry[1].age_s)
-    return Verdict("rank_failed", "lost another rank", node, vital.rank, vital.code or RunError.exit_code)
+    node, status = max(found, key=lambda entry: entry[1].age_s)
+    return Verdict("rank_failed", "lost another rank", node, status.rank, status.code or RunError.exit_code)
 
 
 def lost_node(silence_s: Mapping[str, float], words: Mapping[str, str]) -> Verdict | None:
@@ -164,7 +166,7 @@ def lost_session(log: bytes) -> Verdict | None:
     return Verdict("node_lost", "dropped the ssh session in which its ranks were started", found[1].decode())
 
 
-def late_ranks(look: Look, step_s: float | None, hang_s: float) -> list[tuple[str, Vital]]:
+def late_ranks(look: Look, step_s: float | None, hang_s: float) -> list[tuple[str, RankStatus]]:
     """The ranks that live and do not get on; none where ``hang_s`` is 0. ``step_s`` is the usual step time."""
     if not hang_s:
         return []
@@ -177,38 +179,40 @@ def late_ranks(look: Look, step_s: float | None, hang_s: float) -> list[tuple[st
         heartbeat.END: END_S,
     }
     return [
-        (node, vital)
-        for node, vitals in look.items()
-        for vital in vitals
-        if vital.alive and (vital.age_s > limits.get(vital.phase, math.inf) or vital.stopped_s > hang_s)
+        (node, status)
+        for node, statuses in look.items()
+        for status in statuses
+        if status.alive and (status.age_s > limits.get(status.phase, math.inf) or status.stopped_s > hang_s)
     ]
 
 
-def hung(look: Look, late: Sequence[tuple[str, Vital]], stacks: Mapping[int, Sequence[str]]) -> Verdict:
+def hung(look: Look, late: Sequence[tuple[str, RankStatus]], stacks: Mapping[int, Sequence[str]]) -> Verdict:
     """Which rank holds up those that are ``late``.
 
     One that is stopped; or else one that is behind; or else one that does not wait in a collective. ``stacks`` are the
     frames of each rank's main thread as ``file:line in function``, the innermost first.
     """
-    living = [(node, vital) for node, vitals in look.items() for vital in vitals if vital.alive]
-    least = min(vital.beats for _, vital in living)
-    behind = [entry for entry in living if entry[1].beats == least]
+    living = [(node, status) for node, statuses in look.items() for status in statuses if status.alive]
+    least = min(status.heartbeats for _, status in living)
+    behind = [entry for entry in living if entry[1].heartbeats == least]
     odd = _odd_ones(behind, stacks)
     if stopped := [entry for entry in living if entry[1].stopped_s >= _STOPPED_S]:
-        (node, vital), how = stopped[0], "is stopped (SIGSTOP, or a debugger)"
+        (node, status), how = stopped[0], "is stopped (SIGSTOP, or a debugger)"
     elif len(living) == 1:
-        (node, vital), how = living[0], "hangs"
+        (node, status), how = living[0], "hangs"
     elif len(odd or behind) < len(living):
-        (node, vital), how = (odd or behind)[0], "hangs while others wait for it"
+        (node, status), how = (odd or behind)[0], "hangs while others wait for it"
     else:
-        (node, vital), how = behind[0], f"hangs, as do all {len(living)} ranks: a collective that does not end"
-    place = f" at {stacks[vital.rank][0]}" if stacks.get(vital.rank) and not stopped else ""
-    waited = max(vital.age_s for _, vital in late)
-    after = f"phase {vital.phase} after iteration {vital.iteration}"
-    return Verdict("rank_hung", f"{how}{place}; no progress for {waited:.0f} s, {after}", node, vital.rank)
+        (node, status), how = behind[0], f"hangs, as do all {len(living)} ranks: a collective that does not end"
+    place = f" at {stacks[status.rank][0]}" if stacks.get(status.rank) and not stopped else ""
+    waited = max(status.age_s for _, status in late)
+    after = f"phase {status.phase} after iteration {status.iteration}"
+    return Verdict("rank_hung", f"{how}{place}; no progress for {waited:.0f} s, {after}", node, status.rank)
 
 
-def _odd_ones(ranks: Sequence[tuple[str, Vital]], stacks: Mapping[int, Sequence[str]]) -> list[tuple[str, Vital]]:
+def _odd_ones(
+    ranks: Sequence[tuple[str, RankStatus]], stacks: Mapping[int, Sequence[str]]
+) -> list[tuple[str, RankStatus]]:
     """The ranks that do not wait; none where that is true of all of them, as it then tells nothing."""
     found = [entry for entry in ranks if (frames := stacks.get(entry[1].rank)) and not waits(frames)]
     return found if len(found) < len(ranks) else []

@@ -71,7 +71,7 @@ def check_quickly(session: Session) -> None:
     others = list(session.nodes) if len(session.nodes) > 1 else []
 
     def ask(node: str, _: Host) -> Answer:
-        return verb(session, node, LOOK_S, "look", "--quick", *(others if node == session.head else ()))
+        return verb(session, node, LOOK_S, "node-report", "--quick", *(others if node == session.head else ()))
 
     looks = session.each(ask)
     images = {node: state.container.image_id for node, state in session.states().items() if state.container}
@@ -85,7 +85,7 @@ def check_quickly(session: Session) -> None:
 
 def _looks(session: Session, up: tuple[str, ...], report: Report) -> dict[str, Answer]:
     def ask(node: str, _: Host) -> Answer:
-        return verb(session, node, LOOK_S, "look")
+        return verb(session, node, LOOK_S, "node-report")
 
     return asked(session, report, up, ask)
 

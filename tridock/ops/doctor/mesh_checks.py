@@ -22,7 +22,7 @@ def meet(session: Session, looks: Answers, report: Report) -> None:
     cluster = session.cluster
     words = [f"{node}={cluster.address_of(node)}" for node in looks]
     try:
-        meeting = verb(session, session.head, _MEET_S, "meet", secrets.token_hex(6), "--", *words)
+        meeting = verb(session, session.head, _MEET_S, "mesh-probe", secrets.token_hex(6), "--", *words)
     except ClusterError as error:
         why = "the head cannot call the other nodes"
         report.findings += [fail("ssh", problem, why) for problem in error.problems]

@@ -42,7 +42,7 @@ def asked(session: Session, report: Report, nodes: Sequence[str], ask: Callable[
 def shown_key(session: Session) -> Callable[[str], str | None]:
     def ask(node: str) -> Any:
         try:
-            return verb(session, node, LOOK_S, "shown-key")["key"]
+            return verb(session, node, LOOK_S, "host-key")["key"]
         except ClusterError:
             return None
 

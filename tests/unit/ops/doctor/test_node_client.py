@@ -14,7 +14,7 @@ from tridock.ops.doctor.report import Report
 from tridock.ops.hosts.session import Session
 from tridock.remote import Completed
 
-USAGE = b"python -m tridock.node: error: argument VERB: invalid choice: 'look' (choose from 'start', 'follow')\n"
+USAGE = b"python -m tridock.node: error: argument VERB: invalid choice: 'node-report' (choose from 'start', 'follow')\n"
 
 
 def session(folder: Path, monkeypatch: pytest.MonkeyPatch, done: Completed) -> Session:
@@ -26,19 +26,19 @@ def session(folder: Path, monkeypatch: pytest.MonkeyPatch, done: Completed) -> S
 def test_an_image_from_before_the_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = session(tmp_path, monkeypatch, Completed(2, b"", USAGE))
     with pytest.raises(ClusterError) as caught:
-        verb(old, "host-1", 1.0, "look", "--quick")
+        verb(old, "host-1", 1.0, "node-report", "--quick")
     assert str(caught.value) == (
-        "host-1: its image is older than this Tridock; got it does not know look; "
+        "host-1: its image is older than this Tridock; got it does not know node-report; "
         f"run make image, then fab up --hosts {tmp_path}/lab"
     )
 
 
 def test_an_answer_is_read_and_a_failure_has_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     well = session(tmp_path, monkeypatch, Completed(0, b'{"key": "SHA256:x"}', b""))
-    assert verb(well, "host-1", 1.0, "shown-key") == {"key": "SHA256:x"}
+    assert verb(well, "host-1", 1.0, "host-key") == {"key": "SHA256:x"}
     ill = session(tmp_path, monkeypatch, Completed(1, b"", b"No such file\n", "docker exec ..."))
     with pytest.raises(ClusterError) as caught:
-        verb(ill, "host-1", 1.0, "look")
+        verb(ill, "host-1", 1.0, "node-report")
     assert str(caught.value) == (
         "host-1: `docker exec ...` failed with exit code 1; got No such file; mend that there, then try again"
     )

@@ -54,6 +54,21 @@ def test_the_links_of_a_page_lead_somewhere(page: str) -> None:
     assert broken == []
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
+def test_the_modules_and_verbs_of_a_page_exist(page: str) -> None:
+    """Of ``python -m tridock.…`` in prose and code blocks."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    verbs = (ROOT / "tridock" / "node" / "__main__.py").read_text(encoding="utf-8")
+    missing = []
+    for module, verb in re.findall(r"-m (tridock[.\w]*\w)(?: ([a-z-]+))?", text):
+        path = ROOT / module.replace(".", "/")
+        if not (path.with_suffix(".py").exists() or (path / "__main__.py").exists()):
+            missing.append(module)
+        if module == "tridock.node" and verb and f'add_parser("{verb}"' not in verbs:
+            missing.append(f"{module} {verb}")
+    assert missing == []
+
+
 def test_the_architecture_page_names_every_room() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     rooms = [path.name + "/" * path.is_dir() for path in (ROOT / "tridock").iterdir() if path.name[0] != "_"]

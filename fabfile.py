@@ -33,7 +33,7 @@ from tridock.ops.runs import launch as launch_
 from tridock.ops.runs import rank_logs, registry
 from tridock.ops.runs import reproduce_remote as reproduce_
 from tridock.ops.runs import triage as triage_
-from tridock.ops.runs.planning_assumptions import told, with_hosts_gpu
+from tridock.ops.runs.prepare import assumptions_for, with_hosts_gpu
 from tridock.ops.runs.reproduce import check_tolerance
 from tridock.ops.sync import command as sync_
 from tridock.report.plan_output import Show, print_plan
@@ -168,7 +168,7 @@ def plan(
     """Know before launching: where each rank goes, its memory, the cost; or why it cannot run."""
     session = _open(hosts, include, exclude)
     path = Path(config or DEFAULT_CONFIG)
-    known = told(session.cluster, gpu or None, None, _number("tflops", tflops), _number("tokens", tokens))
+    known = assumptions_for(session.cluster, gpu or None, None, _number("tflops", tflops), _number("tokens", tokens))
     if known.gpu is None:
         session, failure = session.reachable()
         known = with_hosts_gpu(known, session)
@@ -201,18 +201,18 @@ def launch(
 ) -> None:
     """Run an experiment on the cluster and follow it; Ctrl-C detaches, the run goes on."""
     session = _open(hosts, include, exclude)
-    request = launch_.make_request(session, Path(config or DEFAULT_CONFIG), set or [], force=force)
+    prepared = launch_.prepare_on(session, Path(config or DEFAULT_CONFIG), set or [], force=force)
     if dry_run:
-        _show(launch_.preview(session, request))
+        _show(launch_.preview(session, prepared))
         return
-    request = launch_.on_the_hosts_gpus(session, request)
-    CONSOLE.print(headline(request.assessment))
+    prepared = launch_.on_hosts_gpus(session, prepared)
+    CONSOLE.print(headline(prepared.assessment))
     if not config:
         _say(launch_.bring_demo_data(session))
-    bundle = launch_.launch(session, request, check=check)
+    bundle = launch_.launch(session, prepared, check=check)
     if run_id_file:
         write_atomic(Path(run_id_file), f"{bundle.run_id}\n".encode())
-    plan, nodes = request.plan, len(session.cluster.slots)
+    plan, nodes = prepared.plan, len(session.cluster.slots)
     _say(f"run {bundle.run_id}: {plan.world_size} ranks on {nodes} nodes, {plan.layout}")
     if detach:
         _say(_how_to_return(hosts, bundle.run_id))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tridock.ops.hosts.nodes import up
 from tridock.ops.hosts.session import Session
-from tridock.ops.runs.launch import make_request, preview
+from tridock.ops.runs.launch import prepare_on, preview
 
 CONFIG = Path("configs/demo.yaml")
 SHORT = [
@@ -46,7 +46,7 @@ def seconds_to_first_step(argv: list[str]) -> float:
 
 def by_hand(session: Session) -> list[str]:
     """The command that a user types on the head, in a folder that was prepared beforehand."""
-    request = make_request(session, CONFIG, SHORT)
+    request = prepare_on(session, CONFIG, SHORT)
     bundle = preview(session, request)
     session.hosts[session.head].put_tree(
         bundle.files, f"{session.cluster.project_folder}/runs/{bundle.run_id}", mode=0o644

@@ -54,12 +54,12 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     from rich.console import Console
 
-    from tridock.ops.runs.planning_assumptions import slots_of, told
+    from tridock.ops.runs.prepare import assumptions_for, slots_of
     from tridock.report.plan_output import Show, print_plan
 
     cluster, slots = slots_of(
         arguments.hosts, arguments.include, arguments.exclude, arguments.nodes, arguments.gpus_per_node
     )
-    assumptions = told(cluster, arguments.gpu, arguments.network_gbit, arguments.tflops, arguments.tokens)
+    assumptions = assumptions_for(cluster, arguments.gpu, arguments.network_gbit, arguments.tflops, arguments.tokens)
     show = Show(arguments.search, arguments.json, str(arguments.plot or ""))
     return print_plan(arguments.config, arguments.set, slots, assumptions, Console(highlight=False), show)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from tridock.cli.options import Commands, add_command, add_group, add_set, add_workspace
 
 if TYPE_CHECKING:
-    from tridock.ops.slurm.submit import Wish
+    from tridock.ops.slurm.submit import SubmitOptions
 
 _TEXTS: Final = {
     "partition": "Slurm partition",
@@ -98,8 +98,8 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
     _add_shared_workspace(parser)
 
 
-def _wish(arguments: argparse.Namespace) -> Wish:
-    from tridock.ops.slurm.submit import Wish
+def _submit_options_of(arguments: argparse.Namespace) -> SubmitOptions:
+    from tridock.ops.slurm.submit import SubmitOptions
 
     changes: dict[str, Any] = {
         name: value for name in (*_NUMBERS, *_TEXTS) if (value := getattr(arguments, name)) is not None
@@ -109,7 +109,7 @@ def _wish(arguments: argparse.Namespace) -> Wish:
             changes[field] = getattr(arguments, option)
     if arguments.no_requeue:
         changes["requeue"] = False
-    return Wish(
+    return SubmitOptions(
         arguments.configs,
         arguments.set,
         arguments.sweep,
@@ -121,16 +121,16 @@ def _wish(arguments: argparse.Namespace) -> Wish:
 
 
 def _render(arguments: argparse.Namespace) -> int:
-    from tridock.ops.slurm.submit import shown
+    from tridock.ops.slurm.submit import render_script
 
-    print(shown(_wish(arguments)), end="")
+    print(render_script(_submit_options_of(arguments)), end="")
     return 0
 
 
 def _submit(arguments: argparse.Namespace) -> int:
     from tridock.ops.slurm.submit import submit
 
-    job = submit(_wish(arguments))
+    job = submit(_submit_options_of(arguments))
     print(f"job {job.job_id}")
     for folder in job.folders:
         print(f"run {folder.name}; folder {folder}")
@@ -140,7 +140,7 @@ def _submit(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     from tridock.ops.slurm.submit import run_in_allocation
 
-    run_in_allocation(_wish(arguments))
+    run_in_allocation(_submit_options_of(arguments))
 
 
 def _status(arguments: argparse.Namespace) -> int:

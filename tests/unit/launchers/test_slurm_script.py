@@ -6,11 +6,12 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tridock.experiment import load_experiment
-from tridock.launchers.slurm import Element, Script, make_request, render
+from tridock.launchers.slurm import Script, make_request, render
 from tridock.launchers.slurm.script import program_words
 from tridock.plan import assess
 
@@ -48,7 +49,10 @@ def script(name: str, runs: int = 1, **changes: object) -> Script:
     assessment = assess(experiment, request.slots, config)
     assessment.checked()
     elements = [
-        Element(experiment, assessment, f"{experiment.name}-20260102-030405-{n:04x}") for n in range(1, runs + 1)
+        SimpleNamespace(
+            experiment=experiment, assessment=assessment, run_id=f"{experiment.name}-20260102-030405-{n:04x}"
+        )
+        for n in range(1, runs + 1)
     ]
     return Script(request, elements, "/scratch/me")
 

@@ -12,7 +12,7 @@ import pytest
 from tridock.cluster import load_cluster
 from tridock.errors import RequestError
 from tridock.gpus import GPUS, Gpu
-from tridock.ops.runs.launch import make_request, on_the_hosts_gpus
+from tridock.ops.runs.launch import on_hosts_gpus, prepare_on
 from tridock.ops.runs.local_run import run_here
 
 ROOT = Path(__file__).parents[3]
@@ -29,27 +29,27 @@ def session(folder: Path, gpus: list[Gpu | None], settings: str = "") -> Any:
 
 def test_a_launch_is_refused_where_the_hosts_gpus_are_too_small(tmp_path: Path) -> None:
     asked = session(tmp_path, [V100, V100, SMALL, None])
-    request = make_request(asked, CONFIG)
+    request = prepare_on(asked, CONFIG)
     assert request.assessment.verdict == "fits"  # nobody has said anything yet
     with pytest.raises(RequestError) as caught:
-        on_the_hosts_gpus(asked, request)
+        on_hosts_gpus(asked, request)
     assert str(caught.value) == (
         f"{CONFIG}: a rank of stage 0 needs more memory than the 8.0 GiB of a Small; got 10.0 GiB; "
         "see `tridock plan --search` for layouts that fit, or start it all the same with --force"
     )
-    forced = on_the_hosts_gpus(asked, replace(request, force=True))
+    forced = on_hosts_gpus(asked, replace(request, force=True))
     assert forced.assessment.verdict == "no-fit"
 
 
 @pytest.mark.parametrize(("gpus", "verdict"), [([V100] * 4, "tight"), ([None] * 4, "fits")])
 def test_what_the_hosts_say_is_the_plan(tmp_path: Path, gpus: list[Gpu | None], verdict: str) -> None:
     asked = session(tmp_path, gpus)
-    assert on_the_hosts_gpus(asked, make_request(asked, CONFIG)).assessment.verdict == verdict
+    assert on_hosts_gpus(asked, prepare_on(asked, CONFIG)).assessment.verdict == verdict
 
 
 def test_what_the_settings_say_wins(tmp_path: Path) -> None:
     asked = session(tmp_path, [SMALL] * 4, "gpu: v100-32gb\n")
-    assert on_the_hosts_gpus(asked, make_request(asked, CONFIG)).assessment.verdict == "fits"
+    assert on_hosts_gpus(asked, prepare_on(asked, CONFIG)).assessment.verdict == "fits"
 
 
 def test_a_run_here_is_planned_on_this_machines_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

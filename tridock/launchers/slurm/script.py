@@ -6,7 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from tridock.contracts import run_folder
 from tridock.engines import rank_program
@@ -23,17 +23,22 @@ PROGRAM: Final = "program"
 _NUMBER = {True: "%A_%a", False: "%j"}
 
 
-@dataclass(frozen=True, slots=True)
-class Element:
+class Element(Protocol):
     """One run: of a job, or of one task of a job array."""
 
-    experiment: Experiment
-    assessment: Assessment
-    run_id: str
+    @property
+    def experiment(self) -> Experiment: ...
+    @property
+    def assessment(self) -> Assessment: ...
+    @property
+    def run_id(self) -> str: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Script:
+E = TypeVar("E", bound=Element, covariant=True)
+
+
+@dataclass(frozen=True)
+class Script(Generic[E]):
     """A job's runs and how each is started.
 
     ``workspace`` is the folder that holds ``data/`` and ``runs/``, the same on every node. ``source`` are the words
@@ -41,7 +46,7 @@ class Script:
     """
 
     request: Request
-    elements: Sequence[Element]
+    elements: Sequence[E]
     workspace: str
     source: Sequence[str] = ()
     in_allocation: bool = False
@@ -52,11 +57,11 @@ class Script:
         return len(self.elements) > 1
 
     @property
-    def first(self) -> Element:
+    def first(self) -> E:
         return self.elements[0]
 
 
-def render(script: Script) -> str:
+def render(script: Script[Any]) -> str:
     """The script's text."""
     blocks = [
         "\n".join(_head(script)),
@@ -68,7 +73,7 @@ def render(script: Script) -> str:
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 
-def program_words(script: Script, element: Element) -> tuple[str, ...]:
+def program_words(script: Script[Any], element: Element) -> tuple[str, ...]:
     """Module and arguments of the element's ranks, as the launcher is to get them."""
     plan = element.assessment.laid_out
     path = f"{script.workspace}/runs/{element.run_id}"
@@ -77,7 +82,7 @@ def program_words(script: Script, element: Element) -> tuple[str, ...]:
     return tuple(map(RANK_LAUNCHERS[script.request.launcher].quote, words))
 
 
-def _head(script: Script) -> Iterator[str]:
+def _head(script: Script[Any]) -> Iterator[str]:
     request, plan = script.request, script.first.assessment.laid_out
     name = script.first.experiment.name
     runs = f"{len(script.elements)} runs, each of " if script.is_array else ""
@@ -89,7 +94,7 @@ def _head(script: Script) -> Iterator[str]:
         yield from (f"#SBATCH {option}" for option in request.sbatch)
 
 
-def _options(script: Script, name: str) -> Iterator[str]:
+def _options(script: Script[Any], name: str) -> Iterator[str]:
     request = script.request
     tasks = tasks_per_node(request)
     yield f"job-name={name}"
@@ -118,7 +123,7 @@ def _options(script: Script, name: str) -> Iterator[str]:
     yield f"output={_output(script)}"
 
 
-def _output(script: Script) -> str:
+def _output(script: Script[Any]) -> str:
     if script.source:  # the run's folder is made by the job itself
         return f"slurm-{_NUMBER[script.is_array]}.out"
     folder = f"{script.workspace}/runs"
@@ -127,14 +132,14 @@ def _output(script: Script) -> str:
     return f"{folder}/{script.first.run_id}/logs/slurm-{_NUMBER[False]}.out"
 
 
-def _shell(script: Script) -> Iterator[str]:
+def _shell(script: Script[Any]) -> Iterator[str]:
     yield "set -Eeuo pipefail"
     if not script.in_allocation and script.request.signal_lead:
         yield "trap '' USR1  # the supervisor answers it"
     yield from script.request.setup
 
 
-def _which_run(script: Script) -> Iterator[str]:
+def _which_run(script: Script[Any]) -> Iterator[str]:
     yield f"WORKSPACE={shlex.quote(script.workspace)}"
     if not script.is_array:
         yield f'RUN="$WORKSPACE/runs/{script.first.run_id}"'
@@ -155,7 +160,7 @@ def _meeting(request: Request) -> Iterator[str]:
     yield f"""printf '%s slots={request.gpus_per_node}\\n' "${{nodes[@]}}" >"$RUN/{run_folder.HOSTFILE}\""""
 
 
-def _launch(script: Script) -> Iterator[str]:
+def _launch(script: Script[Any]) -> Iterator[str]:
     request = script.request
     if script.is_array:
         program = ['"${program[@]}"']
@@ -178,7 +183,7 @@ def _launch(script: Script) -> Iterator[str]:
     yield " \\\n  ".join(rendered)
 
 
-def _quoted(word: str, script: Script) -> str:
+def _quoted(word: str, script: Script[Any]) -> str:
     """A word of the program as bash's; what lies in the run's folder or the workspace is said so."""
     run = f"{script.workspace}/runs/{script.first.run_id}"
     for folder, variable in ((run, "RUN"), (script.workspace, "WORKSPACE")):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from tridock.errors import ClusterError, Problem, TridockError
-from tridock.experiment import Experiment, load_experiment
+from tridock.experiment import Experiment
 from tridock.ops.doctor.allreduce import reduce_all
 from tridock.ops.doctor.consistency_checks import code_findings, image_findings
 from tridock.ops.doctor.device_checks import device_findings, leftover_findings
@@ -21,10 +21,10 @@ from tridock.ops.doctor.node_client import LOOK_S, asked, shown_key, verb
 from tridock.ops.doctor.report import Report
 from tridock.ops.doctor.ssh_checks import path_findings
 from tridock.ops.hosts.session import Session
-from tridock.ops.runs.planning_assumptions import told
 from tridock.ops.runs.preflight import check_nodes
+from tridock.ops.runs.prepare import assumptions_for, prepare
 from tridock.ops.runs.registry import list_runs
-from tridock.plan import Plan, assess
+from tridock.plan import Plan
 from tridock.remote import Host
 
 # What the all-reduce rests on: where one of these fails it would only say the same, after a long wait.
@@ -111,9 +111,9 @@ def _compare(session: Session, looks: Answers, report: Report) -> None:
 
 
 def _planned(session: Session, request: Request) -> tuple[Experiment, Plan]:
-    experiment = load_experiment(request.config, request.overrides)
-    assessment = assess(experiment, session.cluster.slots, str(request.config), told(session.cluster))
-    return experiment, assessment.checked(force=True)
+    cluster = session.cluster
+    prepared = prepare(request.config, cluster.slots, assumptions_for(cluster), request.overrides, force=True)
+    return prepared.experiment, prepared.plan
 
 
 def _data(session: Session, config: Path, experiment: Experiment, plan: Plan, report: Report) -> None:

@@ -1,4 +1,4 @@
-"""A launch: experiment and cluster to a run that goes on at the head, on its own, until it ends."""
+"""``fab launch``: from an experiment and a cluster to a run on its nodes."""
 
 from __future__ import annotations
 
@@ -6,22 +6,20 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from tridock.command import Command
 from tridock.contracts import run_folder
 from tridock.errors import TridockError
-from tridock.experiment import Experiment, load_experiment
-from tridock.launchers import RunBundle, RunRequest, Ssh, default_port, make_bundle
+from tridock.launchers import RunBundle, Ssh, default_port
 from tridock.ops.doctor import check_quickly
 from tridock.ops.hosts.nodes import ensure_up
 from tridock.ops.hosts.session import Session
-from tridock.ops.runs.planning_assumptions import told, with_hosts_gpu
 from tridock.ops.runs.preflight import check_nodes
-from tridock.ops.runs.provenance import Approve, origin
+from tridock.ops.runs.prepare import Prepared, assumptions_for, prepare, with_hosts_gpu
+from tridock.ops.runs.provenance import Approve
 from tridock.ops.sync import choose, sync
-from tridock.plan import Assessment, Plan, assess
 from tridock.remote import Host, LocalHost
 
 _TIMEOUT_S = 60.0
@@ -29,45 +27,21 @@ DEFAULT_CONFIG = "configs/demo.yaml"
 DEMO_DATA = "data/demo"
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What the user asked to run, already checked against the cluster: nothing has been contacted."""
-
-    config: Path
-    experiment: Experiment
-    assessment: Assessment
-    run_id: str
-    force: bool = False
-    """Start although the plan says that it does not fit."""
-
-    @property
-    def plan(self) -> Plan:
-        return self.assessment.laid_out
+def prepare_on(session: Session, config: Path, overrides: Sequence[str] = (), *, force: bool = False) -> Prepared:
+    """The experiment on the cluster's slots, as the settings describe them. Contacts no host."""
+    cluster = session.cluster
+    return prepare(config, cluster.slots, assumptions_for(cluster), overrides, force=force)
 
 
-def make_request(session: Session, config: Path, overrides: Sequence[str] = (), *, force: bool = False) -> Request:
-    """Reads and checks the experiment on the cluster's slots; every problem in one :class:`RequestError`."""
-    experiment = load_experiment(config, overrides)
-    assessment = assess(experiment, session.cluster.slots, str(config), told(session.cluster))
-    assessment.checked(force=force)
-    return Request(config, experiment, assessment, run_folder.new_run_id(experiment.name), force)
+def on_hosts_gpus(session: Session, prepared: Prepared) -> Prepared:
+    """The same on the hosts' own GPUs, where the settings name none. Contacts the hosts."""
+    return prepared.replanned(with_hosts_gpu(prepared.assessment.assumptions, session))
 
 
-def on_the_hosts_gpus(session: Session, request: Request) -> Request:
-    """The request once more, planned on the hosts' own GPUs where nobody named them. Contacts the hosts.
-
-    Raises :class:`RequestError` where the experiment does not fit those.
-    """
-    known = with_hosts_gpu(request.assessment.assumptions, session)
-    assessment = assess(request.experiment, session.cluster.slots, str(request.config), known)
-    assessment.checked(force=request.force)
-    return replace(request, assessment=assessment)
-
-
-def preview(session: Session, request: Request) -> RunBundle:
+def preview(session: Session, prepared: Prepared) -> RunBundle:
     """The run as it would start, from what is known without contacting a host."""
-    port = request.experiment.launch.master_port or default_port(request.run_id)
-    return _bundle(session, request, port, _manifest(session, None))
+    port = prepared.experiment.launch.master_port or default_port(prepared.run_id)
+    return _bundle(session, prepared, port, image_id=None)
 
 
 def bring_demo_data(session: Session) -> str:
@@ -94,7 +68,7 @@ def bring_demo_data(session: Session) -> str:
 
 def launch(
     session: Session,
-    request: Request,
+    prepared: Prepared,
     *,
     check: bool = True,
     approve: Approve | None = None,
@@ -107,17 +81,17 @@ def launch(
     image_id = ensure_up(session)
     if check:
         check_quickly(session)
-    found = check_nodes(session, request.config, request.experiment, request.plan)
-    manifest = {**_manifest(session, image_id), "image_manifest": found.image_manifest}
-    bundle = _bundle(session, request, found.port, {**manifest, **found.data})
+    found = check_nodes(session, prepared.config, prepared.experiment, prepared.plan)
+    prepared = replace(prepared, data=found.data)
+    bundle = _bundle(session, prepared, found.port, image_id=image_id, image_manifest=found.image_manifest)
     if approve is not None:
         approve(*(json.loads(bundle.files[name]) for name in (run_folder.MANIFEST, run_folder.PLAN)))
 
     def put(node: str, host: Host) -> None:
-        host.put_tree(bundle.files, f"{session.workspace(node)}/runs/{request.run_id}", mode=0o644)
+        host.put_tree(bundle.files, f"{session.workspace(node)}/runs/{bundle.run_id}", mode=0o644)
 
     def forget(node: str, host: Host) -> None:
-        host.run(Command.of("rm", "-rf", f"{session.workspace(node)}/runs/{request.run_id}"), timeout=_TIMEOUT_S)
+        host.run(Command.of("rm", "-rf", f"{session.workspace(node)}/runs/{bundle.run_id}"), timeout=_TIMEOUT_S)
 
     try:
         session.each(put)
@@ -130,26 +104,13 @@ def launch(
     return bundle
 
 
-def _bundle(session: Session, request: Request, port: int, manifest: dict[str, object]) -> RunBundle:
-    about = RunRequest(
-        request.experiment,
-        request.assessment,
-        session.cluster.slots,
-        run_id=request.run_id,
-        master_addr=session.cluster.address_of(session.head),
+def _bundle(session: Session, prepared: Prepared, port: int, **image: object) -> RunBundle:
+    cluster = session.cluster
+    about = {"cluster": cluster.name, "hostfile": cluster.hostfile.render(), "image": cluster.settings.image}
+    return prepared.bundle(
+        Ssh(),
         master_port=port,
-        spares=session.cluster.spares,
-        manifest={**manifest, "config": str(request.config), "seed": request.experiment.train.seed},
+        manifest=prepared.manifest(cluster.project_folder, **about, **image),
+        master_addr=cluster.address_of(session.head),
+        spares=cluster.spares,
     )
-    return make_bundle(about, Ssh())
-
-
-def _manifest(session: Session, image_id: str | None) -> dict[str, object]:
-    """Where the run comes from."""
-    return {
-        **origin(session.cluster.project_folder),
-        "cluster": session.cluster.name,
-        "hostfile": session.cluster.hostfile.render(),
-        "image": session.cluster.settings.image,
-        "image_id": image_id,
-    }

@@ -7,30 +7,28 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tridock.contracts import run_folder
 from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError
-from tridock.experiment import Experiment, dump_experiment, load_experiment
-from tridock.gpus import Gpu
-from tridock.launchers import Local, RunBundle, RunRequest, default_port, make_bundle
-from tridock.ops.hosts.facts import smallest_gpu
+from tridock.experiment import dump_experiment
+from tridock.launchers import Local, RunBundle, default_port
 from tridock.ops.runs import rendezvous
 from tridock.ops.runs.failed_run import RunFailedError, failed, failure_in_words, rank_to_look_at
-from tridock.ops.runs.preflight import data_files, fingerprints, mismatches, preflight_words
-from tridock.ops.runs.provenance import Approve, machine, origin, packages
-from tridock.plan import Assumptions, Plan, assess
+from tridock.ops.runs.prepare import Prepared, prepare
+from tridock.ops.runs.provenance import Approve, image_manifest, machine, packages
+from tridock.ops.runs.this_machine import CODE_FOLDER, default_ranks, gpu_here, node_argv, node_environment
+from tridock.plan import Assumptions, Plan
 from tridock.triage import facts_of
 
 HERE = "localhost"
-_MEETING_PORT = 29500
+_RENDEZVOUS_PORT = 29500
 _GRACE_S = 10.0
 _FIRST_RANK_S = 120
 """A signal may come before the ranks have."""
@@ -93,37 +91,33 @@ def run_here(
     if nproc is not None and nproc < 1:
         raise RequestError(Problem("--nproc", "must be at least 1", str(nproc), "give the number of ranks"))
     place.check()
-    experiment = load_experiment(config, overrides)
+    ranks = nproc or default_ranks()
+    slots = {name: range(ranks) for name in _names(place)}
+    prepared = prepare(config, slots, Assumptions(gpu=gpu_here()), overrides, force=force)
+    experiment = prepared.experiment
     if place.nnodes > 1 and experiment.restart.max:
         what, todo = "cannot be for nodes that are each started by hand", "set it to 0, or start them with fab launch"
         raise RequestError(Problem(f"{config}: restart.max", what, str(experiment.restart.max), todo))
-    ranks = nproc or _default_ranks()
-    slots = {name: range(ranks) for name in _names(place)}
-    assessment = assess(experiment, slots, str(config), Assumptions(gpu=gpu_here()))
-    plan = assessment.checked(force=force)
-    data = check_files(config, experiment, plan, workspace)
-    run_id = run_folder.new_run_id(experiment.name)
-    port = experiment.launch.master_port or (default_port(run_id) if place.nnodes == 1 else _MEETING_PORT)
-    if place.nnodes > 1:
-        run_id = _meet(place, port, ranks, experiment, run_id)
-    request = RunRequest(
-        experiment,
-        assessment,
-        slots,
-        run_id=run_id,
-        master_addr=place.master_addr or "127.0.0.1",
+    prepared = prepared.with_files_of(workspace)
+    alone = place.nnodes == 1
+    port = experiment.launch.master_port or (default_port(prepared.run_id) if alone else _RENDEZVOUS_PORT)
+    if not alone:
+        prepared = replace(prepared, run_id=_agree(place, port, ranks, prepared))
+    run_id = prepared.run_id
+    bundle = prepared.bundle(
+        Local(place.node_rank),
         master_port=port,
-        manifest={**_manifest(config, experiment, ranks), **data},
+        manifest=_manifest(prepared, ranks),
+        master_addr=place.master_addr or "127.0.0.1",
         workspace=str(workspace),
     )
-    bundle = make_bundle(request, Local(place.node_rank))
     if approve is not None:
         approve(*(json.loads(bundle.files[name]) for name in (run_folder.MANIFEST, run_folder.PLAN)))
     folder = workspace / "runs" / run_id
     _write(folder, bundle, place)
     if run_id_file is not None:
         run_folder.write_atomic(run_id_file, f"{run_id}\n".encode())
-    _announce(folder, plan, place)
+    _announce(folder, prepared.plan, place)
     if place.node_rank:
         return Ended(folder, _join(folder, ranks, place.node_rank))
     code = start_and_follow(folder, ranks)
@@ -132,38 +126,17 @@ def run_here(
     return Ended(folder, code)
 
 
-def check_files(
-    config: Path, experiment: Experiment, plan: Plan, workspace: Path
-) -> Mapping[str, Mapping[str, object]]:
-    """As for a cluster, before any rank starts; returns the data's fingerprints for the manifest."""
-    words = preflight_words(experiment, head=True)
-    env = node_environment(1)
-    done = subprocess.run([*node_verb(), *words], env=env, cwd=workspace, capture_output=True, check=True)
-    answer = json.loads(done.stdout)
-    maker = "docs/torch.md" if experiment.model.is_vision else "tridock data"
-    todo = f"bring it into {workspace}, or make it: {maker}"
-    problems = [
-        Problem(f"{config}: {field}", "is not on this machine", name, todo)
-        for name, field in data_files(experiment).items()
-        if answer["files"][name] is None
-    ]
-    problems += mismatches(config, experiment, plan, answer)
-    if problems:
-        raise RequestError(problems)
-    return fingerprints(experiment, answer)
-
-
 def _names(place: Place) -> tuple[str, ...]:
     return (HERE,) if place.nnodes == 1 else tuple(f"node-{rank}" for rank in range(place.nnodes))
 
 
-def _meet(place: Place, port: int, ranks: int, experiment: Experiment, run_id: str) -> str:
-    """The run's id, once every node has come and is about to run the same."""
-    digest = hashlib.sha256(dump_experiment(experiment).encode()).hexdigest()
+def _agree(place: Place, port: int, ranks: int, prepared: Prepared) -> str:
+    """The run's id, once every node has joined and is about to run the same."""
+    digest = hashlib.sha256(dump_experiment(prepared.experiment).encode()).hexdigest()
     terms = rendezvous.Terms(place.node_rank, place.nnodes, ranks, digest)
     if place.node_rank == 0:
-        rendezvous.lead(port, terms, run_id, print)
-        return run_id
+        rendezvous.lead(port, terms, prepared.run_id, print)
+        return prepared.run_id
     assert place.master_addr is not None
     return rendezvous.follow(place.master_addr, port, terms, print)
 
@@ -191,11 +164,11 @@ def start_and_follow(folder: Path, ranks: int, *, again: bool = False, patience_
     words = ["--again", "--patience", str(patience_s)] if again else []
     try:
         # Each in a session of its own: Ctrl-C at the terminal is ours to answer, from here on.
-        start = [*node_verb(), "start", str(folder), *words]
+        start = [*node_argv(), "start", str(folder), *words]
         if code := subprocess.run(start, env=env, start_new_session=True, check=False).returncode:
             return code
         with _handing_on(folder, env):
-            follow = [*node_verb(), "follow", str(folder), "--offset", str(offset)]
+            follow = [*node_argv(), "follow", str(folder), "--offset", str(offset)]
             done = subprocess.run(follow, env=env, start_new_session=True, preexec_fn=_unimpressed, check=False)
             code = done.returncode
     except KeyboardInterrupt:
@@ -221,7 +194,7 @@ def triage_here(folder: Path) -> RunFailedError:
 
 def _why(folder: Path, code: int | None, env: Mapping[str, str]) -> RunFailedError:
     """As for a cluster, of what lies here."""
-    done = subprocess.run([*node_verb(), "evidence", str(folder)], env=env, capture_output=True, check=True)
+    done = subprocess.run([*node_argv(), "evidence", str(folder)], env=env, capture_output=True, check=True)
     answer = json.loads(done.stdout)
     ranks = (answer.get("plan") or {}).get("ranks") or [{"node": HERE}]
     head = str(ranks[0]["node"])
@@ -251,7 +224,7 @@ def _handing_on(folder: Path, env: Mapping[str, str]) -> Iterator[None]:
     """A scheduler's signal is for the ranks of this node: they save, and their end is waited for."""
 
     def hand_on(_number: int, _frame: object) -> None:
-        words = [*node_verb(), "save", str(folder), "--patience", str(_FIRST_RANK_S)]
+        words = [*node_argv(), "save", str(folder), "--patience", str(_FIRST_RANK_S)]
         subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL)
 
     previous = {number: signal.signal(number, hand_on) for number in _SCHEDULERS}
@@ -273,63 +246,19 @@ def _interrupted(folder: Path, env: Mapping[str, str]) -> int:
     words = ["stop", folder.name, "--workspace", str(folder.parent.parent)]
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # an impatient second Ctrl-C would leave ranks behind
     try:
-        subprocess.run([*node_verb(), *words], env=env, stdout=subprocess.DEVNULL, check=False)
+        subprocess.run([*node_argv(), *words], env=env, stdout=subprocess.DEVNULL, check=False)
     finally:
         signal.signal(signal.SIGINT, previous)
     return EXIT_INTERRUPTED
 
 
-def node_verb() -> list[str]:
-    """What a verb of ``tridock.node`` stands after."""
-    return [sys.executable, "-P", "-m", "tridock.node"]
-
-
-def node_environment(ranks: int) -> dict[str, str]:
-    """What runs on this machine starts with; ``ranks`` share its cores."""
-    # The ranks import this package and DeepSpeed's launcher from the environment that this process runs in.
-    return {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
-        # Ranks that each take all cores slow each other down.
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks))),
-        "PYTHONPATH": ":".join(filter(None, [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")])),
-    }
-
-
-def _default_ranks() -> int:
-    """A rank a GPU, or two on a machine without: enough for every code path that needs company."""
-    return len(_nvidia_smi("--list-gpus")) or 2
-
-
-def gpu_here() -> Gpu | None:
-    """Of this machine's GPUs the one with the least memory."""
-    return smallest_gpu(_nvidia_smi("--query-gpu=memory.total,name", "--format=csv,noheader,nounits"))
-
-
-def _nvidia_smi(*words: str) -> list[str]:
-    """The lines that it prints; none on a machine without GPUs."""
-    try:
-        done = subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return []
-    return done.stdout.splitlines() if done.returncode == 0 else []
-
-
-def image_manifest() -> object:
-    """What is in the image that this machine is a container of; None where it is none."""
-    path = Path(run_folder.CODE) / "manifest.json"
-    return json.loads(path.read_text()) if path.is_file() else None
-
-
-def _manifest(config: Path, experiment: Experiment, ranks: int) -> dict[str, object]:
+def _manifest(prepared: Prepared, ranks: int) -> dict[str, object]:
     image = image_manifest()
-    return {
-        **origin(Path(__file__).parents[3]),
-        "python": sys.version.split()[0],
-        "image_manifest": image,
-        "packages": packages() if image is None else None,
+    return prepared.manifest(
+        CODE_FOLDER,
+        python=sys.version.split()[0],
+        image_manifest=image,
+        packages=packages() if image is None else None,
         # How sums are split over threads decides about their last bits.
-        "machine": {**machine(), "threads_per_rank": node_environment(ranks)["OMP_NUM_THREADS"]},
-        "config": str(config),
-        "seed": experiment.train.seed,
-    }
+        machine={**machine(), "threads_per_rank": node_environment(ranks)["OMP_NUM_THREADS"]},
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from tridock.contracts import run_folder
 from tridock.errors import ClusterError, Problem, RequestError
 from tridock.experiment import Experiment
 from tridock.experiment.inputs import IMAGE_SUFFIXES, checkpoint_problems, data_problems
+from tridock.ops.runs.this_machine import node_argv, node_environment
 from tridock.plan import Plan
 
 if TYPE_CHECKING:  # a run on one machine needs no ssh: its image is without the packages for it
@@ -42,8 +44,8 @@ def check_nodes(session: Session, config: Path, experiment: Experiment, plan: Pl
     head = session.head
 
     def ask(node: str, _: Host) -> Answer:
-        words = preflight_words(experiment, head=node == head)
-        answer: Answer = json.loads(session.node_verb(node, *words, timeout=_TIMEOUT_S).checked(node).stdout)
+        argv = preflight_argv(experiment, head=node == head)
+        answer: Answer = json.loads(session.node_verb(node, *argv, timeout=_TIMEOUT_S).checked(node).stdout)
         return answer
 
     answers = session.each(ask)
@@ -55,14 +57,34 @@ def check_nodes(session: Session, config: Path, experiment: Experiment, plan: Pl
     return _passed(head, config, experiment, answers[head])
 
 
-def preflight_words(experiment: Experiment, *, head: bool) -> tuple[str, ...]:
-    """The words of ``tridock.node`` that ask for what an experiment needs to know; more of the head."""
-    words = ["preflight"]
+def check_files(
+    config: Path, experiment: Experiment, plan: Plan, workspace: Path
+) -> Mapping[str, Mapping[str, object]]:
+    """As :func:`check_nodes` for the files of this machine, without a port; returns the data's fingerprints."""
+    argv = [*node_argv(), *preflight_argv(experiment, head=True)]
+    done = subprocess.run(argv, env=node_environment(1), cwd=workspace, capture_output=True, check=True)
+    answer = json.loads(done.stdout)
+    maker = "docs/torch.md" if experiment.model.is_vision else "tridock data"
+    todo = f"bring it into {workspace}, or make it: {maker}"
+    problems = [
+        Problem(f"{config}: {field}", "is not on this machine", name, todo)
+        for name, field in data_files(experiment).items()
+        if answer["files"][name] is None
+    ]
+    problems += mismatches(config, experiment, plan, answer)
+    if problems:
+        raise RequestError(problems)
+    return fingerprints(experiment, answer)
+
+
+def preflight_argv(experiment: Experiment, *, head: bool) -> tuple[str, ...]:
+    """The arguments of ``tridock.node`` that ask a node for what the experiment needs; more of the head."""
+    argv = ["preflight"]
     if head:
         port = experiment.launch.master_port
-        words += ["--head", *(() if port is None else ("--port", str(port)))]
-        words += [word for name in _read(experiment).values() for word in ("--read", name)]
-    return (*words, "--", *data_files(experiment))
+        argv += ["--head", *(() if port is None else ("--port", str(port)))]
+        argv += [word for name in _read(experiment).values() for word in ("--read", name)]
+    return (*argv, "--", *data_files(experiment))
 
 
 def _read(experiment: Experiment) -> dict[str, str]:
@@ -108,11 +130,11 @@ def _differences(
             if missing:
                 yield Problem(where, f"is not on node {node}", ", ".join(missing), todo)
             elif other:
-                got = ", ".join(_shown(name, there[name]) for name in other)
+                got = ", ".join(_label(name, there[name]) for name in other)
                 yield Problem(where, f"has another content on node {node} than on the head", got, todo)
 
 
-def _shown(name: str, found: Mapping[str, Any]) -> str:
+def _label(name: str, found: Mapping[str, Any]) -> str:
     return f"{found['sha256']}  {name}" if found["sha256"] is not None else f"{found['bytes']} bytes  {name}"
 
 
@@ -130,21 +152,21 @@ def fingerprints(experiment: Experiment, answer: Answer) -> dict[str, dict[str, 
     """
     files = {name: found for name, found in answer["files"].items() if found is not None}
     prefix = experiment.data.data_path
-    told = answer["read"].get(f"{prefix}.json")
-    told = told if isinstance(told, Mapping) else {}
+    found = answer["read"].get(f"{prefix}.json")
+    manifest = found if isinstance(found, Mapping) else {}
     return {
         "data_sha256": {name: found["sha256"] for name, found in files.items() if found["sha256"] is not None},
         "data_bytes": {name: found["bytes"] for name, found in files.items()},
         "data_sha256_by_manifest": {
-            f"{prefix}.{kind}": told[f"{kind}_sha256"] for kind in ("bin", "idx") if told.get(f"{kind}_sha256")
+            f"{prefix}.{kind}": manifest[f"{kind}_sha256"] for kind in ("bin", "idx") if manifest.get(f"{kind}_sha256")
         },
     }
 
 
 def _port_problem(head: str, config: Path, wanted: int | None, text: str) -> Problem:
-    told = Problem.parse(text)
-    assert told is not None
+    problem = Problem.parse(text)
+    assert problem is not None
     if wanted is None:
-        return Problem(f"{head}: {told.where}", told.what, told.got, told.todo)
-    what = f"{told.where} {told.what} on {head}"
-    return Problem(f"{config}: launch.master_port", what, told.got, "change it or leave it out")
+        return Problem(f"{head}: {problem.where}", problem.what, problem.got, problem.todo)
+    what = f"{problem.where} {problem.what} on {head}"
+    return Problem(f"{config}: launch.master_port", what, problem.got, "change it or leave it out")

@@ -1,7 +1,8 @@
-"""Where a run comes from: the code's version and commit, for its manifest."""
+"""Where a run comes from, for its manifest: code, packages, image, machine."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
@@ -13,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from tridock import __version__
+from tridock.contracts.run_folder import CODE
 
 Approve = Callable[[Mapping[str, Any], Mapping[str, Any]], None]
 """Looks at the manifest and the plan of a run that is about to start, and may raise."""
 
 
-def origin(folder: Path) -> dict[str, object]:
-    """What a manifest begins with; ``folder`` is the repository, or None is known of the commit."""
+def provenance(folder: Path) -> dict[str, object]:
+    """Tridock's version, the time, and the commit of the repository ``folder`` where git knows one."""
     commit, changes = _git(folder, "rev-parse", "HEAD"), _git(folder, "status", "--porcelain")
     return {
         "tridock": __version__,
@@ -30,12 +32,18 @@ def origin(folder: Path) -> dict[str, object]:
 
 
 def packages() -> dict[str, str]:
-    """Of an environment that is no image: the versions that decide about a run's numbers."""
+    """The installed versions of the packages that a run's numbers depend on."""
     found = {}
     for name in ("torch", "deepspeed", "megatron-core", "numpy"):
         with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
+
+
+def image_manifest() -> object:
+    """The versions in the image that this machine is a container of; None where it is none."""
+    path = Path(CODE) / "manifest.json"
+    return json.loads(path.read_text()) if path.is_file() else None
 
 
 def machine() -> dict[str, object]:
@@ -44,7 +52,7 @@ def machine() -> dict[str, object]:
 
 
 def _processor() -> str:
-    """The processor's name; its architecture where it tells none."""
+    """The processor's name, else its architecture."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
             if line.startswith("model name"):

@@ -14,7 +14,8 @@ from tridock.contracts.supervision import Supervision
 from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment, load_experiment
 from tridock.gpus import find_gpu
-from tridock.launchers import LAUNCHERS, RunBundle, RunRequest, make_bundle
+from tridock.launchers import LAUNCHERS, RunBundle
+from tridock.ops.runs.prepare import Prepared
 from tridock.plan import Assessment, Assumptions, assess
 from tridock.plan.fewer import fewer_replicas, other_layout
 
@@ -185,18 +186,15 @@ def _with_fewer(run: Run, after: Slots, lost: Sequence[str], anew: bool) -> Asse
 
 def _bundle(run: Run, assessment: Assessment) -> RunBundle:
     slots, supervision = _slots_of(assessment.laid_out.document()), run.supervision
-    request = RunRequest(
-        assessment.experiment,
-        assessment,
-        slots,
-        run_id=run.folder.name,
-        master_addr=supervision.master_addr,
+    prepared = Prepared(run.folder, assessment.experiment, assessment, slots, run.folder.name)
+    return prepared.bundle(
+        LAUNCHERS[supervision.launcher](),
         master_port=supervision.master_port,
         manifest=run.manifest,
+        master_addr=supervision.master_addr,
         workspace=str(run.folder.parent.parent),
         spares={node: numbers for node, numbers in supervision.spares.items() if node not in slots},
     )
-    return make_bundle(request, LAUNCHERS[supervision.launcher]())
 
 
 def _words(run: Run, before: Slots, assessment: Assessment, places: Mapping[str, str], lost: Sequence[str]) -> str:

@@ -31,9 +31,9 @@ def original_of(session: Session, run_id: str | None, home: Path) -> Path:
 def start(session: Session, run: Path, tell: Tell, *, force: bool = False) -> tuple[RunBundle, Gate]:
     """Starts it again; raises :class:`RequestError` before that where the data differs or the cluster does not fit."""
     gate = Gate(read_original(run), tell, force)
-    request = launch_.make_request(session, gate.original.experiment, force=force)
-    request = launch_.on_the_hosts_gpus(session, request)
-    return launch_.launch(session, request, approve=gate.pass_through), gate
+    prepared = launch_.prepare_on(session, gate.original.experiment, force=force)
+    prepared = launch_.on_hosts_gpus(session, prepared)
+    return launch_.launch(session, prepared, approve=gate.pass_through), gate
 
 
 def finish(session: Session, run: Run, gate: Gate, home: Path, tolerance: float | None) -> Outcome:

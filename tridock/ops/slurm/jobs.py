@@ -14,7 +14,7 @@ from typing import IO, Any, Final
 from tridock.contracts import run_folder
 from tridock.contracts.run_state import RunState
 from tridock.errors import Problem, RequestError, RunError
-from tridock.ops.runs.local_run import node_environment, node_verb
+from tridock.ops.runs.this_machine import node_argv, node_environment
 from tridock.ops.slurm import scheduler
 
 _POLL_S: Final = 0.5
@@ -59,7 +59,7 @@ def find(workspace: Path, name: str | None) -> Submitted:
 def table(workspace: Path) -> list[dict[str, Any]]:
     """A row a run: what the queue says of its job, and how far it is."""
     queue = scheduler.jobs()
-    words = [*node_verb(), "runs", "--workspace", str(workspace.absolute())]
+    words = [*node_argv(), "runs", "--workspace", str(workspace.absolute())]
     done = subprocess.run(words, env=node_environment(1), capture_output=True, check=True)
     progress = {run["run_id"]: run for run in json.loads(done.stdout)}
     return [_row(run, queue, progress.get(run.folder.name, {})) for run in submitted(workspace)]

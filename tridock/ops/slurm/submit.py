@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,21 +15,21 @@ from typing import NoReturn
 
 from tridock.contracts import run_folder
 from tridock.errors import Problem, RequestError
-from tridock.experiment import dump_experiment, load_experiment
+from tridock.experiment import dump_experiment
 from tridock.gpus import find_gpu
-from tridock.launchers.slurm import Element, Request, Script, make_request, render
+from tridock.launchers.slurm import Request, Script, make_request, render
 from tridock.launchers.slurm.script import PROGRAM, program_words
-from tridock.ops.runs.local_run import check_files
+from tridock.ops.runs.prepare import Prepared, prepare
 from tridock.ops.slurm import scheduler
 from tridock.ops.slurm.site import Group, gpu_of, parse_sinfo, site_problems
-from tridock.plan import Assumptions, assess
+from tridock.plan import Assumptions
 from tridock.strict_yaml import parse_value, read_text
 
 _PLAIN_PATH = re.compile(r"/[\w./@+=,-]*")
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class SubmitOptions:
     """What the command line asks for."""
 
     configs: Sequence[Path]
@@ -55,19 +55,19 @@ class Submitted:
     folders: tuple[Path, ...]
 
 
-def shown(wish: Wish) -> str:
+def render_script(options: SubmitOptions) -> str:
     """The script, for a person to read or to give to sbatch. Contacts nobody."""
-    script = _script(wish, _request(wish), [])
+    script = _script(options, _request(options), [])
     if len(script.elements) > 1:
         return render(script)
-    words = ["--config", str(wish.configs[0])]
-    words += [word for change in _changes(wish)[0] for word in ("--set", change)]
-    return render(replace(script, source=words))
+    source = ["--config", str(options.configs[0])]
+    source += [word for change in _changes(options)[0] for word in ("--set", change)]
+    return render(replace(script, source=source))
 
 
-def submit(wish: Wish) -> Submitted:
+def submit(options: SubmitOptions) -> Submitted:
     """Submits the job. Raises :class:`RequestError` with all that the plan, the site or Slurm has against it."""
-    script = _checked(wish)
+    script = _checked(options)
     folders = _write(script)
     try:
         job_id = scheduler.submit(folders[0] / run_folder.JOB_SCRIPT)
@@ -80,26 +80,26 @@ def submit(wish: Wish) -> Submitted:
     return Submitted(job_id, folders)
 
 
-def run_in_allocation(wish: Wish) -> NoReturn:
+def run_in_allocation(options: SubmitOptions) -> NoReturn:
     """Starts the run at once in the job that this shell is of (``salloc``): becomes its script."""
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         todo = "begin with salloc --nodes=… --gres=gpu:…, or use tridock slurm submit"
         raise RequestError(Problem("tridock slurm run", "is for a shell inside an allocation", "no SLURM_JOB_ID", todo))
     nodes = int(os.environ["SLURM_JOB_NUM_NODES"])
-    if wish.changes.get("nodes", nodes) != nodes:
+    if options.changes.get("nodes", nodes) != nodes:
         todo = "leave --nodes out"
-        raise RequestError(Problem("--nodes", f"is not the allocation's, {nodes}", str(wish.changes["nodes"]), todo))
-    changes = {**wish.changes, "nodes": nodes}
+        raise RequestError(Problem("--nodes", f"is not the allocation's, {nodes}", str(options.changes["nodes"]), todo))
+    changes = {**options.changes, "nodes": nodes}
     if "SLURM_CPUS_PER_TASK" not in os.environ:  # salloc was not asked for any: srun has none to share out
         changes["cpus_per_node"] = None
     if "gpus_per_node" not in changes and (gpus := _allocated_gpus(scheduler.job_fields(job))):
         changes["gpus_per_node"] = gpus
-    script = _script(wish, _request(replace(wish, changes=changes)), [], in_allocation=True)
+    script = _script(options, _request(replace(options, changes=changes)), [], in_allocation=True)
     if script.is_array:
         todo = "give one CONFIG, or use tridock slurm submit"
         raise RequestError(Problem("tridock slurm run", "is for a single run", f"{len(script.elements)} runs", todo))
-    _check_data(wish, script)
+    _check_data(script)
     (folder,) = _write(script)
     note_job(folder, job, script.request)
     print(f"run {folder.name}; folder {folder}")
@@ -122,18 +122,18 @@ def _allocated_gpus(fields: Mapping[str, str]) -> int | None:
     return int(found[1]) if found else None
 
 
-def _checked(wish: Wish) -> Script:
+def _checked(options: SubmitOptions) -> Script[Prepared]:
     """The script, weighed against what is there; all problems at once, Slurm's own words among them."""
     lines = scheduler.sinfo()
     groups = [] if lines is None else parse_sinfo(lines)
-    request = _request(wish)
-    problems = list(site_problems(groups, request, wish.source))
+    request = _request(options)
+    problems = list(site_problems(groups, request, options.source))
     try:
-        script = _script(wish, request, groups)
+        script = _script(options, request, groups)
     except RequestError as error:
         raise RequestError([*error.problems, *problems]) from None
     try:
-        _check_data(wish, script)
+        _check_data(script)
     except RequestError as error:
         problems += error.problems
     folder = Path(script.workspace) / "runs"
@@ -141,40 +141,41 @@ def _checked(wish: Wish) -> Script:
     trial = folder / f".{script.first.run_id}.sh"
     trial.write_text(render(script))
     try:
-        words = scheduler.refusal(trial)
+        refusal = scheduler.refusal(trial)
     finally:
         trial.unlink()
-    if words is not None:
+    if refusal is not None:
         todo = "mend the request, or ask `sinfo` what there is"
-        problems.append(Problem("sbatch", "Slurm refuses the job", words, todo))
+        problems.append(Problem("sbatch", "Slurm refuses the job", refusal, todo))
     if problems:
         raise RequestError(problems)
     return script
 
 
-def _request(wish: Wish) -> Request:
-    text = "" if wish.profile is None else read_text(wish.profile, "a site's profile")
-    return make_request(text, wish.source, wish.changes)
+def _request(options: SubmitOptions) -> Request:
+    text = "" if options.profile is None else read_text(options.profile, "a site's profile")
+    return make_request(text, options.source, options.changes)
 
 
-def _script(wish: Wish, request: Request, groups: Sequence[Group], *, in_allocation: bool = False) -> Script:
+def _script(
+    options: SubmitOptions, request: Request, groups: Sequence[Group], *, in_allocation: bool = False
+) -> Script[Prepared]:
     """The plan of every run; raises :class:`RequestError` with everything that it finds against any of them."""
-    workspace = _workspace(wish.workspace)
+    workspace = _workspace(options.workspace)
     gpu = find_gpu(request.gpu, "gpu") if request.gpu is not None else gpu_of(groups, request)
-    elements: list[Element] = []
+    runs: list[Prepared] = []
     problems: dict[Problem, None] = {}
-    for config, changes in itertools.product(wish.configs, _changes(wish)):
+    for config, changes in itertools.product(options.configs, _changes(options)):
         try:
-            experiment = load_experiment(config, changes)
-            assessment = assess(experiment, request.slots, str(config), Assumptions(gpu=gpu))
-            assessment.checked(force=wish.force)
+            prepared = prepare(config, request.slots, Assumptions(gpu=gpu), changes, force=options.force)
         except RequestError as error:
             problems |= dict.fromkeys(error.problems)
             continue
-        elements.append(Element(experiment, assessment, _new_run_id(experiment.name, elements)))
+        run_id = _new_run_id(prepared.experiment.name, runs)
+        runs.append(replace(prepared, run_id=run_id))
     if problems:
         raise RequestError(problems)
-    return Script(request, elements, str(workspace), in_allocation=in_allocation)
+    return Script(request, runs, str(workspace), in_allocation=in_allocation)
 
 
 def _workspace(path: Path) -> Path:
@@ -189,15 +190,15 @@ def _workspace(path: Path) -> Path:
     return workspace
 
 
-def _new_run_id(name: str, others: Sequence[Element]) -> str:
+def _new_run_id(name: str, others: Sequence[Prepared]) -> str:
     taken = {other.run_id for other in others}
     return next(run_id for run_id in iter(lambda: run_folder.new_run_id(name), None) if run_id not in taken)
 
 
-def _changes(wish: Wish) -> list[tuple[str, ...]]:
+def _changes(options: SubmitOptions) -> list[tuple[str, ...]]:
     """The overrides of every run: all combinations of the sweeps' values."""
-    axes = [_axis(sweep) for sweep in wish.sweeps]
-    return [(*wish.overrides, *chosen) for chosen in itertools.product(*axes)]
+    axes = [_axis(sweep) for sweep in options.sweeps]
+    return [(*options.overrides, *chosen) for chosen in itertools.product(*axes)]
 
 
 def _axis(sweep: str) -> list[str]:
@@ -210,22 +211,18 @@ def _axis(sweep: str) -> list[str]:
     return [f"{path}={json.dumps(value)}" for value in values]
 
 
-def _check_data(wish: Wish, script: Script) -> None:
+def _check_data(script: Script[Prepared]) -> None:
     problems: dict[Problem, None] = {}
-    for element, config in zip(script.elements, _configs(wish), strict=True):
+    for prepared in script.elements:
         try:
-            check_files(config, element.experiment, element.assessment.laid_out, Path(script.workspace))
+            prepared.with_files_of(Path(script.workspace))
         except RequestError as error:
             problems |= dict.fromkeys(error.problems)
     if problems:
         raise RequestError(problems)
 
 
-def _configs(wish: Wish) -> Iterator[Path]:
-    return (config for config, _ in itertools.product(wish.configs, _changes(wish)))
-
-
-def _write(script: Script) -> tuple[Path, ...]:
+def _write(script: Script[Prepared]) -> tuple[Path, ...]:
     """Every run's folder, with what the job finds there."""
     text = render(script)
     folders = []

@@ -14,14 +14,16 @@ from typing import Any, Final
 from tridock.cluster import parse_hostfile
 from tridock.contracts import run_folder
 from tridock.errors import ClusterError, Problem, RequestError, TridockError
-from tridock.experiment import Experiment, dump_experiment, load_experiment
-from tridock.launchers import RunRequest, Slurm, make_bundle
+from tridock.experiment import dump_experiment
+from tridock.launchers import Slurm
 from tridock.launchers.slurm.ranks import starts_over_ssh
-from tridock.ops.runs.local_run import check_files, gpu_here, image_manifest, start_and_follow
-from tridock.ops.runs.provenance import origin
+from tridock.ops.runs.local_run import start_and_follow
+from tridock.ops.runs.prepare import Prepared, prepare
+from tridock.ops.runs.provenance import image_manifest
+from tridock.ops.runs.this_machine import CODE_FOLDER, gpu_here
 from tridock.ops.slurm import scheduler
 from tridock.ops.slurm.submit import note_job
-from tridock.plan import Assessment, Assumptions, assess
+from tridock.plan import Assumptions
 
 _FRUITLESS: Final = 2
 """Times that a run may be queued again without having come further."""
@@ -81,45 +83,39 @@ def _require_job(job: Job) -> None:
 def _prepare(job: Job, again: bool) -> int:
     """Writes what the run's folder lacks, on the nodes that the job has got; how many ranks a node has."""
     folder, workspace = job.folder, job.folder.parent.parent
-    experiment, source = _experiment(job)
     pool = parse_hostfile(_text(folder / run_folder.HOSTFILE), str(folder / run_folder.HOSTFILE)).pool
     slots = {node: range(count) for node, count in pool.items()}
-    assessment = assess(experiment, slots, str(source), Assumptions(gpu=gpu_here()))
-    check_files(source, experiment, assessment.checked(force=True), workspace)
-    path = folder / run_folder.EXPERIMENT
-    if not path.exists():
-        run_folder.write_atomic(path, dump_experiment(experiment).encode())
-    _write(job, experiment, assessment, slots)
+    kept = folder / run_folder.EXPERIMENT
+    config, overrides = _experiment(job)
+    prepared = prepare(config, slots, Assumptions(gpu=gpu_here()), overrides, force=True, run_id=folder.name)
+    prepared.with_files_of(workspace)
+    if not kept.exists():
+        run_folder.write_atomic(kept, dump_experiment(prepared.experiment).encode())
+    _write(job, prepared)
     note_job(folder, _job_name())
     _record(folder, "job_started", job=_job_name(), nodes=list(slots), again=again)
     return max(len(numbers) for numbers in slots.values())
 
 
-def _experiment(job: Job) -> tuple[Experiment, Path]:
-    """The folder's; where Tridock has not submitted the script, that of the file that it names."""
+def _experiment(job: Job) -> tuple[Path, Sequence[str]]:
+    """The folder's; where Tridock did not submit the script, the file that it names, with its overrides."""
     kept = job.folder / run_folder.EXPERIMENT
-    if kept.exists() or job.config is None:
-        return load_experiment(kept), kept
-    return load_experiment(job.config, job.overrides), job.config
+    return (kept, ()) if kept.exists() or job.config is None else (job.config, job.overrides)
 
 
-def _write(job: Job, experiment: Experiment, assessment: Assessment, slots: Mapping[str, range]) -> None:
-    request = RunRequest(
-        experiment,
-        assessment,
-        slots,
-        run_id=job.folder.name,
-        workspace=str(job.folder.parent.parent),
-        master_port=int(os.environ["MASTER_PORT"]),
-        manifest=_manifest(job, experiment),
-    )
+def _write(job: Job, prepared: Prepared) -> None:
     launcher = Slurm(
         job.argv,
         {**_for_ssh(job.argv), **job.env},
-        on_head=os.environ.get("SLURMD_NODENAME") == next(iter(slots)),
+        on_head=os.environ.get("SLURMD_NODENAME") == next(iter(prepared.slots)),
         begun=(job.folder / run_folder.EXPERIMENT).stat().st_mtime,
     )
-    bundle = make_bundle(request, launcher)
+    bundle = prepared.bundle(
+        launcher,
+        master_port=int(os.environ["MASTER_PORT"]),
+        manifest=_manifest(job, prepared),
+        workspace=str(job.folder.parent.parent),
+    )
     for name, content in bundle.files.items():
         if name not in (run_folder.EXPERIMENT, run_folder.HOSTFILE):  # these two are there, and the word of others
             run_folder.write_atomic(job.folder / name, content)
@@ -137,15 +133,14 @@ def _noted_job(folder: Path) -> str | None:
     return str(json.loads(text)["job_id"]) if text else None
 
 
-def _manifest(job: Job, experiment: Experiment) -> dict[str, object]:
+def _manifest(job: Job, prepared: Prepared) -> dict[str, object]:
     names = ("SLURM_CLUSTER_NAME", "SLURM_JOB_PARTITION", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT")
-    return {
-        **origin(Path(__file__).parents[3]),
-        "image_manifest": image_manifest(),
-        "config": None if job.config is None else str(job.config),
-        "seed": experiment.train.seed,
-        "slurm": {"job": _job_name(), **{name: os.environ[name] for name in names if name in os.environ}},
-    }
+    return prepared.manifest(
+        CODE_FOLDER,
+        image_manifest=image_manifest(),
+        config=None if job.config is None else str(job.config),
+        slurm={"job": _job_name(), **{name: os.environ[name] for name in names if name in os.environ}},
+    )
 
 
 def _job_name() -> str:

@@ -7,16 +7,16 @@ from pathlib import Path
 
 from rich.table import Table
 
-from tridock.experiment import Experiment, load_experiment
+from tridock.experiment import Experiment
 from tridock.ops.hosts.session import Session
 from tridock.ops.runs.launch import DEFAULT_CONFIG
-from tridock.ops.runs.planning_assumptions import told
 from tridock.ops.runs.preflight import data_files
+from tridock.ops.runs.prepare import assumptions_for, prepare
 from tridock.ops.sync.files import Chosen, choose, of_experiment
 from tridock.ops.sync.maps import bring_index_maps
 from tridock.ops.sync.operation import Row, sync
 from tridock.ops.sync.shared import OPERATOR
-from tridock.plan import Plan, assess
+from tridock.plan import Plan
 
 
 def run(
@@ -37,8 +37,9 @@ def run(
     laid_out: tuple[Experiment, Plan] | None = None
     if config or not paths:
         path = Path(config or DEFAULT_CONFIG)
-        experiment = load_experiment(path, overrides)
-        plan = assess(experiment, session.cluster.slots, str(path), told(session.cluster)).checked(force=True)
+        cluster = session.cluster
+        prepared = prepare(path, cluster.slots, assumptions_for(cluster), overrides, force=True)
+        experiment, plan = prepared.experiment, prepared.plan
         laid_out = experiment.resolved(plan.data_parallel_size), plan
         chosen += of_experiment(project, path, experiment.data.data_path, data_files(experiment))
     synced = sync(session, tuple({item.name: item for item in chosen}.values()), dry_run=dry_run)

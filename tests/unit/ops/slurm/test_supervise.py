@@ -212,4 +212,5 @@ def test_outside_of_a_job(
 
 def test_the_experiment_of_the_file_is_that_of_a_script_that_nobody_prepared(folder: Path) -> None:
     job = supervise.Job(folder, ["x"], folder.parent.parent / "t.yaml", ["train.seed=7"])
-    assert supervise._experiment(job)[0].train.seed == 7
+    assert supervise._experiment(job) == (job.config, ["train.seed=7"])
+    assert supervise._experiment(supervise.Job(folder, ["x"])) == (folder / "experiment.yaml", ())

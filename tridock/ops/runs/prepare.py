@@ -1,0 +1,155 @@
+"""A run prepared, the same way for every launcher: its experiment, its plan, what speaks against it, its bundle.
+
+``fab launch``, ``tridock train``, ``tridock slurm`` and ``tridock replan`` all call :func:`prepare`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tridock.cluster import Cluster, load_cluster
+from tridock.contracts import run_folder
+from tridock.errors import Problem, RequestError
+from tridock.experiment import Experiment, load_experiment
+from tridock.gpus import Gpu, find_gpu
+from tridock.launchers import Launcher, RunBundle, RunRequest, make_bundle
+from tridock.ops.runs import preflight
+from tridock.ops.runs.provenance import provenance
+from tridock.plan import Assessment, Assumptions, Plan, assess
+
+if TYPE_CHECKING:  # `tridock plan` contacts nobody, and needs no ssh
+    from tridock.ops.hosts.session import Session
+
+Slots = Mapping[str, Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """An experiment that may run on these slots, under this run id."""
+
+    config: Path
+    experiment: Experiment
+    assessment: Assessment
+    slots: Slots
+    run_id: str
+    force: bool = False
+    """Start although the plan says that it does not fit."""
+    data: Mapping[str, object] = field(default_factory=dict)
+    """The fingerprints of its data, for the manifest."""
+
+    @property
+    def plan(self) -> Plan:
+        return self.assessment.laid_out
+
+    def replanned(self, assumptions: Assumptions) -> Prepared:
+        """The same on other assumptions. Raises :class:`RequestError` where it does not fit them."""
+        assessment = assess(self.experiment, self.slots, str(self.config), assumptions)
+        assessment.checked(force=self.force)
+        return replace(self, assessment=assessment)
+
+    def with_files_of(self, workspace: Path) -> Prepared:
+        """The same with its data's fingerprints. Raises :class:`RequestError` where this machine's files do not fit."""
+        return replace(self, data=preflight.check_files(self.config, self.experiment, self.plan, workspace))
+
+    def manifest(self, code: Path, **own: object) -> dict[str, object]:
+        """What the run's manifest says; ``code`` is the repository."""
+        about = {"config": str(self.config), "seed": self.experiment.train.seed}
+        return {**provenance(code), **about, **own, **self.data}
+
+    def bundle(
+        self,
+        launcher: Launcher,
+        *,
+        master_port: int,
+        manifest: Mapping[str, object],
+        master_addr: str = "127.0.0.1",
+        workspace: str = run_folder.WORKSPACE,
+        spares: Slots | None = None,
+    ) -> RunBundle:
+        """The first command line and the first files of the run."""
+        request = RunRequest(
+            self.experiment,
+            self.assessment,
+            self.slots,
+            self.run_id,
+            master_port,
+            manifest,
+            master_addr,
+            workspace,
+            spares or {},
+        )
+        return make_bundle(request, launcher)
+
+
+def prepare(
+    config: Path,
+    slots: Slots,
+    assumptions: Assumptions,
+    overrides: Sequence[str] = (),
+    *,
+    force: bool = False,
+    run_id: str | None = None,
+) -> Prepared:
+    """Loads the experiment and plans it on the slots; contacts nobody.
+
+    Raises :class:`RequestError` with everything against the run: illegal fields, a plan that does not fit.
+    """
+    experiment = load_experiment(config, overrides)
+    assessment = assess(experiment, slots, str(config), assumptions)
+    assessment.checked(force=force)
+    return Prepared(config, experiment, assessment, slots, run_id or run_folder.new_run_id(experiment.name), force)
+
+
+def slots_of(
+    hosts: Path | None, include: str = "", exclude: str = "", nodes: int | None = None, gpus_per_node: int = 8
+) -> tuple[Cluster | None, Slots]:
+    """The slots of a hostfile, and its cluster; or the slots of ``nodes`` nodes, and no cluster."""
+    if hosts is not None and nodes is None:
+        cluster = load_cluster(hosts, include=include, exclude=exclude)
+        return cluster, cluster.slots
+    if hosts is not None or nodes is None:
+        got, todo = ("both" if hosts is not None else ""), "give a DeepSpeed hostfile, or a number of --nodes"
+        raise RequestError(Problem("--hosts", "or --nodes says what the cluster is", got, todo))
+    for option, number in (("--nodes", nodes), ("--gpus-per-node", gpus_per_node)):
+        if number < 1:
+            raise RequestError(Problem(option, "must be at least 1", str(number), "give a number"))
+    return None, {f"node-{number}": range(gpus_per_node) for number in range(nodes)}
+
+
+def assumptions_for(
+    cluster: Cluster | None,
+    gpu: str | None = None,
+    network_gbit: float | None = None,
+    tflops: float | None = None,
+    tokens: float | None = None,
+) -> Assumptions:
+    """What the plan assumes: options of the command line, else the cluster's settings. Contacts nobody."""
+    numbers = {"--network-gbit": network_gbit, "--tflops": tflops, "--tokens": tokens}
+    problems = [
+        Problem(option, "must be a number above 0", f"{value:g}", "give one, as in 300e9")
+        for option, value in numbers.items()
+        if value is not None and not (value > 0 and math.isfinite(value))
+    ]
+    if problems:
+        raise RequestError(problems)
+    settings = None if cluster is None else cluster.settings
+    chosen: Gpu | None = None
+    if gpu is not None:
+        chosen = find_gpu(gpu, "--gpu")
+    elif settings is not None and settings.gpu is not None:
+        chosen = find_gpu(settings.gpu, "gpu")
+    if network_gbit is None and settings is not None:
+        network_gbit = settings.network_gbit
+    return Assumptions(chosen, network_gbit, tflops, tokens)
+
+
+def with_hosts_gpu(assumptions: Assumptions, session: Session) -> Assumptions:
+    """The same; where no GPU is named, with the one of least memory that the hosts report."""
+    if assumptions.gpu is not None:
+        return assumptions
+    found = [state.gpu for state in session.states().values() if state.gpu is not None]
+    return replace(assumptions, gpu=min(found, key=lambda gpu: gpu.memory_mib)) if found else assumptions

@@ -1,0 +1,51 @@
+"""This machine as a node: its GPUs, and how a verb of ``tridock.node`` runs here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+from tridock.gpus import Gpu
+from tridock.ops.hosts.facts import smallest_gpu
+
+CODE_FOLDER: Final = Path(__file__).parents[3]
+"""What holds the package: the repository, or the image's folder."""
+
+
+def node_argv() -> list[str]:
+    """The command before a verb of ``tridock.node``."""
+    return [sys.executable, "-P", "-m", "tridock.node"]
+
+
+def node_environment(ranks: int) -> dict[str, str]:
+    """The environment of what runs on this machine; ``ranks`` share its cores."""
+    # The ranks import this package and DeepSpeed's launcher from the environment that this process runs in.
+    return {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
+        # Ranks that each take all cores slow each other down.
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks))),
+        "PYTHONPATH": ":".join(filter(None, [str(CODE_FOLDER), os.environ.get("PYTHONPATH")])),
+    }
+
+
+def default_ranks() -> int:
+    """One rank per GPU; two on a machine without GPUs, enough for every code path that needs company."""
+    return len(_nvidia_smi("--list-gpus")) or 2
+
+
+def gpu_here() -> Gpu | None:
+    """The GPU of this machine with the least memory."""
+    return smallest_gpu(_nvidia_smi("--query-gpu=memory.total,name", "--format=csv,noheader,nounits"))
+
+
+def _nvidia_smi(*options: str) -> list[str]:
+    """The lines that nvidia-smi prints; none on a machine without GPUs."""
+    try:
+        done = subprocess.run(["nvidia-smi", *options], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return []
+    return done.stdout.splitlines() if done.returncode == 0 else []

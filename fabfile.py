@@ -36,11 +36,9 @@ from tridock.ops.runs import triage as triage_
 from tridock.ops.runs.prepare import assumptions_for, with_hosts_gpu
 from tridock.ops.runs.reproduce import check_tolerance
 from tridock.ops.sync import command as sync_
-from tridock.report.plan_output import Show, print_plan
-from tridock.report.plan_tables import headline
-from tridock.report.reproduction_tables import environment_table, verdict_table
-from tridock.report.run_tables import history_table, status_table
-from tridock.report.write import write_report
+from tridock.report.page import write_report
+from tridock.report.plan_output import Show, headline, print_plan
+from tridock.report.run_tables import environment_table, history_table, status_table, verdict_table
 
 CONSOLE = Console(highlight=False, soft_wrap=True)
 DEFAULT_CONFIG = launch_.DEFAULT_CONFIG

@@ -17,7 +17,7 @@ from PIL import Image, ImageStat
 
 from tests.unit.report import logs
 from tests.unit.report.test_page import HOSTILE, a_run
-from tridock.report.write import write_report
+from tridock.report.page import write_report
 
 WIDE, NARROW = (1280, 3200), (420, 5200)
 # Where a browser looks for its updates, dictionaries and the time, whatever it shows.

@@ -46,7 +46,7 @@ def test_a_run_is_done_once_more_on_its_cluster(twin: Clone, first: Path) -> Non
     assert re.match(rf"page runs/{first.name}/report.html, \d+ charts beside it\n", page)
     text = (first / "report.html").read_text()
     # The experiments are the same; of the manifests only the file differs that each was read from.
-    assert text.count("The same in every field.") == 1
+    assert text.count("No differences.") == 1
     config = '<th class="mono">config</th><td class="mono">{}</td><td class="mono">{}</td>'
     assert config.format("configs/tiny.yaml", f"runs/{first.name}/experiment.yaml") in text
     assert (first / "report-loss.png").read_bytes().startswith(b"\x89PNG")

@@ -93,7 +93,7 @@ def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
         "see `tridock plan --search` for layouts that fit, or start it all the same with --force\n"
     )
     assert "does not fit" in done.out
-    assert "not estimated: the GPU's rates are not known" in done.out
+    assert "not estimated: the GPU is unknown" in done.out
 
 
 def test_without_a_gpu_memory_is_shown_and_not_judged(capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,7 +127,9 @@ def test_an_experiment_that_cannot_be_read_has_its_json_too(capsys: pytest.Captu
 def test_what_a_person_sees(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(JEAN_ZAY / "7.5b.yaml"), "--nodes", "4", *V100, "--tokens", "300e9"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("tight: over 80 % · TP4 PP4 DP1 · 16 ranks · 14.34 GiB a rank of 15.8 (v100-16gb) · about ")
+    assert text.startswith(
+        "tight: over 80 % · TP4 PP4 DP1 · 16 ranks · 14.34 GiB per rank of 15.8 (v100-16gb) · about "
+    )
     for words in ("stage 3", "optimizer states", "12 bytes a parameter", "fixed overhead", "pipeline bubble  42.9%",
                   "2.0.0.3", "between nodes", "300.0 B tokens take about "):  # fmt: skip
         assert words in text, words
@@ -215,7 +217,7 @@ def test_a_search_lists_the_fastest_first_and_every_reason(capsys: pytest.Captur
     assert main(["plan", *words]) == 0
     text = capsys.readouterr().out
     assert "TP4 PP4 DP1" in text
-    assert "The first: --set " in text
+    assert "Best layout: --set " in text
 
 
 def test_the_words_of_a_layout_that_was_found_ask_for_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -258,4 +260,4 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     words = (str(JEAN_ZAY / "76b.yaml"), "--nodes", "1", "--gpu", "t4", "--search")
     assert document(capsys, *words, code=2)["found"] == []
     assert main(["plan", *words]) == 2
-    assert "others cannot be:" in capsys.readouterr().out
+    assert "others do not work:" in capsys.readouterr().out

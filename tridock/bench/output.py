@@ -16,7 +16,7 @@ from rich.table import Table
 from tridock.bench.cells import Measured, scaling
 from tridock.bench.schema import Bench
 from tridock.contracts.run_folder import write_atomic
-from tridock.report.bar_chart import Bar, draw_bars
+from tridock.report.drawing import Bar, plot_bars
 
 _GIB: Final = 2**30
 _PACKAGES: Final = ("torch", "deepspeed", "megatron-core")
@@ -114,7 +114,7 @@ def record(measured: Sequence[Measured], bench: Bench, folder: Path) -> None:
     write_atomic(folder / "results.md", markdown(measured).encode())
     for name, (title, unit, bars) in plots_of([one for one in measured if one.median_s is not None]).items():
         if bars:
-            draw_bars(folder / f"{name}.png", title, unit, bars, expected="planned")
+            plot_bars(folder / f"{name}.png", title, unit, bars, expected="planned")
 
 
 def plots_of(done: Sequence[Measured]) -> dict[str, tuple[str, str, list[Bar]]]:

@@ -38,7 +38,7 @@ def _report(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from tridock.contracts import run_folder
-    from tridock.report.curve import plot_loss
+    from tridock.report.charts import plot_loss
     from tridock.report.summary import render_table, summarize
 
     run = arguments.run[0]
@@ -51,7 +51,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _page(arguments: argparse.Namespace) -> int:
-    from tridock.report.write import write_report
+    from tridock.report.page import write_report
 
     if arguments.png is not None:
         todo = "leave it out: the page's charts are written beside it as <page>-loss.png and so on"

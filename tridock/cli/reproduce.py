@@ -42,7 +42,7 @@ def _reproduce(arguments: argparse.Namespace) -> int:
 
     from tridock.contracts import run_folder
     from tridock.ops.runs.reproduce import compare_with, reproduce_here
-    from tridock.report.reproduction_tables import environment_table, verdict_table
+    from tridock.report.run_tables import environment_table, verdict_table
 
     console = Console(highlight=False)
 

@@ -1,18 +1,25 @@
-"""Which charts a report has: of every quantity that at least one of its runs has logged."""
+"""The charts of a report: one for each quantity that at least one run has logged; and the loss curve of one run."""
 
 from __future__ import annotations
 
+import io
+import itertools
 import statistics
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
+from tridock.contracts import run_folder
+from tridock.contracts.records import check_run, read_metrics
+from tridock.errors import Problem, RequestError
+from tridock.experiment import load_experiment
 from tridock.report.columns import Curve
-from tridock.report.figures import Bars, Line, Mark, as_png, as_svg, draw_bars, draw_lines
-from tridock.report.plan_facts import gpu_limit, planned_memory_by_rank
-from tridock.report.subject import Subject
-from tridock.report.text import one_line
+from tridock.report.drawing import Bars, Line, Mark, as_png, as_svg, draw_bars, draw_lines, new_figure
+from tridock.report.markup import one_line
+from tridock.report.subject import Subject, gpu_limit, planned_memory_by_rank
+from tridock.report.summary import summarize
 from tridock.report.theme import BAD, SERIES, SOFT, series_colour
 
 _MOST_PHASES: Final = 20
@@ -21,7 +28,7 @@ _MOST_BARS: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A figure, drawn: ``svg`` for the page, ``png`` for a file of its own."""
+    """A figure as ``svg`` for the page and as ``png`` for a file."""
 
     name: str
     title: str
@@ -32,34 +39,34 @@ class Chart:
 
 @dataclass(frozen=True, slots=True)
 class _Quantity:
-    """A column that is drawn over the iterations; ``unit`` is the axis's, ``short`` the caption's."""
+    """A column to draw over iterations. ``unit`` labels the axis, ``short`` follows figures in the caption."""
 
     column: str
     name: str
     title: str
     unit: str
     short: str = ""
-    settled: bool = True
-    """Whether the caption gives its median; the last value of what is set, not measured."""
+    measured: bool = True
+    """Whether the caption has the median, as for what is measured, or the last value."""
 
 
 _QUANTITIES: Final = (
-    _Quantity("lr", "learning-rate", "Learning rate", "learning rate", settled=False),
+    _Quantity("lr", "learning-rate", "Learning rate", "learning rate", measured=False),
     _Quantity("grad_norm", "gradient-norm", "Gradient norm", "global norm"),
     _Quantity("tokens_per_second", "throughput", "Throughput", "tokens/s", " tokens/s"),
     _Quantity("samples_per_second", "throughput-samples", "Throughput in samples", "samples/s", " samples/s"),
-    _Quantity("tflops", "tflops", "Throughput of a GPU, by the log", "TFLOP/s", " TFLOP/s"),
-    _Quantity("step_time_s", "step-time", "Time of a step", "seconds", " s"),
+    _Quantity("tflops", "tflops", "Throughput per GPU, as logged", "TFLOP/s", " TFLOP/s"),
+    _Quantity("step_time_s", "step-time", "Step time", "seconds", " s"),
 )
 
 
 def charts(subjects: Sequence[Subject]) -> Iterator[Chart]:
-    """The charts in the page's order. None of them is empty."""
+    """Yields the charts in the order of the page. None of them is empty."""
     yield from _loss(subjects)
     for quantity in _QUANTITIES:
-        # Samples are for those that do not know their tokens.
-        shown = [it for it in subjects if quantity.column != "samples_per_second" or not _has(it, "tokens_per_second")]
-        yield from _over_iterations(shown, subjects, quantity)
+        # Samples are drawn only for subjects without tokens.
+        drawn = [it for it in subjects if quantity.column != "samples_per_second" or not _has(it, "tokens_per_second")]
+        yield from _over_iterations(drawn, subjects, quantity)
     yield from _loss_scale(subjects)
     yield from _phases(subjects)
     yield from _occasions(subjects)
@@ -94,9 +101,9 @@ def _loss(subjects: Sequence[Subject]) -> Iterator[Chart]:
         return
     marks = _marks(subjects[0]) if len(subjects) == 1 else ()
     thinned = any(len(line.curve) > len(line.curve.thinned()) for line in lines)
-    more = " Of each stretch of iterations the lowest and the highest value are drawn." if thinned else ""
+    more = " Of each interval the curve shows the lowest and the highest value." if thinned else ""
     kinds = " Dashed: validation; dotted: test." if several and any(not line.name for line in lines) else ""
-    caption = f"Cross-entropy in nats for each token.{kinds}{more}"
+    caption = f"Cross-entropy in nats per token.{kinds}{more}"
     yield _chart("loss", "Loss", caption, draw_lines(lines, "loss", marks))
 
 
@@ -104,7 +111,7 @@ def _marks(subject: Subject) -> list[Mark]:
     found = []
     for event, name, below in (
         ("checkpoint_saved", "checkpoint", True),
-        ("checkpoint_loaded", "went on from a checkpoint", False),
+        ("checkpoint_loaded", "resumed from a checkpoint", False),
     ):
         at = [it["iteration"] for it in subject.events if it.get("event") == event and _is_number(it.get("iteration"))]
         if at:
@@ -116,34 +123,34 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _over_iterations(shown: Sequence[Subject], subjects: Sequence[Subject], quantity: _Quantity) -> Iterator[Chart]:
+def _over_iterations(drawn: Sequence[Subject], subjects: Sequence[Subject], quantity: _Quantity) -> Iterator[Chart]:
     lines: list[Line] = []
     for number, subject in enumerate(subjects):
-        if any(subject is it for it in shown) and _has(subject, quantity.column):
+        if any(subject is it for it in drawn) and _has(subject, quantity.column):
             curve = subject.columns.curve(quantity.column).without_gaps()
             wide = len(subjects) > 1 and not lines
             lines.append(Line(subject.name, curve, series_colour(number), wide=wide))
     if lines:
-        figure = draw_lines(lines, quantity.unit, linear=not quantity.settled)
+        figure = draw_lines(lines, quantity.unit, linear=not quantity.measured)
         yield _chart(quantity.name, quantity.title, _caption(lines, quantity, len(subjects)), figure)
 
 
 def _caption(lines: Sequence[Line], quantity: _Quantity, subjects: int) -> str:
     def value(line: Line) -> str:
-        found = statistics.median(line.curve.y) if quantity.settled else line.curve.y[-1]
+        found = statistics.median(line.curve.y) if quantity.measured else line.curve.y[-1]
         return f"{found:,.4g}{quantity.short}"
 
-    word = "Median" if quantity.settled else "Last"
+    word = "Median" if quantity.measured else "Last"
     if subjects == 1:
         return f"{word}: {value(lines[0])}."
     return f"{word}: " + "; ".join(f"{one_line(line.name)} {value(line)}" for line in lines[:8]) + "."
 
 
 def _loss_scale(subjects: Sequence[Subject]) -> Iterator[Chart]:
-    """Only where it moves: it stands still in all but fp16."""
-    quantity = _Quantity("loss_scale", "loss-scale", "Loss scale", "loss scale", settled=False)
-    moving = [it for it in subjects if len(set(it.columns.curve("loss_scale").finite)) > 1]
-    yield from _over_iterations(moving, subjects, quantity)
+    """Only where it changes, as in fp16."""
+    quantity = _Quantity("loss_scale", "loss-scale", "Loss scale", "loss scale", measured=False)
+    changing = [it for it in subjects if len(set(it.columns.curve("loss_scale").finite)) > 1]
+    yield from _over_iterations(changing, subjects, quantity)
 
 
 def _phases(subjects: Sequence[Subject]) -> Iterator[Chart]:
@@ -160,33 +167,32 @@ def _phases(subjects: Sequence[Subject]) -> Iterator[Chart]:
         for number, found in medians.items()
         if found
     ]
-    left_out = f" The {len(totals) - len(names)} shortest are left out." if len(totals) > len(names) else ""
-    yield _chart("phases", "Time of a step by phase", _phase_words(subjects) + left_out, draw_bars(names, bars, "ms"))
+    omitted = f" The {len(totals) - len(names)} shortest are not shown." if len(totals) > len(names) else ""
+    yield _chart("phases", "Step time by phase", _phase_caption(subjects) + omitted, draw_bars(names, bars, "ms"))
 
 
-def _phase_words(subjects: Sequence[Subject]) -> str:
+def _phase_caption(subjects: Sequence[Subject]) -> str:
     found = [it for it in subjects if it.phases.names()]
     own, timers = [it for it in found if it.phases_add_up], [it for it in found if not it.phases_add_up]
-    words = []
+    sentences = []
     if own:
-        words.append("Median of the first rank's steps; the phases of a step add up to it.")
+        sentences.append("Median over the steps of rank 0. The phases of a step add up to its time.")
     if timers:
-        words.append("Median time of an iteration by Megatron's timers. Some contain others: their sum is more than a")
-        words.append("step's time.")
-    return " ".join(words)
+        sentences.append("Median of Megatron's timers. Some contain others: their sum exceeds the step time.")
+    return " ".join(sentences)
 
 
 def _phase_medians(subject: Subject) -> dict[str, float]:
     values = {name: subject.phases.curve(name).finite for name in subject.phases.names()}
-    if subject.phases_add_up:  # the first step of a run pays for its start
+    if subject.phases_add_up:  # the first step includes the start of the run
         values = {name.replace("_", " "): found[1:] or found for name, found in values.items()}
     medians = {name: statistics.median(found) for name, found in values.items() if found}
-    # Of timers that were never started there is nothing to see.
+    # Timers that never ran are all zero.
     return medians if any(medians.values()) else {}
 
 
 def _occasions(subjects: Sequence[Subject]) -> Iterator[Chart]:
-    """Evaluations and checkpoints: beside them the phases of a step would hardly be seen."""
+    """Evaluations and checkpoints. In one chart with them the phases of a step would be too small to see."""
     names = sorted({name for subject in subjects for name in subject.occasions})
     if not names:
         return
@@ -197,7 +203,7 @@ def _occasions(subjects: Sequence[Subject]) -> Iterator[Chart]:
         for it, colour in ((subject, series_colour(number)) for number, subject in enumerate(subjects))
         if it.occasions
     ]
-    caption = "The median of each; the time of a step does not contain them."
+    caption = "Median duration of each, not part of the step time."
     yield _chart("between-steps", "Between steps", caption, draw_bars(names, bars, "seconds"))
 
 
@@ -206,7 +212,7 @@ def _in_ms(seconds: float | None) -> float | None:
 
 
 def _memory(subject: Subject, number: int, *, several: bool) -> Iterator[Chart]:
-    """By rank: what the plan predicts, what was measured, and the device's limit."""
+    """Memory per rank: planned, measured, and the limit of the device."""
     planned, measured = planned_memory_by_rank(subject), subject.memory
     if not planned and not measured:
         return
@@ -221,18 +227,18 @@ def _memory(subject: Subject, number: int, *, several: bool) -> Iterator[Chart]:
     ]
     limits = []
     if peak is not None:
-        limits.append(_limit("measured, the fullest rank", peak / scale, series_colour(number), "--"))
+        limits.append(_limit("measured, highest rank", peak / scale, series_colour(number), "--"))
     if limit is not None:
-        limits.append(_limit("the GPU's memory", limit / scale, BAD, ":"))
-    title = "Memory of a rank" + (f": {one_line(subject.name)}" if several else "")
+        limits.append(_limit("GPU memory", limit / scale, BAD, ":"))
+    title = "Memory per rank" + (f": {one_line(subject.name)}" if several else "")
     figure = _by_rank(ranks, kinds, unit, limits)
-    yield _chart("memory" + (f"-{number + 1}" if several else ""), title, "The most that a rank holds.", figure)
+    yield _chart("memory" + (f"-{number + 1}" if several else ""), title, "Peak memory of each rank.", figure)
 
 
 def _by_rank(
     ranks: Sequence[int], kinds: Sequence[tuple[str, Mapping[int, float], str]], unit: str, limits: Sequence[Line]
 ) -> Any:
-    """Bars, or of more ranks than bars have room for curves over them."""
+    """Bars, or for many ranks curves over the rank number."""
     if len(ranks) <= _MOST_BARS:
         bars = [Bars(name, [found.get(rank) for rank in ranks], colour) for name, found, colour in kinds]
         return draw_bars([f"rank {rank}" for rank in ranks], bars, unit, limits)
@@ -247,3 +253,71 @@ def _by_rank(
 
 def _limit(name: str, value: float, colour: str, style: str) -> Line:
     return Line(name, Curve(array("d", [0.0]), array("d", [value])), colour, style)
+
+
+_TRAIN, _VALID, _TEST = "#1f5fa8", "#d9662b", "#2e8b57"
+_MANY = 150
+"""From this many logged iterations on, the curve is a running mean."""
+
+
+def plot_loss(folder: Path, png: Path) -> None:
+    """Draws training, validation and test loss of a run to the file ``png``.
+
+    Raises :class:`RequestError` if the folder is not a run folder, or has no logged iteration yet.
+    """
+    check_run(folder)
+    iterations, evaluations = read_metrics(folder)
+    points = [(record["iteration"], record["loss"]) for record in iterations if record["loss"] is not None]
+    if not points:
+        where = str(folder / run_folder.METRICS)
+        todo = "wait for the first logged iteration, or see the run's logs"
+        raise RequestError(Problem(where, "has no loss", "no logged iteration", todo))
+
+    from matplotlib.ticker import MaxNLocator
+
+    figure = new_figure((8, 4.8))
+    axes = figure.add_subplot()
+    steps, losses = [step for step, _ in points], [loss for _, loss in points]
+    if len(points) >= _MANY:
+        axes.plot(steps, losses, color=_TRAIN, alpha=0.25, linewidth=0.8)
+        axes.plot(steps, running_mean(losses, len(losses) // 30), color=_TRAIN, linewidth=2, label="training (mean)")
+    else:
+        axes.plot(steps, losses, color=_TRAIN, linewidth=2, label="training")
+    valid = evaluations.get("valid", [])
+    if valid:
+        heights = [record["loss"] for record in valid]
+        axes.plot([record["iteration"] for record in valid], heights, "o-", color=_VALID, label="validation")
+    if test := evaluations.get("test"):
+        axes.plot(test[-1]["iteration"], test[-1]["loss"], "D", color=_TEST, label="test")
+    summary, experiment = summarize(folder), load_experiment(folder / run_folder.EXPERIMENT)
+    ranks = f"{summary.ranks} ranks" if summary.ranks else ""
+    axes.set_title(
+        f"{experiment.name}: loss {losses[0]:.2f} to {losses[-1]:.2f}",
+        loc="left",
+        fontsize=14,
+        fontweight="bold",
+        pad=24,
+    )
+    subtitle = ", ".join(part for part in (summary.model, summary.layout, ranks) if part)
+    axes.text(0.0, 1.025, subtitle, transform=axes.transAxes, fontsize=9, color="#555555")
+    axes.set_xlabel("iteration")
+    axes.set_ylabel("cross-entropy (nats per token)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(color="#dddddd", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=150)
+    run_folder.write_atomic(png, buffer.getvalue())
+
+
+def running_mean(values: list[float], width: int) -> list[float]:
+    """Returns the mean of the ``width`` values around each value (an odd number; fewer at both ends)."""
+    reach = width // 2
+    sums = [0.0, *itertools.accumulate(values)]
+    means = []
+    for place in range(len(values)):
+        near = min(reach, place, len(values) - 1 - place)
+        means.append((sums[place + near + 1] - sums[place - near]) / (2 * near + 1))
+    return means

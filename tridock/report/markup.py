@@ -1,28 +1,52 @@
-"""HTML, put together of parts that are escaped: nothing that a run or a log holds becomes markup."""
+"""HTML from escaped parts: nothing that a run or a log contains becomes markup."""
 
 from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Sequence
+from typing import Final
 
-from tridock.report.text import printable
+_LONGEST: Final = 4000
+"""Characters. Names of runs and files and values of fields may hold any text."""
+
+
+def printable(text: str, longest: int = _LONGEST) -> str:
+    """Returns the text without control characters and lone surrogates, at most ``longest`` characters."""
+    clean = "".join(sign if sign.isprintable() or sign in "\n\t" else "\N{REPLACEMENT CHARACTER}" for sign in text)
+    return clean if len(clean) <= longest else f"{clean[: longest - 1]}…"
+
+
+def one_line(text: str, longest: int = 60) -> str:
+    """Returns the text on one line, for a legend or a heading."""
+    return printable(" ".join(text.split()), longest) or "?"
+
+
+def gib(size: float) -> str:
+    """``1.50 GiB``; less than a hundredth in MiB."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 / 100 else f"{size / 2**20:.2f} MiB"
+
+
+def seconds(time: float) -> str:
+    """``1.44 s``, ``430 ms``."""
+    return f"{time:.2f} s" if time >= 1 else f"{time * 1000:.3g} ms" if time < 0.1 else f"{time * 1000:.0f} ms"
+
 
 Row = Sequence[str]
 
 
 def escape(text: str) -> str:
-    """A text as HTML, in an element or in an attribute."""
+    """Returns a text as HTML, for an element or an attribute."""
     return html.escape(printable(text), quote=True)
 
 
 def element(tag: str, text: str, **attributes: str) -> str:
-    """An element with escaped text; an attribute ``class_`` is ``class``."""
-    words = "".join(f' {name.rstrip("_")}="{escape(value)}"' for name, value in attributes.items())
-    return f"<{tag}{words}>{escape(text)}</{tag}>"
+    """Returns an element with escaped text; ``class_`` sets ``class``."""
+    given = "".join(f' {name.rstrip("_")}="{escape(value)}"' for name, value in attributes.items())
+    return f"<{tag}{given}>{escape(text)}</{tag}>"
 
 
 def table(head: Row, rows: Iterable[Row], *, numbers: Sequence[int] = (), mono: Sequence[int] = ()) -> str:
-    """A table whose first column names its rows. ``numbers`` and ``mono`` are columns, from 0."""
+    """Returns a table whose first column is its row headings. ``numbers`` and ``mono`` are columns, from 0."""
     return marked_table(head, ((row, "") for row in rows), numbers=numbers, mono=mono)
 
 
@@ -34,15 +58,16 @@ def marked_table(
     mono: Sequence[int] = (),
     kind: str = "",
 ) -> str:
-    """The same with a class for each row, and one for the table (``kind``)."""
+    """Returns a table with a class for each row, and one for the table (``kind``)."""
 
-    def looks(column: int) -> dict[str, str]:
+    def classes(column: int) -> dict[str, str]:
         names = [name for name, columns in (("number", numbers), ("mono", mono)) if column in columns]
         return {"class_": " ".join(names)} if names else {}
 
     def cells(row: Row, of_head: bool) -> str:
         return "".join(
-            element("td" if column and not of_head else "th", text, **looks(column)) for column, text in enumerate(row)
+            element("td" if column and not of_head else "th", text, **classes(column))
+            for column, text in enumerate(row)
         )
 
     lines = [f"<tr{_class(mark)}>{cells(row, of_head=False)}</tr>" for row, mark in rows]
@@ -56,10 +81,10 @@ def _class(name: str) -> str:
 
 
 def folded(title: str, content: str, *, open_: bool = False) -> str:
-    """What is shown when its title is clicked."""
+    """Returns a section that opens when its title is clicked."""
     return f"<details{' open' if open_ else ''}>{element('summary', title)}{content}</details>"
 
 
 def section(name: str, title: str, content: str) -> str:
-    """A part of the page that can be linked to."""
+    """Returns a section of the page that links can point to."""
     return f'<section id="{escape(name)}">{element("h2", title)}{content}</section>'

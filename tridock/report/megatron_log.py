@@ -1,7 +1,7 @@
-"""Megatron's plain logs, those of v1.1.5 and of today alike: losses and times of a run that Tridock did not start.
+"""Reads Megatron's logs, of v1.1.5 and of today: losses and times of a run that Tridock did not start.
 
-A log may be anything: cut off in the middle of a line, several ranks' output on one line, gigabytes long, or hostile.
-It is read as a stream; what does not have the form of a whole field is passed over.
+A log may be truncated, mix the output of several ranks on one line, have gigabytes, or be hostile. It is read as a
+stream, and anything but a complete field is skipped.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from tridock.errors import Problem, RequestError
 from tridock.report.columns import Columns
 
 _LONGEST_LINE: Final = 1 << 16
-"""Bytes; what is longer is read in pieces."""
+"""Bytes. A longer line is read in pieces."""
 _MOST_RUNS, _MOST_PHASES, _MOST_ARGUMENTS, _MOST_RANKS = 16, 64, 4096, 65536
 
 _ITERATION = re.compile(rb"\biteration +(\d{1,12})/ *(\d{1,12}) \|")
 _NUMBER = re.compile(rb"[-+]?(?:\d{1,25}(?:\.\d{0,25})?(?:[eE][-+]?\d{1,3})?|nan|inf)")
-# A time has two decimals: one that is cut off has fewer.
+# A time has two decimals; a truncated one has fewer.
 _PHASE = re.compile(rb"\| ([\w-]{1,60}): (\d{1,12}\.\d\d)(?![\d.])")
 _TIMERS = re.compile(rb"(?:\(min, max\) |max )?times? across ranks \(ms\):")
 _TIMER = re.compile(rb"([A-Za-z][\w-]{0,59}) ?\.*: (?:\(\d{1,12}\.\d\d, (\d{1,12}\.\d\d)\)|(\d{1,12}\.\d\d))\s*$")
@@ -47,31 +47,31 @@ _COLUMNS: Final = {
     b"number of skipped iterations": ("skipped", 1.0),
     b"number of nan iterations": ("nan", 1.0),
 }
-"""Megatron's words for what it logs, with our names and units."""
+"""Names of Megatron's fields to our column and unit."""
 
 
 @dataclass(slots=True)
 class MegatronLog:
-    """What a log tells of one run. Times are in seconds, memory in bytes."""
+    """One run in a log. Times are in seconds, memory in bytes."""
 
     columns: Columns = field(default_factory=Columns)
     phases: Columns = field(default_factory=Columns)
-    """Seconds of an iteration, a column for each of Megatron's timers; the slowest rank's where the log tells."""
+    """Seconds per iteration, a column per timer of Megatron; of the slowest rank if the log has it."""
     evaluations: dict[str, Columns] = field(default_factory=dict)
-    """By split; column ``loss``."""
+    """By split, with the column ``loss``."""
     memory: dict[int, float] = field(default_factory=dict)
-    """The most that a rank reserved (or else allocated), by rank."""
+    """Peak reserved (or else allocated) memory by rank."""
     arguments: dict[str, str] = field(default_factory=dict)
-    """Megatron's options as it prints them at its start."""
+    """Arguments as Megatron prints them at its start."""
     train_iters: int | None = None
     world_size: int | None = None
 
 
 def read_log(path: Path) -> list[MegatronLog]:
-    """Reads a log to its end: the runs in it, one after the other, mostly one.
+    """Returns the runs in a log, mostly one.
 
-    Iterations that go back begin another run, unless a checkpoint was loaded before them.
-    Raises :class:`RequestError` where the file cannot be read or has no iteration.
+    An iteration lower than the last one begins another run, unless a checkpoint was loaded before it.
+    Raises :class:`RequestError` if the file cannot be read or has no iteration.
     """
     try:
         reader = _read(path)
@@ -86,7 +86,7 @@ def read_log(path: Path) -> list[MegatronLog]:
 
 
 def read_phases(path: Path) -> Columns:
-    """Only the times by phase, of a log that need not have any, or not be there."""
+    """Returns only the phases of a log; empty if it has none or does not exist."""
     try:
         return _read(path).log.phases
     except OSError:
@@ -96,7 +96,7 @@ def read_phases(path: Path) -> Columns:
 def _read(path: Path) -> _Reader:
     reader = _Reader()
     for line in _lines(path):
-        reader.take(line)
+        reader.feed(line)
     reader.end()
     return reader
 
@@ -108,7 +108,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 class _Reader:
-    """Knows where in the log it is: times follow the iteration that they belong to."""
+    """Keeps the state of the log: times follow the iteration that they belong to."""
 
     def __init__(self) -> None:
         self.log = MegatronLog()
@@ -128,7 +128,7 @@ class _Reader:
             (b"successfully loaded ", self._load),
         )
 
-    def take(self, line: bytes) -> None:
+    def feed(self, line: bytes) -> None:
         self.lines += 1
         for sign, action in self._kinds:
             if sign in line:
@@ -137,7 +137,7 @@ class _Reader:
             self._timer_line(line)
 
     def end(self) -> None:
-        """What was read last is complete."""
+        """Completes the iteration that was read last."""
         if self._times and self.log.columns.last is not None:
             self.log.phases.add(self.log.columns.last, self._times)
         self._times = {}
@@ -146,7 +146,7 @@ class _Reader:
         self._timers = False
         found = list(_ITERATION.finditer(line))
         if not found:
-            return  # torn: the words of an iteration without its number
+            return  # truncated: an iteration without its number
         ends = [match.start() for match in found[1:]] + [len(line)]
         for match, end in zip(found, ends, strict=True):
             values = dict(_fields(line[match.end() : end]))
@@ -158,7 +158,7 @@ class _Reader:
                 self.log.train_iters = int(match[2])
 
     def _go_back(self, iteration: int) -> None:
-        """The next iteration is one before the last: the same run goes on from a checkpoint, or another begins."""
+        """Before a lower iteration: the run resumed from a checkpoint, or another run begins."""
         last = self.log.columns.last
         if last is not None and iteration < last:
             if self._loaded or len(self.logs) >= _MOST_RUNS:
@@ -224,7 +224,7 @@ class _Reader:
 
 
 def _fields(text: bytes) -> Iterator[tuple[str, float]]:
-    """Megatron ends each field with a bar: what has none is cut off, and might be a part of a number."""
+    """Yields complete fields. Megatron ends each with a bar: one without is truncated, perhaps within a number."""
     for piece in text.split(b"|")[:-1]:
         name, _, value = piece.rpartition(b":")
         value = value.strip()

@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs nothing else: style, pictures and data are in it, and no script."""
+"""The report as one HTML page without scripts or external files, and its charts as PNG files."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ import base64
 import json
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Final
 
+from tridock.contracts import run_folder
 from tridock.contracts.records import Record
 from tridock.differences import differences, flattened
-from tridock.report.charts import Chart
-from tridock.report.figures import as_png, as_svg
-from tridock.report.markup import element, escape, folded, marked_table, section, table
-from tridock.report.plan_facts import plan_rows, stage_rows
-from tridock.report.subject import Subject
-from tridock.report.text import one_line, printable
+from tridock.errors import Problem, RequestError, TridockError
+from tridock.report.charts import Chart, charts
+from tridock.report.drawing import as_png, as_svg
+from tridock.report.markup import element, escape, folded, marked_table, one_line, printable, section, table
+from tridock.report.subject import Subject, of_log, of_run, plan_rows, stage_rows
 from tridock.report.theme import series_colour, style, themed
 
 _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-"""The browser loads nothing for this page, whatever stands in it."""
+"""The browser loads nothing for this page, whatever it contains."""
 _MOST_EVENTS, _FEW_EVENTS = 400, 60
 _DRAWN_RANKS: Final = 256
-"""Of more ranks the layout is a bitmap: as lines it would be megabytes."""
+"""With more ranks the layout is a bitmap: as SVG it would have megabytes."""
 _FAULTS: Final = frozenset(
     (
         "run_failed",
@@ -36,11 +37,11 @@ _FAULTS: Final = frozenset(
     )
 )
 _PER_RUN: Final = ("run_id", "created")
-"""Fields of a manifest that differ between any two runs."""
+"""Fields of a manifest that differ between all runs."""
 
 
 def page(subjects: Sequence[Subject], charts: Sequence[Chart], now: datetime | None = None) -> str:
-    """The whole page. ``now`` is the moment that it gives as its own."""
+    """Returns the page as HTML. ``now`` is its date."""
     moment = f"{now or datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
     title = one_line(" and ".join(it.name for it in subjects[:3]), 120) + (" …" if len(subjects) > 3 else "")
     sections = [it for it in _sections(subjects, charts) if it[2]]
@@ -53,13 +54,13 @@ def page(subjects: Sequence[Subject], charts: Sequence[Chart], now: datetime | N
         '<link rel="icon" href="data:,">'
         f"{element('title', title)}<style>{style()}</style></head>\n"
         f"<body><header>{element('h1', title)}"
-        f"{element('p', f'As of {moment}. {_going_on(subjects)}', class_='soft')}<nav>{links}</nav></header>\n"
+        f"{element('p', f'As of {moment}. {_still_running(subjects)}', class_='soft')}<nav>{links}</nav></header>\n"
         + "\n".join(section(name, heading, content) for name, heading, content in sections)
         + "\n</body></html>\n"
     )
 
 
-def _going_on(subjects: Sequence[Subject]) -> str:
+def _still_running(subjects: Sequence[Subject]) -> str:
     running = [it.name for it in subjects if it.summary is not None and it.summary.state == "running"]
     return f"Still running: {', '.join(running)}." if running else ""
 
@@ -104,16 +105,16 @@ def _plan(subject: Subject, subjects: int) -> str:
     if measured:
         parts.append(table(("", "planned", "measured", "difference"), measured, numbers=(1, 2, 3)))
     if subject.summary is not None and subject.summary.mfu is None:
-        note = "On CPU ranks the measured memory is the whole process's, torch and its libraries among it."
+        note = "On CPU ranks the measured memory is that of the process, including torch and its libraries."
         parts.append(element("p", note, class_="soft"))
     if stages:
-        head = ("a rank of", "layers", "planned memory")
+        head = ("", "layers", "planned memory per rank")
         parts.append(folded("Planned memory by stage", table(head, stages, numbers=(1, 2))))
     return "".join(parts)
 
 
 def _differences(subjects: Sequence[Subject]) -> str:
-    """Field by field; of runs their manifests and experiments, of logs Megatron's arguments."""
+    """Manifests and experiments of runs, and arguments of Megatron logs, compared field by field."""
     runs, logs = [it for it in subjects if not it.is_log], [it for it in subjects if it.is_log and it.experiment]
     parts = []
     for kind, among, documents in (
@@ -130,7 +131,7 @@ def _differences(subjects: Sequence[Subject]) -> str:
             columns = range(1, len(head))
             parts.append(table(head, ((it.field, *it.values) for it in found), mono=(0, *columns)))
         else:
-            parts.append(element("p", "The same in every field."))
+            parts.append(element("p", "No differences."))
     return "".join(parts)
 
 
@@ -155,9 +156,9 @@ def _events(subject: Subject) -> str:
     shown = subject.events[-_MOST_EVENTS:]
     rows = [((_time(event), str(event.get("event", "?")), _details(event)), _mark(event)) for event in shown]
     faults = sum(1 for event in subject.events if event.get("event") in _FAULTS)
-    title = f"{one_line(subject.name, 120)}: {len(subject.events):,} events, {faults} of them faults and restarts"
+    title = f"{one_line(subject.name, 120)}: {len(subject.events):,} events, {faults} of them failures or restarts"
     if len(shown) < len(subject.events):
-        title += f"; the last {len(shown)}"
+        title += f"; the last {len(shown)} are shown"
     return folded(title, marked_table(("time (UTC)", "event", ""), rows, kind="events"), open_=len(rows) <= _FEW_EVENTS)
 
 
@@ -179,10 +180,49 @@ def _value(value: object) -> str:
 
 
 def _origin(subject: Subject) -> str:
-    """What a run was made of, to be unfolded."""
+    """Manifest and experiment of a run, folded."""
     documents = {"manifest": subject.manifest, "arguments" if subject.is_log else "experiment": subject.experiment}
     return "".join(
         folded(f"{one_line(subject.name)}: {name}", table(("field", "value"), flattened(document), mono=(0, 1)))
         for name, document in documents.items()
         if document
     )
+
+
+SUFFIXES = (".html", ".htm")
+
+
+def write_report(runs: Sequence[Path], logs: Sequence[Path], output: Path) -> list[Path]:
+    """Writes the page ``output`` and its charts ``<page>-<chart>.png``. Returns the paths, the page first.
+
+    Raises :class:`RequestError` with all problems of the folders, the logs and ``output``.
+    """
+    problems: list[Problem] = []
+    if output.suffix.lower() not in SUFFIXES:
+        got, todo = output.suffix or "no suffix", "end the file's name in .html"
+        problems.append(Problem(str(output), "a report is an HTML page", got, todo))
+    if not runs and not logs:
+        problems.append(Problem("RUN", "is missing", "", "give runs/<run-id>, or a Megatron log with --log"))
+    subjects: list[Subject] = []
+    for folder in runs:
+        try:
+            subjects.append(of_run(folder))
+        except TridockError as error:
+            problems += error.problems
+    for path in logs:
+        try:
+            subjects += of_log(path)
+        except TridockError as error:
+            problems += error.problems
+    if problems:
+        raise RequestError(problems)
+    drawn = list(charts(subjects))
+    written = {output: page(subjects, drawn).encode("utf-8", "replace")}
+    written |= {output.with_name(f"{output.stem}-{chart.name}.png"): chart.png for chart in drawn}
+    try:
+        for path, content in written.items():
+            run_folder.write_atomic(path, content)
+    except OSError as error:
+        todo = "free some space there, or name a writable folder"
+        raise RequestError(Problem(str(output), "cannot be written", error.strerror or str(error), todo)) from None
+    return list(written)

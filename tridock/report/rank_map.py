@@ -1,12 +1,10 @@
-"""Where each rank runs: the plan's nodes and slots, in the terminal and as a picture."""
+"""The rank map: which rank runs on which slot of which node. Its words and colours, and its text for a terminal."""
 
 from __future__ import annotations
 
-import io
 import itertools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Final
 
 from rich.columns import Columns
@@ -15,56 +13,132 @@ from rich.panel import Panel
 from rich.style import Style
 from rich.text import Text
 
-from tridock.contracts import run_folder
-from tridock.errors import Problem, RequestError
 from tridock.plan import Plan, Rank
-from tridock.report.stages import KEY, by_node, headline, ink, legend, place, span, stage_colours
+
+KEY: Final = "r5: rank 5; below it its place pp.dp.cp.tp: pipeline stage, data, context and tensor parallel rank"
+"""How to read a slot."""
+
+_APART: Final = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999")
+"""Colours that colour-blind people can tell apart (Okabe and Ito, 2008), without black."""
+_RAMP: Final = ("#440154", "#472d7b", "#3b528b", "#2c728e", "#21918c", "#28ae80", "#5ec962", "#addc30", "#fde725")
+"""For more stages matplotlib's viridis, dark to light, shows their order."""
+
+_MOST_STAGES: Final = 16
+"""Up to this many stages have a line each in the legend."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of the legend: stages ``first`` to ``last`` and their text."""
+
+    first: int
+    last: int
+    text: str
+
+
+def legend(plan: Plan, captions: Mapping[int, str]) -> list[Line]:
+    """Returns stages with their ranks and captions; of many stages, neighbours with the same caption share a line.
+
+    The ranks of a stage are consecutive, because stages are the outermost dimension.
+    """
+    ranks: dict[int, list[int]] = {}
+    for rank in plan.ranks:
+        ranks.setdefault(rank.pipeline_parallel_rank, []).append(rank.rank)
+    lines = []
+    few = len(ranks) <= _MOST_STAGES
+    for _, alike in itertools.groupby(sorted(ranks), lambda stage: stage if few else captions.get(stage)):
+        first, *others = alike
+        last = others[-1] if others else first
+        begin, end = ranks[first][0], ranks[last][-1]
+        numbers = f"r{begin}" if begin == end else f"r{begin} to r{end}"
+        caption = f": {captions[first]}" if first in captions else ""
+        lines.append(Line(first, last, f"{span(first, last)} ({numbers}){caption}"))
+    return lines
+
+
+def span(first: int, last: int) -> str:
+    """``stage 4``, ``stages 4 to 14``."""
+    return f"stage {first}" if first == last else f"stages {first} to {last}"
+
+
+def stage_colours(stages: int) -> list[str]:
+    """Returns a colour per stage, as ``#rrggbb``."""
+    if stages <= len(_APART):
+        return list(_APART[:stages])
+    return [_between(stage * (len(_RAMP) - 1) / (stages - 1)) for stage in range(stages)]
+
+
+def ink(colour: str) -> str:
+    """Returns black or white, whichever is easier to read on a colour by its relative luminance (WCAG 2.1)."""
+    shares = [part / 255 for part in _parts(colour)]
+    linear = [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return "#000000" if luminance > 0.18 else "#ffffff"
+
+
+def place(rank: Rank) -> str:
+    """Pipeline stage, data, context and tensor parallel rank: ``1.0.0.3``."""
+    return ".".join(
+        str(number)
+        for number in (
+            rank.pipeline_parallel_rank,
+            rank.data_parallel_rank,
+            rank.context_parallel_rank,
+            rank.tensor_parallel_rank,
+        )
+    )
+
+
+def by_node(plan: Plan) -> dict[str, list[Rank]]:
+    """Returns the ranks of each node, in the order of the plan."""
+    nodes: dict[str, list[Rank]] = {}
+    for rank in plan.ranks:
+        nodes.setdefault(rank.node, []).append(rank)
+    return nodes
+
+
+def headline(plan: Plan) -> str:
+    """``TP2 PP2 DP1: 4 ranks on 2 nodes``."""
+    nodes = len(by_node(plan))
+    return f"{plan.layout}: {_count(plan.world_size, 'rank')} on {_count(nodes, 'node')}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _between(position: float) -> str:
+    left = min(int(position), len(_RAMP) - 2)
+    share = position - left
+    mixed = (
+        round(one + (other - one) * share)
+        for one, other in zip(_parts(_RAMP[left]), _parts(_RAMP[left + 1]), strict=True)
+    )
+    return "#" + "".join(f"{part:02x}" for part in mixed)
+
+
+def _parts(colour: str) -> Iterator[int]:
+    return (int(colour[start : start + 2], 16) for start in (1, 3, 5))
+
 
 _MANY: Final = 16
-"""Of more nodes those that follow each other and are alike are shown once."""
+"""With more nodes, consecutive nodes that are alike are shown once."""
 _KINDS: Final = 8
 _FIRST: Final = 4
-"""Of more kinds of nodes than ``_KINDS`` the first four are shown, and the last."""
-_DPI: Final = 150
-_LARGEST: Final = 12_000
-"""Pixels of a PNG's longer side at most."""
-_METADATA: Final[dict[str, dict[str, None]]] = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
-"""What matplotlib would write about itself and the day."""
+"""With more than ``_KINDS`` kinds of nodes, the first four and the last are shown."""
 
 
 def render(plan: Plan, captions: Mapping[int, str] | None = None) -> RenderableType:
-    """The rank map for a terminal, as wide as it is; every word of it is readable without colour.
+    """Returns the rank map for a terminal, readable without colour.
 
-    ``captions`` say something about a stage in the legend (``12.3 GiB, tight``), by its number.
+    ``captions`` are texts for the legend by stage (``12.3 GiB, tight``).
     """
     return _RankMap(plan, captions or {})
 
 
-def plot(plan: Plan, path: Path, title: str, captions: Mapping[int, str] | None = None) -> None:
-    """Draws the rank map into ``path``, as PNG or SVG by its suffix: the same bytes for the same arguments.
-
-    Raises :class:`RequestError` for any other suffix. ``captions`` as for :func:`render`.
-    """
-    picture = path.suffix.lower().removeprefix(".")
-    if picture not in _METADATA:
-        what, todo = "the rank map is drawn as PNG or SVG", "end the file's name in .png or .svg"
-        raise RequestError(Problem(str(path), what, path.suffix or "no suffix", todo))
-
-    import matplotlib as mpl
-
-    from tridock.report.rank_picture import draw
-
-    buffer = io.BytesIO()
-    with mpl.rc_context({"svg.hashsalt": "tridock", "svg.fonttype": "none", "font.family": "DejaVu Sans"}):
-        figure = draw(plan, title, captions or {})
-        resolution = min(_DPI, _LARGEST / max(figure.get_size_inches()))
-        figure.savefig(buffer, format=picture, dpi=resolution, metadata=_METADATA[picture])
-    run_folder.write_atomic(path, buffer.getvalue())
-
-
 @dataclass(frozen=True, slots=True)
 class _Box:
-    """A node, and how many that follow are like it but for the numbers of their ranks and replicas."""
+    """A node, and those after it that differ only in the numbers of their ranks and replicas."""
 
     node: str
     ranks: Sequence[Rank]
@@ -88,31 +162,31 @@ class _RankMap:
             yield self._nodes(boxes, boxes, width)
         else:
             yield self._nodes(boxes[:_FIRST], boxes, width)
-            yield Text(_left_out(boxes[_FIRST:-1]))
+            yield Text(_omitted(boxes[_FIRST:-1]))
             yield self._nodes(boxes[-1:], boxes, width)
         yield Text(KEY)
         yield Columns(list(self._legend()), padding=(0, 2))
 
-    def _nodes(self, shown: Sequence[_Box], boxes: Sequence[_Box], width: int) -> RenderableType:
-        """Boxes side by side. They are all of one size, whichever of them are shown here."""
-        cell = max(len(word) for rank in self.plan.ranks for word in _words(rank))
+    def _nodes(self, some: Sequence[_Box], boxes: Sequence[_Box], width: int) -> RenderableType:
+        """Returns boxes side by side, in the size that fits the largest of ``boxes``."""
+        cell = max(len(line) for rank in self.plan.ranks for line in _lines(rank))
         slots = max(len(box.ranks) for box in boxes)
         columns = _columns(slots, max(1, (width - 3) // (cell + 1)))
-        names = max(len(word) + 6 for box in boxes for word in (box.node, box.note))
+        names = max(len(text) + 6 for box in boxes for text in (box.node, box.note))
         each = min(width, max(columns * (cell + 1) + 3, names))
-        return Columns([self._node(box, columns, cell, each) for box in shown], padding=(0, 1))
+        return Columns([self._node(box, columns, cell, each) for box in some], padding=(0, 1))
 
     def _node(self, box: _Box, columns: int, cell: int, width: int) -> RenderableType:
         colours = stage_colours(self.plan.pipeline_model_parallel_size)
         lines = []
         for start in range(0, len(box.ranks), columns):
             row = box.ranks[start : start + columns]
-            for number in range(len(_words(row[0]))):
+            for number in range(len(_lines(row[0]))):
                 line = Text(no_wrap=True, overflow="crop")
                 for rank in row:
                     colour = colours[rank.pipeline_parallel_rank]
                     style = Style(color=ink(colour), bgcolor=colour) if number else Style(dim=True)
-                    line.append(_words(rank)[number].ljust(cell), style).append(" ")
+                    line.append(_lines(rank)[number].ljust(cell), style).append(" ")
                 line.right_crop(1)
                 lines.append(line)
         return Panel(
@@ -133,18 +207,18 @@ class _RankMap:
             yield swatch.append(f" {line.text}")
 
 
-def _words(rank: Rank) -> tuple[str, str, str]:
+def _lines(rank: Rank) -> tuple[str, str, str]:
     return f"slot {rank.slot}", f"r{rank.rank}", place(rank)
 
 
 def _columns(slots: int, fitting: int) -> int:
-    """How many slots go in a line where so many fit: all, or as many in each line."""
+    """Returns the slots per line if ``fitting`` fit: all, or equally many on each line."""
     lines = -(-slots // fitting)
     return -(-slots // lines)
 
 
 def _boxes(plan: Plan) -> list[_Box]:
-    """The nodes; of many, each that differs from the one before by more than its ranks' and replicas' numbers."""
+    """Returns the nodes; of many, only those that differ from the node before in more than their numbers."""
     nodes = by_node(plan)
     if len(nodes) <= _MANY:
         return [_Box(node, ranks) for node, ranks in nodes.items()]
@@ -169,7 +243,7 @@ def _pattern(ranks: Sequence[Rank]) -> Hashable:
     )
 
 
-def _left_out(boxes: Sequence[_Box]) -> str:
+def _omitted(boxes: Sequence[_Box]) -> str:
     nodes = [node for box in boxes for node in (box.node, *box.alike)]
     first, last = boxes[0].ranks[0], boxes[-1].ranks[-1]
     stages = span(first.pipeline_parallel_rank, last.pipeline_parallel_rank)

@@ -1,15 +1,20 @@
-"""Tables of a cluster's runs, out of what its nodes say of them (``tridock.node runs``)."""
+"""Tables of runs for a terminal: the runs of a cluster, and what a reproduction found."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
+
+from tridock.differences import Difference
+from tridock.report.markup import printable
+from tridock.reproduction import Outcome, Point
 
 
 def status_table(runs: Sequence[dict[str, Any]]) -> Table:
-    """The runs, oldest first: where they stand, and how long ago their last logged step was."""
+    """Returns a table of runs, oldest first, with the state and progress of each and the age of its last step."""
     table = Table("run", "nodes", "state", "step", "loss", "speed", "last step", title="runs", title_justify="left")
     for run in runs:
         metrics = run["metrics"] or {}
@@ -26,7 +31,7 @@ def status_table(runs: Sequence[dict[str, Any]]) -> Table:
 
 
 def history_table(runs: Sequence[dict[str, Any]]) -> Table:
-    """All runs in the order given: what became of each."""
+    """Returns a table of runs in the order given, with the state and result of each."""
     table = Table("run", "experiment", "state", "exit code", "duration", "last loss")
     for run in runs:
         table.add_row(
@@ -62,9 +67,58 @@ def _time(seconds: float | None) -> str:
     if seconds is None:
         return ""
     rest = int(seconds)
-    words: list[str] = []
+    parts: list[str] = []
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
         count, rest = divmod(rest, size)
-        if count or words or unit == "s":
-            words.append(f"{count} {unit}")
-    return " ".join(words[:2])
+        if count or parts or unit == "s":
+            parts.append(f"{count} {unit}")
+    return " ".join(parts[:2])
+
+
+def environment_table(found: Sequence[Difference]) -> Table:
+    """Returns a table of the fields that differ from the original run."""
+    table = Table("field", "then", "now", title="environment", title_justify="left")
+    for difference in found:
+        table.add_row(*(escape(printable(text, 200)) for text in (difference.field, *difference.values)))
+    if not found:
+        table.add_row("no differences", "", "")
+    return table
+
+
+def verdict_table(outcome: Outcome) -> Table:
+    """Returns a table with the verdict and what it is based on."""
+    table = Table(
+        title=f"{escape(outcome.now)} compared with {escape(outcome.then)}", show_header=False, title_justify="left"
+    )
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, text in _rows(outcome):
+        table.add_row(name, escape(text))
+    return table
+
+
+def _rows(outcome: Outcome) -> Iterator[tuple[str, str]]:
+    losses = outcome.losses
+    yield "verdict", outcome.verdict
+    yield "devices", " and ".join(device or "unknown" for device in outcome.devices)
+    yield "tolerance", "none: bitwise equality" if not outcome.tolerance else f"{outcome.tolerance:g} x max(1, loss)"
+    yield "environment", f"{len(outcome.environment)} fields differ" if outcome.environment else "no differences"
+    yield "losses compared", f"{losses.compared:,}"
+    yield "losses different", f"{losses.differing:,}"
+    if losses.first is not None:
+        yield "first difference", _point(losses.first)
+    if losses.largest_at is not None:
+        yield "largest difference", f"{losses.largest:.3g} at iteration {losses.largest_at}"
+    if losses.more:
+        yield "only in the new run", f"{losses.more:,} losses: the original ended earlier"
+    if outcome.moved:
+        yield "note", "the original lost nodes and continued on others: its first losses have another layout"
+
+
+def _point(point: Point) -> str:
+    now = "not logged" if not point.there else _loss(point.now)
+    return f"iteration {point.iteration}, {point.split}: {_loss(point.then)} then, {now} now"
+
+
+def _loss(loss: float | None) -> str:
+    return "not finite" if loss is None else repr(loss)

@@ -1,20 +1,24 @@
-"""What a report is about: a run, from its folder here, or from a log (log_subject.py); the same facts of both."""
+"""What a report is about: a run, from its folder or from a Megatron log, and its plan beside what was measured."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from tridock.contracts import run_folder
 from tridock.contracts.records import Record, check_run, read_lines, read_metrics, read_object, read_plan
 from tridock.experiment import load_experiment
+from tridock.experiment.flops import model_flops_per_token
+from tridock.experiment.schema import Model
 from tridock.plan import Plan, Rank
 from tridock.report.columns import Columns, Curve
-from tridock.report.megatron_log import read_phases
+from tridock.report.markup import gib, seconds
+from tridock.report.megatron_log import MegatronLog, read_log, read_phases
 from tridock.report.summary import Summary, rows_of, summary_of
 
 _LOGGED = (
@@ -35,39 +39,39 @@ class Subject:
 
     name: str
     source: str
-    """The folder or the log that it was read from."""
+    """Folder or log that it was read from."""
     columns: Columns
     evaluations: Mapping[str, Curve]
     phases: Columns
-    """Seconds of a step by phase."""
+    """Seconds per step of each phase."""
     rows: tuple[tuple[str, str], ...]
     """The summary."""
     events: Sequence[Record] = ()
     manifest: Record = field(default_factory=dict)
     experiment: Record = field(default_factory=dict)
-    """A run's experiment; of a log Megatron's arguments."""
+    """Experiment of a run, or the arguments in a Megatron log."""
     plan_document: Record = field(default_factory=dict)
     plan: Plan | None = None
     memory: Mapping[int, float] = field(default_factory=dict)
-    """The most bytes that each rank held, where that is known."""
+    """Peak memory in bytes by rank, where it is known."""
     peak_memory: float | None = None
-    """The most bytes that any rank held."""
+    """Highest peak memory of any rank in bytes."""
     summary: Summary | None = None
     is_log: bool = False
     phases_add_up: bool = False
-    """Whether no phase contains another: a run's own, not Megatron's timers."""
+    """Whether the phases of a step add up to its time. Megatron's timers contain each other."""
     occasions: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """Seconds of what comes between steps, each time."""
+    """Duration in seconds of each evaluation and each checkpoint."""
 
     @property
     def step_time(self) -> float | None:
-        """The median, in seconds, the first logged iteration left out where there are more: it pays for the start."""
+        """Median in seconds over the logged iterations without the first, which includes the start of the run."""
         times = self.columns.curve("step_time_s").finite
         return statistics.median(times[1:] or times) if times else None
 
 
 def of_run(folder: Path) -> Subject:
-    """Reads a run's folder. Raises :class:`RequestError` where it is none."""
+    """Reads a run folder. Raises :class:`RequestError` if it is not one."""
     check_run(folder)
     experiment = load_experiment(folder / run_folder.EXPERIMENT)
     iterations, evaluations = read_metrics(folder)
@@ -99,12 +103,12 @@ def of_run(folder: Path) -> Subject:
 
 
 def _phases_of(folder: Path, engine: str) -> Columns:
-    """Runs before phases were in the metrics: Megatron v1.1.5 printed its timers from the first rank."""
+    """Phases of a run without phases in its metrics: Megatron v1.1.5 prints its timers on rank 0."""
     return read_phases(folder / run_folder.rank_log(0)) if engine == "megatron-deepspeed" else Columns()
 
 
 def _occasions(events: Sequence[Record]) -> dict[str, list[float]]:
-    """How long each evaluation and each checkpoint took."""
+    """Returns how long each evaluation and each checkpoint took."""
     found: dict[str, list[float]] = {}
     for event in events:
         name = {"evaluation": "evaluation", "checkpoint_saved": "checkpoint"}.get(str(event.get("event")))
@@ -114,15 +118,15 @@ def _occasions(events: Sequence[Record]) -> dict[str, list[float]]:
 
 
 def _memory_by_rank(iterations: Sequence[Record], events: Sequence[Record]) -> dict[int, float]:
-    """The last that a run has told of every rank; nothing of runs that told of the fullest alone."""
-    told = [record.get("memory_bytes") for record in iterations]
-    told += [event.get("peak_memory_by_rank") for event in events if event.get("event") == "run_finished"]
-    known = [peaks for peaks in told if isinstance(peaks, list)]
+    """Returns the last peak memory that was recorded of every rank; nothing if only the highest was recorded."""
+    recorded = [record.get("memory_bytes") for record in iterations]
+    recorded += [event.get("peak_memory_by_rank") for event in events if event.get("event") == "run_finished"]
+    known = [peaks for peaks in recorded if isinstance(peaks, list)]
     return dict(enumerate(_number(peak) for peak in known[-1])) if known else {}
 
 
 def plan_of(document: Record) -> Plan | None:
-    """The plan that a run's ``plan.json`` holds; None where it holds none that can be read."""
+    """Returns the plan in a run's ``plan.json``, or None if there is none."""
     try:
         ranks = tuple(_rank_of(rank) for rank in document["ranks"])
         sizes = {name: int(document[name]) for name in _SIZES if name in document}
@@ -167,3 +171,181 @@ def _losses(records: Sequence[Record]) -> Curve:
 
 def _number(value: object) -> float:
     return float(value) if isinstance(value, int | float) else math.nan
+
+
+def of_log(path: Path) -> list[Subject]:
+    """Reads a Megatron log and returns a subject per run in it. Raises :class:`RequestError` as :func:`read_log`."""
+    logs = read_log(path)
+    names = [path.name] if len(logs) == 1 else [f"{path.name} ({number})" for number in range(1, len(logs) + 1)]
+    return [_of_log(name, path, log) for name, log in zip(names, logs, strict=True)]
+
+
+def _of_log(name: str, path: Path, log: MegatronLog) -> Subject:
+    columns = _with_throughput(log)
+    return Subject(
+        name=name,
+        source=str(path),
+        columns=columns,
+        evaluations={split: found.curve("loss") for split, found in log.evaluations.items()},
+        phases=log.phases,
+        rows=_log_rows(log, columns),
+        experiment=dict(log.arguments),
+        memory=log.memory,
+        peak_memory=max(log.memory.values(), default=None),
+        is_log=True,
+    )
+
+
+def _with_throughput(log: MegatronLog) -> Columns:
+    """Adds samples per second, and tokens per second if the log has the sequence length."""
+    columns, global_batch = log.columns, _global_batch(log.arguments)
+    times, batches = columns.curve("step_time_s").y, columns.curve("global_batch_size").y
+    if not batches and global_batch is not None:
+        batches = array("d", [global_batch]) * len(times)
+    if times and batches:
+        speeds = array("d", map(_speed, batches, times))
+        columns.put("samples_per_second", speeds)
+        if (length := _whole(log.arguments, "seq_length")) is not None:
+            columns.put("tokens_per_second", array("d", (speed * length for speed in speeds)))
+    return columns
+
+
+def _global_batch(arguments: Mapping[str, str]) -> int | None:
+    """Returns the global batch size; v1.1.5 logs the micro batch size, the accumulation steps and the layout."""
+    if (size := _whole(arguments, "global_batch_size")) is not None:
+        return size
+    micro, world = _whole(arguments, "batch_size"), _whole(arguments, "world_size")
+    tensor = _whole(arguments, "model_parallel_size")
+    if micro is None or world is None or tensor is None:
+        return None
+    pipeline, accumulation = _whole(arguments, "pipe_parallel_size") or 1, _whole(arguments, "gas") or 1
+    return micro * accumulation * max(1, world // (tensor * pipeline))
+
+
+def _speed(samples: float, seconds: float) -> float:
+    return samples / seconds if samples > 0 and seconds > 0 else math.nan
+
+
+def _log_rows(log: MegatronLog, columns: Columns) -> tuple[tuple[str, str], ...]:
+    """Returns the summary of a log, with the names of a run's summary."""
+    losses, arguments = columns.curve("loss").finite, log.arguments
+    layout = [
+        f"{short}{_whole(arguments, name) or 1}"
+        for short, names in _LOG_SIZES.items()
+        for name in names
+        if name in arguments
+    ]
+    shape = [
+        f"{arguments[name]} {word}"
+        for name, word in (("num_layers", "layers"), ("hidden_size", "hidden"), ("num_attention_heads", "heads"))
+        if name in arguments
+    ]
+    times = columns.curve("step_time_s").finite
+    skipped, returns = sum(columns.curve("skipped").finite), columns.returns
+    rows = {
+        "state": "a log" + (f"; {returns} restarts, the later iterations count" if returns else ""),
+        "ranks": "-" if log.world_size is None else str(log.world_size),
+        "layout": " ".join(layout) or "-",
+        "model": ", ".join(shape) or "-",
+        "trained": f"{columns.last:,} of {log.train_iters or 0:,} iterations",
+        "tokens/s (median)": _median(columns, "tokens_per_second", ",.0f"),
+        "samples/s (median)": _median(columns, "samples_per_second", ",.2f"),
+        "step time (median)": f"{statistics.median(times) * 1000:,.1f} ms" if times else "-",
+        "first loss": f"{losses[0]:.4f}" if losses else "-",
+        "last loss": f"{losses[-1]:.4f}" if losses else "-",
+        "model FLOP/s per rank": _flops(log, columns),
+        "skipped iterations": f"{skipped:.0f}",
+    }
+    return tuple(rows.items())
+
+
+def _median(columns: Columns, name: str, form: str) -> str:
+    values = columns.curve(name).finite
+    return format(statistics.median(values), form) if values else "-"
+
+
+def _flops(log: MegatronLog, columns: Columns) -> str:
+    """Returns the logged throughput, or the computed one if the log has the shape of the model."""
+    if logged := columns.curve("tflops").finite:
+        return f"{statistics.median(logged):.3g} TFLOP/s (as logged)"
+    names = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "padded_vocab_size")
+    sizes = [_whole(log.arguments, name) for name in names]
+    speeds = columns.curve("tokens_per_second").finite
+    if log.world_size is None or not speeds or None in sizes:
+        return "-"
+    layers, hidden, heads, length, rows = (size or 0 for size in sizes)
+    model = Model(num_layers=layers, hidden_size=hidden, num_attention_heads=heads, seq_length=length)
+    return f"{statistics.median(speeds) * model_flops_per_token(model, rows) / log.world_size / 1e12:.3g} TFLOP/s"
+
+
+_LOG_SIZES: Final = {
+    "TP": ("tensor_model_parallel_size", "model_parallel_size"),
+    "PP": ("pipeline_model_parallel_size", "pipe_parallel_size"),
+}
+"""Names of today, and those of v1.1.5."""
+
+
+def _whole(arguments: Mapping[str, str], name: str) -> int | None:
+    text = arguments.get(name, "")
+    return int(text) or None if text.isascii() and text.isdecimal() and len(text) < 15 else None
+
+
+def planned_memory_by_rank(subject: Subject) -> dict[int, float]:
+    """Returns the planned bytes of each rank, those of its stage. Empty without a plan."""
+    stages = _of(subject.plan_document, "memory", "stages")
+    if subject.plan is None or not isinstance(stages, list):
+        return {}
+    totals = {_of(stage, "stage"): _of(stage, "total_bytes") for stage in stages}
+    found = {rank.rank: totals.get(rank.pipeline_parallel_rank) for rank in subject.plan.ranks}
+    return {rank: float(size) for rank, size in found.items() if isinstance(size, int | float)}
+
+
+def gpu_limit(subject: Subject) -> float | None:
+    """Returns the memory in bytes of the GPU in the plan."""
+    limit = _of(subject.plan_document, "memory", "limit_gib")
+    return float(limit) * 2**30 if isinstance(limit, int | float) else None
+
+
+def plan_rows(subject: Subject) -> Iterator[tuple[str, str, str, str]]:
+    """Yields planned and measured figures and their difference, where both are known."""
+    planned = max(planned_memory_by_rank(subject).values(), default=None)
+    if planned and subject.peak_memory:
+        ratio = subject.peak_memory / planned
+        yield "peak memory, highest rank", gib(planned), gib(subject.peak_memory), _more(ratio)
+    estimate = _of(subject.plan_document, "cost", "estimate")
+    time, speed = _of(estimate, "iteration"), _of(estimate, "tokens_per_second")
+    if _positive(time) and subject.step_time:
+        yield "step time (median)", seconds(time), seconds(subject.step_time), _more(subject.step_time / time)
+    summary = subject.summary
+    if summary is None:
+        return
+    if _positive(speed) and summary.tokens_per_second:
+        measured = summary.tokens_per_second
+        yield f"{summary.unit}/s (median)", f"{speed:,.0f}", f"{measured:,.0f}", _more(measured / speed)
+    mfu = _of(estimate, "mfu")
+    if _positive(mfu) and summary.mfu:
+        yield "MFU", f"{mfu:.1%}", f"{summary.mfu:.1%}", _more(summary.mfu / mfu)
+
+
+def stage_rows(subject: Subject) -> Iterator[tuple[str, str, str]]:
+    """Yields each stage, its layers and the planned memory per rank."""
+    stages = _of(subject.plan_document, "memory", "stages")
+    for stage in stages if isinstance(stages, list) else ():
+        size = _of(stage, "total_bytes")
+        if isinstance(size, int | float):
+            yield f"stage {_of(stage, 'stage')}", str(_of(stage, "layers")), gib(size)
+
+
+def _of(document: Any, *path: str) -> Any:
+    """Returns the value at a path, or None."""
+    for name in path:
+        document = document.get(name) if isinstance(document, dict) else None
+    return document
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and value > 0
+
+
+def _more(ratio: float) -> str:
+    return f"{ratio - 1:+.1%}" if ratio < 10 else f"{ratio:,.0f} times"

@@ -1,4 +1,4 @@
-"""A run in one table."""
+"""The summary of a run: its figures, and the table of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tridock.gpus import of_device
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The figures of one run. None where the run has not come that far."""
+    """The figures of one run. None is a figure that the run does not have yet."""
 
     run_id: str
     state: str
@@ -31,27 +31,27 @@ class Summary:
     iterations: int
     train_iters: int
     unit: str
-    """What is counted: tokens, or images."""
+    """tokens, or images."""
     tokens: int
-    """Trained on."""
+    """Number of tokens (or images) trained on."""
     tokens_per_second: float | None
-    """Median over the logged iterations, the first left out where there are more: it pays for the start."""
+    """Median over the logged iterations without the first, which includes the start of the run."""
     first_loss: float | None
     last_loss: float | None
     valid_loss: float | None
     test_loss: float | None
     seconds: float | None
-    """From the first rank's start to the last event."""
+    """From ``run_started`` to the last event."""
     peak_memory_bytes: int | None
-    """The most that any rank held at once: GPU memory, or the process's own on a CPU."""
+    """Highest peak memory of any rank: GPU memory, or on a CPU that of the process."""
     model_tflops_per_rank: float | None = None
     """Model FLOPs (Narayanan et al., 2021, without recomputation) at the median speed, in TFLOP/s."""
     mfu: float | None = None
-    """That over the dense peak of a device that is known here, in the run's precision."""
+    """Model FLOPs utilization: the above over the dense peak of the GPU in the run's precision."""
 
 
 def summarize(folder: Path) -> Summary:
-    """Reads a run's folder. Raises :class:`RequestError` where it is none."""
+    """Reads a run folder. Raises :class:`RequestError` if it is not one."""
     check_run(folder)
     experiment = load_experiment(folder / run_folder.EXPERIMENT)
     metrics, events = read_metrics(folder), read_lines(folder / run_folder.EVENTS)
@@ -66,7 +66,7 @@ def summary_of(
     plan: Record,
     events: list[Record],
 ) -> Summary:
-    """The same of what was read already."""
+    """Returns the summary of a run whose files were read already."""
     logged = [
         record.get("tokens_per_second", record.get("samples_per_second")) for record in (iterations[1:] or iterations)
     ]
@@ -117,7 +117,7 @@ def _mfu(tflops: float | None, device: str | None, precision: str) -> float | No
 
 
 def render_table(summary: Summary) -> Table:
-    """The summary for a terminal."""
+    """Returns the summary as a table for a terminal."""
     table = Table(title=f"Run {summary.run_id}", show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -127,7 +127,7 @@ def render_table(summary: Summary) -> Table:
 
 
 def rows_of(summary: Summary) -> tuple[tuple[str, str], ...]:
-    """The summary as names and values; "-" is what is not known."""
+    """Returns the summary as names and values; an unknown value is "-"."""
     done = f"{summary.iterations:,} of {summary.train_iters:,} iterations, {summary.tokens:,} {summary.unit}"
     return (
         ("state", summary.state),
@@ -144,8 +144,8 @@ def rows_of(summary: Summary) -> tuple[tuple[str, str], ...]:
         ("last loss", _loss(summary.last_loss)),
         ("validation loss", _loss(summary.valid_loss)),
         ("test loss", _loss(summary.test_loss)),
-        ("model FLOP/s of a rank", _flops(summary)),
-        ("peak memory of a rank", _memory(summary.peak_memory_bytes)),
+        ("model FLOP/s per rank", _flops(summary)),
+        ("peak memory per rank", _memory(summary.peak_memory_bytes)),
         ("time", "-" if summary.seconds is None else f"{timedelta(seconds=round(summary.seconds))}"),
     )
 
@@ -169,9 +169,9 @@ def _layout(experiment: Experiment, plan: Record) -> str:
 
 
 def _state(events: list[Record]) -> str:
-    """What the last attempt came to: a run may be started again in its folder.
+    """Returns the state after the last attempt; a restart is another attempt in the same folder.
 
-    The first failure of an attempt is its reason; those of the other ranks follow from it, as they do from a stop.
+    The first failure of an attempt is its reason. Failures of other ranks follow from it, or from a stop.
     """
     state = "not started"
     for event in events:
@@ -188,7 +188,7 @@ def _state(events: list[Record]) -> str:
             case "run_failed" if open_ended:
                 state = f"failed: {event.get('reason')}"
             case "rank_died" | "rank_hung" | "node_lost" if state not in ("finished", "stopped"):
-                # What the supervisor saw: ranks that only lost another may have spoken before.
+                # The supervisor's finding counts, although ranks that lost this one may have failed before it.
                 who = f"rank {event['rank']} on {event.get('node')}" if "rank" in event else event.get("node")
                 state = f"failed: {who} {event.get('reason')}"
             case "launcher_ended" if open_ended:

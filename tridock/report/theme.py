@@ -1,7 +1,7 @@
-"""Colours of the report, for a light and a dark screen, and the page's style.
+"""Colours of the report in light and dark mode, and the style sheet of the page.
 
-Charts are drawn in the light colours; in the page's SVG each of them becomes a CSS variable, which the reader's
-setting decides.
+Charts are drawn in the light colours. In the page's SVG each colour becomes a CSS variable, so that the browser's mode
+decides.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ VARIABLES: Final = {
 
 
 def series_colour(number: int) -> str:
-    """The colour of a subject, by its place in the report."""
+    """Returns the colour of a subject by its position in the report."""
     return SERIES[number % len(SERIES)]
 
 
 def themed(svg: str) -> str:
-    """An SVG in the light colours, with variables in their place."""
+    """Replaces the light colours in an SVG by CSS variables."""
     for colour, variable in VARIABLES.items():
         svg = svg.replace(colour, f"var({variable})")
     return svg
 
 
 def style() -> str:
-    """The page's style sheet."""
+    """Returns the style sheet of the page."""
     light = "".join(f"{variable}:{colour};" for colour, variable in VARIABLES.items())
     dark = "".join(f"{variable}:{_DARK[colour]};" for colour, variable in VARIABLES.items())
     return (

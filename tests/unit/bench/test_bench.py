@@ -14,7 +14,7 @@ from tridock.bench.schema import Bench, load_bench, words_of
 from tridock.cli import main
 from tridock.errors import RequestError
 from tridock.experiment import load_experiment
-from tridock.report.bar_chart import Bar
+from tridock.report.drawing import Bar
 
 ROOT = Path(__file__).parents[3]
 SMALL = Bench(

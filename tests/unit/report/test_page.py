@@ -22,10 +22,8 @@ from tridock.experiment import dump_experiment
 from tridock.gpus import find_gpu
 from tridock.plan import Assumptions, assess
 from tridock.report.charts import _phase_medians, charts
-from tridock.report.log_subject import of_log
-from tridock.report.page import page
-from tridock.report.subject import of_run
-from tridock.report.write import write_report
+from tridock.report.page import page, write_report
+from tridock.report.subject import of_log, of_run
 
 BASE: dict[str, Any] = {
     "name": "a",
@@ -133,8 +131,8 @@ def test_a_run_is_shown_whole(tmp_path: Path) -> None:
     text = path.read_text()
     found = outline(text)
     assert found.ids == ["summary", "charts", "plan", "layout", "events", "origin"]
-    assert found.titles == ["Loss", "Learning rate", "Gradient norm", "Throughput", "Time of a step", "Loss scale",
-                            "Memory of a rank"]  # fmt: skip
+    assert found.titles == ["Loss", "Learning rate", "Gradient norm", "Throughput", "Step time", "Loss scale",
+                            "Memory per rank"]  # fmt: skip
     assert [path.name for path in pictures] == [
         f"r-{name}.png"
         for name in ("loss", "learning-rate", "gradient-norm", "throughput", "step-time", "loss-scale", "memory")
@@ -157,9 +155,9 @@ def test_the_plan_stands_beside_what_was_measured(tmp_path: Path) -> None:
     planned = max(stage["total_bytes"] for stage in plan["memory"]["stages"])
     time = plan["cost"]["estimate"]["iteration"]
     rows = {row[0]: row[1:] for row in read([folder]).rows}
-    assert rows["memory of the fullest rank"][1:] == ["1.50 GiB", f"{(3 << 29) / planned - 1:+.1%}"]
-    assert rows["time of a step (median)"][1] == "250 ms"
-    assert rows["time of a step (median)"][2] in (f"{0.25 / time - 1:+.1%}", f"{0.25 / time:,.0f} times")
+    assert rows["peak memory, highest rank"][1:] == ["1.50 GiB", f"{(3 << 29) / planned - 1:+.1%}"]
+    assert rows["step time (median)"][1] == "250 ms"
+    assert rows["step time (median)"][2] in (f"{0.25 / time - 1:+.1%}", f"{0.25 / time:,.0f} times")
     assert rows["stage 0"][0] == "2"
 
 
@@ -179,7 +177,7 @@ def test_two_runs_are_laid_over_each_other_and_compared(tmp_path: Path) -> None:
 def test_runs_that_are_the_same_say_so(tmp_path: Path) -> None:
     runs = [a_run(tmp_path / name, [7.0]) for name in ("a-1", "a-2")]
     found = read(runs)
-    assert found.text.count("The same in every field.") == 2
+    assert found.text.count("No differences.") == 2
 
 
 def test_a_log_stands_alone(tmp_path: Path) -> None:
@@ -194,7 +192,7 @@ def test_a_log_stands_alone(tmp_path: Path) -> None:
     assert rows["tokens/s (median)"] == ["768"]
     assert rows["seq_length"] == ["32"]
     flops = 768 / 2 * 3 * (2 * (24 * 64**2 + 4 * 32 * 64) + 2 * 64 * 512) / 1e12
-    assert rows["model FLOP/s of a rank"] == [f"{flops:.3g} TFLOP/s"]
+    assert rows["model FLOP/s per rank"] == [f"{flops:.3g} TFLOP/s"]
 
 
 def test_the_throughput_of_a_log_of_v115(tmp_path: Path) -> None:
@@ -250,10 +248,10 @@ def test_the_phases_that_a_run_has_recorded(tmp_path: Path) -> None:
     """Without the first step's, which pays for the start; what comes between steps stands beside them."""
     folder = with_own_figures(a_run(tmp_path / "a-1", [7.0, 6.0, 5.0, 4.0]), 2)
     found = {chart.name: chart for chart in charts([of_run(folder)])}
-    assert found["phases"].caption == "Median of the first rank's steps; the phases of a step add up to it."
+    assert found["phases"].caption == "Median over the steps of rank 0. The phases of a step add up to its time."
     assert _phase_medians(of_run(folder)) == {"forward": pytest.approx(0.3), "gradient sync": 0.03}
     assert of_run(folder).occasions == {"checkpoint": [2.0, 4.0, 3.0]}
-    assert found["between-steps"].caption == "The median of each; the time of a step does not contain them."
+    assert found["between-steps"].caption == "Median duration of each, not part of the step time."
 
 
 def test_every_ranks_memory(tmp_path: Path) -> None:
@@ -300,7 +298,7 @@ def test_hostile_names_and_values_stay_text(tmp_path: Path) -> None:
     log.write_text(argument + logs.today(10, 7.5) + logs.TIMES.replace("optimizer", "opt-<i>"))
     found = read([folder], [log], drawn=True)
     assert found.tags.isdisjoint({"script", "b", "i"})
-    assert "Time of a step by phase" in found.titles
+    assert "Step time by phase" in found.titles
     assert "\x00" not in "".join(found.text)
     assert any("<script>alert(1)</script>" in text for text in found.text)
 
@@ -341,7 +339,7 @@ def test_of_many_points_few_are_drawn(tmp_path: Path) -> None:
     log.write_text("".join(logs.v115(number, 7.0 + (number == 1777) * 5) for number in range(1, 5001)))
     loss = next(charts(of_log(log)))
     assert len(loss.svg) < 60_000
-    assert "the lowest and the highest value are drawn" in loss.caption
+    assert "the lowest and the highest value" in loss.caption
 
 
 def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -375,5 +373,5 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     output = tmp_path / "file" / "r.html"
     with pytest.raises(RequestError) as caught:
         write_report([a_run(tmp_path / "a-1", [])], [], output)
-    todo = "make room there, or name a folder that can be written"
+    todo = "free some space there, or name a writable folder"
     assert str(caught.value) == f"{output}: cannot be written; got File exists; {todo}"

@@ -18,9 +18,8 @@ from tests.unit.plan.layouts import laid_out
 from tridock.errors import RequestError
 from tridock.experiment import parse_experiment
 from tridock.plan import Plan
-from tridock.report.rank_map import plot, render
-from tridock.report.rank_sheet import MARGIN, lay_out, tensor_outlines
-from tridock.report.stages import by_node, ink, legend, stage_colours
+from tridock.report.rank_map import by_node, ink, legend, render, stage_colours
+from tridock.report.rank_picture import MARGIN, lay_out, plot, tensor_outlines
 
 SMALL = """\
 TP2 PP2 DP1: 4 ranks on 2 nodes

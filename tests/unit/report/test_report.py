@@ -11,7 +11,7 @@ from rich.console import Console
 
 from tridock.errors import RequestError
 from tridock.experiment import Experiment, dump_experiment
-from tridock.report.curve import plot_loss, running_mean
+from tridock.report.charts import plot_loss, running_mean
 from tridock.report.summary import Summary, render_table, summarize
 
 
@@ -105,8 +105,8 @@ def test_the_table(tmp_path: Path) -> None:
         ["last loss", "4.0000"],
         ["validation loss", "5.5000"],
         ["test loss", "5.7500"],
-        ["model FLOP/s of a rank", "1.54e-06 TFLOP/s"],
-        ["peak memory of a rank", "1.50 GiB"],
+        ["model FLOP/s per rank", "1.54e-06 TFLOP/s"],
+        ["peak memory per rank", "1.50 GiB"],
         ["time", "0:01:30"],
     ]
     assert text.startswith("Run a-1")
@@ -199,6 +199,6 @@ def test_nothing_to_draw(tmp_path: Path) -> None:
     with pytest.raises(RequestError) as caught:
         plot_loss(folder, tmp_path / "x.png")
     assert str(caught.value) == (
-        f"{folder}/metrics.jsonl: holds no loss to draw; got no logged iteration; "
+        f"{folder}/metrics.jsonl: has no loss; got no logged iteration; "
         "wait for the first logged iteration, or see the run's logs"
     )

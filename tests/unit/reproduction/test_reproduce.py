@@ -18,7 +18,7 @@ from tridock.differences import Difference
 from tridock.errors import RequestError
 from tridock.experiment import dump_experiment
 from tridock.ops.runs.reproduce import Gate, compare_with, notes, reproduce_here
-from tridock.report.reproduction_tables import environment_table, verdict_table
+from tridock.report.run_tables import environment_table, verdict_table
 from tridock.reproduction import Outcome, environment, judge, read_original
 
 BASE: dict[str, Any] = {
@@ -116,11 +116,11 @@ def test_the_verdict_in_a_table_and_in_the_new_runs_folder(tmp_path: Path) -> No
     assert [row for row in rows if len(row) == 2] == [
         ["verdict", "different"],
         ["devices", "cpu and cpu"],
-        ["tolerance", "none: every bit counts"],
+        ["tolerance", "none: bitwise equality"],
         ["environment", "1 fields differ"],
         ["losses compared", "3"],
-        ["losses that differ", "1"],
-        ["first of them", "iteration 2, train: 6.0 then, 6.5 now"],
+        ["losses different", "1"],
+        ["first difference", "iteration 2, train: 6.0 then, 6.5 now"],
         ["largest difference", "0.5 at iteration 2"],
         ["only in the new run", "1 losses: the original ended earlier"],
     ]
@@ -156,7 +156,7 @@ def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         for name, losses in (("t-1", [7.0, 6.0]), ("t-2", [7.0, 6.0]), ("t-3", [7.0, 6.25]))
     )
     assert main(["reproduce", str(then), "--against", str(same)]) == 0
-    assert "│ the same in every field │" in capsys.readouterr().out
+    assert "│ no differences │" in capsys.readouterr().out
     assert main(["reproduce", str(then), "--against", str(other)]) == 4
     assert main(["reproduce", str(then), "--against", str(other), "--tolerance", "0.1"]) == 0
     assert main(["reproduce", str(then), "--against", str(other), "--tolerance", "nan"]) == 2

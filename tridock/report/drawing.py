@@ -1,4 +1,4 @@
-"""Drawing: lines over iterations, bars. Each figure as SVG for the page and as PNG beside it."""
+"""Figures: lines over iterations, and bars. Each as SVG for the page and as a PNG file."""
 
 from __future__ import annotations
 
@@ -7,39 +7,40 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from tridock.report.columns import Curve
-from tridock.report.text import one_line
+from tridock.report.markup import escape, one_line
 from tridock.report.theme import BAD, GRID, INK, SOFT, themed
 
 _SIZE: Final = (6.2, 3.3)
 _DPI: Final = 150
-_FEW: Final = 40
-"""Up to so many points each has its mark: a run of one is a point."""
+_FEW_POINTS: Final = 40
+"""A curve with at most this many points has a dot at each: a run of one iteration would otherwise be invisible."""
 _LEGEND: Final = {"frameon": False, "fontsize": 8.5}
 _MOST_MARKS: Final = 200
 _MAGNITUDES: Final = 50.0
-"""A range as wide as that, of positive numbers, is shown on a logarithmic axis."""
+"""If the largest value is this many times the smallest, and all are positive, the axis is logarithmic."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A curve, its name in the legend (empty: it stands in none) and its looks."""
+    """A curve, its name in the legend (empty: not in the legend) and its style."""
 
     name: str
     curve: Curve
     colour: str
     style: str = "-"
     gaps: bool = False
-    """Whether values that are not finite are marked."""
+    """Whether to mark values that are not finite."""
     wide: bool = False
-    """Runs that are the same lie on top of each other: one that is wide shows on both sides of the others."""
+    """Identical runs cover each other; a wide line stays visible on both sides of the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A vertical line at an iteration, or (``below``) a small one on the axis."""
+    """Vertical lines at iterations, or with ``below`` ticks on the axis."""
 
     name: str
     at: Sequence[float]
@@ -49,7 +50,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """One bar for each category; None for none there."""
+    """A bar per category; None where a category has none."""
 
     name: str
     values: Sequence[float | None]
@@ -59,7 +60,7 @@ class Bars:
 def draw_lines(
     lines: Sequence[Line], unit: str, marks: Sequence[Mark] = (), *, linear: bool = False, over: str = "iteration"
 ) -> Any:
-    """A matplotlib figure of curves over iterations, or over other whole numbers, thinned to what a screen shows."""
+    """Returns a matplotlib figure of curves over integers, thinned to the resolution of a screen."""
     from matplotlib.ticker import MaxNLocator
 
     figure, axes = _canvas(_SIZE)
@@ -67,7 +68,7 @@ def draw_lines(
     for line in lines:
         curve = line.curve.thinned()
         width = 3.4 if line.wide else 1.6
-        dot = "o" if len(curve.without_gaps()) <= _FEW else ""
+        dot = "o" if len(curve.without_gaps()) <= _FEW_POINTS else ""
         drawn = axes.plot(curve.x, curve.y, line.style, marker=dot, markersize=4, linewidth=width, color=line.colour)
         if line.name:
             handles.append((drawn[0], line.name))
@@ -77,8 +78,8 @@ def draw_lines(
     for mark in marks:
         at = mark.at[:: -(-len(mark.at) // _MOST_MARKS)]
         if mark.below:
-            shown = axes.plot(at, [0.02] * len(at), "|", color=mark.colour, ms=9, transform=axes.get_xaxis_transform())
-            handles.append((shown[0], mark.name))
+            ticks = axes.plot(at, [0.02] * len(at), "|", color=mark.colour, ms=9, transform=axes.get_xaxis_transform())
+            handles.append((ticks[0], mark.name))
         else:
             verticals = [axes.axvline(x, color=mark.colour, linestyle="--", linewidth=1.2) for x in at]
             handles += [(verticals[0], mark.name)] if verticals else []
@@ -92,15 +93,18 @@ def draw_lines(
 
 
 def draw_bars(categories: Sequence[str], bars: Sequence[Bars], unit: str, limits: Sequence[Line] = ()) -> Any:
-    """A matplotlib figure of horizontal bars, the first category on top; a limit is a vertical line at its first y."""
+    """Returns a matplotlib figure of horizontal bars, the first category on top.
+
+    Each of ``limits`` is a vertical line at its first y.
+    """
     height = max(1.6, 0.9 + 0.24 * len(categories) * max(1, len(bars)) ** 0.7)
     figure, axes = _canvas((_SIZE[0], height))
     handles: list[tuple[Any, str]] = []
     thick = 0.8 / max(1, len(bars))
     for number, bar in enumerate(bars):
-        there = [(place, value) for place, value in enumerate(bar.values) if value is not None]
-        middles = [place - 0.4 + thick * (number + 0.5) for place, _ in there]
-        drawn = axes.barh(middles, [value for _, value in there], height=0.9 * thick, color=bar.colour)
+        present = [(place, value) for place, value in enumerate(bar.values) if value is not None]
+        centres = [place - 0.4 + thick * (number + 0.5) for place, _ in present]
+        drawn = axes.barh(centres, [value for _, value in present], height=0.9 * thick, color=bar.colour)
         handles.append((drawn, bar.name))
     for limit in limits:
         handles.append((axes.axvline(limit.curve.y[0], color=limit.colour, linestyle=limit.style), limit.name))
@@ -118,17 +122,15 @@ def draw_bars(categories: Sequence[str], bars: Sequence[Bars], unit: str, limits
 
 
 def as_png(figure: Any) -> bytes:
-    """On white, whatever the page's colours."""
+    """Returns the figure as PNG, on white."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=_DPI, facecolor="white", metadata={"Software": None})
     return buffer.getvalue()
 
 
 def as_svg(figure: Any, label: str, *, coloured: bool = False) -> str:
-    """To stand in an HTML page; in the reader's colours, but for one that brings its own (``coloured``)."""
+    """Returns the figure as SVG for an HTML page: in the page's colours, or with ``coloured`` in its own."""
     import matplotlib as mpl
-
-    from tridock.report.markup import escape
 
     buffer = io.StringIO()
     nothing = {"Date": None, "Creator": None, "Format": None, "Type": None}
@@ -137,23 +139,28 @@ def as_svg(figure: Any, label: str, *, coloured: bool = False) -> str:
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, count=1, flags=re.DOTALL)
-    # Several stand in one page: their groups would have the same names.
+    # A page contains several figures, whose groups would have the same ids.
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
     svg = re.sub(r'<svg ([^>]*?)height="[^"]*"([^>]*?)width="[^"]*"', r"<svg \1\2", svg, count=1)
     svg = svg.replace("<svg ", f'<svg role="img" aria-label="{escape(label)}" ', 1)
     if not coloured:
         return themed(svg)
-    # A drawing of its own size, which is not to be blown up.
+    # Not larger than it was drawn.
     return svg.replace("<svg ", f'<svg style="max-width:{figure.get_size_inches()[0]:.2f}in" ', 1)
 
 
-def _canvas(size: tuple[float, float]) -> tuple[Any, Any]:
-    # The figure's own canvas: no pyplot, no display, nothing global.
+def new_figure(size: tuple[float, float], layout: Any = "constrained") -> Any:
+    """Returns an empty figure with a canvas of its own: without pyplot, a display or global state."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=size, layout="constrained")
+    figure = Figure(figsize=size, layout=layout)
     FigureCanvasAgg(figure)
+    return figure
+
+
+def _canvas(size: tuple[float, float]) -> tuple[Any, Any]:
+    figure = new_figure(size)
     return figure, figure.add_subplot()
 
 
@@ -173,7 +180,7 @@ def _legend(axes: Any, handles: Sequence[tuple[Any, str]]) -> None:
 
 
 def _numbered(handles: Sequence[tuple[Any, str]]) -> tuple[list[Any], list[str]]:
-    """Numbers for names: matplotlib takes a name that begins with "_" for "do not show"."""
+    """Returns numbers instead of names, because matplotlib hides a name that begins with "_"."""
     return [handle for handle, _ in handles], [str(number) for number in range(len(handles))]
 
 
@@ -187,3 +194,58 @@ def _name(legend: Any, handles: Sequence[tuple[Any, str]]) -> None:
 def _spans_magnitudes(lines: Sequence[Line]) -> bool:
     values = [value for line in lines for value in line.curve.thinned().y if math.isfinite(value)]
     return bool(values) and min(values) > 0 and max(values) / min(values) > _MAGNITUDES
+
+
+_LABEL_WIDTH: Final = 0.1
+"""Width of a bar's label, as a share of the longest bar."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A value with its name; of a median also the ``least`` and ``greatest`` value."""
+
+    name: str
+    value: float
+    least: float | None = None
+    greatest: float | None = None
+    expected: float | None = None
+    """The expected value, a line across the bar."""
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """How far the range reaches below and above the value."""
+        least = self.value if self.least is None else self.least
+        greatest = self.value if self.greatest is None else self.greatest
+        return self.value - least, greatest - self.value
+
+
+def _label(value: float) -> str:
+    return f"{value:,.3g}" if value < 1000.0 else f"{value:,.0f}"
+
+
+def plot_bars(path: Path, title: str, unit: str, bars: Sequence[Bar], expected: str = "expected") -> None:
+    """Draws horizontal bars to the PNG file ``path``; ``expected`` is the legend of the expected values."""
+    figure, axes = _canvas((8.0, 1.2 + 0.38 * len(bars)))
+    places = range(len(bars))
+    drawn = axes.barh(places, [bar.value for bar in bars], color="#4878a8", height=0.62)
+    ranged = [(place, bar) for place, bar in zip(places, bars, strict=True) if any(bar.spread)]
+    if ranged:
+        errors = list(zip(*(bar.spread for _, bar in ranged), strict=True))
+        values = [bar.value for _, bar in ranged]
+        axes.errorbar(values, [place for place, _ in ranged], xerr=errors, fmt="none", color="black", capsize=3)
+    lines = [(place, bar.expected) for place, bar in zip(places, bars, strict=True) if bar.expected is not None]
+    if lines:
+        low, high = [place - 0.38 for place, _ in lines], [place + 0.38 for place, _ in lines]
+        axes.vlines([value for _, value in lines], low, high, color="#c04830", linewidth=2.0, label=expected)
+        figure.legend(loc="outside upper right", frameon=False)
+    shortest = _LABEL_WIDTH * max(bar.value for bar in bars)
+    # Inside the bar, away from the error bar at its end.
+    labels = [_label(bar.value) if bar.value > shortest else "" for bar in bars]
+    axes.bar_label(drawn, labels, label_type="center", color="white", fontsize=8)
+    axes.set_yticks(places, [bar.name for bar in bars])
+    axes.invert_yaxis()
+    axes.set_xlim(left=0.0)
+    axes.set_xlabel(unit)
+    axes.set_title(title, loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)

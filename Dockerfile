@@ -1,11 +1,11 @@
 # Stages: base (what runs need from the distribution) → builder (the Python environment), megatron (its source,
 # patched) → runtime.
 #
-#   make image               NVIDIA's PyTorch image, whose torch is used and never replaced
-#   make image FLAVOR=cpu    the twin's: the same recipe on Debian, with torch's CPU build
+#   make image               NVIDIA's PyTorch image, with its own torch
+#   make image FLAVOR=cpu    the twin's image: the same recipe on Debian, with torch's CPU build
 #
-# No "syntax" line: it would have to be fetched from a registry, which not every machine reaches.
-# For the same reason nothing here is newer than the BuildKit of Docker 20.10 (no here-documents, no named contexts).
+# No "syntax" line: it would be fetched from a registry, which not every machine can reach.
+# For the same reason this file needs only the BuildKit of Docker 20.10 (no here-documents, no named contexts).
 
 ARG BASE_IMAGE=nvcr.io/nvidia/pytorch:25.12-py3
 ARG FLAVOR=gpu
@@ -14,8 +14,8 @@ ARG FLAVOR=gpu
 # hadolint ignore=DL3006
 FROM ${BASE_IMAGE} AS base
 SHELL ["/bin/bash", "-Eeuo", "pipefail", "-c"]
-# ssh's host keys, which the package makes on installation, are removed in the same layer: a node gets its own from outside.
-# The CA that a proxy may need is a build secret: it serves the build and does not stay.
+# The package creates ssh host keys; they are removed in the same layer, because a node receives its own.
+# A proxy's CA is a build secret: it is available during the build and not stored in the image.
 RUN --mount=type=bind,source=tools/image/ca.sh,target=/tools/ca.sh \
     --mount=type=secret,id=ca \
     --mount=type=cache,target=/var/cache/apt,sharing=locked \
@@ -47,9 +47,9 @@ RUN --mount=type=bind,source=tools/image/ca.sh,target=/tools/ca.sh \
     && if [ "$FLAVOR" = cpu ]; then \
         DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends g++ libaio-dev python3-dev python3-venv; \
     fi
-# NVIDIA's images constrain pip to their own versions; the locks are the only word here.
+# NVIDIA's images constrain pip to their own versions; here only the locks decide.
 ENV PIP_CONSTRAINT= PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
-# The folders that are mounted here are what the layer depends on: an edit elsewhere in the repository does not rebuild it.
+# The layer depends only on the folders mounted here: an edit elsewhere does not rebuild it.
 RUN --mount=type=bind,source=tools/image,target=/src/tools/image \
     --mount=type=bind,source=tools/python,target=/src/tools/python \
     --mount=type=bind,source=locks,target=/src/locks \
@@ -60,8 +60,8 @@ RUN --mount=type=bind,source=tools/image,target=/src/tools/image \
     && /src/tools/image/environment.sh /opt/venv "$FLAVOR"
 
 # ---- megatron --------------------------------------------------------------------------------------------------------
-# The source lies in upstream/ where tools/megatron-source.sh has brought it; without it the folder stays empty, and the
-# engine says so when it is asked for.
+# tools/megatron-source.sh fetches the source into upstream/. Without it the folder stays empty, and runs with the
+# engine are rejected.
 # hadolint ignore=DL3006
 FROM base AS megatron
 RUN --mount=type=bind,source=tools/image/ca.sh,target=/tools/ca.sh \
@@ -83,8 +83,8 @@ ARG FLAVOR
 ARG BASE_IMAGE
 COPY --from=builder /opt/venv /opt/venv
 COPY --from=megatron /opt/megatron-v1.1.5 /opt/megatron-v1.1.5
-# One Include, so that every ssh inside a node (pdsh's too) finds the keys and host names that the operator delivered.
-# The state folder is for what the entrypoint renders; anyone may write there because it may be started with --user.
+# One Include, so that every ssh inside a node, also pdsh's, finds the cluster's keys and host names.
+# The entrypoint writes to the state folder. It is world-writable because the container may start with --user.
 RUN printf 'Include /run/tridock/secrets/ssh_config\n' >/etc/ssh/ssh_config.d/tridock.conf \
     && mkdir -p /workspace /opt/tridock /run/tridock/secrets /home/tridock \
     && install -d -m 1777 /run/tridock/state \
@@ -98,7 +98,7 @@ ENTRYPOINT ["tini", "-s", "--", "/opt/tridock/entrypoint/entrypoint.sh"]
 CMD ["bash"]
 HEALTHCHECK --interval=5s --timeout=5s --start-period=5s --retries=3 CMD ["/opt/tridock/entrypoint/healthcheck.sh"]
 
-# From here on everything is cheap: what changes with every edit comes last.
+# The layers from here on are cheap: what changes with every edit comes last.
 COPY configs /opt/tridock/configs
 COPY entrypoint /opt/tridock/entrypoint
 COPY tridock /opt/tridock/tridock

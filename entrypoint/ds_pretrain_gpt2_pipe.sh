@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Trains GPT-2 with 3D parallelism (tensor, pipeline, data) on this container, as the script of the same name in
+# Trains GPT-2 with 3D parallelism (tensor, pipeline, data) in this container, like the script of the same name in
 # DeepSpeed's Megatron example.
 #
 #   docker compose run trainer ds_pretrain_gpt2_pipe.sh [options of `tridock train`] [arguments of Megatron]
 #
-# TRIDOCK_EXPERIMENT names another experiment (/opt/tridock/configs/megatron/gpt2-345m-3d.yaml is upstream's).
+# TRIDOCK_EXPERIMENT selects another experiment (/opt/tridock/configs/megatron/gpt2-345m-3d.yaml is upstream's).
 set -Eeuo pipefail
 # shellcheck source=entrypoint/pretrain.sh
 source "$(dirname "$(readlink -f "$0")")/pretrain.sh"

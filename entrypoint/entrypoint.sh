@@ -2,9 +2,9 @@
 # The first program in every container of the image.
 #
 #   node        sshd in the foreground, as the operator's user: one node of a cluster
-#   COMMAND...  anything else is run as it stands, as the operator's user
+#   COMMAND...  runs any other command as the operator's user
 #
-# Started as root it takes on the operator's uid and gid and drops to them; started with --user it stays what it is.
+# Started as root, it drops to the operator's uid and gid. Started with --user, it keeps that user.
 set -Eeuo pipefail
 
 readonly STATE=${TRIDOCK_STATE:-/run/tridock/state}
@@ -14,21 +14,21 @@ readonly ACCOUNT_HOME=/home/tridock
 readonly QUOTED_QUOTE="'\\''"
 readonly EXIT_REQUEST=2 EXIT_CLUSTER=3
 
-# Prints an error in the form of the whole project, "where: what; got value; remedy", and leaves.
+# Prints an error as "where: what; got value; todo" and exits.
 fail() {
     local status=$1 what=$2 got=$3 todo=$4
     printf '%s: %s; %s%s\n' "${TRIDOCK_NODE:-$(hostname)}" "$what" "${got:+got $got; }" "$todo" >&2
     exit "$status"
 }
 
-# Names a step that fails without a message of its own; fail() has printed its own.
+# Reports a command that failed without a message; fail() prints its own.
 name_failed_step() {
     local status=$? line=$1
     [[ $status == "$EXIT_REQUEST" || $status == "$EXIT_CLUSTER" ]] || printf 'entrypoint.sh: line %s failed: %s (exit %s)\n' "$line" "$BASH_COMMAND" "$status" >&2
 }
 trap 'name_failed_step $LINENO' ERR
 
-# Joins the lines of another program's message, for an error that is to be one line.
+# Joins the lines of another program's message into one.
 one_line() {
     tr -d '\r' <<<"$1" | paste -s -d '|' | sed 's/|/ | /g'
 }
@@ -39,7 +39,7 @@ is_id() {
     [[ $1 =~ ^(0|[1-9][0-9]{0,9})$ ]]
 }
 
-# Prints the id to take: TRIDOCK_UID or TRIDOCK_GID where it is set, else that of the owner of /workspace.
+# Prints the uid or gid to use: TRIDOCK_UID or TRIDOCK_GID if set, otherwise that of the owner of /workspace.
 operator_id() {
     local name=$1 format=$2 id
     id=${!name:-$(stat --format "$format" /workspace)}
@@ -47,8 +47,8 @@ operator_id() {
     printf '%s\n' "$id"
 }
 
-# Prints a passwd or group file with the account's line in it, once. It comes first, so that the id resolves to this
-# name even where the base image has another for it (uid 1000 is "ubuntu" on NVIDIA's); but root stays root.
+# Prints a passwd or group file that contains the account's line once. It is the first line, so that the id resolves to
+# this name even if the base image has another one (uid 1000 is "ubuntu" on NVIDIA's). Root stays root.
 with_account() {
     local file=$1 line=$2 id=$3
     [[ $id == 0 ]] || printf '%s\n' "$line"
@@ -58,7 +58,7 @@ with_account() {
 
 create_account() {
     local uid=$1 gid=$2 content
-    # "*" is no password that anyone could type, and is not "locked", which sshd would refuse.
+    # No password matches "*". Unlike a locked account, sshd accepts it.
     content=$(with_account /etc/passwd "$ACCOUNT:*:$uid:$gid:Tridock:$ACCOUNT_HOME:/bin/bash" "$uid")
     printf '%s\n' "$content" >/etc/passwd
     content=$(with_account /etc/group "$ACCOUNT:x:$gid:" "$gid")
@@ -68,7 +68,7 @@ create_account() {
     chmod 755 "$STATE"
 }
 
-# Prints the groups to keep: those that the container was started with (--group-add) and those of the device files in it.
+# Prints the groups to keep: those of --group-add and those of the container's device files.
 supplementary_groups() {
     local gid=$1
     {
@@ -78,7 +78,7 @@ supplementary_groups() {
     } | sed '/^0$/d' | sort -nu | paste -sd,
 }
 
-# Puts the account into those groups by name as well: `docker exec --user tridock` reads them from the file.
+# Adds the account to these groups in /etc/group, where `docker exec --user tridock` reads them.
 join_groups() {
     local groups=$1 id name
     for id in ${groups//,/ }; do
@@ -87,7 +87,7 @@ join_groups() {
     done
 }
 
-# As root: becomes the operator, and starts this script again as that user. An operator who is root stays root.
+# As root: runs this script again as the operator's user, unless the operator is root.
 adopt_operator() {
     local uid gid groups
     uid=$(operator_id TRIDOCK_UID %u)
@@ -100,15 +100,15 @@ adopt_operator() {
     exec setpriv --reuid "$uid" --regid "$gid" --groups "$groups" -- "$0" "$@"
 }
 
-# Not as root: torch, git and others want a home that they can write to and a name for the user.
+# Not as root: torch, git and others need a writable home and a user name.
 settle_in() {
     export USER=${USER:-$ACCOUNT} LOGNAME=${LOGNAME:-$ACCOUNT}
     [[ -n ${HOME:-} && -w $HOME ]] || export HOME=/tmp
 }
 
-# ---- the environment, for whoever comes in later -----------------------------------------------------------------------
+# ---- the environment of later sessions ---------------------------------------------------------------------------------
 
-# Whether a variable is the cluster's, and not the process's own or one run's.
+# Whether a variable belongs to the cluster, not to this process or to one run.
 is_shared_variable() {
     case $1 in
     HOME | USER | LOGNAME | SHELL | SHLVL | PWD | OLDPWD | HOSTNAME | TERM | MAIL | _) return 1 ;;
@@ -117,7 +117,7 @@ is_shared_variable() {
     esac
 }
 
-# Prints the shared part of this environment, NAME=VALUE, each ended by a zero byte.
+# Prints the shared variables as NAME=VALUE, each followed by a zero byte.
 shared_environment() {
     local pair
     while IFS= read -r -d '' pair; do
@@ -126,7 +126,7 @@ shared_environment() {
     return 0
 }
 
-# For login shells: export NAME='VALUE', in quotes that every POSIX shell reads.
+# For login shells: export NAME='VALUE', quoted for every POSIX shell.
 render_shell_environment() {
     local pair value
     while IFS= read -r -d '' pair; do
@@ -135,11 +135,11 @@ render_shell_environment() {
     done < <(shared_environment)
 }
 
-# For sshd: one SetEnv line (it reads the first one only), each pair in double quotes with \ and " escaped.
+# For sshd: one SetEnv line (it reads only the first), each pair in double quotes with \ and " escaped.
 render_setenv() {
     local pair pairs=()
     while IFS= read -r -d '' pair; do
-        # sshd's configuration has no way to write a newline; login shells still get such a variable.
+        # sshd's configuration cannot contain a newline; only login shells get such a variable.
         [[ $pair != *$'\n'* ]] || continue
         pair=${pair//\\/\\\\}
         pair=${pair//\"/\\\"}
@@ -149,7 +149,7 @@ render_setenv() {
 }
 
 write_environment() {
-    # Written whole or not at all: a login may come in between.
+    # Written atomically: somebody may log in at the same time.
     (umask 077 && render_shell_environment >"$STATE/.environment.sh.part")
     mv "$STATE/.environment.sh.part" "$STATE/environment.sh"
 }
@@ -218,7 +218,7 @@ require_secrets() {
         mode=$(stat --format %a "$path")
         (((8#$mode & 8#077) == 0)) || fail "$EXIT_CLUSTER" "a private key is open to others" "$path with mode $mode" "chmod 600 it on the host"
     done
-    # sshd would refuse each login without telling the client why: report it here.
+    # sshd would refuse each login without a reason for the client, so it is reported here.
     for path in "$SECRETS" "$SECRETS/authorized_keys"; do
         mode=$(stat --format %a "$path")
         owner=$(stat --format %u "$path")
@@ -229,7 +229,7 @@ require_secrets() {
     done
 }
 
-# sshd starts even when one of several addresses is taken, and a late failure is hard to read: check first.
+# sshd starts even if one of several addresses is in use, and fails later. Check first.
 require_free_port() {
     local port=$1 address complaint
     while IFS= read -r address; do
@@ -245,11 +245,11 @@ prepare_node() {
     require_account
     require_secrets
     require_free_port "$port"
-    # Only root's sshd uses it, to shut away the part that talks to strangers.
+    # Only root's sshd uses it, for privilege separation.
     [[ $(id -u) != 0 ]] || install -d -m 755 /run/sshd
     (umask 077 && render_sshd_config "$port" >"$STATE/sshd_config")
     complaint=$(/usr/sbin/sshd -t -f "$STATE/sshd_config" 2>&1) ||
-        fail "$EXIT_CLUSTER" "sshd refuses its configuration" "$(one_line "$complaint")" "mend what it names ('fab keys --rotate' makes all keys anew)"
+        fail "$EXIT_CLUSTER" "sshd refuses its configuration" "$(one_line "$complaint")" "fix what it names ('fab keys --rotate' replaces all keys)"
 }
 
 # ---- together --------------------------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ main() {
     elif [[ ${USER:-} != "$ACCOUNT" ]]; then
         settle_in
     fi
-    # A container that is started again still has what its last life rendered.
+    # A restarted container still has the files of its previous start.
     rm -f "$STATE"/{sshd_config,sshd.pid,greeted}
     write_environment
     if [[ ${1:-} == node ]]; then

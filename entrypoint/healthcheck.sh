@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# A node is healthy when its sshd has greeted on its port since it was started, and still listens there; any other
-# container as long as it runs.
+# A node is healthy if its sshd has sent its banner since the container started, and still listens. Any other container
+# is healthy while it runs.
 #
-# Not a greeting every time: each leaves two lines in sshd's log, and soon there would be nothing else in it.
+# The banner is read only once, because each connection adds two lines to sshd's log.
 set -Eeuo pipefail
 
 readonly STATE=${TRIDOCK_STATE:-/run/tridock/state}
 
 is_node() {
-    # The first process says what the container is for from its first moment on.
+    # The command line of the first process tells what the container is for.
     [[ $(tr '\0' ' ' </proc/1/cmdline) == *"/entrypoint.sh node " ]]
 }
 
@@ -35,7 +35,7 @@ greets() {
 is_node || exit 0
 [[ -s $STATE/sshd_config ]] || unhealthy "sshd has not been started"
 port=$(setting Port)
-# "greeted" is removed at every start of the container, with the rest of what its last life left.
+# Every start of the container removes "greeted", with the other files of its previous start.
 if [[ ! -e $STATE/greeted ]]; then
     greets "$(setting ListenAddress)" "$port" 2>/dev/null
     : >"$STATE/greeted"

@@ -1,9 +1,9 @@
 # shellcheck shell=bash
-# Sourced by ds_pretrain_gpt2.sh, pretrain_gpt.sh and their siblings: an experiment, changed by what upstream's users know.
+# Sourced by ds_pretrain_gpt2.sh, pretrain_gpt.sh and the like: runs an experiment with upstream's variables and options.
 #
-# Environment variables that upstream's scripts set, and the field that each changes; they win over the experiment:
+# Environment variables of upstream's scripts, and the field that each overrides:
 #   GPUS_PER_NODE (ranks to start), MASTER_PORT launch.master_port, DATA_PATH data.data_path, VOCAB_PATH data.vocab_file,
-#   MERGE_PATH data.merge_file, CHECKPOINT_PATH train.checkpoint_folder (and train.load, where a checkpoint lies there)
+#   MERGE_PATH data.merge_file, CHECKPOINT_PATH train.checkpoint_folder (and train.load, if it holds a checkpoint)
 #   NNODES, NODE_RANK, MASTER_ADDR: the script is started on every node, each with its rank, without ssh
 #
 # Arguments after the script's name: options of `tridock train`; all others go to Megatron.
@@ -77,8 +77,8 @@ read_options() {
     done
 }
 
-# pretrain TWIN RANKS [OPTION...]: TWIN (megatron/… needs v1.1.5) runs where TRIDOCK_EXPERIMENT names no other, by default
-# with RANKS ranks.
+# pretrain TWIN RANKS [OPTION...]: runs TRIDOCK_EXPERIMENT, or TWIN (megatron/… needs v1.1.5), by default with RANKS
+# ranks.
 pretrain() {
     local twin=$1 ranks=$2 experiment=${TRIDOCK_EXPERIMENT:-}
     shift 2
@@ -89,7 +89,7 @@ pretrain() {
             experiment=$CONFIGS/$twin.yaml
             [[ -n ${GPUS_PER_NODE:-} || " ${options[*]} " == *" --nproc"* ]] || options+=(--nproc "$ranks")
         else
-            # Without Megatron the script that every image has had still trains something.
+            # Without Megatron, this script still trains something, because every image has it.
             [[ ${0##*/} == ds_pretrain_gpt2.sh ]] || refuse engine "this image is without Megatron-LM v1.1.5" \
                 "${TRIDOCK_MEGATRON:-/opt/megatron-v1.1.5}" "build it with make image MEGATRON=<git repository or folder>"
             experiment=$CONFIGS/demo.yaml

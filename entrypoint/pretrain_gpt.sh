@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Trains a GPT with megatron-core on this container, as the script of the same name in Megatron-LM: tensor, pipeline,
-# context and data parallel.
+# Trains a GPT with megatron-core in this container, like the script of the same name in Megatron-LM, with tensor,
+# pipeline, context and data parallelism.
 #
 #   docker compose run trainer pretrain_gpt.sh [options of `tridock train`]
 #
-# TRIDOCK_EXPERIMENT names another experiment (/opt/tridock/configs/jean-zay/7.5b.yaml is one for 16 GPUs); without it a
-# tiny one runs on the demo's data, which are made where they are missing. Variables: see pretrain.sh; checkpoints lie in
-# the run's folder.
+# TRIDOCK_EXPERIMENT selects another experiment (/opt/tridock/configs/jean-zay/7.5b.yaml is one for 16 GPUs). Without it, a
+# tiny one runs on the demo's data, which is built if missing. Variables: see pretrain.sh. Checkpoints are in the run
+# folder.
 set -Eeuo pipefail
 # shellcheck source=entrypoint/pretrain.sh
 source "$(dirname "$(readlink -f "$0")")/pretrain.sh"

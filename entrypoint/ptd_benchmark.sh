@@ -6,9 +6,9 @@
 #   ptd_benchmark.sh --nproc_per_node=2
 #   ptd_benchmark.sh --nproc_per_node=1 --ndevice_per_proc=2 --mode=pdp
 #
-# One process drives one device: where one of trainer.py's drove --ndevice_per_proc devices, as many processes are started.
-# TRIDOCK_EXPERIMENT names the experiment, whose own strategy holds without --mode. Without it a small one runs on the
-# demo's data, which are made where they are missing, and with ddp. --set FIELD=VALUE changes it (model.preset=gpt-xl).
+# One process drives one device. Instead of one process with --ndevice_per_proc devices, as many processes start.
+# TRIDOCK_EXPERIMENT names the experiment, whose strategy is used without --mode. Without TRIDOCK_EXPERIMENT, a small one
+# runs with ddp on the demo's data, which is built if missing. --set FIELD=VALUE overrides a field (model.preset=gpt-xl).
 set -Eeuo pipefail
 
 readonly CONFIGS=/opt/tridock/configs
@@ -68,6 +68,6 @@ if [[ -z $experiment ]]; then
     [[ -n $mode ]] || trainer+=(--mode=ddp)
 fi
 [[ -n $endpoint || " ${torchrun[*]:-} " == *" --master"* ]] || torchrun+=(--standalone)
-# By its module: where the base image brings torch, a torchrun on the PATH may be of a Python without the other packages.
+# As a module: a torchrun on the PATH may belong to a Python of the base image that lacks the other packages.
 exec python3 -m torch.distributed.run "${torchrun[@]}" "--nproc_per_node=$processes" \
     -m tridock.train --config "$experiment" "${trainer[@]}"

@@ -230,7 +230,7 @@ def test_a_broken_host_key(containers: Containers, secrets) -> None:
         'got Unable to load host key "/run/tridock/secrets/ssh_host_ed25519_key": error in libcrypto | '
         "Unable to load host key: /run/tridock/secrets/ssh_host_ed25519_key | "
         "sshd: no hostkeys available -- exiting.; "
-        "mend what it names ('fab keys --rotate' makes all keys anew)\n"
+        "fix what it names ('fab keys --rotate' replaces all keys)\n"
     )
 
 

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from tridock.engines import engine_of
 from tridock.experiment import load_experiment
 from tridock.experiment.flops import model_flops_per_token, recomputed_flops_per_token
 from tridock.experiment.sizes import model_parameters
 from tridock.gpus import GPUS
-from tridock.plan.parameters import GPT2_TOKENS, rows_of_vocabulary
+from tridock.layout.parameters import GPT2_TOKENS
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "results.md"
@@ -63,7 +64,7 @@ def figures(run: Measured) -> Figures:
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     replicas = gpus // (tensor * pipeline)
     tokens = experiment.batch.samples_per_step(replicas) * model.seq_length
-    rows = rows_of_vocabulary(experiment)
+    rows = engine_of(experiment).rows_of_vocabulary(experiment)
     speed = tokens / run.seconds
     needed = model_flops_per_token(model, rows)
     again = recomputed_flops_per_token(model, model.num_layers, selective=False)
@@ -97,7 +98,7 @@ def table() -> str:
         "attention (Narayanan et al., 2021, section 5.1; `tridock/experiment/flops.py`). MFU is their rate\n"
         f"over {GPU.tflops_16:g} TFLOP/s, the dense fp16 peak of a V100 SXM2 (NVIDIA's data sheet;\n"
         "`tridock/gpus.py`). The column with recomputation adds each layer's second forward pass. GPT-2's\n"
-        f"vocabulary of {GPT2_TOKENS:,} is padded to {rows_of_vocabulary(experiment):,} rows.\n"
+        f"vocabulary of {GPT2_TOKENS:,} is padded to {engine_of(experiment).rows_of_vocabulary(experiment):,} rows.\n"
     )
 
 

@@ -78,8 +78,8 @@ def step_of_core(experiment: Experiment, ranks: Ranks) -> None:
 
 def prepared(experiment: Experiment, ranks: Ranks) -> tuple[MegatronCore, list[torch.Tensor]]:
     """This rank's part of megatron-core's model, and the micro batches of a step."""
+    from tridock.engines import engine_of
     from tridock.train.megatron_core.layout import Layout
-    from tridock.train.megatron_core.parts import padded_vocab_size
     from tridock.train.megatron_core.strategy import MegatronCore
 
     layout = Layout.form(experiment.parallel)
@@ -87,7 +87,8 @@ def prepared(experiment: Experiment, ranks: Ranks) -> tuple[MegatronCore, list[t
     experiment = experiment.resolved(layout.data_parallel_size)
     check_batch(experiment, layout.data_parallel_size)
     tokens = experiment.model.vocab_size
-    strategy = MegatronCore(experiment, tokens, padded_vocab_size(tokens, experiment), layout, ranks)
+    rows = engine_of(experiment).padded_vocab_size(tokens, experiment)
+    strategy = MegatronCore(experiment, tokens, rows, layout, ranks)
     return strategy, micro_batches(experiment, layout.data_parallel_size)
 
 

@@ -113,8 +113,9 @@ from tridock.train.megatron_core.attention import positions
 print([positions(8, rank, 2).tolist() for rank in range(2)], positions(4, 0, 1).tolist())
 from tridock.train.megatron_core.model import seed_of
 print(seed_of("a", 1) == seed_of("a", 1), len({seed_of("a", 1), seed_of("b", 1), seed_of("a", 2)}))
-from tridock.experiment.sizes import model_parameters, padded_vocab_size
-print(padded_vocab_size(512, experiment(engine="megatron-core", **{"parallel.tensor_model_parallel_size": 8})))
+from tridock.engines import ENGINES
+from tridock.experiment.sizes import model_parameters
+print(ENGINES["megatron-core"].padded_vocab_size(512, experiment(**{"parallel.tensor_model_parallel_size": 8})))
 print(model_parameters(experiment().model, 9))
 """)
     size = 2 * (12 * 16 * 16 + 13 * 16) + (9 + 8) * 16 + 2 * 16

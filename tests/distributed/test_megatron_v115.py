@@ -16,8 +16,8 @@ from tests.experiments import make_plan, with_fields
 from tests.megatron_source import patched_source
 from tridock.data.corpus import prepare_demo
 from tridock.engines import rank_program
+from tridock.engines.megatron_lm.checkpoint_layout import CheckpointLayout
 from tridock.experiment import Experiment, dump_experiment
-from tridock.experiment.inputs import CheckpointLayout
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

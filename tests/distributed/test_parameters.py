@@ -14,11 +14,10 @@ import pytest
 from tests.distributed.ranks import ask
 from tests.experiments import make_plan
 from tests.megatron_source import patched_source
-from tridock.engines import rank_program
+from tridock.engines import engine_of, rank_program
 from tridock.experiment import Experiment
 from tridock.experiment.sizes import model_parameters
 from tridock.plan.legality import layout_problems
-from tridock.plan.parameters import parameters_of_stage, rows_of_vocabulary
 
 pytest.importorskip("torch")
 
@@ -98,10 +97,12 @@ def counted(engine: str, cases: Sequence[Case], words: Sequence[Sequence[str]], 
 
 def agree(cases: Sequence[Case], found: Sequence[Sequence[int]]) -> None:
     for one, weights in zip(cases, found, strict=True):
-        planned = [parameters_of_stage(one.experiment, one.stage(rank)).total for rank in range(one.world_size)]
+        engine, stages = engine_of(one.experiment), map(one.stage, range(one.world_size))
+        planned = [engine.parameters(one.experiment, stage).total for stage in stages]
         assert list(weights) == planned, one
         if one.world_size == 1:
-            assert weights[0] == model_parameters(one.experiment.model, rows_of_vocabulary(one.experiment)), one
+            rows = engine.rows_of_vocabulary(one.experiment)
+            assert weights[0] == model_parameters(one.experiment.model, rows), one
 
 
 def test_megatron_core() -> None:

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.distributed.ranks import ask
+from tridock.engines import engine_of
+from tridock.engines.deepspeed import REUSED
 from tridock.experiment import Experiment
 from tridock.layout.shape import Shape
-from tridock.plan.traffic import REUSED, all_gather, all_reduce, traffic, traffic_of_stage
+from tridock.layout.traffic import all_gather, all_reduce
 
 pytest.importorskip("torch")
 
@@ -163,7 +165,7 @@ def sent(calls: Sequence[Call], stages: int) -> Volumes:
 
 
 def planned(one: Case, stage: int) -> Volumes:
-    found = traffic_of_stage(one.experiment, one.shape, stage)
+    found = engine_of(one.experiment).traffic_of_stage(one.experiment, one.shape, stage)
     return {(group.group, group.size): group.bytes_per_rank for group in found}
 
 
@@ -180,7 +182,10 @@ def test_megatron_core(name: str, of_megatron_core: dict[str, list[list[Call]]])
     for stage, volumes in enumerate(found):
         # Gradients are reduced in buffers, whose ends are padded to multiples of a few hundred elements.
         assert volumes == pytest.approx(planned(one, stage), rel=2e-3), stage
-    busiest = {(group.group, group.size): group.bytes_per_rank for group in traffic(one.experiment, one.shape)}
+    busiest = {
+        (group.group, group.size): group.bytes_per_rank
+        for group in engine_of(one.experiment).traffic(one.experiment, one.shape)
+    }
     most = {place: max(volumes.get(place, 0.0) for volumes in found) for volumes in found for place in volumes}
     assert most == pytest.approx(busiest, rel=2e-3)
 
@@ -203,7 +208,7 @@ def test_torch(name: str, of_torch: dict[str, list[list[Call]]]) -> None:
 def test_weights_that_are_let_go_are_gathered_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """With another reuse distance than DeepSpeed's, which takes a model of more than 5e8 weights to see."""
     assert REUSED == 1_000_000_000
-    monkeypatch.setattr("tridock.plan.traffic.REUSED", 0)
+    monkeypatch.setattr("tridock.engines.deepspeed.REUSED", 0)
     one = case("torch", 2, 2, "fp32", WIDE, {"strategy": "zero", "zero_stage": 3})
     ((answer,),) = exchanged("torch", [one], LET_GO="1")
     assert sent(answer, 1) == pytest.approx(planned(one, 0), rel=0.02)

@@ -14,10 +14,10 @@ from tests.distributed.test_megatron_v115 import PATIENCE, PP, TP, ZERO, experim
 from tests.experiments import make_plan
 from tests.megatron_source import patched_source
 from tridock.data.corpus import prepare_demo
-from tridock.engines import rank_program
+from tridock.engines import engine_of, rank_program
 from tridock.experiment import dump_experiment
 from tridock.layout.shape import Shape
-from tridock.plan.traffic import all_gather, all_reduce, traffic_of_stage
+from tridock.layout.traffic import all_gather, all_reduce
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
@@ -92,7 +92,8 @@ def test_megatron_v115(name: str, workspace: Path, source: Path) -> None:
     shape, stages = Shape(plan.data_parallel_size, steps, world), resolved.parallel.pipeline_model_parallel_size
     for rank in range(world):
         planned: defaultdict[str, float] = defaultdict(float)
-        for one in traffic_of_stage(resolved.model_copy(update={"model": model}), shape, rank * stages // world):
+        given = resolved.model_copy(update={"model": model})
+        for one in engine_of(given).traffic_of_stage(given, shape, rank * stages // world):
             planned["messages" if one.group == "pipeline" else "collectives"] += one.bytes_per_rank
         # ZeRO leaves out the gradient of the positions that a last stage has no use for.
         near = 0.02 if resolved.parallel.zero_stage == 1 and stages > 1 else 1e-3

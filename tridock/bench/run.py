@@ -16,6 +16,7 @@ from tridock.bench.cells import Cell, Measured, cells_of
 from tridock.bench.schema import Bench, words_of
 from tridock.contracts import run_folder
 from tridock.contracts.records import read_lines, read_metrics
+from tridock.engines import engine_of
 from tridock.errors import RequestError
 from tridock.experiment import Experiment, load_experiment
 from tridock.gpus import Gpu
@@ -86,7 +87,7 @@ def _has_bare(experiment: Experiment) -> bool:
     parallel = experiment.parallel
     split = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size > 1
     plain = parallel.strategy == "ddp" and not split and experiment.precision != "fp16"
-    return experiment.engine == "torch" and plain and not experiment.model.is_vision
+    return engine_of(experiment).has_plain_loop and plain and not experiment.model.is_vision
 
 
 def _run_once(world: int, timeout: int, config: Path, words: Sequence[str], turns: str = "") -> Path | str:

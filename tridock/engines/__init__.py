@@ -1,5 +1,67 @@
-"""An experiment to the argv, environment and files of its ranks, one module an engine. Pure."""
+"""The engines, by the name that an experiment gives; nothing outside this package compares that name. Pure."""
 
-from tridock.engines.ranks import RankProgram, checkpoint_pointer, checkpoints_folder, rank_program
+from __future__ import annotations
 
-__all__ = ["RankProgram", "checkpoint_pointer", "checkpoints_folder", "rank_program"]
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from tridock.engines.engine import Engine, RankProgram, checkpoints_folder
+from tridock.engines.engine import rank_program as _rank_program
+from tridock.engines.fields import Refused, as_yaml
+from tridock.engines.megatron_core.engine import MegatronCore
+from tridock.engines.megatron_lm.engine import MegatronLM
+from tridock.engines.torch.engine import Torch
+from tridock.errors import Problem
+from tridock.experiment import Experiment
+from tridock.layout import Plan
+from tridock.layout.nearest import either
+
+__all__ = [
+    "ENGINES",
+    "Engine",
+    "RankProgram",
+    "as_yaml",
+    "checkpoints_folder",
+    "engine_of",
+    "field_problems",
+    "rank_program",
+]
+
+ENGINES: Final[Mapping[str, Engine]] = {engine.name: engine for engine in (Torch(), MegatronLM(), MegatronCore())}
+
+
+def engine_of(experiment: Experiment) -> Engine:
+    """The engine that the experiment names."""
+    return ENGINES[experiment.engine]
+
+
+def engines_with(path: str) -> list[str]:
+    """Names of the engines that do not refuse a field."""
+    return [name for name, engine in ENGINES.items() if not isinstance(engine.fields.get(path), Refused)]
+
+
+def field_problems(experiment: Experiment) -> Iterator[Problem]:
+    """Fields that are set, and that the experiment's engine refuses."""
+    engine = engine_of(experiment)
+    for path, refused in engine.fields.items():
+        if not isinstance(refused, Refused):
+            continue
+        section, _, name = path.rpartition(".")
+        fields = getattr(experiment, section) if section else experiment
+        value = getattr(fields, name)
+        default = type(fields).model_fields[name].default if refused.default is None else refused.default
+        if value != default:
+            nearest = default if type(default) is int else as_yaml(default)
+            names = {"engine": engine.name, "others": either(engines_with(path))}
+            what, todo = refused.what.format(**names), refused.todo.format(**names)
+            yield Problem(path, what, as_yaml(value), todo, (nearest,))
+
+
+def rank_program(
+    experiment: Experiment, plan: Plan, run_id: str, run_path: str, *, resume: bool = False
+) -> RankProgram:
+    """The program of one rank; the same on every rank, which read their number from the launcher's environment.
+
+    ``resume``: it continues from the run's own checkpoints.
+    """
+    return _rank_program(engine_of(experiment), experiment, plan, run_id, run_path, resume)

@@ -1,10 +1,15 @@
-"""DeepSpeed's JSON configuration for strategy ``zero`` of engine ``torch``. Pure."""
+"""DeepSpeed's ZeRO, which engines ``torch`` and ``megatron-deepspeed`` share: configuration, memory, traffic. Pure."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Final
 
-from tridock.experiment.schema import Experiment
+from tridock.errors import Problem
+from tridock.experiment import Experiment
+from tridock.layout.parameters import Parameters
+from tridock.layout.shape import FORMAT_BYTES, Shape, States
+from tridock.layout.traffic import all_gather, all_reduce
 
 
 def deepspeed_config(experiment: Experiment, data_parallel_size: int) -> dict[str, Any]:
@@ -34,3 +39,67 @@ def deepspeed_config(experiment: Experiment, data_parallel_size: int) -> dict[st
             "min_loss_scale": 1,
         }
     return config
+
+
+_BUCKET: Final = 500_000_000
+_LIVE: Final = 1_050_000_000
+"""max_live_parameters and one prefetch bucket."""
+_PERSISTENT: Final = 100_000
+REUSED: Final = 1_000_000_000
+"""stage3_max_reuse_distance: weights that are used again before so many others stay gathered."""
+
+
+def zero_stage_problems(experiment: Experiment) -> Iterator[Problem]:
+    """A ZeRO stage without ZeRO."""
+    parallel = experiment.parallel
+    if parallel.strategy == "ddp" and parallel.zero_stage != 0:
+        what, todo = "strategy ddp keeps everything on every rank", "set it to 0, or strategy to zero"
+        yield Problem("parallel.zero_stage", what, str(parallel.zero_stage), todo, (0,))
+
+
+def zero_states(experiment: Experiment, weights: Parameters, replicas: int) -> States:
+    """What a rank with these weights keeps under ZeRO, by its stage."""
+    short, stage, count = FORMAT_BYTES[experiment.precision], experiment.parallel.zero_stage, weights.total
+    owned = -(-count // replicas)
+    if stage == 0:
+        master = 4 if short == 2 else 0
+        return States(short * count, 0, (master + 8) * count, short * count, workspace=master * count)
+    # In a pipeline it has two of them.
+    stages = experiment.parallel.pipeline_model_parallel_size
+    optimizer, bucket = 12 * owned, short * _BUCKET * (1 if stages == 1 else 2)
+    if stage < 3:
+        passing = short * (count if stage == 1 else owned)
+        return States(short * count, 0, optimizer, passing, bucket, workspace=(4 + short) * owned)
+    small = sum(_small_tensors(experiment, weights))
+    kept = small + owned if replicas > 1 else count
+    gathered = short * min(count - small, _LIVE) if replicas > 1 else 0
+    return States(short * kept, short * owned, optimizer, 0, bucket, gathered, 4 * min(owned, 2 * _BUCKET))
+
+
+def _small_tensors(experiment: Experiment, weights: Parameters) -> Iterator[int]:
+    """Elements of the weights that ZeRO 3 leaves whole on every rank."""
+    model, tensor = experiment.model, experiment.parallel.tensor_model_parallel_size
+    width = model.hidden_size
+    matrix = width * width // tensor
+    layer = [3 * matrix, matrix, 4 * matrix, 4 * matrix, *(3 * width // tensor, 4 * width // tensor), *[width] * 6]
+    tables = [weights.embedding, weights.positions, weights.head]
+    yield from (size * model.num_layers for size in layer if size <= _PERSISTENT)
+    yield from (size for size in tables if size <= _PERSISTENT)
+    yield weights.final_norm
+
+
+def zero_gradient_bytes(experiment: Experiment, shape: Shape, size: int, weights: int) -> float:
+    """What one of ``size`` ranks sends for the gradients of its weights, and to gather the weights."""
+    stage, short = experiment.parallel.zero_stage, FORMAT_BYTES[experiment.precision]
+    gradients, gathered = all_reduce(size, short * weights), all_gather(size, short * weights)
+    if stage == 0:
+        return gradients
+    # Stages 1 and 2 sum gradients everywhere, and each rank keeps its part; stage 2 after each micro batch.
+    if stage == 1:
+        return gradients + gathered
+    if stage == 2:
+        return gradients * shape.accumulation + gathered
+    # Stage 3 gathers weights for each micro batch, anew for the backward pass where it is long until then, and
+    # scatters the gradients. Tensors of less than 1e5 elements stay; here they are counted as if they did not.
+    again = all_gather(size, short * max(0, weights - REUSED // 2))
+    return (2 * gathered + again) * shape.accumulation

@@ -13,6 +13,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstr
 
 Engine = Literal["torch", "megatron-deepspeed", "megatron-core"]
 Strategy = Literal["ddp", "fsdp", "zero"]
+DEFAULT_STRATEGY: Final[Mapping[str, Strategy]] = {
+    "torch": "zero",
+    "megatron-deepspeed": "zero",
+    "megatron-core": "ddp",
+}
 Precision = Literal["fp32", "bf16", "fp16"]
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,40}$")]
@@ -371,11 +376,12 @@ class Experiment(Section):
     @model_validator(mode="before")
     @classmethod
     def _default_strategy(cls, fields: Any) -> Any:
-        # The default of one section that depends on another's value: megatron-core knows nothing of DeepSpeed.
-        if isinstance(fields, dict) and fields.get("engine") == "megatron-core":
+        # The default of one section that depends on another's value.
+        engine = fields.get("engine") if isinstance(fields, dict) else None
+        if isinstance(engine, str) and engine in DEFAULT_STRATEGY:
             parallel = fields.get("parallel", {})
-            if isinstance(parallel, dict) and "strategy" not in parallel:
-                return {**fields, "parallel": {"strategy": "ddp", **parallel}}
+            if isinstance(parallel, dict):
+                return {**fields, "parallel": {"strategy": DEFAULT_STRATEGY[engine], **parallel}}
         return fields
 
     def resolved(self, data_parallel_size: int) -> Experiment:

@@ -1,21 +1,9 @@
-"""Sizes of the whole GPT that follow from an experiment: rows of its vocabulary, number of its weights."""
+"""The number of weights of the whole model."""
 
 from __future__ import annotations
 
-import math
-
 from tridock.experiment import resnet
-from tridock.experiment.schema import Experiment, Model
-
-
-def padded_vocab_size(tokens: int, experiment: Experiment) -> int:
-    """Rows of the token table for that many tokens: what tensor parallel ranks share out in Megatron's multiples.
-
-    Those of engine torch take part in the loss, and do not depend on the layout.
-    """
-    tensor = 1 if experiment.engine == "torch" else experiment.parallel.tensor_model_parallel_size
-    multiple = experiment.model.make_vocab_size_divisible_by * tensor
-    return math.ceil(tokens / multiple) * multiple
+from tridock.experiment.schema import Model
 
 
 def model_parameters(model: Model, rows: int) -> int:

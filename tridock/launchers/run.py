@@ -12,7 +12,7 @@ from typing import ClassVar, Protocol
 from tridock.command import Command
 from tridock.contracts import run_folder
 from tridock.contracts.supervision import Reach, Supervision
-from tridock.engines import RankProgram, checkpoint_pointer, checkpoints_folder, rank_program
+from tridock.engines import RankProgram, checkpoints_folder, engine_of, rank_program
 from tridock.experiment import Experiment, dump_experiment
 from tridock.launchers.quoting import environment_file
 from tridock.plan import Assessment
@@ -102,7 +102,7 @@ def _supervision(run: Run, launcher: Launcher, start: Start) -> Supervision:
     ranks: dict[str, list[int]] = {node: [] for node in request.slots}
     for rank in request.assessment.laid_out.ranks:
         ranks[rank.node].append(rank.rank)
-    pointer = f"{checkpoints_folder(experiment, run.path)}/{checkpoint_pointer(experiment)}"
+    pointer = f"{checkpoints_folder(experiment, run.path)}/{engine_of(experiment).checkpoint_pointer}"
     return Supervision(
         head=next(iter(request.slots)),
         ranks={node: tuple(numbers) for node, numbers in ranks.items()},

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from tridock.engines import engine_of
 from tridock.experiment import Experiment
 from tridock.experiment.flops import (
     causal_flops_per_token,
@@ -20,9 +21,8 @@ from tridock.experiment.flops import (
 )
 from tridock.experiment.sizes import model_parameters
 from tridock.gpus import Gpu
-from tridock.layout.shape import Shape
-from tridock.plan.parameters import layers_of_stage, rows_of_vocabulary
-from tridock.plan.traffic import Traffic, recomputed_layers, traffic
+from tridock.layout.shape import Shape, layers_of_stage, recomputed_layers
+from tridock.layout.traffic import Traffic
 
 ASSUMED_SHARE: Final = 0.5
 """Of a GPU's peak, for its matrix products, where no rate is given; Narayanan et al. (2021) report 44 to 52 %."""
@@ -108,13 +108,13 @@ def cost_of(experiment: Experiment, shape: Shape, state_bytes: int, rates: Rates
     """``state_bytes``: weights, gradients and optimizer states of the fullest rank."""
     model, parallel = experiment.model, experiment.parallel
     stages, virtual = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
-    rows, micro = rows_of_vocabulary(experiment), experiment.batch.micro_batch_size
+    rows, micro = engine_of(experiment).rows_of_vocabulary(experiment), experiment.batch.micro_batch_size
     tokens = micro * shape.data * shape.accumulation * model.seq_length
     again = sum(recomputed_layers(experiment, layers_of_stage(experiment, stage)) for stage in range(stages))
     selective = model.recompute_granularity == "selective"
     model_flops = tokens * model_flops_per_token(model, rows)
     filling = (stages - 1) / virtual
-    exchanged = tuple(traffic(experiment, shape))
+    exchanged = tuple(engine_of(experiment).traffic(experiment, shape))
     return Cost(
         parameters=model_parameters(model, rows),
         tokens=tokens,
@@ -181,7 +181,7 @@ def _slowest_stage_flops(experiment: Experiment) -> float:
     stages = parallel.pipeline_model_parallel_size
     tokens = experiment.batch.micro_batch_size * model.seq_length
     if model.is_vision:
-        return tokens * model_flops_per_token(model, rows_of_vocabulary(experiment))
+        return tokens * model_flops_per_token(model, engine_of(experiment).rows_of_vocabulary(experiment))
     shared = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     worst = 0.0
     for stage in {0, stages - 1}:
@@ -191,6 +191,6 @@ def _slowest_stage_flops(experiment: Experiment) -> float:
         if model.recompute_granularity == "selective":
             flops += layers * 4.0 * model.seq_length * model.hidden_size
         if stage == stages - 1:
-            flops += 3 * head_flops_per_token(model, rows_of_vocabulary(experiment))
+            flops += 3 * head_flops_per_token(model, engine_of(experiment).rows_of_vocabulary(experiment))
         worst = max(worst, flops)
     return worst * tokens / shared

@@ -4,42 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tridock.engines.megatron_core.legality import megatron_core_problems, only_megatron_core
-from tridock.engines.megatron_lm.legality import megatron_problems
-from tridock.engines.torch.legality import nearest_batches, only_torch, torch_batch_problems, torch_problems
+from tridock.engines import engine_of, field_problems
 from tridock.errors import Problem
 from tridock.experiment import Experiment
-from tridock.layout.nearest import either, nearest_divisors, nearest_multiples
+from tridock.layout.nearest import either, nearest_divisors
 from tridock.layout.split import size_of_replica, world_problems
-from tridock.plan.resnet import resnet_problems
 
 
 def layout_problems(experiment: Experiment, world_size: int) -> list[Problem]:
     """Every problem of the experiment on ``world_size`` ranks; ``where`` is the field's path."""
+    engine = engine_of(experiment)
+    replicas, rest = divmod(world_size, size_of_replica(experiment))
     return [
-        *resnet_problems(experiment),
-        *_engine_problems(experiment),
+        *(_image_problems(experiment) if experiment.model.is_vision else ()),
+        *field_problems(experiment),
+        *engine.problems(experiment),
         *_model_problems(experiment),
-        *_batch_problems(experiment, world_size),
+        *world_problems(experiment, world_size, engine.takes_sizes),
+        *(() if rest else engine.batch_problems(experiment, replicas)),
         *_schedule_problems(experiment),
     ]
 
 
-def _engine_problems(experiment: Experiment) -> Iterator[Problem]:
+def _image_problems(experiment: Experiment) -> Iterator[Problem]:
+    """What stands against preset resnet50."""
     parallel = experiment.parallel
-    if experiment.engine == "megatron-core":
-        yield from only_torch(experiment)
-        yield from megatron_core_problems(experiment)
-        return
-    if experiment.engine == "megatron-deepspeed":
-        yield from only_torch(experiment)
-        yield from megatron_problems(experiment)
-    else:
-        yield from torch_problems(experiment)
-    yield from only_megatron_core(experiment)
-    if parallel.strategy == "ddp" and parallel.zero_stage != 0:
-        what, todo = "strategy ddp keeps everything on every rank", "set it to 0, or strategy to zero"
-        yield Problem("parallel.zero_stage", what, str(parallel.zero_stage), todo, (0,))
+    if not engine_of(experiment).trains_images:
+        what, todo = f"engine {experiment.engine} has no model of images", "use engine torch"
+        yield Problem("model.preset", what, "resnet50", todo)
+    if parallel.strategy == "zero":
+        what, todo = "preset resnet50 goes with ddp and fsdp", "use one of them"
+        yield Problem("parallel.strategy", what, "zero", todo, ("ddp", "fsdp"))
+    for field in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        if (size := getattr(parallel, field)) != 1:
+            yield Problem(f"parallel.{field}", "preset resnet50 is not split", str(size), "set it to 1", (1,))
+    if experiment.model.checkpoint_activations:
+        what, todo = "preset resnet50 keeps its activations", "leave it out"
+        yield Problem("model.checkpoint_activations", what, "true", todo, ("false",))
+    if experiment.train.compile:
+        what, todo = "preset resnet50 is not compiled", "leave it out"
+        yield Problem("train.compile", what, "true", todo, ("false",))
 
 
 def _model_problems(experiment: Experiment) -> Iterator[Problem]:
@@ -53,32 +57,6 @@ def _model_problems(experiment: Experiment) -> Iterator[Problem]:
     if positions is not None and positions < length:
         what, todo = f"must be at least seq_length {length}", f"raise it to {length}, or leave it out"
         yield Problem("model.max_position_embeddings", what, str(positions), todo, (length,))
-
-
-def _batch_problems(experiment: Experiment, world_size: int) -> Iterator[Problem]:
-    parallel, micro = experiment.parallel, experiment.batch.micro_batch_size
-    yield from world_problems(experiment, world_size)
-    replicas, rest = divmod(world_size, size_of_replica(experiment))
-    if rest:
-        return
-    where, samples = "batch.global_batch_size", experiment.batch.samples_per_step(replicas)
-    stages, per_pass = parallel.pipeline_model_parallel_size, micro * replicas
-    sizes = f"micro_batch_size {micro} x data parallel size {replicas}"
-    if parallel.virtual_pipeline_model_parallel_size > 1 and experiment.engine == "megatron-core":
-        if samples % (per_pass * stages):
-            near = nearest_multiples(per_pass * stages, samples)
-            what = f"an interleaved pipeline wants a multiple of {sizes} x pipeline_model_parallel_size {stages}"
-            yield Problem(where, what, str(samples), f"use {either(near)}", near)
-    elif experiment.engine == "megatron-deepspeed" and parallel.strategy == "ddp":
-        if samples != per_pass:
-            what = "Megatron v1.1.5 without DeepSpeed does not accumulate gradients"
-            yield Problem(where, what, str(samples), f"use {per_pass}, or strategy zero", (per_pass,))
-    elif samples % per_pass:
-        near = nearest_batches(experiment, per_pass, samples)
-        todo = f"use {either(near)}" + (", or leave it out" if stages == 1 or experiment.engine != "torch" else "")
-        yield Problem(where, f"must be a multiple of {sizes}", str(samples), todo, near)
-    elif experiment.engine == "torch":
-        yield from torch_batch_problems(experiment, replicas)
 
 
 def _schedule_problems(experiment: Experiment) -> Iterator[Problem]:

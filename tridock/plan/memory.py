@@ -1,9 +1,30 @@
 """Memory of a rank, stage by stage, term by term, against what its GPU has.
 
-Terms come from four places: what the engine keeps of weights, gradients and optimizer (:mod:`~tridock.plan.states`),
-what a step holds on top of that (:mod:`~tridock.plan.activations`), what the optimizer needs while it steps, and a
-fixed overhead (:mod:`~tridock.plan.overhead`), named as such. A step holds most either in its backward passes or while
-the optimizer works, never in both.
+The engine gives what it keeps of weights, gradients and optimizer, and what a step holds on top of that
+(:mod:`~tridock.layout.activations`); a fixed overhead (:mod:`~tridock.plan.overhead`) is named as such. A step holds
+most either in its backward passes or while the optimizer works, never in both.
+
+Bytes a weight of the states, in fp16 and bf16 (e: the format's 2; in fp32 4, without a master copy but where noted);
+r: replicas that a state is partitioned over:
+
+========================================  =========  ==============  ====================================
+engine and strategy                       weights    gradients       optimizer: master weights, two moments
+========================================  =========  ==============  ====================================
+megatron-core                             e          4               4 + 8, over r if distributed
+torch, ddp                                4          4               8
+torch, fsdp; split by tensor or stage     4 / r      4 / r, in a     8 / r, with r 1 without fsdp
+                                                     step
+DeepSpeed, ZeRO 0                         e          e, in a step    4 + 8
+DeepSpeed, ZeRO 1                         e          e, in a step    (4 + 8) / r, the master in fp32 too
+DeepSpeed, ZeRO 2                         e          e / r           (4 + 8) / r, the master in fp32 too
+DeepSpeed, ZeRO 3                         e / r      e / r           (4 + 8) / r, the master in fp32 too
+Megatron v1.1.5, ddp                      e          e + 4, fp32: 4  4 + 8
+========================================  =========  ==============  ====================================
+
+Read in the engines' sources and counted on CPU ranks (docs/planner.md). DeepSpeed's ZeRO 1 to 3 reduce gradients
+through a bucket of 5e8 elements, which is there whole; ZeRO 3 holds up to 1e9 gathered weights, and keeps those of
+less than 1e5 elements whole. FSDP2 sums the gradients of several micro-batches up whole, in fp32, before it scatters
+them (:mod:`~tridock.engines.torch.fsdp_peak`).
 """
 
 from __future__ import annotations
@@ -12,15 +33,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from tridock.engines.torch.legality import shared_by_torch
+from tridock.engines import engine_of
 from tridock.experiment import Experiment
 from tridock.gpus import Gpu
-from tridock.layout.shape import Shape, Term, total_bytes
-from tridock.plan.activations import Device, activation_terms
-from tridock.plan.fsdp_peak import scattered, summed_up
+from tridock.layout.parameters import Parameters
+from tridock.layout.shape import Device, Shape, States, Term, layers_of_stage, total_bytes
 from tridock.plan.overhead import overhead_terms
-from tridock.plan.parameters import Parameters, layers_of_stage, parameters_of_stage
-from tridock.plan.states import States, states_of
 
 Fit = Literal["fits", "tight", "no-fit"]
 TIGHT: Final = 0.8
@@ -66,8 +84,8 @@ def fit_of(share: float | None) -> Fit:
 def memory_of_stage(experiment: Experiment, stage: int, shape: Shape, gpu: Gpu | None) -> StageMemory:
     """All terms of one rank of ``stage``; without a GPU, those of a CPU rank, which has no overhead of a GPU."""
     device: Device = "cpu" if gpu is None else "cuda"
-    weights = parameters_of_stage(experiment, stage)
-    states = states_of(experiment, weights, shape, device)
+    weights = engine_of(experiment).parameters(experiment, stage)
+    states = engine_of(experiment).states(experiment, weights, shape, device)
     terms = [*_lasting(states, weights.total), *_passing(experiment, stage, shape, states, device)]
     if gpu is not None:
         terms += overhead_terms(experiment, shape, terms, gpu.memory_bytes)
@@ -93,27 +111,18 @@ def _lasting(states: States, count: int) -> Iterator[Term]:
 
 def _passing(experiment: Experiment, stage: int, shape: Shape, states: States, device: Device) -> Iterator[Term]:
     """What a step takes on top: in its backward passes or, where that is more, while the optimizer works."""
-    held = activation_terms(experiment, stage, shape.accumulation, device)
+    held = engine_of(experiment).activation_terms(experiment, stage, shape.accumulation, device)
     yield from held
     yield Term(
         "gathered weights", states.gathered, "ZeRO 3: up to 1e9 of them at a time; FSDP2: embeddings and last norm"
     )
     yield Term("gradient bucket", states.bucket, "DeepSpeed's reduce_bucket_size, 5e8 elements")
     backward = total_bytes(held) + states.gathered + states.bucket
-    accumulated = _gradients(experiment, stage, shape, states, device, total_bytes(held))
+    engine, activations = engine_of(experiment), total_bytes(held)
+    accumulated = engine.accumulated_gradients(experiment, stage, shape, states, device, activations)
     yield Term("gradients of a step", accumulated, "from the first backward pass to the optimizer's step")
     beyond = max(0, states.passing - accumulated + states.workspace - backward)
     yield Term("optimizer's step", beyond, "its gradients and workspace, beyond the room of the above")
-
-
-def _gradients(
-    experiment: Experiment, stage: int, shape: Shape, states: States, device: Device, activations: int
-) -> int:
-    """On top of what a step's first backward pass finds. They grow as activations go, where there is a single one."""
-    if shared_by_torch(experiment):
-        scattering = scattered(experiment, stage, shape, device) - activations
-        return round(max(summed_up(experiment, stage, shape.accumulation, device), scattering))
-    return states.passing if shape.accumulation > 1 else 0
 
 
 def memory_of_stages(experiment: Experiment, shape: Shape, gpu: Gpu | None) -> tuple[StageMemory, ...]:

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from tridock.engines import engine_of
 from tridock.experiment import Experiment
 from tridock.layout.shape import Shape, Term, total_bytes
-from tridock.plan.traffic import traffic
 
 _MIB: Final = 2**20
 CONTEXT_BYTES: Final = 512 * _MIB
@@ -28,7 +28,7 @@ def communicators(experiment: Experiment, shape: Shape) -> int:
     """NCCL's groups that a rank takes part in: those of the layout, the model's (for the norm), and the world's."""
     parallel = experiment.parallel
     split = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size > 1
-    return 1 + (1 if split else 0) + len(traffic(experiment, shape))
+    return 1 + (1 if split else 0) + len(engine_of(experiment).traffic(experiment, shape))
 
 
 def overhead_terms(experiment: Experiment, shape: Shape, used: Sequence[Term], limit_bytes: int) -> list[Term]:

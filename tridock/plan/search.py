@@ -10,7 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from tridock.engines.megatron_lm.legality import CHECKPOINT_OPTIONS
+from tridock.engines import engine_of
+from tridock.engines.engine import Choice
+from tridock.engines.fields import as_yaml
 from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment
 from tridock.layout.shape import Shape
@@ -19,9 +21,6 @@ from tridock.plan.assess import Assumptions, gpu_problems
 from tridock.plan.cost import Cost, Rates, cost_of
 from tridock.plan.legality import layout_problems
 from tridock.plan.memory import StageMemory, memory_of_stage
-
-Choice = Mapping[str, object]
-"""Fields by their paths, as ``--set`` takes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,18 +126,17 @@ def _choices(experiment: Experiment, world_size: int) -> Iterator[Choice]:
     """Every combination of the engine's options; sizes that do not divide the world are left out unsaid."""
     micro_batches = _divisors_up_to(experiment.batch.samples_per_step(1), 16)
     for layout, recompute, micro in product(
-        layouts(experiment, world_size), _recomputations(experiment), micro_batches
+        layouts(experiment, world_size), engine_of(experiment).recompute_choices(), micro_batches
     ):
         yield {**layout, **recompute, "batch.micro_batch_size": micro}
 
 
 def layouts(experiment: Experiment, world_size: int) -> Iterator[Choice]:
-    """Every way to share the model and its states out; sizes that do not divide the world are left out unsaid."""
-    if experiment.engine == "torch" and experiment.parallel.strategy == "zero":
-        yield from _states(experiment, 1)
+    """Every way to split the model and partition its states; sizes that do not divide the world are left out unsaid."""
+    engine, context = engine_of(experiment), experiment.parallel.context_parallel_size
+    if not engine.splits_model(experiment):
+        yield from engine.state_choices(experiment, 1)
         return
-    core = experiment.engine == "megatron-core"
-    context = experiment.parallel.context_parallel_size
     for tensor, stages in product(_divisors_up_to(world_size, 64), _divisors_up_to(world_size, 128)):
         if world_size % (tensor * stages * context):
             continue
@@ -146,38 +144,9 @@ def layouts(experiment: Experiment, world_size: int) -> Iterator[Choice]:
             "parallel.tensor_model_parallel_size": tensor,
             "parallel.pipeline_model_parallel_size": stages,
         }
-        for states in _states(experiment, stages):
-            if not core:
-                yield {**sizes, **states}
-                continue
-            for virtual, sequence in product(
-                (1, 2, 4) if stages > 1 else (1,), (False, True) if tensor > 1 else (False,)
-            ):
-                more = {
-                    "parallel.virtual_pipeline_model_parallel_size": virtual,
-                    "parallel.sequence_parallel": sequence,
-                }
-                yield {**sizes, **more, **states}
-
-
-def _states(experiment: Experiment, stages: int) -> Iterator[Choice]:
-    """Ways to share out the optimizer's states."""
-    if experiment.engine == "megatron-core":
-        yield from ({"parallel.use_distributed_optimizer": value} for value in (False, True))
-    elif experiment.parallel.strategy != "zero":
-        yield {}
-    else:
-        yield from ({"parallel.zero_stage": stage} for stage in ((0, 1) if stages > 1 else (0, 1, 2, 3)))
-
-
-def _recomputations(experiment: Experiment) -> tuple[Choice, ...]:
-    if experiment.engine != "megatron-core":
-        # What is about stored activations goes with them.
-        off: Choice = {f"model.{name}": False for name in ("checkpoint_activations", *CHECKPOINT_OPTIONS)}
-        return ({**off, "model.checkpoint_num_layers": 1}, {"model.checkpoint_activations": True})
-    names = ("recompute_granularity", "recompute_method", "recompute_num_layers")
-    values = ((None, None, None), ("selective", None, None), ("full", "uniform", 1))
-    return tuple({f"model.{name}": value for name, value in zip(names, given, strict=True)} for given in values)
+        for states in engine.state_choices(experiment, stages):
+            for others in engine.layout_choices(tensor, stages):
+                yield {**sizes, **others, **states}
 
 
 def _divisors_up_to(number: int, most: int) -> tuple[int, ...]:
@@ -198,6 +167,5 @@ def words_of(candidate: Candidate, base: Experiment) -> list[str]:
     for path, value in candidate.choice.items():
         section, _, field = path.partition(".")
         if getattr(getattr(base, section), field) != value:
-            text = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-            words.append(f"{path}={text}")
+            words.append(f"{path}={as_yaml(value)}")
     return words

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from tridock.contracts import run_folder
 from tridock.contracts.records import Record, check_run, read_lines, read_metrics, read_object, read_plan
+from tridock.engines import engine_of
 from tridock.experiment import load_experiment
 from tridock.experiment.flops import model_flops_per_token
 from tridock.experiment.schema import Model
@@ -78,6 +79,7 @@ def of_run(folder: Path) -> Subject:
     document, events = read_plan(folder), read_lines(folder / run_folder.EVENTS)
     summary = summary_of(folder, experiment, iterations, evaluations, document, events)
     columns, phases = Columns(), Columns()
+    timers = engine_of(experiment).prints_timers
     for record in iterations:
         columns.add(record["iteration"], {name: _number(record[name]) for name in _LOGGED if name in record})
         if isinstance(own := record.get("phases"), dict):
@@ -87,7 +89,7 @@ def of_run(folder: Path) -> Subject:
         source=str(folder),
         columns=columns,
         evaluations={split: _losses(records) for split, records in evaluations.items()},
-        phases=phases if phases.names() else _phases_of(folder, experiment.engine),
+        phases=phases if phases.names() or not timers else read_phases(folder / run_folder.rank_log(0)),
         phases_add_up=bool(phases.names()),
         occasions=_occasions(events),
         rows=rows_of(summary),
@@ -100,11 +102,6 @@ def of_run(folder: Path) -> Subject:
         peak_memory=summary.peak_memory_bytes,
         summary=summary,
     )
-
-
-def _phases_of(folder: Path, engine: str) -> Columns:
-    """Phases of a run without phases in its metrics: Megatron v1.1.5 prints its timers on rank 0."""
-    return read_phases(folder / run_folder.rank_log(0)) if engine == "megatron-deepspeed" else Columns()
 
 
 def _occasions(events: Sequence[Record]) -> dict[str, list[float]]:

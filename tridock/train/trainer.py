@@ -15,9 +15,9 @@ import torch
 
 from tridock.contracts import heartbeat
 from tridock.contracts.run_folder import CHECKPOINTS
+from tridock.engines import engine_of
 from tridock.errors import Problem, RequestError, RunError
 from tridock.experiment.schema import Experiment
-from tridock.experiment.sizes import padded_vocab_size
 from tridock.train.checkpoints.checkpoint import Checkpoints
 from tridock.train.checkpoints.choice import choose
 from tridock.train.checkpoints.files import TORCH, Names
@@ -303,7 +303,7 @@ class Trainer:
             f"{experiment.precision}, {ranks.world_size} {ranks.device.type} ranks"
         )
         vocabulary = experiment.model.vocab_size if experiment.model.is_vision else train.vocab_size
-        rows = padded_vocab_size(vocabulary, experiment)
+        rows = engine_of(experiment).padded_vocab_size(vocabulary, experiment)
         self.event("model_built", parameters=self.parts.parameters, padded_vocab_size=rows)
         kinds = f"{vocabulary} classes" if experiment.model.is_vision else f"vocabulary of {vocabulary}"
         self.say(f"data: {train.words} an epoch, {experiment.batch.global_batch_size} a step, {kinds}")

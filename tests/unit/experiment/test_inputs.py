@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from tridock.engines import ENGINES
+from tridock.engines.megatron_lm.checkpoint_layout import CheckpointLayout, checkpoint_problems
 from tridock.experiment import Experiment
-from tridock.experiment.inputs import CheckpointLayout, checkpoint_problems, data_problems
+from tridock.experiment.inputs import data_problems
 
 
 def experiment(**sections: Any) -> Experiment:
@@ -76,7 +78,7 @@ def test_a_checkpoint_of_another_layout(parallel: dict[str, Any], replicas: int,
         "got TP1 PP1 DP2, ZeRO-0 here; "
         "go back to that layout, or use engine megatron-core, whose checkpoints load on any"
     ]
-    assert shown(checkpoint_problems(experiment().model_copy(update={"engine": "torch"}), 2, written)) == []
+    assert shown(ENGINES["torch"].checkpoint_problems(experiment(), 2, written)) == []
 
 
 def test_a_checkpoint_of_another_model() -> None:

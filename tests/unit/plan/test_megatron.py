@@ -8,8 +8,8 @@ import pytest
 from tests.experiments import make_plan
 from tridock.errors import RequestError
 from tridock.experiment import parse_experiment
+from tridock.layout.shape import layers_of_stage
 from tridock.plan import Plan
-from tridock.plan.parameters import layers_of_stage
 
 BASE = """\
 name: tiny
@@ -112,17 +112,17 @@ def test_layers_lie_on_the_stages_where_deepspeed_puts_them(stages: int) -> None
     ("override", "expected"),
     [
         ("model.checkpoint_num_layers=2",
-         "model.checkpoint_num_layers: the torch engine stores every layer's; got 2; "
+         "model.checkpoint_num_layers: engine torch stores every layer's; got 2; "
          "leave it out, or use engine megatron-deepspeed"),
         ("model.checkpoint_in_cpu=true",
-         "model.checkpoint_in_cpu: the torch engine has no such option; got true; "
+         "model.checkpoint_in_cpu: engine torch has no such option; got true; "
          "leave it out, or use engine megatron-deepspeed"),
         ("train.checkpoint_folder=checkpoints",
-         "train.checkpoint_folder: the torch engine saves in the run's folder; got checkpoints; "
+         "train.checkpoint_folder: engine torch saves in the run's folder; got checkpoints; "
          "leave it out, or use engine megatron-deepspeed"),
         ("megatron_args=[--fp16, --x]",
-         "megatron_args: the torch engine has no such arguments; got --fp16 --x; "
-         "remove it, or use engine megatron-deepspeed"),
+         "megatron_args: engine torch has no such arguments; got --fp16 --x; "
+         "leave it out, or use engine megatron-deepspeed"),
     ],
 )  # fmt: skip
 def test_the_torch_engine_does_not_pretend(override: str, expected: str) -> None:

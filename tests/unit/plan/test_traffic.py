@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tridock.engines import ENGINES, engine_of
+from tridock.engines.deepspeed import REUSED
 from tridock.experiment import Experiment
 from tridock.layout.shape import Shape
-from tridock.plan.traffic import REUSED, Traffic, all_gather, all_reduce, traffic, traffic_of_stage
+from tridock.layout.traffic import Traffic, all_gather, all_reduce
 
 TP, PP = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 VPP, CP, SP = "virtual_pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel"
@@ -45,7 +47,8 @@ def experiment(
 
 def volumes(given: Experiment, data: int = 1, accumulation: int = 1, stage: int = 0) -> dict[str, int]:
     """Bytes of each group."""
-    return {one.group: one.bytes_per_rank for one in traffic_of_stage(given, Shape(data, accumulation, 64), stage)}
+    sent = engine_of(given).traffic_of_stage(given, Shape(data, accumulation, 64), stage)
+    return {one.group: one.bytes_per_rank for one in sent}
 
 
 HIDDEN = 16 * 2 * 8 * 2
@@ -93,13 +96,13 @@ def test_a_pipeline_sends_one_way_at_its_ends(stage: int, messages: int) -> None
 def test_an_interleaved_pipeline_sends_after_every_run() -> None:
     given = experiment({PP: 2, VPP: 2, TP: 2, SP: True})
     assert [volumes(given, accumulation=4, stage=stage)["pipeline"] for stage in (0, 1)] == [4 * 3 * HIDDEN // 2] * 2
-    (pipeline,) = [one for one in traffic(given, Shape(1, 4, 8)) if one.group == "pipeline"]
+    (pipeline,) = [one for one in engine_of(given).traffic(given, Shape(1, 4, 8)) if one.group == "pipeline"]
     assert pipeline.waits == 2 * (2 * 4 + 1) * HIDDEN // 2
 
 
 def test_the_stage_that_sends_most_is_told() -> None:
     given, shape = experiment({PP: 4, TP: 2}), Shape(1, 4, 8)
-    told = {one.group: one.bytes_per_rank for one in traffic(given, shape)}
+    told = {one.group: one.bytes_per_rank for one in engine_of(given).traffic(given, shape)}
     stages = [volumes(given, accumulation=4, stage=stage) for stage in range(4)]
     assert told == {group: max(stage.get(group, 0) for stage in stages) for group in stages[0]}
     assert told["pipeline"] == stages[1]["pipeline"] > stages[0]["pipeline"]
@@ -177,7 +180,7 @@ def by_group(found: list[Traffic]) -> dict[str, Traffic]:
     ],
 )
 def test_links_and_who_shares_them(slots: int, expected: dict[str, tuple[str, int]]) -> None:
-    found = by_group(traffic(experiment({TP: 2, CP: 2, PP: 2}), Shape(2, 2, slots)))
+    found = by_group(ENGINES["megatron-core"].traffic(experiment({TP: 2, CP: 2, PP: 2}), Shape(2, 2, slots)))
     assert {group: (found[group].link, found[group].sharing) for group in expected} == expected
     assert found["embedding"].link == found["pipeline"].link
     assert {group: found[group].size for group in found} == {
@@ -203,7 +206,7 @@ def layouts(draw: st.DrawFn) -> tuple[dict[str, Any], int, int, int]:
 def test_what_holds_everywhere(case: tuple[dict[str, Any], int, int, int]) -> None:
     parallel, data, steps, slots = case
     given = experiment(parallel)
-    found, more = (by_group(traffic(given, Shape(data, count, slots))) for count in (steps, steps + 1))
+    found, more = (by_group(engine_of(given).traffic(given, Shape(data, count, slots))) for count in (steps, steps + 1))
     sizes = {"tensor": parallel[TP], "context": parallel[CP], "pipeline": parallel[PP]}
     sizes |= {"data": data * parallel[CP], "embedding": min(2, parallel[PP])}
     assert {group: one.size for group, one in found.items()} == {g: size for g, size in sizes.items() if size > 1}

@@ -1,82 +1,46 @@
-"""Reasons why megatron-core cannot run an experiment, and why the other engines cannot do what only it can."""
+"""Reasons why megatron-core cannot run an experiment."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Final
 
-from tridock.engines.megatron_lm.legality import CHECKPOINT_OPTIONS
 from tridock.errors import Problem
 from tridock.experiment import Experiment
-from tridock.experiment.schema import Model, Parallel
-from tridock.layout.nearest import either, nearest_divisors, nearest_multiples
-from tridock.layout.split import split_problems
-
-_PARALLEL: Final = (
-    "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
-    "sequence_parallel",
-    "use_distributed_optimizer",
-)
-_RECOMPUTE: Final = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+from tridock.layout.nearest import either, nearest_divisors, nearest_multiple, nearest_multiples
+from tridock.layout.split import head_problems
 
 
-def megatron_core_problems(experiment: Experiment) -> Iterator[Problem]:
-    """What stands against the engine, whatever the number of ranks."""
-    yield from _strangers(experiment)
+def problems(experiment: Experiment) -> Iterator[Problem]:
+    """What stands against the engine, whatever the number of ranks; refused fields aside."""
     yield from split_problems(experiment)
     yield from _virtual_problems(experiment)
     yield from _sequence_problems(experiment)
     yield from _recompute_problems(experiment)
 
 
-def only_megatron_core(experiment: Experiment) -> Iterator[Problem]:
-    """Fields that the other engines do not have; engine torch interleaves pipelines too."""
-    parallel, model = experiment.parallel, experiment.model
-    names = _PARALLEL if experiment.engine != "torch" or parallel.strategy == "zero" else _PARALLEL[1:]
-    given = [(f"parallel.{name}", getattr(parallel, name)) for name in names]
-    given += [(f"model.{name}", getattr(model, name)) for name in _RECOMPUTE]
-    plain = {**Parallel.model_fields, **Model.model_fields}
-    for where, value in given:
-        if value != (default := plain[where.partition(".")[2]].default):
-            todo, what = "leave it out, or use engine megatron-core", f"engine {experiment.engine} has no such option"
-            yield Problem(where, what, _shown(value), todo, (_shown(default),))
+def split_problems(experiment: Experiment) -> Iterator[Problem]:
+    """Heads that the ranks cannot share, and layers that do not divide evenly over the stages."""
+    yield from head_problems(experiment)
+    layers, parallel = experiment.model.num_layers, experiment.parallel
+    stages = parallel.pipeline_model_parallel_size
+    if layers % stages:
+        near = nearest_divisors(layers, stages)
+        fitting = nearest_multiple(stages * parallel.virtual_pipeline_model_parallel_size, layers)
+        todo = f"use {either(near)}, or num_layers {fitting}"
+        where, what = "parallel.pipeline_model_parallel_size", f"must divide num_layers {layers}"
+        yield Problem(where, what, str(stages), todo, near)
 
 
-def _shown(value: object) -> str:
-    """As YAML has it."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _strangers(experiment: Experiment) -> Iterator[Problem]:
-    """Fields of the other engines."""
-    model, parallel = experiment.model, experiment.parallel
-    what, share = (
-        "megatron-core runs without DeepSpeed",
-        "parallel.use_distributed_optimizer shares out the optimizer's state",
-    )
-    if parallel.strategy != "ddp":
-        yield Problem("parallel.strategy", what, parallel.strategy, f"leave it out; {share}", ("ddp",))
-    if parallel.zero_stage:
-        yield Problem("parallel.zero_stage", what, str(parallel.zero_stage), f"leave it out; {share}", (0,))
-    what = "has another name in megatron-core"
-    if model.checkpoint_activations:
-        todo = "set model.recompute_granularity to full, recompute_method to uniform and recompute_num_layers to 1"
-        yield Problem("model.checkpoint_activations", what, "true", todo, ("false",))
-    if model.checkpoint_num_layers != 1:
-        todo = "set model.recompute_num_layers instead"
-        yield Problem("model.checkpoint_num_layers", what, str(model.checkpoint_num_layers), todo, (1,))
-    todo = "leave it out, or use engine megatron-deepspeed"
-    for field in CHECKPOINT_OPTIONS:
-        if getattr(model, field):
-            yield Problem(f"model.{field}", "engine megatron-core has no such option", "true", todo, ("false",))
-    if (folder := experiment.train.checkpoint_folder) is not None:
-        what = "engine megatron-core saves in the run's folder"
-        yield Problem("train.checkpoint_folder", what, folder, todo, ("null",))
-    if experiment.megatron_args:
-        got = " ".join(experiment.megatron_args)
-        yield Problem("megatron_args", "engine megatron-core has no such arguments", got, todo, ("[]",))
+def interleaved_batch_problems(experiment: Experiment, replicas: int) -> Iterator[Problem]:
+    """Micro batches that do not fill an interleaved pipeline."""
+    micro, stages = experiment.batch.micro_batch_size, experiment.parallel.pipeline_model_parallel_size
+    samples = experiment.batch.samples_per_step(replicas)
+    if samples % (micro * replicas * stages):
+        near = nearest_multiples(micro * replicas * stages, samples)
+        sizes = f"micro_batch_size {micro} x data parallel size {replicas} x pipeline_model_parallel_size {stages}"
+        what = f"an interleaved pipeline wants a multiple of {sizes}"
+        yield Problem("batch.global_batch_size", what, str(samples), f"use {either(near)}", near)
 
 
 def _virtual_problems(experiment: Experiment) -> Iterator[Problem]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
+from tridock.engines.deepspeed import zero_stage_problems
 from tridock.errors import Problem
 from tridock.experiment import Experiment
 from tridock.layout.nearest import either, nearest_divisors
-from tridock.layout.split import split_problems
+from tridock.layout.split import empty_stage_problems, head_problems
 
 CHECKPOINT_OPTIONS: Final = (
     "partition_activations",
@@ -78,8 +79,8 @@ FUSED_KERNELS: Final = ("--scaled-upper-triang-masked-softmax-fusion", "--scaled
 """They include a header that is gone, and name a GPU generation that CUDA 13 has dropped."""
 
 
-def megatron_problems(experiment: Experiment) -> Iterator[Problem]:
-    """What stands against the engine, whatever the number of ranks."""
+def problems(experiment: Experiment) -> Iterator[Problem]:
+    """What stands against the engine, whatever the number of ranks; refused fields aside."""
     yield from _layout_problems(experiment)
     yield from _checkpointing_problems(experiment)
     if experiment.precision == "bf16":
@@ -115,9 +116,20 @@ def _warmup_problems(experiment: Experiment) -> Iterator[Problem]:
         yield Problem("optimizer.lr_warmup_iters", what, str(warmup), f"use {decay // 2} or less", (decay // 2,))
 
 
+def split_problems(experiment: Experiment) -> Iterator[Problem]:
+    """Heads and layers that the ranks cannot share."""
+    yield from head_problems(experiment)
+    if experiment.parallel.strategy == "zero":
+        yield from empty_stage_problems(experiment)
+
+
 def _layout_problems(experiment: Experiment) -> Iterator[Problem]:
-    yield from split_problems(experiment)
     parallel = experiment.parallel
+    if parallel.strategy == "fsdp":
+        what, todo = "engine megatron-deepspeed has no such option", "use zero or ddp, or engine torch"
+        yield Problem("parallel.strategy", what, "fsdp", todo, ("zero", "ddp"))
+    yield from zero_stage_problems(experiment)
+    yield from split_problems(experiment)
     stages, zero = parallel.pipeline_model_parallel_size, parallel.zero_stage
     if stages > 1 and zero > 1 and parallel.strategy == "zero":
         todo = "use 1, or set pipeline_model_parallel_size to 1"

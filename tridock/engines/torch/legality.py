@@ -1,52 +1,50 @@
-"""Reasons why engine ``torch`` cannot run an experiment, and why the other engines cannot do what only it can."""
+"""Reasons why engine ``torch`` cannot run an experiment."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tridock.engines.megatron_lm.legality import CHECKPOINT_OPTIONS
+from tridock.engines.deepspeed import zero_stage_problems
+from tridock.engines.engine import uneven_batch
 from tridock.errors import Problem
 from tridock.experiment import Experiment
 from tridock.layout.nearest import either, nearest_divisors, nearest_multiples
-from tridock.layout.split import split_problems
+from tridock.layout.split import empty_stage_problems, head_problems
 
 
-def torch_problems(experiment: Experiment) -> Iterator[Problem]:
-    """What stands against the engine, whatever the number of ranks."""
-    yield from _strangers(experiment)
+def problems(experiment: Experiment) -> Iterator[Problem]:
+    """What stands against the engine, whatever the number of ranks; refused fields aside."""
     yield from _strategy_problems(experiment)
+    yield from zero_stage_problems(experiment)
     if experiment.parallel.strategy != "zero":
         yield from split_problems(experiment)
         yield from _schedule_problems(experiment)
 
 
-def only_torch(experiment: Experiment) -> Iterator[Problem]:
-    """Fields that the other engines do not have."""
-    parallel = experiment.parallel
-    what, todo = f"engine {experiment.engine} has no such option", "leave it out, or use engine torch"
-    if parallel.strategy == "fsdp" and experiment.engine != "megatron-core":
-        yield Problem("parallel.strategy", what, "fsdp", "use zero or ddp, or engine torch", ("zero", "ddp"))
-    if (size := parallel.data_parallel_shard_size) is not None:
-        yield Problem("parallel.data_parallel_shard_size", what, str(size), todo, ("null",))
-    if parallel.pipeline_schedule != "1f1b":
-        yield Problem("parallel.pipeline_schedule", what, parallel.pipeline_schedule, todo, ("1f1b",))
-    if experiment.train.compile:
-        yield Problem("train.compile", what, "true", todo, ("false",))
+def split_problems(experiment: Experiment) -> Iterator[Problem]:
+    """Heads and layers that the ranks cannot share."""
+    yield from head_problems(experiment)
+    yield from empty_stage_problems(experiment)
 
 
-def nearest_batches(experiment: Experiment, per_pass: int, samples: int) -> tuple[int, ...]:
-    """Global batches next to ``samples`` that come out even, and that a pipeline of this engine works through."""
+def batch_problems(experiment: Experiment, replicas: int) -> Iterator[Problem]:
+    """Global batches that so many replicas, the schedule or the shards cannot work through."""
     parallel = experiment.parallel
+    samples, per_pass = experiment.batch.samples_per_step(replicas), experiment.batch.micro_batch_size * replicas
     stages = parallel.pipeline_model_parallel_size
-    if experiment.engine != "torch" or stages == 1 or parallel.pipeline_schedule == "gpipe":
-        return nearest_multiples(per_pass, samples)
-    if parallel.pipeline_schedule == "interleaved":
-        return nearest_multiples(stages * per_pass, samples)
-    least = stages * per_pass
-    return (least,) if samples < least else nearest_multiples(per_pass, samples)
+    if samples % per_pass == 0:
+        yield from _even_batch_problems(experiment, replicas)
+        return
+    if stages == 1 or parallel.pipeline_schedule == "gpipe":
+        near = nearest_multiples(per_pass, samples)
+    elif parallel.pipeline_schedule == "interleaved":
+        near = nearest_multiples(stages * per_pass, samples)
+    else:
+        near = (stages * per_pass,) if samples < stages * per_pass else nearest_multiples(per_pass, samples)
+    yield uneven_batch(experiment, replicas, f"use {either(near)}" + (", or leave it out" if stages == 1 else ""), near)
 
 
-def torch_batch_problems(experiment: Experiment, replicas: int) -> Iterator[Problem]:
+def _even_batch_problems(experiment: Experiment, replicas: int) -> Iterator[Problem]:
     """The micro-batches that a schedule wants, and the replicas that shards want; the batch comes out even."""
     parallel, micro = experiment.parallel, experiment.batch.micro_batch_size
     shards = parallel.data_parallel_shard_size
@@ -70,40 +68,14 @@ def torch_batch_problems(experiment: Experiment, replicas: int) -> Iterator[Prob
         yield Problem(where, what, str(samples), f"use {either(multiples)}", multiples)
 
 
-def shared_by_torch(experiment: Experiment) -> bool:
-    """Whether engine torch shares the model or its states out with FSDP2, tensor parallelism or a pipeline."""
-    parallel = experiment.parallel
-    split = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size > 1
-    return experiment.engine == "torch" and (parallel.strategy == "fsdp" or split)
-
-
-def shards_of(experiment: Experiment, replicas: int) -> int:
-    """Ranks that share one copy of the states out, of engine torch."""
-    return (experiment.parallel.data_parallel_shard_size or replicas) if experiment.parallel.strategy == "fsdp" else 1
-
-
-def _strangers(experiment: Experiment) -> Iterator[Problem]:
-    """Fields of the other engines."""
-    model, elsewhere = experiment.model, "use engine megatron-deepspeed"
-    if (stored := model.checkpoint_num_layers) != 1:
-        what, todo = "the torch engine stores every layer's", f"leave it out, or {elsewhere}"
-        yield Problem("model.checkpoint_num_layers", what, str(stored), todo, (1,))
-    for field in CHECKPOINT_OPTIONS:
-        if getattr(model, field):
-            todo = f"leave it out, or {elsewhere}"
-            yield Problem(f"model.{field}", "the torch engine has no such option", "true", todo, ("false",))
-    if (folder := experiment.train.checkpoint_folder) is not None:
-        what, todo = "the torch engine saves in the run's folder", f"leave it out, or {elsewhere}"
-        yield Problem("train.checkpoint_folder", what, folder, todo, ("null",))
-    if experiment.megatron_args:
-        got, todo = " ".join(experiment.megatron_args), f"remove it, or {elsewhere}"
-        yield Problem("megatron_args", "the torch engine has no such arguments", got, todo, ("[]",))
-
-
 def _strategy_problems(experiment: Experiment) -> Iterator[Problem]:
     parallel = experiment.parallel
     if parallel.strategy == "zero":
-        for field in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        for field in (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "virtual_pipeline_model_parallel_size",
+        ):
             if (size := getattr(parallel, field)) != 1:
                 what = "DeepSpeed's ZeRO does not split the torch engine's model"
                 yield Problem(f"parallel.{field}", what, str(size), "set it to 1, or strategy to fsdp or ddp", (1,))

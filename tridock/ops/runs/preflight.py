@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tridock.contracts import run_folder
+from tridock.engines import engine_of
 from tridock.errors import ClusterError, Problem, RequestError
 from tridock.experiment import Experiment
-from tridock.experiment.inputs import IMAGE_SUFFIXES, checkpoint_problems, data_problems
+from tridock.experiment.inputs import IMAGE_SUFFIXES, data_problems
 from tridock.ops.runs.this_machine import node_argv, node_environment
 from tridock.plan import Plan
 
@@ -100,7 +101,7 @@ def mismatches(config: Path, experiment: Experiment, plan: Plan, answer: Answer)
     tokenizer = (answer["files"].get(experiment.data.vocab_file or "") or {}).get("entries")
     found = [
         *data_problems(experiment, read["manifest"], tokenizer),
-        *checkpoint_problems(experiment, plan.data_parallel_size, read.get("layout")),
+        *engine_of(experiment).checkpoint_problems(experiment, plan.data_parallel_size, read.get("layout")),
     ]
     yield from (Problem(f"{config}: {it.where}", it.what, it.got, it.todo) for it in found)
 
@@ -110,9 +111,8 @@ def data_files(experiment: Experiment) -> dict[str, str]:
     data = experiment.data
     suffixes = IMAGE_SUFFIXES if experiment.model.is_vision else (".bin", ".idx")
     files = {f"{data.data_path}{suffix}": "data.data_path" for suffix in suffixes}
-    if experiment.engine == "megatron-deepspeed":
-        files |= {name: f"data.{field}" for field in ("vocab_file", "merge_file") if (name := getattr(data, field))}
-    return files
+    tokenizer = engine_of(experiment).tokenizer_fields
+    return files | {name: f"data.{field}" for field in tokenizer if (name := getattr(data, field))}
 
 
 def _differences(

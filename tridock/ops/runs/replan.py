@@ -11,6 +11,7 @@ from typing import Any
 
 from tridock.contracts import run_folder
 from tridock.contracts.supervision import Supervision
+from tridock.engines import engine_of
 from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment, load_experiment
 from tridock.gpus import find_gpu
@@ -131,9 +132,7 @@ def _check_names(run: Run, before: Slots, lost: Sequence[str], ready: Sequence[s
 def _check_parts(run: Run, lost: Sequence[str]) -> None:
     """ZeRO's checkpoint holds a part of every rank; those of lost nodes may have gone with them."""
     experiment, pointer = run.experiment, run.supervision.pointer
-    if experiment.engine != "torch" or experiment.parallel.strategy != "zero" or not experiment.parallel.zero_stage:
-        return
-    if pointer is None:
+    if pointer is None or not engine_of(experiment).splits_checkpoint_by_rank(experiment):
         return
     checkpoint = Path(pointer).parent / Path(pointer).read_text().strip()
     there = {int(match[1]) for path in checkpoint.iterdir() if (match := _PART.search(path.name))}
@@ -165,7 +164,7 @@ def _with_fewer(run: Run, after: Slots, lost: Sequence[str], anew: bool) -> Asse
     experiment, where = run.experiment, run.folder.name
     given = (experiment, after, where, run.assumptions)
     found = fewer_replicas(*given, force=run.force)
-    if found is None and experiment.engine == "megatron-core":
+    if found is None and engine_of(experiment).checkpoints_load_on == "any layout":
         found = other_layout(*given, force=run.force)
     slots = sum(map(len, after.values()))
     here = f"{slots} slot{'s' * (slots != 1)} on {_named(after)}"
@@ -177,7 +176,7 @@ def _with_fewer(run: Run, after: Slots, lost: Sequence[str], anew: bool) -> Asse
     if len(nodes) < fewest:
         what, todo = f"may not go on with fewer than {fewest} nodes", "lower restart.min_nodes, or add spares"
         raise RequestError(Problem(where, what, _named(nodes), todo))
-    if experiment.engine == "megatron-deepspeed" and not anew:
+    if engine_of(experiment).checkpoints_load_on == "same layout" and not anew:
         what = f"Megatron v1.1.5 loads its checkpoint on {run.plan['layout']} and no other layout"
         todo = f"bring {', '.join(lost)} back; from its beginning it would run as {found.laid_out.layout}"
         raise RequestError(Problem(where, what, here, f"{todo} on {_named(nodes)}"))

@@ -13,7 +13,7 @@ from typing import Final
 
 from tridock.command import Command
 from tridock.contracts import run_folder
-from tridock.engines.megatron_lm.arguments import INDEX_MAPS, index_map_arguments
+from tridock.engines import engine_of
 from tridock.errors import ClusterError, Problem, RequestError
 from tridock.experiment import Experiment
 from tridock.ops.hosts.session import NODE
@@ -35,13 +35,14 @@ def bring_index_maps(synced: Synced, experiment: Experiment, plan: Plan) -> str:
     """
     crew = synced.crew
     head = crew.nodes[0]
-    if experiment.engine != "megatron-deepspeed":
+    program = engine_of(experiment).index_map_program(experiment, plan, run_folder.WORKSPACE)
+    if program is None:
         return f"index maps: none are needed, engine {experiment.engine} finds its samples in memory"
     container = crew.states[head].container if crew.fit(head) else None
     if container is None or not container.running:
         up = f"fab up --hosts {crew.cluster.hostfile_path}"
         return f"index maps: not made, the node on {head} is not up; run {up} first, or the nodes make them at a launch"
-    made = crew.each(lambda node, host: _make(synced, node, host, experiment, plan), only=(head,))
+    made = crew.each(lambda node, host: _make(synced, node, host, experiment, program), only=(head,))
     if head not in made:
         return f"index maps: not made, see what {head} says"
     count, names = made[head]
@@ -54,11 +55,12 @@ def bring_index_maps(synced: Synced, experiment: Experiment, plan: Plan) -> str:
     return f"index maps: {len(names) - 1} files, {said}" + (f", sent to {', '.join(sent)}" if sent else "")
 
 
-def _make(synced: Synced, node: str, host: Host, experiment: Experiment, plan: Plan) -> tuple[int, list[str]]:
+def _make(
+    synced: Synced, node: str, host: Host, experiment: Experiment, program: Sequence[str]
+) -> tuple[int, list[str]]:
     """How many were made, and all that the run needs, by their paths below the workspace; the mark comes last."""
-    words = index_map_arguments(experiment, plan, run_folder.WORKSPACE)
     # As the ranks have it; CPU ranks are the only ones, whatever the experiment asks for.
-    python = Command((*NODE[:-1], INDEX_MAPS, *words), env=experiment.env)
+    python = Command((*NODE[:-1], *program), env=experiment.env)
     done = host.run(synced.crew.transport.exec_command(node, synced.crew.states[node].facts, python))
     if done.exit_code:
         told = Problem.parse(done.stderr.decode(errors="replace").strip().rpartition("\n")[2])

@@ -7,18 +7,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
+from tridock.engines import ENGINES, engine_of
 from tridock.errors import Problem, RequestError
 from tridock.experiment.schema import Experiment
 from tridock.train.rank.process_group import Ranks
 
 PROGRESS: Final = "tridock.json"
-
-
-def kind_of_checkpoint(experiment: Experiment) -> str:
-    """The strategy whose checkpoints load: one that splits the model writes what fsdp writes."""
-    parallel = experiment.parallel
-    split = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size > 1
-    return "fsdp" if experiment.engine == "torch" and split else parallel.strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +36,7 @@ class Progress:
         return cls(
             iteration=0,
             consumed_samples=0,
-            strategy=kind_of_checkpoint(experiment),
+            strategy=engine_of(experiment).checkpoint_strategy(experiment),
             zero_stage=experiment.parallel.zero_stage if experiment.parallel.strategy == "zero" else 0,
             precision=experiment.precision,
             data_parallel_size=ranks.world_size,
@@ -77,11 +71,9 @@ def check_fit(folder: Path, saved: Progress, wanted: Progress) -> None:
     pairs = [(f"model.{name}", saved.model.get(name), value) for name, value in wanted.model.items()]
     pairs.append(("engine", saved.engine, wanted.engine))
     pairs.append(("parallel.strategy", saved.strategy, wanted.strategy))
-    if wanted.engine == "megatron-core":
-        # What lies where is no matter to its checkpoints; what the optimizer holds is.
-        pairs.append(("precision", saved.precision, wanted.precision))
-        field = "use_distributed_optimizer"
-        pairs.append((f"parallel.{field}", saved.use_distributed_optimizer, wanted.use_distributed_optimizer))
+    for path in ENGINES[wanted.engine].checkpoint_fields:
+        name = path.rpartition(".")[2]
+        pairs.append((path, getattr(saved, name), getattr(wanted, name)))
     if wanted.strategy == "zero":
         # DeepSpeed stores the optimizer in the layout of the stage and precision.
         pairs.append(("parallel.zero_stage", saved.zero_stage, wanted.zero_stage))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tridock.engines import engine_of
 from tridock.experiment.schema import Experiment
-from tridock.experiment.sizes import model_parameters, padded_vocab_size
+from tridock.experiment.sizes import model_parameters
 from tridock.train.checkpoints.files import MEGATRON
 from tridock.train.checkpoints.progress import Progress
 from tridock.train.data.dataset import load_splits
@@ -27,7 +28,7 @@ def megatron_core_parts(experiment: Experiment, _run_folder: Path, workspace: Pa
         splits = gpt_splits(experiment, workspace, load_splits(experiment, workspace))
     # A checkpoint fits another tensor parallel size, whose padding is another: it goes by the one without.
     shape = Shape.of(experiment.model, splits["train"].vocab_size)
-    padded = padded_vocab_size(shape.padded_vocab_size, experiment)
+    padded = engine_of(experiment).padded_vocab_size(shape.padded_vocab_size, experiment)
     return Parts(
         splits=splits,
         strategy=MegatronCore(experiment, splits["train"].vocab_size, padded, layout, ranks),

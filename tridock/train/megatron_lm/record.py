@@ -14,8 +14,8 @@ from typing import Any
 
 from tridock.contracts import heartbeat
 from tridock.contracts.run_folder import CHECKPOINT_LAYOUT, write_atomic
+from tridock.engines.megatron_lm.checkpoint_layout import CheckpointLayout
 from tridock.errors import Problem, RunError
-from tridock.experiment.inputs import CheckpointLayout
 from tridock.experiment.schema import Experiment
 from tridock.experiment.sizes import model_parameters
 from tridock.train.megatron_lm.checkpoint import UpstreamCheckpoints

@@ -10,23 +10,22 @@ from __future__ import annotations
 
 from typing import Final
 
-from tridock.engines.torch.legality import shards_of
+from tridock.engines.torch.sharding import shards_of
 from tridock.experiment import Experiment
-from tridock.layout.shape import FORMAT_BYTES, Shape
-from tridock.plan.activations import Device, backward_bytes, in_flight, kept_bytes, sizes_of
-from tridock.plan.parameters import layer_parameters, layers_of_stage, parameters_of_stage
+from tridock.layout.activations import Sizes, backward_bytes, kept_bytes
+from tridock.layout.parameters import Parameters, layer_parameters
+from tridock.layout.shape import FORMAT_BYTES, Shape, in_flight, layers_of_stage
 
 _SUM_BYTES: Final = 4
 
 
-def summed_up(experiment: Experiment, stage: int, accumulation: int, device: Device) -> float:
+def summed_up(experiment: Experiment, stage: int, accumulation: int, weights: Parameters, sizes: Sizes) -> float:
     """Bytes on top of what a rank of ``stage`` holds as its very first backward pass begins."""
     parallel = experiment.parallel
     piped, virtual = parallel.pipeline_model_parallel_size > 1, parallel.virtual_pipeline_model_parallel_size
     if not piped and accumulation == 1:
         return 0.0  # each layer's gradients are scattered at once, and take less room than its activations gave back
-    weights, layer = parameters_of_stage(experiment, stage), layer_parameters(experiment)
-    sizes, short = sizes_of(experiment, device), FORMAT_BYTES[experiment.precision] if piped else 0
+    layer, short = layer_parameters(experiment), FORMAT_BYTES[experiment.precision] if piped else 0
     runs, flights = accumulation * virtual, in_flight(experiment, stage, accumulation)
     own = layers_of_stage(experiment, stage) / virtual  # layers of a run
     run = kept_bytes(experiment, stage, sizes) / virtual
@@ -52,13 +51,13 @@ def summed_up(experiment: Experiment, stage: int, accumulation: int, device: Dev
     return max(moments)
 
 
-def scattered(experiment: Experiment, stage: int, shape: Shape, device: Device) -> float:
+def scattered(experiment: Experiment, stage: int, shape: Shape, weights: Parameters, sizes: Sizes) -> float:
     """Bytes while gradients are scattered, at the fullest moment, without the embeddings that are gathered."""
-    weights, layer = parameters_of_stage(experiment, stage), layer_parameters(experiment)
+    layer = layer_parameters(experiment)
     short, ends = FORMAT_BYTES[experiment.precision], weights.total - weights.layers
     if experiment.parallel.pipeline_model_parallel_size > 1:  # when all activations are gone
         return _SUM_BYTES * weights.total + short * weights.layers + _SUM_BYTES * max(layer, ends)
-    sizes, shards = sizes_of(experiment, device), shards_of(experiment, shape.data)
+    shards = shards_of(experiment, shape.data)
     layers, kept = layers_of_stage(experiment, stage), kept_bytes(experiment, stage, sizes)
     small = 4 * sizes.between + 3 * sizes.split
     most = 0.0

@@ -13,18 +13,21 @@ differs in what its kernels keep: a byte an element for dropout, fp32 statistics
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final
 
-from tridock.engines.torch.legality import shared_by_torch
 from tridock.experiment import Experiment
-from tridock.layout.shape import FORMAT_BYTES, Term
-from tridock.plan.parameters import layer_parameters, layers_of_stage, rows_of_vocabulary
-from tridock.plan.resnet import image_terms
-from tridock.plan.traffic import recomputed_layers
+from tridock.layout.shape import (
+    FORMAT_BYTES,
+    Device,
+    Term,
+    in_flight,
+    layers_of_stage,
+    recomputed_layers,
+    tokens_of,
+)
 
-Device = Literal["cpu", "cuda"]
-_TOKEN_BYTES = 8  # int64
-_LOSS_BYTES = 4  # the loss is reckoned in fp32
+_TOKEN_BYTES: Final = 8  # int64
+LOSS_BYTES: Final = 4  # the loss is computed in fp32
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +57,14 @@ class Sizes:
     """What the attention keeps besides queries, keys, values and its output."""
     weight: float
     """The gradient of the widest matrix of a layer, before it is added to the others."""
+    restored: float
+    """What a group of recomputed layers does not hold twice: its own input, which was kept."""
+    gathered: float
+    """Weights of the layer at work that are gathered for it."""
 
 
-def activation_terms(experiment: Experiment, stage: int, accumulation: int, device: Device) -> list[Term]:
-    """The terms of a stage's rank."""
-    if experiment.model.is_vision:
-        return image_terms(experiment)
-    sizes = sizes_of(experiment, device)
+def activation_terms(experiment: Experiment, stage: int, accumulation: int, sizes: Sizes, head: float) -> list[Term]:
+    """The terms of a stage's rank. ``head``: bytes of the output layer and the loss, on the last stage."""
     layers, stages = layers_of_stage(experiment, stage), experiment.parallel.pipeline_model_parallel_size
     virtual = experiment.parallel.virtual_pipeline_model_parallel_size
     again, flights = recomputed_layers(experiment, layers), in_flight(experiment, stage, accumulation)
@@ -74,9 +78,9 @@ def activation_terms(experiment: Experiment, stage: int, accumulation: int, devi
         terms.append(Term("embedding", round(held), "tokens and dropout, each micro batch in flight"))
     if stages > 1:
         # On a GPU megatron-core frees what it has sent; what is on its way remains.
-        count = (flights - 1 if last else flights) if device == "cpu" else 2
+        count = (flights - 1 if last else flights) if sizes.device == "cpu" else 2
         terms.append(Term("stage inputs and outputs", round(count * sizes.between), "hidden states on their way"))
-    head = head_bytes(experiment, sizes) + waiting_outputs(experiment, sizes, flights) if last else 0.0
+    head = head if last else 0.0
     # Backward, the layers that are computed again come after those that were kept: these have gone by then.
     inside = max(backward_bytes(experiment, sizes, 0), backward_bytes(experiment, sizes, again) - kept_layers / virtual)
     if last:
@@ -97,15 +101,26 @@ def _backward_words(again: int, last: bool) -> str:
     return f"{what}, beyond the logits' room" if last else what
 
 
-def sizes_of(experiment: Experiment, device: Device) -> Sizes:
-    """The tensors of a micro batch."""
+def sizes_of(
+    experiment: Experiment,
+    device: Device,
+    *,
+    autocast: bool = False,
+    keeps_probabilities: bool = False,
+    sums_in_place: bool = False,
+    restores_inputs: bool = False,
+    gathered: float = 0.0,
+) -> Sizes:
+    """The tensors of a micro batch, as an engine keeps them.
+
+    ``autocast``: weights are fp32, cast for each product. ``keeps_probabilities``: attention is not fused.
+    ``sums_in_place``: a weight's first gradient becomes its own. ``restores_inputs``: recomputed layers begin with the
+    input that was kept. ``gathered``: bytes of weights that are gathered for the layer at work.
+    """
     model, parallel = experiment.model, experiment.parallel
     tensor = parallel.tensor_model_parallel_size
     spread = tensor if parallel.sequence_parallel else 1
-    tokens = model.seq_length // parallel.context_parallel_size * experiment.batch.micro_batch_size
-    short = FORMAT_BYTES[experiment.precision]
-    own = experiment.engine == "megatron-deepspeed" and parallel.strategy == "ddp"
-    autocast = experiment.engine == "torch" and not shared_by_torch(experiment) and parallel.strategy == "ddp"
+    tokens, short = tokens_of(experiment), FORMAT_BYTES[experiment.precision]
     autocast = autocast and short == 2
     elements = tokens * model.hidden_size
     residual = 4 if autocast else short
@@ -120,19 +135,22 @@ def sizes_of(experiment: Experiment, device: Device) -> Sizes:
         statistics=2 * tokens * (4 if device == "cuda" else residual) / spread,
         dropout=elements * (1 if device == "cuda" else short) / spread if model.hidden_dropout else 0.0,
         casts=12 * model.hidden_size**2 * short if autocast else 0.0,
-        attention=_attention_bytes(experiment, tokens, short, device),
-        # Megatron v1.1.5 alone lets it become the weight's own.
-        weight=0.0 if own else 4 * model.hidden_size**2 * short / tensor,
+        attention=_attention_bytes(experiment, tokens, short, device, keeps_probabilities),
+        weight=0.0 if sums_in_place else 4 * model.hidden_size**2 * short / tensor,
+        restored=elements * short / spread if restores_inputs else 0.0,
+        gathered=gathered,
     )
 
 
-def _attention_bytes(experiment: Experiment, tokens: int, short: int, device: Device) -> float:
+def _attention_bytes(
+    experiment: Experiment, tokens: int, short: int, device: Device, keeps_probabilities: bool
+) -> float:
     model, parallel = experiment.model, experiment.parallel
     tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     heads = model.num_attention_heads / tensor
     scores = tokens * heads * model.seq_length
     dropped = model.attention_dropout > 0.0
-    if experiment.engine == "megatron-deepspeed":
+    if keeps_probabilities:
         # The probabilities; with dropout, its mask and what is left of them.
         return scores * (short + ((1 if device == "cuda" else short) + short if dropped else 0))
     gathered = 2 * context * tokens * model.hidden_size * short / tensor if context > 1 else 0.0
@@ -163,17 +181,7 @@ def backward_bytes(experiment: Experiment, sizes: Sizes, again: int) -> float:
     gradients = sizes.between + gathered + 4 * sizes.split + sizes.weight
     selective = sizes.attention if experiment.model.recompute_granularity == "selective" else 0.0
     group = _group(experiment, again) * layer_bytes(sizes)
-    if group and experiment.engine == "megatron-deepspeed":
-        group -= sizes.between  # what comes back first is the hidden state that was kept
-    return gradients + selective + group + _gathered_layers(experiment, sizes)
-
-
-def _gathered_layers(experiment: Experiment, sizes: Sizes) -> float:
-    """FSDP2's weights of the layer at work; where they come from others, the buffer for the next one's too."""
-    if not shared_by_torch(experiment):
-        return 0.0
-    is_split = experiment.parallel.strategy == "fsdp" and experiment.parallel.data_parallel_shard_size != 1
-    return sizes.short * layer_parameters(experiment) * (2 if is_split else 1)
+    return gradients + selective + (group - sizes.restored if group else 0.0) + sizes.gathered
 
 
 def _groups(experiment: Experiment, again: int) -> int:
@@ -186,55 +194,22 @@ def _group(experiment: Experiment, again: int) -> int:
     if again == 0:
         return 0
     model = experiment.model
-    if experiment.engine == "megatron-core":
+    if model.recompute_granularity == "full":
         return 1 if model.recompute_method == "block" else model.recompute_num_layers or 1
     return min(again, model.checkpoint_num_layers)
 
 
-def in_flight(experiment: Experiment, stage: int, accumulation: int) -> int:
-    """Runs of a stage's layers whose backward pass is still to come, at most.
-
-    GPipe: all. 1F1B: as many as there are stages from here to the last (Narayanan et al., 2021, section 2.2).
-    Interleaved: Megatron's warm-up of 2 (p - stage - 1) + (v - 1) p runs, and one.
-    """
-    parallel = experiment.parallel
-    stages, virtual = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
-    if stages == 1:
-        return 1
-    if parallel.pipeline_schedule == "gpipe":
-        return accumulation
-    if virtual == 1:
-        return min(stages - stage, accumulation)
-    return min(2 * (stages - stage - 1) + (virtual - 1) * stages + 1, accumulation * virtual)
+def head_inputs(sizes: Sizes) -> float:
+    """What the last norm and the output layer keep: their inputs, the tokens and the loss mask."""
+    return sizes.residual + sizes.statistics + sizes.between + sizes.tokens * (_TOKEN_BYTES + 1)
 
 
-def waiting_outputs(experiment: Experiment, sizes: Sizes, flights: int) -> float:
-    """What the last stage of engine torch's pipeline holds of logits besides those that are worked on: the logits
-    themselves and, with GPipe, of every further micro batch these and their probabilities in fp32."""
-    parallel = experiment.parallel
-    if experiment.engine != "torch" or parallel.pipeline_model_parallel_size == 1:
-        return 0.0
-    further = flights - 1 if parallel.pipeline_schedule == "gpipe" else 0
-    return logits_of(experiment, sizes) * (sizes.short + further * (sizes.short + _LOSS_BYTES))
-
-
-def logits_of(experiment: Experiment, sizes: Sizes) -> float:
-    """How many a micro batch has on one tensor parallel rank."""
-    return sizes.tokens * rows_of_vocabulary(experiment) / experiment.parallel.tensor_model_parallel_size
-
-
-def head_bytes(experiment: Experiment, sizes: Sizes) -> float:
+def head_bytes(experiment: Experiment, sizes: Sizes, rows: int) -> float:
     """The last norm, the output layer and the loss, at the fuller of two moments: the loss, or the first backward pass
-    after it, with the gradient of the table."""
-    tensor = experiment.parallel.tensor_model_parallel_size
-    rows, width = rows_of_vocabulary(experiment) / tensor, experiment.model.hidden_size
-    inputs = sizes.residual + sizes.statistics + sizes.between + sizes.tokens * (_TOKEN_BYTES + 1)
-    logits, table = sizes.tokens * rows, rows * width * sizes.short
+    after it, with the gradient of the table of ``rows``."""
+    rows_of_rank, width = rows / experiment.parallel.tensor_model_parallel_size, experiment.model.hidden_size
+    logits, table = sizes.tokens * rows_of_rank, rows_of_rank * width * sizes.short
     gathered = sizes.hidden + sizes.between if sizes.between < sizes.hidden else 0.0
-    if experiment.engine == "torch":
-        cast = table if sizes.casts else 0.0
-        # log_softmax's result, and in the backward pass two gradients of its size; of a shared vocabulary three.
-        return inputs + cast + (3 if tensor == 1 else 4) * logits * _LOSS_BYTES
-    loss = logits * (_LOSS_BYTES + (sizes.short if sizes.short < _LOSS_BYTES else 0))
+    loss = logits * (LOSS_BYTES + (sizes.short if sizes.short < LOSS_BYTES else 0))
     after = logits * sizes.short + (table if sizes.weight else 0.0) + sizes.hidden + gathered
-    return inputs + max(loss, after)
+    return head_inputs(sizes) + max(loss, after)

@@ -1,0 +1,56 @@
+"""What an engine declares of each field of an experiment: it honours it, refuses it, or never reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class Honoured:
+    """The field does what its description says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unused:
+    """The field is accepted, and nothing reads it."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A value other than the default is a problem: what is wrong, and what to do about it."""
+
+    what: str = "engine {engine} has no such option"
+    todo: str = "leave it out, or use engine {others}"
+    """``others``: the engines that honour the field."""
+    default: object = None
+    """Where it is not the schema's own."""
+
+
+Declared = Honoured | Unused | Refused
+Fields = Mapping[str, Declared]
+"""By a field's path, or by a section's for those of its fields that have no line of their own."""
+
+HONOURED: Final = Honoured()
+NO_TOKENIZER: Final = Unused("the data are tokens already: no tokenizer is read")
+COMMON: Final[Fields] = dict.fromkeys(
+    ("name", "engine", "batch", "data", "optimizer", "precision", "fp16", "launch", "restart", "env"), HONOURED
+)
+"""What every engine honours."""
+
+
+def declared(fields: Fields, path: str) -> Declared | None:
+    """What is declared of a field, by itself or with its section; None where it is forgotten."""
+    return fields.get(path) or fields.get(path.partition(".")[0])
+
+
+def as_yaml(value: object) -> str:
+    """A field's value as YAML has it; a list's items with spaces between."""
+    if value is None:
+        return "null"
+    if isinstance(value, tuple):
+        return " ".join(map(str, value)) or "[]"
+    return str(value).lower() if isinstance(value, bool) else str(value)

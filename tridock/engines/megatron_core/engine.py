@@ -1,0 +1,89 @@
+"""Engine ``megatron-core`` as the planner and the launchers see it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from tridock.engines.engine import Choice, Engine, RankProgram
+from tridock.engines.megatron_core import legality
+from tridock.engines.megatron_core.fields import FIELDS
+from tridock.errors import Problem
+from tridock.experiment import Experiment
+from tridock.layout import Plan
+from tridock.layout.activations import Sizes, sizes_of
+from tridock.layout.parameters import Parameters
+from tridock.layout.shape import FORMAT_BYTES, Device, Shape, States
+from tridock.layout.traffic import Sent, all_gather, all_reduce
+
+
+class MegatronCore(Engine):
+    """NVIDIA's package: tensor, pipeline, context and data parallelism."""
+
+    name = "megatron-core"
+    fields = FIELDS
+    checkpoints_load_on = "any layout"
+    # What lies where is no matter to its checkpoints; what the optimizer holds is.
+    checkpoint_fields = ("precision", "parallel.use_distributed_optimizer")
+
+    def problems(self, experiment: Experiment) -> Iterator[Problem]:
+        yield from legality.problems(experiment)
+
+    def takes_sizes(self, experiment: Experiment) -> bool:
+        parallel = experiment.parallel
+        stages, virtual = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
+        if any(legality.split_problems(experiment)):
+            return False
+        interleaved = virtual == 1 or (stages > 1 and experiment.model.num_layers % (stages * virtual) == 0)
+        return interleaved and not (parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1)
+
+    def batch_problems(self, experiment: Experiment, replicas: int) -> Iterator[Problem]:
+        if experiment.parallel.virtual_pipeline_model_parallel_size > 1:
+            yield from legality.interleaved_batch_problems(experiment, replicas)
+        else:
+            yield from super().batch_problems(experiment, replicas)
+
+    def states(self, experiment: Experiment, weights: Parameters, shape: Shape, device: Device) -> States:
+        distributed, replicas = experiment.parallel.use_distributed_optimizer, self._replicas(experiment, shape)
+        short, count = FORMAT_BYTES[experiment.precision], weights.total
+        owned = count // replicas if distributed else count
+        # On GPUs Adam is apex's or transformer-engine's, and works in place. On CPUs Gloo scatters a copy of the
+        # gradients.
+        workspace = 4 * count if device == "cpu" and distributed and replicas > 1 else 0
+        return States(short * count, 4 * count, (12 if short == 2 else 8) * owned, workspace=workspace)
+
+    def sizes(self, experiment: Experiment, device: Device) -> Sizes:
+        return sizes_of(experiment, device)
+
+    def sent(self, experiment: Experiment, shape: Shape, stage: int) -> Sent:
+        size, weights = self._replicas(experiment, shape), self.parameters(experiment, stage).total
+        embedding = 4 * self.parameters(experiment, 0).embedding
+        if experiment.parallel.use_distributed_optimizer:
+            gathered = all_gather(size, FORMAT_BYTES[experiment.precision] * weights)
+            return Sent(all_gather(size, 4 * weights) + gathered, embedding)
+        return Sent(all_reduce(size, 4 * weights), embedding)
+
+    def _replicas(self, experiment: Experiment, shape: Shape) -> int:
+        """Ranks with the same part of the model."""
+        return shape.data * experiment.parallel.context_parallel_size
+
+    def layout_choices(self, tensor: int, stages: int) -> Iterator[Choice]:
+        for virtual, sequence in product((1, 2, 4) if stages > 1 else (1,), (False, True) if tensor > 1 else (False,)):
+            yield {
+                "parallel.virtual_pipeline_model_parallel_size": virtual,
+                "parallel.sequence_parallel": sequence,
+            }
+
+    def state_choices(self, _experiment: Experiment, _stages: int) -> Iterator[Choice]:
+        yield from ({"parallel.use_distributed_optimizer": value} for value in (False, True))
+
+    def recompute_choices(self) -> tuple[Choice, ...]:
+        names = ("recompute_granularity", "recompute_method", "recompute_num_layers")
+        values = ((None, None, None), ("selective", None, None), ("full", "uniform", 1))
+        return tuple({f"model.{name}": value for name, value in zip(names, given, strict=True)} for given in values)
+
+    def program(self, _experiment: Experiment, _plan: Plan, run_path: str, load: str | None) -> RankProgram:
+        arguments = ("--run-folder", run_path, *(() if load is None else ("--load", load)))
+        # GPUs before Blackwell then start work and communication in the order in which Megatron asks for them.
+        env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        return RankProgram("tridock.train.megatron_core.pretrain_gpt", arguments, env)

@@ -1,0 +1,105 @@
+"""Engine ``megatron-deepspeed`` as the planner and the launchers see it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tridock.engines.deepspeed import zero_gradient_bytes, zero_states
+from tridock.engines.engine import Choice, Engine, RankProgram
+from tridock.engines.megatron_lm import legality
+from tridock.engines.megatron_lm.arguments import INDEX_MAPS, MODULE, index_map_arguments, megatron_arguments
+from tridock.engines.megatron_lm.checkpoint_layout import checkpoint_problems
+from tridock.engines.megatron_lm.fields import FIELDS
+from tridock.errors import Problem
+from tridock.experiment import Experiment
+from tridock.layout import Plan
+from tridock.layout.activations import Sizes, sizes_of
+from tridock.layout.parameters import Parameters, parameters_of_stage
+from tridock.layout.shape import FORMAT_BYTES, Device, Shape, States, hidden_bytes, layers_of_stage
+from tridock.layout.traffic import Sent, all_gather, all_reduce
+
+
+class MegatronLM(Engine):
+    """Megatron-LM v1.1.5 on DeepSpeed, or on its own data parallelism."""
+
+    name = "megatron-deepspeed"
+    fields = FIELDS
+    tokenizer_fields = ("vocab_file", "merge_file")
+    prints_timers = True
+    checkpoints_load_on = "same layout"
+
+    def problems(self, experiment: Experiment) -> Iterator[Problem]:
+        yield from legality.problems(experiment)
+
+    def takes_sizes(self, experiment: Experiment) -> bool:
+        parallel = experiment.parallel
+        if parallel.context_parallel_size > 1 or any(legality.split_problems(experiment)):
+            return False
+        stages = parallel.pipeline_model_parallel_size
+        return stages == 1 or (parallel.strategy == "zero" and parallel.zero_stage < 2)
+
+    def batch_problems(self, experiment: Experiment, replicas: int) -> Iterator[Problem]:
+        if experiment.parallel.strategy != "ddp":
+            yield from super().batch_problems(experiment, replicas)
+            return
+        samples, per_pass = experiment.batch.samples_per_step(replicas), experiment.batch.micro_batch_size * replicas
+        if samples != per_pass:
+            what = "Megatron v1.1.5 without DeepSpeed does not accumulate gradients"
+            todo = f"use {per_pass}, or strategy zero"
+            yield Problem("batch.global_batch_size", what, str(samples), todo, (per_pass,))
+
+    def parameters(self, experiment: Experiment, stage: int) -> Parameters:
+        """The last stage is handed the embedding whole, with the positions that it has no use for."""
+        return parameters_of_stage(experiment, stage, self.rows_of_vocabulary(experiment), copies_positions=True)
+
+    def states(self, experiment: Experiment, weights: Parameters, shape: Shape, _device: Device) -> States:
+        if experiment.parallel.strategy == "zero":
+            return zero_states(experiment, weights, shape.data)
+        short, count = FORMAT_BYTES[experiment.precision], weights.total
+        again = 4 if short == 2 else 0  # gradients, and weights, once more in fp32
+        return States(short * count, (short + again) * count, (again + 8) * count)
+
+    def sizes(self, experiment: Experiment, device: Device) -> Sizes:
+        ddp = experiment.parallel.strategy == "ddp"
+        return sizes_of(experiment, device, keeps_probabilities=True, sums_in_place=ddp, restores_inputs=True)
+
+    def sent(self, experiment: Experiment, shape: Shape, stage: int) -> Sent:
+        model, parallel = experiment.model, experiment.parallel
+        size, final = parallel.tensor_model_parallel_size, stage == parallel.pipeline_model_parallel_size - 1
+        short, weights = FORMAT_BYTES[experiment.precision], self.parameters(experiment, stage).total
+        # Between stages DeepSpeed sends each rank's part; who receives an output gathers it, and who sent it does so
+        # for the backward pass, with its gradient.
+        gathers = (stage > 0) + 2 * (not final)
+        if model.checkpoint_activations and model.partition_activations:
+            gathers += math.ceil(layers_of_stage(experiment, stage) / model.checkpoint_num_layers)
+        ddp = parallel.strategy == "ddp"
+        return Sent(
+            gradient_bytes=all_reduce(shape.data, short * weights)
+            if ddp
+            else zero_gradient_bytes(experiment, shape, shape.data, weights),
+            embedding_bytes=short * self.parameters(experiment, 0).embedding,
+            tensor_bytes=gathers * all_gather(size, hidden_bytes(experiment)),
+            splits_messages=True,
+            mask_bytes=2 * model.seq_length**2,  # in fp16
+        )
+
+    def recompute_choices(self) -> tuple[Choice, ...]:
+        # What is about stored activations goes with them.
+        off: Choice = {f"model.{name}": False for name in ("checkpoint_activations", *legality.CHECKPOINT_OPTIONS)}
+        return ({**off, "model.checkpoint_num_layers": 1}, {"model.checkpoint_activations": True})
+
+    def program(self, experiment: Experiment, plan: Plan, run_path: str, load: str | None) -> RankProgram:
+        if load is not None:
+            train = experiment.train.model_copy(update={"load": load})
+            experiment = experiment.model_copy(update={"train": train})
+        return RankProgram(MODULE, ("--run-folder", run_path, *megatron_arguments(experiment, plan, run_path)))
+
+    def index_map_program(self, experiment: Experiment, plan: Plan, workspace: str) -> tuple[str, ...]:
+        return (INDEX_MAPS, *index_map_arguments(experiment, plan, workspace))
+
+    def checkpoint_problems(
+        self, experiment: Experiment, data_parallel_size: int, written: Mapping[str, Any] | None
+    ) -> Iterator[Problem]:
+        yield from checkpoint_problems(experiment, data_parallel_size, written)

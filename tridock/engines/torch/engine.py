@@ -1,0 +1,138 @@
+"""Engine ``torch`` as the planner and the launchers see it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tridock.engines.deepspeed import zero_gradient_bytes, zero_states
+from tridock.engines.engine import Choice, Engine, RankProgram
+from tridock.engines.torch import legality
+from tridock.engines.torch.fields import FIELDS
+from tridock.engines.torch.fsdp_peak import scattered, summed_up
+from tridock.engines.torch.sharding import is_sharded, shards_of
+from tridock.errors import Problem
+from tridock.experiment import Experiment
+from tridock.experiment.resnet import cast_elements, kept_elements
+from tridock.layout import Plan
+from tridock.layout.activations import LOSS_BYTES, Sizes, head_inputs, sizes_of
+from tridock.layout.parameters import Parameters, layer_parameters
+from tridock.layout.shape import FORMAT_BYTES, Device, Shape, States, Term
+from tridock.layout.traffic import Sent, all_gather, all_reduce
+
+
+class Torch(Engine):
+    """Tridock's own GPT and ResNet-50 under DDP, FSDP2, tensor parallelism, pipelines, and DeepSpeed's ZeRO."""
+
+    name = "torch"
+    fields = FIELDS
+    trains_images = True
+    has_plain_loop = True
+    checkpoint_pointer = "latest"
+    checkpoints_load_on = "other replicas"
+
+    def problems(self, experiment: Experiment) -> Iterator[Problem]:
+        yield from legality.problems(experiment)
+
+    def takes_sizes(self, experiment: Experiment) -> bool:
+        parallel = experiment.parallel
+        split = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size > 1
+        fits = parallel.context_parallel_size == 1 and not any(legality.split_problems(experiment))
+        return fits and (not split or parallel.strategy != "zero")
+
+    def batch_problems(self, experiment: Experiment, replicas: int) -> Iterator[Problem]:
+        yield from legality.batch_problems(experiment, replicas)
+
+    def padded_vocab_size(self, tokens: int, experiment: Experiment) -> int:
+        """The same on every layout: these rows take part in the loss."""
+        multiple = experiment.model.make_vocab_size_divisible_by
+        return -(-tokens // multiple) * multiple
+
+    def states(self, experiment: Experiment, weights: Parameters, shape: Shape, _device: Device) -> States:
+        if experiment.parallel.strategy == "zero":
+            return zero_states(experiment, weights, shape.data)
+        count = weights.total
+        if not is_sharded(experiment):  # the fused AdamW works in place
+            return States(4 * count, 4 * count, 8 * count)
+        # FSDP2 gathers layer by layer, and the embeddings and the last norm for the whole step. Gradients come with the
+        # first backward pass, and go after the optimizer, which works in place.
+        owned, short = -(-count // shards_of(experiment, shape.data)), FORMAT_BYTES[experiment.precision]
+        return States(4 * owned, 0, 8 * owned, 4 * owned, gathered=short * (count - weights.layers))
+
+    def sizes(self, experiment: Experiment, device: Device) -> Sizes:
+        parallel = experiment.parallel
+        if not is_sharded(experiment):
+            return sizes_of(experiment, device, autocast=parallel.strategy == "ddp")
+        # FSDP2's weights of the layer at work; where they come from others, the buffer for the next one's too.
+        buffers = 2 if parallel.strategy == "fsdp" and parallel.data_parallel_shard_size != 1 else 1
+        gathered = FORMAT_BYTES[experiment.precision] * layer_parameters(experiment) * buffers
+        return sizes_of(experiment, device, gathered=gathered)
+
+    def head_bytes(self, experiment: Experiment, sizes: Sizes, runs_in_flight: int) -> float:
+        """With what the last stage of a pipeline holds of logits besides those that are worked on: the logits
+        themselves and, with GPipe, of every further micro batch these and their probabilities in fp32."""
+        parallel = experiment.parallel
+        tensor, rows = parallel.tensor_model_parallel_size, self.rows_of_vocabulary(experiment)
+        logits = sizes.tokens * (rows / tensor)
+        cast = rows / tensor * experiment.model.hidden_size * sizes.short if sizes.casts else 0.0
+        # log_softmax's result, and in the backward pass two gradients of its size; of a shared vocabulary three.
+        head = head_inputs(sizes) + cast + (3 if tensor == 1 else 4) * logits * LOSS_BYTES
+        if parallel.pipeline_model_parallel_size == 1:
+            return head
+        further = runs_in_flight - 1 if parallel.pipeline_schedule == "gpipe" else 0
+        return head + sizes.tokens * rows / tensor * (sizes.short + further * (sizes.short + LOSS_BYTES))
+
+    def activation_terms(self, experiment: Experiment, stage: int, accumulation: int, device: Device) -> list[Term]:
+        if not experiment.model.is_vision:
+            return super().activation_terms(experiment, stage, accumulation, device)
+        # Within 2 % of what a CPU rank keeps (tests/unit/train).
+        short = FORMAT_BYTES[experiment.precision]
+        kept = kept_elements(experiment.model) * experiment.batch.micro_batch_size * short
+        terms = [Term("activations", kept, "each convolution's input and output")]
+        if experiment.parallel.strategy == "ddp" and short < 4:
+            copies = cast_elements(experiment.model) * short
+            terms.append(
+                Term("copies of weights", copies, "autocast's, in the short format, kept for the backward pass")
+            )
+        return terms
+
+    def accumulated_gradients(
+        self, experiment: Experiment, stage: int, shape: Shape, states: States, device: Device, activations: int
+    ) -> int:
+        if not is_sharded(experiment):
+            return super().accumulated_gradients(experiment, stage, shape, states, device, activations)
+        weights, sizes = self.parameters(experiment, stage), self.sizes(experiment, device)
+        scattering = scattered(experiment, stage, shape, weights, sizes) - activations
+        return round(max(summed_up(experiment, stage, shape.accumulation, weights, sizes), scattering))
+
+    def sent(self, experiment: Experiment, shape: Shape, stage: int) -> Sent:
+        weights = self.parameters(experiment, stage).total
+        embedding = 4 * self.parameters(experiment, 0).embedding / shards_of(experiment, shape.data)
+        if is_sharded(experiment):
+            # FSDP2 gathers weights for each micro batch, and anew for its backward pass; gradients go once a step, in
+            # fp32.
+            shards, short = shards_of(experiment, shape.data), FORMAT_BYTES[experiment.precision]
+            gathered = 2 * all_gather(shards, short * weights) * shape.accumulation
+            volume = gathered + all_gather(shards, 4 * weights) + all_reduce(shape.data // shards, 4 * weights / shards)
+            return Sent(volume, embedding)
+        if experiment.parallel.strategy == "ddp":
+            return Sent(all_reduce(shape.data, 4 * weights), embedding)
+        return Sent(zero_gradient_bytes(experiment, shape, shape.data, weights), embedding)
+
+    def splits_model(self, experiment: Experiment) -> bool:
+        return experiment.parallel.strategy != "zero"
+
+    def recompute_choices(self) -> tuple[Choice, ...]:
+        return ({"model.checkpoint_activations": False}, {"model.checkpoint_activations": True})
+
+    def program(self, _experiment: Experiment, _plan: Plan, run_path: str, load: str | None) -> RankProgram:
+        return RankProgram("tridock.train", ("--run-folder", run_path, *(() if load is None else ("--load", load))))
+
+    def checkpoint_strategy(self, experiment: Experiment) -> str:
+        """One that splits the model writes what fsdp writes."""
+        parallel = experiment.parallel
+        split = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size > 1
+        return "fsdp" if split else parallel.strategy
+
+    def splits_checkpoint_by_rank(self, experiment: Experiment) -> bool:
+        """ZeRO's from stage 1 on."""
+        return experiment.parallel.strategy == "zero" and experiment.parallel.zero_stage > 0

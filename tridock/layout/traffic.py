@@ -1,0 +1,157 @@
+"""What the ranks of a layout send each other in one iteration, by group, and over which link.
+
+Volumes are those of ring collectives, which nothing can undercut: of n bytes over g ranks, each sends 2 (g - 1) / g n
+for an all-reduce and (g - 1) / g n for an all-gather or a reduce-scatter (Patarasuk and Yuan, 2009). Tensor parallel
+volumes are those of Megatron (Shoeybi et al., 2019, section 3; Korthikanti et al., 2022, section 4.2.2). All are held
+against what the engines were seen to send (``tests/distributed/test_traffic.py``), but for a few bytes: norms, losses,
+and the padding of buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from tridock.experiment import Experiment
+from tridock.layout.shape import Shape, hidden_bytes, layers_of_stage, recomputed_layers, tokens_of
+
+Link = Literal["node", "network"]
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What one group exchanges."""
+
+    group: str
+    size: int
+    """Ranks of the group."""
+    link: Link
+    """network where a group has ranks on more than one node."""
+    sharing: int
+    """Groups of this kind that use a node's network at the same time; 1 inside a node."""
+    bytes_per_rank: int
+    """Sent by one rank in one iteration."""
+    waits: int
+    """Bytes of these that the rank waits for while it computes nothing; the same as bytes_per_rank but for the
+    pipeline's, where it is what the slowest stage hands on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What a rank of a stage sends in one iteration, as its engine does it."""
+
+    gradient_bytes: float
+    """In the data parallel group, weights that are gathered from it included."""
+    embedding_bytes: float
+    """Of the tied table's gradient, all tensor parallel ranks of a stage summing theirs."""
+    tensor_bytes: float = 0.0
+    """Of one micro batch, in the tensor parallel group, beside what Megatron's split of a layer takes."""
+    splits_messages: bool = False
+    """Each tensor parallel rank sends its part of what goes between stages."""
+    mask_bytes: int = 0
+    """Goes with every output of a stage."""
+
+
+def traffic_of_stage(experiment: Experiment, shape: Shape, stage: int, sent: Sent) -> list[Traffic]:
+    """Of every group that a rank of this stage shares with others."""
+    groups = (_tensor, _context, _pipeline, _data, _embedding)
+    return [one for group in groups for one in group(experiment, shape, stage, sent)]
+
+
+def all_reduce(size: int, volume: float) -> float:
+    """Bytes that each of ``size`` ranks sends to reduce ``volume`` bytes to all."""
+    return 2 * (size - 1) / size * volume
+
+
+def all_gather(size: int, volume: float) -> float:
+    """Bytes that each of ``size`` ranks sends to gather ``volume`` bytes in all; a reduce-scatter's too."""
+    return (size - 1) / size * volume
+
+
+def _placed(group: str, size: int, stride: int, shape: Shape, volume: float) -> Traffic:
+    """A group of ranks that lie ``stride`` apart."""
+    inside = stride * size <= shape.slots and shape.slots % (stride * size) == 0
+    together = 1 if stride >= shape.slots else min(size, shape.slots // stride)
+    sharing = 1 if inside else max(1, shape.slots // together)
+    link: Link = "node" if inside else "network"
+    return Traffic(group, size, link, sharing, round(volume), round(volume))
+
+
+def _tensor(experiment: Experiment, shape: Shape, stage: int, sent: Sent) -> Iterator[Traffic]:
+    model, parallel = experiment.model, experiment.parallel
+    size, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    if size == 1:
+        return
+    layers, final = layers_of_stage(experiment, stage), stage == stages - 1
+    hidden = hidden_bytes(experiment)
+    # Two all-reduces of a layer's forward pass, two of its backward pass, two where the forward pass is done again;
+    # one of the embedding, one of the head's backward pass.
+    reduces = 4 * layers + 2 * recomputed_layers(experiment, layers) + (stage == 0) + final
+    volume = reduces * all_reduce(size, hidden)
+    if parallel.sequence_parallel:
+        # A gather and a scatter stand for each, but for the embedding's, after which every rank keeps its part. The
+        # backward pass gathers what it no longer has: the inputs of both halves of a layer and of the head, and the
+        # embedding's gradient.
+        volume += (2 * layers + (stage == 0) + final) * all_gather(size, hidden)
+    if final:
+        # Of each token's logits, in fp32: the largest, the label's, and the sum of the exponentials.
+        volume += 3 * all_reduce(size, 4 * tokens_of(experiment))
+    volume += sent.tensor_bytes
+    volume *= shape.accumulation
+    if parallel.sequence_parallel:
+        # Each has the gradients of its tokens only: norms, and biases of what is split by rows, in fp32.
+        volume += all_reduce(size, 4 * model.hidden_size * (6 * layers + (2 if final else 0)))
+    yield _placed("tensor", size, 1, shape, volume)
+
+
+def _context(experiment: Experiment, shape: Shape, stage: int, _sent: Sent) -> Iterator[Traffic]:
+    size, tensor = experiment.parallel.context_parallel_size, experiment.parallel.tensor_model_parallel_size
+    if size == 1:
+        return
+    layers = layers_of_stage(experiment, stage)
+    keys_and_values = 2 * hidden_bytes(experiment) * size / tensor
+    # Gathered in the forward pass, and where it is done again; their gradients scattered in the backward pass.
+    selective = experiment.model.recompute_granularity == "selective"
+    again = layers if selective else recomputed_layers(experiment, layers)
+    volume = (2 * layers + again) * all_gather(size, keys_and_values) * shape.accumulation
+    yield _placed("context", size, tensor, shape, volume)
+
+
+def _pipeline(experiment: Experiment, shape: Shape, stage: int, sent: Sent) -> Iterator[Traffic]:
+    parallel = experiment.parallel
+    size, virtual = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
+    if size == 1:
+        return
+    message, mask = hidden_bytes(experiment), sent.mask_bytes
+    if parallel.sequence_parallel or sent.splits_messages:
+        message //= parallel.tensor_model_parallel_size
+    stride = parallel.tensor_model_parallel_size * parallel.context_parallel_size * shape.data
+    network = stride * size > shape.slots
+    # Of each run of layers what comes out goes on and the gradient of what came in goes back, but for the model's
+    # last output and first input.
+    outputs, gradients = virtual - (stage == size - 1), virtual - (stage == 0)
+    volume = (outputs * (message + mask) + gradients * message) * shape.accumulation
+    # A stage waits for one message each way of each run; filling and draining, for those of the stages before it.
+    waits = (2 * message + mask) * (virtual * shape.accumulation + size - 1)
+    link: Link = "network" if network else "node"
+    yield Traffic("pipeline", size, link, min(stride, shape.slots) if network else 1, volume, waits)
+
+
+def _data(experiment: Experiment, shape: Shape, _stage: int, sent: Sent) -> Iterator[Traffic]:
+    parallel = experiment.parallel
+    size = shape.data * parallel.context_parallel_size
+    if size == 1:
+        return
+    yield _placed("data", size, parallel.tensor_model_parallel_size, shape, sent.gradient_bytes)
+
+
+def _embedding(experiment: Experiment, shape: Shape, stage: int, sent: Sent) -> Iterator[Traffic]:
+    """The tied table's gradient, which the first and the last stage both have a part of."""
+    parallel = experiment.parallel
+    stages = parallel.pipeline_model_parallel_size
+    if stages == 1 or stage not in (0, stages - 1):
+        return
+    volume = all_reduce(2, sent.embedding_bytes)
+    stride = parallel.tensor_model_parallel_size * parallel.context_parallel_size * shape.data * (stages - 1)
+    yield _placed("embedding", 2, stride, shape, volume)

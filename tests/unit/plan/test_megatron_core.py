@@ -108,7 +108,6 @@ def test_refused_with_the_nearest_choice(ranks: int, overrides: list[str], expec
 @pytest.mark.parametrize(
     ("override", "got"),
     [
-        (f"{VPP}=2", "2"),
         (f"{CP}=1", None),
         (f"{SP}=true", "true"),
         ("parallel.use_distributed_optimizer=true", "true"),
@@ -125,6 +124,18 @@ def test_the_other_engines_do_not_pretend(engine: str, override: str, got: str |
     field = override.partition("=")[0]
     todo = "leave it out, or use engine megatron-core"
     assert refused(1, *common, override) == f"e.yaml: {field}: engine {engine} has no such option; got {got}; {todo}"
+
+
+def test_a_virtual_pipeline_needs_a_pipeline_of_its_kind() -> None:
+    others = ["precision=fp32", "parallel.strategy=zero", "data.vocab_file=v", "data.merge_file=m", f"{VPP}=2"]
+    assert refused(1, "engine=megatron-deepspeed", *others) == (
+        f"e.yaml: {VPP}: engine megatron-deepspeed has no such option; got 2; "
+        "leave it out, or use engine torch or megatron-core"
+    )
+    assert refused(1, "engine=torch", *others) == (
+        f"e.yaml: {VPP}: DeepSpeed's ZeRO does not split the torch engine's model; got 2; "
+        "set it to 1, or strategy to fsdp or ddp"
+    )
 
 
 def test_a_block_may_be_longer_than_a_stage() -> None:

@@ -98,6 +98,7 @@ def problems(experiment: Experiment) -> Iterator[Problem]:
             "train.checkpoint_folder", "nothing is saved", experiment.train.checkpoint_folder, todo, ("null",)
         )
     yield from _warmup_problems(experiment)
+    yield from zero_stage_problems(experiment)
     for word in experiment.megatron_args:
         option = word.partition("=")[0]
         if option in OWNED:
@@ -128,7 +129,6 @@ def _layout_problems(experiment: Experiment) -> Iterator[Problem]:
     if parallel.strategy == "fsdp":
         what, todo = "engine megatron-deepspeed has no such option", "use zero or ddp, or engine torch"
         yield Problem("parallel.strategy", what, "fsdp", todo, ("zero", "ddp"))
-    yield from zero_stage_problems(experiment)
     yield from split_problems(experiment)
     stages, zero = parallel.pipeline_model_parallel_size, parallel.zero_stage
     if stages > 1 and zero > 1 and parallel.strategy == "zero":

@@ -15,10 +15,10 @@ from tridock.layout.split import empty_stage_problems, head_problems
 def problems(experiment: Experiment) -> Iterator[Problem]:
     """What stands against the engine, whatever the number of ranks; refused fields aside."""
     yield from _strategy_problems(experiment)
-    yield from zero_stage_problems(experiment)
     if experiment.parallel.strategy != "zero":
         yield from split_problems(experiment)
         yield from _schedule_problems(experiment)
+    yield from zero_stage_problems(experiment)
 
 
 def split_problems(experiment: Experiment) -> Iterator[Problem]:

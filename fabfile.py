@@ -30,18 +30,18 @@ from tridock.ops.hosts import nodes
 from tridock.ops.hosts.session import Session
 from tridock.ops.runs import fetch as fetch_
 from tridock.ops.runs import launch as launch_
-from tridock.ops.runs import rank_logs, registry
+from tridock.ops.runs import logs as logs_
+from tridock.ops.runs import registry
 from tridock.ops.runs import reproduce_remote as reproduce_
 from tridock.ops.runs import triage as triage_
-from tridock.ops.runs.prepare import assumptions_for, with_hosts_gpu
+from tridock.ops.runs.prepare import DEFAULT_CONFIG, assumptions_for, with_hosts_gpu
 from tridock.ops.runs.reproduce import check_tolerance
-from tridock.ops.sync import command as sync_
+from tridock.ops.sync import operation as sync_
 from tridock.report.page import write_report
 from tridock.report.plan_output import Show, headline, print_plan
 from tridock.report.run_tables import environment_table, history_table, status_table, verdict_table
 
 CONSOLE = Console(highlight=False, soft_wrap=True)
-DEFAULT_CONFIG = launch_.DEFAULT_CONFIG
 _WATCH_S, _WIDE = 2.0, 160
 
 HELP = {
@@ -235,7 +235,7 @@ def logs(
     if not rank and not node:
         _follow(session, hosts, chosen)
         return
-    for part in rank_logs.read(session, chosen, rank_logs.choose_ranks(session, chosen, rank, node), follow=follow):
+    for part in logs_.read_rank_logs(session, chosen, logs_.choose_ranks(session, chosen, rank, node), follow=follow):
         sys.stdout.buffer.write(part)
         sys.stdout.buffer.flush()
 
@@ -395,7 +395,7 @@ def _reachable(session: Session) -> tuple[Session, TridockError | None]:
 
 
 def _follow(session: Session, hosts: str, run: registry.Run) -> None:
-    run_id, stream = run.run_id, registry.follow(session, run)
+    run_id, stream = run.run_id, logs_.follow(session, run)
     try:
         for chunk in stream:
             sys.stdout.buffer.write(chunk)

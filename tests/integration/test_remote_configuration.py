@@ -188,7 +188,7 @@ def test_a_machine_without_ssh(shared: Sshd, monkeypatch: pytest.MonkeyPatch) ->
 def test_the_clusters_keys_let_its_nodes_in_and_nobody_else(make_sshd: Callable[..., Sshd], tmp_path: Path) -> None:
     from tridock.cluster import load_cluster
     from tridock.cluster.ssh_files import ssh_config
-    from tridock.ops.hosts.key_store import KeyStore
+    from tridock.ops.hosts.keys import KeyStore
 
     port = free_port()
     (tmp_path / "lab").write_text("node-1 slots=1\nnode-2 slots=1\n")

@@ -54,7 +54,7 @@ def _sync(arguments: argparse.Namespace) -> int:
 
     try:
         from tridock.ops.hosts.session import Session
-        from tridock.ops.sync.command import run
+        from tridock.ops.sync.operation import run
     except ModuleNotFoundError as missing:
         todo = "run it where fab runs (make venv): a node has no ssh access to the hosts"
         raise RequestError(Problem("tridock data sync", "needs the packages of fab", str(missing), todo)) from None

@@ -154,7 +154,7 @@ def _status(arguments: argparse.Namespace) -> int:
         return 0
     from rich.console import Console
 
-    from tridock.ops.slurm.table import as_table
+    from tridock.ops.slurm.jobs import as_table
 
     Console(highlight=False).print(as_table(rows))
     return 0

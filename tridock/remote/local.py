@@ -13,8 +13,7 @@ from typing import IO
 
 from tridock.command import Command
 from tridock.errors import ClusterError
-from tridock.remote.failures import timed_out
-from tridock.remote.host import CHUNK, Completed, Operations, Progress, Sink, Stream, completed
+from tridock.remote.host import CHUNK, Completed, Operations, Progress, Sink, Stream, completed, timed_out
 
 _NOT_FOUND = 127
 _GRACE_S = 2.0

@@ -1,26 +1,203 @@
-"""A host over SSH: one Fabric connection, opened at the first use, with a channel for each command.
+"""A host over ssh: one Fabric connection, opened at the first use, with a channel for each command.
 
 Commands run on paramiko's channels: Invoke's runner would send Ctrl-C to the other side.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import Any, Final, Generic, TypeVar, cast
 
 import paramiko
 from fabric import Connection
+from paramiko.common import cMSG_CHANNEL_REQUEST
 
 from tridock.command import Command
 from tridock.errors import ClusterError
 from tridock.remote import ssh_connection
-from tridock.remote.failures import killed, lost, no_session, shown, timed_out
-from tridock.remote.host import Completed, Operations, Progress, Sink, Stream, completed
-from tridock.remote.run_in_thread import aside
-from tridock.remote.ssh_channel import OverdueError, Sender, close, limited, read_all, received
+from tridock.remote.host import (
+    CHUNK,
+    Completed,
+    Operations,
+    Progress,
+    Sink,
+    Stream,
+    completed,
+    killed,
+    lost,
+    no_session,
+    shown,
+    timed_out,
+)
 from tridock.remote.ssh_target import Wanted
+
+T = TypeVar("T")
+_GRACE_S: Final = 2.0
+
+
+class _Task(threading.Thread, Generic[T]):
+    def __init__(self, work: Callable[[], T]) -> None:
+        super().__init__(daemon=True)
+        self._work = work
+        self._value: T | None = None
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._value = self._work()
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> T:
+        if self._error is not None:
+            raise self._error
+        return cast(T, self._value)
+
+
+def run_in_thread(work: Callable[[], T], give_up: Callable[[], object] | None = None) -> T:
+    """What ``work`` returns or raises, done in a thread of its own if this is the main thread.
+
+    Ctrl-C strikes the thread that waits, never one that holds a lock: Python raises KeyboardInterrupt between any two
+    steps of the main thread, and paramiko takes its locks by hand. At Ctrl-C ``give_up`` is called, also in a thread;
+    the work has two seconds to end by it, and is then left behind.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return work()
+    task = _Task(work)
+    task.start()
+    try:
+        task.join()
+    except BaseException:
+        if give_up is not None:
+            closing = _Task(give_up)
+            closing.start()
+            closing.join(_GRACE_S)
+            task.join(_GRACE_S)
+        raise
+    return task.result()
+
+
+_TICK_S: Final = 0.2
+_MARGIN_S: Final = 2
+_GONE: Final = (EOFError, OSError, paramiko.SSHException)
+
+
+class OverdueError(Exception):
+    """A command's time limit is over."""
+
+
+class Sender(threading.Thread):
+    """Sends the chunks as fast as the other side takes them; an error of their source is kept for the caller."""
+
+    def __init__(self, channel: Any, chunks: Iterable[bytes], progress: Progress | None) -> None:
+        super().__init__(daemon=True)
+        self._channel, self._chunks, self._progress = channel, chunks, progress
+        self.failure: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            for chunk in self._chunks:
+                try:
+                    # In pieces: paramiko copies what is left of its argument for every packet.
+                    for start in range(0, len(chunk), CHUNK):
+                        self._channel.sendall(chunk[start : start + CHUNK])
+                except _GONE:
+                    return  # the command or the connection has ended: the reader learns which
+                if self._progress is not None:
+                    self._progress(len(chunk))
+            with suppress(OSError, EOFError):
+                self._channel.shutdown_write()
+        except BaseException as error:
+            self.failure = error
+            _signal(self._channel, "TERM")  # before its input closes: it must not take the part for the whole
+            close(self._channel)
+
+
+def limited(command: Command, timeout: float | None) -> str:
+    """The line to run; with a time limit that holds there too, whatever becomes of this side.
+
+    sshd leaves a command running whose channel is closed, and signals none for root.
+    """
+    if timeout is None:
+        return command.render()
+    seconds = str(math.ceil(timeout) + _MARGIN_S)
+    return Command.of("timeout", "-k", "5", seconds, "sh", "-c", command.render()).render()
+
+
+class _Bell:
+    """What paramiko's buffers set when there is something to read; their clearing would hide the other one's news."""
+
+    def __init__(self) -> None:
+        self.rung = threading.Event()
+
+    def set(self) -> None:
+        self.rung.set()
+
+    def clear(self) -> None:
+        pass
+
+
+def read_all(channel: Any, sink: Sink, deadline: float | None) -> bytes:
+    """Both outputs to their ends: one into ``sink``, the errors returned; OverdueError once the deadline is over."""
+    errors, bell = bytearray(), _Bell()
+    # Not its fileno(): paramiko closes that under its own writer, which ends the connection.
+    channel.in_buffer.set_event(bell)
+    channel.in_stderr_buffer.set_event(bell)
+    while True:
+        bell.rung.clear()
+        # Asked first: what came before the end is read after it.
+        ended = channel.eof_received or channel.closed
+        if channel.recv_ready():
+            _take(channel, sink)
+        elif channel.recv_stderr_ready():
+            errors += received(channel.recv_stderr)
+        elif ended and channel.status_event.wait(_TICK_S):
+            return bytes(errors)
+        elif not ended:
+            bell.rung.wait(_TICK_S)
+        if deadline is not None and time.monotonic() > deadline:
+            raise OverdueError
+
+
+def _take(channel: Any, sink: Sink) -> None:
+    try:
+        sink(received(channel.recv))
+    except BaseException:
+        _signal(channel, "TERM")  # nobody takes what it still has to say
+        raise
+
+
+def received(read: Callable[[int], bytes]) -> bytes:
+    """What a channel's ``recv`` or ``recv_stderr`` gives; nothing where the connection is lost, as its end will tell.
+
+    Either also tells the other side that there is room again, and raises where that can no longer be sent.
+    """
+    try:
+        return read(CHUNK)
+    except _GONE:
+        return b""
+
+
+def close(channel: Any) -> None:
+    """Closes a channel, whether or not the other side can still be told."""
+    with suppress(*_GONE):
+        channel.close()
+
+
+def _signal(channel: Any, name: str) -> None:
+    """Asks sshd to signal the command (RFC 4254, 6.9): closing the channel alone would leave it running."""
+    message = paramiko.Message()
+    message.add_byte(cMSG_CHANNEL_REQUEST)
+    message.add_int(channel.remote_chanid)
+    message.add_string("signal")
+    message.add_boolean(False)
+    message.add_string(name)
+    with suppress(Exception):  # it is gone already, or its sshd knows no signals
+        channel.transport._send_user_message(message)
 
 
 class SshHost(Operations):
@@ -54,7 +231,7 @@ class SshHost(Operations):
         timeout: float | None,
     ) -> Completed:
         # The time limit is the command's: connecting has its own.
-        channel = aside(lambda: self._start(command, limited(command, timeout)))
+        channel = run_in_thread(lambda: self._start(command, limited(command, timeout)))
         sender = Sender(channel, chunks, progress)
 
         def talk() -> bytes:
@@ -70,7 +247,7 @@ class SshHost(Operations):
             sender.join()
             return errors
 
-        errors = aside(talk, lambda: close(channel))
+        errors = run_in_thread(talk, lambda: close(channel))
         if sender.failure is not None:
             raise sender.failure
         return completed(command, self.exit_code_of(channel, command), errors)
@@ -83,14 +260,14 @@ class SshHost(Operations):
             channel.shutdown_write()
             return channel
 
-        return _SshStream(self, aside(start), command)
+        return _SshStream(self, run_in_thread(start), command)
 
     def close(self) -> None:
         """As in :class:`tridock.remote.host.Host`."""
         # Takes no lock: whoever holds it may be waiting for this very connection.
         connection = self._connection
         if connection is not None:
-            aside(lambda: ssh_connection.close(connection))
+            run_in_thread(lambda: ssh_connection.close(connection))
 
     def exit_code_of(self, channel: Any, command: Command) -> int:
         """How the command of a channel that has ended did so; raises where nobody knows."""
@@ -130,15 +307,15 @@ class _SshStream:
     def __iter__(self) -> Iterator[bytes]:
         channel = self._channel
         try:
-            while part := aside(lambda: received(channel.recv), self.close):
+            while part := run_in_thread(lambda: received(channel.recv), self.close):
                 yield part
-            aside(channel.status_event.wait, self.close)
+            run_in_thread(channel.status_event.wait, self.close)
         finally:
             self.close()
         self.exit_code = self._host.exit_code_of(self._channel, self._command)
 
     def close(self) -> None:
-        aside(lambda: close(self._channel))
+        run_in_thread(lambda: close(self._channel))
 
 
 def _last_words(transport: Any) -> str:

@@ -20,8 +20,15 @@ import paramiko
 from fabric import Config, Connection
 
 from tridock.errors import ClusterError, TridockError
-from tridock.remote.ssh_failures import UnknownHostKeyError, connection_problem, is_passing
-from tridock.remote.ssh_target import Target, Wanted, known_keys, resolve
+from tridock.remote.ssh_target import (
+    Target,
+    UnknownHostKeyError,
+    Wanted,
+    connection_problem,
+    is_passing,
+    known_keys,
+    resolve,
+)
 
 _FIRST_WAIT_S: Final = 0.25
 _LONGEST_WAIT_S: Final = 4.0

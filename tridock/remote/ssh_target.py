@@ -1,4 +1,4 @@
-"""Where an ssh connection goes and what it trusts: the operator's ssh configuration, as ssh itself reads it.
+"""Where an ssh connection goes, what it trusts, and why it could not be made.
 
 ``ssh -G`` is asked rather than the files read: it knows Include, Match, canonical names and the defaults.
 """
@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import getpass
 import re
+import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import paramiko
+from paramiko.ssh_exception import BadAuthenticationType, ChannelException, NoValidConnectionsError
 
 from tridock.errors import ClusterError, Problem, RequestError
 
@@ -140,3 +142,110 @@ def _existing(path: str, field: str) -> str:
     if not full.is_file():
         raise RequestError(Problem(field, "names a file that is not there", str(full), "correct the path"))
     return str(full)
+
+
+_DROPPED = (ConnectionRefusedError, ConnectionResetError, ConnectionAbortedError, BrokenPipeError, EOFError)
+
+
+class UnknownHostKeyError(Exception):
+    """A host shows a key, and none is on file for it."""
+
+    def __init__(self, target: Target, key: paramiko.PKey) -> None:
+        super().__init__(str(target))
+        self.target, self.key = target, key
+
+
+def is_passing(error: BaseException) -> bool:
+    """Whether trying again may help: refused or dropped connections, as of an sshd that starts or is under load."""
+    if isinstance(error, paramiko.AuthenticationException | paramiko.BadHostKeyException | UnknownHostKeyError):
+        return False
+    if any(isinstance(cause, TimeoutError) for cause in _causes(error)):
+        return False
+    return _is_dropped(error)
+
+
+def _is_dropped(error: BaseException) -> bool:
+    # paramiko's thread ends without a word of its own where the other side goes away in mid-negotiation.
+    return any(isinstance(cause, _DROPPED) for cause in _causes(error)) or str(error) in (
+        "Negotiation failed.",
+        "No existing session",
+    )
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, those it was raised from, and those of each address that was tried."""
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        if isinstance(seen, NoValidConnectionsError):
+            yield from seen.errors.values()
+        seen = seen.__cause__ or seen.__context__
+
+
+def connection_problem(name: str, target: Target, error: BaseException, timeout: float, attempts: int) -> Problem:
+    """The failure of a connection to the host called ``name``, after so many attempts."""
+    again = f", {attempts} times" if attempts > 1 else ""
+    match error:
+        case UnknownHostKeyError():
+            got = f"{error.target}: {_fingerprint(error.key)}"
+            todo = f"compare it with the host's own (ssh-keygen -l), then take it over: {_by_hand(error.target)}"
+            return Problem(name, "its host key is not known here", got, todo)
+        case paramiko.BadHostKeyException():
+            got = f"{_fingerprint(error.key)} where known_hosts has {_fingerprint(error.expected_key)}"
+            host = error.hostname if target.port == 22 else f"[{error.hostname}]:{target.port}"
+            remove = f"ssh-keygen -R '{target.host_key_alias or host}'"
+            todo = f"if the host was set up anew, remove the old key ({remove}); if not, somebody may stand in between"
+            return Problem(name, "its host key has changed", got, todo)
+        case paramiko.PasswordRequiredException():
+            todo = "load it into an agent: ssh-add"
+            return Problem(name, f"a key for {target} has a passphrase", ", ".join(target.identity_files), todo)
+        case paramiko.AuthenticationException() if "timeout" in str(error).lower():
+            return _silent(name, target, timeout)
+        case paramiko.AuthenticationException():
+            return _denied(name, target, error)
+        case paramiko.SSHException() if "no authentication methods" in str(error).lower():
+            return _denied(name, target, error)
+        case paramiko.ssh_exception.IncompatiblePeer():
+            todo = "update one of the two: see ssh -v"
+            return Problem(name, "its sshd and this machine have no algorithm in common", str(error), todo)
+        case ChannelException():
+            todo = "check that host's sshd, as seen from the jump host"
+            return Problem(name, f"its jump host cannot reach {target}", error.text or str(error), todo)
+        case socket.gaierror():
+            todo = "correct it in the hostfile, or give its HostName in ~/.ssh/config"
+            return Problem(name, "its name cannot be resolved", f"{target.host}: {error.strerror}", todo)
+    causes = list(_causes(error))
+    if any(isinstance(cause, TimeoutError) for cause in causes):
+        return _silent(name, target, timeout)
+    if any(isinstance(cause, ConnectionRefusedError) for cause in causes):
+        todo = "start sshd there, or give the right port (ssh.port in the settings, or Port in ~/.ssh/config)"
+        return Problem(name, f"nothing listens at {target.host} port {target.port}", f"connection refused{again}", todo)
+    if _is_dropped(error):
+        todo = "lower ssh.max_connections, or raise MaxStartups in its sshd_config"
+        return Problem(name, f"its sshd drops connections before the login as {target}", f"no greeting{again}", todo)
+    # The innermost cause is the operating system's own; those around it only say that there was one.
+    told = [cause.strerror for cause in causes if isinstance(cause, OSError) and cause.strerror]
+    words = told[-1] if told else str(error)
+    todo = "check the address, the network between, and that the host is up"
+    return Problem(name, f"cannot be reached at {target.host} port {target.port}", words.lower(), todo)
+
+
+def _silent(name: str, target: Target, timeout: float) -> Problem:
+    todo = "check that the host is up and no firewall stands between, or raise ssh.connect_timeout"
+    return Problem(name, f"no ssh answer from {target.host} port {target.port}", f"nothing within {timeout:g} s", todo)
+
+
+def _denied(name: str, target: Target, error: BaseException) -> Problem:
+    allowed = f" ({','.join(error.allowed_types)})" if isinstance(error, BadAuthenticationType) else ""
+    keys = ", ".join(target.identity_files) or "none"
+    todo = f"make `{_by_hand(target)}` work without a password: ssh-copy-id, ssh-add, or ssh.user and ssh.identity_file"
+    return Problem(name, f"refuses the login as {target}", f"permission denied{allowed} with key files {keys}", todo)
+
+
+def _by_hand(target: Target) -> str:
+    port = f" -p {target.port}" if target.port != 22 else ""
+    return f"ssh{port} {target.user}@{target.host}"
+
+
+def _fingerprint(key: paramiko.PKey) -> str:
+    return f"{key.get_name()} {key.fingerprint}"

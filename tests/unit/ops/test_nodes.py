@@ -11,7 +11,7 @@ import pytest
 from tridock.cluster.transports import HostFacts
 from tridock.ops.hosts import nodes
 from tridock.ops.hosts.facts import Container, HostState, keys_digest
-from tridock.ops.hosts.key_store import KeyStore
+from tridock.ops.hosts.keys import KeyStore
 from tridock.ops.hosts.session import Session
 
 FACTS = HostFacts(uid=1000, gid=100, home="/home/ada", gpus=0, infiniband=False)

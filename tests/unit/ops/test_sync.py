@@ -18,8 +18,7 @@ from tridock.experiment import load_experiment
 from tridock.ops.runs.launch import DEMO_DATA, bring_demo_data
 from tridock.ops.runs.preflight import data_files
 from tridock.ops.sync import choose, of_experiment, sync, transfer
-from tridock.ops.sync.files import DataFile
-from tridock.ops.sync.hashes import fingerprint
+from tridock.ops.sync.files import DataFile, fingerprint
 from tridock.ops.sync.shared import OPERATOR
 from tridock.remote import LocalHost
 

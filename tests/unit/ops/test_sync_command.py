@@ -21,7 +21,7 @@ from tests.unit.ops.conftest import Lab
 from tridock import cli
 from tridock.errors import TridockError
 from tridock.ops.hosts.facts import Container
-from tridock.ops.sync import Row, command, maps, scripts
+from tridock.ops.sync import Row, operation, transfer
 from tridock.ops.sync.shared import OPERATOR
 from tridock.remote import Host
 
@@ -54,7 +54,7 @@ def run(lab: Lab, paths: list[str], config: str = "", dry_run: bool = False, **f
     shown = io.StringIO()
     say = Console(file=shown, width=200, highlight=False, soft_wrap=True).print
     try:
-        command.run(lab.session, paths, config, [], say, dry_run=dry_run)
+        operation.run(lab.session, paths, config, [], say, dry_run=dry_run)
     except TridockError as error:
         return f"{shown.getvalue()}{error}\n"
     return shown.getvalue()
@@ -82,7 +82,7 @@ def test_rows_of_shared_and_failed_hosts() -> None:
         Row("e", 1, 0, 1, 0.0, None, ("a", OPERATOR)),
     ]
     shown = io.StringIO()
-    Console(file=shown, width=200).print(command.table(rows, dry_run=True))
+    Console(file=shown, width=200).print(operation.table(rows, dry_run=True))
     assert cells(shown.getvalue()) == [
         ["a", "1", "2", "3.4", "1.2", "5,000", ""],
         ["b", "", "", "", "", "", "shared with a"],
@@ -215,8 +215,8 @@ def test_what_the_head_says_when_it_can_make_none(nodes: Lab, tmp_path: Path) ->
 
 
 def test_a_map_that_changes_while_it_is_read(nodes: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = maps.read_command
-    monkeypatch.setattr(maps, "read_command", lambda workspace, name: read(workspace, "data/x.idx"))
+    read = operation.read_command
+    monkeypatch.setattr(operation, "read_command", lambda workspace, name: read(workspace, "data/x.idx"))
     shown = run(nodes, [], "configs/t.yaml", **MEGATRON).splitlines()
     assert f"node-1: {PREFIX}doc_idx.npy changed while it was read; try again" in shown
 
@@ -233,7 +233,7 @@ def test_nodes_that_share_the_data_need_no_copy(nodes: Lab) -> None:
 
 def test_tridock_data_sync_is_the_same(files: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(command, "run", lambda *given, **named: asked.append((given[1:4], named)))
+    monkeypatch.setattr(operation, "run", lambda *given, **named: asked.append((given[1:4], named)))
     words = ["--hosts", "hostfiles/lab", "--path", "data/x", "--path", "data", "--set", "a=1", "--config", "c.yaml"]
     assert cli.main(["data", "sync", *words, "--dry-run"]) == 0
     assert asked == [((["data/x", "data"], "c.yaml", ["a=1"]), {"dry_run": True})]
@@ -255,13 +255,13 @@ def test_where_there_is_no_ssh_it_says_so(files: Lab) -> None:
 
 def test_every_script_passes_shellcheck(tmp_path: Path) -> None:
     commands = [
-        scripts.probe_command("w", "n", ("p",), make=True),
-        scripts.seen_command("w", ("n",), ("p",)),
-        scripts.unprobe_command("w", "n", ("p",)),
-        scripts.list_command("w", []),
-        scripts.receive_command("w", "p", "q", 0, 1, "s", None),
-        scripts.unpack_command("w", "f"),
-        scripts.drop_maps_command("w", "p"),
+        transfer.probe_command("w", "n", ("p",), make=True),
+        transfer.seen_command("w", ("n",), ("p",)),
+        transfer.unprobe_command("w", "n", ("p",)),
+        transfer.list_command("w", []),
+        transfer.receive_command("w", "p", "q", 0, 1, "s", None),
+        transfer.unpack_command("w", "f"),
+        transfer.drop_maps_command("w", "p"),
     ]
     shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert shellcheck is not None

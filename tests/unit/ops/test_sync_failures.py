@@ -13,8 +13,7 @@ import pytest
 from tests.unit.ops.conftest import LARGE, Lab, brought
 from tridock.errors import ClusterError, Problem
 from tridock.ops.sync import choose, sync, transfer
-from tridock.ops.sync.files import DataFile
-from tridock.ops.sync.hashes import fingerprint
+from tridock.ops.sync.files import DataFile, fingerprint
 
 ROOT = Path(__file__).parents[3]
 

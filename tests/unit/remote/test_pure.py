@@ -21,11 +21,9 @@ from tridock.cluster import load_cluster
 from tridock.command import Command
 from tridock.errors import ClusterError, Problem, RequestError
 from tridock.remote import LocalHost, Outcome, SshHost, connect, on_all, raise_failures, ssh_target
-from tridock.remote.failures import remedy_of, shown
 from tridock.remote.files import get_command, put_command, put_tree_command
-from tridock.remote.host import Completed
-from tridock.remote.ssh_failures import connection_problem, is_passing
-from tridock.remote.ssh_target import Target, Wanted, known_keys, parse, resolve
+from tridock.remote.host import Completed, remedy_of, shown
+from tridock.remote.ssh_target import Target, Wanted, connection_problem, is_passing, known_keys, parse, resolve
 
 TARGET = Target("10.0.0.1", 2200, "ops", ("/k",), True, None, (), (), None)
 

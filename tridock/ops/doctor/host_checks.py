@@ -8,7 +8,7 @@ from tridock.ops.doctor.finding import KEYS, UP, fail, warn
 from tridock.ops.doctor.report import Report
 from tridock.ops.hosts.facts import keys_digest
 from tridock.ops.hosts.image import wanted_image
-from tridock.ops.hosts.key_store import KeyStore
+from tridock.ops.hosts.keys import KeyStore
 from tridock.ops.hosts.nodes import outdated
 from tridock.ops.hosts.session import Session
 

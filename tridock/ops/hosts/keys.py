@@ -1,11 +1,150 @@
-"""Keys on the nodes: made on the operator's side, pushed over connections that are already trusted."""
+"""A cluster's keys: kept in ``.tridock/<cluster>/`` (0700, files 0600) and distributed over trusted connections.
+
+``.keys.json`` alone decides: it is replaced in one step, and the nodes' folders are written from it, so that the next
+command repairs what an interrupted one left. A node's folder is what its container mounts.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from tridock.cluster import Cluster
+from tridock.cluster.keys import ClusterKeys
+from tridock.cluster.ssh_files import NODE_FILES, node_files
 from tridock.contracts import run_folder
-from tridock.ops.hosts.key_store import KeyStore
+from tridock.contracts.run_folder import write_atomic
+from tridock.errors import Problem, RequestError
 from tridock.ops.hosts.session import Session
 from tridock.remote import Host
+
+_KEYS: Final = ".keys.json"
+_LOCK: Final = ".lock"
+_FOLDER_MODE: Final = 0o700
+_FILE_MODE: Final = 0o600
+
+
+class KeyStore:
+    """The keys of one cluster; made at the first use."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.folder = cluster.state_folder
+        self._keys: ClusterKeys | None = None
+
+    def on_file(self, node: str) -> dict[str, bytes] | None:
+        """As :meth:`node_files`, and nothing is made or mended: None where this node has no keys yet."""
+        keys = self._read()
+        return None if keys is None or node not in keys.hosts else node_files(self._cluster, keys, node)
+
+    def ensure(self) -> None:
+        """Makes what is missing and mends modes and folders; what is right stays byte for byte."""
+        with self._locked():
+            found = self._read()
+            names = [node.name for node in self._cluster.nodes]
+            keys = ClusterKeys.generate(names) if found is None else found.for_nodes(names)
+            self._write(keys, changed=keys != found)
+
+    def rotate(self) -> None:
+        """Replaces every key, whatever state the old ones are in."""
+        with self._locked():
+            self._write(ClusterKeys.generate(node.name for node in self._cluster.nodes), changed=True)
+
+    def node_files(self, node: str) -> dict[str, bytes]:
+        """File names and contents of one node's secrets folder."""
+        return node_files(self._cluster, self._loaded(), node)
+
+    def node_folder(self, node: str) -> Path:
+        """Where these files lie on the operator's machine."""
+        return self.folder / node
+
+    def fingerprint(self, node: str | None = None) -> str:
+        """``SHA256:…`` of the client key, or of a node's host key."""
+        keys = self._loaded()
+        return (keys.client if node is None else keys.hosts[node]).fingerprint
+
+    def _loaded(self) -> ClusterKeys:
+        if self._keys is None:
+            self.ensure()
+        assert self._keys is not None
+        return self._keys
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """One command at a time; the operating system's complaints become ours."""
+        try:
+            self._make_folder(self.folder.parent)
+            self._make_folder(self.folder)
+            _put(self.folder.parent / ".gitignore", b"*\n")
+            lock = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _FILE_MODE)
+            try:
+                os.fchmod(lock, _FILE_MODE)
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                yield
+            finally:
+                os.close(lock)
+        except OSError as error:
+            where = f"{error.filename or self.folder}"
+            todo = f"make {self.folder.parent} and all in it yours to write, and leave room on its disk"
+            raise RequestError(Problem(where, "the cluster's keys cannot be kept here", _words(error), todo)) from None
+
+    def _read(self) -> ClusterKeys | None:
+        path = self.folder / _KEYS
+        try:
+            return ClusterKeys.from_json(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            todo = "bring it back from a copy, or make new keys: fab keys --rotate"
+            raise RequestError(Problem(str(path), "does not hold a cluster's keys", str(error), todo)) from None
+
+    def _write(self, keys: ClusterKeys, *, changed: bool) -> None:
+        # The nodes' folders come after: whatever stops here, the next command writes them from this file.
+        path = self.folder / _KEYS
+        if changed:
+            write_atomic(path, keys.to_json(), _FILE_MODE)
+        _set_mode(path, _FILE_MODE)
+        self._keys = keys
+        for node in self._cluster.nodes:
+            folder = self.node_folder(node.name)
+            self._make_folder(folder)
+            for name, content in node_files(self._cluster, keys, node.name).items():
+                _put(folder / name, content)
+        self._remove_others({node.name for node in self._cluster.nodes})
+
+    def _make_folder(self, folder: Path) -> None:
+        folder.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
+        _set_mode(folder, _FOLDER_MODE)
+
+    def _remove_others(self, names: set[str]) -> None:
+        """Removes folders of nodes that left the hostfile: our files only, and the folder if that was all."""
+        for folder in self.folder.iterdir():
+            if folder.name in names or not folder.is_dir() or folder.is_symlink():
+                continue
+            for name in NODE_FILES:
+                (folder / name).unlink(missing_ok=True)
+            if not any(folder.iterdir()):
+                folder.rmdir()
+
+
+def _put(path: Path, content: bytes) -> None:
+    # Left alone where it is right: a running container has it mounted.
+    if not path.is_file() or path.read_bytes() != content:
+        write_atomic(path, content, _FILE_MODE)
+    _set_mode(path, _FILE_MODE)
+
+
+def _set_mode(path: Path, mode: int) -> None:
+    if path.stat().st_mode & 0o7777 != mode:
+        path.chmod(mode)
+
+
+def _words(error: OSError) -> str:
+    return (error.strerror or str(error)).lower()
 
 
 def distribute_keys(session: Session, *, rotate: bool = False) -> KeyStore:

@@ -12,8 +12,7 @@ from tridock.contracts.run_folder import write_atomic
 from tridock.errors import ClusterError, Problem, RequestError
 from tridock.ops.hosts.facts import keys_digest
 from tridock.ops.hosts.image import ensure_image
-from tridock.ops.hosts.key_store import KeyStore
-from tridock.ops.hosts.keys import distribute_keys
+from tridock.ops.hosts.keys import KeyStore, distribute_keys
 from tridock.ops.hosts.session import Session
 from tridock.remote import Completed, Host, LocalHost
 

@@ -23,7 +23,6 @@ from tridock.ops.sync import choose, sync
 from tridock.remote import Host, LocalHost
 
 _TIMEOUT_S = 60.0
-DEFAULT_CONFIG = "configs/demo.yaml"
 DEMO_DATA = "data/demo"
 
 

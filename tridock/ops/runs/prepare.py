@@ -24,6 +24,8 @@ from tridock.plan import Assessment, Assumptions, Plan, assess
 if TYPE_CHECKING:  # `tridock plan` contacts nobody, and needs no ssh
     from tridock.ops.hosts.session import Session
 
+DEFAULT_CONFIG = "configs/demo.yaml"
+
 Slots = Mapping[str, Sequence[int]]
 
 

@@ -9,9 +9,8 @@ from typing import Any
 from tridock.contracts import run_folder
 from tridock.contracts.run_state import RunState
 from tridock.errors import ClusterError, Problem, RequestError
-from tridock.ops.hosts.session import NODE, Session
-from tridock.ops.runs.log_stream import Followed
-from tridock.remote import Host, Stream
+from tridock.ops.hosts.session import Session
+from tridock.remote import Host
 
 _VERB_TIMEOUT_S = 60.0
 
@@ -81,12 +80,6 @@ def stop(session: Session, run: Run) -> dict[str, int]:
         return int(json.loads(done.stdout)["stopped"])
 
     return session.each(end, only=session.running())
-
-
-def follow(session: Session, run: Run) -> Stream:
-    """The run's output as it comes; once it is drained, ``exit_code`` is the run's."""
-    command = session.inside(run.head, *NODE, "follow", "--beats", f"{run_folder.WORKSPACE}/runs/{run.run_id}")
-    return Followed(session.hosts[run.head].stream(command), run.head, run.run_id)
 
 
 def nodes_of_ranks(session: Session, run: Run) -> dict[int, str]:

@@ -1,4 +1,4 @@
-"""Jobs that were submitted: where they stand, what they print, their end."""
+"""Submitted jobs: their state, their output, their end."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
+
+from rich.table import Column, Table
 
 from tridock.contracts import run_folder
 from tridock.contracts.run_state import RunState
@@ -145,3 +147,20 @@ def cancel(workspace: Path, name: str | None) -> Submitted:
     if job.state == "PENDING":  # nobody else will say how it ended
         run_folder.write_atomic(run.folder / run_folder.EXIT_CODE, f"{run_folder.EXIT_STOPPED}\n".encode())
     return run
+
+
+def as_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """The runs, oldest first."""
+    table = Table(Column("run", no_wrap=True), "job", "state", "nodes", "time", "step", "loss")
+    for row in rows:
+        why = f"exit code {row['exit_code']}" if row["state"] == RunState.FAILED else row["reason"]
+        table.add_row(
+            row["run"],
+            row["job"],
+            f"{row['state']} ({why})" if why and why != "None" else row["state"],
+            row["nodes"],
+            f"{row['elapsed']} of {row['limit']}" if row["elapsed"] else "",
+            f"{row['iteration'] or 0}/{row['train_iters']}" if row["train_iters"] else "",
+            "" if row["loss"] is None else f"{row['loss']:.4f}",
+        )
+    return table

@@ -1,11 +1,17 @@
-"""The operation: fingerprints here, a look at every host, what is lacking sent, all hosts at once."""
+"""``fab data`` and ``tridock data sync``: data to every host that lacks it, by hash; Megatron's index maps too."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import posixpath
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
 
 from rich.console import Console
 from rich.progress import (
@@ -17,14 +23,20 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.table import Table
 
-from tridock.errors import ClusterError, Problem, TridockError
-from tridock.ops.hosts.session import Session
-from tridock.ops.sync.files import Chosen, DataFile
-from tridock.ops.sync.hashes import fingerprint
-from tridock.ops.sync.host_pool import Crew
-from tridock.ops.sync.shared import Sharing, find_shared
-from tridock.ops.sync.transfer import Held, arrived, asked, held, send
+from tridock.command import Command
+from tridock.contracts import run_folder
+from tridock.engines import engine_of
+from tridock.errors import ClusterError, Problem, RequestError, TridockError
+from tridock.experiment import Experiment
+from tridock.ops.hosts.session import NODE, Session
+from tridock.ops.runs.preflight import data_files
+from tridock.ops.runs.prepare import DEFAULT_CONFIG, assumptions_for, prepare
+from tridock.ops.sync.files import Chosen, DataFile, choose, fingerprint, of_experiment
+from tridock.ops.sync.shared import OPERATOR, HostPool, Sharing, find_shared
+from tridock.ops.sync.transfer import Held, arrived, asked, drop_maps_command, held, read_command, send
+from tridock.plan import Plan
 from tridock.remote import Host
 
 
@@ -52,13 +64,13 @@ class Synced:
     """A row for each node, and what went wrong on some of them."""
 
     rows: tuple[Row, ...]
-    crew: Crew
+    pool: HostPool
     sharing: Sharing
 
     @property
     def failure(self) -> TridockError | None:
         """What went wrong, on whichever hosts, up to now."""
-        return self.crew.failure()
+        return self.pool.failure()
 
 
 def sync(
@@ -73,15 +85,15 @@ def sync(
     with _bars() as bars:
         sizes = sum(item.source.stat().st_size for item in chosen)
         files = fingerprint(project, chosen, bars("read here", sizes))
-        crew = Crew(session, only)
+        pool = HostPool(session, only)
         places = tuple(dict.fromkeys(file.place for file in files))
-        sharing = find_shared(crew, project, places, make=not dry_run)
+        sharing = find_shared(pool, project, places, make=not dry_run)
 
         def bring(node: str, host: Host) -> Row:
-            return _bring(node, host, crew.workspaces[node], files, sharing, bars, dry_run=dry_run)
+            return _bring(node, host, pool.workspaces[node], files, sharing, bars, dry_run=dry_run)
 
-        rows = crew.each(bring)
-    return Synced(tuple(rows.get(node) or Row(node, failed=True) for node in crew.nodes), crew, sharing)
+        rows = pool.each(bring)
+    return Synced(tuple(rows.get(node) or Row(node, failed=True) for node in pool.nodes), pool, sharing)
 
 
 def _bring(
@@ -162,3 +174,159 @@ def _bars() -> Iterator[Bars]:
     )
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
         yield lambda what, size: Bar(progress, progress.add_task(what, total=size))
+
+
+def run(
+    session: Session,
+    paths: Sequence[str],
+    config: str,
+    overrides: Sequence[str],
+    say: Callable[[str | Table], object],
+    *,
+    dry_run: bool = False,
+) -> None:
+    """Brings the data to the hosts and says what was done; what went wrong on some of them is raised at the end.
+
+    ``paths`` are files, folders or prefixes; an experiment's files are brought where one is named, or no path is.
+    """
+    project = session.cluster.project_folder
+    chosen: tuple[Chosen, ...] = choose(project, paths)
+    laid_out: tuple[Experiment, Plan] | None = None
+    if config or not paths:
+        path = Path(config or DEFAULT_CONFIG)
+        cluster = session.cluster
+        prepared = prepare(path, cluster.slots, assumptions_for(cluster), overrides, force=True)
+        experiment, plan = prepared.experiment, prepared.plan
+        laid_out = experiment.resolved(plan.data_parallel_size), plan
+        chosen += of_experiment(project, path, experiment.data.data_path, data_files(experiment))
+    synced = sync(session, tuple({item.name: item for item in chosen}.values()), dry_run=dry_run)
+    say(table(synced.rows, dry_run=dry_run))
+    if laid_out is not None and not dry_run:
+        say(bring_index_maps(synced, *laid_out))
+    if failure := synced.failure:
+        raise failure
+
+
+def table(rows: Sequence[Row], *, dry_run: bool) -> Table:
+    """A line for each node."""
+    sent = "to send" if dry_run else "sent"
+    shown = Table("node", sent, "there", "MB", "seconds", "MB free", "")
+    for row in rows:
+        if row.failed:
+            shown.add_row(row.node, *[""] * 5, "failed")
+            continue
+        free = "" if row.free is None else f"{row.free / 1e6:,.0f}"
+        own = [str(row.sent), str(row.there), f"{row.bytes / 1e6:,.1f}", f"{row.seconds:.1f}", free]
+        if row.shared_with and not row.sent + row.there:
+            own = [""] * 5  # another's row tells
+        shown.add_row(row.node, *own, ", ".join(map(_whose, row.shared_with)))
+    return shown
+
+
+def _whose(keeper: str) -> str:
+    return "the project's folder" if keeper == OPERATOR else f"shared with {keeper}"
+
+
+_TIMEOUT_S: Final = 60.0
+
+
+def bring_index_maps(synced: Synced, experiment: Experiment, plan: Plan) -> str:
+    """Makes the maps of a run on the head, where they are not there, and copies them; returns a line about it.
+
+    What goes wrong on a host is kept in ``synced``. Nothing is done for engines that need none, nor while the head's
+    node is not up: a launch then has them made.
+    """
+    pool = synced.pool
+    head = pool.nodes[0]
+    program = engine_of(experiment).index_map_program(experiment, plan, run_folder.WORKSPACE)
+    if program is None:
+        return f"index maps: none are needed, engine {experiment.engine} finds its samples in memory"
+    container = pool.states[head].container if pool.fit(head) else None
+    if container is None or not container.running:
+        up = f"fab up --hosts {pool.cluster.hostfile_path}"
+        return f"index maps: not made, the node on {head} is not up; run {up} first, or the nodes make them at a launch"
+    made = pool.each(lambda node, host: _make(synced, node, host, experiment, program), only=(head,))
+    if head not in made:
+        return f"index maps: not made, see what {head} says"
+    count, names = made[head]
+    folder = posixpath.dirname(names[0])
+    keepers = {node: synced.sharing.keeper(node, folder) for node in pool.nodes if pool.fit(node)}
+    keeper = keepers[head]
+    others = tuple(node for node in keepers if keepers[node] == node and node not in (head, keeper))
+    sent = _copy(synced, head, names, others) if others else ()
+    said = f"made on {head}" if count else f"already on {head}"
+    return f"index maps: {len(names) - 1} files, {said}" + (f", sent to {', '.join(sent)}" if sent else "")
+
+
+def _make(
+    synced: Synced, node: str, host: Host, experiment: Experiment, program: Sequence[str]
+) -> tuple[int, list[str]]:
+    """How many were made, and all that the run needs, by their paths below the workspace; the mark comes last."""
+    # As the ranks have it; CPU ranks are the only ones, whatever the experiment asks for.
+    python = Command((*NODE[:-1], *program), env=experiment.env)
+    done = host.run(synced.pool.transport.exec_command(node, synced.pool.states[node].facts, python))
+    if done.exit_code:
+        told = Problem.parse(done.stderr.decode(errors="replace").strip().rpartition("\n")[2])
+        if told is not None:
+            raise RequestError(replace(told, where=f"{node}: {told.where}"))
+        replace(done, command="make the index maps").checked(node)
+    answer = json.loads(done.stdout)
+    path = posixpath.relpath(posixpath.join(run_folder.WORKSPACE, experiment.data.data_path), run_folder.WORKSPACE)
+    return answer["made"], [posixpath.join(posixpath.dirname(path), name) for name in answer["files"]]
+
+
+def _copy(synced: Synced, head: str, names: Sequence[str], others: tuple[str, ...]) -> tuple[str, ...]:
+    """From the head by way of this machine, what is lacking somewhere; the nodes that lacked some."""
+    pool, mark = synced.pool, names[-1]
+    with tempfile.TemporaryDirectory(prefix="tridock-maps-") as folder:
+        wanted = [("any", name) for name in names]
+        listed = pool.each(lambda node, host: held(node, host, pool.workspaces[node], wanted), (head,))
+        if head not in listed:
+            return ()
+        files = [_file(name, listed[head], Path(folder)) for name in names]
+        there = pool.each(lambda node, host: held(node, host, pool.workspaces[node], asked(files)), others)
+        lacking = {node: _lacking(files, it) for node, it in there.items()}
+        # Whose mark is another has maps of other data or of another split, under names that may come to be asked for.
+        stale = {node for node, some in lacking.items() if mark in {file.name for file in some}}
+        lacking = {node: tuple(files) if node in stale else some for node, some in lacking.items() if some}
+        needed = {file.name for some in lacking.values() for file in some}
+        fetched = pool.each(lambda node, host: _fetch(node, host, pool.workspaces[node], files, needed), (head,))
+        if head not in fetched:
+            return ()
+
+        def bring(node: str, host: Host) -> None:
+            workspace, to_send = pool.workspaces[node], [fetched[head][file.name] for file in lacking[node]]
+            if node in stale:
+                prefix = mark.removesuffix("_indexmap.sha256")
+                host.run(drop_maps_command(workspace, prefix), timeout=_TIMEOUT_S).checked(node)
+            send(node, host, workspace, to_send, there[node], lambda _: None)
+
+        return tuple(pool.each(bring, only=tuple(lacking)))
+
+
+def _lacking(files: Sequence[DataFile], there: Held) -> tuple[DataFile, ...]:
+    return tuple(file for file in files if there.sha256.get(file.name) != file.sha256)
+
+
+def _file(name: str, listed: Held, folder: Path) -> DataFile:
+    size, sha256 = listed.sizes.get(name, 0), listed.sha256.get(name, "")
+    return DataFile(name, folder / posixpath.basename(name), posixpath.dirname(name), size, 0, sha256)
+
+
+def _fetch(node: str, host: Host, workspace: str, files: Sequence[DataFile], needed: set[str]) -> dict[str, DataFile]:
+    return {file.name: _fetched(node, host, workspace, file) for file in files if file.name in needed}
+
+
+def _fetched(node: str, host: Host, workspace: str, file: DataFile) -> DataFile:
+    digest = hashlib.sha256()
+    with file.source.open("wb") as opened:
+
+        def take(chunk: bytes) -> None:
+            opened.write(chunk)
+            digest.update(chunk)
+
+        done = host.read_into(take, read_command(workspace, file.name))
+        replace(done, command=f"read {file.name}").checked(node)
+    if digest.hexdigest() != file.sha256:
+        raise ClusterError(Problem(node, f"{file.name} changed while it was read", "", "try again"))
+    return replace(file, mtime_ns=file.source.stat().st_mtime_ns)

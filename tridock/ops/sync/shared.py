@@ -1,17 +1,66 @@
-"""Which hosts see the same folder: each leaves a file of a random name, and then looks for those of the others."""
+"""The hosts of one operation, and which of them see the same folder: a file for all of those is sent once."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar
 
-from tridock.ops.sync.host_pool import Crew
-from tridock.ops.sync.scripts import probe_command, seen_command, unprobe_command
-from tridock.remote import Host
+from tridock.errors import TridockError
+from tridock.ops.hosts.facts import HostState
+from tridock.ops.hosts.session import Session
+from tridock.ops.sync.transfer import probe_command, seen_command, unprobe_command
+from tridock.remote import Host, Outcome, on_all, raise_failures
+
+T = TypeVar("T")
+
+
+class HostPool:
+    """Hosts by node name; ``workspaces`` has those that said where theirs is."""
+
+    def __init__(self, session: Session, only: tuple[str, ...] | None = None) -> None:
+        self.cluster = session.cluster
+        self._outcomes: dict[str, Outcome[Any]] = {
+            node: Outcome() for node in session.nodes if only is None or node in only
+        }
+        self._hosts = session.hosts
+        self.states: dict[str, HostState] = self.each(session.read_state)
+        self.transport = session.transport
+        self.workspaces = {node: self.transport.workspace(state.facts) for node, state in self.states.items()}
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """All of them, the failed ones too, in the hostfile's order."""
+        return tuple(self._outcomes)
+
+    def host(self, node: str) -> Host:
+        """The host of a node."""
+        return self._hosts[node]
+
+    def fit(self, node: str) -> bool:
+        """Whether nothing has gone wrong there yet."""
+        return node in self._outcomes and self._outcomes[node].ok
+
+    def each(self, action: Callable[[str, Host], T], only: tuple[str, ...] | None = None) -> dict[str, T]:
+        """Runs an action on the hosts that are fit, at once and under the cap; the values of those that stay so."""
+        hosts = {node: self._hosts[node] for node in self.nodes if self.fit(node) and (only is None or node in only)}
+        outcomes = on_all(hosts, action, cap=self.cluster.settings.ssh.max_connections)
+        for node, outcome in outcomes.items():
+            if outcome.error is not None:
+                self._outcomes[node] = outcome
+        return {node: outcome.value for node, outcome in outcomes.items() if outcome.ok}  # type: ignore[misc]
+
+    def failure(self) -> TridockError | None:
+        """All that went wrong, in one error; what is no failure of a host's is raised here."""
+        try:
+            raise_failures(self._outcomes)
+        except TridockError as failure:
+            return failure
+        return None
+
 
 OPERATOR: Final = ""
 """Stands for the operator's own project folder among the nodes."""
@@ -30,29 +79,29 @@ class Sharing:
         return self.keepers.get((node, place), node)
 
 
-def find_shared(crew: Crew, project: Path, places: tuple[str, ...], *, make: bool) -> Sharing:
+def find_shared(pool: HostPool, project: Path, places: tuple[str, ...], *, make: bool) -> Sharing:
     """Leaves probes, looks, and takes them away again. ``make`` makes folders that are missing on a host.
 
     Names, not listings: nobody has asked for these before, so that no network file system answers from memory.
     """
     token = secrets.token_hex(8)
-    names = {node: f".tridock-probe-{token}-{number}" for number, node in enumerate((OPERATOR, *crew.nodes))}
+    names = {node: f".tridock-probe-{token}-{number}" for number, node in enumerate((OPERATOR, *pool.nodes))}
 
     def leave(node: str, host: Host) -> None:
-        command = probe_command(crew.workspaces[node], names[node], places, make=make)
+        command = probe_command(pool.workspaces[node], names[node], places, make=make)
         host.run(command, timeout=_TIMEOUT_S).checked(node)
 
     def look(node: str, host: Host) -> str:
-        command = seen_command(crew.workspaces[node], tuple(names.values()), places)
+        command = seen_command(pool.workspaces[node], tuple(names.values()), places)
         return host.run(command, timeout=_TIMEOUT_S).checked(node).stdout.decode(errors="surrogateescape")
 
     def take_away(node: str, host: Host) -> None:
-        host.run(unprobe_command(crew.workspaces[node], names[node], places), timeout=_TIMEOUT_S)
+        host.run(unprobe_command(pool.workspaces[node], names[node], places), timeout=_TIMEOUT_S)
 
     with _own_probes(project, places, names[OPERATOR]):
-        left = crew.each(leave)
+        left = pool.each(leave)
         try:
-            seen = {node: [line.split("\t") for line in text.split("\n")] for node, text in crew.each(look).items()}
+            seen = {node: [line.split("\t") for line in text.split("\n")] for node, text in pool.each(look).items()}
             own = {
                 (node, place)
                 for node in seen
@@ -61,7 +110,7 @@ def find_shared(crew: Crew, project: Path, places: tuple[str, ...], *, make: boo
                 if (project / place / names[node]).exists()
             }
         finally:
-            crew.each(take_away, only=tuple(left))
+            pool.each(take_away, only=tuple(left))
     nodes = {name: node for node, name in names.items()}
     sightings = {
         (node, words[2], nodes[words[1]]) for node, lines in seen.items() for words in lines if words[0] == "seen"

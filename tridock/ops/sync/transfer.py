@@ -1,4 +1,8 @@
-"""Files to one host: large ones one by one, so that each can go on where it was cut off, small ones together."""
+"""Files to one host: large ones one by one and resumable, small ones together; POSIX sh does the work there.
+
+All paths are below the workspace, without tabs or line breaks. Hashes are kept in a file beside the workspace, one
+`hash size stamp path` a line, the stamp being inode and times: what changes a file changes its ctime.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,188 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Final
 
+from tridock.command import Command
 from tridock.errors import Problem, RequestError
 from tridock.ops.sync.files import DataFile
-from tridock.ops.sync.scripts import DAMAGED, list_command, receive_command, unpack_command
 from tridock.remote import Host
+
+DAMAGED: Final = 65
+"""Exit code of what arrived otherwise than it was sent."""
+
+_STAMP: Final = "%s\t%i %y %z"
+_SAFE: Final = "set -eu; export LC_ALL=C; umask 022\n"
+# A connection that is lost must end the script, and let its trap clean up.
+_SIGNALS: Final = 'trap "exit 1" HUP INT TERM PIPE\n'
+
+# Empty files, so that a full disk takes them too. What a killed one left is removed an hour later.
+_PROBE: Final = (
+    _SAFE
+    + 'ws=$1 name=$2 make=$3; shift 3\nfor f; do\n  d=$ws/$f; [ "$make" = no ] || mkdir -p -- "$d"\n'
+    + '  [ -d "$d" ] || continue\n'
+    + "  find \"$d/\" -maxdepth 1 -name '.tridock-probe-*' -mmin +60 -exec rm -f {} + 2>/dev/null || true\n"
+    + '  : >"$d/$name"\ndone\n'
+)
+
+_SEEN: Final = (
+    _SAFE
+    + "ws=$1 names=$2; shift 2\nfor f; do\n"
+    + '  for name in $names; do [ ! -e "$ws/$f/$name" ] || printf \'seen\\t%s\\t%s\\n\' "$name" "$f"; done\n'
+    # The nearest folder that is there: a dry run makes none.
+    + '  d=$ws/$f; while [ ! -d "$d" ]; do d=$(dirname -- "$d"); done\n'
+    + "  free=$(df -Pk -- \"$d\" | awk 'END { for (i = 2; i <= NF; i++) if ($i ~ /^[0-9]+%$/) print $(i - 1) }')\n"
+    + '  printf \'free\\t%s\\t%s\\n\' "${free:-0}" "$f"\ndone\n'
+)
+
+_UNPROBE: Final = 'ws=$1 name=$2; shift 2; for f; do rm -f -- "$ws/$f/$name"; done\n'
+
+_KNOWN: Final = (
+    "f == 1 { known[$2 FS $3 FS $4] = $1 } f == 2 { wanted[$2] = $1 } f == 3 {\n"
+    '  if ($4 !~ /^regular/) print "other" FS $5\n'
+    '  else if (wanted[$5] == "part") print $5 >parts\n'
+    '  else if (wanted[$5] != "any" && wanted[$5] != $1) print "size" FS $1 FS $5\n'
+    '  else if (($1 FS $2 FS $5) in known) print "hash" FS known[$1 FS $2 FS $5] FS $1 FS $5\n'
+    "  else print $1 FS $2 FS ($3 < now - 2) FS $5 >misses\n}"
+)
+
+_LIST: Final = (
+    _SAFE
+    + "cd -- \"$1\" 2>/dev/null || exit 0\ntab=$(printf '\\t')\n"
+    + "work=$(mktemp -d); trap 'rm -rf \"$work\"' EXIT\n"
+    + _SIGNALS
+    + 'cat >"$work/wanted"; : >"$work/misses"; : >"$work/parts"\n'
+    + 'if [ -r "$2" ]; then cat -- "$2"; fi >"$work/known"\n'
+    + "cut -f 2 \"$work/wanted\" | tr '\\n' '\\0' | "
+    + f"xargs -0 stat -L -c '{_STAMP}\t%Z\t%F\t%n' -- >\"$work/stat\" 2>/dev/null || true\n"
+    + f'awk -F "$tab" -v now="$(date +%s)" -v misses="$work/misses" -v parts="$work/parts" \'{_KNOWN}\' '
+    + 'f=1 "$work/known" f=2 "$work/wanted" f=3 "$work/stat"\n'
+    # A part that somebody still writes is left to them.
+    + "while IFS= read -r path; do\n  if flock -n \"$path\" true 2>/dev/null; then printf 'part\\t%s\\t%s\\n' "
+    + '"$(($(wc -c <"$path")))" "$path"; else printf \'held\\t%s\\n\' "$path"; fi\ndone <"$work/parts"\n'
+    + 'while IFS="$tab" read -r size stamp settled path; do\n'
+    + '  sum=$(sha256sum <"$path"); sum=${sum%% *}; printf \'hash\\t%s\\t%s\\t%s\\n\' "$sum" "$size" "$path"\n'
+    + '  [ "$settled" = 0 ] || printf \'%s\\t%s\\t%s\\t%s\\n\' "$sum" "$size" "$stamp" "$path" >>"$2" || true\n'
+    + 'done <"$work/misses"\n'
+)
+
+_KEEP: Final = (
+    f'keep() {{ printf \'%s\\t%s\\t%s\\n\' "$1" "$(stat -L -c \'{_STAMP}\' -- "$2")" "$2" >>"$cache" || true; }}\n'
+    # More than any folder of data has files: begun anew, not searched for what is out of date.
+    'if [ -f "$cache" ] && [ "$(wc -l <"$cache")" -gt 20000 ]; then rm -f -- "$cache"; fi\n'
+)
+
+# Runs that have the old file open go on reading it: a rename takes its name away, not its content. Where both files
+# of a data set change, the index goes before the tokens are replaced, and comes last: half of a new pair is no pair.
+_PLACE: Final = (
+    '  if [ -d "$p" ]; then echo "$p is a folder" >&2; exit 1; fi\n'
+    '  [ "$retire" = - ] || rm -f -- "$retire"\n'
+    '  mv -f -- "$part" "$p"\n  keep "$sha" "$p"\n'
+)
+
+_RECEIVE: Final = (
+    _SAFE
+    + 'mkdir -p -- "$1"; cd -- "$1"; cache=$2 p=$3 part=$4 offset=$5 size=$6 sha=$7 retire=$8\n'
+    + _KEEP
+    + 'd=$(dirname -- "$p"); mkdir -p -- "$d"\n'
+    + 'exec 9>>"$part"\n'
+    + 'if command -v flock >/dev/null && ! flock -n 9; then echo "$p is being sent by another sync" >&2; exit 1; fi\n'
+    + 'if [ "$offset" -eq 0 ]; then : >"$part"; fi\n'
+    + '[ "$(wc -c <"$part")" -eq "$offset" ] || { echo "$p is being sent by another sync" >&2; exit 1; }\n'
+    + _SIGNALS
+    + "cat >&9\n"
+    + '[ "$(wc -c <"$part")" -eq "$size" ] || { echo "only part of $p arrived" >&2; exit 1; }\n'
+    + 'sum=$(sha256sum <"$part")\n'
+    + f'[ "${{sum%% *}}" = "$sha" ] || {{ rm -f -- "$part"; echo "$p arrived damaged" >&2; exit {DAMAGED}; }}\n'
+    + 'sync -- "$part" 2>/dev/null || sync\n'
+    + _PLACE
+    # What is left of older transfers of this file, unless somebody still writes it.
+    + 'b=.$(basename -- "$p"); for old in "$d/$b".*.part; do\n'
+    + '  [ -f "$old" ] || continue\n'
+    + '  if command -v flock >/dev/null && ! flock -n "$old" true 2>/dev/null; then continue; fi\n'
+    + '  rm -f -- "$old"\ndone\n'
+)
+
+_UNPACK: Final = (
+    _SAFE
+    + 'mkdir -p -- "$1"; cd -- "$1"; cache=$2; mkdir -p -- "$3"; tab=$(printf \'\\t\')\n'
+    + _KEEP
+    + 'work=$(mktemp -d "$3/.tridock-sync.XXXXXX"); trap \'rm -rf "$work"\' EXIT\n'
+    + _SIGNALS
+    + 'tar -xof - -C "$work"\n'
+    # It comes last: a stream that was cut at a file's end unpacks without a complaint.
+    + '[ -e "$work/list" ] || { echo "only part of the files for $3 arrived" >&2; exit 1; }\n'
+    + 'n=0; while IFS="$tab" read -r sha retire p; do\n  n=$((n + 1)); sum=$(sha256sum <"$work/$n")\n'
+    + f'  [ "${{sum%% *}}" = "$sha" ] || {{ echo "$p arrived damaged" >&2; exit {DAMAGED}; }}\n'
+    + 'done <"$work/list"\n'
+    + 'n=0; while IFS="$tab" read -r sha retire p; do\n  n=$((n + 1)); part=$work/$n\n'
+    + _PLACE
+    + 'done <"$work/list"\n'
+)
+
+_DROP_MAPS: Final = 'set -eu; cd -- "$1" 2>/dev/null || exit 0; rm -f -- "$2"_*_indexmap_*.npy "$2"_indexmap.sha256\n'
+
+
+def _script(text: str, *words: str, stdin: bytes | None = None) -> Command:
+    return Command.of("sh", "-c", text, "sync", *words, stdin=stdin)
+
+
+def probe_command(workspace: str, name: str, places: tuple[str, ...], *, make: bool) -> Command:
+    """Leaves an empty file of this name in each folder; missing folders are made, or passed over."""
+    return _script(_PROBE, workspace, name, "yes" if make else "no", *places)
+
+
+def seen_command(workspace: str, names: tuple[str, ...], places: tuple[str, ...]) -> Command:
+    """Prints ``seen NAME PLACE`` for each of the names that a folder has, and ``free KIB PLACE``."""
+    return _script(_SEEN, workspace, " ".join(names), *places)
+
+
+def unprobe_command(workspace: str, name: str, places: tuple[str, ...]) -> Command:
+    """Takes away what :func:`probe_command` left."""
+    return _script(_UNPROBE, workspace, name, *places)
+
+
+def list_command(workspace: str, wanted: list[tuple[str, str]]) -> Command:
+    """Says what there is of ``wanted``, pairs of a size and a path: each as one line, fields between tabs.
+
+    ``hash SHA256 SIZE PATH`` where it has that size (or the size asked for is ``any``), ``size SIZE PATH`` where it has
+    another, ``other PATH`` where it is no file, and nothing where it is not there. For the size ``part``, ``part SIZE
+    PATH``, or ``held PATH`` while somebody writes it.
+    """
+    lines = "".join(f"{size}\t{path}\n" for size, path in wanted)
+    return _script(_LIST, workspace, _cache(workspace), stdin=lines.encode(errors="surrogateescape"))
+
+
+def receive_command(
+    workspace: str, path: str, part: str, offset: int, size: int, sha256: str, retire: str | None
+) -> Command:
+    """Standard input becomes the file: what is left of it after ``offset`` bytes, which lie in ``part`` already.
+
+    A part that is cut off stays for the next try. ``retire`` is removed in the moment before the file appears.
+    """
+    words = (path, part, str(offset), str(size), sha256, retire or "-")
+    return _script(_RECEIVE, workspace, _cache(workspace), *words)
+
+
+def unpack_command(workspace: str, folder: str) -> Command:
+    """Standard input, a tar of the files ``1``, ``2``, … and of ``list``, becomes files in a folder.
+
+    A line of the list has a file's hash, the path to retire (or ``-``) and its own path.
+    """
+    return _script(_UNPACK, workspace, _cache(workspace), folder)
+
+
+def drop_maps_command(workspace: str, prefix: str) -> Command:
+    """Removes the index maps beside a data set, and the file that says what they are of."""
+    return _script(_DROP_MAPS, workspace, prefix)
+
+
+def read_command(workspace: str, path: str) -> Command:
+    """Prints a file."""
+    return Command.of("cat", "--", f"{workspace}/{path}")
+
+
+def _cache(workspace: str) -> str:
+    return f"{workspace}.hashes"
+
 
 SMALL: Final = 4 << 20
 """Files below this travel together; nothing of a smaller one is kept when it is cut off."""

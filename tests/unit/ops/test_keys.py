@@ -11,7 +11,7 @@ import pytest
 from tridock.cluster import load_cluster
 from tridock.cluster.ssh_files import NODE_FILES
 from tridock.errors import RequestError
-from tridock.ops.hosts.key_store import KeyStore
+from tridock.ops.hosts.keys import KeyStore
 
 
 def store(folder: Path, hosts: str = "a slots=1\nb slots=1\n") -> KeyStore:
@@ -124,7 +124,7 @@ def test_an_interrupted_rotation_is_finished_by_the_next_command(
 
     rotating = store(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr("tridock.ops.hosts.key_store.node_files", interrupted)
+        patch.setattr("tridock.ops.hosts.keys.node_files", interrupted)
         with pytest.raises(KeyboardInterrupt):
             rotating.rotate()
     mended = store(tmp_path)

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from tridock.errors import ClusterError, Problem
-from tridock.ops.runs import log_stream
-from tridock.ops.runs.log_stream import Followed
+from tridock.ops.runs import logs
+from tridock.ops.runs.logs import LogStream
 
 TODO = "the nodes that have lost it end their ranks by themselves; see fab status once it is back"
 
@@ -35,7 +35,7 @@ class Parts:
 
 def test_signs_of_life_are_not_shown() -> None:
     parts = Parts([b"one\n", b"\0", b"two\n\0", b"\0", b"three\n\4"], exit_code=4)
-    stream = Followed(parts, "a", "run-1")
+    stream = LogStream(parts, "a", "run-1")
     assert list(stream) == [b"one\n", b"two\n", b"three\n"]
     assert stream.exit_code == 4
     assert parts.closed
@@ -43,7 +43,7 @@ def test_signs_of_life_are_not_shown() -> None:
 
 def message(parts: Parts) -> str:
     with pytest.raises(ClusterError) as caught:
-        list(Followed(parts, "a", "run-1"))
+        list(LogStream(parts, "a", "run-1"))
     assert parts.closed
     return str(caught.value)
 
@@ -60,7 +60,7 @@ def test_a_connection_that_is_lost() -> None:
 
 
 def test_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_stream, "SILENCE_S", 0.4)
+    monkeypatch.setattr(logs, "SILENCE_S", 0.4)
     began = time.monotonic()
     said = message(Parts([b"one\n", 0.1, b"\0", 30.0]))
     assert 0.4 <= time.monotonic() - began < 3.0

@@ -1,16 +1,83 @@
-"""Logs of a run's ranks, from the nodes where they ran."""
+"""A run's output and its ranks' logs, read on the nodes; a head may vanish without a word."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
+from typing import Final
 
+from tridock.contracts import run_folder
 from tridock.errors import ClusterError, Problem, RequestError, TridockError
 from tridock.ops.hosts.session import NODE, Session
 from tridock.ops.runs.registry import Run, nodes_of_ranks, parse_rank
 from tridock.remote import Stream
+
+SILENCE_S: Final = 4 * run_folder.BEAT_S
+_CLOSING_S: Final = 2.0
+
+
+class LogStream:
+    """What ``tridock.node follow --beats`` prints, without its signs of life; ``exit_code`` is the run's.
+
+    Raises :class:`ClusterError` where the head is not there any more, whichever way it went: paused, cut off, killed.
+    """
+
+    def __init__(self, stream: Stream, head: str, run_id: str) -> None:
+        self.exit_code = -1
+        self._stream, self._head, self._run_id = stream, head, run_id
+
+    def __iter__(self) -> Iterator[bytes]:
+        news: SimpleQueue[bytes | TridockError | None] = SimpleQueue()
+        # Read aside: a connection that is dead can hold up its reader for longer than we want to wait.
+        threading.Thread(target=self._read, args=(news,), daemon=True).start()
+        ended = False
+        try:
+            while (part := self._next(news)) is not None:
+                ended = ended or run_folder.END in part
+                if text := part.replace(run_folder.BEAT, b"").replace(run_folder.END, b""):
+                    yield text
+        finally:
+            closing = threading.Thread(target=self._stream.close, daemon=True)
+            closing.start()
+            closing.join(_CLOSING_S)
+        if not ended:
+            raise self._gone("its node ended", f"exit code {self._stream.exit_code}")
+        self.exit_code = self._stream.exit_code
+
+    def _read(self, news: SimpleQueue[bytes | TridockError | None]) -> None:
+        try:
+            for part in self._stream:
+                news.put(part)
+        except TridockError as error:
+            news.put(error)
+        finally:
+            news.put(None)
+
+    def _next(self, news: SimpleQueue[bytes | TridockError | None]) -> bytes | None:
+        try:
+            part = news.get(timeout=SILENCE_S)
+        except Empty:
+            raise self._gone(f"has said nothing for {SILENCE_S:.0f} s") from None
+        if isinstance(part, TridockError):
+            raise self._gone("the connection to it was lost", part.problems[0].got) from None
+        return part
+
+    def _gone(self, what: str, got: str = "") -> ClusterError:
+        todo = "the nodes that have lost it end their ranks by themselves; see fab status once it is back"
+        return ClusterError(Problem(self._head, f"{what} while {self._run_id} was followed", got, todo))
+
+    def close(self) -> None:
+        """Stops reading; the run goes on."""
+        with suppress(TridockError):
+            self._stream.close()
+
+
+def follow(session: Session, run: Run) -> LogStream:
+    """The run's output as it comes; once it is drained, ``exit_code`` is the run's."""
+    command = session.inside(run.head, *NODE, "follow", "--beats", f"{run_folder.WORKSPACE}/runs/{run.run_id}")
+    return LogStream(session.hosts[run.head].stream(command), run.head, run.run_id)
 
 
 def choose_ranks(session: Session, run: Run, ranks: str, node: str) -> dict[str, list[int]]:
@@ -37,10 +104,10 @@ def choose_ranks(session: Session, run: Run, ranks: str, node: str) -> dict[str,
     return chosen
 
 
-def read(session: Session, run: Run, chosen: Mapping[str, Sequence[int]], *, follow: bool) -> Iterator[bytes]:
-    """Their logs, node by node; or with ``follow`` what they write, as it comes, until the run ends on those nodes.
+def read_rank_logs(session: Session, run: Run, chosen: Mapping[str, Sequence[int]], *, follow: bool) -> Iterator[bytes]:
+    """The ranks' logs, node by node; with ``follow`` their output as it comes, until the run ends on those nodes.
 
-    Where several are chosen each line says whose it is.
+    With several ranks each line starts with its rank.
     """
     prefix = sum(map(len, chosen.values())) > 1
     streams = {node: _open(session, run, node, ranks, follow, prefix) for node, ranks in chosen.items()}

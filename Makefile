@@ -1,25 +1,25 @@
-# Every target sets up what it needs. `make` alone lists them.
+# Every target installs what it needs. `make` lists the targets.
 SHELL := /bin/bash
 .SHELLFLAGS := -Eeuo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
-# Tests and benchmarks start Python a thousand times: what it compiles is kept, whatever the shell says.
+# Tests and benchmarks start Python a thousand times: keep its compiled files, whatever the shell's setting.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help
-help: ## This list
+help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # ---- environment -------------------------------------------------------------------------------------------------------
-# PYTHON  the interpreter for .venv (default: the first of at least 3.11)
+# PYTHON  the interpreter for .venv (default: the first that is 3.11 or newer)
 
 .PHONY: venv
-venv: .venv/.full ## Make .venv, with everything that tests, checks and local runs need
+venv: .venv/.full ## Create .venv with everything that tests, checks and local runs need
 
 .PHONY: venv-operator
-venv-operator: .venv/.operator ## Make .venv, with what fab needs only
+venv-operator: .venv/.operator ## Create .venv with only what fab needs
 
 .venv/.full: locks/operator.txt locks/train-cpu.txt locks/deepspeed.txt locks/torch.txt locks/dev.txt tools/venv.sh
 	@tools/venv.sh full
@@ -28,12 +28,12 @@ venv-operator: .venv/.operator ## Make .venv, with what fab needs only
 	@tools/venv.sh operator
 
 .PHONY: locks
-locks: .venv/.full ## Write locks/*.txt anew from locks/*.in (UPGRADE=1 to take newer versions)
+locks: .venv/.full ## Compile locks/*.in to locks/*.txt (UPGRADE=1 for newer versions)
 	@python -m pip install --quiet --require-hashes -r locks/uv.txt
 	@tools/lock.sh $(if $(UPGRADE),--upgrade)
 
 .PHONY: reference
-reference: .venv/.operator ## Write configs/reference.yaml, configs/slurm/reference.yaml and the fields of docs/cluster.md from the schemas, the rules of docs/triage.md, the table of Jean Zay, the rank map of the README
+reference: .venv/.operator ## Write the generated parts of configs/, docs/ and the README
 	python tools/reference.py
 	python tools/triage_reference.py
 	python tools/jean_zay.py
@@ -41,14 +41,14 @@ reference: .venv/.operator ## Write configs/reference.yaml, configs/slurm/refere
 
 # ---- image -------------------------------------------------------------------------------------------------------------
 # FLAVOR      gpu (NVIDIA's PyTorch image) or cpu (the twin's)
-# BASE_IMAGE  another base of that flavor, as nvcr.io/nvidia/pytorch:24.12-py3 for V100
-# IMAGE       the name to give
-# CA          a file with the certificates that a proxy on the way to the package indexes needs
+# BASE_IMAGE  another base image, for example nvcr.io/nvidia/pytorch:24.12-py3 for V100
+# IMAGE       the name of the image
+# CA          a file with the certificates of a proxy to the package indexes
 FLAVOR ?= gpu
 BASE_IMAGE ?= $(if $(filter cpu,$(FLAVOR)),debian:bookworm-slim,nvcr.io/nvidia/pytorch:25.12-py3)
 IMAGE ?= tridock:$(if $(filter cpu,$(FLAVOR)),cpu,latest)
-# MEGATRON    where Megatron-LM v1.1.5 comes from: a git repository (URL or folder), a folder that holds pretrain_gpt2.py,
-#             none, or auto: upstream's repository, and an image without the engine where that does not answer
+# MEGATRON    the source of Megatron-LM v1.1.5: a git repository (URL or folder), a folder that holds pretrain_gpt2.py,
+#             none, or auto: upstream's repository, or no engine if that does not answer
 CA ?=
 MEGATRON ?= $(if $(filter cpu,$(FLAVOR)),auto,https://github.com/deepspeedai/DeepSpeedExamples.git)
 
@@ -59,46 +59,46 @@ image: ## Build the image: tridock:latest on NVIDIA's PyTorch image, or tridock:
 # ---- runs --------------------------------------------------------------------------------------------------------------
 
 .PHONY: demo
-demo: .venv/.operator ## Train a small GPT on real text over two nodes: in containers where Docker answers, else as local processes
+demo: .venv/.operator ## Train a small GPT on two nodes: containers, or local processes without Docker
 	@tools/demo.sh
 
 .PHONY: bench-launch
-bench-launch: .venv/.operator ## Time to the first step: fab launch beside deepspeed typed by hand, on the twin
+bench-launch: .venv/.operator ## Compare the time to the first step of fab launch and of a manual deepspeed, on the twin
 	@tools/build-image.sh cpu debian:bookworm-slim tridock:cpu '' auto
 	@tridock data demo
 	@python tools/bench_launch.py
 
 .PHONY: bench-check
-bench-check: .venv/.operator ## How long fab check takes on 2 and on 16 nodes, all of them containers of this machine (BENCH='--nodes 32')
+bench-check: .venv/.operator ## Time fab check on 2 and on 16 nodes, as containers on this machine (BENCH='--nodes 32')
 	@tools/build-image.sh cpu debian:bookworm-slim tridock:cpu '' auto
 	@python tools/bench_check.py $(BENCH)
 
 .PHONY: soak
-soak: .venv/.operator ## Half an hour of random faults on the twin: the losses stay those of an undisturbed run (SOAK='--seed 7 --minutes 5')
+soak: .venv/.operator ## Check the losses under half an hour of random faults on the twin (SOAK='--seed 7 --minutes 5')
 	@tools/build-image.sh cpu debian:bookworm-slim tridock:cpu '' auto
 	@tridock data demo
 	@python tools/soak.py $(SOAK)
 
 .PHONY: bench
-bench: .venv/.full ## A small benchmark of engine torch on this machine (BENCH=configs/bench/h200.yaml for another)
+bench: .venv/.full ## Benchmark engine torch on this machine (BENCH=configs/bench/h200.yaml for another)
 	@tridock data demo
 	@tridock bench $(or $(BENCH),configs/bench/small.yaml)
 
 .PHONY: bench-gpu
-bench-gpu: .venv/.full ## Every engine side by side on this machine's GPUs (BENCH='--world 4 --gpu a100-80gb')
+bench-gpu: .venv/.full ## Benchmark every engine on this machine's GPUs (BENCH='--world 4 --gpu a100-80gb')
 	@tridock data demo
 	@tridock bench configs/bench/engines.yaml $(or $(BENCH),--world $$(nvidia-smi --list-gpus | wc -l))
 
 .PHONY: bench-data
-bench-data: .venv/.full ## tridock data preprocess beside Megatron-LM v1.1.5's script: MB for each second of a core, memory (BENCH='--input x.jsonl')
+bench-data: .venv/.full ## Compare tridock data preprocess with Megatron-LM's scripts: MB per core second, memory (BENCH='--input x.jsonl')
 	@python -m tests.bench_data $(BENCH)
 
 .PHONY: measure-memory
-measure-memory: .venv/.full ## Write tests/data/memory-cpu.json anew: what CPU ranks of every engine hold (MEASURE='torch-*')
+measure-memory: .venv/.full ## Measure the memory of CPU ranks of every engine, into tests/data/memory-cpu.json (MEASURE='torch-*')
 	@python -m tests.memory.measure $(MEASURE)
 
 .PHONY: bench-memory
-bench-memory: .venv/.full ## Memory that the planner predicts beside what CPU ranks of every engine held (BENCH='pp2 bf16')
+bench-memory: .venv/.full ## Compare the planner's memory with measurements (BENCH='pp2 bf16')
 	@python -m tests.memory.compare $(BENCH)
 
 # ---- checks ------------------------------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ WORKERS ?= $(shell echo $$(( $$(nproc) + 1 )))
 PYTEST = pytest -m '$(SELECT)' --junitxml=.cache/tests/$(@:test-%=%).xml
 
 .PHONY: lint
-lint: .venv/.full ## Formatting, types, shell scripts, the Dockerfile
+lint: .venv/.full ## Check formatting, types, shell scripts and the Dockerfile
 	ruff check .
 	ruff format --check .
 	mypy
@@ -143,7 +143,7 @@ test-gpu: ## Every engine on this machine's GPU; in the image, or wherever torch
 	pytest tests/gpu $(TESTS)
 
 .PHONY: clean
-clean: ## Remove .venv, caches and the twin's containers and keys; runs/ and data/ stay
+clean: ## Remove .venv, caches and the twin's containers and keys; keep runs/ and data/
 	-@docker compose --project-name tridock-twin --profile twin down --timeout 5 2>/dev/null
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .tridock *.egg-info locks/wheels/*.whl
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -19,7 +19,8 @@ class Problem:
     """One thing that is wrong: where, what, the value got, and what to do.
 
     The message leaves out an empty ``got`` (a host that did not answer has no value).
-    ``nearest`` is not part of the message: the closest legal values of the field.
+    The message has neither ``nearest``, the closest legal values of the field, nor ``cause``, the
+    :class:`tridock.contracts.events.Cause` that a run which fails of it records.
     """
 
     where: str
@@ -27,6 +28,7 @@ class Problem:
     got: str
     todo: str
     nearest: tuple[int | str, ...] = ()
+    cause: str = ""
 
     @classmethod
     def parse(cls, text: str) -> Problem | None:

@@ -159,7 +159,8 @@ def test_a_rank_that_a_signal_ends_takes_all_along(make: Make, number: signal.Si
     assert time.monotonic() - began < ENDED_S
     (event,) = run.events()
     reason = event.pop("reason")
-    assert event == {"event": "rank_died", "rank": 1, "node": "here", "exit_code": 4}
+    about = {"rank": 1, "node": "here", "exit_code": 4, "cause": "rank_signalled"}
+    assert event == {"event": "rank_died", **about}
     assert reason.startswith(f"was ended by {how} after iteration ")
     assert run.said() == [f"tridock: rank 1 on here {reason}"]
 

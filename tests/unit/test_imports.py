@@ -38,7 +38,7 @@ ROOMS: dict[str, set[str]] = {
     "compat": set(),
     "train": LOW | {"experiment", "layout", "engines", "data", "compat"},
     "report": LOW | {"experiment", "layout", "engines", "plan", "reproduction"},
-    "bench": LOW | {"experiment", "engines", "plan", "report"},
+    "bench": LOW | {"experiment", "engines", "plan", "report", "triage"},
     "cli": LOW | {"experiment", "cluster", "plan", "ops", "data", "report", "reproduction", "bench", "launchers"},
     "fabfile": LOW | {"experiment", "plan", "launchers", "ops", "report", "reproduction"},
 }

@@ -15,7 +15,8 @@ from pathlib import Path
 from tridock.bench.cells import Cell, Measured, cells_of
 from tridock.bench.schema import Bench, words_of
 from tridock.contracts import run_folder
-from tridock.contracts.records import read_lines, read_metrics
+from tridock.contracts.events import Event, events_of
+from tridock.contracts.records import read_metrics, read_plan
 from tridock.engines import engine_of
 from tridock.errors import RequestError
 from tridock.experiment import Experiment, load_experiment
@@ -23,6 +24,7 @@ from tridock.gpus import Gpu
 from tridock.plan import Assumptions, assess
 from tridock.report.summary import summarize
 from tridock.strict_yaml import read_text
+from tridock.triage.first_failure import first_failure
 
 Say = Callable[[str], None]
 _STOP_S = 60.0
@@ -97,7 +99,19 @@ def _run_once(world: int, timeout: int, config: Path, words: Sequence[str], turn
         argv = [sys.executable, "-m", "tridock.cli", "train", str(config), "--run-id-file", str(noted)]
         argv += ["--nproc", str(world), *(part for word in words for part in ("--set", word))]
         failure = _execute(argv, timeout, {run_folder.TURNS_VARIABLE: turns} if turns else {})
-        return Path("runs", noted.read_text().strip()) if failure is None else failure
+        run = Path("runs", noted.read_text().strip()) if noted.exists() else None
+        if failure is None:
+            assert run is not None
+            return run
+        return (run and _failure_of(run)) or failure
+
+
+def _failure_of(run: Path) -> str | None:
+    """The first failure that the run has recorded."""
+    events = run / run_folder.EVENTS
+    nodes = {rank["rank"]: rank["node"] for rank in read_plan(run).get("ranks", ())}
+    found = first_failure({"": events.read_bytes()}, nodes) if events.exists() else None
+    return f"{run.name}: {found}; see {run}/logs" if found else None
 
 
 def _run_measured(measured: Measured, bench: Bench, config: Path, words: Sequence[str]) -> Measured:
@@ -106,7 +120,7 @@ def _run_measured(measured: Measured, bench: Bench, config: Path, words: Sequenc
         return replace(measured, state="failed", reason=run)
     steps = [entry["step_time_s"] for entry in read_metrics(run)[0] if entry["iteration"] > bench.warmup]
     summary = summarize(run)
-    end = read_lines(run / run_folder.EVENTS)[-1]
+    end = events_of(run, Event.RUN_FINISHED)[-1]
     step = statistics.median(steps)
     # The summary's figures are of all its steps: these of the measured ones.
     share = (summary.tokens_per_second or 0.0) / (measured.tokens_per_step / step)
@@ -130,10 +144,10 @@ def _run_profiled(measured: Measured, bench: Bench, config: Path, words: Sequenc
     run = _run_once(measured.cell.world, bench.timeout, config, [*words, *words_of(length)])
     if isinstance(run, str):
         return replace(measured, no_communication=run)
-    told = [event for event in read_lines(run / run_folder.EVENTS) if event["event"] == "communication_measured"]
-    if not told:
-        return replace(measured, no_communication=f"{run} has not told it")
-    return replace(measured, communication=told[-1]["exposed"], profiled_run=run.name)
+    events = events_of(run, Event.COMMUNICATION_MEASURED)
+    if not events:
+        return replace(measured, no_communication=f"{run} has not recorded it")
+    return replace(measured, communication=events[-1]["exposed"], profiled_run=run.name)
 
 
 def _run_bare(measured: Measured, bench: Bench, config: Path, words: Sequence[str]) -> Measured:
@@ -145,16 +159,16 @@ def _run_bare(measured: Measured, bench: Bench, config: Path, words: Sequence[st
     run = _run_once(measured.cell.world, bench.timeout, config, words, turns)
     if isinstance(run, str):
         return replace(measured, no_bare=run)
-    told = [event for event in read_lines(run / run_folder.EVENTS) if event["event"] == "beside_bare"]
-    if not told:
-        return replace(measured, no_bare=f"{run} has not told it")
+    events = events_of(run, Event.BESIDE_BARE)
+    if not events:
+        return replace(measured, no_bare=f"{run} has not recorded it")
     # The first is the warm-up.
-    ratios = [engine / bare for engine, bare in zip(told[-1]["engine_s"], told[-1]["bare_s"], strict=True)][1:]
+    ratios = [engine / bare for engine, bare in zip(events[-1]["engine_s"], events[-1]["bare_s"], strict=True)][1:]
     return replace(measured, over_bare=(*measured.over_bare, *ratios))
 
 
 def _execute(argv: Sequence[str], timeout: int, env: Mapping[str, str]) -> str | None:
-    """Why it failed: its last line."""
+    """The last line of output if it fails; None if it succeeds."""
     env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **env}
     # A session of its own: Ctrl-C at the terminal is ours to answer, with time for the run to be stopped on all ranks.
     with subprocess.Popen(
@@ -172,8 +186,7 @@ def _execute(argv: Sequence[str], timeout: int, env: Mapping[str, str]) -> str |
     if process.returncode == 0:
         return None
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    told = [line for line in lines if ": the run failed; " in line] or lines
-    return told[-1] if told else f"exit code {process.returncode}"
+    return lines[-1] if lines else f"exit code {process.returncode}"
 
 
 def _stop(process: subprocess.Popen[str]) -> None:

@@ -1,28 +1,128 @@
-"""``events.jsonl`` from the supervisor's side: the ranks write the same file with the same form."""
+"""``events.jsonl``: the events of a run, the cause codes of its failures, and how a line is written and read."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
+from collections.abc import Mapping
 from datetime import UTC, datetime
+from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from tridock.contracts import run_folder
 
 
-def append_event(folder: Path, event: str, **fields: object) -> None:
-    """Adds one line; a single write, so that lines of several writers stay whole."""
-    line = json.dumps({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **fields})
-    with (folder / run_folder.EVENTS).open("a") as file:
-        file.write(line + "\n")
+class Event(StrEnum):
+    """Every event. A line is an object with ``time``, ``event`` and the fields named here; ``?``: where known."""
+
+    # The ranks.
+    RUN_STARTED = "run_started"  # run
+    WORLD_FORMED = "world_formed"  # world_size, backend
+    MODEL_BUILT = "model_built"  # parameters, padded_vocab_size
+    EVALUATION = "evaluation"  # iteration, split, loss, seconds
+    CHECKPOINT_SAVED = "checkpoint_saved"  # iteration, folder, seconds
+    CHECKPOINT_FAILED = "checkpoint_failed"  # iteration, reason
+    CHECKPOINT_LOADED = "checkpoint_loaded"  # folder, iteration
+    CHECKPOINT_REJECTED = "checkpoint_rejected"  # folder, reasons
+    COMMUNICATION_MEASURED = "communication_measured"  # iterations, exposed, in_flight, exposed_by_rank
+    BESIDE_BARE = "beside_bare"  # steps, engine_s, bare_s
+    RUN_FINISHED = "run_finished"  # iteration, device, peak_memory_bytes, peak_memory_by_rank
+    RUN_PREEMPTED = "run_preempted"  # iteration
+    RUN_FAILED = "run_failed"  # rank, cause, reason, problem? (where, what, got, todo), agreed?, consequence?
+    # The supervisor.
+    RANK_DIED = "rank_died"  # rank, node, exit_code, cause, reason
+    RANK_HUNG = "rank_hung"  # rank, node, exit_code, cause, reason
+    NODE_LOST = "node_lost"  # node, exit_code, cause, reason
+    LAUNCHER_ENDED = "launcher_ended"  # exit_code, cause, reason
+    RUN_RESTARTED = "run_restarted"  # attempt, iteration, reason, log_bytes (of launcher.log until then)
+    NOT_RESTARTED = "not_restarted"  # reason
+    RUN_MOVED = "run_moved"  # lost, nodes, layout, world_size, reason
+    # A job of Slurm's.
+    JOB_STARTED = "job_started"  # job, nodes, again
+    JOB_REQUEUED = "job_requeued"  # iteration, reason
+    JOB_NOT_REQUEUED = "job_not_requeued"  # reason
+    # A node that no longer hears the supervisor; a user who stops the run.
+    HEAD_LOST = "head_lost"  # node, cause, reason
+    RUN_STOPPED = "run_stopped"
 
 
-def has_event(folder: Path, event: str) -> bool:
-    """Whether the run has recorded an event of this name."""
-    return any(entry.get("event") == event for entry in read_lines(folder / run_folder.EVENTS))
+class Cause(StrEnum):
+    """Why a run failed, for programs; ``reason`` says the same to people."""
+
+    # A rank, of itself.
+    EXCEPTION = "exception"  # not Tridock's own: `reason` holds what Python, torch or the system said
+    REFUSED = "refused"  # an error of Tridock's without a code of its own: `problem` holds it
+    LOSS_NOT_FINITE = "loss_not_finite"
+    TOKEN_OUTSIDE_VOCABULARY = "token_outside_vocabulary"  # noqa: S105 (no password)
+    CHECKPOINT_MISMATCH = "checkpoint_mismatch"
+    CHECKPOINT_FOREIGN_OBJECT = "checkpoint_foreign_object"
+    INDEX_MAPS_NOT_WRITABLE = "index_maps_not_writable"
+    RENDEZVOUS_FAILED = "rendezvous_failed"
+    TERMINATED = "terminated"
+    INTERRUPTED = "interrupted"
+    # A rank, because of another.
+    PEER_LOST = "peer_lost"
+    # What the supervisor sees.
+    RANK_FAILED = "rank_failed"  # the rank has recorded its own RUN_FAILED
+    RANK_KILLED_FOR_MEMORY = "rank_killed_for_memory"
+    RANK_SIGNALLED = "rank_signalled"
+    RANK_EXITED = "rank_exited"
+    RANK_VANISHED = "rank_vanished"
+    RANK_STOPPED = "rank_stopped"
+    RANK_HUNG = "rank_hung"
+    COLLECTIVE_HUNG = "collective_hung"
+    NODE_SILENT = "node_silent"
+    SSH_SESSION_LOST = "ssh_session_lost"
+    LAUNCHER_EXITED = "launcher_exited"
+    HEAD_SILENT = "head_silent"
+
+    @property
+    def event(self) -> Event:
+        """The event that records it."""
+        return _EVENTS.get(self, Event.RUN_FAILED)
 
 
-def read_lines(path: Path, last_bytes: int | None = None) -> list[dict[str, object]]:
+_EVENTS = {
+    **dict.fromkeys(
+        (Cause.RANK_KILLED_FOR_MEMORY, Cause.RANK_SIGNALLED, Cause.RANK_EXITED, Cause.RANK_VANISHED), Event.RANK_DIED
+    ),
+    **dict.fromkeys((Cause.RANK_STOPPED, Cause.RANK_HUNG, Cause.COLLECTIVE_HUNG), Event.RANK_HUNG),
+    **dict.fromkeys((Cause.NODE_SILENT, Cause.SSH_SESSION_LOST), Event.NODE_LOST),
+    Cause.LAUNCHER_EXITED: Event.LAUNCHER_ENDED,
+    Cause.HEAD_SILENT: Event.HEAD_LOST,
+}
+
+
+def append_line(path: Path, fields: Mapping[str, object]) -> None:
+    """Appends one JSON object as one line in one write, so that lines of several processes never mix.
+
+    JSON has no infinity and no NaN: they become null.
+    """
+    plain = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in fields.items()
+    }
+    line = (json.dumps(plain, allow_nan=False) + "\n").encode()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        os.write(descriptor, line)
+    finally:
+        os.close(descriptor)
+
+
+def append_event(folder: Path, event: Event, **fields: object) -> None:
+    """One line of ``events.jsonl``: ``time`` (UTC, ISO 8601), ``event``, and the event's own fields."""
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    append_line(folder / run_folder.EVENTS, {"time": now, "event": event, **fields})
+
+
+def events_of(folder: Path, event: Event, first: int = 0) -> list[dict[str, Any]]:
+    """The run's events of one name, without the ``first`` lines of the file."""
+    return [entry for entry in read_lines(folder / run_folder.EVENTS)[first:] if entry.get("event") == event]
+
+
+def read_lines(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
     """The objects of a JSON-lines file; a line that is still being written is left out.
 
     ``last_bytes`` reads the end of the file only: a long run's metrics are long.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from tridock.contracts import run_folder
-from tridock.contracts.events import append_event
+from tridock.contracts.events import Event, append_event
 
 LOCK: Final = ".supervisor"
 
@@ -87,7 +87,7 @@ def mark_stopped(folder: Path) -> None:
     """Lets the supervisor know that the end of the run is wanted; a node without the folder has nothing to tell."""
     if folder.is_dir() and not (folder / run_folder.EXIT_CODE).exists():
         (folder / run_folder.STOPPED).touch()
-        append_event(folder, "run_stopped")
+        append_event(folder, Event.RUN_STOPPED)
 
 
 def wait_for_end(folder: Path, timeout_s: float) -> None:

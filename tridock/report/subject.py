@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tridock.contracts import run_folder
+from tridock.contracts.events import Event
 from tridock.contracts.records import Record, check_run, read_lines, read_metrics, read_object, read_plan
 from tridock.engines import engine_of
 from tridock.experiment import load_experiment
@@ -108,7 +109,7 @@ def _occasions(events: Sequence[Record]) -> dict[str, list[float]]:
     """Returns how long each evaluation and each checkpoint took."""
     found: dict[str, list[float]] = {}
     for event in events:
-        name = {"evaluation": "evaluation", "checkpoint_saved": "checkpoint"}.get(str(event.get("event")))
+        name = {Event.EVALUATION: "evaluation", Event.CHECKPOINT_SAVED: "checkpoint"}.get(event.get("event", ""))
         if name is not None and not math.isnan(seconds := _number(event.get("seconds"))):
             found.setdefault(name, []).append(seconds)
     return found
@@ -117,7 +118,7 @@ def _occasions(events: Sequence[Record]) -> dict[str, list[float]]:
 def _memory_by_rank(iterations: Sequence[Record], events: Sequence[Record]) -> dict[int, float]:
     """Returns the last peak memory that was recorded of every rank; nothing if only the highest was recorded."""
     recorded = [record.get("memory_bytes") for record in iterations]
-    recorded += [event.get("peak_memory_by_rank") for event in events if event.get("event") == "run_finished"]
+    recorded += [event.get("peak_memory_by_rank") for event in events if event.get("event") == Event.RUN_FINISHED]
     known = [peaks for peaks in recorded if isinstance(peaks, list)]
     return dict(enumerate(_number(peak) for peak in known[-1])) if known else {}
 

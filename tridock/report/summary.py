@@ -11,6 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from tridock.contracts import run_folder
+from tridock.contracts.events import Event
 from tridock.contracts.records import Evaluations, Record, check_run, read_lines, read_metrics, read_plan
 from tridock.experiment import Experiment, load_experiment
 from tridock.experiment.flops import model_flops_per_token
@@ -177,32 +178,32 @@ def _state(events: list[Record]) -> str:
     for event in events:
         open_ended = state in ("not started", "running")
         match event.get("event"):
-            case "run_started":
+            case Event.RUN_STARTED:
                 state = "running"
-            case "run_finished":
+            case Event.RUN_FINISHED:
                 state = "finished"
-            case "run_stopped":
+            case Event.RUN_STOPPED:
                 state = "stopped"
-            case "run_preempted":
+            case Event.RUN_PREEMPTED:
                 state = "preempted"
-            case "run_failed" if open_ended:
+            case Event.RUN_FAILED if open_ended:
                 state = f"failed: {event.get('reason')}"
-            case "rank_died" | "rank_hung" | "node_lost" if state not in ("finished", "stopped"):
+            case Event.RANK_DIED | Event.RANK_HUNG | Event.NODE_LOST if state not in ("finished", "stopped"):
                 # The supervisor's finding counts, although ranks that lost this one may have failed before it.
                 who = f"rank {event['rank']} on {event.get('node')}" if "rank" in event else event.get("node")
                 state = f"failed: {who} {event.get('reason')}"
-            case "launcher_ended" if open_ended:
+            case Event.LAUNCHER_ENDED if open_ended:
                 state = f"failed: the launcher ended with exit code {event.get('exit_code')}"
     return state
 
 
 def _world_size(events: list[Record]) -> int | None:
-    sizes = [event["world_size"] for event in events if event.get("event") == "world_formed"]
+    sizes = [event["world_size"] for event in events if event.get("event") == Event.WORLD_FORMED]
     return sizes[-1] if sizes else None
 
 
 def _seconds(events: list[Record]) -> float | None:
-    starts = [number for number, event in enumerate(events) if event.get("event") == "run_started"]
+    starts = [number for number, event in enumerate(events) if event.get("event") == Event.RUN_STARTED]
     if not starts:
         return None
     attempt = [time for event in events[starts[-1] :] if (time := _moment(event)) is not None]

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from tridock.contracts import heartbeat
+from tridock.contracts.events import Cause, Event, append_event
 from tridock.contracts.run_folder import CHECKPOINTS
 from tridock.engines import engine_of
 from tridock.errors import Problem, RequestError, RunError
@@ -32,7 +33,7 @@ from tridock.train.parallel.mesh import STAGES, Mesh
 from tridock.train.parallel.mesh_strategy import Sharded
 from tridock.train.parallel.strategies import Step, Strategy, build_strategy, is_sharded
 from tridock.train.rank import signals
-from tridock.train.rank.metrics import Metrics, record_event
+from tridock.train.rank.metrics import Metrics
 from tridock.train.rank.phases import CHECKPOINT, DATA, EVALUATION, of_a_step
 from tridock.train.rank.process_group import Agreed, Memory, Ranks, any_rank, mean_over_ranks, together
 from tridock.train.rank.profiling import Profiling
@@ -219,7 +220,8 @@ class Trainer:
         self.say(line)
         if not math.isfinite(loss):
             todo = "lower optimizer.lr, lengthen optimizer.lr_warmup_iters, or use bf16 or fp32"
-            raise Agreed(RunError(Problem(f"iteration {iteration}", "the loss is not finite", str(loss), todo)))
+            what, cause = "the loss is not finite", Cause.LOSS_NOT_FINITE
+            raise Agreed(RunError(Problem(f"iteration {iteration}", what, str(loss), todo, cause=cause)))
 
     def evaluate(self, split: str) -> None:
         """The mean loss over the first ``eval_iters`` global batches of a split: the same samples every time."""
@@ -239,7 +241,9 @@ class Trainer:
             loss = mean_over_ranks(total / count)
         seconds = time.monotonic() - started
         self.metrics.evaluation(self.progress.iteration, split, loss)
-        self.event("evaluation", iteration=self.progress.iteration, split=split, loss=loss, seconds=round(seconds, 3))
+        self.event(
+            Event.EVALUATION, iteration=self.progress.iteration, split=split, loss=loss, seconds=round(seconds, 3)
+        )
         self.say(f"{split} loss after iteration {self.progress.iteration}: {loss:.4f}")
         self._logged_at += seconds  # not training time
         heartbeat.beat(heartbeat.TRAIN)
@@ -262,12 +266,12 @@ class Trainer:
             check_fit(folder, saved, fresh)
         self.strategy.load(folder, saved.data_parallel_size)
         self.progress = replace(saved, data_parallel_size=fresh.data_parallel_size)
-        self.event("checkpoint_loaded", folder=str(folder), iteration=self.progress.iteration)
+        self.event(Event.CHECKPOINT_LOADED, folder=str(folder), iteration=self.progress.iteration)
 
     def pass_over(self, folder: Path, problems: Sequence[Problem]) -> None:
         """Says why a checkpoint is not used."""
         reasons = [str(problem) for problem in problems]
-        self.event("checkpoint_rejected", folder=str(folder), reasons=reasons)
+        self.event(Event.CHECKPOINT_REJECTED, folder=str(folder), reasons=reasons)
         self.say("\n".join([f"warning: {folder} is not whole, and is passed over:", *reasons]))
 
     def save(self, is_last: bool) -> None:
@@ -283,13 +287,13 @@ class Trainer:
             with self.phases.inside(CHECKPOINT):
                 folder = self.checkpoints.save(self.strategy.save, iteration, own, needed, keep)
         except Agreed as failed:
-            self.event("checkpoint_failed", iteration=iteration, reason=str(failed))
+            self.event(Event.CHECKPOINT_FAILED, iteration=iteration, reason=str(failed))
             if is_last:
                 raise
             self.say(f"warning: iteration {iteration} is not saved, and the run goes on:\n{failed}")
         else:
             seconds = round(time.monotonic() - started, 3)
-            self.event("checkpoint_saved", iteration=iteration, folder=str(folder), seconds=seconds)
+            self.event(Event.CHECKPOINT_SAVED, iteration=iteration, folder=str(folder), seconds=seconds)
             self.say(f"checkpoint saved: {folder}")
         heartbeat.beat(heartbeat.TRAIN)
         self._logged_at += time.monotonic() - started  # not training time
@@ -304,7 +308,7 @@ class Trainer:
         )
         vocabulary = experiment.model.vocab_size if experiment.model.is_vision else train.vocab_size
         rows = engine_of(experiment).padded_vocab_size(vocabulary, experiment)
-        self.event("model_built", parameters=self.parts.parameters, padded_vocab_size=rows)
+        self.event(Event.MODEL_BUILT, parameters=self.parts.parameters, padded_vocab_size=rows)
         kinds = f"{vocabulary} classes" if experiment.model.is_vision else f"vocabulary of {vocabulary}"
         self.say(f"data: {train.words} an epoch, {experiment.batch.global_batch_size} a step, {kinds}")
 
@@ -313,10 +317,10 @@ class Trainer:
         if self.ranks.first:
             print(line, flush=True)
 
-    def event(self, event: str, **fields: object) -> None:
+    def event(self, event: Event, **fields: object) -> None:
         """A line for programs, from rank 0."""
         if self.ranks.first:
-            record_event(self.run_folder, event, **fields)
+            append_event(self.run_folder, event, **fields)
 
 
 def check_batch(experiment: Experiment, data_parallel_size: int) -> None:

@@ -1,8 +1,7 @@
-"""Why a run failed: the first failure, the rule that knows it, what to do. Pure: facts in, words out."""
+"""Why a run failed: the first failure, the rule that knows it, and what to do. Pure."""
 
-from tridock.triage.diagnosis import Diagnosis, diagnose
+from tridock.triage.diagnosis import Diagnosis, diagnose, report
 from tridock.triage.facts import Facts, facts_of
-from tridock.triage.report import report
-from tridock.triage.rules import RULES, Rule
+from tridock.triage.rules import RULES
 
-__all__ = ["RULES", "Diagnosis", "Facts", "Rule", "diagnose", "facts_of", "report"]
+__all__ = ["RULES", "Diagnosis", "Facts", "diagnose", "facts_of", "report"]

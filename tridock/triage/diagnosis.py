@@ -1,4 +1,4 @@
-"""From facts to the rule that knows them. Pure."""
+"""From the facts to the rule that knows them, and to the report that people read. Pure."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from tridock.errors import Problem
 from tridock.triage.facts import Facts
-from tridock.triage.rules import RULES, Rule
+from tridock.triage.rule import Rule
+from tridock.triage.rules import RULES
 
 OWN_MESSAGE: Final = "own-message"
 _LENGTH: Final = 240
-_REPR: Final = re.compile(r"[\w.]+\(|[\w.]+(?:Error|Exception): ")
 _CONTROL: Final = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 
 
@@ -28,40 +27,33 @@ class Diagnosis:
 
 
 def diagnose(facts: Facts) -> Diagnosis:
-    """The first rule that fits: those about a certain event first, then what was said, then what is left."""
-    for rule in RULES:
-        if rule.events and rule.says and _asks_for(rule, facts) and (match := rule.says.search(facts.reason)):
-            return _made(rule, facts, match, "")
-    told = _own_message(facts)
+    """The first rule that knows the failure's cause code or its text; then what is left."""
     for where, text in _texts(facts):
         for rule in RULES:
-            asked = not rule.events and not rule.late and (rule.own or where or not told)
+            if rule.last:
+                continue
+            if not where and facts.cause in rule.causes:
+                return _made(rule, facts, None, "")
+            asked = rule.own or where or facts.own_error is None
             if asked and rule.says and (match := rule.says.search(text)):
                 return _made(rule, facts, match, where)
-        if told and not where:
-            got = f" (got {printable(told.got)})" if told.got else ""
-            return Diagnosis(OWN_MESSAGE, f"{printable(told.where)}: {printable(told.what)}{got}", printable(told.todo))
-    for rule in RULES:
-        match = rule.says.search(facts.reason) if rule.says and rule.late else None
-        if _asks_for(rule, facts) and (match or not rule.says):
+        if (own := facts.own_error) is not None and not where:
+            got = f" (got {printable(own.got)})" if own.got else ""
+            return Diagnosis(OWN_MESSAGE, f"{printable(own.where)}: {printable(own.what)}{got}", printable(own.todo))
+    for rule in (rule for rule in RULES if rule.last):
+        match = rule.says.search(facts.upstream) if rule.says else None
+        if match or facts.cause in rule.causes or (not rule.causes and _is_about(rule, facts)):
             return _made(rule, facts, match, "")
-    raise AssertionError("the last rule asks for nothing")
+    raise AssertionError("the last rule fits every failure")
 
 
-def _own_message(facts: Facts) -> Problem | None:
-    """A message of our own says what to do itself; not an exception's, nor that another rank has gone."""
-    line = facts.reason.partition("\n")[0]
-    consequence = facts.failure is not None and facts.failure.event.get("consequence")
-    return None if consequence or _REPR.match(line) else Problem.parse(line)
-
-
-def _asks_for(rule: Rule, facts: Facts) -> bool:
+def _is_about(rule: Rule, facts: Facts) -> bool:
     return (not rule.events or facts.kind in rule.events) and (not rule.kernel or bool(facts.kernel))
 
 
 def _texts(facts: Facts) -> Iterator[tuple[str, str]]:
-    """Where a rule looks, the failed rank's own words first."""
-    yield "", facts.reason
+    """Where a rule's text is searched, the failed rank's own reason first."""
+    yield "", facts.upstream
     if facts.log:
         assert facts.failure is not None
         yield f"logs/rank-{facts.failure.rank}.log", facts.log
@@ -100,3 +92,29 @@ def printable(text: str) -> str:
     """Without what a terminal would obey; cut to the length of a few lines."""
     clean = _CONTROL.sub("", text)
     return clean if len(clean) <= _LENGTH else f"{clean[:_LENGTH]}…"
+
+
+def report(facts: Facts, diagnosis: Diagnosis) -> str:
+    """A line each for who, what it said, the last steps, the cause, what to do."""
+    return "\n".join(f"  {name:<8} {text}" for name, text in _lines(facts, diagnosis))
+
+
+def _lines(facts: Facts, diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
+    time = "" if facts.failure is None else str(facts.failure.event.get("time", ""))
+    yield "first", facts.who + (f", {time[:19].replace('T', ' ')} UTC" if time else "")
+    if facts.reason:
+        yield "error", printable(facts.reason.splitlines()[0])
+    if facts.steps:
+        yield (
+            "steps",
+            ", ".join(
+                f"{step.iteration}: {'not finite' if step.loss is None else f'{step.loss:.4f}'}" for step in facts.steps
+            ),
+        )
+    else:
+        yield "steps", "none was logged"
+    if diagnosis.seen:
+        yield "seen", diagnosis.seen
+    yield "cause", diagnosis.cause
+    yield "remedy", diagnosis.remedy
+    yield "rule", f"{diagnosis.rule} (docs/triage.md)"

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from tridock.errors import Problem
 from tridock.triage.first_failure import FirstFailure, first_failure
 
 _STEPS: Final = 5
-_RESTARTED: Final = "tridock: restart "
 _GIB: Final = 2**30
 
 
@@ -49,6 +49,25 @@ class Facts:
         return "" if self.failure is None else str(self.failure.event.get("event", ""))
 
     @property
+    def cause(self) -> str:
+        """The code of the failure; empty where no event tells of it."""
+        return "" if self.failure is None else str(self.failure.event.get("cause", ""))
+
+    @property
+    def own_error(self) -> Problem | None:
+        """The error of Tridock's own that the run failed of; it says what to do itself. None for a consequence."""
+        if self.failure is None or self.failure.event.get("consequence"):
+            return None
+        return self.failure.problem
+
+    @property
+    def upstream(self) -> str:
+        """What of the reason is not Tridock's text: an exception, or the value in an error of its own."""
+        if self.failure is None or self.failure.seen:
+            return ""
+        return self.reason if self.failure.problem is None else self.failure.problem.got
+
+    @property
     def who(self) -> str:
         """The rank and its node."""
         if self.failure is None:
@@ -77,7 +96,7 @@ def facts_of(answers: Mapping[str, Mapping[str, Any]], head: str, exit_code: int
         first,
         reason=_reason(first, log),
         log=log,
-        launcher=_since_restart(str(told.get("launcher") or "")),
+        launcher=str(told.get("launcher") or ""),
         steps=_steps(told.get("metrics") or ()),
         planned="" if rank is None else _planned(plan, ranks.get(rank)),
         kernel=tuple(answers.get(place, {}).get("kernel") or ()),
@@ -95,11 +114,6 @@ def _reason(first: FirstFailure | None, log: str) -> str:
     name = re.match(r"(\w+)\(", said)
     traced = name and re.findall(rf"^(?:\w+\.)*{name[1]}: .+", log, re.MULTILINE)
     return str(traced[-1]) if traced else said
-
-
-def _since_restart(text: str) -> str:
-    """A run that was started again wrote its earlier failures into the same file."""
-    return text.rpartition(_RESTARTED)[2]
 
 
 def _steps(metrics: Sequence[Mapping[str, Any]]) -> tuple[Step, ...]:

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tridock.contracts.events import Event
 from tridock.errors import Problem
 
 _LENGTH = 300
 # The supervisor's verdicts, and what a node says that heard no more of it: that tells where there is none of these.
-_SEEN = ("rank_died", "rank_hung", "node_lost", "launcher_ended", "head_lost")
+_SEEN = (Event.RANK_DIED, Event.RANK_HUNG, Event.NODE_LOST, Event.LAUNCHER_ENDED, Event.HEAD_LOST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,12 @@ class FirstFailure:
     seen: bool = False
     event: Mapping[str, Any] = field(default_factory=dict, compare=False)
     """What ``events.jsonl`` holds of it; of a rank that ended without a word, what another says that lost it."""
+
+    @property
+    def problem(self) -> Problem | None:
+        """The error of Tridock's own that the event records."""
+        recorded = self.event.get("problem")
+        return Problem(**recorded) if recorded else None
 
     def __str__(self) -> str:
         if self.seen:
@@ -66,24 +73,24 @@ def _without_a_word(others: Sequence[int]) -> str:
 
 
 def _essence(event: Mapping[str, Any]) -> str:
-    """The first line of a reason, and of a message of ours what is wrong; the log has the rest."""
+    """The first line of a reason, and of one of Tridock's errors what is wrong; the log has the rest."""
     lines = str(event.get("reason") or "").strip().splitlines() or ["no reason on record"]
-    problem = Problem.parse(lines[0])
-    return (f"{problem.where}: {problem.what}" if problem else lines[0])[:_LENGTH]
+    problem = event.get("problem")
+    return (f"{problem['where']}: {problem['what']}" if problem else lines[0])[:_LENGTH]
 
 
 def _weight(event: Mapping[str, Any]) -> bool:
-    return str(event["event"]) == "head_lost"
+    return str(event["event"]) == Event.HEAD_LOST
 
 
 def _is_failure(event: Mapping[str, Any]) -> bool:
-    return event["event"] == "run_failed" and "rank" in event
+    return str(event["event"]) == Event.RUN_FAILED and "rank" in event
 
 
 def _last_attempt(files: Iterable[bytes]) -> list[dict[str, Any]]:
     """The events since the run was last started again, by the clock: only the head's file says that it was."""
     events = [event for content in files for event in _events(content)]
-    restarts = [str(event.get("time")) for event in events if event["event"] == "run_restarted"]
+    restarts = [str(event.get("time")) for event in events if event["event"] == Event.RUN_RESTARTED]
     return [event for event in events if not restarts or str(event.get("time")) > max(restarts)]
 
 

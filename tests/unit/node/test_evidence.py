@@ -11,6 +11,7 @@ import pytest
 
 from tests.unit.node.conftest import answer, node, wait_until
 from tridock.contracts import run_folder
+from tridock.contracts.events import Event, append_event
 from tridock.node.agent import evidence as evidence_
 from tridock.node.agent.flight_recorder import last_collectives
 from tridock.triage import diagnose, facts_of
@@ -55,6 +56,17 @@ def test_a_launcher_that_ends_of_itself(make_run: MakeRun, script: str, rule: st
     (folder / run_folder.EVENTS).unlink()
     (folder / run_folder.LAUNCHER_LOG).unlink()
     assert diagnose(facts_of({"here": answer("evidence", str(folder))}, "here", 3)).rule == "unknown"
+
+
+def test_of_a_run_that_was_started_again_the_last_attempt(make_run: MakeRun) -> None:
+    folder = make_run("exit 0")
+    (folder / "logs").mkdir()
+    earlier = "CUDA out of memory\n"
+    (folder / run_folder.LAUNCHER_LOG).write_text(f"{earlier}tridock: started again\nEADDRINUSE\n")
+    append_event(folder, Event.RUN_RESTARTED, attempt=1, iteration=0, reason="x", log_bytes=len(earlier))
+    found = answer("evidence", str(folder))
+    assert found["launcher"] == "tridock: started again\nEADDRINUSE"
+    assert diagnose(facts_of({"a": found}, "a", 4)).rule == "address-in-use"
 
 
 KMSG = (

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tridock.contracts.events import Cause, Event
 from tridock.contracts.heartbeat import PHASES
 from tridock.contracts.supervision import Supervision
 from tridock.node.supervisor.restart import Made, refusal
@@ -47,22 +48,25 @@ def dead(rank: int = 0, status: int | None = signal.SIGKILL, **changes: object) 
 
 
 @pytest.mark.parametrize(
-    ("status", "reason"),
+    ("status", "cause", "reason"),
     [
-        (signal.SIGKILL, "was ended by SIGKILL after iteration 7"),
-        (signal.SIGSEGV | 0x80, "was ended by SIGSEGV after iteration 7"),
-        (40, "was ended by signal 40 after iteration 7"),
-        (3 << 8, "left with exit code 3 after iteration 7"),
-        (0, "left with exit code 0 after iteration 7"),
-        (None, "ended without a word after iteration 7"),
+        (signal.SIGKILL, Cause.RANK_SIGNALLED, "was ended by SIGKILL after iteration 7"),
+        (signal.SIGSEGV | 0x80, Cause.RANK_SIGNALLED, "was ended by SIGSEGV after iteration 7"),
+        (40, Cause.RANK_SIGNALLED, "was ended by signal 40 after iteration 7"),
+        (3 << 8, Cause.RANK_EXITED, "left with exit code 3 after iteration 7"),
+        (0, Cause.RANK_EXITED, "left with exit code 0 after iteration 7"),
+        (None, Cause.RANK_VANISHED, "ended without a word after iteration 7"),
     ],
 )
-def test_how_a_rank_died(status: int | None, reason: str) -> None:
-    assert first_death({"a": [rank_status(0)], "b": [dead(1, status)]}) == Verdict("rank_died", reason, "b", 1)
+def test_how_a_rank_died(status: int | None, cause: Cause, reason: str) -> None:
+    assert first_death({"a": [rank_status(0)], "b": [dead(1, status)]}) == Verdict(cause, reason, "b", 1)
+    assert cause.event is Event.RANK_DIED
 
 
 def test_a_rank_that_the_kernel_killed_for_memory() -> None:
     found = first_death({"a": [dead(1, killed_for_memory=True, iteration=0)]})
+    assert found is not None
+    assert found.cause is Cause.RANK_KILLED_FOR_MEMORY
     assert str(found) == "rank 1 on a was killed by the kernel, out of memory before its first step"
     # Another signal has another cause.
     assert "SIGSEGV" in str(first_death({"a": [dead(1, signal.SIGSEGV, killed_for_memory=True)]}))
@@ -70,17 +74,17 @@ def test_a_rank_that_the_kernel_killed_for_memory() -> None:
 
 def test_a_rank_that_failed_of_itself_comes_with_its_own_exit_code() -> None:
     look = {"a": [rank_status(3, phase="failed", code=2, age_s=0.5)], "b": [rank_status(4, phase="lost", alive=False)]}
-    assert first_death(look) == Verdict("rank_failed", "failed", "a", 3, 2)
+    assert first_death(look) == Verdict(Cause.RANK_FAILED, "failed", "a", 3, 2)
 
 
 def test_the_first_of_several_is_named() -> None:
     killed, failed = dead(1, gone_s=2.0), rank_status(0, phase="failed", code=4, age_s=1.0)
     found = first_death({"a": [failed], "b": [killed]})
     assert found is not None
-    assert (found.kind, found.rank) == ("rank_died", 1)
+    assert (found.cause, found.rank) == (Cause.RANK_SIGNALLED, 1)
     found = first_death({"a": [replace(failed, age_s=3.0)], "b": [killed]})
     assert found is not None
-    assert (found.kind, found.rank) == ("rank_failed", 0)
+    assert (found.cause, found.rank) == (Cause.RANK_FAILED, 0)
 
 
 def test_who_only_lost_another_is_not_the_first_and_is_named_only_alone() -> None:
@@ -90,7 +94,7 @@ def test_who_only_lost_another_is_not_the_first_and_is_named_only_alone() -> Non
     assert found.rank == 1
     assert first_death({"a": [lost]}) is None
     assert left_behind({"a": [replace(lost, age_s=LOST_S)]}) is None
-    assert left_behind({"a": [lost, rank_status(1)]}) == Verdict("rank_failed", "lost another rank", "a", 0, 4)
+    assert left_behind({"a": [lost, rank_status(1)]}) == Verdict(Cause.RANK_FAILED, "lost another rank", "a", 0, 4)
 
 
 def test_a_rank_that_has_ended_well_is_no_death() -> None:
@@ -211,7 +215,7 @@ def test_a_session_that_the_launcher_lost() -> None:
     log = b"node-1: iteration 3\npdsh@node-1: node-2: ssh exited with exit code 255\nnode-1: more\n"
     found = lost_session(log)
     assert found is not None
-    assert found.kind == "node_lost"
+    assert found.cause is Cause.SSH_SESSION_LOST
     assert str(found) == "node-2 dropped the ssh session in which its ranks were started"
     # Any other code is that of the launcher's own part there.
     assert lost_session(log.replace(b"255", b"4")) is None

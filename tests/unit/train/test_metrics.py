@@ -4,12 +4,13 @@ import json
 import re
 from pathlib import Path
 
-from tridock.train.rank.metrics import Metrics, append_line, record_event
+from tridock.contracts.events import Event, append_event, append_line
+from tridock.train.rank.metrics import Metrics
 
 
 def test_events_have_time_and_name(tmp_path: Path) -> None:
-    record_event(tmp_path, "run_started", run="a")
-    record_event(tmp_path, "run_failed", rank=1, reason="no")
+    append_event(tmp_path, Event.RUN_STARTED, run="a")
+    append_event(tmp_path, Event.RUN_FAILED, rank=1, reason="no")
     first, second = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", first.pop("time"))
     assert first == {"event": "run_started", "run": "a"}

@@ -11,7 +11,7 @@ from tridock.triage.first_failure import FirstFailure, first_failure
 NODES = {0: "a", 1: "a", 2: "b", 3: "b"}
 
 
-def failed(rank: int, second: int, reason: str = "boom", **kind: bool) -> bytes:
+def failed(rank: int, second: int, reason: str = "boom", **kind: object) -> bytes:
     event = {"time": f"2026-01-01T00:00:{second:02d}.000+00:00", "event": "run_failed", "rank": rank, "reason": reason}
     return json.dumps({**event, **kind}).encode() + b"\n"
 
@@ -39,8 +39,11 @@ def test_a_rank_that_a_signal_ended_says_nothing_itself(lost: tuple[int, ...], m
 
 
 def test_of_a_message_of_ours_its_beginning_is_enough() -> None:
-    words = "data.data_path: no such file; got x.bin; bring the data here"
-    assert str(first_failure({"a": failed(2, 1, words)}, NODES)) == "rank 2 on b first: data.data_path: no such file"
+    problem = {"where": "data.data_path", "what": "no such file", "got": "x.bin", "todo": "bring the data here"}
+    assert (
+        str(first_failure({"a": failed(2, 1, "whatever it says", problem=problem)}, NODES))
+        == "rank 2 on b first: data.data_path: no such file"
+    )
 
 
 def test_of_two_the_earlier() -> None:

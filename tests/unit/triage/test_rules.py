@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.triage import PROVOKED
+from tridock.contracts.events import Cause, Event
 from tridock.triage import RULES, Diagnosis, Facts, diagnose, report
 from tridock.triage.diagnosis import OWN_MESSAGE
 from tridock.triage.facts import Step, facts_of, stuck_rank
@@ -25,18 +26,23 @@ def failed(reason: str, kind: str = "run_failed", **fields: object) -> Facts:
     return Facts(4, FirstFailure(1, "b", reason, seen=kind != "run_failed", event=event), reason)
 
 
+def seen(cause: Cause, reason: str) -> Facts:
+    return failed(reason, cause.event, cause=cause)
+
+
 def launched(text: str) -> Facts:
     return Facts(4, launcher=text)
 
 
 # What cannot be done to a machine without GPUs, or takes a minute: the words of upstream's source, and of reports.
 RECORDED = {
-    "collective-does-not-end": failed(
-        "hangs, as do all 2 ranks: a collective that does not end at x.py:1 in f; no progress for 31 s", "rank_hung"
+    "collective-does-not-end": seen(
+        Cause.COLLECTIVE_HUNG,
+        "hangs, as do all 2 ranks: a collective that does not end at x.py:1 in f; no progress for 31 s",
     ),
-    "rank-hung": failed("hangs while others wait for it at x.py:1 in f; no progress for 31 s", "rank_hung"),
-    "head-lost": failed("heard nothing from the head for 21 s", "head_lost"),
-    "node-lost": failed("has not answered for 21 s", "node_lost"),
+    "rank-hung": seen(Cause.RANK_HUNG, "hangs while others wait for it at x.py:1 in f; no progress for 31 s"),
+    "head-lost": seen(Cause.HEAD_SILENT, "heard nothing from the head for 21 s"),
+    "node-lost": seen(Cause.NODE_SILENT, "has not answered for 21 s"),
     "killed-for-memory-on-host": Facts(
         137,
         FirstFailure(1, "b", "was ended by SIGKILL after iteration 3", event={"event": "rank_died", "rank": 1}),
@@ -103,7 +109,11 @@ def test_nothing_is_known() -> None:
 def test_a_message_of_ours_says_what_to_do_itself() -> None:
     """Even where words in it are those of another rule."""
     reason = "/w/ds_config.json: cannot be read; got No such file or directory; start the run with `fab launch`"
-    assert diagnose(failed(reason)) == Diagnosis(
+    problem = {
+        "where": "/w/ds_config.json", "what": "cannot be read", "got": "No such file or directory",
+        "todo": "start the run with `fab launch`",
+    }  # fmt: skip
+    assert diagnose(failed(reason, cause=Cause.REFUSED, problem=problem)) == Diagnosis(
         OWN_MESSAGE,
         "/w/ds_config.json: cannot be read (got No such file or directory)",
         "start the run with `fab launch`",
@@ -164,9 +174,23 @@ def test_no_answer_at_all() -> None:
     )
 
 
-def test_earlier_failures_of_a_run_that_was_started_again_do_not_count() -> None:
-    text = "CUDA out of memory\ntridock: restart 1 of at most 3, from the beginning\nEADDRINUSE\n"
-    assert diagnose(facts_of({"a": {"launcher": text}}, "a", 4)).rule == "address-in-use"
+@pytest.mark.parametrize("reason", ["the loss is not finite", "was killed by the kernel, out of memory", "hangs"])
+def test_tridocks_own_text_tells_nothing_without_its_cause_code(reason: str) -> None:
+    for facts in (failed(reason), failed(reason, Event.RANK_HUNG), launched(reason)):
+        assert diagnose(facts).rule == "unknown"
+
+
+def test_every_code_that_a_rule_is_about_finds_it() -> None:
+    for rule in RULES:
+        for cause in rule.causes:
+            assert diagnose(seen(cause, "whatever it says")).rule == rule.name
+
+
+def test_the_value_in_an_error_of_tridocks_is_upstreams() -> None:
+    problem = {"where": "rendezvous", "what": "the ranks did not meet", "got": "", "todo": "see the launcher's log"}
+    for got, rule in (("no answer", "rendezvous"), ("Unable to find address for: eth7", "no-such-interface")):
+        facts = failed("rendezvous: …", cause=Cause.RENDEZVOUS_FAILED, problem={**problem, "got": got})
+        assert diagnose(facts).rule == rule
 
 
 def test_a_terminal_obeys_nothing_of_a_log() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from tridock.contracts import run_folder
-from tridock.contracts.events import read_lines
+from tridock.contracts.events import Event, events_of, read_lines
 from tridock.node.agent.flight_recorder import last_collectives
 
 _LOG_BYTES: Final = 8000
@@ -31,7 +31,7 @@ def evidence(folder: Path) -> dict[str, object]:
     return {
         "events": _text(folder / run_folder.EVENTS),
         "logs": {rank: _end(path) for rank, path in logs.items() if rank.isdecimal()},
-        "launcher": _end(folder / run_folder.LAUNCHER_LOG),
+        "launcher": _end(folder / run_folder.LAUNCHER_LOG, _log_offset(folder)),
         "metrics": training[-_STEPS:],
         "plan": _plan(folder),
         "kernel": _kernel(folder),
@@ -46,10 +46,16 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _end(path: Path) -> str:
+def _log_offset(folder: Path) -> int:
+    """Where the launcher's output of the last attempt begins: a restarted run's earlier failures stand before it."""
+    restarts = events_of(folder, Event.RUN_RESTARTED)
+    return int(str(restarts[-1].get("log_bytes", 0))) if restarts else 0
+
+
+def _end(path: Path, first: int = 0) -> str:
     try:
         with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))
+            file.seek(max(first, file.seek(0, os.SEEK_END) - _LOG_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
     except FileNotFoundError:
         return ""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from tridock.contracts import heartbeat, run_folder
-from tridock.contracts.events import append_event
+from tridock.contracts.events import Cause, Event, append_event
 from tridock.node.agent.processes import find_processes, stop_processes
 from tridock.node.agent.rank_status import RankMonitor
 from tridock.node.agent.spare_lock import release
@@ -120,7 +120,7 @@ class NodeAgent:
         """Ends the run's processes here, because the head is lost."""
         if find_processes(self._folder.name):
             reason = f"heard nothing from the head for {silence_s:.0f} s"
-            append_event(self._folder, "head_lost", node=self._node, reason=reason)
+            append_event(self._folder, Event.HEAD_LOST, node=self._node, cause=Cause.HEAD_SILENT, reason=reason)
             stop_processes(self._folder.name, _GRACE_S)
             # A head that comes back must not mistake this for an end of the ranks' own.
             self._monitor.reset()

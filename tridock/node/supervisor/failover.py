@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from tridock.contracts import run_folder
-from tridock.contracts.events import append_event
+from tridock.contracts.events import Event, append_event
 from tridock.contracts.supervision import Reach, Supervision
 from tridock.errors import ClusterError, Problem
 from tridock.node.agent.spare_lock import busy_with
@@ -77,7 +77,7 @@ def move(folder: Path, supervision: Supervision, lost: Sequence[str], *, anew: b
     for name, content in _archive(files):
         run_folder.write_atomic(folder / name, content)
     about = {"lost": list(lost), "nodes": found["nodes"], "layout": found["layout"], "world_size": found["world_size"]}
-    append_event(folder, "run_moved", **about, reason=found["words"] + unready)
+    append_event(folder, Event.RUN_MOVED, **about, reason=found["words"] + unready)
     return Moved(found["words"] + unready, after)
 
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tridock.contracts import run_folder
-from tridock.contracts.events import read_lines
+from tridock.contracts.events import Event, events_of
 from tridock.contracts.supervision import Supervision
 from tridock.errors import RequestError
 from tridock.node.supervisor.verdict import Verdict
@@ -44,10 +43,9 @@ def cannot_help(verdict: Verdict, folder: Path, events_before: int) -> str | Non
     """Why the same would happen again; None where it need not."""
     if verdict.code == RequestError.exit_code:
         return "the request is wrong"
-    events = read_lines(folder / run_folder.EVENTS)
-    if any(event.get("event") == "run_finished" for event in events):
+    if events_of(folder, Event.RUN_FINISHED):
         return "the training had come to its end"
-    if any(event.get("event") == "run_failed" and event.get("agreed") for event in events[events_before:]):
+    if any(event.get("agreed") for event in events_of(folder, Event.RUN_FAILED, events_before)):
         return "every rank found the same"
     return None
 

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Final
 
 from tridock.contracts import heartbeat, run_folder
-from tridock.contracts.events import append_event, has_event, read_lines
+from tridock.contracts.events import Cause, Event, append_event, events_of, read_lines
 from tridock.contracts.supervision import Supervision
 from tridock.node.agent.processes import find_processes
 from tridock.node.probes import ports
@@ -104,9 +104,9 @@ class Course:
             return run_folder.EXIT_PREEMPTED, None
         if verdict is None and not self._is_stopped():
             verdict = self._inquest()
-        if verdict is not None and verdict.kind != "launcher_ended":
+        if verdict is not None and verdict.cause is not Cause.LAUNCHER_EXITED:
             self._record(verdict)
-        if verdict is not None and verdict.kind in ("rank_failed", "rank_died"):
+        if verdict is not None and verdict.cause.event in (Event.RUN_FAILED, Event.RANK_DIED):
             self._wait_for_launcher(_OWN_END_S)
         if verdict is None and not self._is_stopped():
             self._wait_for_the_last(_OWN_END_S)
@@ -115,7 +115,7 @@ class Course:
             return run_folder.EXIT_STOPPED, None
         if verdict is None:
             return 0, None
-        if verdict.kind == "launcher_ended":
+        if verdict.cause is Cause.LAUNCHER_EXITED:
             verdict = self._lost_session() or self._silent_node() or verdict
             self._record(verdict)
         return verdict.code, verdict
@@ -172,11 +172,11 @@ class Course:
     def _launchers_end(self) -> Verdict:
         returned = self._returned() or 0
         if returned < 0:
-            return Verdict("launcher_ended", f"was ended by {signal_name(-returned)}", code=128 - returned)
+            return Verdict(Cause.LAUNCHER_EXITED, f"was ended by {signal_name(-returned)}", code=128 - returned)
         if returned == 0:
             # DeepSpeed's runner exits 0 where its own child was killed by a signal.
-            return Verdict("launcher_ended", "ended with 0, but rank 0 never finished")
-        return Verdict("launcher_ended", f"ended with exit code {returned}", code=returned)
+            return Verdict(Cause.LAUNCHER_EXITED, "ended with 0, but rank 0 never finished")
+        return Verdict(Cause.LAUNCHER_EXITED, f"ended with exit code {returned}", code=returned)
 
     def _lost_session(self) -> Verdict | None:
         with (self._folder / run_folder.LAUNCHER_LOG).open("rb") as log:
@@ -225,7 +225,7 @@ class Course:
 
         A launcher that lost the connection to a node says that it failed, whatever its ranks did there.
         """
-        if not has_event(self._folder, "run_finished"):
+        if not events_of(self._folder, Event.RUN_FINISHED):
             return False
         if self._returned() == 0:
             return True
@@ -234,17 +234,16 @@ class Course:
         return bool(ranks) and ended == ranks
 
     def _is_preempted(self) -> bool:
-        events = read_lines(self._folder / run_folder.EVENTS)[self._events_before :]
-        return any(event.get("event") == "run_preempted" for event in events)
+        return bool(events_of(self._folder, Event.RUN_PREEMPTED, self._events_before))
 
     def _is_stopped(self) -> bool:
         return (self._folder / run_folder.STOPPED).exists()
 
     def _record(self, verdict: Verdict) -> None:
-        if verdict.kind != "rank_failed":
-            about = {"rank": verdict.rank, "node": verdict.node, "exit_code": verdict.code}
+        if verdict.cause is not Cause.RANK_FAILED:
+            about = {"rank": verdict.rank, "node": verdict.node, "exit_code": verdict.code, "cause": verdict.cause}
             known = {name: value for name, value in about.items() if value is not None}
-            append_event(self._folder, verdict.kind, **known, reason=verdict.reason)
+            append_event(self._folder, verdict.cause.event, **known, reason=verdict.reason)
         self._say(str(verdict))
 
     def _say(self, words: str) -> None:
@@ -265,13 +264,14 @@ class Course:
         if self._is_stopped():
             return False
         if why is not None:
-            append_event(self._folder, "not_restarted", reason=why)
+            append_event(self._folder, Event.NOT_RESTARTED, reason=why)
             self._say(f"not restarted: {why}")
             return False
         iteration = checkpoint_iteration(self._supervision, self._began)
         self._made.append(Made(time.monotonic(), reached))
+        log_bytes = (self._folder / run_folder.LAUNCHER_LOG).stat().st_size
         fields = {"attempt": len(self._made), "iteration": iteration or 0, "reason": str(verdict)}
-        append_event(self._folder, "run_restarted", **fields)
+        append_event(self._folder, Event.RUN_RESTARTED, **fields, log_bytes=log_bytes)
         origin = "the beginning" if iteration is None else f"the checkpoint of iteration {iteration}"
         self._say(f"restart {len(self._made)} of at most {self._supervision.max_restarts}, from {origin}")
         self.begin(run_folder.LAUNCH_SCRIPT if iteration is None else run_folder.RESUME_SCRIPT)
@@ -279,7 +279,7 @@ class Course:
 
     def _is_schedulers(self, verdict: Verdict) -> str | None:
         """A scheduler replaces a lost node, and ends the job for that."""
-        if self._supervision.scheduler is not None and verdict.kind == "node_lost":
+        if self._supervision.scheduler is not None and verdict.cause.event is Event.NODE_LOST:
             return f"{self._supervision.scheduler} gives the job other nodes"
         return None
 

@@ -7,9 +7,10 @@ import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from tridock.contracts import heartbeat
+from tridock.contracts.events import Cause
 from tridock.errors import RunError
 
 NODE_SILENCE_S: Final = 20.0
@@ -61,19 +62,14 @@ class RankStatus:
         return cls(**fields)
 
 
-Kind = Literal["rank_failed", "rank_died", "rank_hung", "node_lost", "launcher_ended"]
-
-
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Why a run is over: the event to record, what it is about, and the exit code that it comes to.
+    """Why a run is over: its cause code, the node and rank at fault, and the exit code of the run.
 
-    ``reason`` goes on where its subject leaves off: ``was ended by SIGKILL``.
-
-    A rank that failed of itself (``rank_failed``) has recorded that already.
+    ``reason`` is a sentence without its subject: ``was ended by SIGKILL``.
     """
 
-    kind: Kind
+    cause: Cause
     reason: str
     node: str | None = None
     rank: int | None = None
@@ -100,8 +96,8 @@ def first_death(look: Look) -> Verdict | None:
         return None
     _, node, status = max(found, key=lambda entry: (entry[0], -entry[2].rank))
     if status.phase == heartbeat.FAILED:
-        return Verdict("rank_failed", "failed", node, status.rank, status.code or RunError.exit_code)
-    return Verdict("rank_died", ending(status), node, status.rank)
+        return Verdict(Cause.RANK_FAILED, "failed", node, status.rank, status.code or RunError.exit_code)
+    return Verdict(*ending(status), node, status.rank)
 
 
 def _has_failed(status: RankStatus) -> bool:
@@ -114,18 +110,18 @@ def _since(status: RankStatus) -> float:
     return status.age_s if status.phase == heartbeat.FAILED else status.gone_s
 
 
-def ending(status: RankStatus) -> str:
-    """How a dead rank ended, in words."""
+def ending(status: RankStatus) -> tuple[Cause, str]:
+    """Why a dead rank ended, as a code and as a sentence without its subject."""
     after = f"after iteration {status.iteration}" if status.iteration else "before its first step"
     if status.wait_status is None:
-        how = "ended without a word"
+        cause, how = Cause.RANK_VANISHED, "ended without a word"
     elif number := status.wait_status & 0x7F:
-        how = f"was ended by {signal_name(number)}"
+        cause, how = Cause.RANK_SIGNALLED, f"was ended by {signal_name(number)}"
         if number == signal.SIGKILL and status.killed_for_memory:
-            how = "was killed by the kernel, out of memory"
+            cause, how = Cause.RANK_KILLED_FOR_MEMORY, "was killed by the kernel, out of memory"
     else:
-        how = f"left with exit code {status.wait_status >> 8}"
-    return f"{how} {after}"
+        cause, how = Cause.RANK_EXITED, f"left with exit code {status.wait_status >> 8}"
+    return cause, f"{how} {after}"
 
 
 def signal_name(number: int) -> str:
@@ -144,7 +140,7 @@ def left_behind(look: Look) -> Verdict | None:
     if not found:
         return None
     node, status = max(found, key=lambda entry: entry[1].age_s)
-    return Verdict("rank_failed", "lost another rank", node, status.rank, status.code or RunError.exit_code)
+    return Verdict(Cause.RANK_FAILED, "lost another rank", node, status.rank, status.code or RunError.exit_code)
 
 
 def lost_node(silence_s: Mapping[str, float], words: Mapping[str, str]) -> Verdict | None:
@@ -155,7 +151,7 @@ def lost_node(silence_s: Mapping[str, float], words: Mapping[str, str]) -> Verdi
     seconds, node = max(late, key=lambda entry: entry[0])
     said = f" ({words[node]})" if words.get(node) else ""
     others = f", as has {', '.join(name for _, name in late if name != node)}" if len(late) > 1 else ""
-    return Verdict("node_lost", f"has not answered for {seconds:.0f} s{said}{others}", node)
+    return Verdict(Cause.NODE_SILENT, f"has not answered for {seconds:.0f} s{said}{others}", node)
 
 
 def lost_session(log: bytes) -> Verdict | None:
@@ -163,7 +159,7 @@ def lost_session(log: bytes) -> Verdict | None:
     found = _LOST_SESSION.search(log)
     if found is None:
         return None
-    return Verdict("node_lost", "dropped the ssh session in which its ranks were started", found[1].decode())
+    return Verdict(Cause.SSH_SESSION_LOST, "dropped the ssh session in which its ranks were started", found[1].decode())
 
 
 def late_ranks(look: Look, step_s: float | None, hang_s: float) -> list[tuple[str, RankStatus]]:
@@ -197,17 +193,18 @@ def hung(look: Look, late: Sequence[tuple[str, RankStatus]], stacks: Mapping[int
     behind = [entry for entry in living if entry[1].heartbeats == least]
     odd = _odd_ones(behind, stacks)
     if stopped := [entry for entry in living if entry[1].stopped_s >= _STOPPED_S]:
-        (node, status), how = stopped[0], "is stopped (SIGSTOP, or a debugger)"
+        (node, status), cause, how = stopped[0], Cause.RANK_STOPPED, "is stopped (SIGSTOP, or a debugger)"
     elif len(living) == 1:
-        (node, status), how = living[0], "hangs"
+        (node, status), cause, how = living[0], Cause.RANK_HUNG, "hangs"
     elif len(odd or behind) < len(living):
-        (node, status), how = (odd or behind)[0], "hangs while others wait for it"
+        (node, status), cause, how = (odd or behind)[0], Cause.RANK_HUNG, "hangs while others wait for it"
     else:
-        (node, status), how = behind[0], f"hangs, as do all {len(living)} ranks: a collective that does not end"
+        how = f"hangs, as do all {len(living)} ranks: a collective that does not end"
+        (node, status), cause = behind[0], Cause.COLLECTIVE_HUNG
     place = f" at {stacks[status.rank][0]}" if stacks.get(status.rank) and not stopped else ""
     waited = max(status.age_s for _, status in late)
     after = f"phase {status.phase} after iteration {status.iteration}"
-    return Verdict("rank_hung", f"{how}{place}; no progress for {waited:.0f} s, {after}", node, status.rank)
+    return Verdict(cause, f"{how}{place}; no progress for {waited:.0f} s, {after}", node, status.rank)
 
 
 def _odd_ones(

@@ -7,12 +7,13 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from tridock.cluster import parse_hostfile
 from tridock.contracts import run_folder
+from tridock.contracts.events import Event, append_event, events_of, read_lines
+from tridock.contracts.run_state import LOCK
 from tridock.errors import ClusterError, Problem, RequestError, TridockError
 from tridock.experiment import dump_experiment
 from tridock.launchers import Slurm
@@ -28,7 +29,6 @@ from tridock.plan import Assumptions
 _FRUITLESS: Final = 2
 """Times that a run may be queued again without having come further."""
 _ORPHAN_S: Final = 60.0
-_SUPERVISED: Final = ".supervisor"
 _SESSION: Final = re.compile(r"PATH|LD_LIBRARY_PATH|VIRTUAL_ENV|(NCCL|GLOO|TORCH|HF|DS|OMP|UCX|FI)_\w+")
 
 
@@ -47,7 +47,7 @@ class Job:
 def supervise(job: Job) -> int:
     """Sees the run to its end, or to the end of this job's time; gives the exit code."""
     _require_job(job)
-    again = (job.folder / _SUPERVISED).exists()
+    again = (job.folder / LOCK).exists()
     # Where Slurm follows a job's processes by their parents, the supervisor outlives a job that is killed.
     patience_s = _ORPHAN_S if again and _noted_job(job.folder) == _job_name() else 0.0
     try:
@@ -55,7 +55,7 @@ def supervise(job: Job) -> int:
     except TridockError as error:
         run_folder.write_atomic(job.folder / run_folder.EXIT_CODE, f"{error.exit_code}\n".encode())
         raise
-    begun = _size(job.folder / run_folder.EVENTS)
+    begun = len(read_lines(job.folder / run_folder.EVENTS))
     code = start_and_follow(job.folder, ranks, again=again, patience_s=patience_s)
     if job.requeue and (reason := _reason(job.folder, code, begun)) is not None:
         _queue_again(job.folder, reason)
@@ -93,7 +93,7 @@ def _prepare(job: Job, again: bool) -> int:
         run_folder.write_atomic(kept, dump_experiment(prepared.experiment).encode())
     _write(job, prepared)
     note_job(folder, _job_name())
-    _record(folder, "job_started", job=_job_name(), nodes=list(slots), again=again)
+    append_event(folder, Event.JOB_STARTED, job=_job_name(), nodes=list(slots), again=again)
     return max(len(numbers) for numbers in slots.values())
 
 
@@ -156,14 +156,14 @@ def _reason(folder: Path, code: int, begun: int) -> str | None:
     """Why the job is to be queued again; None where it is not."""
     if code == run_folder.EXIT_PREEMPTED:
         return "its time was over, and it has saved"
-    lost = [event for event in _events(folder, begun) if event.get("event") == "node_lost"]
+    lost = events_of(folder, Event.NODE_LOST, begun)
     return f"{lost[-1].get('node')} was lost" if lost and code not in (0, run_folder.EXIT_STOPPED) else None
 
 
 def _queue_again(folder: Path, reason: str) -> None:
     reached = _reached(folder)
     goes_on = f"{reason}; it goes on from iteration {reached}"
-    before = [event for event in _events(folder) if event.get("event") == "job_requeued"]
+    before = events_of(folder, Event.JOB_REQUEUED)
     fruitless = [event for event in before if event.get("iteration") == reached]
     try:
         state, by_slurm = _job_state()
@@ -171,7 +171,7 @@ def _queue_again(folder: Path, reason: str) -> None:
         _not_queued(folder, f"not queued again: {error}", str(error))
         return
     if by_slurm:
-        _record(folder, "job_requeued", iteration=reached, reason=reason)
+        append_event(folder, Event.JOB_REQUEUED, iteration=reached, reason=reason)
         print(f"tridock: Slurm itself has queued it again: {goes_on}")
         return
     words = None
@@ -183,14 +183,14 @@ def _queue_again(folder: Path, reason: str) -> None:
         _not_queued(folder, f"not queued again: {words}", words)
         return
     # Said before: Slurm ends this job on the spot.
-    _record(folder, "job_requeued", iteration=reached, reason=reason)
+    append_event(folder, Event.JOB_REQUEUED, iteration=reached, reason=reason)
     print(f"tridock: queued again: {goes_on}")
     if (words := scheduler.requeue(os.environ["SLURM_JOB_ID"])) is not None and not _queued_after_all():
         _not_queued(folder, f"Slurm did not queue it again: {words}", words)
 
 
 def _not_queued(folder: Path, words: str, reason: str) -> None:
-    _record(folder, "job_not_requeued", reason=reason)
+    append_event(folder, Event.JOB_NOT_REQUEUED, reason=reason)
     print(f"tridock: {words}")
 
 
@@ -214,28 +214,8 @@ def _queued_after_all() -> bool:
 
 def _reached(folder: Path) -> int:
     """The iteration of the newest checkpoint that the run has told of."""
-    saved = [event.get("iteration") for event in _events(folder) if event.get("event") == "checkpoint_saved"]
+    saved = [event.get("iteration") for event in events_of(folder, Event.CHECKPOINT_SAVED)]
     return max((int(number) for number in saved if number is not None), default=0)
-
-
-def _events(folder: Path, begin: int = 0) -> list[dict[str, Any]]:
-    try:
-        with (folder / run_folder.EVENTS).open("rb") as file:
-            file.seek(begin)
-            lines = file.read().decode(errors="replace").splitlines()
-    except FileNotFoundError:
-        return []
-    return [json.loads(line) for line in lines if line.endswith("}")]
-
-
-def _record(folder: Path, event: str, **fields: object) -> None:
-    line = json.dumps({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **fields})
-    with (folder / run_folder.EVENTS).open("a") as file:
-        file.write(line + "\n")
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
 
 
 def _text(path: Path) -> str:

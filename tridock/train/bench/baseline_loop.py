@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from tridock.contracts import heartbeat
+from tridock.contracts.events import Event
 from tridock.experiment.schema import Experiment
 from tridock.train.models.gpt import GPT, Shape, parameter_groups
 from tridock.train.parallel.strategies import DTYPES
@@ -102,7 +103,7 @@ class BesideBare(Trainer):
     def run(self) -> None:
         super().run()
         self.event(
-            "beside_bare",
+            Event.BESIDE_BARE,
             steps=[turn.steps for turn in self.taken],
             engine_s=[round(turn.engine_s, 6) for turn in self.taken],
             bare_s=[round(turn.bare_s, 6) for turn in self.taken],

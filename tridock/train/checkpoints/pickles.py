@@ -71,6 +71,10 @@ _METADATA: Final = {
 }
 
 
+class ForeignObjectError(pickle.UnpicklingError):
+    """A checkpoint's ``.metadata`` holds an object that none of ours writes."""
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         module = "pathlib" if module == "pathlib._local" else module  # as Python 3.13 has it
@@ -80,7 +84,7 @@ class _MetadataUnpickler(pickle.Unpickler):
             return found
         if (module, name) == ("builtins", "getattr"):
             return _member
-        raise pickle.UnpicklingError(f"{module}.{name} does not belong into a checkpoint's .metadata")
+        raise ForeignObjectError(f"{module}.{name} does not belong into a checkpoint's .metadata")
 
 
 @contextmanager
@@ -93,3 +97,11 @@ def no_foreign_metadata() -> Iterator[None]:
 
     with replaced(filesystem, "pickle", SimpleNamespace(load=load)):
         yield
+
+
+def holds_foreign_object(error: BaseException) -> bool:
+    """Whether a :class:`ForeignObjectError` is behind an error; torch collects those of all ranks in ``failures``."""
+    failures = getattr(error, "failures", None)
+    if isinstance(failures, dict):
+        return any(holds_foreign_object(failure[0]) for failure in failures.values())
+    return isinstance(error, ForeignObjectError)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
+from tridock.contracts.events import Cause
 from tridock.engines import ENGINES, engine_of
 from tridock.errors import Problem, RequestError
 from tridock.experiment.schema import Experiment
@@ -79,7 +80,13 @@ def check_fit(folder: Path, saved: Progress, wanted: Progress) -> None:
         pairs.append(("parallel.zero_stage", saved.zero_stage, wanted.zero_stage))
         pairs.append(("precision", saved.precision, wanted.precision))
     problems = [
-        Problem(name, f"the checkpoint {folder} was saved with {there}", str(here), "use the same, or start anew")
+        Problem(
+            name,
+            f"the checkpoint {folder} was saved with {there}",
+            str(here),
+            "use the same, or start anew",
+            cause=Cause.CHECKPOINT_MISMATCH,
+        )
         for name, there, here in pairs
         if there != here
     ]

@@ -19,6 +19,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from tridock.contracts.events import Cause
 from tridock.data.dataset.indexed_dataset import IndexedDataset
 from tridock.data.dataset.manifest import manifest_path, read_manifest
 from tridock.data.dataset.split import SPLITS, share_bounds
@@ -102,6 +103,7 @@ class Samples:
                     "is too small for the data",
                     f"{self.vocab_size}, and token {int(sample.max())} in the {self.name} split",
                     "leave it out, or give the size of the tokenizer that made the data",
+                    cause=Cause.TOKEN_OUTSIDE_VOCABULARY,
                 )
             )
         return sample

@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Final
 
+from tridock.contracts.events import Cause
 from tridock.errors import Problem, RunError, TridockError
 
 _PARTS: Final = ("doc_idx", "sample_idx", "shuffle_idx")
@@ -60,7 +61,8 @@ def make(words: list[str], data_parallel_size: int) -> dict[str, object]:
                 (Path(folder) / name).replace(prefix.parent / name)
     except OSError as error:
         todo = "make the folder writable for the node's user, with room in it"
-        problem = Problem("index maps", "cannot be made beside the data", f"{error.strerror} in {prefix.parent}", todo)
+        got, cause = f"{error.strerror} in {prefix.parent}", Cause.INDEX_MAPS_NOT_WRITABLE
+        problem = Problem("index maps", "cannot be made beside the data", got, todo, cause=cause)
         raise RunError(problem) from None
     return {"made": len(made), "files": [*files, f"{prefix.name}{MARK}"]}
 

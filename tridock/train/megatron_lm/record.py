@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tridock.contracts import heartbeat
+from tridock.contracts.events import Cause, Event, append_event
 from tridock.contracts.run_folder import CHECKPOINT_LAYOUT, write_atomic
 from tridock.engines.megatron_lm.checkpoint_layout import CheckpointLayout
 from tridock.errors import Problem, RunError
@@ -20,7 +21,7 @@ from tridock.experiment.schema import Experiment
 from tridock.experiment.sizes import model_parameters
 from tridock.train.megatron_lm.checkpoint import UpstreamCheckpoints
 from tridock.train.rank import signals
-from tridock.train.rank.metrics import Metrics, record_event
+from tridock.train.rank.metrics import Metrics
 from tridock.train.rank.phases import (
     BACKWARD,
     CHECKPOINT,
@@ -71,7 +72,7 @@ class Recorder:
         heartbeat.beat(heartbeat.START, self.iteration)
         self.metrics.rewind(self.iteration)
         rows = int(self._upstream.get_args().padded_vocab_size)
-        self.event("model_built", parameters=model_parameters(self.experiment.model, rows), padded_vocab_size=rows)
+        self.event(Event.MODEL_BUILT, parameters=model_parameters(self.experiment.model, rows), padded_vocab_size=rows)
         with signals.saving() if self.experiment.train.save else nullcontext():
             end: int = self._original["train"](forward, model, *rest)
         self.iteration = end
@@ -147,7 +148,8 @@ class Recorder:
         )
         if not math.isfinite(loss):
             todo = "lower optimizer.lr, lengthen optimizer.lr_warmup_iters, or use fp32"
-            raise Agreed(RunError(Problem(f"iteration {iteration}", "the loss is not finite", str(loss), todo)))
+            what, cause = "the loss is not finite", Cause.LOSS_NOT_FINITE
+            raise Agreed(RunError(Problem(f"iteration {iteration}", what, str(loss), todo, cause=cause)))
 
     def evaluate(self, forward: Any, *given: Any, **named: Any) -> Any:
         """Keeps the loss that upstream prints; every batch is a sign of life."""
@@ -174,7 +176,9 @@ class Recorder:
         if self._loss is not None:
             split = "test" if "test" in prefix else "valid"
             self.metrics.evaluation(self.iteration, split, self._loss)
-            self.event("evaluation", iteration=self.iteration, split=split, loss=self._loss, seconds=round(seconds, 3))
+            self.event(
+                Event.EVALUATION, iteration=self.iteration, split=split, loss=self._loss, seconds=round(seconds, 3)
+            )
         self._logged_at += seconds  # not training time
 
     def save_checkpoint(self, iteration: int, *given: Any) -> None:
@@ -190,7 +194,7 @@ class Recorder:
             with self.phases.inside(CHECKPOINT):
                 folder = self._checkpoints.save(self._original["save_checkpoint"], iteration, *given)
         except Agreed as failed:
-            self.event("checkpoint_failed", iteration=iteration, reason=str(failed))
+            self.event(Event.CHECKPOINT_FAILED, iteration=iteration, reason=str(failed))
             if iteration == self.experiment.train.train_iters or self._leaves:
                 raise
             self._say(f"warning: iteration {iteration} is not saved, and the run goes on:\n{failed}")
@@ -198,7 +202,7 @@ class Recorder:
             self._saved = iteration
             self._note_layout(folder.parent)
             seconds = round(time.monotonic() - started, 3)
-            self.event("checkpoint_saved", iteration=iteration, folder=str(folder), seconds=seconds)
+            self.event(Event.CHECKPOINT_SAVED, iteration=iteration, folder=str(folder), seconds=seconds)
         heartbeat.beat(heartbeat.TRAIN)
         self._logged_at += time.monotonic() - started  # not training time
 
@@ -214,12 +218,12 @@ class Recorder:
         """Notes where the run goes on."""
         load = self._original["load_checkpoint"]
         iteration = self._checkpoints.load(load, self._pass_over, *given, **named)
-        self.event("checkpoint_loaded", folder=str(self._upstream.get_args().load), iteration=iteration)
+        self.event(Event.CHECKPOINT_LOADED, folder=str(self._upstream.get_args().load), iteration=iteration)
         return iteration
 
     def _pass_over(self, folder: Path, problems: Sequence[Problem]) -> None:
         reasons = [str(problem) for problem in problems]
-        self.event("checkpoint_rejected", folder=str(folder), reasons=reasons)
+        self.event(Event.CHECKPOINT_REJECTED, folder=str(folder), reasons=reasons)
         self._say("\n".join([f"warning: {folder} is not whole, and is passed over:", *reasons]))
 
     @cached_property
@@ -231,10 +235,10 @@ class Recorder:
         if self.first:
             print(line, flush=True)
 
-    def event(self, event: str, **fields: object) -> None:
+    def event(self, event: Event, **fields: object) -> None:
         """A line for programs, from rank 0."""
         if self.first:
-            record_event(self.run_folder, event, **fields)
+            append_event(self.run_folder, event, **fields)
 
 
 class _Timed:

@@ -4,34 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tridock.contracts.run_folder import EVENTS, METRICS, TENSORBOARD, write_atomic
-
-
-def append_line(path: Path, fields: dict[str, Any]) -> None:
-    """Appends one JSON object as one line in one write, so that lines of several ranks never mix.
-
-    JSON has no infinity and no NaN: they become null.
-    """
-    plain = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in fields.items()
-    }
-    line = (json.dumps(plain, allow_nan=False) + "\n").encode()
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        os.write(descriptor, line)
-    finally:
-        os.close(descriptor)
-
-
-def record_event(run_folder: Path, event: str, **fields: Any) -> None:
-    """One line of ``events.jsonl``: ``time`` (UTC, ISO 8601), ``event``, and the event's own fields."""
-    now = datetime.now(UTC).isoformat(timespec="milliseconds")
-    append_line(run_folder / EVENTS, {"time": now, "event": event, **fields})
+from tridock.contracts.events import append_line
+from tridock.contracts.run_folder import METRICS, TENSORBOARD, write_atomic
 
 
 def _iteration_of(line: bytes) -> float:

@@ -8,7 +8,7 @@ import resource
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Final
@@ -16,6 +16,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
+from tridock.contracts.events import Cause
 from tridock.contracts.run_folder import WORLD_SIZE_VARIABLE
 from tridock.errors import Problem, RequestError, RunError, TridockError
 
@@ -84,7 +85,7 @@ def join() -> Ranks:
         what = f"the {environment['WORLD_SIZE']} ranks did not all meet at {meeting}"
         todo = "see the launcher's log for nodes that did not start, and that every node reaches this address"
         got = str(error).strip().splitlines()[0].rstrip(".")
-        raise RunError(Problem("rendezvous", what, got, todo)) from None
+        raise RunError(Problem("rendezvous", what, got, todo, cause=Cause.RENDEZVOUS_FAILED)) from None
     ranks = Ranks(rank, local_rank, dist.get_world_size(), device)
     check_world(ranks)
     return ranks
@@ -153,7 +154,7 @@ def _located(problem: Problem, found_by: list[int], world_size: int) -> Problem:
     if len(found_by) == world_size:
         return problem
     who = f"rank {found_by[0]}" if len(found_by) == 1 else f"ranks {', '.join(str(rank) for rank in found_by)}"
-    return Problem(f"{who}: {problem.where}", problem.what, problem.got, problem.todo)
+    return replace(problem, where=f"{who}: {problem.where}")
 
 
 def barrier() -> None:
@@ -225,7 +226,7 @@ def lost_rank(error: RuntimeError) -> Problem | None:
     got = first_line.rpartition("pair.cc:")[2].partition("] ")[2] or first_line
     got = got.partition(". This is typically")[0]
     todo = "look for the rank that failed first: its message stands in logs/rank-<N>.log"
-    return Problem("collective", "another rank has gone", got, todo)
+    return Problem("collective", "another rank has gone", got, todo, cause=Cause.PEER_LOST)
 
 
 def leave() -> None:

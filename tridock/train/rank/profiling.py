@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from tridock.contracts.events import Event, append_event
 from tridock.contracts.run_folder import PROFILE
-from tridock.train.rank.metrics import record_event
 from tridock.train.rank.process_group import Ranks
 
 Span = tuple[float, float]
@@ -130,9 +130,9 @@ class Profiling:
         if self._ranks.first:
             in_flight, exposed = table.mean(0).tolist()
             by_rank = [round(value, 4) for value in table[:, 1].tolist()]
-            record_event(
+            append_event(
                 self._run_folder,
-                "communication_measured",
+                Event.COMMUNICATION_MEASURED,
                 iterations=self._count,
                 exposed=round(exposed, 4),
                 in_flight=round(in_flight, 4),

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tridock.contracts import heartbeat
+from tridock.contracts.events import Cause, Event, append_event
 from tridock.contracts.run_folder import EXIT_PREEMPTED, FLIGHT
-from tridock.errors import EXIT_INTERRUPTED, RunError, TridockError
+from tridock.errors import EXIT_INTERRUPTED, Problem, RunError, TridockError
 from tridock.train.rank import signals
 from tridock.train.rank.rank_log import RankLog
 from tridock.train.rank.slurm_env import place_in_step
@@ -53,29 +54,27 @@ def _watched(run_folder: Path, rank: int) -> Iterator[None]:
 def form_world(run_folder: Path) -> process_group.Ranks:
     """Joins this rank with the others; rank 0 records that the run has started, and the world that formed."""
     from tridock.train.rank import process_group
-    from tridock.train.rank.metrics import record_event
 
     process_group.record_flights(run_folder / FLIGHT)
     signals.listen(run_folder)
     first = os.environ.get("RANK", "0") == "0"
     if first:
-        record_event(run_folder, "run_started", run=run_folder.name)
+        append_event(run_folder, Event.RUN_STARTED, run=run_folder.name)
     ranks = process_group.join()
     if first:
-        record_event(run_folder, "world_formed", world_size=ranks.world_size, backend=ranks.backend)
+        append_event(run_folder, Event.WORLD_FORMED, world_size=ranks.world_size, backend=ranks.backend)
     return ranks
 
 
 def record_end(run_folder: Path, ranks: process_group.Ranks, iteration: int) -> None:
     """Rank 0 records that the run is finished, and what the ranks needed for it. A collective."""
     from tridock.train.rank import process_group
-    from tridock.train.rank.metrics import record_event
 
     peaks = process_group.peak_memory_by_rank(ranks)
     if ranks.first:
         device = process_group.device_name(ranks)
         held = {"peak_memory_bytes": max(peaks), "peak_memory_by_rank": peaks}
-        record_event(run_folder, "run_finished", iteration=iteration, device=device, **held)
+        append_event(run_folder, Event.RUN_FINISHED, iteration=iteration, device=device, **held)
 
 
 def end(code: int, at_once: bool = False) -> None:
@@ -102,38 +101,38 @@ def _guarded(run_folder: Path, program: Callable[[], None]) -> int:
         # Every rank holds it. Rank 0 speaks before any of them leaves: a launcher stops all when the first has gone.
         heartbeat.beat(heartbeat.FAILED, code=agreed.error.exit_code)
         if rank == "0":
-            _report(run_folder, rank, agreed.error.exit_code, str(agreed.error), str(agreed.error), agreed=True)
+            _report(run_folder, rank, agreed.error.exit_code, str(agreed.error), agreed.error.problems, agreed=True)
         _let_go(agreed)
         with contextlib.suppress(RuntimeError):  # a rank that has gone meanwhile
             process_group.barrier()
             process_group.leave()
         return agreed.error.exit_code
     except process_group.Consequence as error:
-        _report(run_folder, rank, error.exit_code, f"rank {rank}: {error}", str(error), consequence=True)
+        _report(run_folder, rank, error.exit_code, f"rank {rank}: {error}", error.problems, consequence=True)
         return error.exit_code
     except TridockError as error:
-        _report(run_folder, rank, error.exit_code, f"rank {rank}: {error}", str(error))
+        _report(run_folder, rank, error.exit_code, f"rank {rank}: {error}", error.problems)
         return error.exit_code
     except KeyboardInterrupt:
-        _report(run_folder, rank, EXIT_INTERRUPTED, f"rank {rank}: interrupted", "interrupted")
+        _report(run_folder, rank, EXIT_INTERRUPTED, f"rank {rank}: interrupted", "interrupted", Cause.INTERRUPTED)
         return EXIT_INTERRUPTED
     except signals.Preempted as left:
         return _leave_preempted(run_folder, rank, left)
     except signals.Stopped:
         code = 128 + signal.SIGTERM
-        _report(run_folder, rank, code, f"rank {rank}: stopped by SIGTERM", "stopped by SIGTERM", consequence=True)
+        reason = "stopped by SIGTERM"
+        _report(run_folder, rank, code, f"rank {rank}: {reason}", reason, Cause.TERMINATED, consequence=True)
         return code
     except RuntimeError as error:
         code = RunError.exit_code
         if (lost := process_group.lost_rank(error)) is None:
-            _report(run_folder, rank, code, f"rank {rank} failed:\n{traceback.format_exc()}", repr(error))
+            _report_exception(run_folder, rank, error)
         else:
-            _report(run_folder, rank, code, f"rank {rank}: {lost}", str(lost), consequence=True)
+            _report(run_folder, rank, code, f"rank {rank}: {lost}", (lost,), consequence=True)
         return code
     except BaseException as error:  # whatever it is, the launcher needs an exit code
-        code = RunError.exit_code
-        _report(run_folder, rank, code, f"rank {rank} failed:\n{traceback.format_exc()}", repr(error))
-        return code
+        _report_exception(run_folder, rank, error)
+        return RunError.exit_code
     with contextlib.suppress(RuntimeError):  # the work is done; a rank that left first does not undo it
         process_group.leave()
     return 0
@@ -154,11 +153,10 @@ def _let_go(error: BaseException) -> None:
 def _leave_preempted(run_folder: Path, rank: str, left: signals.Preempted) -> int:
     """Every rank is here, and none may go before rank 0 has said why: a launcher stops all when the first has gone."""
     from tridock.train.rank import process_group
-    from tridock.train.rank.metrics import record_event
 
     if rank == "0":
         print(f"preempted: {left}", flush=True)
-        record_event(run_folder, "run_preempted", iteration=left.iteration)
+        append_event(run_folder, Event.RUN_PREEMPTED, iteration=left.iteration)
     heartbeat.beat(heartbeat.END)
     _let_go(left)
     with contextlib.suppress(RuntimeError):
@@ -167,14 +165,34 @@ def _leave_preempted(run_folder: Path, rank: str, left: signals.Preempted) -> in
     return EXIT_PREEMPTED
 
 
-def _report(run_folder: Path, rank: str, code: int, message: str, reason: str, **kind: bool) -> None:
-    """Says why the rank ends.
+def _report_exception(run_folder: Path, rank: str, error: BaseException) -> None:
+    from tridock.train.checkpoints.pickles import holds_foreign_object
 
-    ``consequence=True``: not the run's own failure, for another rank has gone or this one was told to end.
+    cause = Cause.CHECKPOINT_FOREIGN_OBJECT if holds_foreign_object(error) else Cause.EXCEPTION
+    _report(run_folder, rank, RunError.exit_code, f"rank {rank} failed:\n{traceback.format_exc()}", repr(error), cause)
+
+
+def _report(
+    run_folder: Path,
+    rank: str,
+    code: int,
+    message: str,
+    reason: str | tuple[Problem, ...],
+    cause: Cause = Cause.REFUSED,
+    **kind: bool,
+) -> None:
+    """Prints why the rank ends and records it: ``reason`` is a text, or the problems of one of Tridock's errors.
+
+    ``consequence=True``: not the run's own failure; another rank has gone or this one was terminated.
     ``agreed=True``: every rank found the same.
     """
-    from tridock.train.rank.metrics import record_event
 
     heartbeat.beat(heartbeat.LOST if kind.get("consequence") else heartbeat.FAILED, code=code)
     print(message, file=sys.stderr, flush=True)
-    record_event(run_folder, "run_failed", rank=int(rank), reason=reason, **kind)
+    if isinstance(reason, str):
+        fields: dict[str, object] = {"cause": cause, "reason": reason}
+    else:
+        own = next((problem.cause for problem in reason if problem.cause), cause)
+        problem = {name: getattr(reason[0], name) for name in ("where", "what", "got", "todo")}
+        fields = {"cause": own, "reason": "\n".join(map(str, reason)), "problem": problem}
+    append_event(run_folder, Event.RUN_FAILED, rank=int(rank), **fields, **kind)

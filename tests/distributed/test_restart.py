@@ -25,7 +25,7 @@ from tests.distributed.ranks import (
     run_several,
 )
 from tests.megatron_source import patched_source
-from tridock.contracts import heartbeat, run_folder
+from tridock.contracts import environment, heartbeat
 from tridock.data.corpus import prepare_demo
 from tridock.node.agent.processes import find_processes
 
@@ -63,7 +63,7 @@ class Training:
         id_file = workspace / f"id-{secrets.token_hex(4)}"
         argv = [sys.executable, "-m", "tridock.cli", "train", str(experiment), "--workspace", str(workspace)]
         argv += ["--nproc", "2", "--run-id-file", str(id_file), *words]
-        env = rank_environment() | ({} if megatron is None else {run_folder.MEGATRON_VARIABLE: str(megatron)})
+        env = rank_environment() | ({} if megatron is None else {environment.MEGATRON: str(megatron)})
         pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         self.process = subprocess.Popen(argv, env=env, text=True, start_new_session=True, **pipe)  # type: ignore[call-overload]
         self.until(id_file.exists)

@@ -42,7 +42,7 @@ from tests.megatron_source import REMEDY, patched_source
 from tests.memory import rank
 from tests.memory.cases import BASE, CASES, Case, experiment
 from tests.memory.children import Child, answers, only_answer
-from tridock.contracts.run_folder import MEGATRON_VARIABLE
+from tridock.contracts import environment
 from tridock.data.corpus import prepare_demo
 from tridock.engines import rank_program
 from tridock.experiment import dump_experiment, load_experiment
@@ -63,7 +63,7 @@ def main() -> None:
     patterns = [arguments.details] if arguments.details else arguments.cases
     chosen = {name: case for name, case in CASES.items() if any(fnmatch(name, pattern) for pattern in patterns)}
     engines = [engine for engine in BASE if any(case.engine == engine for case in chosen.values())]
-    if "megatron-deepspeed" in engines and MEGATRON_VARIABLE not in os.environ:
+    if "megatron-deepspeed" in engines and environment.MEGATRON not in os.environ:
         parser.error(f"the source of Megatron-LM v1.1.5 is not at hand; {REMEDY}")
     os.environ.update({"OMP_NUM_THREADS": "1", "DEEPSPEED_TIMEOUT": "5"})  # minutes
     with tempfile.TemporaryDirectory() as folder:
@@ -144,7 +144,7 @@ def run(workspace: Path, name: str, case: Case, source: Path | None) -> list[dic
         if source is None:
             measure = rank.train(load_experiment(folder / "experiment.yaml"), folder)
         else:
-            os.environ[MEGATRON_VARIABLE] = str(source)
+            os.environ[environment.MEGATRON] = str(source)
             measure = rank.train_megatron(list(program.arguments))
         return json.dumps({"result": measure.result, "saved": measure.saved, "at_peak": measure.at_peak})
 

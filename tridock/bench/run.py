@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tridock.bench.cells import Cell, Measured, cells_of
 from tridock.bench.schema import Bench, words_of
-from tridock.contracts import run_folder
+from tridock.contracts import environment, run_folder
 from tridock.contracts.events import Event, events_of
 from tridock.contracts.records import read_metrics, read_plan
 from tridock.engines import engine_of
@@ -98,7 +98,7 @@ def _run_once(world: int, timeout: int, config: Path, words: Sequence[str], turn
         noted = Path(folder, "run-id")
         argv = [sys.executable, "-m", "tridock.cli", "train", str(config), "--run-id-file", str(noted)]
         argv += ["--nproc", str(world), *(part for word in words for part in ("--set", word))]
-        failure = _execute(argv, timeout, {run_folder.TURNS_VARIABLE: turns} if turns else {})
+        failure = _execute(argv, timeout, {environment.TURNS: turns} if turns else {})
         run = Path("runs", noted.read_text().strip()) if noted.exists() else None
         if failure is None:
             assert run is not None

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from tridock.cluster.settings import Cluster
 from tridock.command import Command
-from tridock.contracts import run_folder
+from tridock.contracts import environment, run_folder
 
 CLUSTER_LABEL = "tridock.cluster"
 NODE_LABEL = "tridock.node"
@@ -148,13 +148,13 @@ class SshTransport(Transport):
     def _environment(self, node: str, facts: HostFacts) -> dict[str, str]:
         """The container's environment: its node, the owner of its files, its sshd's addresses, the cluster's own."""
         addresses = self.cluster.listen_of(node)
-        listen = {"TRIDOCK_SSH_LISTEN": ",".join(addresses)} if addresses else {}
+        listen = {environment.SSH_LISTEN: ",".join(addresses)} if addresses else {}
         return {
-            "TRIDOCK_CLUSTER": self.cluster.name,
-            "TRIDOCK_NODE": node,
-            "TRIDOCK_UID": str(facts.uid),
-            "TRIDOCK_GID": str(facts.gid),
-            "TRIDOCK_SSH_PORT": str(self.cluster.settings.ssh_port),
+            environment.CLUSTER: self.cluster.name,
+            environment.NODE: node,
+            environment.UID: str(facts.uid),
+            environment.GID: str(facts.gid),
+            environment.SSH_PORT: str(self.cluster.settings.ssh_port),
             **listen,
             **self.cluster.env_of(node),
         }
@@ -222,10 +222,10 @@ class ComposeTransport(Transport):
         return Command(
             (*argv, "--profile", "twin", *arguments),
             env={
-                "TRIDOCK_CLUSTER": self.cluster.name,
-                "TRIDOCK_IMAGE": self.cluster.settings.image,
-                "TRIDOCK_UID": str(facts.uid),
-                "TRIDOCK_GID": str(facts.gid),
+                environment.CLUSTER: self.cluster.name,
+                environment.IMAGE: self.cluster.settings.image,
+                environment.UID: str(facts.uid),
+                environment.GID: str(facts.gid),
             },
             cwd=str(self.cluster.project_folder),
         )

@@ -16,12 +16,8 @@ SECRETS: Final = "/run/tridock/secrets"
 SSHD_PID: Final = "/run/tridock/state/sshd.pid"
 USER: Final = "tridock"
 SSH_PORT: Final = 2222
-
-RUN_ID_VARIABLE: Final = "TRIDOCK_RUN_ID"
-WORLD_SIZE_VARIABLE: Final = "TRIDOCK_WORLD_SIZE"
-MEGATRON_VARIABLE: Final = "TRIDOCK_MEGATRON"
-# For `tridock bench`: the run takes turns with a bare loop of PyTorch, `<steps of warm-up>,<steps of a turn>`.
-TURNS_VARIABLE: Final = "TRIDOCK_TURNS"
+# The ports at which ranks meet: below the range from which the kernel gives out its own (32768 by default).
+RENDEZVOUS_PORTS: Final = range(20000, 30000)
 
 EXPERIMENT: Final = "experiment.yaml"
 PLAN: Final = "plan.json"
@@ -43,8 +39,6 @@ METRICS: Final = "metrics.jsonl"
 TENSORBOARD: Final = "tensorboard"
 PROFILE: Final = "profile"
 CHECKPOINTS: Final = "checkpoints"
-# In a checkpoint folder of Megatron v1.1.5: the layout that it loads on.
-CHECKPOINT_LAYOUT: Final = "layout.json"
 EXIT_CODE: Final = "exit_code"
 # What exit_code holds for a run that was stopped: 128 + SIGTERM.
 EXIT_STOPPED: Final = 143

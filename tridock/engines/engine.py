@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from tridock.contracts import run_folder
+from tridock.contracts import environment, run_folder
+from tridock.contracts.checkpoints import TRACKER
 from tridock.engines.deepspeed import deepspeed_config
 from tridock.engines.fields import Fields
 from tridock.errors import Problem
@@ -47,7 +48,7 @@ class Engine(ABC):
     """Fields of ``data`` that name the tokenizer files which every rank reads."""
     prints_timers: ClassVar[bool] = False
     """Whether the first rank's log has the phases of a step, as Megatron-LM prints its timers."""
-    checkpoint_pointer: ClassVar[str] = "latest_checkpointed_iteration.txt"
+    checkpoint_pointer: ClassVar[str] = TRACKER
     """The file in the checkpoint folder that names the newest checkpoint, and is written last."""
     checkpoints_load_on: ClassVar[Literal["any layout", "other replicas", "same layout"]]
     checkpoint_fields: ClassVar[tuple[str, ...]] = ()
@@ -203,7 +204,7 @@ def rank_program(
     env = {
         **program.env,
         **experiment.env,
-        run_folder.RUN_ID_VARIABLE: run_id,
-        run_folder.WORLD_SIZE_VARIABLE: str(plan.world_size),
+        environment.RUN_ID: run_id,
+        environment.WORLD_SIZE: str(plan.world_size),
     }
     return RankProgram(program.module, program.arguments, env, files)

@@ -11,13 +11,12 @@ from typing import ClassVar, Protocol
 
 from tridock.command import Command
 from tridock.contracts import run_folder
+from tridock.contracts.run_folder import RENDEZVOUS_PORTS
 from tridock.contracts.supervision import Reach, Supervision
 from tridock.engines import RankProgram, checkpoints_folder, engine_of, rank_program
 from tridock.experiment import Experiment, dump_experiment
 from tridock.launchers.quoting import environment_file
 from tridock.plan import Assessment
-
-_FIRST_PORT, _PORTS = 20000, 10000
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +143,7 @@ def _files(run: Run, start: Start, supervision: Supervision) -> Mapping[str, byt
 
 def default_port(run_id: str) -> int:
     """A rendezvous port for a run that names none: from its id, so that two runs of a node rarely meet."""
-    return _FIRST_PORT + zlib.crc32(run_id.encode()) % _PORTS
+    return RENDEZVOUS_PORTS[zlib.crc32(run_id.encode()) % len(RENDEZVOUS_PORTS)]
 
 
 def _slot_count(numbers: Sequence[int]) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.unit.node.conftest import answer, node, wait_until
-from tridock.contracts import run_folder
+from tridock.contracts import environment, run_folder
 from tridock.contracts.run_state import exit_code_of
 from tridock.node.agent.processes import Process, find_processes
 
@@ -68,7 +68,7 @@ def test_stopping_one_of_two_runs_leaves_the_other_alone(make_run: MakeRun) -> N
 def test_orphans_in_sessions_of_their_own_are_found(make_run: MakeRun) -> None:
     """Without a supervisor, who would have ended them."""
     folder = make_run("setsid nohup sleep 63 >/dev/null 2>&1 & exit 3")
-    env = {**os.environ, run_folder.RUN_ID_VARIABLE: folder.name}
+    env = {**os.environ, environment.RUN_ID: folder.name}
     assert subprocess.run(["bash", str(folder / run_folder.LAUNCH_SCRIPT)], env=env, check=False).returncode == 3
     wait_until(lambda: counts(folder) == 1)  # one in the middle of its exec has no environment to be found by
     run_folder.write_atomic(folder / run_folder.EXIT_CODE, b"3\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tridock.contracts.checkpoints import LATEST
 from tridock.engines.deepspeed import zero_gradient_bytes, zero_states
 from tridock.engines.engine import Choice, Engine, RankProgram
 from tridock.engines.torch import legality
@@ -27,7 +28,7 @@ class Torch(Engine):
     fields = FIELDS
     trains_images = True
     has_plain_loop = True
-    checkpoint_pointer = "latest"
+    checkpoint_pointer = LATEST
     checkpoints_load_on = "other replicas"
 
     def problems(self, experiment: Experiment) -> Iterator[Problem]:

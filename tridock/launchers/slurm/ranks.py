@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from tridock.contracts import run_folder
+from tridock.contracts import environment, run_folder
 from tridock.launchers.quoting import for_pdsh
 
 if TYPE_CHECKING:  # a request is checked against what stands here
@@ -34,8 +34,8 @@ _TASKS_OWN = (
     "CUDA_VISIBLE_DEVICES",
     "MASTER_ADDR",
     "MASTER_PORT",
-    run_folder.RUN_ID_VARIABLE,
-    run_folder.WORLD_SIZE_VARIABLE,
+    environment.RUN_ID,
+    environment.WORLD_SIZE,
 )
 
 Line = tuple[str, ...]

@@ -9,15 +9,13 @@ from dataclasses import dataclass
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from tridock.contracts import run_folder
+from tridock.contracts.run_folder import RENDEZVOUS_PORTS as PORTS
 from tridock.engines import rank_program
 from tridock.experiment import Experiment
 from tridock.launchers.slurm.ranks import RANK_LAUNCHERS, RUN, launch_lines
 from tridock.launchers.slurm.request import Request, tasks_per_node
 from tridock.plan import Assessment
 
-FIRST_PORT: Final = 20000
-PORTS: Final = 10000
-"""A job meets on FIRST_PORT + its id modulo PORTS: below what systems give to outgoing connections."""
 PROGRAM: Final = "program"
 """The file of a job array's run that holds its ranks' module and arguments, a word a line."""
 _NUMBER = {True: "%A_%a", False: "%j"}
@@ -155,7 +153,7 @@ def _meeting(request: Request) -> Iterator[str]:
     yield "# The ranks meet on the first node, at a port that no other job has."
     yield 'mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")'
     yield "export MASTER_ADDR=${nodes[0]}"
-    yield f"export MASTER_PORT=$(({FIRST_PORT} + SLURM_JOB_ID % {PORTS}))"
+    yield f"export MASTER_PORT=$(({PORTS.start} + SLURM_JOB_ID % {len(PORTS)}))"
     yield 'mkdir -p "$RUN/logs"'
     yield f"""printf '%s slots={request.gpus_per_node}\\n' "${{nodes[@]}}" >"$RUN/{run_folder.HOSTFILE}\""""
 

@@ -10,10 +10,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tridock.contracts.run_folder import RUN_ID_VARIABLE
+from tridock.contracts import environment
 
 _PROC = Path("/proc")
-_MARKER = f"{RUN_ID_VARIABLE}=".encode()
+_MARKER = f"{environment.RUN_ID}=".encode()
 _POLL_S = 0.1
 _LATE_POLL_S = 0.01
 _PATIENCE_S = 2.0

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Final
 
-from tridock.contracts import run_folder
+from tridock.contracts import environment, run_folder
 from tridock.node.agent.processes import find_processes
 
 RESERVED_S: Final = 300.0
@@ -44,7 +44,7 @@ def release(run_id: str, folder: Path | None = None) -> None:
 
 
 def _path(folder: Path | None) -> Path:
-    return (folder or Path(os.environ.get("TRIDOCK_STATE") or Path(run_folder.SSHD_PID).parent)) / _NAME
+    return (folder or Path(os.environ.get(environment.STATE) or Path(run_folder.SSHD_PID).parent)) / _NAME
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from tridock.contracts import run_folder
+from tridock.contracts import environment, run_folder
 from tridock.node.probes import interfaces as net
 
 CONNECT_TIMEOUT_S: Final = 3.0
@@ -31,7 +31,7 @@ _CREDENTIALS: Final = re.compile(r"://[^/\s]*@")  # as in http://user:password@p
 # Variables of the process and of the session, and those that differ from node to node by design.
 _OWN: Final = re.compile(
     r"HOME|USER|LOGNAME|SHELL|SHLVL|PWD|OLDPWD|HOSTNAME|TERM|MAIL|LC_CTYPE|_|SSH_.*|LS_COLORS"
-    r"|TRIDOCK_(NODE|SSH_LISTEN|UID|GID|RUN_ID|WORLD_SIZE)"
+    rf"|{'|'.join((*environment.OF_A_NODE, *environment.OF_A_RUN))}"
 )
 
 
@@ -44,7 +44,7 @@ def respond(token: str, workspace: Path) -> int:
     signal.signal(signal.SIGHUP, _exit)
     signal.signal(signal.SIGALRM, _exit)
     signal.alarm(_LIFE_S)  # a caller that hangs must not leave this process behind
-    node = os.environ.get("TRIDOCK_NODE", "")
+    node = os.environ.get(environment.NODE, "")
     with _listening(f"{token} {node}\n".encode()) as port, _probe_file(workspace, token, node):
         hello = {"environment": shared_environment(os.environ, token), "network": _network(), "port": port}
         _print(hello)
@@ -166,4 +166,4 @@ def command(token: str) -> str:
 
 def greeting() -> str:
     """The command line that prints which node this sshd belongs to: a host's own sshd has no such variables."""
-    return 'echo "tridock-node ${TRIDOCK_CLUSTER:-} ${TRIDOCK_NODE:-}"'
+    return f'echo "tridock-node ${{{environment.CLUSTER}:-}} ${{{environment.NODE}:-}}"'

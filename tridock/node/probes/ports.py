@@ -8,21 +8,22 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+from tridock.contracts.run_folder import RENDEZVOUS_PORTS
 from tridock.errors import ClusterError, Problem
 
-# Below the kernel's range of ephemeral ports (from 32768 by default).
-_RANGE = range(20000, 30000)
 _LISTEN = "0A"
 
 
 def free_port() -> int:
     """A random port on which nothing listens. Raises :class:`ClusterError` after 200 attempts."""
-    for port in random.sample(_RANGE, 200):
+    for port in random.sample(RENDEZVOUS_PORTS, 200):
         if is_free(port):
             return port
     todo = "give launch.master_port, or end what listens there"
     raise ClusterError(
-        Problem("ports", f"none of 200 tried from {_RANGE.start} to {_RANGE.stop - 1} is free", "", todo)
+        Problem(
+            "ports", f"none of 200 tried from {RENDEZVOUS_PORTS.start} to {RENDEZVOUS_PORTS.stop - 1} is free", "", todo
+        )
     )
 
 

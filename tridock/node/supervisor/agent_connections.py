@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Final
 
-from tridock.contracts import run_folder
+from tridock.contracts import environment
 from tridock.contracts.supervision import Reach, Supervision
 from tridock.node.supervisor.verdict import Look, RankStatus
 
@@ -121,7 +121,7 @@ class _Connection:
 
 
 def _is_for_watch(name: str) -> bool:
-    return name != run_folder.RUN_ID_VARIABLE and (not name.startswith("SLURM_") or name in _SLURM_KEPT)
+    return name != environment.RUN_ID and (not name.startswith("SLURM_") or name in _SLURM_KEPT)
 
 
 def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes], IO[bytes]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
 
-from tridock.contracts import run_folder
+from tridock.contracts import checkpoints, run_folder
 from tridock.contracts.events import Event, append_event
 from tridock.contracts.supervision import Reach, Supervision
 from tridock.errors import ClusterError, Problem
@@ -109,19 +109,14 @@ def _run(command: Sequence[str], timeout: float) -> subprocess.CompletedProcess[
 
 def _newest(supervision: Supervision) -> Path | None:
     """The folder of the newest checkpoint, where the pointer holds its name (engine torch)."""
-    if supervision.pointer is None:
-        return None
-    try:
-        pointer = Path(supervision.pointer)
-        folder = pointer.parent / pointer.read_text().strip()
-    except OSError:
-        return None
-    return folder if folder.is_dir() and folder != pointer.parent else None
+    return None if supervision.pointer is None else checkpoints.pointed_folder(Path(supervision.pointer))
 
 
 def _fingerprint(checkpoint: Path | None) -> str | None:
     try:
-        return None if checkpoint is None else hashlib.sha256((checkpoint / "files.json").read_bytes()).hexdigest()
+        return (
+            None if checkpoint is None else hashlib.sha256((checkpoint / checkpoints.MANIFEST).read_bytes()).hexdigest()
+        )
     except OSError:
         return None
 

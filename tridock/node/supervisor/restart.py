@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tridock.contracts.checkpoints import pointed_iteration
 from tridock.contracts.events import Event, events_of
 from tridock.contracts.supervision import Supervision
 from tridock.errors import RequestError
@@ -55,13 +55,4 @@ def checkpoint_iteration(supervision: Supervision, since: float) -> int | None:
 
     A pointer from before ``since`` (a file's time) is another run's: a folder may be given for several.
     """
-    if supervision.pointer is None:
-        return None
-    try:
-        pointer = Path(supervision.pointer)
-        if pointer.stat().st_mtime < since:
-            return None
-        found = re.search(r"(\d+)\s*$", pointer.read_text())
-    except OSError:
-        return None
-    return int(found[1]) if found else None
+    return None if supervision.pointer is None else pointed_iteration(Path(supervision.pointer), since)

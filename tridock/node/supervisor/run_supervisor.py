@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from tridock.contracts import heartbeat, run_folder
+from tridock.contracts import environment, heartbeat, run_folder
 from tridock.contracts.events import Cause, Event, append_event, events_of, read_lines
 from tridock.contracts.supervision import Supervision
 from tridock.node.agent.processes import find_processes
@@ -70,7 +70,7 @@ class Course:
     def begin(self, script: str) -> None:
         """Starts the launcher."""
         # Only the run itself carries the marker: stopping the run must not end the one who records its end.
-        env = {**os.environ, run_folder.RUN_ID_VARIABLE: self._folder.name}
+        env = {**os.environ, environment.RUN_ID: self._folder.name}
         self._steps = StepTimes()
         self._events_before = len(read_lines(self._folder / run_folder.EVENTS))
         with (self._folder / run_folder.LAUNCHER_LOG).open("ab") as log:

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tridock.contracts import run_folder
+from tridock.contracts import environment, run_folder
 from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError
 from tridock.experiment import dump_experiment
 from tridock.launchers import Local, RunBundle, default_port
@@ -205,7 +205,7 @@ def _why(folder: Path, code: int | None, env: Mapping[str, str]) -> RunFailedErr
 
 def _join(folder: Path, ranks: int, node_rank: int) -> int:
     """Runs this node's ranks of a run that node 0 supervises."""
-    env = {**node_environment(ranks), run_folder.RUN_ID_VARIABLE: folder.name}
+    env = {**node_environment(ranks), environment.RUN_ID: folder.name}
     script = ["bash", str(folder / run_folder.launch_script(node_rank))]
     # A session of its own: Ctrl-C at the terminal is ours to answer.
     with subprocess.Popen(script, stdin=subprocess.DEVNULL, env=env, start_new_session=True) as launcher:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tridock.contracts import run_folder
+from tridock.contracts import checkpoints, run_folder
 from tridock.engines import engine_of
 from tridock.errors import ClusterError, Problem, RequestError
 from tridock.experiment import Experiment
@@ -91,7 +91,7 @@ def preflight_argv(experiment: Experiment, *, head: bool) -> tuple[str, ...]:
 def _read(experiment: Experiment) -> dict[str, str]:
     files = {"manifest": f"{experiment.data.data_path}.json"}
     if experiment.train.load is not None:
-        files["layout"] = f"{experiment.train.load}/{run_folder.CHECKPOINT_LAYOUT}"
+        files["layout"] = f"{experiment.train.load}/{checkpoints.LAYOUT}"
     return files
 
 

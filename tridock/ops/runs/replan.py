@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tridock.contracts import run_folder
+from tridock.contracts.checkpoints import ZERO_RANK
 from tridock.contracts.supervision import Supervision
 from tridock.engines import engine_of
 from tridock.errors import Problem, RequestError
@@ -21,8 +21,6 @@ from tridock.plan import Assessment, Assumptions, assess
 from tridock.plan.fewer import fewer_replicas, other_layout
 
 Slots = dict[str, tuple[int, ...]]
-
-_PART = re.compile(r"zero_pp_rank_(\d+)_.*optim_states\.pt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +133,8 @@ def _check_parts(run: Run, lost: Sequence[str]) -> None:
     if pointer is None or not engine_of(experiment).splits_checkpoint_by_rank(experiment):
         return
     checkpoint = Path(pointer).parent / Path(pointer).read_text().strip()
-    there = {int(match[1]) for path in checkpoint.iterdir() if (match := _PART.search(path.name))}
+    names = [path.name for path in checkpoint.glob("*optim_states.pt")]
+    there = {int(match[1]) for name in names if (match := ZERO_RANK.match(name))}
     if gone := [rank["rank"] for rank in run.plan["ranks"] if rank["node"] in lost and rank["rank"] not in there]:
         what = f"lacks the parts of rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}"
         got = f"they lay on {', '.join(lost)} alone"

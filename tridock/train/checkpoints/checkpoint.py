@@ -20,10 +20,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from tridock.contracts.checkpoints import MANIFEST
 from tridock.contracts.run_folder import write_atomic
 from tridock.errors import Problem, RequestError, RunError
 from tridock.train.checkpoints import files
-from tridock.train.checkpoints.files import MANIFEST, Entry, Names
+from tridock.train.checkpoints.files import Entry, Names
 from tridock.train.checkpoints.write_errors import write_failure
 from tridock.train.rank.process_group import Agreed, Ranks, barrier, together
 

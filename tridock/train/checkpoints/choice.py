@@ -11,9 +11,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from tridock.contracts.checkpoints import MANIFEST
 from tridock.errors import Problem, RequestError
 from tridock.train.checkpoints import files
-from tridock.train.checkpoints.files import MANIFEST, Names
+from tridock.train.checkpoints.files import Names
 from tridock.train.rank.process_group import Agreed, Ranks, together
 
 Needed = Callable[[Path], Collection[str]]

@@ -14,12 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from tridock.contracts.checkpoints import LATEST, MANIFEST, TRACKER, ZERO_RANK
 from tridock.errors import Problem
 
-MANIFEST: Final = "files.json"
-LATEST: Final = "latest"
-TRACKER: Final = "latest_checkpointed_iteration.txt"
-_RANK = re.compile(r"^(?:.*_)?zero_pp_rank_(\d+)_|^__(\d+)_\d+\.distcp$")
+_RANK = re.compile(rf"{ZERO_RANK.pattern}|^__(\d+)_\d+\.distcp$")
 _TODO: Final = "bring it back, or go on from another checkpoint"
 
 

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
+from tridock.contracts.checkpoints import MANIFEST, TRACKER
 from tridock.contracts.run_folder import CHECKPOINTS
 from tridock.train.checkpoints.checkpoint import Checkpoints
 from tridock.train.checkpoints.choice import Rejected, choose
-from tridock.train.checkpoints.files import DEEPSPEED, MANIFEST, MEGATRON, TRACKER
+from tridock.train.checkpoints.files import DEEPSPEED, MEGATRON
 from tridock.train.checkpoints.pickles import megatron_classes, no_foreign_pickles
 from tridock.train.checkpoints.write_errors import kept_to_the_end, replaced
 from tridock.train.rank.process_group import Ranks, any_rank

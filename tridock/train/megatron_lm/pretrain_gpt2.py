@@ -13,9 +13,10 @@ import runpy
 import sys
 from pathlib import Path
 
-from tridock.contracts.run_folder import EXPERIMENT, MEGATRON, MEGATRON_VARIABLE
+from tridock.contracts import environment
+from tridock.contracts.checkpoints import MANIFEST, TRACKER
+from tridock.contracts.run_folder import EXPERIMENT, MEGATRON
 from tridock.errors import Problem, RequestError, RunError
-from tridock.train.checkpoints.files import MANIFEST, TRACKER
 from tridock.train.data import index_maps
 from tridock.train.rank.run import end, form_world, record_end, run_rank
 
@@ -35,9 +36,9 @@ def main() -> int:
 
 def source_folder() -> Path:
     """Where Megatron lies. Raises :class:`RequestError` where it does not."""
-    folder = Path(os.environ.get(MEGATRON_VARIABLE) or MEGATRON)
+    folder = Path(os.environ.get(environment.MEGATRON) or MEGATRON)
     if not (folder / "pretrain_gpt2.py").is_file():
-        todo = f"build the image with MEGATRON=<git repository or folder>, or name the folder in {MEGATRON_VARIABLE}"
+        todo = f"build the image with MEGATRON=<git repository or folder>, or name the folder in {environment.MEGATRON}"
         raise RequestError(Problem("engine", "Megatron-LM v1.1.5 is not here", str(folder), todo))
     return folder
 

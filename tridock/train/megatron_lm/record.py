@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from tridock.contracts import heartbeat
+from tridock.contracts.checkpoints import LAYOUT
 from tridock.contracts.events import Cause, Event, append_event
-from tridock.contracts.run_folder import CHECKPOINT_LAYOUT, write_atomic
+from tridock.contracts.run_folder import write_atomic
 from tridock.engines.megatron_lm.checkpoint_layout import CheckpointLayout
 from tridock.errors import Problem, RunError
 from tridock.experiment.schema import Experiment
@@ -212,7 +213,7 @@ class Recorder:
             args = self._upstream.get_args()
             replicas = args.world_size // (args.model_parallel_size * max(1, args.pipe_parallel_size))
             layout = CheckpointLayout.of(self.experiment, replicas).to_json()
-            write_atomic(folder / CHECKPOINT_LAYOUT, (json.dumps(layout, indent=2) + "\n").encode())
+            write_atomic(folder / LAYOUT, (json.dumps(layout, indent=2) + "\n").encode())
 
     def load_checkpoint(self, *given: Any, **named: Any) -> int:
         """Notes where the run goes on."""

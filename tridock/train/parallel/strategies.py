@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tridock.contracts import environment
+from tridock.contracts.checkpoints import zero_file
 from tridock.contracts.run_folder import DEEPSPEED_CONFIG
 from tridock.errors import Problem, RequestError
 from tridock.experiment.schema import Experiment
@@ -272,9 +274,9 @@ class Zero:
 
     def _files_of(self, rank: int) -> tuple[str, ...]:
         """What a rank writes, the model first."""
-        model = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" if self.stage == 3 else "mp_rank_00_model_states.pt"
+        model = zero_file(rank, "model") if self.stage == 3 else "mp_rank_00_model_states.pt"
         prefix = "bf16_" if self.precision == "bf16" else ""
-        optimizer = f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        optimizer = zero_file(rank, "optim", prefix)
         return (model, optimizer) if self.stage > 0 else (model,)
 
     def save(self, folder: Path, writes_shared: bool) -> None:
@@ -327,7 +329,7 @@ def import_deepspeed(ranks: Ranks) -> Any:
     import deepspeed.ops
     from deepspeed.utils import set_log_level_from_string
 
-    set_log_level_from_string(os.environ.get("TRIDOCK_DEEPSPEED_LOG_LEVEL", "warning"))
+    set_log_level_from_string(os.environ.get(environment.DEEPSPEED_LOG_LEVEL, "warning"))
     if ranks.device.type == "cpu":
         # DeepSpeed would compile a shared-memory collective while the ranks wait. It is for inference only.
         deepspeed.ops.__compatible_ops__ = {}

@@ -16,8 +16,8 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
+from tridock.contracts import environment
 from tridock.contracts.events import Cause
-from tridock.contracts.run_folder import WORLD_SIZE_VARIABLE
 from tridock.errors import Problem, RequestError, RunError, TridockError
 
 TIMEOUT_VARIABLE: Final = "DEEPSPEED_TIMEOUT"
@@ -107,7 +107,7 @@ def record_flights(prefix: Path) -> None:
 
 def check_world(ranks: Ranks) -> None:
     """Compares the world that formed with the planned one, if the launcher said how many ranks were planned."""
-    planned = os.environ.get(WORLD_SIZE_VARIABLE)
+    planned = os.environ.get(environment.WORLD_SIZE)
     if planned is not None and int(planned) != ranks.world_size:
         todo = "check the hostfile that the launcher read (logs/launcher.log) and that every node started its ranks"
         what = f"the plan has {planned} ranks, but another number found each other"

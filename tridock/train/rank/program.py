@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tridock.contracts.run_folder import EXPERIMENT, TURNS_VARIABLE
+from tridock.contracts import environment
+from tridock.contracts.run_folder import EXPERIMENT
 from tridock.train.rank.run import form_world, record_end, run_rank
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def train(run_folder: Path, workspace: Path, engine: Engine, load: str | None) -
         overrides = () if load is None else (f"train.load={json.dumps(load)}",)
         experiment = load_experiment(run_folder / EXPERIMENT, overrides)
     given = (experiment, run_folder, workspace, ranks, engine(ranks))
-    if turns := os.environ.get(TURNS_VARIABLE):
+    if turns := os.environ.get(environment.TURNS):
         from tridock.train.bench.baseline_loop import BesideBare, Turns
 
         trainer: Trainer = BesideBare(*given, Turns.parse(turns))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from tridock.contracts.run_folder import WORLD_SIZE_VARIABLE
+from tridock.contracts import environment
 
 
 def place_in_step(env: Mapping[str, str]) -> dict[str, str]:
@@ -14,7 +14,7 @@ def place_in_step(env: Mapping[str, str]) -> dict[str, str]:
     Nothing where a launcher has set it, and nothing for a process that is not one of as many tasks as the run has
     ranks: Slurm's variables stand in every shell of a job.
     """
-    if "RANK" in env or "SLURM_PROCID" not in env or env.get("SLURM_NTASKS") != env.get(WORLD_SIZE_VARIABLE):
+    if "RANK" in env or "SLURM_PROCID" not in env or env.get("SLURM_NTASKS") != env.get(environment.WORLD_SIZE):
         return {}
     here = _tasks_of_nodes(env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", ""))
     node = int(env.get("SLURM_NODEID", "0"))

@@ -1,0 +1,34 @@
+"""The environment variables of Tridock; the scripts in ``entrypoint/`` repeat some names, and a test compares."""
+
+from __future__ import annotations
+
+from typing import Final
+
+# Of a container, set where it is started.
+CLUSTER: Final = "TRIDOCK_CLUSTER"
+NODE: Final = "TRIDOCK_NODE"
+UID: Final = "TRIDOCK_UID"
+GID: Final = "TRIDOCK_GID"
+SSH_PORT: Final = "TRIDOCK_SSH_PORT"
+SSH_LISTEN: Final = "TRIDOCK_SSH_LISTEN"
+# Of a container of the twin: what Compose reads.
+IMAGE: Final = "TRIDOCK_IMAGE"
+# Of a container, for its own scripts: other folders than /run/tridock/state and /run/tridock/secrets.
+STATE: Final = "TRIDOCK_STATE"
+SECRETS: Final = "TRIDOCK_SECRETS"
+# Of an image or a run: another folder than /opt/megatron-v1.1.5.
+MEGATRON: Final = "TRIDOCK_MEGATRON"
+# For the scripts with the old names: the experiment that they start.
+EXPERIMENT: Final = "TRIDOCK_EXPERIMENT"
+# Of a run's processes, and of nothing else.
+RUN_ID: Final = "TRIDOCK_RUN_ID"
+WORLD_SIZE: Final = "TRIDOCK_WORLD_SIZE"
+# For `tridock bench`: the run takes turns with a bare loop of PyTorch, `<steps of warm-up>,<steps of a turn>`.
+TURNS: Final = "TRIDOCK_TURNS"
+# The level of DeepSpeed's own log lines.
+DEEPSPEED_LOG_LEVEL: Final = "TRIDOCK_DEEPSPEED_LOG_LEVEL"
+
+OF_A_RUN: Final = (RUN_ID, WORLD_SIZE)
+"""Never part of a node's environment: ``entrypoint.sh`` leaves them out for sshd and login shells."""
+OF_A_NODE: Final = (NODE, SSH_LISTEN, UID, GID)
+"""Differ from node to node by design."""

@@ -194,7 +194,9 @@ def test_orphans_of_a_launcher_that_is_killed_go_with_it(make: Make) -> None:
     (launcher,) = [p for p in find_processes(run.folder.name) if p.command[3] != "rank"]
     os.kill(launcher.pid, signal.SIGKILL)
     assert run.end() == 137
-    assert run.events() == [{"event": "launcher_ended", "exit_code": 137, "reason": "was ended by SIGKILL"}]
+    assert run.events() == [
+        {"event": "launcher_ended", "exit_code": 137, "cause": "launcher_exited", "reason": "was ended by SIGKILL"}
+    ]
 
 
 def test_a_watch_that_is_killed_is_replaced_and_the_run_goes_on(make: Make) -> None:
@@ -217,7 +219,12 @@ def test_without_a_supervisor_the_ranks_end_by_themselves(make: Make) -> None:
     assert not is_supervised(run.folder)
     assert exit_code_of(run.folder) is None
     assert run.events() == [
-        {"event": "head_lost", "node": "here", "reason": "heard nothing from the head for 10 s"},
+        {
+            "event": "head_lost",
+            "node": "here",
+            "cause": "head_silent",
+            "reason": "heard nothing from the head for 10 s",
+        },
     ]
     run.until(lambda: not run.others("agent"))
 
@@ -332,8 +339,11 @@ def test_a_run_without_a_checkpoint_begins_anew(make: Make) -> None:
     run.train(beyond=1)
     run.signal(1, signal.SIGKILL)
     assert run.end() == 0
-    assert run.events()[1] == {
-        "event": "run_restarted", "attempt": 1, "iteration": 0, "reason": f"rank 1 on here {run.events()[0]['reason']}",
+    died, restarted, *_ = run.events()
+    log = (run.folder / run_folder.LAUNCHER_LOG).read_bytes()[restarted.pop("log_bytes") :]
+    assert log.startswith(b"tridock: restart 1 of at most 1, from the beginning\n")
+    assert restarted == {
+        "event": "run_restarted", "attempt": 1, "iteration": 0, "reason": f"rank 1 on here {died['reason']}",
     }  # fmt: skip
     assert run.said()[-1] == "tridock: restart 1 of at most 1, from the beginning"
 

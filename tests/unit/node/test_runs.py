@@ -99,7 +99,8 @@ def test_a_launcher_that_ends_well_without_its_ranks_is_a_failure(make_run: Make
     (event,) = [json.loads(line) for line in (folder / run_folder.EVENTS).read_text().splitlines()]
     assert event.pop("time")
     assert event == {
-        "event": "launcher_ended", "exit_code": 4, "reason": "ended with 0, but rank 0 never finished"
+        "event": "launcher_ended", "exit_code": 4, "cause": "launcher_exited",
+        "reason": "ended with 0, but rank 0 never finished",
     }  # fmt: skip
 
 

@@ -89,19 +89,25 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 @contextmanager
 def no_foreign_metadata() -> Iterator[None]:
-    """Inside, torch reads the ``.metadata`` of a distributed checkpoint without what does not belong there."""
-    from torch.distributed.checkpoint import filesystem
+    """Inside, torch reads the ``.metadata`` of a distributed checkpoint without what does not belong there.
+
+    Raises :class:`ForeignObjectError`, of which torch itself keeps the text alone.
+    """
+    from torch.distributed.checkpoint import CheckpointException, filesystem
+
+    refused: list[ForeignObjectError] = []
 
     def load(stream: IO[bytes]) -> Any:
-        return _MetadataUnpickler(stream).load()
+        try:
+            return _MetadataUnpickler(stream).load()
+        except ForeignObjectError as error:
+            refused.append(error)
+            raise
 
-    with replaced(filesystem, "pickle", SimpleNamespace(load=load)):
-        yield
-
-
-def holds_foreign_object(error: BaseException) -> bool:
-    """Whether a :class:`ForeignObjectError` is behind an error; torch collects those of all ranks in ``failures``."""
-    failures = getattr(error, "failures", None)
-    if isinstance(failures, dict):
-        return any(holds_foreign_object(failure[0]) for failure in failures.values())
-    return isinstance(error, ForeignObjectError)
+    try:
+        with replaced(filesystem, "pickle", SimpleNamespace(load=load)):
+            yield
+    except CheckpointException as error:
+        if refused:
+            raise refused[0] from error
+        raise

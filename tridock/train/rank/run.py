@@ -166,9 +166,9 @@ def _leave_preempted(run_folder: Path, rank: str, left: signals.Preempted) -> in
 
 
 def _report_exception(run_folder: Path, rank: str, error: BaseException) -> None:
-    from tridock.train.checkpoints.pickles import holds_foreign_object
+    from tridock.train.checkpoints.pickles import ForeignObjectError
 
-    cause = Cause.CHECKPOINT_FOREIGN_OBJECT if holds_foreign_object(error) else Cause.EXCEPTION
+    cause = Cause.CHECKPOINT_FOREIGN_OBJECT if isinstance(error, ForeignObjectError) else Cause.EXCEPTION
     _report(run_folder, rank, RunError.exit_code, f"rank {rank} failed:\n{traceback.format_exc()}", repr(error), cause)
 
 

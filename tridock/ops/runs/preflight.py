@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tridock.contracts import checkpoints, run_folder
+from tridock.contracts import checkpoints
 from tridock.engines import engine_of
 from tridock.errors import ClusterError, Problem, RequestError
 from tridock.experiment import Experiment

@@ -5,18 +5,13 @@ from __future__ import annotations
 import json
 import random
 import re
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.distributed.ranks import rank_environment
+from tests.distributed.ranks import ask
 from tridock.experiment import Experiment
 from tridock.plan.legality import layout_problems
-
-ROOT = Path(__file__).parents[2]
 
 
 class Case(NamedTuple):
@@ -75,18 +70,9 @@ def reasons_in(cases: Iterable[Case]) -> set[str]:
 
 
 def outcomes(cases: Sequence[Case], *program: str) -> list[str]:
-    """What becomes of each case in ``python -m program``: ``runs``, or why not."""
-    done = subprocess.run(
-        [sys.executable, "-m", *program],
-        input="".join(json.dumps(found) + "\n" for found in cases),
-        env=rank_environment() | {"DS_ACCELERATOR": "cpu", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    """What becomes of each case in a program of ``tests.distributed``: ``runs``, or why not."""
+    imports = "megatron-core" if cases[0].fields["engine"] == "megatron-core" else "deepspeed"
+    return [json.loads(line) for line in ask(program, imports, cases)]
 
 
 def agree(cases: Sequence[Case], *program: str) -> None:

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.distributed import fork_server
 from tests.experiments import with_fields
+from tridock.contracts.run_folder import DEEPSPEED_CONFIG, EXPERIMENT
 from tridock.data.dataset.indexed_dataset import IndexedDatasetWriter
 from tridock.engines.deepspeed import deepspeed_config
-from tridock.experiment import dump_experiment
+from tridock.experiment import dump_experiment, load_experiment
 
 ROOT = Path(__file__).parents[2]
 VOCABULARY = 96
@@ -64,7 +66,7 @@ def make_run(workspace: Path, name: str, world_size: int, **fields: Any) -> Path
     folder.mkdir(parents=True)
     (folder / "experiment.yaml").write_text(dump_experiment(experiment))
     if experiment.parallel.strategy == "zero":
-        (folder / "ds_config.json").write_text(json.dumps(deepspeed_config(experiment, world_size)))
+        (folder / DEEPSPEED_CONFIG).write_text(json.dumps(deepspeed_config(experiment, world_size)))
     return folder
 
 
@@ -78,20 +80,30 @@ class Finished:
     seconds: float
 
 
+Process = subprocess.Popen[bytes] | fork_server.Process
+
+
+def process(argv: Sequence[str], env: Mapping[str, str], out: Path, err: Path, imports: str | None) -> Process:
+    """``python argv`` with its output in files: a fork that has these imports, or a process from scratch."""
+    with Path(os.devnull).open() as nothing, out.open("wb") as stdout, err.open("wb") as stderr:
+        if imports is None:
+            return subprocess.Popen([sys.executable, *argv], env=env, stdin=nothing, stdout=stdout, stderr=stderr)
+        streams = nothing.fileno(), stdout.fileno(), stderr.fileno()
+        return fork_server.start(argv, imports, env, Path.cwd(), *streams)
+
+
 class Started:
     """Ranks that run. ``wait()`` for them; leaving the block kills what is left."""
 
-    def __init__(self, words: Sequence[str], folder: Path, world_size: int, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, argv: Sequence[str], folder: Path, world_size: int, env: Mapping[str, str], imports: str | None = None
+    ) -> None:
+        """With ``imports``, ranks are forks of a server that has them (:mod:`tests.distributed.fork_server`)."""
         port = free_port()
         self.began = time.monotonic()
         self.outputs = [(folder / f"out-{rank}", folder / f"err-{rank}") for rank in range(world_size)]
         self.processes = [
-            subprocess.Popen(
-                [sys.executable, *words],
-                env=rank_environment() | place(rank, world_size, port) | dict(env),
-                stdout=out.open("wb"),
-                stderr=err.open("wb"),
-            )
+            process(argv, rank_environment() | place(rank, world_size, port) | dict(env), out, err, imports)
             for rank, (out, err) in enumerate(self.outputs)
         ]
 
@@ -138,24 +150,31 @@ def place(rank: int, world_size: int, port: int) -> dict[str, str]:
     }
 
 
-def start(folder: Path, world_size: int, **env: str) -> Started:
-    """The ranks of one run, each as ``python -m tridock.train``."""
-    return Started(["-m", "tridock.train", "--run-folder", str(folder)], folder, world_size, env)
+def start(folder: Path, world_size: int, *, from_scratch: bool = False, **env: str) -> Started:
+    """The ranks of one run, each as ``python -m tridock.train``; forks, unless they are to start from scratch."""
+    imports = None if from_scratch else imports_of(folder)
+    return Started(["-m", "tridock.train", "--run-folder", str(folder)], folder, world_size, env, imports)
 
 
-def run(folder: Path, world_size: int, **env: str) -> Finished:
+def imports_of(folder: Path) -> str:
+    """What the ranks of a run of engine ``torch`` import."""
+    return "deepspeed" if (folder / DEEPSPEED_CONFIG).exists() else "torch"
+
+
+def run(folder: Path, world_size: int, *, from_scratch: bool = False, **env: str) -> Finished:
     """``start`` and ``wait``."""
-    with start(folder, world_size, **env) as started:
+    with start(folder, world_size, from_scratch=from_scratch, **env) as started:
         return started.wait()
 
 
 def run_several(folders: Sequence[Path], world_size: int) -> Finished:
-    """Several runs one after another in the same processes: the imports are paid for once.
+    """Several runs one after another in the same processes, which join each other once.
 
     For comparisons between runs; what a single process does at its start and its end is tested with ``run``.
     """
-    program = str(Path(__file__).with_name("several.py"))
-    with Started([program, *map(str, folders)], folders[0], world_size, {}) as started:
+    core = load_experiment(folders[0] / EXPERIMENT).engine == "megatron-core"
+    argv = ["-m", "tests.distributed.several", *map(str, folders)]
+    with Started(argv, folders[0], world_size, {}, "megatron-core" if core else "deepspeed") as started:
         finished = started.wait()
     assert finished.codes == [0] * world_size, "\n".join(finished.err)
     return finished
@@ -192,16 +211,14 @@ def check_communication(folder: Path) -> None:
     assert traces == ["rank-0.json.gz", "rank-1.json.gz"]
 
 
-def ask(program: str, engine: str, lines: Sequence[str], **env: str) -> list[str]:
-    """What ``tests.distributed.<program>`` says of an engine, asked a line a case; its lines."""
-    done = subprocess.run(
-        [sys.executable, "-m", f"tests.distributed.{program}", engine],
-        input="".join(f"{line}\n" for line in lines),
-        env=rank_environment() | {"DS_ACCELERATOR": "cpu", "CUDA_DEVICE_MAX_CONNECTIONS": "1", **env},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
+def ask(program: Sequence[str], imports: str, cases: Sequence[object], **env: str) -> list[str]:
+    """What ``python -m tests.distributed.PROGRAM …`` says, asked a line of JSON a case; its lines."""
+    name, *argv = program
+    done = fork_server.run(
+        ["-m", f"tests.distributed.{name}", *argv],
+        imports,
+        rank_environment() | {"DS_ACCELERATOR": "cpu", "CUDA_DEVICE_MAX_CONNECTIONS": "1", **env},
+        text="".join(f"{json.dumps(case)}\n" for case in cases),
     )
     assert done.returncode == 0, done.stderr[-5000:]
     return done.stdout.splitlines()

@@ -8,8 +8,6 @@ import pickle
 import random
 import re
 import signal
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.distributed import fork_server
 from tests.distributed.disturbed import EVERY, ITERATIONS, live_through, named
 from tests.distributed.ranks import PATIENCE, Started, make_run, rank_environment
 from tests.distributed.test_restart import Training
@@ -29,11 +28,13 @@ from tridock.train.checkpoints.pickles import megatron_classes, no_foreign_metad
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 DROPOUT = {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}
-ENGINES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
-    "ddp": ("tridock.train.__main__", "ddp.pt", 0, {"parallel.strategy": "ddp"}),
-    "zero2": ("tridock.train.__main__", "*zero_pp_rank_1*", 1, {"parallel.strategy": "zero", "parallel.zero_stage": 2}),
-    "fsdp": ("tridock.train.__main__", "__1_0.distcp", 1, {"parallel.strategy": "fsdp"}),
-    "megatron-core": ("tridock.train.megatron_core.pretrain_gpt", "__1_0.distcp", 1, {
+ENGINES: dict[str, tuple[str, str, str, int, dict[str, Any]]] = {
+    "ddp": ("tridock.train.__main__", "torch", "ddp.pt", 0, {"parallel.strategy": "ddp"}),
+    "zero2": ("tridock.train.__main__", "deepspeed", "*zero_pp_rank_1*", 1, {
+        "parallel.strategy": "zero", "parallel.zero_stage": 2,
+    }),
+    "fsdp": ("tridock.train.__main__", "torch", "__1_0.distcp", 1, {"parallel.strategy": "fsdp"}),
+    "megatron-core": ("tridock.train.megatron_core.pretrain_gpt", "megatron-core", "__1_0.distcp", 1, {
         "engine": "megatron-core", "parallel.strategy": "ddp", "parallel.pipeline_model_parallel_size": 2,
     }),
 }  # fmt: skip
@@ -41,13 +42,14 @@ ENGINES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_happens_to_a_run_does_not_change_its_losses(workspace: Path, engine: str) -> None:
-    module, victim, writer, own = ENGINES[engine]
+    module, imports, victim, writer, own = ENGINES[engine]
 
     def begin(name: str, full: str | None, **fields: Any) -> tuple[Path, Started]:
         common = {**own, **DROPOUT, "train.train_iters": ITERATIONS}
         folder = make_run(workspace, f"{engine}-{name}", 2, **common, **fields)
         words = ["-m", module] if full is None else ["-m", "tests.distributed.checkpointed", module, full]
-        return folder, Started([*words, "--run-folder", str(folder)], folder, 2, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
+        env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        return folder, Started([*words, "--run-folder", str(folder)], folder, 2, env, imports)
 
     live_through(begin, victim, writer)
 
@@ -170,9 +172,8 @@ rank.run_rank(Path(sys.argv[1]), program)
 @pytest.mark.parametrize("how", ["preempted", "agreed"])
 def test_the_model_goes_before_the_process_group(tmp_path: Path, how: str) -> None:
     """DDP's reducer would take the group down while it keeps Python's lock, for which Gloo's threads may wait."""
-    words = [sys.executable, "-c", HELD, str(tmp_path), how]
-    done = subprocess.run(words, env=rank_environment(), capture_output=True, text=True, check=True, timeout=60)
-    assert "gone" in done.stdout.splitlines()
+    done = fork_server.run(["-c", HELD, str(tmp_path), how], "torch", rank_environment())
+    assert "gone" in done.stdout.splitlines(), done.stderr
 
 
 def everything_of(run: Training) -> list[int]:

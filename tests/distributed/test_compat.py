@@ -1,21 +1,20 @@
 """The stand-ins: what they compute, and that they stay away from what is there. Each in a process of its own."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.distributed import fork_server
+from tests.distributed.ranks import ROOT, rank_environment
 
 pytest.importorskip("torch")
 
 pytestmark = pytest.mark.distributed
 
-ROOT = Path(__file__).parents[2]
-
 
 def run(script: str, path: str = "") -> str:
-    env = {"PYTHONPATH": f"{ROOT}:{path}", "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False)
+    env = rank_environment() | {"PYTHONPATH": f"{ROOT}:{path}", "DS_ACCELERATOR": "cpu"}
+    done = fork_server.run(["-c", script], "torch", env)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

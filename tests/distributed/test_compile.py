@@ -34,8 +34,8 @@ def runs(workspace: Path) -> dict[str, Path]:
     compiled = {"train.compile": True}
     folders = {name: make_run(workspace, name, 2, **BASE, **compiled, **fields) for name, fields in LAYOUTS.items()}
     folders["as-written"] = make_run(workspace, "as-written", 2, **BASE)
-    program = str(Path(__file__).with_name("compiled.py"))
-    with Started([program, *map(str, folders.values())], workspace, 2, {}) as started:
+    argv = ["-m", "tests.distributed.compiled", *map(str, folders.values())]
+    with Started(argv, workspace, 2, {}, "torch") as started:
         finished = started.wait(PATIENCE)
     assert finished.codes == [0, 0], "\n".join(finished.err)
     return folders

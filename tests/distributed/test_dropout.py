@@ -17,7 +17,7 @@ RECOMPUTED = {"model.checkpoint_activations": True}
 
 
 def test_heads_have_masks_of_their_own_and_the_rest_has_the_same(tmp_path: Path) -> None:
-    with Started([str(Path(__file__).with_name("masks.py"))], tmp_path, 2, {}) as started:
+    with Started(["-m", "tests.distributed.masks"], tmp_path, 2, {}, "torch") as started:
         finished = started.wait()
     assert finished.codes == [0, 0], "\n".join(finished.err)
     assert json.loads(finished.out[0]) == {

@@ -21,7 +21,7 @@ pytest.importorskip("megatron.core", exc_type=ImportError)
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
-PROGRAM = "tests.distributed.pretended"
+PROGRAM = "pretended"
 
 
 def case(world_size: int, model: dict[str, Any], parallel: dict[str, Any], **others: Any) -> Case:

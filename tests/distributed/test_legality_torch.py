@@ -34,7 +34,7 @@ def test_sizes_formats_and_stages() -> None:
         )
     assert len(reasons_in(cases)) == 3
     assert sum(not found.reasons() for found in cases) > 40
-    agree(cases, "tests.distributed.pretended")
+    agree(cases, "pretended")
 
 
 def shared(chance: random.Random) -> Iterator[Case]:
@@ -74,4 +74,4 @@ def test_what_torch_shares_out() -> None:
     cases = chosen((next(found) for _ in range(6000)), accepted=30, refused=3)
     assert sum(not it.reasons() for it in cases) == 30
     assert len(reasons_in(cases)) == 8
-    agree(cases, "tests.distributed.small_worlds")
+    agree(cases, "small_worlds")

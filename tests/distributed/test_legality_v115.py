@@ -24,7 +24,7 @@ pytest.importorskip("deepspeed", exc_type=ImportError)
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
-PROGRAM = "tests.distributed.pretended_v115"
+PROGRAM = "pretended_v115"
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -21,6 +19,7 @@ from tests.distributed.ranks import (
     losses,
     metrics,
     place,
+    process,
     rank_environment,
     run_several,
 )
@@ -126,8 +125,8 @@ def make_run(workspace: Path, name: str, world_size: int, **fields: Any) -> Path
 
 
 def start(folder: Path, world_size: int, **env: str) -> Finished:
-    words = ["-m", "tridock.train.megatron_core.pretrain_gpt", "--run-folder", str(folder)]
-    with Started(words, folder, world_size, env) as started:
+    argv = ["-m", "tridock.train.megatron_core.pretrain_gpt", "--run-folder", str(folder)]
+    with Started(argv, folder, world_size, env, "megatron-core") as started:
         return started.wait()
 
 
@@ -315,7 +314,7 @@ def test_a_checkpoint_that_cannot_be_written(workspace: Path, tmp_path: Path) ->
     folder = make_run(workspace, "full", 1)
     program = tmp_path / "limited.py"
     program.write_text(LIMITED)
-    with Started([str(program), "--run-folder", str(folder)], folder, 1, {}) as started:
+    with Started([str(program), "--run-folder", str(folder)], folder, 1, {}, "megatron-core") as started:
         finished = started.wait()
     assert finished.codes == [4]
     assert f"{folder}/checkpoints/iter_0000006: the checkpoint could not be written; got " in finished.out[0]
@@ -329,13 +328,16 @@ def test_nodes_that_share_no_folder_are_told_before_the_first_step(workspace: Pa
     folders = [make_run(workspace, f"apart-{rank}", 2) for rank in range(2)]
     port = free_port()
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tridock.train.megatron_core.pretrain_gpt", "--run-folder", str(folder)],
-            env=rank_environment() | place(rank, 2, port) | {"LOCAL_RANK": "0"},
+        process(
+            ["-m", "tridock.train.megatron_core.pretrain_gpt", "--run-folder", str(folder)],
+            rank_environment() | place(rank, 2, port) | {"LOCAL_RANK": "0"},
+            folder / "out",
+            folder / "err",
+            "megatron-core",
         )
         for rank, folder in enumerate(folders)
     ]
-    assert [process.wait(120) for process in processes] == [2, 2]
+    assert [one.wait(120) for one in processes] == [2, 2]
     assert (folders[0] / "logs/rank-0.log").read_text().splitlines()[-1] == (
         "rank 1: train.save: checkpoints of this engine lie in one folder that all nodes share; "
         f"got a folder of rank 1's node alone: {folders[1]}/checkpoints; "

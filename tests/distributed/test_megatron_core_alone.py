@@ -1,17 +1,17 @@
 """Engine megatron-core without ranks: samples, positions, sizes, and what a rank finds on this machine."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.distributed import fork_server
+from tests.distributed.ranks import rank_environment
 
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core", exc_type=ImportError)
 
 pytestmark = pytest.mark.distributed
 
-ROOT = Path(__file__).parents[2]
 BEGIN = """
 import sys
 from pathlib import Path
@@ -23,9 +23,9 @@ print("\\n".join(megatron_core.prepare("cpu", 3)))
 
 def run(script: str, *words: str) -> list[str]:
     """In a process of its own: what is put in place of torch's functions stays there."""
-    env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    command = [sys.executable, "-c", BEGIN + script, *words]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    done = fork_server.run(
+        ["-c", BEGIN + script, *words], "megatron-core", rank_environment() | {"DS_ACCELERATOR": "cpu"}
+    )
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
     return done.stdout.splitlines()

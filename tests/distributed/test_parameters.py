@@ -86,12 +86,13 @@ def megatron_core_cases() -> list[Case]:
 
 def counted(engine: str, cases: Sequence[Case], words: Sequence[Sequence[str]], **env: str) -> list[list[int]]:
     """The weights of every rank of each case."""
-    lines = [
-        json.dumps([json.loads(one.experiment.model_dump_json()), one.world_size, rank, list(given)])
+    imports = "megatron-core" if engine == "megatron-core" else "deepspeed"
+    asked = [
+        [json.loads(one.experiment.model_dump_json()), one.world_size, rank, list(given)]
         for one, given in zip(cases, words, strict=True)
         for rank in range(one.world_size)
     ]
-    answers = iter([int(line) for line in ask("counted", engine, lines, **env)])
+    answers = iter([int(line) for line in ask(["counted", engine], imports, asked, **env)])
     return [[next(answers) for _ in range(one.world_size)] for one in cases]
 
 

@@ -19,10 +19,13 @@ from tests.distributed.ranks import (
     Started,
     events,
     free_port,
+    imports_of,
     losses,
     make_data,
     make_run,
     metrics,
+    place,
+    process,
     rank_environment,
     read_lines,
     run,
@@ -49,7 +52,7 @@ def test_a_whole_run(workspace: Path, layout: dict[str, object]) -> None:
     name = f"whole-{len(layout)}"
     fields = {"train.tensorboard": True, "train.save": True, "train.eval_interval": 4, "train.log_interval": 3}
     folder = make_run(workspace, name, 2, **layout, **fields)
-    finished = run(folder, 2, TRIDOCK_WORLD_SIZE="2")
+    finished = run(folder, 2, from_scratch=True, TRIDOCK_WORLD_SIZE="2")
     assert_clean(finished)
     assert finished.out[1] == ""
     lines = finished.out[0].splitlines()
@@ -259,7 +262,7 @@ def test_a_rank_that_raises_ends_all(workspace: Path, layout: dict[str, object],
     folder = make_run(workspace, f"raising-{len(layout)}", 2, **layout)
     program = tmp_path / "failing.py"
     program.write_text(FAILING)
-    with Started([str(program), "--run-folder", str(folder)], folder, 2, {}) as started:
+    with Started([str(program), "--run-folder", str(folder)], folder, 2, {}, imports_of(folder)) as started:
         finished = started.wait()
     assert finished.codes == [4, 4]
     assert "rank 1 failed:\nTraceback" in finished.out[1]
@@ -272,7 +275,7 @@ def test_a_rank_that_raises_ends_all(workspace: Path, layout: dict[str, object],
 @LAYOUTS
 def test_a_killed_rank_ends_all(workspace: Path, layout: dict[str, object]) -> None:
     folder = make_run(workspace, f"killed-{len(layout)}", 2, **layout, **{"train.train_iters": 10**6})
-    with start(folder, 2) as started:
+    with start(folder, 2, from_scratch=True) as started:
         started.until("iteration")
         started.processes[1].kill()
         finished = started.wait()
@@ -289,7 +292,7 @@ def test_a_killed_rank_ends_all(workspace: Path, layout: dict[str, object]) -> N
 ])  # fmt: skip
 def test_signals_end_a_run(workspace: Path, number: int, code: int, word: str) -> None:
     folder = make_run(workspace, f"signal-{code}", 2, **ZERO3, **{"train.train_iters": 10**6})
-    with start(folder, 2) as started:
+    with start(folder, 2, from_scratch=True) as started:
         started.until("iteration")
         for process in started.processes:
             os.kill(process.pid, number)
@@ -338,17 +341,18 @@ def test_nodes_that_share_no_folder(tmp_path: Path, layout: dict[str, object]) -
             if not (tmp_path / node / "data").exists():
                 make_data(tmp_path / node)
             folders.append(make_run(tmp_path / node, name, 2, **layout, **fields))
-        port = str(free_port())
+        port = free_port()
         processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tridock.train", "--run-folder", str(folder)],
-                env=rank_environment()
-                | {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-                | {"MASTER_PORT": port},
+            process(
+                ["-m", "tridock.train", "--run-folder", str(folder)],
+                rank_environment() | place(rank, 2, port) | {"LOCAL_RANK": "0"},
+                folder / "out",
+                folder / "err",
+                imports_of(folder),
             )
             for rank, folder in enumerate(folders)
         ]
-        assert [process.wait(PATIENCE) for process in processes] == [0, 0]
+        assert [one.wait(PATIENCE) for one in processes] == [0, 0]
         return folders
 
     fields = {"train.save": True, "train.save_interval": 4, "model.hidden_dropout": 0.1}
@@ -377,7 +381,7 @@ def test_a_checkpoint_that_cannot_be_written(workspace: Path, tmp_path: Path, la
     folder = make_run(workspace, f"full-{len(layout)}", 2, **layout, **{"train.save": True, "train.train_iters": 2})
     program = tmp_path / "limited.py"
     program.write_text(LIMITED)
-    with Started([str(program), "--run-folder", str(folder)], folder, 2, {}) as started:
+    with Started([str(program), "--run-folder", str(folder)], folder, 2, {}, imports_of(folder)) as started:
         finished = started.wait()
     assert 0 not in finished.codes
     assert 4 in finished.codes

@@ -139,8 +139,9 @@ def exchanged(engine: str, cases: Sequence[Case], **env: str) -> list[list[list[
     for one in cases:
         fields = json.loads(one.experiment.model_dump_json())
         per_stage = one.world_size // one.stages
-        asked += [json.dumps([fields, one.world_size, stage * per_stage]) for stage in range(one.stages)]
-    answers = iter([json.loads(line) for line in ask("exchanged", engine, asked, **env) if line.startswith("[")])
+        asked += [[fields, one.world_size, stage * per_stage] for stage in range(one.stages)]
+    lines = ask(["exchanged", engine], "megatron-core" if engine == "megatron-core" else "deepspeed", asked, **env)
+    answers = iter([json.loads(line) for line in lines if line.startswith("[")])
     return [[next(answers) for _ in range(one.stages)] for one in cases]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.ranks import PATIENCE, ROOT, VOCABULARY, make_data, rank_environment
+from tests.distributed.ranks import PATIENCE, VOCABULARY, Started, make_data, rank_environment
 from tridock.contracts import run_folder
 from tridock.node.agent.evidence import evidence
 from tridock.triage import diagnose, facts_of
@@ -73,14 +73,11 @@ PLAN: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("faults")
-    words = [sys.executable, "-m", "tests.distributed.faults", str(folder)]
-    env = rank_environment() | {"TORCH_FR_BUFFER_SIZE": "99"}
-    processes = [
-        subprocess.Popen(words, env=env | {"RANK": str(rank)}, cwd=ROOT, stderr=subprocess.PIPE) for rank in (0, 1)
-    ]
-    said = [process.communicate(timeout=PATIENCE)[1].decode() for process in processes]
+    argv = ["-m", "tests.distributed.faults", str(folder)]
+    with Started(argv, folder, 2, {"TORCH_FR_BUFFER_SIZE": "99"}, "torch") as started:
+        finished = started.wait()
     for name in FAULTS:
-        assert (folder / "runs" / name).is_dir(), said
+        assert (folder / "runs" / name).is_dir(), finished
         # Of most, the second rank has no part.
         ranks = PLAN["ranks"] if name in TOGETHER else PLAN["ranks"][:1]
         (folder / "runs" / name / run_folder.PLAN).write_text(json.dumps({**PLAN, "ranks": ranks}))

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.distributed import fork_server
 from tests.experiments import with_fields
@@ -26,11 +30,13 @@ PATIENCE = 240.0
 
 
 def free_port() -> int:
-    """A port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that nothing listens on, and that neither another of xdist's workers nor the kernel gives away."""
+    first = 10_000 + 1_000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    while True:
+        port = random.randrange(first, first + 1_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def make_data(workspace: Path, name: str = "small", documents: int = 240) -> None:
@@ -178,6 +184,28 @@ def run_several(folders: Sequence[Path], world_size: int) -> Finished:
         finished = started.wait()
     assert finished.codes == [0] * world_size, "\n".join(finished.err)
     return finished
+
+
+class Trained:
+    """Folders of runs by name. A batch is trained by one set of processes, when the first of its runs is asked for."""
+
+    def __init__(self, *batches: tuple[int, Mapping[str, Path]]) -> None:
+        """Batches: the number of ranks, and the folders."""
+        self.waiting = list(batches)
+        self.folders: dict[str, Path] = {}
+
+    def __getitem__(self, name: str) -> Path:
+        if name not in self.folders:
+            batch = next(one for one in self.waiting if name in one[1])
+            self.waiting.remove(batch)
+            run_several(list(batch[1].values()), batch[0])
+            self.folders |= batch[1]
+        return self.folders[name]
+
+
+def thinned(cases: Iterable[str], chosen: Container[str]) -> list[Any]:
+    """Parameters of a test: the chosen cases always, the others in `make test-full`."""
+    return [case if case in chosen else pytest.param(case, marks=pytest.mark.full) for case in cases]
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

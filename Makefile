@@ -108,6 +108,8 @@ TESTS ?=
 SELECT ?= not full
 # One more than cores: many of these tests wait for a process, and each worker takes some seconds to begin.
 WORKERS ?= $(shell echo $$(( $$(nproc) + 1 )))
+# Ranks wait for each other, for launchers and for what is stopped: two files at once, whatever the machine has.
+RANK_WORKERS ?= 2
 PYTEST = pytest -m '$(SELECT)' --junitxml=.cache/tests/$(@:test-%=%).xml
 
 .PHONY: lint
@@ -132,7 +134,7 @@ test-unit: .venv/.full ## What needs neither ranks nor Docker
 
 .PHONY: test-distributed
 test-distributed: .venv/.full ## Several ranks on this machine's CPU
-	$(PYTEST) tests/distributed $(TESTS)
+	$(PYTEST) tests/distributed -n $(RANK_WORKERS) --dist loadfile $(TESTS)
 
 .PHONY: test-integration
 test-integration: .venv/.full ## A real engine: the image, the twin, hosts reached over ssh

@@ -157,7 +157,7 @@ def place(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def start(folder: Path, world_size: int, *, from_scratch: bool = False, **env: str) -> Started:
-    """The ranks of one run, each as ``python -m tridock.train``; forks, unless they are to start from scratch."""
+    """The ranks of one run, each as ``python -m tridock.train``: forks, unless they are to start from scratch."""
     imports = None if from_scratch else imports_of(folder)
     return Started(["-m", "tridock.train", "--run-folder", str(folder)], folder, world_size, env, imports)
 

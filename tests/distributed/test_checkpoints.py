@@ -188,8 +188,15 @@ def everything_of(run: Training) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-@pytest.mark.parametrize("whom", ["all", "train"])
+@pytest.mark.parametrize(
+    ("number", "whom"),
+    [
+        (signal.SIGUSR1, "all"),
+        (signal.SIGTERM, "train"),
+        pytest.param(signal.SIGUSR1, "train", marks=pytest.mark.full),
+        pytest.param(signal.SIGTERM, "all", marks=pytest.mark.full),
+    ],
+)
 def test_a_scheduler_that_ends_a_job_leaves_a_checkpoint(workspace: Path, number: signal.Signals, whom: str) -> None:
     """It tells every process, as Slurm does, or only the one that it knows."""
     endless = make_run(workspace, f"endless-{whom}-{number.name}", 2, **EVERY, **{"train.train_iters": 10**6})

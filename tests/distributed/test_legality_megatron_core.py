@@ -47,10 +47,13 @@ def sizes() -> Iterator[Case]:
         yield case(tensor * stages * context * replicas + over, model, layout, batch=batch)
 
 
-def test_sizes() -> None:
-    cases = chosen(sizes(), accepted=200, refused=30)
+@pytest.mark.parametrize(
+    ("accepted", "refused", "least"), [(60, 8, 150), pytest.param(200, 30, 500, marks=pytest.mark.full)]
+)
+def test_sizes(accepted: int, refused: int, least: int) -> None:
+    cases = chosen(sizes(), accepted, refused)
     assert len(reasons_in(cases)) == 13
-    assert len(cases) > 500
+    assert len(cases) > least
     agree(cases, PROGRAM)
 
 

@@ -275,7 +275,7 @@ def test_a_rank_that_raises_ends_all(workspace: Path, layout: dict[str, object],
 @LAYOUTS
 def test_a_killed_rank_ends_all(workspace: Path, layout: dict[str, object]) -> None:
     folder = make_run(workspace, f"killed-{len(layout)}", 2, **layout, **{"train.train_iters": 10**6})
-    with start(folder, 2, from_scratch=True) as started:
+    with start(folder, 2) as started:
         started.until("iteration")
         started.processes[1].kill()
         finished = started.wait()
@@ -292,7 +292,7 @@ def test_a_killed_rank_ends_all(workspace: Path, layout: dict[str, object]) -> N
 ])  # fmt: skip
 def test_signals_end_a_run(workspace: Path, number: int, code: int, word: str) -> None:
     folder = make_run(workspace, f"signal-{code}", 2, **ZERO3, **{"train.train_iters": 10**6})
-    with start(folder, 2, from_scratch=True) as started:
+    with start(folder, 2) as started:
         started.until("iteration")
         for process in started.processes:
             os.kill(process.pid, number)

@@ -73,15 +73,15 @@ def models(chance: random.Random) -> Iterator[dict[str, Any]]:
         }
 
 
-def megatron_core_cases() -> list[Case]:
-    """As many of each layout, of those that the plan takes."""
+def megatron_core_cases(of_each: int) -> list[Case]:
+    """So many of each layout, of those that the plan takes."""
     chance = random.Random(3)
     kinds: dict[tuple[int, ...], list[Case]] = {}
     for model, layout in product(models(chance), product((1, 2, 4), (1, 2, 3, 4), (1, 2), (1, 2))):
         one = case("megatron-core", model, dict(zip((TP, PP, VPP, CP), layout, strict=True)))
         if one.world_size <= 16 and not layout_problems(one.experiment, one.world_size):
             kinds.setdefault(layout, []).append(one)
-    return [one for members in kinds.values() for one in chance.sample(members, min(len(members), 3))]
+    return [one for members in kinds.values() for one in chance.sample(members, min(len(members), of_each))]
 
 
 def counted(engine: str, cases: Sequence[Case], words: Sequence[Sequence[str]], **env: str) -> list[list[int]]:
@@ -106,10 +106,11 @@ def agree(cases: Sequence[Case], found: Sequence[Sequence[int]]) -> None:
             assert weights[0] == model_parameters(one.experiment.model, rows), one
 
 
-def test_megatron_core() -> None:
+@pytest.mark.parametrize(("of_each", "least"), [(1, 20), pytest.param(3, 60, marks=pytest.mark.full)])
+def test_megatron_core(of_each: int, least: int) -> None:
     pytest.importorskip("megatron.core", exc_type=ImportError)
-    cases = megatron_core_cases()
-    assert len(cases) > 60
+    cases = megatron_core_cases(of_each)
+    assert len(cases) > least
     assert {one.world_size for one in cases} >= {1, 2, 3, 4, 6, 8, 12, 16}
     agree(cases, counted("megatron-core", cases, [()] * len(cases)))
 

@@ -1,4 +1,4 @@
-"""What an engine declares of each field of an experiment: it honours it, refuses it, or never reads it."""
+"""What an engine declares of each field: its ranks honour it or never read it, or the plan refuses it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Honoured:
 
 @dataclass(frozen=True, slots=True)
 class Unused:
-    """The field is accepted, and nothing reads it."""
+    """The field is accepted, and no rank reads it."""
 
     reason: str
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from tridock.engines.fields import COMMON, HONOURED, Fields, Refused
+from tridock.engines.fields import COMMON, HONOURED, Fields, Refused, Unused
 
 FIELDS: Final[Fields] = {
     **COMMON,
@@ -12,6 +12,7 @@ FIELDS: Final[Fields] = {
     "parallel": HONOURED,
     "train": HONOURED,
     "megatron_args": HONOURED,
+    "model.vocab_size": Unused("Megatron-LM v1.1.5 counts the tokens of data.vocab_file; the plan counts with this"),
     "parallel.data_parallel_shard_size": Refused(),
     "parallel.pipeline_schedule": Refused(),
     "parallel.virtual_pipeline_model_parallel_size": Refused(),

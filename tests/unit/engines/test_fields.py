@@ -1,0 +1,254 @@
+"""Every field of an experiment, asked of every engine: it is honoured, refused, or declared as never read."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from tests.experiments import make_plan, with_fields
+from tridock.engines import ENGINES, RankProgram, rank_program
+from tridock.engines.fields import Honoured, Refused, Unused, declared
+from tridock.experiment import Experiment
+from tridock.plan.legality import layout_problems
+
+ROOT = Path(__file__).parents[3]
+BASE: dict[str, Any] = {
+    "name": "tiny",
+    "model": {"num_layers": 8, "hidden_size": 64, "num_attention_heads": 8, "seq_length": 64},
+    "batch": {"micro_batch_size": 2, "global_batch_size": 16},
+    "data": {"data_path": "data/x"},
+    "precision": "fp32",
+    "train": {"train_iters": 40, "save_interval": 10},
+}
+IMAGES = {"model": {"preset": "resnet50"}, "parallel.strategy": "ddp"}
+STORED = {"model.checkpoint_activations": True}
+FULL = {"model.recompute_granularity": "full", "model.recompute_method": "uniform", "model.recompute_num_layers": 1}
+PIPELINE = {"parallel.pipeline_model_parallel_size": 2}
+INTERLEAVED = {
+    **PIPELINE,
+    "parallel.pipeline_schedule": "interleaved",
+    "parallel.virtual_pipeline_model_parallel_size": 2,
+}
+ZERO, FSDP, DDP = ({"parallel.strategy": strategy} for strategy in ("zero", "fsdp", "ddp"))
+FP16 = {"precision": "fp16", **DDP}
+FP16_ZERO = {"precision": "fp16", **ZERO, "parallel.zero_stage": 1}
+CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "name": ("other", {}),
+    "engine": (None, {}),
+    "model.preset": ("gpt2", {"model": {"preset": "gpt2-large", "seq_length": 64}}),
+    "model.num_layers": (16, {}),
+    "model.hidden_size": (128, {}),
+    "model.num_attention_heads": (4, {}),
+    "model.seq_length": (32, {}),
+    "model.max_position_embeddings": (128, {}),
+    "model.vocab_size": (1000, {}),
+    "model.make_vocab_size_divisible_by": (64, {}),
+    "model.hidden_dropout": (0.0, {}),
+    "model.attention_dropout": (0.0, {}),
+    "model.init_method_std": (0.1, {}),
+    "model.checkpoint_activations": (True, {}),
+    "model.checkpoint_num_layers": (2, STORED),
+    "model.partition_activations": (True, STORED),
+    "model.checkpoint_in_cpu": (True, STORED),
+    "model.contiguous_checkpointing": (True, {**STORED, "model.partition_activations": True}),
+    "model.synchronize_each_layer": (True, STORED),
+    "model.recompute_granularity": ("selective", {}),
+    "model.recompute_method": ("block", FULL),
+    "model.recompute_num_layers": (2, FULL),
+    "model.img_h": (64, IMAGES),
+    "model.img_w": (64, IMAGES),
+    "model.num_classes": (10, IMAGES),
+    "parallel.strategy": ("zero", DDP),
+    "parallel.data_parallel_shard_size": (2, FSDP),
+    "parallel.pipeline_schedule": ("gpipe", {**DDP, **PIPELINE}),
+    "parallel.zero_stage": (1, ZERO),
+    "parallel.tensor_model_parallel_size": (2, DDP),
+    "parallel.pipeline_model_parallel_size": (2, DDP),
+    "parallel.virtual_pipeline_model_parallel_size": (4, {**DDP, **INTERLEAVED}),
+    "parallel.context_parallel_size": (2, {}),
+    "parallel.sequence_parallel": (True, {"parallel.tensor_model_parallel_size": 2}),
+    "parallel.use_distributed_optimizer": (True, {}),
+    "batch.micro_batch_size": (1, {}),
+    "batch.global_batch_size": (32, ZERO),
+    "data.data_path": ("data/y", {}),
+    "data.split": ("98,1,1", {}),
+    "data.vocab_file": ("other.json", {}),
+    "data.merge_file": ("other.txt", {}),
+    "optimizer.lr": (0.5, {}),
+    "optimizer.min_lr": (0.0, {}),
+    "optimizer.lr_decay_style": ("linear", {}),
+    "optimizer.lr_warmup_iters": (3, {}),
+    "optimizer.lr_decay_iters": (20, {}),
+    "optimizer.weight_decay": (0.5, {}),
+    "optimizer.adam_beta1": (0.5, {}),
+    "optimizer.adam_beta2": (0.5, {}),
+    "optimizer.adam_eps": (0.5, {}),
+    "optimizer.clip_grad": (0.5, {}),
+    "precision": ("fp16", DDP),
+    "fp16.loss_scale": (8.0, FP16),
+    "fp16.initial_scale_power": (8, FP16_ZERO),
+    "fp16.loss_scale_window": (8, FP16),
+    "fp16.hysteresis": (8, FP16),
+    "train.train_iters": (50, {}),
+    "train.log_interval": (5, {}),
+    "train.eval_interval": (5, {}),
+    "train.eval_iters": (5, {}),
+    "train.save_interval": (5, {}),
+    "train.save": (False, {}),
+    "train.keep_checkpoints": (2, {}),
+    "train.checkpoint_folder": ("elsewhere", {}),
+    "train.load": ("runs/other/checkpoints", {}),
+    "train.seed": (7, {}),
+    "train.compile": (True, {}),
+    "train.tensorboard": (False, {}),
+    "train.profile_iters": (5, {}),
+    "launch.master_port": (29999, {}),
+    "launch.hang_timeout": (99, {}),
+    "restart.max": (3, {}),
+    "restart.window": (99, {}),
+    "restart.node_timeout": (99, {}),
+    "restart.min_nodes": (2, {}),
+    "megatron_args": (("--num-workers", "0"), {}),
+    "env": ({"A": "b"}, {}),
+}
+"""Each field with a value that is not its default, and what else the experiment needs for it to matter."""
+LAUNCH = ("launchers", "ops", "node")
+"""Rooms that honour what starts and supervises a run, whichever engine it has."""
+OF_TORCH = [f"tridock.train.{room}" for room in ("bench", "models", "parallel")]
+"""Rooms of engine torch, of which the others import helpers that read no field."""
+
+
+def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from leaves(field.annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def experiment(engine: str, fields: dict[str, Any]) -> Experiment:
+    """Changed in what the engine refuses anyway only where ``fields`` ask for it."""
+    own: dict[str, Any] = {"engine": engine}
+    if ENGINES[engine].tokenizer_fields:
+        own |= {f"data.{name}": "file" for name in ENGINES[engine].tokenizer_fields}
+    given = {path: value for path, value in fields.items() if "." not in path}
+    dotted = {path: value for path, value in fields.items() if "." in path}
+    return with_fields({**BASE, **given}, {**own, **dotted})
+
+
+def different(before: Experiment, after: Experiment) -> Iterator[str]:
+    """Fields that differ: of a preset those that it gives."""
+    for path in leaves(Experiment):
+        section, _, name = path.rpartition(".")
+        pair = [getattr(getattr(one, section) if section else one, name) for one in (before, after)]
+        if pair[0] != pair[1]:
+            yield path if section else f"experiment.{name}"
+
+
+def accepted(engine: str, path: str) -> tuple[Experiment, Experiment]:
+    """The experiment without and with the field changed; of its surroundings what the engine does not refuse.
+
+    Where Megatron v1.1.5's own data parallelism cannot do it, DeepSpeed's can.
+    """
+    value, needs = CHANGED[path]
+    fields = ENGINES[engine].fields
+    needs = {other: given for other, given in needs.items() if not isinstance(declared(fields, other), Refused)}
+    before, after = experiment(engine, needs), experiment(engine, {**needs, path: value})
+    if layout_problems(after, 8):
+        return experiment(engine, {**needs, **ZERO}), experiment(engine, {**needs, **ZERO, path: value})
+    return before, after
+
+
+def program(given: Experiment) -> RankProgram:
+    return rank_program(given, make_plan(given, {"a": range(8)}, "e.yaml"), "id", "/workspace/runs/id")
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def imported(module: str) -> Iterator[Path]:
+    """The files of ``train`` and ``data`` that a rank's program imports, wherever it does."""
+    seen: set[Path] = set()
+    waiting = [module, f"{module}.__main__"]
+    while waiting:
+        name = waiting.pop()
+        file = ROOT / (name.replace(".", "/") + ".py")
+        file = file if file.is_file() else file.with_suffix("") / "__init__.py"
+        if name.split(".")[:2] not in (["tridock", "train"], ["tridock", "data"]) or file in seen or not file.is_file():
+            continue
+        if module != "tridock.train" and name.startswith(tuple(OF_TORCH)):
+            continue
+        seen.add(file)
+        for node in ast.walk(parsed(file)):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                waiting += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    yield from seen
+
+
+@functools.cache
+def fields_read(module: str) -> frozenset[str]:
+    """Fields that the program of a rank reads, or (with no module) those who launch it, as ``section.name``.
+
+    Read is an attribute of something that is called like its section, as in ``experiment.train.seed``, or ``settings``.
+    """
+    rooms = (path for room in LAUNCH for path in (ROOT / "tridock" / room).rglob("*.py"))
+    nodes = (node for path in (imported(module) if module else rooms) for node in ast.walk(parsed(path)))
+    found = (node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load))
+    owners = ((node.value, node.attr) for node in found)
+    read = {(getattr(owner, "attr", getattr(owner, "id", "")), name) for owner, name in owners}
+    fields = (path.rpartition(".") for path in leaves(Experiment))
+    return frozenset(
+        f"{section or 'experiment'}.{name}"
+        for section, _, name in fields
+        if {(section or "experiment", name), ("settings", name)} & read
+    )
+
+
+def test_every_field_has_another_value_here() -> None:
+    assert list(CHANGED) == list(leaves(Experiment))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_engine_declares_fields_of_the_schema(engine: str) -> None:
+    paths = {*leaves(Experiment), *Experiment.model_fields}
+    assert set(ENGINES[engine].fields) <= paths
+
+
+@pytest.mark.parametrize("path", CHANGED)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_field_is_what_the_engine_declares(engine: str, path: str) -> None:
+    if path == "engine":
+        return
+    what = declared(ENGINES[engine].fields, path)
+    where = path
+    if path in ("model.img_h", "model.img_w", "model.num_classes") and not ENGINES[engine].trains_images:
+        where, what = "model.preset", Refused()
+    if isinstance(what, Refused):
+        value, needs = CHANGED[path]
+        changed = experiment(engine, {**needs, path: value})
+        assert where in {problem.where for problem in layout_problems(changed, 8)}
+        return
+    before, after = accepted(engine, path)
+    assert before != after
+    assert where not in {problem.where for problem in layout_problems(after, 8)}
+    started = program(before)
+    rows = [ENGINES[engine].padded_vocab_size(50, one) for one in (before, after)]
+    is_changed = started != program(after) or rows[0] != rows[1]
+    differing = set(different(before, after))
+    is_read = bool(differing & fields_read(started.module))
+    if path.split(".")[0] in ("name", "launch", "restart"):
+        is_read = bool(differing & fields_read(""))
+    if isinstance(what, Unused):
+        assert not is_changed
+        assert not is_read
+    else:
+        assert isinstance(what, Honoured)
+        assert is_changed or is_read

@@ -1,0 +1,63 @@
+"""Nobody outside tridock/engines/ compares an engine's name: an engine is asked."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from tridock.engines import ENGINES
+from tridock.experiment.schema import DEFAULT_STRATEGY, Engine
+
+ROOT = Path(__file__).parents[3]
+HOME = ROOT / "tridock" / "engines"
+MODULE_NAMES = {ROOT / "tridock" / "train" / "checkpoints" / "pickles.py"}
+"""Compares names of Python modules, of which torch is one."""
+
+
+def named(node: ast.AST) -> bool:
+    """Whether an expression is an engine's name, or a literal collection that holds one."""
+    if isinstance(node, ast.Constant):
+        return node.value in ENGINES
+    return isinstance(node, ast.Tuple | ast.List | ast.Set) and any(map(named, node.elts))
+
+
+def comparisons(source: str) -> Iterator[int]:
+    """The lines that compare something with an engine's name."""
+    for node in ast.walk(ast.parse(source)):
+        sides: list[ast.expr] = []
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+        elif isinstance(node, ast.MatchValue):
+            sides = [node.value]
+        if any(map(named, sides)):
+            yield node.lineno
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'x.engine == "torch"',
+        '"megatron-core" != name',
+        'x.engine in ("torch", "megatron-core")',
+        'engine not in {"megatron-deepspeed"}',
+        'match x.engine:\n    case "torch" | "other":\n        pass',
+    ],
+)
+def test_a_comparison_is_seen(source: str) -> None:
+    assert list(comparisons(source))
+
+
+def test_only_the_engines_compare_engine_names() -> None:
+    paths = [ROOT / "fabfile.py", *sorted((ROOT / "tridock").rglob("*.py"))]
+    paths = [path for path in paths if HOME not in path.parents and path not in MODULE_NAMES]
+    assert len(paths) > 200
+    found = [f"{path.relative_to(ROOT)}:{line}" for path in paths for line in comparisons(path.read_text())]
+    assert found == []
+
+
+def test_every_engine_of_the_schema_is_there() -> None:
+    assert set(ENGINES) == set(get_args(Engine)) == set(DEFAULT_STRATEGY)

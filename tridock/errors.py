@@ -7,7 +7,7 @@ all problems found, so that the user fixes them at once.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
@@ -35,6 +35,16 @@ class Problem:
         """Reads a message of this form that a node printed; None for any other text."""
         match = re.fullmatch(r"([^\n]+?): ([^\n]+?); (?:got ([^\n]+); )?([^;\n]+)", text.strip())
         return None if match is None else cls(match[1], match[2], match[3] or "", match[4])
+
+    @property
+    def message(self) -> dict[str, str]:
+        """The fields of the message, for another process, which calls :meth:`of` with them."""
+        return {"where": self.where, "what": self.what, "got": self.got, "todo": self.todo}
+
+    @classmethod
+    def of(cls, message: Mapping[str, str]) -> Problem:
+        """The problem of another process."""
+        return cls(message["where"], message["what"], message["got"], message["todo"])
 
     def __str__(self) -> str:
         got = f"got {self.got}; " if self.got else ""

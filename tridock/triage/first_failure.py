@@ -34,7 +34,7 @@ class FirstFailure:
     def problem(self) -> Problem | None:
         """The error of Tridock's own that the event records."""
         recorded = self.event.get("problem")
-        return Problem(**recorded) if recorded else None
+        return Problem.of(recorded) if recorded else None
 
     def __str__(self) -> str:
         if self.seen:

@@ -27,7 +27,7 @@ def test_the_report_of_this_machine(workspace: Path) -> None:
     (workspace / "runs").mkdir(parents=True)
     found = answer("node-report", "--workspace", str(workspace))
     quick = answer("node-report", "--quick", "--workspace", str(workspace))
-    assert set(quick) == {"shm", "disk", "unwritable"}
+    assert set(quick) == {"protocol", "shm", "disk", "unwritable"}
     assert set(found) > {
         *quick,
         "memlock",

@@ -30,7 +30,9 @@ def test_a_taken_port_names_its_holder(address: str) -> None:
         told = answer("preflight", "--head", "--port", str(port))
         comm = Path(f"/proc/{os.getpid()}/comm").read_text().strip()
         assert "port" not in told
-        assert told["port_problem"] == f"port {port}: is taken; got {comm} (pid {os.getpid()}); use another"
+        assert told["port_problem"] == {
+            "where": f"port {port}", "what": "is taken", "got": f"{comm} (pid {os.getpid()})", "todo": "use another",
+        }  # fmt: skip
 
 
 def test_a_port_of_a_connection_that_just_closed_is_free() -> None:

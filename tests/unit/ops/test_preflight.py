@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.experiments import make_plan
-from tridock.errors import TridockError
+from tridock.errors import Problem, TridockError
 from tridock.experiment import Experiment
 from tridock.ops.hosts.session import Session
 from tridock.ops.runs.preflight import Preflight, check_nodes
@@ -99,17 +99,18 @@ def test_every_difference_is_named_at_once(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("launch", "told", "message"),
     [
-        ({"master_port": 2000}, "port 2000: is taken; got python (pid 7); use another",
+        ({"master_port": 2000}, Problem("port 2000", "is taken", "python (pid 7)", "use another"),
          "t.yaml: launch.master_port: port 2000 is taken on node-1; got python (pid 7); change it or leave it out"),
-        ({}, "ports: none of 200 tried from 20000 to 29999 is free; give launch.master_port, or end what listens there",
+        ({}, Problem("ports", "none of 200 tried from 20000 to 29999 is free", "",
+                     "give launch.master_port, or end what listens there"),
          "node-1: ports: none of 200 tried from 20000 to 29999 is free; "
          "give launch.master_port, or end what listens there"),
     ],
 )  # fmt: skip
 def test_no_port(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch: dict[str, int], told: str, message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch: dict[str, int], told: Problem, message: str
 ) -> None:
     with pytest.raises(TridockError) as caught:
-        ask(tmp_path, monkeypatch, GOOD, {"port_problem": told}, **launch)
+        ask(tmp_path, monkeypatch, GOOD, {"port_problem": told.message}, **launch)
     assert str(caught.value) == message
     assert caught.value.exit_code == 3

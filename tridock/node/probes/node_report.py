@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from tridock.contracts import run_folder
-from tridock.errors import ClusterError
+from tridock.contracts.node_answers import PROTOCOL
 from tridock.node.agent.processes import find_processes
 from tridock.node.probes import ports
 from tridock.node.probes.accelerators import accelerators
@@ -24,22 +24,15 @@ def node_report(workspace: Path, *, quick: bool, ssh_to: list[str]) -> dict[str,
 
     ``ssh_to`` names nodes to connect to over ssh; only the head is asked for that.
     """
-    found: dict[str, object] = space(workspace)
+    found: dict[str, object] = {"protocol": PROTOCOL, **space(workspace)}
     if ssh_to:
         found["paths"] = greet_nodes(ssh_to)
     if not quick:
         runs = sorted({process.run_id for process in find_processes()})
-        found |= {**limits(), **accelerators(), "code": code(), "runs": runs, **_port()}
+        found |= {**limits(), **accelerators(), "code": code(), "runs": runs, **ports.rendezvous_port()}
         found["accelerator"] = os.environ.get("DS_ACCELERATOR")  # what the image was built for: cuda or cpu
         found["nccl_ib_disable"] = os.environ.get("NCCL_IB_DISABLE")
     return found
-
-
-def _port() -> dict[str, object]:
-    try:
-        return {"port": ports.free_port()}
-    except ClusterError as error:
-        return {"port": None, "port_problem": str(error)}
 
 
 def host_key() -> str | None:

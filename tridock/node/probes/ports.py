@@ -8,10 +8,22 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+from tridock.contracts.node_answers import PortAnswer
 from tridock.contracts.run_folder import RENDEZVOUS_PORTS
 from tridock.errors import ClusterError, Problem
 
 _LISTEN = "0A"
+
+
+def rendezvous_port(wanted: int | None = None) -> PortAnswer:
+    """The ``wanted`` port if it is free, or any free one; ``port_problem`` if there is none."""
+    try:
+        if wanted is None:
+            return {"port": free_port()}
+        require_free(wanted)
+        return {"port": wanted}
+    except ClusterError as error:
+        return {"port_problem": error.problems[0].message}
 
 
 def free_port() -> int:

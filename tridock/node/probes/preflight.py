@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tridock.contracts import run_folder
-from tridock.errors import ClusterError
 from tridock.node.probes import ports
 
 
@@ -23,7 +22,7 @@ def preflight(files: Sequence[str], read: Sequence[str], *, head: bool, port: in
         "read": {name: _json(Path(name)) for name in read},
     }
     if head:
-        answer |= _port(port)
+        answer |= ports.rendezvous_port(port)
         answer["image_manifest"] = _json(Path(run_folder.CODE, "manifest.json"))
     return answer
 
@@ -44,16 +43,6 @@ def _fingerprint(path: Path) -> dict[str, object] | None:
     if path.suffix == ".json" and isinstance(content := _json(path), dict):
         found["entries"] = len(content)
     return found
-
-
-def _port(wanted: int | None) -> dict[str, object]:
-    try:
-        if wanted is None:
-            return {"port": ports.free_port()}
-        ports.require_free(wanted)
-        return {"port": wanted}
-    except ClusterError as error:
-        return {"port_problem": str(error)}
 
 
 def _json(path: Path) -> object:

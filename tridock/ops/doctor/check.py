@@ -17,7 +17,7 @@ from tridock.ops.doctor.finding import Answer, Answers, fail
 from tridock.ops.doctor.host_checks import look_at_hosts, look_at_nodes
 from tridock.ops.doctor.limit_checks import limit_findings, shown, space_findings
 from tridock.ops.doctor.mesh_checks import meet
-from tridock.ops.doctor.node_client import LOOK_S, asked, shown_key, verb
+from tridock.ops.doctor.node_client import asked, node_report, shown_key
 from tridock.ops.doctor.report import Report
 from tridock.ops.doctor.ssh_checks import path_findings
 from tridock.ops.hosts.session import Session
@@ -71,7 +71,7 @@ def check_quickly(session: Session) -> None:
     others = list(session.nodes) if len(session.nodes) > 1 else []
 
     def ask(node: str, _: Host) -> Answer:
-        return verb(session, node, LOOK_S, "node-report", "--quick", *(others if node == session.head else ()))
+        return node_report(session, node, "--quick", *(others if node == session.head else ()))
 
     looks = session.each(ask)
     images = {node: state.container.image_id for node, state in session.states().items() if state.container}
@@ -85,7 +85,7 @@ def check_quickly(session: Session) -> None:
 
 def _looks(session: Session, up: tuple[str, ...], report: Report) -> dict[str, Answer]:
     def ask(node: str, _: Host) -> Answer:
-        return verb(session, node, LOOK_S, "node-report")
+        return node_report(session, node)
 
     return asked(session, report, up, ask)
 
@@ -96,9 +96,8 @@ def _compare(session: Session, looks: Answers, report: Report) -> None:
     for node, look in looks.items():
         report.findings += space_findings(cluster, node, look)
         report.findings += limit_findings(cluster, node, look)
-        if node == session.head and look["port"] is None:
-            said = Problem.parse(look["port_problem"])
-            assert said is not None
+        if node == session.head and "port_problem" in look:
+            said = Problem.of(look["port_problem"])
             problem = Problem(f"{node}: {said.where}", said.what, said.got, said.todo)
             report.findings.append(fail("network", problem, "the ranks meet at a port of the head"))
     report.findings += device_findings(cluster, looks)

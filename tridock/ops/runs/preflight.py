@@ -163,9 +163,8 @@ def fingerprints(experiment: Experiment, answer: Answer) -> dict[str, dict[str, 
     }
 
 
-def _port_problem(head: str, config: Path, wanted: int | None, text: str) -> Problem:
-    problem = Problem.parse(text)
-    assert problem is not None
+def _port_problem(head: str, config: Path, wanted: int | None, fields: Mapping[str, str]) -> Problem:
+    problem = Problem.of(fields)
     if wanted is None:
         return Problem(f"{head}: {problem.where}", problem.what, problem.got, problem.todo)
     what = f"{problem.where} {problem.what} on {head}"

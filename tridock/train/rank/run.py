@@ -193,6 +193,5 @@ def _report(
         fields: dict[str, object] = {"cause": cause, "reason": reason}
     else:
         own = next((problem.cause for problem in reason if problem.cause), cause)
-        problem = {name: getattr(reason[0], name) for name in ("where", "what", "got", "todo")}
-        fields = {"cause": own, "reason": "\n".join(map(str, reason)), "problem": problem}
+        fields = {"cause": own, "reason": "\n".join(map(str, reason)), "problem": reason[0].message}
     append_event(run_folder, Event.RUN_FAILED, rank=int(rank), **fields, **kind)

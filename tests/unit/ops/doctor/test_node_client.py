@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.ops.doctor.lab import make_cluster, shown
 from tridock.errors import ClusterError, Problem
-from tridock.ops.doctor.node_client import asked, verb
+from tridock.ops.doctor.node_client import asked, node_report, verb
 from tridock.ops.doctor.report import Report
 from tridock.ops.hosts.session import Session
 from tridock.remote import Completed
@@ -28,9 +28,22 @@ def test_an_image_from_before_the_doctor(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(ClusterError) as caught:
         verb(old, "host-1", 1.0, "node-report", "--quick")
     assert str(caught.value) == (
-        "host-1: its image is older than this Tridock; got it does not know node-report; "
+        "host-1: its image is of another version of Tridock; got it does not know node-report; "
         f"run make image, then fab up --hosts {tmp_path}/lab"
     )
+
+
+@pytest.mark.parametrize(
+    ("answer", "got"), [(b"{}", "protocol unknown, 1 here"), (b'{"protocol": 9}', "protocol 9, 1 here")]
+)
+def test_an_image_is_known_by_its_protocol(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes, got: str
+) -> None:
+    with pytest.raises(ClusterError) as caught:
+        node_report(session(tmp_path, monkeypatch, Completed(0, answer, b"")), "host-1")
+    assert caught.value.problems[0].got == got
+    own = session(tmp_path, monkeypatch, Completed(0, b'{"protocol": 1}', b""))
+    assert node_report(own, "host-1") == {"protocol": 1}
 
 
 def test_an_answer_is_read_and_a_failure_has_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Tridock's tasks: each parses its words, calls an operation and prints. `fab --list` shows them.
+"""Tridock's tasks: each parses its options, calls an operation and prints. `fab --list` shows them.
 
 Every task takes --hosts: a DeepSpeed hostfile, with its settings in a .yaml file beside it.
 """
@@ -48,30 +48,29 @@ HELP = {
     "hosts": "a DeepSpeed hostfile: lines of `host slots=N`",
     "config": f"the experiment's YAML file (default: {DEFAULT_CONFIG})",
     "set": "change a field of the experiment: --set train.seed=7 (may be repeated)",
-    "include": "only these nodes and slots, as DeepSpeed writes them: host-a@host-b:0,2",
-    "exclude": "all but these nodes and slots, as DeepSpeed writes them",
-    "dry-run": "say what would be done, and do nothing; a launch contacts no host for it",
+    "include": "run on these nodes and slots only, in DeepSpeed's syntax: host-a@host-b:0,2",
+    "exclude": "run on all but these nodes and slots, in DeepSpeed's syntax",
+    "dry-run": "show what would be done, and change nothing",
     "detach": "start the run and return at once",
-    "run-id-file": "write the run's id into this file, for scripts",
-    "run": "a run's id (default: the only one that goes on, or the last)",
-    "rank": "the log of this rank, or of several (0,3), instead of the launcher's output",
-    "node": "the logs of all ranks of this node, instead of the launcher's output",
-    "follow": "go on with what these ranks write until the run has ended",
-    "watch": "draw it again every 2 s until Ctrl-C",
-    "rotate": "replace all keys by new ones; runs go on",
-    "force": "even while runs go on; a launch: even if the plan says that it does not fit",
-    "gpu": "the nodes' GPU (v100-16gb, a100-80gb, h200, ...) or its memory (24gib); the hosts are asked where left out",
-    "tflops": "what a GPU computes in a second, for the plan's times (default: half of its peak)",
-    "tokens": "reckon the time to so many tokens: 300e9 (default: the run's own)",
-    "search": "list the layouts that fit, best first, and why the others do not",
-    "json": "print all of it for programs",
+    "run-id-file": "write the run id to this file, for scripts",
+    "run": "run id (default: the active run if there is only one, else the last)",
+    "rank": "show the log of this rank, or of several (0,3), instead of the launcher's output",
+    "node": "show the logs of all ranks of this node instead of the launcher's output",
+    "follow": "print new log lines until the run has ended",
+    "watch": "refresh every 2 s until Ctrl-C",
+    "rotate": "replace all keys; runs continue",
+    "gpu": "GPU of the nodes (v100-16gb, a100-80gb, h200, ...) or its memory (24gib) (default: ask the hosts)",
+    "tflops": "TFLOP/s that a GPU achieves, for the estimated times (default: half of its peak)",
+    "tokens": "estimate the time to train this many tokens: 300e9 (default: the run's own)",
+    "search": "list the layouts that fit, best first, and why others do not",
+    "json": "print everything as JSON",
     "plot": "also draw the rank map: a .png or .svg file",
-    "path": "a data set's prefix, a file or a folder of the project (default: what the experiment reads; may repeat)",
-    "checkpoints": "bring the checkpoints too",
-    "fix": "do what is safe: keys, image, nodes that are down, what dead runs left; each is said",
-    "output": "where the page goes (default: report.html in the folder of the first run)",
-    "tolerance": "largest difference of a loss, times the larger of 1 and it (default: 0 on CPUs, else by precision)",
-    "check": "look first whether the cluster is fit; --no-check leaves it out",
+    "path": "data set prefix, file or folder of the project; may be repeated (default: what the experiment reads)",
+    "checkpoints": "fetch the checkpoints too",
+    "fix": "fix what is safe to fix: keys, image, stopped nodes, leftovers of dead runs; print each fix",
+    "output": "file of the page (default: report.html in the folder of the first run)",
+    "tolerance": "allowed loss difference, relative to max(1, abs(loss)) (default: 0 on CPUs, else by precision)",
+    "check": "run the doctor's quick checks first; --no-check skips them",
 }
 
 
@@ -99,28 +98,28 @@ def command(
 
 @command()
 def up(_: Context, hosts: str = "", include: str = "", exclude: str = "") -> None:
-    """Bring the cluster up: keys, image, one node a host."""
+    """Start the cluster: keys, image, one node per host."""
     session = _open(hosts, include, exclude)
     image_id = nodes.up(session)
     CONSOLE.print(f"{len(session.nodes)} nodes up, image {image_id[:19]}: {', '.join(session.nodes)}")
 
 
-@command()
+@command(force="remove the nodes even if runs are active")
 def down(_: Context, hosts: str = "", include: str = "", exclude: str = "", force: bool = False) -> None:
-    """Remove the nodes; runs' folders and data stay on the hosts."""
+    """Remove the nodes; run folders and data stay on the hosts."""
     removed = nodes.down(_open(hosts, include, exclude), force=force)
     CONSOLE.print(f"removed {', '.join(removed)}" if removed else "no node was up")
 
 
 @command()
 def keys(_: Context, hosts: str = "", rotate: bool = False) -> None:
-    """Make and distribute the cluster's SSH keys."""
+    """Create and distribute the cluster's SSH keys."""
     session = _open(hosts)
     store = keys_.distribute_keys(session, rotate=rotate)
     CONSOLE.print(f"keys of {len(session.nodes)} nodes in place; client key {store.fingerprint()}")
 
 
-@command(iterable=("set",), config="an experiment's YAML file: its data and its port are looked at, too")
+@command(iterable=("set",), config="experiment's YAML file: check its data and its port too")
 def check(
     _: Context,
     hosts: str = "",
@@ -131,7 +130,7 @@ def check(
     fix: bool = False,
     json: bool = False,
 ) -> None:
-    """Prove that the cluster can run: every host, node, path and device; what is wrong and the one fix."""
+    """Check every host, node and device; print each problem with its fix."""
     session = _open(hosts, include, exclude)
     if set and not config:
         raise RequestError(Problem("--set", "changes an experiment, and none is named", "", "name one with --config"))
@@ -163,7 +162,7 @@ def plan(
     json: bool = False,
     plot: str = "",
 ) -> None:
-    """Know before launching: where each rank goes, its memory, the cost; or why it cannot run."""
+    """Plan an experiment: rank placement, memory and cost, or why it cannot run."""
     session = _open(hosts, include, exclude)
     path = Path(config or DEFAULT_CONFIG)
     known = assumptions_for(session.cluster, gpu or None, None, _number("tflops", tflops), _number("tokens", tokens))
@@ -183,7 +182,11 @@ def _number(option: str, text: str) -> float | None:
         raise RequestError(Problem(f"--{option}", "is not a number", repr(text), "write it as in 300e9")) from None
 
 
-@command(iterable=("set",))
+@command(
+    iterable=("set",),
+    dry_run="print the command and the run's files; contact no host",
+    force="launch even if the plan says that it does not fit",
+)
 def launch(
     _: Context,
     hosts: str = "",
@@ -197,7 +200,7 @@ def launch(
     run_id_file: str = "",
     check: bool = True,
 ) -> None:
-    """Run an experiment on the cluster and follow it; Ctrl-C detaches, the run goes on."""
+    """Run an experiment on the cluster and follow its output; Ctrl-C detaches, the run continues."""
     session = _open(hosts, include, exclude)
     prepared = launch_.prepare_on(session, Path(config or DEFAULT_CONFIG), set or [], force=force)
     if dry_run:
@@ -229,7 +232,7 @@ def logs(
     include: str = "",
     exclude: str = "",
 ) -> None:
-    """Follow a run's output, or show the logs of some ranks or of a node's."""
+    """Follow a run's output, or show the logs of ranks or of a node."""
     session = _reachable(_open(hosts, include, exclude))[0]
     chosen = registry.choose_run(session, run or None, active=False)
     if not rank and not node:
@@ -242,7 +245,7 @@ def logs(
 
 @command()
 def stop(_: Context, hosts: str = "", run: str = "", include: str = "", exclude: str = "") -> None:
-    """End one run on every node, and nothing else."""
+    """Stop one run on every node; other runs continue."""
     session, failure = _reachable(_open(hosts, include, exclude))
     chosen = registry.choose_run(session, run or None, active=True)
     counts = registry.stop(session, chosen)
@@ -256,7 +259,7 @@ def stop(_: Context, hosts: str = "", run: str = "", include: str = "", exclude:
 
 @command()
 def status(_: Context, hosts: str = "", include: str = "", exclude: str = "", watch: bool = False) -> None:
-    """Show the nodes and the last runs; a node whose host does not answer is named, and the others shown."""
+    """Show the nodes and the last runs; hosts that do not answer are listed as unreachable."""
     session = _open(hosts, include, exclude)
     if not watch:
         tables, failure = _status(session)
@@ -300,7 +303,7 @@ def all_runs(_: Context, hosts: str = "", include: str = "", exclude: str = "", 
 
 @command()
 def triage(_: Context, hosts: str = "", run: str = "", include: str = "", exclude: str = "") -> None:
-    """Say why a run failed: which rank first, the cause, what to do."""
+    """Explain why a run failed: the first rank, the cause, the fix."""
     # The host that is away may be the cause: the others have something to tell.
     session = _reachable(_open(hosts, include, exclude))[0]
     _say(str(triage_.triage(session, run or None)))
@@ -310,17 +313,17 @@ def triage(_: Context, hosts: str = "", run: str = "", include: str = "", exclud
 def fetch(
     _: Context, hosts: str = "", run: str = "", checkpoints: bool = False, include: str = "", exclude: str = ""
 ) -> None:
-    """Bring a run's folder home, into runs/."""
+    """Copy a run's folder from the cluster into runs/."""
     session = _open(hosts, include, exclude)
     chosen = registry.choose_run(session, run or None, active=False)
     CONSOLE.print(str(fetch_.fetch(session, chosen, Path("runs"), checkpoints=checkpoints)))
 
 
-@command(iterable=("run",), run="a run's id; several are laid over each other (default: as fab logs)")
+@command(iterable=("run",), run="run id; may be repeated to overlay several runs (default: as fab logs)")
 def report(
     _: Context, hosts: str = "", run: list[str] | None = None, output: str = "", include: str = "", exclude: str = ""
 ) -> None:
-    """Make an HTML page of a run, or of several: curves, memory, layout, events, plan against measurement."""
+    """Write an HTML page of one or more runs: curves, memory, layout, events, plan and measurement."""
     session = _open(hosts, include, exclude)
     names: list[str | None] = [*run] if run else [None]
     chosen = [registry.choose_run(session, name, active=False) for name in names]
@@ -330,8 +333,8 @@ def report(
 
 
 @command(
-    force="even if the data is not that of the run, or the plan says that it does not fit",
-    run="a run's id, of this cluster or in runs/ (default: as fab logs)",
+    force="reproduce even if the data differs or the plan says that it does not fit",
+    run="run id, of this cluster or in runs/ (default: as fab logs)",
 )
 def reproduce(
     _: Context,
@@ -342,7 +345,7 @@ def reproduce(
     exclude: str = "",
     force: bool = False,
 ) -> None:
-    """Do a run once more from its own folder, and compare the losses."""
+    """Run a run again from its folder and compare the losses."""
     session = _open(hosts, include, exclude)
     allowed = _number("tolerance", tolerance)
     check_tolerance(allowed)
@@ -374,7 +377,7 @@ def data(
     exclude: str = "",
     dry_run: bool = False,
 ) -> None:
-    """Bring data to every host that lacks it, by hash; Megatron's index maps too."""
+    """Copy data to the hosts that miss it, compared by hash; Megatron's index maps too."""
     sync_.run(_open(hosts, include, exclude), path or [], config, set or [], CONSOLE.print, dry_run=dry_run)
 
 
@@ -401,7 +404,7 @@ def _follow(session: Session, hosts: str, run: registry.Run) -> None:
             sys.stdout.buffer.write(chunk)
             sys.stdout.buffer.flush()
     except KeyboardInterrupt:
-        _say(f"\ndetached: run {run_id} goes on. {_how_to_return(hosts, run_id)}")
+        _say(f"\ndetached: run {run_id} continues. {_how_to_return(hosts, run_id)}")
         raise Exit(None, EXIT_INTERRUPTED) from None
     triage_.check_exit(session, run, stream.exit_code)
     _say(f"run {run_id} is done; its folder is {registry.folder_of(session, run)}")

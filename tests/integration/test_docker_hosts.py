@@ -268,7 +268,7 @@ def lives(held: Held) -> bool:
 def test_ctrl_c_detaches_and_says_how_to_come_back(held: Held) -> None:
     assert held.exit_code == 130, held.terminal
     assert held.terminal.endswith(
-        f"\ndetached: run {held.run_id} goes on. "
+        f"\ndetached: run {held.run_id} continues. "
         f"Come back with: fab logs --hosts hostfiles/rack --run {held.run_id}\n"
         f"Stop it with:   fab stop --hosts hostfiles/rack --run {held.run_id}\n"
     )

@@ -8,8 +8,7 @@ import pytest
 
 from tests.integration.support import Containers, execute
 from tridock.engines import RankProgram
-from tridock.launchers.deepspeed import deepspeed_command
-from tridock.launchers.quoting import environment_file
+from tridock.launchers.deepspeed import deepspeed_command, environment_file
 from tridock.triage import Facts, diagnose
 
 KNOWN = "-o UserKnownHostsFile=/run/tridock/secrets/known_hosts -o StrictHostKeyChecking=yes"

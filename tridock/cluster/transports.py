@@ -62,13 +62,13 @@ class Transport(ABC):
         ``env`` is the operator's environment.
         """
 
-    @abstractmethod
     def host_label(self, node: str) -> str:
         """The node's host as messages call it."""
+        return node if self.separate_hosts else "this machine"
 
-    @abstractmethod
     def path_label(self, node: str, path: str) -> str:
         """A path on the node's host as messages show it."""
+        return f"{node}:{path}" if self.separate_hosts else path
 
     @abstractmethod
     def shared_memory_remedy(self) -> str:
@@ -103,12 +103,6 @@ class SshTransport(Transport):
 
     def recipe(self, node: str, image_id: str, facts: HostFacts, env: Mapping[str, str] = os.environ) -> str:
         return _hash(self._run_options(node, image_id, facts))
-
-    def host_label(self, node: str) -> str:
-        return node
-
-    def path_label(self, node: str, path: str) -> str:
-        return f"{node}:{path}"
 
     def shared_memory_remedy(self) -> str:
         if self.cluster.settings.container.ipc == "host":
@@ -188,12 +182,6 @@ class ComposeTransport(Transport):
         given = self.command(facts, "").env
         variables = {name: {**env, **given}.get(name) for name in asked}
         return _hash([node, image_id, self.cluster.env_of(node), texts, variables])
-
-    def host_label(self, node: str) -> str:
-        return "this machine"
-
-    def path_label(self, node: str, path: str) -> str:
-        return path
 
     def shared_memory_remedy(self) -> str:
         return f"set shm_size: 2g in {self.cluster.settings.compose.file}, then fab up"

@@ -1,26 +1,16 @@
-"""The ``deepspeed`` command line: pdsh over ssh from the head, or one node's ranks without ssh."""
+"""The ``deepspeed`` command line and its environment file, quoted so that the ranks get every argument unchanged."""
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 
 from tridock.command import Command
-from tridock.contracts import run_folder
 from tridock.engines import RankProgram
-from tridock.launchers.quoting import for_pdsh
-from tridock.launchers.run import Run, Start
 
-
-def deepspeed_start(run: Run, *, remote: tuple[str, ...] = (), node_rank: int | None = None) -> Start:
-    """A run that ``deepspeed`` starts; with ``node_rank``, that node's ranks only."""
-    request, hostfile = run.request, f"{run.path}/{run_folder.HOSTFILE}"
-    program = run.program()
-    command, resume = (
-        deepspeed_command(it, request.slots, hostfile, request.master_addr, request.master_port, node_rank)
-        for it in (program, run.program(resume=True))
-    )
-    env = {**program.env, "DS_ENV_FILE": f"{run.path}/{run_folder.DEEPSPEED_ENV}"}
-    return Start(command, resume, env, remote, run_folder.launch_script(node_rank or 0))
+_EXPANDED = re.compile(r"([\\$`])")
+_DOUBLE_QUOTED_SPECIALS = re.compile(r'([\\"$`])')
 
 
 def deepspeed_command(
@@ -49,3 +39,27 @@ def deepspeed_command(
         argv += ["--launcher", "pdsh", "--no_ssh_check"]
         arguments = tuple(map(for_pdsh, arguments))
     return Command((*argv, "--no_local_rank", "--module", program.module, *arguments))
+
+
+def for_pdsh(argument: str) -> str:
+    """One argument of the ranks' command line, quoted for pdsh.
+
+    DeepSpeed hands it to pdsh, which replaces ``%h`` and its like, and ssh gives it to a shell. An argument with a
+    space is in double quotes by then, with its own double quotes escaped; any other is not quoted.
+    """
+    argument = argument.replace("%", "%%")
+    return _EXPANDED.sub(_escaped, argument) if " " in argument else shlex.quote(argument)
+
+
+def environment_file(env: Mapping[str, str]) -> str:
+    """DeepSpeed's environment file (``DS_ENV_FILE``): ``NAME=value`` lines, and nothing else.
+
+    DeepSpeed strips each value, gives it to the remote shell in double quotes, and stops at a blank or comment line.
+    What a shell expands in double quotes and what pdsh replaces is escaped here.
+    """
+    escaped = {name: _DOUBLE_QUOTED_SPECIALS.sub(_escaped, value).replace("%", "%%") for name, value in env.items()}
+    return "".join(f"{name}={value}\n" for name, value in escaped.items())
+
+
+def _escaped(match: re.Match[str]) -> str:
+    return "\\" + match.group(1)

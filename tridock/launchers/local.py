@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tridock.contracts.supervision import Reach
-from tridock.launchers.deepspeed import deepspeed_start
 from tridock.launchers.run import Run, Start
+from tridock.launchers.ssh import deepspeed_start
 
 
 @dataclass(frozen=True, slots=True)

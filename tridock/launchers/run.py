@@ -15,7 +15,7 @@ from tridock.contracts.run_folder import RENDEZVOUS_PORTS
 from tridock.contracts.supervision import Reach, Supervision
 from tridock.engines import RankProgram, checkpoints_folder, engine_of, rank_program
 from tridock.experiment import Experiment, dump_experiment
-from tridock.launchers.quoting import environment_file
+from tridock.launchers.deepspeed import environment_file
 from tridock.plan import Assessment
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tridock.contracts import cluster_ssh
+from tridock.contracts import cluster_ssh, run_folder
 from tridock.contracts.supervision import Reach
-from tridock.launchers.deepspeed import deepspeed_start
+from tridock.launchers.deepspeed import deepspeed_command
 from tridock.launchers.run import Run, Start
 
 
@@ -22,3 +22,15 @@ class Ssh:
     def start(self, run: Run) -> Start:
         """The ``deepspeed`` command; the supervisor reaches every node but the head."""
         return deepspeed_start(run, remote=tuple(run.request.slots)[1:])
+
+
+def deepspeed_start(run: Run, *, remote: tuple[str, ...] = (), node_rank: int | None = None) -> Start:
+    """A run that ``deepspeed`` starts; with ``node_rank``, that node's ranks only."""
+    request, hostfile = run.request, f"{run.path}/{run_folder.HOSTFILE}"
+    program = run.program()
+    command, resume = (
+        deepspeed_command(it, request.slots, hostfile, request.master_addr, request.master_port, node_rank)
+        for it in (program, run.program(resume=True))
+    )
+    env = {**program.env, "DS_ENV_FILE": f"{run.path}/{run_folder.DEEPSPEED_ENV}"}
+    return Start(command, resume, env, remote, run_folder.launch_script(node_rank or 0))

@@ -13,7 +13,7 @@ from tridock.remote import files as files_
 _LONGEST = 70
 
 
-def shown(command: Command) -> str:
+def shortened(command: Command) -> str:
     """A command for a message: on one line, shortened, its secrets masked."""
     line = " ".join(str(command).split())
     return line if len(line) <= _LONGEST else line[: _LONGEST - 1] + "…"
@@ -22,23 +22,23 @@ def shown(command: Command) -> str:
 def timed_out(where: str, command: Command, timeout: float) -> Problem:
     """A command that did not end in time; it was ended."""
     todo = "see what holds it up there, then try again"
-    return Problem(where, f"`{shown(command)}` did not end within {timeout:g} s", "", todo)
+    return Problem(where, f"`{shortened(command)}` did not end within {timeout:g} s", "", todo)
 
 
-def lost(where: str, doing: str, words: str) -> Problem:
+def lost(where: str, doing: str, text: str) -> Problem:
     """A connection that was good and then broke."""
-    return Problem(where, f"the connection was lost while {doing}", words, "see whether the host is up, then try again")
+    return Problem(where, f"the connection was lost while {doing}", text, "see whether the host is up, then try again")
 
 
-def no_session(where: str, words: str) -> Problem:
+def no_session(where: str, text: str) -> Problem:
     """A login that was let in, and may run nothing."""
-    return Problem(where, "its sshd opens no session", words.lower(), "raise MaxSessions in its sshd_config")
+    return Problem(where, "its sshd opens no session", text.lower(), "raise MaxSessions in its sshd_config")
 
 
 def killed(where: str, command: Command) -> Problem:
     """A command that a signal ended: nothing that ran to its end."""
     todo = "look for who ended it there (dmesg, if memory ran out), then try again"
-    return Problem(where, f"`{shown(command)}` was ended by a signal", "", todo)
+    return Problem(where, f"`{shortened(command)}` was ended by a signal", "", todo)
 
 
 _REMEDIES: tuple[tuple[str, str], ...] = (
@@ -55,11 +55,11 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
 )
 
 
-def remedy_of(exit_code: int, words: str) -> str:
+def remedy_of(exit_code: int, text: str) -> str:
     """What to do about a command that failed, from how it ended."""
     if exit_code == 127:
         return "install it there, or put it on the PATH that ssh commands have"
-    low = words.lower()
+    low = text.lower()
     return next((todo for mark, todo in _REMEDIES if mark in low), "mend that there, then try again")
 
 
@@ -83,10 +83,10 @@ class Completed:
         """This result, or a :class:`ClusterError` with the command's own last words where it failed."""
         if self.exit_code == 0:
             return self
-        words = (self.stderr.strip() or self.stdout.strip()).decode(errors="replace")
-        last = " | ".join(line.strip() for line in words.splitlines()[-3:] if line.strip()) or "no output"
+        output = (self.stderr.strip() or self.stdout.strip()).decode(errors="replace")
+        last = " | ".join(line.strip() for line in output.splitlines()[-3:] if line.strip()) or "no output"
         what = f"`{self.command}` failed with exit code {self.exit_code}"
-        raise ClusterError(Problem(where, what, last, remedy_of(self.exit_code, words)))
+        raise ClusterError(Problem(where, what, last, remedy_of(self.exit_code, output)))
 
 
 class Stream(Protocol):
@@ -205,4 +205,4 @@ def _input_of(command: Command) -> Iterable[bytes]:
 
 def completed(command: Command, exit_code: int, errors: bytes) -> Completed:
     """The result of a command whose output went elsewhere; it names the command in its messages."""
-    return Completed(exit_code, b"", errors, shown(command))
+    return Completed(exit_code, b"", errors, shortened(command))

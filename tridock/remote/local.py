@@ -134,18 +134,18 @@ class _LocalStream:
     def __init__(self, command: Command) -> None:
         self.exit_code = -1
         self._process: subprocess.Popen[bytes] | None = None
-        self._words = b""
+        self._message = b""
         try:
             self._process = _started(command, stderr=subprocess.STDOUT)
         except FileNotFoundError as error:
-            self.exit_code, self._words = _NOT_FOUND, _not_found(error)
+            self.exit_code, self._message = _NOT_FOUND, _not_found(error)
             return
         assert self._process.stdin is not None
         self._process.stdin.close()
 
     def __iter__(self) -> Iterator[bytes]:
         if self._process is None:
-            yield self._words
+            yield self._message
             return
         assert self._process.stdout is not None
         try:

@@ -30,7 +30,7 @@ from tridock.remote.host import (
     killed,
     lost,
     no_session,
-    shown,
+    shortened,
     timed_out,
 )
 from tridock.remote.ssh_target import Wanted
@@ -276,7 +276,7 @@ class SshHost(Operations):
             return code
         if channel.transport.is_active():
             raise ClusterError(killed(self.name, command))
-        raise ClusterError(lost(self.name, f"`{shown(command)}` ran", _last_words(channel.transport)))
+        raise ClusterError(lost(self.name, f"`{shortened(command)}` ran", _last_words(channel.transport)))
 
     def _start(self, command: Command, line: str, *, merged: bool = False) -> Any:
         connection = self._open()
@@ -288,8 +288,8 @@ class SshHost(Operations):
         except paramiko.ChannelException as error:
             raise ClusterError(no_session(self.name, error.text)) from None
         except (paramiko.SSHException, OSError, EOFError) as error:
-            words = str(error) or _last_words(transport)
-            raise ClusterError(lost(self.name, f"`{shown(command)}` was started", words)) from None
+            reason = str(error) or _last_words(transport)
+            raise ClusterError(lost(self.name, f"`{shortened(command)}` was started", reason)) from None
         return channel
 
     def _open(self) -> Connection:

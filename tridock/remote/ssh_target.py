@@ -72,9 +72,9 @@ def resolve(name: str, address: str, wanted: Wanted) -> Target:
         todo = "look at the Match lines of ~/.ssh/config"
         raise ClusterError(Problem(name, "ssh -G did not end in time", f"{_TIMEOUT_S:g} s", todo)) from None
     if done.returncode:
-        words = done.stderr.strip().splitlines()
+        stderr = done.stderr.strip().splitlines()
         raise RequestError(
-            Problem(name, "ssh cannot read its configuration", words[0] if words else "", "mend what it names")
+            Problem(name, "ssh cannot read its configuration", stderr[0] if stderr else "", "mend what it names")
         )
     return parse(done.stdout, address)
 
@@ -224,10 +224,10 @@ def connection_problem(name: str, target: Target, error: BaseException, timeout:
         todo = "lower ssh.max_connections, or raise MaxStartups in its sshd_config"
         return Problem(name, f"its sshd drops connections before the login as {target}", f"no greeting{again}", todo)
     # The innermost cause is the operating system's own; those around it only say that there was one.
-    told = [cause.strerror for cause in causes if isinstance(cause, OSError) and cause.strerror]
-    words = told[-1] if told else str(error)
+    reasons = [cause.strerror for cause in causes if isinstance(cause, OSError) and cause.strerror]
+    reason = reasons[-1] if reasons else str(error)
     todo = "check the address, the network between, and that the host is up"
-    return Problem(name, f"cannot be reached at {target.host} port {target.port}", words.lower(), todo)
+    return Problem(name, f"cannot be reached at {target.host} port {target.port}", reason.lower(), todo)
 
 
 def _silent(name: str, target: Target, timeout: float) -> Problem:

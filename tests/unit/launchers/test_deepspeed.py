@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tridock.engines import RankProgram
-from tridock.launchers.deepspeed import deepspeed_command
-from tridock.launchers.quoting import environment_file
+from tridock.launchers.deepspeed import deepspeed_command, environment_file
 
 PROGRAM = RankProgram("tridock.train", ("--run-folder", "/workspace/runs/x"))
 # DeepSpeed strips a value's ends: what begins or ends in white space cannot pass.

@@ -22,7 +22,7 @@ from tridock.command import Command
 from tridock.errors import ClusterError, Problem, RequestError
 from tridock.remote import LocalHost, Outcome, SshHost, connect, on_all, raise_failures, ssh_target
 from tridock.remote.files import get_command, put_command, put_tree_command
-from tridock.remote.host import Completed, remedy_of, shown
+from tridock.remote.host import Completed, remedy_of, shortened
 from tridock.remote.ssh_target import Target, Wanted, connection_problem, is_passing, known_keys, parse, resolve
 
 TARGET = Target("10.0.0.1", 2200, "ops", ("/k",), True, None, (), (), None)
@@ -149,11 +149,11 @@ def test_remedies(words: str, todo: str) -> None:
 
 
 def test_a_command_in_a_message_is_short_and_keeps_its_secrets() -> None:
-    assert shown(Command.of("docker", "ps")) == "docker ps"
-    assert shown(Command.of("sh", "-c", "a\n  b\n")) == "sh -c 'a b '"
-    long = shown(Command.of("echo", "x" * 200))
+    assert shortened(Command.of("docker", "ps")) == "docker ps"
+    assert shortened(Command.of("sh", "-c", "a\n  b\n")) == "sh -c 'a b '"
+    long = shortened(Command.of("echo", "x" * 200))
     assert (len(long), long[-1]) == (70, "…")
-    assert shown(Command(("login", "--token=abc"), secrets=("abc",))) == "login '--token=*****'"
+    assert shortened(Command(("login", "--token=abc"), secrets=("abc",))) == "login '--token=*****'"
 
 
 # ---- what ssh -G says ------------------------------------------------------------------------------------------------

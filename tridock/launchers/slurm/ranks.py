@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from tridock.contracts import environment, run_folder
-from tridock.launchers.quoting import for_pdsh
+from tridock.launchers.deepspeed import for_pdsh
 
 if TYPE_CHECKING:  # a request is checked against what stands here
     from tridock.launchers.slurm.request import Request

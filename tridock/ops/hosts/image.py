@@ -24,9 +24,9 @@ _COMPRESSORS = (("pigz", "-1"), ("gzip", "-1"))
 def ensure_image(session: Session) -> str:
     """Brings the image to every host that lacks it and returns its id, the same on all of them."""
     wanted = wanted_image(session)
-    lacking = tuple(node for node, state in session.states().items() if state.image_id != wanted)
-    if lacking:
-        _send(session, wanted, lacking)
+    missing = tuple(node for node, state in session.states().items() if state.image_id != wanted)
+    if missing:
+        _send(session, wanted, missing)
         session.forget_states()
         _verify(session, wanted)
     return wanted
@@ -84,7 +84,7 @@ def _save(image: str, archive: Path, progress: Progress) -> None:
         LocalHost().run(Command.of("docker", "image", "inspect", "--format", "{{.Size}}", image), timeout=30.0).stdout
     )
     bar = progress.add_task(f"compress {image}", total=size)
-    compressor = next(words for words in _COMPRESSORS if shutil.which(words[0]))
+    compressor = next(argv for argv in _COMPRESSORS if shutil.which(argv[0]))
     with (
         archive.open("wb") as out,
         subprocess.Popen(["docker", "save", image], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as save,
@@ -102,7 +102,7 @@ def _save(image: str, archive: Path, progress: Progress) -> None:
             save.stdout.close()
             compress.stdin.close()
         # A line or two each, which fit into a pipe: nobody waits for the other.
-        words = _last_line(compress.stderr) or _last_line(save.stderr)
+        error = _last_line(compress.stderr) or _last_line(save.stderr)
     progress.update(bar, completed=size)
     if save.wait() or compress.wait():
         free = f"{shutil.disk_usage(archive.parent).free / 1e9:.1f} GB free in {archive.parent.parent}"
@@ -110,7 +110,7 @@ def _save(image: str, archive: Path, progress: Progress) -> None:
             Problem(
                 f"docker save {image}",
                 "could not be written to a temporary file",
-                f"{words or f'exit codes {save.returncode} and {compress.returncode}'}, {free}",
+                f"{error or f'exit codes {save.returncode} and {compress.returncode}'}, {free}",
                 "free some space there, or set TMPDIR to a larger disk",
             )
         )

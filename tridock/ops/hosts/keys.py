@@ -90,7 +90,7 @@ class KeyStore:
         except OSError as error:
             where = f"{error.filename or self.folder}"
             todo = f"make {self.folder.parent} and all in it yours to write, and leave room on its disk"
-            raise RequestError(Problem(where, "the cluster's keys cannot be kept here", _words(error), todo)) from None
+            raise RequestError(Problem(where, "the cluster's keys cannot be kept here", _reason(error), todo)) from None
 
     def _read(self) -> ClusterKeys | None:
         path = self.folder / _KEYS
@@ -143,7 +143,7 @@ def _set_mode(path: Path, mode: int) -> None:
         path.chmod(mode)
 
 
-def _words(error: OSError) -> str:
+def _reason(error: OSError) -> str:
     return (error.strerror or str(error)).lower()
 
 

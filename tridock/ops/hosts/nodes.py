@@ -158,15 +158,15 @@ def _wait_ready(session: Session, node: str, host: Host) -> None:
 
 def _not_ready(session: Session, node: str, host: Host, name: str, running: bool) -> Problem:
     logs = host.run(Command.of("docker", "logs", "--tail", "5", name), timeout=30.0)
-    words = " | ".join((logs.stdout + logs.stderr).decode(errors="replace").split("\n")).strip(" |")
+    output = " | ".join((logs.stdout + logs.stderr).decode(errors="replace").split("\n")).strip(" |")
     todo = f"look at docker logs {name} there, then run fab up again"
     if not running and isinstance(session.transport, SshTransport):
         # Nothing half-started stays behind: a dead container would only be in the way of the next try.
         _remove(session.transport, node, host)
         todo = "mend that, then run fab up again"
         # The entrypoint's own messages say it all.
-        told = Problem.parse((logs.stdout + logs.stderr).decode(errors="replace"))
-        if told is not None:
-            return told
+        problem = Problem.parse((logs.stdout + logs.stderr).decode(errors="replace"))
+        if problem is not None:
+            return problem
     what = "its sshd did not answer in time" if running else "its node ended at once"
-    return Problem(node, what, words or "no output", todo)
+    return Problem(node, what, output or "no output", todo)

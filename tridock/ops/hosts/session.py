@@ -92,9 +92,9 @@ class Session:
         command = Command(argv, stdin=stdin)
         return self.transport.exec_command(node, self.states()[node].facts, command, interactive=interactive)
 
-    def node_verb(self, node: str, *words: str, timeout: float | None = None) -> Completed:
+    def node_verb(self, node: str, *arguments: str, timeout: float | None = None) -> Completed:
         """``python -m tridock.node …`` inside a node; the caller looks at the exit code."""
-        command = self.inside(node, *NODE, *words)
+        command = self.inside(node, *NODE, *arguments)
         return self.hosts[node].run(command, timeout=timeout)
 
     def running(self) -> tuple[str, ...]:

@@ -55,14 +55,14 @@ def _bring(session: Session, run: Run, folder: Path, checkpoints: bool) -> None:
     """Makes the run's folder below ``folder``, out of every node's part of it."""
     runs = f"{run_folder.WORKSPACE}/runs"
     exclude = () if checkpoints else (f"--exclude={run.run_id}/{run_folder.CHECKPOINTS}",)
-    words = ("sh", "-c", _PACK, "sh", f"{runs}/{run.run_id}", "-C", runs, *exclude, "-cz", run.run_id)
+    argv = ("sh", "-c", _PACK, "sh", f"{runs}/{run.run_id}", "-C", runs, *exclude, "-cz", run.run_id)
     archives = {node: folder / f"{node}.tar.gz" for node in session.running()}
     with ExitStack() as stack, _counter(f"fetch {run.run_id}") as count:
         # Opened here, not by the hosts' threads: after Ctrl-C none of them makes a file that nobody removes.
         files = {node: stack.enter_context(path.open("wb")) for node, path in archives.items()}
 
         def download(node: str, host: Host) -> None:
-            _download(session, node, host, words, files[node], count)
+            _download(session, node, host, argv, files[node], count)
 
         session.each(download, only=tuple(archives))
     # The head's files come last: they win where nodes do not share a file system.
@@ -77,13 +77,13 @@ def _bring(session: Session, run: Run, folder: Path, checkpoints: bool) -> None:
 
 
 def _download(
-    session: Session, node: str, host: Host, words: tuple[str, ...], file: IO[bytes], count: Callable[[int], None]
+    session: Session, node: str, host: Host, argv: tuple[str, ...], file: IO[bytes], count: Callable[[int], None]
 ) -> None:
-    def take(chunk: bytes) -> None:
+    def write(chunk: bytes) -> None:
         file.write(chunk)
         count(len(chunk))
 
-    done = host.read_into(take, session.inside(node, *words))
+    done = host.read_into(write, session.inside(node, *argv))
     # tar ends with 1 where a file grew while it was read: a run that goes on may be looked at.
     if done.exit_code != 1 or not file.tell():
         done.checked(node)

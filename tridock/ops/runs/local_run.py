@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tridock.contracts import environment, run_folder
+from tridock.contracts.run_state import exit_code_of
 from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError
 from tridock.experiment import dump_experiment
 from tridock.launchers import Local, RunBundle, default_port
@@ -161,15 +162,15 @@ def start_and_follow(folder: Path, ranks: int, *, again: bool = False, patience_
     env = node_environment(ranks)
     log = folder / run_folder.LAUNCHER_LOG
     offset = log.stat().st_size if again and log.exists() else 0
-    words = ["--again", "--patience", str(patience_s)] if again else []
+    options = ["--again", "--patience", str(patience_s)] if again else []
     try:
         # Each in a session of its own: Ctrl-C at the terminal is ours to answer, from here on.
-        start = [*node_argv(), "start", str(folder), *words]
+        start = [*node_argv(), "start", str(folder), *options]
         if code := subprocess.run(start, env=env, start_new_session=True, check=False).returncode:
             return code
-        with _handing_on(folder, env):
+        with _forwarding_signals(folder, env):
             follow = [*node_argv(), "follow", str(folder), "--offset", str(offset)]
-            done = subprocess.run(follow, env=env, start_new_session=True, preexec_fn=_unimpressed, check=False)
+            done = subprocess.run(follow, env=env, start_new_session=True, preexec_fn=_ignore_schedulers, check=False)
             code = done.returncode
     except KeyboardInterrupt:
         return _interrupted(folder, env)
@@ -183,10 +184,7 @@ def triage_here(folder: Path) -> RunFailedError:
     todo = "give runs/<run-id> of a run that failed"
     if not (folder / run_folder.EXPERIMENT).is_file():
         raise RequestError(Problem(str(folder), "is not a run's folder", "", todo))
-    try:
-        code: int | None = int((folder / run_folder.EXIT_CODE).read_text())
-    except FileNotFoundError:
-        code = None
+    code = exit_code_of(folder)
     if code in (0, run_folder.EXIT_STOPPED):
         raise RequestError(Problem(str(folder), "is of a run that did not fail", f"exit code {code}", todo))
     return _why(folder, code, node_environment(1))
@@ -210,7 +208,7 @@ def _join(folder: Path, ranks: int, node_rank: int) -> int:
     # A session of its own: Ctrl-C at the terminal is ours to answer.
     with subprocess.Popen(script, stdin=subprocess.DEVNULL, env=env, start_new_session=True) as launcher:
         try:
-            with _handing_on(folder, env):
+            with _forwarding_signals(folder, env):
                 code = launcher.wait()
         except KeyboardInterrupt:
             code = _interrupted(folder, node_environment(ranks))
@@ -220,14 +218,14 @@ def _join(folder: Path, ranks: int, node_rank: int) -> int:
 
 
 @contextmanager
-def _handing_on(folder: Path, env: Mapping[str, str]) -> Iterator[None]:
+def _forwarding_signals(folder: Path, env: Mapping[str, str]) -> Iterator[None]:
     """A scheduler's signal is for the ranks of this node: they save, and their end is waited for."""
 
-    def hand_on(_number: int, _frame: object) -> None:
-        words = [*node_argv(), "save", str(folder), "--patience", str(_FIRST_RANK_S)]
-        subprocess.Popen(words, env=env, stdout=subprocess.DEVNULL)
+    def forward(_number: int, _frame: object) -> None:
+        argv = [*node_argv(), "save", str(folder), "--patience", str(_FIRST_RANK_S)]
+        subprocess.Popen(argv, env=env, stdout=subprocess.DEVNULL)
 
-    previous = {number: signal.signal(number, hand_on) for number in _SCHEDULERS}
+    previous = {number: signal.signal(number, forward) for number in _SCHEDULERS}
     try:
         yield
     finally:
@@ -235,7 +233,7 @@ def _handing_on(folder: Path, env: Mapping[str, str]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _unimpressed() -> None:
+def _ignore_schedulers() -> None:
     """In a process that a scheduler's signal reaches as well, and that has no part in it."""
     for number in _SCHEDULERS:
         signal.signal(number, signal.SIG_IGN)
@@ -243,10 +241,10 @@ def _unimpressed() -> None:
 
 def _interrupted(folder: Path, env: Mapping[str, str]) -> int:
     print(f"\nstopping run {folder.name}")
-    words = ["stop", folder.name, "--workspace", str(folder.parent.parent)]
+    stop = ["stop", folder.name, "--workspace", str(folder.parent.parent)]
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # an impatient second Ctrl-C would leave ranks behind
     try:
-        subprocess.run([*node_argv(), *words], env=env, stdout=subprocess.DEVNULL, check=False)
+        subprocess.run([*node_argv(), *stop], env=env, stdout=subprocess.DEVNULL, check=False)
     finally:
         signal.signal(signal.SIGINT, previous)
     return EXIT_INTERRUPTED

@@ -121,8 +121,8 @@ def read_rank_logs(session: Session, run: Run, chosen: Mapping[str, Sequence[int
 
 def _open(session: Session, run: Run, node: str, ranks: Sequence[int], follow: bool, prefix: bool) -> Stream:
     flags = (*(("--follow",) if follow else ()), *(("--prefix",) if prefix else ()))
-    words = (*NODE, "rank-logs", run.run_id, *map(str, ranks), *flags)
-    return session.hosts[node].stream(session.inside(node, *words))
+    argv = (*NODE, "rank-logs", run.run_id, *map(str, ranks), *flags)
+    return session.hosts[node].stream(session.inside(node, *argv))
 
 
 def _check(node: str, stream: Stream) -> None:

@@ -60,9 +60,9 @@ def _processor() -> str:
     return platform.machine()
 
 
-def _git(folder: Path, *words: str) -> str | None:
+def _git(folder: Path, *arguments: str) -> str | None:
     # Without its optional locks git only reads: a dry run leaves the repository's index alone, too.
-    argv = ["git", "--no-optional-locks", "-C", str(folder), *words]
+    argv = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     try:
         done = subprocess.run(argv, capture_output=True, text=True, check=False)
     except FileNotFoundError:

@@ -103,6 +103,6 @@ def parse_rank(text: str) -> int:
 def _read(session: Session, node: str, path: str) -> bytes:
     done = session.hosts[node].run(session.inside(node, "cat", path), timeout=_VERB_TIMEOUT_S)
     if done.exit_code:
-        words = done.stderr.decode(errors="replace").strip()
-        raise ClusterError(Problem(node, f"cannot read {path}", words, "see fab status"))
+        stderr = done.stderr.decode(errors="replace").strip()
+        raise ClusterError(Problem(node, f"cannot read {path}", stderr, "see fab status"))
     return done.stdout

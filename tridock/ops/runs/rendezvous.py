@@ -89,7 +89,7 @@ def _differences(ours: Terms, theirs: Terms, missing: set[int]) -> list[Problem]
         free = ", ".join(str(rank) for rank in sorted(missing)) or "none"
         todo = "give every node a rank of its own"
         return [Problem(where, "this rank is taken or not one of the nodes", f"free are {free}", todo)]
-    words = {
+    texts = {
         "nnodes": ("counts another number of nodes than node 0", "give the same number everywhere"),
         "nproc": ("starts another number of ranks than node 0", "give the same number everywhere"),
         "experiment_sha256": (
@@ -98,13 +98,13 @@ def _differences(ours: Terms, theirs: Terms, missing: set[int]) -> list[Problem]
         ),
     }
     return [
-        Problem(where, words[field.name][0], _shown(field.name, ours, theirs), words[field.name][1])
+        Problem(where, texts[field.name][0], _values(field.name, ours, theirs), texts[field.name][1])
         for field in fields(Terms)
-        if field.name in words and getattr(ours, field.name) != getattr(theirs, field.name)
+        if field.name in texts and getattr(ours, field.name) != getattr(theirs, field.name)
     ]
 
 
-def _shown(name: str, ours: Terms, theirs: Terms) -> str:
+def _values(name: str, ours: Terms, theirs: Terms) -> str:
     theirs_, ours_ = (str(getattr(terms, name))[:12] for terms in (theirs, ours))
     return f"{theirs_}, not {ours_}"
 

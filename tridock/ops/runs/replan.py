@@ -96,7 +96,7 @@ def replan(folder: Path, lost: Sequence[str], ready: Sequence[str] = (), *, anew
         assessment = assess(run.experiment, after, run.folder.name, run.assumptions)
     else:
         assessment = _with_fewer(run, after, lost, anew)
-    words = _words(run, before, assessment, places, lost)
+    words = _summary(run, before, assessment, places, lost)
     return Replanned(_bundle(run, assessment), assessment, words)
 
 
@@ -195,7 +195,7 @@ def _bundle(run: Run, assessment: Assessment) -> RunBundle:
     )
 
 
-def _words(run: Run, before: Slots, assessment: Assessment, places: Mapping[str, str], lost: Sequence[str]) -> str:
+def _summary(run: Run, before: Slots, assessment: Assessment, places: Mapping[str, str], lost: Sequence[str]) -> str:
     return "; ".join(_changes(run, before, assessment, places, lost))
 
 

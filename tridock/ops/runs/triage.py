@@ -36,8 +36,8 @@ def check_exit(session: Session, run: Run, exit_code: int) -> None:
 
 
 def _failed(session: Session, run: Run, facts: Facts) -> RunFailedError:
-    words = f"--hosts {session.cluster.hostfile_path} --run {run.run_id} --rank {rank_to_look_at(facts)}"
-    todo = f"look at {folder_of(session, run)}/logs, or fab logs {words}"
+    options = f"--hosts {session.cluster.hostfile_path} --run {run.run_id} --rank {rank_to_look_at(facts)}"
+    todo = f"look at {folder_of(session, run)}/logs, or fab logs {options}"
     return failed(Problem(run.run_id, "the run failed", failure_in_words(facts), todo), facts)
 
 

@@ -14,7 +14,7 @@ from typing import IO, Any, Final
 from rich.table import Column, Table
 
 from tridock.contracts import run_folder
-from tridock.contracts.run_state import RunState
+from tridock.contracts.run_state import RunState, exit_code_of
 from tridock.errors import Problem, RequestError, RunError
 from tridock.ops.runs.this_machine import node_argv, node_environment
 from tridock.ops.slurm import scheduler
@@ -33,10 +33,7 @@ class Submitted:
     @property
     def exit_code(self) -> int | None:
         """None while there is none."""
-        try:
-            return int((self.folder / run_folder.EXIT_CODE).read_text())
-        except FileNotFoundError:
-            return None
+        return exit_code_of(self.folder)
 
 
 def submitted(workspace: Path) -> list[Submitted]:
@@ -61,8 +58,8 @@ def find(workspace: Path, name: str | None) -> Submitted:
 def table(workspace: Path) -> list[dict[str, Any]]:
     """A row a run: what the queue says of its job, and how far it is."""
     queue = scheduler.jobs()
-    words = [*node_argv(), "runs", "--workspace", str(workspace.absolute())]
-    done = subprocess.run(words, env=node_environment(1), capture_output=True, check=True)
+    argv = [*node_argv(), "runs", "--workspace", str(workspace.absolute())]
+    done = subprocess.run(argv, env=node_environment(1), capture_output=True, check=True)
     progress = {run["run_id"]: run for run in json.loads(done.stdout)}
     return [_row(run, queue, progress.get(run.folder.name, {})) for run in submitted(workspace)]
 

@@ -44,7 +44,7 @@ def sinfo() -> list[str] | None:
 def refusal(script: Path) -> str | None:
     """Why Slurm would not take the script, in its own words; None where it would."""
     done = _run("sbatch", "--test-only", str(script))
-    return _words(done.stderr) if done.returncode else None
+    return _message(done.stderr) if done.returncode else None
 
 
 def submit(script: Path) -> str:
@@ -52,7 +52,7 @@ def submit(script: Path) -> str:
     done = _run("sbatch", "--parsable", str(script))
     if done.returncode:
         todo = "mend the request, or ask `sinfo` what there is"
-        raise RequestError(Problem("sbatch", "Slurm refuses the job", _words(done.stderr), todo))
+        raise RequestError(Problem("sbatch", "Slurm refuses the job", _message(done.stderr), todo))
     return done.stdout.strip().partition(";")[0]
 
 
@@ -81,20 +81,20 @@ def cancel(job: str) -> None:
 def requeue(job: str) -> str | None:
     """Has a running job queued again; Slurm's words where it does not."""
     done = _run(*Slurm.requeue(job).argv)
-    return _words(done.stderr or done.stdout) if done.returncode else None
+    return _message(done.stderr or done.stdout) if done.returncode else None
 
 
 def job_fields(job: str) -> dict[str, str]:
     """What ``scontrol show job`` tells: name to value."""
-    words = _checked("scontrol", "show", "job", job, "--oneliner").split()
-    return dict(word.split("=", 1) for word in words if "=" in word)
+    fields = _checked("scontrol", "show", "job", job, "--oneliner").split()
+    return dict(word.split("=", 1) for word in fields if "=" in word)
 
 
 def _checked(*argv: str) -> str:
     done = _run(*argv)
     if done.returncode:
         todo = "see whether Slurm's controller answers: scontrol ping"
-        raise ClusterError(Problem(argv[0], "Slurm does not do that", _words(done.stderr), todo))
+        raise ClusterError(Problem(argv[0], "Slurm does not do that", _message(done.stderr), todo))
     return done.stdout
 
 
@@ -111,7 +111,7 @@ def _run(*argv: str) -> subprocess.CompletedProcess[str]:
         raise ClusterError(Problem(argv[0], "does not answer", f"nothing for {_TIMEOUT_S:.0f} s", todo)) from None
 
 
-def _words(text: str) -> str:
+def _message(text: str) -> str:
     """What a command of Slurm's said, on one line and without its name."""
     lines: Sequence[str] = [line.strip() for line in text.splitlines() if line.strip()]
     said = [line.partition(": ")[2] if line.split(":")[0].isalpha() else line for line in lines]

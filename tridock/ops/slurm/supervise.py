@@ -174,24 +174,24 @@ def _queue_again(folder: Path, reason: str) -> None:
         append_event(folder, Event.JOB_REQUEUED, iteration=reached, reason=reason)
         print(f"tridock: Slurm itself has queued it again: {goes_on}")
         return
-    words = None
+    refusal = None
     if state != "RUNNING":
-        words = f"Slurm is ending the job ({state.lower()})"
+        refusal = f"Slurm is ending the job ({state.lower()})"
     elif len(fruitless) >= _FRUITLESS:
-        words = f"the run has come no further than iteration {reached} in {len(fruitless) + 1} jobs"
-    if words is not None:
-        _not_queued(folder, f"not queued again: {words}", words)
+        refusal = f"the run has come no further than iteration {reached} in {len(fruitless) + 1} jobs"
+    if refusal is not None:
+        _not_queued(folder, f"not queued again: {refusal}", refusal)
         return
     # Said before: Slurm ends this job on the spot.
     append_event(folder, Event.JOB_REQUEUED, iteration=reached, reason=reason)
     print(f"tridock: queued again: {goes_on}")
-    if (words := scheduler.requeue(os.environ["SLURM_JOB_ID"])) is not None and not _queued_after_all():
-        _not_queued(folder, f"Slurm did not queue it again: {words}", words)
+    if (refusal := scheduler.requeue(os.environ["SLURM_JOB_ID"])) is not None and not _queued_after_all():
+        _not_queued(folder, f"Slurm did not queue it again: {refusal}", refusal)
 
 
-def _not_queued(folder: Path, words: str, reason: str) -> None:
+def _not_queued(folder: Path, message: str, reason: str) -> None:
     append_event(folder, Event.JOB_NOT_REQUEUED, reason=reason)
-    print(f"tridock: {words}")
+    print(f"tridock: {message}")
 
 
 def _job_state() -> tuple[str, bool]:

@@ -194,8 +194,8 @@ def _file(item: Chosen, known: dict[str, Any], progress: Callable[[int], object]
                 if status.st_ctime_ns < started - _SETTLED_NS:
                     known[key] = [*stamp, digest]
     except OSError as error:
-        words = error.strerror or str(error)
-        raise RequestError(Problem(item.name, "cannot be read", words, "make it readable")) from None
+        reason = error.strerror or str(error)
+        raise RequestError(Problem(item.name, "cannot be read", reason, "make it readable")) from None
     return DataFile(item.name, item.source, item.place, status.st_size, status.st_mtime_ns, digest)
 
 

@@ -106,16 +106,16 @@ def _bring(
     row = Row(node, free=min(free, default=None), shared_with=others)
     if not mine:
         return row
-    look = bars(f"look at {node}", None)
+    bar = bars(f"look at {node}", None)
     there = held(node, host, workspace, asked(mine))
-    look.end()
-    lacking = [file for file in mine if there.sha256.get(file.name) != file.sha256]
-    row.sent, row.there = len(lacking), len(mine) - len(lacking)
-    row.bytes = sum(file.size - arrived(file, there) for file in lacking)
-    _refuse(node, workspace, lacking, there, sharing)
-    if lacking and not dry_run:
+    bar.end()
+    missing = [file for file in mine if there.sha256.get(file.name) != file.sha256]
+    row.sent, row.there = len(missing), len(mine) - len(missing)
+    row.bytes = sum(file.size - arrived(file, there) for file in missing)
+    _refuse(node, workspace, missing, there, sharing)
+    if missing and not dry_run:
         started = time.monotonic()
-        send(node, host, workspace, lacking, there, bars(f"send to {node}", row.bytes))
+        send(node, host, workspace, missing, there, bars(f"send to {node}", row.bytes))
         row.seconds = time.monotonic() - started
     return row
 
@@ -131,14 +131,14 @@ def _refuse(node: str, workspace: str, files: Sequence[DataFile], there: Held, s
         need = sum(file.size - arrived(file, there) for file in files if file.place == place)
         free = sharing.free.get((node, place), need)
         if need > free:
-            got = f"{_shown(need)} to send, {_shown(free)} free in {workspace}/{place}"
+            got = f"{_size(need)} to send, {_size(free)} free in {workspace}/{place}"
             todo = "free some space there, or choose another folder (workdir in the settings)"
             problems.append(Problem(node, "has too little room for the data", got, todo))
     if problems:
         raise ClusterError(problems)
 
 
-def _shown(size: int) -> str:
+def _size(size: int) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
 
 
@@ -266,9 +266,9 @@ def _make(
     python = Command((*NODE[:-1], *program), env=experiment.env)
     done = host.run(synced.pool.transport.exec_command(node, synced.pool.states[node].facts, python))
     if done.exit_code:
-        told = Problem.parse(done.stderr.decode(errors="replace").strip().rpartition("\n")[2])
-        if told is not None:
-            raise RequestError(replace(told, where=f"{node}: {told.where}"))
+        problem = Problem.parse(done.stderr.decode(errors="replace").strip().rpartition("\n")[2])
+        if problem is not None:
+            raise RequestError(replace(problem, where=f"{node}: {problem.where}"))
         replace(done, command="make the index maps").checked(node)
     answer = json.loads(done.stdout)
     path = posixpath.relpath(posixpath.join(run_folder.WORKSPACE, experiment.data.data_path), run_folder.WORKSPACE)
@@ -276,7 +276,7 @@ def _make(
 
 
 def _copy(synced: Synced, head: str, names: Sequence[str], others: tuple[str, ...]) -> tuple[str, ...]:
-    """From the head by way of this machine, what is lacking somewhere; the nodes that lacked some."""
+    """From the head by way of this machine, what is missing somewhere; the nodes that lacked some."""
     pool, mark = synced.pool, names[-1]
     with tempfile.TemporaryDirectory(prefix="tridock-maps-") as folder:
         wanted = [("any", name) for name in names]
@@ -285,26 +285,26 @@ def _copy(synced: Synced, head: str, names: Sequence[str], others: tuple[str, ..
             return ()
         files = [_file(name, listed[head], Path(folder)) for name in names]
         there = pool.each(lambda node, host: held(node, host, pool.workspaces[node], asked(files)), others)
-        lacking = {node: _lacking(files, it) for node, it in there.items()}
+        missing = {node: _missing(files, it) for node, it in there.items()}
         # Whose mark is another has maps of other data or of another split, under names that may come to be asked for.
-        stale = {node for node, some in lacking.items() if mark in {file.name for file in some}}
-        lacking = {node: tuple(files) if node in stale else some for node, some in lacking.items() if some}
-        needed = {file.name for some in lacking.values() for file in some}
+        stale = {node for node, some in missing.items() if mark in {file.name for file in some}}
+        missing = {node: tuple(files) if node in stale else some for node, some in missing.items() if some}
+        needed = {file.name for some in missing.values() for file in some}
         fetched = pool.each(lambda node, host: _fetch(node, host, pool.workspaces[node], files, needed), (head,))
         if head not in fetched:
             return ()
 
         def bring(node: str, host: Host) -> None:
-            workspace, to_send = pool.workspaces[node], [fetched[head][file.name] for file in lacking[node]]
+            workspace, to_send = pool.workspaces[node], [fetched[head][file.name] for file in missing[node]]
             if node in stale:
                 prefix = mark.removesuffix("_indexmap.sha256")
                 host.run(drop_maps_command(workspace, prefix), timeout=_TIMEOUT_S).checked(node)
             send(node, host, workspace, to_send, there[node], lambda _: None)
 
-        return tuple(pool.each(bring, only=tuple(lacking)))
+        return tuple(pool.each(bring, only=tuple(missing)))
 
 
-def _lacking(files: Sequence[DataFile], there: Held) -> tuple[DataFile, ...]:
+def _missing(files: Sequence[DataFile], there: Held) -> tuple[DataFile, ...]:
     return tuple(file for file in files if there.sha256.get(file.name) != file.sha256)
 
 
@@ -321,11 +321,11 @@ def _fetched(node: str, host: Host, workspace: str, file: DataFile) -> DataFile:
     digest = hashlib.sha256()
     with file.source.open("wb") as opened:
 
-        def take(chunk: bytes) -> None:
+        def write(chunk: bytes) -> None:
             opened.write(chunk)
             digest.update(chunk)
 
-        done = host.read_into(take, read_command(workspace, file.name))
+        done = host.read_into(write, read_command(workspace, file.name))
         replace(done, command=f"read {file.name}").checked(node)
     if digest.hexdigest() != file.sha256:
         raise ClusterError(Problem(node, f"{file.name} changed while it was read", "", "try again"))

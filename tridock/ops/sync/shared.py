@@ -91,7 +91,7 @@ def find_shared(pool: HostPool, project: Path, places: tuple[str, ...], *, make:
         command = probe_command(pool.workspaces[node], names[node], places, make=make)
         host.run(command, timeout=_TIMEOUT_S).checked(node)
 
-    def look(node: str, host: Host) -> str:
+    def find(node: str, host: Host) -> str:
         command = seen_command(pool.workspaces[node], tuple(names.values()), places)
         return host.run(command, timeout=_TIMEOUT_S).checked(node).stdout.decode(errors="surrogateescape")
 
@@ -101,7 +101,7 @@ def find_shared(pool: HostPool, project: Path, places: tuple[str, ...], *, make:
     with _own_probes(project, places, names[OPERATOR]):
         left = pool.each(leave)
         try:
-            seen = {node: [line.split("\t") for line in text.split("\n")] for node, text in pool.each(look).items()}
+            seen = {node: [line.split("\t") for line in text.split("\n")] for node, text in pool.each(find).items()}
             own = {
                 (node, place)
                 for node in seen
@@ -113,11 +113,11 @@ def find_shared(pool: HostPool, project: Path, places: tuple[str, ...], *, make:
             pool.each(take_away, only=tuple(left))
     nodes = {name: node for node, name in names.items()}
     sightings = {
-        (node, words[2], nodes[words[1]]) for node, lines in seen.items() for words in lines if words[0] == "seen"
+        (node, parts[2], nodes[parts[1]]) for node, lines in seen.items() for parts in lines if parts[0] == "seen"
     }
     sightings |= {(node, place, OPERATOR) for node, place in own}
     free = {
-        (node, words[2]): int(words[1]) * 1024 for node, lines in seen.items() for words in lines if words[0] == "free"
+        (node, parts[2]): int(parts[1]) * 1024 for node, lines in seen.items() for parts in lines if parts[0] == "free"
     }
     return Sharing(_keepers((OPERATOR, *seen), places, sightings), free)
 

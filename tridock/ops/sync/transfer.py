@@ -134,8 +134,8 @@ _UNPACK: Final = (
 _DROP_MAPS: Final = 'set -eu; cd -- "$1" 2>/dev/null || exit 0; rm -f -- "$2"_*_indexmap_*.npy "$2"_indexmap.sha256\n'
 
 
-def _script(text: str, *words: str, stdin: bytes | None = None) -> Command:
-    return Command.of("sh", "-c", text, "sync", *words, stdin=stdin)
+def _script(text: str, *arguments: str, stdin: bytes | None = None) -> Command:
+    return Command.of("sh", "-c", text, "sync", *arguments, stdin=stdin)
 
 
 def probe_command(workspace: str, name: str, places: tuple[str, ...], *, make: bool) -> Command:
@@ -171,8 +171,8 @@ def receive_command(
 
     A part that is cut off stays for the next try. ``retire`` is removed in the moment before the file appears.
     """
-    words = (path, part, str(offset), str(size), sha256, retire or "-")
-    return _script(_RECEIVE, workspace, _cache(workspace), *words)
+    arguments = (path, part, str(offset), str(size), sha256, retire or "-")
+    return _script(_RECEIVE, workspace, _cache(workspace), *arguments)
 
 
 def unpack_command(workspace: str, folder: str) -> Command:
@@ -223,10 +223,10 @@ def held(node: str, host: Host, workspace: str, wanted: Iterable[tuple[str, str]
     # Not splitlines(): a name may hold what counts as a line's end in some language.
     lines = [line.split("\t") for line in done.stdout.decode(errors="surrogateescape").split("\n")]
     return Held(
-        sha256={words[3]: words[1] for words in lines if words[0] == "hash"},
-        sizes={words[-1]: int(words[-2]) for words in lines if words[0] in ("hash", "part", "size")},
-        busy=frozenset(words[1] for words in lines if words[0] == "held"),
-        strange=tuple(words[1] for words in lines if words[0] == "other"),
+        sha256={fields[3]: fields[1] for fields in lines if fields[0] == "hash"},
+        sizes={fields[-1]: int(fields[-2]) for fields in lines if fields[0] in ("hash", "part", "size")},
+        busy=frozenset(fields[1] for fields in lines if fields[0] == "held"),
+        strange=tuple(fields[1] for fields in lines if fields[0] == "other"),
     )
 
 

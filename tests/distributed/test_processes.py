@@ -180,8 +180,8 @@ def test_another_world_than_the_planned_one(workspace: Path) -> None:
 
 def test_missing_data(workspace: Path) -> None:
     message = (
-        f"{workspace}/data/none: no indexed data set lies there; got neither none.idx nor none.bin; "
-        "make it with `tridock data preprocess`, or mend data.data_path"
+        f"{workspace}/data/none: there is no indexed data set; got neither none.idx nor none.bin; "
+        "build it with `tridock data preprocess`, or correct data.data_path"
     )
     refused(make_run(workspace, "missing", 2, **{"data.data_path": "data/none"}), 2, message)
 
@@ -236,7 +236,7 @@ def test_one_ranks_bad_data(workspace: Path) -> None:
     assert finished.codes[1 - bad] != 0
     assert texts[bad].splitlines()[-1] == (
         f"rank {bad}: model.vocab_size: is too small for the data; got {VOCABULARY}, and token {VOCABULARY + 5} in the "
-        "train split; leave it out, or give the size of the tokenizer that made the data"
+        "train split; leave it out, or give the size of the tokenizer of the data"
     )
     assert "Traceback" not in texts[0] + texts[1]
 

@@ -78,8 +78,7 @@ def _add_prefixes(parser: argparse.ArgumentParser) -> None:
 def _inspect(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from tridock.data.dataset.inspect import inspect
-    from tridock.data.dataset.inspect_output import as_json, print_inspection
+    from tridock.data.dataset.inspect import as_json, inspect, print_inspection
     from tridock.data.dataset.prefixes import find_prefixes
     from tridock.data.tokenize.tokenizer import open_tokenizer
 
@@ -116,8 +115,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     from tridock.data.dataset.indexed_dataset import bin_path
     from tridock.data.dataset.prefixes import find_prefixes
     from tridock.data.dataset.verify import verify
-    from tridock.data.preprocess import Done
-    from tridock.data.progress import progress_bar
+    from tridock.data.progress import Done, progress_bar
 
     if arguments.vocab_size is not None and arguments.vocab_size < 1:
         todo = "give the size of the vocabulary"
@@ -144,8 +142,7 @@ def _merge(arguments: argparse.Namespace) -> int:
     from tridock.data.dataset.manifest import manifest_path
     from tridock.data.dataset.merge import merge
     from tridock.data.dataset.prefixes import check_output, find_prefixes
-    from tridock.data.preprocess import Done
-    from tridock.data.progress import progress_bar
+    from tridock.data.progress import Done, progress_bar
 
     check_output(arguments.output_prefix)
     prefixes = find_prefixes(arguments.input)
@@ -161,8 +158,7 @@ def _merge(arguments: argparse.Namespace) -> int:
 def _split(arguments: argparse.Namespace) -> int:
     from tridock.data.dataset.prefixes import check_output
     from tridock.data.dataset.split import split
-    from tridock.data.preprocess import Done
-    from tridock.data.progress import progress_bar
+    from tridock.data.progress import Done, progress_bar
 
     if arguments.output_prefix is not None:
         check_output(arguments.output_prefix)

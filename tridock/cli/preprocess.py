@@ -101,14 +101,13 @@ def _add_rejects(group: argparse._ArgumentGroup) -> None:
 def _preprocess(arguments: argparse.Namespace) -> int:
     from tridock.data.preprocess import Request, preprocess
     from tridock.data.progress import progress_bar
-    from tridock.data.resumable_build import unfinished_folder
+    from tridock.data.resumable_build import build_folder
     from tridock.data.tokenize.blocks import Recipe
-    from tridock.data.tokenize.encoders import check_ids_fit
-    from tridock.data.tokenize.malloc import return_what_is_freed
+    from tridock.data.tokenize.encoders import check_ids_fit, limit_free_memory
 
     if problems := list(_preprocess_problems(arguments)):
         raise RequestError(problems)
-    return_what_is_freed()
+    limit_free_memory()
     sources = _find_sources(arguments, "text" if arguments.tokenizer_type == _VOCAB else "jsonl")
     workers = arguments.workers or len(os.sched_getaffinity(0))
     with _gc_disabled():
@@ -131,7 +130,7 @@ def _preprocess(arguments: argparse.Namespace) -> int:
         with progress_bar("tokenizing", arguments.log_interval) as progress:
             done = preprocess(request, progress)
     except BaseException:
-        if (folder := unfinished_folder(request.output_prefix)).exists():
+        if (folder := build_folder(request.output_prefix)).exists():
             print(f"{folder}: holds the work so far; continue it with --resume", file=sys.stderr)
         raise
     print(done)

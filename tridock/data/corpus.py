@@ -1,4 +1,4 @@
-"""Real text that every machine has: the sources of Python's standard library; and the demo's data made of it."""
+"""The demo data set, built from text that every machine has: the source files of Python's standard library."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _SKIPPED_FOLDERS: Final = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled", "turtledemo"}
 )
 CORPUS_BYTES: Final = 6_000_000
-"""The demo takes documents up to this size in all: about half of the standard library, seconds instead of minutes."""
+"""Total size of the documents: about half of the standard library, seconds instead of minutes."""
 _RECIPE: Final = 1
-"""Raised when the same Python would give other data: what lies there is then made anew."""
+"""Increase it when the same Python would give other data: existing data is then rebuilt."""
 _RECEIPT: Final = "demo.json"
 
 
 def standard_library_sources(folder: Path | None = None) -> Iterator[tuple[str, str]]:
-    """Relative path and text of each source file, tests and installed packages left out, undecodable files too.
+    """Yields relative path and text of each source file, without tests, installed packages and undecodable files.
 
-    The order is that of the paths' hashes: the same everywhere, and every part of the library is spread over all of it,
-    so that the documents held out for validation resemble the others.
+    Files are sorted by the hashes of their paths: the order is the same everywhere, and the validation documents
+    resemble the others.
     """
     root = folder or Path(sysconfig.get_path("stdlib"))
     paths: list[Path] = []
@@ -51,7 +51,7 @@ def standard_library_sources(folder: Path | None = None) -> Iterator[tuple[str, 
 
 
 def collect_corpus(limit: int = CORPUS_BYTES, folder: Path | None = None) -> list[str]:
-    """The documents of the demo: sources in order until ``limit`` bytes are reached."""
+    """Returns the documents of the demo: source files in order, up to ``limit`` bytes."""
     texts: list[str] = []
     size = 0
     for _, text in standard_library_sources(folder):
@@ -61,14 +61,14 @@ def collect_corpus(limit: int = CORPUS_BYTES, folder: Path | None = None) -> lis
             break
     if not texts:
         root = folder or Path(sysconfig.get_path("stdlib"))
-        todo = "use a Python that carries its standard library as source files"
-        raise RequestError(Problem(str(root), "holds no Python sources to train on", "", todo))
+        todo = "use a Python that has its standard library as source files"
+        raise RequestError(Problem(str(root), "contains no Python sources to train on", "", todo))
     return texts
 
 
 @dataclass(frozen=True, slots=True)
 class DemoData:
-    """Where the demo's data lies. ``prefix`` is what ``data.data_path`` names."""
+    """The demo data set. ``prefix`` is the value for ``data.data_path``."""
 
     prefix: Path
     tokenizer: Path
@@ -76,24 +76,24 @@ class DemoData:
     tokens: int
     vocab_size: int
     made: bool
-    """Whether it was made now; False where it lay there already."""
+    """Whether this call built it; False if it existed."""
 
 
 def prepare_demo(
     folder: Path, vocab_size: int = 4096, report: Report = print, corpus_bytes: int = CORPUS_BYTES
 ) -> DemoData:
-    """Corpus, tokenizer and indexed data set of the demo in ``folder``; quick where they lie there already.
+    """Builds corpus, tokenizer and data set of the demo in ``folder``, unless they exist.
 
-    Leaves ``stdlib.jsonl``, ``tokenizer/`` and ``stdlib_text_document.bin/.idx/.json``. ``report`` gets a line
-    for each step.
+    Writes ``stdlib.jsonl``, ``tokenizer/`` and ``stdlib_text_document.bin/.idx/.json``. Calls ``report`` with a line
+    per step.
     """
     prefix = folder / "stdlib_text_document"
     wanted = {"recipe": _RECIPE, "python": platform.python_version(), "vocab_size": vocab_size, "limit": corpus_bytes}
     if (found := _existing(folder, prefix, wanted)) is not None:
-        report(f"data: {found.tokens:,} tokens of {found.documents:,} documents lie ready in {folder}")
+        report(f"data: {found.tokens:,} tokens of {found.documents:,} documents are already in {folder}")
         return found
 
-    # The tokenizer library and the progress bar are imported only when there is work for them.
+    # Heavy imports only if there is something to build.
     from tridock.data.input.sources import Kind, find_sources
     from tridock.data.preprocess import Request, preprocess
     from tridock.data.progress import progress_bar
@@ -120,10 +120,9 @@ def prepare_demo(
 
 
 def _existing(folder: Path, prefix: Path, wanted: dict[str, object]) -> DemoData | None:
-    """What lies there, if it was made as ``wanted`` and is all there.
+    """Returns the existing data set if it is complete and was built as ``wanted``, by any version of Python.
 
-    Any Python's library serves: the container's is not that of the machine around it, and the data that one has made
-    must not change under a run of the other.
+    The container's Python differs from the host's, and one must not replace data that a run of the other reads.
     """
     try:
         if json.loads((folder / _RECEIPT).read_text()) | {"python": wanted["python"]} != wanted:

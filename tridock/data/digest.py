@@ -1,4 +1,4 @@
-"""SHA-256 of what goes by, reckoned by a thread beside the work."""
+"""SHA-256 of a stream, computed in a thread."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Final
 
 _BLOCK: Final = 1 << 20
 _PENDING_BYTES: Final = 8 << 20
-"""As much may wait: what is to be hashed stays in memory until it is."""
+"""Bytes that may wait in memory to be hashed."""
 
 
 class Digest:
-    """The hash of the pieces in the order given, after what a file holds already.
+    """The hash of the content of a file, if given, and the pieces in the order added.
 
-    hashlib lets other threads run while it reckons. The thread starts with the first piece and ends with this object.
+    hashlib releases the GIL. The thread starts with the first piece and ends with this object.
     """
 
-    def __init__(self, begun: Path | None = None) -> None:
+    def __init__(self, existing: Path | None = None) -> None:
         self._digest = hashlib.sha256()
-        if begun is not None:
-            with begun.open("rb") as file:
+        if existing is not None:
+            with existing.open("rb") as file:
                 while data := file.read(_BLOCK):
                     self._digest.update(data)
         self._thread = ThreadPoolExecutor(1, "sha256")
@@ -30,7 +30,7 @@ class Digest:
         self._held = 0
 
     def update(self, data: bytes | memoryview) -> None:
-        """Appends a piece; waits where too many do."""
+        """Adds a piece; blocks while too many are pending."""
         size = memoryview(data).nbytes
         self._pending.append((size, self._thread.submit(self._digest.update, data)))
         self._held += size
@@ -40,9 +40,9 @@ class Digest:
             self._held -= size
 
     def mark(self) -> Future[str]:
-        """The hash of all pieces up to here, in hexadecimal digits."""
+        """Returns a future of the hash of all pieces so far, in hexadecimal digits."""
         return self._thread.submit(lambda: self._digest.copy().hexdigest())
 
     def hexdigest(self) -> str:
-        """The hash so far."""
+        """Returns the hash of all pieces so far."""
         return self.mark().result()

@@ -1,7 +1,7 @@
-"""Texts to ``<prefix>_<key>_document.bin/.idx`` and a manifest: the bytes of Megatron's ``preprocess_data.py``.
+"""Tokenizes texts into ``<prefix>_<key>_document.bin/.idx`` and a manifest, byte for byte as Megatron's tool.
 
-Documents in are documents out and rejected lines. The order is that of the inputs, and the bytes are the same, whatever
-the number of workers and however often the work was interrupted.
+Every document of the inputs is in the output or is a rejected line. The order is that of the inputs. The bytes do not
+depend on the number of workers, nor on interruptions.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -18,9 +18,10 @@ from typing import Final
 from tridock import __version__
 from tridock.data.dataset.indexed_dataset import token_dtype
 from tridock.data.dataset.manifest import DatasetManifest, manifest_path, write_manifest
-from tridock.data.input.documents import Refusal, remedy
+from tridock.data.input.documents import Rejection, remedy
 from tridock.data.input.sources import Chunk, Source, read_chunks
-from tridock.data.resumable_build import Unfinished
+from tridock.data.progress import Done, Progress
+from tridock.data.resumable_build import ResumableBuild
 from tridock.data.tokenize.blocks import Encoded, Recipe
 from tridock.data.tokenize.workers import encode_in_order
 from tridock.errors import Problem, RequestError
@@ -29,23 +30,10 @@ CHUNK_BYTES: Final = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
-    """How far the work is. ``bytes`` are those read from the disk, ``total`` 0 where nobody knows."""
-
-    bytes: int
-    total: int
-    documents: int
-    tokens: int
-
-
-Progress = Callable[[Done], None]
-
-
-@dataclass(frozen=True, slots=True)
 class Request:
-    """What to make of what. ``rejects`` None: the first line that is no document stops the work.
+    """The options of a run. Without ``rejects`` the first invalid line stops it.
 
-    ``journal_seconds``: work between two points that ``resume`` goes on from.
+    ``journal_seconds``: time between two saves of the journal, from which ``resume`` continues.
     """
 
     sources: tuple[Source, ...]
@@ -60,17 +48,17 @@ class Request:
 
     @property
     def prefixes(self) -> tuple[Path, ...]:
-        """What is made, one for each key."""
+        """The prefix of each key's data set."""
         prefix = self.output_prefix
         return tuple(prefix.with_name(f"{prefix.name}_{key}_{self.level}") for key in self.recipe.keys)
 
     def facts(self) -> dict[str, str]:
-        """What the bytes that come out depend on, for resuming."""
+        """What the output depends on: a run resumes only with the same facts."""
         return {
             "inputs": ", ".join(f"{source.name} ({source.kind}, {source.bytes} bytes)" for source in self.sources),
             "keys": " ".join(self.recipe.keys),
             "tokenizer": self.recipe.encoder.sha256,
-            # One that was found to be wrong may have been so before: nothing of it is kept for another.
+            # An encoder that was found wrong may have been wrong before: no other one continues its work.
             "encoder": self.recipe.encoder.name,
             "append-eod": str(self.recipe.append_eod),
             "level": self.level,
@@ -80,7 +68,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Preprocessed:
-    """What came out. ``str()`` is for the user."""
+    """The result. ``str()`` is for the user."""
 
     prefixes: tuple[Path, ...]
     documents_in: int
@@ -93,7 +81,7 @@ class Preprocessed:
 
     @property
     def prefix(self) -> Path:
-        """The first key's."""
+        """The prefix of the first key."""
         return self.prefixes[0]
 
     def __str__(self) -> str:
@@ -106,27 +94,26 @@ class Preprocessed:
 
 
 def preprocess(request: Request, progress: Progress | None = None) -> Preprocessed:
-    """Does it. Raises :class:`RequestError` with file and line for a line that is no document, unless they are skipped.
+    """Runs a request. Raises :class:`RequestError` with file and line for an invalid line, unless they are skipped.
 
-    Whatever interrupts it, no file has its final name before all are whole; ``resume`` goes on from the last point
-    of the journal.
+    No file gets its final name before all are complete. After an interruption ``resume`` continues from the journal.
     """
     started = time.monotonic()
     dtype = token_dtype(request.recipe.encoder.vocab_size)
     facts = request.facts()
     try:
-        with Unfinished(request.output_prefix, len(request.recipe.keys), facts, request.resume) as work:
+        with ResumableBuild(request.output_prefix, len(request.recipe.keys), facts, request.resume) as work:
             if not work.journal.whole:
                 _work(request, work, dtype.itemsize, progress)
             for prefix in request.prefixes:
-                # A manifest of earlier data must not stand beside the new.
+                # No manifest of earlier data beside the new data.
                 manifest_path(prefix).unlink(missing_ok=True)
             work.publish(request.prefixes, dtype, request.rejects)
             _write_manifests(request, work, dtype.itemsize)
             work.remove()
             journal = work.journal
     except OSError as error:
-        todo = "make room there or choose another --output-prefix; --resume goes on from the last journal"
+        todo = "free some space there or choose another --output-prefix, and continue with --resume"
         got = error.strerror or str(error)
         raise RequestError(Problem(str(request.output_prefix), "cannot be written", got, todo)) from None
     return Preprocessed(
@@ -141,17 +128,17 @@ def preprocess(request: Request, progress: Progress | None = None) -> Preprocess
     )
 
 
-def _work(request: Request, work: Unfinished, width: int, progress: Progress | None) -> None:
-    """Reads, encodes and appends all that the journal does not count yet."""
+def _work(request: Request, work: ResumableBuild, width: int, progress: Progress | None) -> None:
+    """Reads, encodes and appends what the journal does not have yet."""
     journal, saved = work.journal, time.monotonic()
     total = 0 if any(source.path is None for source in request.sources) else sum(s.bytes for s in request.sources)
     for chunk, encoded in encode_in_order(request.recipe, _chunks(request, work), request.workers):
-        _take(request, work, chunk, encoded)
+        _append(request, work, chunk, encoded)
         if progress is not None:
             tokens = sum(counts.bytes for counts in journal.keys) // width
             read = sum(item.bytes for item in journal.finished) + (0 if chunk.finished else chunk.position)
             progress(Done(read, total, journal.documents_in, tokens))
-        # A broken file's end is followed by its facts; between the two is no point to go on from.
+        # The end of a damaged file is followed by its facts; resuming between the two is impossible.
         if chunk.broken is None and total and time.monotonic() - saved >= request.journal_seconds:
             journal.digest = chunk.digest.result()
             work.save()
@@ -159,17 +146,17 @@ def _work(request: Request, work: Unfinished, width: int, progress: Progress | N
     assert all(journal.documents_in == counts.documents + journal.rejected for counts in journal.keys)
 
 
-def _chunks(request: Request, work: Unfinished) -> Iterator[Chunk]:
+def _chunks(request: Request, work: ResumableBuild) -> Iterator[Chunk]:
     at, offset, digest = work.journal.source, work.journal.offset, work.journal.digest
     for number, source in enumerate(request.sources):
         if number < at:
             continue
         chunks = read_chunks(number, source, request.recipe.keys, request.chunk_bytes)
-        yield from _after(chunks, offset, digest) if number == at and offset else chunks
+        yield from _skip_done(chunks, offset, digest) if number == at and offset else chunks
 
 
-def _after(chunks: Iterator[Chunk], offset: int, digest: str) -> Iterator[Chunk]:
-    """What follows ``offset``, if what precedes it is still what it was."""
+def _skip_done(chunks: Iterator[Chunk], offset: int, digest: str) -> Iterator[Chunk]:
+    """Yields the chunks after ``offset``, if the bytes before it are unchanged."""
     seen = hashlib.sha256()
     for chunk in chunks:
         begin = chunk.offset - len(chunk.data)
@@ -177,22 +164,22 @@ def _after(chunks: Iterator[Chunk], offset: int, digest: str) -> Iterator[Chunk]
         seen.update(chunk.data[:cut])
         reached = chunk.offset >= offset
         if (reached and begin < offset and seen.hexdigest() != digest) or (chunk.finished and not reached):
-            todo = "begin anew: leave --resume out"
-            raise RequestError(Problem(chunk.source.name, "has changed since the work was begun", "", todo))
+            todo = "leave --resume out and start from the beginning"
+            raise RequestError(Problem(chunk.source.name, "has changed since the run started", "", todo))
         if cut and cut == len(chunk.data):
             continue
         lines = chunk.data.count(b"\n", 0, cut)
         yield replace(chunk, data=chunk.data[cut:], first_line=chunk.first_line + lines, lines=chunk.lines - lines)
 
 
-def _take(request: Request, work: Unfinished, chunk: Chunk, encoded: Encoded | None) -> None:
+def _append(request: Request, work: ResumableBuild, chunk: Chunk, encoded: Encoded | None) -> None:
     journal, todo = work.journal, remedy(request.recipe.keys, chunk.source.kind)
     if encoded is not None:
-        for refusal in encoded.refused:
-            problem = refusal.problem(chunk.source.name, chunk.first_line, todo)
+        for rejection in encoded.rejected_lines:
+            problem = rejection.problem(chunk.source.name, chunk.first_line, todo)
             if request.rejects is None:
                 raise RequestError(problem)
-            work.reject(refusal.record(chunk.source.name, chunk.first_line))
+            work.reject(rejection.record(chunk.source.name, chunk.first_line))
         for number, block in enumerate(encoded.blocks):
             work.add(number, block)
         journal.empty += encoded.empty
@@ -200,7 +187,7 @@ def _take(request: Request, work: Unfinished, chunk: Chunk, encoded: Encoded | N
     if chunk.broken is not None:
         if request.rejects is None:
             raise RequestError(chunk.broken)
-        cut_off = Refusal(0, chunk.broken.what, chunk.broken.got, chunk.data)
+        cut_off = Rejection(0, chunk.broken.what, chunk.broken.got, chunk.data)
         work.reject(cut_off.record(chunk.source.name, chunk.first_line))
         journal.documents_in += 1
     journal.source, journal.offset = chunk.number, chunk.offset
@@ -209,7 +196,7 @@ def _take(request: Request, work: Unfinished, chunk: Chunk, encoded: Encoded | N
         journal.source, journal.offset = chunk.number + 1, 0
 
 
-def _write_manifests(request: Request, work: Unfinished, width: int) -> None:
+def _write_manifests(request: Request, work: ResumableBuild, width: int) -> None:
     encoder, journal = request.recipe.encoder, work.journal
     closed = request.recipe.append_eod or encoder.always_closed
     for key, prefix, counts in zip(request.recipe.keys, request.prefixes, journal.keys, strict=True):

@@ -1,4 +1,4 @@
-"""How far the work is: a bar in a terminal, a line now and then elsewhere if asked for."""
+"""Progress on standard error: a bar in a terminal, otherwise lines if requested."""
 
 from __future__ import annotations
 
@@ -6,27 +6,38 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
-from tridock.data.preprocess import Done
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Progress so far. ``bytes`` are those read from disk; ``total`` is 0 if unknown."""
+
+    bytes: int
+    total: int
+    documents: int
+    tokens: int
+
+
+Progress = Callable[[Done], None]
 
 
 @contextmanager
 def progress_bar(what: str, log_interval: int | None = None) -> Iterator[Callable[[Done], None]]:
-    """Gives a function to call as the work goes on; draws on standard error: MB/s, tokens/s, time left.
+    """Yields a function that shows progress: MB/s, tokens/s, time left.
 
-    Away from a terminal nothing is drawn (a bar in a log file is noise), but with ``log_interval`` a line is written
-    whenever so many documents more are done.
+    Without a terminal there is no bar; with ``log_interval`` a line is printed every ``log_interval`` documents.
     """
     if sys.stderr.isatty():
-        with _bar(what) as tell:
-            yield tell
+        with _bar(what) as report:
+            yield report
     else:
         yield _lines(log_interval)
 
 
 @contextmanager
 def _bar(what: str) -> Iterator[Callable[[Done], None]]:
-    from rich.console import Console  # not before it is needed: it takes as long as two megabytes of text
+    from rich.console import Console  # lazily: the import takes as long as two megabytes of text
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (
@@ -41,25 +52,25 @@ def _bar(what: str) -> Iterator[Callable[[Done], None]]:
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(what, total=None, tokens="")
 
-        def tell(done: Done) -> None:
+        def report(done: Done) -> None:
             rate = _token_rate(done, time.monotonic() - started)
             progress.update(task, completed=done.bytes, total=done.total or None, tokens=rate if done.tokens else "")
 
-        yield tell
+        yield report
 
 
 def _lines(log_interval: int | None) -> Callable[[Done], None]:
-    started, told = time.monotonic(), 0
+    started, reported = time.monotonic(), 0
 
-    def tell(done: Done) -> None:
-        nonlocal told
-        if log_interval and done.documents // log_interval > told:
-            told = done.documents // log_interval
+    def report(done: Done) -> None:
+        nonlocal reported
+        if log_interval and done.documents // log_interval > reported:
+            reported = done.documents // log_interval
             seconds = max(time.monotonic() - started, 1e-9)
             speed = f"{done.documents / seconds:.1f} docs/s, {done.bytes / 1e6 / seconds:.1f} MB/s"
             print(f"Processed {done.documents} documents ({speed}, {_token_rate(done, seconds)}).", file=sys.stderr)
 
-    return tell
+    return report
 
 
 def _token_rate(done: Done, seconds: float) -> str:

@@ -1,8 +1,8 @@
-"""A data set being made: a hidden folder beside where it will lie, and a journal of how far it is.
+"""A data set under construction: a hidden folder beside the output, and a journal from which a run resumes.
 
-``.<output prefix>.unfinished/`` holds for each key ``<k>.bin`` (tokens), ``<k>.lengths`` (int32 a sequence) and
-``<k>.documents`` (int64 a document, Megatron's document index), further ``rejects`` and ``journal.json``. The journal
-is replaced after what it counts is on the disk; what lies beyond its counts is cut off on resuming.
+``.<output prefix>.unfinished/`` has for each key ``<k>.bin`` (tokens), ``<k>.lengths`` (int32 per sequence)
+and ``<k>.documents`` (int64 per document, Megatron's document index), and also ``rejects`` and ``journal.json``. The
+journal is saved after the data that it counts. A resumed run truncates the files to its counts.
 """
 
 from __future__ import annotations
@@ -31,21 +31,24 @@ _PARTS: Final = ("bin", "lengths", "documents")
 
 
 class Counts(BaseModel):
-    """What the parts of one key hold."""
+    """Counts of one key."""
 
     bytes: int = 0
     sequences: int = 0
     documents: int = 0
     empty: int = 0
-    """Of the documents."""
+    """Empty documents."""
     bin_sha256: str | None = None
-    """Of the whole files, when they are; so is the next."""
+    """Of the complete file; None before. The same for the next."""
     idx_sha256: str | None = None
 
 
 class Journal(BaseModel):
-    """How far the work is. ``source`` is the number of the input being read; ``offset`` and ``digest`` (SHA-256)
-    are of its lines so far; ``request`` is what the work was begun with."""
+    """The state from which a run resumes.
+
+    ``source`` is the number of the current input. ``offset`` and ``digest`` (SHA-256) cover its lines so far.
+    ``request`` has the facts of the run that started it.
+    """
 
     request: dict[str, str]
     keys: list[Counts]
@@ -58,55 +61,55 @@ class Journal(BaseModel):
     empty: int = 0
     rejects_bytes: int = 0
     whole: bool = False
-    """All is there and only needs its names."""
+    """All files are complete and only need to be renamed."""
 
 
-class Unfinished:
-    """The parts, opened for appending, and their journal. A context manager, which holds the folder's lock.
+class ResumableBuild:
+    """The files, opened for appending, and their journal. A context manager that holds the lock of the folder.
 
-    Left by an exception it stays for ``--resume`` if the journal was ever saved, and else it goes. Raises
-    :class:`RequestError` if another run is at it, or if it was begun with another request than is to be resumed.
+    After an exception the folder stays for ``--resume`` if its journal was saved; otherwise it is removed. Raises
+    :class:`RequestError` if another run uses the folder, or if a run with other options started it.
     """
 
     def __init__(self, prefix: Path, keys: int, request: dict[str, str], resume: bool) -> None:
-        self.folder = unfinished_folder(prefix)
+        self.folder = build_folder(prefix)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = (self.folder / "lock").open("wb")
         try:
-            self._take_lock()
+            self._lock_folder()
         except BaseException:
             self._lock.close()
             raise
         self._files: list[BinaryIO] = []
         try:
-            found = self._saved(request) if resume else None
+            found = self._load_journal(request) if resume else None
             self.resumed = found is not None
             self._digests: list[Digest] = []
             self.journal = found or Journal(request=request, keys=[Counts() for _ in range(keys)])
             self._open()
         except BaseException:  # Ctrl-C too
-            self._leave()
+            self._close()
             raise
 
-    def _take_lock(self) -> None:
+    def _lock_folder(self) -> None:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            what, todo = "is being made by another run", "wait for it, or choose another --output-prefix"
+            what, todo = "is in use by another run", "wait for it, or choose another --output-prefix"
             raise RequestError(Problem(str(self.folder), what, "", todo)) from None
 
-    def _saved(self, request: dict[str, str]) -> Journal | None:
+    def _load_journal(self, request: dict[str, str]) -> Journal | None:
         path = self.folder / _JOURNAL
         try:
             journal = Journal.model_validate_json(path.read_bytes())
         except FileNotFoundError:
             return None
         except ValidationError:
-            todo = "begin anew: leave --resume out"
+            todo = "leave --resume out and start from the beginning"
             raise RequestError(Problem(str(path), "is not a journal of this version", "", todo)) from None
-        todo = "resume with the same inputs and flags, or begin anew: leave --resume out"
+        todo = "resume with the same inputs and options, or leave --resume out and start from the beginning"
         problems = [
-            Problem("--resume", f"the work was begun with {name} {was}", request.get(name, "(none)"), todo)
+            Problem("--resume", f"the run was started with {name} {was}", request.get(name, "(none)"), todo)
             for name, was in journal.request.items()
             if request.get(name) != was
         ]
@@ -124,9 +127,9 @@ class Unfinished:
         for number, counts in enumerate(self.journal.keys):
             sizes = (counts.bytes, counts.sequences * 4, (counts.documents + 1) * 8)
             for part, size in zip(_PARTS, sizes, strict=True):
-                self._files.append(_appended(self.folder / f"{number}.{part}", size))
+                self._files.append(_open_at(self.folder / f"{number}.{part}", size))
             self._digests.append(Digest(self.folder / f"{number}.bin"))
-        self._files.append(_appended(self.folder / "rejects", self.journal.rejects_bytes))
+        self._files.append(_open_at(self.folder / "rejects", self.journal.rejects_bytes))
 
     def add(self, number: int, block: Block) -> None:
         """Appends the documents of a block to key ``number``."""
@@ -142,20 +145,20 @@ class Unfinished:
         counts.empty += int((block.sequences == 0).sum())
 
     def reject(self, record: bytes) -> None:
-        """Appends a line to the rejects."""
+        """Appends a rejected line."""
         self._files[-1].write(record)
         self.journal.rejects_bytes += len(record)
         self.journal.rejected += 1
 
     def save(self) -> None:
-        """Brings everything onto the disk, then the journal that counts it."""
+        """Syncs all files to disk, then writes the journal."""
         for file in self._files:
             file.flush()
             os.fsync(file.fileno())
         write_atomic(self.folder / _JOURNAL, self.journal.model_dump_json().encode())
 
     def publish(self, prefixes: Sequence[Path], dtype: np.dtype[Any], rejects: Path | None) -> None:
-        """Gives everything its names; may be interrupted anywhere and done again."""
+        """Renames all files to their final names. May be interrupted at any point and repeated."""
         if not self.journal.whole:
             for counts, digest in zip(self.journal.keys, self._digests, strict=True):
                 counts.bin_sha256 = digest.hexdigest()
@@ -180,36 +183,36 @@ class Unfinished:
             partial.replace(rejects)
 
     def remove(self) -> None:
-        """Takes the folder away: all has its name."""
+        """Removes the folder."""
         shutil.rmtree(self.folder)
 
     @property
     def can_resume(self) -> bool:
-        """Whether there is anything to go on from."""
+        """Whether a journal was saved."""
         return (self.folder / _JOURNAL).exists()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._leave()
+        self._close()
 
-    def _leave(self) -> None:
+    def _close(self) -> None:
         for file in self._files:
-            with contextlib.suppress(OSError):  # what a full disk does not take is cut off on resuming
+            with contextlib.suppress(OSError):  # what a full disk did not store is truncated when the run resumes
                 file.close()
         if self.folder.exists() and not self.can_resume:
             self.remove()
         self._lock.close()
 
 
-def unfinished_folder(prefix: Path) -> Path:
-    """Where the work on a prefix lies until all is whole."""
+def build_folder(prefix: Path) -> Path:
+    """Returns the folder of an incomplete data set."""
     return prefix.with_name(f".{prefix.name}.unfinished")
 
 
-def _appended(path: Path, size: int) -> BinaryIO:
-    """The file cut to ``size``; a new document index begins with its 0."""
+def _open_at(path: Path, size: int) -> BinaryIO:
+    """Opens a file for appending, truncated to ``size``. A new document index starts with 0."""
     if not path.exists():
         path.write_bytes(b"\0" * 8 if path.suffix == ".documents" else b"")
     os.truncate(path, size)

@@ -1,4 +1,4 @@
-"""Whether a run done once more is the same: its environment field by field, its losses number by number (pure)."""
+"""Compares a repeated run with the original: the environment field by field, the losses number by number (pure)."""
 
 from tridock.reproduction.losses import LossComparison, Point, compare_losses
 from tridock.reproduction.original import Original, data_problems, environment, read_original

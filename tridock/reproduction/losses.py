@@ -1,4 +1,4 @@
-"""Two runs' losses, iteration by iteration."""
+"""Compares the losses of two runs, iteration by iteration."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from tridock.contracts.records import Evaluations, Record
 
 Metrics = tuple[list[Record], Evaluations]
-"""What :func:`tridock.contracts.records.read_metrics` gives."""
+"""The result of :func:`tridock.contracts.records.read_metrics`."""
 Key = tuple[int, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A loss of both runs. None: it was not finite, or (``there``) the new run has not logged it."""
+    """A loss of both runs. None is a loss that is not finite, or without ``there`` one that the new run lacks."""
 
     iteration: int
     split: str
@@ -27,26 +27,26 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class LossComparison:
-    """What became of each loss that the original run has logged."""
+    """The comparison of every loss that the original run logged."""
 
     compared: int
     """Losses of the original run."""
     differing: int
-    """Of those: further apart than the tolerance allows, or not logged by the new run."""
+    """Those outside the tolerance, or not logged by the new run."""
     first: Point | None
-    """The first that differs."""
+    """The first different loss."""
     largest: float
     """The largest difference of two finite losses."""
     largest_at: int | None
     more: int
-    """Losses of the new run that the original has not: it ended earlier."""
+    """Losses that only the new run has: the original ended earlier."""
 
 
 def compare_losses(then: Metrics, now: Metrics, tolerance: float) -> LossComparison:
-    """Training, validation and test losses.
+    """Compares training, validation and test losses.
 
-    Two losses agree when they differ by no more than ``tolerance`` times the larger of 1 and the original's; with a
-    tolerance of 0 only when they are the same to the last bit. Losses that are not finite agree with each other.
+    Two losses agree if they differ by at most ``tolerance`` times max(1, abs(original)); with a tolerance of 0, if they
+    are bitwise equal. Losses that are not finite agree with each other.
     """
     old, new = dict(_losses(then)), dict(_losses(now))
     points = [Point(*key, loss, new.get(key), key in new) for key, loss in sorted(old.items())]

@@ -1,4 +1,4 @@
-"""The run that is to be done once more, and how what it was made of differs from what is here."""
+"""The run to repeat, and how its environment differs from the current one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tridock.errors import Problem, RequestError
 from tridock.reproduction.losses import Metrics
 
 _OF_THE_RUN: Final = ("run_id", "created", "config")
-"""Fields of a manifest that say nothing of what the run was made of."""
+"""Fields of a manifest that do not affect the run."""
 _DATA: Final = ("data_sha256", "data_sha256_by_manifest", "data_bytes")
 _PLAN: Final = (
     "world_size",
@@ -27,21 +27,21 @@ _PLAN: Final = (
     "global_batch_size",
 )
 _MOVED: Final = "before-1"
-"""In the folder of a run that lost a node and went on elsewhere."""
+"""A folder of a run that lost a node and continued on others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Original:
-    """What a run's folder tells of it."""
+    """A run as its folder describes it."""
 
     folder: Path
     manifest: Record
     plan: Record
     metrics: Metrics
     device: str | None
-    """As the ranks named it; None for a run that did not come to its end."""
+    """As the ranks logged it; None for a run that did not finish."""
     moved: bool
-    """Whether the run went on elsewhere on its way: then its first losses are of another layout."""
+    """Whether the run continued on other nodes, so that its first losses have another layout."""
 
     @property
     def experiment(self) -> Path:
@@ -54,7 +54,7 @@ class Original:
 
 
 def read_original(folder: Path) -> Original:
-    """Reads the folder of a run. Raises :class:`RequestError` where it is none, or has nothing to compare with."""
+    """Reads a run folder. Raises :class:`RequestError` if it is not one, or has no losses."""
     check_run(folder)
     original = Original(
         folder=folder,
@@ -77,14 +77,14 @@ def read_original(folder: Path) -> Original:
 
 
 def environment(original: Original, manifest: Mapping[str, Any], plan: Mapping[str, Any]) -> list[Difference]:
-    """What differs between the original run and one with this manifest and plan, field by field: then, now."""
+    """Returns the fields that differ between the original run and one with this manifest and plan: then, now."""
     then = {**original.manifest, "plan": {name: original.plan.get(name) for name in _PLAN}}
     now = {**manifest, "plan": {name: plan.get(name) for name in _PLAN}}
     return differences([then, now], _OF_THE_RUN)
 
 
 def data_problems(original: Original, manifest: Mapping[str, Any]) -> Iterator[Problem]:
-    """Data that is not what the original run has read, file by file; only what is known of both can differ."""
+    """Yields data files that differ from those of the original run, among those known of both."""
     for section in _DATA:
         then, now = (dict(flattened(_section(it, section))) for it in (original.manifest, manifest))
         for name, value in then.items():
@@ -95,7 +95,7 @@ def data_problems(original: Original, manifest: Mapping[str, Any]) -> Iterator[P
 
 
 def knows_data(original: Original) -> bool:
-    """Whether the run's manifest says what its data was."""
+    """Whether the manifest has hashes or sizes of the data."""
     return any(_section(original.manifest, name) for name in _DATA)
 
 

@@ -1,4 +1,4 @@
-"""The verdict on a run that was done once more."""
+"""The verdict on a repeated run."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Verdict = Literal["identical", "within tolerance", "different"]
 
 CPU: Final = "cpu"
 TOLERANCES: Final = {"fp32": 1e-4, "bf16": 1e-2, "fp16": 1e-2}
-"""Of GPUs, where sums come in another order each time; times the larger of 1 and the loss. On CPUs none is allowed."""
+"""For GPUs, where the order of sums varies; relative to max(1, abs(loss)). On CPUs it is 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Two runs compared: the original (``then``) and the one done after it (``now``)."""
+    """The comparison of the original run (``then``) with the repeated one (``now``)."""
 
     then: str
     now: str
@@ -34,13 +34,13 @@ class Outcome:
 
     @property
     def verdict(self) -> Verdict:
-        """``identical`` is to the last bit, whatever the tolerance."""
+        """``identical`` means bitwise equal, whatever the tolerance."""
         if self.losses.differing:
             return "different"
         return "within tolerance" if self.losses.largest else "identical"
 
     def document(self) -> dict[str, Any]:
-        """What ``reproduction.json`` holds."""
+        """Returns the content of ``reproduction.json``."""
         return {
             "verdict": self.verdict,
             "then": self.then,
@@ -53,7 +53,7 @@ class Outcome:
         }
 
     def write(self, folder: Path) -> None:
-        """Leaves it in the new run's folder."""
+        """Writes ``reproduction.json`` to the folder of the new run."""
         run_folder.write_atomic(folder / run_folder.REPRODUCTION, self.to_json().encode())
 
     def to_json(self) -> str:
@@ -63,9 +63,9 @@ class Outcome:
 def judge(
     original: Original, folder: Path, differing: Sequence[Difference], precision: str, tolerance: float | None
 ) -> Outcome:
-    """Compares the run in ``folder`` with the original. Raises :class:`RequestError` where it has logged no losses.
+    """Compares the run in ``folder`` with the original. Raises :class:`RequestError` if it logged no losses.
 
-    ``tolerance`` is the user's; without one it is 0 where both ran on CPUs, and else that of the precision.
+    ``tolerance`` defaults to 0 if both ran on CPUs, otherwise to that of the precision.
     """
     again = read_original(folder)
     devices = original.device, again.device

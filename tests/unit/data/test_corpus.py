@@ -46,8 +46,8 @@ def test_an_interpreter_without_sources(tmp_path: Path) -> None:
     with pytest.raises(RequestError) as caught:
         corpus.collect_corpus(folder=tmp_path)
     assert str(caught.value) == (
-        f"{tmp_path}: holds no Python sources to train on; "
-        "use a Python that carries its standard library as source files"
+        f"{tmp_path}: contains no Python sources to train on; "
+        "use a Python that has its standard library as source files"
     )
 
 
@@ -69,7 +69,7 @@ def test_made_once_then_ready(tmp_path: Path) -> None:
     assert time.monotonic() - started < 1.0
     assert not again.made
     assert (again.prefix, again.tokens, again.documents) == (made.prefix, made.tokens, made.documents)
-    assert said[-1] == f"data: {made.tokens:,} tokens of {made.documents:,} documents lie ready in {tmp_path}"
+    assert said[-1] == f"data: {made.tokens:,} tokens of {made.documents:,} documents are already in {tmp_path}"
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
 
 

@@ -32,7 +32,7 @@ JSON = "is not valid JSON"
         (b'{"text": "a", "te\\u0078t": {"c": 1}}', "has the key text more than once", '["a", {"c": 1}]'),
         (
             b'{"text": "a\\ud800"}',
-            "holds half of a surrogate pair, which is no character",
+            "contains a lone surrogate, which is not a character",
             "U+D800 at character 2",
         ),
         (b"[" * 200_000, "is nested too deep", ""),
@@ -41,36 +41,36 @@ JSON = "is not valid JSON"
 def test_a_line_that_is_no_document(line: bytes, what: str, got: str) -> None:
     data = b'{"text": "fine"}\n' + line + b'\n{"text": "too"}\n'
     found = parse(data, ["text"], Kind.JSONL)
-    assert [(r.line, r.what, r.got, r.data) for r in found.refused] == [(1, what, got, line)]
+    assert [(r.line, r.what, r.got, r.data) for r in found.rejected_lines] == [(1, what, got, line)]
     assert (found.texts, found.counts) == ([["fine", "too"]], [[1, 1]])
 
 
 def test_the_message_and_its_remedy() -> None:
-    refused = parse(b"1\n", ["a", "b"], Kind.JSONL).refused[0]
+    refused = parse(b"1\n", ["a", "b"], Kind.JSONL).rejected_lines[0]
     assert str(refused.problem("x.jsonl", 7, remedy(["a", "b"], Kind.JSONL))) == (
-        "x.jsonl:7: is not a JSON object; got 1; mend or remove the line, or leave such out with --on-error skip "
+        "x.jsonl:7: is not a JSON object; got 1; correct or remove the line, or skip such lines with --on-error skip "
         '--rejects FILE; each is one object such as {"a": "…", "b": "…"}'
     )
     assert remedy(["text"], Kind.TEXT) == (
-        "mend or remove the line, or leave such out with --on-error skip --rejects FILE"
+        "correct or remove the line, or skip such lines with --on-error skip --rejects FILE"
     )
 
 
 def test_several_keys_and_lists_of_texts() -> None:
     data = '{"a": ["x", "", "ž"], "b": "y", "n": NaN}\n{"a": [], "b": [""]}'.encode()
     found = parse(data, ["a", "b"], Kind.JSONL)
-    assert (found.texts, found.counts, found.refused) == ([["x", "", "ž"], ["y", ""]], [[3, 0], [1, 1]], [])
+    assert (found.texts, found.counts, found.rejected_lines) == ([["x", "", "ž"], ["y", ""]], [[3, 0], [1, 1]], [])
 
 
 def test_a_document_that_lacks_one_key_leaves_nothing_under_the_other() -> None:
     found = parse(b'{"a": "x"}\n', ["a", "b"], Kind.JSONL)
-    assert (found.texts, found.counts, len(found.refused)) == ([[], []], [[], []], 1)
+    assert (found.texts, found.counts, len(found.rejected_lines)) == ([[], []], [[], []], 1)
 
 
 def test_lines_of_text() -> None:
     found = parse("a b\r\n\n\xa0ž\u2028c".encode(), ["text"], Kind.TEXT)
     assert (found.texts, found.counts) == ([["a b", "", "\xa0ž\u2028c"]], [[1, 1, 1]])
-    refused = parse(b"a\xc3\n\xef\xbb\xbfb\n", ["text"], Kind.TEXT).refused
+    refused = parse(b"a\xc3\n\xef\xbb\xbfb\n", ["text"], Kind.TEXT).rejected_lines
     assert [(r.line, r.what) for r in refused] == [(0, "is not UTF-8"), (1, "begins with a byte order mark")]
 
 
@@ -103,4 +103,4 @@ def test_every_text_arrives(texts: list[str], escaped: bool) -> None:
     lines = [json.dumps({"text": text}, ensure_ascii=escaped) + "\n" for text in texts]
     found = parse("".join(lines).encode("utf-8", "surrogatepass"), ["text"], Kind.JSONL)
     assert found.texts == [texts]
-    assert found.refused == []
+    assert found.rejected_lines == []

@@ -81,9 +81,9 @@ def test_what_the_fast_one_remembers_is_bounded(
     fast: Fast, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = fast._fast
-    rooms = [Fast(reference, workers=workers)._room >> 20 for workers in (1, 2, 3, 9)]
+    rooms = [Fast(reference, workers=workers)._cache_bytes >> 20 for workers in (1, 2, 3, 9)]
     assert rooms == [208, 104, 69, 64]
-    monkeypatch.setattr(fast, "_room", -(1 << 40))
+    monkeypatch.setattr(fast, "_cache_bytes", -(1 << 40))
     assert_same(fast, reference, TEXTS)
     assert fast._fast is not before
 
@@ -123,14 +123,16 @@ def test_the_fast_one_is_taken_where_it_is_proven(fast: Fast, reference: Referen
         file.write_text(json.dumps(description | change))
         encoder, why = fastest(BytePairTokenizer.load(file))
         assert encoder.name == "tokenizers"
-        assert why == "encoder: the reference, about 30 times slower: the tokenizer is not of GPT-2's kind"
+        assert why == "encoder: Hugging Face's tokenizers, about 30 times slower: the tokenizer is not like GPT-2's"
 
 
 def test_without_the_fast_library(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gigatoken", None)
     encoder, why = fastest(reference.tokenizer)
     assert encoder.name == "tokenizers"
-    assert why == ("encoder: the reference, about 30 times slower: gigatoken is not installed (pip install gigatoken)")
+    assert why == (
+        "encoder: Hugging Face's tokenizers, about 30 times slower: gigatoken is not installed (pip install gigatoken)"
+    )
 
 
 class _Wrong:
@@ -166,7 +168,7 @@ def test_other_ids_than_the_references_stop_the_run(
         Fast(reference).encode(texts)
 
     text = message(TridockError, run)
-    assert text.startswith("gigatoken: gives other ids than the reference tokenizer; got for ")
+    assert text.startswith("gigatoken: gives other ids than Hugging Face's tokenizers; got for ")
     assert text.endswith("; run again with --encoder reference, and report the text")
     assert ascii(HARD_TEXTS[0][:60]) in text or "some text" in text or "ome text" in text
 
@@ -191,6 +193,5 @@ def test_ids_that_do_not_fit_megatrons_type(tmp_path: Path) -> None:
     check_ids_fit(Vocabulary(file), "x")
     file.write_text(json.dumps({"<unk>": 0, END_OF_TEXT: 65536}))
     assert message(RequestError, lambda: check_ids_fit(Vocabulary(file), "x")) == (
-        "x: has 2 tokens, for which Megatron writes uint16, and an id that does not fit; got 65536; "
-        "number the tokens without gaps"
+        "x: has 2 tokens, for which Megatron writes uint16, and an id that does not fit; got 65536; use consecutive ids"
     )

@@ -13,7 +13,7 @@ from tridock.data.dataset.indexed_dataset import HEADER, IndexedDataset, Indexed
 from tridock.errors import RequestError
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 999), max_size=9), max_size=9)
-COPY_OR_MAKE = "copy both files again, or make them again with `tridock data preprocess`"
+COPY_OR_REBUILD = "copy both files again, or build them again with `tridock data preprocess`"
 
 
 def write(prefix: Path, documents: list[list[int]], vocab_size: int | None = 1000) -> Path:
@@ -86,24 +86,24 @@ def test_an_id_outside_the_vocabulary_is_refused(
 def test_missing_files(tmp_path: Path) -> None:
     prefix = tmp_path / "a"
     assert message(prefix) == (
-        f"{prefix}: no indexed data set lies there; got neither a.idx nor a.bin; "
-        "make it with `tridock data preprocess`, or mend data.data_path"
+        f"{prefix}: there is no indexed data set; got neither a.idx nor a.bin; "
+        "build it with `tridock data preprocess`, or correct data.data_path"
     )
     write(prefix, [[1]])
     assert message(tmp_path / "a.bin") == (
-        f"{tmp_path}/a.bin: no indexed data set lies there; got neither a.bin.idx nor a.bin.bin; "
+        f"{tmp_path}/a.bin: there is no indexed data set; got neither a.bin.idx nor a.bin.bin; "
         f"give the prefix: {prefix}"
     )
     (tmp_path / "a.bin").rename(tmp_path / "b.bin")
-    assert message(prefix) == f"{prefix}.bin: is missing; got only a.idx; {COPY_OR_MAKE}"
-    assert message(tmp_path / "b") == f"{tmp_path}/b.idx: is missing; got only b.bin; {COPY_OR_MAKE}"
+    assert message(prefix) == f"{prefix}.bin: is missing; got only a.idx; {COPY_OR_REBUILD}"
+    assert message(tmp_path / "b") == f"{tmp_path}/b.idx: is missing; got only b.bin; {COPY_OR_REBUILD}"
 
 
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (b"", "is not an index of Megatron's; got b''"),
-        (b"GARBAGE!!!" * 9, "is not an index of Megatron's; got b'GARBAGE!!'"),
+        (b"", "is not an index of Megatron; got b''"),
+        (b"GARBAGE!!!" * 9, "is not an index of Megatron; got b'GARBAGE!!'"),
         (b"MMIDIDX\x00\x00" + bytes(3), "ends inside its header; got 12 bytes"),
         (
             HEADER.pack(b"MMIDIDX\x00\x00", 1, 8, 3, 4) + bytes(10),
@@ -118,7 +118,7 @@ def test_missing_files(tmp_path: Path) -> None:
 def test_a_foreign_or_cut_index(tmp_path: Path, content: bytes, expected: str) -> None:
     write(tmp_path / "a", [[1]])
     (tmp_path / "a.idx").write_bytes(content)
-    assert message(tmp_path / "a") == f"{tmp_path}/a.idx: {expected}; {COPY_OR_MAKE}"
+    assert message(tmp_path / "a") == f"{tmp_path}/a.idx: {expected}; {COPY_OR_REBUILD}"
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_a_foreign_or_cut_index(tmp_path: Path, content: bytes, expected: str) -
 def test_an_index_of_another_kind(tmp_path: Path, version: int, code: int, expected: str) -> None:
     write(tmp_path / "a", [[1]])
     (tmp_path / "a.idx").write_bytes(HEADER.pack(b"MMIDIDX\x00\x00", version, code, 0, 1) + bytes(8))
-    assert message(tmp_path / "a") == (f"{tmp_path}/a.idx: {expected}; make it again with `tridock data preprocess`")
+    assert message(tmp_path / "a") == (f"{tmp_path}/a.idx: {expected}; build it again with `tridock data preprocess`")
 
 
 def test_sizes_that_disagree(tmp_path: Path) -> None:
@@ -136,11 +136,11 @@ def test_sizes_that_disagree(tmp_path: Path) -> None:
     with (tmp_path / "a.bin").open("ab") as file:
         file.write(b"\x00")
     assert message(tmp_path / "a") == (
-        f"{tmp_path}/a.bin: does not fit its index, which promises 6 bytes; got 7 bytes; {COPY_OR_MAKE}"
+        f"{tmp_path}/a.bin: does not fit its index, which describes 6 bytes; got 7 bytes; {COPY_OR_REBUILD}"
     )
     (tmp_path / "a.bin").write_bytes(b"")
     assert message(tmp_path / "a") == (
-        f"{tmp_path}/a.bin: does not fit its index, which promises 6 bytes; got 0 bytes; {COPY_OR_MAKE}"
+        f"{tmp_path}/a.bin: does not fit its index, which describes 6 bytes; got 0 bytes; {COPY_OR_REBUILD}"
     )
 
 
@@ -150,8 +150,7 @@ def test_a_damaged_index(tmp_path: Path) -> None:
     content[-8:] = struct.pack("<q", 9)
     (tmp_path / "a.idx").write_bytes(content)
     assert message(tmp_path / "a") == (
-        f"{tmp_path}/a.idx: has offsets or documents that do not follow one another; got a damaged index; "
-        f"{COPY_OR_MAKE}"
+        f"{tmp_path}/a.idx: has offsets or documents that are out of order; got a damaged index; {COPY_OR_REBUILD}"
     )
 
 

@@ -60,7 +60,7 @@ def test_megatrons_own_without_a_manifest(capsys: pytest.CaptureFixture[str]) ->
     Path("d.idx").write_bytes(HEADER.pack(b"MMIDIDX\x00\x00", 1, 4, 3, 3) + body)
     assert main(["data", "inspect", "d", "--samples", "1"]) == 0
     out = capsys.readouterr().out
-    assert "  manifest   none: vocabulary, end of document and inputs are not known\n" in out
+    assert "  manifest   none: vocabulary, end of document and inputs are unknown\n" in out
     lines = [line.split() for line in out.splitlines()]
     assert ["a", "document", "2", "2", "2", "2.5", "3", "3"] in lines
     assert ["a", "sequence", "1", "1", "1", "1.7", "3", "3"] in lines
@@ -82,9 +82,7 @@ def test_texts_of_the_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
     assert "note" not in out
     make(Path("e"), [[1]])
     assert main(["data", "inspect", "e", "--vocab-file", "t"]) == 0
-    assert (
-        "  note: the tokenizer is not the one that made the data: its texts may be wrong\n" in capsys.readouterr().out
-    )
+    assert "  note: this is not the tokenizer of the data: the texts may be wrong\n" in capsys.readouterr().out
 
 
 def test_a_manifest_of_other_data_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,15 +160,15 @@ def test_what_cannot_be_inspected(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (
             ["d", "--vocab-file", "vocab.json"],
-            "--merge-file: is missing, which GPT2BPETokenizer needs; "
+            "--merge-file: is required with GPT2BPETokenizer; "
             "give GPT-2's merges.txt, or a tokenizer.json as --vocab-file",
         ),
         (
             ["none", "d", "none"],
-            "none: no indexed data set lies there; got neither none.idx nor none.bin; "
-            "make it with `tridock data preprocess`, or mend data.data_path\n"
-            "none: no indexed data set lies there; got neither none.idx nor none.bin; "
-            "make it with `tridock data preprocess`, or mend data.data_path",
+            "none: there is no indexed data set; got neither none.idx nor none.bin; "
+            "build it with `tridock data preprocess`, or correct data.data_path\n"
+            "none: there is no indexed data set; got neither none.idx nor none.bin; "
+            "build it with `tridock data preprocess`, or correct data.data_path",
         ),
     ):
         assert main(["data", "inspect", *arguments]) == 2

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tridock.data.dataset.lengths import Bar, Lengths
+from tridock.data.dataset.inspect import Bar, Lengths
 
 SHARES = (0.0, 0.05, 0.5, 0.95, 1.0)
 

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.data.sets import END, INPUT, content, make
-from tests.unit.data.test_indexed_dataset import COPY_OR_MAKE, DOCUMENTS, write
+from tests.unit.data.test_indexed_dataset import COPY_OR_REBUILD, DOCUMENTS, write
 from tridock.cli import main
 from tridock.data.dataset import slices
 from tridock.data.dataset.indexed_dataset import HEADER, IndexedDataset
 from tridock.data.dataset.manifest import read_manifest
 from tridock.data.dataset.merge import merge
-from tridock.data.dataset.slices import Output, Stretch, write_outputs
+from tridock.data.dataset.slices import Output, Slice, write_outputs
 from tridock.data.dataset.verify import verify
 from tridock.errors import RequestError
 
@@ -114,14 +114,14 @@ def test_what_does_not_go_together_is_told_at_once(capsys: pytest.CaptureFixture
     make(Path("d"), [[1]], vocab_size=1001)
     make(Path("e"), [[1]], end_of_document=None)
     make(Path("f"), [[1]], end_of_document=998)
-    one = "make them with one tokenizer"
-    closing = "make all of them with --append-eod, or none"
+    one = "build them with one tokenizer"
+    closing = "build all of them with --append-eod, or none"
     assert problems(capsys, *"abcdef", "--output-prefix", "out") == [
         f"b: has tokens of another type than a, which has uint16; got int32; {one}",
-        f"c: was made with another tokenizer than a, whose sha256 is {'cd' * 32}; got {'ef' * 32}; {one}",
+        f"c: has another tokenizer than a, whose sha256 is {'cd' * 32}; got {'ef' * 32}; {one}",
         f"d: has another vocabulary than a, which has 1000 tokens; got 1001; {one}",
-        f"e: closes its documents in another way than a, which has token 999 there; got has nothing there; {closing}",
-        f"f: closes its documents in another way than a, which has token 999 there; got has token 998 there; {closing}",
+        f"e: ends its documents differently from a, which ends them with token 999; got no token; {closing}",
+        f"f: ends its documents differently from a, which ends them with token 999; got token 998; {closing}",
     ]
     assert not list(Path().glob("*out*"))
 
@@ -148,9 +148,9 @@ def test_inputs_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
     assert problems(capsys, "b", "c", "none", "--output-prefix", "out") == [
         "b.json: belongs to other data: there are 1 documents of 2 tokens; got 1 documents of 1 tokens; "
         "copy all three files again",
-        f"c.idx, document 2: begins before sequence 3, where document 1 does; got sequence 2; {COPY_OR_MAKE}",
-        "none: no indexed data set lies there; got neither none.idx nor none.bin; "
-        "make it with `tridock data preprocess`, or mend data.data_path",
+        f"c.idx, document 2: begins before sequence 3, where document 1 does; got sequence 2; {COPY_OR_REBUILD}",
+        "none: there is no indexed data set; got neither none.idx nor none.bin; "
+        "build it with `tridock data preprocess`, or correct data.data_path",
     ]
 
 
@@ -169,9 +169,9 @@ def test_too_little_room_is_known_before(folder: Path, capsys: pytest.CaptureFix
     needed = 2 * length * count + HEADER.size + 12 * count + 16
     (line,) = problems(capsys, "a", "--output-prefix", "new/folder/out")
     start, _, rest = line.partition("; got ")
-    assert start == f"{folder}: has too little room for {needed} bytes"
+    assert start == f"{folder}: has not enough free space for {needed} bytes"
     assert int(rest.partition(" ")[0]) < needed
-    assert rest.endswith(" bytes free; make room there, or choose another --output-prefix")
+    assert rest.endswith(" bytes free; free some space there, or choose another --output-prefix")
     assert not Path("new").exists()
 
 
@@ -187,7 +187,7 @@ def test_a_disk_that_fills_up_leaves_what_was_there() -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, previous)
-    todo = "make room there, or choose another --output-prefix"
+    todo = "free some space there, or choose another --output-prefix"
     assert text == f"out: cannot be written; got File too large; {todo}"
     assert (content(Path("out")), Path("out.json").read_bytes()) == before
     assert not list(Path().glob(".*"))
@@ -212,11 +212,11 @@ def test_an_interrupt_leaves_what_was_there() -> None:
 
 def test_an_input_that_shrinks_meanwhile() -> None:
     prefix = make(Path("a"), [[5]])
-    stretch = Stretch(IndexedDataset(prefix), 0, 1)
+    part = Slice(IndexedDataset(prefix), 0, 1)
     Path("a.bin").write_bytes(b"\1")
     with pytest.raises(RequestError) as caught:
-        write_outputs([Output(Path("out"), (stretch,), None)])
-    assert str(caught.value) == f"a.bin: became shorter while it was read; got 1 bytes; {COPY_OR_MAKE}"
+        write_outputs([Output(Path("out"), (part,), None)])
+    assert str(caught.value) == f"a.bin: was truncated while it was read; got 1 bytes; {COPY_OR_REBUILD}"
     assert sorted(path.name for path in Path().iterdir()) == ["a.bin", "a.idx", "a.json"]
 
 

@@ -23,7 +23,7 @@ from tridock.data.dataset.indexed_dataset import IndexedDataset, IndexedDatasetW
 from tridock.data.dataset.manifest import read_manifest
 from tridock.data.input.sources import Kind, find_sources
 from tridock.data.preprocess import Preprocessed, Request, preprocess
-from tridock.data.resumable_build import Unfinished
+from tridock.data.resumable_build import ResumableBuild
 from tridock.data.tokenize import workers as workers_module
 from tridock.data.tokenize.blocks import Recipe
 from tridock.data.tokenize.encoders import Reference
@@ -32,7 +32,7 @@ from tridock.errors import Problem, RequestError, RunError
 
 TEXTS = ["one two three " * 9, "", "four", "line\nbreak"]
 REMEDY = (
-    "mend or remove the line, or leave such out with --on-error skip --rejects FILE; "
+    "correct or remove the line, or skip such lines with --on-error skip --rejects FILE; "
     'each is one object such as {"text": "…"}'
 )
 
@@ -157,7 +157,7 @@ def test_an_input_that_somebody_writes_to(tokenizer: BytePairTokenizer, tmp_path
             file.write(lines("more"))
 
     wanted = request(tokenizer, tmp_path / "out", source, workers=workers, chunk_bytes=50)
-    changed = f"{source}: was changed while it was read; let nothing write to it, and begin anew"
+    changed = f"{source}: changed while it was read; stop all writers, and start from the beginning"
     assert message(lambda: preprocess(wanted, append)) == changed
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
     if workers == 2:
@@ -307,7 +307,7 @@ def test_a_killed_worker_is_told(tokenizer: BytePairTokenizer, tmp_path: Path, m
 
     monkeypatch.setattr(Recipe, "encode", die)
     assert message(lambda: preprocess(request(tokenizer, tmp_path / "o", source, workers=2)), RunError) == (
-        "a worker: was killed; look for `Out of memory` in dmesg; then go on with --resume and fewer --workers"
+        "a worker: was killed; look for `Out of memory` in dmesg, then continue with --resume and fewer --workers"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
@@ -366,7 +366,7 @@ def test_a_full_disk_leaves_nothing_that_looks_whole(tokenizer: BytePairTokenize
         signal.signal(signal.SIGXFSZ, previous)
     assert text == (
         f"{tmp_path / 'w'}: cannot be written; got {os.strerror(errno.EFBIG)}; "
-        "make room there or choose another --output-prefix; --resume goes on from the last journal"
+        "free some space there or choose another --output-prefix, and continue with --resume"
     )
     assert [path.name for path in tmp_path.glob("w*")] == []
     preprocess(wanted)
@@ -388,27 +388,26 @@ def test_what_cannot_be_resumed(tokenizer: BytePairTokenizer, tmp_path: Path) ->
             preprocess(request(tokenizer, tmp_path / "w", source, chunk_bytes=99, journal_seconds=0), stop)
 
     begin()
-    todo = "resume with the same inputs and flags, or begin anew: leave --resume out"
+    todo = "resume with the same inputs and options, or leave --resume out and start from the beginning"
     other = request(tokenizer, tmp_path / "w", source, eod=True, resume=True, rejects=tmp_path / "r")
     assert message(lambda: preprocess(other)) == (
-        f"--resume: the work was begun with append-eod False; got True; {todo}\n"
-        f"--resume: the work was begun with on-error stop; got skip; {todo}"
+        f"--resume: the run was started with append-eod False; got True; {todo}\n"
+        f"--resume: the run was started with on-error stop; got skip; {todo}"
     )
     again = request(tokenizer, tmp_path / "w", source, resume=True)
     source.write_bytes(lines("ruof", *["four"] * 49))
-    changed = f"{source}: has changed since the work was begun; begin anew: leave --resume out"
+    changed = f"{source}: has changed since the run started; leave --resume out and start from the beginning"
     assert message(lambda: preprocess(again)) == changed
     source.write_bytes(lines("four"))
     assert message(lambda: preprocess(again)) == changed
     journal = tmp_path / ".w.unfinished" / "journal.json"
     journal.write_text("{}")
     assert message(lambda: preprocess(again)) == (
-        f"{journal}: is not a journal of this version; begin anew: leave --resume out"
+        f"{journal}: is not a journal of this version; leave --resume out and start from the beginning"
     )
-    with Unfinished(tmp_path / "w", 1, {}, False):
+    with ResumableBuild(tmp_path / "w", 1, {}, False):
         assert message(lambda: preprocess(again)) == (
-            f"{tmp_path / '.w.unfinished'}: is being made by another run; "
-            "wait for it, or choose another --output-prefix"
+            f"{tmp_path / '.w.unfinished'}: is in use by another run; wait for it, or choose another --output-prefix"
         )
     done: Preprocessed = preprocess(again)
     assert done.documents_out == 1
@@ -432,6 +431,6 @@ def test_a_file_that_is_no_manifest(tmp_path: Path) -> None:
         read_manifest(tmp_path / "a")
     assert str(caught.value) == (
         f"{path}: is not a data set's manifest; got vocab_size: Input should be greater than 0; "
-        "make the data again with `tridock data preprocess`, or delete this file and set model.vocab_size"
+        "build the data again with `tridock data preprocess`, or delete this file and set model.vocab_size"
     )
     assert read_manifest(tmp_path / "b") is None

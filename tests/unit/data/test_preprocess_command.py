@@ -16,7 +16,7 @@ import pytest
 from tridock.cli import main
 from tridock.data.dataset.indexed_dataset import IndexedDataset
 from tridock.data.dataset.manifest import read_manifest
-from tridock.data.resumable_build import Unfinished
+from tridock.data.resumable_build import ResumableBuild
 from tridock.data.tokenize.tokenizer import END_OF_TEXT, BytePairTokenizer
 
 ROOT = Path(__file__).parents[3]
@@ -70,17 +70,17 @@ def test_flags_that_cannot_be_done_are_told_all_at_once(folder: Path, capsys: py
         "--dataset-impl: must be mmap; got lazy; leave it out: the engines read mmap",
         "--workers: must be at least 1; got 0; raise it, or leave it out",
         "--log-interval: must be at least 1; got 0; raise it, or leave it out",
-        "--rejects: is missing, which --on-error skip needs; name a file for the lines that are skipped",
+        "--rejects: is required with --on-error skip; name a file for the skipped lines",
         "--resume: cannot continue with standard input; leave --resume out and start from the beginning",
     ]
     assert main(gpt2("--rejects", "r")) == 2
-    assert capsys.readouterr().err == "--rejects: has no meaning without --on-error skip; got r; add that flag\n"
+    assert capsys.readouterr().err == "--rejects: has no effect without --on-error skip; got r; add it\n"
     assert main(gpt2("--on-error", "skip", "--rejects", "none/r")) == 2
-    assert capsys.readouterr().err == ("--rejects: lies in a folder that does not exist; got none/r; make the folder\n")
+    assert capsys.readouterr().err == ("--rejects: is in a folder that does not exist; got none/r; create the folder\n")
     for file in ("t/vocab.json", "none"):
         assert main([*PREPROCESS, "--output-prefix", "p", "--vocab-file", file]) == 2
         assert capsys.readouterr().err == (
-            "--merge-file: is missing, which GPT2BPETokenizer needs; "
+            "--merge-file: is required with GPT2BPETokenizer; "
             "give GPT-2's merges.txt, or a tokenizer.json as --vocab-file\n"
         )
 
@@ -129,14 +129,14 @@ def test_lines_of_text_by_name_or_by_flag(folder: Path) -> None:
 
 
 def test_what_is_kept_for_resuming_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with contextlib.suppress(KeyboardInterrupt), Unfinished(Path("o"), 1, {"keys": "body"}, resume=False) as work:
+    with contextlib.suppress(KeyboardInterrupt), ResumableBuild(Path("o"), 1, {"keys": "body"}, resume=False) as work:
         work.save()
         raise KeyboardInterrupt
     assert main(gpt2("--resume", "--encoder", "reference")) == 2
     assert capsys.readouterr().err.splitlines() == [
         ".o.unfinished: holds the work so far; continue it with --resume",
-        "--resume: the work was begun with keys body; got text; "
-        "resume with the same inputs and flags, or begin anew: leave --resume out",
+        "--resume: the run was started with keys body; got text; "
+        "resume with the same inputs and options, or leave --resume out and start from the beginning",
     ]
     assert main(gpt2("--encoder", "reference")) == 0
     assert not Path(".o.unfinished").exists()

@@ -107,7 +107,7 @@ def test_a_file_with_a_damaged_place(tmp_path: Path) -> None:
     broken = [chunk for chunk in read(path) if chunk.broken is not None]
     assert len(broken) == 1
     text = str(broken[0].broken)
-    assert text.startswith(f"{path}:5001: the file cannot be read on; got CRC check failed ")
+    assert text.startswith(f"{path}:5001: the rest of the file cannot be read; got CRC check failed ")
     assert text.endswith(f"; {TODO}")
 
 
@@ -173,13 +173,13 @@ def test_packages_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     path = tmp_path / "a"
     path.write_bytes(b"\x28\xb5\x2f\xfd....")
     assert message(lambda: read(path)) == (
-        f"{path}: is compressed by zstd, for which a package is missing; pip install zstandard, or decompress it: "
+        f"{path}: is compressed by zstd, but a package for it is missing; pip install zstandard, or decompress it: "
         "zstd -dc FILE | tridock data preprocess --input - …"
     )
     path.write_bytes(b"PAR1....PAR1")
     (source,) = find_sources([str(path)], Kind.JSONL)
     assert message(lambda: list(read_chunks(0, source, ["text"], 9))) == (
-        f"{path}: is parquet, for which a package is missing; pip install pyarrow, or give JSON lines"
+        f"{path}: is parquet, but a package for it is missing; pip install pyarrow, or give JSON lines"
     )
 
 
@@ -207,10 +207,10 @@ def test_parquet(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table({"text": strings}), path)
     (broken,) = [chunk.broken for chunk in read(path, kind=Kind.PARQUET) if chunk.broken is not None]
     assert str(broken) == (
-        f"{path}:1: the file cannot be read on; got 'utf-8' codec can't decode byte 0xff in position 0: "
+        f"{path}:1: the rest of the file cannot be read; got 'utf-8' codec can't decode byte 0xff in position 0: "
         f"invalid start byte; {TODO}"
     )
     path.write_bytes(data[:-20])
     text = message(lambda: list(read_chunks(0, source, ["text"], 9)))
-    assert text.startswith(f"{path}: is not whole parquet; got Parquet magic bytes not found in footer.")
+    assert text.startswith(f"{path}: is not valid Parquet; got Parquet magic bytes not found in footer.")
     assert text.endswith("; copy the file again")

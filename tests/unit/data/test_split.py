@@ -86,7 +86,7 @@ def test_shares_of_nothing_make_nothing(capsys: pytest.CaptureFixture[str]) -> N
         f"e_{name}.{suffix}" for name in ("train", "valid") for suffix in ("bin", "idx")
     ]
     assert problems(capsys, "d", "--split", "1", "--output-prefix", "o/e") == [
-        "o/e_valid: lies there from another split, and this one makes none; "
+        "o/e_valid: exists from another split, but is not part of this one; "
         "remove it, or choose another --output-prefix"
     ]
     # But other parts beside them are nobody's.
@@ -95,7 +95,7 @@ def test_shares_of_nothing_make_nothing(capsys: pytest.CaptureFixture[str]) -> N
     # Fewer of them would leave some, which a merge of the folder would take too.
     assert main(["data", "split", "d", "--parts", "10", "--output-prefix", "o/e"]) == 0
     assert problems(capsys, "d", "--parts", "8", "--output-prefix", "o/e") == [
-        f"o/e_{number}: lies there from another split, and this one makes none; "
+        f"o/e_{number}: exists from another split, but is not part of this one; "
         "remove it, or choose another --output-prefix"
         for number in (8, 9)
     ]
@@ -128,12 +128,12 @@ def test_what_cannot_be_split(capsys: pytest.CaptureFixture[str]) -> None:
         f"--output-prefix: names no file; got .; {todo}"
     ]
     assert problems(capsys, ".", "--parts", "2") == [
-        ".: no indexed data set lies there; got neither .idx nor .bin; "
-        "make it with `tridock data preprocess`, or mend data.data_path"
+        ".: there is no indexed data set; got neither .idx nor .bin; "
+        "build it with `tridock data preprocess`, or correct data.data_path"
     ]
     write(Path("e_train"), [[1]] * 10)
     assert problems(capsys, "e_train", "--split", "1", "--output-prefix", "e") == [
-        "e_train: is one of the parts that would be written; choose another --output-prefix"
+        "e_train: would be overwritten by one of the parts; choose another --output-prefix"
     ]
     assert sorted(path.name for path in Path().iterdir()) == ["d.bin", "d.idx", "e_train.bin", "e_train.idx"]
     for wrong in (["d"], ["d", "--split", "1", "--parts", "2"]):

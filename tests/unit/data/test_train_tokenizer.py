@@ -56,7 +56,7 @@ def test_used_at_once_by_preprocess_and_megatron(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr() == (
         f"t: 300 tokens, byte-level BPE of 4 documents, {size:.1f} MB; 0 rejected; "
         "tokenizer.json, vocab.json, merges.txt\n",
-        "all is read: 4 documents; learning the merges\n",
+        "read 4 documents; training the tokenizer\n",
     )
     assert sorted(files("t")) == FILES
     tokenizer = BytePairTokenizer.load(Path("t"))
@@ -107,7 +107,7 @@ def test_fewer_tokens_than_asked_for_are_said(capsys: pytest.CaptureFixture[str]
     assert main(train(size=5000)) == 0
     there = BytePairTokenizer.load(Path("t")).vocab_size
     assert 257 < there < 5000
-    assert f"t: {there} tokens (5,000 were asked for: the texts have no more), " in capsys.readouterr().out
+    assert f"t: {there} tokens (5,000 requested: the texts have no more), " in capsys.readouterr().out
 
 
 def test_other_keys_and_lines_of_text() -> None:
@@ -125,7 +125,7 @@ def test_other_keys_and_lines_of_text() -> None:
 def test_lines_that_are_no_documents(capsys: pytest.CaptureFixture[str]) -> None:
     good = Path("a.jsonl").read_bytes()
     Path("b.jsonl").write_bytes(good + b'{"text": null}\n\n\xff\n')
-    todo = "mend or remove the line, or leave such out with --on-error skip --rejects FILE"
+    todo = "correct or remove the line, or skip such lines with --on-error skip --rejects FILE"
     expected = f'b.jsonl:5: has no text under \'text\'; got null; {todo}; each is one object such as {{"text": "…"}}'
     assert problems(capsys, train("--input", "b.jsonl")) == [expected]
     cut = gzip.compress(good + b'{"text": "' + random.Random(0).randbytes(9000).hex().encode())[:-3000]
@@ -152,7 +152,7 @@ def test_flags_that_cannot_be_done_are_told_all_at_once(capsys: pytest.CaptureFi
     assert problems(capsys, train(*wrong, size=256)) == [
         f"--vocab-size: must be at least 257: every byte and {END_OF_TEXT}; got 256; raise it",
         "--output: is not a folder; got file; name a folder",
-        "--rejects: is missing, which --on-error skip needs; name a file for the lines that are skipped",
+        "--rejects: is required with --on-error skip; name a file for the skipped lines",
     ]
     assert problems(capsys, train(size=2**31)) == [
         "--vocab-size: must be at most 2147483647: token ids are int32; got 2147483648; lower it"
@@ -162,7 +162,7 @@ def test_flags_that_cannot_be_done_are_told_all_at_once(capsys: pytest.CaptureFi
         f"none: names no file; {todo}",
         f"b: names no file; {todo}",
     ]
-    assert problems(capsys, train("--input", "file")) == ["--input: holds no document; give texts to learn from"]
+    assert problems(capsys, train("--input", "file")) == ["--input: contains no document; give texts to train on"]
 
 
 def test_a_full_disk_leaves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,7 +175,7 @@ def test_a_full_disk_leaves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, previous)
-    todo = "make room there or choose another --output"
+    todo = "free some space there, or choose another --output"
     assert found[-1] == f"t: cannot be written; got File too large; {todo}"
     assert [path.name for path in Path().iterdir()] == ["a.jsonl"]
 
@@ -204,7 +204,7 @@ def test_ctrl_c_ends_it_at_once(folder: Path, learning: bool) -> None:
         run.stdin.flush()
         if learning:
             run.stdin.close()
-            assert run.stderr.readline() == b"all is read: 1 documents; learning the merges\n"
+            assert run.stderr.readline() == b"read 1 documents; training the tokenizer\n"
         else:
             # At rest: a signal in the moment when the other process starts is only seen with the next one.
             while not list(folder.glob(".r.*")) or cpu_time(run.pid) != cpu_time(run.pid, after=0.2):
@@ -232,6 +232,6 @@ def test_a_learner_that_is_killed() -> None:
         with pytest.raises(RunError) as caught:
             learn(texts(more), 300)
         assert str(caught.value) == (
-            "the process that learns the merges: was killed; "
-            "look for `Out of memory` in dmesg; then give less text or a smaller --vocab-size"
+            "tokenizer training process: was killed; "
+            "look for `Out of memory` in dmesg, then give less text or a smaller --vocab-size"
         )

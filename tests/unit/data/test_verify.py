@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from tests.unit.data.sets import END, make
-from tests.unit.data.test_indexed_dataset import COPY_OR_MAKE, write
+from tests.unit.data.test_indexed_dataset import COPY_OR_REBUILD, write
 from tridock.cli import main
 from tridock.data.dataset.indexed_dataset import HEADER
 
 DOCUMENTS = [[7, 8, 9], [], [65, 499], [3]]
-COPY_ALL = "copy all three files again, or make them again with `tridock data preprocess`"
-VOCABULARY = "give the size of the tokenizer that made the data, or make it again with `tridock data preprocess`"
+COPY_ALL = "copy all three files again, or build them again with `tridock data preprocess`"
+VOCABULARY = "give the size of the tokenizer of the data, or build it again with `tridock data preprocess`"
 
 
 def sha256(path: Path) -> str:
@@ -72,11 +72,10 @@ def test_what_could_not_be_checked_is_said(command: Command) -> None:
     write(Path("m"), [[1, 2], []], vocab_size=None)
     assert command.out("m") == (
         "m: 2 documents, 1 sequences, 2 tokens of int32; checked: structure; not checked: counts, checksums, ends of "
-        "documents (m.json is not there), upper bound of the tokens (no --vocab-size)\n"
+        "documents (m.json is missing), upper bound of the tokens (no --vocab-size)\n"
     )
     assert command.out("m", "--vocab-size", 3).endswith(
-        "; checked: structure, tokens below 3; not checked: counts, checksums, ends of documents "
-        "(m.json is not there)\n"
+        "; checked: structure, tokens below 3; not checked: counts, checksums, ends of documents (m.json is missing)\n"
     )
     make(Path("e"), DOCUMENTS, end_of_document=None)
     assert command.out("e") == (
@@ -92,24 +91,24 @@ def test_folders_and_several(command: Command, whole: Path) -> None:
     make(Path("f/a"), [[1]])
     assert [line.partition(":")[0] for line in command.out("f", whole).splitlines()] == ["f/a", "f/b", "d"]
     Path("g").mkdir()
-    todo = "give prefixes of data sets, or folders that hold some"
-    assert command.problems("g", "d") == [f"g: holds no data set; got no .bin and .idx; {todo}"]
+    todo = "give prefixes of data sets, or folders that contain some"
+    assert command.problems("g", "d") == [f"g: contains no data set; got no .bin and .idx; {todo}"]
     Path("f/b.idx").unlink()
     patch(Path("f/a.bin"), 0, "<H", 1000)
     assert command.problems(".", "f") == [
-        f"f/a.bin, document 0, sequence 0, byte 0: lies outside the vocabulary of 1000 tokens; got 1000; {VOCABULARY}",
-        f"f/b.idx: is missing; got only b.bin; {COPY_OR_MAKE}",
+        f"f/a.bin, document 0, sequence 0, byte 0: is outside the vocabulary of 1000 tokens; got 1000; {VOCABULARY}",
+        f"f/b.idx: is missing; got only b.bin; {COPY_OR_REBUILD}",
     ]
     assert command.problems("none") == [
-        "none: no indexed data set lies there; got neither none.idx nor none.bin; "
-        "make it with `tridock data preprocess`, or mend data.data_path"
+        "none: there is no indexed data set; got neither none.idx nor none.bin; "
+        "build it with `tridock data preprocess`, or correct data.data_path"
     ]
 
 
 def test_tokens_outside_the_vocabulary(command: Command, whole: Path) -> None:
     assert command.problems(whole, "--vocab-size", 66) == [
         *(
-            f"d.bin, document {document}, sequence {sequence}, byte {byte}: lies outside the vocabulary of 66 tokens; "
+            f"d.bin, document {document}, sequence {sequence}, byte {byte}: is outside the vocabulary of 66 tokens; "
             f"got {token}; {VOCABULARY}"
             for document, sequence, byte, token in ((0, 0, 6, END), (2, 1, 10, 499), (2, 1, 12, END), (3, 2, 16, END))
         )
@@ -126,12 +125,12 @@ def test_documents_that_are_not_closed(command: Command, whole: Path) -> None:
     make(whole, DOCUMENTS)
     patch(Path("d.bin"), 12, "<H", 5)
     assert command.problems(whole) == [
-        "d.bin, document 2, sequence 1, byte 12: ends its document, and is not the 999 that the manifest says closes "
-        f"every document; got 5; {COPY_OR_MAKE}"
+        "d.bin, document 2, sequence 1, byte 12: ends its document instead of 999, "
+        f"the end of document in the manifest; got 5; {COPY_OR_REBUILD}"
     ]
     make(Path("many"), [[n] for n in range(9)], end_of_document=998)
     assert command.problems("many")[5:] == [
-        f"many.bin: has more documents that do not end with 998; got 4 more; {COPY_OR_MAKE}"
+        f"many.bin: has more documents that do not end with 998; got 4 more; {COPY_OR_REBUILD}"
     ]
 
 
@@ -139,11 +138,11 @@ def test_one_flipped_bit_is_found_by_the_checksums(command: Command, whole: Path
     expected = sha256(Path("d.bin"))
     patch(Path("d.bin"), 0, "<H", 6)
     assert command.problems(whole) == [
-        f"d.bin: is not the file of which d.json holds the sha256 {expected}; got {sha256(Path('d.bin'))}; {COPY_ALL}"
+        f"d.bin: does not have the sha256 {expected} of d.json; got {sha256(Path('d.bin'))}; {COPY_ALL}"
     ]
     make(whole, DOCUMENTS, idx_sha256="ef" * 32)
     assert command.problems(whole) == [
-        f"d.idx: is not the file of which d.json holds the sha256 {'ef' * 32}; got {sha256(Path('d.idx'))}; {COPY_ALL}"
+        f"d.idx: does not have the sha256 {'ef' * 32} of d.json; got {sha256(Path('d.idx'))}; {COPY_ALL}"
     ]
 
 
@@ -168,7 +167,7 @@ def test_counts_that_are_not_the_manifests(command: Command) -> None:
             [
                 "d.idx, sequence 1: has a negative length; got -3",
                 "d.idx, sequence 2: does not begin where sequence 1 ends, at byte 2; got byte 14",
-                "d.bin: does not fit its index, which promises 6 bytes; got 18 bytes",
+                "d.bin: does not fit its index, which describes 6 bytes; got 18 bytes",
             ],
         ),
         (
@@ -206,7 +205,7 @@ def test_a_damaged_index(
     make(whole, DOCUMENTS)
     patch(Path("d.idx"), position, form, value)
     found = [line for line in command.problems(whole) if line.startswith(("d.idx", "d.bin: does"))]
-    assert found == [f"{line}; {COPY_OR_MAKE}" for line in expected]
+    assert found == [f"{line}; {COPY_OR_REBUILD}" for line in expected]
 
 
 def test_many_places_are_counted(command: Command) -> None:
@@ -218,9 +217,9 @@ def test_many_places_are_counted(command: Command) -> None:
         patch(Path("d.idx"), HEADER.size + 12 * 20 + 8 * document, "<q", 20 - document)
     found = [line for line in command.problems("d") if " more" in line]
     assert found == [
-        f"d.idx: has more negative lengths; got 15 more; {COPY_OR_MAKE}",
-        f"d.idx: has more sequences that do not begin where the one before them ends; got 15 more; {COPY_OR_MAKE}",
-        f"d.idx: has more documents that begin before the one before them; got 14 more; {COPY_OR_MAKE}",
+        f"d.idx: has more negative lengths; got 15 more; {COPY_OR_REBUILD}",
+        f"d.idx: has more sequences that do not begin where the one before them ends; got 15 more; {COPY_OR_REBUILD}",
+        f"d.idx: has more documents that begin before the one before them; got 14 more; {COPY_OR_REBUILD}",
     ]
 
 
@@ -229,19 +228,19 @@ def test_all_problems_at_once_where_the_index_says_no_places(command: Command, w
     with Path("d.bin").open("ab") as file:
         file.write(struct.pack("<HB", 2000, 1))
     assert command.problems(whole) == [
-        f"d.bin: does not fit its index, which promises 18 bytes; got 21 bytes; {COPY_OR_MAKE}",
+        f"d.bin: does not fit its index, which describes 18 bytes; got 21 bytes; {COPY_OR_REBUILD}",
         f"d.json: counts 9 tokens; got 10 in the files; {COPY_ALL}",
-        f"d.bin, byte 18: lies outside the vocabulary of 1000 tokens; got 2000; {VOCABULARY}",
-        f"d.bin: is not the file of which d.json holds the sha256 {expected}; got {sha256(Path('d.bin'))}; {COPY_ALL}",
+        f"d.bin, byte 18: is outside the vocabulary of 1000 tokens; got 2000; {VOCABULARY}",
+        f"d.bin: does not have the sha256 {expected} of d.json; got {sha256(Path('d.bin'))}; {COPY_ALL}",
     ]
     Path("d.idx").write_bytes(b"x")
-    assert command.problems(whole) == [f"d.idx: is not an index of Megatron's; got b'x'; {COPY_OR_MAKE}"]
+    assert command.problems(whole) == [f"d.idx: is not an index of Megatron; got b'x'; {COPY_OR_REBUILD}"]
 
 
 def test_blocks_of_any_size_find_the_same(command: Command, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = command.out(whole), command.problems(whole, "--vocab-size", 66)
     for tokens, entries in ((1, 1), (2, 1), (3, 2)):
-        monkeypatch.setattr("tridock.data.dataset.token_scan._BLOCK", tokens * 2)
+        monkeypatch.setattr("tridock.data.dataset.verify._BLOCK", tokens * 2)
         monkeypatch.setattr("tridock.data.dataset.indexed_dataset._BLOCK", entries)
         assert (command.out(whole), command.problems(whole, "--vocab-size", 66)) == before
         make(Path("e"), DOCUMENTS)

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from tridock.data.tokenize.workers import _fork_all
+from tridock.data.tokenize.workers import _fork_workers
 
 
 class Pool:
@@ -30,7 +30,7 @@ class Pool:
 def test_ctrl_c_while_they_start_comes_when_they_have() -> None:
     pool, handler = Pool(), signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        _fork_all(pool)  # type: ignore[arg-type]
+        _fork_workers(pool)  # type: ignore[arg-type]
     assert pool.steps == ["all forked"]
     assert signal.getsignal(signal.SIGINT) is handler
 
@@ -38,7 +38,7 @@ def test_ctrl_c_while_they_start_comes_when_they_have() -> None:
 def test_a_thread_starts_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Pool()
     monkeypatch.setattr(os, "kill", lambda *_: None)
-    thread = threading.Thread(target=_fork_all, args=(pool,))
+    thread = threading.Thread(target=_fork_workers, args=(pool,))
     thread.start()
     thread.join()
     assert pool.steps == ["all forked"]

@@ -128,7 +128,7 @@ def test_a_token_outside_the_vocabulary(tmp_path: Path) -> None:
         [train[number] for number in range(train.per_epoch)]
     assert str(caught.value).startswith("model.vocab_size: is too small for the data; got 100, and token ")
     assert str(caught.value).endswith(
-        " in the train split; leave it out, or give the size of the tokenizer that made the data"
+        " in the train split; leave it out, or give the size of the tokenizer of the data"
     )
 
 
@@ -137,7 +137,7 @@ def test_a_manifest_of_other_data(tmp_path: Path) -> None:
     make_manifest(tmp_path, 500, tokens=1999)
     assert message(tmp_path) == (
         f"{tmp_path}/data/x.json: belongs to other data: x.bin holds 2000 tokens; got 1999 tokens; "
-        "copy all three files again, or make them again with `tridock data preprocess`"
+        "copy all three files again, or build them again with `tridock data preprocess`"
     )
 
 

@@ -1,4 +1,4 @@
-"""Megatron's indexed data sets: ``<prefix>.bin`` holds token ids, ``<prefix>.idx`` says where each sequence lies.
+"""Megatron's indexed data sets: ``<prefix>.bin`` has token ids, ``<prefix>.idx`` the position of each sequence.
 
 Layout of the index, little-endian, as in Megatron-LM's ``indexed_dataset.py`` (``MMapIndexedDataset``)::
 
@@ -48,7 +48,7 @@ UINT16_VOCABULARY: Final = 65500
 
 
 def bin_path(prefix: Path) -> Path:
-    """``<prefix>.bin``; a prefix may itself hold dots."""
+    """``<prefix>.bin``; a prefix may contain dots."""
     return prefix.parent / f"{prefix.name}.bin"
 
 
@@ -58,14 +58,14 @@ def idx_path(prefix: Path) -> Path:
 
 
 def token_dtype(vocab_size: int | None) -> np.dtype[Any]:
-    """uint16 where every id of the vocabulary fits by Megatron's rule, else int32."""
+    """Returns uint16 for a vocabulary that fits by Megatron's rule, else int32."""
     return DTYPES[8] if vocab_size is not None and vocab_size < UINT16_VOCABULARY else DTYPES[4]
 
 
 class IndexedDatasetWriter:
-    """Streams documents into ``<prefix>.bin/.idx``; both appear whole, or (after an exception) neither does.
+    """Writes documents to ``<prefix>.bin/.idx``. Both files appear complete, or after an exception neither.
 
-    A context manager: leaving it without an exception publishes the files. Memory grows by 20 bytes a document.
+    A context manager: leaving it without an exception renames the files. Memory grows by 20 bytes per document.
     """
 
     def __init__(self, prefix: Path, vocab_size: int | None = None) -> None:
@@ -83,13 +83,13 @@ class IndexedDatasetWriter:
 
     @property
     def documents(self) -> int:
-        """Documents added so far, empty ones included."""
+        """Documents added so far, including empty ones."""
         return len(self._document_index) - 1
 
     def add_document(self, tokens: Iterable[int] | Tokens) -> None:
-        """Appends one document as one sequence; an empty one leaves no sequence.
+        """Appends one document as one sequence; an empty document has no sequence.
 
-        Raises ValueError for an id outside the vocabulary: cast to uint16 it would come back as another token.
+        Raises ValueError for an id outside the vocabulary: as uint16 it would be another token.
         """
         ids = np.asarray(tokens if isinstance(tokens, np.ndarray | list) else list(tokens), dtype=np.int64)
         if ids.size:
@@ -123,17 +123,17 @@ class IndexedDatasetWriter:
 
 
 _BLOCK: Final = 1 << 18
-"""Entries of the index at a time: mapped arrays of any length pass through little memory."""
+"""Entries per block: mapped arrays of any length need little memory."""
 
 
 def write_index(path: Path, dtype: np.dtype[Any], lengths: Tokens, document_index: Tokens) -> None:
-    """Writes an index onto the disk. ``lengths``: tokens, int32[S]; ``document_index``: int64[D] from 0 to S."""
+    """Writes an index. ``lengths``: tokens, int32[S]; ``document_index``: int64[D] from 0 to S."""
     sizes = len(lengths), len(document_index)
     write_index_of_blocks(path, dtype, sizes, lambda: in_blocks(lengths), in_blocks(document_index))
 
 
 def in_blocks(array: Tokens, first: int = 0, last: int | None = None) -> Iterator[Tokens]:
-    """Entries first to last (exclusive) of a mapped array, so many at a time that any number takes little memory."""
+    """Yields entries first to last (exclusive) of a mapped array in blocks."""
     end = len(array) if last is None else last
     for start in range(first, end, _BLOCK):
         yield array[start : min(start + _BLOCK, end)]
@@ -146,7 +146,7 @@ def write_index_of_blocks(
     lengths: Callable[[], Iterator[Tokens]],
     document_index: Iterable[Tokens],
 ) -> None:
-    """As :func:`write_index`, of arrays that come in blocks. ``sizes``: S and D; ``lengths`` is gone through twice."""
+    """As :func:`write_index`, for arrays in blocks. ``sizes`` are S and D; ``lengths`` is read twice."""
     code = next(code for code, known in DTYPES.items() if known == dtype)
     with path.open("wb") as file:
         file.write(HEADER.pack(MAGIC, VERSION, code, *sizes))
@@ -165,8 +165,8 @@ def write_index_of_blocks(
 
 
 def publish(prefix: Path, partial_bin: Path, partial_idx: Path) -> None:
-    """Gives two whole files their names."""
-    # A reader opens the index first. Without one there is no data set, so an old index never meets new tokens.
+    """Renames two complete files to their final names."""
+    # Readers open the index first. Removing it first ensures that no old index meets new tokens.
     idx_path(prefix).unlink(missing_ok=True)
     partial_bin.replace(bin_path(prefix))
     partial_idx.replace(idx_path(prefix))
@@ -175,7 +175,7 @@ def publish(prefix: Path, partial_bin: Path, partial_idx: Path) -> None:
 class Index:
     """A mapped ``.idx``: ``dtype``; ``lengths`` int32[S], ``offsets`` int64[S] in bytes, ``document_index`` int64[D].
 
-    Raises :class:`RequestError` where it is foreign or cut short; what stands in the arrays is not looked at.
+    Raises :class:`RequestError` if it is another format or truncated; the arrays are not checked.
     """
 
     def __init__(self, path: Path) -> None:
@@ -191,7 +191,7 @@ class Index:
 
     @property
     def promised(self) -> int:
-        """Bytes of the .bin that it describes."""
+        """Size in bytes of the .bin that it describes."""
         return int(self.lengths.sum(dtype=np.int64)) * self.dtype.itemsize
 
 
@@ -201,7 +201,7 @@ class IndexedDataset:
     Attributes: ``index``, and its ``dtype``; ``lengths`` int32[S], ``offsets`` int64[S] in bytes, ``document_index``
     int64[D]; ``tokens``, the whole .bin as one array. All are views of the mapped files.
 
-    Raises :class:`RequestError` where the files are missing, foreign, cut short, or do not belong together.
+    Raises :class:`RequestError` if the files are missing, another format, truncated, or do not belong together.
     """
 
     def __init__(self, prefix: Path) -> None:
@@ -223,11 +223,11 @@ class IndexedDataset:
 
     @property
     def documents(self) -> int:
-        """Documents, empty ones included."""
+        """Documents, including empty ones."""
         return len(self.document_index) - 1
 
     def token_bounds(self, first: int, last: int) -> tuple[int, int]:
-        """The documents first to last (exclusive) as a range of ``tokens``: they lie one after another."""
+        """Returns the range of ``tokens`` of the documents first to last (exclusive)."""
         return self._token_at(int(self.document_index[first])), self._token_at(int(self.document_index[last]))
 
     def _token_at(self, sequence: int) -> int:
@@ -238,27 +238,27 @@ class IndexedDataset:
     def _check_consistency(self, index: Path, data: Path, size: int) -> None:
         if size != self.index.promised:
             raise RequestError(wrong_size(data, self.index.promised, size))
-        # Ends only: a billion documents must open at once. Together with the sum above they catch every mix-up seen.
+        # Only the ends, so that a billion documents open at once. With the sum above they detect every mix-up seen.
         contiguous = len(self) == 0 or (
             self.offsets[0] == 0 and int(self.offsets[-1]) + int(self.lengths[-1]) * self.dtype.itemsize == size
         )
         ordered = self.document_index[0] == 0
         if not contiguous or not ordered or self.document_index[-1] != len(self):
-            what = "has offsets or documents that do not follow one another"
-            raise RequestError(Problem(str(index), what, "a damaged index", COPY_OR_MAKE))
+            what = "has offsets or documents that are out of order"
+            raise RequestError(Problem(str(index), what, "a damaged index", COPY_OR_REBUILD))
 
 
-COPY_OR_MAKE: Final = "copy both files again, or make them again with `tridock data preprocess`"
+COPY_OR_REBUILD: Final = "copy both files again, or build them again with `tridock data preprocess`"
 
 
 def wrong_size(data: Path, promised: int, size: int) -> Problem:
-    """A .bin that is not of its index."""
-    what = f"does not fit its index, which promises {promised} bytes"
-    return Problem(str(data), what, f"{size} bytes", COPY_OR_MAKE)
+    """Returns the problem of a .bin that does not fit its index."""
+    what = f"does not fit its index, which describes {promised} bytes"
+    return Problem(str(data), what, f"{size} bytes", COPY_OR_REBUILD)
 
 
 def _mapped(path: Path, dtype: np.dtype[Any]) -> Tokens:
-    """The file as an array of ``dtype``, as many as fit into it; an empty file cannot be mapped."""
+    """Maps a file as an array of ``dtype``. An empty file cannot be mapped."""
     try:
         count = path.stat().st_size // dtype.itemsize
         return np.memmap(path, dtype=dtype, mode="r", shape=(count,)) if count else np.zeros(0, dtype)
@@ -268,36 +268,36 @@ def _mapped(path: Path, dtype: np.dtype[Any]) -> Tokens:
 
 
 def check_presence(prefix: Path) -> None:
-    """Raises :class:`RequestError` where not both files are there."""
+    """Raises :class:`RequestError` unless both files exist."""
     index, data = idx_path(prefix), bin_path(prefix)
     missing = [path for path in (index, data) if not path.is_file()]
     if len(missing) == 2:
-        todo = "make it with `tridock data preprocess`, or mend data.data_path"
+        todo = "build it with `tridock data preprocess`, or correct data.data_path"
         if prefix.suffix in (".bin", ".idx") and prefix.is_file():
             todo = f"give the prefix: {prefix.with_suffix('')}"
-        what = "no indexed data set lies there"
+        what = "there is no indexed data set"
         raise RequestError(Problem(str(prefix), what, f"neither {index.name} nor {data.name}", todo))
     if missing:
         present = data if missing[0] == index else index
-        raise RequestError(Problem(str(missing[0]), "is missing", f"only {present.name}", COPY_OR_MAKE))
+        raise RequestError(Problem(str(missing[0]), "is missing", f"only {present.name}", COPY_OR_REBUILD))
 
 
 def _read_header(index: Path, buffer: Tokens) -> tuple[np.dtype[Any], int, int]:
     start = buffer[: HEADER.size].tobytes()
     if start[: len(MAGIC)] != MAGIC:
         got = repr(start[: len(MAGIC)])
-        raise RequestError(Problem(str(index), "is not an index of Megatron's", got, COPY_OR_MAKE))
+        raise RequestError(Problem(str(index), "is not an index of Megatron", got, COPY_OR_REBUILD))
     if len(start) < HEADER.size:
-        raise RequestError(Problem(str(index), "ends inside its header", f"{len(start)} bytes", COPY_OR_MAKE))
+        raise RequestError(Problem(str(index), "ends inside its header", f"{len(start)} bytes", COPY_OR_REBUILD))
     _, version, code, sequences, entries = HEADER.unpack(start)
     if version != VERSION:
         what = f"has a version other than {VERSION}"
-        raise RequestError(Problem(str(index), what, str(version), "make it again with `tridock data preprocess`"))
+        raise RequestError(Problem(str(index), what, str(version), "build it again with `tridock data preprocess`"))
     if code not in DTYPES:
-        todo = "make it again with `tridock data preprocess`"
+        todo = "build it again with `tridock data preprocess`"
         raise RequestError(Problem(str(index), "has an unknown token type", f"code {code}", todo))
     expected = HEADER.size + 12 * sequences + 8 * entries
     if len(buffer) != expected or entries == 0:
         what = f"promises {sequences} sequences and {entries} document entries, which take {expected} bytes"
-        raise RequestError(Problem(str(index), what, f"{len(buffer)} bytes", COPY_OR_MAKE))
+        raise RequestError(Problem(str(index), what, f"{len(buffer)} bytes", COPY_OR_REBUILD))
     return DTYPES[code], sequences, entries

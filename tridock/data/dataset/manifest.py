@@ -1,4 +1,4 @@
-"""``<prefix>.json`` beside a data set: what it was made of, and with which tokenizer."""
+"""``<prefix>.json`` beside a data set: its inputs, tokenizer, counts and checksums."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Input(BaseModel):
 
 
 class DatasetManifest(BaseModel):
-    """The facts that a later step relies on. Fields that a newer Tridock adds are let pass."""
+    """Facts that later steps rely on. Unknown fields, of a newer Tridock, are ignored."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -30,20 +30,20 @@ class DatasetManifest(BaseModel):
     tokens: int = Field(ge=0)
     tokenizer_sha256: str
     end_of_document: int | None
-    """The id that closes every document; None where there is none."""
+    """The id that ends every document, or None."""
     inputs: tuple[Input, ...]
     json_key: str = "text"
     sequences: int | None = None
-    """Sequences of the index; None where an earlier Tridock did not write it down."""
+    """Sequences in the index; None in older manifests."""
     empty_documents: int | None = None
     rejected: int = 0
-    """Lines of the inputs that are not among the documents."""
+    """Lines of the inputs that were skipped."""
     versions: dict[str, str] = Field(default_factory=dict)
     bin_sha256: str | None = None
-    """Of ``<prefix>.bin`` and ``<prefix>.idx``; None where an earlier Tridock or another tool wrote none."""
+    """Of ``<prefix>.bin`` and ``<prefix>.idx``; None in older manifests."""
     idx_sha256: str | None = None
     part: str | None = None
-    """Which documents of which data set these are, where `tridock data split` made it."""
+    """Which documents of which data set these are, if `tridock data split` wrote it."""
 
 
 def manifest_path(prefix: Path) -> Path:
@@ -52,12 +52,12 @@ def manifest_path(prefix: Path) -> Path:
 
 
 def write_manifest(prefix: Path, manifest: DatasetManifest) -> None:
-    """Writes the manifest whole."""
+    """Writes the manifest atomically."""
     write_atomic(manifest_path(prefix), (manifest.model_dump_json(indent=2) + "\n").encode())
 
 
 def read_manifest(prefix: Path) -> DatasetManifest | None:
-    """The manifest, or None where there is none (Megatron's own tools write none)."""
+    """Returns the manifest, or None if there is none (Megatron's tools write none)."""
     path = manifest_path(prefix)
     try:
         return DatasetManifest.model_validate_json(path.read_bytes())
@@ -69,5 +69,5 @@ def read_manifest(prefix: Path) -> DatasetManifest | None:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         got = f"{'.'.join(str(part) for part in first['loc']) or 'the file'}: {first['msg']}"
-        todo = "make the data again with `tridock data preprocess`, or delete this file and set model.vocab_size"
+        todo = "build the data again with `tridock data preprocess`, or delete this file and set model.vocab_size"
         raise RequestError(Problem(str(path), "is not a data set's manifest", got, todo)) from None

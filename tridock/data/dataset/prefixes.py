@@ -1,21 +1,21 @@
-"""Which data sets a command line names, and whether they are whole enough to go on with."""
+"""Finds and opens the data sets on a command line."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from tridock.data.dataset.index_checks import index_problems
 from tridock.data.dataset.indexed_dataset import IndexedDataset, bin_path, idx_path
 from tridock.data.dataset.manifest import DatasetManifest, manifest_path, read_manifest
+from tridock.data.dataset.verify import index_problems
 from tridock.errors import Problem, RequestError
 
 
 def find_prefixes(inputs: Sequence[str]) -> list[Path]:
-    """Prefixes in the order given, and those of a folder by name, hidden ones left out.
+    """Returns prefixes in the order given; those in a folder sorted by name, without hidden ones.
 
-    A file without its partner counts too: it is told when it is opened. Raises :class:`RequestError` with every folder
-    that holds none.
+    A .bin without .idx counts too, and fails when it is opened. Raises :class:`RequestError` with every folder that
+    contains none.
     """
     found: list[Path] = []
     problems: list[Problem] = []
@@ -27,16 +27,16 @@ def find_prefixes(inputs: Sequence[str]) -> list[Path]:
         names = {file.stem for file in path.iterdir() if file.suffix in (".bin", ".idx") and file.is_file()}
         inside = sorted(name for name in names if not name.startswith("."))
         if not inside:
-            todo = "give prefixes of data sets, or folders that hold some"
-            problems.append(Problem(given, "holds no data set", "no .bin and .idx", todo))
+            todo = "give prefixes of data sets, or folders that contain some"
+            problems.append(Problem(given, "contains no data set", "no .bin and .idx", todo))
         found += [path / name for name in inside]
     if problems:
         raise RequestError(problems)
     return found
 
 
-def open_whole(prefixes: Sequence[Path]) -> tuple[list[IndexedDataset], list[DatasetManifest | None]]:
-    """The data sets and their manifests. Raises :class:`RequestError` with all that is wrong with any of them."""
+def open_datasets(prefixes: Sequence[Path]) -> tuple[list[IndexedDataset], list[DatasetManifest | None]]:
+    """Returns data sets and manifests. Raises :class:`RequestError` with the problems of all of them."""
     datasets: list[IndexedDataset] = []
     manifests: list[DatasetManifest | None] = []
     problems: list[Problem] = []
@@ -61,7 +61,7 @@ def open_whole(prefixes: Sequence[Path]) -> tuple[list[IndexedDataset], list[Dat
 
 
 def check_output(prefix: Path) -> None:
-    """Raises :class:`RequestError` where files cannot be named after it."""
+    """Raises :class:`RequestError` if the prefix has no file name."""
     if not prefix.name or prefix.name == "..":
         todo = "give a folder and a name: data/all"
         raise RequestError(Problem("--output-prefix", "names no file", str(prefix), todo))

@@ -1,4 +1,4 @@
-"""Data sets made of others' documents: what merge and split write. All of them get their names, or none does."""
+"""Writes data sets from slices of others, for merge and split. Either all outputs appear, or none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import BinaryIO, Final
 import numpy as np
 
 from tridock.data.dataset.indexed_dataset import (
-    COPY_OR_MAKE,
+    COPY_OR_REBUILD,
     HEADER,
     IndexedDataset,
     Tokens,
@@ -32,12 +32,12 @@ _BLOCK: Final = 8 << 20
 _ZEROS: Final = bytes(_BLOCK)
 
 Progress = Callable[[int, int], None]
-"""Is told the bytes that are done and those of all."""
+"""Called with the bytes written, and the total."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """The documents ``first`` to ``last`` (exclusive) of a data set, whose index has been checked."""
+class Slice:
+    """Documents ``first`` to ``last`` (exclusive) of a data set with a checked index."""
 
     dataset: IndexedDataset
     first: int
@@ -45,19 +45,19 @@ class Stretch:
 
     @property
     def sequences(self) -> tuple[int, int]:
-        """First and last (exclusive) of its sequences."""
+        """Its first and last (exclusive) sequence."""
         return int(self.dataset.document_index[self.first]), int(self.dataset.document_index[self.last])
 
     @property
     def bytes(self) -> tuple[int, int]:
-        """Where it lies in the .bin."""
+        """Its byte range in the .bin."""
         start, end = self.dataset.token_bounds(self.first, self.last)
         return start * self.dataset.dtype.itemsize, end * self.dataset.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A data set as it lies there now. The hashes are None where they were not asked for."""
+    """A data set that was written. The hashes are None without a manifest."""
 
     prefix: Path
     documents: int
@@ -77,32 +77,33 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What to write where. ``manifest`` None: what the data is made of is not known, and nothing is hashed."""
+    """A data set to write. Without a manifest nothing is hashed."""
 
     prefix: Path
-    stretches: tuple[Stretch, ...]
+    slices: tuple[Slice, ...]
     manifest: DatasetManifest | None
 
     @property
     def size(self) -> int:
-        """Bytes that it will take, the index included."""
-        entries = 1 + sum(stretch.last - stretch.first for stretch in self.stretches)
-        sequences = sum(end - start for start, end in (stretch.sequences for stretch in self.stretches))
+        """Bytes on disk, including the index."""
+        entries = 1 + sum(part.last - part.first for part in self.slices)
+        sequences = sum(end - start for start, end in (part.sequences for part in self.slices))
         return self.tokens_size + HEADER.size + 12 * sequences + 8 * entries
 
     @property
     def tokens_size(self) -> int:
         """Bytes of the .bin."""
-        return sum(end - start for start, end in (stretch.bytes for stretch in self.stretches))
+        return sum(end - start for start, end in (part.bytes for part in self.slices))
 
 
 def write_outputs(outputs: Sequence[Output], progress: Progress | None = None) -> list[Written]:
-    """Writes them beside their names, then gives them all their names; a manifest of earlier data goes.
+    """Writes all outputs to temporary files, then renames them. Manifests of earlier data are removed.
 
-    Raises :class:`RequestError` where there is no room, before anything is written, or where a file cannot be written.
+    Raises :class:`RequestError` if there is not enough space, before anything is written, or if a file cannot be
+    written.
     """
     try:
-        _check_room(outputs)
+        _check_free_space(outputs)
         with ExitStack() as stack:
             total = sum(output.tokens_size for output in outputs)
             files = [stack.enter_context(_Partial(output)) for output in outputs]
@@ -114,24 +115,24 @@ def write_outputs(outputs: Sequence[Output], progress: Progress | None = None) -
                         progress(done, total)
             return [partial.publish() for partial in files]
     except OSError as error:
-        todo = "make room there, or choose another --output-prefix"
+        todo = "free some space there, or choose another --output-prefix"
         got = error.strerror or str(error)
         raise RequestError(Problem(str(outputs[0].prefix), "cannot be written", got, todo)) from None
 
 
-def _check_room(outputs: Sequence[Output]) -> None:
+def _check_free_space(outputs: Sequence[Output]) -> None:
     folder = outputs[0].prefix.absolute().parent
     there = next(path for path in (folder, *folder.parents) if path.exists())
     needed, free = sum(output.size for output in outputs), shutil.disk_usage(there).free
     if needed > free:
-        what = f"has too little room for {needed} bytes"
+        what = f"has not enough free space for {needed} bytes"
         raise RequestError(
-            Problem(str(there), what, f"{free} bytes free", "make room there, or choose another --output-prefix")
+            Problem(str(there), what, f"{free} bytes free", "free some space there, or choose another --output-prefix")
         )
 
 
 class _Partial:
-    """One output under names of its own; a context manager, which leaves nothing of them."""
+    """The temporary files of one output. A context manager that removes them."""
 
     def __init__(self, output: Output) -> None:
         self._output = output
@@ -150,11 +151,11 @@ class _Partial:
         self._idx.unlink(missing_ok=True)
 
     def write(self) -> Iterator[int]:
-        """Writes both files; gives the bytes of each block of tokens when it is done."""
-        stretches = self._output.stretches
+        """Writes both files; yields the size of each block of tokens."""
+        slices = self._output.slices
         with self._bin.open("xb") as file:
-            for stretch in stretches:
-                for block in _blocks(stretch):
+            for part in slices:
+                for block in _blocks(part):
                     if self._hash is not None:
                         self._hash.update(block)
                     _append(file, block)
@@ -162,31 +163,31 @@ class _Partial:
             file.truncate(file.tell())
             file.flush()
             os.fsync(file.fileno())
-        dtype, sizes = stretches[0].dataset.dtype, (self._sequences, self._documents + 1)
-        write_index_of_blocks(self._idx, dtype, sizes, lambda: _lengths(stretches), _document_index(stretches))
+        dtype, sizes = slices[0].dataset.dtype, (self._sequences, self._documents + 1)
+        write_index_of_blocks(self._idx, dtype, sizes, lambda: _lengths(slices), _document_index(slices))
 
     @property
     def _sequences(self) -> int:
-        return sum(end - start for start, end in (stretch.sequences for stretch in self._output.stretches))
+        return sum(end - start for start, end in (part.sequences for part in self._output.slices))
 
     @property
     def _documents(self) -> int:
-        return sum(stretch.last - stretch.first for stretch in self._output.stretches)
+        return sum(part.last - part.first for part in self._output.slices)
 
     def publish(self) -> Written:
-        """Gives the files their names, the manifest's last."""
+        """Renames the files, and writes the manifest last."""
         prefix, manifest = self._output.prefix, self._output.manifest
         last, empty = 0, 0
-        for entries in _document_index(self._output.stretches):
+        for entries in _document_index(self._output.slices):
             empty += int((np.diff(entries, prepend=last) == 0).sum())
             last = int(entries[-1])
         size = self._bin.stat().st_size
         written = Written(
             prefix=prefix,
             documents=self._documents,
-            empty_documents=empty - 1,  # the index begins with a 0 of its own
+            empty_documents=empty - 1,  # the index starts with a 0
             sequences=self._sequences,
-            tokens=size // self._output.stretches[0].dataset.dtype.itemsize,
+            tokens=size // self._output.slices[0].dataset.dtype.itemsize,
             bytes=size,
             bin_sha256=None if self._hash is None else self._hash.hexdigest(),
             idx_sha256=None if self._hash is None else _sha256(self._idx),
@@ -204,39 +205,39 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _blocks(stretch: Stretch) -> Iterator[bytes]:
-    position, end = stretch.bytes
-    path = bin_path(stretch.dataset.prefix)
+def _blocks(part: Slice) -> Iterator[bytes]:
+    position, end = part.bytes
+    path = bin_path(part.dataset.prefix)
     with path.open("rb") as file:
         file.seek(position)
         while position < end:
             block = file.read(min(_BLOCK, end - position))
             if not block:
                 raise RequestError(
-                    Problem(str(path), "became shorter while it was read", f"{position} bytes", COPY_OR_MAKE)
+                    Problem(str(path), "was truncated while it was read", f"{position} bytes", COPY_OR_REBUILD)
                 )
             position += len(block)
             yield block
 
 
 def _append(file: BinaryIO, block: bytes) -> None:
-    """A hole stays a hole, as with cp."""
+    """Appends a block; zeros become a hole, as with cp."""
     if block == (_ZEROS if len(block) == _BLOCK else _ZEROS[: len(block)]):
         file.seek(len(block), os.SEEK_CUR)
     else:
         file.write(block)
 
 
-def _lengths(stretches: Sequence[Stretch]) -> Iterator[Tokens]:
-    for stretch in stretches:
-        yield from in_blocks(stretch.dataset.lengths, *stretch.sequences)
+def _lengths(slices: Sequence[Slice]) -> Iterator[Tokens]:
+    for part in slices:
+        yield from in_blocks(part.dataset.lengths, *part.sequences)
 
 
-def _document_index(stretches: Sequence[Stretch]) -> Iterator[Tokens]:
+def _document_index(slices: Sequence[Slice]) -> Iterator[Tokens]:
     yield np.zeros(1, np.int64)
     base = 0
-    for stretch in stretches:
-        first, last = stretch.sequences
-        for entries in in_blocks(stretch.dataset.document_index, stretch.first + 1, stretch.last + 1):
+    for part in slices:
+        first, last = part.sequences
+        for entries in in_blocks(part.dataset.document_index, part.first + 1, part.last + 1):
             yield entries - first + base
         base += last - first

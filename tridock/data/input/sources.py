@@ -1,4 +1,4 @@
-"""What ``--input`` names: files, folders, patterns, standard input; opened by their content, read as whole lines."""
+"""Finds the files of ``--input``, decompresses them by their content, and reads chunks of whole lines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TODO_INPUT: Final = "give files, folders or patterns that exist, or - for stand
 
 
 class Kind(StrEnum):
-    """How an input's bytes become documents."""
+    """The format of an input."""
 
     JSONL = "jsonl"
     TEXT = "text"
@@ -41,7 +41,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One input. ``path`` is None for standard input, whose size nobody knows."""
+    """One input. ``path`` is None for standard input, whose size is unknown."""
 
     name: str
     path: Path | None
@@ -51,12 +51,11 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Whole lines of one source, the last of a source perhaps without a newline.
+    """Whole lines of one source; the last line of a source may lack its newline.
 
-    ``position`` counts bytes read from the disk in this source; ``offset`` and ``digest`` (SHA-256) are of the lines
-    (decompressed) up to the chunk's end. ``finished`` closes a source; ``broken`` says what stopped its reading,
-    ``data`` then being what was there of the line. ``plain``: the file holds the lines as they are, from
-    ``offset - len(data)`` on.
+    ``position`` counts the bytes read from disk in this source. ``offset`` and ``digest`` (SHA-256) cover the
+    (decompressed) lines up to the end of the chunk. ``finished`` ends a source. ``broken`` is why reading failed;
+    ``data`` is then the truncated line. ``plain``: the lines are in an uncompressed file at ``offset - len(data)``.
     """
 
     source: Source
@@ -90,9 +89,8 @@ def find_sources(inputs: Sequence[str], kind: Kind | None = None, default: Kind 
         for path in paths:
             try:
                 size = path.stat().st_size
-                parquet = (
-                    path.is_file() and _compression(_starts(path)) == "parquet"
-                )  # what is looked at in a pipe is gone
+                # Only of files: reading from a pipe would consume it.
+                parquet = path.is_file() and _compression(_starts(path)) == "parquet"
             except OSError as error:
                 problems.append(Problem(str(path), "cannot be read", error.strerror or str(error), _TODO_INPUT))
                 continue
@@ -121,7 +119,7 @@ def _starts(path: Path) -> bytes:
 
 
 def kind_of_name(name: str, otherwise: Kind) -> Kind:
-    """By what a name ends in, compression left out: ``.txt`` is text, ``.jsonl`` JSON lines; else ``otherwise``."""
+    """Returns the kind by the suffix before that of a compression, or ``otherwise``."""
     path = Path(name.lower())
     suffix = Path(path.stem).suffix if path.suffix in _COMPRESSED else path.suffix
     if suffix in (".txt", ".text"):
@@ -129,8 +127,8 @@ def kind_of_name(name: str, otherwise: Kind) -> Kind:
     return Kind.JSONL if suffix in (".jsonl", ".json", ".ndjson") else otherwise
 
 
-class _Counted(io.RawIOBase):
-    """A file that counts and hashes what is read of it."""
+class _CountingReader(io.RawIOBase):
+    """Counts and hashes the bytes read from a file."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -148,13 +146,13 @@ class _Counted(io.RawIOBase):
         return len(data)
 
     def drain(self) -> None:
-        """Reads what a decompressor left, so that the hash is the whole file's."""
+        """Reads what a decompressor left, so that the hash covers the whole file."""
         while self.read(1 << 20):
             pass
 
 
-class _Zstandard(io.RawIOBase):
-    """zstd frames one after another; unlike the library's own reader it notices a frame that was cut short."""
+class _ZstdReader(io.RawIOBase):
+    """Reads zstd frames one after another. Unlike the library's reader it detects a truncated frame."""
 
     def __init__(self, file: IO[bytes]) -> None:
         import zstandard
@@ -176,7 +174,7 @@ class _Zstandard(io.RawIOBase):
             data = data or self._file.read(1 << 17)
             if not data:
                 if self._started:
-                    raise EOFError("the last zstd frame is not whole")
+                    raise EOFError("the last zstd frame is truncated")
                 return 0
             self._started = True
             self._ready = self._frame.decompress(data)
@@ -205,16 +203,16 @@ def _compression(start: bytes) -> str | None:
 def _decompressed(source: Source, file: Any) -> Any:
     match _compression(file.peek(6)):
         case "gzip":
-            return gzip.GzipFile(fileobj=file)  # its readers hold no more than a block
+            return gzip.GzipFile(fileobj=file)  # needs no more memory than a block
         case "bzip2":
             return bz2.BZ2File(file)
         case "xz":
             return lzma.LZMAFile(file)
         case "zstd":
             try:
-                return io.BufferedReader(_Zstandard(file), 1 << 17)
+                return io.BufferedReader(_ZstdReader(file), 1 << 17)
             except ImportError:
-                what = "is compressed by zstd, for which a package is missing"
+                what = "is compressed by zstd, but a package for it is missing"
                 raise RequestError(Problem(source.name, what, "", _TODO_ZSTD)) from None
         case "parquet":
             todo = "give the file's path: parquet cannot be read from a pipe"
@@ -223,7 +221,7 @@ def _decompressed(source: Source, file: Any) -> Any:
 
 
 def _damage() -> tuple[type[Exception], ...]:
-    """What reading a damaged file raises."""
+    """Returns the exceptions of reading a damaged file."""
     known: tuple[type[Exception], ...] = (EOFError, OSError, zlib.error, lzma.LZMAError)
     try:
         from zstandard import ZstdError
@@ -237,13 +235,13 @@ def _problem(source: Source, line: int, error: Exception) -> Problem:
     todo = "copy or compress the file again, or keep what can be read with --on-error skip --rejects FILE"
     if isinstance(error, EOFError):
         return Problem(where, "the file ends inside its compressed data", "", todo)
-    return Problem(where, "the file cannot be read on", str(error), todo)
+    return Problem(where, "the rest of the file cannot be read", str(error), todo)
 
 
 def read_chunks(number: int, source: Source, keys: Sequence[str], size: int) -> Iterator[Chunk]:
-    """The source's lines, about ``size`` bytes at a time; the last chunk has ``finished``.
+    """Yields the lines of a source in chunks of about ``size`` bytes; the last chunk has ``finished``.
 
-    ``number`` is the source's place among the inputs. Memory: a chunk and the longest line.
+    ``number`` is the index of the source. Needs memory for a chunk and the longest line.
     """
     if source.path is not None and source.kind is not Kind.PARQUET and _is_plain(source.path):
         return _plain_chunks(number, source, source.path, size)
@@ -252,7 +250,7 @@ def read_chunks(number: int, source: Source, keys: Sequence[str], size: int) -> 
 
 
 def _is_plain(path: Path) -> bool:
-    """A file on the disk whose bytes are the lines; of what cannot be opened, opening it will tell."""
+    """Whether a path is an uncompressed file. A file that cannot be read fails when it is opened."""
     try:
         return path.is_file() and _compression(_starts(path)) is None
     except OSError:
@@ -280,7 +278,7 @@ def _plain_chunks(number: int, source: Source, path: Path, size: int) -> Iterato
 
 
 def _lines_at(file: int, offset: int, size: int) -> bytes:
-    """Whole lines from ``offset`` on, at most ``size`` bytes of them, or one line that is longer; b"" at the end."""
+    """Returns whole lines from ``offset`` on: at most ``size`` bytes, or one longer line; b"" at the end."""
     data = os.pread(file, size, offset)
     if len(data) < size:
         return data
@@ -296,27 +294,27 @@ def _lines_at(file: int, offset: int, size: int) -> bytes:
 
 
 def _newlines(data: bytes) -> int:
-    """``data.count(b"\\n")`` in a third of the time; in blocks, for a line may be long."""
+    """``data.count(b"\\n")`` in a third of the time; in blocks, because a line may be long."""
     characters = np.frombuffer(data, np.uint8)
     blocks = range(0, len(data), _BLOCK)
     return sum(int(np.count_nonzero(characters[start : start + _BLOCK] == ord("\n"))) for start in blocks)
 
 
 def _identity(file: IO[bytes]) -> tuple[int, int]:
-    """What changes when somebody writes to it."""
+    """Returns what changes when the file is written to."""
     found = os.fstat(file.fileno())
     return found.st_size, found.st_mtime_ns
 
 
 def lines_of(chunk: Chunk) -> tuple[str, int, int]:
-    """Where a plain chunk's lines lie: the file, and their first byte and how many there are."""
+    """Returns file, first byte and size of the lines of a plain chunk."""
     return str(chunk.source.path), chunk.offset - len(chunk.data), len(chunk.data)
 
 
 def changed(source: Source) -> RequestError:
-    """What an input is refused for that somebody writes to."""
-    todo = "let nothing write to it, and begin anew"
-    return RequestError(Problem(source.name, "was changed while it was read", "", todo))
+    """Returns the error for an input that was written to while it was read."""
+    todo = "stop all writers, and start from the beginning"
+    return RequestError(Problem(source.name, "changed while it was read", "", todo))
 
 
 def _unreadable(source: Source, error: OSError) -> RequestError:
@@ -357,7 +355,7 @@ def _chunks_of_blocks(number: int, source: Source, blocks: _Parquet | _Stream, s
 
 
 class _Stream:
-    """The bytes of a file or of standard input, decompressed."""
+    """Decompressed blocks of a file or of standard input."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -365,14 +363,14 @@ class _Stream:
             opened = sys.stdin.buffer if source.path is None else source.path.open("rb", buffering=0)
         except OSError as error:
             raise _unreadable(source, error) from None
-        self._counted = _Counted(cast("BinaryIO", opened))
-        self._own = source.path is not None
+        self._counted = _CountingReader(cast("BinaryIO", opened))
+        self._is_file = source.path is not None
         self._opened = opened
 
     def read(self, size: int) -> Iterator[bytes]:
         raw = io.BufferedReader(self._counted, 1 << 17)
         stream = _decompressed(self._source, raw)
-        # read1 and not read: what came before a damaged place is given out before the error.
+        # read1, not read: it returns the bytes before damage first.
         step = max(1, min(size, 1 << 18))
         while block := stream.read1(step):
             yield block
@@ -382,30 +380,30 @@ class _Stream:
 
     def facts(self) -> Input:
         self._counted.drain()
-        if self._own:
+        if self._is_file:
             self._opened.close()
         name = self._source.path.name if self._source.path else self._source.name
         return Input(name=name, bytes=self._counted.bytes, sha256=self._counted.digest.hexdigest())
 
 
 class _Parquet:
-    """A parquet file's rows as JSON lines: a row is a line in every message."""
+    """Rows of a Parquet file as JSON lines: messages call a row a line."""
 
     def __init__(self, source: Source, keys: Sequence[str]) -> None:
         try:
             from pyarrow import parquet
         except ImportError:
             raise RequestError(
-                Problem(source.name, "is parquet, for which a package is missing", "", _TODO_PARQUET)
+                Problem(source.name, "is parquet, but a package for it is missing", "", _TODO_PARQUET)
             ) from None
-        assert source.path is not None  # of standard input, parquet is refused
+        assert source.path is not None  # Parquet from standard input is refused
         self._source = source
         self._path = source.path
         try:
             self._file = parquet.ParquetFile(source.path)
-        except Exception as error:  # pyarrow's own, of many types
+        except Exception as error:  # pyarrow raises many types
             todo = "copy the file again"
-            raise RequestError(Problem(source.name, "is not whole parquet", str(error), todo)) from None
+            raise RequestError(Problem(source.name, "is not valid Parquet", str(error), todo)) from None
         names = self._file.schema_arrow.names
         if absent := [key for key in keys if key not in names]:
             got = f"the columns {', '.join(names)}"
@@ -415,11 +413,11 @@ class _Parquet:
         self._done = 0
 
     def read(self, _size: int) -> Iterator[bytes]:
-        """In batches of rows: their bytes are known only when they are there."""
+        """Yields batches of rows, because their size in bytes is unknown beforehand."""
         try:
             for batch in self._file.iter_batches(batch_size=256, columns=self._columns):
                 rows = batch.to_pylist()
-                # What JSON has no word for becomes an object, which no text is: the row is refused like such a line.
+                # A value that JSON lacks becomes an object, which is not a text: the row is rejected.
                 yield b"".join(
                     json.dumps(row, default=lambda value: {"value": repr(value)}).encode() + b"\n" for row in rows
                 )

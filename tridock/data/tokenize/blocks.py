@@ -1,4 +1,4 @@
-"""Encoded documents as the bytes that go into a data set: what a worker makes of a chunk."""
+"""Encodes a chunk into blocks: documents as the bytes of a data set."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 
 from tridock.data.dataset.indexed_dataset import token_dtype
-from tridock.data.input.documents import Refusal, parse
+from tridock.data.input.documents import Rejection, parse
 from tridock.data.input.sources import Kind
 from tridock.data.tokenize.encoders import Encoder, Ids
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Documents of one key: ``tokens`` of the data set's type, ``lengths`` of the sequences, int32[S] in bytes, and
-    ``sequences``, how many of them each document has, int64[documents]."""
+    """Documents of one key: ``tokens`` in the type of the data set, ``lengths`` of the sequences as bytes of int32[S],
+    and the number of ``sequences`` of each document, int64[documents]."""
 
     tokens: Ids
     lengths: bytes
@@ -26,24 +26,24 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A chunk's documents, a block for each key; and its lines that are no documents."""
+    """The documents of a chunk, a block per key, and its rejected lines."""
 
     blocks: tuple[Block, ...]
     documents: int
     empty: int
-    refused: list[Refusal]
+    rejected_lines: list[Rejection]
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What turns lines into blocks."""
+    """How lines become blocks."""
 
     encoder: Encoder
     keys: tuple[str, ...]
     append_eod: bool
 
     def encode(self, data: bytes, kind: Kind) -> Encoded:
-        """The documents of whole lines."""
+        """Encodes whole lines."""
         found = parse(data, self.keys, kind)
         ids = self.encoder.encode([text for texts in found.texts for text in texts])
         blocks: list[Block] = []
@@ -55,7 +55,7 @@ class Recipe:
             block = assemble(own, counts, self._closing, token_dtype(self.encoder.vocab_size))
             empty |= block.sequences == 0
             blocks.append(block)
-        return Encoded(tuple(blocks), len(empty), int(empty.sum()), found.refused)
+        return Encoded(tuple(blocks), len(empty), int(empty.sum()), found.rejected_lines)
 
     @property
     def _closing(self) -> int | None:
@@ -63,9 +63,9 @@ class Recipe:
 
 
 def assemble(ids: Sequence[Ids], counts: Sequence[int], closing: int | None, dtype: np.dtype[Any]) -> Block:
-    """Megatron's rule: a text without tokens leaves no sequence; ``closing`` ends the last sequence of a document.
+    """Builds a block as Megatron does: an empty text is no sequence; ``closing`` ends the last sequence of a document.
 
-    ``ids``: of each text, uint32[tokens]; ``counts``: texts of each document. A document without tokens is not closed.
+    ``ids`` has the ids of each text, uint32[tokens]; ``counts`` the texts per document. An empty one is not closed.
     """
     lengths = np.fromiter(map(len, ids), np.int64, len(ids))
     kept = lengths > 0
@@ -76,13 +76,13 @@ def assemble(ids: Sequence[Ids], counts: Sequence[int], closing: int | None, dty
         lengths[np.cumsum(sequences)[sequences > 0] - 1] += 1
         ids = list(_closed(ids, counts, sequences.tolist(), np.array([closing], np.uint32)))
     none = np.zeros(0, np.uint32)
-    # Copied once, and cast on the way; that ids fit the type was seen to before the work began.
+    # One copy, which also casts. check_ids_fit has ensured that ids fit the type.
     tokens = np.concatenate([none, *ids], dtype=dtype, casting="unsafe")
     return Block(tokens, lengths.astype("<i4").tobytes(), sequences)
 
 
 def _closed(ids: Sequence[Ids], counts: Sequence[int], sequences: Sequence[int], closing: Ids) -> Iterator[Ids]:
-    """The texts' ids, and behind those of every document that has any the one that closes it."""
+    """Yields the ids of the texts, and ``closing`` after every non-empty document."""
     start = 0
     for count, own in zip(counts, sequences, strict=True):
         yield from ids[start : start + count]

@@ -1,12 +1,13 @@
-"""Texts to token ids: the reference (HF tokenizers), a fast library proven against it, a vocabulary of whole words.
+"""Encoders of texts: the reference (Hugging Face's tokenizers), a fast library, and a vocabulary of whole words.
 
-The fast library is taken only for GPT-2's kind of tokenizer (byte-level BPE, GPT-2's split, nothing before or after):
-for that its ids are compared with the reference's over every character (tests/unit/data/test_encoders.py). Every run
-compares again: some hard texts before it begins, and a piece of each chunk.
+The fast library is used only for tokenizers like GPT-2's (byte-level BPE, GPT-2's split, no normalizer or
+post-processor). tests/unit/data/test_encoders.py compares its ids with the reference for every character. Every run
+compares again: some hard texts at its start, and a piece of each chunk.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
@@ -21,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tridock.data.dataset.indexed_dataset import token_dtype
-from tridock.data.tokenize.malloc import trim
 from tridock.data.tokenize.tokenizer import END_OF_TEXT, BytePairTokenizer, read_vocabulary
 from tridock.errors import Problem, RequestError, RunError
 
@@ -29,11 +29,10 @@ Ids = NDArray[Any]
 
 UNKNOWN: Final = "<unk>"
 _CHECKED_CHARACTERS: Final = 256
-"""Of a chunk: the reference takes an eighth of a millisecond for as much, about a hundredth of the chunk's time."""
+"""Compared per chunk: takes the reference an eighth of a millisecond, a hundredth of the time of the chunk."""
 _CACHE_BYTES: Final = 208 << 20
-"""The fast library remembers every word that it met, without a bound: grown by so much, it is loaded anew. For all
-workers together, two of which then take less than 500 MB; but what each may have is a start from nothing too often
-below the least."""
+"""The fast library caches every word without a limit. It is reloaded when the cache has grown by this many bytes,
+divided by the number of workers, but no less than the least: below it reloading is too frequent."""
 _LEAST_CACHE_BYTES: Final = 64 << 20
 HARD_TEXTS: Final = (
     "I'll they've we're he's don't I'm she'd I'LL 'tis '' 's's",
@@ -48,8 +47,8 @@ HARD_TEXTS: Final = (
 )
 
 
-# Characters that Unicode 17 brought. The fast library knows them as letters and digits, the reference does not yet, and
-# the two split words at them differently: what stands around one is the reference's.
+# New characters of Unicode 17. The fast library treats them as letters and digits, the reference does not yet, so that
+# they split words differently. The reference encodes the pieces that contain one.
 _UNICODE_17: Final = re.compile(
     "[\u088f\u0c5c\u0cdc\ua7ce\ua7cf\ua7d2\ua7d4\ua7f1\U00010940-\U00010959\U00010ec5-\U00010ec7\U00011db0-\U00011ddb"
     "\U00011de0-\U00011de9\U00016ea0-\U00016eb8\U00016ebb-\U00016ed3\U00016ff2-\U00016ff6\U000187f8-\U000187ff"
@@ -58,16 +57,16 @@ _UNICODE_17: Final = re.compile(
 )
 _WORDS_END: Final = re.compile("(?<=[0-9A-Za-z.,;])(?=[ \n])")
 _PIECE_CHARACTERS: Final = 2048
-_THEIR_BYTES: Final = (
+_UNICODE_17_BYTES: Final = (
     (b"\xe0", (b"\xe0\xa2\x8f", b"\xe0\xb1\x9c", b"\xe0\xb3\x9c")),
     (b"\xea", (b"\xea\x9f",)),
     (b"\xf0", tuple(b"\xf0" + bytes([second]) for second in b"\x90\x91\x96\x98\x9e\xab\xac\xb2\xb3")),
 )
-"""How they begin in UTF-8, by the first byte: what has none of these needs no search for them, which is slow."""
+"""Their first bytes in UTF-8. A text without them needs no regular expression search, which is slow."""
 
 
 class Encoder(Protocol):
-    """What a worker needs of a tokenizer.
+    """The interface of an encoder.
 
     ``always_closed``: the encoder itself ends every text with ``end_of_document``.
     """
@@ -80,18 +79,18 @@ class Encoder(Protocol):
     always_closed: bool
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
-        """The ids of each text, uint32[tokens]."""
+        """Returns the ids of each text, uint32[tokens]."""
         ...
 
 
 class Reference:
-    """HF's tokenizers."""
+    """Hugging Face's tokenizers."""
 
     name = "tokenizers"
     always_closed = False
 
     def __init__(self, tokenizer: BytePairTokenizer, description: dict[str, Any] | None = None) -> None:
-        """``description``: what ``tokenizer.describe()`` gave, where it is at hand."""
+        """``description`` is ``tokenizer.describe()``, if known."""
         self.tokenizer = tokenizer
         self.vocab_size, self.largest_id = tokenizer.vocab_size, tokenizer.largest_id
         self.sha256 = tokenizer.sha256_of(description or tokenizer.describe())
@@ -102,28 +101,28 @@ class Reference:
 
 
 class Fast:
-    """gigatoken, compared with the reference as it goes.
+    """gigatoken, compared with the reference during the run.
 
-    Raises ImportError where it is not installed, ValueError for a tokenizer that it is not proven for, and
-    :class:`RunError` where its ids are not the reference's.
+    Raises ImportError if it is not installed, ValueError for an unsupported tokenizer, and :class:`RunError` if its
+    ids differ from the reference.
     """
 
     name = "gigatoken"
     always_closed = False
 
     def __init__(self, reference: Reference, description: dict[str, Any] | None = None, workers: int = 1) -> None:
-        """``workers``: how many processes will each have one."""
+        """``workers``: number of processes that have one each."""
         description = description or reference.tokenizer.describe()
-        proven = _proven(description)
+        plain = _gpt2_description(description)
         import gigatoken
 
-        # To write a large vocabulary takes longer than to have the library do it.
-        text = reference.tokenizer.to_json() if proven == description else json.dumps(proven)
+        # For a large vocabulary the library's JSON is faster than ours.
+        text = reference.tokenizer.to_json() if plain == description else json.dumps(plain)
         self._load: Callable[[], Any] = partial(gigatoken.Tokenizer.from_json, text)
         self._fast: Any = None
-        self._room = max(_CACHE_BYTES // workers, _LEAST_CACHE_BYTES)
+        self._cache_bytes = max(_CACHE_BYTES // workers, _LEAST_CACHE_BYTES)
         self._memory = 0
-        self._renew()
+        self._reload()
         self._reference = reference
         self.vocab_size, self.largest_id = reference.vocab_size, reference.largest_id
         self.sha256, self.end_of_document = reference.sha256, reference.end_of_document
@@ -131,18 +130,18 @@ class Fast:
             self._compare(text, self._encode(text))
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
-        if _resident() > self._memory + self._room:
-            self._renew()
-        # One by one: what its batches come in is made by a package that takes longer to import than 200,000 calls.
+        if _resident() > self._memory + self._cache_bytes:
+            self._reload()
+        # One by one: its batches need a package whose import takes longer than 200,000 calls.
         found = [self._encode(text) for text in texts]
         self._spot_check(texts, found)
         return found
 
-    def _renew(self) -> None:
+    def _reload(self) -> None:
         self._fast = None
-        trim()  # else the next one begins above what this one leaves
+        trim()  # otherwise the next one is allocated above this one's memory
         self._fast = self._load()
-        trim()  # reading a vocabulary takes more than keeping it
+        trim()  # reading a vocabulary needs more memory than keeping it
         self._memory = _resident()
 
     def _encode(self, text: str) -> Ids:
@@ -159,7 +158,7 @@ class Fast:
         return cast(Ids, self._fast.encode(piece))
 
     def _spot_check(self, texts: Sequence[str], found: list[Ids]) -> None:
-        """One text of the chunk, another each time and the same in every run; of a long one a piece."""
+        """Compares one text of the chunk, or a piece of a long one; the same in every run."""
         if not texts:
             return
         place = hashlib.blake2b(str((len(texts), sum(map(len, found)))).encode(), digest_size=4)
@@ -176,13 +175,13 @@ class Fast:
     def _compare(self, text: str, ids: Ids) -> None:
         expected = self._reference.tokenizer.encode(text)
         if ids.tolist() != expected:
-            what = "gives other ids than the reference tokenizer"
+            what = "gives other ids than Hugging Face's tokenizers"
             todo = "run again with --encoder reference, and report the text"
             raise RunError(Problem(self.name, what, f"for {text[:60]!a}", todo))
 
 
 def _resident() -> int:
-    """Bytes of memory that this process holds."""
+    """Returns the resident memory of this process in bytes."""
     file = os.open("/proc/self/statm", os.O_RDONLY)
     try:
         return int(os.read(file, 128).split()[1]) * resource.getpagesize()
@@ -191,12 +190,12 @@ def _resident() -> int:
 
 
 def _may_be_newer(data: bytes) -> bool:
-    """Whether the text, in UTF-8, may hold a character that the two libraries judge differently."""
-    return any(first in data and any(begin in data for begin in begins) for first, begins in _THEIR_BYTES)
+    """Whether a text in UTF-8 may contain a character that the two libraries treat differently."""
+    return any(first in data and any(begin in data for begin in begins) for first, begins in _UNICODE_17_BYTES)
 
 
 def _pieces(text: str) -> list[str]:
-    """The text cut where GPT-2's split ends a word in any case; the ids of the pieces are those of the text."""
+    """Cuts a text where GPT-2's split always ends a word, so that the ids of the pieces are those of the text."""
     pieces, start = [], 0
     while found := _WORDS_END.search(text, start + _PIECE_CHARACTERS):
         pieces.append(text[start : found.start()])
@@ -204,8 +203,8 @@ def _pieces(text: str) -> list[str]:
     return [*pieces, text[start:]]
 
 
-def _proven(description: dict[str, Any]) -> dict[str, Any]:
-    """The tokenizer without its special tokens (text that spells one is text), if it is of GPT-2's kind."""
+def _gpt2_description(description: dict[str, Any]) -> dict[str, Any]:
+    """Returns the description without special tokens. Raises ValueError if the tokenizer is not like GPT-2's."""
     model, split = description["model"], description["pre_tokenizer"] or {}
     plain = {
         "dropout",
@@ -224,12 +223,12 @@ def _proven(description: dict[str, Any]) -> dict[str, Any]:
         and all(token["content"] in model["vocab"] for token in description["added_tokens"])
     )
     if not gpt2:
-        raise ValueError("the tokenizer is not of GPT-2's kind")
+        raise ValueError("the tokenizer is not like GPT-2's")
     return description | {"added_tokens": [], "post_processor": None}
 
 
 class Vocabulary:
-    """Words between white space through a JSON vocabulary; each text ends with ``<|endoftext|>``."""
+    """Splits at white space and looks words up in a JSON vocabulary. Each text ends with ``<|endoftext|>``."""
 
     name = "vocab"
     always_closed = True
@@ -254,9 +253,9 @@ class Vocabulary:
 
 
 def fastest(tokenizer: BytePairTokenizer, workers: int = 1) -> tuple[Encoder, str]:
-    """The fast encoder where it is proven, else the reference; and why, for the user ("" for the fast one).
+    """Returns the fast encoder, or the reference and the reason for the user ("" for the fast one).
 
-    ``workers``: how many processes will encode.
+    ``workers`` is the number of processes that will encode.
     """
     description = tokenizer.describe()
     reference = Reference(tokenizer, description)
@@ -266,14 +265,40 @@ def fastest(tokenizer: BytePairTokenizer, workers: int = 1) -> tuple[Encoder, st
         why = f"{error.name} is not installed (pip install gigatoken)"
     except RunError:
         raise
-    except Exception as error:  # what it raises for a tokenizer that it cannot load has no narrower type
+    except Exception as error:  # the library raises no narrower type
         why = str(error)
-    return reference, f"encoder: the reference, about 30 times slower: {why}"
+    return reference, f"encoder: Hugging Face's tokenizers, about 30 times slower: {why}"
 
 
 def check_ids_fit(encoder: Encoder, where: str) -> None:
-    """Raises :class:`RequestError` where ids would not fit the type that Megatron chooses by the number of tokens."""
+    """Raises :class:`RequestError` if ids do not fit the type that Megatron chooses by the vocabulary size."""
     dtype = token_dtype(encoder.vocab_size)
     if encoder.largest_id > np.iinfo(dtype).max:
         what = f"has {encoder.vocab_size} tokens, for which Megatron writes {dtype.name}, and an id that does not fit"
-        raise RequestError(Problem(where, what, str(encoder.largest_id), "number the tokens without gaps"))
+        raise RequestError(Problem(where, what, str(encoder.largest_id), "use consecutive ids"))
+
+
+_M_TRIM_THRESHOLD: Final = -1
+_M_MMAP_THRESHOLD: Final = -3
+_M_ARENA_MAX: Final = -8
+_LARGE: Final = 16 << 20
+"""Larger than the buffers of a chunk: with mmap for each of those a run takes a third longer."""
+
+
+def limit_free_memory() -> None:
+    """Makes glibc's malloc return large free blocks at once, and limits it to two arenas. Forked processes inherit it.
+
+    Chunks allocate and free so often that fragmentation adds up. Does nothing with another C library.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGE)
+        mallopt(_M_TRIM_THRESHOLD, _LARGE)
+        mallopt(_M_ARENA_MAX, 2)
+
+
+def trim() -> None:
+    """Returns free memory to the system."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)

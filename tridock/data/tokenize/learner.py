@@ -1,5 +1,7 @@
-"""Merges are learned in a process of its own: the library hears no Ctrl-C, for minutes, and no thread that is in it can
-be ended. Texts go there as they are read, a JSON string a line; back comes the tokenizer as JSON."""
+"""Trains a tokenizer in a separate process, because the library ignores Ctrl-C for minutes.
+
+The process reads texts, a JSON string per line, and prints the tokenizer as JSON.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,10 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def learn(texts: Iterable[str], vocab_size: int) -> BytePairTokenizer:
-    """A tokenizer of the texts. Whatever ends this ends the other process; :class:`RunError` where that is killed."""
+    """Trains a tokenizer. The process ends with the caller. Raises :class:`RunError` if it is killed."""
     command = [sys.executable, "-m", __name__, str(vocab_size), str(os.getpid())]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    # In a process group of its own a terminal's Ctrl-C does not reach it: it is this one that ends it.
+    # In its own process group a terminal's Ctrl-C does not reach it; this process kills it.
     learner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, process_group=0)
     assert learner.stdin is not None
     assert learner.stdout is not None
@@ -30,16 +32,16 @@ def learn(texts: Iterable[str], vocab_size: int) -> BytePairTokenizer:
         for text in texts:
             learner.stdin.write(json.dumps(text).encode() + b"\n")
         learner.stdin.close()
-        made = learner.stdout.read()
+        tokenizer = learner.stdout.read()
     except BrokenPipeError:
-        made = b""
+        tokenizer = b""
     finally:
         learner.kill()
         learner.wait()
-    if not made:
-        todo = "look for `Out of memory` in dmesg; then give less text or a smaller --vocab-size"
-        raise RunError(Problem("the process that learns the merges", "was killed", "", todo))
-    return BytePairTokenizer.from_json(made.decode())
+    if not tokenizer:
+        todo = "look for `Out of memory` in dmesg, then give less text or a smaller --vocab-size"
+        raise RunError(Problem("tokenizer training process", "was killed", "", todo))
+    return BytePairTokenizer.from_json(tokenizer.decode())
 
 
 def _texts() -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Byte-level BPE, as GPT-2's: trained on text, kept as ``tokenizer.json`` and as ``vocab.json`` with ``merges.txt``."""
+"""Byte-level BPE as GPT-2's, in ``tokenizer.json`` and in ``vocab.json`` with ``merges.txt``."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 END_OF_TEXT: Final = "<|endoftext|>"
 TOKENIZER: Final = "tokenizer.json"
 SMALLEST_VOCABULARY: Final = 257
-"""Every byte and the end of text."""
+"""256 bytes and the end of text."""
 
 
 class BytePairTokenizer:
-    """Text to token ids and back, without loss. Text that spells ``<|endoftext|>`` is text, never the end of one."""
+    """Encodes and decodes without loss. ``<|endoftext|>`` in a text is plain text, not the special token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -32,10 +32,10 @@ class BytePairTokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int, show_progress: bool = False) -> Self:
-        """Learns the merges. The same texts give the same tokenizer, on any machine and any number of threads.
+        """Trains a tokenizer. The same texts give the same one, on any machine and any number of threads.
 
-        Little text may give fewer tokens than asked for. Raises :class:`RequestError` for a vocabulary too small to
-        hold every byte.
+        Little text may give a smaller vocabulary than ``vocab_size``. Raises :class:`RequestError` if ``vocab_size`` is
+        too small for all bytes.
         """
         if vocab_size < SMALLEST_VOCABULARY:
             what = f"must be at least {SMALLEST_VOCABULARY}: every byte and {END_OF_TEXT}"
@@ -56,7 +56,7 @@ class BytePairTokenizer:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """What ``to_json`` gave."""
+        """Reads the output of ``to_json``."""
         from tokenizers import Tokenizer
 
         return cls(Tokenizer.from_str(text))
@@ -81,10 +81,10 @@ class BytePairTokenizer:
 
     @classmethod
     def from_gpt2(cls, vocab_file: Path, merge_file: Path) -> Self:
-        """GPT-2's two files, read as Megatron's ``GPT2BPETokenizer`` reads them.
+        """Reads GPT-2's two files as Megatron's ``GPT2BPETokenizer`` does.
 
-        Megatron leaves out the first line of the merges and what stands after the last newline, whatever they hold.
-        Raises :class:`RequestError` where a byte has no token (Megatron would give it id 0), or a merge none.
+        Megatron ignores the first line of the merges, and everything after the last newline. Raises
+        :class:`RequestError` if a byte has no token (Megatron would use id 0), or a merge is not in the vocabulary.
         """
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -113,68 +113,67 @@ class BytePairTokenizer:
         return cls(tokenizer)
 
     def save(self, folder: Path) -> None:
-        """Writes ``tokenizer.json``; ``vocab.json`` and ``merges.txt`` as Megatron's GPT2BPETokenizer reads them.
+        """Writes ``tokenizer.json``, and ``vocab.json`` and ``merges.txt`` for Megatron's GPT2BPETokenizer.
 
         None of them changes before all are written.
         """
         text = self._tokenizer.to_str(pretty=True)
         model = json.loads(text)["model"]
         merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in model["merges"]]
-        made = folder.with_name(f".{folder.name}.{os.getpid()}.{secrets.token_hex(4)}.part")
+        partial = folder.with_name(f".{folder.name}.{os.getpid()}.{secrets.token_hex(4)}.part")
         try:
-            write_atomic(made / "vocab.json", json.dumps(model["vocab"], ensure_ascii=False).encode())
-            write_atomic(made / "merges.txt", "\n".join(["#version: 0.2", *merges, ""]).encode())
-            write_atomic(made / TOKENIZER, text.encode())
+            write_atomic(partial / "vocab.json", json.dumps(model["vocab"], ensure_ascii=False).encode())
+            write_atomic(partial / "merges.txt", "\n".join(["#version: 0.2", *merges, ""]).encode())
+            write_atomic(partial / TOKENIZER, text.encode())
             if folder.exists():
-                for file in made.iterdir():
+                for file in partial.iterdir():
                     file.replace(folder / file.name)
             else:
-                made.rename(folder)
+                partial.rename(folder)
         finally:
-            shutil.rmtree(made, ignore_errors=True)
+            shutil.rmtree(partial, ignore_errors=True)
 
     @property
     def vocab_size(self) -> int:
-        """Tokens, the end of text included."""
+        """Size of the vocabulary, including the end of text."""
         return self._tokenizer.get_vocab_size()
 
     @property
     def largest_id(self) -> int:
-        """The largest id of the vocabulary; not always one less than its size."""
+        """The largest id; not always one less than the vocabulary size."""
         return max(self._tokenizer.get_vocab().values())
 
     def to_json(self) -> str:
-        """The tokenizer as ``tokenizer.json`` holds it."""
+        """Returns the content of a ``tokenizer.json``."""
         return self._tokenizer.to_str(pretty=False)
 
     @property
     def end_of_text(self) -> int:
-        """The id that closes a document."""
+        """The id of the end of text."""
         token = self._tokenizer.token_to_id(END_OF_TEXT)
-        assert token is not None  # train() and load() see to it
+        assert token is not None  # train() and load() ensure it
         return token
 
     def describe(self) -> dict[str, Any]:
-        """``to_json``, read. Of a large vocabulary it takes a tenth of a second."""
+        """Returns ``to_json`` as a dictionary. Takes a tenth of a second for a large vocabulary."""
         description: dict[str, Any] = json.loads(self.to_json())
         return description
 
     @property
     def sha256(self) -> str:
-        """Names the tokenizer by what ids depend on, not by how a file spells it: GPT-2's two files and the
-        ``tokenizer.json`` of the same tokens have one name."""
+        """Hash of what ids depend on: GPT-2's two files and an equivalent ``tokenizer.json`` have the same."""
         return self.sha256_of(self.describe())
 
     def sha256_of(self, description: dict[str, Any]) -> str:
-        """``sha256``, of what ``describe`` gave."""
-        # Special tokens are text here, and nothing is added to a text; of the rest, "" and null mean the same.
+        """Returns ``sha256`` for the output of ``describe``."""
+        # Special tokens are plain text here, and no token is added to a text. "" and null mean the same.
         added = [token for token in description["added_tokens"] if not token["special"]]
         model = {name: value for name, value in description["model"].items() if value}
-        told = [added, model, description["normalizer"], description["pre_tokenizer"], self.end_of_text]
-        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+        content = [added, model, description["normalizer"], description["pre_tokenizer"], self.end_of_text]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of one text; no end of text is added."""
+        """Returns the ids of a text, without an end of text."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
@@ -184,18 +183,18 @@ class BytePairTokenizer:
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        """Returns the text of ids; invalid UTF-8 becomes U+FFFD."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 def open_tokenizer(vocab_file: Path, merge_file: Path | None) -> BytePairTokenizer:
-    """What ``--vocab-file`` and ``--merge-file`` name: GPT-2's two files, or a ``tokenizer.json`` as the first."""
+    """Opens GPT-2's two files, or a ``tokenizer.json`` as ``vocab_file``."""
     if merge_file is not None:
         return BytePairTokenizer.from_gpt2(vocab_file, merge_file)
     if _is_tokenizer_json(vocab_file):
         return BytePairTokenizer.load(vocab_file)
     todo = "give GPT-2's merges.txt, or a tokenizer.json as --vocab-file"
-    raise RequestError(Problem("--merge-file", "is missing, which GPT2BPETokenizer needs", "", todo))
+    raise RequestError(Problem("--merge-file", "is required with GPT2BPETokenizer", "", todo))
 
 
 def _is_tokenizer_json(path: Path) -> bool:
@@ -206,7 +205,7 @@ def _is_tokenizer_json(path: Path) -> bool:
 
 
 def read_vocabulary(path: Path) -> dict[str, int]:
-    """A ``vocab.json``: one object from token to id. Raises :class:`RequestError` for anything else."""
+    """Reads a ``vocab.json``, an object from token to id. Raises :class:`RequestError` for anything else."""
     todo = 'give a vocab.json: {"token": id, …}, each id once'
     try:
         vocab = json.loads(_text_of(path, todo))

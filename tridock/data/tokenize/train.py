@@ -1,4 +1,4 @@
-"""``tridock data train-tokenizer``: byte-level BPE of the texts that ``preprocess`` would read, and as strictly."""
+"""``tridock data train-tokenizer``: trains a byte-level BPE on the texts that ``preprocess`` would read."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from tridock.data.input.documents import Refusal, parse, remedy
+from tridock.data.input.documents import Rejection, parse, remedy
 from tridock.data.input.sources import Chunk, Source, read_chunks
-from tridock.data.preprocess import CHUNK_BYTES, Done, Progress
+from tridock.data.preprocess import CHUNK_BYTES
+from tridock.data.progress import Done, Progress
 from tridock.data.tokenize.learner import learn
 from tridock.errors import Problem, RequestError
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to learn from what. ``rejects`` None: the first line that is no document stops the work."""
+    """The options of a run. Without ``rejects`` the first invalid line stops it."""
 
     sources: tuple[Source, ...]
     keys: tuple[str, ...]
@@ -29,7 +30,7 @@ class Request:
 
 @dataclass(slots=True)
 class Trained:
-    """What came out. ``str()`` is for the user."""
+    """The result. ``str()`` is for the user."""
 
     output: Path
     vocab_size: int = 0
@@ -39,7 +40,7 @@ class Trained:
     bytes: int = 0
 
     def __str__(self) -> str:
-        fewer = f" ({self.wanted:,} were asked for: the texts have no more)" if self.vocab_size < self.wanted else ""
+        fewer = f" ({self.wanted:,} requested: the texts have no more)" if self.vocab_size < self.wanted else ""
         return (
             f"{self.output}: {self.vocab_size:,} tokens{fewer}, byte-level BPE of {self.documents:,} documents,"
             f" {self.bytes / 1e6:,.1f} MB; {self.rejected:,} rejected; tokenizer.json, vocab.json, merges.txt"
@@ -49,11 +50,10 @@ class Trained:
 def train_tokenizer(
     request: Request, progress: Progress | None = None, report: Callable[[str], None] = lambda _: None
 ) -> Trained:
-    """Writes the three files into ``output``. The same texts give the same bytes.
+    """Writes the three files to ``output``. The same texts give the same bytes.
 
-    Texts are counted as they are read and not held: memory is that of the different words. Raises
-    :class:`RequestError` with file and line for a line that is no document, unless they are skipped; nothing is
-    written then.
+    Memory grows with the number of different words, not of texts. Raises :class:`RequestError` with file and line for
+    an invalid line, unless they are skipped; nothing is written then.
     """
     done = Trained(request.output, wanted=request.vocab_size)
     rejects = _Rejects(request.rejects)
@@ -65,7 +65,7 @@ def train_tokenizer(
             tokenizer.save(request.output)
             rejects.publish()
     except OSError as error:
-        todo, got = "make room there or choose another --output", error.strerror or str(error)
+        todo, got = "free some space there, or choose another --output", error.strerror or str(error)
         raise RequestError(Problem(str(request.output), "cannot be written", got, todo)) from None
     done.vocab_size = tokenizer.vocab_size
     return done
@@ -79,7 +79,7 @@ def _texts(
     for number, source in enumerate(request.sources):
         for chunk in read_chunks(number, source, request.keys, CHUNK_BYTES):
             if chunk.broken is not None:
-                rejects.add(chunk, Refusal(0, chunk.broken.what, chunk.broken.got, chunk.data), chunk.broken)
+                rejects.add(chunk, Rejection(0, chunk.broken.what, chunk.broken.got, chunk.data), chunk.broken)
                 done.rejected += 1
             else:
                 yield from _documents(request, chunk, done, rejects)
@@ -88,22 +88,22 @@ def _texts(
                 progress(Done(done.bytes, total, done.documents, 0))
         before = done.bytes
     if not done.documents:
-        raise RequestError(Problem("--input", "holds no document", "", "give texts to learn from"))
-    report(f"all is read: {done.documents:,} documents; learning the merges")
+        raise RequestError(Problem("--input", "contains no document", "", "give texts to train on"))
+    report(f"read {done.documents:,} documents; training the tokenizer")
 
 
 def _documents(request: Request, chunk: Chunk, done: Trained, rejects: _Rejects) -> list[str]:
     found = parse(chunk.data, request.keys, chunk.source.kind)
-    for refusal in found.refused:
+    for rejection in found.rejected_lines:
         todo = remedy(request.keys, chunk.source.kind)
-        rejects.add(chunk, refusal, refusal.problem(chunk.source.name, chunk.first_line, todo))
-    done.rejected += len(found.refused)
+        rejects.add(chunk, rejection, rejection.problem(chunk.source.name, chunk.first_line, todo))
+    done.rejected += len(found.rejected_lines)
     done.documents += len(found.counts[0])
     return [text for texts in found.texts for text in texts]
 
 
 class _Rejects:
-    """Where lines go that are no documents; without a file each is an error. A context manager."""
+    """Collects rejected lines; without a file each is an error. A context manager."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -116,14 +116,14 @@ class _Rejects:
             self._file = self._partial.open("xb")
         return self
 
-    def add(self, chunk: Chunk, refusal: Refusal, problem: Problem) -> None:
-        """Keeps the line, or raises :class:`RequestError`."""
+    def add(self, chunk: Chunk, rejection: Rejection, problem: Problem) -> None:
+        """Writes the line, or raises :class:`RequestError`."""
         if self._file is None:
             raise RequestError(problem)
-        self._file.write(refusal.record(chunk.source.name, chunk.first_line))
+        self._file.write(rejection.record(chunk.source.name, chunk.first_line))
 
     def publish(self) -> None:
-        """Gives the file its name."""
+        """Renames the file to its final name."""
         if self._path is not None and self._file is not None:
             self._file.close()
             self._partial.replace(self._path)

@@ -1,39 +1,97 @@
-"""Chunks to encoded documents on several processes; what comes out is in the order of what went in."""
+"""Encodes chunks in several processes, in order. Token ids come back through shared memory."""
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import multiprocessing
 import os
 import signal
 import threading
+import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tridock.data.input.sources import Chunk, Kind, Source, changed, lines_of
 from tridock.data.tokenize.blocks import Encoded, Recipe
-from tridock.data.tokenize.shared_memory import Placed, Slots
 from tridock.errors import Problem, RunError
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotArrays:
+    """Arrays in a slot, one behind the other: type and number of elements of each."""
+
+    slot: int
+    parts: tuple[tuple[str, int], ...]
+
+
+class Slots:
+    """``count`` slots of ``size`` bytes in memory that forked processes share. Unused slots take no memory.
+
+    The parent acquires a slot per task, a worker writes arrays to it, and the arrays that ``read`` returns keep the
+    slot until they are garbage-collected.
+    """
+
+    def __init__(self, count: int, size: int) -> None:
+        self._size = size
+        self._memory = mmap.mmap(-1, count * size)
+        self._free = list(range(count))
+
+    def acquire(self) -> int | None:
+        """Returns a free slot, or None."""
+        return self._free.pop() if self._free else None
+
+    def release(self, slot: int) -> None:
+        """Makes a slot free."""
+        self._free.append(slot)
+
+    def write(self, slot: int, arrays: Sequence[Array]) -> SlotArrays | None:
+        """Copies arrays to a slot. Returns None if they do not fit."""
+        if sum(array.nbytes for array in arrays) > self._size:
+            return None
+        start = slot * self._size
+        for array in arrays:
+            self._at(start, array.dtype.str, array.size)[:] = array
+            start += array.nbytes
+        return SlotArrays(slot, tuple((array.dtype.str, array.size) for array in arrays))
+
+    def read(self, placed: SlotArrays) -> list[Array]:
+        """Returns views of the arrays. The slot is released with the last of them."""
+        whole = self._at(placed.slot * self._size, "u1", self._size)
+        weakref.finalize(whole, self.release, placed.slot)
+        arrays, start = [], 0
+        for dtype, size in placed.parts:
+            end = start + np.dtype(dtype).itemsize * size
+            arrays.append(whole[start:end].view(dtype))
+            start = end
+        return arrays
+
+    def _at(self, start: int, dtype: str, size: int) -> Array:
+        return np.frombuffer(self._memory, dtype, size, start)
+
 
 _PR_SET_PDEATHSIG: Final = 1
 _SLOT_BYTES: Final = 6 << 20
-"""More than the tokens of a chunk take; those of a long line go through a pipe."""
+"""Larger than the tokens of a chunk; those of a very long line go through a pipe."""
 _recipe: Recipe
 _slots: Slots
-Result = tuple[Encoded, Placed | None]
+Result = tuple[Encoded, SlotArrays | None]
 
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """A chunk and the worker at it, if it needs one; ``slot`` is where its tokens may be put."""
+    """A chunk, the future of its result if it has lines, and the slot for its tokens."""
 
     chunk: Chunk
     future: Future[Result] | None = None
@@ -41,85 +99,86 @@ class _Task:
 
 
 def encode_in_order(recipe: Recipe, chunks: Iterator[Chunk], workers: int) -> Iterator[tuple[Chunk, Encoded | None]]:
-    """Each chunk with its documents; None for one without lines, or with a line that is cut off.
+    """Yields each chunk with its documents; None for a chunk without lines, or with a truncated line.
 
-    One worker works in this process. At most two chunks a worker are under way. Lines that lie in a file as they are
-    are read there by the worker: they do not go through this process's hands twice.
+    With one worker this process encodes. At most two chunks per worker are in flight. Workers read the lines of
+    uncompressed files themselves.
     """
     if workers == 1:
         for chunk in chunks:
-            yield chunk, None if _idle(chunk) else recipe.encode(chunk.data, chunk.source.kind)
+            yield chunk, None if _has_no_lines(chunk) else recipe.encode(chunk.data, chunk.source.kind)
         return
-    # Forked: the tokenizer is shared and not loaded again. No thread of ours runs yet, and no worker touches the
-    # libraries' own threads.
+    # Fork, so that the tokenizer is shared. No thread of Tridock runs yet, and no worker uses a library's threads.
     context = multiprocessing.get_context("fork")
-    # Those of the chunks under way, and of the few whose tokens are still to be written and hashed.
+    # For the chunks in flight, and a few whose tokens are being written and hashed.
     slots = Slots(2 * workers + 4, _SLOT_BYTES)
-    pool = ProcessPoolExecutor(workers, context, _start, (recipe, slots, os.getpid()))
-    under_way: deque[_Task] = deque()
+    pool = ProcessPoolExecutor(workers, context, _start_worker, (recipe, slots, os.getpid()))
+    in_flight: deque[_Task] = deque()
     try:
-        _fork_all(pool)
+        _fork_workers(pool)
         for chunk in chunks:
-            under_way.append(_given(chunk, pool, slots))
-            if len(under_way) >= 2 * workers:
-                yield _finished(under_way.popleft(), slots)
-        while under_way:
-            yield _finished(under_way.popleft(), slots)
+            in_flight.append(_submit(chunk, pool, slots))
+            if len(in_flight) >= 2 * workers:
+                yield _result(in_flight.popleft(), slots)
+        while in_flight:
+            yield _result(in_flight.popleft(), slots)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _fork_all(pool: ProcessPoolExecutor) -> None:
-    """Now, before the reading starts threads. A Ctrl-C on the way waits: it would leave a pool that cannot be ended.
+def _fork_workers(pool: ProcessPoolExecutor) -> None:
+    """Forks all workers before reading starts threads. Delays Ctrl-C, which would leave a pool that cannot shut down.
 
-    Or be lost: what is raised in a function that Python calls around a fork is only printed. To block the signal would
-    not do, for it then comes to a thread of a library, and Python raises it in the main thread all the same.
+    Or it would be lost: an exception in a function that Python calls around a fork is only printed. Blocking the signal
+    does not help, because a library's thread gets it then, and Python still raises it in the main thread.
     """
-    came: list[tuple[int, FrameType | None]] = []
-    asked = threading.current_thread() is threading.main_thread()  # no other is told of signals
-    handler = signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame))) if asked else None
+    received: list[tuple[int, FrameType | None]] = []
+    in_main_thread = threading.current_thread() is threading.main_thread()  # only it handles signals
+    handler = (
+        signal.signal(signal.SIGINT, lambda number, frame: received.append((number, frame))) if in_main_thread else None
+    )
     try:
         pool.submit(int).result()
     finally:
-        if asked:
+        if in_main_thread:
             signal.signal(signal.SIGINT, handler)
-    if came and callable(handler):
-        handler(*came[0])
+    if received and callable(handler):
+        handler(*received[0])
 
 
-def _given(chunk: Chunk, pool: ProcessPoolExecutor, slots: Slots) -> _Task:
-    """The chunk, and a worker at it."""
-    if _idle(chunk):
+def _submit(chunk: Chunk, pool: ProcessPoolExecutor, slots: Slots) -> _Task:
+    """Submits a chunk to the pool."""
+    if _has_no_lines(chunk):
         return _Task(chunk)
-    slot = slots.take()
+    slot = slots.acquire()
     if chunk.plain:
         part = lines_of(chunk)
         return _Task(replace(chunk, data=b""), pool.submit(_encode_part, slot, chunk.source, *part), slot)
     return _Task(chunk, pool.submit(_encode, slot, chunk.data, chunk.source.kind), slot)
 
 
-def _idle(chunk: Chunk) -> bool:
+def _has_no_lines(chunk: Chunk) -> bool:
     return not chunk.data or chunk.broken is not None
 
 
-def _finished(task: _Task, slots: Slots) -> tuple[Chunk, Encoded | None]:
+def _result(task: _Task, slots: Slots) -> tuple[Chunk, Encoded | None]:
     if task.future is None:
         return task.chunk, None
     try:
         encoded, placed = task.future.result()
     except BrokenProcessPool:
-        todo = "look for `Out of memory` in dmesg; then go on with --resume and fewer --workers"
+        todo = "look for `Out of memory` in dmesg, then continue with --resume and fewer --workers"
         raise RunError(Problem("a worker", "was killed", "", todo)) from None
     if placed is None:
         if task.slot is not None:
-            slots.give(task.slot)
+            slots.release(task.slot)
         return task.chunk, encoded
-    pairs = zip(encoded.blocks, slots.taken(placed), strict=True)
+    pairs = zip(encoded.blocks, slots.read(placed), strict=True)
     return task.chunk, replace(encoded, blocks=tuple(replace(block, tokens=tokens) for block, tokens in pairs))
 
 
-def _start(recipe: Recipe, slots: Slots, parent: int) -> None:
-    """A worker leaves Ctrl-C to the process that started it, and ends with it, however that ends."""
+def _start_worker(recipe: Recipe, slots: Slots, parent: int) -> None:
+    """Initializes a worker. It ignores Ctrl-C, and dies with its parent."""
     global _recipe, _slots
     _recipe, _slots = recipe, slots
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -139,7 +198,7 @@ def _encode_part(slot: int | None, source: Source, name: str, offset: int, size:
 
 def _encode(slot: int | None, data: bytes, kind: Kind) -> Result:
     encoded = _recipe.encode(data, kind)
-    placed = None if slot is None else _slots.put(slot, [block.tokens for block in encoded.blocks])
+    placed = None if slot is None else _slots.write(slot, [block.tokens for block in encoded.blocks])
     if placed is None:
         return encoded, None
     none = np.zeros(0, np.uint16)

@@ -102,7 +102,7 @@ class Samples:
                     "model.vocab_size",
                     "is too small for the data",
                     f"{self.vocab_size}, and token {int(sample.max())} in the {self.name} split",
-                    "leave it out, or give the size of the tokenizer that made the data",
+                    "leave it out, or give the size of the tokenizer of the data",
                     cause=Cause.TOKEN_OUTSIDE_VOCABULARY,
                 )
             )
@@ -125,7 +125,7 @@ def resolve_vocab_size(experiment: Experiment, dataset: IndexedDataset) -> int:
     manifest = read_manifest(prefix)
     if manifest is not None and manifest.tokens != len(dataset.tokens):
         what = f"belongs to other data: {prefix.name}.bin holds {len(dataset.tokens)} tokens"
-        todo = "copy all three files again, or make them again with `tridock data preprocess`"
+        todo = "copy all three files again, or build them again with `tridock data preprocess`"
         raise RequestError(Problem(str(manifest_path(prefix)), what, f"{manifest.tokens} tokens", todo))
     given = experiment.model.vocab_size
     if manifest is None:

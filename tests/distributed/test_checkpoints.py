@@ -165,7 +165,7 @@ def program():
 
 process_group.barrier = lambda: None
 process_group.leave = lambda: print("gone" if kept[0]() is None else "held", flush=True)
-rank.run_rank(Path(sys.argv[1]), program)
+run.run_rank(Path(sys.argv[1]), program)
 """
 
 

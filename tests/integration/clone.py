@@ -48,8 +48,8 @@ class Clone:
 
 
 @contextmanager
-def a_clone(folder: Path) -> Iterator[Clone]:
-    """Makes the clone below ``folder``; what its commands started goes when the block ends."""
+def a_clone(folder: Path, image: str = "") -> Iterator[Clone]:
+    """Makes the clone below ``folder``, with ``image`` as if built there; what its commands started goes at the end."""
     name = f"tridock-test-{uuid.uuid4().hex[:8]}"
     made = Clone(copy_tree(folder / name), name)
     settings = made.folder / "hostfiles" / "twin.yaml"
@@ -66,6 +66,9 @@ def a_clone(folder: Path) -> Iterator[Clone]:
     author = ("-c", "user.name=a", "-c", "user.email=a@b")
     succeed("git", *author, "commit", "--quiet", "--no-verify", "--message", "a", cwd=made.folder)
     try:
+        if image:
+            succeed("docker", "tag", image, made.image)
+            succeed("tools/compose-env.sh", "cpu", made.image, cwd=made.folder)
         yield made
     finally:
         made.remove()

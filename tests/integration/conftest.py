@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
@@ -13,20 +14,50 @@ import pytest
 from tests.integration.rack import rack, rack_up  # noqa: F401  (fixtures, made once for all modules)
 from tests.integration.slurm_cluster import slurm_cluster  # noqa: F401  (a fixture)
 from tests.integration.sshd import host, make_sshd, shared  # noqa: F401  (fixtures)
-from tests.integration.support import ROOT, Containers, Twin, execute, succeed, wait_until
+from tests.integration.support import (
+    CPU_IMAGE,
+    HOST_IMAGE,
+    ROOT,
+    SESSION,
+    Containers,
+    Twin,
+    execute,
+    once,
+    succeed,
+    wait_until,
+)  # fmt: skip
 from tridock.cluster import load_cluster
 from tridock.cluster.keys import ClusterKeys
 from tridock.cluster.ssh_files import node_files
 
-CPU_IMAGE = "tridock:cpu"
 REQUIRED = os.environ.get("TRIDOCK_REQUIRE_INTEGRATION") == "1"
 
 
+# Modules that share a cluster run in one worker, one after the other. The longest begin first.
+CLUSTERS = {
+    "rack": ("test_bad_input", "test_data_on_hosts", "test_docker_hosts", "test_doctor", "test_megatron"),
+    "slurm": ("test_slurm", "test_guide_slurm"),
+}
+LONG = ("test_faults", "test_twin", "test_moved_runs", "test_image", "test_node")
+GROUPS = {module: cluster for cluster, modules in CLUSTERS.items() for module in modules}
+FIRST = [module for modules in (*CLUSTERS.values(), LONG) for module in modules]
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.integration)
+            item.add_marker(pytest.mark.xdist_group(GROUPS.get(item.path.stem, item.path.stem)))
+    items.sort(key=lambda item: FIRST.index(item.path.stem) if item.path.stem in FIRST else len(FIRST))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """The last of the session removes the images that its workers shared; the build's cache stays."""
+    if not hasattr(session.config, "workerinput") and shutil.which("docker"):
+        execute("docker", "image", "rm", CPU_IMAGE, HOST_IMAGE)
+        shutil.rmtree(Path(tempfile.gettempdir()) / f"tridock-test-{SESSION}", ignore_errors=True)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -49,8 +80,15 @@ def docker() -> str:
 
 @pytest.fixture(scope="session")
 def cpu_image(docker: str) -> str:
-    """The twin's image, built from this working tree."""
-    succeed("make", "image", "FLAVOR=cpu", cwd=ROOT, timeout=1800)
+    """The twin's image, built from this working tree under a name of this session's own."""
+    settings = ROOT / ".env"
+    with once("cpu-image") as first:
+        if first:
+            before = settings.read_bytes() if settings.exists() else None
+            try:
+                succeed("make", "image", "FLAVOR=cpu", f"IMAGE={CPU_IMAGE}", cwd=ROOT, timeout=1800)
+            finally:  # whoever uses this tree's containers goes on with the image of their own
+                settings.unlink(missing_ok=True) if before is None else settings.write_bytes(before)
     return CPU_IMAGE
 
 

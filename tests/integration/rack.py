@@ -22,10 +22,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.support import ROOT, execute, succeed, wait_until
+from tests.integration.support import HOST_IMAGE, ROOT, execute, succeed, wait_until
 from tridock.data.dataset.indexed_dataset import IndexedDatasetWriter
 
-HOST_IMAGE = "tridock-test-host"
 USER = "trainer"
 UID = 1234
 CLUSTER = "rack"

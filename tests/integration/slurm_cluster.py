@@ -148,17 +148,20 @@ class SlurmCluster:
 
 
 @pytest.fixture(scope="session")
-def slurm_cluster(docker: str) -> Iterator[SlurmCluster]:
+def slurm_cluster(cpu_image: str) -> Iterator[SlurmCluster]:
     """The cluster with an experiment, its data and a site's profile in the user's folder."""
-    suffix = uuid.uuid4().hex[:8]
+    suffix, megatron = uuid.uuid4().hex[:8], os.environ.get("TRIDOCK_MEGATRON")
     cluster = SlurmCluster(f"tridock-test-slurm-{suffix}:cpu", f"tridock-test-slurm-base-{suffix}:cpu")
-    megatron = os.environ.get("TRIDOCK_MEGATRON", "auto")
     try:
-        succeed("make", "image", "FLAVOR=cpu", f"IMAGE={cluster.base}", f"MEGATRON={megatron}", cwd=ROOT, timeout=1800)
-        words = [f"--build-arg=BASE={cluster.base}"]
-        words += [f"--build-arg={name}" for name in ("http_proxy", "https_proxy", "no_proxy") if name in os.environ]
+        if megatron:
+            words = ("FLAVOR=cpu", f"IMAGE={cluster.base}", f"MEGATRON={megatron}")
+            succeed("make", "image", *words, cwd=ROOT, timeout=1800)
+        else:
+            succeed("docker", "tag", cpu_image, cluster.base)
+        options = [f"--build-arg=BASE={cluster.base}"]
+        options += [f"--build-arg={name}" for name in ("http_proxy", "https_proxy", "no_proxy") if name in os.environ]
         folder = str(ROOT / "tests" / "integration" / "slurm")
-        succeed("docker", "build", "--quiet", *words, "--tag", cluster.image, folder, timeout=900)
+        succeed("docker", "build", "--quiet", *options, "--tag", cluster.image, folder, timeout=900)
         cluster.start()
         cluster.write_workspace()
         yield cluster

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import subprocess
+import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+# Names what the workers of one pytest session share: they inherit it.
+SESSION = os.environ.setdefault("TEST_SESSION", uuid.uuid4().hex[:8])
+CPU_IMAGE = f"tridock-test-{SESSION}:cpu"
+HOST_IMAGE = f"tridock-test-{SESSION}:host"
 
 
 def execute(*argv: str, **options: object) -> subprocess.CompletedProcess[str]:
@@ -28,6 +36,19 @@ def succeed(*argv: str, **options: object) -> str:
 def inside(container: str, *words: str, user: str = "tridock") -> str:
     """Runs a command in a container that is up, as the operator's user."""
     return succeed("docker", "exec", "--user", user, container, *words)
+
+
+@contextmanager
+def once(name: str) -> Iterator[bool]:
+    """Whether this worker is the session's first here; the others wait until its block has ended."""
+    folder = Path(tempfile.gettempdir()) / f"tridock-test-{SESSION}"
+    folder.mkdir(exist_ok=True)
+    with (folder / name).open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        first = os.fstat(file.fileno()).st_size == 0
+        yield first
+        if first:
+            file.write("done\n")
 
 
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:

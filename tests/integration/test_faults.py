@@ -137,9 +137,8 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def twin(docker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twin]:
-    with a_clone(tmp_path_factory.mktemp("faults")) as clone:
-        clone.succeed("make image FLAVOR=cpu")
+def twin(cpu_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twin]:
+    with a_clone(tmp_path_factory.mktemp("faults"), cpu_image) as clone:
         (clone.folder / "configs" / "tiny.yaml").write_text(json.dumps(TINY))
         (clone.folder / "hostfiles" / "twin").write_text(f"{HEAD} slots=1\n{OTHER} slots=1\n")
         write_data(clone.folder / "data" / "tiny")

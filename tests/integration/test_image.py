@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import tarfile
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -193,7 +194,8 @@ def test_every_program_is_on_the_path(containers: Containers) -> None:
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
     """This working tree as a fresh clone of it would be: what git knows or would add, and nothing else."""
-    folder = tmp_path / "clone"
+    # Compose names its project, and the project's network, as the folder.
+    folder = tmp_path / f"tridock-test-{uuid.uuid4().hex[:8]}"
     names = succeed("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT).split("\0")
     for name in filter(None, names):
         if (ROOT / name).is_file():
@@ -209,7 +211,8 @@ def compose(folder: Path, *words: str, **environment: str) -> subprocess.Complet
 def test_compose_runs_a_command_in_a_fresh_clone(clone: Path, cpu_image: str) -> None:
     os.chown(clone, 4321, 4321)
     try:
-        done = compose(clone, "run", "--rm", "-T", "trainer", "sh", "-c", "id -u; pwd; echo made >made")
+        words = ("run", "--rm", "-T", "trainer", "sh", "-c", "id -u; pwd; echo made >made")
+        done = compose(clone, *words, TRIDOCK_IMAGE=cpu_image)
         assert done.returncode == 0, done.stderr
         assert done.stdout == "4321\n/workspace\n"
         assert [line for line in done.stderr.splitlines() if "Network" not in line and "Container" not in line] == []
@@ -223,17 +226,17 @@ def test_compose_builds_the_image_where_there_is_none(clone: Path, cpu_image: st
         shutil.copy2(wheel, clone / "locks/wheels")
     try:
         words = ("run", "--rm", "-T", "trainer", "tridock", "--version")
-        done = compose(clone, *words, TRIDOCK_IMAGE="tridock:compose-test")
+        done = compose(clone, *words, TRIDOCK_IMAGE=f"{clone.name}:compose")
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines()[-1].startswith("tridock ")
     finally:
         compose(clone, "down", "--remove-orphans")
-        execute("docker", "image", "rm", "--force", "tridock:compose-test")
+        execute("docker", "image", "rm", "--force", f"{clone.name}:compose")
 
 
 def test_compose_starts_no_node_without_keys(clone: Path, cpu_image: str) -> None:
     try:
-        done = compose(clone, "--profile", "twin", "up", "--detach", "node-1")
+        done = compose(clone, "--profile", "twin", "up", "--detach", "node-1", TRIDOCK_IMAGE=cpu_image)
         assert done.returncode != 0
         assert "bind source path does not exist" in done.stderr
         assert not (clone / ".tridock").exists()

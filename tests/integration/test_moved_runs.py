@@ -36,9 +36,8 @@ def third_node(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def twin(docker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twin]:
-    with a_clone(tmp_path_factory.mktemp("moved")) as clone:
-        clone.succeed("make image FLAVOR=cpu")
+def twin(cpu_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twin]:
+    with a_clone(tmp_path_factory.mktemp("moved"), cpu_image) as clone:
         third_node(clone.folder)
         (clone.folder / "configs" / "tiny.yaml").write_text(json.dumps(TINY))
         (clone.folder / "hostfiles" / "twin").write_text("".join(f"{n} slots=1\n" for n in (HEAD, OTHER, SPARE)))

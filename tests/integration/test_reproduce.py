@@ -18,9 +18,8 @@ HOSTS = "--hosts hostfiles/twin"
 
 
 @pytest.fixture(scope="module")
-def twin(docker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clone]:
-    with a_clone(tmp_path_factory.mktemp("again")) as clone:
-        clone.succeed("make image FLAVOR=cpu")
+def twin(cpu_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clone]:
+    with a_clone(tmp_path_factory.mktemp("again"), cpu_image) as clone:
         (clone.folder / "configs" / "tiny.yaml").write_text(json.dumps(TINY))
         write_data(clone.folder / "data" / "tiny")
         clone.succeed(f"fab launch {HOSTS} --config configs/tiny.yaml --run-id-file first")

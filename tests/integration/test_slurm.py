@@ -40,11 +40,15 @@ LONG = changed(
 
 @pytest.fixture(scope="module")
 def jobs(slurm_cluster: SlurmCluster) -> dict[str, Job]:
-    """A job of every way to start ranks, to its end."""
+    """A job of every way to start ranks, to its end; each starts when the ranks of the one before have met."""
     jobs = {}
     for name, words in CASES.items():
-        jobs[name] = slurm_cluster.submit(*TWO, *words)
-        slurm_cluster.wait(jobs[name])
+        job = jobs[name] = slurm_cluster.submit(*TWO, *words)
+        slurm_cluster.until(
+            lambda job=job: slurm_cluster.events(job, "world_formed") or slurm_cluster.has_ended(job), "ranks meet", job
+        )
+    for job in jobs.values():
+        slurm_cluster.wait(job)
     return jobs
 
 
@@ -193,6 +197,9 @@ def test_a_rank_that_dies_on_another_node_is_named_and_the_run_goes_on(slurm_clu
 def test_a_run_whose_time_is_over_saves_is_queued_again_and_goes_on(slurm_cluster: SlurmCluster) -> None:
     # Slurm counts in minutes, and its word may come one early.
     job = slurm_cluster.submit(*TWO, *LONG, "--set", "name=slow", "--time", "2", "--signal-lead", "30")
+    slurm_cluster.until(lambda: slurm_cluster.losses(job), "the run trains", job)
+    with slurm_cluster.slowed("n1", "n2"):
+        slurm_cluster.until(lambda: slurm_cluster.events(job, "run_preempted"), "its time is over", job)
     slurm_cluster.until(lambda: slurm_cluster.events(job, "job_requeued"), "the job is queued again", job)
     saved, requeued = (slurm_cluster.events(job, name)[0] for name in ("run_preempted", "job_requeued"))
     assert requeued["iteration"] == saved["iteration"]

@@ -138,7 +138,7 @@ test-distributed: .venv/.full ## Several ranks on this machine's CPU
 
 .PHONY: test-integration
 test-integration: .venv/.full ## A real engine: the image, the twin, hosts reached over ssh
-	$(PYTEST) tests/integration -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(TESTS)
+	$(PYTEST) tests/integration -n $(WORKERS) $(TESTS)
 
 .PHONY: test-gpu
 test-gpu: ## Every engine on this machine's GPU; in the image, or wherever torch sees one

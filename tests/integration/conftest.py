@@ -10,6 +10,8 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.integration.rack import rack, rack_up  # noqa: F401  (fixtures, made once for all modules)
 from tests.integration.slurm_cluster import slurm_cluster  # noqa: F401  (a fixture)
@@ -33,14 +35,22 @@ from tridock.cluster.ssh_files import node_files
 REQUIRED = os.environ.get("TRIDOCK_REQUIRE_INTEGRATION") == "1"
 
 
-# Modules that share a cluster run in one worker, one after the other. The longest begin first.
+# Modules that share a cluster run in one worker, one after the other.
 CLUSTERS = {
-    "rack": ("test_bad_input", "test_data_on_hosts", "test_docker_hosts", "test_doctor", "test_megatron"),
-    "slurm": ("test_slurm", "test_guide_slurm"),
+    "test_bad_input": "rack",
+    "test_data_on_hosts": "rack",
+    "test_docker_hosts": "rack",
+    "test_doctor": "rack",
+    "test_megatron": "rack",
+    "test_slurm": "slurm",
+    "test_guide_slurm": "slurm",
 }
-LONG = ("test_faults", "test_twin", "test_moved_runs", "test_image", "test_node")
-GROUPS = {module: cluster for cluster, modules in CLUSTERS.items() for module in modules}
-FIRST = [module for modules in (*CLUSTERS.values(), LONG) for module in modules]
+# These begin first: the rack, whose worker builds the image; what needs no image meanwhile; then the longest.
+FIRST = (
+    *("test_bad_input", "test_data_on_hosts", "test_docker_hosts", "test_doctor", "test_megatron"),
+    *("test_remote_commands", "test_fab_over_ssh", "test_slurm", "test_guide_slurm", "test_faults", "test_twin"),
+    *("test_moved_runs", "test_image", "test_node"),
+)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -49,8 +59,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.integration)
-            item.add_marker(pytest.mark.xdist_group(GROUPS.get(item.path.stem, item.path.stem)))
     items.sort(key=lambda item: FIRST.index(item.path.stem) if item.path.stem in FIRST else len(FIRST))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    """Each worker takes a cluster's modules, or a module, at a time. (xdist's own groups are lost on pytest 9.)"""
+
+    class ByCluster(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            module = Path(nodeid.split("::")[0]).stem
+            return CLUSTERS.get(module, module)
+
+    config.option.loadscopereorder = False
+    return ByCluster(config, log)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

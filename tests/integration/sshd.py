@@ -158,7 +158,7 @@ def running(marker: str) -> list[str]:
     return [pid for pid in found.stdout.split() if int(pid) != os.getpid()]
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come true in time"

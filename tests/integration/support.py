@@ -51,7 +51,7 @@ def once(name: str) -> Iterator[bool]:
             file.write("done\n")
 
 
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"after {seconds:.0f} s still not: {what}"

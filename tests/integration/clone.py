@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.integration.rack import PROGRAMS, copy_tree
-from tests.integration.support import execute, succeed
+from tests.integration.support import execute, own_name, succeed
 
 
 @dataclass
@@ -50,7 +49,7 @@ class Clone:
 @contextmanager
 def a_clone(folder: Path, image: str = "") -> Iterator[Clone]:
     """Makes the clone below ``folder``, with ``image`` as if built there; what its commands started goes at the end."""
-    name = f"tridock-test-{uuid.uuid4().hex[:8]}"
+    name = own_name()
     made = Clone(copy_tree(folder / name), name)
     settings = made.folder / "hostfiles" / "twin.yaml"
     text = settings.read_text()

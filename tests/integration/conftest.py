@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
@@ -18,13 +17,13 @@ from tests.integration.slurm_cluster import slurm_cluster  # noqa: F401  (a fixt
 from tests.integration.sshd import host, make_sshd, shared  # noqa: F401  (fixtures)
 from tests.integration.support import (
     CPU_IMAGE,
-    HOST_IMAGE,
     ROOT,
-    SESSION,
     Containers,
     Twin,
     execute,
     once,
+    own_name,
+    remove_everything,
     succeed,
     wait_until,
 )  # fmt: skip
@@ -74,11 +73,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
     return ByCluster(config, log)
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """The last of the session removes the images that its workers shared; the build's cache stays."""
+    """Once all workers have ended."""
     if not hasattr(session.config, "workerinput") and shutil.which("docker"):
-        execute("docker", "image", "rm", CPU_IMAGE, HOST_IMAGE)
-        shutil.rmtree(Path(tempfile.gettempdir()) / f"tridock-test-{SESSION}", ignore_errors=True)
+        remove_everything()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -151,7 +150,7 @@ def start_twin(
     networks: list[str] = []
 
     def start(uid: int = 0, environment: Mapping[str, str] | None = None) -> Twin:
-        network = f"tridock-test-{uuid.uuid4().hex[:12]}"
+        network = own_name()
         succeed("docker", "network", "create", network)
         networks.append(network)
         folders = secrets("node-1", "node-2", uid=uid)

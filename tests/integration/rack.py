@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.support import HOST_IMAGE, ROOT, execute, succeed, wait_until
+from tests.integration.support import HOST_IMAGE, ROOT, execute, own_name, succeed, wait_until
 from tridock.data.dataset.indexed_dataset import IndexedDatasetWriter
 
 USER = "trainer"
@@ -129,7 +129,7 @@ class RackHost:
 class Rack:
     """Two hosts, and the project of the operator who uses them."""
 
-    suffix: str
+    name: str
     folder: Path
     hosts: dict[str, RackHost] = field(default_factory=dict)
 
@@ -140,11 +140,11 @@ class Rack:
     @property
     def image(self) -> str:
         """A name of this rack's own: the usual one may come to mean another image while the tests run."""
-        return f"tridock-test-{self.suffix}:cpu"
+        return f"{self.name}:cpu"
 
     @property
     def network(self) -> str:
-        return f"tridock-test-{self.suffix}"
+        return self.name
 
     def __getitem__(self, name: str) -> RackHost:
         return self.hosts[name]
@@ -235,7 +235,7 @@ class Rack:
         public = (self.folder / "id.pub").read_text().strip()
         succeed("docker", "network", "create", self.network)
         for name in ("host-a", "host-b"):
-            host = self.hosts[name] = RackHost(name, f"tridock-test-{self.suffix}-{name}")
+            host = self.hosts[name] = RackHost(name, f"{self.name}-{name}")
             options = ["--hostname", name, "--network", self.network, "--volume", f"{host.container}:/var/lib/docker"]
             options += ["--volume", f"{self.network}:{SHARED}"]
             succeed(
@@ -292,7 +292,7 @@ def rack(cpu_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
     proxies = [n for n in ("http_proxy", "https_proxy", "no_proxy") if n in os.environ]
     words = [word for name in proxies for word in ("--build-arg", name)]
     succeed("docker", "build", "--quiet", *words, "--tag", HOST_IMAGE, str(ROOT / "tests/integration/docker_host"))
-    made = Rack(uuid.uuid4().hex[:8], tmp_path_factory.mktemp("rack"))
+    made = Rack(own_name(), tmp_path_factory.mktemp("rack"))
     try:
         succeed("docker", "tag", cpu_image, made.image)
         made.start()

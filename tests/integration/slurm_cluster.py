@@ -9,17 +9,16 @@ import json
 import os
 import re
 import subprocess
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.integration import rack
-from tests.integration.support import ROOT, execute, succeed, wait_until
+from tests.integration.support import ROOT, execute, own_name, succeed, wait_until
 
 NODES = ("n1", "n2", "n3")
 USER = "trainer"
@@ -48,9 +47,15 @@ class Job:
 class SlurmCluster:
     """The containers, and their user at the login node."""
 
-    image: str
-    base: str
-    name: str = field(default_factory=lambda: f"tridock-test-{uuid.uuid4().hex[:8]}")
+    name: str
+
+    @property
+    def image(self) -> str:
+        return f"{self.name}:slurm"
+
+    @property
+    def base(self) -> str:
+        return f"{self.name}:cpu"
 
     def container(self, machine: str) -> str:
         return f"{self.name}-{machine}"
@@ -164,8 +169,7 @@ class SlurmCluster:
 @pytest.fixture(scope="session")
 def slurm_cluster(cpu_image: str) -> Iterator[SlurmCluster]:
     """The cluster with an experiment, its data and a site's profile in the user's folder."""
-    suffix, megatron = uuid.uuid4().hex[:8], os.environ.get("TRIDOCK_MEGATRON")
-    cluster = SlurmCluster(f"tridock-test-slurm-{suffix}:cpu", f"tridock-test-slurm-base-{suffix}:cpu")
+    cluster, megatron = SlurmCluster(own_name()), os.environ.get("TRIDOCK_MEGATRON")
     try:
         if megatron:
             words = ("FLAVOR=cpu", f"IMAGE={cluster.base}", f"MEGATRON={megatron}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import subprocess
 import tempfile
 import time
@@ -14,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# Names what the workers of one pytest session share: they inherit it.
-SESSION = os.environ.setdefault("TEST_SESSION", uuid.uuid4().hex[:8])
-CPU_IMAGE = f"tridock-test-{SESSION}:cpu"
-HOST_IMAGE = f"tridock-test-{SESSION}:host"
+# What every container, network, volume and image of one pytest session begins with; its workers inherit it.
+SESSION = "tridock-test-" + os.environ.setdefault("TEST_SESSION", uuid.uuid4().hex[:8])
+CPU_IMAGE = f"{SESSION}:cpu"
+HOST_IMAGE = f"{SESSION}:host"
 
 
 def execute(*argv: str, **options: object) -> subprocess.CompletedProcess[str]:
@@ -33,6 +34,25 @@ def succeed(*argv: str, **options: object) -> str:
     return done.stdout
 
 
+def own_name() -> str:
+    return f"{SESSION}-{uuid.uuid4().hex[:6]}"
+
+
+def remove_everything() -> None:
+    """Removes what the session has left, as after Ctrl-C; the build's cache stays."""
+    for list_, remove in (
+        ("ps --all --quiet --filter name=", "rm --force --volumes"),
+        ("network ls --quiet --filter name=", "network rm"),
+        ("volume ls --quiet --filter name=", "volume rm --force"),
+    ):
+        if names := execute("docker", *f"{list_}{SESSION}".split()).stdout.split():
+            execute("docker", *remove.split(), *names)
+    images = execute("docker", "image", "ls", "--format", "{{.Repository}}:{{.Tag}}").stdout.split()
+    if names := [name for name in images if name.startswith(SESSION)]:
+        execute("docker", "image", "rm", *names)
+    shutil.rmtree(Path(tempfile.gettempdir()) / SESSION, ignore_errors=True)
+
+
 def inside(container: str, *words: str, user: str = "tridock") -> str:
     """Runs a command in a container that is up, as the operator's user."""
     return succeed("docker", "exec", "--user", user, container, *words)
@@ -41,7 +61,7 @@ def inside(container: str, *words: str, user: str = "tridock") -> str:
 @contextmanager
 def once(name: str) -> Iterator[bool]:
     """Whether this worker is the session's first here; the others wait until its block has ended."""
-    folder = Path(tempfile.gettempdir()) / f"tridock-test-{SESSION}"
+    folder = Path(tempfile.gettempdir()) / SESSION
     folder.mkdir(exist_ok=True)
     with (folder / name).open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -67,7 +87,7 @@ class Containers:
 
     def start(self, *words: str, options: Sequence[str] = ()) -> str:
         """Starts a container in the background and gives its name."""
-        name = f"tridock-test-{uuid.uuid4().hex[:12]}"
+        name = own_name()
         self.names.append(name)
         succeed("docker", "run", "--detach", "--name", name, *options, self.image, *words)
         return name

@@ -219,7 +219,7 @@ def test_a_user_who_may_not_use_docker(rack: Rack) -> None:
 
 
 def test_an_image_that_is_missing_here_and_on_one_node(rack: Rack) -> None:
-    image = f"tridock-test-{rack.suffix}:elsewhere"
+    image = f"{rack.name}:elsewhere"
     rack["host-a"].sh('docker tag "$1" "$2"', rack.image, image)
     held = rack["host-a"].image_id(image)[:19]
     try:
@@ -234,7 +234,7 @@ def test_an_image_that_is_missing_here_and_on_one_node(rack: Rack) -> None:
 
 
 def test_nodes_with_different_images_and_none_here(rack: Rack) -> None:
-    image = f"tridock-test-{rack.suffix}:elsewhere"
+    image = f"{rack.name}:elsewhere"
     for host in rack:
         host.sh('tar -c --files-from /dev/null | docker import --message "$2" - "$1"', image, host.name)
     ids = [host.image_id(image)[:19] for host in rack]
@@ -253,7 +253,7 @@ def test_nodes_with_different_images_and_none_here(rack: Rack) -> None:
 @pytest.fixture
 def small_image(rack: Rack) -> Iterator[str]:
     """An image that no host has, of a size that travels quickly."""
-    image = f"tridock-test-{rack.suffix}:travels"
+    image = f"{rack.name}:travels"
     succeed("docker", "tag", "debian:bookworm-slim", image)
     yield image
     succeed("docker", "image", "rm", image)

@@ -116,7 +116,7 @@ def test_keys_are_made_once(rack_up: Up) -> None:
 def test_an_image_goes_only_to_the_host_that_lacks_it(rack_up: Up) -> None:
     """A small one, which is no image of ours: the hosts' own engines say so, and nothing stays behind."""
     rack = rack_up.rack
-    small = f"tridock-test-{rack.suffix}:small"
+    small = f"{rack.name}:small"
     succeed("docker", "tag", "debian:bookworm-slim", small)
     try:
         succeed("bash", "-c", f"docker save {small} | docker exec -i {rack['host-a'].container} docker load")

@@ -210,7 +210,7 @@ def sick(rack_up: Up, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict
     rack, folder = rack_up.rack, tmp_path_factory.mktemp("shift")
     (folder / "shift.c").write_text(SHIFT)
     succeed("gcc", "-shared", "-fPIC", "-o", str(folder / "shift.so"), str(folder / "shift.c"))
-    image, work = f"tridock-test-{rack.suffix}:sick", f"/home/{USER}/tridock/sick"
+    image, work = f"{rack.name}:sick", f"/home/{USER}/tridock/sick"
     data = f"{work}/workspace/data"
     for host in rack:
         host.sh(f"mkdir -p {data} {work}/workspace/runs && cp -r {WORKDIR}/workspace/data/tiny {data}")

@@ -9,14 +9,13 @@ import re
 import shutil
 import subprocess
 import tarfile
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 import pytest
 
-from tests.integration.support import ROOT, Containers, execute, succeed
+from tests.integration.support import ROOT, Containers, execute, own_name, succeed
 
 SITE_PACKAGES = "opt/venv/lib/"
 
@@ -197,7 +196,7 @@ def test_every_program_is_on_the_path(containers: Containers) -> None:
 def clone(tmp_path: Path) -> Path:
     """This working tree as a fresh clone of it would be: what git knows or would add, and nothing else."""
     # Compose names its project, and the project's network, as the folder.
-    folder = tmp_path / f"tridock-test-{uuid.uuid4().hex[:8]}"
+    folder = tmp_path / own_name()
     names = succeed("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT).split("\0")
     for name in filter(None, names):
         if (ROOT / name).is_file():

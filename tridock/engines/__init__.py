@@ -23,6 +23,7 @@ __all__ = [
     "as_yaml",
     "checkpoints_folder",
     "engine_of",
+    "engines_with",
     "field_problems",
     "rank_program",
 ]
@@ -36,8 +37,9 @@ def engine_of(experiment: Experiment) -> Engine:
 
 
 def engines_with(path: str) -> list[str]:
-    """Names of the engines that do not refuse a field."""
-    return [name for name, engine in ENGINES.items() if not isinstance(engine.fields.get(path), Refused)]
+    """Names of the engines that take a field; of one that they default differently, all."""
+    tables = {name: engine.fields.get(path) for name, engine in ENGINES.items()}
+    return [name for name, it in tables.items() if not isinstance(it, Refused) or it.default is not None]
 
 
 def field_problems(experiment: Experiment) -> Iterator[Problem]:

@@ -14,16 +14,14 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What legality asks of a field, and what the field does to a rank's memory and time; empty for nothing."""
+    """The rules of a field beside the engines that have it, and its effect on a rank's memory and time."""
 
     rules: tuple[str, ...] = ()
     memory: str = ""
     time: str = ""
 
 
-_V115 = "only with engine megatron-deepspeed"
-_STORED = (_V115, "needs checkpoint_activations", "needs strategy zero")
-_CORE = "only with engine megatron-core"
+_STORED = ("needs checkpoint_activations", "needs strategy zero")
 _FULL = "goes with recompute_granularity full, which needs it"
 
 _MODEL: Final = {
@@ -77,12 +75,12 @@ _MODEL: Final = {
     ),
     "init_method_std": Effect(),
     "checkpoint_activations": Effect(
-        ("engines torch and megatron-deepspeed; megatron-core: recompute_granularity",),
+        ("megatron-core: recompute_granularity",),
         "2 s b h bytes a layer instead of all activations, and one layer's while it is worked on",
         "a third more products in the layers: their forward pass is done twice",
     ),
     "checkpoint_num_layers": Effect(
-        (_V115, "needs checkpoint_activations", "divides num_layers where there is no pipeline"),
+        ("needs checkpoint_activations", "divides num_layers where there is no pipeline"),
         "stored states become fewer by this factor, the layers that are worked on at a time more",
     ),
     "partition_activations": Effect(_STORED, "what is stored is divided by t", "gathers each stored state again"),
@@ -94,15 +92,15 @@ _MODEL: Final = {
     ),
     "synchronize_each_layer": Effect(_STORED, "", "waits for the device around each stored layer"),
     "recompute_granularity": Effect(
-        (_CORE,),
+        (),
         "full: 2 s b h bytes a layer are kept; selective: all but the attention scores, 5 a s^2 b bytes a layer",
         "full: a third more products in the layers; selective: attention over the tokens twice",
     ),
     "recompute_method": Effect(
-        (_CORE, _FULL), "uniform: all layers of a stage; block: the first ones only, the others keep all activations"
+        (_FULL,), "uniform: all layers of a stage; block: the first ones only, the others keep all activations"
     ),
     "recompute_num_layers": Effect(
-        (_CORE, _FULL, "recompute_method uniform: divides the layers of a (virtual) stage"),
+        (_FULL, "recompute_method uniform: divides the layers of a (virtual) stage"),
         "uniform: stored states become fewer by this factor; block: layers beyond it keep all activations",
         "block: a third more products in so many layers",
     ),
@@ -127,7 +125,6 @@ _PARALLEL: Final = {
     ),
     "pipeline_schedule": Effect(
         (
-            "engine torch",
             "1f1b: as many micro-batches as stages, or more",
             "interleaved: needs virtual_pipeline_model_parallel_size 2 or more",
         ),
@@ -163,7 +160,7 @@ _PARALLEL: Final = {
     ),
     "virtual_pipeline_model_parallel_size": Effect(
         (
-            "engine megatron-core, or torch with pipeline_schedule interleaved",
+            "torch: goes with pipeline_schedule interleaved",
             "needs pipeline_model_parallel_size 2 or more",
             "divides the layers of a stage",
             "global_batch_size: a multiple of micro_batch_size x d p",
@@ -172,17 +169,17 @@ _PARALLEL: Final = {
         "the waiting is divided by it; v times as many messages between stages",
     ),
     "context_parallel_size": Effect(
-        (_CORE, "seq_length: a multiple of twice this", "t p c divides the slots"),
+        ("seq_length: a multiple of twice this", "t p c divides the slots"),
         "activations are divided by it, parameters are not",
         "keys and values of each layer go round its ranks",
     ),
     "sequence_parallel": Effect(
-        (_CORE, "needs tensor_model_parallel_size 2 or more", "seq_length: a multiple of t c"),
+        ("needs tensor_model_parallel_size 2 or more", "seq_length: a multiple of t c"),
         "the other 10 of 34 parts of the activations are divided by t too",
         "as much is exchanged: reduce-scatters and all-gathers instead of all-reduces",
     ),
     "use_distributed_optimizer": Effect(
-        (_CORE,),
+        (),
         "the optimizer's states (12 bytes a parameter in 16 bits, 8 in fp32) are divided by d c",
         "as much is exchanged: a reduce-scatter and an all-gather instead of an all-reduce",
     ),
@@ -226,13 +223,10 @@ EFFECTS: Final = {
     ),
     "optimizer.lr_decay_iters": Effect(("more than lr_warmup_iters",)),
     "train.seed": Effect(("megatron-deepspeed: 1 or more",)),
-    "train.compile": Effect(("engine torch",)),
-    "train.checkpoint_folder": Effect((_V115, "needs train.save")),
-    "megatron_args": Effect(
-        (_V115, "no option that the experiment has a field for", "none of the fused softmax kernels")
-    ),
+    "train.checkpoint_folder": Effect(("needs train.save",)),
+    "megatron_args": Effect(("no option that the experiment has a field for", "none of the fused softmax kernels")),
 }
-"""By the field's path; every field under :data:`COMPLETE` has one."""
+"""By the field's path; every field under :data:`COMPLETE`. The engines' own tables say which of them has a field."""
 
 COMPLETE: Final = ("model.", "parallel.", "batch.", "precision")
 """Beginnings of the paths of fields that do something to memory or time, or could be thought to."""

@@ -13,9 +13,11 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
 
 from tridock.cluster.schema import Settings
+from tridock.engines import ENGINES, engines_with
 from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment
-from tridock.plan.effects import COMPLETE, EFFECTS, LETTERS
+from tridock.layout.nearest import either
+from tridock.plan.effects import COMPLETE, EFFECTS, LETTERS, Effect
 
 _WIDTH: Final = 110
 _SCHEMAS: Final[dict[str, type[BaseModel]]] = {"experiment": Experiment, "cluster settings": Settings}
@@ -85,11 +87,18 @@ def _lines(place: _Place, known: list[_Place]) -> Iterator[str]:
         yield from _rows([(other.path.removeprefix(below), _meaning(other)) for other in inside])
         return
     rows = [("type", _type(place.field)), ("default", _default(place.field))]
-    if place.schema == "experiment" and (effect := EFFECTS.get(place.path)) is not None:
-        rows += [("rule", rule) for rule in effect.rules]
+    if place.schema == "experiment":
+        effect = EFFECTS.get(place.path, Effect())
+        rows += [("rule", rule) for rule in rules_of(place.path)]
         if place.path.startswith(COMPLETE):
             rows += [("memory", effect.memory or "nothing"), ("time", effect.time or "nothing"), ("where", LETTERS)]
     yield from _rows(rows)
+
+
+def rules_of(path: str) -> tuple[str, ...]:
+    """What legality asks of a field of an experiment: the engines that have it, then what :data:`EFFECTS` says."""
+    names, rules = engines_with(path), EFFECTS.get(path, Effect()).rules
+    return rules if len(names) == len(ENGINES) else (f"only with engine {either(names)}", *rules)
 
 
 def _meaning(place: _Place) -> str:

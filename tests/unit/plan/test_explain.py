@@ -9,7 +9,7 @@ from tridock.cluster.schema import Settings
 from tridock.errors import RequestError
 from tridock.experiment import Experiment, parse_experiment
 from tridock.plan.effects import COMPLETE, EFFECTS
-from tridock.plan.explain import _places, explain
+from tridock.plan.explain import _places, explain, rules_of
 from tridock.plan.legality import layout_problems
 
 BASE = """\
@@ -40,7 +40,8 @@ parallel.virtual_pipeline_model_parallel_size (experiment)
   Engines megatron-core and torch: runs of layers that a stage holds, interleaved with the others'.
   type     whole number, greater than 0
   default  1
-  rule     engine megatron-core, or torch with pipeline_schedule interleaved
+  rule     only with engine torch or megatron-core
+  rule     torch: goes with pipeline_schedule interleaved
   rule     needs pipeline_model_parallel_size 2 or more
   rule     divides the layers of a stage
   rule     global_batch_size: a multiple of micro_batch_size x d p
@@ -143,4 +144,4 @@ def test_a_field_that_can_be_refused_has_a_rule(engine: str) -> None:
     problems = list(chain.from_iterable(layout_problems(experiment, 9) for experiment in experiments))
     assert len(problems) > 20
     for where in {problem.where for problem in problems} - {"parallel"}:
-        assert EFFECTS[where].rules, where
+        assert rules_of(where), where

@@ -25,33 +25,33 @@ pytestmark = pytest.mark.distributed
 
 # Done by two ranks without a launcher: tests/distributed/faults.py.
 FAULTS = {
-    "host-out-of-memory": "the memory of localhost ran out; the plan reckons with 3.0 GiB for a rank of stage 0 "
+    "host-out-of-memory": "localhost ran out of memory; the plan expects 3.0 GiB for a rank of stage 0 "
     "(weights 2.0 GiB, activations 1.0 GiB), of the 16.0 GiB of a v100-16gb",
-    "address-in-use": "the port of the rendezvous was taken between the launch and the start",
-    "too-many-open-files": "a limit of localhost on open files was reached",
-    "too-many-processes": "a limit of localhost on processes or threads was reached",
+    "address-in-use": "the rendezvous port was taken between launch and start",
+    "too-many-open-files": "the limit on open files was reached on localhost",
+    "too-many-processes": "the limit on processes or threads was reached on localhost",
     "disk-full": "a disk of localhost is full",
-    "missing-file": "a file is not on localhost: {folder}/none.bin",
-    "index-maps-missing": "Megatron's index maps are not beside the data on localhost",
-    "permission": "rank 0 on localhost may not use a file or folder: /sys/kernel/tridock",
-    "checkpoint-corrupted": "a checkpoint's file is cut short or damaged",
-    "checkpoint-of-another-version": "the checkpoint holds objects that this version does not read: "
+    "missing-file": "a file is missing on localhost: {folder}/none.bin",
+    "index-maps-missing": "Megatron's index maps are missing on localhost",
+    "permission": "rank 0 on localhost has no permission for a file or folder: /sys/kernel/tridock",
+    "checkpoint-corrupted": "a file of the checkpoint is truncated or damaged",
+    "checkpoint-of-another-version": "the checkpoint holds objects that this version cannot read: "
     "another torch, DeepSpeed or Megatron wrote it",
-    "checkpoint-of-another-version, distributed": "the checkpoint holds objects that this version does not read: "
+    "checkpoint-of-another-version, distributed": "the checkpoint holds objects that this version cannot read: "
     "another torch, DeepSpeed or Megatron wrote it",
-    "checkpoint-of-another-layout": "the checkpoint was saved by another number of ranks, layout or model",
-    "import": "a Python package or a name in it is missing on localhost: tridock_none",
-    "version-mismatch": "the code and a package do not fit: another version of torch, DeepSpeed or a patch than on "
-    "the other nodes",
-    "vocabulary-too-small": "the data hold a token that the model's vocabulary does not",
-    "no-such-interface": "a network interface that the environment names is not on localhost",
-    "rendezvous": "not all ranks met",
-    "ended-from-outside": "rank 0 on localhost was told to end: SIGTERM or Ctrl-C from outside of the run",
-    "another-rank-has-gone": "a rank lost its connection to another that says nothing of itself",
-    "collective-timeout": "a collective did not end in time: a rank does not take part in it; "
+    "checkpoint-of-another-layout": "the checkpoint was saved with another number of ranks, layout or model",
+    "import": "a Python package, or a name in it, is missing on localhost: tridock_none",
+    "version-mismatch": "the code does not match a package: the node has another version of torch, DeepSpeed or a "
+    "patch",
+    "vocabulary-too-small": "the data contain a token outside the model's vocabulary",
+    "no-such-interface": "localhost lacks a network interface that the environment names",
+    "rendezvous": "not all ranks reached the rendezvous",
+    "ended-from-outside": "rank 0 on localhost was terminated from outside the run: SIGTERM or Ctrl-C",
+    "another-rank-has-gone": "a rank lost its connection to another one, which recorded no failure",
+    "collective-timeout": "a collective timed out: a rank does not take part in it; "
     "rank 1 on localhost came to collective 1, the others to 2",
-    "collectives-differ": "the ranks ran different collectives: another version of the code, the patches or the "
-    "experiment on some node",
+    "collectives-differ": "the ranks ran different collectives: a node has another version of the code, the "
+    "patches or the experiment",
 }
 TOGETHER = ("another-rank-has-gone", "collective-timeout", "collectives-differ")
 PLAN: dict[str, Any] = {
@@ -179,7 +179,7 @@ def test_a_loss_that_is_no_number(project: Path) -> None:
     )
     assert re.fullmatch(r"every rank, \d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC", found["first"])
     assert re.fullmatch(r"1: 4\.\d{4}, (?:\d: [\d.]+, )*\d: not finite", found["steps"])
-    assert found["cause"] == "the training diverged: the loss is no finite number"
+    assert found["cause"] == "the training diverged: the loss is not finite"
     assert found["remedy"].startswith("lower optimizer.lr, ")
     assert found["rule"] == "loss-not-finite (docs/triage.md)"
     again = subprocess.run(
@@ -194,7 +194,7 @@ def test_a_loss_that_is_no_number(project: Path) -> None:
     ("number", "rule", "cause"),
     [
         (signal.SIGKILL, "ended-without-a-word",
-         "rank 1 on localhost ended without a word: a signal from outside, or from a fault in native code"),
+         "rank 1 on localhost exited without a message: a signal from outside, or a fault in native code"),
         (signal.SIGSTOP, "rank-stopped",
          "rank 1 on localhost was stopped by a signal (SIGSTOP) or is held by a debugger"),
     ],

@@ -27,7 +27,7 @@ def test_the_kernel_kills(containers: Containers, tmp_path: Path) -> None:
         "  steps    none was logged",
     ]
     assert lines[3].startswith(
-        "  cause    the memory of localhost ran out, and the kernel killed the rank; the plan reckons with "
+        "  cause    localhost ran out of memory, and the kernel killed the rank; the plan expects "
     )
     assert lines[5] == "  rule     killed-by-kernel (docs/triage.md)"
 

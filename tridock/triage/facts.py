@@ -37,7 +37,7 @@ class Facts:
     """The end of the launcher's output since the last start."""
     steps: tuple[Step, ...] = ()
     planned: str = ""
-    """What the plan reckons with for that rank, in words; empty where it has no memory."""
+    """What the plan expects for that rank, in words; empty where it has no memory."""
     kernel: tuple[str, ...] = ()
     """What the kernel of its node said of memory while the run went on, where it can be read."""
     stuck: str = ""
@@ -130,7 +130,7 @@ def _planned(plan: Mapping[str, Any], entry: Mapping[str, Any] | None) -> str:
         return ""
     largest = sorted(stage["terms"], key=lambda term: -int(term["bytes"]))[:3]
     terms = ", ".join(f"{term['name']} {_size(term['bytes'])}" for term in largest)
-    whole = f"the plan reckons with {_size(stage['total_bytes'])} for a rank of stage {stage['stage']} ({terms})"
+    whole = f"the plan expects {_size(stage['total_bytes'])} for a rank of stage {stage['stage']} ({terms})"
     limit = memory.get("limit_gib")
     return whole if limit is None else f"{whole}, of the {limit:.1f} GiB of a {memory['gpu']}"
 

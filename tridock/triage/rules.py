@@ -13,7 +13,7 @@ _SUPERVISOR: Final = "the supervisor (events.jsonl)"
 _SEEN: Final = (
     Rule(
         "killed-by-kernel",
-        "the memory of {node} ran out, and the kernel killed the rank",
+        "{node} ran out of memory, and the kernel killed the rank",
         "give the container or the host more memory, start fewer ranks there, or lower batch.micro_batch_size",
         "the supervisor: oom_kill in memory.events of the node's cgroup",
         causes={Cause.RANK_KILLED_FOR_MEMORY},
@@ -22,16 +22,16 @@ _SEEN: Final = (
     Rule(
         "rank-stopped",
         "{who} was stopped by a signal (SIGSTOP) or is held by a debugger",
-        "let it go on (kill -CONT) or end the debugger, then launch again; "
+        "continue it (kill -CONT) or end the debugger, then launch again; "
         "launch.hang_timeout: 0 lets a debugger hold a rank",
         _SUPERVISOR,
         causes={Cause.RANK_STOPPED},
     ),
     Rule(
         "collective-does-not-end",
-        "all ranks wait in a collective that does not end",
-        "look whether all of them are in the same one (the stacks stand in logs/rank-<N>.log); NCCL_DEBUG=INFO shows "
-        "its connections, and fab check tries the network between the nodes",
+        "all ranks wait in a collective that does not complete",
+        "compare the stacks in logs/rank-<N>.log: all ranks must be in the same one; NCCL_DEBUG=INFO shows its "
+        "connections, and fab check tests the network between the nodes",
         _SUPERVISOR,
         causes={Cause.COLLECTIVE_HUNG},
         waits=True,
@@ -39,9 +39,9 @@ _SEEN: Final = (
     ),
     Rule(
         "rank-hung",
-        "{who} does not get on, and the others wait for it",
-        "its stacks stand at the end of logs/rank-<N>.log: a file system that does not answer, a lock, or a loop "
-        "without end; a step that may take this long needs a larger launch.hang_timeout",
+        "{who} makes no progress, and the others wait for it",
+        "read its stacks at the end of logs/rank-<N>.log: a file system that does not answer, a lock, or an endless "
+        "loop; a step that takes this long needs a larger launch.hang_timeout",
         _SUPERVISOR,
         causes={Cause.RANK_HUNG},
         waits=True,
@@ -49,16 +49,16 @@ _SEEN: Final = (
     ),
     Rule(
         "node-lost",
-        "{node} or its network has gone",
-        "see that the host is up and reached (fab status, fab check), then launch again with train.load",
+        "{node} or its network is lost",
+        "check that the host is up and reachable (fab status, fab check), then launch again with train.load",
         _SUPERVISOR,
         causes={Cause.NODE_SILENT, Cause.SSH_SESSION_LOST},
         proof="recorded",
     ),
     Rule(
         "head-lost",
-        "{node} lost the head, which says nothing of the run's end: the head or its network has gone",
-        "see that the head is up and reached (fab status, fab check), then launch again with train.load",
+        "{node} lost the head, and no exit code is known: the head or its network is lost",
+        "check that the head is up and reachable (fab status, fab check), then launch again with train.load",
         _SUPERVISOR,
         causes={Cause.HEAD_SILENT},
         proof="recorded",
@@ -68,8 +68,8 @@ _SEEN: Final = (
 _LAST: Final = (
     Rule(
         "another-rank-has-gone",
-        "a rank lost its connection to another that says nothing of itself",
-        "look at the logs of the other ranks, and at dmesg on their nodes",
+        "a rank lost its connection to another one, which recorded no failure",
+        "read the logs of the other ranks, and dmesg on their nodes",
         "Tridock, train/process_group.py; Gloo",
         causes={Cause.PEER_LOST},
         says=regex(r"Connection (?:closed|reset) by peer"),
@@ -78,9 +78,9 @@ _LAST: Final = (
     ),
     Rule(
         "killed-for-memory-on-host",
-        "the kernel of {node} killed for memory while the run went on",
-        "give the host more memory, end what else runs there, start fewer ranks, or lower batch.micro_batch_size",
-        "the kernel's log of the node, where it may be read",
+        "the kernel of {node} killed a process for memory during the run",
+        "give the host more memory, stop other programs there, start fewer ranks, or lower batch.micro_batch_size",
+        "the kernel's log of the node, if it can be read",
         events={Event.RANK_DIED, Event.RUN_FAILED, Event.LAUNCHER_ENDED},
         last=True,
         kernel=True,
@@ -89,23 +89,23 @@ _LAST: Final = (
     ),
     Rule(
         "ended-without-a-word",
-        "{who} ended without a word: a signal from outside, or from a fault in native code",
-        "look at the end of its log, at dmesg on {node}, and for who may have ended it (kill, a batch system's limit)",
+        "{who} exited without a message: a signal from outside, or a fault in native code",
+        "read the end of its log and dmesg on {node}; find what could have killed it (kill, a batch system's limit)",
         _SUPERVISOR,
         events={Event.RANK_DIED},
         last=True,
     ),
     Rule(
         "launcher-ended",
-        "the launcher on the head ended before its ranks",
-        "look at the end of logs/launcher.log, and at dmesg on the head",
+        "the launcher on the head exited before its ranks",
+        "read the end of logs/launcher.log, and dmesg on the head",
         _SUPERVISOR,
         events={Event.LAUNCHER_ENDED},
         last=True,
     ),
     Rule(
         "unknown",
-        "no rule knows this failure",
+        "no rule matches this failure",
         "read the end of the failed rank's log and of logs/launcher.log",
         "nothing",
         last=True,

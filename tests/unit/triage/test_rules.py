@@ -155,7 +155,7 @@ def test_the_planners_numbers_are_those_of_the_ranks_stage() -> None:
         "  first    rank 1 on b, 2026-01-02 03:04:05 UTC\n"
         "  error    MemoryError()\n"
         "  steps    3: 0.0000, 4: -1.0000, 5: -2.0000, 6: -3.0000, 7: not finite\n"
-        "  cause    the memory of b ran out; the plan reckons with 6.0 MiB for a rank of stage 1 (weights 5.0 MiB); "
+        "  cause    b ran out of memory; the plan expects 6.0 MiB for a rank of stage 1 (weights 5.0 MiB); "
         "the kernel said: Out of memory\n"
         "  remedy   give the container or the host more memory, start fewer ranks there, or lower "
         "batch.micro_batch_size\n"
@@ -168,7 +168,7 @@ def test_no_answer_at_all() -> None:
     assert report(facts, diagnose(facts)) == (
         "  first    the launcher\n"
         "  steps    none was logged\n"
-        "  cause    no rule knows this failure\n"
+        "  cause    no rule matches this failure\n"
         "  remedy   read the end of the failed rank's log and of logs/launcher.log\n"
         "  rule     unknown (docs/triage.md)"
     )

@@ -28,8 +28,7 @@ from tests.integration.support import (
     wait_until,
 )  # fmt: skip
 from tridock.cluster import load_cluster
-from tridock.cluster.keys import ClusterKeys
-from tridock.cluster.ssh_files import node_files
+from tridock.cluster.keys import ClusterKeys, node_files
 
 REQUIRED = os.environ.get("TRIDOCK_REQUIRE_INTEGRATION") == "1"
 

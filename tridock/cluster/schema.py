@@ -44,23 +44,23 @@ class Ssh(Section):
     """How the operator's machine reaches the hosts. What is left out comes from the ssh configuration."""
 
     user: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*\$?$")] | None = Field(
-        default=None, description="User on the hosts; from the ssh configuration where left out."
+        default=None, description="User on the hosts; by default from the ssh configuration."
     )
-    port: Port | None = Field(default=None, description="Port of the hosts' sshd; from the ssh configuration.")
+    port: Port | None = Field(default=None, description="Port of the hosts' sshd; by default the ssh configuration's.")
     identity_file: Word | None = Field(
-        default=None, description="Private key of the operator; the ssh configuration's, the agent's where left out."
+        default=None, description="Your private key; by default those of the ssh configuration and the agent."
     )
     config_file: Word | None = Field(
-        default=None, description="The ssh configuration to read; ~/.ssh/config and the system's where left out."
+        default=None, description="The ssh configuration to read; by default ~/.ssh/config and the system's."
     )
     connect_timeout: Annotated[float, Field(gt=0, le=600)] = Field(
-        default=10.0, description="Seconds until a host that does not answer is given up."
+        default=10.0, description="Seconds to wait for a host to answer."
     )
     max_connections: Annotated[int, Field(ge=1, le=256)] = Field(
-        default=8, description="Hosts that are worked on at the same time."
+        default=8, description="Hosts to connect to at the same time."
     )
     retries: Annotated[int, Field(ge=0, le=20)] = Field(
-        default=4, description="Further attempts after a refused or dropped connection."
+        default=4, description="Retries after a refused or dropped connection."
     )
 
 
@@ -82,12 +82,12 @@ class Container(Section):
         description="Docker's --ulimit: name to limit, or to soft:hard.",
     )
     gpus: Literal["auto", "all", "none"] = Field(
-        default="auto", description="auto: all GPUs where nvidia-smi finds some, none elsewhere."
+        default="auto", description="auto: all GPUs on hosts where nvidia-smi finds some, else none."
     )
-    devices: Words = Field(default=(), description="Docker's --device; InfiniBand's are added where they exist.")
-    mounts: Words = Field(default=(), description="Further folders: source:target or source:target:ro.")
+    devices: Words = Field(default=(), description="Docker's --device; InfiniBand devices are added where they exist.")
+    mounts: Words = Field(default=(), description="More mounts: source:target or source:target:ro.")
     cap_add: Words = Field(default=("IPC_LOCK",), description="Docker's --cap-add.")
-    extra_args: Words = Field(default=(), description="Further words for docker run.")
+    extra_args: Words = Field(default=(), description="More options of docker run.")
 
 
 class Compose(Section):
@@ -95,7 +95,7 @@ class Compose(Section):
 
     file: Word = Field(default="docker-compose.yml", description="Compose file, from the project's folder.")
     project: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]*$")] | None = Field(
-        default=None, description="Compose project; tridock-<name> where left out."
+        default=None, description="Compose project; by default tridock-<name>."
     )
 
 
@@ -103,7 +103,7 @@ class NodeSettings(Section):
     """What one node has of its own."""
 
     address: Word | None = Field(
-        default=None, description="Address at which the other nodes reach it; its name in the hostfile where left out."
+        default=None, description="Address at which the other nodes reach it; by default its name in the hostfile."
     )
     listen: Words | None = Field(default=None, description="Like listen above, for this node.")
     env: dict[EnvName, EnvValue] = Field(default_factory=dict, description="Added to env above, and wins over it.")
@@ -112,24 +112,22 @@ class NodeSettings(Section):
 class Settings(Section):
     """The settings of one cluster."""
 
-    name: ClusterName | None = Field(
-        default=None, description="Name of the cluster; the hostfile's own where left out."
-    )
+    name: ClusterName | None = Field(default=None, description="Name of the cluster; by default the hostfile's name.")
     transport: Literal["ssh", "compose"] = Field(
         default="ssh", description="ssh to hosts, or compose: the twin on this machine's own Docker engine."
     )
     ssh: Ssh = Field(default_factory=Ssh)
     workdir: Word | None = Field(
-        default=None, description="Folder of the cluster on each host; ~/tridock/<name> where left out."
+        default=None, description="Folder of the cluster on each host; by default ~/tridock/<name>."
     )
     image: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][A-Za-z0-9._/:@-]*$")] = Field(
         default="tridock:latest", description="The image that every node runs."
     )
     container: Container = Field(default_factory=Container)
     ssh_port: Annotated[int, Field(ge=1024, le=65535)] = Field(
-        default=run_folder.SSH_PORT, description="Port of the nodes' own sshd, which runs without root."
+        default=run_folder.SSH_PORT, description="Port of the nodes' sshd, which runs without root."
     )
-    listen: Words = Field(default=(), description="Addresses of the nodes' sshd; all of them where left out.")
+    listen: Words = Field(default=(), description="Addresses that the nodes' sshd listens on; by default all.")
     env: dict[EnvName, EnvValue] = Field(default_factory=dict, description="Environment of every node.")
     gpu: Word | None = Field(
         default=None,
@@ -145,7 +143,7 @@ class Settings(Section):
         default=None, description="Between nodes, of one node, in Gbit/s, for the plan's times; 100 where left out."
     )
     nodes: dict[str, NodeSettings] = Field(
-        default_factory=dict, description="What differs for one node, by its name in the hostfile."
+        default_factory=dict, description="Settings of single nodes, by their name in the hostfile."
     )
     compose: Compose = Field(default_factory=Compose)
 

@@ -10,8 +10,7 @@ from cryptography.hazmat.primitives.asymmetric.rsa import generate_private_key
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from tridock.cluster import Cluster, load_cluster
-from tridock.cluster.keys import ClusterKeys, KeyPair
-from tridock.cluster.ssh_files import NODE_FILES, known_hosts, node_files, ssh_config
+from tridock.cluster.keys import NODE_FILES, ClusterKeys, KeyPair, known_hosts, node_files, ssh_config
 
 
 @pytest.fixture

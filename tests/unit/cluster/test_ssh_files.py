@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 from tridock.cluster import load_cluster
-from tridock.cluster.ssh_files import ssh_config
+from tridock.cluster.keys import ssh_config
 from tridock.contracts import cluster_ssh
 
 SOURCE = Path(__file__).parents[3] / "tridock"

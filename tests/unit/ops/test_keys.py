@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tridock.cluster import load_cluster
-from tridock.cluster.ssh_files import NODE_FILES
+from tridock.cluster.keys import NODE_FILES
 from tridock.errors import RequestError
 from tridock.ops.hosts.keys import KeyStore
 

@@ -76,7 +76,7 @@ name (experiment)
   default  none: it must be given
 
 name (cluster settings)
-  Name of the cluster; the hostfile's own where left out.
+  Name of the cluster; by default the hostfile's name.
   type     text that matches ^[a-z0-9][a-z0-9_-]{0,40}$ or null
   default  null
 """

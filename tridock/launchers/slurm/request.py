@@ -1,4 +1,4 @@
-"""What a job asks of Slurm: a site's profile (``configs/slurm/*.yaml``) and the words of the command line over it."""
+"""What a job asks of Slurm: a site's profile (``configs/slurm/*.yaml``), with the command line's options over it."""
 
 from __future__ import annotations
 
@@ -39,37 +39,35 @@ class SlurmContainer(Section):
         description="A .sif file (apptainer), a .sqsh file or registry#image:tag (pyxis), an image's name (docker).",
     )
     mounts: Words = Field(
-        default=(), description="Further folders: /source, /source:/target or /source:/target:ro; the workspace is one."
+        default=(), description="Folders to mount beside the workspace: /source, /source:/target or /source:/target:ro."
     )
-    extra_args: Words = Field(
-        default=(), description="Further words for apptainer exec, docker run, or srun in the case of pyxis."
-    )
+    extra_args: Words = Field(default=(), description="More options of apptainer exec, docker run, or srun (pyxis).")
 
 
 class Request(Section):
     """A job, as a site's profile and the command line ask for it."""
 
-    nodes: Positive = Field(default=1, description="Nodes.")
+    nodes: Positive = Field(default=1, description="Number of nodes.")
     gpus_per_node: Positive | None = Field(
-        default=None, description="Ranks of a node, each with a GPU of its own. Required, here or on the command line."
+        default=None, description="Ranks per node, one GPU each. Required, here or on the command line."
     )
     gpu_request: Literal["gres", "gpus-per-node", "none"] = Field(
-        default="gres", description="How the site wants to be asked for them; none: they are not asked for (CPU ranks)."
+        default="gres", description="Option that requests the GPUs; none requests none (CPU ranks)."
     )
-    gpu_type: Plain | None = Field(default=None, description="Their type, in Slurm's words: gpu:<type>:<number>.")
+    gpu_type: Plain | None = Field(default=None, description="GPU type, as in --gres=gpu:<type>:<number>.")
     gpu: Word | None = Field(
         default=None,
-        description="Their name for the plan (v100-32gb, a100-80gb, …) or their memory (24gib); sinfo is asked where it"
-        " is left out.",
+        description="GPU for the plan: its name (v100-32gb, a100-80gb, …) or its memory (24gib);"
+        " by default what sinfo reports.",
     )
     cpus_per_node: Positive | None = Field(
-        default=None, description="CPUs of a node, shared out among its tasks (--cpus-per-task)."
+        default=None, description="CPUs per node, divided among its tasks (--cpus-per-task)."
     )
-    mem: Memory | None = Field(default=None, description="Memory of a node, as 160G.")
+    mem: Memory | None = Field(default=None, description="--mem: memory per node, for example 160G.")
     launcher: RankLauncherName = Field(
         default="torchrun",
-        description="torchrun or deepspeed (a task a node), srun (a task a rank), deepspeed-slurm or deepspeed-pdsh"
-        " (DeepSpeed's own launchers, from the first node).",
+        description="What starts the ranks: torchrun or deepspeed (one task per node), srun (one task per rank),"
+        " deepspeed-slurm or deepspeed-pdsh (DeepSpeed's own launchers, from the first node).",
     )
     partition: Plain | None = Field(default=None, description="--partition.")
     account: Plain | None = Field(default=None, description="--account.")
@@ -82,21 +80,24 @@ class Request(Section):
     time: Time | None = Field(default=None, description="--time: minutes, hours:minutes:seconds, days-hours, …")
     signal_lead: Annotated[int, Field(ge=0, le=65535)] = Field(
         default=300,
-        description="Seconds before the end at which the run is told to save; Slurm may be a minute early.",
+        description="Seconds before the time limit at which the run saves and ends; Slurm may signal a minute early.",
     )
     requeue: bool = Field(
-        default=True, description="Whether a run that has saved, or lost a node, is queued again, and goes on."
+        default=True,
+        description="Queue the job again after its time limit or a lost node; the run continues from its checkpoint.",
     )
     container: SlurmContainer = Field(default_factory=SlurmContainer)
     setup: Words = Field(
-        default=(), description="Lines of shell at the beginning of the script: module load …, source …/activate."
+        default=(), description="Shell lines at the start of the script: module load …, source …/activate."
     )
     env: dict[EnvName, EnvValue] = Field(default_factory=dict, description="Environment of every rank.")
-    sbatch: Words = Field(default=(), description="Further options of sbatch, as --mail-type=END.")
-    srun: Words = Field(default=(), description="Further options of the srun that starts the ranks, as --mpi=none.")
-    tridock: Word = Field(default="tridock", description="The command on the nodes, outside of any container.")
+    sbatch: Words = Field(default=(), description="More options of sbatch, for example --mail-type=END.")
+    srun: Words = Field(
+        default=(), description="More options of the srun that starts the ranks, for example --mpi=none."
+    )
+    tridock: Word = Field(default="tridock", description="The tridock command on the nodes, outside any container.")
     array_tasks: Positive | None = Field(
-        default=None, description="Of a job array, how many run at the same time; all where left out."
+        default=None, description="Runs of a job array at the same time; all by default."
     )
 
     @property

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from tridock.cluster import Cluster
-from tridock.cluster.keys import ClusterKeys
-from tridock.cluster.ssh_files import NODE_FILES, node_files
+from tridock.cluster.keys import NODE_FILES, ClusterKeys, node_files
 from tridock.contracts import run_folder
 from tridock.contracts.run_folder import write_atomic
 from tridock.errors import Problem, RequestError

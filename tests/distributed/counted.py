@@ -41,7 +41,7 @@ def prepare_v115() -> None:
     from tridock import compat
 
     deepspeed.ops.__compatible_ops__ = {}
-    compat.switch_on("cpu", 1)
+    compat.install("cpu", 1)
     sys.path.insert(0, os.environ["TRIDOCK_MEGATRON"])
 
 

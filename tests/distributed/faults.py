@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import _dump_fr_trace
 
 from tests.distributed.ranks import free_port
 from tridock.contracts.run_folder import FLIGHT
-from tridock.train.checkpoints.pickles import no_foreign_metadata
+from tridock.train.checkpoints.pickles import safe_metadata_load
 from tridock.train.rank import process_group, run, signals
 
 FOLDER = Path(sys.argv[1])
@@ -106,7 +106,7 @@ def metadata_of_another_version() -> None:
     """torch then looks for files of each rank, which never were: not they are what is missing."""
     (FOLDER / "distributed").mkdir()
     (FOLDER / "distributed" / ".metadata").write_bytes(pickle.dumps(Unknown()))
-    with no_foreign_metadata():
+    with safe_metadata_load():
         checkpoint.load({"a": torch.zeros(1)}, checkpoint_id=str(FOLDER / "distributed"), no_dist=True)
 
 
@@ -225,7 +225,7 @@ def main() -> None:
         output = os.open(folder / f"logs/rank-{os.environ['RANK']}.log", os.O_WRONLY | os.O_CREAT, 0o644)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        run._guarded(folder, fault)
+        run._run_guarded(folder, fault)
         if dist.is_initialized():
             dist.destroy_process_group()
 

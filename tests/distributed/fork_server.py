@@ -37,7 +37,7 @@ MODULES = {
         "torch._dynamo", "torch.distributed.checkpoint._fsspec_filesystem", "torch.distributed.fsdp",
         "torch.distributed.pipelining", "torch.distributed.tensor.parallel", "torch.nn.parallel.distributed",
         "torch.profiler._cupti_monitor", "torch.utils.serialization.config",
-        "tridock.experiment", "tridock.train.trainer", "tridock.train.rank.program", "tridock.train.rank.process_group",
+        "tridock.experiment", "tridock.train.trainer", "tridock.train.rank.run", "tridock.train.rank.process_group",
         "tridock.train.rank.metrics", "tridock.train.parallel.mesh_strategy", "tridock.train.parallel.pipeline",
         "tridock.train.checkpoints.sharded",
     ),
@@ -47,7 +47,7 @@ MODULES = {
         "deepspeed.runtime.zero.stage3", "deepspeed.ops.adam", "deepspeed.runtime.superoffload.superoffload_stage3",
         "deepspeed.module_inject.auto_ep_layer",
     ),
-    "megatron-core": ("tridock.train.megatron_core.parts",),
+    "megatron-core": ("tridock.train.megatron_core.strategy",),
 }  # fmt: skip
 
 

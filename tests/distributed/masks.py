@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tridock.train.models.gpt import GPT, Shape
-from tridock.train.parallel.tensor_parallel import loss_of_parts, share_layers
+from tridock.train.parallel.mesh_strategy import split_layers, vocab_parallel_loss
 from tridock.train.rank import process_group
 from tridock.train.rank.run import end
 
@@ -29,7 +29,7 @@ def model(recompute: bool, mesh: object) -> GPT:
         for layer in gpt.layers.values():
             weight = layer.attention.query_key_value.weight
             weight[24:] = weight[:24]
-    share_layers(gpt, mesh)
+    split_layers(gpt, mesh)
     return gpt
 
 
@@ -57,7 +57,7 @@ def passed(gpt: GPT, seed: int) -> tuple[list[Tensor], list[Tensor], list[Tensor
         layer.register_forward_hook(note(whole, lambda _, out: out))
     torch.manual_seed(seed)
     tokens = torch.arange(16).reshape(2, 8)
-    with loss_of_parts(2):
+    with vocab_parallel_loss(2):
         gpt(tokens, tokens).backward()
     return heads, whole, [local(parameter.grad) for parameter in gpt.parameters()]
 

@@ -52,7 +52,7 @@ def prepare(source: Path) -> None:
     for name in SLOW:
         importlib.import_module(name)
     join(0, 1)
-    compat.switch_on("cpu", 1)
+    compat.install("cpu", 1)
     sys.path.insert(0, str(source))
     megatron_v115.adapt("cpu")
     torch.distributed._backend = "gloo"  # type: ignore[attr-defined]  # as on CPU ranks; here it is "fake"

@@ -22,7 +22,7 @@ from tests.distributed.pretended import micro_batches
 from tridock.experiment import Experiment
 from tridock.train.models.gpt import GPT, Shape
 from tridock.train.parallel.mesh import Mesh
-from tridock.train.parallel.mesh_strategy import Sharded
+from tridock.train.parallel.mesh_strategy import MeshStrategy
 from tridock.train.rank.process_group import Ranks
 from tridock.train.trainer import check_batch
 
@@ -83,7 +83,7 @@ def step(experiment: Experiment, rank: int, world_size: int, meeting: Path) -> b
     experiment = experiment.resolved(mesh.replicas)
     check_batch(experiment, mesh.replicas)
     model = GPT(Shape.of(experiment.model, experiment.model.vocab_size or 0))
-    strategy = Sharded(model, experiment, ranks, mesh)
+    strategy = MeshStrategy(model, experiment, ranks, mesh)
     strategy.step(micro_batches(experiment, mesh.replicas), lr=1e-3)
     return b""
 

@@ -23,7 +23,7 @@ from tests.distributed.test_restart import Training
 from tridock.contracts import heartbeat
 from tridock.node.agent.processes import find_processes
 from tridock.node.agent.runs import list_runs
-from tridock.train.checkpoints.pickles import megatron_classes, no_foreign_metadata, no_foreign_pickles
+from tridock.train.checkpoints.pickles import megatron_classes, safe_metadata_load, safe_torch_load
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
@@ -67,7 +67,7 @@ class Evil:
 def test_deepspeed_unpickles_nothing_foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     torch.save({"optimizer": Evil(tmp_path / "done")}, tmp_path / "optim_states.pt")
-    with no_foreign_pickles(), pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+    with safe_torch_load(), pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
         torch.load(tmp_path / "optim_states.pt", weights_only=False)  # as DeepSpeed does
     assert not (tmp_path / "done").exists()
 
@@ -77,7 +77,7 @@ def test_metadata_holds_nothing_foreign(tmp_path: Path) -> None:
     from torch.distributed.checkpoint import FileSystemReader
 
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "done")))
-    with no_foreign_metadata(), pytest.raises(pickle.UnpicklingError) as caught:
+    with safe_metadata_load(), pytest.raises(pickle.UnpicklingError) as caught:
         FileSystemReader(tmp_path).read_metadata()
     assert str(caught.value) == "posix.mkdir does not belong into a checkpoint's .metadata"
     assert not (tmp_path / "done").exists()
@@ -92,7 +92,7 @@ def test_what_megatron_v115_saves_and_nothing_foreign(tmp_path: Path) -> None:
     }
     torch.save(states, tmp_path / "good.pt")
     torch.save({"args": Evil(tmp_path / "done")}, tmp_path / "bad.pt")
-    with no_foreign_pickles(megatron_classes()):
+    with safe_torch_load(megatron_classes()):
         found = torch.load(tmp_path / "good.pt", map_location="cpu")
         with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
             torch.load(tmp_path / "bad.pt", weights_only=False)
@@ -116,7 +116,7 @@ def test_an_enum_of_another_python_is_read_and_no_other_attribute(tmp_path: Path
 
     torch.save({"stage": AsGetattr(ZeroStageEnum, "gradients")}, tmp_path / "good.pt")
     torch.save({"stage": AsGetattr(ZeroStageEnum, "mro")}, tmp_path / "bad.pt")
-    with no_foreign_pickles():
+    with safe_torch_load():
         assert torch.load(tmp_path / "good.pt") == {"stage": ZeroStageEnum.gradients}
         with pytest.raises(pickle.UnpicklingError, match="is no member of an enum"):
             torch.load(tmp_path / "bad.pt")
@@ -131,7 +131,7 @@ def test_so_are_those_of_metadata(tmp_path: Path) -> None:
         (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({"a": AsGetattr(MEMORY_FORMAT, name)})))  # type: ignore[dict-item]
         return FileSystemReader(tmp_path).read_metadata().state_dict_metadata["a"]
 
-    with no_foreign_metadata():
+    with safe_metadata_load():
         assert read("TORCH_CONTIGUOUS_FORMAT") is MEMORY_FORMAT.TORCH_CONTIGUOUS_FORMAT
         with pytest.raises(pickle.UnpicklingError, match="is no member of an enum"):
             read("mro")
@@ -142,7 +142,7 @@ def test_and_the_paths_of_python_3_13(tmp_path: Path) -> None:
 
     pickled = pickle.dumps(Metadata({}, {tmp_path: "a"}), protocol=2)  # type: ignore[arg-type]
     (tmp_path / ".metadata").write_bytes(re.sub(rb"\bcpathlib(\._local)?\n", rb"cpathlib._local\n", pickled))
-    with no_foreign_metadata():
+    with safe_metadata_load():
         assert FileSystemReader(tmp_path).read_metadata().planner_data == {tmp_path: "a"}
 
 
@@ -161,7 +161,7 @@ def program():
     try:
         raise RunError(Problem("a", "b", "c", "d"))
     except RunError as error:
-        raise {"preempted": signals.Preempted(3), "agreed": process_group.Agreed(error)}[sys.argv[2]]
+        raise {"preempted": signals.Preempted(3), "agreed": process_group.AgreedError(error)}[sys.argv[2]]
 
 process_group.barrier = lambda: None
 process_group.leave = lambda: print("gone" if kept[0]() is None else "held", flush=True)

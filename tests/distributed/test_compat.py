@@ -24,7 +24,7 @@ def test_on_a_cpu() -> None:
         """
 import numpy as np, torch
 from tridock import compat
-print("\\n".join(compat.switch_on("cpu", 3)))
+print("\\n".join(compat.install("cpu", 3)))
 from torch._six import inf
 from apex.normalization.fused_layer_norm import FusedLayerNorm
 from apex.optimizers import FusedAdam
@@ -74,7 +74,7 @@ sys.modules["torch._six"] = six = types.ModuleType("torch._six")
 six.__spec__ = types.SimpleNamespace(name="torch._six")
 before = dict(vars(torch.cuda))
 from tridock import compat
-assert compat.switch_on("cuda", 8) == []
+assert compat.install("cuda", 8) == []
 import apex.optimizers, amp_C
 assert apex.optimizers.real and amp_C.real and numpy.float is float
 assert dict(vars(torch.cuda)) == before

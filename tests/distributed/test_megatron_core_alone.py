@@ -182,7 +182,7 @@ def test_a_file_that_cannot_be_written_is_told_to_megatron_core_and_kept(tmp_pat
     out = run(
         """
 import queue
-from tridock.train.megatron_core.files import write
+from tridock.train.megatron_core.checkpoint import write
 kept, results = [], queue.Queue()
 write(kept, [], False, 0, [(sys.argv[1] + "/none/file", "file", ([], []))], results)
 print(results.get() is kept[0], kept[0].strerror)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.distributed.ranks import losses, make_data, make_run, run, run_several
-from tridock.train.checkpoints.zero_reshard import piece, pieces_of_parameters
+from tridock.train.checkpoints.zero_reshard import gather_slice, parameter_partitions
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
 
@@ -75,7 +75,7 @@ def test_a_missing_part_of_another_rank_is_named(runs: dict[int, dict[str, Path]
     assert f"{torn}: is missing" in done.out[0] + done.err[0]
 
 
-def test_pieces() -> None:
+def test_a_slice_across_partitions() -> None:
     """Against the whole vector, for every way to cut it."""
     for size in range(1, 14):
         whole = torch.arange(1, size + 1)
@@ -86,19 +86,19 @@ def test_pieces() -> None:
                 own = -(-size // now)
                 for rank in range(now):
                     expected = torch.cat([whole, torch.zeros(own * now, dtype=whole.dtype)])[rank * own :][:own]
-                    assert torch.equal(piece(padded.split(cut), rank * own, own), expected)
+                    assert torch.equal(gather_slice(padded.split(cut), rank * own, own), expected)
 
 
-def test_pieces_of_parameters() -> None:
+def test_parameter_partitions() -> None:
     sizes = (5, 1, 8, 3)
     whole = [torch.arange(1, size + 1) * 10**place for place, size in enumerate(sizes)]
 
     def held(rank: int, ranks: int) -> list[torch.Tensor]:
-        return [piece([one], rank * -(-one.numel() // ranks), -(-one.numel() // ranks)) for one in whole]
+        return [gather_slice([one], rank * -(-one.numel() // ranks), -(-one.numel() // ranks)) for one in whole]
 
     for before in range(1, 5):
         flats = [[torch.cat(held(rank, before))] for rank in range(before)]
         for ranks in range(1, 5):
             for rank in range(ranks):
-                found = pieces_of_parameters(flats, sizes, rank, ranks)
+                found = parameter_partitions(flats, sizes, rank, ranks)
                 assert all(map(torch.equal, found, held(rank, ranks)))

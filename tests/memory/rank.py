@@ -26,7 +26,7 @@ def prepare(engine: str, ranks: int) -> None:
         from tridock.compat import megatron_core
 
         megatron_core.prepare("cpu", ranks)
-        import tridock.train.megatron_core.parts
+        import tridock.train.megatron_core.strategy
     else:
         import deepspeed.runtime.pipe.engine  # noqa: F401
 
@@ -123,7 +123,7 @@ def train(experiment: Experiment, folder: Path) -> Measure:
     measure, ranks = Measure(), process_group.join()
     build = trainer.torch_parts
     if experiment.engine == "megatron-core":
-        from tridock.train.megatron_core.parts import megatron_core_parts as build
+        from tridock.train.megatron_core.strategy import megatron_core_parts as build
     with measure.ledger:
         run = trainer.Trainer(experiment, folder, folder.parent.parent, ranks, build)
         models, roots = _parts(run.strategy)

@@ -3,6 +3,6 @@
 Nothing here touches a thing that is there: what is replaced is what is missing, and every replacement is named.
 """
 
-from tridock.compat.switch import switch_on
+from tridock.compat.switch import install
 
-__all__ = ["switch_on"]
+__all__ = ["install"]

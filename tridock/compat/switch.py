@@ -5,7 +5,7 @@ from __future__ import annotations
 from tridock.compat import apex, cuda, old_names
 
 
-def switch_on(device_type: str, local_world_size: int) -> list[str]:
+def install(device_type: str, local_world_size: int) -> list[str]:
     """Puts stand-ins where something is missing on this machine; says which, one a line.
 
     Call it after torch and DeepSpeed are imported, so that they do not take a stand-in for the real thing.

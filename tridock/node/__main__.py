@@ -15,7 +15,7 @@ from tridock.contracts import heartbeat, run_folder, run_state
 from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError, RunError, TridockError
 from tridock.node.agent import runs
 from tridock.node.agent.processes import find_processes, stop_processes
-from tridock.node.logs.follow import follow, follow_with_beats
+from tridock.node.logs import follow, follow_with_keepalive
 from tridock.node.probes.preflight import preflight
 
 _RECORD_S = 8.0
@@ -50,8 +50,8 @@ def _parser() -> argparse.ArgumentParser:
     follow_ = verbs.add_parser("follow", help="print a run's output until it ends; exit with its code")
     follow_.add_argument("folder", type=Path)
     follow_.add_argument("--offset", type=int, default=0, help="bytes of the output to leave out (default 0)")
-    follow_.add_argument("--beats", action="store_true", help="also say that it is still there, for fab")
-    follow_.set_defaults(action=lambda a: (follow_with_beats if a.beats else follow)(a.folder, a.offset))
+    follow_.add_argument("--keepalive", action="store_true", help="also print a keepalive byte every 5 s, for fab")
+    follow_.set_defaults(action=lambda a: (follow_with_keepalive if a.keepalive else follow)(a.folder, a.offset))
 
     processes = verbs.add_parser("processes", help="the processes of a run, or of all runs, as JSON")
     processes.add_argument("run_id", nargs="?")
@@ -248,11 +248,11 @@ def _runs(arguments: argparse.Namespace) -> int:
 
 
 def _rank_logs(arguments: argparse.Namespace) -> int:
-    from tridock.node.logs.rank_logs import show
+    from tridock.node.logs import show_rank_logs
 
     _require_run_id(arguments.run_id)
     folder = arguments.workspace / "runs" / arguments.run_id
-    return show(folder, arguments.ranks, follow=arguments.follow, prefix=arguments.prefix)
+    return show_rank_logs(folder, arguments.ranks, follow=arguments.follow, prefix=arguments.prefix)
 
 
 def _evidence(arguments: argparse.Namespace) -> int:

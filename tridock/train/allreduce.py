@@ -1,8 +1,7 @@
-"""A short all-reduce over all slots of some nodes, to prove their network before a run needs it.
+"""A short all-reduce over all slots of some nodes, to test their network before a run.
 
-``python -P -m tridock.train.allreduce --node-rank N --world BASE64 …`` on each node. torch is imported once a node and
-the ranks are forked from there. What is said is one JSON object a line: rank 0's result, or why a rank failed.
-Nothing outlives ``--limit`` seconds.
+``python -P -m tridock.train.allreduce --node-rank N --world BASE64 …`` on each node imports torch once and forks the
+ranks. It prints one JSON object a line: rank 0's result, or the error of a rank. Nothing outlives ``--limit`` seconds.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from datetime import timedelta
 
 _ROUNDS = 4
 _SLOW = 0.3
-"""Of the time that is given; on a machine that does nothing else it is a twentieth."""
+"""The share of the limit above which importing torch counts as slow; on an idle machine it takes a twentieth."""
 _MEGABYTES = {"gloo": 8, "nccl": 256}
 
 
 def main() -> int:
-    """Starts this node's ranks; 0 where all of them were well, 142 where time was up."""
+    """Runs this node's ranks; returns 0 if all succeeded, 142 after a timeout, else 1."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--world", required=True, help="base64 of a JSON object: node to slots, in order")
     parser.add_argument("--node-rank", type=int, required=True)
@@ -32,7 +31,7 @@ def main() -> int:
     parser.add_argument("--limit", type=int, required=True, help="seconds")
     given = parser.parse_args()
     world: dict[str, list[int]] = json.loads(base64.urlsafe_b64decode(given.world))
-    signal.alarm(given.limit)  # before torch is read: from a cold disk that alone may take longer
+    signal.alarm(given.limit)  # before torch is imported: from a cold disk that alone may exceed the limit
     began = time.monotonic()
     import torch  # noqa: F401 (once, for the ranks that are forked below)
 
@@ -42,12 +41,12 @@ def main() -> int:
     os.environ["WORLD_SIZE"] = str(sum(map(len, slots)))
     first = sum(map(len, slots[: given.node_rank]))
     # Forked before anything touches a GPU: CUDA does not survive a fork.
-    left = signal.getitimer(signal.ITIMER_REAL)[0]
-    # What follows has less time where this took much of it: then it is the machine that is slow, and no network.
+    remaining = signal.getitimer(signal.ITIMER_REAL)[0]
+    # A slow import leaves less time for the rest: then the machine is slow, and not the network.
     slow = f" (to load torch took {load_s:.0f} of {given.limit} s: its processors or its disk are busy)"
     why = slow if load_s > given.limit * _SLOW else ""
     places = enumerate(slots[given.node_rank])
-    children = [_fork(first + place, slot, max(1, int(left)), why) for place, slot in places]
+    children = [_fork(first + place, slot, max(1, int(remaining)), why) for place, slot in places]
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     if any(code == -signal.SIGALRM for code in codes):
         return 128 + signal.SIGALRM
@@ -69,12 +68,12 @@ def _fork(rank: int, slot: int, limit: int, why: str) -> int:
 
 
 def _rank(rank: int, slot: int, limit: int, why: str) -> int:
-    """``why`` follows the words of a failure."""
+    """Measures, and prints the result or the error, followed by ``why``; returns the exit code."""
     try:
         result = _measure(rank, slot, timedelta(seconds=max(2, limit - 3)))
     except Exception as error:
-        words = str(error).strip().splitlines() or [type(error).__name__]
-        print(json.dumps({"rank": rank, "error": words[0] + why}), flush=True)
+        message = str(error).strip().splitlines() or [type(error).__name__]
+        print(json.dumps({"rank": rank, "error": message[0] + why}), flush=True)
         return 1
     if rank == 0:
         print(json.dumps(result), flush=True)
@@ -82,7 +81,7 @@ def _rank(rank: int, slot: int, limit: int, why: str) -> int:
 
 
 def _measure(rank: int, slot: int, timeout: timedelta) -> dict[str, object]:
-    """Joins the others, adds up, checks the sum; bandwidth as nccl-tests reckon it (``busbw``)."""
+    """Joins the group, sums, checks the sum. Bandwidth is nccl-tests' ``busbw``: 2 (n - 1) / n x bytes / seconds."""
     import torch
     import torch.distributed as dist
 
@@ -117,7 +116,7 @@ def _measure(rank: int, slot: int, timeout: timedelta) -> dict[str, object]:
 
 
 def _device_of(slot: int) -> str:
-    """The slot's GPU: of those that the container may see, where it is told so."""
+    """The value of CUDA_VISIBLE_DEVICES for a slot, within the container's own."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",")[slot] if visible else str(slot)
 

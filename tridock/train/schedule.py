@@ -1,4 +1,4 @@
-"""The learning rate as a function of the iteration: nothing to save, nothing to restore."""
+"""The learning rate as a function of the iteration, without state."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tridock.experiment.schema import Optimizer
 
 
 def learning_rate(iteration: int, optimizer: Optimizer, train_iters: int) -> float:
-    """Learning rate of the step that is number ``iteration``, counted from 1.
+    """The learning rate of step ``iteration``, counted from 1.
 
     Linear from 0 over ``lr_warmup_iters`` (so step 1 takes lr / warmup, and step ``lr_warmup_iters`` the whole lr),
     then cosine or linear down to ``min_lr`` at ``lr_decay_iters`` and ``min_lr`` from there on, or constant;

@@ -1,10 +1,13 @@
-"""The training loop of the engines ``torch`` and ``megatron-core``: what is theirs alone comes as :class:`Parts`."""
+"""The training loop of the engines ``torch`` and ``megatron-core``, which supply their own :class:`Parts`."""
 
 from __future__ import annotations
 
 import math
+import os
+import shutil
+import sysconfig
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -26,53 +29,54 @@ from tridock.train.checkpoints.progress import PROGRESS, Progress, check_fit, re
 from tridock.train.data.dataset import load_splits, mixed_seed
 from tridock.train.data.images import load_images
 from tridock.train.data.prefetch import Arrays, Prefetcher, Split
-from tridock.train.models.compiler import compiler_problems
 from tridock.train.models.gpt import GPT, Shape
 from tridock.train.models.resnet import ResNet
 from tridock.train.parallel.mesh import STAGES, Mesh
-from tridock.train.parallel.mesh_strategy import Sharded
+from tridock.train.parallel.mesh_strategy import MeshStrategy
 from tridock.train.parallel.strategies import Step, Strategy, build_strategy, is_sharded
 from tridock.train.rank import signals
 from tridock.train.rank.metrics import Metrics
-from tridock.train.rank.phases import CHECKPOINT, DATA, EVALUATION, of_a_step
-from tridock.train.rank.process_group import Agreed, Memory, Ranks, any_rank, mean_over_ranks, together
+from tridock.train.rank.phases import CHECKPOINT, DATA, EVALUATION, step_seconds
+from tridock.train.rank.process_group import AgreedError, PeakMemory, Ranks, agree_on_errors, any_rank, mean_over_ranks
 from tridock.train.rank.profiling import Profiling
 from tridock.train.schedule import learning_rate
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What an engine brings to the loop."""
+    """The parts of the loop that an engine supplies."""
 
     splits: Mapping[str, Split]
     strategy: Strategy
     progress: Progress
-    """The beginning of the experiment."""
+    """The progress of a new run."""
     parameters: int
-    """Of the whole model."""
-    words: str
-    """How the ranks share the work, for people."""
+    """The number of parameters of the whole model."""
+    description: str
+    """The parallel layout, to print."""
     replica: int
-    """Number of this rank's data parallel replica."""
+    """The index of this rank's data parallel replica."""
     replicas: int
     reseed: Callable[[int], None]
-    """Seeds dropout for an iteration: a resumed run draws what an uninterrupted one draws."""
+    """Seeds dropout for an iteration, so that a resumed run draws the same numbers."""
     checkpoint_names: Names = TORCH
     shared_checkpoints: bool = False
     """Whether all ranks write into one folder."""
 
 
 Build = Callable[[Experiment, Path, Path, Ranks], Parts]
-"""Makes an engine's parts out of the experiment, the run's folder, the workspace and the ranks. A collective."""
+"""Builds an engine's parts from the experiment, the run folder, the workspace and the ranks. A collective."""
 
 
 def torch_parts(experiment: Experiment, run_folder: Path, workspace: Path, ranks: Ranks) -> Parts:
-    """Engine ``torch``."""
+    """Builds the parts of engine ``torch``. A collective."""
     mesh = Mesh.form(experiment.parallel, ranks) if is_sharded(experiment) else None
     replica, replicas = (ranks.rank, ranks.world_size) if mesh is None else (mesh.replica, mesh.replicas)
-    stage = 0 if mesh is None else mesh.place(STAGES)  # tensor parallel ranks draw alike, stages do not
+    stage = (
+        0 if mesh is None else mesh.coordinate(STAGES)
+    )  # stages draw different numbers, tensor parallel ranks the same
     experiment = experiment.resolved(replicas)
-    with together(ranks):
+    with agree_on_errors(ranks):
         check_batch(experiment, replicas)
         if experiment.train.compile and ranks.device.type == "cpu" and (missing := list(compiler_problems())):
             raise RequestError(missing)
@@ -84,13 +88,13 @@ def torch_parts(experiment: Experiment, run_folder: Path, workspace: Path, ranks
         model = GPT(shape := Shape.of(experiment.model, splits["train"].vocab_size))
         rows = shape.padded_vocab_size
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    with together(ranks):
+    with agree_on_errors(ranks):
         if mesh is None:
             if experiment.train.compile:
                 model.compile_layers()
             strategy = build_strategy(model, experiment, ranks, run_folder)
         else:
-            strategy = Sharded(model, experiment, ranks, mesh)
+            strategy = MeshStrategy(model, experiment, ranks, mesh)
     seed = experiment.train.seed + 100 * stage
     zero = f" stage {experiment.parallel.zero_stage}" if experiment.parallel.strategy == "zero" else ""
     return Parts(
@@ -98,7 +102,7 @@ def torch_parts(experiment: Experiment, run_folder: Path, workspace: Path, ranks
         strategy=strategy,
         progress=Progress.of(experiment, ranks, rows),
         parameters=parameters,
-        words=f"{experiment.parallel.strategy}{zero}" if mesh is None else mesh.words,
+        description=f"{experiment.parallel.strategy}{zero}" if mesh is None else mesh.description,
         replica=replica,
         replicas=replicas,
         reseed=lambda iteration: _reseed(mixed_seed(seed, replica, iteration) >> 1, ranks.device),
@@ -107,14 +111,14 @@ def torch_parts(experiment: Experiment, run_folder: Path, workspace: Path, ranks
 
 
 def _reseed(seed: int, device: torch.device) -> None:
-    """As torch.manual_seed, which notes its caller's stack as well where there is no GPU."""
+    """Like torch.manual_seed, which without a GPU also records its caller's stack."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
 
 
 class Trainer:
-    """One rank's view of a run: everything that the loop needs, made once."""
+    """The training loop of one rank."""
 
     def __init__(
         self, experiment: Experiment, run_folder: Path, workspace: Path, ranks: Ranks, build: Build = torch_parts
@@ -123,7 +127,7 @@ class Trainer:
         self.parts = parts = build(experiment, run_folder, workspace, ranks)
         self.experiment = experiment.resolved(parts.replicas)
         self.strategy, self.splits, self.progress = parts.strategy, parts.splits, parts.progress
-        self.phases, self.memory = parts.strategy.phases, Memory(ranks)
+        self.phases, self.memory = parts.strategy.phases, PeakMemory(ranks)
         self.prefetcher = Prefetcher(self.read, ranks.device)
         self.checkpoints = Checkpoints(run_folder / CHECKPOINTS, ranks, parts.checkpoint_names)
         if parts.shared_checkpoints and experiment.train.save:
@@ -140,16 +144,16 @@ class Trainer:
     def run(self) -> None:
         """Trains from where the run stands to its last iteration, then evaluates on the test split."""
         self.announce()
-        self.phases.read()  # what came before is no step's
+        self.phases.read()  # the time before is no step's
         heartbeat.beat(heartbeat.START, self.progress.iteration)
-        with signals.saving() if self.experiment.train.save else nullcontext():
+        with signals.save_on_signal() if self.experiment.train.save else nullcontext():
             for iteration in range(self.progress.iteration + 1, self.experiment.train.train_iters + 1):
                 self.iterate(iteration)
         self.evaluate("test")
         self.metrics.close()
 
     def iterate(self, iteration: int) -> None:
-        """One step and what is due after it; a run that is told to end saves, and leaves by :class:`Preempted`."""
+        """One step, then log, evaluation and checkpoint as due; a preempted run saves and raises :class:`Preempted`."""
         train = self.experiment.train
         last = iteration == train.train_iters
         self.profiling.before(iteration)
@@ -157,12 +161,12 @@ class Trainer:
         if iteration == 1 or last or iteration % train.log_interval == 0:
             self.log(iteration, step)
         self.profiling.after(iteration)
-        leaves = train.save and signals.asked(partial(any_rank, self.ranks))
-        if train.eval_interval and not leaves and (last or iteration % train.eval_interval == 0):
+        is_preempted = train.save and signals.save_requested(partial(any_rank, self.ranks))
+        if train.eval_interval and not is_preempted and (last or iteration % train.eval_interval == 0):
             self.evaluate("valid")
-        if train.save and (last or leaves or (train.save_interval and iteration % train.save_interval == 0)):
-            self.save(is_last=last or leaves)
-        if leaves:
+        if train.save and (last or is_preempted or (train.save_interval and iteration % train.save_interval == 0)):
+            self.save(is_last=last or is_preempted)
+        if is_preempted:
             self.metrics.close()
             raise signals.Preempted(iteration)
 
@@ -180,12 +184,12 @@ class Trainer:
         return step
 
     def read(self, samples: Split, first: int) -> Iterable[Arrays]:
-        """This rank's micro-batches out of the global batch from sample number ``first``."""
+        """This rank's micro-batches of the global batch that starts at sample ``first``."""
         batch, parts = self.experiment.batch, self.parts
         return samples.batches(first, batch.global_batch_size, batch.micro_batch_size, parts.replica, parts.replicas)
 
     def log(self, iteration: int, step: Step) -> None:
-        """One line on the terminal and one in metrics.jsonl; stops the run where the loss is no number."""
+        """Prints a line and writes one to metrics.jsonl. Raises :class:`AgreedError` if the loss is not finite."""
         loss = mean_over_ranks(step.loss)
         now, steps = time.monotonic(), max(1, iteration - self._logged_iteration)
         step_time = (now - self._logged_at) / steps
@@ -204,15 +208,15 @@ class Trainer:
                 "samples_per_second" if model.is_vision else "tokens_per_second": speed,
                 "consumed_samples": self.progress.consumed_samples,
                 "loss_scale": self.strategy.loss_scale,
-                "phases": of_a_step(self.phases.read(), steps),
-                **self.memory.told(),
+                "phases": step_seconds(self.phases.read(), steps),
+                **self.memory.metrics(),
             }
         )
-        left = timedelta(seconds=round(step_time * (train.train_iters - iteration)))
+        remaining = timedelta(seconds=round(step_time * (train.train_iters - iteration)))
         width = len(str(train.train_iters))
         line = f"iteration {iteration:{width}d}/{train.train_iters} | loss {loss:.4f} | lr {lr:.3e}"
         digits = 1 if model.is_vision else 0
-        line += f" | grad norm {step.grad_norm:.3f} | {speed:,.{digits}f} {model.unit}/s | {left} left"
+        line += f" | grad norm {step.grad_norm:.3f} | {speed:,.{digits}f} {model.unit}/s | {remaining} left"
         if self.experiment.precision == "fp16":
             line += f" | loss scale {self.strategy.loss_scale:g}"
         if math.isinf(step.grad_norm):
@@ -221,10 +225,10 @@ class Trainer:
         if not math.isfinite(loss):
             todo = "lower optimizer.lr, lengthen optimizer.lr_warmup_iters, or use bf16 or fp32"
             what, cause = "the loss is not finite", Cause.LOSS_NOT_FINITE
-            raise Agreed(RunError(Problem(f"iteration {iteration}", what, str(loss), todo, cause=cause)))
+            raise AgreedError(RunError(Problem(f"iteration {iteration}", what, str(loss), todo, cause=cause)))
 
     def evaluate(self, split: str) -> None:
-        """The mean loss over the first ``eval_iters`` global batches of a split: the same samples every time."""
+        """Records the mean loss over the first ``eval_iters`` global batches of a split: always the same samples."""
         samples, size = self.splits[split], self.experiment.batch.global_batch_size
         if samples.per_epoch == 0:
             self.say(f"no {split} loss: the {split} split holds less than one sample")
@@ -233,7 +237,7 @@ class Trainer:
         total, count = torch.zeros((), device=self.ranks.device), self.experiment.train.eval_iters
         with self.phases.inside(EVALUATION):
             for number in range(count):
-                # Without gradients the layers are compiled once more: there is time for it as for the first step.
+                # The first evaluation compiles the layers again, without gradients, and may take as long as a start.
                 compiles, self._compiles_evaluation = self._compiles_evaluation, False
                 heartbeat.beat(heartbeat.START if compiles else heartbeat.EVAL)
                 then = (number + 1) * size if number + 1 < count else None
@@ -249,7 +253,7 @@ class Trainer:
         heartbeat.beat(heartbeat.TRAIN)
 
     def load(self, source: Path) -> None:
-        """Goes on from a checkpoint, or from the newest whole one of a folder of them."""
+        """Resumes from a checkpoint, or from the newest complete one in a folder. A collective."""
         fresh, rank = self.progress, self.ranks.rank
 
         def needed(folder: Path) -> tuple[str, ...]:
@@ -257,25 +261,25 @@ class Trainer:
                 saved = read_progress(folder)
                 check_fit(folder, saved, fresh)
             except RequestError:
-                return ()  # whole or not, it does not fit: that is told below
+                return ()  # it does not fit, complete or not: reported below
             return self.strategy.files(rank, saved.data_parallel_size)
 
-        folder = choose(source, self.parts.checkpoint_names, self.ranks, needed, self.pass_over)
-        with together(self.ranks):
+        folder = choose(source, self.parts.checkpoint_names, self.ranks, needed, self.reject_checkpoint)
+        with agree_on_errors(self.ranks):
             saved = read_progress(folder)
             check_fit(folder, saved, fresh)
         self.strategy.load(folder, saved.data_parallel_size)
         self.progress = replace(saved, data_parallel_size=fresh.data_parallel_size)
         self.event(Event.CHECKPOINT_LOADED, folder=str(folder), iteration=self.progress.iteration)
 
-    def pass_over(self, folder: Path, problems: Sequence[Problem]) -> None:
-        """Says why a checkpoint is not used."""
+    def reject_checkpoint(self, folder: Path, problems: Sequence[Problem]) -> None:
+        """Prints and records why a checkpoint is not used."""
         reasons = [str(problem) for problem in problems]
         self.event(Event.CHECKPOINT_REJECTED, folder=str(folder), reasons=reasons)
         self.say("\n".join([f"warning: {folder} is not whole, and is passed over:", *reasons]))
 
     def save(self, is_last: bool) -> None:
-        """A checkpoint of this moment. One that cannot be written ends the run only where it ``is_last``."""
+        """Saves a checkpoint. A write error ends the run only if this ``is_last``. A collective."""
         started, iteration = time.monotonic(), self.progress.iteration
         own = {PROGRESS: self.progress.to_bytes()}
         heartbeat.beat(heartbeat.SAVE)
@@ -286,7 +290,7 @@ class Trainer:
         try:
             with self.phases.inside(CHECKPOINT):
                 folder = self.checkpoints.save(self.strategy.save, iteration, own, needed, keep)
-        except Agreed as failed:
+        except AgreedError as failed:
             self.event(Event.CHECKPOINT_FAILED, iteration=iteration, reason=str(failed))
             if is_last:
                 raise
@@ -299,32 +303,32 @@ class Trainer:
         self._logged_at += time.monotonic() - started  # not training time
 
     def announce(self) -> None:
-        """What is about to be trained, in two lines."""
+        """Prints the model, the layout and the data in two lines."""
         experiment, ranks = self.experiment, self.ranks
         train = self.splits["train"]
         self.say(
-            f"{experiment.name}: {self.parts.parameters / 1e6:.2f} M parameters, {self.parts.words}, "
+            f"{experiment.name}: {self.parts.parameters / 1e6:.2f} M parameters, {self.parts.description}, "
             f"{experiment.precision}, {ranks.world_size} {ranks.device.type} ranks"
         )
         vocabulary = experiment.model.vocab_size if experiment.model.is_vision else train.vocab_size
         rows = engine_of(experiment).padded_vocab_size(vocabulary, experiment)
         self.event(Event.MODEL_BUILT, parameters=self.parts.parameters, padded_vocab_size=rows)
         kinds = f"{vocabulary} classes" if experiment.model.is_vision else f"vocabulary of {vocabulary}"
-        self.say(f"data: {train.words} an epoch, {experiment.batch.global_batch_size} a step, {kinds}")
+        self.say(f"data: {train.description} an epoch, {experiment.batch.global_batch_size} a step, {kinds}")
 
     def say(self, line: str) -> None:
-        """A line for people, from rank 0."""
+        """Prints a line on rank 0."""
         if self.ranks.first:
             print(line, flush=True)
 
     def event(self, event: Event, **fields: object) -> None:
-        """A line for programs, from rank 0."""
+        """Records an event on rank 0."""
         if self.ranks.first:
             append_event(self.run_folder, event, **fields)
 
 
 def check_batch(experiment: Experiment, data_parallel_size: int) -> None:
-    """The batch must come out even: every rank runs the same number of micro-batches."""
+    """Raises :class:`RequestError` if the ranks would run different numbers of micro-batches."""
     batch = experiment.batch
     samples = batch.micro_batch_size * data_parallel_size
     if batch.global_batch_size % samples:
@@ -332,3 +336,20 @@ def check_batch(experiment: Experiment, data_parallel_size: int) -> None:
         what = f"is no multiple of micro_batch_size x data parallel ranks = {product}"
         todo = f"use a multiple of {samples}"
         raise RequestError(Problem("batch.global_batch_size", what, str(batch.global_batch_size), todo))
+
+
+_TODO = "or set it to false"
+
+
+def compiler_problems(env: Mapping[str, str] = os.environ, headers: Path | None = None) -> Iterator[Problem]:
+    """What ``torch.compile`` lacks on CPU ranks: a C++ compiler, Python's headers.
+
+    torch itself would fail with a traceback in the middle of the first step."""
+    compiler = env.get("CXX", "g++")
+    if shutil.which(compiler, path=env.get("PATH", os.defpath)) is None:
+        what, todo = "needs a C++ compiler where the ranks are on the CPU", "install g++, name another in CXX, "
+        yield Problem("train.compile", what, f"no {compiler} on the PATH", todo + _TODO)
+    header = (headers or Path(sysconfig.get_path("include"))) / "Python.h"
+    if not header.is_file():
+        what, todo = "needs Python's headers where the ranks are on the CPU", "install python3-dev, "
+        yield Problem("train.compile", what, f"no {header}", todo + _TODO)

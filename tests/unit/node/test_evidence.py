@@ -13,7 +13,7 @@ from tests.unit.node.conftest import answer, node, wait_until
 from tridock.contracts import run_folder
 from tridock.contracts.events import Event, append_event
 from tridock.node.agent import evidence as evidence_
-from tridock.node.agent.flight_recorder import last_collectives
+from tridock.node.agent.evidence import last_collectives
 from tridock.triage import diagnose, facts_of
 
 MakeRun = Callable[..., Path]

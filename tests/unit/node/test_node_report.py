@@ -16,9 +16,9 @@ import pytest
 
 from tests.unit.node.conftest import answer, wait_until
 from tridock.node.probes import ssh_mesh_probe
-from tridock.node.probes.code_hashes import digest
 from tridock.node.probes.limits_and_space import limits, space
 from tridock.node.probes.mesh_responder import shared_environment
+from tridock.node.probes.node_report import digest
 
 TOKEN = "0123456789ab"
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tridock.errors import RequestError
-from tridock.train.bench.benchmark import Place, overrides, told
+from tridock.train.bench.benchmark import Place, agree_on_run, overrides
 
 WHOLE = "parallel.zero_stage=0"
 
@@ -50,12 +50,12 @@ def test_the_place_that_torchrun_gives() -> None:
 
 
 def test_a_process_alone_asks_nobody() -> None:
-    assert told(Place(0, 1, 1, 0), {}, lambda: {"code": 2}) == {"code": 2}
+    assert agree_on_run(Place(0, 1, 1, 0), {}, lambda: {"code": 2}) == {"code": 2}
 
 
 def test_another_launcher_than_torchrun() -> None:
     with pytest.raises(RequestError) as caught:
-        told(Place(0, 4, 4, 0), {"MASTER_ADDR": "a"}, dict)
+        agree_on_run(Place(0, 4, 4, 0), {"MASTER_ADDR": "a"}, dict)
     assert str(caught.value) == (
         "tridock.train: finds no store of torchrun's; got 4 ranks; start it with torchrun; under another launcher use "
         "tridock train, fab launch or tridock slurm"

@@ -13,9 +13,9 @@ from tests.unit.train.experiments import experiment
 from tridock.errors import Problem, RequestError
 from tridock.train.checkpoints.checkpoint import Checkpoints, check_shared
 from tridock.train.checkpoints.choice import choose as chosen
-from tridock.train.checkpoints.files import MEGATRON, TORCH, Names, looks_whole
+from tridock.train.checkpoints.files import MEGATRON, TORCH, Names, is_complete
 from tridock.train.checkpoints.progress import Progress, check_fit, read_progress
-from tridock.train.rank.process_group import Agreed, Ranks, join, leave
+from tridock.train.rank.process_group import AgreedError, Ranks, join, leave
 
 RANKS = Ranks(0, 0, 2, torch.device("cpu"))
 ZERO = {"parallel.strategy": "zero", "parallel.zero_stage": 2}
@@ -187,7 +187,7 @@ def test_none_is_whole(tmp_path: Path, ranks: Ranks) -> None:
         (save(checkpoints, iteration) / "model.pt").unlink()
     todo = "give runs/<run-id>/checkpoints of a run that has saved, or one iter_… folder in it"
     for source, names in ((tmp_path, ("iter_0000002", "iter_0000001")), (tmp_path / "iter_0000001", ("iter_0000001",))):
-        with pytest.raises(Agreed) as caught:
+        with pytest.raises(AgreedError) as caught:
             choose(checkpoints, source)
         assert caught.value.error.exit_code == 2
         parent = source if source == tmp_path else source.parent
@@ -201,7 +201,7 @@ def test_no_checkpoint(tmp_path: Path, ranks: Ranks) -> None:
     todo = "give runs/<run-id>/checkpoints of a run that has saved, or one iter_… folder in it"
     checkpoints = Checkpoints(tmp_path, ranks, TORCH)
     for source, got in ((tmp_path / "none", "no such folder"), (tmp_path, "no checkpoint's folder in it")):
-        with pytest.raises(Agreed) as caught:
+        with pytest.raises(AgreedError) as caught:
             choose(checkpoints, source)
         assert str(caught.value) == f"train.load: no checkpoint lies at {source}; got {got}; {todo}"
 
@@ -223,7 +223,7 @@ def test_a_save_that_was_cut_short_leaves_the_one_before(tmp_path: Path, ranks: 
     (tmp_path / ".iter_0000002.part/iter_0000002").mkdir(parents=True)
     whole.rename(tmp_path / ".iter_0000001.old")
     checkpoints = Checkpoints(tmp_path, ranks, TORCH)
-    assert looks_whole(whole)
+    assert is_complete(whole)
     assert choose(checkpoints, tmp_path) == ("iter_0000001", {})
     save(checkpoints, 2)
     assert listing(tmp_path) == ["iter_0000001", "iter_0000002", "latest"]
@@ -251,7 +251,7 @@ def test_a_failed_save_leaves_the_one_before(tmp_path: Path, ranks: Ranks, error
         (folder / "model.pt").write_bytes(b"half")
         raise error
 
-    with pytest.raises(Agreed) as caught:
+    with pytest.raises(AgreedError) as caught:
         checkpoints.save(write, 2, {})
     assert caught.value.error.exit_code == 4
     assert str(caught.value) == (
@@ -264,7 +264,7 @@ def test_a_failed_save_leaves_the_one_before(tmp_path: Path, ranks: Ranks, error
 
 def test_a_checkpoint_without_a_file_that_is_needed(tmp_path: Path, ranks: Ranks) -> None:
     """Another rank could not write it, and said so."""
-    with pytest.raises(Agreed) as caught:
+    with pytest.raises(AgreedError) as caught:
         Checkpoints(tmp_path, ranks, TORCH).save(lambda _folder, _shared: None, 2, {}, ["ddp.pt"])
     assert str(caught.value) == (
         f"{tmp_path}/iter_0000002: the checkpoint lacks a file; got ddp.pt; "

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tridock.train.models.compiler import compiler_problems
+from tridock.train.trainer import compiler_problems
 
 
 def _at(folder: Path, name: str, mode: int) -> Path:

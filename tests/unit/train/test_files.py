@@ -17,14 +17,14 @@ from tridock.train.checkpoints.files import (
     TORCH,
     Entry,
     Names,
+    assign_to_ranks,
     damage,
-    dealt,
-    looks_whole,
+    is_complete,
+    load_order,
     manifest_bytes,
     read_manifest,
     sizes_in,
     to_remove,
-    to_try,
 )
 
 ITERATIONS = st.integers(0, 40)
@@ -49,7 +49,7 @@ def test_a_pointer_that_names_none(text: str) -> None:
 
 @given(st.sets(ITERATIONS), st.none() | ITERATIONS)
 def test_a_load_begins_at_the_pointer_and_goes_back(iterations: set[int], pointed: int | None) -> None:
-    order = to_try(iterations, pointed)
+    order = load_order(iterations, pointed)
     assert order == sorted(set(order), reverse=True)
     if pointed is None:
         assert set(order) == iterations
@@ -90,7 +90,7 @@ NAMES = st.one_of(
     st.lists(st.integers(0, 9), min_size=1, max_size=5, unique=True),
 )
 def test_every_file_is_dealt_to_one_rank(sizes: dict[str, int], ranks: list[int]) -> None:
-    shares = dealt(sizes, ranks)
+    shares = assign_to_ranks(sizes, ranks)
     assert list(shares) == ranks
     assert sorted(name for share in shares.values() for name in share) == sorted(sizes)
     for rank, share in shares.items():
@@ -99,11 +99,11 @@ def test_every_file_is_dealt_to_one_rank(sizes: dict[str, int], ranks: list[int]
                 next((int(part) for part in name.split("_") if part.isdigit()), None) if "layer" not in name else None
             )
             assert owner is None or owner == rank or owner not in ranks
-    assert dealt(sizes, ranks) == dealt(dict(reversed(sizes.items())), ranks)
+    assert assign_to_ranks(sizes, ranks) == assign_to_ranks(dict(reversed(sizes.items())), ranks)
 
 
 def test_what_no_rank_owns_is_shared_out_by_size() -> None:
-    shares = dealt({"a": 5, "b": 4, "c": 3, "d": 2}, [3, 7])
+    shares = assign_to_ranks({"a": 5, "b": 4, "c": 3, "d": 2}, [3, 7])
     assert shares == {3: ["a", "d"], 7: ["b", "c"]}
 
 
@@ -128,9 +128,9 @@ def test_a_whole_checkpoint(tmp_path: Path) -> None:
     assert read_manifest(tmp_path) == entries
     assert sorted(entries) == ["mp_rank_00/model.pt", "tridock.json"]
     assert found(tmp_path) == []
-    assert looks_whole(tmp_path)
+    assert is_complete(tmp_path)
     (tmp_path / "notes.txt").write_text("of a user")
-    assert looks_whole(tmp_path)
+    assert is_complete(tmp_path)
 
 
 def flip(path: Path) -> None:
@@ -156,7 +156,7 @@ def test_every_damage_is_found(tmp_path: Path, spoil: Callable[[Path], None], sa
     message = f"{path}: {said.format(digest)}; {TODO}"
     assert found(tmp_path) == [message]
     assert found(tmp_path, read=False) == ([message] if by_size else [])
-    assert looks_whole(tmp_path) != by_size
+    assert is_complete(tmp_path) != by_size
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
@@ -186,4 +186,4 @@ def test_a_manifest_that_is_not_there(tmp_path: Path) -> None:
     assert found(tmp_path / "none") == [f"{tmp_path}/none: is missing; {TODO}"]
     (tmp_path / MANIFEST).mkdir()
     assert found(tmp_path) == [f"{tmp_path}/files.json: cannot be read; got Is a directory; {TODO}"]
-    assert not looks_whole(tmp_path)
+    assert not is_complete(tmp_path)

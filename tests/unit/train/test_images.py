@@ -39,15 +39,15 @@ def test_every_image_comes_once_an_epoch_with_its_label(tmp_path: Path) -> None:
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(set(range(30)) - held)
     assert epochs[0] != epochs[1]
     assert all(int(label) == int(image[0, 0, 0]) % 5 for image, label in map(splits["train"].__getitem__, range(24)))
-    assert splits["train"].words == "24 training images of 2 x 3"
+    assert splits["train"].description == "24 training images of 2 x 3"
 
 
 def test_ranks_share_a_batch_out(tmp_path: Path) -> None:
     train = loaded(saved(tmp_path))["train"]
     whole = [image for images, _ in train.batches(8, 8, 2, 0, 1) for image in images]
     by_rank = [list(train.batches(8, 8, 2, rank, 2)) for rank in range(2)]
-    dealt = [image for turn in zip(*by_rank, strict=True) for images, _ in turn for image in images]
-    assert np.array_equal(whole, dealt)
+    all_ranks = [image for turn in zip(*by_rank, strict=True) for images, _ in turn for image in images]
+    assert np.array_equal(whole, all_ranks)
     images, labels = by_rank[0][0]
     assert (images.dtype, images.shape, labels.dtype, labels.shape) == (np.uint8, (2, 3, 2, 3), np.int64, (2,))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tridock.train.data.index_maps import drop_stale
+from tridock.train.megatron_lm.index_maps import remove_stale
 
 
 @pytest.fixture
@@ -27,22 +27,22 @@ def make(prefix: Path) -> None:
 
 
 def test_maps_of_unknown_origin_go_and_those_of_this_data_stay(prefix: Path) -> None:
-    assert drop_stale(prefix, "9,1,0") == 2
+    assert remove_stale(prefix, "9,1,0") == 2
     assert maps(prefix) == ["y_train_indexmap_8ns_4sl_1s_doc_idx.npy"]
     make(prefix)
-    assert drop_stale(prefix, "9,1,0") == 0
+    assert remove_stale(prefix, "9,1,0") == 0
     assert len(maps(prefix)) == 2
 
 
 @pytest.mark.parametrize("change", ["data", "split"])
 def test_other_data_or_another_split(prefix: Path, change: str) -> None:
-    drop_stale(prefix, "9,1,0")
+    remove_stale(prefix, "9,1,0")
     make(prefix)
     if change == "data":
         prefix.with_name("x.idx").write_text("made anew")
-    assert drop_stale(prefix, "9,1,0" if change == "data" else "8,2,0") == 1
+    assert remove_stale(prefix, "9,1,0" if change == "data" else "8,2,0") == 1
     assert maps(prefix) == ["y_train_indexmap_8ns_4sl_1s_doc_idx.npy"]
-    assert drop_stale(prefix, "9,1,0" if change == "data" else "8,2,0") == 0
+    assert remove_stale(prefix, "9,1,0" if change == "data" else "8,2,0") == 0
 
 
 def test_a_folder_that_cannot_be_written_is_left_alone(prefix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,6 +50,6 @@ def test_a_folder_that_cannot_be_written_is_left_alone(prefix: Path, monkeypatch
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(Path, "unlink", refuse)
-    assert drop_stale(prefix, "9,1,0") == 0
+    assert remove_stale(prefix, "9,1,0") == 0
     assert len(maps(prefix)) == 3
     assert not prefix.with_name("x_indexmap.sha256").exists()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tridock.train.rank import phases
-from tridock.train.rank.phases import Phases, of_a_step
+from tridock.train.rank.phases import Phases, step_seconds
 
 
 @pytest.fixture(autouse=True)
@@ -94,4 +94,4 @@ def test_a_gpu_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_of_a_step() -> None:
     seconds = {"forward": 3.0, "evaluation": 9.0, "checkpoint": 9.0, "other": 0.00000049}
-    assert of_a_step(seconds, 2) == {"forward": 1.5, "other": 2e-7}
+    assert step_seconds(seconds, 2) == {"forward": 1.5, "other": 2e-7}

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tridock.errors import Problem, RequestError, RunError
 from tridock.train.rank import process_group
-from tridock.train.rank.process_group import Agreed, Ranks, join, lost_rank, mean_over_ranks, together
+from tridock.train.rank.process_group import AgreedError, Ranks, agree_on_errors, join, lost_rank, mean_over_ranks
 
 
 @pytest.fixture
@@ -29,10 +29,10 @@ def test_a_process_started_alone_is_a_world_of_one(alone: Ranks) -> None:
     assert mean_over_ranks(torch.tensor(2.5)) == 2.5
     (peak,) = process_group.peak_memory_by_rank(alone)
     assert peak > 2**26
-    memory = process_group.Memory(alone)
-    told = [memory.told() for _ in range(9)]
-    assert [number for number, peaks in enumerate(told, start=1) if peaks] == [1, 2, 4, 8]
-    assert told[7]["memory_bytes"] >= [peak]
+    memory = process_group.PeakMemory(alone)
+    reported = [memory.metrics() for _ in range(9)]
+    assert [number for number, peaks in enumerate(reported, start=1) if peaks] == [1, 2, 4, 8]
+    assert reported[7]["memory_bytes"] >= [peak]
     process_group.barrier()
 
 
@@ -47,7 +47,7 @@ def test_another_world_than_the_planned_one(alone: Ranks, monkeypatch: pytest.Mo
     monkeypatch.setenv("TRIDOCK_WORLD_SIZE", "1")
     process_group.check_world(alone)
     monkeypatch.setenv("TRIDOCK_WORLD_SIZE", "4")
-    with pytest.raises(Agreed) as caught:
+    with pytest.raises(AgreedError) as caught:
         process_group.check_world(alone)
     assert caught.value.error.exit_code == 4
     assert str(caught.value.error) == (
@@ -74,13 +74,13 @@ PROBLEM = Problem("data.data_path", "is missing", "", "make it")
 
 
 def agreed_by(monkeypatch: pytest.MonkeyPatch, reports: list[object]) -> str:
-    """What ``together`` raises where the ranks report this."""
+    """What ``agree_on_errors`` raises where the ranks report this."""
 
     def gather(target: list[object], _own: object) -> None:
         target[:] = reports
 
     monkeypatch.setattr(dist, "all_gather_object", gather)
-    with pytest.raises(Agreed) as caught, together(Ranks(0, 0, len(reports), torch.device("cpu"))):
+    with pytest.raises(AgreedError) as caught, agree_on_errors(Ranks(0, 0, len(reports), torch.device("cpu"))):
         pass
     return f"{caught.value.error.exit_code} {caught.value.error}"
 
@@ -95,13 +95,13 @@ def test_what_some_ranks_find_names_them(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found == "4 ranks 1, 3: data.data_path: is missing; make it\nrank 3: x: is wrong; got 1; mend it"
 
 
-def test_together_lets_everything_else_pass(alone: Ranks) -> None:
-    with together(alone):
+def test_agree_on_errors_lets_everything_else_pass(alone: Ranks) -> None:
+    with agree_on_errors(alone):
         pass
-    with pytest.raises(Agreed) as caught, together(alone):
+    with pytest.raises(AgreedError) as caught, agree_on_errors(alone):
         raise RequestError(PROBLEM)
     assert isinstance(caught.value.error, RequestError)
-    with pytest.raises(ZeroDivisionError), together(alone):
+    with pytest.raises(ZeroDivisionError), agree_on_errors(alone):
         _ = 1 / 0
 
 
@@ -147,6 +147,6 @@ def test_flights_are_recorded_on_gpus_by_the_names_of_the_time(
     monkeypatch.setattr(process_group.os, "environ", environment)
     monkeypatch.setattr(process_group.torch, "__version__", version)
     monkeypatch.setattr(process_group.torch.cuda, "is_available", lambda: gpus)
-    process_group.record_flights(Path("/r/logs/flight-rank-"))
+    process_group.enable_flight_recorder(Path("/r/logs/flight-rank-"))
     assert sorted(set(environment) - {"TORCH_NCCL_DUMP_ON_TIMEOUT"}) == names
     assert "/r/logs/flight-rank-" in environment.values() or not gpus

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tridock.train.parallel.random_states import TENSOR_PARALLEL_OFFSET, own_random_numbers
+from tridock.train.models.gpt import TENSOR_PARALLEL_OFFSET, tensor_parallel_random_numbers
 
 CPU = torch.device("cpu")
 
@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 def drawn(rank: int, seed: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
     """The rank's own, and what it draws after that."""
     torch.manual_seed(seed)
-    with own_random_numbers(rank, CPU):
+    with tensor_parallel_random_numbers(rank, CPU):
         own = torch.rand(4)
     return own, torch.rand(4)
 
@@ -38,6 +38,6 @@ def test_the_seeds_lie_as_far_apart_as_megatrons() -> None:
 def test_an_error_leaves_the_generator_as_all_have_it() -> None:
     expected = drawn(0)[1]
     torch.manual_seed(5)
-    with pytest.raises(KeyError), own_random_numbers(1, CPU):
+    with pytest.raises(KeyError), tensor_parallel_random_numbers(1, CPU):
         raise KeyError
     assert torch.equal(torch.rand(4), expected)

@@ -16,14 +16,14 @@ import ctypes, os, sys, time
 from pathlib import Path
 from tridock.train.rank import signals
 os.environ["RANK"] = "3"
-signals._WAY_OUT_SECONDS = signals.BURST_SECONDS = 0.3
+signals._EXIT_SECONDS = signals.BURST_SECONDS = 0.3
 signals.STEP_SECONDS = 0.5
 signals.listen(Path(sys.argv[1]))
 """
 LOOP = """
 steps = 0
-with signals.saving():
-    while not signals.asked(lambda here: here):
+with signals.save_on_signal():
+    while not signals.save_requested(lambda here: here):
         time.sleep(0.01)
         steps += 1
         if steps == 1:
@@ -59,7 +59,7 @@ def signalled(
 
 def test_sigterm_stops_the_main_thread(tmp_path: Path) -> None:
     program = """
-signals._WAY_OUT_SECONDS = 4.0
+signals._EXIT_SECONDS = 4.0
 try:
     print("ready", flush=True)
     time.sleep(60)
@@ -140,7 +140,7 @@ def test_who_stops_the_run_wants_no_checkpoint(tmp_path: Path) -> None:
 
 def test_a_step_that_does_not_end_is_left(tmp_path: Path) -> None:
     program = f"""
-with signals.saving():
+with signals.save_on_signal():
     print("ready", flush=True)
     {BLOCKED.strip().replace(chr(10), chr(10) + "    ")}
     lock(mutex)
@@ -153,7 +153,7 @@ with signals.saving():
 def test_sigusr1_gives_a_step_all_the_time_it_takes(tmp_path: Path) -> None:
     program = f"""
 import threading
-with signals.saving():
+with signals.save_on_signal():
     threading.Timer(1.0, lambda: os._exit(9)).start()
     print("ready", flush=True)
     {BLOCKED.strip().replace(chr(10), chr(10) + "    ")}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -12,7 +14,6 @@ from tridock.contracts.node_answers import PROTOCOL
 from tridock.node.agent.processes import find_processes
 from tridock.node.probes import ports
 from tridock.node.probes.accelerators import accelerators
-from tridock.node.probes.code_hashes import code
 from tridock.node.probes.limits_and_space import limits, space
 from tridock.node.probes.ssh_mesh_probe import greet_nodes
 
@@ -49,3 +50,32 @@ def host_key() -> str | None:
         ["ssh-keygen", "-l", "-f", "-"], input=key, capture_output=True, timeout=_TIMEOUT_S, check=True
     )
     return done.stdout.decode().split()[1]
+
+
+def code() -> dict[str, object]:
+    """SHA-256 of Tridock's code and of the patched Megatron-LM (None if absent), and the versions of the manifest."""
+    ours, megatron = Path(run_folder.CODE), Path(run_folder.MEGATRON)
+    try:
+        manifest = json.loads((ours / "manifest.json").read_text())
+    except (OSError, ValueError):
+        manifest = {}
+    return {
+        "tridock": digest([ours / "tridock", ours / "entrypoint"]),
+        "megatron": digest([megatron]),
+        "cuda": manifest.get("cuda"),
+        "torch": manifest.get("torch"),
+        "commit": manifest.get("git_commit"),
+    }
+
+
+def digest(folders: list[Path]) -> str | None:
+    """One SHA-256 over the files' paths and contents, without ``__pycache__``; None if there is no file."""
+    whole, count = hashlib.sha256(), 0
+    for folder in folders:
+        for path in sorted(folder.rglob("*")):
+            if "__pycache__" in path.parts or not path.is_file():
+                continue
+            content = hashlib.sha256(path.read_bytes()).hexdigest()
+            whole.update(f"{content}  {folder.name}/{path.relative_to(folder)}\n".encode())
+            count += 1
+    return whole.hexdigest() if count else None

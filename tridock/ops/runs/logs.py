@@ -19,7 +19,7 @@ _CLOSING_S: Final = 2.0
 
 
 class LogStream:
-    """What ``tridock.node follow --beats`` prints, without its signs of life; ``exit_code`` is the run's.
+    """What ``tridock.node follow --keepalive`` prints, without its signs of life; ``exit_code`` is the run's.
 
     Raises :class:`ClusterError` where the head is not there any more, whichever way it went: paused, cut off, killed.
     """
@@ -76,7 +76,7 @@ class LogStream:
 
 def follow(session: Session, run: Run) -> LogStream:
     """The run's output as it comes; once it is drained, ``exit_code`` is the run's."""
-    command = session.inside(run.head, *NODE, "follow", "--beats", f"{run_folder.WORKSPACE}/runs/{run.run_id}")
+    command = session.inside(run.head, *NODE, "follow", "--keepalive", f"{run_folder.WORKSPACE}/runs/{run.run_id}")
     return LogStream(session.hosts[run.head].stream(command), run.head, run.run_id)
 
 

@@ -26,7 +26,7 @@ from tridock.train.rank.process_group import Ranks, barrier
 from tridock.train.trainer import Build, Trainer
 
 
-class BareLoop:
+class BaselineLoop:
     """A model of its own, the same as the experiment's, with DDP where there are several ranks."""
 
     def __init__(self, experiment: Experiment, vocab_size: int, ranks: Ranks) -> None:
@@ -88,14 +88,14 @@ class Turn:
     bare_s: float
 
 
-class BesideBare(Trainer):
-    """A run that takes turns with a :class:`BareLoop`, and records how long those were."""
+class BaselineTrainer(Trainer):
+    """A run that takes turns with a :class:`BaselineLoop`, and records how long those were."""
 
     def __init__(
         self, experiment: Experiment, run_folder: Path, workspace: Path, ranks: Ranks, build: Build, turns: Turns
     ) -> None:
         super().__init__(experiment, run_folder, workspace, ranks, build)
-        self.bare = BareLoop(self.experiment, self.splits["train"].vocab_size, ranks)
+        self.bare = BaselineLoop(self.experiment, self.splits["train"].vocab_size, ranks)
         self.turns, self.taken = turns, list[Turn]()
         self._steps = 0
         self._engine_s = self._bare_s = 0.0

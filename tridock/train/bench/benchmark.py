@@ -20,8 +20,7 @@ from typing import Any, Final
 from tridock.contracts.run_folder import EXPERIMENT, PLAN, new_run_id, write_atomic
 from tridock.errors import Problem, RequestError, TridockError
 from tridock.experiment import Experiment, dump_experiment, load_experiment
-from tridock.train.rank.program import Engine, train
-from tridock.train.rank.run import run_rank
+from tridock.train.rank.run import Engine, run_rank, train
 
 MODES: Final = {
     "ddp": {"parallel.strategy": "ddp"},
@@ -49,12 +48,12 @@ class Place:
         return cls(*(int(env.get(name, default)) for name, default in names.items()))
 
 
-def start(engine: Engine, words: Sequence[str]) -> int:
+def start(engine: Engine, argv: Sequence[str]) -> int:
     """Names the run together with the other ranks, and runs this one; gives the exit code."""
-    options, place = _options(words), Place.of(os.environ)
+    options, place = _options(argv), Place.of(os.environ)
     workspace = options.workspace.absolute()
     try:
-        answer = told(place, os.environ, lambda: _named(options, workspace, place))
+        answer = agree_on_run(place, os.environ, lambda: _named(options, workspace, place))
     except TridockError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -66,7 +65,7 @@ def start(engine: Engine, words: Sequence[str]) -> int:
     return run_rank(folder, lambda: train(folder, workspace, engine, None))
 
 
-def _options(words: Sequence[str]) -> argparse.Namespace:
+def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tridock.train", description=__doc__.partition("\n")[0])
     parser.add_argument("--config", type=Path, required=True, help="the experiment; what follows changes it")
     parser.add_argument(
@@ -77,10 +76,10 @@ def _options(words: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="changes a field")
     parser.add_argument("--workspace", type=Path, default=Path(), help="where data/ and runs/ lie; here")
-    return parser.parse_args(words)
+    return parser.parse_args(argv)
 
 
-def told(place: Place, env: Mapping[str, str], name: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def agree_on_run(place: Place, env: Mapping[str, str], name: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What rank 0 finds out, on every rank."""
     if place.world_size == 1:
         return name()

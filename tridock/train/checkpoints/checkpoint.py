@@ -1,13 +1,13 @@
-"""Checkpoints: written beside, listed with their hashes, renamed when whole, and pointed to by ``latest`` last.
+"""Writes checkpoints: staged in a hidden folder, listed with hashes, renamed when complete, ``latest`` updated last.
 
-``checkpoints/iter_0000100/`` holds what the engine writes and ``files.json``, which names every file with its size and
-SHA-256; ``checkpoints/latest`` the newest folder's name, as DeepSpeed's own tools expect it, or
-``latest_checkpointed_iteration.txt`` its number, as Megatron's do. No folder counts without the one, and no checkpoint
-without the other: whatever ends a run at whatever moment, the one before is still there, and named.
+``checkpoints/iter_0000100/`` holds the engine's files and ``files.json``, which lists each with its size and SHA-256.
+``checkpoints/latest`` holds the newest folder's name, as DeepSpeed's tools expect, or
+``latest_checkpointed_iteration.txt`` its number, as Megatron's do. A folder counts only with its ``files.json``, and
+the pointer changes only afterwards: at whatever moment a run ends, the previous checkpoint is complete and named.
 
-Nodes may or may not share the folder. Ranks find out by looking for each other's files; the lowest rank on each file
-system, its leader, makes and renames folders there and writes what is common to all ranks. So a checkpoint is whole on
-one shared folder, and on nodes that share nothing each holds what its own ranks need to go on.
+Nodes may or may not share the folder: ranks look for each other's files. The lowest rank on each file system, its
+leader, creates and renames folders there and writes what is common to all ranks. A shared folder thus has the complete
+checkpoint; without one each node has what its own ranks need to resume.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from tridock.errors import Problem, RequestError, RunError
 from tridock.train.checkpoints import files
 from tridock.train.checkpoints.files import Entry, Names
 from tridock.train.checkpoints.write_errors import write_failure
-from tridock.train.rank.process_group import Agreed, Ranks, barrier, together
+from tridock.train.rank.process_group import AgreedError, Ranks, agree_on_errors, barrier
 
 
 class Checkpoints:
-    """The checkpoints in one folder. Creating it is a collective, and so are its methods."""
+    """The checkpoints in one folder. The constructor and all public methods are collectives."""
 
     def __init__(self, folder: Path, ranks: Ranks, names: Names) -> None:
         self.folder, self.names, self.ranks = folder, names, ranks
@@ -40,12 +40,12 @@ class Checkpoints:
         dist.all_gather_object(leaders, self.leader)
         self._sharing = [rank for rank, leader in enumerate(leaders) if leader == self.leader]
         if self.leads:
-            self._put_back()
+            self._restore()
         barrier()
 
     def require_shared(self) -> None:
-        """Refuses a folder that is not one for all ranks."""
-        with together(self.ranks):
+        """Raises :class:`AgreedError` if the ranks do not share the folder."""
+        with agree_on_errors(self.ranks):
             check_shared(self.folder, self.leader)
 
     # ---- saving ----
@@ -58,11 +58,11 @@ class Checkpoints:
         needed: Collection[str] = (),
         keep: int | None = None,
     ) -> Path:
-        """Writes a checkpoint, points at it, and removes those that ``keep`` lets go; gives its folder.
+        """Writes a checkpoint, updates the pointer, removes those beyond the newest ``keep``; returns its folder.
 
-        ``write`` gets the folder and whether this rank also writes what is common to all ranks; the files ``own`` are
-        added, and those that the rank will need must be among all. Raises :class:`Agreed` on every rank where any of
-        them cannot write: nothing of it is left then, and what was there before is as it was.
+        ``write`` gets the folder and whether this rank also writes what is common to all ranks; ``own`` are further
+        files by name, ``needed`` the names that this rank needs to load. Raises :class:`AgreedError` on every rank if
+        any of them cannot write; then the new checkpoint is removed and the previous ones are unchanged.
         """
         name = self.names.folder(iteration)
         final, staging = self.folder / name, self.folder / f".{name}.part"
@@ -84,14 +84,14 @@ class Checkpoints:
             with self._writing(final):
                 if self.leads:
                     self._point(iteration)
-        except Agreed:
-            barrier()  # no rank is writing any more
+        except AgreedError:
+            barrier()  # all ranks have stopped writing
             if self.leads:
                 shutil.rmtree(staging, ignore_errors=True)
-                self._put_back()
+                self._restore()
             raise
         except BaseException:
-            # Half a checkpoint is of no use, and may be what fills the disk.
+            # Half a checkpoint is useless, and may fill the disk.
             shutil.rmtree(staging, ignore_errors=True)
             raise
         if self.leads:
@@ -101,8 +101,8 @@ class Checkpoints:
 
     @contextmanager
     def _writing(self, final: Path) -> Iterator[None]:
-        """What any rank cannot write, all of them learn of."""
-        with together(self.ranks):
+        """Turns a write error on any rank into an :class:`AgreedError` on all."""
+        with agree_on_errors(self.ranks):
             try:
                 yield
             except Exception as error:
@@ -114,21 +114,21 @@ class Checkpoints:
                 raise RunError(Problem(str(final), "the checkpoint could not be written", got, todo)) from error
 
     def _entries(self, final: Path, partial: Path, needed: Collection[str]) -> dict[str, Entry]:
-        """The manifest's content, each file read and brought to the disk by one rank that sees it."""
+        """The manifest's content; each file is read and synced to disk by one rank that sees it."""
         mine: dict[str, Entry] = {}
         with self._writing(final):
             sizes = files.sizes_in(partial)
             if missing := [name for name in needed if name not in sizes]:
                 todo = "look for another rank's message in logs/rank-<N>.log"
                 raise RunError(Problem(str(final), "the checkpoint lacks a file", missing[0], todo))
-            for name in files.dealt(sizes, self._sharing)[self.ranks.rank]:
+            for name in files.assign_to_ranks(sizes, self._sharing)[self.ranks.rank]:
                 mine[name] = Entry.of(partial / name, sync=True)
         shares: list[tuple[int, dict[str, Entry]]] = [(0, {})] * self.ranks.world_size
         dist.all_gather_object(shares, (self.leader, mine))
         return {name: entry for leader, share in shares if leader == self.leader for name, entry in share.items()}
 
     def _finish(self, staging: Path, iteration: int, entries: Mapping[str, Entry]) -> None:
-        """The manifest, and the name that makes it count. One of that name is put aside until then."""
+        """Writes the manifest and renames the folder; a previous one of that name is kept until then."""
         name = self.names.folder(iteration)
         partial, final, old = staging / name, self.folder / name, self.folder / f".{name}.old"
         write_atomic(partial / MANIFEST, files.manifest_bytes(iteration, entries))
@@ -148,12 +148,12 @@ class Checkpoints:
         files.sync_folder(self.folder)
 
     def _clear(self) -> None:
-        """Removes what a save that was cut short has left."""
-        for left in self.folder.glob(".*.part"):
-            shutil.rmtree(left)
+        """Removes the remains of an interrupted save."""
+        for remains in self.folder.glob(".*.part"):
+            shutil.rmtree(remains)
 
-    def _put_back(self) -> None:
-        """What was put aside for a checkpoint of the same name that never came."""
+    def _restore(self) -> None:
+        """Restores a checkpoint that was set aside for one of the same name that was never finished."""
         for old in self.folder.glob(".*.old"):
             final = self.folder / old.name.removeprefix(".").removesuffix(".old")
             if final.exists():
@@ -164,20 +164,20 @@ class Checkpoints:
     def _prune(self, keep: int | None, iteration: int) -> None:
         if keep is None:
             return
-        whole = {
-            found: files.looks_whole(self.folder / self.names.folder(found)) for found in self.names.found(self.folder)
+        complete = {
+            found: files.is_complete(self.folder / self.names.folder(found)) for found in self.names.found(self.folder)
         }
-        for old in files.to_remove(whole, keep, iteration):
+        for old in files.to_remove(complete, keep, iteration):
             name = self.names.folder(old)
-            # Under another name first: what is half removed must not look like a checkpoint.
+            # Renamed first: a half-removed folder must not look like a checkpoint.
             doomed = self.folder / f".{name}.part"
-            with suppress(OSError):  # what cannot be removed stays, and once the disk is full, that is told
+            with suppress(OSError):  # a folder that cannot be removed stays; a full disk is reported by the next save
                 (self.folder / name).rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)
 
 
 def check_shared(folder: Path, leader: int) -> None:
-    """Whether this rank sees what rank 0 writes, by the leader that it found there."""
+    """Raises :class:`RequestError` if this rank does not see rank 0's files, i.e. has another leader."""
     if leader != 0:
         what = "checkpoints of this engine lie in one folder that all nodes share"
         got = f"a folder of rank {leader}'s node alone: {folder}"
@@ -196,7 +196,7 @@ def _leader(folder: Path, ranks: Ranks) -> int:
     if ranks.rank in candidates:
         mine.touch()
     barrier()
-    # Asked for by name: a listing could come out of a network file system's cache.
+    # Looked up by name: a directory listing could come from a network file system's cache.
     leader = next((rank for rank in candidates if (folder / f".{token[0]}-{rank}").exists()), ranks.rank)
     barrier()
     mine.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
-"""Which checkpoint a run goes on from: the newest that is whole on every rank, all files compared with their hashes.
+"""Chooses the checkpoint to resume from: the newest that is complete on every rank, by the hashes of all files.
 
-Everything here is a collective, and comes out the same on all ranks.
+Everything here is a collective with the same result on all ranks.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from tridock.contracts.checkpoints import MANIFEST
 from tridock.errors import Problem, RequestError
 from tridock.train.checkpoints import files
 from tridock.train.checkpoints.files import Names
-from tridock.train.rank.process_group import Agreed, Ranks, together
+from tridock.train.rank.process_group import AgreedError, Ranks, agree_on_errors
 
 Needed = Callable[[Path], Collection[str]]
-"""The files that this rank reads of a checkpoint."""
+"""Returns the files of a checkpoint that this rank reads."""
 Rejected = Callable[[Path, Sequence[Problem]], None]
-"""Told of every checkpoint that is passed over, and why."""
+"""Called with every checkpoint that is skipped, and the reasons."""
 
 
 def choose(source: Path, names: Names, ranks: Ranks, needed: Needed, rejected: Rejected) -> Path:
-    """The folder to continue from: ``source`` itself, or the newest whole one in it, by its pointer.
+    """The folder to resume from: ``source`` itself, or the newest complete one in it, by its pointer.
 
-    Every file is read once, shared out among the ranks that see the same folder. Raises :class:`Agreed` where there is
-    no whole one.
+    Every file is read once; ranks that see the same folder divide them. Raises :class:`AgreedError` if no checkpoint is
+    complete.
     """
     tried: dict[Path, tuple[Problem, ...]] = {}
     for folder in _candidates(source, names, ranks, tried):
@@ -40,54 +40,54 @@ def choose(source: Path, names: Names, ranks: Ranks, needed: Needed, rejected: R
     todo = "give runs/<run-id>/checkpoints of a run that has saved, or one iter_… folder in it"
     got = "" if tried else "no such folder" if not source.is_dir() else "no checkpoint's folder in it"
     reasons = tuple(itertools.chain.from_iterable(tried.values()))
-    raise Agreed(RequestError([Problem("train.load", what, got, todo), *reasons]))
+    raise AgreedError(RequestError([Problem("train.load", what, got, todo), *reasons]))
 
 
 def _candidates(source: Path, names: Names, ranks: Ranks, tried: dict[Path, tuple[Problem, ...]]) -> list[Path]:
-    """The folders to look at, in their order."""
+    """The folders to check, in order."""
     itself = names.iteration(source.name) is not None and source.is_dir()
     pointer = source / names.pointers[-1][0]
     seen: list[tuple[bool, str | None, list[int]]] = [(False, None, [])] * ranks.world_size
     dist.all_gather_object(seen, (itself, _read(pointer), names.found(source)))
     if any(is_one for is_one, _, _ in seen):
         return [source]
-    texts = [words for _, words, _ in seen if words is not None]
+    texts = [text for _, text, _ in seen if text is not None]
     pointed = [number for number in map(names.pointed, texts) if number is not None]
     iterations = {number for _, _, found in seen for number in found}
     if texts and not pointed and iterations:
         tried[pointer] = (
             Problem(str(pointer), "names no checkpoint", repr(texts[0]), "the newest whole one is taken"),
         )
-    # Nodes that share no folder may have been cut off between two pointers: the newer one is tried first.
-    order = files.to_try(iterations, max(pointed, default=None))
+    # A failure may have separated the pointers of nodes that share no folder: the newer one is tried first.
+    order = files.load_order(iterations, max(pointed, default=None))
     return [source / names.folder(iteration) for iteration in order]
 
 
 def _damage(folder: Path, ranks: Ranks, needed: Collection[str]) -> tuple[Problem, ...]:
-    """What any rank finds wrong with a checkpoint."""
+    """The problems that any rank finds in a checkpoint."""
     manifest = files.read_manifest(folder)
     identities: list[tuple[int, ...] | None] = [None] * ranks.world_size
     dist.all_gather_object(identities, _identity(folder / MANIFEST))
     sharing = [rank for rank, identity in enumerate(identities) if identity == identities[ranks.rank]]
     try:
-        with together(ranks):
+        with agree_on_errors(ranks):
             if isinstance(manifest, Problem):
                 raise RequestError(manifest)
             sizes = {name: entry.size for name, entry in manifest.items()}
-            share = files.dealt(sizes, sharing)[ranks.rank]
+            share = files.assign_to_ranks(sizes, sharing)[ranks.rank]
             problems = [
                 *files.damage(folder, manifest, share, read=True),
                 *files.damage(folder, manifest, set(needed) - set(share), read=False),
             ]
             if problems:
                 raise RequestError(problems)
-    except Agreed as found:
+    except AgreedError as found:
         return found.error.problems
     return ()
 
 
 def _identity(path: Path) -> tuple[int, ...] | None:
-    """Tells whether two ranks see the very same file: its number and time are those of its file system."""
+    """Equal for ranks that see the same file: inode number and time come from its file system."""
     try:
         found = path.stat()
     except OSError:

@@ -1,6 +1,6 @@
-"""The files of checkpoints: how their folders are called, what makes one whole, which to try and which to remove.
+"""The files of checkpoints: names of folders and pointers, ``files.json``, the order to load, which to remove.
 
-A checkpoint is whole when its ``files.json`` is there and all files are as it says. It is written after all others.
+A checkpoint is complete if its ``files.json`` exists and all files match it. It is written after all others.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _TODO: Final = "bring it back, or go on from another checkpoint"
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """How an engine's own tools expect checkpoints to be called."""
+    """The names of checkpoints that an engine's own tools expect."""
 
     folder_format: str
     pointers: tuple[tuple[str, str], ...]
-    """Files that name the newest checkpoint, and how; the last of them is the one that counts."""
+    """Files that name the newest checkpoint, each with its format; the last is read back."""
 
     def folder(self, iteration: int) -> str:
         """The folder of one checkpoint."""
@@ -38,12 +38,12 @@ class Names:
         return _number(self.folder_format, name)
 
     def found(self, folder: Path) -> list[int]:
-        """The iterations that have a folder in there, in any order."""
+        """The iterations that have a folder in ``folder``, in any order."""
         names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
         return [number for number in map(self.iteration, names) if number is not None]
 
     def pointed(self, text: str) -> int | None:
-        """The iteration that the pointer names; None where it names none."""
+        """The iteration in a pointer's text; None for any other text."""
         return _number(self.pointers[-1][1], text.strip())
 
 
@@ -57,33 +57,33 @@ def _number(form: str, text: str) -> int | None:
     return int(digits) if digits.isascii() and digits.isdecimal() and form.format(int(digits)) == text else None
 
 
-def to_try(iterations: Collection[int], pointed: int | None) -> list[int]:
-    """The order in which a load looks at checkpoints: the pointer's, then what came before it, newest first.
+def load_order(iterations: Collection[int], pointed: int | None) -> list[int]:
+    """The iterations that a load tries: the pointer's, then older ones, newest first.
 
-    What is newer than the pointer says was given up, or its save did not come to its end. Without a pointer that can
-    be read, all are tried.
+    Newer ones than the pointer's were abandoned, or their save did not finish. Without a readable pointer it is all.
     """
     if pointed is None:
         return sorted(iterations, reverse=True)
     return sorted({pointed, *(iteration for iteration in iterations if iteration < pointed)}, reverse=True)
 
 
-def to_remove(whole: Mapping[int, bool], keep: int | None, newest: int) -> list[int]:
-    """What ``train.keep_checkpoints`` lets go: every checkpoint that is older than the ``keep``-th newest whole one.
+def to_remove(complete: Mapping[int, bool], keep: int | None, newest: int) -> list[int]:
+    """The iterations that ``train.keep_checkpoints`` removes: all older than the ``keep``-th newest complete one.
 
-    ``whole`` says of every iteration that has a folder whether it is whole. What is newer than ``newest``, which was
-    saved just now, is of a past from which the run has turned away, and counts for nothing.
+    ``complete`` tells of each iteration with a folder whether it is complete. Iterations above ``newest``, the one just
+    saved, come from an abandoned history and do not count.
     """
     good = sorted(
-        (iteration for iteration, is_whole in whole.items() if is_whole and iteration <= newest), reverse=True
+        (iteration for iteration, is_good in complete.items() if is_good and iteration <= newest),
+        reverse=True,
     )
     if keep is None or len(good) < keep:
         return []
-    return sorted(number for number in whole if number < good[keep - 1])
+    return sorted(number for number in complete if number < good[keep - 1])
 
 
-def dealt(sizes: Mapping[str, int], ranks: Sequence[int]) -> dict[int, list[str]]:
-    """Which rank hashes which files: its own by their name (they are in its memory still), the rest by size."""
+def assign_to_ranks(sizes: Mapping[str, int], ranks: Sequence[int]) -> dict[int, list[str]]:
+    """The files that each rank hashes: those it wrote, by their names (still in its page cache), the rest by size."""
     shares: dict[int, list[str]] = {rank: [] for rank in ranks}
     load = dict.fromkeys(ranks, 0)
     others = []
@@ -104,14 +104,14 @@ def dealt(sizes: Mapping[str, int], ranks: Sequence[int]) -> dict[int, list[str]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What the manifest says of one file."""
+    """The manifest's entry of one file."""
 
     size: int
     sha256: str
 
     @classmethod
     def of(cls, path: Path, *, sync: bool = False) -> Entry:
-        """Reads the file; with ``sync`` also brings it to the disk."""
+        """Reads the file; with ``sync`` also syncs it to disk."""
         with path.open("rb") as file:
             if sync:
                 os.fsync(file.fileno())
@@ -120,7 +120,7 @@ class Entry:
 
 
 def sizes_in(folder: Path) -> dict[str, int]:
-    """The size of each file in a checkpoint, in bytes, by its path in there; without the manifest."""
+    """The size in bytes of each file in a checkpoint, by its relative path, without the manifest."""
     paths = (path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths if path.name != MANIFEST}
 
@@ -132,7 +132,7 @@ def manifest_bytes(iteration: int, entries: Mapping[str, Entry]) -> bytes:
 
 
 def read_manifest(folder: Path) -> dict[str, Entry] | Problem:
-    """What the checkpoint must hold, or why that cannot be told."""
+    """The files that a checkpoint must hold, or the problem with its manifest."""
     path = folder / MANIFEST
     try:
         files = json.loads(path.read_bytes())["files"]
@@ -149,7 +149,7 @@ def read_manifest(folder: Path) -> dict[str, Entry] | Problem:
 
 
 def damage(folder: Path, manifest: Mapping[str, Entry], names: Collection[str], *, read: bool) -> Iterator[Problem]:
-    """What is wrong with the files ``names``; without ``read`` only what their sizes tell."""
+    """The problems of the files ``names``; without ``read`` by their sizes only."""
     for name in names:
         path = folder / name
         try:
@@ -167,20 +167,20 @@ def damage(folder: Path, manifest: Mapping[str, Entry], names: Collection[str], 
             yield Problem(str(path), "cannot be read", error.strerror or str(error), _TODO)
 
 
-def looks_whole(folder: Path) -> bool:
-    """Whether the checkpoint is whole by the sizes of its files."""
+def is_complete(folder: Path) -> bool:
+    """Whether a checkpoint is complete, by the sizes of its files."""
     manifest = read_manifest(folder)
     return not isinstance(manifest, Problem) and not any(damage(folder, manifest, manifest, read=False))
 
 
 def sync_folders(folder: Path) -> None:
-    """Brings the names in a folder, and in those below it, to the disk."""
+    """Syncs a folder and all folders below it to disk."""
     for place in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
         sync_folder(place)
 
 
 def sync_folder(folder: Path) -> None:
-    """Brings the names in one folder to the disk."""
+    """Syncs one folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -1,6 +1,6 @@
-"""What a checkpoint may hold: tensors, plain values, and the few classes that its engine puts beside them.
+"""Restricts what a checkpoint may unpickle: tensors, plain values, and the few classes that its engine stores.
 
-A pickle that somebody else has made may do anything when it is loaded.
+An untrusted pickle can run any code when it is loaded.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from tridock.train.checkpoints.write_errors import replaced
 
 
 @contextmanager
-def no_foreign_pickles(more: Sequence[Any] = ()) -> Iterator[None]:
-    """Inside, torch.load makes nothing but tensors, plain values, the four classes that DeepSpeed has, and ``more``.
+def safe_torch_load(more: Sequence[Any] = ()) -> Iterator[None]:
+    """Inside, torch.load accepts only tensors, plain values, four classes of DeepSpeed's, and ``more``.
 
-    DeepSpeed asks for whole pickles.
+    DeepSpeed itself loads with ``weights_only=False``.
     """
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
     from deepspeed.runtime.fp16.loss_scaler import LossScaler as StaticLossScaler
@@ -40,17 +40,17 @@ def no_foreign_pickles(more: Sequence[Any] = ()) -> Iterator[None]:
 
 
 def _member(owner: object, name: str) -> Enum:
-    """In ``getattr``'s place, by which Python 3.11.0 to 3.11.3 pickles an enum's member: that, and nothing else."""
+    """Replaces ``getattr``, with which Python 3.11.0 to 3.11.3 pickles members of enums; allows nothing else."""
     if isinstance(owner, type) and issubclass(owner, Enum) and name in owner.__members__:
         return owner[name]
     raise pickle.UnpicklingError(f"getattr({owner!r}, {name!r}) is no member of an enum")
 
 
 def megatron_classes() -> list[Any]:
-    """What Megatron-LM v1.1.5 puts into a checkpoint: its arguments and the random states of Python and NumPy."""
+    """The classes in a checkpoint of Megatron-LM v1.1.5: its arguments, the random states of Python and NumPy."""
     import numpy as np
 
-    # NumPy has moved it between its versions, and pickles name it either way.
+    # NumPy has moved it between versions: pickles have either name.
     rebuild = np.zeros(0).__reduce__()[0]
     names = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
     kinds = [type(np.dtype(kind)) for kind in ("uint32", "int64", "float64")]
@@ -88,10 +88,10 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 @contextmanager
-def no_foreign_metadata() -> Iterator[None]:
-    """Inside, torch reads the ``.metadata`` of a distributed checkpoint without what does not belong there.
+def safe_metadata_load() -> Iterator[None]:
+    """Inside, torch refuses foreign classes in the ``.metadata`` of a distributed checkpoint.
 
-    Raises :class:`ForeignObjectError`, of which torch itself keeps the text alone.
+    Raises :class:`ForeignObjectError`, of which torch itself keeps only the text.
     """
     from torch.distributed.checkpoint import CheckpointException, filesystem
 

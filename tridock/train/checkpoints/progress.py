@@ -1,4 +1,4 @@
-"""How far a run has come, and whether a checkpoint of it fits an experiment: ``tridock.json`` of a checkpoint."""
+"""``tridock.json`` of a checkpoint: the progress of its run, and whether it fits an experiment."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROGRESS: Final = "tridock.json"
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a run has come, and what a checkpoint of it fits."""
+    """The progress of a run, and the fields that a checkpoint must match."""
 
     iteration: int
     consumed_samples: int
@@ -53,12 +53,12 @@ class Progress:
         )
 
     def to_bytes(self) -> bytes:
-        """What the file in a checkpoint holds."""
+        """The content of the file in a checkpoint."""
         return (json.dumps(asdict(self), indent=2) + "\n").encode()
 
 
 def read_progress(folder: Path) -> Progress:
-    """Reads how far a checkpoint had come."""
+    """Reads the progress in a checkpoint. Raises :class:`RequestError` if it cannot."""
     try:
         return Progress(**json.loads((folder / PROGRESS).read_bytes()))
     except (OSError, ValueError, TypeError) as error:
@@ -68,7 +68,7 @@ def read_progress(folder: Path) -> Progress:
 
 
 def check_fit(folder: Path, saved: Progress, wanted: Progress) -> None:
-    """Refuses a checkpoint of another model or layout, with every difference."""
+    """Raises :class:`RequestError` with every difference if a checkpoint has another model or layout."""
     pairs = [(f"model.{name}", saved.model.get(name), value) for name, value in wanted.model.items()]
     pairs.append(("engine", saved.engine, wanted.engine))
     pairs.append(("parallel.strategy", saved.strategy, wanted.strategy))

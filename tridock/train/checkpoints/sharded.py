@@ -1,4 +1,4 @@
-"""Checkpoints of weights that are shared out, in torch's distributed format: they load on any mesh of ranks."""
+"""Checkpoints of sharded weights in torch's distributed format (DCP): they load on any mesh of ranks."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tridock.train.checkpoints.pickles import no_foreign_metadata
+from tridock.train.checkpoints.pickles import safe_metadata_load
 from tridock.train.checkpoints.write_errors import write_failure
 from tridock.train.parallel.loss_scale import LossScaler
 
 FILES: Final = (".metadata",)
-"""What every rank reads of a checkpoint, besides the tensors that it needs."""
+"""The files that every rank reads, besides those with its tensors."""
 _VECTORS: Final = ("exp_avg", "exp_avg_sq")
 _SCALER: Final = ("scale", "good_steps", "overflows_left")
 
 Named = Iterable[tuple[str, nn.Parameter]]
 Buffers = Mapping[str, Tensor]
-"""What is trained without a gradient, the same on all ranks."""
+"""Batch normalization statistics by name, the same on all ranks."""
 
 
 def save(named: Named, buffers: Buffers, optimizer: torch.optim.Optimizer, scaler: LossScaler, folder: Path) -> None:
-    """Writes each tensor once, by one of the ranks that hold it. A collective, which all ranks get through.
+    """Writes each tensor once, by one of the ranks that hold it. A collective that every rank completes.
 
-    Raises what a rank's writing failed of, on all of them.
+    A write error on any rank is raised on all of them.
     """
     state = {**_state(named, buffers, optimizer), "loss_scaler": _values(scaler)}
     try:
@@ -39,9 +39,9 @@ def save(named: Named, buffers: Buffers, optimizer: torch.optim.Optimizer, scale
 
 
 def load(named: Named, buffers: Buffers, optimizer: torch.optim.Optimizer, scaler: LossScaler, folder: Path) -> None:
-    """Fills weights and optimizer with what this rank needs, whoever wrote it. A collective."""
+    """Loads this rank's weights and optimizer states, whatever layout wrote them. A collective."""
     state = {**_state(named, buffers, optimizer), "loss_scaler": _values(scaler)}
-    with no_foreign_metadata():
+    with safe_metadata_load():
         dcp.load(state, checkpoint_id=str(folder))
     values = state["loss_scaler"]
     scaler.restore(dict(zip(_SCALER, values.tolist(), strict=True)))
@@ -53,7 +53,7 @@ def _values(scaler: LossScaler) -> Tensor:
 
 
 def _state(named: Named, buffers: Buffers, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The tensors themselves, by the names that they have in the whole model."""
+    """The tensors by their names in the whole model."""
     return {**dict(_tensors(named, optimizer)), **{f"model.{name}": tensor for name, tensor in buffers.items()}}
 
 

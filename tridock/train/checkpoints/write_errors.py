@@ -1,4 +1,4 @@
-"""Errors of writing: what the system said, and how a collective that writes gets through them."""
+"""Write errors: their message, and how to defer them to the end of a collective that writes."""
 
 from __future__ import annotations
 
@@ -8,51 +8,51 @@ from typing import Any
 
 
 def write_failure(error: BaseException) -> str | None:
-    """What the system said of a failed write; None for an error of another kind, as of a collective."""
+    """The system's message of a failed write; None for an error of another kind, such as a collective's."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
-    # torch's own writer turns a full disk into this, and drops the reason.
+    # torch's own writer raises this for a full disk, and drops the reason.
     if "inline_container" in str(error) or "PytorchStreamWriter" in str(error):
         return "a file cut short (is the disk full?)"
     return None
 
 
 @contextmanager
-def kept_to_the_end(*places: tuple[Any, str]) -> Iterator[list[Exception]]:
-    """Inside, errors of writing in the functions ``(owner, name)`` are kept, and the first is raised at the end.
+def defer_write_errors(*places: tuple[Any, str]) -> Iterator[list[Exception]]:
+    """Inside, write errors in the functions ``(owner, name)`` are collected; the first is raised at the end.
 
-    An engine writes in the middle of its collectives: a rank that left there would let the others wait for it. Gives
-    the errors kept so far; what else fails on the way may be put to them.
+    An engine writes between collectives: a rank that raised there would leave the others waiting. Yields the list of
+    errors, to which the caller may append.
     """
-    kept: list[Exception] = []
+    errors: list[Exception] = []
     with ExitStack() as changes:
         for owner, name in places:
-            changes.enter_context(replaced(owner, name, _keeping(getattr(owner, name), kept)))
+            changes.enter_context(replaced(owner, name, _deferring(getattr(owner, name), errors)))
         try:
-            yield kept
+            yield errors
         except Exception as error:
-            if kept:
-                raise kept[0] from error
+            if errors:
+                raise errors[0] from error
             raise
-    if kept:
-        raise kept[0]
+    if errors:
+        raise errors[0]
 
 
-def _keeping(function: Callable[..., Any], kept: list[Exception]) -> Callable[..., Any]:
-    def keep(*given: Any, **named: Any) -> Any:
+def _deferring(function: Callable[..., Any], errors: list[Exception]) -> Callable[..., Any]:
+    def call(*given: Any, **named: Any) -> Any:
         try:
             return function(*given, **named)
         except Exception as error:
             if write_failure(error) is None:
                 raise
-            kept.append(error)
+            errors.append(error)
 
-    return keep
+    return call
 
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Meanwhile the attribute has another value."""
+    """Replaces an attribute inside the block."""
     own, before = name in vars(owner), vars(owner).get(name)
     setattr(owner, name, value)
     try:

@@ -1,8 +1,8 @@
-"""ZeRO's optimizer states for another number of ranks than the one that saved them.
+"""Loads ZeRO's optimizer states on another number of ranks than the one that saved them.
 
-DeepSpeed refuses such a checkpoint. It stores each parameter group (ZeRO-1 and 2) as one flat vector cut into equal
-pieces, the last padded with zeros; and each parameter (ZeRO-3) cut into equal pieces, the last padded, of which a rank
-holds one of each. Here a rank reads out of the old pieces what its new ones hold; files are mapped, not read whole.
+DeepSpeed refuses such a checkpoint. ZeRO-1 and 2 store each parameter group as one flat vector, split into equal
+partitions, the last padded with zeros; ZeRO-3 splits each parameter so, and a rank holds one partition of each. Here a
+rank reads its new partitions out of the old ones; files are memory-mapped, not read whole.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tridock.train.checkpoints.write_errors import replaced
 State = dict[str, Any]
 
 
-def piece(pieces: Sequence[Tensor], first: int, count: int) -> Tensor:
-    """Elements ``first`` to ``first + count`` of the vector cut into ``pieces``; zeros beyond its end."""
-    out = torch.zeros(count, dtype=pieces[0].dtype)
+def gather_slice(partitions: Sequence[Tensor], first: int, count: int) -> Tensor:
+    """Elements ``first`` to ``first + count`` of the concatenated ``partitions``; zeros beyond the end."""
+    out = torch.zeros(count, dtype=partitions[0].dtype)
     begin = 0
-    for one in pieces:
+    for one in partitions:
         low, high = max(first, begin), min(first + count, begin + one.numel())
         if low < high:
             out[low - first : high - first] = one[low - begin : high - begin]
@@ -34,27 +34,27 @@ def piece(pieces: Sequence[Tensor], first: int, count: int) -> Tensor:
     return out
 
 
-def pieces_of_parameters(
+def parameter_partitions(
     flats: Sequence[Sequence[Tensor]], sizes: Sequence[int], rank: int, ranks: int
 ) -> list[Tensor]:
-    """ZeRO-3: this rank's padded piece of each parameter, from what each rank of before held of all.
+    """ZeRO-3: this rank's padded partition of each parameter, from the flat vectors of the ranks that saved.
 
-    ``flats`` are, rank by rank, vectors that together hold the padded pieces of all parameters one behind the other;
-    ``sizes`` the parameters' numbers of elements.
+    ``flats`` holds for each of those ranks the vectors that concatenate the padded partitions of all parameters;
+    ``sizes`` the numbers of elements of the parameters.
     """
     out, offset = [], 0
     for size in sizes:
         before, now = -(-size // len(flats)), -(-size // ranks)
-        out.append(piece([piece(flat, offset, before) for flat in flats], rank * now, now))
+        out.append(gather_slice([gather_slice(flat, offset, before) for flat in flats], rank * now, now))
         offset += before
     return out
 
 
 @contextmanager
 def resharded(engine: Any, folder: Path, files: Callable[[int], Sequence[str]], saved: int) -> Iterator[None]:
-    """Inside, ``engine.load_checkpoint`` takes a checkpoint of ``saved`` ranks.
+    """Inside, ``engine.load_checkpoint`` accepts a checkpoint of ``saved`` ranks.
 
-    ``files`` names those that a rank of before wrote: its optimizer states are the last.
+    ``files`` returns the files that one of those ranks wrote, the optimizer states last.
     """
     stage, rank = engine.zero_optimization_stage(), dist.get_rank()
     name = engine._get_ckpt_name
@@ -78,7 +78,7 @@ def resharded(engine: Any, folder: Path, files: Callable[[int], Sequence[str]], 
     def model_file(
         load_dir: str, tag: str, mp_placeholder: str | None = None, pp_placeholder: str | None = None
     ) -> str:
-        # ZeRO-3 has one a rank, alike but for the pieces, which come out of the optimizer's states.
+        # ZeRO-3 has one a rank; they differ only in the partitions, which come from the optimizer states.
         return str(name(load_dir, tag, mp_placeholder, pp_placeholder or str(rank % saved)))
 
     with replaced(engine, "_load_zero_checkpoint", load), replaced(engine, "_get_ckpt_name", model_file):
@@ -86,12 +86,12 @@ def resharded(engine: Any, folder: Path, files: Callable[[int], Sequence[str]], 
 
 
 def _stages_1_and_2(optimizer: Any, states: Sequence[State]) -> State:
-    """``states`` are of all ranks of before; the result is of this one."""
+    """``states`` are those of all ranks that saved; returns this rank's."""
     weights, inner = "single_partition_of_fp32_groups", "base_optimizer_state"
     counts = [vector.numel() for vector in optimizer.single_partition_of_fp32_groups]
 
-    def ours(group: int, pieces: Sequence[Tensor]) -> Tensor:
-        return piece(pieces, dist.get_rank() * counts[group], counts[group])
+    def ours(group: int, partitions: Sequence[Tensor]) -> Tensor:
+        return gather_slice(partitions, dist.get_rank() * counts[group], counts[group])
 
     moved: dict[int, State] = {}
     for group, entry in states[0][inner]["state"].items():
@@ -105,20 +105,20 @@ def _stages_1_and_2(optimizer: Any, states: Sequence[State]) -> State:
 
 
 def _vectors(entry: Mapping[str, Any]) -> list[str]:
-    """What an optimizer has of each element, and not once for all."""
+    """The optimizer states with a value for each element."""
     return [key for key, value in entry.items() if torch.is_tensor(value) and value.dim()]
 
 
 def _stage_3(optimizer: Any, states: Sequence[State]) -> State:
-    """DeepSpeed cuts a long group into several, at places that depend on the number of ranks: they are joined first."""
+    """DeepSpeed splits a long group at places that depend on the number of ranks: the parts are joined first."""
     groups = [[int(parameter.ds_numel) for parameter in group] for group in optimizer.fp16_groups]
     sizes = [size for group in groups for size in group]
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
     def ours(pick: Callable[[State], Sequence[Tensor]]) -> list[Tensor]:
         flats = [pick(state) for state in states]
-        pieces = iter(pieces_of_parameters(flats, sizes, rank, ranks))
-        return [torch.cat([next(pieces) for _ in group]) for group in groups]
+        partitions = iter(parameter_partitions(flats, sizes, rank, ranks))
+        return [torch.cat([next(partitions) for _ in group]) for group in groups]
 
     inner = "optimizer_state_dict"
     entry: State = states[0][inner]["state"][0]

@@ -1,6 +1,6 @@
 """Samples out of an indexed data set, addressed by number.
 
-A split is a run of whole documents, and so one stretch of tokens. Sample k of it is tokens ``k * seq_length`` to
+A split is a range of whole documents, and so of tokens. Sample k of it is tokens ``k * seq_length`` to
 ``(k + 1) * seq_length`` inclusive: ``seq_length + 1`` of them, so that every position has a next token to predict.
 
 Samples are read in a shuffled order that is a function of (seed, split, epoch, position) alone. Sample number n of a
@@ -47,7 +47,7 @@ def mixed_seed(*parts: int) -> int:
 
 
 def shuffled(position: int, size: int, seed: int) -> int:
-    """Where ``position`` goes in a pseudo-random permutation of ``range(size)``."""
+    """The image of ``position`` under a pseudo-random permutation of ``range(size)``."""
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
     keys = [mix64(seed + number) for number in range(_ROUNDS)]
@@ -56,12 +56,15 @@ def shuffled(position: int, size: int, seed: int) -> int:
         for key in keys:
             left, right = right, left ^ (mix64(key ^ right) & mask)
         position = left << half | right
-        if position < size:  # else outside the range: walk on, which stays a permutation of it
+        if position < size:  # else outside the range: cycle walking keeps it a permutation
             return position
 
 
 def split_bounds(documents: int, split: str) -> tuple[int, int, int, int]:
-    """First documents of train, valid and test, and the end: shares ``"949,50,1"``."""
+    """The first documents of train, valid and test, and the end, for shares such as ``"949,50,1"``.
+
+    Raises :class:`RequestError` if all shares are zero.
+    """
     shares = [float(share) for share in split.split(",")]
     if sum(shares) == 0.0:
         raise RequestError(Problem("data.split", "has no share above zero", repr(split), "write e.g. '949,50,1'"))
@@ -80,12 +83,12 @@ class Samples:
 
     @property
     def per_epoch(self) -> int:
-        """Samples before one comes again."""
+        """The number of samples in an epoch."""
         return max(0, (len(self.tokens) - 1) // self.seq_length)
 
     @property
-    def words(self) -> str:
-        """For people."""
+    def description(self) -> str:
+        """The data, to print."""
         return f"{len(self.tokens):,} training tokens, {self.per_epoch:,} samples of {self.seq_length}"
 
     def __getitem__(self, number: int) -> NDArray[np.int64]:
@@ -95,7 +98,7 @@ class Samples:
         return self.checked(np.asarray(self.tokens[start : start + self.seq_length + 1], dtype=np.int64))
 
     def checked(self, sample: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The sample, if the vocabulary has all of its tokens: an embedding would fail without saying why."""
+        """Returns the sample; raises :class:`RequestError` for a token outside the vocabulary."""
         if int(sample.max()) >= self.vocab_size:
             raise RequestError(
                 Problem(
@@ -111,7 +114,7 @@ class Samples:
     def batches(
         self, first: int, count: int, micro_batch_size: int, rank: int, ranks: int
     ) -> Iterator[NDArray[np.int64]]:
-        """This rank's micro-batches out of the ``count`` samples from number ``first``: int64 [micro batch, seq + 1].
+        """This rank's micro-batches of the ``count`` samples from number ``first``: int64 [micro batch, seq + 1].
 
         Consecutive micro-batches go to consecutive ranks, so the samples of a step do not depend on their number.
         """
@@ -120,7 +123,7 @@ class Samples:
 
 
 def resolve_vocab_size(experiment: Experiment, dataset: IndexedDataset) -> int:
-    """``model.vocab_size``, or what the data's manifest says where the experiment leaves it out."""
+    """``model.vocab_size``, or the data manifest's if the experiment omits it. Raises :class:`RequestError`."""
     prefix = dataset.prefix
     manifest = read_manifest(prefix)
     if manifest is not None and manifest.tokens != len(dataset.tokens):
@@ -141,7 +144,7 @@ def resolve_vocab_size(experiment: Experiment, dataset: IndexedDataset) -> int:
 
 
 def load_splits(experiment: Experiment, workspace: Path) -> dict[str, Samples]:
-    """The three splits. Raises :class:`RequestError` where the data is missing, or too small for what is asked."""
+    """The three splits. Raises :class:`RequestError` if the data is missing or too small for the experiment."""
     prefix = workspace / experiment.data.data_path
     dataset = IndexedDataset(prefix)
     vocab_size = resolve_vocab_size(experiment, dataset)

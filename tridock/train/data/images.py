@@ -1,7 +1,7 @@
-"""Images and their labels out of two arrays of numpy, mapped into memory and addressed by number.
+"""Images and labels from two memory-mapped NumPy arrays, addressed by number.
 
 Which image a sample is follows from (seed, split, epoch, position) alone, as for tokens
-(:mod:`tridock.train.data.dataset`); so does whether it is turned left to right, which every second one is in training.
+(:mod:`tridock.train.data.dataset`); so does whether it is flipped horizontally, as every second one is in training.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tridock.experiment.schema import Experiment
 from tridock.train.data.dataset import mixed_seed, shuffled, split_bounds
 
 _ORDER: Final = 0x696D616765
-"""Seeds the order in which images are dealt to the splits: they often lie sorted by label."""
+"""Seeds the order in which images are assign_to_ranks to the splits: they are often sorted by label."""
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,16 @@ class ImageSamples:
     first: int
     last: int
     seed: int
-    turns: bool
+    flips: bool
 
     @property
     def per_epoch(self) -> int:
-        """Samples before one comes again."""
+        """The number of samples in an epoch."""
         return self.last - self.first
 
     @property
-    def words(self) -> str:
-        """For people."""
+    def description(self) -> str:
+        """The data, to print."""
         height, width = self.images.shape[2:]
         return f"{self.per_epoch:,} training images of {height} x {width}"
 
@@ -52,8 +52,8 @@ class ImageSamples:
         position = shuffled(position, self.per_epoch, mixed_seed(self.seed, epoch))
         place = shuffled(self.first + position, len(self.labels), _ORDER)
         image = self.images[place]
-        turned = self.turns and mixed_seed(self.seed, epoch, position, 1) % 2
-        return image[:, :, ::-1] if turned else image, self.labels[place]
+        flipped = self.flips and mixed_seed(self.seed, epoch, position, 1) % 2
+        return image[:, :, ::-1] if flipped else image, self.labels[place]
 
     def batches(
         self, first: int, count: int, micro_batch_size: int, rank: int, ranks: int
@@ -68,7 +68,7 @@ class ImageSamples:
 
 
 def load_images(experiment: Experiment, workspace: Path) -> dict[str, ImageSamples]:
-    """The three splits. Raises :class:`RequestError` where the arrays are missing, or not what the model sees."""
+    """The three splits. Raises :class:`RequestError` if the arrays are missing or do not fit the model."""
     model = experiment.model
     paths = [Path(f"{workspace / experiment.data.data_path}{suffix}") for suffix in IMAGE_SUFFIXES]
     images, labels = (_mapped(path) for path in paths)

@@ -1,4 +1,4 @@
-"""Batches read while the one before is trained on, by a thread, into memory that a GPU copies from by itself."""
+"""Reads the next batches in a thread while the current ones are trained on; pinned memory on GPUs."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from tridock.train.parallel.strategies import Batch
 Arrays = NDArray | tuple[NDArray, NDArray]
 Split = Samples | ImageSamples
 Read = Callable[[Split, int], Iterable[Arrays]]
-"""This rank's micro-batches of the global batch that begins with a sample of that number."""
+"""Returns this rank's micro-batches of the global batch that starts at a sample number."""
 
 
 class Prefetcher:
     """Reads ahead of the training loop.
 
-    A thread and not a process: the files are mapped into memory, and nothing is computed on the way. What goes wrong
-    while it reads ahead is raised where the batch is asked for, and not before.
+    A thread suffices: the files are memory-mapped, and nothing is computed. An error while it reads ahead is raised
+    when the batch is requested.
     """
 
     def __init__(self, read: Read, device: torch.device) -> None:
         self._read, self._device = read, device
         self._pins = device.type == "cuda"
-        # Pinning makes a context on the thread's own GPU, which would be the first one on every rank.
+        # Pinning creates a context on the thread's current GPU, by default the first one on every rank.
         prepare = (lambda: torch.cuda.set_device(device)) if self._pins else None
         self._thread = ThreadPoolExecutor(1, "batches", prepare)
         self._ahead: dict[tuple[str, int], Future[list[Batch]]] = {}

@@ -25,7 +25,7 @@ class Layout:
     stage: int
     stages: int
     virtual_stages: int
-    words: str
+    description: str
     """For people."""
 
     @classmethod
@@ -49,7 +49,7 @@ class Layout:
             parallel_state.get_pipeline_model_parallel_rank(),
             parallel_state.get_pipeline_model_parallel_world_size(),
             virtual,
-            " ".join(_words(parallel)),
+            " ".join(_description(parallel)),
         )
 
     def reseed(self, seed: int, iteration: int) -> None:
@@ -75,7 +75,7 @@ class Layout:
         return shared
 
 
-def _words(parallel: Parallel) -> Iterator[str]:
+def _description(parallel: Parallel) -> Iterator[str]:
     yield f"TP{parallel.tensor_model_parallel_size}"
     yield f"PP{parallel.pipeline_model_parallel_size}"
     if parallel.virtual_pipeline_model_parallel_size > 1:

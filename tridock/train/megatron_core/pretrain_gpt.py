@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from tridock.train.rank.program import run_program
-from tridock.train.rank.run import end
+from tridock.train.rank.run import end, run_program
 
 if TYPE_CHECKING:
     from tridock.train.rank.process_group import Ranks
@@ -22,7 +21,7 @@ def engine(ranks: Ranks) -> Build:
     if ranks.first:
         print("".join(f"compat: {line}\n" for line in replaced), end="", flush=True)
 
-    from tridock.train.megatron_core.parts import megatron_core_parts
+    from tridock.train.megatron_core.strategy import megatron_core_parts
 
     return megatron_core_parts
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from megatron.core import parallel_state
@@ -13,15 +14,22 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
+from tridock.engines import engine_of
 from tridock.experiment.schema import Experiment
-from tridock.train.megatron_core import files, torch_states
+from tridock.experiment.sizes import model_parameters
+from tridock.train.checkpoints.files import MEGATRON
+from tridock.train.checkpoints.progress import Progress
+from tridock.train.data.dataset import load_splits
+from tridock.train.megatron_core import checkpoint
 from tridock.train.megatron_core.attention import positions
 from tridock.train.megatron_core.layout import Layout
 from tridock.train.megatron_core.model import DTYPES, build_chunks
-from tridock.train.megatron_core.timers import Timers
+from tridock.train.megatron_core.samples import gpt_splits
+from tridock.train.models.gpt import Shape
 from tridock.train.parallel.strategies import Step
-from tridock.train.rank.phases import BACKWARD, OPTIMIZER, WAIT, Phases
-from tridock.train.rank.process_group import Ranks
+from tridock.train.rank.phases import BACKWARD, FORWARD, OPTIMIZER, SYNC, WAIT, Phases
+from tridock.train.rank.process_group import Ranks, agree_on_errors
+from tridock.train.trainer import Parts, check_batch
 
 
 class MegatronCore:
@@ -88,20 +96,20 @@ class MegatronCore:
         return chunk(tokens, places, None, labels=labels), mean_loss
 
     def files(self, rank: int, saved: int) -> tuple[str, ...]:  # noqa: ARG002  each rank reads what it needs of all
-        return files.FILES
+        return checkpoint.FILES
 
     def save(self, folder: Path, writes_shared: bool) -> None:  # noqa: ARG002  one folder that all ranks share
-        files.save(self._state(is_loading=False), folder)
+        checkpoint.save(self._state(is_loading=False), folder)
 
     def load(self, folder: Path, saved: int) -> None:  # noqa: ARG002  whoever wrote it
         for optimizer in self.optimizer.chained_optimizers:
-            torch_states.before_load(optimizer)
-        state = files.load(self._state(is_loading=True), folder)
+            checkpoint.before_load(optimizer)
+        state = checkpoint.load(self._state(is_loading=True), folder)
         for name, model in self._named():
             model.load_state_dict(state[name])
         self.optimizer.load_state_dict(state["optimizer"])
         for optimizer in self.optimizer.chained_optimizers:
-            torch_states.after_load(optimizer)
+            checkpoint.after_load(optimizer)
 
     def _named(self) -> Iterator[tuple[str, nn.Module]]:
         """The models inside the chunks, by the names that Megatron-LM gives them in a checkpoint."""
@@ -150,4 +158,67 @@ def optimizer_config(experiment: Experiment) -> OptimizerConfig:
         loss_scale_window=fp16.loss_scale_window,
         hysteresis=fp16.hysteresis,
         use_distributed_optimizer=experiment.parallel.use_distributed_optimizer,
+    )
+
+
+_PHASES: Final = {
+    "forward-compute": FORWARD,
+    "backward-compute": BACKWARD,
+    "all-grads-sync": SYNC,
+    "embedding-grads-all-reduce": SYNC,
+    "non-tensor-parallel-grads-all-reduce": SYNC,
+}
+
+
+class Timers:
+    """``config.timers``: called with a timer's name, it gives that."""
+
+    def __init__(self, phases: Phases) -> None:
+        self._timers = {name: Timer(phases, phase) for name, phase in _PHASES.items()}
+        self._none = Timer(phases, None)
+
+    def __call__(self, name: str, log_level: int | None = None) -> Timer:  # noqa: ARG002  all that are known are taken
+        return self._timers.get(name, self._none)
+
+
+class Timer:
+    """One of them; those that are no phase's do nothing."""
+
+    def __init__(self, phases: Phases, phase: str | None) -> None:
+        self._phases, self._phase = phases, phase
+        self._inside: AbstractContextManager[None] | None = None
+
+    def start(self, barrier: bool = False) -> None:  # noqa: ARG002  nobody waits for being timed
+        if self._phase is not None:
+            self._inside = self._phases.inside(self._phase)
+            self._inside.__enter__()
+
+    def stop(self, barrier: bool = False) -> None:  # noqa: ARG002
+        if self._inside is not None:
+            self._inside.__exit__(None, None, None)
+            self._inside = None
+
+
+def megatron_core_parts(experiment: Experiment, _run_folder: Path, workspace: Path, ranks: Ranks) -> Parts:
+    """Forms the groups, reads the data and builds this rank's part of the model."""
+    layout = Layout.form(experiment.parallel)
+    layout.reseed(experiment.train.seed, 0)
+    experiment = experiment.resolved(layout.data_parallel_size)
+    with agree_on_errors(ranks):
+        check_batch(experiment, layout.data_parallel_size)
+        splits = gpt_splits(experiment, workspace, load_splits(experiment, workspace))
+    # A checkpoint fits another tensor parallel size, whose padding is another: it goes by the one without.
+    shape = Shape.of(experiment.model, splits["train"].vocab_size)
+    padded = engine_of(experiment).padded_vocab_size(shape.padded_vocab_size, experiment)
+    return Parts(
+        splits=splits,
+        strategy=MegatronCore(experiment, splits["train"].vocab_size, padded, layout, ranks),
+        progress=Progress.of(experiment, ranks, shape.padded_vocab_size),
+        parameters=model_parameters(experiment.model, padded),
+        description=layout.description,
+        replica=layout.data_parallel_rank,
+        replicas=layout.data_parallel_size,
+        reseed=lambda iteration: layout.reseed(experiment.train.seed, iteration),
+        checkpoint_names=MEGATRON,
+        shared_checkpoints=True,
     )

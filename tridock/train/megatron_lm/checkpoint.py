@@ -21,8 +21,8 @@ from tridock.contracts.run_folder import CHECKPOINTS
 from tridock.train.checkpoints.checkpoint import Checkpoints
 from tridock.train.checkpoints.choice import Rejected, choose
 from tridock.train.checkpoints.files import DEEPSPEED, MEGATRON
-from tridock.train.checkpoints.pickles import megatron_classes, no_foreign_pickles
-from tridock.train.checkpoints.write_errors import kept_to_the_end, replaced
+from tridock.train.checkpoints.pickles import megatron_classes, safe_torch_load
+from tridock.train.checkpoints.write_errors import defer_write_errors, replaced
 from tridock.train.rank.process_group import Ranks, any_rank
 
 
@@ -49,14 +49,14 @@ class UpstreamCheckpoints:
                     places.append((model, "_copy_recovery_script"))
                     tagged = partial(model.save_checkpoint, tag=folder.name, save_latest=False)
                     changes.enter_context(replaced(model, "save_checkpoint", tagged))
-                changes.enter_context(kept_to_the_end(*places))
+                changes.enter_context(defer_write_errors(*places))
                 save(iteration, model, *rest)
 
         return self._checkpoints.save(write, iteration, {TRACKER: str(iteration).encode()}, (), self._keep)
 
     def load(self, load: Callable[..., int], rejected: Rejected, model: Any, *rest: Any, **named: Any) -> int:
         """The newest whole one; upstream's own, which nobody has listed, as upstream loads it."""
-        with no_foreign_pickles(megatron_classes()):
+        with safe_torch_load(megatron_classes()):
             return self._load(load, rejected, model, *rest, **named)
 
     def _load(self, load: Callable[..., int], rejected: Rejected, model: Any, *rest: Any, **named: Any) -> int:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import glob
+import hashlib
 import itertools
 import json
 import os
@@ -18,7 +20,35 @@ from pathlib import Path
 from typing import Any, Final
 
 from tridock.contracts.events import Cause
+from tridock.contracts.run_folder import write_atomic
 from tridock.errors import Problem, RunError, TridockError
+
+MARK = "_indexmap.sha256"
+"""After the data's prefix: the file that says what the maps beside it are of."""
+
+
+def remove_stale(prefix: Path, split: str) -> int:
+    """Removes the maps of other data or another split; how many. To be called once a node, before anyone makes one.
+
+    What the maps are of stands in ``<data>_indexmap.sha256``. In a folder that cannot be written they stay: whoever
+    made them there answers for them.
+    """
+    mark = prefix.with_name(f"{prefix.name}{MARK}")
+    with prefix.with_name(f"{prefix.name}.idx").open("rb") as index:
+        digest = hashlib.file_digest(index, "sha256")
+    digest.update(split.encode())
+    wanted = f"{digest.hexdigest()}\n"
+    if mark.is_file() and mark.read_text() == wanted:
+        return 0
+    maps = list(prefix.parent.glob(f"{glob.escape(prefix.name)}_*_indexmap_*.npy"))
+    try:
+        for path in maps:
+            path.unlink(missing_ok=True)
+        write_atomic(mark, wanted.encode())
+    except OSError:
+        return 0
+    return len(maps)
+
 
 _PARTS: Final = ("doc_idx", "sample_idx", "shuffle_idx")
 
@@ -27,12 +57,12 @@ def main() -> int:
     """Makes them; gives the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tridock.train.megatron_lm.index_maps", allow_abbrev=False)
     parser.add_argument("--data-parallel-size", type=int, required=True, help="replicas that the run will have")
-    options, words = parser.parse_known_args()
+    options, argv = parser.parse_known_args()
     # Before torch is imported: the GPUs may be a run's.
     os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            answer = make(words, options.data_parallel_size)
+            answer = make(argv, options.data_parallel_size)
     except TridockError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -40,22 +70,21 @@ def main() -> int:
     return 0
 
 
-def make(words: list[str], data_parallel_size: int) -> dict[str, object]:
-    """The maps of the run whose words these are, beside its data."""
-    from tridock.train.data.index_maps import MARK
-    from tridock.train.megatron_lm.pretrain_gpt2 import check_files, drop_stale_maps, source_folder
+def make(argv: list[str], data_parallel_size: int) -> dict[str, object]:
+    """The maps of the run whose argv these are, beside its data."""
+    from tridock.train.megatron_lm.pretrain_gpt2 import check_files, remove_stale_maps, source_folder
 
     source = source_folder()
-    check_files(words)
-    prefix = Path(dict(itertools.pairwise(words))["--data-path"])
-    drop_stale_maps(words)
+    check_files(argv)
+    prefix = Path(dict(itertools.pairwise(argv))["--data-path"])
+    remove_stale_maps(argv)
     try:
         # Upstream writes under the maps' own names: cut off, half of one would be taken for the whole by the next run.
         with tempfile.TemporaryDirectory(prefix=f".{prefix.name}_indexmap.", dir=prefix.parent) as folder:
             aside = Path(folder) / prefix.name
             _link(prefix, Path(folder))
-            place = words.index("--data-path") + 1
-            files = _upstream([*words[:place], str(aside), *words[place + 1 :]], source, data_parallel_size)
+            place = argv.index("--data-path") + 1
+            files = _upstream([*argv[:place], str(aside), *argv[place + 1 :]], source, data_parallel_size)
             made = [name for name in files if not (Path(folder) / name).is_symlink()]
             for name in made:
                 (Path(folder) / name).replace(prefix.parent / name)
@@ -78,7 +107,7 @@ def _link(prefix: Path, folder: Path) -> None:
         (folder / name).symlink_to((prefix.parent / name).absolute())
 
 
-def _upstream(words: list[str], source: Path, data_parallel_size: int) -> list[str]:
+def _upstream(argv: list[str], source: Path, data_parallel_size: int) -> list[str]:
     """Runs ``pretrain_gpt2.py`` up to its data sets; the names of the maps that they opened."""
     from tridock import compat
     from tridock.compat import megatron_v115
@@ -89,7 +118,7 @@ def _upstream(words: list[str], source: Path, data_parallel_size: int) -> list[s
         os.environ.pop(name, None)
     ranks = process_group.join()
     import_deepspeed(ranks)
-    compat.switch_on(ranks.device.type, 1)
+    compat.install(ranks.device.type, 1)
     sys.path.insert(0, str(source))
     megatron_v115.adapt(ranks.device.type)
 
@@ -104,7 +133,7 @@ def _upstream(words: list[str], source: Path, data_parallel_size: int) -> list[s
         training.build_train_valid_test_data_iterators(provider)
 
     training.pretrain = only_data
-    sys.argv = [str(source / "pretrain_gpt2.py"), *words]
+    sys.argv = [str(source / "pretrain_gpt2.py"), *argv]
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as left:  # argparse, where megatron_args of the experiment are wrong

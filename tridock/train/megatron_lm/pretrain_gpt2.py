@@ -17,7 +17,7 @@ from tridock.contracts import environment
 from tridock.contracts.checkpoints import MANIFEST, TRACKER
 from tridock.contracts.run_folder import EXPERIMENT, MEGATRON
 from tridock.errors import Problem, RequestError, RunError
-from tridock.train.data import index_maps
+from tridock.train.megatron_lm import index_maps
 from tridock.train.rank.run import end, form_world, record_end, run_rank
 
 
@@ -29,9 +29,9 @@ def main() -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--run-folder", type=Path, required=True, help="runs/<run-id>, with experiment.yaml in it")
-    options, words = parser.parse_known_args()
+    options, argv = parser.parse_known_args()
     run_folder: Path = options.run_folder.absolute()
-    return run_rank(run_folder, lambda: _train(run_folder, words))
+    return run_rank(run_folder, lambda: _train(run_folder, argv))
 
 
 def source_folder() -> Path:
@@ -43,16 +43,16 @@ def source_folder() -> Path:
     return folder
 
 
-def _train(run_folder: Path, words: list[str]) -> None:
+def _train(run_folder: Path, argv: list[str]) -> None:
     from tridock.experiment import load_experiment
     from tridock.train.rank import process_group
 
     ranks = form_world(run_folder)
-    with process_group.together(ranks):
+    with process_group.agree_on_errors(ranks):
         experiment = load_experiment(run_folder / EXPERIMENT)
         source = source_folder()
-        check_files(words)
-        stale = drop_stale_maps(words) if ranks.local_rank == 0 else 0
+        check_files(argv)
+        stale = remove_stale_maps(argv) if ranks.local_rank == 0 else 0
     process_group.barrier()
 
     from tridock import compat
@@ -63,7 +63,7 @@ def _train(run_folder: Path, words: list[str]) -> None:
     # Before Megatron's own initialisation of the process group, which then keeps its hands off.
     import_deepspeed(ranks)
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ranks.world_size)
-    replaced = compat.switch_on(ranks.device.type, local_ranks)
+    replaced = compat.install(ranks.device.type, local_ranks)
     sys.path.insert(0, str(source))
     replaced += megatron_v115.adapt(ranks.device.type)
     if ranks.rank == 0:
@@ -74,7 +74,7 @@ def _train(run_folder: Path, words: list[str]) -> None:
     from megatron import training
 
     recorder = Recorder(training, experiment, run_folder, ranks)
-    sys.argv = [str(source / "pretrain_gpt2.py"), *words]
+    sys.argv = [str(source / "pretrain_gpt2.py"), *argv]
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as left:  # Megatron leaves this way where it gives up, and argparse where it does not understand
@@ -85,12 +85,12 @@ def _train(run_folder: Path, words: list[str]) -> None:
     record_end(run_folder, ranks, recorder.iteration)
 
 
-def check_files(words: list[str]) -> None:
+def check_files(argv: list[str]) -> None:
     """What the command line names must be here; raises :class:`RequestError` with all that is not.
 
     Upstream would end in a trace, and where there is no checkpoint go on with random weights.
     """
-    given = dict(itertools.pairwise(words))
+    given = dict(itertools.pairwise(argv))
     named = {
         "data.data_path": [f"{given['--data-path']}.bin", f"{given['--data-path']}.idx"],
         "data.vocab_file": [given["--vocab-file"]],
@@ -112,10 +112,10 @@ def check_files(words: list[str]) -> None:
         raise RequestError(problems)
 
 
-def drop_stale_maps(words: list[str]) -> int:
+def remove_stale_maps(argv: list[str]) -> int:
     """Index maps beside the data that are not of this data and split; how many there were."""
-    given = dict(itertools.pairwise(words))
-    return index_maps.drop_stale(Path(given["--data-path"]), given["--split"])
+    given = dict(itertools.pairwise(argv))
+    return index_maps.remove_stale(Path(given["--data-path"]), given["--split"])
 
 
 if __name__ == "__main__":

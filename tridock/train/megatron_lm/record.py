@@ -33,9 +33,9 @@ from tridock.train.rank.phases import (
     SYNC,
     WAIT,
     Phases,
-    of_a_step,
+    step_seconds,
 )
-from tridock.train.rank.process_group import Agreed, Memory, Ranks, any_rank
+from tridock.train.rank.process_group import AgreedError, PeakMemory, Ranks, any_rank
 from tridock.train.rank.profiling import Profiling
 
 
@@ -47,7 +47,7 @@ class Recorder:
         self._ranks = ranks
         # Megatron writes the TensorBoard files itself.
         self.metrics = Metrics(run_folder, active=ranks.first, tensorboard=False)
-        self.phases, self.memory = Phases(ranks.device), Memory(ranks)
+        self.phases, self.memory = Phases(ranks.device), PeakMemory(ranks)
         self.iteration = 0
         train = experiment.train
         self.profiling = Profiling(train.profile_iters, train.train_iters, run_folder, ranks)
@@ -67,14 +67,14 @@ class Recorder:
         """The loop: notes the model, and where a resumed run starts."""
         self._model, self._optimizers = model, rest[:2]
         self.iteration = self._logged_iteration = self._upstream.get_args().iteration
-        time_parts(model, self.phases)
+        time_phases(model, self.phases)
         self.phases.read()  # what came before is no step's
         self._logged_at = time.monotonic()
         heartbeat.beat(heartbeat.START, self.iteration)
         self.metrics.rewind(self.iteration)
         rows = int(self._upstream.get_args().padded_vocab_size)
         self.event(Event.MODEL_BUILT, parameters=model_parameters(self.experiment.model, rows), padded_vocab_size=rows)
-        with signals.saving() if self.experiment.train.save else nullcontext():
+        with signals.save_on_signal() if self.experiment.train.save else nullcontext():
             end: int = self._original["train"](forward, model, *rest)
         self.iteration = end
         return end
@@ -121,7 +121,7 @@ class Recorder:
             self._log(float(losses["lm loss"]), scale)
         reported = self._original["training_log"](losses, totals, rate, iteration, scale, *rest)
         self.profiling.after(iteration)
-        if train.save and signals.asked(partial(any_rank, self._ranks)):
+        if train.save and signals.save_requested(partial(any_rank, self._ranks)):
             self._leaves = True
             self.save_checkpoint(iteration, self._model, *self._optimizers)
             raise signals.Preempted(iteration)
@@ -143,14 +143,14 @@ class Recorder:
                 "tokens_per_second": samples * self.experiment.model.seq_length / step_time,
                 "consumed_samples": samples * iteration,
                 "loss_scale": 1.0 if scale is None else float(scale),
-                "phases": of_a_step(self.phases.read(), steps),
-                **self.memory.told(),
+                "phases": step_seconds(self.phases.read(), steps),
+                **self.memory.metrics(),
             }
         )
         if not math.isfinite(loss):
             todo = "lower optimizer.lr, lengthen optimizer.lr_warmup_iters, or use fp32"
             what, cause = "the loss is not finite", Cause.LOSS_NOT_FINITE
-            raise Agreed(RunError(Problem(f"iteration {iteration}", what, str(loss), todo, cause=cause)))
+            raise AgreedError(RunError(Problem(f"iteration {iteration}", what, str(loss), todo, cause=cause)))
 
     def evaluate(self, forward: Any, *given: Any, **named: Any) -> Any:
         """Keeps the loss that upstream prints; every batch is a sign of life."""
@@ -194,7 +194,7 @@ class Recorder:
         try:
             with self.phases.inside(CHECKPOINT):
                 folder = self._checkpoints.save(self._original["save_checkpoint"], iteration, *given)
-        except Agreed as failed:
+        except AgreedError as failed:
             self.event(Event.CHECKPOINT_FAILED, iteration=iteration, reason=str(failed))
             if iteration == self.experiment.train.train_iters or self._leaves:
                 raise
@@ -267,7 +267,7 @@ _INSTRUCTIONS = {
 """Of DeepSpeed's pipeline; the others send and receive."""
 
 
-def time_parts(model: Any, phases: Phases) -> None:
+def time_phases(model: Any, phases: Phases) -> None:
     """Makes what exchanges gradients, and each instruction of a pipeline, tell its phase."""
     for name in ("allreduce_gradients", "allreduce_params"):  # DeepSpeed's engine, and upstream's own DDP
         if hasattr(model, name):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Self
+from typing import Final, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +16,31 @@ from torch.utils.checkpoint import checkpoint
 
 from tridock.errors import Problem, RequestError
 from tridock.experiment.schema import Model
-from tridock.train.parallel.random_states import own_random_numbers
+
+TENSOR_PARALLEL_OFFSET: Final = 2718
+"""Megatron's offset between the seed that tensor parallel ranks share and the first rank's own."""
+
+
+@contextmanager
+def tensor_parallel_random_numbers(tensor_parallel_rank: int, device: torch.device) -> Iterator[None]:
+    """Inside, a rank draws other numbers than its tensor parallel neighbours; afterwards the same ones again.
+
+    The seed comes from the host's generator, whose state the neighbours share. Restoring that state, as a resumed run
+    and activation recomputation do, restores these numbers too.
+    """
+    seed = int(torch.randint(1 << 62, (), device="cpu")) + TENSOR_PARALLEL_OFFSET + tensor_parallel_rank
+    generator = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+    shared = generator.get_state()
+    try:
+        generator.manual_seed(seed)
+        yield
+    finally:
+        generator.set_state(shared)
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the weights and the forward pass depend on."""
+    """The parameters of the architecture."""
 
     num_layers: int
     hidden_size: int
@@ -51,13 +72,13 @@ class Shape:
 class Attention(nn.Module):
     """Causal self-attention over all heads at once: [batch, sequence, hidden] to the same.
 
-    A tensor parallel rank has some of the heads: query, key and value of one lie together, as in Megatron.
+    A tensor parallel rank has some of the heads; query, key and value of a head are adjacent, as in Megatron.
     """
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         if shape.hidden_size % shape.num_attention_heads:
-            # Else the rest of the width would become further heads, in silence.
+            # Otherwise the rest of the width would silently become further heads.
             what, todo = f"must divide hidden_size {shape.hidden_size}", "change one of the two"
             raise RequestError(Problem("model.num_attention_heads", what, str(shape.num_attention_heads), todo))
         self.head_size = shape.hidden_size // shape.num_attention_heads
@@ -73,14 +94,14 @@ class Attention(nn.Module):
         query, key, value = split.permute(3, 0, 2, 1, 4)
         dropout = self.dropout if self.training else 0.0
         if dropout and self.tensor_parallel_rank is not None:
-            mixed = self._mixed_by_own_masks(query, key, value)
+            mixed = self._attend_with_own_dropout(query, key, value)
         else:
             mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
         return self.dense(mixed.transpose(1, 2).reshape(batch, sequence, -1))
 
     @torch.compiler.disable(reason="random states are no part of a graph")
-    def _mixed_by_own_masks(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        with own_random_numbers(self.tensor_parallel_rank, query.device):
+    def _attend_with_own_dropout(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with tensor_parallel_random_numbers(self.tensor_parallel_rank, query.device):
             return F.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout, is_causal=True)
 
 
@@ -103,10 +124,10 @@ class Layer(nn.Module):
 
 
 class GPT(nn.Module):
-    """``model(tokens, labels)``: both int64 [batch, sequence]; gives the mean cross-entropy in nats, fp32, a scalar.
+    """``model(tokens, labels)``: both int64 [batch, sequence]; returns the mean cross-entropy in nats, fp32, a scalar.
 
     The output layer is the token embedding. As in Megatron the padding rows of the vocabulary take part in the softmax.
-    ``keep`` makes of it a stage of a pipeline.
+    ``keep`` turns it into a pipeline stage.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -116,13 +137,13 @@ class GPT(nn.Module):
         self.token_embedding = nn.Embedding(shape.padded_vocab_size, shape.hidden_size)
         self.position_embedding = nn.Embedding(shape.max_position_embeddings, shape.hidden_size)
         self.dropout = nn.Dropout(shape.hidden_dropout)
-        # By their numbers in the whole model, whatever stage they end up in.
+        # Keyed by their numbers in the whole model, whatever stage they end up in.
         self.layers = nn.ModuleDict({str(number): Layer(shape) for number in range(shape.num_layers)})
         self.final_norm = nn.LayerNorm(shape.hidden_size)
         self._initialize()
 
     def keep(self, layers: range) -> None:
-        """Leaves the stage with these layers: the first has the embeddings, the last the norm and the output layer."""
+        """Keeps the stage with these layers: the first has the embeddings, the last the norm and the output layer."""
         self.is_first, self.is_last = layers.start == 0, layers.stop == self.shape.num_layers
         for number in set(range(self.shape.num_layers)) - set(layers):
             del self.layers[str(number)]
@@ -134,7 +155,7 @@ class GPT(nn.Module):
             del self.token_embedding
 
     def _initialize(self) -> None:
-        """N(0, std) for weights, zero for biases; what feeds the residual stream is scaled by 1 / sqrt(2 layers)."""
+        """N(0, std) for weights, 0 for biases; projections into the residual stream: std / sqrt(2 layers) (GPT-2)."""
         std = self.shape.init_method_std
         residual_std = std / math.sqrt(2.0 * self.shape.num_layers)
         for name, module in self.named_modules():
@@ -145,14 +166,14 @@ class GPT(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def compile_layers(self) -> None:
-        """Lets torch compile each layer when it first runs: all are alike, and so is what they are compiled to."""
+        """Compiles each layer when it first runs; all layers share the compiled code."""
         for layer in self.layers.values():
             layer.compile()
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Tokens, or in a later stage the activations [batch, sequence, hidden] of the one before.
+        """``x``: tokens, or in a later stage the previous one's activations [batch, sequence, hidden].
 
-        Gives the loss; without labels the logits [batch, sequence, vocabulary], or this stage's activations.
+        Returns the loss; without labels the logits [batch, sequence, vocabulary], or this stage's activations.
         """
         if self.is_first:
             positions = torch.arange(x.shape[1], device=x.device)
@@ -166,7 +187,7 @@ class GPT(nn.Module):
         return logits if labels is None else cross_entropy(logits, labels)
 
     def output(self, x: Tensor) -> Tensor:
-        """The logits, each token's similarity to the embeddings."""
+        """The logits [batch, sequence, vocabulary]: the output layer is the token embedding."""
         weight = self.token_embedding.weight
         if isinstance(weight, DTensor):
             x = DTensor.from_local(x, weight.device_mesh, [Replicate()], run_check=False)

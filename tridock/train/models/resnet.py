@@ -1,7 +1,7 @@
-"""ResNet-50 (He et al., 2016) as it is trained today: the stride in the 3x3 convolution of a block ("v1.5").
+"""ResNet-50 "v1.5" (He et al., 2016, with the stride in the 3x3 convolution of a block).
 
-Batch normalization uses the statistics of each micro-batch on its rank, as DDP's users know it: a step on r ranks is
-that of one rank with r micro-batches. The running ones, for evaluation, are each rank's until they are averaged.
+Batch normalization uses the statistics of each micro-batch on its rank, as with DDP: a step on r ranks equals one on a
+single rank with r micro-batches. The running statistics, for evaluation, are averaged over the ranks when needed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tridock.experiment.resnet import EXPANSION, STAGES, STEM
 from tridock.experiment.schema import Model
 
 MEAN: Final = (0.485, 0.456, 0.406)
-"""ImageNet's, of red, green and blue in 0 to 1."""
+"""ImageNet's mean of red, green and blue, in 0 to 1."""
 DEVIATION: Final = (0.229, 0.224, 0.225)
 
 
@@ -26,7 +26,7 @@ def _convolution(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.
 
 
 class Norm(nn.BatchNorm2d):
-    """Batch normalization in fp32, whatever format its input and (gathered by FSDP2) its weights come in."""
+    """Batch normalization in fp32, whatever the dtype of its input and of the weights that FSDP2 gathers."""
 
     def forward(self, x: Tensor) -> Tensor:
         scale, shift, statistics = self.weight.float(), self.bias.float(), (self.running_mean, self.running_var)
@@ -53,7 +53,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """``model(images)``: uint8 [batch, 3, height, width], red, green, blue; gives logits [batch, classes].
+    """``model(images)``: uint8 [batch, 3, height, width], red, green, blue; returns logits [batch, classes].
 
     With labels, int64 [batch], the mean cross-entropy in nats, fp32.
     """
@@ -96,7 +96,7 @@ def statistics(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def average_statistics(model: nn.Module) -> None:
-    """Gives all ranks the mean of what their batch normalizations have seen. A collective; nothing for other models."""
+    """Averages the running statistics over the ranks. A collective; does nothing for models without them."""
     found = [buffer for _, buffer in statistics(model)]
     if found and dist.get_world_size() > 1:
         flat = torch.cat([buffer.flatten() for buffer in found])

@@ -1,6 +1,6 @@
 """fp16 loss scaling for strategy ddp, with the rules of DeepSpeed's and Megatron's dynamic scaler.
 
-torch's GradScaler knows no hysteresis, and an experiment must mean the same under every strategy.
+torch's GradScaler has no hysteresis, and an experiment must behave the same under every strategy.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class LossScaler:
         self.good_steps += 1
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """The state to save in a checkpoint."""
         return {"scale": self.scale, "good_steps": self.good_steps, "overflows_left": self.overflows_left}
 
     def restore(self, state: dict[str, float]) -> None:

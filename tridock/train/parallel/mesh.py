@@ -1,6 +1,6 @@
-"""Where a rank of engine ``torch`` stands among the tensor, data and pipeline parallel ones: torch's device mesh.
+"""The device mesh of engine ``torch``: pipeline, data and tensor parallel dimensions.
 
-Ranks are numbered as the plan has them: tensor parallel ranks are neighbours, a pipeline's stages lie furthest apart.
+Ranks are numbered as in the plan: tensor parallel ranks are adjacent, pipeline stages furthest apart.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tridock.experiment.schema import Parallel
 from tridock.train.rank.process_group import Ranks
 
-STAGES, COPIES, SHARDS, TENSOR = "pp", "dp_replicate", "dp_shard", "tp"
+STAGES, REPLICAS, SHARDS, TENSOR = "pp", "dp_replicate", "dp_shard", "tp"
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """[stages, copies of the states, ranks that share a copy out, tensor parallel ranks]; made by all ranks at once."""
+    """The mesh [stages, replicas, shards, tensor parallel ranks]."""
 
     whole: DeviceMesh
     ends: dist.ProcessGroup | None
-    """The first and the last stage at this rank's place in the others' dimensions; None in between."""
+    """The group of the first and last stage with this rank's other coordinates; None in between."""
 
     @classmethod
     def form(cls, parallel: Parallel, ranks: Ranks) -> Self:
-        """Makes the groups. A collective."""
+        """Creates the process groups. A collective."""
         tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
         data = ranks.world_size // (tensor * stages)
-        # Without sharding every rank has a copy of its own.
+        # Without sharding every rank has its own replica.
         shards = (parallel.data_parallel_shard_size or data) if parallel.strategy == "fsdp" else 1
         shape = (stages, data // shards, shards, tensor)
-        whole = init_device_mesh(ranks.device.type, shape, mesh_dim_names=(STAGES, COPIES, SHARDS, TENSOR))
+        whole = init_device_mesh(ranks.device.type, shape, mesh_dim_names=(STAGES, REPLICAS, SHARDS, TENSOR))
         ends = None
         if stages > 1:
             first, last = (whole.mesh[place].flatten().tolist() for place in (0, -1))
@@ -42,8 +42,8 @@ class Mesh:
 
     @property
     def data(self) -> DeviceMesh:
-        """The ranks that hold the same part of the model, or shards of it."""
-        return self.whole[COPIES, SHARDS] if self.size(COPIES) > 1 or self.size(SHARDS) == 1 else self.whole[SHARDS]
+        """The ranks that hold replicas or shards of the same part of the model."""
+        return self.whole[REPLICAS, SHARDS] if self.size(REPLICAS) > 1 or self.size(SHARDS) == 1 else self.whole[SHARDS]
 
     @property
     def tensor(self) -> DeviceMesh:
@@ -54,24 +54,26 @@ class Mesh:
         return self.whole[STAGES]
 
     def size(self, name: str) -> int:
-        """Ranks along a dimension."""
+        """The size of a dimension."""
         return int(self.whole[name].size())
 
-    def place(self, name: str) -> int:
-        """This rank's place along a dimension."""
+    def coordinate(self, name: str) -> int:
+        """This rank's coordinate in a dimension."""
         return int(self.whole.get_local_rank(name))
 
     @property
-    def words(self) -> str:
-        """What is shared how, for people."""
-        names = {STAGES: "pipeline stages", COPIES: "replicas", SHARDS: "shards", TENSOR: "tensor parallel ranks"}
-        return ", ".join(f"{self.size(name)} {word}" for name, word in names.items() if self.size(name) > 1) or "alone"
+    def description(self) -> str:
+        """The layout, to print."""
+        names = {STAGES: "pipeline stages", REPLICAS: "replicas", SHARDS: "shards", TENSOR: "tensor parallel ranks"}
+        return (
+            ", ".join(f"{self.size(name)} {label}" for name, label in names.items() if self.size(name) > 1) or "alone"
+        )
 
     @property
     def replica(self) -> int:
         """This rank's data parallel replica."""
-        return self.place(COPIES) * self.size(SHARDS) + self.place(SHARDS)
+        return self.coordinate(REPLICAS) * self.size(SHARDS) + self.coordinate(SHARDS)
 
     @property
     def replicas(self) -> int:
-        return self.size(COPIES) * self.size(SHARDS)
+        return self.size(REPLICAS) * self.size(SHARDS)

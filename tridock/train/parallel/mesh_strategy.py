@@ -1,18 +1,21 @@
-"""FSDP2, tensor parallelism and pipelines, and what they come to together: one strategy over a mesh of ranks."""
+"""FSDP2, tensor parallelism and pipelines, alone or combined, over a mesh of ranks."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
 from tridock.experiment.schema import Experiment
 from tridock.train.checkpoints import sharded
@@ -22,24 +25,23 @@ from tridock.train.parallel.loss_scale import LossScaler
 from tridock.train.parallel.mesh import SHARDS, STAGES, TENSOR, Mesh
 from tridock.train.parallel.pipeline import Pipeline, layers_of_stage, stages_of_rank
 from tridock.train.parallel.strategies import DTYPES, Batch, Step, inputs_and_labels
-from tridock.train.parallel.tensor_parallel import loss_of_parts, share_layers
 from tridock.train.rank.phases import BACKWARD, FORWARD, OPTIMIZER, SYNC, WAIT, Phases
 from tridock.train.rank.process_group import Ranks
 
 _TIED: Final = "token_embedding.weight"
 
 
-class Sharded:
-    """A model whose states and layers are shared out. The optimizer's states and weights are fp32.
+class MeshStrategy:
+    """A model sharded over a mesh; weights and optimizer states are fp32.
 
-    In bf16 and fp16 the ranks gather the weights in the short format and sum gradients in fp32.
+    In bf16 and fp16 the ranks gather weights in that dtype and reduce gradients in fp32.
     """
 
     def __init__(self, model: GPT | ResNet, experiment: Experiment, ranks: Ranks, mesh: Mesh) -> None:
         self.experiment, self.mesh, self.device = experiment, mesh, ranks.device
         self.scaler = LossScaler(experiment.fp16, experiment.precision)
         self.parts = list(self._parts(model))
-        # Kept: after an evaluation a module has the gathered weights in place of the shards.
+        # Collected here: after an evaluation a module holds the gathered weights instead of the shards.
         self.parameters = [named for part in self.parts for named in part.named_parameters()]
         self.phases = Phases(ranks.device)
         self.pipeline: Pipeline | None = None
@@ -53,8 +55,8 @@ class Sharded:
         self.optimizer = self._optimizer()
 
     def _parts(self, model: GPT | ResNet) -> Iterator[GPT | ResNet]:
-        """This rank's stages of the whole model, which every rank has drawn alike."""
-        parallel, place = self.experiment.parallel, self.mesh.place(STAGES)
+        """This rank's stages of the whole model, whose weights are the same on every rank."""
+        parallel, place = self.experiment.parallel, self.mesh.coordinate(STAGES)
         count = parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size
         weights = model.state_dict()
         for stage in stages_of_rank(parallel, place):
@@ -65,13 +67,13 @@ class Sharded:
                 part.keep(layers_of_stage(model.shape.num_layers, count, stage))
             part.to(self.device)
             if self.mesh.size(TENSOR) > 1:
-                share_layers(part, self.mesh.tensor)
+                split_layers(part, self.mesh.tensor)
             if self.experiment.train.compile:
                 part.compile_layers()
-            self._share_states(part)
+            self._shard(part)
             yield part
 
-    def _share_states(self, part: GPT | ResNet) -> None:
+    def _shard(self, part: GPT | ResNet) -> None:
         dtype = DTYPES[self.experiment.precision]
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         for layer in part.layers.values():
@@ -80,7 +82,7 @@ class Sharded:
 
     def _optimizer(self) -> torch.optim.AdamW:
         settings = self.experiment.optimizer
-        # The optimizer works through a group at once, for which its weights must lie on the same mesh.
+        # The optimizer processes a group at once, so its weights must be on the same mesh.
         groups: dict[tuple[float, object], list[nn.Parameter]] = defaultdict(list)
         for _, parameter in self.parameters:
             decay = settings.weight_decay if parameter.dim() > 1 else 0.0
@@ -101,13 +103,13 @@ class Sharded:
     def step(self, batches: Sequence[Batch], lr: float) -> Step:
         for part in self.parts:
             part.train()
-        with loss_of_parts(self.mesh.size(TENSOR)):
+        with vocab_parallel_loss(self.mesh.size(TENSOR)):
             loss = self._pass(batches) if self.pipeline is None else self._through_stages(batches)
-        self._sum_tied()
-        value = self._of_last_stage(loss) / self.scaler.scale
+        self._reduce_tied_gradients()
+        value = self._from_last_stage(loss) / self.scaler.scale
         with self.phases.inside(OPTIMIZER):
             step = Step(value, self._update(lr))
-            self.optimizer.zero_grad()  # now: evaluations and the next forward pass have their room
+            self.optimizer.zero_grad()  # now, to free the memory for evaluations and the next forward pass
         return step
 
     def _through_stages(self, batches: Sequence[Batch]) -> Tensor | None:
@@ -129,8 +131,8 @@ class Sharded:
             total += _plain(loss.detach())
         return total / len(batches)
 
-    def _of_last_stage(self, loss: Tensor | None) -> Tensor:
-        """The loss, which the last stage alone knows, on all."""
+    def _from_last_stage(self, loss: Tensor | None) -> Tensor:
+        """The loss, which only the last stage has, on all stages."""
         value = torch.zeros((), device=self.device) if loss is None else _plain(loss.detach()).float()
         if self.pipeline is not None:
             group = self.mesh.stages.get_group()
@@ -138,8 +140,8 @@ class Sharded:
                 dist.broadcast(value, src=dist.get_global_rank(group, dist.get_world_size(group) - 1), group=group)
         return value
 
-    def _sum_tied(self) -> None:
-        """The token embedding lies on the first and the last stage: each has a part of its gradient."""
+    def _reduce_tied_gradients(self) -> None:
+        """Sums the gradient of the token embedding over the first and last stage, which share it."""
         if self.pipeline is None:
             return
         gradients = [p.grad for name, p in self.parameters if name == _TIED and p.grad is not None]
@@ -164,11 +166,11 @@ class Sharded:
         return math.inf if overflow else norm
 
     def _norm(self, gradients: Sequence[tuple[str, Tensor]]) -> float:
-        """The 2-norm of the whole gradient, of which every rank has parts; each is counted once."""
+        """The 2-norm of the whole gradient; each part counts once."""
         squares = torch.zeros(4, device=self.device)
         for name, gradient in gradients:
-            if name == _TIED and self.mesh.place(STAGES) > 0:
-                continue  # the first stage's is the same
+            if name == _TIED and self.mesh.coordinate(STAGES) > 0:
+                continue  # equal to the first stage's
             kind = 2 * _is_split(gradient, TENSOR) + _is_split(gradient, SHARDS)
             squares[kind] += torch.linalg.vector_norm(_local(gradient)).square()
         by_shards = self.mesh.whole[SHARDS].get_group()
@@ -186,7 +188,7 @@ class Sharded:
             average_statistics(self.parts[0])
         for part in self.parts:
             part.eval()
-        with loss_of_parts(self.mesh.size(TENSOR)):
+        with vocab_parallel_loss(self.mesh.size(TENSOR)):
             if self.pipeline is not None:
                 loss = self.pipeline.run(batches, train=False)
             else:
@@ -194,7 +196,7 @@ class Sharded:
                 pairs = map(inputs_and_labels, batches)
                 loss = torch.stack([_plain(cross_entropy(model(inputs), labels)) for inputs, labels in pairs]).mean()
         scale = self.scaler.scale if self.pipeline is not None else 1.0
-        return self._of_last_stage(loss) / scale
+        return self._from_last_stage(loss) / scale
 
     # ---- checkpoints ----
 
@@ -204,7 +206,7 @@ class Sharded:
     def save(self, folder: Path, writes_shared: bool) -> None:  # noqa: ARG002  each tensor is written once
         for part in self.parts:
             average_statistics(part)
-        own = self.mesh.place(STAGES) == 0
+        own = self.mesh.coordinate(STAGES) == 0
         named = [(name, parameter) for name, parameter in self.parameters if own or name != _TIED]
         sharded.save(named, self._statistics(), self.optimizer, self.scaler, folder)
 
@@ -212,7 +214,7 @@ class Sharded:
         sharded.load(self.parameters, self._statistics(), self.optimizer, self.scaler, folder)
 
     def _statistics(self) -> dict[str, Tensor]:
-        """Of batch normalizations, by their names in the model."""
+        """The batch normalization statistics, by their names in the model."""
         return {name: buffer for part in self.parts for name, buffer in statistics(part)}
 
 
@@ -225,9 +227,32 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _is_split(tensor: Tensor, dimension: str) -> bool:
-    """Whether the ranks along a dimension of the mesh have different parts of it."""
+    """Whether the tensor is split along a dimension of the mesh."""
     if not isinstance(tensor, DTensor):
         return False
     names = tensor.device_mesh.mesh_dim_names or ()
     split = (name for name, placement in zip(names, tensor.placements, strict=True) if not placement.is_replicate())
     return dimension in split
+
+
+def split_layers(model: GPT, mesh: DeviceMesh) -> None:
+    """Splits heads, MLP width and vocabulary over the ranks of ``mesh``, as Megatron does (Shoeybi et al., 2019)."""
+    for layer in model.layers.values():
+        layer.attention.tensor_parallel_rank = mesh.get_local_rank()
+        parallelize_module(
+            layer,
+            mesh,
+            {
+                "attention.query_key_value": ColwiseParallel(),
+                "attention.dense": RowwiseParallel(),
+                "dense_h_to_4h": ColwiseParallel(),
+                "dense_4h_to_h": RowwiseParallel(),
+            },
+        )
+    if model.is_first or model.is_last:
+        parallelize_module(model, mesh, {"token_embedding": RowwiseParallel(input_layouts=Replicate())})
+
+
+def vocab_parallel_loss(size: int) -> AbstractContextManager[None]:
+    """Inside, the loss and its gradient are computed from vocabulary-parallel logits."""
+    return loss_parallel() if size > 1 else nullcontext()

@@ -1,4 +1,4 @@
-"""The model in stages, each on ranks of its own: torch's pipelining with its schedules."""
+"""Pipeline parallelism with torch's pipelining and its schedules."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def layers_of_stage(num_layers: int, stages: int, stage: int) -> range:
-    """Runs of layers as even as can be, the longer ones first."""
+    """The layers of a stage: sizes differ by at most one, larger stages first."""
     size, longer = divmod(num_layers, stages)
     first = stage * size + min(stage, longer)
     return range(first, first + size + (stage < longer))
 
 
 def stages_of_rank(parallel: Parallel, place: int) -> list[int]:
-    """The stages that a rank at this place of the pipeline holds; several where they are interleaved."""
+    """The stages of the rank at this position of the pipeline; several with an interleaved schedule."""
     ranks = parallel.pipeline_model_parallel_size
     return [place + ranks * turn for turn in range(parallel.virtual_pipeline_model_parallel_size)]
 
 
 class Pipeline:
-    """This rank's stages, and the order in which they work through the micro-batches."""
+    """This rank's stages and their schedule."""
 
     def __init__(
         self,
@@ -58,12 +58,15 @@ class Pipeline:
             self._schedule = ScheduleInterleaved1F1B(stages, n_microbatches=steps, loss_fn=loss)  # type: ignore[arg-type]
         else:
             self._schedule = _SCHEDULES[parallel.pipeline_schedule](stages[0], n_microbatches=steps, loss_fn=loss)
-        # Or the last stage keeps the logits of all micro-batches, and copies them. Older torch knows no better.
-        spare = "return_outputs" in inspect.signature(self._schedule.step).parameters
-        self._options = {"return_outputs": False} if spare else {}
+        # Otherwise the last stage keeps and copies the logits of all micro-batches, as older torch always does.
+        has_option = "return_outputs" in inspect.signature(self._schedule.step).parameters
+        self._options = {"return_outputs": False} if has_option else {}
 
     def run(self, batches: Sequence[Tensor], *, train: bool) -> Tensor | None:
-        """Forward, and where it trains backward, over int64 [micro batch, seq_length + 1]; the last stage's loss."""
+        """Forward, and with ``train`` backward, over int64 [micro batch, seq_length + 1].
+
+        Returns the mean loss on the last stage, None on the others.
+        """
         whole = torch.cat(list(batches))
         inputs = (whole[:, :-1].contiguous(),) if self.is_first else ()
         losses: list[Tensor] = []

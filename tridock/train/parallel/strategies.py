@@ -1,4 +1,4 @@
-"""How the ranks share the work: torch's DDP, or DeepSpeed's ZeRO, behind the same five calls."""
+"""The strategies of engine ``torch`` on whole models: torch's DDP and DeepSpeed's ZeRO, behind one protocol."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tridock.contracts.checkpoints import zero_file
 from tridock.contracts.run_folder import DEEPSPEED_CONFIG
 from tridock.errors import Problem, RequestError
 from tridock.experiment.schema import Experiment
-from tridock.train.checkpoints.pickles import no_foreign_pickles
-from tridock.train.checkpoints.write_errors import kept_to_the_end
+from tridock.train.checkpoints.pickles import safe_torch_load
+from tridock.train.checkpoints.write_errors import defer_write_errors
 from tridock.train.checkpoints.zero_reshard import resharded
 from tridock.train.models.gpt import parameter_groups
 from tridock.train.models.resnet import average_statistics
@@ -35,12 +35,12 @@ DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.fl
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one optimizer step tells."""
+    """The result of one optimizer step."""
 
     loss: Tensor
     """Mean loss of this rank's micro-batches, a scalar."""
     grad_norm: float
-    """2-norm of the whole gradient, averaged over the ranks, before clipping; infinite where fp16 overflowed."""
+    """2-norm of the whole gradient, averaged over the ranks, before clipping; infinite if fp16 overflowed."""
 
 
 Batch = Tensor | tuple[Tensor, Tensor]
@@ -49,20 +49,20 @@ Batch = Tensor | tuple[Tensor, Tensor]
 
 
 def inputs_and_labels(batch: Batch) -> tuple[Tensor, Tensor]:
-    """What goes into the model, and what should come out."""
+    """The model's inputs and labels."""
     return batch if isinstance(batch, tuple) else (batch[:, :-1], batch[:, 1:])
 
 
 class Strategy(Protocol):
-    """One model under training."""
+    """A model under training."""
 
     @property
     def phases(self) -> Phases:
-        """Where the time of its steps goes."""
+        """The time of its steps by phase."""
 
     @property
     def loss_scale(self) -> float:
-        """What the loss is multiplied by for fp16; 1 otherwise."""
+        """The loss scale in fp16; 1 otherwise."""
 
     def step(self, batches: Sequence[Batch], lr: float) -> Step:
         """Forward and backward over the micro-batches, and one update."""
@@ -88,7 +88,7 @@ def is_sharded(experiment: Experiment) -> bool:
 
 
 def build_strategy(model: nn.Module, experiment: Experiment, ranks: Ranks, run_folder: Path) -> Strategy:
-    """The strategy that the experiment names, of a model that is whole on every rank or (ZeRO) DeepSpeed's to share."""
+    """The strategy that the experiment names, for a model that is whole on every rank."""
     if experiment.parallel.strategy == "ddp":
         return DistributedDataParallel(model, experiment, ranks)
     return Zero(model, experiment, ranks, _read_deepspeed_config(run_folder, ranks.world_size))
@@ -101,11 +101,11 @@ def _adamw(model: nn.Module, experiment: Experiment) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=settings.lr, betas=betas, eps=settings.adam_eps, fused=True)
 
 
-def _exchanging(module: nn.Module, ranks: Ranks) -> nn.parallel.DistributedDataParallel:
-    """The module in torch's DDP. One rank alone has no use for it, and its buckets cost some of each step."""
+def _ddp(module: nn.Module, ranks: Ranks) -> nn.parallel.DistributedDataParallel:
+    """The module in torch's DDP, for more than one rank: its buckets cost time in each step."""
     devices = [ranks.device.index] if ranks.device.type == "cuda" else None
     with warnings.catch_warnings():
-        # Torch 2.13 has two newer words for it, which those of before do not know.
+        # torch 2.13 has two newer options for it, which older versions lack.
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
         return nn.parallel.DistributedDataParallel(
             module, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False
@@ -115,7 +115,7 @@ def _exchanging(module: nn.Module, ranks: Ranks) -> nn.parallel.DistributedDataP
 class DistributedDataParallel:
     """torch DDP. Weights, gradients and optimizer states are fp32 on every rank.
 
-    bf16 and fp16 come from autocast, which runs matrix products in the short format and keeps the rest in fp32.
+    bf16 and fp16 use autocast, which runs matrix products in that dtype and keeps the rest in fp32.
     Only fp16 needs a loss scale: bf16 has the exponent range of fp32.
     """
 
@@ -123,7 +123,7 @@ class DistributedDataParallel:
         self.experiment = experiment
         self.device = ranks.device
         self.module = model.to(ranks.device)
-        self.model = self.module if ranks.world_size == 1 else _exchanging(self.module, ranks)
+        self.model = self.module if ranks.world_size == 1 else _ddp(self.module, ranks)
         self.optimizer = _adamw(self.module, experiment)
         self.scaler = LossScaler(experiment.fp16, experiment.precision)
         self.phases = Phases(ranks.device)
@@ -180,7 +180,7 @@ class DistributedDataParallel:
         if self.model.training:
             average_statistics(self.module)
             self.model.eval()
-        # Not through DDP: an evaluation exchanges nothing else.
+        # Not through DDP: an evaluation needs no communication.
         return _mean([self._loss(self.module, batch) for batch in batches])
 
     def files(self, rank: int, saved: int) -> tuple[str, ...]:  # noqa: ARG002  one file holds all
@@ -206,14 +206,14 @@ class DistributedDataParallel:
 class Zero:
     """DeepSpeed's engine with ZeRO stages 0 to 3, configured by the run's ``ds_config.json``.
 
-    bf16 and fp16 are the format of the model itself; the optimizer holds fp32 master weights.
+    In bf16 and fp16 the model itself has that dtype; the optimizer holds fp32 master weights.
     """
 
     def __init__(self, model: nn.Module, experiment: Experiment, ranks: Ranks, config: dict[str, Any]) -> None:
         deepspeed = import_deepspeed(ranks)
         self.stage, self.world_size = experiment.parallel.zero_stage, ranks.world_size
         self.precision = experiment.precision
-        # DeepSpeed's own scaler at stage 0 knows no hysteresis and forgets to scale the loss (0.19.8): ours instead.
+        # DeepSpeed's own scaler at stage 0 has no hysteresis and does not scale the loss (0.19.8): ours instead.
         self.scaler = LossScaler(experiment.fp16, experiment.precision) if self.stage == 0 else None
         if self.scaler is not None and experiment.precision == "fp16":
             config = {**config, "fp16": {**config["fp16"], "loss_scale": self.scaler.scale}}
@@ -223,7 +223,7 @@ class Zero:
             model=model, optimizer=optimizer, config=config, dist_init_required=False
         )
         if self.stage == 0:
-            # In the short formats DeepSpeed makes Adam's states by a step on zero gradients (at lr 0, so the weights
+            # In bf16 and fp16 DeepSpeed creates Adam's states by a step on zero gradients (at lr 0, so the weights
             # stay) and counts it: every bias correction would be one step off.
             optimizer.state.clear()
         self.phases = Phases(ranks.device)
@@ -249,7 +249,7 @@ class Zero:
             with self.phases.inside(BACKWARD):
                 self.engine.backward(loss * scale if scale != 1.0 else loss)
             if number == len(batches) and self.stage == 0 and self.precision == "fp32":
-                # Here DeepSpeed uses the optimizer as it is, and keeps the norm of the averaged gradients to itself.
+                # Here DeepSpeed uses the plain optimizer and does not return the norm of the averaged gradients.
                 gradients = [parameter.grad for parameter in self.engine.parameters() if parameter.grad is not None]
                 bare_norm = _norm(gradients)
             with self.phases.inside(OPTIMIZER):
@@ -268,27 +268,27 @@ class Zero:
 
     def files(self, rank: int, saved: int) -> tuple[str, ...]:
         if saved != self.world_size and self.stage > 0:
-            # What this rank is to hold lies in several of theirs.
+            # This rank's partitions lie in several of their files.
             return tuple(dict.fromkeys(name for number in range(saved) for name in self._files_of(number)))
         return self._files_of(rank)
 
     def _files_of(self, rank: int) -> tuple[str, ...]:
-        """What a rank writes, the model first."""
+        """The files that a rank writes, the model first."""
         model = zero_file(rank, "model") if self.stage == 3 else "mp_rank_00_model_states.pt"
         prefix = "bf16_" if self.precision == "bf16" else ""
         optimizer = zero_file(rank, "optim", prefix)
         return (model, optimizer) if self.stage > 0 else (model,)
 
     def save(self, folder: Path, writes_shared: bool) -> None:
-        # DeepSpeed lets rank 0 alone write what is common to all ranks; nodes that share no folder need a copy each.
+        # DeepSpeed lets only rank 0 write what is common to all ranks; nodes that share no folder need a copy each.
         self.engine.save_non_zero_checkpoint = writes_shared or self.stage == 3
         own = {"loss_scaler": self.scaler.state()} if self.scaler is not None else {}
-        with kept_to_the_end((torch, "save"), (self.engine, "_copy_recovery_script")):
+        with defer_write_errors((torch, "save"), (self.engine, "_copy_recovery_script")):
             self.engine.save_checkpoint(str(folder.parent), tag=folder.name, client_state=own, save_latest=False)
 
     def load(self, folder: Path, saved: int) -> None:
         other = saved != self.world_size and self.stage > 0
-        with no_foreign_pickles(), resharded(self.engine, folder, self._files_of, saved) if other else nullcontext():
+        with safe_torch_load(), resharded(self.engine, folder, self._files_of, saved) if other else nullcontext():
             _, own = self.engine.load_checkpoint(str(folder.parent), tag=folder.name)
         if self.scaler is not None:
             self.scaler.restore(own["loss_scaler"])
@@ -324,7 +324,7 @@ def _read_deepspeed_config(run_folder: Path, world_size: int) -> dict[str, Any]:
 
 
 def import_deepspeed(ranks: Ranks) -> Any:
-    """DeepSpeed, quiet and joined to the process group that is there."""
+    """Imports DeepSpeed, quiet, and attaches it to the existing process group."""
     import deepspeed
     import deepspeed.ops
     from deepspeed.utils import set_log_level_from_string
@@ -333,9 +333,9 @@ def import_deepspeed(ranks: Ranks) -> Any:
     if ranks.device.type == "cpu":
         # DeepSpeed would compile a shared-memory collective while the ranks wait. It is for inference only.
         deepspeed.ops.__compatible_ops__ = {}
-        # It refuses fp16 where the processor has no instructions of its own for it; torch computes it all the same.
+        # It refuses fp16 on processors without instructions for it; torch computes it all the same.
         type(deepspeed.get_accelerator()).is_fp16_supported = lambda _: True
-    # DeepSpeed's own calls, which nobody here can change; the text would stand in every log once a rank.
+    # DeepSpeed's own calls; the warning would appear in every log once a rank.
     warnings.filterwarnings("ignore", message=r".*torch\.distributed\.\w+. is deprecated", category=FutureWarning)
     deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
     return deepspeed

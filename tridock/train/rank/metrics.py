@@ -1,4 +1,4 @@
-"""What a run leaves behind while it goes: ``metrics.jsonl``, ``events.jsonl``, TensorBoard."""
+"""The records that a run writes: ``metrics.jsonl``, ``events.jsonl``, TensorBoard."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tridock.contracts.run_folder import METRICS, TENSORBOARD, write_atomic
 
 
 def _iteration_of(line: bytes) -> float:
-    """A line that the end of its writer cut short counts as the last of all."""
+    """The iteration of a line; infinite for one that was cut short."""
     try:
         return int(json.loads(line)["iteration"])
     except (ValueError, KeyError, TypeError):
@@ -20,7 +20,7 @@ def _iteration_of(line: bytes) -> float:
 
 
 class Metrics:
-    """Written by rank 0 only; on the other ranks every call does nothing."""
+    """Writes metrics on rank 0; on the other ranks every call does nothing."""
 
     def __init__(self, run_folder: Path, active: bool, tensorboard: bool) -> None:
         self._path = run_folder / METRICS
@@ -32,9 +32,9 @@ class Metrics:
             self._board = SummaryWriter(str(run_folder / TENSORBOARD))
 
     def rewind(self, iteration: int) -> None:
-        """Drops what was recorded after ``iteration``: a run that goes on from a checkpoint records it once more.
+        """Removes the records after ``iteration``: a run that resumes from a checkpoint writes them again.
 
-        Evaluations stand with the iteration that they follow, and before its checkpoint.
+        An evaluation has the iteration that it follows, and comes before its checkpoint.
         """
         if not self._active or not self._path.exists():
             return
@@ -44,13 +44,13 @@ class Metrics:
             write_atomic(self._path, b"".join(kept))
 
     def iteration(self, fields: dict[str, Any]) -> None:
-        """A logged iteration: the fields of docs/architecture.md."""
+        """Writes a logged iteration with the fields of docs/architecture.md."""
         if self._active:
             append_line(self._path, fields)
             self._scalars("train", fields)
 
     def evaluation(self, iteration: int, split: str, loss: float) -> None:
-        """An evaluation: ``iteration``, ``split`` and ``loss``."""
+        """Writes an evaluation: ``iteration``, ``split`` and ``loss``."""
         if self._active:
             append_line(self._path, {"iteration": iteration, "split": split, "loss": loss})
             self._scalars(split, {"iteration": iteration, "loss": loss})

@@ -1,7 +1,7 @@
-"""Where the time of a step goes, by phase: wall clocks on a CPU, events in the GPU's own stream, nothing waited for.
+"""The time of a step by phase, without synchronization: wall clock on a CPU, events in the stream on a GPU.
 
-Every moment belongs to one phase, the innermost that was entered, so the phases of a step add up to it. On a GPU they
-are the device's time from one event to the next, idle time in it.
+Every moment belongs to one phase, the innermost one entered, so the phases of a step add up to it. On a GPU a phase is
+the device's time between two events, idle time included.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FORWARD: Final = "forward"
 BACKWARD: Final = "backward"
 SYNC: Final = "gradient_sync"
 WAIT: Final = "pipeline_wait"
-"""Stages sending and receiving, and waiting for each other."""
+"""Pipeline stages that send, receive, or wait for each other."""
 OPTIMIZER: Final = "optimizer"
 EVALUATION: Final = "evaluation"
 CHECKPOINT: Final = "checkpoint"
@@ -31,7 +31,7 @@ R = TypeVar("R")
 
 
 class Phases:
-    """Of one rank."""
+    """The phases of one rank."""
 
     def __init__(self, device: torch.device) -> None:
         self._stack = [OTHER]
@@ -45,7 +45,7 @@ class Phases:
 
     @contextmanager
     def inside(self, name: str) -> Iterator[None]:
-        """What happens inside is of this phase, but for what other phases inside it take; an evaluation is whole."""
+        """Charges the enclosed time to this phase, except for phases nested in it; nothing nests in an evaluation."""
         if self._stack[-1] == EVALUATION:
             yield
             return
@@ -57,7 +57,7 @@ class Phases:
             self._charge(self._stack.pop())
 
     def around(self, name: str, function: Callable[P, R]) -> Callable[P, R]:
-        """The function, each call inside a phase."""
+        """Wraps a function so that each call runs inside a phase."""
 
         def inside(*args: P.args, **kwargs: P.kwargs) -> R:
             with self.inside(name):
@@ -66,19 +66,20 @@ class Phases:
         return inside
 
     def sync_follows(self, parameters: list[nn.Parameter]) -> None:
-        """The rest of a backward pass is ``gradient_sync`` once all of these have their gradients: the model's first,
-        which are the last to get theirs. For DDP, whose ranks exchange the others' gradients meanwhile."""
+        """Charges the rest of a backward pass to ``gradient_sync`` once these parameters have their gradients.
+
+        For DDP: they are the model's first, whose gradients come last, while earlier buckets are exchanged."""
 
         def has_gradient(_: torch.Tensor) -> None:
             if self._stack[-1] in (BACKWARD, SYNC):
-                self._charge(BACKWARD)  # what has passed since the one before was still that
+                self._charge(BACKWARD)  # the time up to this gradient is still backward
                 self._stack[-1] = SYNC
 
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(has_gradient)
 
     def _charge(self, name: str) -> None:
-        """The time since the last charge was this phase's."""
+        """Charges the time since the last charge to this phase."""
         if self._on_gpu:
             event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
             event.record()
@@ -89,7 +90,7 @@ class Phases:
             self._since = now
 
     def read(self) -> dict[str, float]:
-        """Seconds by phase since the last reading; what a GPU has not come to yet is left for the next."""
+        """Seconds by phase since the last call; events that a GPU has not reached count for the next call."""
         self._charge(self._stack[-1])
         while self._marks and self._marks[0][0].query():
             event, name = self._marks.popleft()
@@ -101,7 +102,7 @@ class Phases:
         return dict(seconds)
 
 
-def of_a_step(seconds: dict[str, float], steps: int) -> dict[str, float]:
-    """Seconds of one step out of those of ``steps``; evaluations and checkpoints are told of where they are made."""
+def step_seconds(seconds: dict[str, float], steps: int) -> dict[str, float]:
+    """Seconds of one step, given those of ``steps``; evaluations and checkpoints have events of their own."""
     own = {name: spent for name, spent in seconds.items() if name not in (EVALUATION, CHECKPOINT)}
     return {name: round(spent / steps, 7) for name, spent in own.items()}

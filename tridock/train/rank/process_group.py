@@ -1,4 +1,4 @@
-"""The ranks: how they find each other, agree on errors, and part."""
+"""The process group: ranks join it, agree on errors, and leave it."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from tridock.contracts.events import Cause
 from tridock.errors import Problem, RequestError, RunError, TridockError
 
 TIMEOUT_VARIABLE: Final = "DEEPSPEED_TIMEOUT"
-"""Minutes to wait for the others in a collective, and at most as long for them to come; DeepSpeed's own variable."""
+"""DeepSpeed's variable: the timeout of a collective in minutes, and the most that the rendezvous waits."""
 _DEFAULT_TIMEOUT_MINUTES: Final = 30
-_FLIGHT_NAMES: Final = ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE")
-_OLD_FLIGHT_NAMES: Final = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-_FLIGHT_NAMES_SINCE: Final = (2, 9)
-_MEETING_PATIENCE: Final = timedelta(minutes=5)
+_RECORDER_VARIABLES: Final = ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE")
+_OLD_RECORDER_VARIABLES: Final = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+_RECORDER_VARIABLES_SINCE: Final = (2, 9)
+_RENDEZVOUS_TIMEOUT: Final = timedelta(minutes=5)
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This rank among the others."""
+    """This rank, its device, and the size of the world."""
 
     rank: int
     local_rank: int
@@ -40,17 +40,17 @@ class Ranks:
 
     @property
     def backend(self) -> str:
-        """What carries the collectives: gloo or nccl."""
+        """The backend of the collectives: gloo or nccl."""
         return str(dist.get_backend())
 
     @property
     def first(self) -> bool:
-        """Whether this is rank 0, which speaks for all."""
+        """Whether this is rank 0, which prints and records for all."""
         return self.rank == 0
 
 
 def choose_device(local_rank: int) -> torch.device:
-    """The rank's accelerator, or the CPU where there is none or ``DS_ACCELERATOR=cpu`` asks for it."""
+    """The rank's GPU; the CPU if there is none or ``DS_ACCELERATOR`` is ``cpu``."""
     if os.environ.get("DS_ACCELERATOR") != "cpu" and torch.cuda.is_available():
         torch.cuda.set_device(local_rank)
         return torch.device("cuda", local_rank)
@@ -59,10 +59,10 @@ def choose_device(local_rank: int) -> torch.device:
 
 
 def join() -> Ranks:
-    """Joins the ranks that the launcher's environment names; a process started alone is a world of one.
+    """Joins the process group that the launcher's environment describes; a process started alone is a world of one.
 
-    Raises :class:`RunError` where the others do not come, or where another world formed than the planned one
-    (a launcher that did not find its hostfile trains on one machine, in silence).
+    Raises :class:`RunError` if not all ranks join, and :class:`AgreedError` if the world has another size than planned
+    (a launcher that did not find its hostfile silently trains on one machine).
     """
     environment = os.environ
     environment.setdefault("RANK", "0")
@@ -73,13 +73,13 @@ def join() -> Ranks:
         environment["MASTER_PORT"] = str(_free_port() if environment["WORLD_SIZE"] == "1" else 29500)
     rank, local_rank = int(environment["RANK"]), int(environment["LOCAL_RANK"])
     device = choose_device(local_rank)
-    patience = timedelta(minutes=float(environment.get(TIMEOUT_VARIABLE) or _DEFAULT_TIMEOUT_MINUTES))
+    timeout = timedelta(minutes=float(environment.get(TIMEOUT_VARIABLE) or _DEFAULT_TIMEOUT_MINUTES))
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
-        # Two steps, because a rank that never starts should not be waited for as long as one that writes a checkpoint.
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=min(patience, _MEETING_PATIENCE)))
-        store.set_timeout(patience)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=patience)
+        # Two steps: a rank that never starts gets a shorter timeout than one that writes a checkpoint.
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=min(timeout, _RENDEZVOUS_TIMEOUT)))
+        store.set_timeout(timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     except (dist.DistError, RuntimeError, ValueError) as error:
         meeting = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
         what = f"the {environment['WORLD_SIZE']} ranks did not all meet at {meeting}"
@@ -91,46 +91,46 @@ def join() -> Ranks:
     return ranks
 
 
-def record_flights(prefix: Path) -> None:
-    """Asks NCCL's process groups to keep their last collectives, and to write them to a file a rank on a timeout.
+def enable_flight_recorder(prefix: Path) -> None:
+    """Enables torch's flight recorder: on a timeout NCCL writes each rank's last collectives to ``<prefix><rank>``.
 
-    To be called before they are made; does nothing without GPUs. Variables that are set already stay as they are.
+    Call it before process groups exist. Does nothing without GPUs; keeps variables that are already set.
     """
     if not torch.cuda.is_available():
         return
-    # Torch warns of the names of before where it knows those of today.
-    old = tuple(int(number) for number in torch.__version__.split(".")[:2]) < _FLIGHT_NAMES_SINCE
-    size, file = _OLD_FLIGHT_NAMES if old else _FLIGHT_NAMES
+    # Torch warns of the old names if it knows the new ones.
+    old = tuple(int(number) for number in torch.__version__.split(".")[:2]) < _RECORDER_VARIABLES_SINCE
+    size, file = _OLD_RECORDER_VARIABLES if old else _RECORDER_VARIABLES
     for name, value in {size: "2000", file: str(prefix), "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}.items():
         os.environ.setdefault(name, value)
 
 
 def check_world(ranks: Ranks) -> None:
-    """Compares the world that formed with the planned one, if the launcher said how many ranks were planned."""
+    """Raises :class:`AgreedError` if the world differs from the planned size, where the launcher set one."""
     planned = os.environ.get(environment.WORLD_SIZE)
     if planned is not None and int(planned) != ranks.world_size:
         todo = "check the hostfile that the launcher read (logs/launcher.log) and that every node started its ranks"
         what = f"the plan has {planned} ranks, but another number found each other"
-        raise Agreed(RunError(Problem("world size", what, str(ranks.world_size), todo)))
+        raise AgreedError(RunError(Problem("world size", what, str(ranks.world_size), todo)))
 
 
-class Agreed(Exception):
-    """An error that every rank holds alike; only rank 0 shows it."""
+class AgreedError(Exception):
+    """An error that every rank has raised with the same content; only rank 0 prints it."""
 
     def __init__(self, error: TridockError) -> None:
         super().__init__(str(error))
         self.error = error
 
 
-class Consequence(RunError):
-    """What another rank's failure comes to on this one: that rank's message is the run's."""
+class LostRankError(RunError):
+    """Another rank has failed: its message explains the run's end, and not this one."""
 
 
 @contextmanager
-def together(ranks: Ranks) -> Iterator[None]:
-    """What any rank finds wrong inside stops all of them, with one list of problems.
+def agree_on_errors(ranks: Ranks) -> Iterator[None]:
+    """An error on any rank inside stops all of them: each raises :class:`AgreedError` with the problems of all.
 
-    A collective: every rank has to enter and leave it.
+    A collective: every rank must enter and leave it.
     """
     error: TridockError | None = None
     try:
@@ -147,7 +147,7 @@ def together(ranks: Ranks) -> Iterator[None]:
         return
     problems = [_located(problem, found_by, ranks.world_size) for problem, found_by in holders.items()]
     worst = max(report[0] for report in reports if report)
-    raise Agreed((RunError if worst == RunError.exit_code else RequestError)(problems))
+    raise AgreedError((RunError if worst == RunError.exit_code else RequestError)(problems))
 
 
 def _located(problem: Problem, found_by: list[int], world_size: int) -> Problem:
@@ -166,21 +166,21 @@ def barrier() -> None:
 
 
 def mean_over_ranks(value: torch.Tensor) -> float:
-    """The mean of a scalar over the ranks, on all of them."""
+    """The mean of a scalar over the ranks, on all of them. A collective."""
     total = value.detach().to(torch.float32, copy=True)
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()
 
 
 def any_rank(ranks: Ranks, here: bool) -> bool:
-    """Whether something is so on any rank. A collective of four bytes."""
+    """Whether the flag is true on any rank. A collective of four bytes."""
     flag = torch.tensor([here], dtype=torch.int32, device=ranks.device)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     return bool(flag.item())
 
 
 def peak_memory_by_rank(ranks: Ranks) -> list[int]:
-    """The most bytes that each rank held at once: of the GPU's memory torch's part, else the process's own.
+    """The peak memory of each rank in bytes: what torch allocated on the GPU, or the process's resident set.
 
     A collective of eight bytes a rank.
     """
@@ -194,16 +194,16 @@ def peak_memory_by_rank(ranks: Ranks) -> list[int]:
     return [int(peak) for peak in peaks.tolist()]
 
 
-class Memory:
-    """The ranks' peaks over a run, told with the first logged iteration, the second, the fourth, and so on: they rise
-    early if ever, of a thousand ranks each line is long, and every telling is a collective."""
+class PeakMemory:
+    """Peak memory by rank, in the metrics of the 1st, 2nd, 4th, … logged iteration: peaks rise early if at all, and
+    each report is a collective and a long line with many ranks."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._logged = 0
 
-    def told(self) -> dict[str, list[int]]:
-        """``memory_bytes`` by rank, or nothing. To be called by all ranks with each iteration that is logged."""
+    def metrics(self) -> dict[str, list[int]]:
+        """``memory_bytes`` by rank, or nothing. Call it on all ranks for each logged iteration."""
         self._logged += 1
         is_power_of_two = self._logged & (self._logged - 1) == 0
         return {"memory_bytes": peak_memory_by_rank(self._ranks)} if is_power_of_two else {}
@@ -215,9 +215,9 @@ def device_name(ranks: Ranks) -> str:
 
 
 def lost_rank(error: RuntimeError) -> Problem | None:
-    """What to say where a collective failed because another rank has gone; None for any other error.
+    """The problem to report if a collective failed because another rank has gone; None for any other error.
 
-    The trace of such an error leads nowhere, and would bury the message of the rank that failed first.
+    A traceback would only bury the message of the rank that failed first.
     """
     first_line = str(error).strip().partition("\n")[0]
     marks = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "remote process exited")
@@ -230,10 +230,10 @@ def lost_rank(error: RuntimeError) -> Problem | None:
 
 
 def leave() -> None:
-    """Takes the process group down. Without it a process that has done its work can abort while it exits.
+    """Destroys the process group; without that a process that has finished may abort at exit.
 
-    A DDP model must have gone before: its reducer, the last to hold the group, would wait for Gloo's threads with
-    Python's lock in hand, and they for the lock.
+    DDP models must be freed before: a reducer that is the last to hold the group would wait for Gloo's threads with
+    the GIL held, and they for the GIL.
     """
     if dist.is_available() and dist.is_initialized():
         gc.collect()

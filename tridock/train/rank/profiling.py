@@ -1,8 +1,8 @@
-"""The last iterations of a run under torch's profiler: a trace of each rank, and how much of a step is communication.
+"""Profiles the last iterations of a run: a trace of each rank, and the share of communication in a step.
 
-Exposed communication is time in which collectives or messages are on their way and nothing is computed. On a GPU these
-are NCCL's kernels while no other kernel and no copy runs; on a CPU what Gloo has begun and not finished while the
-rank's own thread runs no operator. Waiting for a slower rank, or for another stage of a pipeline, is part of it.
+Exposed communication is time in which communication is in flight and nothing is computed: on a GPU NCCL's kernels while
+no other kernel and no copy runs; on a CPU Gloo's unfinished operations while the rank's own thread runs no operator. It
+includes waiting for a slower rank or another pipeline stage.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _STEP: Final = "tridock::step"
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Of the time of steps: in which communication was on its way, and in which nothing else was."""
+    """Shares of the time of steps: with communication in flight, and with nothing but communication."""
 
     in_flight: float
     exposed: float
 
 
 def covered(spans: Iterable[Span]) -> float:
-    """How long at least one of them lasts."""
+    """The length of the union of spans."""
     total, end = 0.0, float("-inf")
     for first, last in sorted(spans):
         total += max(0.0, last - max(first, end))
@@ -44,36 +44,36 @@ def covered(spans: Iterable[Span]) -> float:
 
 
 def shares(communication: Sequence[Span], computation: Sequence[Span], steps: Sequence[Span]) -> Shares:
-    """Of the time of ``steps``, which do not overlap. Exposed: |communication or computation| less |computation|."""
+    """The shares in ``steps``, which do not overlap. Exposed = |communication or computation| - |computation|."""
     in_flight = exposed = 0.0
     for step in steps:
-        sent, reckoned = _within(communication, step), _within(computation, step)
+        sent, computed = _within(communication, step), _within(computation, step)
         in_flight += covered(sent)
-        exposed += covered([*sent, *reckoned]) - covered(reckoned)
+        exposed += covered([*sent, *computed]) - covered(computed)
     whole = covered(steps)
     return Shares(in_flight / whole, exposed / whole)
 
 
 def _within(spans: Iterable[Span], step: Span) -> list[Span]:
-    """The parts inside the step."""
+    """The parts of the spans inside the step."""
     return [(max(first, step[0]), min(last, step[1])) for first, last in spans if first < step[1] and last > step[0]]
 
 
 def shares_of(events: Sequence[Any]) -> Shares:
-    """Of the profiler's events, whose steps are marked."""
+    """The shares, from the profiler's events, in which each step has a mark."""
     marks = [event for event in events if event.name == _STEP and event.device_type == DeviceType.CPU]
     own = [event for event in events if event.device_type == DeviceType.CPU]
-    # Annotations stand on the device too, by the names that they have on the CPU; kernels' names are their own.
+    # Annotations also appear on the device, under their CPU names; kernels have other names.
     annotations = {event.name for event in own}
     kernels = [it for it in events if it.device_type != DeviceType.CPU and it.name not in annotations]
     if kernels:
         sent = [it for it in kernels if it.name.startswith("nccl")]
-        reckoned = [it for it in kernels if not it.name.startswith("nccl")]
+        computed = [it for it in kernels if not it.name.startswith("nccl")]
     else:
         sent = [it for it in own if it.name.startswith("gloo:")]
-        # Gloo's threads run operators too; those are the communication's.
-        reckoned = [it for it in own if it.name.startswith("aten::") and it.thread == marks[0].thread]
-    return shares(_spans(sent), _spans(reckoned), _spans(marks))
+        # Gloo's threads run operators too, which belong to the communication.
+        computed = [it for it in own if it.name.startswith("aten::") and it.thread == marks[0].thread]
+    return shares(_spans(sent), _spans(computed), _spans(marks))
 
 
 def _spans(events: Iterable[Any]) -> list[Span]:
@@ -81,7 +81,7 @@ def _spans(events: Iterable[Any]) -> list[Span]:
 
 
 class Profiling:
-    """Around the steps of a run: does nothing but in the last ``count`` of ``iterations``."""
+    """Profiles the last ``count`` of ``iterations``; does nothing in the others."""
 
     def __init__(self, count: int, iterations: int, run_folder: Path, ranks: Ranks) -> None:
         self._first, self._last = iterations - count + 1, iterations
@@ -91,7 +91,7 @@ class Profiling:
         self._step: record_function | None = None
 
     def before(self, iteration: int) -> None:
-        """A step begins."""
+        """Call it before each step."""
         if iteration < self._first:
             return
         if self._profiler is None:
@@ -99,25 +99,25 @@ class Profiling:
             self._profiler = profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu])
             self._profiler.start()
         self._count += 1
-        self._settle()
+        self._synchronize()
         self._step = record_function(_STEP)
         self._step.__enter__()
 
     def after(self, iteration: int) -> None:
-        """It has ended, with all that the device had to do for it. The last is a collective."""
+        """Call it after each step; the last call is a collective."""
         if self._step is None:
             return
-        self._settle()
+        self._synchronize()
         self._step.__exit__(None, None, None)
         self._step = None
         if iteration == self._last:
-            self._tell()
+            self._record()
 
-    def _settle(self) -> None:
+    def _synchronize(self) -> None:
         if self._ranks.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def _tell(self) -> None:
+    def _record(self) -> None:
         assert self._profiler is not None
         self._profiler.stop()
         own = shares_of(self._profiler.events() or [])

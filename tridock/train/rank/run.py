@@ -1,36 +1,45 @@
-"""What every engine's rank does around its training: keeps its output, turns what goes wrong into an exit code."""
+"""One rank of any engine: what surrounds its training, from its environment to its exit code.
+
+The launcher's environment tells which rank this is: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import faulthandler
+import json
 import os
+import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tridock.contracts import heartbeat
+from tridock.contracts import environment, heartbeat
 from tridock.contracts.events import Cause, Event, append_event
-from tridock.contracts.run_folder import EXIT_PREEMPTED, FLIGHT
+from tridock.contracts.run_folder import EXIT_PREEMPTED, EXPERIMENT, FLIGHT
 from tridock.errors import EXIT_INTERRUPTED, Problem, RunError, TridockError
 from tridock.train.rank import signals
 from tridock.train.rank.rank_log import RankLog
-from tridock.train.rank.slurm_env import place_in_step
 
 if TYPE_CHECKING:
-    from tridock.train.rank import process_group
+    from tridock.train.rank.process_group import Ranks
+    from tridock.train.trainer import Build
+
+Engine = Callable[["Ranks"], "Build"]
+"""Called once the process group exists: imports what the engine needs, returns the function that builds its parts."""
 
 
 def run_rank(run_folder: Path, program: Callable[[], None]) -> int:
-    """Runs the program with its output copied to the rank's log; gives the exit code. To be called first: it forks."""
-    os.environ.update(place_in_step(os.environ))
+    """Runs the program with its output copied to the rank's log; returns the exit code. Call it first: it forks."""
+    os.environ.update(slurm_rank_env(os.environ))
     rank = int(os.environ.get("RANK", "0"))
     log = RankLog.open(run_folder, rank)
-    with _watched(run_folder, rank):
-        code = _guarded(run_folder, program)
+    with _heartbeat(run_folder, rank):
+        code = _run_guarded(run_folder, program)
         if code == 0:
             heartbeat.beat(heartbeat.END)
     log.close()
@@ -38,24 +47,24 @@ def run_rank(run_folder: Path, program: Callable[[], None]) -> int:
 
 
 @contextlib.contextmanager
-def _watched(run_folder: Path, rank: int) -> Iterator[None]:
-    """Lets the node's watch see how far this rank has come, and ask it for its stacks, deep inside C code too."""
+def _heartbeat(run_folder: Path, rank: int) -> Iterator[None]:
+    """Writes the rank's heartbeat, and its stacks when the node agent asks for them, even from inside C code."""
     path = heartbeat.stacks_path(run_folder, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as stacks:
-        # Before the pulse: whoever finds that may send the signal, which would end a process that is not ready for it.
+        # Before the first heartbeat: the agent may then send the signal, which would end a process without the handler.
         faulthandler.register(heartbeat.STACKS_SIGNAL, stacks, all_threads=True)
-        signals.note_usr1()
+        signals.handle_sigusr1()
         heartbeat.start(run_folder, rank)
         yield
-        signal.signal(heartbeat.STACKS_SIGNAL, signal.SIG_IGN)  # it ends in peace
+        signal.signal(heartbeat.STACKS_SIGNAL, signal.SIG_IGN)  # a late one must not end the process
 
 
-def form_world(run_folder: Path) -> process_group.Ranks:
-    """Joins this rank with the others; rank 0 records that the run has started, and the world that formed."""
+def form_world(run_folder: Path) -> Ranks:
+    """Joins the process group; rank 0 records ``run_started`` and ``world_formed``."""
     from tridock.train.rank import process_group
 
-    process_group.record_flights(run_folder / FLIGHT)
+    process_group.enable_flight_recorder(run_folder / FLIGHT)
     signals.listen(run_folder)
     first = os.environ.get("RANK", "0") == "0"
     if first:
@@ -66,8 +75,8 @@ def form_world(run_folder: Path) -> process_group.Ranks:
     return ranks
 
 
-def record_end(run_folder: Path, ranks: process_group.Ranks, iteration: int) -> None:
-    """Rank 0 records that the run is finished, and what the ranks needed for it. A collective."""
+def record_end(run_folder: Path, ranks: Ranks, iteration: int) -> None:
+    """Rank 0 records ``run_finished`` with the peak memory of the ranks. A collective."""
     from tridock.train.rank import process_group
 
     peaks = process_group.peak_memory_by_rank(ranks)
@@ -78,36 +87,36 @@ def record_end(run_folder: Path, ranks: process_group.Ranks, iteration: int) -> 
 
 
 def end(code: int, at_once: bool = False) -> None:
-    """Ends the process where it failed; does nothing where all went well, unless it is to end at once in any case.
+    """Ends the process without cleanup if it failed, or ``at_once`` in any case; else does nothing.
 
-    Megatron keeps its process groups to the last, and Gloo's threads in them may abort a process whose work is done.
+    Megatron keeps its process groups until the end, where Gloo's threads may abort a process that has finished.
     """
     if code or at_once:
-        # A process group that has lost a rank cannot be taken down in good order; do not wait for it.
+        # A process group that has lost a rank cannot be destroyed in order; do not wait for it.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
 
 
-def _guarded(run_folder: Path, program: Callable[[], None]) -> int:
-    """Runs, and turns whatever goes wrong into one message and an exit code."""
+def _run_guarded(run_folder: Path, program: Callable[[], None]) -> int:
+    """Runs the program, and turns every error into one message and an exit code."""
     rank = os.environ.get("RANK", "0")
-    # Imported here: torch takes seconds, and what it prints belongs into the rank's log.
+    # Imported here: torch takes seconds, and its output belongs in the rank's log.
     from tridock.train.rank import process_group
 
     try:
         program()
-    except process_group.Agreed as agreed:
-        # Every rank holds it. Rank 0 speaks before any of them leaves: a launcher stops all when the first has gone.
+    except process_group.AgreedError as agreed:
+        # Every rank has it. Rank 0 reports it before any rank exits: the launcher stops all when the first has gone.
         heartbeat.beat(heartbeat.FAILED, code=agreed.error.exit_code)
         if rank == "0":
             _report(run_folder, rank, agreed.error.exit_code, str(agreed.error), agreed.error.problems, agreed=True)
-        _let_go(agreed)
-        with contextlib.suppress(RuntimeError):  # a rank that has gone meanwhile
+        _clear_frames(agreed)
+        with contextlib.suppress(RuntimeError):  # a rank has gone meanwhile
             process_group.barrier()
             process_group.leave()
         return agreed.error.exit_code
-    except process_group.Consequence as error:
+    except process_group.LostRankError as error:
         _report(run_folder, rank, error.exit_code, f"rank {rank}: {error}", error.problems, consequence=True)
         return error.exit_code
     except TridockError as error:
@@ -116,8 +125,8 @@ def _guarded(run_folder: Path, program: Callable[[], None]) -> int:
     except KeyboardInterrupt:
         _report(run_folder, rank, EXIT_INTERRUPTED, f"rank {rank}: interrupted", "interrupted", Cause.INTERRUPTED)
         return EXIT_INTERRUPTED
-    except signals.Preempted as left:
-        return _leave_preempted(run_folder, rank, left)
+    except signals.Preempted as preempted:
+        return _leave_preempted(run_folder, rank, preempted)
     except signals.Stopped:
         code = 128 + signal.SIGTERM
         reason = "stopped by SIGTERM"
@@ -138,11 +147,11 @@ def _guarded(run_folder: Path, program: Callable[[], None]) -> int:
     return 0
 
 
-def _let_go(error: BaseException) -> None:
-    """Drops what the frames of an error hold, the model among it, as long as there is a process group.
+def _clear_frames(error: BaseException) -> None:
+    """Releases what the frames of an error hold, such as the model, while the process group still exists.
 
-    Later DDP's reducer would be the last to hold that: it takes it down without letting go of Python's lock, for which
-    Gloo's threads may wait while they are waited for.
+    Otherwise DDP's reducer is the last to hold the group and destroys it with the GIL held: a deadlock with Gloo's
+    threads, which wait for the GIL.
     """
     chain: BaseException | None = error
     while chain is not None:
@@ -150,15 +159,15 @@ def _let_go(error: BaseException) -> None:
         chain = chain.__cause__ or chain.__context__
 
 
-def _leave_preempted(run_folder: Path, rank: str, left: signals.Preempted) -> int:
-    """Every rank is here, and none may go before rank 0 has said why: a launcher stops all when the first has gone."""
+def _leave_preempted(run_folder: Path, rank: str, preempted: signals.Preempted) -> int:
+    """Called on every rank; none exits before rank 0 has reported: the launcher stops all when the first has gone."""
     from tridock.train.rank import process_group
 
     if rank == "0":
-        print(f"preempted: {left}", flush=True)
-        append_event(run_folder, Event.RUN_PREEMPTED, iteration=left.iteration)
+        print(f"preempted: {preempted}", flush=True)
+        append_event(run_folder, Event.RUN_PREEMPTED, iteration=preempted.iteration)
     heartbeat.beat(heartbeat.END)
-    _let_go(left)
+    _clear_frames(preempted)
     with contextlib.suppress(RuntimeError):
         process_group.barrier()
         process_group.leave()
@@ -195,3 +204,63 @@ def _report(
         own = next((problem.cause for problem in reason if problem.cause), cause)
         fields = {"cause": own, "reason": "\n".join(map(str, reason)), "problem": reason[0].message}
     append_event(run_folder, Event.RUN_FAILED, rank=int(rank), **fields, **kind)
+
+
+def slurm_rank_env(env: Mapping[str, str]) -> dict[str, str]:
+    """RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE of a task that ``srun`` itself started, from Slurm's variables.
+
+    Empty if a launcher has set them, and for a process that is not one of as many tasks as the run has ranks: every
+    shell of a job has Slurm's variables.
+    """
+    if "RANK" in env or "SLURM_PROCID" not in env or env.get("SLURM_NTASKS") != env.get(environment.WORLD_SIZE):
+        return {}
+    tasks = _tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", ""))
+    node = int(env.get("SLURM_NODEID", "0"))
+    return {
+        "RANK": env["SLURM_PROCID"],
+        "LOCAL_RANK": env.get("SLURM_LOCALID", "0"),
+        "WORLD_SIZE": env["SLURM_NTASKS"],
+        "LOCAL_WORLD_SIZE": str(tasks[node] if node < len(tasks) else 1),
+    }
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """Parses ``2(x3),1``: two on each of three nodes, one on the fourth."""
+    return [int(found[1]) for found in re.finditer(r"(\d+)(?:\(x(\d+)\))?", text) for _ in range(int(found[2] or 1))]
+
+
+def run_program(name: str, engine_name: str, engine: Engine) -> int:
+    """The command line of engines ``torch`` and ``megatron-core``: runs the rank, returns the exit code."""
+    parser = argparse.ArgumentParser(prog=f"python -m {name}", description=f"One rank of engine {engine_name}.")
+    parser.add_argument("--run-folder", type=Path, required=True, help="runs/<run-id>, with experiment.yaml in it")
+    parser.add_argument(
+        "--workspace", type=Path, help="base of relative paths (default: two folders above the run folder)"
+    )
+    parser.add_argument("--load", help="checkpoint folder to resume from, instead of train.load of the experiment")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # DeepSpeed's launcher appends it
+    options = parser.parse_args()
+    run_folder: Path = options.run_folder.absolute()
+    workspace: Path = (options.workspace or run_folder.parent.parent).absolute()
+    return run_rank(run_folder, lambda: train(run_folder, workspace, engine, options.load))
+
+
+def train(run_folder: Path, workspace: Path, engine: Engine, load: str | None) -> None:
+    """Forms the world and trains the experiment of the run folder; ``load`` replaces its ``train.load``."""
+    from tridock.experiment import load_experiment
+    from tridock.train.rank import process_group
+    from tridock.train.trainer import Trainer
+
+    ranks = form_world(run_folder)
+    with process_group.agree_on_errors(ranks):
+        # A restart passes it on the command line: the run's experiment stays unchanged.
+        overrides = () if load is None else (f"train.load={json.dumps(load)}",)
+        experiment = load_experiment(run_folder / EXPERIMENT, overrides)
+    given = (experiment, run_folder, workspace, ranks, engine(ranks))
+    if turns := os.environ.get(environment.TURNS):
+        from tridock.train.bench.baseline_loop import BaselineTrainer, Turns
+
+        trainer: Trainer = BaselineTrainer(*given, Turns.parse(turns))
+    else:
+        trainer = Trainer(*given)
+    trainer.run()
+    record_end(run_folder, ranks, trainer.progress.iteration)

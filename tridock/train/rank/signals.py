@@ -1,8 +1,8 @@
-"""What a rank does when it is told to end: at once, or after a checkpoint.
+"""SIGTERM and SIGUSR1 on a rank: exit at once, or save a checkpoint first.
 
-SIGTERM and SIGUSR1 are how a scheduler announces that a job's time is over. Inside :func:`saving` the first of them is
-noted, and the training loop saves after the step that it is in; anywhere else SIGTERM ends the rank at once. So it does
-where the run's folder holds ``.stopped``: whoever asks for the end with ``fab stop`` or Ctrl-C wants no checkpoint.
+A scheduler sends them before a job's time is over. Inside :func:`save_on_signal` the first one is recorded, and the
+training loop saves after the current step; anywhere else SIGTERM ends the rank at once. So it does if the run folder
+holds ``.stopped``: ``fab stop`` and Ctrl-C ask for no checkpoint.
 """
 
 from __future__ import annotations
@@ -21,50 +21,50 @@ from typing import Final
 from tridock.contracts.run_folder import STOPPED
 
 STEP_SECONDS = 120.0
-"""Time from SIGTERM to the end of the step; a rank that is not there by then waits for one that has gone."""
+"""The time from SIGTERM to the end of the step; a rank that exceeds it waits for one that has gone."""
 BURST_SECONDS = 3.0
-"""A launcher hands on the SIGTERM that the ranks have had already; a later one is meant as a second."""
-_WAY_OUT_SECONDS = 5.0
-_AGAIN_SECONDS: Final = 0.05
+"""A launcher forwards a SIGTERM that the ranks have already received; a later one is a second request."""
+_EXIT_SECONDS = 5.0
+_RETRY_SECONDS: Final = 0.05
 
 
 class Stopped(BaseException):
-    """The end is wanted at once. Not an Exception: nothing on the way up may take it for an ordinary failure."""
+    """The rank must exit at once. Not an Exception: no caller may handle it as an ordinary failure."""
 
 
 class Preempted(BaseException):
-    """The run has saved and leaves, because it was told to; every rank holds it."""
+    """The run has saved and exits, because a signal asked for it. Raised on every rank."""
 
     def __init__(self, iteration: int) -> None:
         super().__init__(f"saved after iteration {iteration}, as SIGTERM or SIGUSR1 asked")
         self.iteration = iteration
 
 
-class _Heard:
-    """What this process has been told. A handler runs in the main thread, the watch in another: plain assignments."""
+class _State:
+    """Signals received so far. Handlers run in the main thread, :func:`_watch` in another: plain assignments only."""
 
     run_folder: Path | None = None
-    saves = False
-    step_is_over = False
-    to_save = False
+    can_save = False
+    step_done = False
+    save_requested_here = False
     first_sigterm: float | None = None
 
 
-_heard = _Heard()
+_state = _State()
 
 
-def note_usr1() -> None:
-    """Takes SIGUSR1 down from now on; until :func:`listen` it would end the rank."""
+def handle_sigusr1() -> None:
+    """Records SIGUSR1 from now on; without a handler it would end the rank."""
     signal.signal(signal.SIGUSR1, _on_sigusr1)
 
 
 def listen(run_folder: Path) -> None:
-    """Answers SIGTERM and SIGUSR1 from now on; a rank that is deep inside a collective leaves all the same.
+    """Handles SIGTERM and SIGUSR1 from now on; a rank inside a collective exits as well.
 
     Python runs signal handlers between bytecodes, and a rank that waits for a dead one executes none.
     The wake-up descriptor is written by the C handler itself, so a thread can see the signal and end the process.
     """
-    _heard.run_folder = run_folder
+    _state.run_folder = run_folder
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     signal.signal(signal.SIGTERM, _on_sigterm)
@@ -74,63 +74,63 @@ def listen(run_folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def saving() -> Iterator[None]:
-    """Around a training loop that asks :func:`asked` after every step."""
-    _heard.saves = True
+def save_on_signal() -> Iterator[None]:
+    """Encloses a training loop that calls :func:`save_requested` after every step."""
+    _state.can_save = True
     try:
         yield
     finally:
-        _heard.saves = False
+        _state.can_save = False
 
 
-def asked(of_any_rank: Callable[[bool], bool]) -> bool:
-    """Whether any rank has been told to save and leave; all learn of it after the same step.
+def save_requested(any_rank: Callable[[bool], bool]) -> bool:
+    """Whether any rank has received a signal; all ranks find out after the same step.
 
-    ``of_any_rank`` tells whether what it is given is true on any rank: a collective.
+    ``any_rank`` is the collective that returns whether its argument is true on any rank.
     """
-    _heard.step_is_over = of_any_rank(_heard.to_save)
-    return _heard.step_is_over
+    _state.step_done = any_rank(_state.save_requested_here)
+    return _state.step_done
 
 
 def _on_sigusr1(_number: int, _frame: FrameType | None) -> None:
-    _heard.to_save = True
+    _state.save_requested_here = True
 
 
 def _on_sigterm(_number: int, frame: FrameType | None) -> None:
-    if _is_for_later():
+    if _waits_for_step():
         return
     if _in_finalizer(frame):
-        # Python ignores what is raised there, and prints its traceback: once more in a moment.
-        threading.Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        # Python ignores an exception there and prints its traceback: send the signal again in a moment.
+        threading.Timer(_RETRY_SECONDS, os.kill, (os.getpid(), signal.SIGTERM)).start()
         return
     raise Stopped
 
 
-def _is_for_later() -> bool:
-    """Whether this SIGTERM asks for a checkpoint, and is not the second. One after SIGUSR1 is the first."""
-    if not _heard.saves or (_heard.run_folder is not None and (_heard.run_folder / STOPPED).exists()):
+def _waits_for_step() -> bool:
+    """Whether this SIGTERM asks for a checkpoint and is not the second one. One after SIGUSR1 is the first."""
+    if not _state.can_save or (_state.run_folder is not None and (_state.run_folder / STOPPED).exists()):
         return False
     now = time.monotonic()
-    _heard.to_save = True
-    if _heard.first_sigterm is None:
-        _heard.first_sigterm = now
-    return now - _heard.first_sigterm < BURST_SECONDS
+    _state.save_requested_here = True
+    if _state.first_sigterm is None:
+        _state.first_sigterm = now
+    return now - _state.first_sigterm < BURST_SECONDS
 
 
 def _watch(read_end: int) -> None:
-    """Ends the process where its main thread does not come to do it."""
-    deadline, for_the_step = float("inf"), False
+    """Ends the process if its main thread cannot."""
+    deadline, awaits_step = float("inf"), False
     while True:
-        left = max(0.0, deadline - time.monotonic())
-        ready, _, _ = select.select([read_end], [], [], None if left == float("inf") else left)
+        remaining = max(0.0, deadline - time.monotonic())
+        ready, _, _ = select.select([read_end], [], [], None if remaining == float("inf") else remaining)
         if ready:
             data = os.read(read_end, 1)
             if not data:
                 return
             if data[0] == signal.SIGTERM:
-                for_the_step = _is_for_later()
-                deadline = min(deadline, time.monotonic() + (STEP_SECONDS if for_the_step else _WAY_OUT_SECONDS))
-        elif for_the_step and _heard.step_is_over:
+                awaits_step = _waits_for_step()
+                deadline = min(deadline, time.monotonic() + (STEP_SECONDS if awaits_step else _EXIT_SECONDS))
+        elif awaits_step and _state.step_done:
             deadline = float("inf")
         else:
             os.write(2, f"rank {os.environ.get('RANK', '0')}: stopped by SIGTERM inside a collective\n".encode())

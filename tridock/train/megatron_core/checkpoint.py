@@ -18,10 +18,12 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tridock.train.checkpoints.pickles import no_foreign_metadata
-from tridock.train.checkpoints.write_errors import kept_to_the_end
+from tridock.train.checkpoints.pickles import safe_metadata_load
+from tridock.train.checkpoints.write_errors import defer_write_errors
 
 FILES = (".metadata", "common.pt", "metadata.json")
 """What every rank reads of a checkpoint, besides the tensors that it needs."""
@@ -34,7 +36,7 @@ def save(state: dict[str, Any], folder: Path) -> None:
     """
     writer = filesystem_async.FileSystemWriterAsync
     places = ((torch, "save"), (writer, "finish"), (serialization, "save_config"))
-    with kept_to_the_end(*places) as kept, suppress(CheckpointException):
+    with defer_write_errors(*places) as kept, suppress(CheckpointException):
         filesystem_async._results_queue = queue.Queue()
         writer.write_preloaded_data_multiproc = staticmethod(partial(write, kept))
         dist_checkpointing.save(state, str(folder))
@@ -42,7 +44,7 @@ def save(state: dict[str, Any], folder: Path) -> None:
 
 def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Fills ``state`` with what this rank needs, whoever wrote it. A collective."""
-    with no_foreign_metadata():
+    with safe_metadata_load():
         loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder))
     return loaded
 
@@ -70,3 +72,27 @@ def write(
             results.put(written[number])
             return
     results.put(written)
+
+
+def before_load(optimizer: Any) -> None:
+    """Makes the states that the first step would make, and keeps their count out of what is loaded beside it."""
+    if not isinstance(optimizer, DistributedOptimizer) or not isinstance(optimizer.optimizer, torch.optim.AdamW):
+        return
+    states = optimizer.optimizer.state
+    for group in optimizer.optimizer.param_groups:
+        for parameter in group["params"]:
+            if not states[parameter]:
+                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                states[parameter] = {"step": torch.tensor(0.0), **moments}
+    set_states = optimizer._set_main_param_and_optimizer_states
+    get_states = optimizer._get_main_param_and_optimizer_states
+    optimizer._set_main_param_and_optimizer_states = lambda parameter, loaded: set_states(
+        parameter, {**get_states(parameter), **loaded}
+    )
+
+
+def after_load(optimizer: Any) -> None:
+    """Gives each parameter a count of its own: loaded as one tensor, it would go up once a parameter."""
+    for state in optimizer.optimizer.state.values():
+        if isinstance(state.get("step"), Tensor):
+            state["step"] = state["step"].clone()

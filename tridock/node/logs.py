@@ -1,0 +1,135 @@
+"""The logs of this node, whole or as they grow until the run ends: the launcher's, and those of the ranks.
+
+Two bytes that no log contains tell a remote reader more: BEAT, that this end is alive, and END, that the output is
+complete.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from tridock.contracts import run_folder
+from tridock.contracts.run_state import exit_code_of, is_supervised
+from tridock.errors import Problem, RequestError, RunError, TridockError
+from tridock.node.agent.processes import find_processes
+
+_POLL_S: Final = 0.05
+_CHUNK: Final = 1 << 16
+_RANK_POLL_S: Final = 0.2
+_SEARCH_S: Final = 1.0
+_START_S: Final = 120.0
+"""The time in which a run that was just launched has to start on this node."""
+
+
+def follow_with_keepalive(folder: Path, offset: int = 0) -> int:
+    """Like :func:`follow`, with BEAT and END for ``fab``; errors are part of the output."""
+    try:
+        return follow(folder, offset, run_folder.BEAT_S)
+    except TridockError as error:
+        _write(f"{error}\n".encode())
+        return error.exit_code
+    finally:
+        _write(run_folder.END)
+
+
+def follow(folder: Path, offset: int = 0, keepalive_s: float = math.inf) -> int:
+    """Prints ``launcher.log`` from byte ``offset`` until the run has ended; returns the run's exit code.
+
+    Raises :class:`RequestError` if there is no log, and :class:`RunError` if the run's supervisor is gone.
+    """
+    if not (folder / run_folder.LAUNCHER_LOG).is_file():
+        raise RequestError(Problem(folder.name, "has no output here", str(folder), "see fab status for the runs"))
+    with (folder / run_folder.LAUNCHER_LOG).open("rb") as log:
+        log.seek(offset)
+        last_output = time.monotonic()
+        while True:
+            # Checked before the log is read: what was written before the end is then read after it.
+            alive, code = is_supervised(folder), exit_code_of(folder)
+            while chunk := log.read(_CHUNK):
+                _write(chunk)
+                last_output = time.monotonic()
+            if time.monotonic() - last_output >= keepalive_s:
+                _write(run_folder.BEAT)
+                last_output = time.monotonic()
+            if code is not None:
+                return code
+            if not alive and exit_code_of(folder) is None:
+                todo = "its node was restarted or its supervisor killed; launch again, with train.load to go on"
+                raise RunError(
+                    Problem(folder.name, "was lost: nothing supervises it and no exit code was written", "", todo)
+                )
+            time.sleep(_POLL_S)
+
+
+def _write(chunk: bytes) -> None:
+    sys.stdout.buffer.write(chunk)
+    sys.stdout.buffer.flush()
+
+
+def show_rank_logs(folder: Path, ranks: Sequence[int], *, follow: bool, prefix: bool) -> int:
+    """Prints the logs of ranks one after another, or with ``follow`` line by line as they grow; returns 0.
+
+    ``prefix`` puts ``rank N: `` before each line. Raises :class:`RequestError` for logs that are missing.
+    """
+    tails = [_Tail(folder, rank, prefix) for rank in ranks]
+    missing = [tail for tail in tails if not tail.path.is_file()]
+    if missing and not follow:
+        todo = "it may not have begun, or on another node: see fab status"
+        raise RequestError(Problem(f"rank {tail.rank}", "has no log here", str(tail.path), todo) for tail in missing)
+    run = _RunHere(folder)
+    while True:
+        # Checked before the logs are read: what was written before the end is then read after it.
+        ended = not follow or run.has_ended(any(tail.path.is_file() for tail in tails))
+        for tail in tails:
+            tail.print_new(is_last=ended)
+        sys.stdout.buffer.flush()
+        if ended:
+            return 0
+        time.sleep(_RANK_POLL_S)
+
+
+class _Tail:
+    """One rank's log, and the offset up to which it has been printed."""
+
+    def __init__(self, folder: Path, rank: int, prefix: bool) -> None:
+        self.rank, self.path = rank, folder / run_folder.rank_log(rank)
+        self._prefix = f"rank {rank}: ".encode() if prefix else b""
+        self._offset = 0
+
+    def print_new(self, *, is_last: bool) -> None:
+        """Prints new whole lines, since other ranks' lines come between; the last time also an unfinished one."""
+        try:
+            with self.path.open("rb") as log:
+                log.seek(self._offset)
+                new = log.read()
+        except FileNotFoundError:
+            return
+        if not is_last:
+            new = new[: new.rfind(b"\n") + 1]
+        self._offset += len(new)
+        for line in new.splitlines(keepends=True) if self._prefix else [new]:
+            sys.stdout.buffer.write(self._prefix + line)
+        if is_last and self._prefix and new and not new.endswith(b"\n"):
+            sys.stdout.buffer.write(b"\n")
+
+
+class _RunHere:
+    """Whether the run has ended on this node; without a shared file system only the head has the exit code."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._created = folder, time.monotonic()
+        self._searched, self._is_running = 0.0, True
+
+    def has_ended(self, has_logs: bool) -> bool:
+        now = time.monotonic()
+        if exit_code_of(self._folder) is not None:
+            return True
+        if now - self._searched >= _SEARCH_S:  # it reads all of /proc
+            self._searched = now
+            self._is_running = is_supervised(self._folder) or bool(find_processes(self._folder.name))
+        return not self._is_running and (has_logs or now - self._created > _START_S)

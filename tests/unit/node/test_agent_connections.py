@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tridock.contracts.supervision import Reach, Supervision
 from tridock.launchers import Slurm, Ssh
-from tridock.node.supervisor.agent_connections import Watches
+from tridock.node.supervisor.agent_connections import AgentConnections
 
 FOLDER = Path("/workspace/runs/t-20260102-030405-abcd")
 WATCH = ["-P", "-m", "tridock.node", "agent", str(FOLDER), "n2"]
@@ -33,7 +33,7 @@ def test_an_agent_in_a_step_of_a_slurm_job_takes_nothing_from_the_ranks() -> Non
 
 def test_slurm_has_time_to_start_a_nodes_first_step() -> None:
     ranks = {"n1": (0,), "n2": (1,)}
-    watches = Watches(FOLDER, Supervision("n1", ranks, ("n2",), 1, 30.0, reach=Slurm.reach))
+    watches = AgentConnections(FOLDER, Supervision("n1", ranks, ("n2",), 1, 30.0, reach=Slurm.reach))
     assert watches.silence_s()["n1"] < 1
     assert watches.silence_s()["n2"] < -50
 

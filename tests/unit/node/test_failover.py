@@ -59,7 +59,7 @@ def test_a_spare_is_reserved_before_it_gets_the_runs_files(tmp_path: Path, nodes
     for node in ("node-4", "node-5"):
         says(nodes, node, {}, {})
     moved = move(folder, supervision_of(folder), ["node-2"], anew=True)
-    assert moved.words == "node-5 takes the place of node-2"
+    assert moved.reason == "node-5 takes the place of node-2"
     assert moved.supervision is not None
     assert moved.supervision.ranks["node-5"] == (2, 3)
     assert asked(nodes, "node-5") == ["spare-status", "spare-status --reserve", "receive-files"]
@@ -72,7 +72,7 @@ def test_a_spare_that_another_run_was_faster_to_reserve_is_done_without(tmp_path
     says(nodes, "node-4", {"busy": ["earlier-run"]}, {})
     says(nodes, "node-5", {}, {"busy": ["other-run"]})
     moved = move(folder, supervision_of(folder), ["node-2"], anew=True)
-    assert moved.words == (
+    assert moved.reason == (
         "without node-2 it goes on as TP1 PP1 DP4 (it was TP1 PP1 DP6) on node-1, node-3; "
         "global batch 24 as before, in 3 micro-batches a replica"
         "; spare node-4: is busy with earlier-run; spare node-5: is busy with other-run"
@@ -80,7 +80,7 @@ def test_a_spare_that_another_run_was_faster_to_reserve_is_done_without(tmp_path
     assert asked(nodes, "node-5") == ["spare-status", "spare-status --reserve"]
     assert asked(nodes, "node-3") == ["receive-files"]
     (event,) = [json.loads(line) for line in (folder / run_folder.EVENTS).read_text().splitlines()]
-    assert (event["event"], event["nodes"], event["reason"]) == ("run_moved", ["node-1", "node-3"], moved.words)
+    assert (event["event"], event["nodes"], event["reason"]) == ("run_moved", ["node-1", "node-3"], moved.reason)
 
 
 def test_where_nothing_goes_on_the_runs_files_stay_as_they_were(tmp_path: Path, nodes: Path) -> None:
@@ -90,6 +90,6 @@ def test_where_nothing_goes_on_the_runs_files_stay_as_they_were(tmp_path: Path, 
     says(nodes, "node-5", {}, {"busy": ["other-run"]})
     moved = move(folder, supervision_of(folder), ["node-2"], anew=False)
     assert moved.supervision is None
-    assert moved.words.endswith("; spare node-5: is busy with other-run")
+    assert moved.reason.endswith("; spare node-5: is busy with other-run")
     assert asked(nodes, "node-5") == ["spare-status", "spare-status --reserve"]
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tridock.contracts.events import Cause, Event
 from tridock.contracts.heartbeat import PHASES
 from tridock.contracts.supervision import Supervision
-from tridock.node.supervisor.restart import Made, refusal
+from tridock.node.supervisor.restart import RestartAttempt, refusal
 from tridock.node.supervisor.verdict import (
     END_S,
     LOST_S,
@@ -23,10 +23,10 @@ from tridock.node.supervisor.verdict import (
     Verdict,
     first_death,
     hung,
-    late_ranks,
-    left_behind,
     lost_node,
     lost_session,
+    overdue_ranks,
+    rank_without_peer,
     signal_name,
 )
 
@@ -93,8 +93,10 @@ def test_who_only_lost_another_is_not_the_first_and_is_named_only_alone() -> Non
     assert found is not None
     assert found.rank == 1
     assert first_death({"a": [lost]}) is None
-    assert left_behind({"a": [replace(lost, age_s=LOST_S)]}) is None
-    assert left_behind({"a": [lost, rank_status(1)]}) == Verdict(Cause.RANK_FAILED, "lost another rank", "a", 0, 4)
+    assert rank_without_peer({"a": [replace(lost, age_s=LOST_S)]}) is None
+    assert rank_without_peer({"a": [lost, rank_status(1)]}) == Verdict(
+        Cause.RANK_FAILED, "lost another rank", "a", 0, 4
+    )
 
 
 def test_a_rank_that_has_ended_well_is_no_death() -> None:
@@ -133,7 +135,7 @@ def test_a_death_is_seen_if_and_only_if_there_is_one(look: dict[str, list[RankSt
 
 @given(looks, st.none() | st.floats(0, 100), st.integers(0, 100))
 def test_whoever_is_named_as_hung_lives(look: dict[str, list[RankStatus]], step_s: float | None, hang_s: int) -> None:
-    late = late_ranks(look, step_s, hang_s)
+    late = overdue_ranks(look, step_s, hang_s)
     assert hang_s or not late
     if late:
         found = hung(look, late, {})
@@ -146,8 +148,8 @@ def test_whoever_is_named_as_hung_lives(look: dict[str, list[RankStatus]], step_
 def test_no_rank_is_late_within_the_limit(step_s: float, hang_s: int) -> None:
     limit = max(hang_s, 3 * step_s)
     for phase in ("train", "eval"):
-        assert late_ranks({"a": [rank_status(phase=phase, age_s=limit)]}, step_s, hang_s) == []
-        assert late_ranks({"a": [rank_status(phase=phase, age_s=limit + 0.1)]}, step_s, hang_s) != []
+        assert overdue_ranks({"a": [rank_status(phase=phase, age_s=limit)]}, step_s, hang_s) == []
+        assert overdue_ranks({"a": [rank_status(phase=phase, age_s=limit + 0.1)]}, step_s, hang_s) != []
 
 
 # ---- hangs ---------------------------------------------------------------------------------------
@@ -155,17 +157,17 @@ def test_no_rank_is_late_within_the_limit(step_s: float, hang_s: int) -> None:
 
 @pytest.mark.parametrize(("phase", "limit"), [("start", START_S), ("save", SAVE_S), ("end", END_S)])
 def test_starting_saving_and_leaving_take_their_time(phase: str, limit: float) -> None:
-    assert late_ranks({"a": [rank_status(phase=phase, age_s=limit - 1)]}, 1.0, 30) == []
-    assert len(late_ranks({"a": [rank_status(phase=phase, age_s=limit + 1)]}, 1.0, 30)) == 1
+    assert overdue_ranks({"a": [rank_status(phase=phase, age_s=limit - 1)]}, 1.0, 30) == []
+    assert len(overdue_ranks({"a": [rank_status(phase=phase, age_s=limit + 1)]}, 1.0, 30)) == 1
 
 
 def test_a_rank_that_is_stopped_is_late_in_every_phase() -> None:
-    assert len(late_ranks({"a": [rank_status(phase="start", stopped_s=31.0)]}, None, 30)) == 1
+    assert len(overdue_ranks({"a": [rank_status(phase="start", stopped_s=31.0)]}, None, 30)) == 1
 
 
 def named(*ranks: RankStatus, stacks: dict[int, list[str]] | None = None) -> str:
     look = {"a": list(ranks)}
-    return str(hung(look, late_ranks(look, 1.0, 30), stacks or {}))
+    return str(hung(look, overdue_ranks(look, 1.0, 30), stacks or {}))
 
 
 def test_a_stopped_rank_is_named_before_those_who_wait_for_it() -> None:
@@ -233,20 +235,20 @@ def supervision(most: int, window: float | None = None) -> Supervision:
 
 
 def test_no_more_restarts_than_allowed() -> None:
-    made = [Made(at, before=10 * at, reached=10 * at + 5) for at in (1, 2)]
+    made = [RestartAttempt(at, before=10 * at, reached=10 * at + 5) for at in (1, 2)]
     assert refusal(supervision(3), made, now=3.0) is None
     assert refusal(supervision(2), made, now=3.0) == "restarted 2 times, and restart.max is 2"
 
 
 def test_only_those_within_the_window_count_unless_they_did_not_help() -> None:
-    helped, useless = Made(1.0, before=10, reached=11), Made(1.0, before=10, reached=10)
+    helped, useless = RestartAttempt(1.0, before=10, reached=11), RestartAttempt(1.0, before=10, reached=10)
     assert refusal(supervision(1, window=60.0), [helped], now=30.0) is not None
     assert refusal(supervision(1, window=60.0), [helped], now=90.0) is None
     assert refusal(supervision(1, window=60.0), [useless], now=90.0) is not None
 
 
-@given(st.lists(st.builds(Made, st.floats(0, 100), st.integers(0, 9), st.integers(0, 9))), st.integers(1, 5))
-def test_without_a_window_there_are_never_more_than_allowed(made: list[Made], most: int) -> None:
+@given(st.lists(st.builds(RestartAttempt, st.floats(0, 100), st.integers(0, 9), st.integers(0, 9))), st.integers(1, 5))
+def test_without_a_window_there_are_never_more_than_allowed(made: list[RestartAttempt], most: int) -> None:
     assert (refusal(supervision(most), made, now=200.0) is None) == (len(made) < most)
 
 

@@ -14,7 +14,7 @@ from typing import IO, Any, Final
 
 from tridock.contracts import environment
 from tridock.contracts.supervision import Reach, Supervision
-from tridock.node.supervisor.verdict import Look, RankStatus
+from tridock.node.supervisor.verdict import RankStatus, StatusByNode
 
 _PING_S: Final = 2.0
 _AGAIN_S: Final = 1.0
@@ -33,7 +33,7 @@ class _Connection:
         self.node, self._command = node, command
         self.heard = time.monotonic() + patience_s
         """When the node last said something."""
-        self.words = ""
+        self.ssh_error = ""
         """What ssh said last."""
         self.statuses: tuple[RankStatus, ...] = ()
         self.answers: list[dict[str, Any]] = []
@@ -52,10 +52,10 @@ class _Connection:
         process = subprocess.Popen(
             self._command, stdin=pipe, stdout=pipe, stderr=pipe, env=env, cwd="/", start_new_session=True
         )
-        orders, answers, words = _pipes(process)
+        orders, answers, errors = _pipes(process)
         os.set_blocking(orders.fileno(), False)
         selector.register(answers, selectors.EVENT_READ, (self, True))
-        selector.register(words, selectors.EVENT_READ, (self, False))
+        selector.register(errors, selectors.EVENT_READ, (self, False))
         self._process, self._rest = process, b""
 
     def send(self, order: str) -> None:
@@ -71,7 +71,7 @@ class _Connection:
         pipe = _pipes(self._process)[1 if answers else 2]
         chunk = os.read(pipe.fileno(), _CHUNK)
         if not answers:
-            self._note_words(chunk)
+            self._note_error(chunk)
             if not chunk:
                 selector.unregister(pipe)
         elif chunk:
@@ -79,12 +79,12 @@ class _Connection:
         else:
             self.close(selector)
 
-    def _note_words(self, chunk: bytes) -> None:
+    def _note_error(self, chunk: bytes) -> None:
         lines = chunk.decode(errors="replace").strip().splitlines()
-        self.words = lines[-1].strip() if lines else self.words
+        self.ssh_error = lines[-1].strip() if lines else self.ssh_error
 
     def _take(self, chunk: bytes) -> None:
-        self.heard, self.words = time.monotonic(), ""
+        self.heard, self.ssh_error = time.monotonic(), ""
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         for line in lines:
             with suppress(ValueError):  # a login banner
@@ -110,7 +110,7 @@ class _Connection:
         process.wait()
         # ssh closes its output before it says why.
         os.set_blocking(pipes[2].fileno(), False)
-        self._note_words(pipes[2].read() or b"")
+        self._note_error(pipes[2].read() or b"")
         for pipe in pipes[1:]:
             pipe.close()
         self._again_at = time.monotonic() + _AGAIN_S
@@ -132,7 +132,7 @@ def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes], IO[b
     return process.stdin, process.stdout, process.stderr
 
 
-class Watches:
+class AgentConnections:
     """All of a run's nodes that the supervisor sees."""
 
     def __init__(self, folder: Path, supervision: Supervision) -> None:
@@ -171,7 +171,7 @@ class Watches:
         for connection in self._nodes.values():
             connection.send(text)
 
-    def look(self) -> Look:
+    def statuses(self) -> StatusByNode:
         """What was seen last, by node."""
         return {node: connection.statuses for node, connection in self._nodes.items()}
 
@@ -180,9 +180,9 @@ class Watches:
         now = time.monotonic()
         return {node: now - connection.heard for node, connection in self._nodes.items()}
 
-    def words(self) -> Mapping[str, str]:
+    def ssh_errors(self) -> Mapping[str, str]:
         """What ssh said last of each node that does not answer."""
-        return {node: connection.words for node, connection in self._nodes.items()}
+        return {node: connection.ssh_error for node, connection in self._nodes.items()}
 
     def stacks(self, ranks: Sequence[int], patience_s: float) -> dict[int, list[str]]:
         """The stacks of ranks, from all nodes that answer in time."""

@@ -25,10 +25,10 @@ _BEFORE: Final = "before-{}"
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
-    """How the run goes on; ``supervision`` is None where it cannot, and ``words`` say why."""
+class FailoverResult:
+    """How the run goes on; ``supervision`` is None where it cannot, and ``reason`` says why."""
 
-    words: str
+    reason: str
     supervision: Supervision | None = None
 
 
@@ -47,7 +47,7 @@ def spare_status(folder: Path, *, reserve: bool = False) -> dict[str, object]:
     }
 
 
-def move(folder: Path, supervision: Supervision, lost: Sequence[str], *, anew: bool) -> Moved:
+def move(folder: Path, supervision: Supervision, lost: Sequence[str], *, anew: bool) -> FailoverResult:
     """Lays the run out without the ``lost`` nodes and brings its files to the others; ``anew``: from its beginning."""
     answers = {node: _ask(supervision.reach, folder, node) for node in supervision.spares}
     while True:
@@ -55,7 +55,7 @@ def move(folder: Path, supervision: Supervision, lost: Sequence[str], *, anew: b
         unready = "".join(f"; spare {node}: {why}" for node, why in answers.items() if isinstance(why, str))
         done = _replan(folder, lost, ready, anew)
         if done.returncode:
-            return Moved(done.stderr.decode(errors="replace").strip() + unready)
+            return FailoverResult(done.stderr.decode(errors="replace").strip() + unready)
         found = json.loads(done.stdout)
         reserved = {
             node: _ask(supervision.reach, folder, node, "--reserve") for node in ready if node in found["nodes"]
@@ -73,12 +73,12 @@ def move(folder: Path, supervision: Supervision, lost: Sequence[str], *, anew: b
                 _bring_checkpoint(after, node, answer["checkpoint"])
             _send(after.reach, node, folder, _archive(files))
     except ClusterError as error:
-        return Moved(str(error) + unready)
+        return FailoverResult(str(error) + unready)
     for name, content in _archive(files):
         run_folder.write_atomic(folder / name, content)
     about = {"lost": list(lost), "nodes": found["nodes"], "layout": found["layout"], "world_size": found["world_size"]}
     append_event(folder, Event.RUN_MOVED, **about, reason=found["words"] + unready)
-    return Moved(found["words"] + unready, after)
+    return FailoverResult(found["words"] + unready, after)
 
 
 def _ask(reach: Reach, folder: Path, node: str, *options: str) -> dict[str, Any] | str:
@@ -95,9 +95,9 @@ def _ask(reach: Reach, folder: Path, node: str, *options: str) -> dict[str, Any]
 
 def _replan(folder: Path, lost: Sequence[str], ready: Sequence[str], anew: bool) -> subprocess.CompletedProcess[bytes]:
     # A process of its own: the planner is not for those who watch.
-    words = ["-P", "-m", "tridock.cli", "replan", str(folder), "--json", *(("--anew",) if anew else ())]
-    words += [word for node in lost for word in ("--without", node)]
-    return _run([sys.executable, *words, *(word for node in ready for word in ("--spare", node))], timeout=_REPLAN_S)
+    argv = ["-P", "-m", "tridock.cli", "replan", str(folder), "--json", *(("--anew",) if anew else ())]
+    argv += [word for node in lost for word in ("--without", node)]
+    return _run([sys.executable, *argv, *(word for node in ready for word in ("--spare", node))], timeout=_REPLAN_S)
 
 
 def _run(command: Sequence[str], timeout: float) -> subprocess.CompletedProcess[bytes]:
@@ -167,7 +167,7 @@ def _pack(files: Iterable[tuple[str, bytes | Path]], stream: IO[bytes]) -> None:
 
 
 def _keep(folder: Path, names: Iterable[str]) -> None:
-    """Copies what is about to be replaced to ``before-1``: the folder tells the whole course of the run.
+    """Copies what is about to be replaced to ``before-1``: the folder keeps every layout of the run.
 
     Before anything is sent: the other nodes may share the folder.
     """

@@ -18,7 +18,7 @@ from tridock.contracts import heartbeat, run_folder
 from tridock.contracts.run_state import LOCK
 from tridock.contracts.supervision import Supervision
 from tridock.errors import Problem, RequestError
-from tridock.node.supervisor.run_supervisor import Course
+from tridock.node.supervisor.run_supervisor import RunSupervisor
 
 _POLL_S: Final = 0.2
 
@@ -119,17 +119,17 @@ def supervise(folder: Path, ready: int, again: bool) -> int:
     """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     supervision = Supervision.from_json((folder / run_folder.SUPERVISION).read_text())
-    with Course(folder, supervision) as course:
+    with RunSupervisor(folder, supervision) as supervisor:
 
         def note(*_: object) -> None:
-            course.told_to_end = True
+            supervisor.preemption_requested = True
 
         # Somebody has to see how the run ends. Handlers, which the launcher does not inherit as it would SIG_IGN.
         signal.signal(signal.SIGTERM, note)
         signal.signal(signal.SIGUSR1, note)
-        course.begin(course.script() if again else run_folder.LAUNCH_SCRIPT)
+        supervisor.begin(supervisor.script() if again else run_folder.LAUNCH_SCRIPT)
         os.write(ready, b"started")
         os.close(ready)
-        code = course.run_to_end()
+        code = supervisor.run_to_end()
     run_folder.write_atomic(folder / run_folder.EXIT_CODE, f"{code}\n".encode())
     return 0

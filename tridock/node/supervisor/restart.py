@@ -14,8 +14,8 @@ from tridock.node.supervisor.verdict import Verdict
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """A restart that was made: when (seconds), the furthest iteration before it, and that since."""
+class RestartAttempt:
+    """One restart: its time (seconds), the furthest iteration before it, and the furthest since."""
 
     at: float
     before: int
@@ -27,16 +27,16 @@ class Made:
         return self.reached > self.before
 
 
-def refusal(supervision: Supervision, made: Sequence[Made], now: float) -> str | None:
+def refusal(supervision: Supervision, attempts: Sequence[RestartAttempt], now: float) -> str | None:
     """Why there is to be no further restart; None where there may be one.
 
     One that did not bring the run further never falls out of the window: what fails at once, fails at once again.
     """
     window = supervision.restart_window_s
-    counted = [one for one in made if not one.helped or window is None or now - one.at < window]
+    counted = [one for one in attempts if not one.helped or window is None or now - one.at < window]
     if len(counted) < supervision.max_restarts:
         return None
-    return f"restarted {len(made)} times, and restart.max is {supervision.max_restarts}"
+    return f"restarted {len(attempts)} times, and restart.max is {supervision.max_restarts}"
 
 
 def cannot_help(verdict: Verdict, folder: Path, events_before: int) -> str | None:

@@ -1,4 +1,4 @@
-"""The course of a run, as its supervisor steers it: started, watched on all nodes, ended everywhere, started again."""
+"""The supervisor of a run: starts it, watches all nodes, ends it everywhere and restarts it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from tridock.contracts.events import Cause, Event, append_event, events_of, read
 from tridock.contracts.supervision import Supervision
 from tridock.node.agent.processes import find_processes
 from tridock.node.probes import ports
-from tridock.node.supervisor.agent_connections import Watches
+from tridock.node.supervisor.agent_connections import AgentConnections
 from tridock.node.supervisor.failover import move
-from tridock.node.supervisor.restart import Made, cannot_help, checkpoint_iteration, refusal
+from tridock.node.supervisor.restart import RestartAttempt, cannot_help, checkpoint_iteration, refusal
 from tridock.node.supervisor.verdict import (
-    Look,
+    StatusByNode,
     Verdict,
     first_death,
     hung,
-    late_ranks,
-    left_behind,
     lost_node,
     lost_session,
+    overdue_ranks,
+    rank_without_peer,
     signal_name,
 )
 
@@ -40,32 +40,32 @@ _TERM_S: Final = 2.5
 _STOP_PATIENCE_S: Final = 6.0
 _STOPPED_PATIENCE_S: Final = 20.0
 _STACKS_PATIENCE_S: Final = 3.0
-_INQUEST_S: Final = 1.5
+_LAST_WORD_S: Final = 1.5
 _SILENT_S: Final = 3.0
 """Nodes speak once a second: one that has not for so long may be lost."""
 _FIT_PATIENCE_S: Final = 120.0
 
 
-class Course:
+class RunSupervisor:
     """One run, from its first start to its last end."""
 
     def __init__(self, folder: Path, supervision: Supervision) -> None:
         self._folder, self._supervision = folder, supervision
-        self._watches = Watches(folder, supervision)
+        self._agents = AgentConnections(folder, supervision)
         self._steps = StepTimes()
-        self._made: list[Made] = []
+        self._restarts: list[RestartAttempt] = []
         self._launcher: subprocess.Popen[bytes] | None = None
         self._began = supervision.begun or (folder / run_folder.SUPERVISION).stat().st_mtime
         self._log_offset = self._events_before = 0
         self._silent: list[str] = []
-        self.told_to_end = False
+        self.preemption_requested = False
         """Set where a scheduler has sent SIGTERM or SIGUSR1 to all processes of its job, of which this is one."""
 
-    def __enter__(self) -> Course:
+    def __enter__(self) -> RunSupervisor:
         return self
 
     def __exit__(self, _kind: type[BaseException] | None, _e: BaseException | None, _t: TracebackType | None) -> None:
-        self._watches.close()
+        self._agents.close()
 
     def begin(self, script: str) -> None:
         """Starts the launcher."""
@@ -75,9 +75,9 @@ class Course:
         self._events_before = len(read_lines(self._folder / run_folder.EVENTS))
         with (self._folder / run_folder.LAUNCHER_LOG).open("ab") as log:
             self._log_offset = log.tell()
-            words = ["bash", str(self._folder / script)]
-            self._launcher = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env)
-        self._watches.poll(0.0)
+            argv = ["bash", str(self._folder / script)]
+            self._launcher = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env)
+        self._agents.poll(0.0)
 
     def script(self) -> str:
         """What goes on from the run's newest checkpoint; where there is none, what begins."""
@@ -88,7 +88,7 @@ class Course:
         """The run's exit code, once nothing of it is left."""
         while True:
             code, verdict = self._attempt()
-            if verdict is None or not self._begin_again(verdict):
+            if verdict is None or not self._restart(verdict):
                 return run_folder.EXIT_STOPPED if self._is_stopped() else code
 
     # ---- one attempt ----
@@ -96,14 +96,14 @@ class Course:
     def _attempt(self) -> tuple[int, Verdict | None]:
         """Sees the ranks to their end; the run's exit code as it stands, and what went wrong."""
         verdict = self._wait()
-        if verdict is None and self.told_to_end:
+        if verdict is None and self.preemption_requested:
             verdict = self._wait_for_ranks()
         if self._is_preempted():
             self._wait_for_launcher(_OWN_END_S)
             self._end_all()
             return run_folder.EXIT_PREEMPTED, None
         if verdict is None and not self._is_stopped():
-            verdict = self._inquest()
+            verdict = self._launcher_verdict()
         if verdict is not None and verdict.cause is not Cause.LAUNCHER_EXITED:
             self._record(verdict)
         if verdict is not None and verdict.cause.event in (Event.RUN_FAILED, Event.RANK_DIED):
@@ -123,49 +123,49 @@ class Course:
     def _wait(self) -> Verdict | None:
         """Until the launcher has ended, the run is to be stopped, or something is wrong."""
         while self._returned() is None:
-            self._watches.poll(_TICK_S)
+            self._agents.poll(_TICK_S)
             if self._is_stopped():
                 self._wait_for_launcher(_STOPPED_PATIENCE_S)
                 return None
-            look = self._watches.look()
-            self._steps.note(look)
-            if (verdict := self._judge(look)) is not None:
+            seen = self._agents.statuses()
+            self._steps.note(seen)
+            if (verdict := self._judge(seen)) is not None:
                 return verdict
         return None
 
     def _wait_for_ranks(self) -> Verdict | None:
         """Until the ranks have saved and ended: whoever told them has told their launcher too, which does not wait."""
-        while any(status.alive for statuses in self._watches.look().values() for status in statuses):
-            self._watches.poll(_TICK_S)
-            if self._is_stopped() or (verdict := first_death(self._watches.look())) is not None:
+        while any(status.alive for statuses in self._agents.statuses().values() for status in statuses):
+            self._agents.poll(_TICK_S)
+            if self._is_stopped() or (verdict := first_death(self._agents.statuses())) is not None:
                 return None if self._is_stopped() else verdict
         return None
 
-    def _judge(self, look: Look) -> Verdict | None:
-        silence = self._watches.silence_s()
-        verdict = first_death(look) or lost_node(silence, self._watches.words())
+    def _judge(self, seen: StatusByNode) -> Verdict | None:
+        silence = self._agents.silence_s()
+        verdict = first_death(seen) or lost_node(silence, self._agents.ssh_errors())
         if verdict is not None:
             return verdict
-        if max(silence.values()) < _SILENT_S and (left := left_behind(look)) is not None:
+        if max(silence.values()) < _SILENT_S and (left := rank_without_peer(seen)) is not None:
             return left
-        late = late_ranks(look, self._steps.median, self._supervision.hang_timeout_s)
-        if not late:
+        overdue = overdue_ranks(seen, self._steps.median, self._supervision.hang_timeout_s)
+        if not overdue:
             return None
-        living = [status.rank for statuses in look.values() for status in statuses if status.alive]
-        stacks = self._watches.stacks(living, _STACKS_PATIENCE_S)
-        look = self._watches.look()
+        living = [status.rank for statuses in seen.values() for status in statuses if status.alive]
+        stacks = self._agents.stacks(living, _STACKS_PATIENCE_S)
+        seen = self._agents.statuses()
         # Once more: the answer took a moment, in which the rank may have gone on.
-        late = late_ranks(look, self._steps.median, self._supervision.hang_timeout_s)
-        return hung(look, late, stacks) if late else None
+        overdue = overdue_ranks(seen, self._steps.median, self._supervision.hang_timeout_s)
+        return hung(seen, overdue, stacks) if overdue else None
 
-    def _inquest(self) -> Verdict | None:
+    def _launcher_verdict(self) -> Verdict | None:
         """Why the launcher ended before the run did: a rank's death, which its node is about to tell, or its own."""
-        deadline = time.monotonic() + _INQUEST_S
+        deadline = time.monotonic() + _LAST_WORD_S
         while not self._is_done():
             if time.monotonic() > deadline:
                 return self._launchers_end()
-            self._watches.poll(_TICK_S)
-            if (dead := first_death(self._watches.look())) is not None:
+            self._agents.poll(_TICK_S)
+            if (dead := first_death(self._agents.statuses())) is not None:
                 return dead
         return None
 
@@ -185,9 +185,9 @@ class Course:
 
     def _silent_node(self) -> Verdict | None:
         """The node that does not answer, if one does not; waits until that is certain."""
-        while max(self._watches.silence_s().values()) >= _SILENT_S:
-            self._watches.poll(_TICK_S)
-            if lost := lost_node(self._watches.silence_s(), self._watches.words()):
+        while max(self._agents.silence_s().values()) >= _SILENT_S:
+            self._agents.poll(_TICK_S)
+            if lost := lost_node(self._agents.silence_s(), self._agents.ssh_errors()):
                 return lost
         return None
 
@@ -198,23 +198,23 @@ class Course:
         that hits other runs as well.
         """
         assert self._launcher is not None
-        left = self._watches.stop(_TERM_S, _STOP_PATIENCE_S)
+        left = self._agents.stop(_TERM_S, _STOP_PATIENCE_S)
         if self._returned() is None:
             self._launcher.kill()
             self._launcher.wait()
         if any(left.values()):
-            self._say(f"processes that do not end: {_counted(left)}")
+            self._print(f"processes that do not end: {_counted(left)}")
 
     def _wait_for_launcher(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while self._returned() is None and time.monotonic() < deadline:
-            self._watches.poll(_TICK_S)
+            self._agents.poll(_TICK_S)
 
     def _wait_for_the_last(self, seconds: float) -> None:
         """What has done its work ends of itself here, the launchers of further nodes on this machine too."""
         deadline = time.monotonic() + seconds
         while find_processes(self._folder.name) and time.monotonic() < deadline:
-            self._watches.poll(_TICK_S)
+            self._agents.poll(_TICK_S)
 
     def _returned(self) -> int | None:
         assert self._launcher is not None
@@ -229,7 +229,7 @@ class Course:
             return False
         if self._returned() == 0:
             return True
-        ended = {v.rank for statuses in self._watches.look().values() for v in statuses if v.phase == heartbeat.END}
+        ended = {v.rank for statuses in self._agents.statuses().values() for v in statuses if v.phase == heartbeat.END}
         ranks = {rank for numbers in self._supervision.ranks.values() for rank in numbers}
         return bool(ranks) and ended == ranks
 
@@ -244,40 +244,40 @@ class Course:
             about = {"rank": verdict.rank, "node": verdict.node, "exit_code": verdict.code, "cause": verdict.cause}
             known = {name: value for name, value in about.items() if value is not None}
             append_event(self._folder, verdict.cause.event, **known, reason=verdict.reason)
-        self._say(str(verdict))
+        self._print(str(verdict))
 
-    def _say(self, words: str) -> None:
-        print(f"tridock: {words}", flush=True)
+    def _print(self, line: str) -> None:
+        print(f"tridock: {line}", flush=True)
 
     # ---- and another ----
 
-    def _begin_again(self, verdict: Verdict) -> bool:
+    def _restart(self, verdict: Verdict) -> bool:
         """Starts the run once more from its last checkpoint, if that is wanted and can help."""
         if not self._supervision.max_restarts:
             return False
-        reached = max([self._steps.reached, *(one.before for one in self._made)])
-        if self._made:
-            self._made[-1] = replace(self._made[-1], reached=self._steps.reached)
-        why = refusal(self._supervision, self._made, time.monotonic())
-        why = why or cannot_help(verdict, self._folder, self._events_before) or self._is_schedulers(verdict)
+        reached = max([self._steps.reached, *(one.before for one in self._restarts)])
+        if self._restarts:
+            self._restarts[-1] = replace(self._restarts[-1], reached=self._steps.reached)
+        why = refusal(self._supervision, self._restarts, time.monotonic())
+        why = why or cannot_help(verdict, self._folder, self._events_before) or self._left_to_scheduler(verdict)
         why = why or self._wait_until_fit()
         if self._is_stopped():
             return False
         if why is not None:
             append_event(self._folder, Event.NOT_RESTARTED, reason=why)
-            self._say(f"not restarted: {why}")
+            self._print(f"not restarted: {why}")
             return False
         iteration = checkpoint_iteration(self._supervision, self._began)
-        self._made.append(Made(time.monotonic(), reached))
+        self._restarts.append(RestartAttempt(time.monotonic(), reached))
         log_bytes = (self._folder / run_folder.LAUNCHER_LOG).stat().st_size
-        fields = {"attempt": len(self._made), "iteration": iteration or 0, "reason": str(verdict)}
+        fields = {"attempt": len(self._restarts), "iteration": iteration or 0, "reason": str(verdict)}
         append_event(self._folder, Event.RUN_RESTARTED, **fields, log_bytes=log_bytes)
         origin = "the beginning" if iteration is None else f"the checkpoint of iteration {iteration}"
-        self._say(f"restart {len(self._made)} of at most {self._supervision.max_restarts}, from {origin}")
+        self._print(f"restart {len(self._restarts)} of at most {self._supervision.max_restarts}, from {origin}")
         self.begin(run_folder.LAUNCH_SCRIPT if iteration is None else run_folder.RESUME_SCRIPT)
         return True
 
-    def _is_schedulers(self, verdict: Verdict) -> str | None:
+    def _left_to_scheduler(self, verdict: Verdict) -> str | None:
         """A scheduler replaces a lost node, and ends the job for that."""
         if self._supervision.scheduler is not None and verdict.cause.event is Event.NODE_LOST:
             return f"{self._supervision.scheduler} gives the job other nodes"
@@ -289,7 +289,7 @@ class Course:
         A node that does not come back is done without.
         """
         deadline, began = time.monotonic() + _FIT_PATIENCE_S, time.monotonic()
-        while (why := self._hindrance()) is not None:
+        while (why := self._obstacle()) is not None:
             if time.monotonic() > max(deadline, began + self._supervision.node_timeout_s) or self._is_stopped():
                 return why
             movable = self._supervision.scheduler is None
@@ -297,7 +297,7 @@ class Course:
                 if (refused := self._move()) is not None:
                     return f"{why}; {refused}"
                 deadline = time.monotonic() + _FIT_PATIENCE_S
-            self._watches.poll(1.0)
+            self._agents.poll(1.0)
         return None
 
     def _move(self) -> str | None:
@@ -305,18 +305,18 @@ class Course:
         anew = checkpoint_iteration(self._supervision, self._began) is None
         moved = move(self._folder, self._supervision, self._silent, anew=anew)
         if moved.supervision is None:
-            return moved.words
-        self._say(moved.words)
-        self._watches.close()
+            return moved.reason
+        self._print(moved.reason)
+        self._agents.close()
         self._supervision = moved.supervision
-        self._watches = Watches(self._folder, moved.supervision)
+        self._agents = AgentConnections(self._folder, moved.supervision)
         return None
 
-    def _hindrance(self) -> str | None:
-        left = self._watches.stop(_TERM_S, _STOP_PATIENCE_S)
+    def _obstacle(self) -> str | None:
+        left = self._agents.stop(_TERM_S, _STOP_PATIENCE_S)
         self._silent = [node for node in self._supervision.watched if node not in left]
         if self._silent:
-            said = self._watches.words()[self._silent[0]]
+            said = self._agents.ssh_errors()[self._silent[0]]
             return f"{', '.join(self._silent)} does not answer" + (f" ({said})" if said else "")
         if any(left.values()):
             return f"processes of before do not end: {_counted(left)}"
@@ -338,10 +338,10 @@ class StepTimes:
         self._last: dict[int, tuple[int, float]] = {}
         self._times: deque[float] = deque(maxlen=64)
 
-    def note(self, look: Look) -> None:
+    def note(self, seen: StatusByNode) -> None:
         """Takes in what was seen."""
         now = time.monotonic()
-        for status in (status for statuses in look.values() for status in statuses if status.phase == heartbeat.TRAIN):
+        for status in (status for statuses in seen.values() for status in statuses if status.phase == heartbeat.TRAIN):
             at = now - status.age_s
             iteration, before = self._last.get(status.rank, (status.iteration, at))
             if status.iteration > iteration:

@@ -80,17 +80,20 @@ class Verdict:
         return f"{who} {self.reason}"
 
 
-Look = Mapping[str, Sequence[RankStatus]]
+StatusByNode = Mapping[str, Sequence[RankStatus]]
 """What is seen, by node."""
 
 
-def first_death(look: Look) -> Verdict | None:
+def first_death(statuses_by_node: StatusByNode) -> Verdict | None:
     """The rank that died or failed first; None while all live, or have ended well.
 
-    Those that only lost another rank do not count as long as the other is not seen: its node may be late to tell.
+    Those that only lost another rank do not count as long as the other is not seen: its node may report it later.
     """
     found = [
-        (_since(status), node, status) for node, statuses in look.items() for status in statuses if _has_failed(status)
+        (_since(status), node, status)
+        for node, statuses in statuses_by_node.items()
+        for status in statuses
+        if _has_failed(status)
     ]
     if not found:
         return None
@@ -132,10 +135,13 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def left_behind(look: Look) -> Verdict | None:
+def rank_without_peer(statuses_by_node: StatusByNode) -> Verdict | None:
     """A rank that has lost another, though none is seen to have died."""
     found = [
-        (node, v) for node, statuses in look.items() for v in statuses if v.phase == heartbeat.LOST and v.age_s > LOST_S
+        (node, v)
+        for node, statuses in statuses_by_node.items()
+        for v in statuses
+        if v.phase == heartbeat.LOST and v.age_s > LOST_S
     ]
     if not found:
         return None
@@ -143,14 +149,15 @@ def left_behind(look: Look) -> Verdict | None:
     return Verdict(Cause.RANK_FAILED, "lost another rank", node, status.rank, status.code or RunError.exit_code)
 
 
-def lost_node(silence_s: Mapping[str, float], words: Mapping[str, str]) -> Verdict | None:
-    """The node that has been silent for longest, if that is too long; ``words`` are what ssh last said of each."""
-    late = [(seconds, node) for node, seconds in silence_s.items() if seconds >= NODE_SILENCE_S]
-    if not late:
+def lost_node(silence_s: Mapping[str, float], ssh_errors: Mapping[str, str]) -> Verdict | None:
+    """The node that has been silent for longest, if that is too long; ``ssh_errors`` has the last line of each ssh."""
+    overdue = [(seconds, node) for node, seconds in silence_s.items() if seconds >= NODE_SILENCE_S]
+    if not overdue:
         return None
-    seconds, node = max(late, key=lambda entry: entry[0])
-    said = f" ({words[node]})" if words.get(node) else ""
-    others = f", as has {', '.join(name for _, name in late if name != node)}" if len(late) > 1 else ""
+    seconds, node = max(overdue, key=lambda entry: entry[0])
+    said = f" ({ssh_errors[node]})" if ssh_errors.get(node) else ""
+    more = ", ".join(name for _, name in overdue if name != node)
+    others = f", as has {more}" if more else ""
     return Verdict(Cause.NODE_SILENT, f"has not answered for {seconds:.0f} s{said}{others}", node)
 
 
@@ -162,7 +169,7 @@ def lost_session(log: bytes) -> Verdict | None:
     return Verdict(Cause.SSH_SESSION_LOST, "dropped the ssh session in which its ranks were started", found[1].decode())
 
 
-def late_ranks(look: Look, step_s: float | None, hang_s: float) -> list[tuple[str, RankStatus]]:
+def overdue_ranks(statuses_by_node: StatusByNode, step_s: float | None, hang_s: float) -> list[tuple[str, RankStatus]]:
     """The ranks that live and do not get on; none where ``hang_s`` is 0. ``step_s`` is the usual step time."""
     if not hang_s:
         return []
@@ -176,19 +183,21 @@ def late_ranks(look: Look, step_s: float | None, hang_s: float) -> list[tuple[st
     }
     return [
         (node, status)
-        for node, statuses in look.items()
+        for node, statuses in statuses_by_node.items()
         for status in statuses
         if status.alive and (status.age_s > limits.get(status.phase, math.inf) or status.stopped_s > hang_s)
     ]
 
 
-def hung(look: Look, late: Sequence[tuple[str, RankStatus]], stacks: Mapping[int, Sequence[str]]) -> Verdict:
-    """Which rank holds up those that are ``late``.
+def hung(
+    statuses_by_node: StatusByNode, overdue: Sequence[tuple[str, RankStatus]], stacks: Mapping[int, Sequence[str]]
+) -> Verdict:
+    """Which rank holds up those that are ``overdue``.
 
     One that is stopped; or else one that is behind; or else one that does not wait in a collective. ``stacks`` are the
     frames of each rank's main thread as ``file:line in function``, the innermost first.
     """
-    living = [(node, status) for node, statuses in look.items() for status in statuses if status.alive]
+    living = [(node, status) for node, statuses in statuses_by_node.items() for status in statuses if status.alive]
     least = min(status.heartbeats for _, status in living)
     behind = [entry for entry in living if entry[1].heartbeats == least]
     odd = _odd_ones(behind, stacks)
@@ -202,7 +211,7 @@ def hung(look: Look, late: Sequence[tuple[str, RankStatus]], stacks: Mapping[int
         how = f"hangs, as do all {len(living)} ranks: a collective that does not end"
         (node, status), cause = behind[0], Cause.COLLECTIVE_HUNG
     place = f" at {stacks[status.rank][0]}" if stacks.get(status.rank) and not stopped else ""
-    waited = max(status.age_s for _, status in late)
+    waited = max(status.age_s for _, status in overdue)
     after = f"phase {status.phase} after iteration {status.iteration}"
     return Verdict(cause, f"{how}{place}; no progress for {waited:.0f} s, {after}", node, status.rank)
 

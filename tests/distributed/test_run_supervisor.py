@@ -22,7 +22,7 @@ from tridock.contracts import heartbeat, run_folder
 from tridock.contracts.run_state import exit_code_of, is_supervised
 from tridock.contracts.supervision import Supervision
 from tridock.node.agent.processes import find_processes, stop_processes
-from tridock.node.supervisor.run_supervisor import Course
+from tridock.node.supervisor.run_supervisor import RunSupervisor
 
 pytestmark = pytest.mark.distributed
 
@@ -389,8 +389,8 @@ def test_a_restart_waits_for_the_port(make: Make) -> None:
 def test_a_port_that_stays_taken_is_named_with_its_holder(make: Make) -> None:
     run = make(ranks=0)
     supervision = Supervision.from_json((run.folder / run_folder.SUPERVISION).read_text())
-    with socket.create_server(("", supervision.master_port)), Course(run.folder, supervision) as course:
-        course._watches.poll(0.0)
-        found = course._hindrance()
+    with socket.create_server(("", supervision.master_port)), RunSupervisor(run.folder, supervision) as supervisor:
+        supervisor._agents.poll(0.0)
+        found = supervisor._obstacle()
     name = Path("/proc/self/comm").read_text().strip()
     assert found == f"port {supervision.master_port} is taken by {name} (pid {os.getpid()})"

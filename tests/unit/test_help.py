@@ -38,7 +38,7 @@ def test_every_subcommand_is_walked() -> None:
 
 @pytest.mark.parametrize("prog", ALL)
 def test_descriptions_are_sentences(prog: str) -> None:
-    text = ALL[prog].description or ""
+    text = " ".join((ALL[prog].description or "").split())
     assert re.fullmatch(r"[A-Z].*[^.]\.", text), text
     assert not PRIVATE.search(text), text
 

@@ -11,14 +11,7 @@ from tridock.cli.options import Commands, add_command
 
 
 def add(commands: Commands) -> None:
-    parser = add_command(
-        commands,
-        "bench",
-        _bench,
-        "measure a matrix of experiments on this machine",
-        "Measure throughput, memory and phases of each experiment of a matrix on this machine,"
-        " and compare them with a plain PyTorch loop where the benchmark asks for it.",
-    )
+    parser = add_command(commands, "bench", _bench, "measure a matrix of experiments on this machine")
     parser.add_argument(
         "config", type=Path, metavar="CONFIG", help="YAML file of the benchmark, e.g. configs/bench/small.yaml"
     )
@@ -30,6 +23,9 @@ def add(commands: Commands) -> None:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
+    """Measure throughput, memory and phases of each experiment of a matrix on this machine, and compare them with a
+    plain PyTorch loop where the benchmark asks for it.
+    """
     from rich.console import Console
 
     from tridock.bench.cells import exit_code_of

@@ -12,25 +12,13 @@ from tridock.errors import Problem, RequestError
 
 def add(commands: Commands) -> None:
     data = add_group(commands, "data", "build, check and copy training data")
-    demo = add_command(
-        data,
-        "demo",
-        _demo,
-        "build a small data set from Python's standard library",
-        "Build a small GPT data set from the source files of Python's standard library. Needs no network.",
-    )
+    demo = add_command(data, "demo", _demo, "build a small data set from Python's standard library")
     text = "folder to write to (default: data/demo)"
     demo.add_argument("--folder", type=Path, default=Path("data/demo"), metavar="DIR", help=text)
     preprocess.add(data)
     datasets.add(data)
 
-    sync = add_command(
-        data,
-        "sync",
-        _sync,
-        "copy data to every host that lacks it",
-        "Copy data to every host that lacks it, and compare hashes. fab data does the same.",
-    )
+    sync = add_command(data, "sync", _sync, "copy data to every host that lacks it")
     text = "DeepSpeed hostfile; the cluster's settings are in HOSTFILE.yaml"
     sync.add_argument("--hosts", type=Path, required=True, metavar="HOSTFILE", help=text)
     text = "prefix of a data set, file or folder in the project folder; repeatable (default: what the experiment reads)"
@@ -43,6 +31,7 @@ def add(commands: Commands) -> None:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
+    """Build a small GPT data set from the source files of Python's standard library. Needs no network."""
     from tridock.data.corpus import prepare_demo
 
     prepare_demo(arguments.folder)
@@ -50,6 +39,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _sync(arguments: argparse.Namespace) -> int:
+    """Copy data to every host that lacks it, and compare hashes. fab data does the same."""
     from rich.console import Console
 
     try:

@@ -18,13 +18,7 @@ if TYPE_CHECKING:
 
 
 def add(commands: Commands) -> None:
-    inspect = add_command(
-        commands,
-        "inspect",
-        _inspect,
-        "print counts, document lengths and samples",
-        "Print the counts of a data set, a histogram of its document lengths, and sample documents.",
-    )
+    inspect = add_command(commands, "inspect", _inspect, "print counts, document lengths and samples")
     _add_prefixes(inspect)
     text = "vocab.json of GPT-2, or a tokenizer.json, to print the samples as text"
     inspect.add_argument("--vocab-file", type=Path, metavar="FILE", help=text)
@@ -32,36 +26,18 @@ def add(commands: Commands) -> None:
     inspect.add_argument("--samples", type=int, default=3, metavar="N", help="documents to print (default: 3)")
     inspect.add_argument("--json", action="store_true", help="print a JSON list with an object per data set")
 
-    verify = add_command(
-        commands,
-        "verify",
-        _verify,
-        "check structure, token ids, counts and checksums",
-        "Read whole data sets and check their structure, token ids, counts and checksums.",
-    )
+    verify = add_command(commands, "verify", _verify, "check structure, token ids, counts and checksums")
     _add_prefixes(verify)
     text = "upper bound of the token ids, exclusive (default: from the manifest)"
     verify.add_argument("--vocab-size", type=int, metavar="N", help=text)
 
-    merge = add_command(
-        commands,
-        "merge",
-        _merge,
-        "join data sets into one",
-        "Join data sets into one, as Megatron's merge_datasets.py does.",
-    )
+    merge = add_command(commands, "merge", _merge, "join data sets into one")
     text = "data sets to join, without .bin, or folders that contain some"
     merge.add_argument("--input", nargs="+", required=True, metavar="PREFIX", help=text)
     text = "write PREFIX.bin, .idx and .json"
     merge.add_argument("--output-prefix", type=Path, required=True, metavar="PREFIX", help=text)
 
-    split = add_command(
-        commands,
-        "split",
-        _split,
-        "divide a data set into train, valid and test, or equal parts",
-        "Divide the documents of a data set into train, valid and test sets, or into equal parts.",
-    )
+    split = add_command(commands, "split", _split, "divide a data set into train, valid and test, or equal parts")
     split.add_argument("prefix", type=Path, metavar="PREFIX", help="data set, without .bin")
     how = split.add_mutually_exclusive_group(required=True)
     how.add_argument("--split", metavar="SHARES", help="shares of train, valid and test, e.g. 969,30,1")
@@ -76,6 +52,7 @@ def _add_prefixes(parser: argparse.ArgumentParser) -> None:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
+    """Print the counts of a data set, a histogram of its document lengths, and sample documents."""
     from rich.console import Console
 
     from tridock.data.dataset.inspect import as_json, inspect, print_inspection
@@ -112,6 +89,7 @@ def _inspect_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
+    """Read whole data sets and check their structure, token ids, counts and checksums."""
     from tridock.data.dataset.indexed_dataset import bin_path
     from tridock.data.dataset.prefixes import find_prefixes
     from tridock.data.dataset.verify import verify
@@ -139,6 +117,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _merge(arguments: argparse.Namespace) -> int:
+    """Join data sets into one, as Megatron's merge_datasets.py does."""
     from tridock.data.dataset.manifest import manifest_path
     from tridock.data.dataset.merge import merge
     from tridock.data.dataset.prefixes import check_output, find_prefixes
@@ -156,6 +135,7 @@ def _merge(arguments: argparse.Namespace) -> int:
 
 
 def _split(arguments: argparse.Namespace) -> int:
+    """Divide the documents of a data set into train, valid and test sets, or into equal parts."""
     from tridock.data.dataset.prefixes import check_output
     from tridock.data.dataset.split import split
     from tridock.data.progress import Done, progress_bar

@@ -11,11 +11,9 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 Action: TypeAlias = Callable[[argparse.Namespace], int]
 
 
-def add_command(
-    commands: Commands, name: str, action: Action, summary: str, description: str
-) -> argparse.ArgumentParser:
-    """Adds a subcommand. ``action`` runs it and returns the exit code."""
-    parser = commands.add_parser(name, help=summary, description=description)
+def add_command(commands: Commands, name: str, action: Action, summary: str) -> argparse.ArgumentParser:
+    """Adds a subcommand. ``action`` runs it and returns the exit code; its docstring is the description."""
+    parser = commands.add_parser(name, help=summary, description=action.__doc__)
     parser.set_defaults(action=action)
     return parser
 

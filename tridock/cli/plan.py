@@ -10,14 +10,7 @@ from tridock.errors import Problem, RequestError
 
 
 def add(commands: Commands) -> None:
-    parser = add_command(
-        commands,
-        "plan",
-        _plan,
-        "check an experiment against a cluster",
-        "Check an experiment against a cluster before you launch it: print the rank map, the batch arithmetic,"
-        " and the memory and time that it needs, or why it cannot run. Contacts no host.",
-    )
+    parser = add_command(commands, "plan", _plan, "check an experiment against a cluster")
     parser.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help="YAML file of the experiment")
     cluster = parser.add_argument_group("cluster", "A hostfile, or a number of equal nodes.")
     text = "DeepSpeed hostfile; the cluster's settings are in HOSTFILE.yaml"
@@ -26,8 +19,7 @@ def add(commands: Commands) -> None:
     cluster.add_argument("--nodes", type=int, metavar="N", help="number of nodes, without a hostfile")
     text = "slots per node, without a hostfile (default: 8)"
     cluster.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help=text)
-    text = "GPU of the nodes (v100-16gb, a100-80gb, h200, …), or its memory (24gib)"
-    cluster.add_argument("--gpu", help=text)
+    cluster.add_argument("--gpu", help="GPU of the nodes (v100-16gb, a100-80gb, h200, …), or its memory (24gib)")
     text = "network bandwidth of a node (default: from the cluster's settings, or 100)"
     cluster.add_argument("--network-gbit", type=float, metavar="GBIT_PER_S", help=text)
     add_set(parser)
@@ -44,6 +36,9 @@ def add(commands: Commands) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    """Check an experiment against a cluster before you launch it: print the rank map, the batch arithmetic, and the
+    memory and time that it needs, or why it cannot run. Contacts no host.
+    """
     if arguments.explain is not None:
         from tridock.plan.explain import explain
 

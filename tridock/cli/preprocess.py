@@ -30,13 +30,7 @@ def add(commands: Commands) -> None:
 
 
 def _add_preprocess(commands: Commands) -> None:
-    parser = add_command(
-        commands,
-        "preprocess",
-        _preprocess,
-        "tokenize texts into Megatron's .bin and .idx files",
-        "Tokenize texts into Megatron's .bin and .idx files. Takes the options of Megatron's preprocess_data.py.",
-    )
+    parser = add_command(commands, "preprocess", _preprocess, "tokenize texts into Megatron's .bin and .idx files")
     texts = parser.add_argument_group("input")
     _add_texts(texts, "JSON keys to tokenize, each into a data set of its own (default: text)")
     text = "not supported: texts are not split into sentences"
@@ -49,8 +43,7 @@ def _add_preprocess(commands: Commands) -> None:
     text = "vocab.json of GPT-2, or a tokenizer.json"
     tokenizer.add_argument("--vocab-file", type=Path, required=True, metavar="FILE", help=text)
     tokenizer.add_argument("--merge-file", type=Path, metavar="FILE", help="merges.txt of GPT-2")
-    text = "append <|endoftext|> to every document"
-    tokenizer.add_argument("--append-eod", action="store_true", help=text)
+    tokenizer.add_argument("--append-eod", action="store_true", help="append <|endoftext|> to every document")
     text = "reference: use only Hugging Face's tokenizers, never the faster library (default: auto)"
     tokenizer.add_argument("--encoder", choices=["auto", "reference"], default="auto", help=text)
     output = parser.add_argument_group("output")
@@ -67,13 +60,7 @@ def _add_preprocess(commands: Commands) -> None:
 
 
 def _add_train_tokenizer(commands: Commands) -> None:
-    parser = add_command(
-        commands,
-        "train-tokenizer",
-        _train_tokenizer,
-        "train a byte-level BPE tokenizer",
-        "Train a byte-level BPE tokenizer on texts. Writes tokenizer.json, and GPT-2's vocab.json and merges.txt.",
-    )
+    parser = add_command(commands, "train-tokenizer", _train_tokenizer, "train a byte-level BPE tokenizer")
     _add_texts(parser.add_argument_group("input"), "JSON keys to read (default: text)")
     output = parser.add_argument_group("output")
     text = "vocabulary size, including the 256 bytes and <|endoftext|>"
@@ -94,11 +81,11 @@ def _add_texts(group: argparse._ArgumentGroup, keys: str) -> None:
 def _add_rejects(group: argparse._ArgumentGroup) -> None:
     text = "what to do with an invalid line (default: stop)"
     group.add_argument("--on-error", choices=["stop", "skip"], default="stop", help=text)
-    text = "write skipped lines to FILE, each with the reason"
-    group.add_argument("--rejects", type=Path, metavar="FILE", help=text)
+    group.add_argument("--rejects", type=Path, metavar="FILE", help="write skipped lines to FILE, each with the reason")
 
 
 def _preprocess(arguments: argparse.Namespace) -> int:
+    """Tokenize texts into Megatron's .bin and .idx files. Takes the options of Megatron's preprocess_data.py."""
     from tridock.data.preprocess import Request, preprocess
     from tridock.data.progress import progress_bar
     from tridock.data.resumable_build import build_folder
@@ -138,6 +125,7 @@ def _preprocess(arguments: argparse.Namespace) -> int:
 
 
 def _train_tokenizer(arguments: argparse.Namespace) -> int:
+    """Train a byte-level BPE tokenizer on texts. Writes tokenizer.json, and GPT-2's vocab.json and merges.txt."""
     from tridock.data.progress import progress_bar
     from tridock.data.tokenize.train import Request, train_tokenizer
 

@@ -10,13 +10,7 @@ from tridock.errors import Problem, RequestError
 
 
 def add(commands: Commands) -> None:
-    parser = add_command(
-        commands,
-        "report",
-        _report,
-        "summarize runs: a table, a loss curve, an HTML page",
-        "Print a table about one run and draw its loss curve, or write one HTML page about several runs and logs.",
-    )
+    parser = add_command(commands, "report", _report, "summarize runs: a table, a loss curve, an HTML page")
     parser.add_argument("run", type=Path, nargs="*", metavar="RUN", help="run folder; several need -o")
     text = "where to write the loss curve (default: loss.png in the run folder)"
     parser.add_argument("--png", type=Path, metavar="FILE", help=text)
@@ -27,6 +21,7 @@ def add(commands: Commands) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> int:
+    """Print a table about one run and draw its loss curve, or write one HTML page about several runs and logs."""
     if arguments.output is not None:
         return _page(arguments)
     if arguments.log or len(arguments.run) > 1:

@@ -16,14 +16,7 @@ if TYPE_CHECKING:
 
 
 def add(commands: Commands) -> None:
-    parser = add_command(
-        commands,
-        "reproduce",
-        _reproduce,
-        "repeat a run and compare the losses",
-        "Repeat a run from its folder and compare environment and losses with the original."
-        " The exit code is 4 if the losses differ.",
-    )
+    parser = add_command(commands, "reproduce", _reproduce, "repeat a run and compare the losses")
     add_run(parser)
     add_workspace(parser)
     text = "compare with this existing run instead of repeating RUN"
@@ -33,11 +26,13 @@ def add(commands: Commands) -> None:
         " (default: 0 on CPUs; on GPUs 1e-4 in fp32, otherwise 1e-2)"
     )
     parser.add_argument("--tolerance", type=float, help=text)
-    text = "repeat the run even if the data or the GPUs have changed"
-    parser.add_argument("--force", action="store_true", help=text)
+    parser.add_argument("--force", action="store_true", help="repeat the run even if the data or the GPUs have changed")
 
 
 def _reproduce(arguments: argparse.Namespace) -> int:
+    """Repeat a run from its folder and compare environment and losses with the original. The exit code is 4 if the
+    losses differ.
+    """
     from rich.console import Console
 
     from tridock.contracts import run_folder

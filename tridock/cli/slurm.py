@@ -33,29 +33,23 @@ _NUMBERS: Final = {
 
 def add(commands: Commands) -> None:
     slurm = add_group(commands, "slurm", "submit and manage runs on a Slurm cluster")
-    text = "Print the sbatch script. Contacts neither Slurm nor any node."
-    _add_submit_options(add_command(slurm, "render", _render, "print the sbatch script", text))
-    text = "Check the plan, the data and Slurm's limits, submit a job, and print its id and the run folder."
-    _add_submit_options(add_command(slurm, "submit", _submit, "check and submit a job", text))
-    text = "Start a run inside an existing allocation, as salloc gives it."
-    _add_submit_options(add_command(slurm, "run", _run, "start a run inside an allocation", text))
+    _add_submit_options(add_command(slurm, "render", _render, "print the sbatch script"))
+    _add_submit_options(add_command(slurm, "submit", _submit, "check and submit a job"))
+    _add_submit_options(add_command(slurm, "run", _run, "start a run inside an allocation"))
 
-    text = "List the runs that were submitted from this folder, with the state and progress of each."
-    status = add_command(slurm, "status", _status, "list submitted runs and their progress", text)
+    status = add_command(slurm, "status", _status, "list submitted runs and their progress")
     _add_shared_workspace(status)
     status.add_argument("--json", action="store_true", help="print a JSON list with an object per run")
 
-    logs = add_command(slurm, "logs", _logs, "print a run's output", "Print the output of a run, or the log of a rank.")
+    logs = add_command(slurm, "logs", _logs, "print a run's output")
     _add_run(logs)
     text = "print the log of rank N instead; repeatable"
     logs.add_argument("--rank", type=int, action="append", default=[], metavar="N", help=text)
     logs.add_argument("--follow", action="store_true", help="follow the output until the job ends")
 
-    text = "Cancel the job of a run, running or queued. The run does not save a checkpoint first."
-    _add_run(add_command(slurm, "cancel", _cancel, "cancel a run's job", text))
+    _add_run(add_command(slurm, "cancel", _cancel, "cancel a run's job"))
 
-    text = "Start all ranks with COMMAND and supervise them. The sbatch script calls it on the first node of the job."
-    supervise = add_command(slurm, "supervise", _supervise, "start and supervise a run (used by the job script)", text)
+    supervise = add_command(slurm, "supervise", _supervise, "start and supervise a run (used by the job script)")
     text = "YAML file of the experiment, if the run folder has none yet"
     supervise.add_argument("--config", type=Path, metavar="CONFIG", help=text)
     add_set(supervise)
@@ -63,8 +57,7 @@ def add(commands: Commands) -> None:
     supervise.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help=text)
     supervise.add_argument("--no-requeue", action="store_true", help="do not requeue the job")
     supervise.add_argument("folder", type=Path, metavar="RUN", help="run folder")
-    text = "command that starts all ranks"
-    supervise.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- COMMAND", help=text)
+    supervise.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="command that starts all ranks")
 
 
 def _add_submit_options(parser: argparse.ArgumentParser) -> None:
@@ -73,8 +66,7 @@ def _add_submit_options(parser: argparse.ArgumentParser) -> None:
     add_set(parser)
     text = "job array with a task per value, e.g. optimizer.lr=1e-3,3e-4; repeat for all combinations"
     parser.add_argument("--sweep", action="append", default=[], metavar="FIELD=VALUES", help=text)
-    text = "site profile, e.g. configs/slurm/jean-zay.yaml"
-    parser.add_argument("--profile", type=Path, metavar="FILE", help=text)
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="site profile, e.g. configs/slurm/jean-zay.yaml")
     job = parser.add_argument_group("job", "Each option overrides the site profile.")
     for name, text in _NUMBERS.items():
         job.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=text)
@@ -93,8 +85,7 @@ def _add_shared_workspace(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
-    text = "id of the run or of its job (default: the newest run)"
-    parser.add_argument("run", nargs="?", metavar="RUN", help=text)
+    parser.add_argument("run", nargs="?", metavar="RUN", help="id of the run or of its job (default: the newest run)")
     _add_shared_workspace(parser)
 
 
@@ -121,6 +112,7 @@ def _submit_options_of(arguments: argparse.Namespace) -> SubmitOptions:
 
 
 def _render(arguments: argparse.Namespace) -> int:
+    """Print the sbatch script. Contacts neither Slurm nor any node."""
     from tridock.ops.slurm.submit import render_script
 
     print(render_script(_submit_options_of(arguments)), end="")
@@ -128,6 +120,7 @@ def _render(arguments: argparse.Namespace) -> int:
 
 
 def _submit(arguments: argparse.Namespace) -> int:
+    """Check the plan, the data and Slurm's limits, submit a job, and print its id and the run folder."""
     from tridock.ops.slurm.submit import submit
 
     job = submit(_submit_options_of(arguments))
@@ -138,12 +131,14 @@ def _submit(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    """Start a run inside an existing allocation, as salloc gives it."""
     from tridock.ops.slurm.submit import run_in_allocation
 
     run_in_allocation(_submit_options_of(arguments))
 
 
 def _status(arguments: argparse.Namespace) -> int:
+    """List the runs that were submitted from this folder, with the state and progress of each."""
     import json
 
     from tridock.ops.slurm.jobs import table
@@ -161,12 +156,14 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _logs(arguments: argparse.Namespace) -> int:
+    """Print the output of a run, or the log of a rank."""
     from tridock.ops.slurm.jobs import show_logs
 
     return show_logs(arguments.workspace, arguments.run, arguments.rank, follow=arguments.follow)
 
 
 def _cancel(arguments: argparse.Namespace) -> int:
+    """Cancel the job of a run, running or queued. The run does not save a checkpoint first."""
     from tridock.ops.slurm.jobs import cancel
 
     run = cancel(arguments.workspace, arguments.run)
@@ -175,6 +172,7 @@ def _cancel(arguments: argparse.Namespace) -> int:
 
 
 def _supervise(arguments: argparse.Namespace) -> int:
+    """Start all ranks with COMMAND and supervise them. The sbatch script calls it on the first node of the job."""
     from tridock.ops.slurm.supervise import Job, supervise
 
     env = {name: value for name, _, value in (word.partition("=") for word in arguments.env)}

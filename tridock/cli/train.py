@@ -9,14 +9,7 @@ from tridock.cli.options import Commands, add_command, add_set, add_workspace
 
 
 def add(commands: Commands) -> None:
-    parser = add_command(
-        commands,
-        "train",
-        _train,
-        "run an experiment on this machine",
-        "Run an experiment on this machine or in this container, without ssh."
-        " fab launch runs the same experiment on a cluster.",
-    )
+    parser = add_command(commands, "train", _train, "run an experiment on this machine")
     parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file of the experiment")
     parser.add_argument("--nproc", type=int, metavar="N", help="ranks to start (default: one per GPU; 2 without a GPU)")
     add_workspace(parser)
@@ -31,6 +24,9 @@ def add(commands: Commands) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    """Run an experiment on this machine or in this container, without ssh. fab launch runs the same experiment on a
+    cluster.
+    """
     from tridock.ops.runs.local_run import Place, run_here
 
     place = Place(arguments.nnodes, arguments.node_rank, arguments.master_addr)

@@ -47,7 +47,7 @@ install_from_folders() {
 install_with_uv() {
     local uv
     uv=$("$HERE/find-uv.sh" "$PYTHON") || return
-    UV_SYSTEM_CERTS=1 "$uv" pip install --quiet --python "$PYTHON" --no-deps --torch-backend cpu "torch==$VERSION"
+    UV_SYSTEM_CERTS=1 "$uv" pip install --quiet --python "$PYTHON" --no-deps --compile-bytecode --torch-backend cpu "torch==$VERSION"
 }
 
 # On some platforms (and behind some mirrors) the index's plain torch is the CPU build; what it was is checked below.

@@ -111,7 +111,7 @@ def append_line(path: Path, fields: Mapping[str, object]) -> None:
         os.close(descriptor)
 
 
-def append_event(folder: Path, event: Event, **fields: object) -> None:
+def append_event(folder: Path, event: Event, /, **fields: object) -> None:
     """One line of ``events.jsonl``: ``time`` (UTC, ISO 8601), ``event``, and the event's own fields."""
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     append_line(folder / run_folder.EVENTS, {"time": now, "event": event, **fields})

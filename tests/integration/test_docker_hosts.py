@@ -296,7 +296,7 @@ def test_no_secret_shows_while_a_run_goes_on(held: Held) -> None:
 
 def test_down_refuses_while_a_run_goes_on(held: Held) -> None:
     done = held.rack.fab("down")
-    fate = "its node would be removed by fab down while a run goes on"
+    fate = "its node would be removed by fab down while a run is active"
     expected = [f"{name}: {fate}; got {held.run_id}; stop the run first: fab stop" for name in HOSTS]
     assert (done.returncode, done.stderr.splitlines()) == (2, expected)
     assert lives(held)
@@ -339,7 +339,7 @@ def test_stopping_one_of_two_runs_leaves_the_other_alone(held: Held) -> None:
     listed = ", ".join(sorted((held.run_id, second)))
     assert (unclear.returncode, unclear.stderr) == (
         2,
-        f"--run: is needed while several runs go on; got {listed}; name one of them\n",
+        f"--run: is needed while several runs are active; got {listed}; name one of them\n",
     )
     before = {host.name: set(host.processes(held.run_id)) for host in rack}
     assert all(before.values())

@@ -119,7 +119,7 @@ def _refuse_while_runs(session: Session, nodes: tuple[str, ...], fate: str) -> N
     busy = {node: runs for node, runs in active_runs(session, live).items() if runs}
     if busy:
         raise RequestError(
-            Problem(node, f"its node {fate} while a run goes on", ", ".join(runs), "stop the run first: fab stop")
+            Problem(node, f"its node {fate} while a run is active", ", ".join(runs), "stop the run first: fab stop")
             for node, runs in busy.items()
         )
 

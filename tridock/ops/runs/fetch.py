@@ -84,7 +84,7 @@ def _download(
         count(len(chunk))
 
     done = host.read_into(write, session.inside(node, *argv))
-    # tar ends with 1 where a file grew while it was read: a run that goes on may be looked at.
+    # tar ends with 1 where a file grew while it was read: an active run may be fetched.
     if done.exit_code != 1 or not file.tell():
         done.checked(node)
 
@@ -109,7 +109,7 @@ def _move(source: Path, target: Path) -> None:
 
 @contextmanager
 def _counter(what: str) -> Iterator[Callable[[int], None]]:
-    """Gives a function to be told of bytes that came; shows their sum on a terminal's standard error once it is large.
+    """Yields a function that counts received bytes; shows their sum on a terminal's standard error once it is large.
 
     There is no end to compare it with: the nodes pack while they send.
     """

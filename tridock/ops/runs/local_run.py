@@ -157,7 +157,7 @@ def _announce(folder: Path, plan: Plan, place: Place) -> None:
 def start_and_follow(folder: Path, ranks: int, *, again: bool = False, patience_s: float = 0.0) -> int:
     """Starts the run and prints its output to its end; its exit code.
 
-    ``again``: it goes on where it was left, once a supervisor of before has ended, which has ``patience_s`` for that.
+    ``again``: it continues where it stopped, once the previous supervisor has ended, within ``patience_s``.
     """
     env = node_environment(ranks)
     log = folder / run_folder.LAUNCHER_LOG

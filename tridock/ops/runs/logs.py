@@ -69,7 +69,7 @@ class LogStream:
         return ClusterError(Problem(self._head, f"{what} while {self._run_id} was followed", got, todo))
 
     def close(self) -> None:
-        """Stops reading; the run goes on."""
+        """Stops reading; the run continues."""
         with suppress(TridockError):
             self._stream.close()
 

@@ -64,11 +64,15 @@ def choose_run(session: Session, run_id: str | None, *, active: bool) -> Run:
         return Run(run_id, known[run_id])
     going: list[str] = [run["run_id"] for run in runs if run["state"].is_active]
     if len(going) > 1:
-        raise RequestError(Problem(where, "is needed while several runs go on", ", ".join(going), "name one of them"))
+        raise RequestError(
+            Problem(where, "is needed while several runs are active", ", ".join(going), "name one of them")
+        )
     if going:
         return Run(going[0], known[going[0]])
     if active or not known:
-        raise RequestError(Problem(where, "no run goes on" if active else "there is no run yet", "", "see fab status"))
+        raise RequestError(
+            Problem(where, "no run is active" if active else "there is no run yet", "", "see fab status")
+        )
     return Run(*list(known.items())[-1])
 
 

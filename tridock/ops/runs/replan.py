@@ -25,7 +25,7 @@ Slots = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Replanned:
-    """What goes on, and how it differs from before, in words."""
+    """The run as it continues, and a summary of what changed."""
 
     bundle: RunBundle
     assessment: Assessment
@@ -83,7 +83,7 @@ _READ = (run_folder.EXPERIMENT, run_folder.PLAN, run_folder.MANIFEST, run_folder
 def replan(folder: Path, lost: Sequence[str], ready: Sequence[str] = (), *, anew: bool = False) -> Replanned:
     """The run without the ``lost`` nodes; ``ready`` are the spares that may be used.
 
-    ``anew``: there is no checkpoint to go on from. Raises :class:`RequestError` with why it cannot go on, and with what
+    ``anew``: there is no checkpoint to continue from. Raises :class:`RequestError` with the reasons and what
     would run.
     """
     run = Run.read(folder)

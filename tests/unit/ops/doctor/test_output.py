@@ -88,7 +88,7 @@ def test_what_is_asked_for_is_mended_and_refusals_are_said(report: Report, monke
 
     def up(session: Session) -> str:
         todo = "stop the run first: fab stop"
-        raise RequestError(Problem("host-2", "its node would be replaced by fab up while a run goes on", "r", todo))
+        raise RequestError(Problem("host-2", "its node would be replaced by fab up while a run is active", "r", todo))
 
     monkeypatch.setattr(remedies, "up", up)
     monkeypatch.setattr(remedies, "distribute_keys", lambda session: did.append("keys"))
@@ -109,7 +109,8 @@ def test_what_is_asked_for_is_mended_and_refusals_are_said(report: Report, monke
         [
             "mended: end what run r-1 left behind",
             "not mended: bring the nodes up: keys, image, containers",
-            "    host-2: its node would be replaced by fab up while a run goes on; got r; stop the run first: fab stop",
+            "    host-2: its node would be replaced by fab up while a run is active; got r; "
+            "stop the run first: fab stop",
         ],
     )
 

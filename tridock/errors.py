@@ -7,7 +7,7 @@ all problems found, so that the user fixes them at once.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
@@ -56,13 +56,16 @@ class TridockError(Exception):
 
     exit_code: ClassVar[int] = 1
 
-    def __init__(self, problems: Problem | Iterable[Problem]) -> None:
+    def __init__(self, problems: Problem | Iterable[Problem], unaffected: Sequence[str] = ()) -> None:
+        """``unaffected``: the hosts without a problem; the message names them last."""
         self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
-        super().__init__("\n".join(str(problem) for problem in self.problems))
+        self.unaffected = tuple(unaffected)
+        fine = [f"{', '.join(self.unaffected)}: no problem here; mend the others"] if self.unaffected else []
+        super().__init__("\n".join([*map(str, self.problems), *fine]))
 
-    def __reduce__(self) -> tuple[type[TridockError], tuple[tuple[Problem, ...]]]:
+    def __reduce__(self) -> tuple[type[TridockError], tuple[tuple[Problem, ...], tuple[str, ...]]]:
         """Pickles the problems, not their text: errors travel out of worker processes."""
-        return type(self), (self.problems,)
+        return type(self), (self.problems, self.unaffected)
 
 
 class RequestError(TridockError):

@@ -91,10 +91,8 @@ def raise_failures(outcomes: Mapping[str, Outcome[T]]) -> dict[str, T]:
         # The twin's nodes are on one machine, and say the same of it.
         problems = list(dict.fromkeys(problems))
         fine = [name for name, outcome in outcomes.items() if outcome.ok]
-        if fine:
-            problems.append(Problem(", ".join(fine), "no problem here", "", "mend the others"))
         kinds = {type(error) for error in errors}
         kind = kinds.pop() if len(kinds) == 1 else ClusterError
         assert issubclass(kind, TridockError)
-        raise kind(problems)
+        raise kind(problems, unaffected=fine)
     return {name: outcome.value for name, outcome in outcomes.items()}  # type: ignore[misc]

@@ -24,5 +24,5 @@ def _replan(arguments: argparse.Namespace) -> int:
     from tridock.ops.runs.replan import replan
 
     found = replan(arguments.run, arguments.without, arguments.spare, anew=arguments.anew)
-    print(found.to_json() if arguments.json else found.words, end="" if arguments.json else "\n")
+    print(found.to_json() if arguments.json else found.summary, end="" if arguments.json else "\n")
     return 0

@@ -72,9 +72,9 @@ def _section_of(annotation: Any) -> tuple[type[BaseModel] | None, str]:
 
 
 def _matches(path: str, given: str) -> bool:
-    names, words = path.split("."), given.split(".")
-    return len(names) == len(words) and all(
-        name == word or (name == _ANY and word != "") for name, word in zip(names, words, strict=True)
+    names, parts = path.split("."), given.split(".")
+    return len(names) == len(parts) and all(
+        name == part or (name == _ANY and part != "") for name, part in zip(names, parts, strict=True)
     )
 
 
@@ -147,7 +147,7 @@ _BOUNDS: Final = {
 
 
 def _words(schema: Mapping[str, Any]) -> str:
-    """A type in words, from its JSON schema."""
+    """A type as plain text, from its JSON schema."""
     if "anyOf" in schema:
         return " or ".join(_words(choice) for choice in schema["anyOf"])
     if "enum" in schema:
@@ -159,6 +159,6 @@ def _words(schema: Mapping[str, Any]) -> str:
     if schema["type"] == "object":
         values = schema.get("additionalProperties") or next(iter(schema["patternProperties"].values()))
         return f"mapping of names to {_words(values)}"
-    bounds = [f"{words} {schema[name]:g}" for name, words in _BOUNDS.items() if name in schema]
+    bounds = [f"{phrase} {schema[name]:g}" for name, phrase in _BOUNDS.items() if name in schema]
     pattern = f" that matches {schema['pattern']}" if "pattern" in schema else ""
     return _TYPES[schema["type"]] + (f", {' and '.join(bounds)}" if bounds else "") + pattern

@@ -162,10 +162,10 @@ def reasons(rejected: Sequence[Rejected]) -> list[tuple[str, int]]:
 
 
 def words_of(candidate: Candidate, base: Experiment) -> list[str]:
-    """``--set`` words that turn the experiment into this one."""
-    words = []
+    """``--set`` overrides that turn the experiment into this one."""
+    overrides = []
     for path, value in candidate.choice.items():
         section, _, field = path.partition(".")
         if getattr(getattr(base, section), field) != value:
-            words.append(f"{path}={as_yaml(value)}")
-    return words
+            overrides.append(f"{path}={as_yaml(value)}")
+    return overrides

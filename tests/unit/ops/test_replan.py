@@ -78,7 +78,7 @@ def test_a_spare_takes_the_place_of_a_lost_node(tmp_path: Path) -> None:
     """node-4 has too few slots; node-5 gives two of its four. Every rank stays what it was."""
     folder = a_run(tmp_path)
     found = replan(folder, ["node-2"], ["node-4", "node-5"])
-    assert found.words == "node-5 takes the place of node-2"
+    assert found.summary == "node-5 takes the place of node-2"
     assert ranks_of(found) == {"node-1": (0, 1), "node-5": (2, 3), "node-3": (4, 5)}
     supervision = Supervision.from_json(found.bundle.files["supervision.json"].decode())
     assert supervision.spares == {"node-4": (0,)}
@@ -91,7 +91,7 @@ def test_a_spare_takes_the_place_of_a_lost_node(tmp_path: Path) -> None:
 def test_without_a_spare_replicas_do_with_fewer(tmp_path: Path) -> None:
     folder = a_run(tmp_path, **ZERO)
     found = replan(folder, ["node-2"], ["node-4"], anew=True)
-    assert found.words == (
+    assert found.summary == (
         "without node-2 it goes on as TP1 PP1 DP4 (it was TP1 PP1 DP6) on node-1, node-3; "
         "global batch 24 as before, in 3 micro-batches a replica"
     )
@@ -102,7 +102,7 @@ def test_without_a_spare_replicas_do_with_fewer(tmp_path: Path) -> None:
 
 def test_one_lost_node_is_replaced_and_the_other_done_without(tmp_path: Path) -> None:
     found = replan(a_run(tmp_path), ["node-2", "node-3"], ["node-5"])
-    assert found.words == (
+    assert found.summary == (
         "node-5 takes the place of node-2; without node-3 it goes on as TP1 PP1 DP4 (it was TP1 PP1 DP6) on node-1, "
         "node-5; global batch 24 as before, in 3 micro-batches a replica"
     )
@@ -120,7 +120,7 @@ def test_megatron_core_goes_on_in_another_layout(tmp_path: Path) -> None:
     fields = {"engine": "megatron-core", **PIPELINE, "parallel.tensor_model_parallel_size": 2}
     folder = a_run(tmp_path, {"node-1": [0, 1], "node-2": [0, 1]}, **fields)
     found = replan(folder, ["node-2"])
-    assert found.words == (
+    assert found.summary == (
         "without node-2 it goes on as TP1 PP1 DP2 (it was TP2 PP2 DP1) on node-1; global batch 24 as before, in 6 "
         "micro-batches a replica"
     )
@@ -133,8 +133,8 @@ def test_megatron_v115_says_what_would_run(tmp_path: Path) -> None:
         f"{RUN_ID}: Megatron v1.1.5 loads its checkpoint on TP1 PP2 DP3 and no other layout; got 4 slots on node-1, "
         "node-3; bring node-2 back; from its beginning it would run as TP1 PP2 DP2 on node-1, node-3"
     )
-    assert replan(folder, ["node-2"], ["node-5"]).words == "node-5 takes the place of node-2"
-    assert "TP1 PP2 DP2" in replan(folder, ["node-2"], anew=True).words
+    assert replan(folder, ["node-2"], ["node-5"]).summary == "node-5 takes the place of node-2"
+    assert "TP1 PP2 DP2" in replan(folder, ["node-2"], anew=True).summary
 
 
 def test_a_run_that_has_nothing_left_to_run_as(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_too_few_nodes(tmp_path: Path) -> None:
     assert refused(folder, ["node-2"]) == (
         f"{RUN_ID}: may not go on with fewer than 3 nodes; got node-1, node-3; lower restart.min_nodes, or add spares"
     )
-    assert replan(folder, ["node-2"], ["node-5"]).words == "node-5 takes the place of node-2"
+    assert replan(folder, ["node-2"], ["node-5"]).summary == "node-5 takes the place of node-2"
 
 
 def test_parts_of_a_checkpoint_that_have_gone_with_their_node(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_parts_of_a_checkpoint_that_have_gone_with_their_node(tmp_path: Path) ->
     (folder / "checkpoints" / "latest").write_text("iter_0000002")
     for rank in range(6):
         (checkpoint / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
-    assert "DP4" in replan(folder, ["node-2"]).words
+    assert "DP4" in replan(folder, ["node-2"]).summary
     for rank in (2, 3):
         (checkpoint / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").unlink()
     for ready in ([], ["node-5"]):
@@ -189,10 +189,10 @@ def test_no_run(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = a_run(tmp_path)
-    words = ["replan", str(folder), "--without", "node-2", "--spare", "node-5"]
-    assert main(words) == 0
+    argv = ["replan", str(folder), "--without", "node-2", "--spare", "node-5"]
+    assert main(argv) == 0
     assert capsys.readouterr().out == "node-5 takes the place of node-2\n"
-    assert main([*words, "--json"]) == 0
+    assert main([*argv, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["nodes"] == ["node-1", "node-5", "node-3"]
     assert (found["layout"], found["world_size"]) == ("TP1 PP1 DP6", 6)
@@ -203,6 +203,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_the_planner_needs_no_torch(tmp_path: Path) -> None:
     """The supervisor waits for it."""
     script = "import sys; from tridock.cli import main; main(sys.argv[1:]); print('torch' in sys.modules)"
-    words = [sys.executable, "-c", script, "replan", str(a_run(tmp_path)), "--without", "node-2"]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    argv = [sys.executable, "-c", script, "replan", str(a_run(tmp_path)), "--without", "node-2"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"

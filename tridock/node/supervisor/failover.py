@@ -77,8 +77,8 @@ def move(folder: Path, supervision: Supervision, lost: Sequence[str], *, anew: b
     for name, content in _archive(files):
         run_folder.write_atomic(folder / name, content)
     about = {"lost": list(lost), "nodes": found["nodes"], "layout": found["layout"], "world_size": found["world_size"]}
-    append_event(folder, Event.RUN_MOVED, **about, reason=found["words"] + unready)
-    return FailoverResult(found["words"] + unready, after)
+    append_event(folder, Event.RUN_MOVED, **about, reason=found["summary"] + unready)
+    return FailoverResult(found["summary"] + unready, after)
 
 
 def _ask(reach: Reach, folder: Path, node: str, *options: str) -> dict[str, Any] | str:

@@ -27,10 +27,10 @@ _PORTS: Final = 97
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """What came of one attempt: rank 0's result, or the words of those who failed."""
+    """What came of one attempt: rank 0's result, or the errors of the nodes that failed."""
 
     result: Mapping[str, Any] | None
-    words: str = ""
+    error: str = ""
 
 
 Group = tuple[str, ...]
@@ -56,22 +56,22 @@ def reduce_all(session: Session, port: int) -> tuple[Mapping[str, Any] | None, l
         tried = raise_failures(on_all(hosts, one, cap=_AT_ONCE))
         return {named[name]: done for name, done in tried.items()}
 
-    return None, reduce_findings(nodes, whole.words, blame(nodes, again))
+    return None, reduce_findings(nodes, whole.error, blame(nodes, again))
 
 
 Blame = tuple[Group, str, str]
 
 
-def reduce_findings(nodes: Sequence[str], words: str, blamed: Sequence[Blame]) -> list[Finding]:
-    """What is said of an all-reduce that failed with these words; nodes that fail alike are one finding."""
+def reduce_findings(nodes: Sequence[str], error: str, blamed: Sequence[Blame]) -> list[Finding]:
+    """The findings of an all-reduce that failed with this error; nodes that fail alike share one."""
     why = "the first step of a run would hang or fail here"
     todo = "look at their network with NCCL_DEBUG=INFO and TORCH_DISTRIBUTED_DEBUG=DETAIL in env"
     if not blamed:
         what = f"the all-reduce of all {len(nodes)} fails, and each node alone and each pair with the head passes"
-        return [fail("all-reduce", Problem(", ".join(nodes), what, words, todo), why)]
+        return [fail("all-reduce", Problem(", ".join(nodes), what, error, todo), why)]
     alike: dict[tuple[str, str], list[str]] = {}
     for few, what, own in blamed:
-        alike.setdefault((what, own or words), []).append(" and ".join(few))
+        alike.setdefault((what, own or error), []).append(" and ".join(few))
     return [
         fail("all-reduce", Problem(", ".join(who), what, own, _ALONE_TODO if what == _ALONE else todo), why)
         for (what, own), who in alike.items()
@@ -79,13 +79,13 @@ def reduce_findings(nodes: Sequence[str], words: str, blamed: Sequence[Blame]) -
 
 
 def blame(nodes: Sequence[str], attempts: Attempts) -> list[Blame]:
-    """Who is to blame for an all-reduce that fails: nodes, what was seen, the words of the attempt.
+    """Who is to blame for an all-reduce that fails: nodes, what was seen, the error of the attempt.
 
     Each node alone first; then the head with each of those that pass; where it fails with all of them, and they pass
     among themselves, it is the head.
     """
     alone = attempts([(node,) for node in nodes])
-    bad: list[Blame] = [((node,), _ALONE, done.words) for (node,), done in alone.items() if done.result is None]
+    bad: list[Blame] = [((node,), _ALONE, done.error) for (node,), done in alone.items() if done.result is None]
     good = [node for node in nodes if alone[node,].result is not None]
     if len(good) < 2:
         return bad
@@ -94,18 +94,18 @@ def blame(nodes: Sequence[str], attempts: Attempts) -> list[Blame]:
     failed = {node: done for (_, node), done in pairs.items() if done.result is None}
     if len(failed) == len(others) > 1:
         return bad + _not_the_first(first, others, failed, attempts)
-    return bad + [((first, node), _PAIR, done.words) for node, done in failed.items()]
+    return bad + [((first, node), _PAIR, done.error) for node, done in failed.items()]
 
 
 def _not_the_first(first: str, others: list[str], failed: Mapping[str, Reduced], attempts: Attempts) -> list[Blame]:
     second, *rest = others
     pairs = attempts([(second, node) for node in rest])
     if any(done.result is not None for done in pairs.values()):
-        words = next(iter(failed.values())).words
-        with_second = [((second, node), _PAIR, d.words)
+        error = next(iter(failed.values())).error
+        with_second = [((second, node), _PAIR, d.error)
                        for (_, node), d in pairs.items() if d.result is None]  # fmt: skip
-        return [((first,), "the all-reduce fails with every other node, which pass without it", words), *with_second]
-    return [((first, node), _PAIR, done.words) for node, done in failed.items()]
+        return [((first,), "the all-reduce fails with every other node, which pass without it", error), *with_second]
+    return [((first, node), _PAIR, done.error) for node, done in failed.items()]
 
 
 def _attempt(session: Session, nodes: tuple[str, ...], port: int, limit: int) -> Reduced:
@@ -119,7 +119,7 @@ def _attempt(session: Session, nodes: tuple[str, ...], port: int, limit: int) ->
 
 
 def reduce_command(slots: Mapping[str, Sequence[int]], address: str, port: int, limit: int) -> tuple[str, ...]:
-    """The words that the first of the nodes runs; pdsh puts a node's number for ``%n``. One node alone needs no ssh."""
+    """The argv that the first of the nodes runs; pdsh puts a node's number for ``%n``. One node alone needs no ssh."""
     world = base64.urlsafe_b64encode(json.dumps({node: list(numbers) for node, numbers in slots.items()}).encode())
     rank = "0" if len(slots) == 1 else "%n"
     program = (

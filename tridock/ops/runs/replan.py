@@ -29,13 +29,13 @@ class Replanned:
 
     bundle: RunBundle
     assessment: Assessment
-    words: str
+    summary: str
 
     def to_json(self) -> str:
         """For the run's supervisor, which brings the files to the nodes."""
         files = {name: content.decode() for name, content in self.bundle.files.items()}
         plan = self.assessment.laid_out
-        about = {"words": self.words, "layout": plan.layout, "world_size": plan.world_size}
+        about = {"summary": self.summary, "layout": plan.layout, "world_size": plan.world_size}
         return json.dumps({**about, "nodes": list(_slots_of(plan.document())), "files": files}) + "\n"
 
 
@@ -96,8 +96,8 @@ def replan(folder: Path, lost: Sequence[str], ready: Sequence[str] = (), *, anew
         assessment = assess(run.experiment, after, run.folder.name, run.assumptions)
     else:
         assessment = _with_fewer(run, after, lost, anew)
-    words = _summary(run, before, assessment, places, lost)
-    return Replanned(_bundle(run, assessment), assessment, words)
+    summary = _summary(run, before, assessment, places, lost)
+    return Replanned(_bundle(run, assessment), assessment, summary)
 
 
 def _slots_of(plan: Mapping[str, Any]) -> Slots:

@@ -25,11 +25,11 @@ PAIR = "the all-reduce of these two fails"
 
 
 def test_pdsh_starts_it_on_several_nodes_and_nobody_on_one() -> None:
-    words = reduce_command({"host-1": (0, 1), "host-2": (0,)}, "10.0.0.1", 20001, 40)
-    assert words[:10] == ("pdsh", "-S", "-R", "ssh", "-f", "1024", "-u", "42", "-w", "host-1,host-2")
-    assert words[10:15] == ("python", "-P", "-m", "tridock.train.allreduce", "--world")
-    assert json.loads(base64.urlsafe_b64decode(words[15])) == {"host-1": [0, 1], "host-2": [0]}
-    assert " ".join(words[16:]) == "--node-rank %n --master-addr 10.0.0.1 --master-port 20001 --limit 40"
+    argv = reduce_command({"host-1": (0, 1), "host-2": (0,)}, "10.0.0.1", 20001, 40)
+    assert argv[:10] == ("pdsh", "-S", "-R", "ssh", "-f", "1024", "-u", "42", "-w", "host-1,host-2")
+    assert argv[10:15] == ("python", "-P", "-m", "tridock.train.allreduce", "--world")
+    assert json.loads(base64.urlsafe_b64decode(argv[15])) == {"host-1": [0, 1], "host-2": [0]}
+    assert " ".join(argv[16:]) == "--node-rank %n --master-addr 10.0.0.1 --master-port 20001 --limit 40"
     alone = reduce_command({"host-1": (0, 1)}, "10.0.0.1", 20001, 40)
     assert (alone[0], alone[7]) == ("python", "0")
 
@@ -46,9 +46,9 @@ def test_what_the_ranks_say_is_read() -> None:
     assert parse(done(failed, "pdsh@host-1: host-2: ssh exited with exit code 1\n", 1), 40) == Reduced(
         None, "rank 3 on host-2: Connection closed by peer, reset"
     )
-    assert parse(done('{"rank": 1, "error": "no"}\n', code=1), 40).words == "rank 1: no"
-    assert parse(done("", "host-2: bash: python: not found\n", 127), 40).words == "host-2: bash: python: not found"
-    assert parse(done("", "pdsh@a: b: ssh exited with exit code 142\n", 142), 40).words == "no end within 40 s"
+    assert parse(done('{"rank": 1, "error": "no"}\n', code=1), 40).error == "rank 1: no"
+    assert parse(done("", "host-2: bash: python: not found\n", 127), 40).error == "host-2: bash: python: not found"
+    assert parse(done("", "pdsh@a: b: ssh exited with exit code 142\n", 142), 40).error == "no end within 40 s"
     # A result beside a node that failed is none.
     assert parse(done('host-1: {"ranks": 4}\n', "host-2: killed\n", 137), 40) == Reduced(None, "host-2: killed")
 
@@ -57,7 +57,7 @@ def world(*broken: str) -> Attempts:
     """Nodes of which the broken ones are well alone, and reach nobody."""
 
     def attempts(groups: Sequence[Group]) -> dict[Group, Reduced]:
-        return {few: Reduced(None, "words") if len(few) > 1 and set(few) & set(broken) else GOOD for few in groups}
+        return {few: Reduced(None, "error") if len(few) > 1 and set(few) & set(broken) else GOOD for few in groups}
 
     return attempts
 
@@ -69,9 +69,9 @@ def test_one_node_that_reaches_nobody_is_named(count: int, data: st.DataObject) 
     (found,) = blame(nodes, world(bad))
     if bad == nodes[0]:
         what = "the all-reduce fails with every other node, which pass without it"
-        assert found == ((bad,), what, "words")
+        assert found == ((bad,), what, "error")
     else:
-        assert found == ((nodes[0], bad), PAIR, "words")
+        assert found == ((nodes[0], bad), PAIR, "error")
 
 
 def test_a_node_whose_own_ranks_fail_is_tried_with_nobody() -> None:
@@ -86,12 +86,12 @@ def test_a_node_whose_own_ranks_fail_is_tried_with_nobody() -> None:
 
 
 def test_two_nodes_are_named_together() -> None:
-    assert blame(["a", "b"], world("b")) == [(("a", "b"), PAIR, "words")]
+    assert blame(["a", "b"], world("b")) == [(("a", "b"), PAIR, "error")]
 
 
 def test_all_pairs_are_named_where_nobody_reaches_anybody() -> None:
     found = blame(["a", "b", "c"], world("a", "b", "c"))
-    assert found == [(("a", "b"), PAIR, "words"), (("a", "c"), PAIR, "words")]
+    assert found == [(("a", "b"), PAIR, "error"), (("a", "c"), PAIR, "error")]
 
 
 def test_nobody_is_blamed_where_all_pairs_pass() -> None:

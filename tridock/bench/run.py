@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tridock.bench.cells import Cell, Measured, cells_of
-from tridock.bench.schema import Bench, words_of
+from tridock.bench.schema import Bench, overrides_of
 from tridock.contracts import environment, run_folder
 from tridock.contracts.events import Event, events_of
 from tridock.contracts.records import read_metrics, read_plan
@@ -61,9 +61,9 @@ def measure(bench: Bench, cell: Cell, config: Path, gpu: Gpu | None) -> Measured
         "optimizer.lr_warmup_iters": 0,
         "optimizer.lr_decay_iters": None,
     }
-    words = words_of({**length, **cell.fields})
+    overrides = overrides_of({**length, **cell.fields})
     try:
-        experiment = load_experiment(config, words)
+        experiment = load_experiment(config, overrides)
         assessment = assess(experiment, {"localhost": range(cell.world)}, str(config), Assumptions(gpu=gpu))
         plan = assessment.checked()
     except RequestError as error:
@@ -76,12 +76,12 @@ def measure(bench: Bench, cell: Cell, config: Path, gpu: Gpu | None) -> Measured
         predicted_bytes=assessment.worst.total_bytes,
     )
     for _ in range(bench.repeats):
-        measured = _run_measured(measured, bench, config, words)
+        measured = _run_measured(measured, bench, config, overrides)
         if measured.state != "ok":
             return measured
         if bench.bare and _has_bare(experiment):
-            measured = _run_bare(measured, bench, config, words)
-    return _run_profiled(measured, bench, config, words) if bench.profiled else measured
+            measured = _run_bare(measured, bench, config, overrides)
+    return _run_profiled(measured, bench, config, overrides) if bench.profiled else measured
 
 
 def _has_bare(experiment: Experiment) -> bool:
@@ -92,12 +92,12 @@ def _has_bare(experiment: Experiment) -> bool:
     return engine_of(experiment).has_plain_loop and plain and not experiment.model.is_vision
 
 
-def _run_once(world: int, timeout: int, config: Path, words: Sequence[str], turns: str = "") -> Path | str:
+def _run_once(world: int, timeout: int, config: Path, overrides: Sequence[str], turns: str = "") -> Path | str:
     """The run's folder, or why it failed. ``turns``: as ``tridock.train.bench.baseline_loop`` reads them."""
     with tempfile.TemporaryDirectory() as folder:
         noted = Path(folder, "run-id")
         argv = [sys.executable, "-m", "tridock.cli", "train", str(config), "--run-id-file", str(noted)]
-        argv += ["--nproc", str(world), *(part for word in words for part in ("--set", word))]
+        argv += ["--nproc", str(world), *(argument for override in overrides for argument in ("--set", override))]
         failure = _execute(argv, timeout, {environment.TURNS: turns} if turns else {})
         run = Path("runs", noted.read_text().strip()) if noted.exists() else None
         if failure is None:
@@ -114,8 +114,8 @@ def _failure_of(run: Path) -> str | None:
     return f"{run.name}: {found}; see {run}/logs" if found else None
 
 
-def _run_measured(measured: Measured, bench: Bench, config: Path, words: Sequence[str]) -> Measured:
-    run = _run_once(measured.cell.world, bench.timeout, config, words)
+def _run_measured(measured: Measured, bench: Bench, config: Path, overrides: Sequence[str]) -> Measured:
+    run = _run_once(measured.cell.world, bench.timeout, config, overrides)
     if isinstance(run, str):
         return replace(measured, state="failed", reason=run)
     steps = [entry["step_time_s"] for entry in read_metrics(run)[0] if entry["iteration"] > bench.warmup]
@@ -136,12 +136,12 @@ def _run_measured(measured: Measured, bench: Bench, config: Path, words: Sequenc
     )
 
 
-def _run_profiled(measured: Measured, bench: Bench, config: Path, words: Sequence[str]) -> Measured:
+def _run_profiled(measured: Measured, bench: Bench, config: Path, overrides: Sequence[str]) -> Measured:
     """Steps under the profiler, which slows them down: their times count nowhere. One rank has nobody to talk to."""
     if measured.cell.world == 1:
         return replace(measured, communication=0.0)
     length = {"train.train_iters": bench.warmup + bench.profiled, "train.profile_iters": bench.profiled}
-    run = _run_once(measured.cell.world, bench.timeout, config, [*words, *words_of(length)])
+    run = _run_once(measured.cell.world, bench.timeout, config, [*overrides, *overrides_of(length)])
     if isinstance(run, str):
         return replace(measured, no_communication=run)
     events = events_of(run, Event.COMMUNICATION_MEASURED)
@@ -150,13 +150,13 @@ def _run_profiled(measured: Measured, bench: Bench, config: Path, words: Sequenc
     return replace(measured, communication=events[-1]["exposed"], profiled_run=run.name)
 
 
-def _run_bare(measured: Measured, bench: Bench, config: Path, words: Sequence[str]) -> Measured:
+def _run_bare(measured: Measured, bench: Bench, config: Path, overrides: Sequence[str]) -> Measured:
     """A run that takes turns with a loop without Tridock. Apart from the others: it holds two models."""
     turns = f"{bench.warmup},{min(_TURN, bench.iterations)}"
     # Turns are timed by themselves: the line of every step, which is for the other runs' figures, is not needed.
-    own = load_experiment(config, words_of(measured.cell.fields)).train.log_interval
-    words = [*words, *words_of({"train.log_interval": own})]
-    run = _run_once(measured.cell.world, bench.timeout, config, words, turns)
+    own = load_experiment(config, overrides_of(measured.cell.fields)).train.log_interval
+    overrides = [*overrides, *overrides_of({"train.log_interval": own})]
+    run = _run_once(measured.cell.world, bench.timeout, config, overrides, turns)
     if isinstance(run, str):
         return replace(measured, no_bare=run)
     events = events_of(run, Event.BESIDE_BARE)

@@ -63,7 +63,7 @@ def load_bench(path: Path, world: Sequence[int] | None = None) -> Bench:
         raise RequestError(problems_of(error, str(path), Bench)) from None
 
 
-def words_of(fields: Mapping[str, Any]) -> list[str]:
+def overrides_of(fields: Mapping[str, Any]) -> list[str]:
     """As ``--set`` takes them."""
     return [f"{name}={_shown(value)}" for name, value in fields.items()]
 

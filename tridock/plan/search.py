@@ -161,7 +161,7 @@ def reasons(rejected: Sequence[Rejected]) -> list[tuple[str, int]]:
     return sorted(counts.items(), key=lambda item: -item[1])
 
 
-def words_of(candidate: Candidate, base: Experiment) -> list[str]:
+def overrides_of(candidate: Candidate, base: Experiment) -> list[str]:
     """``--set`` overrides that turn the experiment into this one."""
     overrides = []
     for path, value in candidate.choice.items():

@@ -20,7 +20,7 @@ from tridock.experiment.schema import Model
 from tridock.plan import Assessment, Assumptions, assess
 from tridock.plan.cost import Cost, seconds_of
 from tridock.plan.memory import GIB, StageMemory
-from tridock.plan.search import Candidate, Search, reasons, search, words_of
+from tridock.plan.search import Candidate, Search, reasons, search, overrides_of
 from tridock.report import rank_map
 from tridock.report.rank_picture import plot as plot_rank_map
 
@@ -108,7 +108,7 @@ def _document(found: Search, assessment: Assessment) -> dict[str, Any]:
         "found": [
             {
                 "fields": dict(one.choice),
-                "set": words_of(one, assessment.experiment),
+                "set": overrides_of(one, assessment.experiment),
                 "data_parallel_size": one.data_parallel_size,
                 "verdict": one.worst.fit,
                 "total_gib": round(one.worst.total_bytes / GIB, 4),
@@ -375,7 +375,7 @@ def _table(title: str) -> Table:
 
 def _best_options(found: Search, assessment: Assessment) -> str:
     """Returns the options that select the best layout."""
-    return " ".join(f"--set {change}" for change in words_of(found.found[0], assessment.experiment))
+    return " ".join(f"--set {change}" for change in overrides_of(found.found[0], assessment.experiment))
 
 
 def _gib(amount: int) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from tridock.bench.cells import Cell, Measured, cells_of, exit_code_of, scaling
 from tridock.bench.output import document, markdown, plots_of, record, row
-from tridock.bench.schema import Bench, load_bench, words_of
+from tridock.bench.schema import Bench, load_bench, overrides_of
 from tridock.cli import main
 from tridock.errors import RequestError
 from tridock.experiment import load_experiment
@@ -46,7 +46,7 @@ def test_every_product_is_a_cell() -> None:
 
 def test_words() -> None:
     fields = {"a.b": None, "c": True, "d": 1.5, "e": "x"}
-    assert words_of(fields) == ["a.b=null", "c=true", "d=1.5", "e=x"]
+    assert overrides_of(fields) == ["a.b=null", "c=true", "d=1.5", "e=x"]
 
 
 def test_figures() -> None:
@@ -173,4 +173,4 @@ def test_shipped_benchmarks_are_sound(name: str) -> None:
     path = ROOT / "configs" / "bench" / f"{name}.yaml"
     bench = load_bench(path)
     for cell in cells_of(bench):
-        load_experiment(path.parent / bench.experiment, words_of(cell.fields))
+        load_experiment(path.parent / bench.experiment, overrides_of(cell.fields))

@@ -20,9 +20,9 @@ _MEET_S: Final = 40.0
 def meet(session: Session, looks: Answers, report: Report) -> None:
     """From the head to every other over ssh, itself included, and from there among each other."""
     cluster = session.cluster
-    words = [f"{node}={cluster.address_of(node)}" for node in looks]
+    addresses = [f"{node}={cluster.address_of(node)}" for node in looks]
     try:
-        meeting = verb(session, session.head, _MEET_S, "mesh-probe", secrets.token_hex(6), "--", *words)
+        meeting = verb(session, session.head, _MEET_S, "mesh-probe", secrets.token_hex(6), "--", *addresses)
     except ClusterError as error:
         why = "the head cannot call the other nodes"
         report.findings += [fail("ssh", problem, why) for problem in error.problems]

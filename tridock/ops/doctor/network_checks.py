@@ -81,16 +81,16 @@ def _unreached(there: Answers, lost: set[str], libraries: tuple[str, ...]) -> It
     """Real connections that failed; those to an interface that was named above are its consequence."""
     failed: dict[tuple[str, str], dict[str, str]] = {}
     for caller, said in there.items():
-        for target, words in said.get("look", {}).get("unreached", {}).items():
+        for target, error in said.get("look", {}).get("unreached", {}).items():
             node, address = target.split(" ")
             network = there[node]["hello"]["network"]
             if node not in lost and any(network[it]["address"] == address for it in libraries):
-                failed.setdefault((node, address), {})[caller] = words
+                failed.setdefault((node, address), {})[caller] = error
     for (node, address), callers in failed.items():
-        words = next(iter(callers.values()))
+        error = next(iter(callers.values()))
         who = "any other node" if len(callers) == len(there) - 1 else ", ".join(callers)
         todo = "let the nodes through to each other on all ports (firewall), or name a network that they share in env"
-        problem = Problem(node, f"is not reached by {who} at {address}", words, f"{todo} (GLOO_, NCCL_SOCKET_IFNAME)")
+        problem = Problem(node, f"is not reached by {who} at {address}", error, f"{todo} (GLOO_, NCCL_SOCKET_IFNAME)")
         yield fail("network", problem, "ranks connect to each other on ports of the system's choice")
 
 

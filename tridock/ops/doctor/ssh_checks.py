@@ -1,4 +1,4 @@
-"""What ssh said on the way from the head to each node, as findings: ssh's own words and the one fix. Pure."""
+"""What ssh said on the way from the head to each node, as findings: ssh's error and its fix. Pure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Found = tuple[str, str, str, Remedy]
 def _problem(cluster: Cluster, node: str, said: Answer, shown_key: ShownKey) -> Found | None:
     head, port = cluster.head, cluster.settings.ssh_port
     where = f"{cluster.address_of(node)} port {port}"
-    words, greeted = _words(said["err"]), _MARKER.search(said["out"])
+    stderr, greeted = _last_line(said["err"]), _MARKER.search(said["out"])
     if greeted is not None and greeted[1] is not None:
         return _whose(cluster, node, said, where, greeted[1], greeted[2])
     if greeted is not None or said["exit"] in (0, 126, 127):
@@ -42,10 +42,10 @@ def _problem(cluster: Cluster, node: str, said: Answer, shown_key: ShownKey) -> 
     if _CHANGED in said["err"]:
         return _other_key(cluster, node, said["err"], where, shown_key)
     if said["exit"] is None:
-        return f"did not answer the head's ssh at {where} in time", words, "see what holds its sshd up", ()
-    return _by_words(cluster, node, words, where) or (
+        return f"did not answer the head's ssh at {where} in time", stderr, "see what holds its sshd up", ()
+    return _by_stderr(cluster, node, stderr, where) or (
         f"is not reached from {head} over ssh at {where}",
-        words or f"exit code {said['exit']}",
+        stderr or f"exit code {said['exit']}",
         f"try it there: docker exec in {head}'s container, ssh {node}",
         (),
     )
@@ -57,7 +57,7 @@ def _whose(cluster: Cluster, node: str, said: Answer, where: str, of_cluster: st
         what = f"another node answers the head's ssh at {where}"
         return what, got, f"give its own address (nodes.{cluster.host_of(node)}.address in the settings)", ()
     if said["exit"] != 0:
-        got = _words(said["err"]) or f"exit code {said['exit']}"
+        got = _last_line(said["err"]) or f"exit code {said['exit']}"
         return "its commands fail over ssh", got, _ANEW, ()
     return None
 
@@ -82,29 +82,29 @@ def _keys(cluster: Cluster, what: str, got: str) -> Found:
     return what, got, f"give all nodes the cluster's keys again: fab keys --hosts {cluster.hostfile_path}", KEYS
 
 
-def _by_words(cluster: Cluster, node: str, words: str, where: str) -> Found | None:
-    low, head = words.lower(), cluster.head
+def _by_stderr(cluster: Cluster, node: str, stderr: str, where: str) -> Found | None:
+    low, head = stderr.lower(), cluster.head
     address = f"nodes.{cluster.host_of(node)}.address in the settings"
     if "host key verification failed" in low or "permission denied" in low:
-        return _keys(cluster, f"does not trust the head's ssh, or is not trusted, at {where}", words)
+        return _keys(cluster, f"does not trust the head's ssh, or is not trusted, at {where}", stderr)
     if "no matching host key type" in low or "no matching key exchange" in low:
-        return _foreign(cluster, node, where, words)
+        return _foreign(cluster, node, where, stderr)
     if "could not resolve" in low or "name or service not known" in low:
-        return f"its name leads nowhere on {head}", words, f"give its address ({address})", ()
+        return f"its name leads nowhere on {head}", stderr, f"give its address ({address})", ()
     if "refused" in low:
         todo = f"see `listen` in the settings and what listens there (ss -ltn), or give its address ({address})"
-        return f"nothing listens at {where} for {head}", words, todo, ()
+        return f"nothing listens at {where} for {head}", stderr, todo, ()
     if "during banner exchange" in low:
-        return f"what listens at {where} says nothing", words, _ANEW, ()
+        return f"what listens at {where} says nothing", stderr, _ANEW, ()
     if "timed out" in low or "no route" in low or "unreachable" in low:
         todo = f"let {head} through to it (firewall), or give an address on a network that they share ({address})"
-        return f"is not reached from {head} at {where}", words, todo, ()
+        return f"is not reached from {head} at {where}", stderr, todo, ()
     if "kex_exchange" in low or "banner" in low or "connection closed" in low or "connection reset" in low:
-        return _foreign(cluster, node, where, words)
+        return _foreign(cluster, node, where, stderr)
     return None
 
 
-def _words(errors: str) -> str:
+def _last_line(errors: str) -> str:
     """ssh's last line that says something."""
     lines = [line.strip().rstrip(".") for line in errors.splitlines()]
     return next((line for line in reversed(lines) if line and not line.startswith("@")), "")

@@ -42,23 +42,23 @@ def row(one: Measured, others: Sequence[Measured]) -> list[str]:
     return [
         one.cell.name,
         f"{one.median_s * 1e3:,.1f} ms",
-        _shown(one.spread, lambda value: f"{value:.1%}"),
-        _shown(one.tokens_per_second, lambda value: f"{value:,.0f} {one.unit}/s"),
-        _shown(one.model_tflops_per_rank, lambda value: f"{value:.3g}"),
-        _shown(one.mfu, lambda value: f"{value:.1%}"),
-        _shown(one.peak_bytes, lambda value: f"{value / _GIB:.2f} GiB"),
-        _shown(one.predicted_bytes, lambda value: f"{value / _GIB:.2f} GiB"),
-        _shown(scaling(one, others), lambda value: f"{value:.1%}"),
-        _shown(one.communication, lambda value: f"{value:.1%}"),
-        _shown(one.overhead, lambda value: f"{value:+.1%}{_shown_error(one.overhead_error)}"),
+        _text(one.spread, lambda value: f"{value:.1%}"),
+        _text(one.tokens_per_second, lambda value: f"{value:,.0f} {one.unit}/s"),
+        _text(one.model_tflops_per_rank, lambda value: f"{value:.3g}"),
+        _text(one.mfu, lambda value: f"{value:.1%}"),
+        _text(one.peak_bytes, lambda value: f"{value / _GIB:.2f} GiB"),
+        _text(one.predicted_bytes, lambda value: f"{value / _GIB:.2f} GiB"),
+        _text(scaling(one, others), lambda value: f"{value:.1%}"),
+        _text(one.communication, lambda value: f"{value:.1%}"),
+        _text(one.overhead, lambda value: f"{value:+.1%}{_error_text(one.overhead_error)}"),
     ]
 
 
-def _shown_error(value: float | None) -> str:
+def _error_text(value: float | None) -> str:
     return "" if value is None else f" \N{PLUS-MINUS SIGN}{value:.1%}"
 
 
-def _shown(value: float | None, form: Callable[[float], str]) -> str:
+def _text(value: float | None, form: Callable[[float], str]) -> str:
     return "-" if value is None else form(value)
 
 

@@ -65,8 +65,8 @@ def load_bench(path: Path, world: Sequence[int] | None = None) -> Bench:
 
 def overrides_of(fields: Mapping[str, Any]) -> list[str]:
     """As ``--set`` takes them."""
-    return [f"{name}={_shown(value)}" for name, value in fields.items()]
+    return [f"{name}={_yaml_text(value)}" for name, value in fields.items()]
 
 
-def _shown(value: Any) -> str:
+def _yaml_text(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -15,7 +15,7 @@ _LETTERS = {
 
 
 def map_to_cpu(local_world_size: int) -> list[str]:
-    """Maps devices, tensors and random states. ``torch.cuda.is_available()`` goes on telling the truth."""
+    """Maps devices, tensors and random states. ``torch.cuda.is_available()`` still tells the truth."""
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
     cuda.device_count = lambda: local_world_size

@@ -17,7 +17,7 @@ from typing import Final
 FOLDER: Final = ".heartbeat"
 
 # The phases of a rank: before its first step, training, evaluating, saving a checkpoint; finished, failed by itself,
-# or ending because another rank has gone or because it was told to.
+# or ending because another rank has gone or because it was asked to.
 START, TRAIN, EVAL, SAVE, END, FAILED, LOST = PHASES = ("start", "train", "eval", "save", "end", "failed", "lost")
 
 # A signal that no launcher and no library sends.

@@ -42,7 +42,7 @@ CHECKPOINTS: Final = "checkpoints"
 EXIT_CODE: Final = "exit_code"
 # What exit_code holds for a run that was stopped: 128 + SIGTERM.
 EXIT_STOPPED: Final = 143
-# The same for one that was told to end by its scheduler, and has saved before it left: it can go on from there.
+# A run that its scheduler ended after it had saved: it can continue from there.
 EXIT_PREEMPTED: Final = 85
 # The file that says that the end of the run is wanted at once.
 STOPPED: Final = ".stopped"

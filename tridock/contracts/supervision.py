@@ -51,7 +51,7 @@ class Supervision:
     pointer: str | None = None
     """The file that names the newest checkpoint of this run; None where it writes none."""
     node_timeout_s: float = 60.0
-    """How long a lost node may take to come back before the run goes on without it."""
+    """Seconds that a lost node has to come back before the run continues without it."""
     min_nodes: int = 1
     """The fewest nodes that the run may go on with."""
     spares: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class Supervision:
     """Whether the supervisor runs on the head; from a login node that is watched from afar too."""
     begun: float | None = None
     """When the run was first prepared (a file's time), where that is not when this file was written: a job of Slurm's
-    that was queued again goes on from checkpoints which it has written before."""
+    that was requeued continues from checkpoints that it wrote before."""
 
     @property
     def watched(self) -> tuple[str, ...]:

@@ -83,7 +83,7 @@ _IMAGES: Final[Mapping[str, int]] = {"img_h": 224, "img_w": 224, "num_classes": 
 
 
 class Model(Section):
-    """The shape of the GPT, in Megatron's words; or of the one model of images."""
+    """The shape of the GPT, with Megatron's names, or of the image model."""
 
     preset: Preset | None = Field(
         default=None,
@@ -115,7 +115,8 @@ class Model(Section):
         default=1, description="Engine megatron-deepspeed: layers between two stored activations."
     )
     partition_activations: bool = Field(
-        default=False, description="Engine megatron-deepspeed: tensor parallel ranks share out what is stored."
+        default=False,
+        description="Engine megatron-deepspeed: partition the stored activations over the tensor parallel ranks.",
     )
     checkpoint_in_cpu: bool = Field(
         default=False, description="Engine megatron-deepspeed: keep what is stored in the host's memory."
@@ -190,7 +191,7 @@ class Parallel(Section):
     strategy: Strategy = Field(
         default="zero",
         description="ddp (the engine's own, without DeepSpeed; the only one of megatron-core, and its default), fsdp"
-        " (engine torch: weights, gradients and optimizer states shared out) or zero (DeepSpeed, stages 0 to 3).",
+        " (engine torch: weights, gradients and optimizer states sharded) or zero (DeepSpeed, stages 0 to 3).",
     )
     data_parallel_shard_size: Positive | None = Field(
         default=None,
@@ -217,10 +218,10 @@ class Parallel(Section):
     )
     sequence_parallel: bool = Field(
         default=False,
-        description="Engine megatron-core: tensor parallel ranks share out the tokens between the split layers.",
+        description="Engine megatron-core: partition tokens over the tensor parallel ranks between the split layers.",
     )
     use_distributed_optimizer: bool = Field(
-        default=False, description="Engine megatron-core: data parallel ranks share out the optimizer's state."
+        default=False, description="Engine megatron-core: shard the optimizer's states over the data parallel ranks."
     )
 
 
@@ -332,7 +333,7 @@ class Launch(Section):
 
 
 class Restart(Section):
-    """What happens when a run fails: it goes on from its last checkpoint, so many times."""
+    """Restarts of a failed run from its last checkpoint."""
 
     max: Count = Field(default=0, description="Restarts that are allowed; 0 for none.")
     window: Seconds | None = Field(
@@ -343,7 +344,7 @@ class Restart(Section):
     node_timeout: Annotated[Seconds, Field(ge=30)] = Field(
         default=60,
         description="How long a lost node may take to come back, from the end of the run on, before a spare takes its"
-        " place or the run goes on with fewer data parallel replicas.",
+        " place or the run continues with fewer data parallel replicas.",
     )
     min_nodes: Positive = Field(
         default=1, description="The fewest nodes that the run may go on with; with fewer it ends."
@@ -367,7 +368,7 @@ class Experiment(Section):
     restart: Restart = Field(default_factory=Restart)
     megatron_args: Words = Field(
         default=(),
-        description="Engine megatron-deepspeed: more words for Megatron's command line, for what has no field here.",
+        description="Engine megatron-deepspeed: arguments for Megatron's command line that have no field here.",
     )
     env: dict[EnvName, EnvValue] = Field(
         default_factory=dict, description="Environment of every rank; wins over the cluster's."

@@ -24,7 +24,7 @@ def deepspeed_command(
     """The head's command; with ``node_rank``, the command of that node, which starts its own ranks only.
 
     ``slots`` maps each node to the slot numbers in use; ``hostfile`` is the path of the run's own hostfile.
-    On one node the ranks are this machine's, and DeepSpeed is told that it needs no ssh.
+    On one node the ranks are this machine's, and ``--no_ssh`` is not needed.
     ``--master_addr`` is always given: DeepSpeed's own guess is the first word of ``hostname -I``.
     """
     argv = ["deepspeed", "--hostfile", hostfile]

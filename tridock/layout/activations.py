@@ -85,7 +85,7 @@ def activation_terms(experiment: Experiment, stage: int, accumulation: int, size
     inside = max(backward_bytes(experiment, sizes, 0), backward_bytes(experiment, sizes, again) - kept_layers / virtual)
     if last:
         terms.append(Term("logits and loss", round(head), "probabilities in fp32, logits or their gradients"))
-    terms.append(Term("backward pass", round(max(0.0, inside - head)), _backward_words(again, last)))
+    terms.append(Term("backward pass", round(max(0.0, inside - head)), _backward_source(again, last)))
     return terms
 
 
@@ -96,7 +96,7 @@ def kept_bytes(experiment: Experiment, stage: int, sizes: Sizes) -> float:
     return (layers - again) * kept_layer(experiment, sizes) + _groups(experiment, again) * sizes.between
 
 
-def _backward_words(again: int, last: bool) -> str:
+def _backward_source(again: int, last: bool) -> str:
     what = "the layers computed again, and gradients on their way" if again else "gradients on their way"
     return f"{what}, beyond the logits' room" if last else what
 

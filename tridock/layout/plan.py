@@ -47,12 +47,12 @@ class Plan:
     @property
     def layout(self) -> str:
         """Short form for tables: ``TP1 PP1 DP2``; with VPP and CP where they are used."""
-        words = [f"TP{self.tensor_model_parallel_size}", f"PP{self.pipeline_model_parallel_size}"]
+        parts = [f"TP{self.tensor_model_parallel_size}", f"PP{self.pipeline_model_parallel_size}"]
         if self.virtual_pipeline_model_parallel_size > 1:
-            words.append(f"VPP{self.virtual_pipeline_model_parallel_size}")
+            parts.append(f"VPP{self.virtual_pipeline_model_parallel_size}")
         if self.context_parallel_size > 1:
-            words.append(f"CP{self.context_parallel_size}")
-        return " ".join([*words, f"DP{self.data_parallel_size}"])
+            parts.append(f"CP{self.context_parallel_size}")
+        return " ".join([*parts, f"DP{self.data_parallel_size}"])
 
     def document(self) -> dict[str, Any]:
         """The plan for JSON; a rank's coordinates by their short names."""

@@ -128,7 +128,7 @@ def _pipeline(experiment: Experiment, shape: Shape, stage: int, sent: Sent) -> I
         message //= parallel.tensor_model_parallel_size
     stride = parallel.tensor_model_parallel_size * parallel.context_parallel_size * shape.data
     network = stride * size > shape.slots
-    # Of each run of layers what comes out goes on and the gradient of what came in goes back, but for the model's
+    # Each run of layers sends its output forward and the gradient of its input back, but for the model's
     # last output and first input.
     outputs, gradients = virtual - (stage == size - 1), virtual - (stage == 0)
     volume = (outputs * (message + mask) + gradients * message) * shape.accumulation

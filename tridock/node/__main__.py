@@ -39,11 +39,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tridock.node", description="Runs of this node.")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
 
-    start = verbs.add_parser("start", help="start a run that goes on when this session ends")
+    start = verbs.add_parser("start", help="start a run that outlives this session")
     start.add_argument("folder", type=Path)
-    start.add_argument("--again", action="store_true", help="one that has ended goes on from its newest checkpoint")
+    start.add_argument("--again", action="store_true", help="restart an ended run from its newest checkpoint")
     start.add_argument(
-        "--patience", type=float, default=0.0, help="seconds for a supervisor of before to end (default 0)"
+        "--patience", type=float, default=0.0, help="seconds that a previous supervisor has to end (default: 0)"
     )
     start.set_defaults(action=_start)
 

@@ -23,7 +23,7 @@ Verdict = Literal["fits", "tight", "no-fit", "illegal"]
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """What the plan is told beside the experiment and the hostfile. None: not known."""
+    """What the plan assumes beside the experiment and the hostfile. None: not known."""
 
     gpu: Gpu | None = None
     network_gbit: float | None = None
@@ -150,7 +150,7 @@ class Assessment:
 
     @property
     def tokens(self) -> float:
-        """How many the cost is reckoned for."""
+        """The tokens that the cost is for."""
         if self.assumptions.tokens is not None:
             return self.assumptions.tokens
         return float(self.experiment.train.train_iters * (self.cost.tokens if self.cost is not None else 0))

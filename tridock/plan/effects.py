@@ -1,4 +1,4 @@
-"""What fields of an experiment ask for, take and cost, in a few words each: what ``tridock plan --explain`` shows.
+"""What fields of an experiment require and cost, briefly: ``tridock plan --explain`` shows.
 
 ``rules`` are those of :mod:`tridock.plan.legality`. Activations are counted in 16 bits,
 as in Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022); states as in

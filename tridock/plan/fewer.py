@@ -1,4 +1,4 @@
-"""What a run that has lost a node goes on as: fewer data parallel replicas, or (megatron-core) another layout.
+"""What a run that has lost a node continues as: fewer data parallel replicas, or (megatron-core) another layout.
 
 The global batch, the micro batch and the optimizer stay: a replica works through more micro batches, and the run has
 the mathematics that it had.
@@ -38,7 +38,7 @@ def other_layout(
     """megatron-core: the best layout on as many of ``slots`` as there is one for; None where there is none.
 
     Best by the estimated time, or where nobody knows that, the one with the smallest replica. What its checkpoints
-    ask for stays: whether the ranks share out the optimizer's states.
+    ask for stays: whether the ranks shard the optimizer's states.
     """
     for count in range(_count(slots), 0, -1):
         taken = first_slots(slots, count)

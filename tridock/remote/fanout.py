@@ -37,7 +37,7 @@ def on_all(
     """Runs ``action`` on every host, at most ``cap`` at once; what one host does never stops the others.
 
     A host that takes more than ``timeout`` seconds of its own is given up and its connection closed. Ctrl-C begins
-    nothing new, closes the connections of what is under way, and goes on to the caller at once.
+    nothing new, closes the connections in use, and reaches the caller at once.
     """
     results: SimpleQueue[tuple[str, Outcome[T]]] = SimpleQueue()
     waiting, begun, outcomes = deque(hosts), dict[str, float](), dict[str, Outcome[T]]()

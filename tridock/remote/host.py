@@ -80,7 +80,7 @@ class Completed:
     command: str = field(default="a command", compare=False)
 
     def checked(self, where: str) -> Completed:
-        """This result, or a :class:`ClusterError` with the command's own last words where it failed."""
+        """This result, or a :class:`ClusterError` with the command's last line of output where it failed."""
         if self.exit_code == 0:
             return self
         output = (self.stderr.strip() or self.stdout.strip()).decode(errors="replace")
@@ -97,7 +97,7 @@ class Stream(Protocol):
     def __iter__(self) -> Iterator[bytes]: ...
 
     def close(self) -> None:
-        """Stops reading; what runs in the background there goes on."""
+        """Stops reading; background processes on the host keep running."""
 
 
 class Host(Protocol):
@@ -121,7 +121,7 @@ class Host(Protocol):
         progress: Progress | None = None,
         timeout: float | None = None,
     ) -> Completed:
-        """Runs a command on input too large for memory; ``progress`` is told the size of each chunk once it is sent."""
+        """Runs a command on input too large for memory; ``progress`` gets the size of each chunk once it is sent."""
 
     def read_into(self, sink: Sink, command: Command, timeout: float | None = None) -> Completed:
         """Runs a command whose output is too large for memory: ``sink`` is called with each piece as it comes.

@@ -119,7 +119,7 @@ class _Sender(threading.Thread):
                     sink.write(chunk)
                     sink.flush()
                 except (BrokenPipeError, ValueError):
-                    return  # the command has ended early: its exit code and words say why
+                    return  # the command has ended early: its exit code and stderr say why
                 if self._progress is not None:
                     self._progress(len(chunk))
         except BaseException as error:

@@ -183,7 +183,7 @@ def received(read: Callable[[int], bytes]) -> bytes:
 
 
 def close(channel: Any) -> None:
-    """Closes a channel, whether or not the other side can still be told."""
+    """Closes a channel, even if the other side is gone."""
     with suppress(*_GONE):
         channel.close()
 
@@ -276,7 +276,7 @@ class SshHost(Operations):
             return code
         if channel.transport.is_active():
             raise ClusterError(killed(self.name, command))
-        raise ClusterError(lost(self.name, f"`{shortened(command)}` ran", _last_words(channel.transport)))
+        raise ClusterError(lost(self.name, f"`{shortened(command)}` ran", _last_error(channel.transport)))
 
     def _start(self, command: Command, line: str, *, merged: bool = False) -> Any:
         connection = self._open()
@@ -288,7 +288,7 @@ class SshHost(Operations):
         except paramiko.ChannelException as error:
             raise ClusterError(no_session(self.name, error.text)) from None
         except (paramiko.SSHException, OSError, EOFError) as error:
-            reason = str(error) or _last_words(transport)
+            reason = str(error) or _last_error(transport)
             raise ClusterError(lost(self.name, f"`{shortened(command)}` was started", reason)) from None
         return channel
 
@@ -318,6 +318,6 @@ class _SshStream:
         run_in_thread(lambda: close(self._channel))
 
 
-def _last_words(transport: Any) -> str:
+def _last_error(transport: Any) -> str:
     error = transport.saved_exception
     return str(error) or type(error).__name__ if error is not None else "it was closed by the other side"

@@ -124,7 +124,7 @@ def _listed(path: str, name: str) -> list[paramiko.PKey]:
     try:
         known.load(path)
     except (OSError, paramiko.SSHException):
-        return []  # ssh, too, goes on without a file that it cannot read; the key is then unknown
+        return []  # ssh also ignores a file that it cannot read; the key is then unknown
     return list((known.lookup(name) or {}).values())
 
 

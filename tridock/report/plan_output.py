@@ -20,7 +20,7 @@ from tridock.experiment.schema import Model
 from tridock.plan import Assessment, Assumptions, assess
 from tridock.plan.cost import Cost, seconds_of
 from tridock.plan.memory import GIB, StageMemory
-from tridock.plan.search import Candidate, Search, reasons, search, overrides_of
+from tridock.plan.search import Candidate, Search, overrides_of, reasons, search
 from tridock.report import rank_map
 from tridock.report.rank_picture import plot as plot_rank_map
 

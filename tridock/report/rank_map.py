@@ -1,4 +1,4 @@
-"""The rank map: which rank runs on which slot of which node. Its words and colours, and its text for a terminal."""
+"""The rank map: which rank runs on which slot of which node. Its labels and colours, and its text for a terminal."""
 
 from __future__ import annotations
 

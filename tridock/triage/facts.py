@@ -37,9 +37,9 @@ class Facts:
     """The end of the launcher's output since the last start."""
     steps: tuple[Step, ...] = ()
     planned: str = ""
-    """What the plan expects for that rank, in words; empty where it has no memory."""
+    """What the plan expects for that rank, as text; empty where it has no memory."""
     kernel: tuple[str, ...] = ()
-    """What the kernel of its node said of memory while the run went on, where it can be read."""
+    """What the kernel of its node said of memory during the run, where it can be read."""
     stuck: str = ""
     """The rank that the others wait for, by the flight recorders of all of them."""
 
@@ -79,8 +79,8 @@ class Facts:
 
 def facts_of(answers: Mapping[str, Mapping[str, Any]], head: str, exit_code: int | None) -> Facts:
     """``answers`` are those of the nodes that answered; the head's has the plan, the metrics, the launcher's output."""
-    told = answers.get(head, {})
-    plan: Mapping[str, Any] = told.get("plan") or {}
+    answer = answers.get(head, {})
+    plan: Mapping[str, Any] = answer.get("plan") or {}
     ranks = {int(entry["rank"]): entry for entry in plan.get("ranks", ())}
     nodes = {rank: str(entry["node"]) for rank, entry in ranks.items()}
     events = {node: str(answer.get("events") or "").encode() for node, answer in answers.items()}
@@ -96,8 +96,8 @@ def facts_of(answers: Mapping[str, Mapping[str, Any]], head: str, exit_code: int
         first,
         reason=_reason(first, log),
         log=log,
-        launcher=str(told.get("launcher") or ""),
-        steps=_steps(told.get("metrics") or ()),
+        launcher=str(answer.get("launcher") or ""),
+        steps=_steps(answer.get("metrics") or ()),
         planned="" if rank is None else _planned(plan, ranks.get(rank)),
         kernel=tuple(answers.get(place, {}).get("kernel") or ()),
         stuck=stuck_rank({node: answer.get("flights") or {} for node, answer in answers.items()}, nodes),

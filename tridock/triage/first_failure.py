@@ -46,7 +46,7 @@ def first_failure(events: Mapping[str, bytes], nodes: Mapping[int, str]) -> Firs
     """Reads what each node holds of ``events.jsonl``; ``nodes`` maps all ranks to their nodes.
 
     Nodes may share the file, and their clocks may differ: a rank that failed of itself comes before any that lost
-    another or was told to end, whatever the time says. Where all only lost another, it was one that said nothing.
+    another or was asked to end, whatever the time says. Where all only lost another, it was one that said nothing.
     """
     attempt = _last_attempt(events.values())
     if found := sorted((event for event in attempt if event["event"] in _SEEN), key=_weight):

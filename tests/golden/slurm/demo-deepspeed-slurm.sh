@@ -24,7 +24,7 @@ printf '%s slots=2\n' "${nodes[@]}" >"$RUN/hostfile"
 
 # What follows the -- starts all ranks. The supervisor watches them on every node.
 # It queues the job again where the run has saved because its time was over, or has lost a node:
-# the run then goes on from its newest checkpoint.
+# the run then continues from its newest checkpoint.
 exec tridock slurm supervise "$RUN" -- \
   deepspeed --hostfile="$RUN/hostfile" --master_addr="$MASTER_ADDR" --master_port="$MASTER_PORT" \
   --launcher=slurm --no_ssh_check \

@@ -27,7 +27,7 @@ printf '%s slots=4\n' "${nodes[@]}" >"$RUN/hostfile"
 
 # What follows the -- starts all ranks. The supervisor watches them on every node.
 # It queues the job again where the run has saved because its time was over, or has lost a node:
-# the run then goes on from its newest checkpoint.
+# the run then continues from its newest checkpoint.
 exec tridock slurm supervise --env=NCCL_DEBUG=INFO "$RUN" -- \
   srun --ntasks-per-node=4 --distribution=block --gpu-bind=none --cpus-per-task="$SLURM_CPUS_PER_TASK" \
   --kill-on-bad-exit=0 \

@@ -12,7 +12,7 @@ import pytest
 
 from tridock.experiment import load_experiment
 from tridock.launchers.slurm import Script, make_request, render
-from tridock.launchers.slurm.script import program_words
+from tridock.launchers.slurm.script import program_argv
 from tridock.plan import assess
 
 ROOT = Path(__file__).parents[3]
@@ -140,7 +140,7 @@ def test_a_task_of_an_array_starts_the_run_of_its_number(tmp_path: Path) -> None
     made = Script(made.request, made.elements, str(tmp_path))
     run = f"{tmp_path}/runs/{made.elements[1].run_id}"
     Path(run).mkdir(parents=True)
-    words = program_words(made, made.elements[1])
+    words = program_argv(made, made.elements[1])
     Path(run, "program").write_text("".join(f"{word}\n" for word in words))
     found = run_script(render(made), tmp_path, SLURM_ARRAY_TASK_ID="1")
     assert found[-4:] == ["-m", "tridock.train", "--run-folder", run]

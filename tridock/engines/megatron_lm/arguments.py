@@ -20,17 +20,17 @@ _SPELLED = {"contiguous_checkpointing": "--contigious-checkpointing"}  # upstrea
 
 
 def megatron_arguments(experiment: Experiment, plan: Plan, run_path: str) -> tuple[str, ...]:
-    """The words after ``pretrain_gpt2.py``. Relative paths of the experiment start two folders above the run's."""
-    words: list[str] = []
+    """The arguments after ``pretrain_gpt2.py``. Relative paths of the experiment start two folders above the run's."""
+    argv: list[str] = []
     for option, value in _options(experiment, plan, run_path):
-        words += [option] if value is None else [option, str(value)]
-    return (*words, *experiment.megatron_args)
+        argv += [option] if value is None else [option, str(value)]
+    return (*argv, *experiment.megatron_args)
 
 
 def index_map_arguments(experiment: Experiment, plan: Plan, workspace: str) -> tuple[str, ...]:
-    """The words after ``python -m tridock.train.megatron_lm.index_maps``: those of a run that count for its samples.
+    """The arguments after ``python -m tridock.train.megatron_lm.index_maps``: those that decide a run's samples.
 
-    One process makes the maps, without the model: it is told how many replicas the run will have.
+    One process makes the maps, without the model; ``--data-parallel-size`` is the number of replicas of the run.
     """
     alone = replace(plan, tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
     plain = experiment.model_copy(
@@ -40,8 +40,8 @@ def index_map_arguments(experiment: Experiment, plan: Plan, workspace: str) -> t
             "train": experiment.train.model_copy(update={"load": None, "save": False, "tensorboard": False}),
         }
     )
-    words = megatron_arguments(plain, alone, f"{workspace}/runs/none")
-    return ("--data-parallel-size", str(plan.data_parallel_size), *words)
+    argv = megatron_arguments(plain, alone, f"{workspace}/runs/none")
+    return ("--data-parallel-size", str(plan.data_parallel_size), *argv)
 
 
 def _options(experiment: Experiment, plan: Plan, run_path: str) -> Iterator[tuple[str, object]]:

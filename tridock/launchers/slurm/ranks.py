@@ -1,4 +1,4 @@
-"""The command that starts all ranks of a job from its first node, as words of bash. Pure."""
+"""The command that starts all ranks of a job from its first node, as arguments quoted for bash. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # a request is checked against what stands here
     from tridock.launchers.slurm.request import Request
 
 RUN = '"$RUN"'
-"""The run's folder, in the script's own words."""
+"""The run's folder, as the script names it."""
 _RENDEZVOUS = ('--master-addr="$MASTER_ADDR"', '--master-port="$MASTER_PORT"')
 _DEEPSPEED = (
     f'--hostfile="$RUN/{run_folder.HOSTFILE}"',
@@ -22,7 +22,7 @@ _DEEPSPEED = (
     '--master_port="$MASTER_PORT"',
 )
 _PDSH: Final = "--launcher=pdsh"
-# What a container must be told that does not inherit the task's environment.
+# What a container needs that does not inherit the task's environment.
 _TASKS_OWN = (
     "SLURM_JOB_ID",
     "SLURM_STEP_ID",
@@ -67,7 +67,7 @@ class ContainerKind:
 
 
 def launch_lines(request: Request, program: Sequence[str], env: Sequence[str]) -> list[Line]:
-    """The lines of the command, each a few words of bash; ``program`` is ``module *arguments``, in bash's words too.
+    """The lines of the command, each some arguments quoted for bash, as ``program`` is (``module *arguments``).
 
     ``env`` names what the ranks find in their environment beside what Slurm and Tridock set.
     """

@@ -39,7 +39,7 @@ E = TypeVar("E", bound=Element, covariant=True)
 class Script(Generic[E]):
     """A job's runs and how each is started.
 
-    ``workspace`` is the folder that holds ``data/`` and ``runs/``, the same on every node. ``source`` are the words
+    ``workspace`` is the folder that holds ``data/`` and ``runs/``, the same on every node. ``source`` are the arguments
     that tell the job where its experiment comes from, where nobody has written the run's folder before.
     """
 
@@ -71,13 +71,13 @@ def render(script: Script[Any]) -> str:
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 
-def program_words(script: Script[Any], element: Element) -> tuple[str, ...]:
+def program_argv(script: Script[Any], element: Element) -> tuple[str, ...]:
     """Module and arguments of the element's ranks, as the launcher is to get them."""
     plan = element.assessment.laid_out
     path = f"{script.workspace}/runs/{element.run_id}"
     program = rank_program(element.experiment.resolved(plan.data_parallel_size), plan, element.run_id, path)
-    words = (program.module, *program.arguments)
-    return tuple(map(RANK_LAUNCHERS[script.request.launcher].quote, words))
+    argv = (program.module, *program.arguments)
+    return tuple(map(RANK_LAUNCHERS[script.request.launcher].quote, argv))
 
 
 def _head(script: Script[Any]) -> Iterator[str]:
@@ -163,13 +163,13 @@ def _launch(script: Script[Any]) -> Iterator[str]:
     if script.is_array:
         program = ['"${program[@]}"']
     else:
-        program = [_quoted(word, script) for word in program_words(script, script.first)]
+        program = [_quoted(word, script) for word in program_argv(script, script.first)]
     env = sorted({*request.env, *(name for element in script.elements for name in element.experiment.env)})
     requeues = request.requeue and not script.in_allocation
     yield "# What follows the -- starts all ranks. The supervisor watches them on every node."
     if requeues:
         yield "# It queues the job again where the run has saved because its time was over, or has lost a node:"
-        yield "# the run then goes on from its newest checkpoint."
+        yield "# the run then continues from its newest checkpoint."
     lines = launch_lines(request, program, env)
     if any("'exec " in word for line in lines for word in line):
         yield "# shellcheck disable=SC2016  # the number of a task's node is known in the task"

@@ -72,7 +72,7 @@ def _plan(folder: Path) -> object:
 
 
 def _kernel(folder: Path) -> list[str]:
-    """The kernel's words about memory since the run's folder was made; none where they may not be read."""
+    """The kernel's messages about memory since the run's folder was made; none where they may not be read."""
     try:
         descriptor = os.open(_KMSG, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
@@ -81,10 +81,10 @@ def _kernel(folder: Path) -> list[str]:
     found: list[str] = []
     try:
         while True:
-            # A record a read: priority,number,microseconds since the start of the system,flags;words
-            head, _, words = os.read(descriptor, 1 << 13).decode(errors="replace").partition(";")
-            if int(head.split(",")[2]) / 1e6 >= since and _ABOUT_MEMORY.search(words):
-                found.append(words.splitlines()[0])
+            # A record a read: priority,number,microseconds since the start of the system,flags;message
+            head, _, message = os.read(descriptor, 1 << 13).decode(errors="replace").partition(";")
+            if int(head.split(",")[2]) / 1e6 >= since and _ABOUT_MEMORY.search(message):
+                found.append(message.splitlines()[0])
     except (OSError, ValueError, IndexError):
         pass  # the end of what there is
     finally:

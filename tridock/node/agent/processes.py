@@ -76,13 +76,13 @@ def _all(foreign: set[int] | None = None) -> Iterator[Process]:
         except (OSError, ValueError):
             continue  # ended meanwhile, or another user's
         if state != "Z":
-            words = tuple(word.decode(errors="replace") for word in command)
+            argv = tuple(argument.decode(errors="replace") for argument in command)
             run_id = found[len(_MARKER) :].decode(errors="replace")
             yield Process(
                 run_id,
                 int(entry.name),
                 int(ppid),
-                words,
+                argv,
                 rss_bytes=pages * _PAGE,
                 cpu_s=(user + system) / _TICKS,
                 age_s=round(uptime - began / _TICKS, 2),

@@ -1,4 +1,4 @@
-"""The supervisor's connections to the watches of all nodes: what they see, what they are told, when one is silent."""
+"""The supervisor's connections to the agents of all nodes: what they report, what they are sent, when one is silent."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ class AgentConnections:
         """Ends the run's processes on every node; how many are left on each that answered in time."""
         answers = self._ask(f"stop {grace_s}", "stopped", patience_s)
         for connection in self._nodes.values():
-            connection.statuses = ()  # those of before are of no meaning to ranks that are started next
+            connection.statuses = ()  # the previous statuses mean nothing for the ranks started next
         return {node: int(answer["left"]) for node, answer in answers.items()}
 
     def _ask(self, order: str, field: str, patience_s: float) -> dict[str, dict[str, Any]]:

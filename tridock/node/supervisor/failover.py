@@ -1,4 +1,4 @@
-"""A run goes on elsewhere: spares are asked, the run is laid out anew, and the nodes get its new files."""
+"""Failover: asks the spares, lays the run out on other nodes, and sends them its new files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _BEFORE: Final = "before-{}"
 
 @dataclass(frozen=True, slots=True)
 class FailoverResult:
-    """How the run goes on; ``supervision`` is None where it cannot, and ``reason`` says why."""
+    """How the run continues; ``supervision`` is None where it cannot, and ``reason`` says why."""
 
     reason: str
     supervision: Supervision | None = None

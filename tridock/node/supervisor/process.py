@@ -26,8 +26,8 @@ _POLL_S: Final = 0.2
 def start(folder: Path, *, again: bool = False, patience_s: float = 0.0) -> int:
     """Starts the run of ``folder`` detached from this session; returns its supervisor's pid once it is running.
 
-    ``again``: one that was started before, and has ended or was lost, goes on from its newest checkpoint. A supervisor
-    that has outlived its job is told to end, and has ``patience_s`` for that; without any, this is refused.
+    ``again``: a run that has ended or was lost continues from its newest checkpoint. A supervisor that has outlived its
+    job is asked to end within ``patience_s``; with 0 the call is refused.
     """
     run_id = folder.name
     if not run_folder.is_run_id(run_id):

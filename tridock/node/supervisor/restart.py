@@ -1,4 +1,4 @@
-"""Whether and how a failed run goes on: how often, from where, and what has to be in order first."""
+"""Whether and how a failed run restarts: how often, from which checkpoint, and what must be in order first."""
 
 from __future__ import annotations
 

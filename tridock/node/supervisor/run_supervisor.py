@@ -80,7 +80,7 @@ class RunSupervisor:
         self._agents.poll(0.0)
 
     def script(self) -> str:
-        """What goes on from the run's newest checkpoint; where there is none, what begins."""
+        """The script that resumes from the run's newest checkpoint, or the one that starts where there is none."""
         iteration = checkpoint_iteration(self._supervision, self._began)
         return run_folder.LAUNCH_SCRIPT if iteration is None else run_folder.RESUME_SCRIPT
 
@@ -134,7 +134,7 @@ class RunSupervisor:
         return None
 
     def _wait_for_ranks(self) -> Verdict | None:
-        """Until the ranks have saved and ended: whoever told them has told their launcher too, which does not wait."""
+        """Until the ranks have saved and ended: whoever asked them also asked their launcher, which does not wait."""
         while any(status.alive for statuses in self._agents.statuses().values() for status in statuses):
             self._agents.poll(_TICK_S)
             if self._is_stopped() or (verdict := first_death(self._agents.statuses())) is not None:

@@ -14,7 +14,7 @@ from tridock.ops.doctor.allreduce import reduce_all
 from tridock.ops.doctor.consistency_checks import code_findings, image_findings
 from tridock.ops.doctor.device_checks import device_findings, leftover_findings
 from tridock.ops.doctor.finding import Answer, Answers, fail
-from tridock.ops.doctor.host_checks import look_at_hosts, look_at_nodes
+from tridock.ops.doctor.host_checks import check_containers, check_hosts
 from tridock.ops.doctor.limit_checks import limit_findings, shown, space_findings
 from tridock.ops.doctor.mesh_checks import meet
 from tridock.ops.doctor.node_client import asked, node_report, shown_key
@@ -47,8 +47,8 @@ def check(session: Session, request: Request | None = None) -> Report:
     began = time.monotonic()
     planned = _planned(session, request) if request is not None else None
     report = Report(session)
-    there = look_at_hosts(session, report)
-    up = look_at_nodes(there, report)
+    there = check_hosts(session, report)
+    up = check_containers(there, report)
     looks = _looks(there, up, report)
     if looks:
         _compare(session, looks, report)

@@ -1,4 +1,4 @@
-"""What stands on each host: whether it answers, its node, what that is made of, and its keys."""
+"""Checks of each host: whether it answers, its node, the image of that node, and its keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tridock.ops.hosts.nodes import outdated
 from tridock.ops.hosts.session import Session
 
 
-def look_at_hosts(session: Session, report: Report) -> Session:
+def check_hosts(session: Session, report: Report) -> Session:
     """The session with the hosts that answer."""
     there, failure = session.reachable()
     missing = set(session.nodes) - set(there.nodes)
@@ -23,7 +23,7 @@ def look_at_hosts(session: Session, report: Report) -> Session:
     return there if missing else session
 
 
-def look_at_nodes(session: Session, report: Report) -> tuple[str, ...]:
+def check_containers(session: Session, report: Report) -> tuple[str, ...]:
     """The nodes that run; what their containers are made of, and the keys that their hosts hold."""
     cluster, states = session.cluster, session.states()
     todo = f"run fab up --hosts {cluster.hostfile_path}"

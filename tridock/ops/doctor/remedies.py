@@ -1,4 +1,4 @@
-"""``fab check --fix``: the safe things, each said. What a run that goes on needs is never touched."""
+"""``fab check --fix``: safe fixes, each printed. What an active run needs is never touched."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ if [ -d /dev/infiniband ]; then echo 'infiniband 1'; fi
 case $3 in '~'/*) keys=$HOME/${3#*/};; *) keys=$3;; esac
 if cd "$keys" 2>/dev/null; then printf 'keys %s\n' "$(export LC_ALL=C; sha256sum -- * 2>/dev/null | sha256sum)"; fi
 if ! command -v docker >/dev/null 2>&1; then echo 'docker_missing 1'; exit 0; fi
-if ! docker image inspect --format 'image {{.Id}}' "$1" 2>/dev/null && ! words=$(docker version 2>&1 >/dev/null); then
-  printf 'docker_error %s\n' "$(printf '%s' "$words" | tail -n 1)"
+if ! docker image inspect --format 'image {{.Id}}' "$1" 2>/dev/null && ! error=$(docker version 2>&1 >/dev/null); then
+  printf 'docker_error %s\n' "$(printf '%s' "$error" | tail -n 1)"
   exit 0
 fi
 docker container inspect --format 'container {{json .}}' "$2" 2>/dev/null

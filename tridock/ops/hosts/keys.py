@@ -149,7 +149,7 @@ def _reason(error: OSError) -> str:
 def distribute_keys(session: Session, *, rotate: bool = False) -> KeyStore:
     """Makes what is missing (or, with ``rotate``, everything anew) and puts each node's files on its host.
 
-    A running node's sshd is told to read its host key again; its sessions, and so its runs, continue.
+    A running node's sshd reads its host key again; its sessions, and so its runs, continue.
     """
     store = KeyStore(session.cluster)
     if rotate:

@@ -142,7 +142,7 @@ def _start(session: Session, ssh: SshTransport, node: str, host: Host, image_id:
 
 
 def _wait_ready(session: Session, node: str, host: Host) -> None:
-    """Waits until the node's sshd answers; a container that has ended gives its last words instead."""
+    """Waits until the node's sshd answers; a container that has ended gives its last output instead."""
     name, deadline = session.transport.container_name(node), time.monotonic() + READY_TIMEOUT_S
     # The health check of a container that is no node passes too: sshd must have written its pid first.
     probe = Command.of("docker", "exec", name, "sh", "-c", f"test -e {run_folder.SSHD_PID} && healthcheck.sh")

@@ -88,7 +88,7 @@ class Session:
         return self.transport.workspace(self.states()[node].facts)
 
     def inside(self, node: str, *argv: str, stdin: bytes | None = None, interactive: bool = False) -> Command:
-        """A command of the node's container, as the words that its host executes."""
+        """A command of the node's container, as the argv that its host executes."""
         command = Command(argv, stdin=stdin)
         return self.transport.exec_command(node, self.states()[node].facts, command, interactive=interactive)
 

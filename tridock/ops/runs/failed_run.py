@@ -22,7 +22,7 @@ def failed(problem: Problem, facts: Facts) -> RunFailedError:
     return RunFailedError(problem, report(facts, diagnose(facts)))
 
 
-def failure_in_words(facts: Facts) -> str:
+def failure_text(facts: Facts) -> str:
     """``exit code 4, rank 1 on host-b first: …``"""
     code = "no exit code" if facts.exit_code is None else f"exit code {facts.exit_code}"
     return code + (f", {facts.failure}" if facts.failure else "")

@@ -21,7 +21,7 @@ from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError
 from tridock.experiment import dump_experiment
 from tridock.launchers import Local, RunBundle, default_port
 from tridock.ops.runs import rendezvous
-from tridock.ops.runs.failed_run import RunFailedError, failed, failure_in_words, rank_to_look_at
+from tridock.ops.runs.failed_run import RunFailedError, failed, failure_text, rank_to_look_at
 from tridock.ops.runs.prepare import Prepared, prepare
 from tridock.ops.runs.provenance import Approve, image_manifest, machine, packages
 from tridock.ops.runs.this_machine import CODE_FOLDER, default_ranks, gpu_here, node_argv, node_environment
@@ -198,7 +198,7 @@ def _why(folder: Path, code: int | None, env: Mapping[str, str]) -> RunFailedErr
     head = str(ranks[0]["node"])
     facts = facts_of({head: answer}, head, code)
     log = folder / run_folder.rank_log(rank_to_look_at(facts))
-    return failed(Problem(folder.name, "the run failed", failure_in_words(facts), f"look at {log}"), facts)
+    return failed(Problem(folder.name, "the run failed", failure_text(facts), f"look at {log}"), facts)
 
 
 def _join(folder: Path, ranks: int, node_rank: int) -> int:

@@ -16,7 +16,7 @@ from tridock.reproduction import Original, Outcome, data_problems, environment, 
 from tridock.reproduction.original import knows_data
 
 Tell = Callable[[Sequence[Difference], Sequence[str]], None]
-"""Is told what differs in the environment, and what weakens the comparison; before the run starts."""
+"""Called before the run starts, with what differs in the environment and what weakens the comparison."""
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ def reproduce_here(
 ) -> tuple[Outcome | None, int]:
     """Runs it again on as many ranks of this machine; returns the comparison and the exit code of the new run.
 
-    No comparison where the new run failed: it has told why. The outcome is left in the new run's folder.
+    No comparison where the new run failed: it has printed why. The outcome is left in the new run's folder.
     """
     check_tolerance(tolerance)
     original = read_original(run)

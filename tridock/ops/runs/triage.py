@@ -9,7 +9,7 @@ from typing import Any, Final
 from tridock.contracts import run_folder
 from tridock.errors import Problem, RequestError, RunError
 from tridock.ops.hosts.session import NODE, Session
-from tridock.ops.runs.failed_run import RunFailedError, failed, failure_in_words, rank_to_look_at
+from tridock.ops.runs.failed_run import RunFailedError, failed, failure_text, rank_to_look_at
 from tridock.ops.runs.registry import Run, folder_of, list_runs
 from tridock.remote import Host, on_all
 from tridock.triage import Facts, facts_of
@@ -19,7 +19,7 @@ _PATIENCE_S: Final = 15.0
 
 
 class PreemptedError(RunError):
-    """The run was told to end by a scheduler, and has saved."""
+    """A scheduler ended the run after it had saved."""
 
     exit_code = run_folder.EXIT_PREEMPTED
 
@@ -38,7 +38,7 @@ def check_exit(session: Session, run: Run, exit_code: int) -> None:
 def _failed(session: Session, run: Run, facts: Facts) -> RunFailedError:
     options = f"--hosts {session.cluster.hostfile_path} --run {run.run_id} --rank {rank_to_look_at(facts)}"
     todo = f"look at {folder_of(session, run)}/logs, or fab logs {options}"
-    return failed(Problem(run.run_id, "the run failed", failure_in_words(facts), todo), facts)
+    return failed(Problem(run.run_id, "the run failed", failure_text(facts), todo), facts)
 
 
 def collect(session: Session, run: Run, exit_code: int | None) -> Facts:

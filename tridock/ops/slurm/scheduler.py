@@ -42,13 +42,13 @@ def sinfo() -> list[str] | None:
 
 
 def refusal(script: Path) -> str | None:
-    """Why Slurm would not take the script, in its own words; None where it would."""
+    """Slurm's error where it would refuse the script; None where it would take it."""
     done = _run("sbatch", "--test-only", str(script))
     return _message(done.stderr) if done.returncode else None
 
 
 def submit(script: Path) -> str:
-    """Submits; the job's id. Raises :class:`RequestError` with Slurm's words where it refuses."""
+    """Submits and returns the job's id. Raises :class:`RequestError` with Slurm's error where it refuses."""
     done = _run("sbatch", "--parsable", str(script))
     if done.returncode:
         todo = "mend the request, or ask `sinfo` what there is"
@@ -79,7 +79,7 @@ def cancel(job: str) -> None:
 
 
 def requeue(job: str) -> str | None:
-    """Has a running job queued again; Slurm's words where it does not."""
+    """Requeues a running job; returns Slurm's error where it refuses."""
     done = _run(*Slurm.requeue(job).argv)
     return _message(done.stderr or done.stdout) if done.returncode else None
 

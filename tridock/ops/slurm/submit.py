@@ -18,7 +18,7 @@ from tridock.errors import Problem, RequestError
 from tridock.experiment import dump_experiment
 from tridock.gpus import find_gpu
 from tridock.launchers.slurm import Request, Script, make_request, render
-from tridock.launchers.slurm.script import PROGRAM, program_words
+from tridock.launchers.slurm.script import PROGRAM, program_argv
 from tridock.ops.runs.prepare import Prepared, prepare
 from tridock.ops.slurm import scheduler
 from tridock.ops.slurm.site import Group, gpu_of, parse_sinfo, site_problems
@@ -91,7 +91,7 @@ def run_in_allocation(options: SubmitOptions) -> NoReturn:
         todo = "leave --nodes out"
         raise RequestError(Problem("--nodes", f"is not the allocation's, {nodes}", str(options.changes["nodes"]), todo))
     changes = {**options.changes, "nodes": nodes}
-    if "SLURM_CPUS_PER_TASK" not in os.environ:  # salloc was not asked for any: srun has none to share out
+    if "SLURM_CPUS_PER_TASK" not in os.environ:  # salloc was not asked for any: srun has none to distribute
         changes["cpus_per_node"] = None
     if "gpus_per_node" not in changes and (gpus := _allocated_gpus(scheduler.job_fields(job))):
         changes["gpus_per_node"] = gpus
@@ -123,7 +123,7 @@ def _allocated_gpus(fields: Mapping[str, str]) -> int | None:
 
 
 def _checked(options: SubmitOptions) -> Script[Prepared]:
-    """The script, weighed against what is there; all problems at once, Slurm's own words among them."""
+    """The script, weighed against what is there; all problems at once, Slurm's own errors among them."""
     lines = scheduler.sinfo()
     groups = [] if lines is None else parse_sinfo(lines)
     request = _request(options)
@@ -235,7 +235,7 @@ def _write(script: Script[Prepared]) -> tuple[Path, ...]:
             run_folder.JOB_SCRIPT: text,
         }
         if script.is_array:
-            files[PROGRAM] = "".join(f"{word}\n" for word in program_words(script, element))
+            files[PROGRAM] = "".join(f"{word}\n" for word in program_argv(script, element))
         (folder / "logs").mkdir(parents=True)
         for name, content in files.items():
             run_folder.write_atomic(folder / name, content.encode())

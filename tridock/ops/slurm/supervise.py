@@ -213,7 +213,7 @@ def _queued_after_all() -> bool:
 
 
 def _reached(folder: Path) -> int:
-    """The iteration of the newest checkpoint that the run has told of."""
+    """The iteration of the newest checkpoint that the run has recorded."""
     saved = [event.get("iteration") for event in events_of(folder, Event.CHECKPOINT_SAVED)]
     return max((int(number) for number in saved if number is not None), default=0)
 

@@ -35,7 +35,7 @@ class Chosen:
     """A file that was asked for.
 
     ``name`` is its path below the project's folder and below the workspace, ``place`` the folder there by which shared
-    mounts are told apart.
+    mounts are distinguished.
     """
 
     name: str
@@ -94,7 +94,7 @@ def _chosen(project: Path, wanted: Iterable[tuple[str, str]]) -> tuple[Chosen, .
     found: dict[str, Chosen] = {}
     problems: list[Problem] = []
     for where, text in wanted:
-        # By its words: a data/ that is a link to a larger disk is below the project all the same.
+        # As written: a data/ that is a link to a larger disk is below the project all the same.
         full = Path(os.path.normpath(project / text))
         if full == project or not full.is_relative_to(project):
             todo = f"give a file, a folder or a data set's prefix below {project}"
@@ -155,7 +155,7 @@ _SETTLED_NS: Final = 2_000_000_000
 
 
 def fingerprint(project: Path, chosen: Iterable[Chosen], progress: Callable[[int], object]) -> tuple[DataFile, ...]:
-    """Size and hash of each file; ``progress`` is told of bytes that are done with.
+    """Size and hash of each file; ``progress`` gets the number of bytes done.
 
     Raises :class:`RequestError` where a data set is not what its own manifest says: damage must not spread.
     """

@@ -57,7 +57,7 @@ def write(
     buckets: Sequence[Any],
     results: queue.Queue[Any],
 ) -> None:
-    """One file after another. What cannot be written is told to megatron-core, which tells all ranks, and ``kept``."""
+    """One file after another. megatron-core gets each write error, passes it to all ranks, and ``kept`` records it."""
     written = {}
     for number, bucket in enumerate(buckets):
         answers: queue.Queue[Any] = queue.Queue()

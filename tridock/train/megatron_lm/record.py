@@ -112,7 +112,7 @@ class Recorder:
     ) -> Any:
         """A line of metrics.jsonl at the first, the last and every ``log_interval``-th iteration.
 
-        Here every iteration comes by: a run that is told to end saves, and leaves by :class:`Preempted`.
+        Called at every iteration: a run that is asked to end saves, and raises :class:`Preempted`.
         """
         train = self.experiment.train
         self.iteration = iteration
@@ -216,7 +216,7 @@ class Recorder:
             write_atomic(folder / LAYOUT, (json.dumps(layout, indent=2) + "\n").encode())
 
     def load_checkpoint(self, *given: Any, **named: Any) -> int:
-        """Notes where the run goes on."""
+        """Records the iteration that the run continues from."""
         load = self._original["load_checkpoint"]
         iteration = self._checkpoints.load(load, self._pass_over, *given, **named)
         self.event(Event.CHECKPOINT_LOADED, folder=str(self._upstream.get_args().load), iteration=iteration)

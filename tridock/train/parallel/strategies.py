@@ -81,7 +81,7 @@ class Strategy(Protocol):
 
 
 def is_sharded(experiment: Experiment) -> bool:
-    """Whether the model or its states are shared out by torch itself."""
+    """Whether torch itself shards the model or its states."""
     parallel = experiment.parallel
     split = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size > 1
     return parallel.strategy == "fsdp" or split

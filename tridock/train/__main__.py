@@ -8,7 +8,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from tridock.train.rank.run import end, run_program
+from tridock.train.program import run_program
+from tridock.train.rank.run import end
 
 if TYPE_CHECKING:
     from tridock.train.rank.process_group import Ranks

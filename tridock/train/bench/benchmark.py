@@ -20,7 +20,8 @@ from typing import Any, Final
 from tridock.contracts.run_folder import EXPERIMENT, PLAN, new_run_id, write_atomic
 from tridock.errors import Problem, RequestError, TridockError
 from tridock.experiment import Experiment, dump_experiment, load_experiment
-from tridock.train.rank.run import Engine, run_rank, train
+from tridock.train.program import Engine, train
+from tridock.train.rank.run import run_rank
 
 MODES: Final = {
     "ddp": {"parallel.strategy": "ddp"},

@@ -103,7 +103,7 @@ class Run:
             beats = [heartbeat.read(self.folder, rank) for rank in (0, 1)]
             return all(beat and beat.phase == "train" and beat.iteration > beyond for beat in beats)
 
-        wait_until(lambda: trains() or self.terminal.process.poll() is not None, "its ranks train", 120)
+        wait_until(lambda: trains() or self.terminal.process.poll() is not None, "its ranks train", 300)
         assert trains(), self.terminal.text()
 
     def events(self, *names: str) -> list[dict[str, Any]]:

@@ -98,7 +98,10 @@ def _run_once(world: int, timeout: int, config: Path, overrides: Sequence[str], 
         noted = Path(folder, "run-id")
         argv = [sys.executable, "-m", "tridock.cli", "train", str(config), "--run-id-file", str(noted)]
         argv += ["--nproc", str(world), *(argument for override in overrides for argument in ("--set", override))]
-        failure = _execute(argv, timeout, {environment.TURNS: turns} if turns else {})
+        try:
+            failure = _execute(argv, timeout, {environment.TURNS: turns} if turns else {})
+        except subprocess.TimeoutExpired:  # its ranks record that they were stopped, and not why
+            return f"no end after {timeout} s"
         run = Path("runs", noted.read_text().strip()) if noted.exists() else None
         if failure is None:
             assert run is not None
@@ -168,7 +171,7 @@ def _run_bare(measured: Measured, bench: Bench, config: Path, overrides: Sequenc
 
 
 def _execute(argv: Sequence[str], timeout: int, env: Mapping[str, str]) -> str | None:
-    """The last line of output if it fails; None if it succeeds."""
+    """The last line of output if it fails; None if it succeeds. Raises ``TimeoutExpired`` once it has stopped it."""
     env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **env}
     # A session of its own: Ctrl-C at the terminal is ours to answer, with time for the run to be stopped on all ranks.
     with subprocess.Popen(
@@ -177,10 +180,7 @@ def _execute(argv: Sequence[str], timeout: int, env: Mapping[str, str]) -> str |
     ) as process:  # fmt: skip
         try:
             output, _ = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            _stop(process)
-            return f"no end after {timeout} s"
-        except KeyboardInterrupt:
+        except (subprocess.TimeoutExpired, KeyboardInterrupt):
             _stop(process)
             raise
     if process.returncode == 0:

@@ -94,7 +94,7 @@ def checkpoint_corrupted() -> None:
 
 
 class Unknown:
-    """What a version of before may have put into a checkpoint."""
+    """What an earlier version may have put into a checkpoint."""
 
 
 def checkpoint_of_another_version() -> None:

@@ -106,7 +106,7 @@ def cpu_image(docker: str) -> str:
             before = settings.read_bytes() if settings.exists() else None
             try:
                 succeed("make", "image", "FLAVOR=cpu", f"IMAGE={CPU_IMAGE}", cwd=ROOT, timeout=1800)
-            finally:  # whoever uses this tree's containers goes on with the image of their own
+            finally:  # so that the user of this tree keeps the image they had
                 settings.unlink(missing_ok=True) if before is None else settings.write_bytes(before)
     return CPU_IMAGE
 

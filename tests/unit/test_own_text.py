@@ -101,7 +101,7 @@ def sentences(tree: ast.AST) -> Iterator[str]:
 
 
 def own_sentences() -> set[str]:
-    """All of Tridock's own, but for the words that rules have for people."""
+    """All texts of Tridock, except the causes and remedies that rules show to users."""
     found = set[str]()
     for path in [*(ROOT / "tridock").rglob("*.py"), ROOT / "fabfile.py"]:
         if "triage" not in path.parts:

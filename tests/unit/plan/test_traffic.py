@@ -102,11 +102,11 @@ def test_an_interleaved_pipeline_sends_after_every_run() -> None:
 
 def test_the_stage_that_sends_most_is_told() -> None:
     given, shape = experiment({PP: 4, TP: 2}), Shape(1, 4, 8)
-    told = {one.group: one.bytes_per_rank for one in engine_of(given).traffic(given, shape)}
+    reported = {one.group: one.bytes_per_rank for one in engine_of(given).traffic(given, shape)}
     stages = [volumes(given, accumulation=4, stage=stage) for stage in range(4)]
-    assert told == {group: max(stage.get(group, 0) for stage in stages) for group in stages[0]}
-    assert told["pipeline"] == stages[1]["pipeline"] > stages[0]["pipeline"]
-    assert told["tensor"] == stages[3]["tensor"] > stages[0]["tensor"] > stages[1]["tensor"]
+    assert reported == {group: max(stage.get(group, 0) for stage in stages) for group in stages[0]}
+    assert reported["pipeline"] == stages[1]["pipeline"] > stages[0]["pipeline"]
+    assert reported["tensor"] == stages[3]["tensor"] > stages[0]["tensor"] > stages[1]["tensor"]
 
 
 def test_megatron_v115_sends_parts_between_stages_and_the_mask() -> None:

@@ -53,6 +53,11 @@ def remove_everything() -> None:
     shutil.rmtree(Path(tempfile.gettempdir()) / SESSION, ignore_errors=True)
 
 
+def pause(container: str) -> None:
+    """Pauses a container. The kernel cannot freeze a process in each of its states, so `docker pause` may fail once."""
+    wait_until(lambda: execute("docker", "pause", container).returncode == 0, f"{container} is paused")
+
+
 def inside(container: str, *words: str, user: str = "tridock") -> str:
     """Runs a command in a container that is up, as the operator's user."""
     return succeed("docker", "exec", "--user", user, container, *words)

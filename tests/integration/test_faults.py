@@ -21,7 +21,7 @@ import pytest
 
 from tests.integration.clone import Clone, a_clone
 from tests.integration.rack import PROGRAMS, TINY, Attached, write_data
-from tests.integration.support import execute, succeed, wait_until
+from tests.integration.support import execute, pause, succeed, wait_until
 from tridock.contracts import heartbeat
 
 pytestmark = pytest.mark.timeout(600)
@@ -274,7 +274,7 @@ def test_a_node_whose_network_is_cut_and_that_comes_back(twin: Twin, calm: Run) 
 
 def test_a_head_that_stands_still_while_it_is_followed(twin: Twin) -> None:
     with twin.launched() as run:
-        succeed("docker", "pause", twin.container(HEAD))
+        pause(twin.container(HEAD))
         try:
             code, last = run.ends(within=30)
             assert (code, last) == (

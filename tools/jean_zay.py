@@ -12,10 +12,9 @@ from typing import Final
 
 from tridock.engines import engine_of
 from tridock.experiment import load_experiment
-from tridock.experiment.flops import model_flops_per_token, recomputed_flops_per_token
-from tridock.experiment.sizes import model_parameters
+from tridock.experiment.flops import model_flops_per_token, model_parameters, recomputed_flops_per_token
 from tridock.gpus import GPUS
-from tridock.layout.parameters import GPT2_TOKENS
+from tridock.layout.shape import GPT2_TOKENS
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "results.md"

@@ -16,7 +16,7 @@ from tests.experiments import make_plan
 from tests.megatron_source import patched_source
 from tridock.engines import engine_of, rank_program
 from tridock.experiment import Experiment
-from tridock.experiment.sizes import model_parameters
+from tridock.experiment.flops import model_parameters
 from tridock.plan.legality import layout_problems
 
 pytest.importorskip("torch")

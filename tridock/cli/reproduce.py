@@ -12,7 +12,7 @@ from tridock.errors import RunError
 
 if TYPE_CHECKING:
     from tridock.differences import Difference
-    from tridock.reproduction import Outcome
+    from tridock.reproduction.outcome import Outcome
 
 
 def add(commands: Commands) -> None:

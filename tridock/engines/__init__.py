@@ -14,7 +14,7 @@ from tridock.engines.torch.engine import Torch
 from tridock.errors import Problem
 from tridock.experiment import Experiment
 from tridock.layout import Plan
-from tridock.layout.nearest import either
+from tridock.layout.split import either
 
 __all__ = [
     "ENGINES",

@@ -7,8 +7,7 @@ from typing import Any, Final
 
 from tridock.errors import Problem
 from tridock.experiment import Experiment
-from tridock.layout.parameters import Parameters
-from tridock.layout.shape import FORMAT_BYTES, Shape, States
+from tridock.layout.shape import FORMAT_BYTES, Parameters, Shape, States
 from tridock.layout.traffic import all_gather, all_reduce
 
 

@@ -17,9 +17,8 @@ from tridock.errors import Problem
 from tridock.experiment import Experiment
 from tridock.layout import Plan
 from tridock.layout.activations import Sizes, activation_terms, head_bytes
-from tridock.layout.nearest import either, nearest_multiples
-from tridock.layout.parameters import Parameters, parameters_of_stage, vocab_size
-from tridock.layout.shape import Device, Shape, States, Term, in_flight
+from tridock.layout.shape import Device, Parameters, Shape, States, Term, in_flight, parameters_of_stage, vocab_size
+from tridock.layout.split import either, nearest_multiples
 from tridock.layout.traffic import Sent, Traffic, traffic_of_stage
 
 Choice = Mapping[str, object]

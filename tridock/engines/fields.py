@@ -37,9 +37,13 @@ Fields = Mapping[str, Declared]
 HONOURED: Final = Honoured()
 NO_TOKENIZER: Final = Unused("the data are tokens already: no tokenizer is read")
 COMMON: Final[Fields] = dict.fromkeys(
-    ("name", "engine", "batch", "data", "optimizer", "precision", "fp16", "launch", "restart", "env"), HONOURED
+    (
+        *("name", "engine", "model", "parallel", "batch", "data", "optimizer", "precision", "fp16", "train"),
+        *("launch", "restart", "env"),
+    ),
+    HONOURED,
 )
-"""What every engine honours."""
+"""What every engine honours, but for the fields that its own table names."""
 
 
 def declared(fields: Fields, path: str) -> Declared | None:

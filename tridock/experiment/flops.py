@@ -1,4 +1,4 @@
-"""FLOPs of a GPT: what its matrix products need, and what the hardware does on top where it computes things again.
+"""Weights and FLOPs of a GPT: what its matrix products need, and what recomputation adds.
 
 Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM" (2021), section 5.1:
 an iteration of B samples takes 96 B s l h^2 (1 + s / 6h + V / 16 l h) with recomputed activations. Without the
@@ -49,3 +49,13 @@ def recomputed_flops_per_token(model: Model, full_layers: int, selective: bool) 
     if selective:
         return model.num_layers * attention_flops_per_token(model)
     return full_layers * layer_flops_per_token(model)
+
+
+def model_parameters(model: Model, rows: int) -> int:
+    """Weights of the whole GPT, each once: 12 matrices of hidden x hidden a layer, 13 vectors, both tables (the token
+    table of ``rows``), and the last norm."""
+    if model.is_vision:
+        return resnet.parameters(model)
+    width = model.hidden_size
+    tables = rows + (model.max_position_embeddings or model.seq_length)
+    return model.num_layers * (12 * width * width + 13 * width) + tables * width + 2 * width

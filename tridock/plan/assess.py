@@ -11,9 +11,8 @@ from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment
 from tridock.gpus import Gpu
 from tridock.layout.groups import make_groups, warnings
-from tridock.layout.parameters import GPT2_TOKENS
 from tridock.layout.plan import Plan, lay_out
-from tridock.layout.shape import Shape
+from tridock.layout.shape import GPT2_TOKENS, Shape
 from tridock.plan.cost import Cost, Rates, cost_of
 from tridock.plan.legality import layout_problems
 from tridock.plan.memory import GIB, StageMemory, memory_of_stages

@@ -16,7 +16,7 @@ from tridock.cluster.schema import Settings
 from tridock.engines import ENGINES, engines_with
 from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment
-from tridock.layout.nearest import either
+from tridock.layout.split import either
 from tridock.plan.effects import COMPLETE, EFFECTS, LETTERS, Effect
 
 _WIDTH: Final = 110

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from tridock.engines import engine_of, field_problems
 from tridock.errors import Problem
 from tridock.experiment import Experiment
-from tridock.layout.nearest import either, nearest_divisors
-from tridock.layout.split import size_of_replica, world_problems
+from tridock.layout.split import either, nearest_divisors, size_of_replica, world_problems
 
 
 def layout_problems(experiment: Experiment, world_size: int) -> list[Problem]:

@@ -1,8 +1,13 @@
 """Memory of a rank, stage by stage, term by term, against what its GPU has.
 
 The engine gives what it keeps of weights, gradients and optimizer, and what a step holds on top of that
-(:mod:`~tridock.layout.activations`); a fixed overhead (:mod:`~tridock.plan.overhead`) is named as such. A step holds
-most either in its backward passes or while the optimizer works, never in both.
+(:mod:`~tridock.layout.activations`). A step holds most either in its backward passes or while the optimizer works,
+never in both.
+
+A GPU rank also has a fixed overhead, which no tensor of the run accounts for. EleutherAI's calculator leaves about
+5 GiB a GPU unexplained ("Transformer Math 101", 2023). Here it is three terms, of which the last is set by the one run
+whose whole use is known: 7.5B on 16 V100, 14,659 MiB by ``nvidia-smi`` (docs/planner.md). It counts only where there is
+room: before it fails, torch's allocator gives back what it merely keeps.
 
 Bytes a weight of the states, in fp16 and bf16 (e: the format's 2; in fp32 4, without a master copy but where noted);
 r: replicas that a state is partitioned over:
@@ -24,7 +29,7 @@ Megatron v1.1.5, ddp                      e          e + 4, fp32: 4  4 + 8
 Read in the engines' sources and counted on CPU ranks (docs/planner.md). DeepSpeed's ZeRO 1 to 3 reduce gradients
 through a bucket of 5e8 elements, which is there whole; ZeRO 3 holds up to 1e9 gathered weights, and keeps those of
 less than 1e5 elements whole. FSDP2 sums the gradients of several micro-batches up whole, in fp32, before it scatters
-them (:mod:`~tridock.engines.torch.fsdp_peak`).
+them (:mod:`~tridock.engines.torch.fsdp`).
 """
 
 from __future__ import annotations
@@ -36,9 +41,7 @@ from typing import Final, Literal
 from tridock.engines import engine_of
 from tridock.experiment import Experiment
 from tridock.gpus import Gpu
-from tridock.layout.parameters import Parameters
-from tridock.layout.shape import Device, Shape, States, Term, layers_of_stage, total_bytes
-from tridock.plan.overhead import overhead_terms
+from tridock.layout.shape import Device, Parameters, Shape, States, Term, layers_of_stage, total_bytes
 
 Fit = Literal["fits", "tight", "no-fit"]
 TIGHT: Final = 0.8
@@ -127,5 +130,33 @@ def _passing(experiment: Experiment, stage: int, shape: Shape, states: States, d
 
 def memory_of_stages(experiment: Experiment, shape: Shape, gpu: Gpu | None) -> tuple[StageMemory, ...]:
     """Of every stage, in order."""
-    stages: Sequence[int] = range(experiment.parallel.pipeline_model_parallel_size)
-    return tuple(memory_of_stage(experiment, stage, shape, gpu) for stage in stages)
+    stages = experiment.parallel.pipeline_model_parallel_size
+    return tuple(memory_of_stage(experiment, stage, shape, gpu) for stage in range(stages))
+
+
+_MIB: Final = 2**20
+CONTEXT_BYTES: Final = 512 * _MIB
+"""CUDA's context, kernels, cuBLAS's workspaces."""
+COMMUNICATOR_BYTES: Final = 150 * _MIB
+"""NCCL's channels and buffers, for each group that a rank is in."""
+SLACK_BYTES: Final = 4480 * _MIB
+"""What torch's allocator reserves beyond what is in use, where there is room."""
+
+
+def communicators(experiment: Experiment, shape: Shape) -> int:
+    """NCCL's groups that a rank takes part in: those of the layout, the model's (for the norm), and the world's."""
+    parallel = experiment.parallel
+    split = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size > 1
+    return 1 + (1 if split else 0) + len(engine_of(experiment).traffic(experiment, shape))
+
+
+def overhead_terms(experiment: Experiment, shape: Shape, used: Sequence[Term], limit_bytes: int) -> list[Term]:
+    """On top of what is ``used``, on a GPU of ``limit_bytes``."""
+    count, in_use = communicators(experiment, shape), total_bytes(used)
+    fixed = [
+        Term("CUDA context", CONTEXT_BYTES, "fixed overhead: context, kernels, cuBLAS workspaces"),
+        Term("NCCL", count * COMMUNICATOR_BYTES, f"fixed overhead: {count} communicators x 150 MiB"),
+    ]
+    left = max(0, limit_bytes - in_use - total_bytes(fixed))
+    slack = Term("allocator slack", min(SLACK_BYTES, left), "fixed overhead: reserved beyond what is in use, if free")
+    return [*fixed, slack]

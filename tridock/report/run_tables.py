@@ -10,7 +10,7 @@ from rich.table import Table
 
 from tridock.differences import Difference
 from tridock.report.markup import printable
-from tridock.reproduction import Outcome, Point
+from tridock.reproduction.outcome import Outcome, Point
 
 
 def status_table(runs: Sequence[dict[str, Any]]) -> Table:

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from tridock.contracts import run_folder
-from tridock.contracts.records import Record, check_run, read_lines, read_metrics, read_object, read_plan
+from tridock.contracts.records import Evaluations, Record, check_run, read_lines, read_metrics, read_object, read_plan
 from tridock.differences import ABSENT, Difference, differences, flattened
 from tridock.errors import Problem, RequestError
-from tridock.reproduction.losses import Metrics
 
+Metrics = tuple[list[Record], Evaluations]
+"""The result of :func:`tridock.contracts.records.read_metrics`."""
 _OF_THE_RUN: Final = ("run_id", "created", "config")
 """Fields of a manifest that do not affect the run."""
 _DATA: Final = ("data_sha256", "data_sha256_by_manifest", "data_bytes")

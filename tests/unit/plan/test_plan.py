@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.experiments import make_plan
 from tridock.errors import RequestError
 from tridock.experiment import parse_experiment
-from tridock.layout.nearest import nearest_divisors, nearest_multiple, nearest_multiples
+from tridock.layout.split import nearest_divisors, nearest_multiple, nearest_multiples
 from tridock.plan import Plan
 
 BASE = """\

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tridock.reproduction import LossComparison, Point, compare_losses
+from tridock.reproduction.outcome import LossComparison, Point, compare_losses
 
 Losses = dict[int, float | None]
 

@@ -19,7 +19,8 @@ from tridock.errors import RequestError
 from tridock.experiment import dump_experiment
 from tridock.ops.runs.reproduce import Gate, compare_with, notes, reproduce_here
 from tridock.report.run_tables import environment_table, verdict_table
-from tridock.reproduction import Outcome, environment, judge, read_original
+from tridock.reproduction.original import environment, read_original
+from tridock.reproduction.outcome import Outcome, judge
 
 BASE: dict[str, Any] = {
     "name": "t",

@@ -7,13 +7,12 @@ from itertools import product
 
 from tridock.engines.engine import Choice, Engine, RankProgram
 from tridock.engines.megatron_core import legality
-from tridock.engines.megatron_core.fields import FIELDS
+from tridock.engines.megatron_core.legality import FIELDS
 from tridock.errors import Problem
 from tridock.experiment import Experiment
 from tridock.layout import Plan
 from tridock.layout.activations import Sizes, sizes_of
-from tridock.layout.parameters import Parameters
-from tridock.layout.shape import FORMAT_BYTES, Device, Shape, States
+from tridock.layout.shape import FORMAT_BYTES, Device, Parameters, Shape, States
 from tridock.layout.traffic import Sent, all_gather, all_reduce
 
 

@@ -1,14 +1,41 @@
-"""Reasons why megatron-core cannot run an experiment."""
+"""What megatron-core does with each field of an experiment, and reasons why it cannot run one."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Final
 
+from tridock.engines.fields import COMMON, NO_TOKENIZER, Fields, Refused
 from tridock.errors import Problem
 from tridock.experiment import Experiment
-from tridock.layout.nearest import either, nearest_divisors, nearest_multiple, nearest_multiples
-from tridock.layout.split import head_problems
+from tridock.layout.split import either, head_problems, nearest_divisors, nearest_multiple, nearest_multiples
+
+_NO_DEEPSPEED: Final = "megatron-core runs without DeepSpeed"
+_DISTRIBUTED: Final = "leave it out; parallel.use_distributed_optimizer shares out the optimizer's state"
+_OTHER_NAME: Final = "has another name in megatron-core"
+
+FIELDS: Final[Fields] = {
+    **COMMON,
+    "parallel.strategy": Refused(_NO_DEEPSPEED, _DISTRIBUTED, default="ddp"),
+    "parallel.zero_stage": Refused(_NO_DEEPSPEED, _DISTRIBUTED),
+    "parallel.data_parallel_shard_size": Refused(),
+    "parallel.pipeline_schedule": Refused(),
+    "model.checkpoint_activations": Refused(
+        _OTHER_NAME,
+        "set model.recompute_granularity to full, recompute_method to uniform and recompute_num_layers to 1",
+    ),
+    "model.checkpoint_num_layers": Refused(_OTHER_NAME, "set model.recompute_num_layers instead"),
+    "model.partition_activations": Refused(),
+    "model.checkpoint_in_cpu": Refused(),
+    "model.contiguous_checkpointing": Refused(),
+    "model.synchronize_each_layer": Refused(),
+    "train.checkpoint_folder": Refused("engine megatron-core saves in the run's folder"),
+    "train.compile": Refused(),
+    "megatron_args": Refused("engine megatron-core has no such arguments"),
+    "data.vocab_file": NO_TOKENIZER,
+    "data.merge_file": NO_TOKENIZER,
+}
 
 
 def problems(experiment: Experiment) -> Iterator[Problem]:
@@ -78,7 +105,7 @@ def _sequence_problems(experiment: Experiment) -> Iterator[Problem]:
 
 
 def _recompute_problems(experiment: Experiment) -> Iterator[Problem]:
-    model, number = experiment.model, experiment.model.recompute_num_layers
+    model, parallel, number = experiment.model, experiment.parallel, experiment.model.recompute_num_layers
     details: dict[str, tuple[int | str, ...]] = {
         "recompute_method": ("uniform", "block"),
         "recompute_num_layers": (1,),
@@ -94,13 +121,10 @@ def _recompute_problems(experiment: Experiment) -> Iterator[Problem]:
         if getattr(model, field) is None:
             todo = f"use {either(choices)}{' or more' if choices == (1,) else ''}"
             yield Problem(f"model.{field}", "recompute_granularity full needs it", "nothing", todo, choices)
-    layers, rest = divmod(model.num_layers, _runs_of_layers(experiment))
+    layers, rest = divmod(
+        model.num_layers, parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size
+    )
     if model.recompute_method == "uniform" and number is not None and not rest and layers % number:
         near = nearest_divisors(layers, number)
         what = f"recompute_method uniform wants groups that divide the {layers} layers of a stage"
         yield Problem("model.recompute_num_layers", what, str(number), f"use {either(near)}", near)
-
-
-def _runs_of_layers(experiment: Experiment) -> int:
-    parallel = experiment.parallel
-    return parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size

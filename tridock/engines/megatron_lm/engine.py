@@ -11,13 +11,21 @@ from tridock.engines.engine import Choice, Engine, RankProgram
 from tridock.engines.megatron_lm import legality
 from tridock.engines.megatron_lm.arguments import INDEX_MAPS, MODULE, index_map_arguments, megatron_arguments
 from tridock.engines.megatron_lm.checkpoint_layout import checkpoint_problems
-from tridock.engines.megatron_lm.fields import FIELDS
+from tridock.engines.megatron_lm.legality import FIELDS
 from tridock.errors import Problem
 from tridock.experiment import Experiment
 from tridock.layout import Plan
 from tridock.layout.activations import Sizes, sizes_of
-from tridock.layout.parameters import Parameters, parameters_of_stage
-from tridock.layout.shape import FORMAT_BYTES, Device, Shape, States, hidden_bytes, layers_of_stage
+from tridock.layout.shape import (
+    FORMAT_BYTES,
+    Device,
+    Parameters,
+    Shape,
+    States,
+    hidden_bytes,
+    layers_of_stage,
+    parameters_of_stage,
+)
 from tridock.layout.traffic import Sent, all_gather, all_reduce
 
 

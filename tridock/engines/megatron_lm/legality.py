@@ -1,4 +1,4 @@
-"""Reasons why Megatron-LM v1.1.5 on DeepSpeed cannot run an experiment."""
+"""What Megatron-LM v1.1.5 does with each field of an experiment, and reasons why it cannot run one."""
 
 from __future__ import annotations
 
@@ -6,10 +6,27 @@ from collections.abc import Iterator
 from typing import Final
 
 from tridock.engines.deepspeed import zero_stage_problems
+from tridock.engines.fields import COMMON, HONOURED, Fields, Refused, Unused
 from tridock.errors import Problem
 from tridock.experiment import Experiment
-from tridock.layout.nearest import either, nearest_divisors
-from tridock.layout.split import empty_stage_problems, head_problems
+from tridock.layout.split import either, empty_stage_problems, head_problems, nearest_divisors
+
+FIELDS: Final[Fields] = {
+    **COMMON,
+    "megatron_args": HONOURED,
+    "model.vocab_size": Unused("Megatron-LM v1.1.5 counts the tokens of data.vocab_file; the plan counts with this"),
+    "parallel.data_parallel_shard_size": Refused(),
+    "parallel.pipeline_schedule": Refused(),
+    "parallel.virtual_pipeline_model_parallel_size": Refused(),
+    "parallel.context_parallel_size": Refused(),
+    "parallel.sequence_parallel": Refused(),
+    "parallel.use_distributed_optimizer": Refused(),
+    "model.recompute_granularity": Refused(),
+    "model.recompute_method": Refused(),
+    "model.recompute_num_layers": Refused(),
+    "train.compile": Refused(),
+}
+
 
 CHECKPOINT_OPTIONS: Final = (
     "partition_activations",

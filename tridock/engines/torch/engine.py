@@ -8,16 +8,14 @@ from tridock.contracts.checkpoints import LATEST
 from tridock.engines.deepspeed import zero_gradient_bytes, zero_states
 from tridock.engines.engine import Choice, Engine, RankProgram
 from tridock.engines.torch import legality
-from tridock.engines.torch.fields import FIELDS
-from tridock.engines.torch.fsdp_peak import scattered, summed_up
-from tridock.engines.torch.sharding import is_sharded, shards_of
+from tridock.engines.torch.fsdp import is_sharded, scattered, shards_of, summed_up
+from tridock.engines.torch.legality import FIELDS
 from tridock.errors import Problem
 from tridock.experiment import Experiment
 from tridock.experiment.resnet import cast_elements, kept_elements
 from tridock.layout import Plan
 from tridock.layout.activations import LOSS_BYTES, Sizes, head_inputs, sizes_of
-from tridock.layout.parameters import Parameters, layer_parameters
-from tridock.layout.shape import FORMAT_BYTES, Device, Shape, States, Term
+from tridock.layout.shape import FORMAT_BYTES, Device, Parameters, Shape, States, Term, layer_parameters
 from tridock.layout.traffic import Sent, all_gather, all_reduce
 
 

@@ -1,15 +1,35 @@
-"""Reasons why engine ``torch`` cannot run an experiment."""
+"""What engine ``torch`` does with each field of an experiment, and reasons why it cannot run one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 from tridock.engines.deepspeed import zero_stage_problems
 from tridock.engines.engine import uneven_batch
+from tridock.engines.fields import COMMON, NO_TOKENIZER, Fields, Refused
 from tridock.errors import Problem
 from tridock.experiment import Experiment
-from tridock.layout.nearest import either, nearest_divisors, nearest_multiples
-from tridock.layout.split import empty_stage_problems, head_problems
+from tridock.layout.split import either, empty_stage_problems, head_problems, nearest_divisors, nearest_multiples
+
+FIELDS: Final[Fields] = {
+    **COMMON,
+    "model.checkpoint_num_layers": Refused("engine torch stores every layer's"),
+    "model.partition_activations": Refused(),
+    "model.checkpoint_in_cpu": Refused(),
+    "model.contiguous_checkpointing": Refused(),
+    "model.synchronize_each_layer": Refused(),
+    "model.recompute_granularity": Refused(),
+    "model.recompute_method": Refused(),
+    "model.recompute_num_layers": Refused(),
+    "parallel.context_parallel_size": Refused(),
+    "parallel.sequence_parallel": Refused(),
+    "parallel.use_distributed_optimizer": Refused(),
+    "train.checkpoint_folder": Refused("engine torch saves in the run's folder"),
+    "megatron_args": Refused("engine torch has no such arguments"),
+    "data.vocab_file": NO_TOKENIZER,
+    "data.merge_file": NO_TOKENIZER,
+}
 
 
 def problems(experiment: Experiment) -> Iterator[Problem]:

@@ -12,8 +12,8 @@ from tridock.differences import Difference
 from tridock.errors import Problem, RequestError
 from tridock.experiment import load_experiment
 from tridock.ops.runs.local_run import run_here
-from tridock.reproduction import Original, Outcome, data_problems, environment, judge, read_original
-from tridock.reproduction.original import knows_data
+from tridock.reproduction.original import Original, data_problems, environment, knows_data, read_original
+from tridock.reproduction.outcome import Outcome, judge
 
 Tell = Callable[[Sequence[Difference], Sequence[str]], None]
 """Called before the run starts, with what differs in the environment and what weakens the comparison."""

@@ -12,7 +12,8 @@ from tridock.ops.runs import launch as launch_
 from tridock.ops.runs.fetch import fetch
 from tridock.ops.runs.registry import Run, choose_run
 from tridock.ops.runs.reproduce import Gate, Tell, compare
-from tridock.reproduction import Outcome, read_original
+from tridock.reproduction.original import read_original
+from tridock.reproduction.outcome import Outcome
 
 
 def original_of(session: Session, run_id: str | None, home: Path) -> Path:

@@ -1,6 +1,6 @@
-"""Gradients that FSDP2 sums up over micro-batches before it scatters them, as engine torch has it do.
+"""What engine ``torch`` shards with FSDP2, and the gradients that are summed up before they are scattered.
 
-They are whole on every rank, in fp32, and come layer by layer as activations go. In a pipeline torch keeps the layers
+These are whole on every rank, in fp32, and come layer by layer as activations go. In a pipeline torch keeps the layers
 of a stage gathered from their first backward pass on, until another micro-batch comes forward. The moment when a rank
 holds most may be any of the first and the last layer's backward passes of a micro-batch, or one of those in which a
 layer's gradients are scattered: torch keeps the buffer of the layer before until then, and has gathered the next one.
@@ -10,13 +10,23 @@ from __future__ import annotations
 
 from typing import Final
 
-from tridock.engines.torch.sharding import shards_of
 from tridock.experiment import Experiment
 from tridock.layout.activations import Sizes, backward_bytes, kept_bytes
-from tridock.layout.parameters import Parameters, layer_parameters
-from tridock.layout.shape import FORMAT_BYTES, Shape, in_flight, layers_of_stage
+from tridock.layout.shape import FORMAT_BYTES, Parameters, Shape, in_flight, layer_parameters, layers_of_stage
 
 _SUM_BYTES: Final = 4
+
+
+def is_sharded(experiment: Experiment) -> bool:
+    """Whether FSDP2, tensor parallelism or a pipeline partitions the model or its states."""
+    parallel = experiment.parallel
+    split = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size > 1
+    return split or parallel.strategy == "fsdp"
+
+
+def shards_of(experiment: Experiment, replicas: int) -> int:
+    """Ranks that hold one copy of the states together."""
+    return (experiment.parallel.data_parallel_shard_size or replicas) if experiment.parallel.strategy == "fsdp" else 1
 
 
 def summed_up(experiment: Experiment, stage: int, accumulation: int, weights: Parameters, sizes: Sizes) -> float:

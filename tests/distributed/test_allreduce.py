@@ -1,4 +1,4 @@
-"""The doctor's all-reduce on a node that is slow: its words are about that, and not about the network alone."""
+"""The doctor's all-reduce on a node that is slow, and on one whose image is for GPUs that torch cannot use."""
 
 from __future__ import annotations
 
@@ -41,3 +41,15 @@ def test_a_node_whose_partner_does_not_come(tmp_path: Path, seconds: int) -> Non
     if seconds:
         slow = r" \(to load torch took \d+ of 16 s: its processors or its disk are busy\)"
         assert re.fullmatch(slow, found[1])
+
+
+def test_an_image_for_gpus_does_not_pass_on_the_cpu() -> None:
+    world = base64.urlsafe_b64encode(json.dumps({"a": [0]}).encode()).decode()
+    words = ["--world", world, "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    env = rank_environment() | {"DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": ""}
+    argv = [sys.executable, "-m", "tridock.train.allreduce", *words, "--limit", "60"]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stdout
+    said = json.loads(done.stdout)
+    assert said["error"].startswith("device: torch has no GPU for local rank 0; got "), said
+    assert "CUDA_VISIBLE_DEVICES=''" in said["error"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, TypedDict
 
-PROTOCOL: Final = 1
+PROTOCOL: Final = 2
 """The version of the verbs and their answers, in every node report. To be raised with a change that a caller notices:
 an image of another version is then named as such."""
 USAGE: Final = 2

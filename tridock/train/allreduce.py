@@ -85,9 +85,12 @@ def _measure(rank: int, slot: int, timeout: timedelta) -> dict[str, object]:
     import torch
     import torch.distributed as dist
 
+    from tridock.train.rank.device import choose_device
+
     os.environ["CUDA_VISIBLE_DEVICES"] = _device_of(slot)
-    on_gpu = os.environ.get("DS_ACCELERATOR") != "cpu" and torch.cuda.is_available()
-    backend, device = ("nccl", torch.device("cuda", 0)) if on_gpu else ("gloo", torch.device("cpu"))
+    device = choose_device(0)
+    on_gpu = device.type == "cuda"
+    backend = "nccl" if on_gpu else "gloo"
     size = int(os.environ["WORLD_SIZE"])
     began = time.perf_counter()
     dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout)
@@ -116,9 +119,9 @@ def _measure(rank: int, slot: int, timeout: timedelta) -> dict[str, object]:
 
 
 def _device_of(slot: int) -> str:
-    """The value of CUDA_VISIBLE_DEVICES for a slot, within the container's own."""
+    """The value of CUDA_VISIBLE_DEVICES for a slot, within the container's own; empty for a slot beyond those."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",")[slot] if visible else str(slot)
+    return str(slot) if visible is None else "".join(visible.split(",")[slot : slot + 1])
 
 
 if __name__ == "__main__":

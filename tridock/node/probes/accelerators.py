@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import subprocess
 from collections.abc import Iterator
@@ -30,6 +31,20 @@ def accelerators() -> dict[str, object]:
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         return {"gpus": [], "gpu_error": _message(error), "infiniband": infiniband}
     return {**parse(found, processes, header), "infiniband": infiniband}
+
+
+def cuda_error(library: str = "libcuda.so.1") -> str | None:
+    """Why CUDA's driver gives a process of this node no device; None if it gives one. Takes no memory of a GPU."""
+    try:
+        driver = ctypes.CDLL(library)
+    except OSError as error:
+        return str(error)
+    count, name = ctypes.c_int(0), ctypes.c_char_p()
+    code = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    if not code:
+        return None if count.value else "cuDeviceGetCount found no device"
+    driver.cuGetErrorString(code, ctypes.byref(name))
+    return f"CUDA error {code}: {(name.value or b'unknown').decode()}"
 
 
 def parse(found: str, processes: str, header: str) -> dict[str, object]:

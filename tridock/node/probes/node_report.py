@@ -13,7 +13,7 @@ from tridock.contracts import run_folder
 from tridock.contracts.node_answers import PROTOCOL
 from tridock.node.agent.processes import find_processes
 from tridock.node.probes import ports
-from tridock.node.probes.accelerators import accelerators
+from tridock.node.probes.accelerators import accelerators, cuda_error
 from tridock.node.probes.limits_and_space import limits, space
 from tridock.node.probes.ssh_mesh_probe import greet_nodes
 
@@ -21,17 +21,19 @@ _TIMEOUT_S: Final = 5.0
 
 
 def node_report(workspace: Path, *, quick: bool, ssh_to: list[str]) -> dict[str, object]:
-    """Space; unless ``quick`` also limits, devices, code hashes, a free port and the runs that have processes here.
+    """Space, and whether CUDA starts; unless ``quick`` also limits, devices, code hashes, a free port and the runs that
+    have processes here.
 
     ``ssh_to`` names nodes to connect to over ssh; only the head is asked for that.
     """
     found: dict[str, object] = {"protocol": PROTOCOL, **space(workspace)}
+    found["accelerator"] = os.environ.get("DS_ACCELERATOR")  # what the image was built for: cuda or cpu
+    found["cuda_error"] = cuda_error() if found["accelerator"] != "cpu" else None
     if ssh_to:
         found["paths"] = greet_nodes(ssh_to)
     if not quick:
         runs = sorted({process.run_id for process in find_processes()})
         found |= {**limits(), **accelerators(), "code": code(), "runs": runs, **ports.rendezvous_port()}
-        found["accelerator"] = os.environ.get("DS_ACCELERATOR")  # what the image was built for: cuda or cpu
         found["nccl_ib_disable"] = os.environ.get("NCCL_IB_DISABLE")
     return found
 

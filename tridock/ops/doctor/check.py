@@ -12,7 +12,7 @@ from tridock.errors import ClusterError, Problem, TridockError
 from tridock.experiment import Experiment
 from tridock.ops.doctor.allreduce import reduce_all
 from tridock.ops.doctor.consistency_checks import code_findings, image_findings
-from tridock.ops.doctor.device_checks import device_findings, leftover_findings
+from tridock.ops.doctor.device_checks import cuda_findings, device_findings, leftover_findings
 from tridock.ops.doctor.finding import Answer, Answers, fail
 from tridock.ops.doctor.host_checks import check_containers, check_hosts
 from tridock.ops.doctor.limit_checks import limit_findings, shown, space_findings
@@ -63,8 +63,9 @@ def check(session: Session, request: Request | None = None) -> Report:
     return report
 
 
-def check_quickly(session: Session) -> None:
-    """What each launch asks first: the way from the head to every node, the same image, room on disk and in /dev/shm.
+def check_quickly(session: Session, *, on_cpu: bool = False) -> None:
+    """What each launch asks first: the way from the head to every node, the same image, room on disk and in /dev/shm,
+    and unless ``on_cpu`` whether CUDA starts on nodes with a GPU image.
 
     Raises :class:`ClusterError` with all that fails. The rendezvous port is the preflight's.
     """
@@ -78,6 +79,7 @@ def check_quickly(session: Session) -> None:
     found = list(image_findings(str(session.cluster.hostfile_path), images))
     for node, look in looks.items():
         found += space_findings(session.cluster, node, look)
+        found += () if on_cpu else cuda_findings(node, look)
     found += path_findings(session.cluster, looks[session.head].get("paths", {}), shown_key(session))
     if problems := [finding.problem for finding in found if finding.severity == "fail"]:
         raise ClusterError(problems)

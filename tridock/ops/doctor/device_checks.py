@@ -15,6 +15,14 @@ _BUSY_MIB: Final = 1024
 """A driver and a display hold less."""
 
 
+def cuda_findings(node: str, answer: Answer) -> Iterator[Finding]:
+    """What CUDA's driver says where the image is one for GPUs: a rank would end with the same."""
+    if error := answer["cuda_error"]:
+        todo = "see that nvidia-smi works on the host, then start its container anew: fab down, then fab up"
+        problem = Problem(node, "CUDA has no usable GPU in its container", error, todo)
+        yield fail("devices", problem, "a rank without a GPU ends at once")
+
+
 def device_findings(cluster: Cluster, answers: Answers) -> Iterator[Finding]:
     """Slots present and idle, driver and CUDA against the image, the same GPUs everywhere, InfiniBand in use."""
     for node, answer in answers.items():
@@ -45,7 +53,8 @@ def _gpus(cluster: Cluster, node: str, answer: Answer) -> Iterator[Finding]:
             yield warn(
                 "devices", Problem(node, f"GPU {slot} is in use", got, todo), "a rank finds less memory and time"
             )
-    yield from _cuda(node, answer)
+    yield from cuda_findings(node, answer)
+    yield from _driver(node, answer)
 
 
 def _use(gpu: Answer) -> str:
@@ -56,7 +65,7 @@ def _use(gpu: Answer) -> str:
     return ""
 
 
-def _cuda(node: str, answer: Answer) -> Iterator[Finding]:
+def _driver(node: str, answer: Answer) -> Iterator[Finding]:
     driver, image = answer.get("cuda"), answer["code"]["cuda"]
     if driver is not None and image is not None and int(driver.split(".")[0]) < int(image.split(".")[0]):
         got = f"driver {answer['driver']} for CUDA {driver}, the image has CUDA {image}"
@@ -67,7 +76,7 @@ def _cuda(node: str, answer: Answer) -> Iterator[Finding]:
 
 def _differences(answers: Answers) -> Iterator[Finding]:
     why = "the slowest GPU sets the pace of all, and the smallest one the memory"
-    for what, kind, seen in (("other GPUs", "GPUs", _names), ("another driver", "driver", _driver)):
+    for what, kind, seen in (("other GPUs", "GPUs", _names), ("another driver", "driver", _driver_version)):
         head = next(iter(answers), None)
         for node, answer in answers.items():
             assert head is not None
@@ -81,7 +90,7 @@ def _names(answer: Answer) -> str:
     return ", ".join(dict.fromkeys(gpu["name"] for gpu in answer["gpus"]))
 
 
-def _driver(answer: Answer) -> str:
+def _driver_version(answer: Answer) -> str:
     return str(answer["driver"])
 
 

@@ -79,7 +79,7 @@ def launch(
     """
     image_id = ensure_up(session)
     if check:
-        check_quickly(session)
+        check_quickly(session, on_cpu=prepared.experiment.env.get("DS_ACCELERATOR") == "cpu")
     found = check_nodes(session, prepared.config, prepared.experiment, prepared.plan)
     prepared = replace(prepared, data=found.data)
     bundle = _bundle(session, prepared, found.port, image_id=image_id, image_manifest=found.image_manifest)

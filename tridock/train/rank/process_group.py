@@ -19,6 +19,7 @@ import torch.distributed as dist
 from tridock.contracts import environment
 from tridock.contracts.events import Cause
 from tridock.errors import Problem, RequestError, RunError, TridockError
+from tridock.train.rank.device import choose_device
 
 TIMEOUT_VARIABLE: Final = "DEEPSPEED_TIMEOUT"
 """DeepSpeed's variable: the timeout of a collective in minutes, and the most that the rendezvous waits."""
@@ -49,20 +50,11 @@ class Ranks:
         return self.rank == 0
 
 
-def choose_device(local_rank: int) -> torch.device:
-    """The rank's GPU; the CPU if there is none or ``DS_ACCELERATOR`` is ``cpu``."""
-    if os.environ.get("DS_ACCELERATOR") != "cpu" and torch.cuda.is_available():
-        torch.cuda.set_device(local_rank)
-        return torch.device("cuda", local_rank)
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before DeepSpeed is imported: it would warn and probe
-    return torch.device("cpu")
-
-
 def join() -> Ranks:
     """Joins the process group that the launcher's environment describes; a process started alone is a world of one.
 
-    Raises :class:`RunError` if not all ranks join, and :class:`AgreedError` if the world has another size than planned
-    (a launcher that did not find its hostfile silently trains on one machine).
+    Raises :class:`RunError` if the rank lacks its GPU or not all ranks join, and :class:`AgreedError` if the world has
+    another size than planned (a launcher that did not find its hostfile silently trains on one machine).
     """
     environment = os.environ
     environment.setdefault("RANK", "0")

@@ -33,6 +33,7 @@ def look(**changes: Any) -> dict[str, Any]:
         "infiniband": {"devices": [], "usable": False},
         "nccl_ib_disable": None,
         "accelerator": "cpu",
+        "cuda_error": None,
         "code": {"tridock": "a" * 64, "megatron": "b" * 64, "cuda": None},
         "runs": [],
         "port": 20001,

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from tests.unit.ops.doctor.lab import look, make_cluster, shown
-from tridock.node.probes.accelerators import parse
+from tridock.errors import ClusterError
+from tridock.node.probes.accelerators import cuda_error, parse
 from tridock.ops.doctor.device_checks import device_findings
+from tridock.ops.hosts.session import Session
 
 H100 = "NVIDIA H100 80GB HBM3"
 CSV = """\
@@ -91,3 +99,66 @@ def test_infiniband_that_is_there_and_unused(tmp_path: Path) -> None:
         "warn  host-2: has InfiniBand devices that NCCL_IB_DISABLE=1 leaves unused; got mlx5_0; "
         "remove NCCL_IB_DISABLE from env in the settings",
     ]
+
+
+def libcuda(init: int = 0, devices: int = 1) -> Callable[[str], SimpleNamespace]:
+    """A stand-in for CUDA's driver."""
+
+    def count(found: Any) -> int:
+        found._obj.value = devices
+        return 0
+
+    def text(code: int, found: Any) -> int:
+        found._obj.value = {100: b"no CUDA-capable device is detected", 802: b"system not yet initialized"}[code]
+        return 0
+
+    driver = SimpleNamespace(cuInit=lambda flags: init, cuDeviceGetCount=count, cuGetErrorString=text)
+    return lambda name: driver
+
+
+@pytest.mark.parametrize(
+    ("driver", "error"),
+    [
+        (libcuda(), None),
+        (libcuda(802), "CUDA error 802: system not yet initialized"),
+        (libcuda(100), "CUDA error 100: no CUDA-capable device is detected"),
+        (libcuda(devices=0), "cuDeviceGetCount found no device"),
+    ],
+)
+def test_what_cudas_driver_says(
+    driver: Callable[[str], SimpleNamespace], error: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", driver)
+    assert cuda_error() == error
+
+
+def test_a_node_without_cudas_driver() -> None:
+    assert (cuda_error("libnone.so.1") or "").startswith("libnone.so.1: cannot open shared object file")
+
+
+NOT_READY = "CUDA error 802: system not yet initialized"
+NO_CUDA = (
+    f"host-2: CUDA has no usable GPU in its container; got {NOT_READY}; "
+    "see that nvidia-smi works on the host, then start its container anew: fab down, then fab up"
+)
+
+
+def test_gpus_that_cuda_cannot_use(tmp_path: Path) -> None:
+    answers = {"host-1": gpus(), "host-2": gpus(cuda_error=NOT_READY)}
+    assert shown(device_findings(make_cluster(tmp_path), answers)) == [f"fail  {NO_CUDA}"]
+
+
+def test_a_launch_on_such_a_node_is_refused_unless_it_asks_for_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = Session(make_cluster(tmp_path))
+    answers = {"host-1": {**gpus(), "paths": {}}, "host-2": gpus(cuda_error=NOT_READY)}
+    monkeypatch.setattr(session, "each", lambda ask: {node: ask(node, None) for node in session.nodes})
+    container = SimpleNamespace(image_id="sha256:0")
+    monkeypatch.setattr(session, "states", lambda: dict.fromkeys(answers, SimpleNamespace(container=container)))
+    check = importlib.import_module("tridock.ops.doctor.check")
+    monkeypatch.setattr(check, "node_report", lambda session, node, *arguments: answers[node])
+    with pytest.raises(ClusterError) as caught:
+        check.check_quickly(session)
+    assert str(caught.value) == NO_CUDA
+    check.check_quickly(session, on_cpu=True)

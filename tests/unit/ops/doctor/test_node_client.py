@@ -34,7 +34,7 @@ def test_an_image_from_before_the_doctor(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("answer", "got"), [(b"{}", "protocol unknown, 1 here"), (b'{"protocol": 9}', "protocol 9, 1 here")]
+    ("answer", "got"), [(b"{}", "protocol unknown, 2 here"), (b'{"protocol": 9}', "protocol 9, 2 here")]
 )
 def test_an_image_is_known_by_its_protocol(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes, got: str
@@ -42,8 +42,8 @@ def test_an_image_is_known_by_its_protocol(
     with pytest.raises(ClusterError) as caught:
         node_report(session(tmp_path, monkeypatch, Completed(0, answer, b"")), "host-1")
     assert caught.value.problems[0].got == got
-    own = session(tmp_path, monkeypatch, Completed(0, b'{"protocol": 1}', b""))
-    assert node_report(own, "host-1") == {"protocol": 1}
+    own = session(tmp_path, monkeypatch, Completed(0, b'{"protocol": 2}', b""))
+    assert node_report(own, "host-1") == {"protocol": 2}
 
 
 def test_an_answer_is_read_and_a_failure_has_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

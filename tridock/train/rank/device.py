@@ -1,0 +1,49 @@
+"""The device of a rank. A rank that should have a GPU never trains on the CPU without being asked to."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+import torch
+
+from tridock.errors import Problem, RunError
+
+
+def choose_device(local_rank: int) -> torch.device:
+    """The rank's GPU; the CPU with ``DS_ACCELERATOR=cpu``, and on a machine without GPUs.
+
+    Raises :class:`RunError` with torch's reason if torch has no GPU for the rank although the image is one for GPUs
+    (``DS_ACCELERATOR=cuda``) or ``nvidia-smi`` lists some.
+    """
+    accelerator = os.environ.get("DS_ACCELERATOR")
+    if accelerator != "cpu" and torch.cuda.is_available() and local_rank < torch.cuda.device_count():
+        torch.cuda.set_device(local_rank)
+        return torch.device("cuda", local_rank)
+    if accelerator == "cuda" or (accelerator != "cpu" and _driver_lists_gpus()):
+        todo = (
+            "see what nvidia-smi and fab check say there, or set DS_ACCELERATOR: cpu in the experiment's env "
+            "to train on the CPU"
+        )
+        raise RunError(Problem("device", f"torch has no GPU for local rank {local_rank}", _reason(), todo))
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before DeepSpeed is imported: it would warn and probe
+    return torch.device("cpu")
+
+
+def _reason() -> str:
+    """Why torch has no further GPU, in its own words where it has none at all."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    among = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:  # the latter: torch's CPU build
+        return str(error).strip().splitlines()[0].rstrip(".") + among
+    return f"{torch.cuda.device_count()} visible{among}"
+
+
+def _driver_lists_gpus() -> bool:
+    try:
+        done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, check=False)
+    except OSError:
+        return False
+    return done.returncode == 0 and done.stdout.startswith(b"GPU ")

@@ -19,7 +19,9 @@ TEXT = re.compile(r"text|line|output|log|stdout|stderr|message|reason|words|low|
 
 # Upstream's text that some text of Tridock's happens to hold: reviewed one by one, with who writes it.
 UPSTREAM = {
-    "Connection (?:closed|reset) by peer": "the system (ECONNRESET), Gloo",
+    "Connection (?:closed|reset) by peer|remote process exited or there was a network error": (
+        "the system (ECONNRESET), Gloo; NCCL"
+    ),
     "EADDRINUSE|[Aa]ddress already in use": "the system (EADDRINUSE), torch",
     "Host key verification failed|REMOTE HOST IDENTIFICATION HAS CHANGED": "OpenSSH",
     "REMOTE HOST IDENTIFICATION HAS CHANGED": "OpenSSH",

@@ -60,6 +60,7 @@ class Cause(StrEnum):
     CHECKPOINT_FOREIGN_OBJECT = "checkpoint_foreign_object"
     INDEX_MAPS_NOT_WRITABLE = "index_maps_not_writable"
     RENDEZVOUS_FAILED = "rendezvous_failed"
+    NCCL_FAILED = "nccl_failed"
     TERMINATED = "terminated"
     INTERRUPTED = "interrupted"
     # A rank, because of another.

@@ -69,11 +69,12 @@ def _fork(rank: int, slot: int, limit: int, why: str) -> int:
 
 def _rank(rank: int, slot: int, limit: int, why: str) -> int:
     """Measures, and prints the result or the error, followed by ``why``; returns the exit code."""
+    from tridock.train.rank.collective_errors import reason
+
     try:
         result = _measure(rank, slot, timedelta(seconds=max(2, limit - 3)))
     except Exception as error:
-        message = str(error).strip().splitlines() or [type(error).__name__]
-        print(json.dumps({"rank": rank, "error": message[0] + why}), flush=True)
+        print(json.dumps({"rank": rank, "error": reason(error) + why}), flush=True)
         return 1
     if rank == 0:
         print(json.dumps(result), flush=True)

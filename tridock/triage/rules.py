@@ -69,10 +69,10 @@ _LAST: Final = (
     Rule(
         "another-rank-has-gone",
         "a rank lost its connection to another one, which recorded no failure",
-        "read the logs of the other ranks, and dmesg on their nodes",
-        "Tridock, train/process_group.py; Gloo",
+        "read the logs of the other ranks, and dmesg on their nodes; if none ended, test the network: fab check",
+        "Tridock, train/rank/collective_errors.py; Gloo; NCCL",
         causes={Cause.PEER_LOST},
-        says=regex(r"Connection (?:closed|reset) by peer"),
+        says=regex(r"Connection (?:closed|reset) by peer|remote process exited or there was a network error"),
         last=True,
         waits=True,
     ),

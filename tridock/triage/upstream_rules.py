@@ -15,7 +15,11 @@ UPSTREAM: Final = (
         "lower batch.micro_batch_size, recompute activations, or split the model over more ranks: "
         "`fab plan --search` lists the layouts that fit",
         "torch, c10/cuda/CUDACachingAllocator.cpp",
-        says=regex(r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"),
+        says=regex(
+            r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED"
+            r"|Cuda failure (?:2 )?'out of memory'"
+        ),
+        own=True,
         memory=True,
         proof="recorded",
     ),
@@ -30,6 +34,7 @@ UPSTREAM: Final = (
             r"|insufficient shared memory|out of shared memory|Error while creating shared memory segment"
             r"|No space left on device.*/dev/shm"
         ),
+        own=True,
     ),
     Rule(
         "host-out-of-memory",
@@ -116,20 +121,31 @@ UPSTREAM: Final = (
         own=True,
     ),
     Rule(
+        "nccl-cannot-connect",
+        "{node} cannot connect to the address that NCCL uses of a node: {peer}",
+        "set NCCL_SOCKET_IFNAME in the cluster's env to the interface that joins the nodes, and open its ports in the "
+        "firewall; fab check tests the addresses",
+        "NCCL, misc/socket.cc",
+        says=regex(r"Connect to (?P<peer>\S+) failed :"),
+        own=True,
+        proof="recorded",
+    ),
+    Rule(
+        "duplicate-gpu",
+        "two ranks of {node} use the same GPU",
+        "start at most one rank per GPU there: lower its slots in the hostfile (or --world), and see which devices "
+        "CUDA_VISIBLE_DEVICES names; NCCL does not join MIG slices of one GPU",
+        "NCCL, init.cc",
+        says=regex(r"Duplicate GPU detected"),
+        own=True,
+        proof="recorded",
+    ),
+    Rule(
         "rendezvous",
         "not all ranks reached the rendezvous",
         "look in logs/launcher.log for nodes that did not start; check that all nodes reach the head (fab check)",
         "Tridock, train/process_group.py",
         causes={Cause.RENDEZVOUS_FAILED},
-    ),
-    Rule(
-        "nccl-error",
-        "NCCL failed on {node}",
-        "launch again with NCCL_DEBUG=INFO in the experiment's env: the line before the error names the interface, "
-        "device or peer",
-        "torch, NCCLUtils.hpp",
-        says=regex(r"nccl(?:UnhandledCuda|System|Internal|InvalidUsage|Remote)Error|NCCL error"),
-        proof="recorded",
     ),
     # Numbers and files: data, checkpoints, disks.
     Rule(
@@ -239,6 +255,7 @@ UPSTREAM: Final = (
             r"CUDA driver version is insufficient|NVIDIA driver on your system is too old|Found no NVIDIA driver"
             r"|forward compatibility was attempted|CUDA_ERROR_COMPAT_NOT_SUPPORTED"
         ),
+        own=True,
         proof="recorded",
     ),
     Rule(
@@ -261,6 +278,17 @@ UPSTREAM: Final = (
             r"uncorrectable (?:NVLink|ECC) error|an illegal memory access was encountered|unspecified launch failure"
             r"|GPU has fallen off the bus|NVRM: Xid|device-side assert triggered"
         ),
+        own=True,
+        proof="recorded",
+    ),
+    Rule(
+        "nccl-error",
+        "NCCL failed on {node}",
+        "launch again with NCCL_DEBUG=INFO in the experiment's env: the line before the error names the interface, "
+        "device or peer",
+        "torch, NCCLUtils.hpp",
+        causes={Cause.NCCL_FAILED},
+        says=regex(r"nccl(?:UnhandledCudaError|SystemError|InternalError|InvalidUsage|InvalidArgument)"),
         proof="recorded",
     ),
     Rule(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tridock.errors import Problem, RequestError, RunError
 from tridock.train.rank import process_group
-from tridock.train.rank.process_group import AgreedError, Ranks, agree_on_errors, join, lost_rank, mean_over_ranks
+from tridock.train.rank.process_group import AgreedError, Ranks, agree_on_errors, join, mean_over_ranks
 
 
 @pytest.fixture
@@ -103,33 +103,6 @@ def test_agree_on_errors_lets_everything_else_pass(alone: Ranks) -> None:
     assert isinstance(caught.value.error, RequestError)
     with pytest.raises(ZeroDivisionError), agree_on_errors(alone):
         _ = 1 / 0
-
-
-@pytest.mark.parametrize(
-    ("text", "got"),
-    [
-        (
-            "[/__w/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [10.0.0.2]:41869: Connection "
-            "reset by peer. This is typically caused by a remote worker hanging or bugs in the application.",
-            "Read error [10.0.0.2]:41869: Connection reset by peer",
-        ),
-        (
-            "[x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:30611. This is typically caused "
-            "by a remote worker crashing.",
-            "Connection closed by peer [10.0.0.2]:30611",
-        ),
-        ("NCCL error: remote process exited or there was a network error", None),
-    ],
-)
-def test_a_lost_rank(text: str, got: str | None) -> None:
-    assert str(lost_rank(RuntimeError(text))) == (
-        f"collective: another rank has gone; got {got or text}; "
-        "look for the rank that failed first: its message stands in logs/rank-<N>.log"
-    )
-
-
-def test_any_other_error_is_no_lost_rank() -> None:
-    assert lost_rank(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
 
 
 @pytest.mark.parametrize(

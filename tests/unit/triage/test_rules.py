@@ -53,11 +53,9 @@ RECORDED = {
         "OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 15.77 GiB')"
     ),
     "launcher-missing-program": launched("RuntimeError: launcher 'pdsh' not installed.\n"),
-    "nccl-error": failed(
-        "DistBackendError('NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.hpp:268, unhandled system "
-        "error (run with NCCL_DEBUG=INFO for details), NCCL version 2.21.5\\nncclSystemError: System call (e.g. "
-        "socket, malloc) or external library call failed or device error.')"
-    ),
+    "nccl-error": failed("DistBackendError('NCCL error in: x.cpp:1, ncclInternalError: Internal check failed.')"),
+    "nccl-cannot-connect": failed("Last error:\nConnect to 192.168.19.14<52822> failed : No route to host"),
+    "duplicate-gpu": failed("Last error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 1000"),
     "cuda-driver": failed(
         "RuntimeError('The NVIDIA driver on your system is too old (found version 12040). Please update your GPU')"
     ),

@@ -72,6 +72,8 @@ def join() -> Ranks:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=min(timeout, _RENDEZVOUS_TIMEOUT)))
         store.set_timeout(timeout)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    except dist.DistBackendError:
+        raise  # NCCL says what is wrong itself
     except (dist.DistError, RuntimeError, ValueError) as error:
         meeting = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
         what = f"the {environment['WORLD_SIZE']} ranks did not all meet at {meeting}"
@@ -204,21 +206,6 @@ class PeakMemory:
 def device_name(ranks: Ranks) -> str:
     """The GPU's name, or ``cpu``."""
     return torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "cpu"
-
-
-def lost_rank(error: RuntimeError) -> Problem | None:
-    """The problem to report if a collective failed because another rank has gone; None for any other error.
-
-    A traceback would only bury the message of the rank that failed first.
-    """
-    first_line = str(error).strip().partition("\n")[0]
-    marks = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "remote process exited")
-    if not isinstance(error, dist.DistBackendError) and not any(mark in str(error) for mark in marks):
-        return None
-    got = first_line.rpartition("pair.cc:")[2].partition("] ")[2] or first_line
-    got = got.partition(". This is typically")[0]
-    todo = "look for the rank that failed first: its message stands in logs/rank-<N>.log"
-    return Problem("collective", "another rank has gone", got, todo, cause=Cause.PEER_LOST)
 
 
 def leave() -> None:

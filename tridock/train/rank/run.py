@@ -97,6 +97,7 @@ def _run_guarded(run_folder: Path, program: Callable[[], None]) -> int:
     rank = os.environ.get("RANK", "0")
     # Imported here: torch takes seconds, and its output belongs in the rank's log.
     from tridock.train.rank import process_group
+    from tridock.train.rank.collective_errors import collective_error
 
     try:
         program()
@@ -128,10 +129,11 @@ def _run_guarded(run_folder: Path, program: Callable[[], None]) -> int:
         return code
     except RuntimeError as error:
         code = RunError.exit_code
-        if (lost := process_group.lost_rank(error)) is None:
+        if (problem := collective_error(error)) is None:
             _report_exception(run_folder, rank, error)
         else:
-            _report(run_folder, rank, code, f"rank {rank}: {lost}", (lost,), consequence=True)
+            kind = {"consequence": True} if problem.cause == Cause.PEER_LOST else {}
+            _report(run_folder, rank, code, f"rank {rank}: {problem}", (problem,), **kind)
         return code
     except BaseException as error:  # whatever it is, the launcher needs an exit code
         _report_exception(run_folder, rank, error)

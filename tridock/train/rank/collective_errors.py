@@ -1,0 +1,46 @@
+"""Errors of collectives: a rank that has lost another, or NCCL's own failure, in NCCL's own words."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch.distributed as dist
+
+from tridock.contracts.events import Cause
+from tridock.errors import Problem
+
+_LOST: Final = (
+    "gloo/transport",
+    "Connection closed by peer",
+    "Connection closed by remote peer",
+    "Connection reset by peer",
+    "Connection was likely closed",
+    "Broken pipe",
+    "remote process exited",
+    "ncclRemoteError",
+)
+
+
+def collective_error(error: RuntimeError) -> Problem | None:
+    """The problem to report for a failed collective: its cause is :attr:`Cause.PEER_LOST` if another rank has gone,
+    and :attr:`Cause.NCCL_FAILED` if NCCL failed of itself. None for any other error.
+    """
+    got = reason(error)
+    if any(mark in str(error) for mark in _LOST):
+        # A traceback would only bury the message of the rank that failed first.
+        todo = "look for the rank that failed first: its message stands in logs/rank-<N>.log"
+        return Problem("collective", "another rank has gone", got, todo, cause=Cause.PEER_LOST)
+    if isinstance(error, dist.DistBackendError):
+        todo = "set NCCL_DEBUG: INFO in the experiment's env, and read the lines before this one"
+        return Problem("collective", "NCCL failed", got, todo, cause=Cause.NCCL_FAILED)
+    return None
+
+
+def reason(error: BaseException) -> str:
+    """One line: what NCCL calls its last error and the code of its failure; of Gloo what its socket says."""
+    text = str(error).strip() or type(error).__name__
+    lines = [line.strip() for line in text.partition("\nException raised from")[0].splitlines()]
+    first = lines[0].rpartition("pair.cc:")[2].partition("] ")[2] or lines[0]
+    code = next((line for line in lines if line.startswith("nccl")), first.partition(". This is typically")[0])
+    last = " ".join(filter(None, lines[lines.index("Last error:") + 1 :])) if "Last error:" in lines else ""
+    return f"{last} ({code.rstrip('.')})" if last else code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -100,56 +101,16 @@ class Stream(Protocol):
         """Stops reading; background processes on the host keep running."""
 
 
-class Host(Protocol):
+class Host(ABC):
     """A machine that commands run on. All of it may be used from several threads at once.
 
-    Whatever goes wrong on the way (not a command's own failure) is a :class:`ClusterError` that names the host.
+    Whatever goes wrong on the way (not a command's own failure) is a :class:`ClusterError` that names the host. Files
+    are written and read by commands: the host needs no SFTP subsystem.
     """
 
     name: str
 
-    def run(self, command: Command, timeout: float | None = None) -> Completed:
-        """Runs to the end, with ``command.stdin`` as its input; ends it where it takes over ``timeout`` seconds."""
-
-    def stream(self, command: Command) -> Stream:
-        """Starts a command whose output is read as it comes; Ctrl-C in the reader ends the reading at once."""
-
-    def pipe(
-        self,
-        chunks: Iterable[bytes],
-        command: Command,
-        progress: Progress | None = None,
-        timeout: float | None = None,
-    ) -> Completed:
-        """Runs a command on input too large for memory; ``progress`` gets the size of each chunk once it is sent."""
-
-    def read_into(self, sink: Sink, command: Command, timeout: float | None = None) -> Completed:
-        """Runs a command whose output is too large for memory: ``sink`` is called with each piece as it comes.
-
-        The result has an empty ``stdout``. Where the sink raises, the command is ended and the error is the caller's.
-        """
-
-    def put(self, content: bytes, path: str, mode: int = 0o644) -> None:
-        """Writes a file that appears whole or not at all; ``~`` is the user's home there, missing folders are made."""
-
-    def put_tree(self, files: Mapping[str, bytes], folder: str, mode: int = 0o644) -> None:
-        """Writes files (by their paths inside ``folder``) in one round trip, each whole or not at all."""
-
-    def get(self, path: str) -> bytes:
-        """The content of a file; ``~`` is the user's home there."""
-
-    def close(self) -> None:
-        """Ends what is under way and the connection, from any thread; the next use opens it again."""
-
-
-class Operations:
-    """What is the same on every kind of host. It rests on one way to carry out a command.
-
-    Files go by way of commands: no SFTP subsystem is needed there.
-    """
-
-    name: str
-
+    @abstractmethod
     def _carry_out(
         self,
         command: Command,
@@ -159,10 +120,17 @@ class Operations:
         timeout: float | None,
     ) -> Completed:
         """Runs a command on the chunks, its output into the sink; the result holds its exit code and its errors."""
-        raise NotImplementedError
+
+    @abstractmethod
+    def stream(self, command: Command) -> Stream:
+        """Starts a command whose output is read as it comes; Ctrl-C in the reader ends the reading at once."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends what is under way and the connection, from any thread; the next use opens it again."""
 
     def run(self, command: Command, timeout: float | None = None) -> Completed:
-        """As in :class:`Host`."""
+        """Runs to the end, with ``command.stdin`` as its input; ends it where it takes over ``timeout`` seconds."""
         return self.pipe(_input_of(command), command, timeout=timeout)
 
     def pipe(
@@ -172,25 +140,28 @@ class Operations:
         progress: Progress | None = None,
         timeout: float | None = None,
     ) -> Completed:
-        """As in :class:`Host`."""
+        """Runs a command on input too large for memory; ``progress`` gets the size of each chunk once it is sent."""
         out = bytearray()
         done = self._carry_out(command, chunks, progress, out.extend, timeout)
         return replace(done, stdout=bytes(out))
 
     def read_into(self, sink: Sink, command: Command, timeout: float | None = None) -> Completed:
-        """As in :class:`Host`."""
+        """Runs a command whose output is too large for memory: ``sink`` is called with each piece as it comes.
+
+        The result has an empty ``stdout``. Where the sink raises, the command is ended and the error is the caller's.
+        """
         return self._carry_out(command, _input_of(command), None, sink, timeout)
 
     def put(self, content: bytes, path: str, mode: int = 0o644) -> None:
-        """As in :class:`Host`."""
+        """Writes a file that appears whole or not at all; ``~`` is the user's home there, missing folders are made."""
         self._script(files_.put_command(content, path, mode), f"write {path}")
 
     def put_tree(self, files: Mapping[str, bytes], folder: str, mode: int = 0o644) -> None:
-        """As in :class:`Host`."""
+        """Writes files (by their paths inside ``folder``) in one round trip, each whole or not at all."""
         self._script(files_.put_tree_command(files, folder, mode), f"write into {folder}")
 
     def get(self, path: str) -> bytes:
-        """As in :class:`Host`."""
+        """The content of a file; ``~`` is the user's home there."""
         return self._script(files_.get_command(path), f"read {path}").stdout
 
     def _script(self, command: Command, meaning: str) -> Completed:

@@ -13,13 +13,13 @@ from typing import IO
 
 from tridock.command import Command
 from tridock.errors import ClusterError
-from tridock.remote.host import CHUNK, Completed, Operations, Progress, Sink, Stream, completed, timed_out
+from tridock.remote.host import CHUNK, Completed, Host, Progress, Sink, Stream, completed, timed_out
 
 _NOT_FOUND = 127
 _GRACE_S = 2.0
 
 
-class LocalHost(Operations):
+class LocalHost(Host):
     """Commands as processes of this machine, each in a session of its own: Ctrl-C at the terminal is the caller's."""
 
     def __init__(self, name: str = "this machine") -> None:
@@ -64,11 +64,9 @@ class LocalHost(Operations):
         return completed(command, _code(process), b"".join(errors))
 
     def stream(self, command: Command) -> Stream:
-        """As in :class:`tridock.remote.host.Host`."""
         return _LocalStream(command)
 
     def close(self) -> None:
-        """As in :class:`tridock.remote.host.Host`."""
         with self._lock:
             running = tuple(self._running)
         for process in running:

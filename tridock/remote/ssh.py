@@ -22,7 +22,7 @@ from tridock.remote import ssh_connection
 from tridock.remote.host import (
     CHUNK,
     Completed,
-    Operations,
+    Host,
     Progress,
     Sink,
     Stream,
@@ -200,7 +200,7 @@ def _signal(channel: Any, name: str) -> None:
         channel.transport._send_user_message(message)
 
 
-class SshHost(Operations):
+class SshHost(Host):
     """One host; user, port, keys, jump hosts and known hosts come from the ssh configuration unless given."""
 
     def __init__(
@@ -253,8 +253,6 @@ class SshHost(Operations):
         return completed(command, self.exit_code_of(channel, command), errors)
 
     def stream(self, command: Command) -> Stream:
-        """As in :class:`tridock.remote.host.Host`."""
-
         def start() -> Any:
             channel = self._start(command, command.render(), merged=True)
             channel.shutdown_write()
@@ -263,7 +261,6 @@ class SshHost(Operations):
         return _SshStream(self, run_in_thread(start), command)
 
     def close(self) -> None:
-        """As in :class:`tridock.remote.host.Host`."""
         # Takes no lock: whoever holds it may be waiting for this very connection.
         connection = self._connection
         if connection is not None:

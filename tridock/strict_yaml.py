@@ -11,12 +11,26 @@ import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Final, TypeVar
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, StringConstraints, ValidationError
 
 from tridock.errors import Problem, RequestError
+
+EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+EnvValue = Annotated[str, StringConstraints(pattern=r"^[^\n\r\x00]*$")]
+AS_TUPLE: Final = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+"""For a field that is a tuple: YAML has lists only, and strict mode does not convert one."""
+
+
+class Section(BaseModel):
+    """A mapping of a YAML file: unknown keys are errors, nothing is coerced, nothing changes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+Model = TypeVar("Model", bound=BaseModel)
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -99,9 +113,13 @@ def dump_yaml(fields: Mapping[str, Any]) -> str:
     return yaml.safe_dump(dict(fields), sort_keys=False, default_flow_style=False, allow_unicode=True)
 
 
-def problems_of(error: ValidationError, source: str, model: type[BaseModel]) -> list[Problem]:
-    """Pydantic's errors as problems, in the order of the file's fields."""
-    return [_problem_of(details, source, model) for details in error.errors(include_url=False)]
+def validated(model: type[Model], fields: Mapping[str, Any], source: str) -> Model:
+    """The fields as a model. Raises :class:`RequestError` with every problem, in the order of the file's fields."""
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        found = error.errors(include_url=False)
+        raise RequestError([_problem_of(details, source, model) for details in found]) from None
 
 
 def _problem_of(details: Any, source: str, model: type[BaseModel]) -> Problem:

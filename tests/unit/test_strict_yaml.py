@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Annotated
 
 import pytest
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from tridock.strict_yaml import problems_of
+from tridock.errors import RequestError
+from tridock.strict_yaml import validated
 
 
 class Inner(BaseModel):
@@ -35,7 +36,8 @@ class Outer(BaseModel):
     ],
 )
 def test_an_unknown_field_is_told_the_nearest_one(value: dict[str, object], place: str) -> None:
-    with pytest.raises(ValidationError) as caught:
-        Outer.model_validate(value)
-    problems = problems_of(caught.value, "f.yaml", Outer)
-    assert [str(problem) for problem in problems] == [f"f.yaml: {place}: is not a field; got 1; did you mean size?"]
+    with pytest.raises(RequestError) as caught:
+        validated(Outer, value, "f.yaml")
+    assert [str(problem) for problem in caught.value.problems] == [
+        f"f.yaml: {place}: is not a field; got 1; did you mean size?"
+    ]

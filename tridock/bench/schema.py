@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import Field, StringConstraints
 
-from tridock.errors import RequestError
-from tridock.strict_yaml import parse_yaml, problems_of, read_text
+from tridock.strict_yaml import AS_TUPLE, Section, parse_yaml, read_text, validated
 
 Label = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]{0,40}$")]
 Fields = dict[str, Any]
@@ -17,14 +16,8 @@ Fields = dict[str, Any]
 Positive = Annotated[int, Field(gt=0)]
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-class Bench(BaseModel):
+class Bench(Section):
     """What is measured."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     experiment: Annotated[str, Field(min_length=1)] = Field(
         description="The experiment's YAML file, beside this one or from the current folder."
@@ -33,7 +26,7 @@ class Bench(BaseModel):
     axes: dict[Label, dict[Label, Fields]] = Field(
         default_factory=dict, description="What is varied: axis, its values by their labels, and the fields of each."
     )
-    world: Annotated[tuple[Positive, ...], BeforeValidator(_frozen)] = Field(
+    world: Annotated[tuple[Positive, ...], AS_TUPLE] = Field(
         default=(1,), description="Numbers of ranks on this machine; one more axis."
     )
     iterations: Positive = Field(default=20, description="Steps that are measured, in each run.")
@@ -57,10 +50,7 @@ def load_bench(path: Path, world: Sequence[int] | None = None) -> Bench:
     fields = dict(parse_yaml(read_text(path, "a benchmark"), str(path)))
     if world is not None:
         fields["world"] = list(world)
-    try:
-        return Bench.model_validate(fields)
-    except ValidationError as error:
-        raise RequestError(problems_of(error, str(path), Bench)) from None
+    return validated(Bench, fields, str(path))
 
 
 def overrides_of(fields: Mapping[str, Any]) -> list[str]:

@@ -9,35 +9,22 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import Field, StringConstraints
 
 from tridock.contracts import run_folder
 from tridock.errors import Problem, RequestError
 from tridock.gpus import find_gpu
-from tridock.strict_yaml import parse_yaml, problems_of
+from tridock.strict_yaml import AS_TUPLE, EnvName, EnvValue, Section, parse_yaml, validated
 
 ClusterName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,40}$")]
-EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-EnvValue = Annotated[str, StringConstraints(pattern=r"^[^\n\r\x00]*$")]
-Word = Annotated[str, StringConstraints(pattern=r"^[^\n\r\x00]+$")]
+Line = Annotated[str, StringConstraints(pattern=r"^[^\n\r\x00]+$")]
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 
-def _frozen(value: Any) -> Any:
-    # YAML has lists only; a frozen model wants tuples, and strict mode takes no list for one.
-    return tuple(value) if isinstance(value, list) else value
-
-
-Words = Annotated[tuple[Word, ...], BeforeValidator(_frozen)]
+Lines = Annotated[tuple[Line, ...], AS_TUPLE]
 Limit = Annotated[str, StringConstraints(pattern=r"^(-1|[0-9]+)(:(-1|[0-9]+))?$")]
-
-
-class Section(BaseModel):
-    """A part of the settings: unknown keys are errors, nothing is coerced, nothing changes."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class Ssh(Section):
@@ -47,10 +34,10 @@ class Ssh(Section):
         default=None, description="User on the hosts; by default from the ssh configuration."
     )
     port: Port | None = Field(default=None, description="Port of the hosts' sshd; by default the ssh configuration's.")
-    identity_file: Word | None = Field(
+    identity_file: Line | None = Field(
         default=None, description="Your private key; by default those of the ssh configuration and the agent."
     )
-    config_file: Word | None = Field(
+    config_file: Line | None = Field(
         default=None, description="The ssh configuration to read; by default ~/.ssh/config and the system's."
     )
     connect_timeout: Annotated[float, Field(gt=0, le=600)] = Field(
@@ -72,8 +59,8 @@ def _gpu_ulimits() -> dict[str, str | int]:
 class Container(Section):
     """How ``docker run`` starts a node."""
 
-    network: Word = Field(default="host", description="Docker's --network.")
-    ipc: Word = Field(default="host", description="Docker's --ipc.")
+    network: Line = Field(default="host", description="Docker's --network.")
+    ipc: Line = Field(default="host", description="Docker's --ipc.")
     shm_size: Annotated[str, StringConstraints(pattern=r"^[0-9]+[bkmgBKMG]?$")] | None = Field(
         default=None, description="Docker's --shm-size, for example 16g; only without ipc: host."
     )
@@ -84,16 +71,16 @@ class Container(Section):
     gpus: Literal["auto", "all", "none"] = Field(
         default="auto", description="auto: all GPUs on hosts where nvidia-smi finds some, else none."
     )
-    devices: Words = Field(default=(), description="Docker's --device; InfiniBand devices are added where they exist.")
-    mounts: Words = Field(default=(), description="More mounts: source:target or source:target:ro.")
-    cap_add: Words = Field(default=("IPC_LOCK",), description="Docker's --cap-add.")
-    extra_args: Words = Field(default=(), description="More options of docker run.")
+    devices: Lines = Field(default=(), description="Docker's --device; InfiniBand devices are added where they exist.")
+    mounts: Lines = Field(default=(), description="More mounts: source:target or source:target:ro.")
+    cap_add: Lines = Field(default=("IPC_LOCK",), description="Docker's --cap-add.")
+    extra_args: Lines = Field(default=(), description="More options of docker run.")
 
 
 class Compose(Section):
     """Only with ``transport: compose``."""
 
-    file: Word = Field(default="docker-compose.yml", description="Compose file, from the project's folder.")
+    file: Line = Field(default="docker-compose.yml", description="Compose file, from the project's folder.")
     project: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]*$")] | None = Field(
         default=None, description="Compose project; by default tridock-<name>."
     )
@@ -102,10 +89,10 @@ class Compose(Section):
 class NodeSettings(Section):
     """What one node has of its own."""
 
-    address: Word | None = Field(
+    address: Line | None = Field(
         default=None, description="Address at which the other nodes reach it; by default its name in the hostfile."
     )
-    listen: Words | None = Field(default=None, description="Like listen above, for this node.")
+    listen: Lines | None = Field(default=None, description="Like listen above, for this node.")
     env: dict[EnvName, EnvValue] = Field(default_factory=dict, description="Added to env above, and wins over it.")
 
 
@@ -117,7 +104,7 @@ class Settings(Section):
         default="ssh", description="ssh to hosts, or compose: the twin on this machine's own Docker engine."
     )
     ssh: Ssh = Field(default_factory=Ssh)
-    workdir: Word | None = Field(
+    workdir: Line | None = Field(
         default=None, description="Folder of the cluster on each host; by default ~/tridock/<name>."
     )
     image: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][A-Za-z0-9._/:@-]*$")] = Field(
@@ -127,14 +114,14 @@ class Settings(Section):
     ssh_port: Annotated[int, Field(ge=1024, le=65535)] = Field(
         default=run_folder.SSH_PORT, description="Port of the nodes' sshd, which runs without root."
     )
-    listen: Words = Field(default=(), description="Addresses that the nodes' sshd listens on; by default all.")
+    listen: Lines = Field(default=(), description="Addresses that the nodes' sshd listens on; by default all.")
     env: dict[EnvName, EnvValue] = Field(default_factory=dict, description="Environment of every node.")
-    gpu: Word | None = Field(
+    gpu: Line | None = Field(
         default=None,
         description="The nodes' GPU, for the plan: its name (v100-16gb, a100-80gb, h200, …) or its memory (24gib);"
         " fab asks the hosts where it is left out.",
     )
-    spares: Words = Field(
+    spares: Lines = Field(
         default=(),
         description="Nodes of the hostfile that no run begins on: one takes the place of a node that a run has lost"
         " (restart in the experiment). --include uses one as any other.",
@@ -150,10 +137,7 @@ class Settings(Section):
 
 def parse_settings(text: str, source: str) -> Settings:
     """YAML to settings; every problem of the fields in one :class:`RequestError`."""
-    try:
-        settings = Settings.model_validate(dict(parse_yaml(text, source)))
-    except ValidationError as error:
-        raise RequestError(problems_of(error, source, Settings)) from None
+    settings = validated(Settings, dict(parse_yaml(text, source)), source)
     if problems := list(_unusable(settings, source)):
         raise RequestError(problems)
     return settings

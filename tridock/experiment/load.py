@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from tridock.errors import Problem, RequestError
 from tridock.experiment.schema import Experiment
-from tridock.strict_yaml import dump_yaml, parse_value, parse_yaml, problems_of, read_text
+from tridock.strict_yaml import dump_yaml, parse_value, parse_yaml, read_text, validated
 
 
 def load_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
@@ -27,10 +25,7 @@ def parse_experiment(text: str, source: str, overrides: Sequence[str] = ()) -> E
     fields = dict(parse_yaml(text, source))
     for override in overrides:
         _override(fields, override)
-    try:
-        return Experiment.model_validate(fields)
-    except ValidationError as error:
-        raise RequestError(problems_of(error, source, Experiment)) from None
+    return validated(Experiment, fields, source)
 
 
 def _override(fields: dict[str, Any], override: str) -> None:

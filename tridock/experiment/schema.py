@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BeforeValidator, Field, StringConstraints, model_validator
+
+from tridock.strict_yaml import AS_TUPLE, EnvName, EnvValue, Section
 
 Engine = Literal["torch", "megatron-deepspeed", "megatron-core"]
 Strategy = Literal["ddp", "fsdp", "zero"]
@@ -21,17 +23,10 @@ DEFAULT_STRATEGY: Final[Mapping[str, Strategy]] = {
 Precision = Literal["fp32", "bf16", "fp16"]
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,40}$")]
-EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-EnvValue = Annotated[str, StringConstraints(pattern=r"^[^\n\r\x00]*$")]
-Word = Annotated[str, StringConstraints(pattern=r"^[^\n\r\x00']+$")]
+Argument = Annotated[str, StringConstraints(pattern=r"^[^\n\r\x00']+$")]
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
-
-
-def _frozen(value: Any) -> Any:
-    # YAML has lists only; a frozen model wants tuples, and strict mode takes no list for one.
-    return tuple(value) if isinstance(value, list) else value
 
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -47,15 +42,6 @@ def _seconds(value: Any) -> Any:
 
 
 Seconds = Annotated[int, Field(gt=0), BeforeValidator(_seconds)]
-
-Words = Annotated[tuple[Word, ...], BeforeValidator(_frozen)]
-
-
-class Section(BaseModel):
-    """A part of the experiment: unknown keys are errors, nothing is coerced, nothing changes."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
 
 PRESETS: Final[Mapping[str, tuple[int, int, int]]] = {
     "gpt-small": (12, 12, 768),
@@ -366,7 +352,7 @@ class Experiment(Section):
     train: Train
     launch: Launch = Field(default_factory=Launch)
     restart: Restart = Field(default_factory=Restart)
-    megatron_args: Words = Field(
+    megatron_args: Annotated[tuple[Argument, ...], AS_TUPLE] = Field(
         default=(),
         description="Engine megatron-deepspeed: arguments for Megatron's command line that have no field here.",
     )

@@ -7,6 +7,8 @@ import json
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Final, get_args, get_origin
 
 from pydantic import BaseModel, TypeAdapter
@@ -17,12 +19,35 @@ from tridock.engines import ENGINES, engines_with
 from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment
 from tridock.layout.split import either
-from tridock.plan.effects import COMPLETE, EFFECTS, LETTERS, Effect
+from tridock.strict_yaml import AS_TUPLE, Section, parse_yaml, read_text, validated
 
 _WIDTH: Final = 110
 _SCHEMAS: Final[dict[str, type[BaseModel]]] = {"experiment": Experiment, "cluster settings": Settings}
 _ANY: Final = "NAME"
 """Stands in a path for a name that the user gives, as a node's."""
+COMPLETE: Final = ("model.", "parallel.", "batch.", "precision")
+"""Beginnings of the paths of fields that affect memory or time, or could be thought to."""
+LETTERS: Final = (
+    "s tokens of a sample, b samples of a micro-batch, h hidden size, a heads, V rows of the vocabulary; t, p, c, d"
+    " tensor, pipeline, context and data parallel size; m micro-batches of a step"
+)
+"""The letters in ``effects.yaml``."""
+
+
+class Effect(Section):
+    """The rules of a field beside the engines that have it, and its effect on a rank's memory and time."""
+
+    rules: Annotated[tuple[str, ...], AS_TUPLE] = ()
+    memory: str = ""
+    time: str = ""
+
+
+@cache
+def effects() -> Mapping[str, Effect]:
+    """``effects.yaml``: effects by the path of their field."""
+    path = Path(__file__).with_name("effects.yaml")
+    found = parse_yaml(read_text(path, "the effects of fields"), str(path))
+    return {field: validated(Effect, effect, f"{path}: {field}") for field, effect in found.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +113,7 @@ def _lines(place: _Place, known: list[_Place]) -> Iterator[str]:
         return
     rows = [("type", _type(place.field)), ("default", _default(place.field))]
     if place.schema == "experiment":
-        effect = EFFECTS.get(place.path, Effect())
+        effect = effects().get(place.path, Effect())
         rows += [("rule", rule) for rule in rules_of(place.path)]
         if place.path.startswith(COMPLETE):
             rows += [("memory", effect.memory or "nothing"), ("time", effect.time or "nothing"), ("where", LETTERS)]
@@ -96,8 +121,8 @@ def _lines(place: _Place, known: list[_Place]) -> Iterator[str]:
 
 
 def rules_of(path: str) -> tuple[str, ...]:
-    """What legality asks of a field of an experiment: the engines that have it, then what :data:`EFFECTS` says."""
-    names, rules = engines_with(path), EFFECTS.get(path, Effect()).rules
+    """What legality asks of a field of an experiment: the engines that have it, then what :func:`effects` says."""
+    names, rules = engines_with(path), effects().get(path, Effect()).rules
     return rules if len(names) == len(ENGINES) else (f"only with engine {either(names)}", *rules)
 
 

@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, StringConstraints, ValidationError
+from pydantic import Field, StringConstraints
 
-from tridock.cluster.schema import EnvName, EnvValue, Section, Word, Words
+from tridock.cluster.schema import Line, Lines
 from tridock.errors import Problem, RequestError
 from tridock.gpus import find_gpu
 from tridock.launchers.slurm.ranks import CONTAINERS, RANK_LAUNCHERS
-from tridock.strict_yaml import parse_yaml, problems_of
+from tridock.strict_yaml import EnvName, EnvValue, Section, parse_yaml, validated
 
 Positive = Annotated[int, Field(ge=1)]
 # What stands behind "#SBATCH --option=" is cut at a space, and no shell sees it.
@@ -38,10 +38,10 @@ class SlurmContainer(Section):
         default=None,
         description="A .sif file (apptainer), a .sqsh file or registry#image:tag (pyxis), an image's name (docker).",
     )
-    mounts: Words = Field(
+    mounts: Lines = Field(
         default=(), description="Folders to mount beside the workspace: /source, /source:/target or /source:/target:ro."
     )
-    extra_args: Words = Field(default=(), description="More options of apptainer exec, docker run, or srun (pyxis).")
+    extra_args: Lines = Field(default=(), description="More options of apptainer exec, docker run, or srun (pyxis).")
 
 
 class Request(Section):
@@ -55,7 +55,7 @@ class Request(Section):
         default="gres", description="Option that requests the GPUs; none requests none (CPU ranks)."
     )
     gpu_type: Plain | None = Field(default=None, description="GPU type, as in --gres=gpu:<type>:<number>.")
-    gpu: Word | None = Field(
+    gpu: Line | None = Field(
         default=None,
         description="GPU for the plan: its name (v100-32gb, a100-80gb, …) or its memory (24gib);"
         " by default what sinfo reports.",
@@ -87,15 +87,15 @@ class Request(Section):
         description="Queue the job again after its time limit or a lost node; the run continues from its checkpoint.",
     )
     container: SlurmContainer = Field(default_factory=SlurmContainer)
-    setup: Words = Field(
+    setup: Lines = Field(
         default=(), description="Shell lines at the start of the script: module load …, source …/activate."
     )
     env: dict[EnvName, EnvValue] = Field(default_factory=dict, description="Environment of every rank.")
-    sbatch: Words = Field(default=(), description="More options of sbatch, for example --mail-type=END.")
-    srun: Words = Field(
+    sbatch: Lines = Field(default=(), description="More options of sbatch, for example --mail-type=END.")
+    srun: Lines = Field(
         default=(), description="More options of the srun that starts the ranks, for example --mpi=none."
     )
-    tridock: Word = Field(default="tridock", description="The tridock command on the nodes, outside any container.")
+    tridock: Line = Field(default="tridock", description="The tridock command on the nodes, outside any container.")
     array_tasks: Positive | None = Field(
         default=None, description="Runs of a job array at the same time; all by default."
     )
@@ -121,10 +121,7 @@ def make_request(text: str, source: str, changes: Mapping[str, object]) -> Reque
     for dotted, value in changes.items():
         section, _, field = dotted.partition(".")
         fields[section] = {**_mapping(fields.get(section)), field: value} if field else value
-    try:
-        request = Request.model_validate(fields)
-    except ValidationError as error:
-        raise RequestError(problems_of(error, source, Request)) from None
+    request = validated(Request, fields, source)
     if problems := list(_unusable(request, source)):
         raise RequestError(problems)
     return request

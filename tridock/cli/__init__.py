@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tridock import __version__
-from tridock.cli import bench, data, plan, replan, report, reproduce, slurm, train, triage
+from tridock.cli import bench, data, plan, runs, slurm, train
 from tridock.errors import EXIT_INTERRUPTED, TridockError
 
 if TYPE_CHECKING:
@@ -43,6 +43,6 @@ def build_parser() -> argparse.ArgumentParser:
         "--version", action="version", version=f"tridock {__version__}", help="show the version and exit"
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (train, plan, data, slurm, report, bench, reproduce, triage, replan):
+    for module in (train, plan, data, slurm, bench, runs):
         module.add(commands)
     return parser

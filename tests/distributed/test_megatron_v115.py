@@ -201,7 +201,7 @@ def test_deepspeed_and_plain_data_parallelism_agree(runs: Runs) -> None:
 VARIANTS: dict[str, tuple[int, dict[str, Any]]] = {
     "accumulated": (2, {ZERO: 1, "batch.micro_batch_size": 2}),
     "in-cpu": (2, {ZERO: 0, "model.checkpoint_activations": True, "model.checkpoint_in_cpu": True}),
-    "ddp-fp16": (2, {"parallel.strategy": "ddp", "precision": "fp16", "fp16.loss_scale": 256.0}),
+    "ddp-fp16": (2, {"parallel.strategy": "ddp", "precision": "fp16", "fp16.initial_scale_power": 8}),
     "stored": (2, {ZERO: 0, "model.checkpoint_activations": True, "model.checkpoint_num_layers": 2}),
     "partitioned": (
         2,

@@ -84,7 +84,9 @@ class Model(Section):
         default=None, description="Rows of the position table; seq_length where left out."
     )
     vocab_size: Positive | None = Field(
-        default=None, description="Tokens of the tokenizer; read from the data where left out."
+        default=None,
+        description="Tokens of the tokenizer; read from the data where left out. Engine megatron-deepspeed trains with"
+        " those of data.vocab_file in any case: there it serves the plan only.",
     )
     make_vocab_size_divisible_by: Positive = Field(
         default=128,
@@ -238,10 +240,14 @@ class Data(Section):
         default="949,50,1", description="Shares of the documents (or images) for training, validation and test."
     )
     vocab_file: str | None = Field(
-        default=None, min_length=1, description="Engine megatron-deepspeed: GPT-2 vocabulary (vocab.json); required."
+        default=None,
+        min_length=1,
+        description="GPT-2 vocabulary (vocab.json): engine megatron-deepspeed needs it, the others do not read it.",
     )
     merge_file: str | None = Field(
-        default=None, min_length=1, description="Engine megatron-deepspeed: GPT-2 merges (merges.txt); required."
+        default=None,
+        min_length=1,
+        description="GPT-2 merges (merges.txt): engine megatron-deepspeed needs it, the others do not read it.",
     )
 
 

@@ -37,7 +37,6 @@ INTERLEAVED = {
 }
 ZERO, FSDP, DDP = ({"parallel.strategy": strategy} for strategy in ("zero", "fsdp", "ddp"))
 FP16 = {"precision": "fp16", **DDP}
-FP16_ZERO = {"precision": "fp16", **ZERO, "parallel.zero_stage": 1}
 CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
     "name": ("other", {}),
     "engine": (None, {}),
@@ -92,7 +91,7 @@ CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
     "optimizer.clip_grad": (0.5, {}),
     "precision": ("fp16", DDP),
     "fp16.loss_scale": (8.0, FP16),
-    "fp16.initial_scale_power": (8, FP16_ZERO),
+    "fp16.initial_scale_power": (8, FP16),
     "fp16.loss_scale_window": (8, FP16),
     "fp16.hysteresis": (8, FP16),
     "train.train_iters": (50, {}),

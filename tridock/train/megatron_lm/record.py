@@ -79,6 +79,13 @@ class Recorder:
         self.iteration = end
         return end
 
+    def get_optimizer(self, model: Any) -> Any:
+        """Upstream's. Without DeepSpeed its dynamic loss scale would start at 2**32: it has no option for that."""
+        optimizer = self._original["get_optimizer"](model)
+        if getattr(optimizer, "dynamic_loss_scale", False):
+            optimizer.loss_scaler.cur_scale = 2.0**self.experiment.fp16.initial_scale_power
+        return optimizer
+
     def train_step(self, forward: Any, iterator: Any, model: Any, optimizer: Any, scheduler: Any) -> Any:
         """One optimizer step.
 
@@ -280,6 +287,7 @@ def time_phases(model: Any, phases: Phases) -> None:
 
 
 HOOKED = (
+    "get_optimizer",
     "train",
     "train_step",
     "backward_step",

@@ -17,6 +17,7 @@ from typing import ClassVar
 from tridock.cluster.settings import Cluster
 from tridock.command import Command
 from tridock.contracts import environment, run_folder
+from tridock.contracts.devices import MIG, VISIBLE
 
 CLUSTER_LABEL = "tridock.cluster"
 NODE_LABEL = "tridock.node"
@@ -127,7 +128,7 @@ class SshTransport(Transport):
         for capability in settings.cap_add:
             options += ["--cap-add", capability]
         if settings.gpus == "all" or (settings.gpus == "auto" and facts.gpus):
-            options += ["--gpus", "all"]
+            options += self._gpu_options(node)
         devices = [*settings.devices, *(["/dev/infiniband"] if facts.infiniband else [])]
         for device in dict.fromkeys(devices):
             options += ["--device", device]
@@ -139,10 +140,21 @@ class SshTransport(Transport):
             options += ["--env", f"{name}={setting}"]
         return [*options, *settings.extra_args, image_id, "node"]
 
+    def _gpu_options(self, node: str) -> list[str]:
+        """All GPUs, or those of ``CUDA_VISIBLE_DEVICES`` in the node's env; inside they are numbered from 0."""
+        chosen = self.cluster.env_of(node).get(VISIBLE)
+        if chosen is None:
+            return ["--gpus", "all"]
+        return ["--gpus", f'"device={chosen}"'] if chosen else []
+
     def _environment(self, node: str, facts: HostFacts) -> dict[str, str]:
         """The container's environment: its node, the owner of its files, its sshd's addresses, the cluster's own."""
         addresses = self.cluster.listen_of(node)
         listen = {environment.SSH_LISTEN: ",".join(addresses)} if addresses else {}
+        env = self.cluster.env_of(node)
+        devices = env.pop(VISIBLE, "")
+        # A slice has no number that a process could use: the ranks need its UUID.
+        slices = {environment.DEVICES: devices} if devices.startswith(MIG) else {}
         return {
             environment.CLUSTER: self.cluster.name,
             environment.NODE: node,
@@ -150,7 +162,8 @@ class SshTransport(Transport):
             environment.GID: str(facts.gid),
             environment.SSH_PORT: str(self.cluster.settings.ssh_port),
             **listen,
-            **self.cluster.env_of(node),
+            **slices,
+            **env,
         }
 
 

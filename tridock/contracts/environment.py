@@ -20,6 +20,8 @@ SECRETS: Final = "TRIDOCK_SECRETS"
 MEGATRON: Final = "TRIDOCK_MEGATRON"
 # For the scripts with the old names: the experiment that they start.
 EXPERIMENT: Final = "TRIDOCK_EXPERIMENT"
+# Of a node: its own list of GPUs, as in CUDA_VISIBLE_DEVICES. The launcher's slot numbers are places in it.
+DEVICES: Final = "TRIDOCK_DEVICES"
 # Of a run's processes, and of nothing else.
 RUN_ID: Final = "TRIDOCK_RUN_ID"
 WORLD_SIZE: Final = "TRIDOCK_WORLD_SIZE"
@@ -30,5 +32,5 @@ DEEPSPEED_LOG_LEVEL: Final = "TRIDOCK_DEEPSPEED_LOG_LEVEL"
 
 OF_A_RUN: Final = (RUN_ID, WORLD_SIZE)
 """Never part of a node's environment: ``entrypoint.sh`` leaves them out for sshd and login shells."""
-OF_A_NODE: Final = (NODE, SSH_LISTEN, UID, GID)
+OF_A_NODE: Final = (NODE, SSH_LISTEN, UID, GID, DEVICES)
 """Differ from node to node by design."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from tridock.contracts.devices import VISIBLE
 from tridock.engines import engine_of, field_problems
 from tridock.errors import Problem
 from tridock.experiment import Experiment
@@ -22,7 +23,15 @@ def layout_problems(experiment: Experiment, world_size: int) -> list[Problem]:
         *world_problems(experiment, world_size, engine.takes_sizes),
         *(() if rest else engine.batch_problems(experiment, replicas)),
         *_schedule_problems(experiment),
+        *_device_problems(experiment),
     ]
+
+
+def _device_problems(experiment: Experiment) -> Iterator[Problem]:
+    """GPUs are of a node, and an experiment runs on many: the launchers would overwrite the variable."""
+    if (devices := experiment.env.get(VISIBLE)) is not None:
+        todo = "set it in the shell for tridock train, or in nodes.<name>.env of the cluster's settings for fab launch"
+        yield Problem(f"env.{VISIBLE}", "chooses GPUs of a node, not of an experiment", repr(devices), todo)
 
 
 def _image_problems(experiment: Experiment) -> Iterator[Problem]:

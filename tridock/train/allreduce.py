@@ -15,6 +15,8 @@ import sys
 import time
 from datetime import timedelta
 
+from tridock.contracts import environment
+
 _ROUNDS = 4
 _SLOW = 0.3
 """The share of the limit above which importing torch counts as slow; on an idle machine it takes a twentieth."""
@@ -120,8 +122,8 @@ def _measure(rank: int, slot: int, timeout: timedelta) -> dict[str, object]:
 
 
 def _device_of(slot: int) -> str:
-    """The value of CUDA_VISIBLE_DEVICES for a slot, within the container's own; empty for a slot beyond those."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    """The value of CUDA_VISIBLE_DEVICES for a slot, within the node's own; empty for a slot beyond those."""
+    visible = os.environ.get(environment.DEVICES, os.environ.get("CUDA_VISIBLE_DEVICES"))
     return str(slot) if visible is None else "".join(visible.split(",")[slot : slot + 1])
 
 

@@ -24,7 +24,7 @@ mkdir -p "$RUN/logs"
 printf '%s slots=2\n' "${nodes[@]}" >"$RUN/hostfile"
 
 # What follows the -- starts all ranks. The supervisor watches them on every node.
-# shellcheck disable=SC2016  # the number of a task's node is known in the task
+# shellcheck disable=SC2016  # a task alone knows the number and the GPUs of its node
 exec tridock slurm supervise --no-requeue "$RUN" -- \
   srun --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=0 \
   bash -c 'exec torchrun --node-rank="$SLURM_NODEID" "$@"' torchrun \

@@ -32,7 +32,7 @@ printf '%s slots=4\n' "${nodes[@]}" >"$RUN/hostfile"
 # What follows the -- starts all ranks. The supervisor watches them on every node.
 # It queues the job again where the run has saved because its time was over, or has lost a node:
 # the run then continues from its newest checkpoint.
-# shellcheck disable=SC2016  # the number of a task's node is known in the task
+# shellcheck disable=SC2016  # a task alone knows the number and the GPUs of its node
 exec tridock slurm supervise "$RUN" -- \
   srun --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=0 \
   bash -c 'exec torchrun --node-rank="$SLURM_NODEID" "$@"' torchrun \

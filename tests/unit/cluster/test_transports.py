@@ -132,3 +132,28 @@ def test_a_twins_recipe_changes_with_what_compose_would_read(tmp_path: Path) -> 
         recipe(dotenv="A=1"), recipe(facts=replace(FACTS, uid=7)), recipe(A="1"),
     ]  # fmt: skip
     assert len({first, *others}) == 8
+
+
+@pytest.mark.parametrize(
+    ("devices", "option", "listed"),
+    [
+        ("4,5", '"device=4,5"', None),
+        ("GPU-aa,GPU-bb", '"device=GPU-aa,GPU-bb"', None),
+        ("MIG-aa,MIG-bb", '"device=MIG-aa,MIG-bb"', "TRIDOCK_DEVICES=MIG-aa,MIG-bb"),
+    ],
+)
+def test_a_node_gets_the_gpus_that_its_settings_choose(
+    tmp_path: Path, devices: str, option: str, listed: str | None
+) -> None:
+    made = cluster(tmp_path, f"nodes: {{gpu-1: {{env: {{CUDA_VISIBLE_DEVICES: '{devices}'}}}}}}\n")
+    argv = SshTransport(made).run_command("gpu-1", IMAGE, FACTS).argv
+    assert argv[argv.index("--gpus") + 1] == option
+    assert not [word for word in argv if word.startswith("CUDA_VISIBLE_DEVICES")]  # inside they are numbered from 0
+    assert [word for word in argv if word.startswith("TRIDOCK_DEVICES")] == ([listed] if listed else [])
+    other = SshTransport(made).run_command("gpu-2", IMAGE, FACTS).argv
+    assert other[other.index("--gpus") + 1] == "all"
+
+
+def test_a_node_whose_settings_choose_no_gpu_gets_none(tmp_path: Path) -> None:
+    made = cluster(tmp_path, "env: {CUDA_VISIBLE_DEVICES: ''}\n")
+    assert "--gpus" not in SshTransport(made).run_command("gpu-1", IMAGE, FACTS).argv

@@ -154,3 +154,21 @@ def test_two_jobs_of_one_node_have_ports_of_their_own(tmp_path: Path) -> None:
         (tmp_path / str(number)).mkdir()
         ports.add(run_script(text, tmp_path / str(number), SLURM_JOB_ID=str(49999 + number))[1])
     assert ports == {"29999", "20000", "20001"}
+
+
+@pytest.mark.parametrize(
+    ("env", "gpus"),
+    [
+        ({"SLURM_STEP_GPUS": "4,5", "SLURM_JOB_GPUS": "0,1", "CUDA_VISIBLE_DEVICES": "0,1"}, '"device=4,5"'),
+        ({"SLURM_JOB_GPUS": "6", "CUDA_VISIBLE_DEVICES": "0"}, '"device=6"'),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-aa,GPU-bb"}, '"device=GPU-aa,GPU-bb"'),
+    ],
+)
+def test_dockers_containers_get_the_gpus_of_the_allocation(env: dict[str, str], gpus: str, tmp_path: Path) -> None:
+    (tmp_path / "docker").write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    (tmp_path / "docker").chmod(0o755)
+    text = render(script("demo-docker"))
+    command = text[text.index("bash -c") : text.index(" --rm")].replace("\\\n", "")
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", **env}
+    done = subprocess.run(["bash", "-c", f"{command} --rm image"], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["run", f"--gpus={gpus}", "--rm", "image"]

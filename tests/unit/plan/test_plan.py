@@ -57,6 +57,7 @@ def test_every_problem_at_once() -> None:
         "parallel.strategy=ddp", "parallel.zero_stage=2", "parallel.tensor_model_parallel_size=2",
         "model.num_attention_heads=3", "model.max_position_embeddings=8", "batch.global_batch_size=7",
         "optimizer.lr_warmup_iters=30", "optimizer.min_lr=1",
+        "env.CUDA_VISIBLE_DEVICES='0'",
     ]  # fmt: skip
     assert refused({"a": [0, 1], "b": [0, 1]}, *overrides) == [
         "e.yaml: parallel.tensor_model_parallel_size: must divide num_attention_heads 3; got 2; use 1 or 3",
@@ -67,6 +68,8 @@ def test_every_problem_at_once() -> None:
         "use 4 or 8, or leave it out",
         "e.yaml: optimizer.lr_warmup_iters: must be less than lr_decay_iters 30; got 30; lower it",
         "e.yaml: optimizer.min_lr: must not exceed lr 0.00015; got 1; lower it",
+        "e.yaml: env.CUDA_VISIBLE_DEVICES: chooses GPUs of a node, not of an experiment; got '0'; "
+        "set it in the shell for tridock train, or in nodes.<name>.env of the cluster's settings for fab launch",
     ]
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from tridock.contracts import environment, run_folder
+from tridock.contracts.devices import VISIBLE
 from tridock.launchers.deepspeed import for_pdsh
 
 if TYPE_CHECKING:  # a request is checked against what stands here
@@ -31,11 +32,15 @@ _TASKS_OWN = (
     "SLURM_LOCALID",
     "SLURM_NTASKS",
     "SLURM_STEP_TASKS_PER_NODE",
-    "CUDA_VISIBLE_DEVICES",
     "MASTER_ADDR",
     "MASTER_PORT",
     environment.RUN_ID,
     environment.WORLD_SIZE,
+)
+
+_ON_ALLOCATED_GPUS: Final = (
+    "'gpus=${SLURM_STEP_GPUS:-${SLURM_JOB_GPUS:-${CUDA_VISIBLE_DEVICES:-all}}}; "
+    """exec docker run --gpus="\\"device=$gpus\\"" "$@"'"""
 )
 
 Line = tuple[str, ...]
@@ -124,9 +129,10 @@ def _apptainer(request: Request, _env: Sequence[str]) -> list[Line]:
 def _docker(request: Request, env: Sequence[str]) -> list[Line]:
     container = request.container
     image, extra = shlex.quote(container.image or ""), tuple(map(shlex.quote, container.extra_args))
-    gpus = ("--gpus=all",) if request.gpu_request != "none" else ()
-    argv = ("docker", "run", "--rm", "--network=host", "--ipc=host", "--pid=host", '--user="$(id -u):$(id -g)"')
-    limits = ("--ulimit=memlock=-1", "--ulimit=stack=67108864", *gpus)
+    # Which GPUs of its node a task has is known in the task alone. Docker knows no cgroup of Slurm's.
+    run = ("bash", "-c", _ON_ALLOCATED_GPUS, "docker") if request.gpu_request != "none" else ("docker", "run")
+    argv = (*run, "--rm", "--network=host", "--ipc=host", "--pid=host", '--user="$(id -u):$(id -g)"')
+    limits = ("--ulimit=memlock=-1", "--ulimit=stack=67108864")
     mounts = tuple(f"--volume={shlex.quote(_source_and_target(mount))}" for mount in container.mounts)
     folders = ('--volume="$WORKSPACE:$WORKSPACE"', *mounts, f"--workdir={RUN}")
     named = tuple(f"--env={name}" for name in (*_TASKS_OWN, *env))
@@ -154,7 +160,9 @@ def _torchrun(request: Request, program: Sequence[str]) -> list[Line]:
 
 
 def _deepspeed(_request: Request, program: Sequence[str]) -> list[Line]:
-    first = ("bash", "-c", """'exec deepspeed --node_rank="$SLURM_NODEID" "$@"'""", "deepspeed")
+    # It numbers the node's GPUs from 0, whatever Slurm has allocated.
+    gpus = f"${{{VISIBLE}+{environment.DEVICES}=${VISIBLE}}}"
+    first = ("bash", "-c", f"""'exec env {gpus} deepspeed --node_rank="$SLURM_NODEID" "$@"'""", "deepspeed")
     return [first, (*_DEEPSPEED, "--no_ssh"), ("--no_local_rank", "--module", *program)]
 
 

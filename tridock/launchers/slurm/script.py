@@ -171,8 +171,8 @@ def _launch(script: Script[Any]) -> Iterator[str]:
         yield "# It queues the job again where the run has saved because its time was over, or has lost a node:"
         yield "# the run then continues from its newest checkpoint."
     lines = launch_lines(request, program, env)
-    if any("'exec " in word for line in lines for word in line):
-        yield "# shellcheck disable=SC2016  # the number of a task's node is known in the task"
+    if any("$@" in word for line in lines for word in line):
+        yield "# shellcheck disable=SC2016  # a task alone knows the number and the GPUs of its node"
     supervise = [request.tridock, "slurm", "supervise", *(() if requeues else ("--no-requeue",))]
     supervise += [f"--env={shlex.quote(f'{name}={value}')}" for name, value in request.env.items()]
     supervise += [shlex.quote(word) for word in script.source]

@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Final
 
+from tridock.contracts import environment
+from tridock.contracts.devices import MIG, VISIBLE, listed_devices
 from tridock.gpus import Gpu
 from tridock.ops.hosts.facts import smallest_gpu
 
@@ -22,9 +26,11 @@ def node_argv() -> list[str]:
 
 def node_environment(ranks: int) -> dict[str, str]:
     """The environment of what runs on this machine; ``ranks`` share its cores."""
+    devices = chosen_devices()
     # The ranks import this package and DeepSpeed's launcher from the environment that this process runs in.
     return {
         **os.environ,
+        **({} if devices is None else {environment.DEVICES: ",".join(devices)}),
         "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
         # Ranks that each take all cores slow each other down.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks))),
@@ -33,13 +39,30 @@ def node_environment(ranks: int) -> dict[str, str]:
 
 
 def default_ranks() -> int:
-    """One rank per GPU; two on a machine without GPUs, enough for every code path that needs company."""
-    return len(_nvidia_smi("--list-gpus")) or 2
+    """One rank per GPU or MIG slice of ``CUDA_VISIBLE_DEVICES``, or else of the machine; two where ranks train on the
+    CPU, enough for every code path that needs company."""
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        return 2
+    devices = chosen_devices()
+    return len(_listed() if devices is None else devices) or 2
+
+
+def chosen_devices() -> Sequence[str] | None:
+    """The devices that ``CUDA_VISIBLE_DEVICES`` names, or all MIG slices where there are some; None for all GPUs."""
+    if (visible := os.environ.get(VISIBLE)) is not None:
+        return [name for name in visible.split(",") if name]
+    listed = _listed()
+    return listed if any(uuid.startswith(MIG) for uuid in listed) else None
 
 
 def gpu_here() -> Gpu | None:
     """The GPU of this machine with the least memory."""
     return smallest_gpu(_nvidia_smi("--query-gpu=memory.total,name", "--format=csv,noheader,nounits"))
+
+
+@cache
+def _listed() -> tuple[str, ...]:
+    return listed_devices("\n".join(_nvidia_smi("--list-gpus")))
 
 
 def _nvidia_smi(*options: str) -> list[str]:

@@ -7,6 +7,7 @@ import subprocess
 
 import torch
 
+from tridock.contracts.devices import MIG, VISIBLE, listed_devices
 from tridock.errors import Problem, RunError
 
 
@@ -17,9 +18,10 @@ def choose_device(local_rank: int) -> torch.device:
     (``DS_ACCELERATOR=cuda``) or ``nvidia-smi`` lists some.
     """
     accelerator = os.environ.get("DS_ACCELERATOR")
-    if accelerator != "cpu" and torch.cuda.is_available() and local_rank < torch.cuda.device_count():
-        torch.cuda.set_device(local_rank)
-        return torch.device("cuda", local_rank)
+    index = 0 if os.environ.get(VISIBLE, "").startswith(MIG) else local_rank
+    if accelerator != "cpu" and torch.cuda.is_available() and index < torch.cuda.device_count():
+        torch.cuda.set_device(index)
+        return torch.device("cuda", index)
     if accelerator == "cuda" or (accelerator != "cpu" and _driver_lists_gpus()):
         todo = (
             "see what nvidia-smi and fab check say there, or set DS_ACCELERATOR: cpu in the experiment's env "
@@ -32,7 +34,7 @@ def choose_device(local_rank: int) -> torch.device:
 
 def _reason() -> str:
     """Why torch has no further GPU, in its own words where it has none at all."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = os.environ.get(VISIBLE)
     among = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
     try:
         torch.cuda.init()
@@ -43,7 +45,7 @@ def _reason() -> str:
 
 def _driver_lists_gpus() -> bool:
     try:
-        done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, check=False)
+        done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=False)
     except OSError:
         return False
-    return done.returncode == 0 and done.stdout.startswith(b"GPU ")
+    return done.returncode == 0 and bool(listed_devices(done.stdout))

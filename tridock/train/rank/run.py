@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tridock.contracts import environment, heartbeat
+from tridock.contracts.devices import rank_devices
 from tridock.contracts.events import Cause, Event, append_event
 from tridock.contracts.run_folder import EXIT_PREEMPTED, FLIGHT
 from tridock.errors import EXIT_INTERRUPTED, Problem, RunError, TridockError
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 def run_rank(run_folder: Path, program: Callable[[], None]) -> int:
     """Runs the program with its output copied to the rank's log; returns the exit code. Call it first: it forks."""
     os.environ.update(slurm_rank_env(os.environ))
+    os.environ.update(rank_devices(os.environ))
+    os.environ.pop(environment.DEVICES, None)
     rank = int(os.environ.get("RANK", "0"))
     log = RankLog.open(run_folder, rank)
     with _heartbeat(run_folder, rank):

@@ -1,0 +1,55 @@
+"""The GPUs that a run on this machine uses."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.unit.contracts.test_devices import SLICED, WHOLE
+from tridock.ops.runs import this_machine
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    this_machine._listed.cache_clear()
+    return tmp_path
+
+
+def nvidia_smi(folder: Path, listing: str) -> None:
+    (folder / "listing").write_text(listing)
+    (folder / "nvidia-smi").write_text(f"#!/bin/sh\ncat '{folder}/listing'\n")
+    (folder / "nvidia-smi").chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("visible", "listing", "ranks", "devices"),
+    [
+        (None, WHOLE, 2, None),
+        (None, SLICED, 3, "MIG-c7384736-a75d-5afc-978f-d2f1294409fd,MIG-a28ad590-3fda-56dd-84fc-0a0b96edc58d,"
+                          "GPU-0b757f86-2a2b-5b6c-8b0c-3d1b9e1ff5c2"),
+        ("1", WHOLE, 1, "1"),
+        ("GPU-83a1d6de-25c9-1c0f-90f2-0d4b0f1a7a10", WHOLE, 1, "GPU-83a1d6de-25c9-1c0f-90f2-0d4b0f1a7a10"),
+        ("", WHOLE, 2, ""),
+        (None, "", 2, None),
+    ],
+)  # fmt: skip
+def test_ranks_by_the_devices_that_are_visible(
+    machine: Path, visible: str | None, listing: str, ranks: int, devices: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvidia_smi(machine, listing)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert this_machine.default_ranks() == ranks
+    assert this_machine.node_environment(ranks).get("TRIDOCK_DEVICES") == devices
+
+
+def test_ranks_on_the_cpu_do_not_follow_the_gpus(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvidia_smi(machine, WHOLE + WHOLE)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert this_machine.default_ranks() == 2
+    assert "TRIDOCK_DEVICES" not in os.environ

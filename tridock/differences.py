@@ -1,7 +1,5 @@
 """Documents compared field by field: manifests, experiments, the arguments of a log."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

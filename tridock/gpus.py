@@ -3,8 +3,6 @@
 Memory is what ``nvidia-smi`` shows as the total; rates are dense (without sparsity), decimal, one direction.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Final

@@ -3,8 +3,6 @@
 PyYAML silently keeps the last of two equal keys and reads ``1e-4`` as text: both have cost people runs.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 import types

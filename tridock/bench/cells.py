@@ -1,7 +1,5 @@
 """The cells of a benchmark's matrix, and what was measured of each. Pure."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

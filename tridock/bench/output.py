@@ -1,7 +1,5 @@
 """The results of a benchmark: JSON, a Markdown table and plots in a folder, a table in the terminal."""
 
-from __future__ import annotations
-
 import json
 import platform
 import statistics

@@ -1,7 +1,5 @@
 """Runs a benchmark, cell after cell, the engine's runs and the bare loop's in turn. A cell that fails is noted."""
 
-from __future__ import annotations
-
 import os
 import signal
 import statistics

@@ -1,7 +1,5 @@
 """The YAML of a benchmark: an experiment, and what is varied of it. Typed, no I/O but its loader."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any

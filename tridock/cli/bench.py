@@ -1,7 +1,5 @@
 """``tridock bench``."""
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys

@@ -1,7 +1,5 @@
 """``tridock data``: the demo data set, copies to hosts, and the subcommands of ``preprocess`` and ``datasets``."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

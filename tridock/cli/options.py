@@ -1,7 +1,5 @@
 """Building blocks of the command line: a subcommand with its help, and the options that several subcommands share."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``tridock train``."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

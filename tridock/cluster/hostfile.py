@@ -9,8 +9,6 @@ compares them). ``Hostfile.validate`` refuses more, where DeepSpeed would start 
 * names that differ in case only: ssh lowers them, so that their host keys would be one.
 """
 
-from __future__ import annotations
-
 import io
 import ipaddress
 import re

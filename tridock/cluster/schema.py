@@ -4,8 +4,6 @@
 names of the hostfile.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import re
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """A cluster: a hostfile, the settings beside it, and what follows from the two."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Mapping, Sequence

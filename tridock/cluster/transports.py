@@ -3,8 +3,6 @@
 ``transport`` in a cluster's settings names one of :data:`TRANSPORTS`; nothing else compares its name.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

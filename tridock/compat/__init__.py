@@ -3,8 +3,6 @@
 Only what is missing is replaced, and every replacement is reported.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import sys

@@ -1,7 +1,5 @@
 """Stand-ins for the parts of NVIDIA's apex that Megatron v1.1.5 imports, made of torch's own fused operations."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """torch.cuda on a machine without CUDA: what Megatron calls of it, done by the CPU."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

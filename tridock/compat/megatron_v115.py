@@ -1,7 +1,5 @@
 """What Megatron-LM v1.1.5 itself needs, besides the names that it imports. Called with its folder on ``sys.path``."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

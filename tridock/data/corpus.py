@@ -1,7 +1,5 @@
 """The demo data set, built from text that every machine has: the source files of Python's standard library."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

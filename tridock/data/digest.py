@@ -1,7 +1,5 @@
 """SHA-256 of a stream, computed in a thread."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -4,8 +4,6 @@ Every document of the inputs is in the output or is a rejected line. The order i
 depend on the number of workers, nor on interruptions.
 """
 
-from __future__ import annotations
-
 import hashlib
 import platform
 import time

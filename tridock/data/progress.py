@@ -1,7 +1,5 @@
 """Progress on standard error: a bar in a terminal, otherwise lines if requested."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ and ``<k>.documents`` (int64 per document, Megatron's document index), and also 
 journal is saved after the data that it counts. A resumed run truncates the files to its counts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

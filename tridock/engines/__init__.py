@@ -1,7 +1,5 @@
 """The engines, by the name that an experiment gives; nothing outside this package compares that name. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Final
 

@@ -1,7 +1,5 @@
 """DeepSpeed's ZeRO, which engines ``torch`` and ``megatron-deepspeed`` share: configuration, memory, traffic. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, Final
 

@@ -1,7 +1,5 @@
 """What Tridock asks of an engine: one :class:`Engine` for each name of ``engine:`` in an experiment. Pure."""
 
-from __future__ import annotations
-
 import json
 import posixpath
 from abc import ABC, abstractmethod

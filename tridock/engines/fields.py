@@ -1,7 +1,5 @@
 """What an engine declares of each field: its ranks honour it or never read it, or the plan refuses it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final

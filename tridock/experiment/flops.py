@@ -6,8 +6,6 @@ recomputation, which is not the model's need, a forward and a backward pass of t
 72 B s l h^2 (1 + s / 6h + V / 12 l h). Model FLOPs utilization (MFU) is that over what the devices could do at best.
 """
 
-from __future__ import annotations
-
 from tridock.experiment import resnet
 from tridock.experiment.schema import Model
 

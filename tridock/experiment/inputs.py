@@ -1,7 +1,5 @@
 """Whether the data and the tokenizer that an experiment names match it. The files are read elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """YAML to :class:`Experiment`: every problem at once, each with its field path."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """ResNet-50 in numbers: its convolutions, and what follows from them (He et al., 2016, table 1)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final

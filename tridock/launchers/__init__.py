@@ -3,8 +3,6 @@
 A launcher is a dataclass that satisfies :class:`Launcher`; its fields are what only it needs to know.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Final
 

@@ -1,7 +1,5 @@
 """The ``deepspeed`` command line and its environment file, quoted so that the ranks get every argument unchanged."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Mapping, Sequence

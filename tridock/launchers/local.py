@@ -1,7 +1,5 @@
 """The launcher of ``tridock train``: each machine starts its own ranks, without ssh."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

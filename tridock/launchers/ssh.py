@@ -1,7 +1,5 @@
 """The launcher of ``fab launch``: DeepSpeed's pdsh from the head over the cluster's own ssh."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

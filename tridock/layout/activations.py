@@ -10,8 +10,6 @@ the gradients on their way. The numbers were held against every tensor that CPU 
 differs in what its kernels keep: a byte an element for dropout, fp32 statistics of norms, attention fused with dropout.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Final
 

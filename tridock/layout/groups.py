@@ -1,7 +1,5 @@
 """Who talks to whom: the communication groups of a plan, and which of them cross nodes. Pure."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping

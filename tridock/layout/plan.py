@@ -1,7 +1,5 @@
 """The plan: the rank map and the batch arithmetic of an experiment on slots."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any

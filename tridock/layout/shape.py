@@ -5,8 +5,6 @@ width: three biases of the attention's input, one of its output, four of the MLP
 norms of two. Tensor parallel ranks share the matrices and the biases of what they split.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Literal

@@ -1,7 +1,5 @@
 """How a model may be split over ranks, whichever engine does it, and the legal choices nearest to an illegal one."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator
 from itertools import product

@@ -7,8 +7,6 @@ against what the engines were seen to send (``tests/distributed/test_traffic.py`
 and the padding of buffers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal

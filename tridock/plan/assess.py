@@ -1,7 +1,5 @@
 """The verdict on an experiment and a cluster: every reason why it cannot run, or its plan, memory and cost."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

@@ -1,7 +1,5 @@
 """One field of an experiment or of a cluster's settings, explained."""
 
-from __future__ import annotations
-
 import difflib
 import json
 import textwrap

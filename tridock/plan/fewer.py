@@ -4,8 +4,6 @@ The global batch, the micro batch and the optimizer stay: a replica works throug
 the mathematics that it had.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Reasons why an experiment cannot run on a number of ranks: all of them, each with the nearest choice that can."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from tridock.contracts.devices import VISIBLE

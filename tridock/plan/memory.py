@@ -32,8 +32,6 @@ less than 1e5 elements whole. FSDP2 sums the gradients of several micro-batches 
 them (:mod:`~tridock.engines.torch.fsdp`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal

@@ -4,8 +4,6 @@ Varied are the layout's sizes, sequence parallelism, the distributed optimizer o
 recomputation; what the experiment says of the model, the engine and the global batch stays.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product

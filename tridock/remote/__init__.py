@@ -1,7 +1,5 @@
 """Commands and files on hosts: over SSH or on this machine, with a cap, time limits and one outcome a host."""
 
-from __future__ import annotations
-
 from tridock.cluster import Cluster
 from tridock.cluster.transports import transport_of
 from tridock.remote.fanout import Outcome, on_all, raise_failures

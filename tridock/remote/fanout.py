@@ -1,7 +1,5 @@
 """The same thing on many hosts: under a cap, one outcome a host, every failure reported."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque

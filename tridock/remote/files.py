@@ -1,7 +1,5 @@
 """Shell commands that write and read files on a host: POSIX sh, one round trip each. Pure."""
 
-from __future__ import annotations
-
 import io
 import posixpath
 import tarfile

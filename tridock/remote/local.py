@@ -1,7 +1,5 @@
 """The operator's own machine as a host: for the twin, whose nodes run on the engine here."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -3,8 +3,6 @@
 Commands run on paramiko's channels: Invoke's runner would send Ctrl-C to the other side.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import time

@@ -4,8 +4,6 @@ Nothing is trusted that the operator's ssh does not trust already: an unknown or
 way through a jump host too.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 import socket

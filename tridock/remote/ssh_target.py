@@ -3,8 +3,6 @@
 ``ssh -G`` is asked rather than the files read: it knows Include, Match, canonical names and the defaults.
 """
 
-from __future__ import annotations
-
 import getpass
 import re
 import socket

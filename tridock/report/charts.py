@@ -1,7 +1,5 @@
 """The charts of a report: one for each quantity that at least one run has logged; and the loss curve of one run."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import statistics

@@ -1,7 +1,5 @@
 """Figures: lines over iterations, and bars. Each as SVG for the page and as a PNG file."""
 
-from __future__ import annotations
-
 import io
 import math
 import re

@@ -1,7 +1,5 @@
 """HTML from escaped parts: nothing that a run or a log contains becomes markup."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Iterable, Sequence
 from typing import Final

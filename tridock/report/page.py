@@ -1,7 +1,5 @@
 """The report as one HTML page without scripts or external files, and its charts as PNG files."""
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """What `tridock plan` and `fab plan` print, as tables or JSON, and their exit code."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence

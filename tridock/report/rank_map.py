@@ -1,7 +1,5 @@
 """The rank map: which rank runs on which slot of which node. Its labels and colours, and its text for a terminal."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

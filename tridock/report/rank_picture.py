@@ -3,8 +3,6 @@
 Lengths are in inches; the origin is the lower left corner. One axes fills the figure.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import math

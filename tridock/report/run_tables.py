@@ -1,7 +1,5 @@
 """Tables of runs for a terminal: the runs of a cluster, and what a reproduction found."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a report is about: a run, from its folder or from a Megatron log, and its plan beside what was measured."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from array import array

@@ -1,7 +1,5 @@
 """The summary of a run: its figures, and the table of them."""
 
-from __future__ import annotations
-
 import statistics
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta

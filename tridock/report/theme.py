@@ -4,8 +4,6 @@ Charts are drawn in the light colours. In the page's SVG each colour becomes a C
 decides.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Final
 

@@ -1,7 +1,5 @@
 """The run to repeat, and how its environment differs from the current one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path

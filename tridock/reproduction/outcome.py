@@ -1,7 +1,5 @@
 """Compares the losses of a repeated run with the original, iteration by iteration: the verdict."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Sequence

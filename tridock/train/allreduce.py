@@ -4,8 +4,6 @@
 ranks. It prints one JSON object a line: rank 0's result, or the error of a rank. Nothing outlives ``--limit`` seconds.
 """
 
-from __future__ import annotations
-
 import argparse
 import base64
 import json

@@ -1,7 +1,5 @@
 """The learning rate as a function of the iteration, without state."""
 
-from __future__ import annotations
-
 import math
 
 from tridock.experiment.schema import Optimizer

@@ -14,8 +14,6 @@ Layout of the index, little-endian, as in Megatron-LM's ``indexed_dataset.py`` (
 An empty document has no sequence: it repeats an entry of the document index.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import struct

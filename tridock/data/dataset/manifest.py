@@ -1,7 +1,5 @@
 """``<prefix>.json`` beside a data set: its inputs, tokenizer, counts and checksums."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError

@@ -1,7 +1,5 @@
 """``tridock data merge``: joins data sets, byte for byte as Megatron's ``tools/merge_datasets.py``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 

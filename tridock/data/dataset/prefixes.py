@@ -1,7 +1,5 @@
 """Finds and opens the data sets on a command line."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``tridock data split``: divides a data set, in order, into train, valid and test, or into equal parts."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

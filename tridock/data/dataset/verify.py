@@ -1,7 +1,5 @@
 """``tridock data verify``: reads a whole data set and checks its index, tokens and checksums."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field

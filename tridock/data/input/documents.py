@@ -1,7 +1,5 @@
 """Parses lines into documents. Invalid lines are rejected with a reason; nothing is repaired or guessed."""
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Callable, Iterator, Sequence

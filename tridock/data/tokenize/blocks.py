@@ -1,7 +1,5 @@
 """Encodes a chunk into blocks: documents as the bytes of a data set."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ post-processor). tests/unit/data/test_encoders.py compares its ids with the refe
 compares again: some hard texts at its start, and a piece of each chunk.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import json

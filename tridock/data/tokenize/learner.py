@@ -3,8 +3,6 @@
 The process reads texts, a JSON string per line, and prints the tokenizer as JSON.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

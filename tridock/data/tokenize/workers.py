@@ -1,7 +1,5 @@
 """Encodes chunks in several processes, in order. Token ids come back through shared memory."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import multiprocessing

@@ -1,7 +1,5 @@
 """Engine ``megatron-core`` as the planner and the launchers see it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import product
 

@@ -1,7 +1,5 @@
 """What megatron-core does with each field of an experiment, and reasons why it cannot run one."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Final

@@ -3,8 +3,6 @@
 Pure. :data:`tridock.engines.megatron_lm.legality.OWNED` names the field that gives each option.
 """
 
-from __future__ import annotations
-
 import posixpath
 from collections.abc import Iterator
 from dataclasses import replace

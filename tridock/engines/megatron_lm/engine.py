@@ -1,7 +1,5 @@
 """Engine ``megatron-deepspeed`` as the planner and the launchers see it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any

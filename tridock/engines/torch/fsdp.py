@@ -6,8 +6,6 @@ holds most may be any of the first and the last layer's backward passes of a mic
 layer's gradients are scattered: torch keeps the buffer of the layer before until then, and has gathered the next one.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 from tridock.experiment import Experiment

@@ -1,7 +1,5 @@
 """The launcher of a Slurm job: the sbatch script's own command starts the ranks, steps of the job reach the nodes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """What a job asks of Slurm: a site's profile (``configs/slurm/*.yaml``), with the command line's options over it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Final, Literal

@@ -1,7 +1,5 @@
 """The sbatch script: what a person would have written for this experiment on this site. Pure."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator, Sequence

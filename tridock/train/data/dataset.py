@@ -9,8 +9,6 @@ restart, and nothing has to be stored or rebuilt to find it: the order is a pseu
 is needed (a Feistel network with cycle walking, Black and Rogaway 2002), not a table of every sample.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ Which image a sample is follows from (seed, split, epoch, position) alone, as fo
 (:mod:`tridock.train.data.dataset`); so does whether it is flipped horizontally, as every second one is in training.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

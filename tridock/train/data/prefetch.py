@@ -1,7 +1,5 @@
 """Reads the next batches in a thread while the current ones are trained on; pinned memory on GPUs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any

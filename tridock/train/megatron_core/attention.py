@@ -5,8 +5,6 @@ on GPUs. Under context parallelism each rank here gathers the keys and values of
 those that come before them; keys and values are held whole while the layer works.
 """
 
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 from functools import lru_cache

@@ -5,8 +5,6 @@ megatron-core lets processes that it forks write, and a manager that it starts c
 same function writes, in the rank.
 """
 
-from __future__ import annotations
-
 import queue
 from collections.abc import Sequence
 from contextlib import suppress

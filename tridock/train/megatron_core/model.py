@@ -1,7 +1,5 @@
 """The GPT of an experiment as megatron-core builds it: this rank's parts, ready to train."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import math

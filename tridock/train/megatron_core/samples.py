@@ -5,8 +5,6 @@ length of the run. Every rank makes its indices in memory, so that nothing is wr
 has to be shared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property

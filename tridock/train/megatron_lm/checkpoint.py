@@ -4,8 +4,6 @@ With DeepSpeed they lie in ``global_step<n>/``, without it in ``iter_<n>/``, eac
 file that upstream wants to read; beside them ``latest`` and ``latest_checkpointed_iteration.txt``, as it has them.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 from collections.abc import Callable

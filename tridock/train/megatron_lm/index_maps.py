@@ -4,8 +4,6 @@ Makes the index maps of samples that the run's ranks would make, with upstream's
 Prints them as JSON: ``{"made": how many, "files": [names beside the data]}``. Those that are there stay as they are.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import glob

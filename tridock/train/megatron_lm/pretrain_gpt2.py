@@ -4,8 +4,6 @@ Runs DeepSpeedExamples' Megatron-LM v1.1.5 as it is (with the patches of ``patch
 folder or from the one that TRIDOCK_MEGATRON names.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os

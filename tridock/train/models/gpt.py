@@ -1,7 +1,5 @@
 """A compact GPT-2: pre-LayerNorm, learned positions, tied embeddings (Radford et al., 2019)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

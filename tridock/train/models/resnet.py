@@ -4,8 +4,6 @@ Batch normalization uses the statistics of each micro-batch on its rank, as with
 single rank with r micro-batches. The running statistics, for evaluation, are averaged over the ranks when needed.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 import torch

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
+from tests.dataset_writer import IndexedDatasetWriter
 from tests.distributed import fork_server
 from tests.experiments import with_fields
 from tridock.contracts.run_folder import DEEPSPEED_CONFIG, EXPERIMENT
-from tridock.data.dataset.indexed_dataset import IndexedDatasetWriter
 from tridock.engines.deepspeed import deepspeed_config
 from tridock.experiment import dump_experiment, load_experiment
 

@@ -72,7 +72,7 @@ def test_samples_in_megatrons_order(tmp_path: Path) -> None:
     out = run(
         """
 import numpy as np
-from tridock.data.dataset.indexed_dataset import IndexedDatasetWriter
+from tests.dataset_writer import IndexedDatasetWriter
 from tridock.errors import RequestError
 from tridock.train.data.dataset import load_splits
 from tridock.train.megatron_core.samples import gpt_splits

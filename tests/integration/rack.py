@@ -22,8 +22,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.dataset_writer import IndexedDatasetWriter
 from tests.integration.support import HOST_IMAGE, ROOT, execute, own_name, succeed, wait_until
-from tridock.data.dataset.indexed_dataset import IndexedDatasetWriter
 
 USER = "trainer"
 UID = 1234

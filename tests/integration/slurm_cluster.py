@@ -25,10 +25,11 @@ USER = "trainer"
 SHARED = "/shared"
 DATA = """
 from pathlib import Path
-from tridock.data.dataset.indexed_dataset import IndexedDatasetWriter
-with IndexedDatasetWriter(Path("data/tiny/text_document"), vocab_size=64) as writer:
-    for start in range(400):
-        writer.add_document([(start + step) % 64 for step in range(64)])
+import numpy as np
+from tridock.data.dataset.indexed_dataset import write_index
+tokens = np.add.outer(np.arange(400), np.arange(64)) % 64
+tokens.astype("<u2").tofile("data/tiny/text_document.bin")
+write_index(Path("data/tiny/text_document.idx"), np.dtype("<u2"), np.full(400, 64), np.arange(401))
 """
 TINY = rack.TINY | {"model": rack.TINY["model"] | {"num_layers": 2}}
 SITE = {"gpus_per_node": 1, "gpu_request": "none", "cpus_per_node": 2, "time": "30", "signal_lead": 60}

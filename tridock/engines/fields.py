@@ -44,11 +44,6 @@ COMMON: Final[Fields] = dict.fromkeys(
 """What every engine honours, but for the fields that its own table names."""
 
 
-def declared(fields: Fields, path: str) -> Declared | None:
-    """What is declared of a field, by itself or with its section; None where it is forgotten."""
-    return fields.get(path) or fields.get(path.partition(".")[0])
-
-
 def as_yaml(value: object) -> str:
     """A field's value as YAML has it; a list's items with spaces between."""
     if value is None:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tridock.data.dataset.indexed_dataset import HEADER, IndexedDataset, IndexedDatasetWriter, token_dtype
+from tests.dataset_writer import IndexedDatasetWriter
+from tridock.data.dataset.indexed_dataset import HEADER, IndexedDataset, token_dtype
 from tridock.errors import RequestError
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 999), max_size=9), max_size=9)

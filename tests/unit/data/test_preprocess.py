@@ -18,8 +18,9 @@ from typing import Any
 
 import pytest
 
+from tests.dataset_writer import IndexedDatasetWriter
 from tridock.data import preprocess as module
-from tridock.data.dataset.indexed_dataset import IndexedDataset, IndexedDatasetWriter
+from tridock.data.dataset.indexed_dataset import IndexedDataset
 from tridock.data.dataset.manifest import read_manifest
 from tridock.data.input.sources import Kind, find_sources
 from tridock.data.preprocess import Preprocessed, Request, preprocess

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from tests.experiments import make_plan, with_fields
 from tridock.engines import ENGINES, RankProgram, rank_program
-from tridock.engines.fields import Honoured, Refused, Unused, declared
+from tridock.engines.fields import Declared, Fields, Honoured, Refused, Unused
 from tridock.experiment import Experiment
 from tridock.plan.legality import layout_problems
 
@@ -121,6 +121,11 @@ LAUNCH = ("launchers", "ops", "node")
 """Rooms that honour what starts and supervises a run, whichever engine it has."""
 OF_TORCH = [f"tridock.train.{room}" for room in ("bench", "models", "parallel")]
 """Rooms of engine torch, of which the others import helpers that read no field."""
+
+
+def declared(fields: Fields, path: str) -> Declared | None:
+    """What is declared of a field, by itself or with its section; None where it is forgotten."""
+    return fields.get(path) or fields.get(path.partition(".")[0])
 
 
 def leaves(model: type[BaseModel], prefix: str = "") -> Iterator[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tridock.data.dataset.indexed_dataset import IndexedDatasetWriter
+from tests.dataset_writer import IndexedDatasetWriter
 
 ROOT = Path(__file__).parents[3]
 

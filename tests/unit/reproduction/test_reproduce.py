@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tests.dataset_writer import IndexedDatasetWriter
 from tests.experiments import with_fields
 from tridock.cli import main
-from tridock.data.dataset.indexed_dataset import IndexedDatasetWriter
 from tridock.differences import Difference
 from tridock.errors import RequestError
 from tridock.experiment import dump_experiment

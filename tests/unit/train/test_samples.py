@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.dataset_writer import IndexedDatasetWriter
 from tests.unit.train.experiments import experiment
-from tridock.data.dataset.indexed_dataset import IndexedDatasetWriter
 from tridock.data.dataset.manifest import DatasetManifest, write_manifest
 from tridock.errors import RequestError
 from tridock.train.data.dataset import Samples, load_splits, mixed_seed, shuffled, split_bounds

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.dataset_writer import IndexedDatasetWriter
 from tridock.cli import main
-from tridock.data.dataset.indexed_dataset import IndexedDatasetWriter
 
 EXPERIMENT = {
     "name": "t",

@@ -33,7 +33,6 @@ the same ranks: the median of all turns, and its standard error."""
 
 
 def row(one: Measured, others: Sequence[Measured]) -> list[str]:
-    """A cell's figures as they are shown."""
     if one.state != "ok":
         return [one.cell.name, one.state, *[""] * (len(COLUMNS) - 2)]
     assert one.median_s is not None
@@ -61,7 +60,6 @@ def _text(value: float | None, form: Callable[[float], str]) -> str:
 
 
 def table(measured: Sequence[Measured]) -> Table:
-    """For the terminal."""
     shown = Table(*COLUMNS)
     for one in measured:
         shown.add_row(*row(one, measured))
@@ -96,7 +94,6 @@ def versions() -> dict[str, str]:
 
 
 def document(measured: Sequence[Measured], bench: Bench) -> dict[str, Any]:
-    """For programs."""
     cells = []
     for one in measured:
         figures = {"median_s", "tokens_per_second", "spread", "overhead", "overhead_error"}

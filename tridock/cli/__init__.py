@@ -37,7 +37,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Returns the parser of ``tridock`` with all subcommands."""
     parser = argparse.ArgumentParser(prog="tridock", description=_DESCRIPTION)
     parser.add_argument(
         "--version", action="version", version=f"tridock {__version__}", help="show the version and exit"

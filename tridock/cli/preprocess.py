@@ -153,7 +153,6 @@ def _find_sources(arguments: argparse.Namespace, default: str) -> tuple[Source, 
 
 
 def _preprocess_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
-    """Yields what is wrong with the options of ``preprocess``."""
     from tridock.data.input.documents import rejects_problems
 
     if arguments.split_sentences:
@@ -175,7 +174,6 @@ def _preprocess_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
 
 
 def _tokenizer_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
-    """Yields what is wrong with the options of ``train-tokenizer``."""
     from tridock.data.input.documents import rejects_problems
     from tridock.data.tokenize.tokenizer import END_OF_TEXT, SMALLEST_VOCABULARY
 

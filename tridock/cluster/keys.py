@@ -36,7 +36,6 @@ class KeyPair:
 
     @classmethod
     def generate(cls) -> KeyPair:
-        """A new key."""
         return cls._of(Ed25519PrivateKey.generate())
 
     @classmethod
@@ -77,7 +76,6 @@ class ClusterKeys:
 
     @classmethod
     def generate(cls, nodes: Iterable[str]) -> ClusterKeys:
-        """New keys for these nodes."""
         return cls(KeyPair.generate(), {name: KeyPair.generate() for name in nodes})
 
     def for_nodes(self, nodes: Iterable[str]) -> ClusterKeys:

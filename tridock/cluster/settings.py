@@ -67,7 +67,6 @@ class Cluster:
         return self.settings.workdir or f"~/tridock/{self.name}"
 
     def node(self, name: str) -> ClusterNode:
-        """The node of that name."""
         return next(node for node in self.nodes if node.name == name)
 
     def host_of(self, name: str) -> str:
@@ -84,7 +83,6 @@ class Cluster:
         return self.settings.listen if own is None else own
 
     def env_of(self, name: str) -> dict[str, str]:
-        """What the settings put into a node's environment."""
         return {**self.settings.env, **self._own(name).env}
 
     def _own(self, name: str) -> NodeSettings:

@@ -238,7 +238,6 @@ TRANSPORTS: Mapping[str, type[SshTransport] | type[ComposeTransport]] = {
 
 
 def transport_of(cluster: Cluster) -> SshTransport | ComposeTransport:
-    """The transport that the cluster's settings name."""
     return TRANSPORTS[cluster.settings.transport](cluster)
 
 

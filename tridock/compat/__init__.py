@@ -26,7 +26,6 @@ def install(device_type: str, local_world_size: int) -> list[str]:
 
 
 def _restore_old_names() -> list[str]:
-    """Restores names that torch and numpy have dropped."""
     restored = []
     if importlib.util.find_spec("torch._six") is None and "torch._six" not in sys.modules:
         six = ModuleType("torch._six", "Stand-in: what old code imports from it.")

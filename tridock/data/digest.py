@@ -42,5 +42,4 @@ class Digest:
         return self._thread.submit(lambda: self._digest.copy().hexdigest())
 
     def hexdigest(self) -> str:
-        """Returns the hash of all pieces so far."""
         return self.mark().result()

@@ -46,7 +46,6 @@ class Request:
 
     @property
     def prefixes(self) -> tuple[Path, ...]:
-        """The prefix of each key's data set."""
         prefix = self.output_prefix
         return tuple(prefix.with_name(f"{prefix.name}_{key}_{self.level}") for key in self.recipe.keys)
 
@@ -79,7 +78,6 @@ class Preprocessed:
 
     @property
     def prefix(self) -> Path:
-        """The prefix of the first key."""
         return self.prefixes[0]
 
     def __str__(self) -> str:

@@ -29,8 +29,6 @@ _PARTS: Final = ("bin", "lengths", "documents")
 
 
 class Counts(BaseModel):
-    """Counts of one key."""
-
     bytes: int = 0
     sequences: int = 0
     documents: int = 0
@@ -143,7 +141,6 @@ class ResumableBuild:
         counts.empty += int((block.sequences == 0).sum())
 
     def reject(self, record: bytes) -> None:
-        """Appends a rejected line."""
         self._files[-1].write(record)
         self.journal.rejects_bytes += len(record)
         self.journal.rejected += 1
@@ -181,12 +178,10 @@ class ResumableBuild:
             partial.replace(rejects)
 
     def remove(self) -> None:
-        """Removes the folder."""
         shutil.rmtree(self.folder)
 
     @property
     def can_resume(self) -> bool:
-        """Whether a journal was saved."""
         return (self.folder / _JOURNAL).exists()
 
     def __enter__(self) -> Self:
@@ -205,7 +200,6 @@ class ResumableBuild:
 
 
 def build_folder(prefix: Path) -> Path:
-    """Returns the folder of an incomplete data set."""
     return prefix.with_name(f".{prefix.name}.unfinished")
 
 

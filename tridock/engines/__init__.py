@@ -30,7 +30,6 @@ ENGINES: Final[Mapping[str, Engine]] = {engine.name: engine for engine in (Torch
 
 
 def engine_of(experiment: Experiment) -> Engine:
-    """The engine that the experiment names."""
     return ENGINES[experiment.engine]
 
 

@@ -82,7 +82,6 @@ class Engine(ABC):
         return self.padded_vocab_size(vocab_size(experiment), experiment)
 
     def parameters(self, experiment: Experiment, stage: int) -> Parameters:
-        """Weights of each rank of a stage."""
         return parameters_of_stage(experiment, stage, self.rows_of_vocabulary(experiment))
 
     @abstractmethod
@@ -177,7 +176,6 @@ class Engine(ABC):
 
 
 def uneven_batch(experiment: Experiment, replicas: int, todo: str, near: tuple[int, ...]) -> Problem:
-    """A global batch that the replicas cannot share equally."""
     sizes = f"micro_batch_size {experiment.batch.micro_batch_size} x data parallel size {replicas}"
     got = str(experiment.batch.samples_per_step(replicas))
     return Problem("batch.global_batch_size", f"must be a multiple of {sizes}", got, todo, near)

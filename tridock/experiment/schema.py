@@ -132,7 +132,6 @@ class Model(Section):
 
     @property
     def is_vision(self) -> bool:
-        """Whether it is a model of images."""
         return self.preset == "resnet50"
 
     @property

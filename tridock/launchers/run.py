@@ -83,7 +83,6 @@ class Run:
     path: str
 
     def program(self, *, resume: bool = False) -> RankProgram:
-        """The program of every rank."""
         request = self.request
         return rank_program(self.experiment, request.assessment.laid_out, request.run_id, self.path, resume=resume)
 

@@ -39,7 +39,6 @@ class Term:
 
 
 def total_bytes(terms: Iterable[Term]) -> int:
-    """The sum."""
     return sum(term.bytes for term in terms)
 
 

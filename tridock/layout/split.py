@@ -86,7 +86,6 @@ def size_of_replica(experiment: Experiment) -> int:
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, the least first."""
     return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
 
 

@@ -100,7 +100,6 @@ class Cost:
     estimate: Estimate | None
 
     def days(self, tokens: float) -> float | None:
-        """Until that many tokens are trained on."""
         return None if self.estimate is None else tokens / self.estimate.tokens_per_second / _DAY_S
 
 

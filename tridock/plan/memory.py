@@ -76,7 +76,6 @@ class StageMemory:
 
 
 def fit_of(share: float | None) -> Fit:
-    """What a share of a GPU's memory means."""
     if share is None or share <= TIGHT:
         return "fits"
     return "tight" if share <= 1.0 else "no-fit"
@@ -127,7 +126,6 @@ def _passing(experiment: Experiment, stage: int, shape: Shape, states: States, d
 
 
 def memory_of_stages(experiment: Experiment, shape: Shape, gpu: Gpu | None) -> tuple[StageMemory, ...]:
-    """Of every stage, in order."""
     stages = experiment.parallel.pipeline_model_parallel_size
     return tuple(memory_of_stage(experiment, stage, shape, gpu) for stage in range(stages))
 

@@ -23,8 +23,6 @@ from tridock.plan.memory import StageMemory, memory_of_stage
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A legal layout."""
-
     choice: Choice
     experiment: Experiment
     data_parallel_size: int
@@ -34,15 +32,12 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Estimated time of an iteration."""
         assert self.cost.estimate is not None
         return self.cost.estimate.iteration
 
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A layout that cannot be, and why."""
-
     choice: Choice
     reason: str
 

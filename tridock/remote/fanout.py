@@ -25,7 +25,6 @@ class Outcome(Generic[T]):
 
     @property
     def ok(self) -> bool:
-        """Whether there is a value."""
         return self.error is None
 
 

@@ -57,7 +57,6 @@ def put_tree_command(files: Mapping[str, bytes], folder: str, mode: int) -> Comm
 
 
 def get_command(path: str) -> Command:
-    """Prints a file."""
     return Command.of("sh", "-c", _GET, "get", path)
 
 

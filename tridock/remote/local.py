@@ -90,7 +90,6 @@ class _Reader(threading.Thread):
             _end(self._process)  # nobody takes what it still has to say
 
     def finish(self, deadline: float | None) -> None:
-        """Waits for the end of the pipe, until the deadline."""
         self.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
         if self.is_alive():
             raise subprocess.TimeoutExpired("", 0)

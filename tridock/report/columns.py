@@ -28,7 +28,6 @@ class Curve:
         return [value for value in self.y if math.isfinite(value)]
 
     def without_gaps(self) -> Curve:
-        """Returns only the points with a finite value."""
         kept = [index for index, value in enumerate(self.y) if math.isfinite(value)]
         return Curve(array("d", (self.x[i] for i in kept)), array("d", (self.y[i] for i in kept)))
 
@@ -76,7 +75,6 @@ class Columns:
 
     @property
     def last(self) -> int | None:
-        """The last iteration, or None."""
         return int(self._iterations[-1]) if self._iterations else None
 
     def add(self, iteration: int, values: Mapping[str, float]) -> None:
@@ -107,5 +105,4 @@ class Columns:
         return Curve(array("d"), array("d")) if column is None else Curve(self._iterations, column)
 
     def names(self) -> list[str]:
-        """Returns the names of the columns in alphabetical order."""
         return sorted(self._columns)

@@ -33,7 +33,6 @@ Row = Sequence[str]
 
 
 def escape(text: str) -> str:
-    """Returns a text as HTML, for an element or an attribute."""
     return html.escape(printable(text), quote=True)
 
 
@@ -79,10 +78,8 @@ def _class(name: str) -> str:
 
 
 def folded(title: str, content: str, *, open_: bool = False) -> str:
-    """Returns a section that opens when its title is clicked."""
     return f"<details{' open' if open_ else ''}>{element('summary', title)}{content}</details>"
 
 
 def section(name: str, title: str, content: str) -> str:
-    """Returns a section of the page that links can point to."""
     return f'<section id="{escape(name)}">{element("h2", title)}{content}</section>'

@@ -25,8 +25,6 @@ from tridock.report.rank_picture import plot as plot_rank_map
 
 @dataclass(frozen=True, slots=True)
 class Show:
-    """Options of the output."""
-
     search: bool = False
     json: bool = False
     plot: str = ""
@@ -88,7 +86,6 @@ def _print_search(found: Search, assessment: Assessment, console: Console, show:
 
 
 def _refusal(error: RequestError) -> str:
-    """Returns the JSON of an experiment that is invalid."""
     problems = [{"field": one.where, "message": str(one), "nearest": list(one.nearest)} for one in error.problems]
     empty: dict[str, Any] = {
         "ranks": [],
@@ -143,7 +140,6 @@ def headline(assessment: Assessment) -> Text:
 
 
 def render(assessment: Assessment) -> Group:
-    """Returns everything about a legal plan."""
     assert assessment.cost is not None
     parts: list[RenderableType] = [headline(assessment), "", _facts(assessment), ""]
     parts += [rank_map.render(assessment.laid_out, captions(assessment)), "", memory_table(assessment)]
@@ -292,7 +288,6 @@ def _estimated(cost: Cost, model: Model) -> Iterator[tuple[str, str]]:
 
 
 def days_line(assessment: Assessment) -> str | None:
-    """Returns a line with the time of the whole training."""
     cost = assessment.cost
     if cost is None or (days := cost.days(assessment.tokens)) is None:
         return None
@@ -315,7 +310,6 @@ def _traffic_table(cost: Cost) -> Table:
 
 
 def render_search(found: Search, name: str) -> Group:
-    """Returns the best layouts, and the reasons against the others."""
     table = _table(f"Layouts of {name}, best first")
     table.padding = (0, 1, 0, 0)
     unit = next((one.experiment.model.unit for one in found.found), "tokens")
@@ -372,7 +366,6 @@ def _table(title: str) -> Table:
 
 
 def _best_options(found: Search, assessment: Assessment) -> str:
-    """Returns the options that select the best layout."""
     return " ".join(f"--set {change}" for change in overrides_of(found.found[0], assessment.experiment))
 
 

@@ -40,7 +40,6 @@ class Slot:
 
     @property
     def line(self) -> float:
-        """Height of a line of text."""
         return 1.35 * self.points / 72
 
     @property
@@ -76,7 +75,6 @@ class Sheet:
     height: float
 
     def node(self, number: int) -> Point:
-        """Returns the lower left corner of a node."""
         row, column = divmod(number, self.nodes_across)
         gap, top = self.slot.gap, self.height - MARGIN - HEAD
         return MARGIN + column * (self.node_width + gap), top - row * (self.node_height + gap) - self.node_height

@@ -84,7 +84,6 @@ def environment_table(found: Sequence[Difference]) -> Table:
 
 
 def verdict_table(outcome: Outcome) -> Table:
-    """Returns a table with the verdict and what it is based on."""
     table = Table(
         title=f"{escape(outcome.now)} compared with {escape(outcome.then)}", show_header=False, title_justify="left"
     )

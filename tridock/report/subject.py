@@ -35,8 +35,6 @@ _LOGGED = (
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """One run in a report."""
-
     name: str
     source: str
     """Folder or log that it was read from."""

@@ -65,7 +65,6 @@ def summary_of(
     plan: Record,
     events: list[Record],
 ) -> Summary:
-    """Returns the summary of a run whose files were read already."""
     logged = [
         record.get("tokens_per_second", record.get("samples_per_second")) for record in (iterations[1:] or iterations)
     ]
@@ -116,7 +115,6 @@ def _mfu(tflops: float | None, device: str | None, precision: str) -> float | No
 
 
 def render_table(summary: Summary) -> Table:
-    """Returns the summary as a table for a terminal."""
     table = Table(title=f"Run {summary.run_id}", show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column(overflow="fold")

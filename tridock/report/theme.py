@@ -42,7 +42,6 @@ def themed(svg: str) -> str:
 
 
 def style() -> str:
-    """Returns the style sheet of the page."""
     light = "".join(f"{variable}:{colour};" for colour, variable in VARIABLES.items())
     dark = "".join(f"{variable}:{_DARK[colour]};" for colour, variable in VARIABLES.items())
     rules = Path(__file__).with_name("style.css").read_text()

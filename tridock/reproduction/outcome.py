@@ -105,7 +105,6 @@ class Outcome:
         return "within tolerance" if self.losses.largest else "identical"
 
     def document(self) -> dict[str, Any]:
-        """Returns the content of ``reproduction.json``."""
         return {
             "verdict": self.verdict,
             "then": self.then,
@@ -118,7 +117,6 @@ class Outcome:
         }
 
     def write(self, folder: Path) -> None:
-        """Writes ``reproduction.json`` to the folder of the new run."""
         run_folder.write_atomic(folder / run_folder.REPRODUCTION, self.to_json().encode())
 
     def to_json(self) -> str:

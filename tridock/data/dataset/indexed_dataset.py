@@ -48,7 +48,6 @@ def bin_path(prefix: Path) -> Path:
 
 
 def idx_path(prefix: Path) -> Path:
-    """``<prefix>.idx``."""
     return prefix.parent / f"{prefix.name}.idx"
 
 

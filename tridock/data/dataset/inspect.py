@@ -86,7 +86,6 @@ def _bins(lengths: NDArray[Any]) -> NDArray[np.int64]:
 
 
 def _smallest(number: int) -> int:
-    """Returns the smallest length in a bin."""
     if number == 0:
         return 0
     exponent, fraction = divmod(number - 1, 1 << _FRACTION)
@@ -125,7 +124,6 @@ class Inspection:
 
     @property
     def several_sequences(self) -> bool:
-        """Whether some document has several sequences."""
         return self.sequences.count != self.documents.count - self.empty_documents
 
 
@@ -205,7 +203,6 @@ _BAR: Final = 40
 
 
 def as_json(found: Inspection) -> dict[str, Any]:
-    """Returns the JSON of an inspection."""
     return {
         "prefix": str(found.prefix),
         "documents": found.documents.count,
@@ -233,7 +230,6 @@ def _lengths_as_json(lengths: Lengths) -> dict[str, Any]:
 
 
 def print_inspection(found: Inspection, console: Console) -> None:
-    """Prints an inspection: a table, a histogram, samples."""
     console.print(Text(str(found.prefix), style="bold"), soft_wrap=True)
     for name, value in _facts(found):
         console.print(Text.assemble((f"  {name:<11}", "dim"), value), soft_wrap=True)

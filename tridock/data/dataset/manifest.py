@@ -9,8 +9,6 @@ from tridock.errors import Problem, RequestError
 
 
 class Input(BaseModel):
-    """One input file."""
-
     model_config = ConfigDict(frozen=True)
 
     name: str
@@ -45,12 +43,10 @@ class DatasetManifest(BaseModel):
 
 
 def manifest_path(prefix: Path) -> Path:
-    """``<prefix>.json``."""
     return prefix.parent / f"{prefix.name}.json"
 
 
 def write_manifest(prefix: Path, manifest: DatasetManifest) -> None:
-    """Writes the manifest atomically."""
     write_atomic(manifest_path(prefix), (manifest.model_dump_json(indent=2) + "\n").encode())
 
 

@@ -34,7 +34,6 @@ class Positions:
         self.count = 0
 
     def add(self, places: Tokens) -> None:
-        """Adds positions, in ascending order."""
         self.first += [int(place) for place in places[: SHOWN - len(self.first)]]
         self.count += len(places)
 
@@ -147,7 +146,6 @@ class TokenScan:
         return self._hash.hexdigest() if self._hash else ""
 
     def run(self, progress: Progress | None) -> None:
-        """Reads the file."""
         width, position = self._index.dtype.itemsize, 0
         with self._data.open("rb") as file:
             while block := file.read(_BLOCK):
@@ -181,7 +179,6 @@ class TokenScan:
         self._unclosed.add(due[tokens[due - start] != self.closing])
 
     def problems(self) -> Iterator[Problem]:
-        """Yields the problems found."""
         outside = f"is outside the vocabulary of {self.vocab_size} tokens" if self.vocab_size else "is below 0"
         todo = "give the size of the tokenizer of the data, or build it again with `tridock data preprocess`"
         yield from self._outside.problems(

@@ -56,14 +56,12 @@ class _RejectedError(Exception):
 
 
 def remedy(keys: Sequence[str], kind: Kind) -> str:
-    """Returns what to do about a rejected line."""
     fields = ", ".join(f'"{key}": "…"' for key in keys)
     form = "" if kind is Kind.TEXT else f"; each is one object such as {{{fields}}}"
     return f"correct or remove the line, or skip such lines with --on-error skip --rejects FILE{form}"
 
 
 def rejects_problems(on_error: str, rejects: Path | None) -> Iterator[Problem]:
-    """Yields what is wrong with ``--on-error`` and ``--rejects``."""
     if on_error == "skip" and rejects is None:
         todo = "name a file for the skipped lines"
         yield Problem("--rejects", "is required with --on-error skip", "", todo)

@@ -32,8 +32,6 @@ _TODO_INPUT: Final = "give files, folders or patterns that exist, or - for stand
 
 
 class Kind(StrEnum):
-    """The format of an input."""
-
     JSONL = "jsonl"
     TEXT = "text"
     PARQUET = "parquet"
@@ -128,8 +126,6 @@ def kind_of_name(name: str, otherwise: Kind) -> Kind:
 
 
 class _CountingReader(io.RawIOBase):
-    """Counts and hashes the bytes read from a file."""
-
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self.bytes = 0

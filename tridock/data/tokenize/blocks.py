@@ -34,14 +34,11 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How lines become blocks."""
-
     encoder: Encoder
     keys: tuple[str, ...]
     append_eod: bool
 
     def encode(self, data: bytes, kind: Kind) -> Encoded:
-        """Encodes whole lines."""
         found = parse(data, self.keys, kind)
         ids = self.encoder.encode([text for texts in found.texts for text in texts])
         blocks: list[Block] = []

@@ -82,8 +82,6 @@ class Encoder(Protocol):
 
 
 class Reference:
-    """Hugging Face's tokenizers."""
-
     name = "tokenizers"
     always_closed = False
 
@@ -179,7 +177,6 @@ class Fast:
 
 
 def _resident() -> int:
-    """Returns the resident memory of this process in bytes."""
     file = os.open("/proc/self/statm", os.O_RDONLY)
     try:
         return int(os.read(file, 128).split()[1]) * resource.getpagesize()
@@ -296,7 +293,6 @@ def limit_free_memory() -> None:
 
 
 def trim() -> None:
-    """Returns free memory to the system."""
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)

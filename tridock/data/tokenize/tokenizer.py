@@ -144,12 +144,10 @@ class BytePairTokenizer:
         return max(self._tokenizer.get_vocab().values())
 
     def to_json(self) -> str:
-        """Returns the content of a ``tokenizer.json``."""
         return self._tokenizer.to_str(pretty=False)
 
     @property
     def end_of_text(self) -> int:
-        """The id of the end of text."""
         token = self._tokenizer.token_to_id(END_OF_TEXT)
         assert token is not None  # train() and load() ensure it
         return token

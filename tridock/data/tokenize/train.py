@@ -123,7 +123,6 @@ class _Rejects:
         self._file.write(rejection.record(chunk.source.name, chunk.first_line))
 
     def publish(self) -> None:
-        """Renames the file to its final name."""
         if self._path is not None and self._file is not None:
             self._file.close()
             self._partial.replace(self._path)

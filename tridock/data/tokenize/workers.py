@@ -47,11 +47,9 @@ class Slots:
         self._free = list(range(count))
 
     def acquire(self) -> int | None:
-        """Returns a free slot, or None."""
         return self._free.pop() if self._free else None
 
     def release(self, slot: int) -> None:
-        """Makes a slot free."""
         self._free.append(slot)
 
     def write(self, slot: int, arrays: Sequence[Array]) -> SlotArrays | None:
@@ -145,7 +143,6 @@ def _fork_workers(pool: ProcessPoolExecutor) -> None:
 
 
 def _submit(chunk: Chunk, pool: ProcessPoolExecutor, slots: Slots) -> _Task:
-    """Submits a chunk to the pool."""
     if _has_no_lines(chunk):
         return _Task(chunk)
     slot = slots.acquire()

@@ -61,7 +61,6 @@ class MegatronCore(Engine):
         return Sent(all_reduce(size, 4 * weights), embedding)
 
     def _replicas(self, experiment: Experiment, shape: Shape) -> int:
-        """Ranks with the same part of the model."""
         return shape.data * experiment.parallel.context_parallel_size
 
     def layout_choices(self, tensor: int, stages: int) -> Iterator[Choice]:

@@ -58,7 +58,6 @@ class Script(Generic[E]):
 
 
 def render(script: Script[Any]) -> str:
-    """The script's text."""
     blocks = [
         "\n".join(_head(script)),
         "\n".join(_shell(script)),

@@ -1,10 +1,11 @@
 """The plan: the rank map and the batch arithmetic of an experiment on slots."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Final, Self
 
 from tridock.experiment import Experiment
+from tridock.experiment.schema import Parallel
 from tridock.layout.split import size_of_replica
 
 
@@ -16,10 +17,14 @@ class Rank:
     node: str
     slot: int
     local_rank: int
+    pipeline_parallel_rank: int
     data_parallel_rank: int
-    pipeline_parallel_rank: int = 0
-    tensor_parallel_rank: int = 0
-    context_parallel_rank: int = 0
+    context_parallel_rank: int
+    tensor_parallel_rank: int
+
+
+_SHORT: Final = {f"{name}_parallel_rank": f"{name[0]}p" for name in ("pipeline", "data", "context", "tensor")}
+"""Names in ``plan.json``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,30 +50,30 @@ class Plan:
     @property
     def layout(self) -> str:
         """Short form for tables: ``TP1 PP1 DP2``; with VPP and CP where they are used."""
-        parts = [f"TP{self.tensor_model_parallel_size}", f"PP{self.pipeline_model_parallel_size}"]
-        if self.virtual_pipeline_model_parallel_size > 1:
-            parts.append(f"VPP{self.virtual_pipeline_model_parallel_size}")
-        if self.context_parallel_size > 1:
-            parts.append(f"CP{self.context_parallel_size}")
-        return " ".join([*parts, f"DP{self.data_parallel_size}"])
+        return layout_label(self, self.data_parallel_size)
 
     def document(self) -> dict[str, Any]:
         """The plan for JSON; a rank's coordinates by their short names."""
-        fields = asdict(self)
-        fields["ranks"] = [
-            {
-                "rank": rank.rank,
-                "node": rank.node,
-                "slot": rank.slot,
-                "local_rank": rank.local_rank,
-                "pp": rank.pipeline_parallel_rank,
-                "dp": rank.data_parallel_rank,
-                "cp": rank.context_parallel_rank,
-                "tp": rank.tensor_parallel_rank,
-            }
-            for rank in self.ranks
-        ]
-        return {"layout": self.layout, **fields}
+        plan = asdict(self)
+        ranks = [{_SHORT.get(name, name): value for name, value in rank.items()} for rank in plan["ranks"]]
+        return {"layout": self.layout, **plan, "ranks": ranks}
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> Self:
+        """Reads :meth:`document`. Raises KeyError, TypeError or ValueError for anything else."""
+        ranks = (
+            {name: entry[_SHORT.get(name, name)] for name in (field.name for field in fields(Rank))}
+            for entry in document["ranks"]
+        )
+        sizes = {field.name: int(document[field.name]) for field in fields(cls) if field.name != "ranks"}
+        return cls(ranks=tuple(Rank(**rank) for rank in ranks), **sizes)
+
+
+def layout_label(sizes: Plan | Parallel, data_parallel_size: int) -> str:
+    """``TP2 PP4 DP8``; with VPP and CP where they are used."""
+    optional = {"VPP": sizes.virtual_pipeline_model_parallel_size, "CP": sizes.context_parallel_size}
+    used = "".join(f"{name}{size} " for name, size in optional.items() if size > 1)
+    return f"TP{sizes.tensor_model_parallel_size} PP{sizes.pipeline_model_parallel_size} {used}DP{data_parallel_size}"
 
 
 def lay_out(experiment: Experiment, slots: Mapping[str, Sequence[int]]) -> Plan:
@@ -108,5 +113,5 @@ def _ranks(
             rest, tensor = divmod(rank, tensor_parallel)
             replica, context = divmod(rest, context_parallel)
             stage, data = divmod(replica, data_parallel)
-            yield Rank(rank, node, slot, local_rank, data, stage, tensor, context)
+            yield Rank(rank, node, slot, local_rank, stage, data, context, tensor)
             rank += 1

@@ -58,7 +58,9 @@ def nearest_layouts(experiment: Experiment, world_size: int, takes: Callable[[Ex
         if world_size % math.prod(layout) == 0 and takes(_with_sizes(experiment, *layout))
     ]
     fitting.sort(key=lambda layout: (_distance(layout, wanted), layout))
-    return tuple(_words(*layout) for layout in fitting[:2])
+    return tuple(
+        f"TP{tensor} PP{stages}" + (f" CP{context}" if context > 1 else "") for tensor, stages, context in fitting[:2]
+    )
 
 
 def _with_sizes(experiment: Experiment, tensor: int, stages: int, context: int) -> Experiment:
@@ -73,10 +75,6 @@ def _with_sizes(experiment: Experiment, tensor: int, stages: int, context: int) 
 def _distance(layout: tuple[int, ...], wanted: tuple[int, ...]) -> float:
     """Doublings and halvings from one layout to another."""
     return sum(abs(math.log2(size / other)) for size, other in zip(layout, wanted, strict=True))
-
-
-def _words(tensor: int, stages: int, context: int) -> str:
-    return f"TP{tensor} PP{stages}" + (f" CP{context}" if context > 1 else "")
 
 
 def size_of_replica(experiment: Experiment) -> int:

@@ -15,6 +15,7 @@ from rich.text import Text
 from tridock.errors import RequestError
 from tridock.experiment import load_experiment
 from tridock.experiment.schema import Model
+from tridock.layout.plan import layout_label
 from tridock.plan import Assessment, Assumptions, assess
 from tridock.plan.cost import Cost, seconds_of
 from tridock.plan.memory import GIB, StageMemory
@@ -335,15 +336,9 @@ def render_search(found: Search, name: str) -> Group:
 
 def _candidate_row(one: Candidate) -> Iterator[str | Text]:
     parallel, model = one.experiment.parallel, one.experiment.model
-    sizes = [f"TP{parallel.tensor_model_parallel_size}", f"PP{parallel.pipeline_model_parallel_size}"]
-    if parallel.virtual_pipeline_model_parallel_size > 1:
-        sizes.append(f"VPP{parallel.virtual_pipeline_model_parallel_size}")
-    if parallel.context_parallel_size > 1:
-        sizes.append(f"CP{parallel.context_parallel_size}")
-    sizes.append(f"DP{one.data_parallel_size}")
     estimate = one.cost.estimate
     assert estimate is not None
-    yield " ".join([*sizes, "SP"] if parallel.sequence_parallel else sizes)
+    yield layout_label(parallel, one.data_parallel_size) + (" SP" if parallel.sequence_parallel else "")
     yield str(one.experiment.batch.micro_batch_size)
     yield (
         f"ZeRO-{parallel.zero_stage}" if parallel.zero_stage else "dist" if parallel.use_distributed_optimizer else ""

@@ -15,7 +15,7 @@ from tridock.engines import engine_of
 from tridock.experiment import load_experiment
 from tridock.experiment.flops import model_flops_per_token
 from tridock.experiment.schema import Model
-from tridock.plan import Plan, Rank
+from tridock.plan import Plan
 from tridock.report.columns import Columns, Curve
 from tridock.report.markup import gib, seconds
 from tridock.report.megatron_log import MegatronLog, read_log, read_phases
@@ -122,38 +122,9 @@ def _memory_by_rank(iterations: Sequence[Record], events: Sequence[Record]) -> d
 def plan_of(document: Record) -> Plan | None:
     """Returns the plan in a run's ``plan.json``, or None if there is none."""
     try:
-        ranks = tuple(_rank_of(rank) for rank in document["ranks"])
-        sizes = {name: int(document[name]) for name in _SIZES if name in document}
-        return Plan(ranks=ranks, **sizes) if ranks else None
+        return Plan.of(document) if document["ranks"] else None
     except (KeyError, TypeError, ValueError):
         return None
-
-
-_SIZES = (
-    "world_size",
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "data_parallel_size",
-    "micro_batch_size",
-    "global_batch_size",
-    "accumulation_steps",
-    "tokens_per_step",
-    "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
-)
-
-
-def _rank_of(entry: Mapping[str, Any]) -> Rank:
-    return Rank(
-        rank=int(entry["rank"]),
-        node=str(entry["node"]),
-        slot=int(entry["slot"]),
-        local_rank=int(entry["local_rank"]),
-        data_parallel_rank=int(entry["dp"]),
-        pipeline_parallel_rank=int(entry["pp"]),
-        tensor_parallel_rank=int(entry["tp"]),
-        context_parallel_rank=int(entry["cp"]),
-    )
 
 
 def _losses(records: Sequence[Record]) -> Curve:

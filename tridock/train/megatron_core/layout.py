@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +10,7 @@ from megatron.core import parallel_state, tensor_parallel
 from torch import Tensor
 
 from tridock.experiment.schema import Parallel
+from tridock.layout.plan import layout_label
 from tridock.train.data.dataset import mixed_seed
 
 
@@ -24,7 +24,6 @@ class Layout:
     context_parallel_size: int
     stage: int
     stages: int
-    virtual_stages: int
     description: str
     """For people."""
 
@@ -48,8 +47,7 @@ class Layout:
             parallel_state.get_context_parallel_world_size(),
             parallel_state.get_pipeline_model_parallel_rank(),
             parallel_state.get_pipeline_model_parallel_world_size(),
-            virtual,
-            " ".join(_description(parallel)),
+            _description(parallel),
         )
 
     def reseed(self, seed: int, iteration: int) -> None:
@@ -75,15 +73,7 @@ class Layout:
         return shared
 
 
-def _description(parallel: Parallel) -> Iterator[str]:
-    yield f"TP{parallel.tensor_model_parallel_size}"
-    yield f"PP{parallel.pipeline_model_parallel_size}"
-    if parallel.virtual_pipeline_model_parallel_size > 1:
-        yield f"VPP{parallel.virtual_pipeline_model_parallel_size}"
-    if parallel.context_parallel_size > 1:
-        yield f"CP{parallel.context_parallel_size}"
-    yield f"DP{parallel_state.get_data_parallel_world_size()}"
-    if parallel.sequence_parallel:
-        yield "sequence parallel"
-    if parallel.use_distributed_optimizer:
-        yield "distributed optimizer"
+def _description(parallel: Parallel) -> str:
+    layout = layout_label(parallel, parallel_state.get_data_parallel_world_size())
+    layout += " sequence parallel" if parallel.sequence_parallel else ""
+    return layout + (" distributed optimizer" if parallel.use_distributed_optimizer else "")

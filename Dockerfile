@@ -89,14 +89,18 @@ RUN printf 'Include /run/tridock/secrets/ssh_config\n' >/etc/ssh/ssh_config.d/tr
     && mkdir -p /workspace /opt/tridock /run/tridock/secrets /home/tridock \
     && install -d -m 1777 /run/tridock/state \
     && ln -s /opt/tridock/entrypoint/profile.sh /etc/profile.d/tridock.sh
-ENV PATH=/opt/venv/bin:/opt/tridock/entrypoint:${PATH} \
+# NVIDIA's image has every bash run a script that asks nvidia-smi, which takes seconds where the driver is not kept
+# loaded. The entrypoint runs it once, and writes what it exports for every other bash.
+ENV TRIDOCK_BASH_ENV=${BASH_ENV}
+ENV BASH_ENV=/run/tridock/state/bash-env.sh \
+    PATH=/opt/venv/bin:/opt/tridock/entrypoint:${PATH} \
     PYTHONPATH=/opt/tridock \
     PYTHONUNBUFFERED=1 \
     PDSH_RCMD_TYPE=ssh
 WORKDIR /workspace
 ENTRYPOINT ["tini", "-s", "--", "/opt/tridock/entrypoint/entrypoint.sh"]
 CMD ["bash"]
-HEALTHCHECK --interval=5s --timeout=5s --start-period=5s --retries=3 CMD ["/opt/tridock/entrypoint/healthcheck.sh"]
+HEALTHCHECK --interval=5s --timeout=5s --start-period=60s --retries=3 CMD ["/opt/tridock/entrypoint/healthcheck.sh"]
 
 # The layers from here on are cheap: what changes with every edit comes last.
 COPY configs /opt/tridock/configs

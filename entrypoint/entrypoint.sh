@@ -1,10 +1,11 @@
-#!/usr/bin/env bash
+#!/bin/bash -p
 # The first program in every container of the image.
 #
 #   node        sshd in the foreground, as the operator's user: one node of a cluster
 #   COMMAND...  runs any other command as the operator's user
 #
 # Started as root, it drops to the operator's uid and gid. Started with --user, it keeps that user.
+# bash -p: without BASH_ENV, whose file is of the container's previous start.
 set -Eeuo pipefail
 
 readonly STATE=${TRIDOCK_STATE:-/run/tridock/state}
@@ -106,6 +107,26 @@ settle_in() {
     [[ -n ${HOME:-} && -w $HOME ]] || export HOME=/tmp
 }
 
+# ---- what the base image has every bash run ----------------------------------------------------------------------------
+
+# Runs the base image's BASH_ENV once (NVIDIA's asks nvidia-smi, and enables the libraries for an older driver). What it
+# exports becomes part of this environment, and of every later bash through bash-env.sh. Values that a process has
+# changed since stay.
+apply_base_environment() {
+    local pair name value before
+    rm -f "$STATE/bash-env.sh"
+    [[ -n ${TRIDOCK_BASH_ENV:-} ]] || return 0
+    while IFS= read -r -d '' pair; do
+        name=${pair%%=*} value=${pair#*=}
+        before=${!name-}
+        is_shared_variable "$name" && [[ $name != BASH_ENV && $before != "$value" ]] || continue
+        printf "[ \"\${%s-}\" != '%s' ] || export %s='%s'\n" \
+            "$name" "${before//\'/$QUOTED_QUOTE}" "$name" "${value//\'/$QUOTED_QUOTE}"
+        export "$name=$value"
+    done < <(BASH_ENV=$TRIDOCK_BASH_ENV timeout 60 bash -c 'env -0 >&3' 3>&1 >/dev/null 2>&1) >"$STATE/.bash-env.sh.part"
+    mv "$STATE/.bash-env.sh.part" "$STATE/bash-env.sh"
+}
+
 # ---- the environment of later sessions ---------------------------------------------------------------------------------
 
 # Whether a variable belongs to the cluster, not to this process or to one run.
@@ -137,7 +158,8 @@ render_shell_environment() {
 
 # For sshd: one SetEnv line (it reads only the first), each pair in double quotes with \ and " escaped.
 render_setenv() {
-    local pair pairs=()
+    # bash takes a shell at level 1 for a user's, and does not run bash.bashrc for each command over ssh.
+    local pair pairs=(SHLVL=1)
     while IFS= read -r -d '' pair; do
         # sshd's configuration cannot contain a newline; only login shells get such a variable.
         [[ $pair != *$'\n'* ]] || continue
@@ -145,7 +167,7 @@ render_setenv() {
         pair=${pair//\"/\\\"}
         pairs+=("\"$pair\"")
     done < <(shared_environment)
-    [[ ${#pairs[@]} == 0 ]] || printf 'SetEnv %s\n' "${pairs[*]}"
+    printf 'SetEnv %s\n' "${pairs[*]}"
 }
 
 write_environment() {
@@ -262,6 +284,7 @@ main() {
     fi
     # A restarted container still has the files of its previous start.
     rm -f "$STATE"/{sshd_config,sshd.pid,greeted}
+    apply_base_environment
     write_environment
     if [[ ${1:-} == node ]]; then
         prepare_node

@@ -1,4 +1,4 @@
-#!/usr/bin/env bash
+#!/bin/bash -p
 # A node is healthy if its sshd has sent its banner since the container started, and still listens. Any other container
 # is healthy while it runs.
 #

@@ -7,5 +7,5 @@ git ls-files --cached --others --exclude-standard | while IFS= read -r file; do
     [[ -f $file ]] || continue
     # Without a process for each file; of a binary file some bytes are enough.
     IFS= read -r -n 200 first <"$file" || true
-    [[ ! $first =~ ^(\#!.*[/\ ](ba)?sh$|\#\ shellcheck\ shell=) ]] || printf '%s\n' "$file"
+    [[ ! $first =~ ^(\#!.*[/\ ](ba)?sh(\ -p)?$|\#\ shellcheck\ shell=) ]] || printf '%s\n' "$file"
 done

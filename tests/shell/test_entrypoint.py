@@ -102,7 +102,7 @@ def test_shells_read_back_what_was_rendered(shell: str) -> None:
 def test_sshd_gets_one_line_and_no_value_with_a_newline() -> None:
     env = {"A": 'say "hi" \\ there', "TWO": "1\n2", "TRIDOCK_NODE": "n"}
     done = call('unset PATH; shared_environment() { printf \'A=%s\\0TWO=%s\\0\' "$A" "$TWO"; }; render_setenv', env=env)
-    assert done.stdout == 'SetEnv "A=say \\"hi\\" \\\\ there"\n'
+    assert done.stdout == 'SetEnv SHLVL=1 "A=say \\"hi\\" \\\\ there"\n'
 
 
 def test_listen_addresses() -> None:
@@ -115,6 +115,66 @@ def test_the_environments_file_appears_whole_and_closed_to_others(tmp_path: Path
     assert [file.name for file in tmp_path.iterdir()] == ["environment.sh"]
     assert (tmp_path / "environment.sh").stat().st_mode & 0o777 == 0o600
     assert "export A='1'\n" in (tmp_path / "environment.sh").read_text()
+
+
+NVIDIAS = """
+nvidia-smi >/dev/null || true
+export LD_LIBRARY_PATH=/usr/local/cuda/compat/lib.real${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+export _CUDA_COMPAT_STATUS="CUDA Driver 'OK'"
+echo "to be ignored"
+"""
+
+
+@pytest.fixture
+def base_image(tmp_path: Path) -> dict[str, str]:
+    """The environment of an image whose base has every bash ask nvidia-smi; ``calls`` counts that."""
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho call >>{tmp_path}/calls\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    (tmp_path / "bashrc").write_text(NVIDIAS)
+    (tmp_path / "state").mkdir()
+    return {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "TRIDOCK_BASH_ENV": str(tmp_path / "bashrc"),
+        "BASH_ENV": str(tmp_path / "state" / "bash-env.sh"),
+        "LD_LIBRARY_PATH": "/usr/local/nvidia/lib64",
+    }
+
+
+def test_the_base_images_script_runs_once_and_every_bash_gets_what_it_exports(
+    tmp_path: Path, base_image: dict[str, str]
+) -> None:
+    state = tmp_path / "state"
+    compat = "/usr/local/cuda/compat/lib.real:/usr/local/nvidia/lib64"
+    shown = 'echo "$LD_LIBRARY_PATH|$_CUDA_COMPAT_STATUS"'
+    done = call(f"apply_base_environment; {shown}; write_environment", state=state, env=base_image)
+    assert (done.stdout, done.stderr) == (f"{compat}|CUDA Driver 'OK'\n", "")
+    assert f"export LD_LIBRARY_PATH='{compat}'" in (state / "environment.sh").read_text()
+    for changed, seen in (({}, compat), ({"LD_LIBRARY_PATH": "/mine"}, "/mine")):
+        later = subprocess.run(
+            ["bash", "-c", shown], env=base_image | changed, capture_output=True, text=True, check=True
+        )
+        assert later.stdout == f"{seen}|CUDA Driver 'OK'\n"
+    assert (tmp_path / "calls").read_text() == "call\n"
+
+
+def test_a_base_image_without_such_a_script_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "bash-env.sh").write_text("export OLD=1\n")
+    assert call("apply_base_environment", state=tmp_path).returncode == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_neither_the_healthcheck_nor_a_command_over_ssh_asks_nvidia_smi(
+    tmp_path: Path, base_image: dict[str, str]
+) -> None:
+    """Not even in a container whose BASH_ENV is the base image's, and where bash reads bashrc for sshd."""
+    env = {**base_image, "BASH_ENV": base_image["TRIDOCK_BASH_ENV"], "TRIDOCK_STATE": str(tmp_path / "state")}
+    subprocess.run([ROOT / "entrypoint/healthcheck.sh"], env=env, capture_output=True, check=False)
+    setenv = call("render_setenv").stdout.split()[1:]
+    assert "SHLVL=1" in setenv
+    (tmp_path / ".bashrc").write_text(NVIDIAS)
+    ssh = {"PATH": base_image["PATH"], "HOME": str(tmp_path), "SSH_CLIENT": "10.0.0.1 1 2", "SHLVL": "1"}
+    subprocess.run(["bash", "-c", "true"], env=ssh, check=True)
+    assert not (tmp_path / "calls").exists()
 
 
 def test_an_error_has_the_projects_form() -> None:

@@ -16,6 +16,8 @@ IMAGE: Final = "TRIDOCK_IMAGE"
 # Of a container, for its own scripts: other folders than /run/tridock/state and /run/tridock/secrets.
 STATE: Final = "TRIDOCK_STATE"
 SECRETS: Final = "TRIDOCK_SECRETS"
+# Of an image: BASH_ENV of its base image, which the entrypoint runs once.
+BASH_ENV: Final = "TRIDOCK_BASH_ENV"
 # Of an image or a run: another folder than /opt/megatron-v1.1.5.
 MEGATRON: Final = "TRIDOCK_MEGATRON"
 # For the scripts with the old names: the experiment that they start.

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -294,7 +295,7 @@ def all_runs(_: Context, hosts: str = "", include: str = "", exclude: str = "", 
     session, failure = _open(hosts, include, exclude).reachable()
     listed = registry.list_runs(session)[::-1] if session.nodes else []
     if json:
-        _say(json_.dumps(listed, indent=2))
+        _say(json_.dumps([asdict(run) for run in listed], indent=2))
     else:
         _show_tables(history_table(listed))
     if failure is not None:

@@ -22,7 +22,8 @@ from tests.distributed.ranks import (
     rank_environment,
     read_lines,
 )
-from tridock.node.agent.processes import Process, find_processes, stop_processes
+from tridock.contracts.node_answers import Process
+from tridock.node.agent.processes import find_processes, stop_processes
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 

@@ -216,5 +216,5 @@ def test_a_scheduler_that_ends_a_job_leaves_a_checkpoint(workspace: Path, number
     assert output.splitlines()[-1] == f"continue with --set train.load=runs/{run.folder.name}/checkpoints"
     assert f"preempted: saved after iteration {told['iteration']}, as SIGTERM or SIGUSR1 asked\n" in output
     assert find_processes(run.folder.name) == []
-    (line,) = [line for line in list_runs(workspace) if line["run_id"] == run.folder.name]
-    assert line["state"] == "preempted"
+    (listed,) = [it for it in list_runs(workspace) if it.run_id == run.folder.name]
+    assert listed.state == "preempted"

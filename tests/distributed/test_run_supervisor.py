@@ -284,7 +284,7 @@ def test_a_stop_ends_the_run_and_does_not_begin_it_again(make: Make) -> None:
     run.start()
     run.train()
     answer = json.loads(run.stop().stdout)
-    assert answer["left"] == 0
+    assert answer["remaining"] == 0
     assert run.end(0.1) == 143
     assert run.events("run_restarted", "not_restarted") == []
 

@@ -109,9 +109,8 @@ def _run_once(world: int, timeout: int, config: Path, overrides: Sequence[str], 
 
 def _failure_of(run: Path) -> str | None:
     """The first failure that the run has recorded."""
-    events = run / run_folder.EVENTS
     nodes = {rank["rank"]: rank["node"] for rank in read_plan(run).get("ranks", ())}
-    found = first_failure({"": events.read_bytes()}, nodes) if events.exists() else None
+    found = first_failure({"": run_folder.read_text(run / run_folder.EVENTS)}, nodes)
     return f"{run.name}: {found}; see {run}/logs" if found else None
 
 

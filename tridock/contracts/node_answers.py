@@ -1,19 +1,349 @@
-"""What ``python -m tridock.node VERB`` prints for a host that asks: JSON, of one version on both sides."""
+"""What ``python -m tridock.node VERB`` answers, as JSON: one dataclass a verb, for the node and for whoever asks."""
 
 from __future__ import annotations
 
-from typing import Final, TypedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
 
-PROTOCOL: Final = 2
+from tridock.contracts.run_state import RunState
+from tridock.errors import Problem
+
+PROTOCOL: Final = 3
 """The version of the verbs and their answers, in every node report. To be raised with a change that a caller notices:
 an image of another version is then named as such."""
 USAGE: Final = 2
 """argparse's exit code: the image does not know the verb or an option. No verb of the doctor refuses a request."""
 
 
-class PortAnswer(TypedDict, total=False):
+@dataclass(frozen=True, slots=True)
+class PortAnswer:
     """A port of the node for the rendezvous, or why there is none."""
 
+    port: int | None = None
+    problem: Problem | None = None
+
+
+# ---- runs and their processes ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """``runs``: one run of the workspace; None stands for what is unknown."""
+
+    run_id: str
+    state: RunState
+    exit_code: int | None
+    created: str
+    """UTC, as ``yyyymmdd-hhmmss``."""
+    metrics: Mapping[str, Any] | None
+    """The last logged iteration."""
+    experiment: str
+    nodes: tuple[str, ...]
+    train_iters: int | None
+    duration_s: float | None
+    """Until its end, or until now."""
+    age_s: float | None
+    """Since its last step."""
+    head: str = ""
+    """The node that answered; added by whoever asks several."""
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """``processes``: one process of a run; ``cpu_s`` is its processor time, ``age_s`` the time since its start."""
+
+    run_id: str
+    pid: int
+    ppid: int
+    command: tuple[str, ...]
+    rss_bytes: int
+    cpu_s: float
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """``stop``: how many processes the run had, and how many remain (0 unless the kernel holds one back)."""
+
+    stopped: int
+    remaining: int
+
+
+@dataclass(frozen=True, slots=True)
+class Signalled:
+    """``save``: how many ranks have received the signal to save and end."""
+
+    ranks: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpareStatus:
+    """``spare-status``: the runs that a spare is busy with, the data files that it lacks, the checkpoint it sees."""
+
+    busy: tuple[str, ...]
+    missing: tuple[str, ...]
+    checkpoint: str | None
+    """A fingerprint of the newest checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """``evidence``: what a node knows of a run that failed; a node that had no part in it knows nothing."""
+
+    events: str = ""
+    logs: Mapping[int, str] = field(default_factory=dict)
+    """The end of each rank's log."""
+    launcher: str = ""
+    """The end of the launcher's output since the last start."""
+    metrics: tuple[Mapping[str, Any], ...] = ()
+    """The last logged iterations."""
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    """``ranks`` and ``memory`` of the plan."""
+    kernel: tuple[str, ...] = ()
+    """The kernel's messages about memory during the run."""
+    last_collectives: Mapping[int, int] = field(default_factory=dict)
+    """The number of the last collective that each rank began, from the flight recorders."""
+
+
+# ---- before a launch -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """A file's size and SHA-256; of tokens and images the size alone. ``entries`` counts those of a vocabulary."""
+
+    bytes: int
+    sha256: str | None
+    entries: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PreflightAnswer:
+    """``preflight``: fingerprints of the run's files, and the content of JSON files; None for one that is missing."""
+
+    files: Mapping[str, Fingerprint | None]
+    read: Mapping[str, Any] = field(default_factory=dict)
+    rendezvous: PortAnswer | None = None
+    """Of the head."""
+    image_manifest: object = None
+    """Of the head."""
+
+
+# ---- the doctor ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Total and free bytes of a file system."""
+
+    bytes: int
+    free: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU; its memory in MiB (None where it shares the machine's), and the processes that use it."""
+
+    index: int
+    name: str
+    total: int | None
+    used: int | None
+    processes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Infiniband:
+    """The InfiniBand devices of the host, and whether the container may use them."""
+
+    devices: tuple[str, ...] = ()
+    usable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerators:
+    """``gpus`` is None without ``nvidia-smi``; ``error`` is its message where it fails."""
+
+    gpus: tuple[Gpu, ...] | None = None
+    driver: str | None = None
+    cuda: str | None = None
+    """The newest CUDA that the driver supports."""
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """SHA-256 of Tridock's code and of the patched Megatron-LM (None if absent), and the image's versions."""
+
+    tridock: str | None
+    megatron: str | None
+    cuda: str | None = None
+    torch: str | None = None
+    commit: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SshAnswer:
+    """What the head's ssh to a node printed, and its exit code (None after a timeout)."""
+
+    exit: int | None
+    out: str
+    err: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuickReport:
+    """``node-report --quick``: what every launch checks."""
+
+    protocol: int
+    shm: Space | None
+    disk: Space | None
+    unwritable: str | None
+    """The error of writing into ``runs/``."""
+    built_for: str | None
+    """What the image was built for: ``cuda`` or ``cpu``."""
+    cuda_error: str | None
+    """Why CUDA's driver gives a process no device, in an image for GPUs."""
+    ssh: Mapping[str, SshAnswer] = field(default_factory=dict)
+    """By node; only the head is asked."""
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether the ranks of this node run on GPUs."""
+        return self.built_for != "cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeReport(QuickReport):
+    """``node-report``."""
+
+    memlock: int | None
+    """The limit of locked bytes; None if unlimited, as of ``files``."""
+    files: int | None
+    """The limit of open files."""
+    cores: int
+    """The cores that a process may use."""
+    accelerators: Accelerators
+    infiniband: Infiniband
+    code: Code
+    runs: tuple[str, ...]
+    """The runs that have processes here."""
+    rendezvous: PortAnswer
+    nccl_ib_disable: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class HostKey:
+    """``host-key``: the fingerprint of the key that the node's sshd presents; None if it does not answer."""
+
+    fingerprint: str | None
+
+
+# ---- the mesh probe: the head asks the node's responder over ssh -----------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """A network interface that is up; its addresses in the system's order, IPv4 first."""
+
+    name: str
+    mtu: int
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenInterface:
+    """The interface and the address that a library uses."""
+
+    name: str
+    mtu: int
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """The interfaces of a node; for ``gloo`` and ``nccl`` the one it chooses and the value of its variable."""
+
+    interfaces: tuple[Interface, ...]
+    chosen: Mapping[str, ChosenInterface | None]
+    wanted: Mapping[str, str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """A responder's first line."""
+
+    environment: Mapping[str, str]
+    network: Network
     port: int
-    port_problem: dict[str, str]
-    """The fields of a :class:`tridock.errors.Problem`."""
+    """Where it listens for the other nodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Another node: the address at which it is reached, and where its responder listens."""
+
+    address: str
+    port: int
+    listens: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MeshRequest:
+    """What the head asks a responder: to probe these peers, or for the time if there are none."""
+
+    peers: Mapping[str, Peer] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Time:
+    """The responder's clock, in seconds since the epoch."""
+
+    time: float
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The address that a name resolves to, the source address of the route there and its interface; or the error."""
+
+    target: str = ""
+    source: str = ""
+    interface: str | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Unreached:
+    """A peer's address that does not answer."""
+
+    node: str
+    address: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerProbe:
+    """What a responder finds out about its peers."""
+
+    unreached: tuple[Unreached, ...] = ()
+    routes: Mapping[str, Route] = field(default_factory=dict)
+    sees: tuple[str, ...] = ()
+    """The peers whose probe files lie in this node's workspace, which they therefore share."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """A node's time minus the head's, and the error bound of that, in seconds."""
+
+    offset: float
+    error: float
+
+
+@dataclass(frozen=True, slots=True)
+class MeshAnswer:
+    """``mesh-probe``: what came of one node; ``hello``, ``clock`` and ``peers`` only where its responder answered."""
+
+    ssh: SshAnswer
+    hello: Hello | None = None
+    clock: Clock | None = None
+    peers: PeerProbe | None = None

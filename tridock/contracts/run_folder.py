@@ -78,6 +78,14 @@ def rank_log(rank: int) -> str:
     return f"logs/rank-{rank}.log"
 
 
+def read_text(path: Path) -> str:
+    """The text of a file; empty if it is missing."""
+    try:
+        return path.read_text(errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
 def write_atomic(path: Path, content: bytes, mode: int = 0o644) -> None:
     """Writes a file that appears whole, with its final mode, or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)

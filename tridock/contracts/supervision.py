@@ -8,6 +8,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
+from tridock.contracts.codec import decode
+
 
 @dataclass(frozen=True, slots=True)
 class Reach:
@@ -26,7 +28,7 @@ class Reach:
         """The argv that runs ``tridock.node`` with ``arguments`` on the node."""
         command = [self.python or sys.executable, "-P", "-m", "tridock.node", *arguments]
         return [
-            *(word.replace("{node}", node) for word in self.argv),
+            *(argument.replace("{node}", node) for argument in self.argv),
             *([shlex.join(command)] if self.as_one_argument else command),
         ]
 
@@ -53,7 +55,7 @@ class Supervision:
     node_timeout_s: float = 60.0
     """Seconds that a lost node has to come back before the run continues without it."""
     min_nodes: int = 1
-    """The fewest nodes that the run may go on with."""
+    """The fewest nodes with which the run may continue."""
     spares: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Nodes that may take the place of a lost one, with their slot numbers."""
     master_addr: str = "127.0.0.1"
@@ -81,8 +83,15 @@ class Supervision:
     @classmethod
     def from_json(cls, text: str) -> Supervision:
         """Reads the file."""
-        fields = json.loads(text)
-        for name in ("ranks", "spares"):
-            fields[name] = {node: tuple(numbers) for node, numbers in fields[name].items()}
-        fields["reach"] = Reach(**{**fields["reach"], "argv": tuple(fields["reach"]["argv"])})
-        return cls(**{**fields, "remote": tuple(fields["remote"])})
+        return decode(cls, text)
+
+
+@dataclass(frozen=True, slots=True)
+class NewLayout:
+    """``tridock replan --json``: how a run continues after it loses nodes, and its new files."""
+
+    summary: str
+    layout: str
+    world_size: int
+    nodes: tuple[str, ...]
+    files: Mapping[str, str]

@@ -6,39 +6,40 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from tridock.contracts.node_answers import RunInfo
 from tridock.differences import Difference
 from tridock.report.markup import printable
 from tridock.reproduction.outcome import Outcome, Point
 
 
-def status_table(runs: Sequence[dict[str, Any]]) -> Table:
+def status_table(runs: Sequence[RunInfo]) -> Table:
     """Returns a table of runs, oldest first, with the state and progress of each and the age of its last step."""
     table = Table("run", "nodes", "state", "step", "loss", "speed", "last step", title="runs", title_justify="left")
     for run in runs:
-        metrics = run["metrics"] or {}
+        metrics = run.metrics or {}
         table.add_row(
-            run["run_id"],
-            str(len(run["nodes"]) or ""),
-            run["state"],
-            _step(metrics.get("iteration"), run["train_iters"]),
+            run.run_id,
+            str(len(run.nodes) or ""),
+            run.state,
+            _step(metrics.get("iteration"), run.train_iters),
             _number(metrics.get("loss"), ".4f"),
             _speed(metrics),
-            f"{_time(run['age_s'])} ago" if metrics and run["age_s"] is not None else "",
+            f"{_time(run.age_s)} ago" if metrics and run.age_s is not None else "",
         )
     return table
 
 
-def history_table(runs: Sequence[dict[str, Any]]) -> Table:
+def history_table(runs: Sequence[RunInfo]) -> Table:
     """Returns a table of runs in the order given, with the state and result of each."""
     table = Table("run", "experiment", "state", "exit code", "duration", "last loss")
     for run in runs:
         table.add_row(
-            run["run_id"],
-            run["experiment"],
-            run["state"],
-            "" if run["exit_code"] is None else str(run["exit_code"]),
-            _time(run["duration_s"]),
-            _number((run["metrics"] or {}).get("loss"), ".4f"),
+            run.run_id,
+            run.experiment,
+            run.state,
+            "" if run.exit_code is None else str(run.exit_code),
+            _time(run.duration_s),
+            _number((run.metrics or {}).get("loss"), ".4f"),
         )
     return table
 

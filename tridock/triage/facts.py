@@ -1,4 +1,4 @@
-"""What is known of a failed run, out of what its nodes say of it (``tridock.node evidence``)."""
+"""The facts of a failed run, from the evidence of its nodes (``tridock.node evidence``)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from tridock.contracts.node_answers import Evidence
 from tridock.errors import Problem
 from tridock.triage.first_failure import FirstFailure, first_failure
 
@@ -77,30 +78,25 @@ class Facts:
         return self.failure.node if self.failure.rank is None else f"rank {self.failure.rank} on {self.failure.node}"
 
 
-def facts_of(answers: Mapping[str, Mapping[str, Any]], head: str, exit_code: int | None) -> Facts:
-    """``answers`` are those of the nodes that answered; the head's has the plan, the metrics, the launcher's output."""
-    answer = answers.get(head, {})
-    plan: Mapping[str, Any] = answer.get("plan") or {}
-    ranks = {int(entry["rank"]): entry for entry in plan.get("ranks", ())}
+def facts_of(answers: Mapping[str, Evidence], head: str, exit_code: int | None) -> Facts:
+    """Returns the facts from the nodes' answers; the head's has the plan, the metrics and the launcher's output."""
+    answer = answers.get(head, Evidence())
+    ranks = {int(entry["rank"]): entry for entry in answer.plan.get("ranks", ())}
     nodes = {rank: str(entry["node"]) for rank, entry in ranks.items()}
-    events = {node: str(answer.get("events") or "").encode() for node, answer in answers.items()}
-    first = first_failure(events, nodes)
+    first = first_failure({node: answer.events for node, answer in answers.items()}, nodes)
     rank = None if first is None else first.rank
-    logs = {
-        int(number): str(text) for answer in answers.values() for number, text in (answer.get("logs") or {}).items()
-    }
+    logs = {number: text for answer in answers.values() for number, text in answer.logs.items()}
     log = "" if rank is None else logs.get(rank, "")
-    place = "" if first is None else first.node
     return Facts(
         exit_code,
         first,
         reason=_reason(first, log),
         log=log,
-        launcher=str(answer.get("launcher") or ""),
-        steps=_steps(answer.get("metrics") or ()),
-        planned="" if rank is None else _planned(plan, ranks.get(rank)),
-        kernel=tuple(answers.get(place, {}).get("kernel") or ()),
-        stuck=stuck_rank({node: answer.get("flights") or {} for node, answer in answers.items()}, nodes),
+        launcher=answer.launcher,
+        steps=_steps(answer.metrics),
+        planned="" if rank is None else _planned(answer.plan, ranks.get(rank)),
+        kernel=answers.get("" if first is None else first.node, Evidence()).kernel,
+        stuck=stuck_rank([answer.last_collectives for answer in answers.values()], nodes),
     )
 
 
@@ -139,9 +135,9 @@ def _size(count: int) -> str:
     return f"{count / _GIB:.1f} GiB" if count >= _GIB / 10 else f"{count / 2**20:.1f} MiB"
 
 
-def stuck_rank(flights: Mapping[str, Mapping[str, int]], nodes: Mapping[int, str]) -> str:
-    """``flights``: by node and rank, the number of the last collective that the rank took part in."""
-    reached = {int(rank): number for ranks in flights.values() for rank, number in ranks.items()}
+def stuck_rank(last_collectives: Sequence[Mapping[int, int]], nodes: Mapping[int, str]) -> str:
+    """The rank that the others wait for: ``last_collectives`` has each node's numbers by rank."""
+    reached = {rank: number for numbers in last_collectives for rank, number in numbers.items()}
     if len(reached) < 2 or min(reached.values()) == max(reached.values()):
         return ""
     rank = min(reached, key=lambda rank: (reached[rank], rank))

@@ -42,7 +42,7 @@ class FirstFailure:
         return f"{'every rank' if self.agreed else f'rank {self.rank} on {self.node} first'}: {self.reason}"
 
 
-def first_failure(events: Mapping[str, bytes], nodes: Mapping[int, str]) -> FirstFailure | None:
+def first_failure(events: Mapping[str, str], nodes: Mapping[int, str]) -> FirstFailure | None:
     """Reads what each node holds of ``events.jsonl``; ``nodes`` maps all ranks to their nodes.
 
     Nodes may share the file, and their clocks may differ: a rank that failed of itself comes before any that lost
@@ -87,15 +87,15 @@ def _is_failure(event: Mapping[str, Any]) -> bool:
     return str(event["event"]) == Event.RUN_FAILED and "rank" in event
 
 
-def _last_attempt(files: Iterable[bytes]) -> list[dict[str, Any]]:
+def _last_attempt(files: Iterable[str]) -> list[dict[str, Any]]:
     """The events since the run was last started again, by the clock: only the head's file says that it was."""
     events = [event for content in files for event in _events(content)]
     restarts = [str(event.get("time")) for event in events if event["event"] == Event.RUN_RESTARTED]
     return [event for event in events if not restarts or str(event.get("time")) > max(restarts)]
 
 
-def _events(content: bytes) -> Iterator[dict[str, Any]]:
-    for line in content.splitlines():
+def _events(content: str) -> Iterator[dict[str, Any]]:
+    for line in content.split("\n"):
         try:
             event = json.loads(line)
         except ValueError:

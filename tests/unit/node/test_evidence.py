@@ -1,17 +1,18 @@
-"""What a node tells of a run that failed, and what triage makes of it."""
+"""The evidence of a node about a failed run, and triage's diagnosis from it."""
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.unit.node.conftest import answer, node, wait_until
+from tests.unit.node.conftest import node, wait_until
 from tridock.contracts import run_folder
+from tridock.contracts.codec import decode
 from tridock.contracts.events import Event, append_event
+from tridock.contracts.node_answers import Evidence
 from tridock.node.agent import evidence as evidence_
 from tridock.node.agent.evidence import last_collectives
 from tridock.triage import diagnose, facts_of
@@ -19,8 +20,12 @@ from tridock.triage import diagnose, facts_of
 MakeRun = Callable[..., Path]
 
 
-def test_a_node_without_the_run_has_nothing_to_tell(tmp_path: Path) -> None:
-    assert answer("evidence", str(tmp_path / "none")) == {}
+def evidence_of(folder: Path) -> Evidence:
+    return decode(Evidence, node("evidence", str(folder)).stdout)
+
+
+def test_a_node_without_the_run_has_no_evidence(tmp_path: Path) -> None:
+    assert evidence_of(tmp_path / "none") == Evidence()
 
 
 def test_the_ends_of_what_there_is(make_run: MakeRun) -> None:
@@ -30,12 +35,12 @@ def test_the_ends_of_what_there_is(make_run: MakeRun) -> None:
     (folder / "logs" / "rank-x.log").touch()
     (folder / run_folder.METRICS).write_text('{"iteration": 1, "loss": 2.5}\n{"iteration": 1, "split": "test"}\n{"it')
     (folder / run_folder.PLAN).write_text('{"ranks": [], "memory": {"gpu": null}, "cost": 1}')
-    found = answer("evidence", str(folder))
-    lines = found["logs"].pop("3").splitlines()
+    found = evidence_of(folder)
+    lines = found.logs[3].splitlines()
     assert (lines[0], lines[-1]) == ("line 1940", "line 1999")
-    assert (found["logs"], found["launcher"], found["events"]) == ({}, "", "")
-    assert found["metrics"] == [{"iteration": 1, "loss": 2.5}]
-    assert found["plan"] == {"ranks": [], "memory": {"gpu": None}}
+    assert (list(found.logs), found.launcher, found.events) == ([3], "", "")
+    assert found.metrics == ({"iteration": 1, "loss": 2.5},)
+    assert found.plan == {"ranks": [], "memory": {"gpu": None}}
 
 
 @pytest.mark.parametrize(
@@ -49,13 +54,13 @@ def test_a_launcher_that_ends_of_itself(make_run: MakeRun, script: str, rule: st
     folder = make_run(script)
     assert node("start", str(folder)).returncode == 0
     wait_until((folder / run_folder.EXIT_CODE).exists)
-    facts = facts_of({"here": answer("evidence", str(folder))}, "here", 3)
+    facts = facts_of({"here": evidence_of(folder)}, "here", 3)
     assert str(facts.failure) == "the launcher ended with exit code 3"
     found = diagnose(facts)
     assert (found.rule, found.seen) == (rule, seen)
     (folder / run_folder.EVENTS).unlink()
     (folder / run_folder.LAUNCHER_LOG).unlink()
-    assert diagnose(facts_of({"here": answer("evidence", str(folder))}, "here", 3)).rule == "unknown"
+    assert diagnose(facts_of({"here": evidence_of(folder)}, "here", 3)).rule == "unknown"
 
 
 def test_of_a_run_that_was_started_again_the_last_attempt(make_run: MakeRun) -> None:
@@ -64,8 +69,8 @@ def test_of_a_run_that_was_started_again_the_last_attempt(make_run: MakeRun) -> 
     earlier = "CUDA out of memory\n"
     (folder / run_folder.LAUNCHER_LOG).write_text(f"{earlier}tridock: started again\nEADDRINUSE\n")
     append_event(folder, Event.RUN_RESTARTED, attempt=1, iteration=0, reason="x", log_bytes=len(earlier))
-    found = answer("evidence", str(folder))
-    assert found["launcher"] == "tridock: started again\nEADDRINUSE"
+    found = evidence_of(folder)
+    assert found.launcher == "tridock: started again\nEADDRINUSE"
     assert diagnose(facts_of({"a": found}, "a", 4)).rule == "address-in-use"
 
 
@@ -76,7 +81,7 @@ KMSG = (
 )
 
 
-def test_the_kernels_words_since_the_run_began(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_messages_since_the_run_began(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """A recorded device: reading the real one takes a privilege that a container lacks."""
     folder, records = make_run("exit 0"), list(KMSG)
     read = evidence_.os.read
@@ -92,9 +97,9 @@ def test_the_kernels_words_since_the_run_began(make_run: MakeRun, monkeypatch: p
     kmsg.touch()
     monkeypatch.setattr(evidence_, "_KMSG", kmsg)
     monkeypatch.setattr(evidence_.os, "read", record)
-    assert evidence_.evidence(folder)["kernel"] == ["Out of memory: Killed process 77 (python) total-vm:1kB"]
+    assert evidence_.evidence(folder).kernel == ("Out of memory: Killed process 77 (python) total-vm:1kB",)
     monkeypatch.setattr(evidence_, "_KMSG", folder / "none")
-    assert evidence_.evidence(folder)["kernel"] == []
+    assert evidence_.evidence(folder).kernel == ()
 
 
 class Evil:
@@ -117,4 +122,3 @@ def test_flight_records_are_read_as_plain_data(tmp_path: Path, monkeypatch: pyte
     (tmp_path / f"{run_folder.FLIGHT}4").write_bytes(pickle.dumps({"entries": [entry("0", 1)]})[:-9])
     assert last_collectives(tmp_path) == {0: 8, 1: 7}
     assert not (tmp_path / "was-here").exists()
-    assert json.dumps(last_collectives(tmp_path)) == '{"0": 8, "1": 7}'

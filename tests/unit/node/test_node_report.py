@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 
 from tests.unit.node.conftest import answer, wait_until
+from tridock.contracts.codec import decode
+from tridock.contracts.node_answers import PROTOCOL, NodeReport, SshAnswer
 from tridock.node.probes import ssh_mesh_probe
-from tridock.node.probes.limits_and_space import limits, space
+from tridock.node.probes.limits_and_space import cores, space, write_error
 from tridock.node.probes.mesh_responder import shared_environment
 from tridock.node.probes.node_report import digest
 
@@ -27,27 +29,17 @@ def test_the_report_of_this_machine(workspace: Path) -> None:
     (workspace / "runs").mkdir(parents=True)
     found = answer("node-report", "--workspace", str(workspace))
     quick = answer("node-report", "--quick", "--workspace", str(workspace))
-    assert set(quick) == {"protocol", "shm", "disk", "unwritable", "accelerator", "cuda_error"}
-    assert set(found) > {
-        *quick,
-        "memlock",
-        "files",
-        "cores",
-        "gpus",
-        "infiniband",
-        "code",
-        "runs",
-        "port",
-    }
+    assert set(quick) == {"protocol", "shm", "disk", "unwritable", "built_for", "cuda_error", "ssh"}
+    assert set(quick) < set(found)
+    assert decode(NodeReport, json.dumps(found)).protocol == PROTOCOL
     assert (found["unwritable"], list((workspace / "runs").iterdir())) == (None, [])
     assert found["disk"]["bytes"] >= found["disk"]["free"] > 0
-    assert 20000 <= found["port"] < 30000
-    assert found["cores"] == limits()["cores"]
+    assert 20000 <= found["rendezvous"]["port"] < 30000
+    assert found["cores"] == cores()
 
 
 def test_a_folder_that_is_missing(tmp_path: Path) -> None:
-    found = space(tmp_path / "nothing")
-    assert (found["disk"], found["unwritable"]) == (None, "no such file or directory")
+    assert (space(tmp_path / "nothing"), write_error(tmp_path / "nothing")) == (None, "no such file or directory")
 
 
 def test_code_differs_where_a_file_or_a_name_does(tmp_path: Path) -> None:
@@ -119,8 +111,8 @@ def test_two_nodes_that_share_a_folder_reach_each_other(workspace: Path) -> None
         assert abs(ask(a, {})["time"] - ask(b, {})["time"]) < 5
         seen = ask(a, {"peers": {"b": peer(hello["b"]["port"])}})
         assert seen == {
-            "unreached": {},
-            "routes": {"b": {"target": "127.0.0.1", "source": "127.0.0.1", "interface": "lo"}},
+            "unreached": [],
+            "routes": {"b": {"target": "127.0.0.1", "source": "127.0.0.1", "interface": "lo", "error": ""}},
             "sees": ["b"],
         }
         for process in (a, b):
@@ -137,8 +129,11 @@ def test_a_port_that_is_closed_or_somebody_elses_and_a_name_that_leads_nowhere(w
         ask(a)
         other = ask(b)["port"]
         seen = ask(a, {"peers": {"c": peer(port), "d": peer(other, "no-such-host.invalid")}})
-        assert seen["unreached"] == {"c 127.0.0.1": "connection refused", "d 127.0.0.1": "somebody else answers there"}
-        assert set(seen["routes"]["d"]) == {"error"}
+        assert seen["unreached"] == [
+            {"node": "c", "address": "127.0.0.1", "error": "connection refused"},
+            {"node": "d", "address": "127.0.0.1", "error": "somebody else answers there"},
+        ]
+        assert seen["routes"]["d"]["error"] != ""
         assert seen["sees"] == []
 
 
@@ -176,9 +171,9 @@ def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_head_greets_all_nodes_concurrently(ssh: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ssh_mesh_probe, "_TIMEOUT_S", 2.5)
     assert ssh_mesh_probe.greet_nodes(["a", "refused", "silent"]) == {
-        "a": {"exit": 0, "out": "tridock-node lab a\n", "err": ""},
-        "refused": {"exit": 255, "out": "", "err": "connect to host refused port 2222: Connection refused\n"},
-        "silent": {"exit": None, "out": "", "err": ""},
+        "a": SshAnswer(0, "tridock-node lab a\n", ""),
+        "refused": SshAnswer(255, "", "connect to host refused port 2222: Connection refused\n"),
+        "silent": SshAnswer(None, "", ""),
     }
 
 
@@ -186,13 +181,15 @@ def test_the_mesh_probe_reports_nodes_that_answer_and_that_do_not(ssh: None, mon
     monkeypatch.setattr(ssh_mesh_probe, "_TIMEOUT_S", 3.0)
     nodes = ("a", "b", "refused", "foreign", "silent")
     met = ssh_mesh_probe.probe_mesh(dict.fromkeys(nodes, "127.0.0.1"), TOKEN)
-    assert {node: met[node]["exit"] for node in ("a", "b", "refused", "silent")} == {
+    assert {node: met[node].ssh.exit for node in ("a", "b", "refused", "silent")} == {
         "a": 0, "b": 0, "refused": 255, "silent": None,
     }  # fmt: skip
-    assert [met[node]["out"] for node in ("a", "foreign", "refused")] == ["tridock-node lab a\n", "hello\n", ""]
-    assert "hello" not in met["foreign"]
+    assert [met[node].ssh.out for node in ("a", "foreign", "refused")] == ["tridock-node lab a\n", "hello\n", ""]
+    assert met["foreign"].hello is None
     for node, other in (("a", "b"), ("b", "a")):
-        assert met[node]["look"]["unreached"] == {}
-        assert list(met[node]["look"]["routes"]) == [other]
-        # The same machine's clock, within what the way there and back takes.
-        assert abs(met[node]["clock"]["offset"]) <= met[node]["clock"]["error"] + 0.001
+        clock, peers = met[node].clock, met[node].peers
+        assert clock is not None
+        assert peers is not None
+        assert (peers.unreached, list(peers.routes)) == ((), [other])
+        # The clock of the same machine, within the time of a round trip.
+        assert abs(clock.offset) <= clock.error + 0.001

@@ -9,17 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.node.conftest import answer
-from tridock.errors import ClusterError
+from tests.unit.node.conftest import answer, node
+from tridock.contracts.codec import decode
+from tridock.contracts.node_answers import PortAnswer, PreflightAnswer
+from tridock.errors import ClusterError, Problem
 from tridock.node.probes import ports
 
 
 def test_a_free_port_is_one_that_can_be_taken() -> None:
-    port = answer("preflight", "--head")["port"]
+    port = answer("preflight", "--head")["rendezvous"]["port"]
     assert port in range(20000, 30000)
     with socket.create_server(("", port)):
         pass
-    assert answer("preflight", "--head", "--port", str(port))["port"] == port
+    assert answer("preflight", "--head", "--port", str(port))["rendezvous"] == {"port": port, "problem": None}
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
@@ -27,12 +29,10 @@ def test_a_taken_port_names_its_holder(address: str) -> None:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, 0), family=family) as server:
         port = server.getsockname()[1]
-        told = answer("preflight", "--head", "--port", str(port))
+        found = decode(PreflightAnswer, node("preflight", "--head", "--port", str(port)).stdout).rendezvous
         comm = Path(f"/proc/{os.getpid()}/comm").read_text().strip()
-        assert "port" not in told
-        assert told["port_problem"] == {
-            "where": f"port {port}", "what": "is taken", "got": f"{comm} (pid {os.getpid()})", "todo": "use another",
-        }  # fmt: skip
+        problem = Problem(f"port {port}", "is taken", f"{comm} (pid {os.getpid()})", "use another")
+        assert found == PortAnswer(None, problem)
 
 
 def test_a_port_of_a_connection_that_just_closed_is_free() -> None:

@@ -12,12 +12,14 @@ def test_files_are_told_apart_by_size_and_content(tmp_path: Path) -> None:
     index.write_bytes(b"lengths")
     assert answer("preflight", str(tokens), str(index), str(missing), str(tmp_path)) == {
         "files": {
-            str(tokens): {"bytes": 5, "sha256": None},
-            str(index): {"bytes": 7, "sha256": hashlib.sha256(b"lengths").hexdigest()},
+            str(tokens): {"bytes": 5, "sha256": None, "entries": None},
+            str(index): {"bytes": 7, "sha256": hashlib.sha256(b"lengths").hexdigest(), "entries": None},
             str(missing): None,
             str(tmp_path): None,
         },
         "read": {},
+        "rendezvous": None,
+        "image_manifest": None,
     }
 
 
@@ -29,7 +31,7 @@ def test_a_vocabulary_is_counted_and_a_json_file_is_shown_where_it_can_be_read(t
         "preflight", "--read", str(vocabulary), "--read", str(tmp_path / "none"), str(vocabulary), str(broken)
     )
     assert answer_["files"][str(vocabulary)]["entries"] == 2
-    assert "entries" not in answer_["files"][str(broken)]
+    assert answer_["files"][str(broken)]["entries"] is None
     assert answer_["read"] == {str(vocabulary): {"a": 0, "b": 1}, str(tmp_path / "none"): None}
 
 

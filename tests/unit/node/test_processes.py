@@ -15,8 +15,9 @@ import pytest
 
 from tests.unit.node.conftest import answer, node, wait_until
 from tridock.contracts import environment, run_folder
+from tridock.contracts.node_answers import Stopped
 from tridock.contracts.run_state import exit_code_of
-from tridock.node.agent.processes import Process, find_processes
+from tridock.node.agent.processes import find_processes, is_deepspeed_runner
 
 MakeRun = Callable[..., Path]
 
@@ -55,12 +56,12 @@ def test_stopping_one_of_two_runs_leaves_the_other_alone(make_run: MakeRun) -> N
     start(second)
     wait_until(lambda: (counts(first), counts(second)) == (3, 2))
     # A shell whose child was ended may leave before it is asked itself.
-    assert stop(first) in [{"stopped": number, "left": 0} for number in (1, 2, 3)]
+    assert stop(first) in [{"stopped": number, "remaining": 0} for number in (1, 2, 3)]
     assert (counts(first), counts(second)) == (0, 2)
     assert unmarked.poll() is None
     assert (exit_code_of(first), exit_code_of(second)) == (143, None)
-    assert stop(second) in [{"stopped": number, "left": 0} for number in (1, 2)]
-    assert stop(second) == {"stopped": 0, "left": 0}
+    assert stop(second) in [{"stopped": number, "remaining": 0} for number in (1, 2)]
+    assert stop(second) == {"stopped": 0, "remaining": 0}
     unmarked.kill()
     unmarked.wait()
 
@@ -72,7 +73,7 @@ def test_orphans_in_sessions_of_their_own_are_found(make_run: MakeRun) -> None:
     assert subprocess.run(["bash", str(folder / run_folder.LAUNCH_SCRIPT)], env=env, check=False).returncode == 3
     wait_until(lambda: counts(folder) == 1)  # one in the middle of its exec has no environment to be found by
     run_folder.write_atomic(folder / run_folder.EXIT_CODE, b"3\n")
-    assert stop(folder) == {"stopped": 1, "left": 0}
+    assert stop(folder) == {"stopped": 1, "remaining": 0}
     # The run had ended before: its exit code stays the truth.
     assert exit_code_of(folder) == 3
 
@@ -91,7 +92,7 @@ def test_what_ignores_sigterm_gets_the_grace_and_then_sigkill(make_run: MakeRun)
     begin = time.monotonic()
     done = stop(folder, "--grace", "1")
     assert 1.0 <= time.monotonic() - begin < 4.0
-    assert done["left"] == 0
+    assert done["remaining"] == 0
     assert exit_code_of(folder) == 143
 
 
@@ -132,34 +133,34 @@ def test_deepspeed_runner_is_never_asked_politely(make_run: MakeRun, tmp_path: P
     log = folder / run_folder.LAUNCHER_LOG
     wait_until(lambda: b"ready" in log.read_bytes())
     begin = time.monotonic()
-    assert stop(folder, "--grace", "20") == {"stopped": 1, "left": 0}
+    assert stop(folder, "--grace", "20") == {"stopped": 1, "remaining": 0}
     assert time.monotonic() - begin < 4.0
     assert log.read_text() == "ready\n"
     assert exit_code_of(folder) == 143
 
 
 @pytest.mark.parametrize(
-    "words",
+    "argv",
     [
         ["python", "/opt/venv/bin/deepspeed", "--x"],
         ["/opt/venv/bin/ds"],
         ["python3", "-u", "-m", "deepspeed.launcher.runner"],
     ],
 )
-def test_what_the_runner_looks_like(words: list[str]) -> None:
-    assert Process("r", 1, 1, tuple(words), 0, 0.0, 0.0).is_runner
+def test_deepspeeds_runner_is_known_by_its_argv(argv: list[str]) -> None:
+    assert is_deepspeed_runner(argv)
 
 
 @pytest.mark.parametrize(
-    "words",
+    "argv",
     [
         ["python", "-u", "-m", "deepspeed.launcher.launch", "--world_info=x"],
         ["python", "-m", "tridock.train", "deepspeed"],
         ["pdsh", "-w", "a", "deepspeed"],
     ],
 )
-def test_what_it_does_not_look_like(words: list[str]) -> None:
-    assert not Process("r", 1, 1, tuple(words), 0, 0.0, 0.0).is_runner
+def test_other_processes_are_not_deepspeeds_runner(argv: list[str]) -> None:
+    assert not is_deepspeed_runner(argv)
 
 
 @pytest.mark.parametrize("verb", ["stop", "processes"])
@@ -172,7 +173,7 @@ def test_ids_of_the_wrong_form_are_refused(verb: str, run_id: str) -> None:
 
 def test_a_run_that_is_not_here(workspace: Path) -> None:
     run_id = run_folder.new_run_id("elsewhere")
-    assert answer("stop", run_id, "--workspace", str(workspace)) == {"stopped": 0, "left": 0}
+    assert answer("stop", run_id, "--workspace", str(workspace)) == {"stopped": 0, "remaining": 0}
     assert answer("processes", run_id) == []
 
 
@@ -181,7 +182,7 @@ def test_the_one_who_asks_is_not_stopped(make_run: MakeRun) -> None:
     folder = make_run(f"exec '{sys.executable}' -m tridock.node stop $TRIDOCK_RUN_ID --workspace /nonexistent")
     start(folder)
     followed = node("follow", str(folder))
-    assert followed.stdout.splitlines()[0] == '{"stopped": 0, "left": 0}'
+    assert followed.stdout.splitlines()[0] == '{"stopped": 0, "remaining": 0}'
 
 
 def test_one_that_cannot_be_killed_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,13 +190,13 @@ def test_one_that_cannot_be_killed_is_reported(monkeypatch: pytest.MonkeyPatch) 
     from tridock.node import __main__ as main
 
     run_id = run_folder.new_run_id("stuck")
-    monkeypatch.setattr(main, "stop_processes", lambda *_: (3, 1))
+    monkeypatch.setattr(main, "stop_processes", lambda *_: Stopped(3, 1))
     arguments = main._parser().parse_args(["stop", run_id, "--workspace", "/nonexistent"])
     with pytest.raises(RunError) as caught:
         arguments.action(arguments)
     assert str(caught.value) == (
         f"{run_id}: has processes that did not end; got 1; "
-        "look for processes in state D there; they go when their device or file system answers"
+        "look for processes in state D there; they end when their device or file system answers"
     )
 
 

@@ -50,15 +50,15 @@ def test_a_run_from_start_to_end(workspace: Path, make_run: MakeRun, tmp_path: P
 
 
 def test_following_shows_output_as_it_comes(make_run: MakeRun, tmp_path: Path) -> None:
-    told = tmp_path / "told"
-    folder = make_run(f"echo first; until [ -e {told} ]; do sleep 0.05; done; echo second; {FINISHED}")
+    printed = tmp_path / "printed"
+    folder = make_run(f"echo first; until [ -e {printed} ]; do sleep 0.05; done; echo second; {FINISHED}")
     start(folder)
     with subprocess.Popen(
         [sys.executable, "-m", "tridock.node", "follow", str(folder)], stdout=subprocess.PIPE
     ) as follow:
         assert follow.stdout is not None
         assert follow.stdout.readline() == b"first\n"
-        told.touch()
+        printed.touch()
         assert follow.stdout.readline() == b"second\n"
     assert follow.returncode == 0
 
@@ -189,11 +189,11 @@ def test_the_word_to_save_waits_for_a_rank(make_run: MakeRun) -> None:
     rank += "time.sleep(1.0); heartbeat.start(folder, 0)\n"
     folder = make_run(f"{FINISHED}exec {sys.executable} -c '{rank}time.sleep(20)' \"$FOLDER\"")
     start(folder)
-    assert answer("save", str(folder)) == {"told": 0}
+    assert answer("save", str(folder)) == {"ranks": 0}
     (folder / "ready").touch()
-    assert answer("save", str(folder), "--patience", "20") == {"told": 1}
+    assert answer("save", str(folder), "--patience", "20") == {"ranks": 1}
     wait_until(lambda: exit_code_of(folder) is not None)
-    assert answer("save", str(folder), "--patience", "20") == {"told": 0}
+    assert answer("save", str(folder), "--patience", "20") == {"ranks": 0}
 
 
 def test_what_cannot_be_started(workspace: Path) -> None:
@@ -248,7 +248,7 @@ def test_a_lost_run_is_named_as_such(workspace: Path, make_run: MakeRun) -> None
     )
     assert state(workspace, folder) == "lost"
     # Its processes live on, and can still be found and stopped.
-    assert answer("stop", folder.name, "--workspace", str(workspace)) == {"stopped": 2, "left": 0}
+    assert answer("stop", folder.name, "--workspace", str(workspace)) == {"stopped": 2, "remaining": 0}
 
 
 def _cmdline(entry: Path) -> str:
@@ -273,7 +273,7 @@ def test_runs_are_listed_by_age_with_their_last_metrics(workspace: Path) -> None
     assert 0.0 <= age < 600.0
     assert runs[1] == {
         "run_id": folder.name, "state": "ready", "exit_code": None, "created": "20260102-000000", "metrics": lines[-2],
-        "experiment": "b", "nodes": [], "train_iters": None, "duration_s": None,
+        "experiment": "b", "nodes": [], "train_iters": None, "duration_s": None, "head": "",
     }  # fmt: skip
     assert runs[0]["metrics"] is None
 
@@ -297,7 +297,7 @@ def test_a_stop_returns_once_its_end_is_recorded(workspace: Path, make_run: Make
     folder = make_run("sleep 60")
     start(folder)
     begin = time.monotonic()
-    assert answer("stop", folder.name, "--workspace", str(workspace))["left"] == 0
+    assert answer("stop", folder.name, "--workspace", str(workspace))["remaining"] == 0
     assert exit_code_of(folder) == 143
     assert time.monotonic() - begin < 5.0
     wait_until(lambda: not is_supervised(folder))

@@ -33,8 +33,8 @@ def ask(
     session = Session.open(tmp_path / "lab")
     asked: dict[str, tuple[str, ...]] = {}
 
-    def node_verb(node: str, *words: str, timeout: float) -> Completed:
-        asked[node] = words
+    def node_verb(node: str, *arguments: str, timeout: float) -> Completed:
+        asked[node] = arguments
         read = {"data/t_document.json": {"vocab_size": 9, "tokens": 100, "bin_sha256": "ee"}}
         answer = {"files": GOOD, "read": read, **head} if node == "node-1" else {"files": files}
         return Completed(0, json.dumps(answer).encode(), b"")
@@ -64,7 +64,7 @@ def ask(
 def test_a_tokenizer_that_is_not_the_datas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(GOOD, VOCAB, {"bytes": 7, "sha256": "bb", "entries": 8})
     with pytest.raises(TridockError) as caught:
-        ask(tmp_path, monkeypatch, GOOD, {"port": 1, "image_manifest": None})
+        ask(tmp_path, monkeypatch, GOOD, {"rendezvous": {"port": 1}})
     assert str(caught.value) == (
         "t.yaml: data.vocab_file: the data was made with 9 tokens; got 8 tokens; "
         "name the files of the tokenizer that made the data"
@@ -72,7 +72,7 @@ def test_a_tokenizer_that_is_not_the_datas(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_all_is_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = ask(tmp_path, monkeypatch, GOOD, {"port": 20123, "image_manifest": {"torch": "2.13"}})
+    found = ask(tmp_path, monkeypatch, GOOD, {"rendezvous": {"port": 20123}, "image_manifest": {"torch": "2.13"}})
     data = {
         "data_sha256": {IDX: "aa", VOCAB: "bb", MERGES: "cc"},
         "data_bytes": {BIN: 100, IDX: 42, VOCAB: 7, MERGES: 7},
@@ -84,7 +84,7 @@ def test_all_is_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_difference_is_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {**GOOD, BIN: {"bytes": 99, "sha256": None}, VOCAB: None, MERGES: {"bytes": 7, "sha256": "dd"}}
     with pytest.raises(TridockError) as caught:
-        ask(tmp_path, monkeypatch, files, {"port": 1, "image_manifest": None})
+        ask(tmp_path, monkeypatch, files, {"rendezvous": {"port": 1}})
     bring = f"bring the data to the nodes: fab data --hosts {tmp_path}/lab --path data"
     assert str(caught.value) == (
         "t.yaml: data.data_path: has another content on node node-2 than on the head; "
@@ -97,7 +97,7 @@ def test_every_difference_is_named_at_once(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("launch", "told", "message"),
+    ("launch", "problem", "message"),
     [
         ({"master_port": 2000}, Problem("port 2000", "is taken", "python (pid 7)", "use another"),
          "t.yaml: launch.master_port: port 2000 is taken on node-1; got python (pid 7); change it or leave it out"),
@@ -108,9 +108,9 @@ def test_every_difference_is_named_at_once(tmp_path: Path, monkeypatch: pytest.M
     ],
 )  # fmt: skip
 def test_no_port(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch: dict[str, int], told: Problem, message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launch: dict[str, int], problem: Problem, message: str
 ) -> None:
     with pytest.raises(TridockError) as caught:
-        ask(tmp_path, monkeypatch, GOOD, {"port_problem": told.message}, **launch)
+        ask(tmp_path, monkeypatch, GOOD, {"rendezvous": {"problem": problem.message}}, **launch)
     assert str(caught.value) == message
     assert caught.value.exit_code == 3

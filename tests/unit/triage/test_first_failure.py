@@ -11,9 +11,9 @@ from tridock.triage.first_failure import FirstFailure, first_failure
 NODES = {0: "a", 1: "a", 2: "b", 3: "b"}
 
 
-def failed(rank: int, second: int, reason: str = "boom", **kind: object) -> bytes:
+def failed(rank: int, second: int, reason: str = "boom", **kind: object) -> str:
     event = {"time": f"2026-01-01T00:00:{second:02d}.000+00:00", "event": "run_failed", "rank": rank, "reason": reason}
-    return json.dumps({**event, **kind}).encode() + b"\n"
+    return json.dumps({**event, **kind}) + "\n"
 
 
 def test_a_rank_that_lost_another_is_not_first_whatever_its_clock_says() -> None:
@@ -34,7 +34,7 @@ def test_a_rank_that_lost_another_is_not_first_whatever_its_clock_says() -> None
 )
 def test_a_rank_that_a_signal_ended_says_nothing_itself(lost: tuple[int, ...], message: str) -> None:
     words = "collective: another rank has gone; got Connection reset by peer; look for the rank that failed first"
-    found = first_failure({"a": b"".join(failed(rank, rank, words, consequence=True) for rank in lost)}, NODES)
+    found = first_failure({"a": "".join(failed(rank, rank, words, consequence=True) for rank in lost)}, NODES)
     assert str(found) == f"{message}(killed by a signal, perhaps because memory ran out: see dmesg there)"
 
 
@@ -51,12 +51,12 @@ def test_of_two_the_earlier() -> None:
 
 
 def test_what_all_agreed_on_is_nobodys() -> None:
-    found = first_failure({"a": failed(0, 1, "train.load: holds no checkpoint", agreed=True), "b": b""}, NODES)
+    found = first_failure({"a": failed(0, 1, "train.load: holds no checkpoint", agreed=True), "b": ""}, NODES)
     assert str(found) == "every rank: train.load: holds no checkpoint"
 
 
-@pytest.mark.parametrize("content", [b"", b'{"event": "run_started"}\n', b'{"event": "run_fai', b"[1]\n\xff\n"])
-def test_no_failure_on_record(content: bytes) -> None:
+@pytest.mark.parametrize("content", ["", '{"event": "run_started"}\n', '{"event": "run_fai', "[1]\n\ufffd\n"])
+def test_no_failure_on_record(content: str) -> None:
     assert first_failure({"a": content}, NODES) is None
 
 
@@ -65,9 +65,9 @@ def test_a_rank_without_words() -> None:
     assert str(found) == "rank 7 on an unknown node first: no reason on record"
 
 
-def seen(event: str, second: int, **fields: object) -> bytes:
+def seen(event: str, second: int, **fields: object) -> str:
     found = {"time": f"2026-01-01T00:00:{second:02d}.000+00:00", "event": event, **fields}
-    return json.dumps(found).encode() + b"\n"
+    return json.dumps(found) + "\n"
 
 
 DIED = {"rank": 3, "node": "b", "reason": "was ended by SIGKILL after iteration 7"}

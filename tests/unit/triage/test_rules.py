@@ -13,6 +13,7 @@ import pytest
 
 from tests.triage import PROVOKED
 from tridock.contracts.events import Cause, Event
+from tridock.contracts.node_answers import Evidence
 from tridock.triage import RULES, Diagnosis, Facts, diagnose, report
 from tridock.triage.diagnosis import OWN_MESSAGE
 from tridock.triage.facts import Step, facts_of, stuck_rank
@@ -142,11 +143,10 @@ PLAN = {
 
 def test_the_planners_numbers_are_those_of_the_ranks_stage() -> None:
     failure = {"event": "run_failed", "rank": 1, "reason": "MemoryError()", "time": "2026-01-02T03:04:05.678+00:00"}
-    told = {"events": f"{json.dumps(failure)}\n", "kernel": ["Out of memory"]}
     metrics = [{"iteration": number, "loss": 3.0 - number} for number in range(7)] + [{"iteration": 7, "loss": None}]
     answers = {
-        "a": {"plan": PLAN, "metrics": metrics, "launcher": ""},
-        "b": told,
+        "a": Evidence(plan=PLAN, metrics=tuple(metrics)),
+        "b": Evidence(events=f"{json.dumps(failure)}\n", kernel=("Out of memory",)),
     }
     facts = facts_of(answers, "a", 4)
     assert report(facts, diagnose(facts)) == (
@@ -200,19 +200,19 @@ def test_a_terminal_obeys_nothing_of_a_log() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flights", "words"),
+    ("last_collectives", "text"),
     [
-        ({}, ""),
-        ({"a": {"0": 7}}, ""),
-        ({"a": {"0": 7}, "b": {"1": 7}}, ""),
-        ({"a": {"0": 9}, "b": {"1": 7}}, "rank 1 on b came to collective 7, the others to 9"),
+        ([], ""),
+        ([{0: 7}], ""),
+        ([{0: 7}, {1: 7}], ""),
+        ([{0: 9}, {1: 7}], "rank 1 on b came to collective 7, the others to 9"),
     ],
 )
-def test_the_rank_that_the_others_wait_for(flights: dict[str, dict[str, int]], words: str) -> None:
-    assert stuck_rank(flights, {0: "a", 1: "b"}) == words
+def test_the_rank_that_the_others_wait_for(last_collectives: list[dict[int, int]], text: str) -> None:
+    assert stuck_rank(last_collectives, {0: "a", 1: "b"}) == text
     facts = failed("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9)")
-    cause = diagnose(Facts(4, facts.failure, facts.reason, stuck=words, steps=(Step(1, 1.0),))).cause
-    assert cause.endswith(words)
+    cause = diagnose(Facts(4, facts.failure, facts.reason, stuck=text, steps=(Step(1, 1.0),))).cause
+    assert cause.endswith(text)
 
 
 def test_docs_list_every_rule() -> None:

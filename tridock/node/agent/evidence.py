@@ -1,18 +1,19 @@
-"""What this node can tell of a run that failed: ends of files, and what the kernel said meanwhile."""
+"""Evidence of this node about a failed run: the ends of its files, and the kernel's messages during the run."""
 
 from __future__ import annotations
 
 import io
-import json
 import os
 import pickle
 import re
 import time
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from tridock.contracts import run_folder
 from tridock.contracts.events import Event, events_of, read_lines
+from tridock.contracts.node_answers import Evidence
+from tridock.contracts.records import read_object
 
 _LOG_BYTES: Final = 8000
 _LOG_LINES: Final = 60
@@ -23,32 +24,25 @@ _KMSG: Final = Path("/dev/kmsg")
 _ABOUT_MEMORY: Final = re.compile(r"Out of memory|oom-kill|oom_reaper|Killed process")
 
 
-def evidence(folder: Path) -> dict[str, object]:
-    """For ``json.dumps``; a node that had no part in the run has nothing to tell."""
+def evidence(folder: Path) -> Evidence:
+    """The evidence of this node; empty if the node had no part in the run."""
     if not folder.is_dir():
-        return {}
+        return Evidence()
     logs = {path.stem.removeprefix("rank-"): path for path in (folder / "logs").glob("rank-*.log")}
     training = [entry for entry in read_lines(folder / run_folder.METRICS, _METRICS_BYTES) if "split" not in entry]
-    return {
-        "events": _text(folder / run_folder.EVENTS),
-        "logs": {rank: _end(path) for rank, path in logs.items() if rank.isdecimal()},
-        "launcher": _end(folder / run_folder.LAUNCHER_LOG, _log_offset(folder)),
-        "metrics": training[-_STEPS:],
-        "plan": _plan(folder),
-        "kernel": _kernel(folder),
-        "flights": last_collectives(folder),
-    }
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except FileNotFoundError:
-        return ""
+    return Evidence(
+        events=run_folder.read_text(folder / run_folder.EVENTS),
+        logs={int(rank): _end(path) for rank, path in logs.items() if rank.isdecimal()},
+        launcher=_end(folder / run_folder.LAUNCHER_LOG, _log_offset(folder)),
+        metrics=tuple(training[-_STEPS:]),
+        plan=_plan(folder),
+        kernel=_kernel(folder),
+        last_collectives=last_collectives(folder),
+    )
 
 
 def _log_offset(folder: Path) -> int:
-    """Where the launcher's output of the last attempt begins: a restarted run's earlier failures stand before it."""
+    """The offset in the launcher's log at which the last attempt begins; earlier attempts have other failures."""
     restarts = events_of(folder, Event.RUN_RESTARTED)
     return int(str(restarts[-1].get("log_bytes", 0))) if restarts else 0
 
@@ -63,37 +57,34 @@ def _end(path: Path, first: int = 0) -> str:
     return "\n".join(lines[-_LOG_LINES:])
 
 
-def _plan(folder: Path) -> object:
-    try:
-        plan = json.loads((folder / run_folder.PLAN).read_text())
-        return {"ranks": plan.get("ranks", []), "memory": plan.get("memory") or {}}
-    except (FileNotFoundError, ValueError):
-        return None
+def _plan(folder: Path) -> dict[str, Any]:
+    plan = read_object(folder / run_folder.PLAN)
+    return {"ranks": plan.get("ranks", []), "memory": plan.get("memory") or {}} if plan else {}
 
 
-def _kernel(folder: Path) -> list[str]:
-    """The kernel's messages about memory since the run's folder was made; none where they may not be read."""
+def _kernel(folder: Path) -> tuple[str, ...]:
+    """The kernel's messages about memory since the run was created; none if this process may not read them."""
     try:
         descriptor = os.open(_KMSG, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
-        return []
-    since = time.clock_gettime(time.CLOCK_MONOTONIC) - (time.time() - _made(folder))
+        return ()
+    since = time.clock_gettime(time.CLOCK_MONOTONIC) - (time.time() - _created(folder))
     found: list[str] = []
     try:
         while True:
-            # A record a read: priority,number,microseconds since the start of the system,flags;message
+            # One record per read: priority,number,microseconds since boot,flags;message
             head, _, message = os.read(descriptor, 1 << 13).decode(errors="replace").partition(";")
             if int(head.split(",")[2]) / 1e6 >= since and _ABOUT_MEMORY.search(message):
                 found.append(message.splitlines()[0])
     except (OSError, ValueError, IndexError):
-        pass  # the end of what there is
+        pass  # no more records
     finally:
         os.close(descriptor)
-    return found[-_KERNEL_LINES:]
+    return tuple(found[-_KERNEL_LINES:])
 
 
-def _made(folder: Path) -> float:
-    """When the run was put there: nothing writes that file again."""
+def _created(folder: Path) -> float:
+    """The time at which the run was created: nothing changes its experiment afterwards."""
     path = folder / run_folder.EXPERIMENT
     return path.stat().st_mtime if path.exists() else folder.stat().st_mtime
 
@@ -103,7 +94,7 @@ _WORLD: Final = "0"
 
 
 def last_collectives(folder: Path) -> dict[int, int]:
-    """The number of the last collective of all ranks that each rank began; none where nothing was recorded."""
+    """The number of the last collective of all ranks that each rank began; empty without flight records."""
     prefix = folder / run_folder.FLIGHT
     found: dict[int, int] = {}
     for path in prefix.parent.glob(f"{prefix.name}*"):
@@ -115,15 +106,15 @@ def last_collectives(folder: Path) -> dict[int, int]:
 
 def _last(path: Path) -> int | None:
     try:
-        dump = _Plain(io.BytesIO(path.read_bytes())).load()
+        dump = _PlainUnpickler(io.BytesIO(path.read_bytes())).load()
         entries = [entry for entry in dump["entries"] if str(entry["process_group"][0]) == _WORLD]
         return max(int(entry["collective_seq_id"]) for entry in entries)
     except (OSError, EOFError, ValueError, LookupError, TypeError, pickle.UnpicklingError):
-        return None  # cut short when its process was ended, or of a form that another torch writes
+        return None  # truncated when its process was killed, or written by an unknown version of torch
 
 
-class _Plain(pickle.Unpickler):
-    """Lists, dicts, numbers and texts, of which a dump is made: a run's folder may hold anybody's files."""
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads only lists, dicts, numbers and strings: a run's folder may contain anybody's files."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
-        raise pickle.UnpicklingError(f"{module}.{name} is no plain data")
+        raise pickle.UnpicklingError(f"{module}.{name} is not plain data")

@@ -7,19 +7,19 @@ then ends the node's part of the run, which is of no further use.
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
 from tridock.contracts import heartbeat, run_folder
+from tridock.contracts.codec import encode
 from tridock.contracts.events import Cause, Event, append_event
+from tridock.contracts.rank_status import AgentMessage
 from tridock.node.agent.processes import find_processes, stop_processes
 from tridock.node.agent.rank_status import RankMonitor
 from tridock.node.agent.spare_lock import release
@@ -80,7 +80,7 @@ class NodeAgent:
                 release(self._folder.name)
                 self._released = True
             if gone - dead or now - last_report >= _REPORT_S:
-                self._print(ranks=[asdict(status) for status in statuses])
+                self._print(AgentMessage(ranks=tuple(statuses)))
                 last_report, dead = now, gone
 
     def _read_orders(self) -> list[str]:
@@ -106,15 +106,15 @@ class NodeAgent:
     def _execute(self, order: str) -> None:
         verb, *arguments = order.split()
         if verb == "stacks":
-            self._print(stacks=self._monitor.stacks([int(rank) for rank in arguments]))
+            self._print(AgentMessage(stacks=self._monitor.stacks([int(rank) for rank in arguments])))
         elif verb == "stop":
-            stopped, left = stop_processes(self._folder.name, float(arguments[0]))
+            stopped = stop_processes(self._folder.name, float(arguments[0]))
             self._monitor.reset()
-            self._print(stopped=stopped, left=left)
+            self._print(AgentMessage(stopped=stopped))
 
-    def _print(self, **fields: object) -> None:
-        with suppress(OSError):  # the other end is gone: the next read of orders tells
-            os.write(1, json.dumps(fields).encode() + b"\n")
+    def _print(self, message: AgentMessage) -> None:
+        with suppress(OSError):  # the supervisor has disconnected: the next read of orders notices
+            os.write(1, f"{encode(message)}\n".encode())
 
     def _end_all(self, silence_s: float) -> int:
         """Ends the run's processes here, because the head is lost."""

@@ -5,57 +5,40 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tridock.contracts import environment
+from tridock.contracts.node_answers import Process, Stopped
 
 _PROC = Path("/proc")
 _MARKER = f"{environment.RUN_ID}=".encode()
 _POLL_S = 0.1
-_LATE_POLL_S = 0.01
+_KILL_POLL_S = 0.01
 _PATIENCE_S = 2.0
-"""After the grace, and after each process that is found for the first time."""
+"""After the grace period, and after each process that is found for the first time."""
 _MOST_PATIENCE_S = 8.0
 _PAGE = os.sysconf("SC_PAGESIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
-@dataclass(frozen=True, slots=True)
-class Process:
-    """One process of a run; ``cpu_s`` counts the processor time it has used, ``age_s`` the time since it began."""
-
-    run_id: str
-    pid: int
-    ppid: int
-    command: tuple[str, ...]
-    rss_bytes: int
-    cpu_s: float
-    age_s: float
-
-    def to_json(self) -> dict[str, object]:
-        """For ``json.dumps``."""
-        return asdict(self)
-
-    @property
-    def is_runner(self) -> bool:
-        """Whether this is DeepSpeed's runner on the head (``python …/bin/deepspeed …``)."""
-        if "deepspeed.launcher.runner" in self.command[:5]:
-            return True
-        return any(Path(word).name in ("deepspeed", "deepspeed.pt", "ds") for word in self.command[:2])
+def is_deepspeed_runner(argv: Sequence[str]) -> bool:
+    """Whether this is DeepSpeed's runner on the head (``python …/bin/deepspeed …``)."""
+    if "deepspeed.launcher.runner" in argv[:5]:
+        return True
+    return any(Path(argument).name in ("deepspeed", "deepspeed.pt", "ds") for argument in argv[:2])
 
 
 def find_processes(run_id: str | None = None) -> list[Process]:
-    """The processes of one run, or of every run on this node; zombies are not counted."""
+    """The processes of one run, or of every run on this node, without zombies."""
     return [process for process in _all() if run_id is None or process.run_id == run_id]
 
 
 def _all(foreign: set[int] | None = None) -> Iterator[Process]:
-    """Every process of a run; those that are of none are added to ``foreign``, and left out where they are in it.
+    """Every process of a run. Adds the others to ``foreign``, and skips those that are in it.
 
-    One in the middle of its exec shows no environment at all: nobody knows yet whose it is.
+    A process in the middle of its exec shows no environment: it may still turn out to be of a run.
     """
     uptime = float((_PROC / "uptime").read_text().split()[0])
     for entry in _PROC.iterdir():
@@ -69,12 +52,12 @@ def _all(foreign: set[int] | None = None) -> Iterator[Process]:
                     foreign.add(int(entry.name))
                 continue
             command = (entry / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
-            # The command's name stands in parentheses and may hold anything: fields are counted after the last one.
+            # The command's name is in parentheses and may contain any character: count fields after the last one.
             state, ppid, *fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
             # As in proc(5), where state is the third field: 14 utime, 15 stime, 22 starttime, 24 rss.
             user, system, began, pages = (int(fields[number - 5]) for number in (14, 15, 22, 24))
         except (OSError, ValueError):
-            continue  # ended meanwhile, or another user's
+            continue  # it has ended, or belongs to another user
         if state != "Z":
             argv = tuple(argument.decode(errors="replace") for argument in command)
             run_id = found[len(_MARKER) :].decode(errors="replace")
@@ -89,44 +72,43 @@ def _all(foreign: set[int] | None = None) -> Iterator[Process]:
             )
 
 
-def stop_processes(run_id: str, grace_s: float) -> tuple[int, int]:
-    """Ends a run's processes: how many there were, and how many are left (0 unless the kernel holds one back).
+def stop_processes(run_id: str, grace_s: float) -> Stopped:
+    """Ends a run's processes, except the calling one.
 
-    DeepSpeed's runner answers SIGINT and SIGTERM with a ``pkill`` on every node that hits the ranks of *every* run,
-    so it alone gets SIGKILL at once. The others get SIGTERM, and SIGKILL once ``grace_s`` seconds are over. Whoever
-    was forked meanwhile is found in the next round. The process that asks is never among them.
+    DeepSpeed's runner answers SIGINT and SIGTERM with a ``pkill`` on every node that hits the ranks of *every* run, so
+    it alone receives SIGKILL at once. The others receive SIGTERM, and SIGKILL after ``grace_s`` seconds. The next round
+    finds processes that were forked meanwhile.
     """
-    asked: set[int] = set()
-    # Those need not be looked at again and again: a round is over before a process that was missed can fork twice.
+    signalled: set[int] = set()
+    # Skipped in later rounds: a round ends before a process that was missed can fork twice.
     foreign: set[int] = set()
-    deadline = over = time.monotonic() + grace_s
+    deadline = last_found = time.monotonic() + grace_s
     empty = 0
-    # Twice none: a child forked while the list is read can hide from it. A killed process that does input or output
-    # takes a moment to go, and where the machine is busy those that fork need more than one round.
-    while empty < 2 and time.monotonic() < min(over + _PATIENCE_S, deadline + _MOST_PATIENCE_S):
-        late = time.monotonic() >= deadline
+    # Two empty rounds: a child that is forked while /proc is read can be missed. A killed process takes a moment to
+    # finish its I/O, and on a busy machine processes that fork need several rounds.
+    while empty < 2 and time.monotonic() < min(last_found + _PATIENCE_S, deadline + _MOST_PATIENCE_S):
+        kill = time.monotonic() >= deadline
         empty += 1
-        # Each is signalled as soon as it is found: one that forks and ends would be gone once the list is whole.
+        # Signal each process as soon as it is found: one that forks and ends would be gone at the end of the round.
         for process in _others(run_id, foreign):
             empty = 0
-            if late and process.pid not in asked:
-                over = time.monotonic()
-            if process.is_runner or late:
-                asked.add(process.pid)
-                _kill(process.pid, signal.SIGKILL)
-            elif process.pid not in asked:
-                asked.add(process.pid)
-                _kill(process.pid, signal.SIGTERM)
+            if kill and process.pid not in signalled:
+                last_found = time.monotonic()
+            if kill or is_deepspeed_runner(process.command):
+                _send_signal(process.pid, signal.SIGKILL)
+            elif process.pid not in signalled:
+                _send_signal(process.pid, signal.SIGTERM)
+            signalled.add(process.pid)
         if empty:
-            foreign.clear()  # their numbers may be others' by now
-        time.sleep(_LATE_POLL_S if late or empty else _POLL_S)
-    return len(asked), len(list(_others(run_id)))
+            foreign.clear()  # other processes may have their numbers by now
+        time.sleep(_KILL_POLL_S if kill or empty else _POLL_S)
+    return Stopped(len(signalled), len(list(_others(run_id))))
 
 
 def _others(run_id: str, foreign: set[int] | None = None) -> Iterator[Process]:
     return (process for process in _all(foreign) if process.run_id == run_id and process.pid != os.getpid())
 
 
-def _kill(pid: int, number: signal.Signals) -> None:
+def _send_signal(pid: int, number: signal.Signals) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, number)

@@ -12,8 +12,8 @@ from typing import Final
 
 from tridock.contracts import heartbeat, run_folder
 from tridock.contracts.heartbeat import Heartbeat
+from tridock.contracts.rank_status import RankStatus
 from tridock.node.agent.processes import find_processes
-from tridock.node.supervisor.verdict import RankStatus
 
 _SEARCH_S: Final = 2.0
 _STACKS_S: Final = 1.0
@@ -97,7 +97,7 @@ class RankMonitor:
             self._searched = now
         return self._all_ended
 
-    def stacks(self, ranks: Sequence[int]) -> dict[int, list[str]]:
+    def stacks(self, ranks: Sequence[int]) -> dict[int, tuple[str, ...]]:
         """Asks ranks for their stacks; returns the frames of each main thread, the innermost first.
 
         The stacks of all threads go to the rank's log. A stopped rank and one that is not ready do not answer.
@@ -111,7 +111,7 @@ class RankMonitor:
         time.sleep(_STACKS_S)
         return {rank: frames for rank, (path, size) in asked.items() if (frames := self._read_stacks(rank, path, size))}
 
-    def _read_stacks(self, rank: int, path: Path, size: int) -> list[str]:
+    def _read_stacks(self, rank: int, path: Path, size: int) -> tuple[str, ...]:
         text = path.read_bytes()[size:].decode(errors="replace")
         with (self.folder / run_folder.rank_log(rank)).open("a") as log:
             log.write(f"tridock: rank {rank} makes no progress; its threads:\n{text}")
@@ -133,10 +133,11 @@ def _process_state(beat: Heartbeat) -> tuple[str | None, int | None]:
     return (None, int(fields[49])) if fields[0] in "ZX" else (fields[0], None)
 
 
-def main_thread(text: str) -> list[str]:
+def main_thread(text: str) -> tuple[str, ...]:
     """The frames of the main thread, which faulthandler writes last, as ``file:line in function``."""
     frames = text.rpartition("(most recent call first):")[2]
-    return [f"{file}:{line} in {name}" for file, line, name in re.findall(r'File "(.+?)", line (\d+) in (.+)', frames)]
+    found = re.findall(r'File "(.+?)", line (\d+) in (.+)', frames)
+    return tuple(f"{file}:{line} in {name}" for file, line, name in found)
 
 
 def _oom_kills() -> int:

@@ -18,7 +18,7 @@ RESERVED_S: Final = 300.0
 _NAME: Final = "reservation.json"
 
 
-def busy_with(run_id: str, *, reserve: bool = False, folder: Path | None = None) -> list[str]:
+def busy_with(run_id: str, *, reserve: bool = False, folder: Path | None = None) -> tuple[str, ...]:
     """The other runs that have processes here or have reserved this node, sorted.
 
     ``reserve``: reserves the node for ``run_id`` if there are none. A file lock in ``folder`` (the container's own
@@ -31,7 +31,7 @@ def busy_with(run_id: str, *, reserve: bool = False, folder: Path | None = None)
         others.discard(run_id)
         if reserve and not others:
             _write(file, json.dumps({"run": run_id, "until": time.time() + RESERVED_S}))
-    return sorted(others)
+    return tuple(sorted(others))
 
 
 def release(run_id: str, folder: Path | None = None) -> None:

@@ -9,28 +9,31 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from tridock.contracts.node_answers import Accelerators, Gpu, Infiniband
+
 _FIELDS: Final = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version")
 _TIMEOUT_S: Final = 8.0
 
 
-def accelerators() -> dict[str, object]:
-    """The GPUs with their memory (MiB) and processes, the driver and its CUDA, the InfiniBand devices.
+def infiniband() -> Infiniband:
+    """The InfiniBand devices of the host."""
+    return Infiniband(
+        tuple(sorted(path.name for path in _listed(Path("/sys/class/infiniband")))),
+        usable=any(path.name.startswith("uverbs") for path in _listed(Path("/dev/infiniband"))),
+    )
 
-    ``gpus`` is None without ``nvidia-smi``; ``gpu_error`` its error message if it fails.
-    """
-    infiniband = {
-        "devices": sorted(path.name for path in _listed(Path("/sys/class/infiniband"))),
-        "usable": any(path.name.startswith("uverbs") for path in _listed(Path("/dev/infiniband"))),
-    }
+
+def accelerators() -> Accelerators:
+    """The GPUs with their memory and processes, the driver and its CUDA."""
     try:
         found = _smi(f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
         processes = _smi("--query-compute-apps=gpu_uuid,pid,process_name,used_memory", "--format=csv,noheader,nounits")
         header = _smi()
     except FileNotFoundError:
-        return {"gpus": None, "infiniband": infiniband}
+        return Accelerators()
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        return {"gpus": [], "gpu_error": _message(error), "infiniband": infiniband}
-    return {**parse(found, processes, header), "infiniband": infiniband}
+        return Accelerators(gpus=(), error=_message(error))
+    return parse(found, processes, header)
 
 
 def cuda_error(library: str = "libcuda.so.1") -> str | None:
@@ -47,17 +50,17 @@ def cuda_error(library: str = "libcuda.so.1") -> str | None:
     return f"CUDA error {code}: {(name.value or b'unknown').decode()}"
 
 
-def parse(found: str, processes: str, header: str) -> dict[str, object]:
+def parse(found: str, processes: str, header: str) -> Accelerators:
     """Parses what ``nvidia-smi`` prints: GPUs and processes as CSV, and its table, which names the driver's CUDA."""
-    gpus: list[dict[str, object]] = []
+    gpus = []
     drivers = set()
     for line in found.splitlines():
         index, uuid, name, total, used, driver = (field.strip() for field in line.split(",", 5))
-        own = [" ".join(fields[1:3]) for fields in _rows(processes) if fields[0] == uuid]
-        gpus.append({"index": int(index), "name": name, "total": _mib(total), "used": _mib(used), "processes": own})
+        own = tuple(" ".join(fields[1:3]) for fields in _rows(processes) if fields[0] == uuid)
+        gpus.append(Gpu(int(index), name, _mib(total), _mib(used), own))
         drivers.add(driver)
     version = re.search(r"CUDA Version:\s*(\d+\.\d+)", header)
-    return {"gpus": gpus, "driver": ", ".join(sorted(drivers)) or None, "cuda": version[1] if version else None}
+    return Accelerators(tuple(gpus), ", ".join(sorted(drivers)) or None, version[1] if version else None)
 
 
 def _rows(processes: str) -> Iterator[list[str]]:

@@ -7,21 +7,13 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any, Final
 
+from tridock.contracts.node_answers import Interface
+
 LOOPBACK: Final = "127.0.0.1"
 _TIMEOUT_S: Final = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Interface:
-    """An interface that is up; its addresses in the system's order, IPv4 first."""
-
-    name: str
-    mtu: int
-    addresses: tuple[str, ...]
 
 
 def interfaces() -> tuple[Interface, ...]:

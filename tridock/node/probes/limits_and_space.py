@@ -8,34 +8,27 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from tridock.contracts.node_answers import Space
+
 _QUOTA: Final = Path("/sys/fs/cgroup/cpu.max")
 _SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 (its size is asked)
 
 
-def space(workspace: Path) -> dict[str, object]:
-    """Total and free bytes of /dev/shm and of the disk of ``runs/``; the error that writing there gives, or None."""
-    runs = workspace / "runs"
-    return {"shm": _size(_SHARED_MEMORY), "disk": _size(runs), "unwritable": _unwritable(runs)}
+def shared_memory() -> Space | None:
+    """The size of /dev/shm."""
+    return space(_SHARED_MEMORY)
 
 
-def limits() -> dict[str, object]:
-    """Soft limits of a process (None if unlimited): locked bytes, open files, and the cores that it may use."""
-    return {
-        "memlock": _soft(resource.RLIMIT_MEMLOCK),
-        "files": _soft(resource.RLIMIT_NOFILE),
-        "cores": min(len(os.sched_getaffinity(0)), _quota()),
-    }
-
-
-def _size(path: Path) -> dict[str, int] | None:
+def space(folder: Path) -> Space | None:
+    """The size of a folder's file system; None if the folder is missing."""
     try:
-        found = os.statvfs(path)
+        found = os.statvfs(folder)
     except OSError:
         return None
-    return {"bytes": found.f_blocks * found.f_frsize, "free": found.f_bavail * found.f_frsize}
+    return Space(found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize)
 
 
-def _unwritable(folder: Path) -> str | None:
+def write_error(folder: Path) -> str | None:
     """The error of writing a file with content, or None; an empty one fits on a full disk."""
     probe = folder / f".tridock-space-{os.getpid()}"
     try:
@@ -48,9 +41,15 @@ def _unwritable(folder: Path) -> str | None:
     return None
 
 
-def _soft(which: int) -> int | None:
+def soft_limit(which: int) -> int | None:
+    """A soft limit of this process; None if it is unlimited."""
     soft = resource.getrlimit(which)[0]
     return None if soft == resource.RLIM_INFINITY else soft
+
+
+def cores() -> int:
+    """The cores that a process may use."""
+    return min(len(os.sched_getaffinity(0)), _quota())
 
 
 def _quota() -> int:

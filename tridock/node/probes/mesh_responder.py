@@ -6,7 +6,6 @@ It ends when the caller disconnects.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import signal
@@ -17,11 +16,23 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from tridock.contracts import environment, run_folder
+from tridock.contracts.codec import decode, encode
+from tridock.contracts.node_answers import (
+    ChosenInterface,
+    Hello,
+    Interface,
+    MeshRequest,
+    Network,
+    Peer,
+    PeerProbe,
+    Route,
+    Time,
+    Unreached,
+)
 from tridock.node.probes import interfaces as net
 
 CONNECT_TIMEOUT_S: Final = 3.0
@@ -46,11 +57,10 @@ def respond(token: str, workspace: Path) -> int:
     signal.alarm(_LIFE_S)  # a caller that hangs must not leave this process behind
     node = os.environ.get(environment.NODE, "")
     with _listening(f"{token} {node}\n".encode()) as port, _probe_file(workspace, token, node):
-        hello = {"environment": shared_environment(os.environ, token), "network": _network(), "port": port}
-        _print(hello)
+        _print(Hello(shared_environment(os.environ, token), _network(), port))
         for line in sys.stdin:
-            request = json.loads(line)
-            _print(_probe_peers(request, token, workspace) if "peers" in request else {"time": time.time()})
+            peers = decode(MeshRequest, line).peers
+            _print(Time(time.time()) if peers is None else _probe_peers(peers, token, workspace))
     return 0
 
 
@@ -58,8 +68,8 @@ def _exit(*_: object) -> None:
     raise SystemExit(0)
 
 
-def _print(answer: Mapping[str, object]) -> None:
-    print(json.dumps(answer), flush=True)
+def _print(answer: Hello | Time | PeerProbe) -> None:
+    print(encode(answer), flush=True)
 
 
 def shared_environment(environment: Mapping[str, str], salt: str) -> dict[str, str]:
@@ -76,39 +86,38 @@ def _masked(value: str, salt: str) -> str:
     return f"(secret {hashlib.sha256(f'{salt}{value}'.encode()).hexdigest()[:12]})"
 
 
-def _network() -> dict[str, object]:
+def _network() -> Network:
     found = net.interfaces()
     gloo, address = net.gloo_choice(found, os.environ.get("GLOO_SOCKET_IFNAME"), net.own_addresses())
     nccl = net.nccl_choice(found, os.environ.get("NCCL_SOCKET_IFNAME"))
-    return {
-        "interfaces": [asdict(it) for it in found],
-        "gloo": asdict(gloo) | {"address": address} if gloo else None,
-        "nccl": asdict(nccl) | {"address": nccl.addresses[0]} if nccl else None,
-        "wanted": {name: os.environ.get(f"{name.upper()}_SOCKET_IFNAME") for name in ("gloo", "nccl")},
-    }
+    chosen = {"gloo": _chosen(gloo, address), "nccl": _chosen(nccl, nccl.addresses[0] if nccl else "")}
+    return Network(found, chosen, {name: os.environ.get(f"{name.upper()}_SOCKET_IFNAME") for name in chosen})
 
 
-def _probe_peers(request: Mapping[str, Any], token: str, workspace: Path) -> dict[str, object]:
-    """The routes to the peers, which of their addresses do not answer, and whose probe files lie in this workspace."""
-    peers: Mapping[str, Mapping[str, Any]] = request["peers"]
-    targets = [(node, address, peer["port"]) for node, peer in peers.items() for address in peer["listens"]]
+def _chosen(interface: Interface | None, address: str) -> ChosenInterface | None:
+    return None if interface is None else ChosenInterface(interface.name, interface.mtu, address)
+
+
+def _probe_peers(peers: Mapping[str, Peer], token: str, workspace: Path) -> PeerProbe:
+    targets = [(node, address, peer.port) for node, peer in peers.items() for address in peer.listens]
     with ThreadPoolExecutor(32) as pool:
         errors = pool.map(lambda it: _connect(it[1], it[2], f"{token} {it[0]}"), targets)
-        failed = {
-            f"{node} {address}": error for (node, address, _), error in zip(targets, errors, strict=True) if error
-        }
-    routes = {node: _route(peer["address"]) for node, peer in peers.items()}
-    seen = [node for node in peers if _probe_path(workspace, token, node).exists()]
-    return {"unreached": failed, "routes": routes, "sees": seen}
+        unreached = [
+            Unreached(node, address, error) for (node, address, _), error in zip(targets, errors, strict=True) if error
+        ]
+    routes = {node: _route(peer.address) for node, peer in peers.items()}
+    return PeerProbe(
+        tuple(unreached), routes, tuple(node for node in peers if _probe_path(workspace, token, node).exists())
+    )
 
 
-def _route(address: str) -> dict[str, str | None]:
+def _route(address: str) -> Route:
     try:
         target, source = net.route_to(address)
     except OSError as error:
-        return {"error": error.strerror or str(error)}
+        return Route(error=error.strerror or str(error))
     through = net.holder(net.interfaces(), source)
-    return {"target": target, "source": source, "interface": through.name if through else None}
+    return Route(target, source, through.name if through else None)
 
 
 def _connect(address: str, port: int, expected: str) -> str | None:

@@ -16,14 +16,14 @@ _LISTEN = "0A"
 
 
 def rendezvous_port(wanted: int | None = None) -> PortAnswer:
-    """The ``wanted`` port if it is free, or any free one; ``port_problem`` if there is none."""
+    """The ``wanted`` port if it is free, or any free one; or the reason why there is none."""
     try:
         if wanted is None:
-            return {"port": free_port()}
+            return PortAnswer(free_port())
         require_free(wanted)
-        return {"port": wanted}
+        return PortAnswer(wanted)
     except ClusterError as error:
-        return {"port_problem": error.problems[0].message}
+        return PortAnswer(problem=error.problems[0])
 
 
 def free_port() -> int:

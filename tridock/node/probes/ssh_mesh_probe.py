@@ -1,69 +1,80 @@
-"""Connects from the head to every node, itself included, over ssh as pdsh connections it, all nodes at once."""
+"""Connects from the head to every node, itself included, over ssh as pdsh does, all nodes at once."""
 
 from __future__ import annotations
 
-import json
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from tempfile import TemporaryFile
-from typing import Any, Final
+from typing import Final, TypeVar
 
 from tridock.contracts import cluster_ssh
+from tridock.contracts.codec import decode, encode
+from tridock.contracts.node_answers import (
+    Clock,
+    Hello,
+    MeshAnswer,
+    MeshRequest,
+    Network,
+    Peer,
+    PeerProbe,
+    SshAnswer,
+    Time,
+)
 from tridock.node.probes import mesh_responder
 
 _TIMEOUT_S: Final = 12.0
 _ROUNDS: Final = 3
 
+T = TypeVar("T")
 
-def greet_nodes(nodes: list[str]) -> dict[str, dict[str, Any]]:
-    """The answer of each node's sshd: ``exit`` (None after a timeout), ``out``, ``err``."""
 
-    def greet(node: str) -> dict[str, Any]:
+def greet_nodes(nodes: list[str]) -> dict[str, SshAnswer]:
+    """The answer of each node's sshd."""
+
+    def greet(node: str) -> SshAnswer:
         try:
             done = subprocess.run(
                 [*cluster_ssh.PROBE, node, mesh_responder.greeting()],
                 stdin=subprocess.DEVNULL, capture_output=True, timeout=_TIMEOUT_S, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired as error:
-            return {"exit": None, "out": _text(error.stdout), "err": _text(error.stderr)}
-        return {"exit": done.returncode, "out": _text(done.stdout), "err": _text(done.stderr)}
+            return SshAnswer(None, _text(error.stdout), _text(error.stderr))
+        return SshAnswer(done.returncode, _text(done.stdout), _text(done.stderr))
 
     return _concurrently(nodes, greet)
 
 
-def probe_mesh(addresses: Mapping[str, str], token: str) -> dict[str, dict[str, Any]]:
+def probe_mesh(addresses: Mapping[str, str], token: str) -> dict[str, MeshAnswer]:
     """Connects to every node, and lets those that answer probe each other: clocks, interfaces, routes, shared folders.
 
-    ``addresses`` holds the address at which the others reach each node. A node that answers also has ``hello`` and
-    ``look`` (see :mod:`tridock.node.probes.mesh_responder`) and ``clock``: its time minus ours, and the error bound of
-    that, in seconds.
+    ``addresses`` holds the address at which the others reach each node.
     """
     connections = {node: _Connection(node, token) for node in addresses}
     try:
         answers = _concurrently(list(connections), lambda node: connections[node].greet())
-        hellos = {node: answer["hello"] for node, answer in answers.items() if "hello" in answer}
         peers = {
-            node: {"address": addresses[node], "port": hello["port"], "listens": _addresses(hello["network"])}
-            for node, hello in hellos.items()
+            node: Peer(addresses[node], answer.hello.port, _addresses(answer.hello.network))
+            for node, answer in answers.items()
+            if answer.hello is not None
         }
-        looks = _concurrently(
-            list(hellos), lambda node: connections[node].probe({at: peers[at] for at in peers if at != node})
+        probes = _concurrently(
+            list(peers), lambda node: connections[node].probe({at: peers[at] for at in peers if at != node})
         )
-        return {node: answers[node] | looks.get(node, {}) for node in addresses}
+        return {node: replace(answers[node], peers=probes.get(node)) for node in addresses}
     finally:
         _concurrently(list(connections), lambda node: connections[node].close())
 
 
-def _addresses(network: Mapping[str, Any]) -> list[str]:
-    chosen = [network[library]["address"] for library in ("gloo", "nccl") if network[library]]
-    return list(dict.fromkeys(chosen))
+def _addresses(network: Network) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(chosen.address for chosen in network.chosen.values() if chosen is not None))
 
 
-def _concurrently(nodes: list[str], action: Callable[[str], dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _concurrently(nodes: list[str], action: Callable[[str], T]) -> dict[str, T]:
     if not nodes:
         return {}
     with ThreadPoolExecutor(len(nodes)) as pool:
@@ -78,7 +89,7 @@ class _Connection:
     """One ssh connection to a node; a step that exceeds its timeout kills the connection."""
 
     def __init__(self, node: str, token: str) -> None:
-        # A file and not a pipe, which would have to be read meanwhile however much the server prints.
+        # Not a pipe, which would have to be read all the time.
         self._errors = TemporaryFile()  # noqa: SIM115 (closed in close)
         self._process = subprocess.Popen(
             [*cluster_ssh.PROBE, node, mesh_responder.command(token)],
@@ -94,40 +105,41 @@ class _Connection:
         finally:
             timer.cancel()
 
-    def greet(self) -> dict[str, Any]:
+    def greet(self) -> MeshAnswer:
         """The greeting; of a node also the first line of its responder, and its clock."""
+        code: int | None = 0
+        hello = clock = None
         with self._timeout():
-            answer: dict[str, Any] = {"out": self._line()}
+            greeting = self._line()
             try:
-                answer |= {"exit": 0, "hello": json.loads(self._line()), "clock": self._clock()}
-            except (ValueError, KeyError, OSError):
-                answer["exit"] = self._end()
+                hello, clock = decode(Hello, self._line()), self._clock()
+            except (ValueError, OSError):
+                code = self._end()
         self._errors.seek(0)
-        return answer | {"err": _text(self._errors.read())}
+        return MeshAnswer(SshAnswer(code, greeting, _text(self._errors.read())), hello, clock)
 
-    def probe(self, peers: Mapping[str, object]) -> dict[str, Any]:
+    def probe(self, peers: Mapping[str, Peer]) -> PeerProbe | None:
         """What this node finds out about the others."""
         with self._timeout(), suppress(ValueError, OSError):
-            return {"look": self._ask({"peers": peers})}
-        return {}
+            return self._ask(MeshRequest(peers), PeerProbe)
+        return None
 
-    def _clock(self) -> dict[str, float]:
+    def _clock(self) -> Clock:
         """The fastest of several requests; the far clock was read half a round trip after the request, as in NTP."""
         samples = []
         for _ in range(_ROUNDS):
             sent = time.time()
-            remote = self._ask({})["time"]
+            remote = self._ask(MeshRequest(), Time).time
             received = time.time()
             samples.append((received - sent, remote - (sent + received) / 2))
         round_trip, offset = min(samples)
-        return {"offset": offset, "error": round_trip / 2}
+        return Clock(offset, round_trip / 2)
 
-    def _ask(self, request: Mapping[str, object]) -> dict[str, Any]:
+    def _ask(self, request: MeshRequest, kind: type[T]) -> T:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request).encode() + b"\n")
+        self._process.stdin.write(f"{encode(request)}\n".encode())
         self._process.stdin.flush()
-        found: dict[str, Any] = json.loads(self._line())
-        return found
+        return decode(kind, self._line())
 
     def _line(self) -> str:
         assert self._process.stdout is not None
@@ -144,9 +156,8 @@ class _Connection:
         assert self._process.stdin is not None
         self._process.stdin.close()
 
-    def close(self) -> dict[str, Any]:
+    def close(self) -> None:
         """Ends the responder and the connection."""
         with self._timeout():
-            code = self._end()
+            self._end()
         self._errors.close()
-        return {"exit": code}

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import selectors
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Final, TypeVar
 
 from tridock.contracts import environment
+from tridock.contracts.codec import decode
+from tridock.contracts.rank_status import AgentMessage, RankStatus
 from tridock.contracts.supervision import Reach, Supervision
-from tridock.node.supervisor.verdict import RankStatus, StatusByNode
+from tridock.node.supervisor.verdict import StatusByNode
+
+T = TypeVar("T")
 
 _PING_S: Final = 2.0
 _AGAIN_S: Final = 1.0
@@ -36,7 +39,7 @@ class _Connection:
         self.ssh_error = ""
         """What ssh said last."""
         self.statuses: tuple[RankStatus, ...] = ()
-        self.answers: list[dict[str, Any]] = []
+        self.answers: list[AgentMessage] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._rest = b""
         self._again_at = 0.0
@@ -88,11 +91,11 @@ class _Connection:
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         for line in lines:
             with suppress(ValueError):  # a login banner
-                said = json.loads(line)
-                if "ranks" in said:
-                    self.statuses = tuple(RankStatus.from_json(status) for status in said["ranks"])
+                message = decode(AgentMessage, line)
+                if message.ranks is not None:
+                    self.statuses = message.ranks
                 else:
-                    self.answers.append(said)
+                    self.answers.append(message)
 
     def close(self, selector: selectors.BaseSelector, deadline: float = 0.0) -> None:
         """Ends the connection; the next ``open`` makes another. Its program has until ``deadline`` to end of itself."""
@@ -184,30 +187,31 @@ class AgentConnections:
         """What ssh said last of each node that does not answer."""
         return {node: connection.ssh_error for node, connection in self._nodes.items()}
 
-    def stacks(self, ranks: Sequence[int], patience_s: float) -> dict[int, list[str]]:
+    def stacks(self, ranks: Sequence[int], patience_s: float) -> dict[int, tuple[str, ...]]:
         """The stacks of ranks, from all nodes that answer in time."""
-        answers = self._ask(f"stacks {' '.join(map(str, ranks))}", "stacks", patience_s)
-        return {int(rank): frames for answer in answers.values() for rank, frames in answer["stacks"].items()}
+        answers = self._ask(f"stacks {' '.join(map(str, ranks))}", lambda message: message.stacks, patience_s)
+        return {rank: frames for stacks in answers.values() for rank, frames in stacks.items()}
 
     def stop(self, grace_s: float, patience_s: float) -> dict[str, int]:
-        """Ends the run's processes on every node; how many are left on each that answered in time."""
-        answers = self._ask(f"stop {grace_s}", "stopped", patience_s)
+        """Ends the run's processes on every node; how many remain on each that answered in time."""
+        answers = self._ask(f"stop {grace_s}", lambda message: message.stopped, patience_s)
         for connection in self._nodes.values():
             connection.statuses = ()  # the previous statuses mean nothing for the ranks started next
-        return {node: int(answer["left"]) for node, answer in answers.items()}
+        return {node: stopped.remaining for node, stopped in answers.items()}
 
-    def _ask(self, order: str, field: str, patience_s: float) -> dict[str, dict[str, Any]]:
+    def _ask(self, order: str, field: Callable[[AgentMessage], T | None], patience_s: float) -> dict[str, T]:
         for connection in self._nodes.values():
             connection.answers.clear()
         self.order(order)
         asked = {node for node, connection in self._nodes.items() if connection.connected}
-        found: dict[str, dict[str, Any]] = {}
+        found: dict[str, T] = {}
         deadline = time.monotonic() + patience_s
         while asked - found.keys() and time.monotonic() < deadline:
             self.poll(0.05)
             for node, connection in self._nodes.items():
-                if given := [answer for answer in connection.answers if field in answer]:
-                    found[node] = given[0]
+                for answer in map(field, connection.answers):
+                    if answer is not None:
+                        found[node] = answer
         return found
 
     def close(self) -> None:

@@ -11,11 +11,13 @@ import tarfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Final
 
 from tridock.contracts import checkpoints, run_folder
+from tridock.contracts.codec import decode
 from tridock.contracts.events import Event, append_event
-from tridock.contracts.supervision import Reach, Supervision
+from tridock.contracts.node_answers import SpareStatus
+from tridock.contracts.supervision import NewLayout, Reach, Supervision
 from tridock.errors import ClusterError, Problem
 from tridock.node.agent.spare_lock import busy_with
 
@@ -32,72 +34,64 @@ class FailoverResult:
     supervision: Supervision | None = None
 
 
-def spare_status(folder: Path, *, reserve: bool = False) -> dict[str, object]:
-    """The answer of a spare: the runs that it is busy with, the data files that it lacks, the checkpoint that it sees.
-
-    ``reserve``: reserves the spare for this run, unless it is busy with another.
-    """
+def spare_status(folder: Path, *, reserve: bool = False) -> SpareStatus:
+    """The answer of a spare. ``reserve``: reserves it for this run, unless it is busy with another."""
     manifest = json.loads((folder / run_folder.MANIFEST).read_text())
     supervision = Supervision.from_json((folder / run_folder.SUPERVISION).read_text())
     files = [folder.parent.parent / name for name in manifest.get("data_sha256") or ()]
-    return {
-        "busy": busy_with(folder.name, reserve=reserve),
-        "missing": [str(path) for path in files if not path.is_file()],
-        "checkpoint": _fingerprint(_newest(supervision)),
-    }
+    missing = tuple(str(path) for path in files if not path.is_file())
+    return SpareStatus(busy_with(folder.name, reserve=reserve), missing, _fingerprint(_newest(supervision)))
 
 
 def move(folder: Path, supervision: Supervision, lost: Sequence[str], *, anew: bool) -> FailoverResult:
     """Lays the run out without the ``lost`` nodes and brings its files to the others; ``anew``: from its beginning."""
     answers = {node: _ask(supervision.reach, folder, node) for node in supervision.spares}
     while True:
-        ready = [node for node, answer in answers.items() if isinstance(answer, dict)]
+        ready = [node for node, answer in answers.items() if isinstance(answer, SpareStatus)]
         unready = "".join(f"; spare {node}: {why}" for node, why in answers.items() if isinstance(why, str))
         done = _replan(folder, lost, ready, anew)
         if done.returncode:
             return FailoverResult(done.stderr.decode(errors="replace").strip() + unready)
-        found = json.loads(done.stdout)
-        reserved = {
-            node: _ask(supervision.reach, folder, node, "--reserve") for node in ready if node in found["nodes"]
-        }
+        found = decode(NewLayout, done.stdout)
+        reserved = {node: _ask(supervision.reach, folder, node, "--reserve") for node in ready if node in found.nodes}
         answers |= reserved
-        if all(isinstance(answer, dict) for answer in reserved.values()):
+        if all(isinstance(answer, SpareStatus) for answer in reserved.values()):
             break  # else another run was faster, and it is laid out once more without that spare
-    files = {name: text.encode() for name, text in found["files"].items()}
-    after = Supervision.from_json(found["files"][run_folder.SUPERVISION])
+    files = {name: text.encode() for name, text in found.files.items()}
+    after = Supervision.from_json(found.files[run_folder.SUPERVISION])
     _keep(folder, files)
     try:
         for node in after.remote:
             answer = answers.get(node)
-            if not anew and isinstance(answer, dict):
-                _bring_checkpoint(after, node, answer["checkpoint"])
+            if not anew and isinstance(answer, SpareStatus):
+                _bring_checkpoint(after, node, answer.checkpoint)
             _send(after.reach, node, folder, _archive(files))
     except ClusterError as error:
         return FailoverResult(str(error) + unready)
     for name, content in _archive(files):
         run_folder.write_atomic(folder / name, content)
-    about = {"lost": list(lost), "nodes": found["nodes"], "layout": found["layout"], "world_size": found["world_size"]}
-    append_event(folder, Event.RUN_MOVED, **about, reason=found["summary"] + unready)
-    return FailoverResult(found["summary"] + unready, after)
+    about = {"lost": lost, "nodes": found.nodes, "layout": found.layout, "world_size": found.world_size}
+    append_event(folder, Event.RUN_MOVED, **about, reason=found.summary + unready)
+    return FailoverResult(found.summary + unready, after)
 
 
-def _ask(reach: Reach, folder: Path, node: str, *options: str) -> dict[str, Any] | str:
-    """What a spare says where it can be used; or why it cannot."""
+def _ask(reach: Reach, folder: Path, node: str, *options: str) -> SpareStatus | str:
+    """The answer of a spare that can be used; or why it cannot."""
     done = _run(reach.command(node, "spare-status", *options, str(folder)), timeout=_ASK_S)
     if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().splitlines()
-        return said[-1] if said else f"exit code {done.returncode}"
-    answer: dict[str, Any] = json.loads(done.stdout)
-    if answer["busy"]:
-        return f"is busy with {', '.join(answer['busy'])}"
-    return f"lacks {', '.join(answer['missing'])}" if answer["missing"] else answer
+        stderr = done.stderr.decode(errors="replace").strip().splitlines()
+        return stderr[-1] if stderr else f"exit code {done.returncode}"
+    answer = decode(SpareStatus, done.stdout)
+    if answer.busy:
+        return f"is busy with {', '.join(answer.busy)}"
+    return f"lacks {', '.join(answer.missing)}" if answer.missing else answer
 
 
 def _replan(folder: Path, lost: Sequence[str], ready: Sequence[str], anew: bool) -> subprocess.CompletedProcess[bytes]:
-    # A process of its own: the planner is not for those who watch.
-    argv = ["-P", "-m", "tridock.cli", "replan", str(folder), "--json", *(("--anew",) if anew else ())]
-    argv += [word for node in lost for word in ("--without", node)]
-    return _run([sys.executable, *argv, *(word for node in ready for word in ("--spare", node))], timeout=_REPLAN_S)
+    # A process of its own: the supervisor does not import the planner.
+    argv = [sys.executable, "-P", "-m", "tridock.cli", "replan", str(folder), "--json"]
+    argv += [*(f"--without={node}" for node in lost), *(f"--spare={node}" for node in ready)]
+    return _run([*argv, "--anew"] if anew else argv, timeout=_REPLAN_S)
 
 
 def _run(command: Sequence[str], timeout: float) -> subprocess.CompletedProcess[bytes]:
@@ -133,7 +127,7 @@ def _bring_checkpoint(supervision: Supervision, node: str, seen: str | None) -> 
 
 
 def _archive(files: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
-    """What the watch of a node goes by comes last."""
+    """The supervision file, which a node's agent reads, comes last."""
     yield from sorted(files.items(), key=lambda item: item[0] == run_folder.SUPERVISION)
 
 
@@ -148,11 +142,11 @@ def _send(reach: Reach, node: str, folder: Path, files: Iterable[tuple[str, byte
             _pack(files, process.stdin)
             process.stdin.close()
         except BrokenPipeError:
-            pass  # what it says itself tells more
-        said = process.stderr.read().decode(errors="replace").strip()
+            pass  # its own error says more
+        stderr = process.stderr.read().decode(errors="replace").strip()
     if process.returncode:
         todo = "see that its disk has room and its sshd answers"
-        raise ClusterError(Problem(node, f"did not take the run's files in {folder}", said, todo))
+        raise ClusterError(Problem(node, f"did not take the run's files in {folder}", stderr, todo))
 
 
 def _pack(files: Iterable[tuple[str, bytes | Path]], stream: IO[bytes]) -> None:

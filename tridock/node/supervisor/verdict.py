@@ -7,10 +7,11 @@ import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from tridock.contracts import heartbeat
 from tridock.contracts.events import Cause
+from tridock.contracts.rank_status import RankStatus
 from tridock.errors import RunError
 
 NODE_SILENCE_S: Final = 20.0
@@ -32,34 +33,6 @@ _STOPPED_S: Final = 1.0
 # 255 is ssh's own; any other is that of what it ran.
 _LOST_SESSION: Final = re.compile(rb"^pdsh@\S+: (\S+): ssh exited with exit code 255$", re.MULTILINE)
 _WAITING: Final = ("/torch/distributed/", "/torch/autograd/", "/torch/cuda/", "/torch/_tensor.py", "/deepspeed/")
-
-
-@dataclass(frozen=True, slots=True)
-class RankStatus:
-    """What a node's watch sees of one rank; times in seconds, as of the moment when it looked."""
-
-    rank: int
-    phase: str
-    iteration: int
-    heartbeats: int
-    code: int
-    """The exit code that the rank is about to leave with, once it has failed."""
-    age_s: float
-    """Since its last heartbeat."""
-    alive: bool
-    gone_s: float = 0.0
-    """Since it was seen dead."""
-    wait_status: int | None = None
-    """How it ended, as wait(2) has it; None where nobody saw."""
-    stopped_s: float = 0.0
-    """Since it was seen stopped by a signal or a debugger."""
-    killed_for_memory: bool = False
-    """Whether the kernel killed for memory on its node since the watch began."""
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> RankStatus:
-        """As the watch prints it."""
-        return cls(**fields)
 
 
 @dataclass(frozen=True, slots=True)

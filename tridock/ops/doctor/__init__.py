@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tridock.ops.doctor.check import Request, check, check_quickly
+from tridock.ops.doctor.finding import Report
 from tridock.ops.doctor.output import lines, table, to_json
 from tridock.ops.doctor.remedies import mend
-from tridock.ops.doctor.report import Report
 
 __all__ = ["Report", "Request", "check", "check_quickly", "lines", "mend", "table", "to_json"]

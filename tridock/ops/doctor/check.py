@@ -1,114 +1,180 @@
-"""The doctor: asks hosts and nodes, compares what they say, and tries what a launch will do."""
+"""The doctor: asks hosts and nodes, compares their answers, and tries what a launch will do."""
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
-from tridock.errors import ClusterError, Problem, TridockError
+from tridock.contracts.node_answers import PROTOCOL, HostKey, MeshAnswer, NodeReport, QuickReport
+from tridock.errors import ClusterError, TridockError
 from tridock.experiment import Experiment
 from tridock.ops.doctor.allreduce import reduce_all
-from tridock.ops.doctor.consistency_checks import code_findings, image_findings
+from tridock.ops.doctor.consistency_checks import (
+    clock_findings,
+    code_findings,
+    environment_findings,
+    image_findings,
+    sharing,
+    sharing_findings,
+)
 from tridock.ops.doctor.device_checks import cuda_findings, device_findings, leftover_findings
-from tridock.ops.doctor.finding import Answer, Answers, fail
+from tridock.ops.doctor.finding import Report, Reports, fail
 from tridock.ops.doctor.host_checks import check_containers, check_hosts
-from tridock.ops.doctor.limit_checks import limit_findings, shown, space_findings
-from tridock.ops.doctor.mesh_checks import meet
-from tridock.ops.doctor.node_client import asked, node_report, shown_key
-from tridock.ops.doctor.report import Report
-from tridock.ops.doctor.ssh_checks import path_findings
+from tridock.ops.doctor.limit_checks import limit_findings, size_text, space_findings
+from tridock.ops.doctor.network_checks import network_findings
+from tridock.ops.doctor.ssh_checks import ssh_findings
 from tridock.ops.hosts.session import Session
 from tridock.ops.runs.preflight import check_nodes
 from tridock.ops.runs.prepare import assumptions_for, prepare
 from tridock.ops.runs.registry import list_runs
 from tridock.plan import Plan
-from tridock.remote import Host
+from tridock.remote import Host, on_all, raise_failures
 
-# What the all-reduce rests on: where one of these fails it would only say the same, after a long wait.
+T = TypeVar("T")
+R = TypeVar("R", bound=QuickReport)
+
+# If one of these fails, the all-reduce would fail for the same reason, after a long wait.
 _FIRST: Final = ("hosts", "nodes", "ssh", "image", "network")
+REPORT_TIMEOUT_S: Final = 20.0
+_MESH_TIMEOUT_S: Final = 40.0
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """An experiment whose data is to be looked at, too."""
+    """An experiment whose data is checked, too."""
 
     config: Path
     overrides: Sequence[str] = ()
 
 
 def check(session: Session, request: Request | None = None) -> Report:
-    """Everything, on all hosts at once, and nothing is changed there.
+    """All checks, on all hosts at once; changes nothing.
 
-    Raises :class:`RequestError` for an experiment that is wrong, before a host is contacted.
+    Raises :class:`RequestError` for an experiment that is wrong, before it contacts a host.
     """
     began = time.monotonic()
     planned = _planned(session, request) if request is not None else None
     report = Report(session)
     there = check_hosts(session, report)
     up = check_containers(there, report)
-    looks = _looks(there, up, report)
-    if looks:
-        _compare(session, looks, report)
-        if session.head in looks:
-            meet(there, looks, report)
-        if request is not None and planned is not None and tuple(looks) == session.nodes:
+    reports = ask_nodes(there, report, up, lambda node, _: node_report(there, node, NodeReport))
+    if reports:
+        _compare(session, reports, report)
+        if session.head in reports:
+            _probe_mesh(there, reports, report)
+        if request is not None and planned is not None and tuple(reports) == session.nodes:
             _data(session, request.config, *planned, report)
-        _leftovers(there, looks, report)
-    if not report.fails(*_FIRST) and tuple(looks) == session.nodes:
-        _reduce(session, looks[session.head], report)
+        _leftovers(there, reports, report)
+    if not report.fails(*_FIRST) and tuple(reports) == session.nodes:
+        _reduce(session, reports[session.head], report)
     report.seconds = time.monotonic() - began
     return report
 
 
 def check_quickly(session: Session, *, on_cpu: bool = False) -> None:
-    """What each launch asks first: the way from the head to every node, the same image, room on disk and in /dev/shm,
-    and unless ``on_cpu`` whether CUDA starts on nodes with a GPU image.
+    """What each launch checks: ssh from the head to every node, the same image, space on disk and in /dev/shm, and
+    unless ``on_cpu`` that CUDA starts on nodes with a GPU image.
 
-    Raises :class:`ClusterError` with all that fails. The rendezvous port is the preflight's.
+    Raises :class:`ClusterError` with all that fails. The preflight checks the rendezvous port.
     """
     others = list(session.nodes) if len(session.nodes) > 1 else []
 
-    def ask(node: str, _: Host) -> Answer:
-        return node_report(session, node, "--quick", *(others if node == session.head else ()))
+    def ask(node: str, _: Host) -> QuickReport:
+        return node_report(session, node, QuickReport, "--quick", *(others if node == session.head else ()))
 
-    looks = session.each(ask)
+    reports = session.each(ask)
     images = {node: state.container.image_id for node, state in session.states().items() if state.container}
     found = list(image_findings(str(session.cluster.hostfile_path), images))
-    for node, look in looks.items():
-        found += space_findings(session.cluster, node, look)
-        found += () if on_cpu else cuda_findings(node, look)
-    found += path_findings(session.cluster, looks[session.head].get("paths", {}), shown_key(session))
+    for node, report in reports.items():
+        found += space_findings(session.cluster, node, report)
+        found += () if on_cpu else cuda_findings(node, report)
+    found += ssh_findings(session.cluster, reports[session.head].ssh, lambda node: _host_key(session, node))
     if problems := [finding.problem for finding in found if finding.severity == "fail"]:
         raise ClusterError(problems)
 
 
-def _looks(session: Session, up: tuple[str, ...], report: Report) -> dict[str, Answer]:
-    def ask(node: str, _: Host) -> Answer:
-        return node_report(session, node)
+def node_report(session: Session, node: str, kind: type[R], *arguments: str) -> R:
+    """The report of a node. Raises :class:`ClusterError` if its image has another protocol."""
+    report = session.ask(node, kind, "node-report", *arguments, timeout=REPORT_TIMEOUT_S)
+    if report.protocol != PROTOCOL:
+        raise session.other_version(node, f"protocol {report.protocol}, {PROTOCOL} here")
+    return report
 
-    return asked(session, report, up, ask)
+
+def ask_nodes(session: Session, report: Report, nodes: Sequence[str], ask: Callable[[str, Host], T]) -> dict[str, T]:
+    """The answers of the nodes that answer; a finding for each of the others."""
+    hosts = {node: session.hosts[node] for node in nodes}
+    outcomes = on_all(hosts, ask, cap=session.cluster.settings.ssh.max_connections)
+    for outcome in outcomes.values():
+        if isinstance(outcome.error, TridockError):
+            why = "its container does not answer the doctor, and would not answer a launch"
+            report.findings += [fail("nodes", problem, why) for problem in outcome.error.problems]
+    return raise_failures({node: it for node, it in outcomes.items() if not isinstance(it.error, TridockError)})
 
 
-def _compare(session: Session, looks: Answers, report: Report) -> None:
+def _host_key(session: Session, node: str) -> str | None:
+    try:
+        return session.ask(node, HostKey, "host-key", timeout=REPORT_TIMEOUT_S).fingerprint
+    except ClusterError:
+        return None
+
+
+def _compare(session: Session, reports: Reports, report: Report) -> None:
     cluster = session.cluster
-    report.findings += code_findings(str(cluster.hostfile_path), looks)
-    for node, look in looks.items():
-        report.findings += space_findings(cluster, node, look)
-        report.findings += limit_findings(cluster, node, look)
-        if node == session.head and "port_problem" in look:
-            said = Problem.of(look["port_problem"])
-            problem = Problem(f"{node}: {said.where}", said.what, said.got, said.todo)
+    report.findings += code_findings(str(cluster.hostfile_path), reports)
+    for node, own in reports.items():
+        report.findings += space_findings(cluster, node, own)
+        report.findings += limit_findings(cluster, node, own)
+        if node == session.head and (problem := own.rendezvous.problem) is not None:
+            problem = replace(problem, where=f"{node}: {problem.where}")
             report.findings.append(fail("network", problem, "the ranks meet at a port of the head"))
-    report.findings += device_findings(cluster, looks)
-    disk, shm = (min(look[what]["free"] if look[what] else 0 for look in looks.values()) for what in ("disk", "shm"))
-    report.seen["space"] = f"at least {shown(disk)} of disk and {shown(shm)} of /dev/shm free"
-    report.seen["limits"] = f"{min(look['cores'] for look in looks.values())} cores or more"
-    gpus = sum(len(look["gpus"] or ()) for look in looks.values() if look["accelerator"] != "cpu")
+    report.findings += device_findings(cluster, reports)
+    disk = min(own.disk.free if own.disk else 0 for own in reports.values())
+    shm = min(own.shm.free if own.shm else 0 for own in reports.values())
+    report.seen["space"] = f"at least {size_text(disk)} of disk and {size_text(shm)} of /dev/shm free"
+    report.seen["limits"] = f"{min(own.cores for own in reports.values())} cores or more"
+    gpus = sum(len(own.accelerators.gpus or ()) for own in reports.values() if own.on_gpus)
     slots = sum(map(len, cluster.everywhere.values()))
     report.seen["devices"] = f"{gpus} GPUs for {slots} slots" if gpus else f"{slots} slots on the CPU"
+
+
+def _probe_mesh(session: Session, reports: Reports, report: Report) -> None:
+    """Connects from the head to every node over ssh, itself included, and from there to the others."""
+    cluster = session.cluster
+    addresses = [f"{node}={cluster.address_of(node)}" for node in reports]
+    arguments = ("mesh-probe", secrets.token_hex(6), "--", *addresses)
+    try:
+        mesh = session.ask(session.head, dict[str, MeshAnswer], *arguments, timeout=_MESH_TIMEOUT_S)
+    except ClusterError as error:
+        why = "the head cannot connect to the other nodes"
+        report.findings += [fail("ssh", problem, why) for problem in error.problems]
+        return
+    on_gpus = any(own.on_gpus and own.accelerators.gpus for own in reports.values())
+    answers = {node: answer.ssh for node, answer in mesh.items()}
+    report.findings += ssh_findings(cluster, answers, lambda node: _host_key(session, node))
+    report.findings += network_findings(cluster, mesh, on_gpus)
+    hellos = {node: answer.hello for node, answer in mesh.items() if answer.hello is not None}
+    if session.head not in hellos:
+        return
+    report.findings += environment_findings(cluster, {node: hello.environment for node, hello in hellos.items()})
+    clocks = {node: answer.clock for node, answer in mesh.items() if answer.clock is not None}
+    report.findings += clock_findings(clocks)
+    groups = sharing({node: answer.peers.sees for node, answer in mesh.items() if answer.peers is not None})
+    report.findings += sharing_findings(groups)
+    report.seen["ssh"] = f"{len(hellos)} nodes answer {session.head}'s ssh as nodes of {cluster.name}"
+    report.seen["environment"] = f"{len(hellos[session.head].environment)} variables"
+    offsets = [clock.offset for clock in clocks.values()]
+    report.seen["clock"] = f"within {max(max(offsets) - min(offsets), 0.001) * 1e3:.0f} ms"
+    chosen = {it: hellos[session.head].network.chosen[it] for it in (("gloo", "nccl") if on_gpus else ("gloo",))}
+    used = [f"{it}: {own.name} {own.address}" for it, own in chosen.items() if own]
+    report.seen["network"] = ", ".join(used) + f" on {session.head}"
+    if len(hellos) > 1:
+        where = "shared by all" if len(groups) == 1 else "local to each" if len(groups) == len(hellos) else "mixed"
+        report.seen["space"] += f"; /workspace/runs is {where}"
 
 
 def _planned(session: Session, request: Request) -> tuple[Experiment, Plan]:
@@ -118,7 +184,7 @@ def _planned(session: Session, request: Request) -> tuple[Experiment, Plan]:
 
 
 def _data(session: Session, config: Path, experiment: Experiment, plan: Plan, report: Report) -> None:
-    """As a launch would see it: the same files everywhere, and a port for the ranks to meet."""
+    """What a launch would check: the same files everywhere, and a port for the rendezvous."""
     why = "every rank reads it; a launch refuses to start"
     try:
         found = check_nodes(session, config, experiment, plan)
@@ -128,25 +194,26 @@ def _data(session: Session, config: Path, experiment: Experiment, plan: Plan, re
     report.seen["data"] = f"{experiment.data.data_path} is the same everywhere; port {found.port} is free"
 
 
-def _leftovers(session: Session, looks: Answers, report: Report) -> None:
+def _leftovers(session: Session, reports: Reports, report: Report) -> None:
     """Runs that have processes on some node."""
     holders: dict[str, list[str]] = {}
-    for node, look in looks.items():
-        for run_id in look["runs"]:
+    for node, own in reports.items():
+        for run_id in own.runs:
             holders.setdefault(run_id, []).append(node)
     if not holders:
         return
     try:
-        states = {run["run_id"]: run["state"] for run in list_runs(session)}
+        states = {run.run_id: run.state for run in list_runs(session)}
     except ClusterError as error:
-        why = "nobody knows whether what runs there is meant to"
+        why = "it is unknown whether the processes there are still needed"
         report.findings += [fail("nodes", problem, why) for problem in error.problems]
         return
     report.findings += leftover_findings(str(session.cluster.hostfile_path), holders, states)
 
 
-def _reduce(session: Session, look: Answer, report: Report) -> None:
-    result, found = reduce_all(session, look["port"])
+def _reduce(session: Session, head: NodeReport, report: Report) -> None:
+    assert head.rendezvous.port is not None
+    result, found = reduce_all(session, head.rendezvous.port)
     report.findings += found
     if result is not None:
         report.reduced = result

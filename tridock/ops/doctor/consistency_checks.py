@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from tridock.cluster import Cluster
+from tridock.contracts.node_answers import Clock
+from tridock.contracts.run_folder import CODE, MEGATRON
 from tridock.errors import Problem
-from tridock.ops.doctor.finding import UP, Answers, Finding, fail, warn
+from tridock.ops.doctor.finding import UP, Finding, Reports, fail, warn
 
 CLOCK_WARN_S: Final = 1.0
 CLOCK_FAIL_S: Final = 30.0
@@ -25,12 +27,15 @@ def image_findings(hosts: str, images: Mapping[str, str]) -> Iterator[Finding]:
             yield fail("image", problem, "other versions of torch or NCCL do not understand each other", UP)
 
 
-def code_findings(hosts: str, answers: Answers) -> Iterator[Finding]:
+def code_findings(hosts: str, reports: Reports) -> Iterator[Finding]:
     """Tridock's own code and the patched Megatron-LM by their hashes."""
-    head = next(iter(answers))
-    for node, answer in answers.items():
-        for part, path in (("tridock", "/opt/tridock"), ("megatron", "/opt/megatron-v1.1.5")):
-            here, there = answer["code"][part], answers[head]["code"][part]
+    head = next(iter(reports))
+    for node, report in reports.items():
+        own, expected = report.code, reports[head].code
+        for path, here, there in (
+            (CODE, own.tridock, expected.tridock),
+            (MEGATRON, own.megatron, expected.megatron),
+        ):
             if here != there:
                 got = f"{_short(here)}, {_short(there)} on {head}"
                 todo = f"start its container anew: fab down, then fab up --hosts {hosts}"
@@ -43,7 +48,7 @@ def _short(digest: str | None) -> str:
 
 
 def environment_findings(cluster: Cluster, environments: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
-    """What ssh sessions of the nodes have; the names that the settings set for single nodes differ by intent."""
+    """The environments of the nodes' ssh sessions; names that the settings set for single nodes may differ."""
     meant = {name for node in cluster.settings.nodes.values() for name in node.env}
     head, *others = environments
     for node in others:
@@ -63,18 +68,15 @@ def _difference(name: str, here: str | None, there: str | None, head: str) -> st
     return f"{name}={here}, {'not set' if there is None else there} on {head}"
 
 
-def clock_findings(clocks: Mapping[str, tuple[float, float]]) -> Iterator[Finding]:
-    """``clocks``: each node's time less the head's, and how far that may be off, in seconds.
-
-    The middle one is taken for right where there are three or more: a head whose clock is wrong is named itself.
-    """
+def clock_findings(clocks: Mapping[str, Clock]) -> Iterator[Finding]:
+    """Clocks that differ. Of three or more the median counts as right, so that a head's wrong clock is found."""
     if len(clocks) < 2:
         return
-    offsets = [offset for offset, _ in clocks.values()]
+    offsets = [clock.offset for clock in clocks.values()]
     right = statistics.median(offsets) if len(clocks) > 2 else offsets[0]
-    for node, (offset, error) in clocks.items():
-        skew = offset - right
-        certain = abs(skew) - error
+    for node, clock in clocks.items():
+        skew = clock.offset - right
+        certain = abs(skew) - clock.error
         if certain > CLOCK_WARN_S:
             direction = "ahead" if skew > 0 else "behind"
             todo = "set it by NTP there (timedatectl set-ntp true)"
@@ -83,7 +85,7 @@ def clock_findings(clocks: Mapping[str, tuple[float, float]]) -> Iterator[Findin
             yield (fail if certain > CLOCK_FAIL_S else warn)("clock", problem, why)
 
 
-def sharing(sees: Mapping[str, list[str]]) -> list[list[str]]:
+def sharing(sees: Mapping[str, Sequence[str]]) -> list[list[str]]:
     """Groups of nodes that see one folder; ``sees`` has for each node the others whose file it found."""
     groups: list[list[str]] = []
     for node, others in sees.items():

@@ -3,41 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 from tridock.cluster import Cluster
+from tridock.contracts.node_answers import Accelerators, Gpu, NodeReport, QuickReport
 from tridock.contracts.run_folder import is_run_id
 from tridock.contracts.run_state import RunState
 from tridock.errors import Problem
-from tridock.ops.doctor.finding import UP, Answer, Answers, Finding, fail, warn
+from tridock.ops.doctor.finding import UP, Finding, Reports, fail, warn
 
 _BUSY_MIB: Final = 1024
 """A driver and a display hold less."""
 
 
-def cuda_findings(node: str, answer: Answer) -> Iterator[Finding]:
-    """What CUDA's driver says where the image is one for GPUs: a rank would end with the same."""
-    if error := answer["cuda_error"]:
+def cuda_findings(node: str, report: QuickReport) -> Iterator[Finding]:
+    """The error of CUDA's driver in an image for GPUs, with which every rank would end."""
+    if report.cuda_error:
         todo = "see that nvidia-smi works on the host, then start its container anew: fab down, then fab up"
-        problem = Problem(node, "CUDA has no usable GPU in its container", error, todo)
+        problem = Problem(node, "CUDA has no usable GPU in its container", report.cuda_error, todo)
         yield fail("devices", problem, "a rank without a GPU ends at once")
 
 
-def device_findings(cluster: Cluster, answers: Answers) -> Iterator[Finding]:
+def device_findings(cluster: Cluster, reports: Reports) -> Iterator[Finding]:
     """Slots present and idle, driver and CUDA against the image, the same GPUs everywhere, InfiniBand in use."""
-    for node, answer in answers.items():
-        if answer["accelerator"] != "cpu":
-            yield from _gpus(cluster, node, answer)
-        yield from _infiniband(node, answer)
-    on_gpus = {node: answer for node, answer in answers.items() if answer["accelerator"] != "cpu" and answer["gpus"]}
-    yield from _differences(on_gpus)
+    for node, report in reports.items():
+        if report.on_gpus:
+            yield from _gpus(cluster, node, report)
+        yield from _infiniband(node, report)
+    own = {node: report.accelerators for node, report in reports.items() if report.on_gpus}
+    yield from _differences({node: accelerators for node, accelerators in own.items() if accelerators.gpus})
 
 
-def _gpus(cluster: Cluster, node: str, answer: Answer) -> Iterator[Finding]:
-    slots, gpus = cluster.everywhere[node], answer["gpus"]
+def _gpus(cluster: Cluster, node: str, report: NodeReport) -> Iterator[Finding]:
+    slots, gpus = cluster.everywhere[node], report.accelerators.gpus
     if not gpus:
         todo = "see that nvidia-smi works on the host and in docker run --gpus all (NVIDIA's container toolkit)"
-        problem = Problem(node, "no GPU is visible in its container", answer.get("gpu_error") or "", todo)
+        problem = Problem(node, "no GPU is visible in its container", report.accelerators.error, todo)
         yield fail("devices", problem, f"its {len(slots)} slots are GPUs")
         return
     missing = [slot for slot in slots if slot >= len(gpus)]
@@ -53,56 +54,56 @@ def _gpus(cluster: Cluster, node: str, answer: Answer) -> Iterator[Finding]:
             yield warn(
                 "devices", Problem(node, f"GPU {slot} is in use", got, todo), "a rank finds less memory and time"
             )
-    yield from cuda_findings(node, answer)
-    yield from _driver(node, answer)
+    yield from cuda_findings(node, report)
+    yield from _driver(node, report)
 
 
-def _use(gpu: Answer) -> str:
-    if gpu["processes"]:
-        return ", ".join(gpu["processes"])
-    if gpu["used"] is not None and gpu["used"] > _BUSY_MIB:
-        return f"{gpu['used']} of {gpu['total']} MiB held by processes that cannot be seen from here"
+def _use(gpu: Gpu) -> str:
+    if gpu.processes:
+        return ", ".join(gpu.processes)
+    if gpu.used is not None and gpu.used > _BUSY_MIB:
+        return f"{gpu.used} of {gpu.total} MiB held by processes that cannot be seen from here"
     return ""
 
 
-def _driver(node: str, answer: Answer) -> Iterator[Finding]:
-    driver, image = answer.get("cuda"), answer["code"]["cuda"]
+def _driver(node: str, report: NodeReport) -> Iterator[Finding]:
+    driver, image = report.accelerators.cuda, report.code.cuda
     if driver is not None and image is not None and int(driver.split(".")[0]) < int(image.split(".")[0]):
-        got = f"driver {answer['driver']} for CUDA {driver}, the image has CUDA {image}"
+        got = f"driver {report.accelerators.driver} for CUDA {driver}, the image has CUDA {image}"
         todo = "install a newer driver there, or build the image on an older base (make image BASE_IMAGE=...)"
         problem = Problem(node, "its driver is too old for the image", got, todo)
         yield fail("devices", problem, "CUDA starts on no GPU there")
 
 
-def _differences(answers: Answers) -> Iterator[Finding]:
+def _differences(accelerators: Mapping[str, Accelerators]) -> Iterator[Finding]:
     why = "the slowest GPU sets the pace of all, and the smallest one the memory"
-    for what, kind, seen in (("other GPUs", "GPUs", _names), ("another driver", "driver", _driver_version)):
-        head = next(iter(answers), None)
-        for node, answer in answers.items():
+    for what, kind, property_of in (("other GPUs", "GPUs", _names), ("another driver", "driver", _driver_version)):
+        head = next(iter(accelerators), None)
+        for node, own in accelerators.items():
             assert head is not None
-            if seen(answer) != seen(answers[head]):
-                got = f"{seen(answer)}, {seen(answers[head])} on {head}"
-                todo = f"choose nodes with the same {kind} (--include), or go on if this is meant"
+            if property_of(own) != property_of(accelerators[head]):
+                got = f"{property_of(own)}, {property_of(accelerators[head])} on {head}"
+                todo = f"choose nodes with the same {kind} (--include), or continue if this is intended"
                 yield warn("devices", Problem(node, f"has {what} than the head", got, todo), why)
 
 
-def _names(answer: Answer) -> str:
-    return ", ".join(dict.fromkeys(gpu["name"] for gpu in answer["gpus"]))
+def _names(accelerators: Accelerators) -> str:
+    return ", ".join(dict.fromkeys(gpu.name for gpu in accelerators.gpus or ()))
 
 
-def _driver_version(answer: Answer) -> str:
-    return str(answer["driver"])
+def _driver_version(accelerators: Accelerators) -> str:
+    return str(accelerators.driver)
 
 
-def _infiniband(node: str, answer: Answer) -> Iterator[Finding]:
-    found: dict[str, Any] = answer["infiniband"]
-    why = "NCCL would go over TCP, several times slower"
-    got = ", ".join(found["devices"])
-    if found["devices"] and not found["usable"]:
+def _infiniband(node: str, report: NodeReport) -> Iterator[Finding]:
+    found = report.infiniband
+    why = "NCCL would use TCP, several times slower"
+    got = ", ".join(found.devices)
+    if found.devices and not found.usable:
         what = "has InfiniBand devices that its container does not see"
         todo = "start its container anew: fab down, then fab up"
         yield warn("devices", Problem(node, what, got, todo), why, UP)
-    elif found["devices"] and answer["nccl_ib_disable"] == "1":
+    elif found.devices and report.nccl_ib_disable == "1":
         what = "has InfiniBand devices that NCCL_IB_DISABLE=1 leaves unused"
         yield warn("devices", Problem(node, what, got, "remove NCCL_IB_DISABLE from env in the settings"), why)
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from tridock.contracts.node_answers import MeshAnswer, NodeReport
 from tridock.errors import Problem
+from tridock.ops.hosts.session import Session
 
 Severity = Literal["fail", "warn"]
 Remedy = tuple[str, ...]
-"""What may be done without asking: ("up",), ("keys",), ("stop", run id). Empty where a person has to see to it."""
+"""What may be done without asking: ("up",), ("keys",), ("stop", run id). Empty if a person has to decide."""
 
-Answer = Mapping[str, Any]
-Answers = Mapping[str, Answer]
-"""What the nodes said, by name, the head first."""
+Reports = Mapping[str, NodeReport]
+"""By node, the head first."""
+Mesh = Mapping[str, MeshAnswer]
+"""By node, the head first."""
 
 UP: Remedy = ("up",)
 KEYS: Remedy = ("keys",)
@@ -46,5 +49,25 @@ def fail(check: str, problem: Problem, why: str, remedy: Remedy = ()) -> Finding
 
 
 def warn(check: str, problem: Problem, why: str, remedy: Remedy = ()) -> Finding:
-    """A run would go on, but slower, or into trouble later."""
+    """A run would continue, but slower, or fail later."""
     return Finding("warn", check, problem, why, remedy)
+
+
+@dataclass
+class Report:
+    """The findings of all checks; ``seen`` has one line for each check that was made, shown if it found nothing."""
+
+    session: Session
+    findings: list[Finding] = field(default_factory=list)
+    seen: dict[str, str] = field(default_factory=dict)
+    reduced: Mapping[str, Any] | None = None
+    seconds: float = 0.0
+
+    @property
+    def healthy(self) -> bool:
+        """Whether nothing fails; warnings are allowed."""
+        return not self.fails(*CHECKS)
+
+    def fails(self, *checks: str) -> bool:
+        """Whether one of these checks has failed."""
+        return any(finding.severity == "fail" and finding.check in checks for finding in self.findings)

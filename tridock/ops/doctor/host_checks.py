@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from tridock.errors import ClusterError, Problem
 from tridock.ops.doctor.consistency_checks import image_findings
-from tridock.ops.doctor.finding import KEYS, UP, fail, warn
-from tridock.ops.doctor.report import Report
+from tridock.ops.doctor.finding import KEYS, UP, Report, fail, warn
 from tridock.ops.hosts.facts import keys_digest
 from tridock.ops.hosts.image import wanted_image
 from tridock.ops.hosts.keys import KeyStore

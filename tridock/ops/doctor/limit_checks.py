@@ -1,4 +1,4 @@
-"""Shared memory, disk, limits and cores of a node against the ranks that it is to hold. Pure."""
+"""Shared memory, disk, limits and cores of a node against the ranks that will run there. Pure."""
 
 from __future__ import annotations
 
@@ -7,72 +7,73 @@ from typing import Final
 
 from tridock.cluster import Cluster
 from tridock.cluster.transports import transport_of
+from tridock.contracts.node_answers import NodeReport, QuickReport, Space
 from tridock.errors import Problem
-from tridock.ops.doctor.finding import Answer, Finding, fail, warn
+from tridock.ops.doctor.finding import Finding, fail, warn
 
 SHM_BYTES: Final = 1 << 30
-"""What several ranks of a node share: NCCL takes some ten MB for each pair of them, data loaders as much as a batch."""
+"""For several ranks of a node: NCCL takes some ten MB for each pair of them, data loaders as much as a batch."""
 SHM_FREE_BYTES: Final = 1 << 28
 DISK_BYTES: Final = 1 << 28
 DISK_COMFORT_BYTES: Final = 10 << 30
-# Of a rank: its files, its connections to all others (NCCL has some channels), its pipes.
+# A rank's files, its connections to all others (NCCL has some channels), its pipes.
 _FILES, _FILES_A_RANK = 1024, 16
 
 _DISK_WHY = "logs and checkpoints go there; a run that cannot write them is lost"
-_SHM_WHY = "ranks of a node pass data through it, and end in a bus error where it is too small"
+_SHM_WHY = "ranks of a node exchange data in it, and end with a bus error if it is too small"
 
 
-def space_findings(cluster: Cluster, node: str, answer: Answer) -> Iterator[Finding]:
-    """Shared memory for the node's ranks, room for a run's files, and whether they can be written."""
-    yield from _shared_memory(cluster, node, answer)
-    disk = answer["disk"]
+def space_findings(cluster: Cluster, node: str, report: QuickReport) -> Iterator[Finding]:
+    """Shared memory for the node's ranks, disk space for a run's files, and whether they can be written."""
+    yield from _shared_memory(cluster, node, report.shm or Space(0, 0))
+    disk = report.disk
     todo = "free some space there (docker system df shows Docker's share)"
-    if disk is not None and disk["free"] < DISK_BYTES:
-        got = f"{shown(disk['free'])} of {shown(disk['bytes'])} free"
-        yield fail("space", Problem(node, "has no room for a run's files", got, todo), _DISK_WHY)
-    elif answer["unwritable"] is not None:
+    if disk is not None and disk.free < DISK_BYTES:
+        yield fail("space", Problem(node, "has no room for a run's files", _free(disk), todo), _DISK_WHY)
+    elif report.unwritable is not None:
         todo = "give the folder to the ssh user there, on a disk that can be written"
-        problem = Problem(node, "cannot write into /workspace/runs", answer["unwritable"], todo)
-        yield fail("space", problem, _DISK_WHY)
-    elif disk is not None and disk["free"] < DISK_COMFORT_BYTES:
-        got = f"{shown(disk['free'])} of {shown(disk['bytes'])} free"
-        yield warn("space", Problem(node, "has little room for checkpoints", got, todo), _DISK_WHY)
+        yield fail("space", Problem(node, "cannot write into /workspace/runs", report.unwritable, todo), _DISK_WHY)
+    elif disk is not None and disk.free < DISK_COMFORT_BYTES:
+        yield warn("space", Problem(node, "has little room for checkpoints", _free(disk), todo), _DISK_WHY)
 
 
-def _shared_memory(cluster: Cluster, node: str, answer: Answer) -> Iterator[Finding]:
-    ranks, shm = len(cluster.everywhere[node]), answer["shm"] or {"bytes": 0, "free": 0}
+def _shared_memory(cluster: Cluster, node: str, shm: Space) -> Iterator[Finding]:
+    ranks = len(cluster.everywhere[node])
     if ranks < 2:
         return
-    if shm["bytes"] < SHM_BYTES:
+    if shm.bytes < SHM_BYTES:
         what = f"its /dev/shm is too small for {ranks} ranks"
         todo = transport_of(cluster).shared_memory_remedy()
-        yield fail("space", Problem(node, what, shown(shm["bytes"]), todo), _SHM_WHY)
-    elif shm["free"] < SHM_FREE_BYTES:
-        got = f"{shown(shm['free'])} of {shown(shm['bytes'])} free"
+        yield fail("space", Problem(node, what, size_text(shm.bytes), todo), _SHM_WHY)
+    elif shm.free < SHM_FREE_BYTES:
         todo = "remove what dead processes left there (ls -l /dev/shm)"
-        yield fail("space", Problem(node, "its /dev/shm is full", got, todo), _SHM_WHY)
+        yield fail("space", Problem(node, "its /dev/shm is full", _free(shm), todo), _SHM_WHY)
 
 
-def limit_findings(cluster: Cluster, node: str, answer: Answer) -> Iterator[Finding]:
+def limit_findings(cluster: Cluster, node: str, report: NodeReport) -> Iterator[Finding]:
     """Open files for the world's connections, locked memory for RDMA, a core for each rank on the CPU."""
     world, ranks = sum(map(len, cluster.slots.values())), len(cluster.everywhere[node])
     wanted = _FILES + _FILES_A_RANK * world
-    if answer["files"] is not None and answer["files"] < wanted:
+    if report.files is not None and report.files < wanted:
         todo = f"set container.ulimits.nofile: {max(65536, wanted)} in the settings, then fab up"
-        problem = Problem(node, f"allows few open files for {world} ranks", str(answer["files"]), todo)
+        problem = Problem(node, f"allows few open files for {world} ranks", str(report.files), todo)
         yield warn("limits", problem, "every rank holds connections to all others")
-    if answer["infiniband"]["usable"] and answer["memlock"] is not None:
+    if report.infiniband.usable and report.memlock is not None:
         todo = "set container.ulimits.memlock: -1 in the settings, then fab up"
-        problem = Problem(node, "limits locked memory", shown(answer["memlock"]), todo)
-        yield fail("limits", problem, "InfiniBand sends from memory that is locked; NCCL fails to register its buffers")
-    if answer["accelerator"] == "cpu" and answer["cores"] < ranks:
+        problem = Problem(node, "limits locked memory", size_text(report.memlock), todo)
+        yield fail("limits", problem, "InfiniBand sends from locked memory; NCCL fails to register its buffers")
+    if not report.on_gpus and report.cores < ranks:
         todo = "give it fewer slots in the hostfile"
-        problem = Problem(node, f"has fewer cores than its {ranks} slots", str(answer["cores"]), todo)
+        problem = Problem(node, f"has fewer cores than its {ranks} slots", str(report.cores), todo)
         yield warn("limits", problem, "ranks that share a core wait for each other at every step")
 
 
-def shown(size: int) -> str:
-    """Bytes for people."""
+def _free(space: Space) -> str:
+    return f"{size_text(space.free)} of {size_text(space.bytes)} free"
+
+
+def size_text(size: int) -> str:
+    """Bytes with a unit for people."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if size >= factor:
             return f"{size / factor:.1f} {unit}"

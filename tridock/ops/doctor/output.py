@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from tridock.ops.doctor.finding import CHECKS, Finding
-from tridock.ops.doctor.report import Report
+from tridock.ops.doctor.finding import CHECKS, Finding, Report
 
 
 def table(report: Report) -> Table:

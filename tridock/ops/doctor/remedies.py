@@ -6,8 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from tridock.errors import TridockError
-from tridock.ops.doctor.finding import KEYS, UP
-from tridock.ops.doctor.report import Report
+from tridock.ops.doctor.finding import KEYS, UP, Report
 from tridock.ops.hosts.keys import distribute_keys
 from tridock.ops.hosts.nodes import up
 from tridock.ops.hosts.session import Session

@@ -10,6 +10,8 @@ from typing import TypeVar
 from tridock.cluster import Cluster, load_cluster
 from tridock.cluster.transports import transport_of
 from tridock.command import Command
+from tridock.contracts.codec import decode
+from tridock.contracts.node_answers import USAGE
 from tridock.errors import ClusterError, Problem
 from tridock.ops.hosts.facts import HostState, facts_command, parse_facts
 from tridock.remote import Completed, Host, connect, on_all, raise_failures
@@ -93,9 +95,27 @@ class Session:
         return self.transport.exec_command(node, self.states()[node].facts, command, interactive=interactive)
 
     def node_verb(self, node: str, *arguments: str, timeout: float | None = None) -> Completed:
-        """``python -m tridock.node …`` inside a node; the caller looks at the exit code."""
+        """``python -m tridock.node …`` inside a node; the caller checks the exit code."""
         command = self.inside(node, *NODE, *arguments)
         return self.hosts[node].run(command, timeout=timeout)
+
+    def ask(self, node: str, kind: type[T], *arguments: str, timeout: float | None = None) -> T:
+        """The answer of ``python -m tridock.node …`` inside a node.
+
+        Raises :class:`ClusterError` if the verb fails, or if the node's image is of another version of Tridock.
+        """
+        done = self.node_verb(node, *arguments, timeout=timeout)
+        if done.exit_code == USAGE:
+            raise self.other_version(node, f"it does not know {arguments[0]}")
+        try:
+            return decode(kind, done.checked(node).stdout)
+        except ValueError:
+            raise self.other_version(node, f"another form of answer to {arguments[0]}") from None
+
+    def other_version(self, node: str, got: str) -> ClusterError:
+        """The error of a node whose image is of another version of Tridock."""
+        todo = f"run make image, then fab up --hosts {self.cluster.hostfile_path}"
+        return ClusterError(Problem(node, "its image is of another version of Tridock", got, todo))
 
     def running(self) -> tuple[str, ...]:
         """The nodes that are running. Raises :class:`ClusterError` where there is none."""

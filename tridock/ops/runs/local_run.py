@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tridock.contracts import environment, run_folder
+from tridock.contracts.codec import decode
+from tridock.contracts.node_answers import Evidence
 from tridock.contracts.run_state import exit_code_of
 from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError
 from tridock.experiment import dump_experiment
@@ -193,8 +195,8 @@ def triage_here(folder: Path) -> RunFailedError:
 def _why(folder: Path, code: int | None, env: Mapping[str, str]) -> RunFailedError:
     """As for a cluster, of what lies here."""
     done = subprocess.run([*node_argv(), "evidence", str(folder)], env=env, capture_output=True, check=True)
-    answer = json.loads(done.stdout)
-    ranks = (answer.get("plan") or {}).get("ranks") or [{"node": HERE}]
+    answer = decode(Evidence, done.stdout)
+    ranks = answer.plan.get("ranks") or [{"node": HERE}]
     head = str(ranks[0]["node"])
     facts = facts_of({head: answer}, head, code)
     log = folder / run_folder.rank_log(rank_to_look_at(facts))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tridock.contracts import checkpoints
+from tridock.contracts.codec import decode
+from tridock.contracts.node_answers import Fingerprint, PreflightAnswer
 from tridock.engines import engine_of
 from tridock.errors import ClusterError, Problem, RequestError
 from tridock.experiment import Experiment
@@ -22,8 +23,6 @@ if TYPE_CHECKING:  # a run on one machine needs no ssh: its image is without the
     from tridock.remote import Host
 
 _TIMEOUT_S = 60.0
-
-Answer = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +43,8 @@ def check_nodes(session: Session, config: Path, experiment: Experiment, plan: Pl
     """
     head = session.head
 
-    def ask(node: str, _: Host) -> Answer:
-        argv = preflight_argv(experiment, head=node == head)
-        answer: Answer = json.loads(session.node_verb(node, *argv, timeout=_TIMEOUT_S).checked(node).stdout)
-        return answer
+    def ask(node: str, _: Host) -> PreflightAnswer:
+        return session.ask(node, PreflightAnswer, *preflight_argv(experiment, head=node == head), timeout=_TIMEOUT_S)
 
     answers = session.each(ask)
     bring = f"bring the data to the nodes: fab data --hosts {session.cluster.hostfile_path} --path "
@@ -64,13 +61,13 @@ def check_files(
     """As :func:`check_nodes` for the files of this machine, without a port; returns the data's fingerprints."""
     argv = [*node_argv(), *preflight_argv(experiment, head=True)]
     done = subprocess.run(argv, env=node_environment(1), cwd=workspace, capture_output=True, check=True)
-    answer = json.loads(done.stdout)
+    answer = decode(PreflightAnswer, done.stdout)
     maker = "docs/torch.md" if experiment.model.is_vision else "tridock data"
     todo = f"bring it into {workspace}, or make it: {maker}"
     problems = [
         Problem(f"{config}: {field}", "is not on this machine", name, todo)
         for name, field in data_files(experiment).items()
-        if answer["files"][name] is None
+        if answer.files[name] is None
     ]
     problems += mismatches(config, experiment, plan, answer)
     if problems:
@@ -95,12 +92,12 @@ def _read(experiment: Experiment) -> dict[str, str]:
     return files
 
 
-def mismatches(config: Path, experiment: Experiment, plan: Plan, answer: Answer) -> Iterator[Problem]:
+def mismatches(config: Path, experiment: Experiment, plan: Plan, answer: PreflightAnswer) -> Iterator[Problem]:
     """What the head's files cannot be: another vocabulary, too short, a checkpoint of another layout."""
-    read = {name: answer["read"][path] for name, path in _read(experiment).items()}
-    tokenizer = (answer["files"].get(experiment.data.vocab_file or "") or {}).get("entries")
+    read = {name: answer.read[path] for name, path in _read(experiment).items()}
+    vocabulary = answer.files.get(experiment.data.vocab_file or "")
     found = [
-        *data_problems(experiment, read["manifest"], tokenizer),
+        *data_problems(experiment, read["manifest"], vocabulary.entries if vocabulary else None),
         *engine_of(experiment).checkpoint_problems(experiment, plan.data_parallel_size, read.get("layout")),
     ]
     yield from (Problem(f"{config}: {it.where}", it.what, it.got, it.todo) for it in found)
@@ -116,15 +113,15 @@ def data_files(experiment: Experiment) -> dict[str, str]:
 
 
 def _differences(
-    config: Path, files: Mapping[str, str], head: str, answers: Mapping[str, Answer], bring: str
+    config: Path, files: Mapping[str, str], head: str, answers: Mapping[str, PreflightAnswer], bring: str
 ) -> Iterator[Problem]:
-    expected = answers[head]["files"]
+    expected = answers[head].files
     for field in dict.fromkeys(files.values()):
         names = [name for name in files if files[name] == field]
         prefix = names[0].removesuffix(".bin").removesuffix(IMAGE_SUFFIXES[0])
         where, todo = f"{config}: {field}", f"{bring}{prefix}"
         for node, answer in answers.items():
-            there = answer["files"]
+            there = answer.files
             missing = [name for name in names if there[name] is None]
             other = [name for name in names if there[name] != expected[name] and expected[name] is not None]
             if missing:
@@ -134,37 +131,39 @@ def _differences(
                 yield Problem(where, f"has another content on node {node} than on the head", got, todo)
 
 
-def _label(name: str, found: Mapping[str, Any]) -> str:
-    return f"{found['sha256']}  {name}" if found["sha256"] is not None else f"{found['bytes']} bytes  {name}"
+def _label(name: str, found: Fingerprint | None) -> str:
+    assert found is not None
+    return f"{found.sha256}  {name}" if found.sha256 is not None else f"{found.bytes} bytes  {name}"
 
 
-def _passed(head: str, config: Path, experiment: Experiment, answer: Answer) -> Preflight:
-    if "port_problem" in answer:
-        raise ClusterError(_port_problem(head, config, experiment.launch.master_port, answer["port_problem"]))
-    return Preflight(answer["port"], fingerprints(experiment, answer), answer["image_manifest"])
+def _passed(head: str, config: Path, experiment: Experiment, answer: PreflightAnswer) -> Preflight:
+    assert answer.rendezvous is not None
+    if answer.rendezvous.problem is not None:
+        raise ClusterError(_port_problem(head, config, experiment.launch.master_port, answer.rendezvous.problem))
+    assert answer.rendezvous.port is not None
+    return Preflight(answer.rendezvous.port, fingerprints(experiment, answer), answer.image_manifest)
 
 
-def fingerprints(experiment: Experiment, answer: Answer) -> dict[str, dict[str, object]]:
+def fingerprints(experiment: Experiment, answer: PreflightAnswer) -> dict[str, dict[str, object]]:
     """What a run's manifest says of its data, by path.
 
     Hashes that were taken now (of all but the tokens themselves, which may be terabytes: their index holds every
     length), sizes, and the hashes that the data set's own manifest gives.
     """
-    files = {name: found for name, found in answer["files"].items() if found is not None}
+    files = {name: found for name, found in answer.files.items() if found is not None}
     prefix = experiment.data.data_path
-    found = answer["read"].get(f"{prefix}.json")
+    found = answer.read.get(f"{prefix}.json")
     manifest = found if isinstance(found, Mapping) else {}
     return {
-        "data_sha256": {name: found["sha256"] for name, found in files.items() if found["sha256"] is not None},
-        "data_bytes": {name: found["bytes"] for name, found in files.items()},
+        "data_sha256": {name: found.sha256 for name, found in files.items() if found.sha256 is not None},
+        "data_bytes": {name: found.bytes for name, found in files.items()},
         "data_sha256_by_manifest": {
             f"{prefix}.{kind}": manifest[f"{kind}_sha256"] for kind in ("bin", "idx") if manifest.get(f"{kind}_sha256")
         },
     }
 
 
-def _port_problem(head: str, config: Path, wanted: int | None, fields: Mapping[str, str]) -> Problem:
-    problem = Problem.of(fields)
+def _port_problem(head: str, config: Path, wanted: int | None, problem: Problem) -> Problem:
     if wanted is None:
         return Problem(f"{head}: {problem.where}", problem.what, problem.got, problem.todo)
     what = f"{problem.where} {problem.what} on {head}"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from tridock.contracts import run_folder
-from tridock.contracts.run_state import RunState
+from tridock.contracts.node_answers import Process, RunInfo, Stopped
 from tridock.errors import ClusterError, Problem, RequestError
 from tridock.ops.hosts.session import Session
 from tridock.remote import Host
@@ -27,26 +26,25 @@ def active_runs(session: Session, nodes: tuple[str, ...]) -> dict[str, list[str]
     """The ids of the runs that have processes on each of ``nodes``."""
 
     def ask(node: str, _: Host) -> list[str]:
-        done = session.node_verb(node, "processes", timeout=_VERB_TIMEOUT_S).checked(node)
-        return sorted({process["run_id"] for process in json.loads(done.stdout)})
+        processes = session.ask(node, tuple[Process, ...], "processes", timeout=_VERB_TIMEOUT_S)
+        return sorted({process.run_id for process in processes})
 
     return session.each(ask, only=nodes) if nodes else {}
 
 
-def list_runs(session: Session) -> list[dict[str, Any]]:
-    """The runs of the nodes that are up, oldest first, as ``tridock.node runs`` describes them; ``head`` is added."""
+def list_runs(session: Session) -> list[RunInfo]:
+    """The runs of the nodes that are up, oldest first."""
 
-    def ask(node: str, _: Host) -> list[dict[str, Any]]:
-        done = session.node_verb(node, "runs", timeout=_VERB_TIMEOUT_S).checked(node)
-        return [{**run, "state": RunState(run["state"]), "head": node} for run in json.loads(done.stdout)]
+    def ask(node: str, _: Host) -> tuple[RunInfo, ...]:
+        return session.ask(node, tuple[RunInfo, ...], "runs", timeout=_VERB_TIMEOUT_S)
 
-    found: dict[str, dict[str, Any]] = {}
-    for runs in session.each(ask, only=session.running()).values():
+    found: dict[str, RunInfo] = {}
+    for node, runs in session.each(ask, only=session.running()).items():
         for run in runs:
-            known = found.setdefault(run["run_id"], run)
-            if run["state"].precedence > known["state"].precedence:
-                found[run["run_id"]] = run
-    return sorted(found.values(), key=lambda run: (run["created"], run["run_id"]))
+            known = found.get(run.run_id)
+            if known is None or run.state.precedence > known.state.precedence:
+                found[run.run_id] = replace(run, head=node)
+    return sorted(found.values(), key=lambda run: (run.created, run.run_id))
 
 
 def choose_run(session: Session, run_id: str | None, *, active: bool) -> Run:
@@ -55,24 +53,22 @@ def choose_run(session: Session, run_id: str | None, *, active: bool) -> Run:
     Raises :class:`RequestError` where the name is unknown or where several are active and none is named.
     """
     runs = list_runs(session)
-    known: dict[str, str] = {run["run_id"]: run["head"] for run in runs}
+    known = {run.run_id: run.head for run in runs}
     where = "--run"
     if run_id is not None:
         if run_id not in known:
             last = ", ".join(list(known)[-5:]) or "none"
             raise RequestError(Problem(where, "is no run of this cluster", run_id, f"use one of: {last}"))
         return Run(run_id, known[run_id])
-    going: list[str] = [run["run_id"] for run in runs if run["state"].is_active]
-    if len(going) > 1:
-        raise RequestError(
-            Problem(where, "is needed while several runs are active", ", ".join(going), "name one of them")
-        )
-    if going:
-        return Run(going[0], known[going[0]])
+    running = [run.run_id for run in runs if run.state.is_active]
+    if len(running) > 1:
+        got = ", ".join(running)
+        raise RequestError(Problem(where, "is needed while several runs are active", got, "name one of them"))
+    if running:
+        return Run(running[0], known[running[0]])
     if active or not known:
-        raise RequestError(
-            Problem(where, "no run is active" if active else "there is no run yet", "", "see fab status")
-        )
+        what = "no run is active" if active else "there is no run yet"
+        raise RequestError(Problem(where, what, "", "see fab status"))
     return Run(*list(known.items())[-1])
 
 
@@ -80,8 +76,7 @@ def stop(session: Session, run: Run) -> dict[str, int]:
     """Ends the run's processes on every node that is up, and nothing else; returns how many each had."""
 
     def end(node: str, _: Host) -> int:
-        done = session.node_verb(node, "stop", run.run_id, timeout=_VERB_TIMEOUT_S).checked(node)
-        return int(json.loads(done.stdout)["stopped"])
+        return session.ask(node, Stopped, "stop", run.run_id, timeout=_VERB_TIMEOUT_S).stopped
 
     return session.each(end, only=session.running())
 

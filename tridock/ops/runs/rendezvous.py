@@ -7,13 +7,13 @@ run. All get the run's id, or all get every reason why this cannot be one run. O
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 
+from tridock.contracts.codec import decode, encode
 from tridock.errors import ClusterError, Problem, RequestError
 
 PATIENCE_S = 300.0
@@ -34,6 +34,14 @@ class Terms:
     experiment_sha256: str
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What node 0 answers to all: the run's id, or why this cannot be one run."""
+
+    run_id: str
+    problems: tuple[Problem, ...]
+
+
 def lead(port: int, terms: Terms, run_id: str, say: Say, patience: float = PATIENCE_S) -> None:
     """What node 0 does: waits for the others and gives them the run's id.
 
@@ -50,16 +58,15 @@ def lead(port: int, terms: Terms, run_id: str, say: Say, patience: float = PATIE
             peer = _accept(server, deadline, missing, port)
             stack.enter_context(peer)
             try:
-                theirs = Terms(**json.loads(_read_line(peer, time.monotonic() + _WORD_S)))
-            except (ValueError, TypeError, OSError):
+                theirs = decode(Terms, _read_line(peer, time.monotonic() + _WORD_S))
+            except (ValueError, OSError):
                 continue  # a port scanner, a health check: not one of us
             peers.append(peer)
             problems = _differences(terms, theirs, missing)
             missing.discard(theirs.node_rank)
-        answer = {"problems": [asdict(problem) for problem in problems]} if problems else {"run_id": run_id}
         for peer in peers:
             with contextlib.suppress(OSError):  # one that has gone meanwhile is missed by the ranks
-                peer.sendall(json.dumps(answer).encode() + b"\n")
+                peer.sendall(f"{encode(Answer(run_id, tuple(problems)))}\n".encode())
         if problems:
             raise RequestError(problems)
 
@@ -68,19 +75,16 @@ def follow(address: str, port: int, terms: Terms, say: Say, patience: float = PA
     """What every other node does: tells node 0 its terms; gives the run's id."""
     deadline = time.monotonic() + patience
     with _connect(address, port, deadline, say) as leader:
-        leader.sendall(json.dumps(asdict(terms)).encode() + b"\n")
+        leader.sendall(f"{encode(terms)}\n".encode())
         try:
-            answer = json.loads(_read_line(leader, deadline))
+            answer = decode(Answer, _read_line(leader, deadline))
         except (ValueError, OSError) as error:
             what = "node 0 went away before every node had come"
             todo = "see its output, then start all nodes again"
             raise ClusterError(Problem(f"{address}:{port}", what, str(error), todo)) from None
-    if "problems" in answer:
-        # JSON has lists only, and a problem holds a tuple.
-        raise RequestError(
-            Problem(**problem | {"nearest": tuple(problem["nearest"])}) for problem in answer["problems"]
-        )
-    return str(answer["run_id"])
+    if answer.problems:
+        raise RequestError(answer.problems)
+    return answer.run_id
 
 
 def _differences(ours: Terms, theirs: Terms, missing: set[int]) -> list[Problem]:

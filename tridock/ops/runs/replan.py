@@ -10,7 +10,8 @@ from typing import Any
 
 from tridock.contracts import run_folder
 from tridock.contracts.checkpoints import ZERO_RANK
-from tridock.contracts.supervision import Supervision
+from tridock.contracts.codec import encode
+from tridock.contracts.supervision import NewLayout, Supervision
 from tridock.engines import engine_of
 from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment, load_experiment
@@ -35,8 +36,8 @@ class Replanned:
         """For the run's supervisor, which brings the files to the nodes."""
         files = {name: content.decode() for name, content in self.bundle.files.items()}
         plan = self.assessment.laid_out
-        about = {"summary": self.summary, "layout": plan.layout, "world_size": plan.world_size}
-        return json.dumps({**about, "nodes": list(_slots_of(plan.document())), "files": files}) + "\n"
+        nodes = tuple(_slots_of(plan.document()))
+        return encode(NewLayout(self.summary, str(plan.layout), plan.world_size, nodes, files)) + "\n"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from tridock.contracts import run_folder
+from tridock.contracts.node_answers import Evidence
 from tridock.errors import Problem, RequestError, RunError
-from tridock.ops.hosts.session import NODE, Session
+from tridock.ops.hosts.session import Session
 from tridock.ops.runs.failed_run import RunFailedError, failed, failure_text, rank_to_look_at
 from tridock.ops.runs.registry import Run, folder_of, list_runs
 from tridock.remote import Host, on_all
@@ -45,10 +44,8 @@ def collect(session: Session, run: Run, exit_code: int | None) -> Facts:
     """Asks all nodes that answer: where they share no files, each holds the logs and events of its own ranks."""
     path = f"{run_folder.WORKSPACE}/runs/{run.run_id}"
 
-    def ask(node: str, host: Host) -> Mapping[str, Any]:
-        done = host.run(session.inside(node, *NODE, "evidence", path), timeout=_PATIENCE_S)
-        answer: Mapping[str, Any] = json.loads(done.checked(node).stdout)
-        return answer
+    def ask(node: str, _: Host) -> Evidence:
+        return session.ask(node, Evidence, "evidence", path, timeout=_PATIENCE_S)
 
     outcomes = on_all(session.hosts, ask, session.cluster.settings.ssh.max_connections, _PATIENCE_S)
     answers = {node: outcome.value for node, outcome in outcomes.items() if outcome.value}
@@ -60,14 +57,14 @@ def triage(session: Session, run_id: str | None) -> RunFailedError:
 
     Raises :class:`RequestError` where there is none, or the one named did not fail.
     """
-    listed = {run["run_id"]: run for run in list_runs(session)}
-    failed_ones = [name for name, run in listed.items() if run["state"].has_failed]
+    listed = {run.run_id: run for run in list_runs(session)}
+    failed_ones = [name for name, run in listed.items() if run.state.has_failed]
     chosen = run_id or (failed_ones[-1] if failed_ones else None)
     if chosen is None:
         raise RequestError(Problem("--run", "no run of this cluster has failed", "", "see fab runs"))
     if chosen not in failed_ones:
-        got = listed[chosen]["state"] if chosen in listed else chosen
+        got = listed[chosen].state if chosen in listed else chosen
         what = "did not fail" if chosen in listed else "is no run of this cluster"
         raise RequestError(Problem("--run", what, got, f"use one of: {', '.join(failed_ones[-5:]) or 'none'}"))
-    run = Run(chosen, listed[chosen]["head"])
-    return _failed(session, run, collect(session, run, listed[chosen]["exit_code"]))
+    run = Run(chosen, listed[chosen].head)
+    return _failed(session, run, collect(session, run, listed[chosen].exit_code))

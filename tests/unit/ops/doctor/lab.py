@@ -1,4 +1,4 @@
-"""A cluster of the tests, and answers of healthy nodes to be changed."""
+"""A cluster for the tests, and reports of healthy nodes to be changed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tridock.cluster import Cluster, load_cluster
+from tridock.contracts.node_answers import PROTOCOL, Accelerators, Code, Infiniband, NodeReport, PortAnswer, Space
 from tridock.ops.doctor.finding import Finding
 
 GB = 10**9
@@ -20,25 +21,26 @@ def make_cluster(folder: Path, slots: int = 2, hosts: int = 2, **settings: objec
     return load_cluster(folder / "lab")
 
 
-def look(**changes: Any) -> dict[str, Any]:
-    """What a healthy node without GPUs says."""
-    return {
-        "shm": {"bytes": 2 * GB, "free": 2 * GB},
-        "disk": {"bytes": 900 * GB, "free": 500 * GB},
+def node_report(**changes: Any) -> NodeReport:
+    """The report of a healthy node without GPUs."""
+    healthy: dict[str, Any] = {
+        "protocol": PROTOCOL,
+        "shm": Space(2 * GB, 2 * GB),
+        "disk": Space(900 * GB, 500 * GB),
         "unwritable": None,
         "memlock": None,
         "files": 1 << 20,
         "cores": 8,
-        "gpus": None,
-        "infiniband": {"devices": [], "usable": False},
+        "accelerators": Accelerators(),
+        "infiniband": Infiniband(),
         "nccl_ib_disable": None,
-        "accelerator": "cpu",
+        "built_for": "cpu",
         "cuda_error": None,
-        "code": {"tridock": "a" * 64, "megatron": "b" * 64, "cuda": None},
-        "runs": [],
-        "port": 20001,
-        **changes,
+        "code": Code("a" * 64, "b" * 64),
+        "runs": (),
+        "rendezvous": PortAnswer(20001),
     }
+    return NodeReport(**{**healthy, **changes})
 
 
 def shown(findings: Iterable[Finding]) -> list[str]:

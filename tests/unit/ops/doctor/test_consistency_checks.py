@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.ops.doctor.lab import look, make_cluster, shown
+from tests.unit.ops.doctor.lab import make_cluster, node_report, shown
+from tridock.contracts.node_answers import Clock, Code
 from tridock.ops.doctor import consistency_checks
 
 IMAGE, OTHER = f"sha256:{'1' * 64}", f"sha256:{'2' * 64}"
@@ -23,8 +24,8 @@ def test_another_image() -> None:
 
 
 def test_other_code() -> None:
-    here = look()
-    there = look(code={"tridock": "c" * 64, "megatron": None})
+    here = node_report()
+    there = node_report(code=Code("c" * 64, None))
     assert shown(consistency_checks.code_findings("lab", {"host-1": here, "host-2": here})) == []
     assert shown(consistency_checks.code_findings("lab", {"host-1": here, "host-2": there})) == [
         "fail  host-2: has other code in /opt/tridock than the head; got cccccccccccc, aaaaaaaaaaaa on host-1; "
@@ -75,21 +76,21 @@ def test_many_differences_are_counted(tmp_path: Path) -> None:
 )
 def test_clocks(offset: float, said: list[str]) -> None:
     todo = "set it by NTP there (timedatectl set-ntp true)"
-    clocks = {"host-1": (0.0, 0.01), "host-2": (offset, 0.01), "host-3": (0.0, 0.01)}
+    clocks = {"host-1": Clock(0.0, 0.01), "host-2": Clock(offset, 0.01), "host-3": Clock(0.0, 0.01)}
     assert shown(consistency_checks.clock_findings(clocks)) == [line.format(todo=todo) for line in said]
 
 
 def test_a_head_whose_clock_is_wrong_is_named_itself() -> None:
-    clocks = {"host-1": (0.0, 0.01), "host-2": (60.0, 0.01), "host-3": (60.1, 0.01)}
+    clocks = {"host-1": Clock(0.0, 0.01), "host-2": Clock(60.0, 0.01), "host-3": Clock(60.1, 0.01)}
     assert [it.problem.where for it in consistency_checks.clock_findings(clocks)] == ["host-1"]
 
 
 def test_a_clock_is_not_called_wrong_for_what_the_way_there_took() -> None:
-    assert shown(consistency_checks.clock_findings({"host-1": (0.0, 0.0), "host-2": (1.5, 0.6)})) == []
+    assert shown(consistency_checks.clock_findings({"host-1": Clock(0.0, 0.0), "host-2": Clock(1.5, 0.6)})) == []
 
 
 def test_one_node_has_no_clock_to_differ_from() -> None:
-    assert shown(consistency_checks.clock_findings({"host-1": (99.0, 0.0)})) == []
+    assert shown(consistency_checks.clock_findings({"host-1": Clock(99.0, 0.0)})) == []
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=8))

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.ops.doctor.lab import look, make_cluster, shown
+from tests.unit.ops.doctor.lab import make_cluster, node_report, shown
+from tridock.contracts.node_answers import Accelerators, Code, Gpu, Infiniband, NodeReport
 from tridock.errors import ClusterError
 from tridock.node.probes.accelerators import cuda_error, parse
 from tridock.ops.doctor.device_checks import device_findings
@@ -27,26 +28,19 @@ HEADER = "| NVIDIA-SMI 580.65.06   Driver Version: 580.65.06   CUDA Version: 13.
 
 
 def test_what_nvidia_smi_prints_is_read() -> None:
-    assert parse(CSV, PROCESSES, HEADER) == {
-        "gpus": [
-            {"index": 0, "name": H100, "total": 81559, "used": 0, "processes": []},
-            {"index": 1, "name": H100, "total": 81559, "used": 40021, "processes": ["4711 /opt/venv/bin/python"]},
-        ],
-        "driver": "580.65.06",
-        "cuda": "13.0",
-    }
+    assert parse(CSV, PROCESSES, HEADER) == Accelerators(
+        (Gpu(0, H100, 81559, 0), Gpu(1, H100, 81559, 40021, ("4711 /opt/venv/bin/python",))), "580.65.06", "13.0"
+    )
     shared = parse("0, GPU-cc, NVIDIA GB10, [N/A], [N/A], 580.95.05\n", "", "no table")
-    assert shared == {
-        "gpus": [{"index": 0, "name": "NVIDIA GB10", "total": None, "used": None, "processes": []}],
-        "driver": "580.95.05",
-        "cuda": None,
-    }
+    assert shared == Accelerators((Gpu(0, "NVIDIA GB10", None, None),), "580.95.05", None)
 
 
-def gpus(count: int = 2, name: str = H100, **changes: Any) -> dict[str, Any]:
-    own = [{"index": slot, "name": name, "total": 81559, "used": 4, "processes": []} for slot in range(count)]
-    code = {"tridock": "a", "megatron": "b", "cuda": "13.1"}
-    return look(**{"accelerator": "cuda", "gpus": own, "driver": "580.65.06", "cuda": "13.0", "code": code, **changes})
+def gpus(count: int = 2, name: str = H100, cuda_error: str | None = None, **changes: Any) -> NodeReport:
+    own = tuple(Gpu(slot, name, 81559, 4) for slot in range(count))
+    accelerators = Accelerators(**{"gpus": own, "driver": "580.65.06", "cuda": "13.0", **changes})
+    return node_report(
+        built_for="cuda", cuda_error=cuda_error, accelerators=accelerators, code=Code("a", "b", cuda="13.1")
+    )
 
 
 def test_the_same_gpus_everywhere_and_idle(tmp_path: Path) -> None:
@@ -54,10 +48,8 @@ def test_the_same_gpus_everywhere_and_idle(tmp_path: Path) -> None:
 
 
 def test_no_gpu_fewer_gpus_and_busy_ones(tmp_path: Path) -> None:
-    busy = gpus()
-    busy["gpus"][0]["processes"] = ["4711 python"]
-    busy["gpus"][1]["used"] = 40000
-    answers = {"host-1": gpus(), "host-2": gpus(0, gpu_error="couldn't communicate with the NVIDIA driver")}
+    busy = gpus(gpus=(Gpu(0, H100, 81559, 4, ("4711 python",)), Gpu(1, H100, 81559, 40000)))
+    answers = {"host-1": gpus(), "host-2": gpus(0, error="couldn't communicate with the NVIDIA driver")}
     answers |= {"host-3": gpus(1), "host-4": busy}
     assert shown(device_findings(make_cluster(tmp_path, hosts=4), answers)) == [
         "fail  host-2: no GPU is visible in its container; got couldn't communicate with the NVIDIA driver; "
@@ -78,7 +70,7 @@ def test_a_driver_that_is_too_old_for_the_image(tmp_path: Path) -> None:
         "got driver 550.90.07 for CUDA 12.4, the image has CUDA 13.1; "
         "install a newer driver there, or build the image on an older base (make image BASE_IMAGE=...)",
         "warn  host-2: has another driver than the head; got 550.90.07, 580.65.06 on host-1; "
-        "choose nodes with the same driver (--include), or go on if this is meant",
+        "choose nodes with the same driver (--include), or continue if this is intended",
     ]
 
 
@@ -86,13 +78,21 @@ def test_other_gpus_than_the_heads(tmp_path: Path) -> None:
     answers = {"host-1": gpus(), "host-2": gpus(name="NVIDIA A100-SXM4-80GB")}
     assert shown(device_findings(make_cluster(tmp_path), answers)) == [
         f"warn  host-2: has other GPUs than the head; got NVIDIA A100-SXM4-80GB, {H100} on host-1; "
-        "choose nodes with the same GPUs (--include), or go on if this is meant",
+        "choose nodes with the same GPUs (--include), or continue if this is intended",
     ]
 
 
 def test_infiniband_that_is_there_and_unused(tmp_path: Path) -> None:
-    hidden = look(infiniband={"devices": ["mlx5_0", "mlx5_1"], "usable": False})
-    off = look(infiniband={"devices": ["mlx5_0"], "usable": True}, nccl_ib_disable="1")
+    hidden = node_report(
+        infiniband=Infiniband(
+            (
+                "mlx5_0",
+                "mlx5_1",
+            ),
+            usable=False,
+        )
+    )
+    off = node_report(infiniband=Infiniband(("mlx5_0",), usable=True), nccl_ib_disable="1")
     assert shown(device_findings(make_cluster(tmp_path), {"host-1": hidden, "host-2": off})) == [
         "warn  host-1: has InfiniBand devices that its container does not see; got mlx5_0, mlx5_1; "
         "start its container anew: fab down, then fab up",
@@ -152,12 +152,12 @@ def test_a_launch_on_such_a_node_is_refused_unless_it_asks_for_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = Session(make_cluster(tmp_path))
-    answers = {"host-1": {**gpus(), "paths": {}}, "host-2": gpus(cuda_error=NOT_READY)}
+    answers = {"host-1": gpus(), "host-2": gpus(cuda_error=NOT_READY)}
     monkeypatch.setattr(session, "each", lambda ask: {node: ask(node, None) for node in session.nodes})
     container = SimpleNamespace(image_id="sha256:0")
     monkeypatch.setattr(session, "states", lambda: dict.fromkeys(answers, SimpleNamespace(container=container)))
     check = importlib.import_module("tridock.ops.doctor.check")
-    monkeypatch.setattr(check, "node_report", lambda session, node, *arguments: answers[node])
+    monkeypatch.setattr(check, "node_report", lambda session, node, kind, *arguments: answers[node])
     with pytest.raises(ClusterError) as caught:
         check.check_quickly(session)
     assert str(caught.value) == NO_CUDA

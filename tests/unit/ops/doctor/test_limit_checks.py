@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from tests.unit.ops.doctor.lab import GB, look, make_cluster, shown
+from tests.unit.ops.doctor.lab import GB, make_cluster, node_report, shown
+from tridock.contracts.node_answers import Infiniband, Space
 from tridock.ops.doctor import limit_checks
 
 
 def test_a_healthy_node_has_nothing_to_be_said(tmp_path: Path) -> None:
     cluster = make_cluster(tmp_path)
-    assert shown(limit_checks.space_findings(cluster, "host-1", look())) == []
-    assert shown(limit_checks.limit_findings(cluster, "host-1", look())) == []
+    assert shown(limit_checks.space_findings(cluster, "host-1", node_report())) == []
+    assert shown(limit_checks.limit_findings(cluster, "host-1", node_report())) == []
 
 
 @pytest.mark.parametrize(
@@ -27,7 +28,7 @@ def test_a_healthy_node_has_nothing_to_be_said(tmp_path: Path) -> None:
 )
 def test_dockers_64_mb_of_shared_memory(settings: dict[str, Any], todo: str, tmp_path: Path) -> None:
     cluster = make_cluster(tmp_path, **settings)
-    small = look(shm={"bytes": 64 << 20, "free": 64 << 20})
+    small = node_report(shm=Space(64 << 20, 64 << 20))
     assert shown(limit_checks.space_findings(cluster, "host-2", small)) == [
         f"fail  host-2: its /dev/shm is too small for 2 ranks; got 67.1 MB; {todo}"
     ]
@@ -35,19 +36,17 @@ def test_dockers_64_mb_of_shared_memory(settings: dict[str, Any], todo: str, tmp
 
 def test_one_rank_alone_shares_nothing(tmp_path: Path) -> None:
     cluster = make_cluster(tmp_path, slots=1)
-    assert shown(limit_checks.space_findings(cluster, "host-2", look(shm=None))) == []
+    assert shown(limit_checks.space_findings(cluster, "host-2", node_report(shm=None))) == []
 
 
 def test_one_gibibyte_of_shared_memory_is_enough_and_a_byte_less_is_not(tmp_path: Path) -> None:
     cluster = make_cluster(tmp_path)
     for size, said in ((1 << 30, 0), ((1 << 30) - 1, 1)):
-        assert (
-            len(shown(limit_checks.space_findings(cluster, "host-2", look(shm={"bytes": size, "free": size})))) == said
-        )
+        assert len(shown(limit_checks.space_findings(cluster, "host-2", node_report(shm=Space(size, size))))) == said
 
 
 def test_shared_memory_that_dead_processes_fill(tmp_path: Path) -> None:
-    full = look(shm={"bytes": 2 * GB, "free": 10_000_000})
+    full = node_report(shm=Space(2 * GB, 10_000_000))
     assert shown(limit_checks.space_findings(make_cluster(tmp_path), "host-2", full)) == [
         "fail  host-2: its /dev/shm is full; got 10.0 MB of 2.0 GB free; "
         "remove what dead processes left there (ls -l /dev/shm)"
@@ -56,18 +55,18 @@ def test_shared_memory_that_dead_processes_fill(tmp_path: Path) -> None:
 
 def test_a_disk_that_is_full_or_nearly(tmp_path: Path) -> None:
     cluster, todo = make_cluster(tmp_path), "free some space there (docker system df shows Docker's share)"
-    full = look(disk={"bytes": 64_000, "free": 0}, unwritable="no space left on device")
+    full = node_report(disk=Space(64_000, 0), unwritable="no space left on device")
     assert shown(limit_checks.space_findings(cluster, "host-2", full)) == [
         f"fail  host-2: has no room for a run's files; got 0 kB of 64 kB free; {todo}"
     ]
-    little = look(disk={"bytes": 900 * GB, "free": 5 * GB})
+    little = node_report(disk=Space(900 * GB, 5 * GB))
     assert shown(limit_checks.space_findings(cluster, "host-2", little)) == [
         f"warn  host-2: has little room for checkpoints; got 5.0 GB of 900.0 GB free; {todo}"
     ]
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    closed = look(unwritable="permission denied")
+    closed = node_report(unwritable="permission denied")
     assert shown(limit_checks.space_findings(make_cluster(tmp_path), "host-2", closed)) == [
         "fail  host-2: cannot write into /workspace/runs; got permission denied; "
         "give the folder to the ssh user there, on a disk that can be written"
@@ -75,7 +74,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_limits(tmp_path: Path) -> None:
-    few = look(files=1024, memlock=8 << 20, infiniband={"devices": ["mlx5_0"], "usable": True}, cores=1)
+    few = node_report(files=1024, memlock=8 << 20, infiniband=Infiniband(("mlx5_0",), usable=True), cores=1)
     assert shown(limit_checks.limit_findings(make_cluster(tmp_path), "host-2", few)) == [
         "warn  host-2: allows few open files for 4 ranks; got 1024; "
         "set container.ulimits.nofile: 65536 in the settings, then fab up",
@@ -86,13 +85,13 @@ def test_limits(tmp_path: Path) -> None:
 
 
 def test_locked_memory_and_cores_are_nothing_to_ranks_that_need_none(tmp_path: Path) -> None:
-    plain = look(memlock=8 << 20, accelerator="cuda", cores=1, files=None)
+    plain = node_report(memlock=8 << 20, built_for="cuda", cores=1, files=None)
     assert shown(limit_checks.limit_findings(make_cluster(tmp_path), "host-2", plain)) == []
 
 
 def test_the_open_files_that_a_large_world_needs(tmp_path: Path) -> None:
     large = make_cluster(tmp_path, slots=8, hosts=512)
-    (said,) = shown(limit_checks.limit_findings(large, "host-2", look(files=65536)))
+    (said,) = shown(limit_checks.limit_findings(large, "host-2", node_report(files=65536)))
     assert said == (
         "warn  host-2: allows few open files for 4096 ranks; got 65536; "
         "set container.ulimits.nofile: 66560 in the settings, then fab up"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 
 from tests.unit.ops.doctor.lab import make_cluster, shown
 from tridock.cluster import Cluster
+from tridock.contracts.codec import decode
+from tridock.contracts.node_answers import MeshAnswer
 from tridock.ops.doctor.network_checks import network_findings
 
 
@@ -19,11 +22,23 @@ def node(number: int) -> dict[str, Any]:
     lo = {"name": "lo", "mtu": 65536, "addresses": ["127.0.0.1"]}
     eth0 = {"name": "eth0", "mtu": 1500, "addresses": [own]}
     choice = {"name": "eth0", "mtu": 1500, "address": own}
-    network = {"interfaces": [lo, eth0], "gloo": choice, "nccl": choice, "wanted": {"gloo": None, "nccl": None}}
+    network = {
+        "interfaces": [lo, eth0],
+        "chosen": {"gloo": choice, "nccl": choice},
+        "wanted": {"gloo": None, "nccl": None},
+    }
     routes = {
         f"host-{it}": {"target": f"10.0.0.{it}", "source": own, "interface": "eth0"} for it in (1, 2, 3) if it != number
     }
-    return copy.deepcopy({"hello": {"network": network}, "look": {"routes": routes, "unreached": {}, "sees": []}})
+    hello = {"environment": {}, "network": network, "port": 1}
+    return copy.deepcopy(
+        {"ssh": {"exit": 0, "out": "", "err": ""}, "hello": hello, "peers": {"routes": routes, "unreached": []}}
+    )
+
+
+def found(cluster: Cluster, mesh: dict[str, Any], on_gpus: bool = False) -> list[str]:
+    """The findings from an answer as the head prints it."""
+    return shown(network_findings(cluster, decode(dict[str, MeshAnswer], json.dumps(mesh)), on_gpus))
 
 
 @pytest.fixture
@@ -32,73 +47,73 @@ def cluster(tmp_path: Path) -> Cluster:
 
 
 @pytest.fixture
-def meeting() -> dict[str, Any]:
+def mesh() -> dict[str, Any]:
     return {f"host-{number}": node(number) for number in (1, 2, 3)}
 
 
-def test_nodes_on_one_network(cluster: Cluster, meeting: dict[str, Any]) -> None:
-    assert shown(network_findings(cluster, meeting, on_gpus=True)) == []
+def test_nodes_on_one_network(cluster: Cluster, mesh: dict[str, Any]) -> None:
+    assert found(cluster, mesh, on_gpus=True) == []
 
 
-def test_debians_line_for_the_host_name(cluster: Cluster, meeting: dict[str, Any]) -> None:
+def test_debians_line_for_the_host_name(cluster: Cluster, mesh: dict[str, Any]) -> None:
     """And that the others call themselves there is not said as well."""
-    meeting["host-2"]["hello"]["network"]["gloo"] = {"name": "lo", "mtu": 65536, "address": "127.0.1.1"}
-    meeting["host-3"]["look"]["unreached"] = {"host-2 127.0.1.1": "connection refused"}
-    assert shown(network_findings(cluster, meeting, on_gpus=False)) == [
+    mesh["host-2"]["hello"]["network"]["chosen"]["gloo"] = {"name": "lo", "mtu": 65536, "address": "127.0.1.1"}
+    mesh["host-3"]["peers"]["unreached"] = [{"node": "host-2", "address": "127.0.1.1", "error": "connection refused"}]
+    assert found(cluster, mesh, on_gpus=False) == [
         "fail  host-2: Gloo would use an interface of its own; got lo, 127.0.1.1 (its host name leads there); "
         "set GLOO_SOCKET_IFNAME: eth0 for it (nodes.host-2.env in the settings), then fab up"
     ]
 
 
-def test_nccl_on_dockers_bridge_matters_to_gpus(cluster: Cluster, meeting: dict[str, Any]) -> None:
-    network = meeting["host-2"]["hello"]["network"]
-    network["nccl"] = {"name": "docker0", "mtu": 1500, "address": "172.17.0.1"}
+def test_nccl_on_dockers_bridge_matters_to_gpus(cluster: Cluster, mesh: dict[str, Any]) -> None:
+    network = mesh["host-2"]["hello"]["network"]
+    network["chosen"]["nccl"] = {"name": "docker0", "mtu": 1500, "address": "172.17.0.1"}
     network["wanted"]["nccl"] = "docker"
-    assert shown(network_findings(cluster, meeting, on_gpus=False)) == []
-    assert shown(network_findings(cluster, meeting, on_gpus=True)) == [
+    assert found(cluster, mesh, on_gpus=False) == []
+    assert found(cluster, mesh, on_gpus=True) == [
         "fail  host-2: NCCL would use an interface of its own; "
         "got docker0, 172.17.0.1 (NCCL_SOCKET_IFNAME says so); "
         "set NCCL_SOCKET_IFNAME: eth0 for it (nodes.host-2.env in the settings), then fab up"
     ]
 
 
-def test_a_name_that_no_interface_has(cluster: Cluster, meeting: dict[str, Any]) -> None:
-    network = meeting["host-2"]["hello"]["network"]
-    network["gloo"], network["wanted"]["gloo"] = None, "ib0"
-    assert shown(network_findings(cluster, meeting, on_gpus=False)) == [
+def test_a_name_that_no_interface_has(cluster: Cluster, mesh: dict[str, Any]) -> None:
+    network = mesh["host-2"]["hello"]["network"]
+    network["chosen"]["gloo"], network["wanted"]["gloo"] = None, "ib0"
+    assert found(cluster, mesh, on_gpus=False) == [
         "fail  host-2: GLOO_SOCKET_IFNAME names no interface that it has; got ib0; "
         "correct it (env in the settings), or leave it out, then fab up; it has eth0"
     ]
 
 
-def test_a_container_without_a_network(cluster: Cluster, meeting: dict[str, Any]) -> None:
-    network = meeting["host-2"]["hello"]["network"]
-    network |= {"gloo": None, "nccl": None, "interfaces": []}
-    assert shown(network_findings(cluster, meeting, on_gpus=False)) == [
+def test_a_container_without_a_network(cluster: Cluster, mesh: dict[str, Any]) -> None:
+    network = mesh["host-2"]["hello"]["network"]
+    network |= {"chosen": {"gloo": None, "nccl": None}, "interfaces": []}
+    assert found(cluster, mesh, on_gpus=False) == [
         "fail  host-2: has no network interface that is up; see container.network in the settings, then fab up"
     ]
 
 
-def test_a_firewall_before_one_node_and_between_two(cluster: Cluster, meeting: dict[str, Any]) -> None:
+def test_a_firewall_before_one_node_and_between_two(cluster: Cluster, mesh: dict[str, Any]) -> None:
     todo = (
         "let the nodes through to each other on all ports (firewall), or name a network that they share in env "
         "(GLOO_, NCCL_SOCKET_IFNAME)"
     )
-    meeting["host-1"]["look"]["unreached"] = {"host-2 10.0.0.2": "no answer within 3 s"}
-    assert shown(network_findings(cluster, meeting, on_gpus=False)) == [
+    mesh["host-1"]["peers"]["unreached"] = [{"node": "host-2", "address": "10.0.0.2", "error": "no answer within 3 s"}]
+    assert found(cluster, mesh, on_gpus=False) == [
         f"fail  host-2: is not reached by host-1 at 10.0.0.2; got no answer within 3 s; {todo}"
     ]
-    meeting["host-3"]["look"]["unreached"] = {"host-2 10.0.0.2": "no answer within 3 s"}
-    assert shown(network_findings(cluster, meeting, on_gpus=False)) == [
+    mesh["host-3"]["peers"]["unreached"] = [{"node": "host-2", "address": "10.0.0.2", "error": "no answer within 3 s"}]
+    assert found(cluster, mesh, on_gpus=False) == [
         f"fail  host-2: is not reached by any other node at 10.0.0.2; got no answer within 3 s; {todo}"
     ]
 
 
-def test_a_head_that_is_not_found_or_taken_for_oneself(cluster: Cluster, meeting: dict[str, Any]) -> None:
-    meeting["host-2"]["look"]["routes"]["host-1"] = {"error": "Name or service not known"}
+def test_a_head_that_is_not_found_or_taken_for_oneself(cluster: Cluster, mesh: dict[str, Any]) -> None:
+    mesh["host-2"]["peers"]["routes"]["host-1"] = {"error": "Name or service not known"}
     lost = {"target": "127.0.1.1", "source": "127.0.0.1", "interface": "lo"}
-    meeting["host-3"]["look"]["routes"]["host-1"] = lost
-    assert shown(network_findings(cluster, meeting, on_gpus=False)) == [
+    mesh["host-3"]["peers"]["routes"]["host-1"] = lost
+    assert found(cluster, mesh, on_gpus=False) == [
         "fail  host-2: does not find the head at host-1; got name or service not known; "
         "give its address (nodes.host-1.address)",
         "fail  host-3: takes itself for the head at host-1; got 127.0.1.1 through lo; "
@@ -106,15 +121,15 @@ def test_a_head_that_is_not_found_or_taken_for_oneself(cluster: Cluster, meeting
     ]
 
 
-def test_packets_of_another_size(cluster: Cluster, meeting: dict[str, Any]) -> None:
-    meeting["host-3"]["hello"]["network"]["gloo"]["mtu"] = 9000
-    assert shown(network_findings(cluster, meeting, on_gpus=False)) == [
+def test_packets_of_another_size(cluster: Cluster, mesh: dict[str, Any]) -> None:
+    mesh["host-3"]["hello"]["network"]["chosen"]["gloo"]["mtu"] = 9000
+    assert found(cluster, mesh, on_gpus=False) == [
         "warn  host-3: its network packets have another size (MTU) than the head's; "
         "got 9000 on eth0, 1500 on eth0 of host-1; "
         "give both interfaces the same (ip link set mtu), the switch between them included"
     ]
 
 
-def test_one_node_alone_needs_no_network(cluster: Cluster, meeting: dict[str, Any]) -> None:
-    meeting["host-1"]["hello"]["network"]["gloo"] = {"name": "lo", "mtu": 65536, "address": "127.0.0.1"}
-    assert shown(network_findings(cluster, {"host-1": meeting["host-1"]}, on_gpus=False)) == []
+def test_one_node_alone_needs_no_network(cluster: Cluster, mesh: dict[str, Any]) -> None:
+    mesh["host-1"]["hello"]["network"]["chosen"]["gloo"] = {"name": "lo", "mtu": 65536, "address": "127.0.0.1"}
+    assert found(cluster, {"host-1": mesh["host-1"]}, on_gpus=False) == []

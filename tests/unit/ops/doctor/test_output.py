@@ -11,8 +11,7 @@ from rich.console import Console
 from tests.unit.ops.doctor.lab import make_cluster
 from tridock.errors import ClusterError, Problem, RequestError
 from tridock.ops.doctor import lines, mend, remedies, table, to_json
-from tridock.ops.doctor.finding import KEYS, UP, fail, warn
-from tridock.ops.doctor.report import Report
+from tridock.ops.doctor.finding import KEYS, UP, Report, fail, warn
 from tridock.ops.hosts.session import Session
 from tridock.ops.runs import registry
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.unit.ops.doctor.lab import make_cluster, shown
+from tridock.contracts.node_answers import SshAnswer
 from tridock.ops.doctor.finding import KEYS
-from tridock.ops.doctor.ssh_checks import path_findings
+from tridock.ops.doctor.ssh_checks import ssh_findings
 
 SHOWN = "SHA256:rSayVbbB7JHBUoGYtEFv9PW70wKPAPMjfhd2l94v3uI"
 CHANGED = f"""\
@@ -37,11 +37,14 @@ def nobody(node: str) -> str | None:
 
 
 def judge(
-    folder: Path, out: str = "", err: str = "", code: int | None = 255, shown_key: Callable[[str], str | None] = nobody
+    folder: Path,
+    out: str = "",
+    err: str = "",
+    code: int | None = 255,
+    host_key_of: Callable[[str], str | None] = nobody,
 ) -> list[str]:
     cluster = make_cluster(folder, nodes={"host-2": {"address": "10.0.0.2"}})
-    said: dict[str, Any] = {"out": out, "err": err, "exit": code}
-    return shown(path_findings(cluster, {"host-2": said}, shown_key))
+    return shown(ssh_findings(cluster, {"host-2": SshAnswer(code, out, err)}, host_key_of))
 
 
 def test_a_node_of_this_cluster_that_answers_is_well(tmp_path: Path) -> None:
@@ -68,7 +71,7 @@ def test_a_hosts_own_sshd_that_lets_us_in_is_recognised(out: str, code: int, tmp
 
 
 def test_a_hosts_own_sshd_with_a_key_of_its_own_is_recognised(tmp_path: Path) -> None:
-    assert judge(tmp_path, err=CHANGED, shown_key=lambda _: "SHA256:ofthenode") == [
+    assert judge(tmp_path, err=CHANGED, host_key_of=lambda _: "SHA256:ofthenode") == [
         f"fail  host-2: an sshd that is not the node's answers at 10.0.0.2 port 2222; got host key {SHOWN}; {FOREIGN}"
     ]
     offer = "Unable to negotiate with 10.0.0.2 port 2222: no matching host key type found. Their offer: ssh-rsa\n"
@@ -83,7 +86,7 @@ def test_a_hosts_own_sshd_with_a_key_of_its_own_is_recognised(tmp_path: Path) ->
 
 
 def test_the_nodes_own_sshd_with_another_key_wants_keys_again(tmp_path: Path) -> None:
-    assert judge(tmp_path, err=CHANGED, shown_key=lambda _: SHOWN) == [
+    assert judge(tmp_path, err=CHANGED, host_key_of=lambda _: SHOWN) == [
         f"fail  host-2: shows another host key than the head has on file; got {SHOWN}; {KEYS_AGAIN}{tmp_path}/lab"
     ]
 
@@ -102,8 +105,8 @@ def test_keys_that_are_not_known_can_be_given_again(words: str, tmp_path: Path) 
         "fail  host-2: does not trust the head's ssh, or is not trusted, at 10.0.0.2 port 2222; "
         f"got {last}; {KEYS_AGAIN}{tmp_path}/lab"
     ]
-    said = {"host-2": {"out": "", "err": words, "exit": 255}}
-    assert [it.remedy for it in path_findings(make_cluster(tmp_path), said, nobody)] == [KEYS]
+    said = {"host-2": SshAnswer(255, "", words)}
+    assert [it.remedy for it in ssh_findings(make_cluster(tmp_path), said, nobody)] == [KEYS]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,86 @@
+"""Requests to nodes that do not understand them, or do not answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.ops.doctor.lab import make_cluster, shown
+from tridock.contracts.codec import encode
+from tridock.contracts.node_answers import PROTOCOL, HostKey, QuickReport
+from tridock.errors import ClusterError, Problem
+from tridock.ops.doctor.check import ask_nodes, node_report
+from tridock.ops.doctor.finding import Report
+from tridock.ops.hosts.session import Session
+from tridock.remote import Completed
+
+USAGE = b"python -m tridock.node: error: argument VERB: invalid choice: 'node-report' (choose from 'start', 'follow')\n"
+
+
+def session(folder: Path, monkeypatch: pytest.MonkeyPatch, done: Completed) -> Session:
+    made = Session(make_cluster(folder))
+    monkeypatch.setattr(made, "node_verb", lambda node, *arguments, timeout: done)
+    return made
+
+
+def test_an_image_from_before_the_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = session(tmp_path, monkeypatch, Completed(2, b"", USAGE))
+    with pytest.raises(ClusterError) as caught:
+        node_report(old, "host-1", QuickReport, "--quick")
+    assert str(caught.value) == (
+        "host-1: its image is of another version of Tridock; got it does not know node-report; "
+        f"run make image, then fab up --hosts {tmp_path}/lab"
+    )
+
+
+def report_of(protocol: int) -> QuickReport:
+    return QuickReport(protocol=protocol, shm=None, disk=None, unwritable=None, built_for="cpu", cuda_error=None)
+
+
+@pytest.mark.parametrize(
+    ("answer", "got"),
+    [
+        ("{}", "another form of answer to node-report"),
+        ("no JSON", "another form of answer to node-report"),
+        (encode(report_of(PROTOCOL)).replace("disk", "disc"), "another form of answer to node-report"),
+        (encode(report_of(9)), f"protocol 9, {PROTOCOL} here"),
+    ],
+)
+def test_an_image_is_known_by_its_protocol_and_the_form_of_its_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, got: str
+) -> None:
+    with pytest.raises(ClusterError) as caught:
+        node_report(session(tmp_path, monkeypatch, Completed(0, answer.encode(), b"")), "host-1", QuickReport)
+    assert caught.value.problems[0].got == got
+    own = session(tmp_path, monkeypatch, Completed(0, encode(report_of(PROTOCOL)).encode(), b""))
+    assert node_report(own, "host-1", QuickReport) == report_of(PROTOCOL)
+
+
+def test_an_answer_is_read_and_a_failure_has_its_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    healthy = session(tmp_path, monkeypatch, Completed(0, b'{"fingerprint": "SHA256:x"}', b""))
+    assert healthy.ask("host-1", HostKey, "host-key") == HostKey("SHA256:x")
+    failing = session(tmp_path, monkeypatch, Completed(1, b"", b"No such file\n", "docker exec ..."))
+    with pytest.raises(ClusterError) as caught:
+        failing.ask("host-1", HostKey, "node-report")
+    assert str(caught.value) == (
+        "host-1: `docker exec ...` failed with exit code 1; got No such file; mend that there, then try again"
+    )
+
+
+def test_one_node_that_does_not_answer_leaves_the_others(tmp_path: Path) -> None:
+    made = Session(make_cluster(tmp_path))
+    report = Report(made)
+
+    def ask(node: str, _: Any) -> str:
+        if node == "host-2":
+            raise ClusterError(
+                Problem(node, "was given up after 20 s", "", "see what holds it up there, then try again")
+            )
+        return "well"
+
+    assert ask_nodes(made, report, made.nodes, ask) == {"host-1": "well"}
+    assert shown(report.findings) == [
+        "fail  host-2: was given up after 20 s; see what holds it up there, then try again"
+    ]

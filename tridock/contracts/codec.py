@@ -1,0 +1,56 @@
+"""Typed data as JSON: dataclasses of plain values, written as they are and read by their annotations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, is_dataclass
+from enum import StrEnum
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+
+def encode(data: object) -> str:
+    """One line of JSON: a dataclass, or lists and dicts of them."""
+    return json.dumps(data, default=asdict)
+
+
+def decode(kind: type[T], text: str | bytes) -> T:
+    """Reads what :func:`encode` has written of this type. Raises :class:`ValueError` for anything else."""
+    try:
+        decoded: T = _decoder(cast(Any, kind))(json.loads(text))
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"not of type {kind}: {error!r}") from None
+    return decoded
+
+
+@cache
+def _decoder(kind: Any) -> Callable[[Any], Any]:
+    """The function from a JSON value to a value of the type. Cached: the supervisor decodes every second."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        several = [it for it in arguments if it is not NoneType]
+        own = _decoder(several[0]) if len(several) == 1 else _decoder(object)
+        return lambda value: None if value is None else own(value)
+    if origin is tuple:
+        item = _decoder(arguments[0])
+        return lambda value: tuple(map(item, value))
+    if origin in (dict, Mapping):
+        key, item = arguments[0], _decoder(arguments[1])
+        return lambda value: {key(name): item(it) for name, it in value.items()}
+    if is_dataclass(kind):
+        make: Any = kind
+        fields = {name: _decoder(hint) for name, hint in get_type_hints(kind).items()}
+        return lambda value: make(**{name: fields[name](it) for name, it in value.items()})
+    return lambda value: _plain(kind, value)
+
+
+def _plain(kind: Any, value: Any) -> Any:
+    if kind in (Any, object) or isinstance(value, kind):
+        return value
+    if issubclass(kind, StrEnum) or (kind is float and type(value) is int):
+        return kind(value)
+    raise TypeError(f"{value!r} is no {kind.__name__}")

@@ -9,7 +9,7 @@ from typing import Any, Final
 from tridock.contracts.run_state import RunState
 from tridock.errors import Problem
 
-PROTOCOL: Final = 3
+PROTOCOL: Final = 4
 """The version of the verbs and their answers, in every node report. To be raised with a change that a caller notices:
 an image of another version is then named as such."""
 USAGE: Final = 2
@@ -143,13 +143,29 @@ class Space:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU; its memory in MiB (None where it shares the machine's), and the processes that use it."""
+    """A GPU or a MIG slice of one; its memory in MiB (None where it shares the machine's), and what uses it."""
 
     index: int
     name: str
     total: int | None
     used: int | None
     processes: tuple[str, ...] = ()
+    """Number, name and memory of each."""
+    uuid: str = ""
+    uncorrectable_errors: int = 0
+    """Of its memory, since the driver was loaded."""
+    row_remapping: str = ""
+    """Of its memory: ``pending`` until the GPU is reset, or ``failed``."""
+    slowdowns: tuple[str, ...] = ()
+    """Why its clocks are lowered, in NVIDIA's words: heat, power."""
+    fabric: str = ""
+    """The state of NVSwitch's fabric for it, if that is not complete."""
+    recovery: str = ""
+    """What the driver asks for after an error: Reset, Reboot, …"""
+    persistent: bool = True
+    """Whether the driver stays loaded while nobody uses it."""
+    nvlinks: int | None = None
+    """Active NVLinks; None where it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +183,11 @@ class Accelerators:
     gpus: tuple[Gpu, ...] | None = None
     driver: str | None = None
     cuda: str | None = None
-    """The newest CUDA that the driver supports."""
+    """The newest CUDA that the driver supports, with forward compatibility where a rank has it."""
     error: str = ""
+    timed_out: bool = False
+    peer_memory: bool = False
+    """Whether InfiniBand devices may read the GPUs' memory."""
 
 
 @dataclass(frozen=True, slots=True)

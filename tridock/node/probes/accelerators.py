@@ -1,4 +1,4 @@
-"""The GPUs and InfiniBand devices that the container sees."""
+"""The GPUs and InfiniBand devices that the container sees, and what NVIDIA's driver says of them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,20 @@ import ctypes
 import re
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
+from xml.etree import ElementTree
 
 from tridock.contracts.node_answers import Accelerators, Gpu, Infiniband
 
-_FIELDS: Final = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version")
-_TIMEOUT_S: Final = 8.0
+_LIBRARY: Final = "libcuda.so.1"
+_TIMEOUT_S: Final = 30.0
+"""Without persistence mode the driver is loaded anew for each call: some seconds a GPU."""
+_SLOWDOWN: Final = re.compile(r"clocks_(?:event|throttle)_reason_(hw_slowdown|\w+_(?:thermal|power_brake)_slowdown)")
+# Since driver 610: KMD Version, CUDA UMD Version.
+_VERSIONS: Final = re.compile(r"(?:Driver|KMD) Version:\s*([\d.]+)\s+CUDA (?:UMD )?Version:\s*(\d+\.\d+)")
+_NVLINKS: Final = re.compile(r"^GPU .*\(UUID: ([^)]+)\)$|^\s+Link \d+: ([\d.]+) GB/s", re.MULTILINE)
 
 
 def infiniband() -> Infiniband:
@@ -24,67 +31,133 @@ def infiniband() -> Infiniband:
 
 
 def accelerators() -> Accelerators:
-    """The GPUs with their memory and processes, the driver and its CUDA."""
+    """The GPUs with their memory, processes and health, the driver, and the CUDA that it gives to a rank."""
     try:
-        found = _smi(f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
-        processes = _smi("--query-compute-apps=gpu_uuid,pid,process_name,used_memory", "--format=csv,noheader,nounits")
-        header = _smi()
+        _, cuda = cuda_driver()  # first: what it opens keeps the driver loaded meanwhile
+        found = parse(_smi("-q", "-x"), _smi(), _nvlinks())
     except FileNotFoundError:
         return Accelerators()
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        return Accelerators(gpus=(), error=_message(error))
-    return parse(found, processes, header)
+    except subprocess.TimeoutExpired:
+        return Accelerators(gpus=(), error=f"nvidia-smi did not end within {_TIMEOUT_S:g} s", timed_out=True)
+    except subprocess.CalledProcessError as error:
+        lines = f"{error.stdout or ''}\n{error.stderr or ''}".strip().splitlines()
+        return Accelerators(gpus=(), error=lines[-1] if lines else f"nvidia-smi ended with {error.returncode}")
+    return replace(found, cuda=cuda or found.cuda, peer_memory=_has_peer_memory())
 
 
-def cuda_error(library: str = "libcuda.so.1") -> str | None:
-    """Why CUDA's driver gives a process of this node no device; None if it gives one. Takes no memory of a GPU."""
+def cuda_driver() -> tuple[str | None, str | None]:
+    """Why CUDA's driver gives a rank no device, or None; and the CUDA that it supports. Takes no memory of a GPU.
+
+    It is the library that a shell of the node finds: with NVIDIA's forward compatibility it is newer than the kernel's.
+    """
     try:
-        driver = ctypes.CDLL(library)
+        driver = ctypes.CDLL(_library())
     except OSError as error:
-        return str(error)
-    count, name = ctypes.c_int(0), ctypes.c_char_p()
+        return str(error), None
+    count, version, text = ctypes.c_int(0), ctypes.c_int(0), ctypes.c_char_p()
     code = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
-    if not code:
-        return None if count.value else "cuDeviceGetCount found no device"
-    driver.cuGetErrorString(code, ctypes.byref(name))
-    return f"CUDA error {code}: {(name.value or b'unknown').decode()}"
+    if code:
+        driver.cuGetErrorString(code, ctypes.byref(text))
+        return f"CUDA error {code}: {(text.value or b'unknown').decode()}", None
+    driver.cuDriverGetVersion(ctypes.byref(version))
+    supported = f"{version.value // 1000}.{version.value % 1000 // 10}"
+    return None if count.value else "cuDeviceGetCount found no device", supported
 
 
-def parse(found: str, processes: str, header: str) -> Accelerators:
-    """Parses what ``nvidia-smi`` prints: GPUs and processes as CSV, and its table, which names the driver's CUDA."""
-    gpus = []
-    drivers = set()
-    for line in found.splitlines():
-        index, uuid, name, total, used, driver = (field.strip() for field in line.split(",", 5))
-        own = tuple(" ".join(fields[1:3]) for fields in _rows(processes) if fields[0] == uuid)
-        gpus.append(Gpu(int(index), name, _mib(total), _mib(used), own))
-        drivers.add(driver)
-    version = re.search(r"CUDA Version:\s*(\d+\.\d+)", header)
-    return Accelerators(tuple(gpus), ", ".join(sorted(drivers)) or None, version[1] if version else None)
+def _library() -> str:
+    argv = ["bash", "-c", 'printf %s "${LD_LIBRARY_PATH-}"']
+    path = subprocess.run(argv, capture_output=True, text=True, check=False).stdout
+    candidates = (Path(folder, _LIBRARY) for folder in path.split(":") if folder)
+    return str(next((file for file in candidates if file.exists()), _LIBRARY))
 
 
-def _rows(processes: str) -> Iterator[list[str]]:
-    for line in processes.splitlines():
-        fields = [field.strip() for field in line.split(",")]
-        if len(fields) == 4:
-            yield fields
+def parse(report: str, table: str, nvlinks: str) -> Accelerators:
+    """Parses what ``nvidia-smi`` prints: its report as XML, its table with the versions, and the state of NVLinks."""
+    root = ElementTree.fromstring(report)  # noqa: S314 (of NVIDIA's driver)
+    links: dict[str, int] = {}
+    uuid = ""
+    for gpu, rate in _NVLINKS.findall(nvlinks):
+        uuid = gpu or uuid
+        links[uuid] = links.get(uuid, 0) + bool(rate)
+    gpus = [device for index, gpu in enumerate(root.iter("gpu")) for device in _devices(index, gpu, links)]
+    versions = _VERSIONS.search(table)
+    return Accelerators(tuple(gpus), *(versions.groups() if versions else (None, None)))
 
 
-def _mib(text: str) -> int | None:
-    # "[N/A]" on GPUs that share the machine's memory.
-    return int(text) if text.isdecimal() else None
+def _devices(index: int, gpu: ElementTree.Element, links: dict[str, int]) -> Iterator[Gpu]:
+    """The GPU, or the slices that MIG has divided it into."""
+    uuid = _text(gpu, "uuid")
+    ecc = gpu.find("ecc_errors/volatile")
+    errors = [] if ecc is None else [int(it.text) for it in ecc.iter() if _counts_uncorrectable(it, ecc) and it.text]
+    remapped = {it.tag for it in gpu.iter() if it.tag.startswith("remapped_row_") and it.text == "Yes"}
+    slowed = [found[1] for it in gpu.iter() if it.text == "Active" and (found := _SLOWDOWN.fullmatch(it.tag))]
+    fabric = [_text(gpu, "fabric/state"), _text(gpu, "fabric/status")]
+    whole = Gpu(
+        index,
+        _text(gpu, "product_name"),
+        _mib(gpu, "fb_memory_usage/total"),
+        _mib(gpu, "fb_memory_usage/used"),
+        tuple(_processes(gpu)),
+        uuid=uuid,
+        uncorrectable_errors=sum(errors),
+        row_remapping="failed" if "remapped_row_failure" in remapped else "pending" if remapped else "",
+        slowdowns=tuple(slowed),
+        fabric=" ".join(it for it in fabric if it not in ("", "Completed", "Success")),
+        recovery=_text(gpu, "gpu_recovery_action").replace("None", ""),
+        persistent=_text(gpu, "persistence_mode") != "Disabled",
+        nvlinks=links.get(uuid),
+    )
+    slices = list(gpu.iterfind("mig_devices/mig_device"))
+    if _text(gpu, "mig_mode/current_mig") != "Enabled":
+        yield whole
+    for part in slices:
+        memory = [_mib(part, f"fb_memory_usage/{what}") for what in ("total", "used")]
+        own = tuple(_processes(gpu, _text(part, "gpu_instance_id")))
+        yield replace(whole, name=f"{whole.name} MIG", total=memory[0], used=memory[1], processes=own)
+
+
+def _counts_uncorrectable(element: ElementTree.Element, ecc: ElementTree.Element) -> bool:
+    # Before Ampere: double_bit/total. Since then: dram_uncorrectable, sram_uncorrectable_parity, and so on.
+    old = ecc.find("double_bit/total")
+    return (element is old or "uncorrectable" in element.tag) and (element.text or "").isdecimal()
+
+
+def _processes(gpu: ElementTree.Element, instance: str | None = None) -> Iterator[str]:
+    for process in gpu.iterfind("processes/process_info"):
+        if _text(process, "type") != "G" and (instance is None or _text(process, "gpu_instance_id") == instance):
+            memory = _text(process, "used_memory")
+            yield f"{_text(process, 'pid')} {_text(process, 'process_name')}{f', {memory}' if memory else ''}"
+
+
+def _text(element: ElementTree.Element, path: str) -> str:
+    text = (element.findtext(path) or "").strip()
+    return "" if text in ("N/A", "[N/A]") else text
+
+
+def _mib(element: ElementTree.Element, path: str) -> int | None:
+    # N/A on GPUs that share the machine's memory.
+    number = _text(element, path).removesuffix(" MiB")
+    return int(number) if number.isdecimal() else None
+
+
+def _nvlinks() -> str:
+    try:
+        return _smi("nvlink", "--status")
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
+        return ""  # an old driver, or GPUs without NVLink
+
+
+def _has_peer_memory() -> bool:
+    """Whether an InfiniBand device may read a GPU's memory: by a module, or by the DMA buffers of the open driver."""
+    version = Path("/proc/driver/nvidia/version")
+    return Path("/sys/module/nvidia_peermem").exists() or (
+        version.exists() and "Open Kernel Module" in version.read_text()
+    )
 
 
 def _smi(*options: str) -> str:
     done = subprocess.run(["nvidia-smi", *options], capture_output=True, text=True, check=True, timeout=_TIMEOUT_S)
     return done.stdout
-
-
-def _message(error: subprocess.CalledProcessError | subprocess.TimeoutExpired) -> str:
-    if isinstance(error, subprocess.TimeoutExpired):
-        return f"nvidia-smi did not end within {_TIMEOUT_S:g} s"
-    lines = f"{error.stdout or ''}\n{error.stderr or ''}".strip().splitlines()
-    return lines[-1] if lines else f"nvidia-smi ended with {error.returncode}"
 
 
 def _listed(folder: Path) -> list[Path]:

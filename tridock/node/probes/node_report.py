@@ -14,7 +14,7 @@ from tridock.contracts.node_answers import PROTOCOL, Code, HostKey, NodeReport, 
 from tridock.contracts.records import read_object
 from tridock.node.agent.processes import find_processes
 from tridock.node.probes import ports
-from tridock.node.probes.accelerators import accelerators, cuda_error, infiniband
+from tridock.node.probes.accelerators import accelerators, cuda_driver, infiniband
 from tridock.node.probes.limits_and_space import cores, shared_memory, soft_limit, space, write_error
 from tridock.node.probes.ssh_mesh_probe import greet_nodes
 
@@ -30,7 +30,7 @@ def node_report(workspace: Path, *, quick: bool, ssh_to: list[str]) -> QuickRepo
         "disk": space(runs),
         "unwritable": write_error(runs),
         "built_for": built_for,
-        "cuda_error": None if built_for == "cpu" else cuda_error(),
+        "cuda_error": None if built_for == "cpu" else cuda_driver()[0],
         "ssh": greet_nodes(ssh_to),
     }
     if quick:

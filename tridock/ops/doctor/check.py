@@ -21,7 +21,14 @@ from tridock.ops.doctor.consistency_checks import (
     sharing,
     sharing_findings,
 )
-from tridock.ops.doctor.device_checks import cuda_findings, device_findings, leftover_findings
+from tridock.ops.doctor.device_checks import (
+    GpuHost,
+    cuda_findings,
+    device_findings,
+    gpu_host_command,
+    leftover_findings,
+    parse_gpu_host,
+)
 from tridock.ops.doctor.finding import Report, Reports, fail
 from tridock.ops.doctor.host_checks import check_containers, check_hosts
 from tridock.ops.doctor.limit_checks import limit_findings, size_text, space_findings
@@ -39,7 +46,7 @@ R = TypeVar("R", bound=QuickReport)
 
 # If one of these fails, the all-reduce would fail for the same reason, after a long wait.
 _FIRST: Final = ("hosts", "nodes", "ssh", "image", "network")
-REPORT_TIMEOUT_S: Final = 20.0
+REPORT_TIMEOUT_S: Final = 60.0
 _MESH_TIMEOUT_S: Final = 40.0
 
 
@@ -116,6 +123,16 @@ def ask_nodes(session: Session, report: Report, nodes: Sequence[str], ask: Calla
     return raise_failures({node: it for node, it in outcomes.items() if not isinstance(it.error, TridockError)})
 
 
+def _gpu_hosts(session: Session, reports: Reports) -> dict[str, GpuHost]:
+    """What the hosts of nodes with GPUs say of them."""
+    on_gpus = tuple(node for node, report in reports.items() if report.on_gpus)
+
+    def ask(_: str, host: Host) -> GpuHost:
+        return parse_gpu_host(host.run(gpu_host_command(), timeout=REPORT_TIMEOUT_S).stdout.decode(errors="replace"))
+
+    return session.each(ask, only=on_gpus) if on_gpus else {}
+
+
 def _host_key(session: Session, node: str) -> str | None:
     try:
         return session.ask(node, HostKey, "host-key", timeout=REPORT_TIMEOUT_S).fingerprint
@@ -132,7 +149,7 @@ def _compare(session: Session, reports: Reports, report: Report) -> None:
         if node == session.head and (problem := own.rendezvous.problem) is not None:
             problem = replace(problem, where=f"{node}: {problem.where}")
             report.findings.append(fail("network", problem, "the ranks meet at a port of the head"))
-    report.findings += device_findings(cluster, reports)
+    report.findings += device_findings(cluster, reports, _gpu_hosts(session, reports))
     disk = min(own.disk.free if own.disk else 0 for own in reports.values())
     shm = min(own.shm.free if own.shm else 0 for own in reports.values())
     report.seen["space"] = f"at least {size_text(disk)} of disk and {size_text(shm)} of /dev/shm free"

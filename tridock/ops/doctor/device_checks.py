@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Final
 
 from tridock.cluster import Cluster
+from tridock.command import Command
 from tridock.contracts.node_answers import Accelerators, Gpu, NodeReport, QuickReport
 from tridock.contracts.run_folder import is_run_id
 from tridock.contracts.run_state import RunState
@@ -14,6 +18,38 @@ from tridock.ops.doctor.finding import UP, Finding, Reports, fail, warn
 
 _BUSY_MIB: Final = 1024
 """A driver and a display hold less."""
+_FAULTY: Final = "a rank on it ends with an error, or its results are wrong"
+_SLOWEST: Final = "the slowest GPU sets the pace of all, and the smallest one the memory"
+_XID: Final = re.compile(r"NVRM: (Xid \((?:PCI:)?[^)]+\): (\d+).*)")
+# Of the hardware or the driver. Others, as 13, 31 and 43, are mostly of a program.
+_HARDWARE_XIDS: Final = frozenset((48, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140))
+_PROCESS: Final = re.compile(r"^((?:GPU|MIG)-\S+), (\d+), (.+), ([^,\n]+)$", re.MULTILINE)
+_HOST_SCRIPT: Final = """\
+dmesg 2>/dev/null | grep -F 'Xid (' | tail -n 20
+nvidia-smi --query-compute-apps=gpu_uuid,pid,process_name,used_memory --format=csv,noheader 2>/dev/null || true
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuHost:
+    """What a host says of its GPUs: the last error in the kernel's log, and processes by the GPU's UUID."""
+
+    xids: tuple[str, ...] = ()
+    processes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def gpu_host_command() -> Command:
+    """The command that asks a host; :func:`parse_gpu_host` reads its output."""
+    return Command.of("sh", "-c", _HOST_SCRIPT)
+
+
+def parse_gpu_host(output: str) -> GpuHost:
+    """Reads the host's answer; empty where it may not read the log or has no ``nvidia-smi``."""
+    xids = [found[1] for found in _XID.finditer(output) if int(found[2]) in _HARDWARE_XIDS]
+    processes: dict[str, tuple[str, ...]] = {}
+    for uuid, number, name, memory in _PROCESS.findall(output):
+        processes[uuid] = (*processes.get(uuid, ()), f"{number} {name}, {memory}")
+    return GpuHost(tuple(xids[-1:]), processes)
 
 
 def cuda_findings(node: str, report: QuickReport) -> Iterator[Finding]:
@@ -24,21 +60,28 @@ def cuda_findings(node: str, report: QuickReport) -> Iterator[Finding]:
         yield fail("devices", problem, "a rank without a GPU ends at once")
 
 
-def device_findings(cluster: Cluster, reports: Reports) -> Iterator[Finding]:
-    """Slots present and idle, driver and CUDA against the image, the same GPUs everywhere, InfiniBand in use."""
+def device_findings(
+    cluster: Cluster, reports: Reports, hosts: Mapping[str, GpuHost] = MappingProxyType({})
+) -> Iterator[Finding]:
+    """Slots present, idle and healthy, driver and CUDA against the image, the same GPUs everywhere, InfiniBand in use.
+
+    ``hosts`` has what the nodes' hosts say: a container does not see the processes of others.
+    """
     for node, report in reports.items():
         if report.on_gpus:
-            yield from _gpus(cluster, node, report)
+            yield from _gpus(cluster, node, report, hosts.get(node, GpuHost()))
         yield from _infiniband(node, report)
     own = {node: report.accelerators for node, report in reports.items() if report.on_gpus}
     yield from _differences({node: accelerators for node, accelerators in own.items() if accelerators.gpus})
 
 
-def _gpus(cluster: Cluster, node: str, report: NodeReport) -> Iterator[Finding]:
+def _gpus(cluster: Cluster, node: str, report: NodeReport, host: GpuHost) -> Iterator[Finding]:
     slots, gpus = cluster.everywhere[node], report.accelerators.gpus
+    if host.xids:
+        todo = "look the number up in NVIDIA's list of Xid errors, and leave the GPU out with --exclude if it returns"
+        yield warn("devices", Problem(node, "its driver logged errors of a GPU", "; ".join(host.xids), todo), _FAULTY)
     if not gpus:
-        todo = "see that nvidia-smi works on the host and in docker run --gpus all (NVIDIA's container toolkit)"
-        problem = Problem(node, "no GPU is visible in its container", report.accelerators.error, todo)
+        problem = Problem(node, *_not_visible(report.accelerators))
         yield fail("devices", problem, f"its {len(slots)} slots are GPUs")
         return
     missing = [slot for slot in slots if slot >= len(gpus)]
@@ -49,18 +92,69 @@ def _gpus(cluster: Cluster, node: str, report: NodeReport) -> Iterator[Finding]:
             "devices", Problem(node, "has fewer GPUs than slots", got, todo), "a rank without a GPU ends at once"
         )
     for slot in slots:
-        if slot < len(gpus) and (got := _use(gpus[slot])):
+        if slot < len(gpus):
+            yield from _health(node, slot, gpus[slot], gpus)
+        if slot < len(gpus) and (got := _use(gpus[slot], host)):
             todo = "end what uses it (nvidia-smi there shows it), or leave the slot out with --exclude"
             yield warn(
                 "devices", Problem(node, f"GPU {slot} is in use", got, todo), "a rank finds less memory and time"
             )
+    if any(slot < len(gpus) and not gpus[slot].persistent for slot in slots):
+        todo = "turn it on there: sudo nvidia-smi -pm 1"
+        why = "every start of a run, and every nvidia-smi, loads the driver anew"
+        yield warn("devices", Problem(node, "persistence mode of its GPUs is off", "", todo), why)
     yield from cuda_findings(node, report)
     yield from _driver(node, report)
 
 
-def _use(gpu: Gpu) -> str:
-    if gpu.processes:
-        return ", ".join(gpu.processes)
+def _not_visible(accelerators: Accelerators) -> tuple[str, str, str]:
+    """What is wrong, what ``nvidia-smi`` says, and what to do."""
+    what, error = "no GPU is visible in its container", accelerators.error
+    if accelerators.timed_out:
+        return what, error, "turn persistence mode on there (sudo nvidia-smi -pm 1), and look for Xid lines in dmesg"
+    if error == "Failed to initialize NVML: Unknown Error":
+        # Docker's systemd cgroup driver: systemctl daemon-reload on the host takes the devices of running containers.
+        return "its container has lost its GPUs", error, "start its container anew: fab down, then fab up"
+    if "Driver/library version mismatch" in error:
+        todo = "restart the host, whose driver was updated, then fab down, fab up"
+        return "its container has the libraries of another driver", error, todo
+    return (
+        what,
+        error,
+        "see that nvidia-smi works on the host and in docker run --gpus all (NVIDIA's container toolkit)",
+    )
+
+
+def _health(node: str, slot: int, gpu: Gpu, others: Sequence[Gpu]) -> Iterator[Finding]:
+    if gpu.fabric:
+        todo = "start the fabric manager there (sudo systemctl start nvidia-fabricmanager), then fab down, fab up"
+        problem = Problem(node, f"GPU {slot} has not joined the NVLink fabric", gpu.fabric, todo)
+        yield fail("devices", problem, "CUDA starts on no GPU of an NVSwitch host without it")
+    if gpu.recovery:
+        todo = f"do that there (sudo nvidia-smi --gpu-reset -i {gpu.index}, or restart the host), or --exclude the slot"
+        yield fail("devices", Problem(node, f"GPU {slot} needs recovery", gpu.recovery, todo), _FAULTY)
+    errors = [f"{gpu.uncorrectable_errors} since the driver was loaded"] if gpu.uncorrectable_errors else []
+    errors += [f"row remapping {gpu.row_remapping}"] if gpu.row_remapping else []
+    if errors:
+        todo = f"reset it there (sudo nvidia-smi --gpu-reset -i {gpu.index}), and replace it if they return"
+        problem = Problem(node, f"GPU {slot} has uncorrectable memory errors", ", ".join(errors), todo)
+        yield warn("devices", problem, _FAULTY)
+    if gpu.slowdowns:
+        todo = "see its cooling and power supply (nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER there)"
+        problem = Problem(node, f"GPU {slot} has lowered its clocks", ", ".join(gpu.slowdowns), todo)
+        yield warn("devices", problem, _SLOWEST)
+    most = max(other.nvlinks or 0 for other in others)
+    if gpu.nvlinks is not None and gpu.nvlinks < most:
+        got, todo = (
+            f"{gpu.nvlinks} active, {most} of another GPU",
+            "see nvidia-smi nvlink --status there, and reset the GPU",
+        )
+        yield warn("devices", Problem(node, f"GPU {slot} has inactive NVLinks", got, todo), _SLOWEST)
+
+
+def _use(gpu: Gpu, host: GpuHost) -> str:
+    if processes := gpu.processes or host.processes.get(gpu.uuid, ()):
+        return ", ".join(processes)
     if gpu.used is not None and gpu.used > _BUSY_MIB:
         return f"{gpu.used} of {gpu.total} MiB held by processes that cannot be seen from here"
     return ""
@@ -76,7 +170,6 @@ def _driver(node: str, report: NodeReport) -> Iterator[Finding]:
 
 
 def _differences(accelerators: Mapping[str, Accelerators]) -> Iterator[Finding]:
-    why = "the slowest GPU sets the pace of all, and the smallest one the memory"
     for what, kind, property_of in (("other GPUs", "GPUs", _names), ("another driver", "driver", _driver_version)):
         head = next(iter(accelerators), None)
         for node, own in accelerators.items():
@@ -84,7 +177,7 @@ def _differences(accelerators: Mapping[str, Accelerators]) -> Iterator[Finding]:
             if property_of(own) != property_of(accelerators[head]):
                 got = f"{property_of(own)}, {property_of(accelerators[head])} on {head}"
                 todo = f"choose nodes with the same {kind} (--include), or continue if this is intended"
-                yield warn("devices", Problem(node, f"has {what} than the head", got, todo), why)
+                yield warn("devices", Problem(node, f"has {what} than the head", got, todo), _SLOWEST)
 
 
 def _names(accelerators: Accelerators) -> str:
@@ -106,6 +199,10 @@ def _infiniband(node: str, report: NodeReport) -> Iterator[Finding]:
     elif found.devices and report.nccl_ib_disable == "1":
         what = "has InfiniBand devices that NCCL_IB_DISABLE=1 leaves unused"
         yield warn("devices", Problem(node, what, got, "remove NCCL_IB_DISABLE from env in the settings"), why)
+    elif found.devices and report.accelerators.gpus and not report.accelerators.peer_memory:
+        what = "has InfiniBand devices that cannot read its GPUs' memory"
+        why = "NCCL copies through the host's memory, without GPUDirect RDMA"
+        yield warn("devices", Problem(node, what, got, "load the module there: sudo modprobe nvidia_peermem"), why)
 
 
 def leftover_findings(

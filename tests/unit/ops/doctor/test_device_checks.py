@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
-from collections.abc import Callable
+import subprocess
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,25 +14,11 @@ import pytest
 from tests.unit.ops.doctor.lab import make_cluster, node_report, shown
 from tridock.contracts.node_answers import Accelerators, Code, Gpu, Infiniband, NodeReport
 from tridock.errors import ClusterError
-from tridock.node.probes.accelerators import cuda_error, parse
-from tridock.ops.doctor.device_checks import device_findings
+from tridock.ops.doctor.device_checks import GpuHost, device_findings, gpu_host_command, parse_gpu_host
 from tridock.ops.hosts.session import Session
 
 H100 = "NVIDIA H100 80GB HBM3"
-CSV = """\
-0, GPU-aa, NVIDIA H100 80GB HBM3, 81559, 0, 580.65.06
-1, GPU-bb, NVIDIA H100 80GB HBM3, 81559, 40021, 580.65.06
-"""
-PROCESSES = "GPU-bb, 4711, /opt/venv/bin/python, 40000\n"
-HEADER = "| NVIDIA-SMI 580.65.06   Driver Version: 580.65.06   CUDA Version: 13.0 |\n"
-
-
-def test_what_nvidia_smi_prints_is_read() -> None:
-    assert parse(CSV, PROCESSES, HEADER) == Accelerators(
-        (Gpu(0, H100, 81559, 0), Gpu(1, H100, 81559, 40021, ("4711 /opt/venv/bin/python",))), "580.65.06", "13.0"
-    )
-    shared = parse("0, GPU-cc, NVIDIA GB10, [N/A], [N/A], 580.95.05\n", "", "no table")
-    assert shared == Accelerators((Gpu(0, "NVIDIA GB10", None, None),), "580.95.05", None)
+GONE = "Xid (PCI:0000:3b:00): 79, pid=1234, GPU has fallen off the bus."
 
 
 def gpus(count: int = 2, name: str = H100, cuda_error: str | None = None, **changes: Any) -> NodeReport:
@@ -48,7 +34,7 @@ def test_the_same_gpus_everywhere_and_idle(tmp_path: Path) -> None:
 
 
 def test_no_gpu_fewer_gpus_and_busy_ones(tmp_path: Path) -> None:
-    busy = gpus(gpus=(Gpu(0, H100, 81559, 4, ("4711 python",)), Gpu(1, H100, 81559, 40000)))
+    busy = gpus(gpus=(Gpu(0, H100, 81559, 4, ("4711 python, 900 MiB",)), Gpu(1, H100, 81559, 40000)))
     answers = {"host-1": gpus(), "host-2": gpus(0, error="couldn't communicate with the NVIDIA driver")}
     answers |= {"host-3": gpus(1), "host-4": busy}
     assert shown(device_findings(make_cluster(tmp_path, hosts=4), answers)) == [
@@ -56,11 +42,126 @@ def test_no_gpu_fewer_gpus_and_busy_ones(tmp_path: Path) -> None:
         "see that nvidia-smi works on the host and in docker run --gpus all (NVIDIA's container toolkit)",
         "fail  host-3: has fewer GPUs than slots; got 1 GPUs, slots 1 asked for; "
         "correct its slots in the hostfile, or see why nvidia-smi shows fewer there",
-        "warn  host-4: GPU 0 is in use; got 4711 python; "
+        "warn  host-4: GPU 0 is in use; got 4711 python, 900 MiB; "
         "end what uses it (nvidia-smi there shows it), or leave the slot out with --exclude",
         "warn  host-4: GPU 1 is in use; got 40000 of 81559 MiB held by processes that cannot be seen from here; "
         "end what uses it (nvidia-smi there shows it), or leave the slot out with --exclude",
     ]
+
+
+def test_a_process_that_only_the_host_sees_is_named(tmp_path: Path) -> None:
+    own = gpus(1, gpus=(Gpu(0, H100, 81559, 40000, uuid="GPU-aa"),))
+    host = GpuHost(processes={"GPU-aa": ("4711 /usr/bin/python3, 39990 MiB",)})
+    found = device_findings(make_cluster(tmp_path, slots=1, hosts=1), {"host-1": own}, {"host-1": host})
+    assert shown(found) == [
+        "warn  host-1: GPU 0 is in use; got 4711 /usr/bin/python3, 39990 MiB; "
+        "end what uses it (nvidia-smi there shows it), or leave the slot out with --exclude"
+    ]
+
+
+def test_what_a_host_says_is_read(tmp_path: Path) -> None:
+    (tmp_path / "dmesg").write_text(
+        "#!/bin/sh\n"
+        f"echo '[12.1] NVRM: {GONE}'\n"
+        "echo '[13.5] NVRM: Xid (PCI:0000:3b:00): 31, pid=77, name=python, Ch 00000008'\n"
+    )
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU-aa, 4711, /usr/bin/python3, 39990 MiB'\n")
+    for name in ("dmesg", "nvidia-smi"):
+        (tmp_path / name).chmod(0o755)
+    argv = gpu_host_command().argv
+    for path, expected in (
+        (f"{tmp_path}:/usr/bin:/bin", GpuHost((GONE,), {"GPU-aa": ("4711 /usr/bin/python3, 39990 MiB",)})),
+        ("/nowhere", GpuHost()),
+    ):
+        done = subprocess.run(
+            argv, env={"PATH": path}, executable="/bin/sh", capture_output=True, text=True, check=False
+        )
+        assert parse_gpu_host(done.stdout) == expected
+
+
+def test_an_unhealthy_gpu(tmp_path: Path) -> None:
+    ill = Gpu(
+        1,
+        H100,
+        81559,
+        0,
+        uncorrectable_errors=3,
+        row_remapping="pending",
+        slowdowns=("hw_slowdown", "hw_thermal_slowdown"),
+        fabric="In Progress",
+        recovery="Reset",
+        persistent=False,
+        nvlinks=16,
+    )
+    report = gpus(gpus=(Gpu(0, H100, 81559, 0, nvlinks=18), ill))
+    found = device_findings(make_cluster(tmp_path, hosts=1), {"host-1": report}, {"host-1": GpuHost((GONE,))})
+    assert shown(found) == [
+        f"warn  host-1: its driver logged errors of a GPU; got {GONE}; "
+        "look the number up in NVIDIA's list of Xid errors, and leave the GPU out with --exclude if it returns",
+        "fail  host-1: GPU 1 has not joined the NVLink fabric; got In Progress; "
+        "start the fabric manager there (sudo systemctl start nvidia-fabricmanager), then fab down, fab up",
+        "fail  host-1: GPU 1 needs recovery; got Reset; "
+        "do that there (sudo nvidia-smi --gpu-reset -i 1, or restart the host), or --exclude the slot",
+        "warn  host-1: GPU 1 has uncorrectable memory errors; "
+        "got 3 since the driver was loaded, row remapping pending; "
+        "reset it there (sudo nvidia-smi --gpu-reset -i 1), and replace it if they return",
+        "warn  host-1: GPU 1 has lowered its clocks; got hw_slowdown, hw_thermal_slowdown; "
+        "see its cooling and power supply (nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER there)",
+        "warn  host-1: GPU 1 has inactive NVLinks; got 16 active, 18 of another GPU; "
+        "see nvidia-smi nvlink --status there, and reset the GPU",
+        "warn  host-1: persistence mode of its GPUs is off; turn it on there: sudo nvidia-smi -pm 1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"error": "Failed to initialize NVML: Unknown Error"},
+            "its container has lost its GPUs; got Failed to initialize NVML: Unknown Error; "
+            "start its container anew: fab down, then fab up",
+        ),
+        (
+            {"error": "Failed to initialize NVML: Driver/library version mismatch"},
+            "its container has the libraries of another driver; "
+            "got Failed to initialize NVML: Driver/library version mismatch; "
+            "restart the host, whose driver was updated, then fab down, fab up",
+        ),
+        (
+            {"error": "nvidia-smi did not end within 30 s", "timed_out": True},
+            "no GPU is visible in its container; got nvidia-smi did not end within 30 s; "
+            "turn persistence mode on there (sudo nvidia-smi -pm 1), and look for Xid lines in dmesg",
+        ),
+        (
+            {"error": "No devices were found"},
+            "no GPU is visible in its container; got No devices were found; "
+            "see that nvidia-smi works on the host and in docker run --gpus all (NVIDIA's container toolkit)",
+        ),
+    ],
+    ids=["lost", "driver updated", "slow", "none"],
+)
+def test_a_container_without_gpus_gets_the_remedy_that_works(
+    changes: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    found = device_findings(make_cluster(tmp_path, hosts=1), {"host-1": gpus(0, **changes)})
+    assert shown(found) == [f"fail  host-1: {expected}"]
+
+
+def test_forward_compatibility_is_no_failure(tmp_path: Path) -> None:
+    """The kernel's driver is for CUDA 12.4; the library that ranks load supports the image's 13.1."""
+    report = gpus(driver="550.90.07", cuda="13.1")
+    assert shown(device_findings(make_cluster(tmp_path, hosts=1), {"host-1": report})) == []
+
+
+def test_infiniband_without_access_to_the_gpus_memory(tmp_path: Path) -> None:
+    report = replace(gpus(), infiniband=Infiniband(("mlx5_0",), usable=True))
+    cluster = make_cluster(tmp_path, hosts=1)
+    assert shown(device_findings(cluster, {"host-1": report})) == [
+        "warn  host-1: has InfiniBand devices that cannot read its GPUs' memory; got mlx5_0; "
+        "load the module there: sudo modprobe nvidia_peermem"
+    ]
+    able = replace(report, accelerators=replace(report.accelerators, peer_memory=True))
+    assert shown(device_findings(cluster, {"host-1": able})) == []
 
 
 def test_a_driver_that_is_too_old_for_the_image(tmp_path: Path) -> None:
@@ -99,41 +200,6 @@ def test_infiniband_that_is_there_and_unused(tmp_path: Path) -> None:
         "warn  host-2: has InfiniBand devices that NCCL_IB_DISABLE=1 leaves unused; got mlx5_0; "
         "remove NCCL_IB_DISABLE from env in the settings",
     ]
-
-
-def libcuda(init: int = 0, devices: int = 1) -> Callable[[str], SimpleNamespace]:
-    """A stand-in for CUDA's driver."""
-
-    def count(found: Any) -> int:
-        found._obj.value = devices
-        return 0
-
-    def text(code: int, found: Any) -> int:
-        found._obj.value = {100: b"no CUDA-capable device is detected", 802: b"system not yet initialized"}[code]
-        return 0
-
-    driver = SimpleNamespace(cuInit=lambda flags: init, cuDeviceGetCount=count, cuGetErrorString=text)
-    return lambda name: driver
-
-
-@pytest.mark.parametrize(
-    ("driver", "error"),
-    [
-        (libcuda(), None),
-        (libcuda(802), "CUDA error 802: system not yet initialized"),
-        (libcuda(100), "CUDA error 100: no CUDA-capable device is detected"),
-        (libcuda(devices=0), "cuDeviceGetCount found no device"),
-    ],
-)
-def test_what_cudas_driver_says(
-    driver: Callable[[str], SimpleNamespace], error: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ctypes, "CDLL", driver)
-    assert cuda_error() == error
-
-
-def test_a_node_without_cudas_driver() -> None:
-    assert (cuda_error("libnone.so.1") or "").startswith("libnone.so.1: cannot open shared object file")
 
 
 NOT_READY = "CUDA error 802: system not yet initialized"

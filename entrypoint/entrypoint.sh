@@ -123,7 +123,7 @@ apply_base_environment() {
         printf "[ \"\${%s-}\" != '%s' ] || export %s='%s'\n" \
             "$name" "${before//\'/$QUOTED_QUOTE}" "$name" "${value//\'/$QUOTED_QUOTE}"
         export "$name=$value"
-    done < <(BASH_ENV=$TRIDOCK_BASH_ENV timeout 60 bash -c 'env -0 >&3' 3>&1 >/dev/null 2>&1) >"$STATE/.bash-env.sh.part"
+    done < <(BASH_ENV=$TRIDOCK_BASH_ENV timeout 45 bash -c 'env -0 >&3' 3>&1 >/dev/null 2>&1) >"$STATE/.bash-env.sh.part"
     mv "$STATE/.bash-env.sh.part" "$STATE/bash-env.sh"
 }
 

@@ -53,3 +53,23 @@ def test_ranks_on_the_cpu_do_not_follow_the_gpus(machine: Path, monkeypatch: pyt
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert this_machine.default_ranks() == 2
     assert "TRIDOCK_DEVICES" not in os.environ
+
+
+def test_the_plan_counts_the_memory_of_the_devices_that_are_visible(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (machine / "nvidia-smi").write_text(
+        "#!/bin/sh\ncase \"$*\" in *--list-gpus*) ;; *--id=1*) echo '81559, Big' ;;\n"
+        "*) echo '81559, Big'; echo '1024, Small' ;; esac\n"
+    )
+    (machine / "nvidia-smi").chmod(0o755)
+    found = this_machine.gpu_here()
+    assert found is not None
+    assert found.memory_mib == 1024
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    found = this_machine.gpu_here()
+    assert found is not None
+    assert found.memory_mib == 81559
+    for name, value in (("CUDA_VISIBLE_DEVICES", "MIG-aa"), ("CUDA_VISIBLE_DEVICES", ""), ("DS_ACCELERATOR", "cpu")):
+        monkeypatch.setenv(name, value)
+        assert this_machine.gpu_here() is None

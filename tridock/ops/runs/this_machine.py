@@ -56,8 +56,13 @@ def chosen_devices() -> Sequence[str] | None:
 
 
 def gpu_here() -> Gpu | None:
-    """The GPU of this machine with the least memory."""
-    return smallest_gpu(_nvidia_smi("--query-gpu=memory.total,name", "--format=csv,noheader,nounits"))
+    """Of the GPUs that the ranks use the one with the least memory; None on the CPU, and for MIG slices."""
+    devices = chosen_devices()
+    slices = devices is not None and any(name.startswith(MIG) for name in devices)
+    if os.environ.get("DS_ACCELERATOR") == "cpu" or slices or devices == []:
+        return None
+    chosen = [f"--id={','.join(devices)}"] if devices else []
+    return smallest_gpu(_nvidia_smi("--query-gpu=memory.total,name", "--format=csv,noheader,nounits", *chosen))
 
 
 @cache

@@ -15,10 +15,13 @@ readonly ACCOUNT_HOME=/home/tridock
 readonly QUOTED_QUOTE="'\\''"
 readonly EXIT_REQUEST=2 EXIT_CLUSTER=3
 
-# Prints an error as "where: what; got value; todo" and exits.
+# Prints an error as "where: what; got value; todo" and exits. A node also prints its fields as JSON on stdout, for fab up.
 fail() {
-    local status=$1 what=$2 got=$3 todo=$4
-    printf '%s: %s; %s%s\n' "${TRIDOCK_NODE:-$(hostname)}" "$what" "${got:+got $got; }" "$todo" >&2
+    local status=$1 what=$2 got=$3 todo=$4 where=${TRIDOCK_NODE:-$(hostname)}
+    printf '%s: %s; %s%s\n' "$where" "$what" "${got:+got $got; }" "$todo" >&2
+    [[ ${COMMAND:-} != node ]] ||
+        python3 -c 'import json, sys; print(json.dumps(dict(zip(("where", "what", "got", "todo"), sys.argv[1:]))))' \
+            "$where" "$what" "$got" "$todo"
     exit "$status"
 }
 
@@ -277,6 +280,7 @@ prepare_node() {
 # ---- together --------------------------------------------------------------------------------------------------------
 
 main() {
+    COMMAND=${1:-}
     if [[ $(id -u) == 0 ]]; then
         adopt_operator "$@"
     elif [[ ${USER:-} != "$ACCOUNT" ]]; then
@@ -286,7 +290,7 @@ main() {
     rm -f "$STATE"/{sshd_config,sshd.pid,greeted}
     apply_base_environment
     write_environment
-    if [[ ${1:-} == node ]]; then
+    if [[ $COMMAND == node ]]; then
         prepare_node
         set -- /usr/sbin/sshd -D -e -f "$STATE/sshd_config"
     fi

@@ -6,7 +6,6 @@ all problems found, so that the user fixes them at once.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final
@@ -29,12 +28,6 @@ class Problem:
     todo: str
     nearest: tuple[int | str, ...] = ()
     cause: str = ""
-
-    @classmethod
-    def parse(cls, text: str) -> Problem | None:
-        """Reads a message of this form that a node printed; None for any other text."""
-        match = re.fullmatch(r"([^\n]+?): ([^\n]+?); (?:got ([^\n]+); )?([^;\n]+)", text.strip())
-        return None if match is None else cls(match[1], match[2], match[3] or "", match[4])
 
     @property
     def message(self) -> dict[str, str]:

@@ -58,7 +58,7 @@ def live_through(begin: Begin, victim: str, writer: int) -> None:
     (failed,) = named(last, "checkpoint_failed")
     assert failed["iteration"] == full
     assert ": the checkpoint could not be written; got " in failed["reason"]
-    assert f"warning: iteration {full} is not saved, and the run goes on:\n{failed['reason']}" in finished.out[0]
+    assert f"warning: iteration {full} is not saved, and the run continues:\n{failed['reason']}" in finished.out[0]
     assert [event["iteration"] for event in saved(last)] == [
         number for number in range(told["iteration"], ITERATIONS + 1) if number != full
     ]

@@ -2,7 +2,7 @@
 
 Each rank is a fork that runs ``pretrain_gpt2.py`` for one iteration as the engine does, on samples that are all alike.
 A pipeline's stages go one after another, forwards only, and each gets the messages that the one before it sent. Where
-upstream would go on with another model or batch than it was asked for, it breaks here.
+upstream would continue with another model or batch than it was asked for, it breaks here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Ranks that train nothing, for tests of what goes on around ranks: ``python steady.py RUN_FOLDER RANKS STEPS [LOAD]``.
 
-They beat at every step, write a checkpoint's pointer after every tenth, and go on from there where LOAD is given. What
-else they do is on request: a file ``<rank>-<word>`` in the run's folder is taken away and done.
+They write a heartbeat at every step and a checkpoint's pointer after every tenth, and continue from there if LOAD is
+given. Anything else is on request: a file ``<rank>-<word>`` in the run's folder is taken away and done.
 """
 
 from __future__ import annotations

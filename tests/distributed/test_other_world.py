@@ -1,4 +1,4 @@
-"""A run goes on with another number of ranks than it began with: the same global batch, the same mathematics."""
+"""A run continues with another number of ranks than it began with: the same global batch, the same mathematics."""
 
 from __future__ import annotations
 

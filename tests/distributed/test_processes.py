@@ -326,14 +326,14 @@ def test_a_checkpoint_that_does_not_fit(workspace: Path) -> None:
     message = (
         f"train.load: no whole checkpoint lies at {saved}/checkpoints; "
         "give runs/<run-id>/checkpoints of a run that has saved, or one iter_… folder in it\n"
-        f"rank 1: {lost}: is missing; bring it back, or go on from another checkpoint"
+        f"rank 1: {lost}: is missing; bring it back, or continue from another checkpoint"
     )
     refused(make_run(workspace, "lost", 2, **ZERO3, **load), 2, message)
 
 
 @LAYOUTS
 def test_nodes_that_share_no_folder(tmp_path: Path, layout: dict[str, object]) -> None:
-    """Two ranks with a workspace each, as on two nodes without a shared disk: each keeps what it needs to go on."""
+    """Two ranks with a workspace each, as on two nodes without a shared disk: each keeps what it needs to continue."""
 
     def run_apart(name: str, **fields: object) -> list[Path]:
         folders = []

@@ -101,7 +101,7 @@ def test_short_formats_follow_fp32(runs: dict[str, Path], name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
-def test_a_run_goes_on_from_its_checkpoint(runs: dict[str, Path], name: str) -> None:
+def test_a_run_continues_from_its_checkpoint(runs: dict[str, Path], name: str) -> None:
     """Bit for bit: with the running statistics, which evaluations need."""
     rest = {place: loss for place, loss in losses(runs[name]).items() if place[0] > 2}
     assert losses(runs[f"{name}-resumed"]) == rest

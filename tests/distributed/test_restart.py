@@ -1,4 +1,4 @@
-"""A run that is hit twice and goes on each time ends with the losses of one that was left alone, to the last bit."""
+"""A run that is hit twice and continues each time ends with the losses of one that was left alone, to the last bit."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ def test_orphans_of_a_launcher_that_is_killed_go_with_it(make: Make) -> None:
     ]
 
 
-def test_a_watch_that_is_killed_is_replaced_and_the_run_goes_on(make: Make) -> None:
+def test_a_watch_that_is_killed_is_replaced_and_the_run_continues(make: Make) -> None:
     run = make(steps=150)
     run.start()
     run.train()
@@ -309,7 +309,7 @@ def test_a_second_run_beside_a_failing_one_notices_nothing(make: Make) -> None:
 # ---- restarts ------------------------------------------------------------------------------------
 
 
-def test_a_run_goes_on_from_its_last_checkpoint_and_twice_at_most(make: Make) -> None:
+def test_a_run_continues_from_its_last_checkpoint_and_twice_at_most(make: Make) -> None:
     run = make(max_restarts=2)
     run.start()
     run.train(beyond=13)

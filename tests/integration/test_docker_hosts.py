@@ -229,7 +229,7 @@ def test_a_run_that_fails_says_so_with_its_ranks_own_words(rack_up: Up) -> None:
     assert again.returncode == 4
 
 
-# ---- a run that is held in its middle, so that everything here happens while it goes on ----------
+# ---- a run that is held in its middle, so that everything here happens while it continues ----------
 
 
 @dataclass
@@ -283,7 +283,7 @@ def test_a_terminal_that_is_killed_does_not_take_the_run_along(held: Held) -> No
     assert lives(held)
 
 
-def test_no_secret_shows_while_a_run_goes_on(held: Held) -> None:
+def test_no_secret_shows_while_a_run_continues(held: Held) -> None:
     shown = held.terminal
     for host in held.rack:
         shown += host.sh(f"docker inspect {NODE}; docker logs {NODE} 2>&1; ps -eww -o args; cat /var/log/sshd.log")
@@ -294,7 +294,7 @@ def test_no_secret_shows_while_a_run_goes_on(held: Held) -> None:
     assert "PRIVATE KEY" not in shown
 
 
-def test_down_refuses_while_a_run_goes_on(held: Held) -> None:
+def test_down_refuses_while_a_run_continues(held: Held) -> None:
     done = held.rack.fab("down")
     fate = "its node would be removed by fab down while a run is active"
     expected = [f"{name}: {fate}; got {held.run_id}; stop the run first: fab stop" for name in HOSTS]
@@ -302,7 +302,7 @@ def test_down_refuses_while_a_run_goes_on(held: Held) -> None:
     assert lives(held)
 
 
-def test_rotated_keys_replace_the_old_ones_while_a_run_goes_on(held: Held) -> None:
+def test_rotated_keys_replace_the_old_ones_while_a_run_continues(held: Held) -> None:
     rack = held.rack
     script = 'rm -rf /tmp/old && cp -r "$1" /tmp/old && chmod 700 /tmp/old && chown -R trainer /tmp/old'
     rack["host-a"].sh(script, f"{WORKDIR}/secrets/host-a")

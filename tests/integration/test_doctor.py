@@ -200,7 +200,7 @@ def test_an_sshd_of_the_hosts_own_on_the_nodes_port_stops_a_launch_before_it_wri
         assert launched.returncode == 3
         assert launched.stderr.startswith(f"host-b: {what}; got host key SHA256:")
         assert all(it.sh(f"ls /home/{USER}/tridock/shadow/workspace/runs") == "" for it in rack)
-        # Who insists may go on, and finds out.
+        # Who insists may continue, and finds out.
         assert "--no-check" in rack.fab("launch", "--help", hosts="").stdout
 
 

@@ -212,7 +212,7 @@ def test_a_launcher_that_is_killed(twin: Twin) -> None:
 
 @pytest.mark.usefixtures("beside")
 def test_sessions_that_are_killed_do_not_end_a_run(twin: Twin) -> None:
-    """The watch is started anew; the launcher's ranks go on without theirs, and it is their word that counts."""
+    """The watch is started anew; the launcher's ranks continue without theirs, and it is their word that counts."""
     with twin.launched(**{"train.train_iters": 1000}) as run:
         watch = f"tridock.node agent .*{run.run_id} {OTHER}"
         first = twin.inside(OTHER, f"pgrep -o -f -- '{watch}'")
@@ -240,7 +240,7 @@ def test_a_supervisor_that_is_killed(twin: Twin) -> None:
         assert re.search(rf"{run.run_id} +│ 2 +│ lost ", twin.clone.succeed("fab status --hosts hostfiles/twin"))
 
 
-def test_the_neighbour_goes_on_to_its_end(calm: Run) -> None:
+def test_the_neighbour_continues_to_its_end(calm: Run) -> None:
     assert [event["event"] for event in calm.events("run_failed", "rank_died", "rank_hung", "node_lost")] == []
     assert len(calm.losses()) == LENGTH["train.train_iters"]
 
@@ -249,7 +249,7 @@ def test_the_neighbour_goes_on_to_its_end(calm: Run) -> None:
 
 
 def test_a_node_whose_network_is_cut_and_that_comes_back(twin: Twin, calm: Run) -> None:
-    """Named in time; the run goes on once the node answers again, to the losses of the one that was left alone."""
+    """Named in time; the run continues once the node answers again, to the losses of the one that was left alone."""
     network, container = f"tridock-{twin.clone.name}_default", twin.container(OTHER)
     with twin.launched(**LENGTH, **{"train.save": True, "train.save_interval": 50, "restart.max": 1}) as run:
         run.wait_for_training(beyond=60)
@@ -264,7 +264,7 @@ def test_a_node_whose_network_is_cut_and_that_comes_back(twin: Twin, calm: Run) 
         print(f"cut off, its ranks ended after {time.monotonic() - began:.1f} s")
         succeed("docker", "network", "connect", "--alias", OTHER, network, container)
         began = time.monotonic()
-        wait_until(lambda: run.events("run_restarted") != [], "the run goes on", 60)
+        wait_until(lambda: run.events("run_restarted") != [], "the run continues", 60)
         print(f"once the node was back, the run went on after {time.monotonic() - began:.1f} s")
         assert run.terminal.process.wait(timeout=180) == 0, run.terminal.text()
         assert run.events("run_restarted")[0]["iteration"] % 50 == 0

@@ -20,7 +20,7 @@ def pattern(line: str) -> str:
     return ".*".join(re.escape(part) for part in line.split("…"))
 
 
-def test_from_an_experiment_to_a_job_that_goes_on_by_itself(slurm_cluster: SlurmCluster) -> None:
+def test_from_an_experiment_to_a_job_that_continues_by_itself(slurm_cluster: SlurmCluster) -> None:
     guide, _, site = (ROOT / "docs/guides/slurm.md").read_text(encoding="utf-8").partition("## On your site")
     assert "configs/slurm/jean-zay.yaml" in site
     slurm_cluster.succeed(f"mkdir {FOLDER} && cp -r /opt/tridock/configs {FOLDER}")

@@ -1,4 +1,4 @@
-"""A run that loses a node for good: a spare takes its place, or fewer replicas go on. On the twin, with three nodes."""
+"""A run that loses a node for good: a spare takes its place, or fewer replicas continue. A twin of three nodes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def lose(twin: Twin, run: Run) -> dict[str, Any]:
         shutil.copy(run.folder / name, own)
     succeed("docker", "kill", twin.container(OTHER))
     began = time.monotonic()
-    wait_until(lambda: run.events("run_restarted") != [], "the run goes on", 150)
+    wait_until(lambda: run.events("run_restarted") != [], "the run continues", 150)
     print(f"a node that stays away: the run went on after {time.monotonic() - began:.1f} s")
     (event,) = run.events("run_moved")
     return event
@@ -89,7 +89,7 @@ def test_a_spare_takes_the_place_of_a_lost_node(twin: Twin, calm: dict[int, floa
 
 
 def test_without_a_spare_fewer_replicas_go_on(twin: Twin, calm: dict[int, float]) -> None:
-    """The spare is busy with a run of its own. ZeRO's states of two ranks go on in one."""
+    """The spare is busy with a run of its own. ZeRO's states of two ranks continue in one."""
     twin.clone.succeed("fab up --hosts hostfiles/twin")
     with twin.launched(**LENGTH, **RESTART) as run:
         busy = "sleep-20260102-030405-abcd"
@@ -101,7 +101,7 @@ def test_without_a_spare_fewer_replicas_go_on(twin: Twin, calm: dict[int, float]
             twin.inside(SPARE, "pkill -x sleep")
         assert (event["lost"], event["nodes"], event["layout"]) == ([OTHER], [HEAD], "TP1 PP1 DP1")
         assert event["reason"] == (
-            "without node-2 it goes on as TP1 PP1 DP1 (it was TP1 PP1 DP2) on node-1; global batch 8 as before, in 2 "
+            "without node-2 it continues as TP1 PP1 DP1 (it was TP1 PP1 DP2) on node-1; global batch 8 as before, in 2 "
             f"micro-batches a replica; spare node-3: is busy with {busy}"
         )
         assert run.losses() == pytest.approx(calm, rel=1e-3)
@@ -118,7 +118,7 @@ def test_with_too_few_nodes_it_ends_and_says_so(twin: Twin) -> None:
         (event,) = run.events("not_restarted")
         assert event["reason"].startswith("node-2 does not answer (")
         assert (
-            f"{run.run_id}: may not go on with fewer than 2 nodes; got node-1; lower restart.min_nodes, or add "
+            f"{run.run_id}: may not continue with fewer than 2 nodes; got node-1; lower restart.min_nodes, or add "
             in (event["reason"])
         )
         assert "; spare node-3: ssh: " in event["reason"]

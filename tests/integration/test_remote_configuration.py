@@ -221,7 +221,7 @@ def test_the_clusters_keys_let_its_nodes_in_and_nobody_else(make_sshd: Callable[
         swapped = subprocess.run(words, capture_output=True, check=False, text=True)
         assert swapped.returncode == 255
         assert "Host key verification failed." in swapped.stderr
-        # Rotation: a session that is open goes on, a new one needs the new keys, and gets them with them.
+        # Rotation: a session that is open continues, a new one needs the new keys, and gets them with them.
         session = subprocess.Popen([*ssh, "node-2", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert session.stdin is not None
         assert session.stdout is not None

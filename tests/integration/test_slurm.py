@@ -180,7 +180,7 @@ def test_cancel_ends_a_run_and_saves_nothing(slurm_cluster: SlurmCluster) -> Non
     assert slurm_cluster.events(job, "checkpoint_saved") == []
 
 
-def test_a_rank_that_dies_on_another_node_is_named_and_the_run_goes_on(slurm_cluster: SlurmCluster) -> None:
+def test_a_rank_that_dies_on_another_node_is_named_and_the_run_continues(slurm_cluster: SlurmCluster) -> None:
     words = ("--set", "name=killed", "--set", "restart.max=1", "--set", "train.train_iters=600")
     job = slurm_cluster.submit(*TWO, *LONG, *words)
     slurm_cluster.until(lambda: slurm_cluster.events(job, "checkpoint_saved"), "a checkpoint", job)
@@ -194,7 +194,7 @@ def test_a_rank_that_dies_on_another_node_is_named_and_the_run_goes_on(slurm_clu
     assert slurm_cluster.lines(job, "metrics.jsonl")[-1]["iteration"] == 600
 
 
-def test_a_run_whose_time_is_over_saves_is_queued_again_and_goes_on(slurm_cluster: SlurmCluster) -> None:
+def test_a_run_whose_time_is_over_saves_is_queued_again_and_continues(slurm_cluster: SlurmCluster) -> None:
     # Slurm counts in minutes, and its word may come one early.
     job = slurm_cluster.submit(*TWO, *LONG, "--set", "name=slow", "--time", "2", "--signal-lead", "30")
     slurm_cluster.until(lambda: slurm_cluster.losses(job), "the run trains", job)
@@ -205,11 +205,11 @@ def test_a_run_whose_time_is_over_saves_is_queued_again_and_goes_on(slurm_cluste
     assert requeued["iteration"] == saved["iteration"]
     assert requeued["reason"] == "its time was over, and it has saved"
 
-    def goes_on() -> bool:
+    def continues() -> bool:
         last = [record["iteration"] for record in slurm_cluster.lines(job, "metrics.jsonl")][-1:]
         return len(slurm_cluster.events(job, "job_started")) > 1 and last > [saved["iteration"] + 100]
 
-    slurm_cluster.until(goes_on, "the run goes on", job)
+    slurm_cluster.until(continues, "the run continues", job)
     iterations = [record["iteration"] for record in slurm_cluster.lines(job, "metrics.jsonl")]
     assert iterations == sorted(set(iterations))
     assert set(range(50, iterations[-1], 50)) <= set(iterations)
@@ -238,7 +238,7 @@ def test_a_node_that_fails_costs_the_work_since_the_last_checkpoint(
         saved = max(event["iteration"] for event in slurm_cluster.events(job, "checkpoint_saved"))
         slurm_cluster.until(
             lambda: max((r["iteration"] for r in slurm_cluster.lines(job, "metrics.jsonl")), default=0) > saved + 100,
-            "the run goes on", job,
+            "the run continues", job,
         )  # fmt: skip
         slurm_cluster.succeed(f"tridock slurm cancel {job.id}")
         assert slurm_cluster.wait(job) == 143

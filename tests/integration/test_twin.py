@@ -192,7 +192,7 @@ GOING_ON = {
 
 
 @pytest.mark.parametrize("case", GOING_ON)
-def test_a_run_goes_on_from_a_checkpoint_with_the_images_python(clone: Clone, demo: str, case: str) -> None:
+def test_a_run_continues_from_a_checkpoint_with_the_images_python(clone: Clone, demo: str, case: str) -> None:
     """It is not the Python of most other tests, and pickles in its own way."""
     train = f"docker compose run --rm -T trainer tridock train {GOING_ON[case]} --run-id-file .cache/run"
     train += " --set model.hidden_size=64 --set train.eval_interval=0 --set train.log_interval=1"

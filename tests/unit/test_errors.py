@@ -12,14 +12,9 @@ def test_the_nearest_values_are_not_part_of_the_message() -> None:
     assert str(Problem("x", "is wrong", "3", "use 2 or 4", (2, 4))) == "x: is wrong; got 3; use 2 or 4"
 
 
-def test_a_nodes_message_is_read_back() -> None:
-    for problem in (Problem("a: b", "c", "d; e", "f"), Problem("a", "b: c", "", "d")):
-        again = Problem.parse(f"{problem}\n")
-        assert again is not None
-        assert str(again) == str(problem)
-    port = Problem("port 1", "is taken", "python (pid 2)", "use another")
-    assert Problem.parse(str(port)) == port
-    assert [Problem.parse(text) for text in ("", "Traceback", "a: b", "a: b; c\nd: e; f")] == [None] * 4
+def test_another_process_reads_the_fields_of_a_message() -> None:
+    problem = Problem("a: b", "c", "d; e", "f")
+    assert Problem.of(problem.message) == problem
 
 
 def test_an_error_shows_all_its_problems_one_a_line() -> None:

@@ -136,7 +136,7 @@ def test_a_plan_of_a_cluster_whose_gpu_is_named_contacts_nobody(
     assert capfd.readouterr().err == "--tokens: is not a number; got 'many'; write it as in 300e9\n"
 
 
-def test_a_plan_goes_on_without_a_host_that_does_not_answer(tmp_path: Path) -> None:
+def test_a_plan_is_made_without_a_host_that_does_not_answer(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     (tmp_path / "lab").write_text("127.0.0.1 slots=2\n")

@@ -130,6 +130,16 @@ class PreflightAnswer:
     """Of the head."""
 
 
+@dataclass(frozen=True, slots=True)
+class IndexMaps:
+    """``tridock.train.megatron_lm.index_maps``: how many maps it made, and all that a run needs; or its problems."""
+
+    made: int = 0
+    files: tuple[str, ...] = ()
+    """File names beside the data; the mark that says what the maps are of comes last."""
+    problems: tuple[Problem, ...] = ()
+
+
 # ---- the doctor ------------------------------------------------------------------------------------------------------
 
 

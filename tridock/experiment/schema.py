@@ -338,7 +338,7 @@ class Restart(Section):
         " place or the run continues with fewer data parallel replicas.",
     )
     min_nodes: Positive = Field(
-        default=1, description="The fewest nodes that the run may go on with; with fewer it ends."
+        default=1, description="The fewest nodes with which the run may continue; with fewer it ends."
     )
 
 

@@ -59,7 +59,7 @@ def follow(folder: Path, offset: int = 0, keepalive_s: float = math.inf) -> int:
             if code is not None:
                 return code
             if not alive and exit_code_of(folder) is None:
-                todo = "its node was restarted or its supervisor killed; launch again, with train.load to go on"
+                todo = "its node was restarted or its supervisor killed; launch again, with train.load to continue"
                 raise RunError(
                     Problem(folder.name, "was lost: nothing supervises it and no exit code was written", "", todo)
                 )

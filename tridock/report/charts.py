@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tridock.contracts import run_folder
+from tridock.contracts.events import Event
 from tridock.contracts.records import check_run, read_metrics
 from tridock.errors import Problem, RequestError
 from tridock.experiment import load_experiment
@@ -108,8 +109,8 @@ def _loss(subjects: Sequence[Subject]) -> Iterator[Chart]:
 def _marks(subject: Subject) -> list[Mark]:
     found = []
     for event, name, below in (
-        ("checkpoint_saved", "checkpoint", True),
-        ("checkpoint_loaded", "resumed from a checkpoint", False),
+        (Event.CHECKPOINT_SAVED, "checkpoint", True),
+        (Event.CHECKPOINT_LOADED, "resumed from a checkpoint", False),
     ):
         at = [it["iteration"] for it in subject.events if it.get("event") == event and _is_number(it.get("iteration"))]
         if at:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from tridock.contracts import run_folder
+from tridock.contracts.events import Event
 from tridock.contracts.records import Record
 from tridock.differences import differences, flattened
 from tridock.errors import Problem, RequestError, TridockError
@@ -22,17 +23,15 @@ _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _MOST_EVENTS, _FEW_EVENTS = 400, 60
 _DRAWN_RANKS: Final = 256
 """With more ranks the layout is a bitmap: as SVG it would have megabytes."""
-_FAULTS: Final = frozenset(
-    (
-        "run_failed",
-        "rank_died",
-        "rank_hung",
-        "node_lost",
-        "checkpoint_failed",
-        "checkpoint_rejected",
-        "run_restarted",
-        "run_moved",
-    )
+_FAULTS: Final = (
+    Event.RUN_FAILED,
+    Event.RANK_DIED,
+    Event.RANK_HUNG,
+    Event.NODE_LOST,
+    Event.CHECKPOINT_FAILED,
+    Event.CHECKPOINT_REJECTED,
+    Event.RUN_RESTARTED,
+    Event.RUN_MOVED,
 )
 _PER_RUN: Final = ("run_id", "created")
 """Fields of a manifest that differ between all runs."""

@@ -294,7 +294,7 @@ class Trainer:
             self.event(Event.CHECKPOINT_FAILED, iteration=iteration, reason=str(failed))
             if is_last:
                 raise
-            self.say(f"warning: iteration {iteration} is not saved, and the run goes on:\n{failed}")
+            self.say(f"warning: iteration {iteration} is not saved, and the run continues:\n{failed}")
         else:
             seconds = round(time.monotonic() - started, 3)
             self.event(Event.CHECKPOINT_SAVED, iteration=iteration, folder=str(folder), seconds=seconds)

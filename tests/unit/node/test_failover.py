@@ -73,7 +73,7 @@ def test_a_spare_that_another_run_was_faster_to_reserve_is_done_without(tmp_path
     says(nodes, "node-5", {}, {"busy": ["other-run"]})
     moved = move(folder, supervision_of(folder), ["node-2"], anew=True)
     assert moved.reason == (
-        "without node-2 it goes on as TP1 PP1 DP4 (it was TP1 PP1 DP6) on node-1, node-3; "
+        "without node-2 it continues as TP1 PP1 DP4 (it was TP1 PP1 DP6) on node-1, node-3; "
         "global batch 24 as before, in 3 micro-batches a replica"
         "; spare node-4: is busy with earlier-run; spare node-5: is busy with other-run"
     )
@@ -83,7 +83,7 @@ def test_a_spare_that_another_run_was_faster_to_reserve_is_done_without(tmp_path
     assert (event["event"], event["nodes"], event["reason"]) == ("run_moved", ["node-1", "node-3"], moved.reason)
 
 
-def test_where_nothing_goes_on_the_runs_files_stay_as_they_were(tmp_path: Path, nodes: Path) -> None:
+def test_where_nothing_continues_the_runs_files_stay_as_they_were(tmp_path: Path, nodes: Path) -> None:
     folder = a_run(tmp_path, **V115)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     says(nodes, "node-4", {}, {})

@@ -160,7 +160,7 @@ def test_a_run_that_ended_is_started_again(make_run: MakeRun) -> None:
     assert (done.returncode, done.stdout) == (0, "second\n")
 
 
-def test_a_run_that_goes_on_is_not_started_again(make_run: MakeRun) -> None:
+def test_a_run_that_continues_is_not_started_again(make_run: MakeRun) -> None:
     folder = make_run("sleep 30")
     start(folder)
     done = node("start", "--again", str(folder))
@@ -244,7 +244,7 @@ def test_a_lost_run_is_named_as_such(workspace: Path, make_run: MakeRun) -> None
     assert followed.returncode == 4
     assert followed.stderr == (
         f"{folder.name}: was lost: nothing supervises it and no exit code was written; "
-        "its node was restarted or its supervisor killed; launch again, with train.load to go on\n"
+        "its node was restarted or its supervisor killed; launch again, with train.load to continue\n"
     )
     assert state(workspace, folder) == "lost"
     # Its processes live on, and can still be found and stopped.

@@ -1,4 +1,4 @@
-"""A run without nodes that it had, from its folder: what goes on, in which files; or why nothing does."""
+"""A run without nodes that it had, from its folder: how it continues, with which files; or why it cannot."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_without_a_spare_replicas_do_with_fewer(tmp_path: Path) -> None:
     folder = a_run(tmp_path, **ZERO)
     found = replan(folder, ["node-2"], ["node-4"], anew=True)
     assert found.summary == (
-        "without node-2 it goes on as TP1 PP1 DP4 (it was TP1 PP1 DP6) on node-1, node-3; "
+        "without node-2 it continues as TP1 PP1 DP4 (it was TP1 PP1 DP6) on node-1, node-3; "
         "global batch 24 as before, in 3 micro-batches a replica"
     )
     assert ranks_of(found) == {"node-1": (0, 1), "node-3": (2, 3)}
@@ -103,7 +103,7 @@ def test_without_a_spare_replicas_do_with_fewer(tmp_path: Path) -> None:
 def test_one_lost_node_is_replaced_and_the_other_done_without(tmp_path: Path) -> None:
     found = replan(a_run(tmp_path), ["node-2", "node-3"], ["node-5"])
     assert found.summary == (
-        "node-5 takes the place of node-2; without node-3 it goes on as TP1 PP1 DP4 (it was TP1 PP1 DP6) on node-1, "
+        "node-5 takes the place of node-2; without node-3 it continues as TP1 PP1 DP4 (it was TP1 PP1 DP6) on node-1, "
         "node-5; global batch 24 as before, in 3 micro-batches a replica"
     )
 
@@ -116,12 +116,12 @@ def test_slots_that_no_replica_fills_are_left(tmp_path: Path) -> None:
     assert b"--include node-1:4,5@node-2:4,5" in found.bundle.files["launch.sh"].replace(b" \\\n  ", b" ")
 
 
-def test_megatron_core_goes_on_in_another_layout(tmp_path: Path) -> None:
+def test_megatron_core_continues_in_another_layout(tmp_path: Path) -> None:
     fields = {"engine": "megatron-core", **PIPELINE, "parallel.tensor_model_parallel_size": 2}
     folder = a_run(tmp_path, {"node-1": [0, 1], "node-2": [0, 1]}, **fields)
     found = replan(folder, ["node-2"])
     assert found.summary == (
-        "without node-2 it goes on as TP1 PP1 DP2 (it was TP2 PP2 DP1) on node-1; global batch 24 as before, in 6 "
+        "without node-2 it continues as TP1 PP1 DP2 (it was TP2 PP2 DP1) on node-1; global batch 24 as before, in 6 "
         "micro-batches a replica"
     )
     assert b"pipeline_model_parallel_size: 1\n" in found.bundle.files["experiment.yaml"]
@@ -141,14 +141,15 @@ def test_a_run_that_has_nothing_left_to_run_as(tmp_path: Path) -> None:
     folder = a_run(tmp_path, {"node-1": [0], "node-2": [0, 1, 2]}, **V115, **PIPELINE)
     assert refused(folder, ["node-2"], anew=True) == (
         f"{RUN_ID}: has no layout with a global batch of 24 on the nodes that are left; got 1 slot on node-1; bring "
-        f"node-2 back, and go on with train.load={folder}/checkpoints"
+        f"node-2 back, and continue with train.load={folder}/checkpoints"
     )
 
 
 def test_too_few_nodes(tmp_path: Path) -> None:
     folder = a_run(tmp_path, **{"restart.min_nodes": 3})
     assert refused(folder, ["node-2"]) == (
-        f"{RUN_ID}: may not go on with fewer than 3 nodes; got node-1, node-3; lower restart.min_nodes, or add spares"
+        f"{RUN_ID}: may not continue with fewer than 3 nodes; got node-1, node-3; "
+        "lower restart.min_nodes, or add spares"
     )
     assert replan(folder, ["node-2"], ["node-5"]).summary == "node-5 takes the place of node-2"
 
@@ -175,7 +176,7 @@ def test_names_that_are_wrong(tmp_path: Path) -> None:
     assert refused(folder, ["node-9", "node-1"], ["node-2"]).splitlines() == [
         "--without: is not a node of the run; got 'node-9'; use one of node-1, node-2, node-3",
         "--spare: is not a spare of the run; got 'node-2'; its spares are node-4, node-5",
-        "--without: is the run's head, without which it cannot go on; got node-1; start it again on the other nodes "
+        "--without: is the run's head, without which it cannot continue; got node-1; start it again on the other nodes "
         f"with train.load={folder}/checkpoints",
     ]
 

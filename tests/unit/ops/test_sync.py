@@ -49,7 +49,7 @@ def test_a_byte_that_differs_is_found_by_its_hash_and_mended(lab: Lab, pair: dic
     assert lab.below("node-2") == pair
 
 
-def test_a_run_goes_on_reading_the_file_that_is_replaced(lab: Lab, pair: dict[str, bytes]) -> None:
+def test_a_run_continues_to_read_the_file_that_is_replaced(lab: Lab, pair: dict[str, bytes]) -> None:
     brought(lab, "data/x")
     with (lab.workspace("node-1") / "data/x.bin").open("rb") as opened:
         lab.write("data/x.bin", b"other")

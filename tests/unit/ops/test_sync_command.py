@@ -19,7 +19,9 @@ from rich.console import Console
 
 from tests.unit.ops.conftest import Lab
 from tridock import cli
-from tridock.errors import TridockError
+from tridock.contracts.codec import encode
+from tridock.contracts.node_answers import IndexMaps
+from tridock.errors import Problem, TridockError
 from tridock.ops.hosts.facts import Container
 from tridock.ops.sync import Row, operation, transfer
 from tridock.ops.sync.shared import OPERATOR
@@ -148,7 +150,7 @@ PREFIX = "data/x_train_indexmap_2ns_8sl_1234s_"
 
 @pytest.fixture
 def nodes(files: Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Lab:
-    """Nodes that are up: a `docker` on PATH, which makes maps in the head's workspace, or says what is in `words`."""
+    """Nodes that are up: a `docker` on PATH, which makes maps on the head, or fails with the files `out` and `err`."""
     read_state = files.session.read_state
 
     def up(node: str, host: Host) -> Any:
@@ -163,7 +165,7 @@ def nodes(files: Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Lab:
     docker.write_text(
         "#!/bin/sh\n"
         f'echo "$@" >{tmp_path}/asked\n'
-        f"if [ -e {tmp_path}/words ]; then cat {tmp_path}/words >&2; exit 2; fi\n"
+        f"if [ -e {tmp_path}/err ]; then cat {tmp_path}/out; cat {tmp_path}/err >&2; exit 2; fi\n"
         f"cd {files.workspace('node-1')}\n"
         f"for name in {' '.join(names)}; do [ -e $name ] || echo map $name >$name; done\n"
         f"echo '{answer}'\n"
@@ -200,14 +202,17 @@ def test_maps_are_made_on_the_head_and_copied_to_the_others(nodes: Lab, tmp_path
     assert nodes.below("node-1").items() <= nodes.below("node-2").items()
 
 
-def test_what_the_head_says_when_it_can_make_none(nodes: Lab, tmp_path: Path) -> None:
-    (tmp_path / "words").write_text("warning\nengine: is not here; got /opt; build it\n")
+def test_the_error_of_a_head_that_can_make_no_maps(nodes: Lab, tmp_path: Path) -> None:
+    problem = Problem("engine", "is not here", "/opt", "build it")
+    (tmp_path / "out").write_text(encode(IndexMaps(problems=(problem,))))
+    (tmp_path / "err").write_text(f"warning\n{problem}\n")
     assert run(nodes, [], "configs/t.yaml", **MEGATRON).splitlines()[-3:] == [
-        "index maps: not made, see what node-1 says",
+        "index maps: not made, see the error of node-1",
         "node-1: engine: is not here; got /opt; build it",
         "node-2: no problem here; mend the others",
     ]
-    (tmp_path / "words").write_text("Trace\nboom\n")
+    (tmp_path / "out").write_text("")
+    (tmp_path / "err").write_text("Trace\nboom\n")
     assert run(nodes, [], "configs/t.yaml", **MEGATRON).splitlines()[-2] == (
         "node-1: `make the index maps` failed with exit code 2; got Trace | boom; mend that there, then try again"
     )

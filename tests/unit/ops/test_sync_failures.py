@@ -30,7 +30,7 @@ def cut_at(monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
     monkeypatch.setattr(transfer, "_chunks", cut)
 
 
-def test_what_was_cut_off_goes_on_where_it_was(
+def test_a_transfer_that_was_cut_off_is_resumed(
     lab: Lab, pair: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:

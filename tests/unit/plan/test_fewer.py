@@ -1,4 +1,4 @@
-"""What a run that has lost nodes goes on as."""
+"""The layout with which a run that has lost nodes continues."""
 
 from __future__ import annotations
 

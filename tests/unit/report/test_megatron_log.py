@@ -119,7 +119,7 @@ def test_a_copy_by_every_rank_counts_once(tmp_path: Path) -> None:
     assert (points(log), log.columns.returns) == ({10: 7.5, 20: 7.25}, 0)
 
 
-def test_a_run_that_goes_on_from_a_checkpoint_is_one(tmp_path: Path) -> None:
+def test_a_run_that_continues_from_a_checkpoint_is_one(tmp_path: Path) -> None:
     loaded = "  successfully loaded checkpoint from x [ t 1/1, p 1/1 ] at iteration 10\n"
     text = logs.today(10, 7.5) + logs.today(20, 7.0) + logs.EVALUATED + logs.today(30, 6.5)
     log = one(tmp_path / "log", text + loaded + logs.today(15, 7.125))

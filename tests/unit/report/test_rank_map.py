@@ -270,7 +270,7 @@ def apart(boxes: Sequence[tuple[float, float, float, float]]) -> None:
         assert max(gaps) > -1e-9
 
 
-def test_a_group_that_goes_on_in_the_next_row_stays_open() -> None:
+def test_a_group_that_continues_in_the_next_row_stays_open() -> None:
     plan = laid_out(3, data=3, slots=[1, 8])
     nodes = by_node(plan)
     sheet = lay_out(plan, nodes, 1.0, ["a"], lambda *_: 0.1)

@@ -99,7 +99,7 @@ def test_a_folder_that_is_not_shared(tmp_path: Path) -> None:
     )
 
 
-TODO = "bring it back, or go on from another checkpoint"
+TODO = "bring it back, or continue from another checkpoint"
 Reasons = dict[str, list[str]]
 
 

@@ -28,7 +28,7 @@ from tridock.train.checkpoints.files import (
 )
 
 ITERATIONS = st.integers(0, 40)
-TODO = "bring it back, or go on from another checkpoint"
+TODO = "bring it back, or continue from another checkpoint"
 
 
 @given(st.sampled_from([TORCH, MEGATRON, DEEPSPEED]), st.integers(0, 10**9))

@@ -154,7 +154,7 @@ class RunSupervisor:
         living = [status.rank for statuses in seen.values() for status in statuses if status.alive]
         stacks = self._agents.stacks(living, _STACKS_PATIENCE_S)
         seen = self._agents.statuses()
-        # Once more: the answer took a moment, in which the rank may have gone on.
+        # Again: the rank may have continued before the stacks arrived.
         overdue = overdue_ranks(seen, self._steps.median, self._supervision.hang_timeout_s)
         return hung(seen, overdue, stacks) if overdue else None
 

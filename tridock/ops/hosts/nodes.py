@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 
 from tridock.cluster.transports import ComposeTransport, SshTransport
 from tridock.command import Command
 from tridock.contracts import run_folder
+from tridock.contracts.codec import decode
 from tridock.contracts.run_folder import write_atomic
 from tridock.errors import ClusterError, Problem, RequestError
 from tridock.ops.hosts.facts import keys_digest
@@ -164,9 +166,7 @@ def _not_ready(session: Session, node: str, host: Host, name: str, running: bool
         # Nothing half-started stays behind: a dead container would only be in the way of the next try.
         _remove(session.transport, node, host)
         todo = "mend that, then run fab up again"
-        # The entrypoint's own messages say it all.
-        problem = Problem.parse((logs.stdout + logs.stderr).decode(errors="replace"))
-        if problem is not None:
-            return problem
+        with suppress(ValueError):  # another program's output
+            return decode(Problem, logs.stdout)  # the entrypoint's error
     what = "its sshd did not answer in time" if running else "its node ended at once"
     return Problem(node, what, output or "no output", todo)

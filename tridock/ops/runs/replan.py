@@ -123,7 +123,7 @@ def _check_names(run: Run, before: Slots, lost: Sequence[str], ready: Sequence[s
     ]
     if head in lost:
         todo = f"start it again on the other nodes with train.load={run.folder}/{run_folder.CHECKPOINTS}"
-        problems.append(Problem("--without", "is the run's head, without which it cannot go on", head, todo))
+        problems.append(Problem("--without", "is the run's head, without which it cannot continue", head, todo))
     if problems:
         raise RequestError(problems)
 
@@ -170,11 +170,11 @@ def _with_fewer(run: Run, after: Slots, lost: Sequence[str], anew: bool) -> Asse
     here = f"{slots} slot{'s' * (slots != 1)} on {_named(after)}"
     if found is None:
         what = f"has no layout with a global batch of {experiment.batch.global_batch_size} on the nodes that are left"
-        todo = f"bring {', '.join(lost)} back, and go on with train.load={run.folder}/{run_folder.CHECKPOINTS}"
+        todo = f"bring {', '.join(lost)} back, and continue with train.load={run.folder}/{run_folder.CHECKPOINTS}"
         raise RequestError(Problem(where, what, here, todo))
     nodes, fewest = _slots_of(found.laid_out.document()), run.supervision.min_nodes
     if len(nodes) < fewest:
-        what, todo = f"may not go on with fewer than {fewest} nodes", "lower restart.min_nodes, or add spares"
+        what, todo = f"may not continue with fewer than {fewest} nodes", "lower restart.min_nodes, or add spares"
         raise RequestError(Problem(where, what, _named(nodes), todo))
     if engine_of(experiment).checkpoints_load_on == "same layout" and not anew:
         what = f"Megatron v1.1.5 loads its checkpoint on {run.plan['layout']} and no other layout"
@@ -208,7 +208,7 @@ def _changes(
     if gone := [node for node in before if node in lost and node not in places]:
         plan = assessment.laid_out
         nodes = _named(_slots_of(plan.document()))
-        yield f"without {', '.join(gone)} it goes on as {plan.layout} (it was {run.plan['layout']}) on {nodes}"
+        yield f"without {', '.join(gone)} it continues as {plan.layout} (it was {run.plan['layout']}) on {nodes}"
         yield f"global batch {plan.global_batch_size} as before, in {plan.accumulation_steps} micro-batches a replica"
 
 

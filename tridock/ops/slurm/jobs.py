@@ -14,6 +14,8 @@ from typing import IO, Any, Final
 from rich.table import Column, Table
 
 from tridock.contracts import run_folder
+from tridock.contracts.codec import decode
+from tridock.contracts.node_answers import RunInfo
 from tridock.contracts.run_state import RunState, exit_code_of
 from tridock.errors import Problem, RequestError, RunError
 from tridock.ops.runs.this_machine import node_argv, node_environment
@@ -60,15 +62,15 @@ def table(workspace: Path) -> list[dict[str, Any]]:
     queue = scheduler.jobs()
     argv = [*node_argv(), "runs", "--workspace", str(workspace.absolute())]
     done = subprocess.run(argv, env=node_environment(1), capture_output=True, check=True)
-    progress = {run["run_id"]: run for run in json.loads(done.stdout)}
-    return [_row(run, queue, progress.get(run.folder.name, {})) for run in submitted(workspace)]
+    progress = {run.run_id: run for run in decode(tuple[RunInfo, ...], done.stdout)}
+    return [_row(run, queue, progress.get(run.folder.name)) for run in submitted(workspace)]
 
 
-def _row(run: Submitted, queue: Mapping[str, scheduler.Job], progress: Mapping[str, Any]) -> dict[str, Any]:
+def _row(run: Submitted, queue: Mapping[str, scheduler.Job], progress: RunInfo | None) -> dict[str, Any]:
     job = queue.get(run.job_id)
     row = {"run": run.folder.name, "job": run.job_id, "exit_code": run.exit_code if job is None else None}
-    metrics = progress.get("metrics") or {}
-    row |= {"iteration": metrics.get("iteration"), "train_iters": progress.get("train_iters")}
+    metrics = (progress.metrics if progress else None) or {}
+    row |= {"iteration": metrics.get("iteration"), "train_iters": progress.train_iters if progress else None}
     row |= {"loss": metrics.get("loss"), "nodes": "", "elapsed": "", "limit": "", "reason": ""}
     if job is None:
         return row | {"state": _ended(run)}

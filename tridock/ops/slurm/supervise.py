@@ -162,7 +162,7 @@ def _reason(folder: Path, code: int, begun: int) -> str | None:
 
 def _queue_again(folder: Path, reason: str) -> None:
     reached = _reached(folder)
-    goes_on = f"{reason}; it goes on from iteration {reached}"
+    continues = f"{reason}; it continues from iteration {reached}"
     before = events_of(folder, Event.JOB_REQUEUED)
     fruitless = [event for event in before if event.get("iteration") == reached]
     try:
@@ -172,7 +172,7 @@ def _queue_again(folder: Path, reason: str) -> None:
         return
     if by_slurm:
         append_event(folder, Event.JOB_REQUEUED, iteration=reached, reason=reason)
-        print(f"tridock: Slurm itself has queued it again: {goes_on}")
+        print(f"tridock: Slurm itself has queued it again: {continues}")
         return
     refusal = None
     if state != "RUNNING":
@@ -184,7 +184,7 @@ def _queue_again(folder: Path, reason: str) -> None:
         return
     # Said before: Slurm ends this job on the spot.
     append_event(folder, Event.JOB_REQUEUED, iteration=reached, reason=reason)
-    print(f"tridock: queued again: {goes_on}")
+    print(f"tridock: queued again: {continues}")
     if (refusal := scheduler.requeue(os.environ["SLURM_JOB_ID"])) is not None and not _queued_after_all():
         _not_queued(folder, f"Slurm did not queue it again: {refusal}", refusal)
 

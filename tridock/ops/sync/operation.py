@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import posixpath
 import tempfile
 import time
@@ -27,6 +26,8 @@ from rich.table import Table
 
 from tridock.command import Command
 from tridock.contracts import run_folder
+from tridock.contracts.codec import decode
+from tridock.contracts.node_answers import IndexMaps
 from tridock.engines import engine_of
 from tridock.errors import ClusterError, Problem, RequestError, TridockError
 from tridock.experiment import Experiment
@@ -247,7 +248,7 @@ def bring_index_maps(synced: Synced, experiment: Experiment, plan: Plan) -> str:
         return f"index maps: not made, the node on {head} is not up; run {up} first, or the nodes make them at a launch"
     made = pool.each(lambda node, host: _make(synced, node, host, experiment, program), only=(head,))
     if head not in made:
-        return f"index maps: not made, see what {head} says"
+        return f"index maps: not made, see the error of {head}"
     count, names = made[head]
     folder = posixpath.dirname(names[0])
     keepers = {node: synced.sharing.keeper(node, folder) for node in pool.nodes if pool.fit(node)}
@@ -265,14 +266,15 @@ def _make(
     # As the ranks have it; CPU ranks are the only ones, whatever the experiment asks for.
     python = Command((*NODE[:-1], *program), env=experiment.env)
     done = host.run(synced.pool.transport.exec_command(node, synced.pool.states[node].facts, python))
-    if done.exit_code:
-        problem = Problem.parse(done.stderr.decode(errors="replace").strip().rpartition("\n")[2])
-        if problem is not None:
-            raise RequestError(replace(problem, where=f"{node}: {problem.where}"))
+    try:
+        answer = decode(IndexMaps, done.stdout)
+    except ValueError:
         replace(done, command="make the index maps").checked(node)
-    answer = json.loads(done.stdout)
+        raise
+    if answer.problems:
+        raise RequestError(replace(problem, where=f"{node}: {problem.where}") for problem in answer.problems)
     path = posixpath.relpath(posixpath.join(run_folder.WORKSPACE, experiment.data.data_path), run_folder.WORKSPACE)
-    return answer["made"], [posixpath.join(posixpath.dirname(path), name) for name in answer["files"]]
+    return answer.made, [posixpath.join(posixpath.dirname(path), name) for name in answer.files]
 
 
 def _copy(synced: Synced, head: str, names: Sequence[str], others: tuple[str, ...]) -> tuple[str, ...]:

@@ -83,7 +83,7 @@ _KEEP: Final = (
     'if [ -f "$cache" ] && [ "$(wc -l <"$cache")" -gt 20000 ]; then rm -f -- "$cache"; fi\n'
 )
 
-# Runs that have the old file open go on reading it: a rename takes its name away, not its content. Where both files
+# Runs that have the old file open continue to read it: a rename takes its name away, not its content. Where both files
 # of a data set change, the index goes before the tokens are replaced, and comes last: half of a new pair is no pair.
 _PLACE: Final = (
     '  if [ -d "$p" ]; then echo "$p is a folder" >&2; exit 1; fi\n'
@@ -231,7 +231,7 @@ def held(node: str, host: Host, workspace: str, wanted: Iterable[tuple[str, str]
 
 
 def part_name(file: DataFile, busy: frozenset[str] = frozenset()) -> str:
-    """Where a file arrives, beside its place: named by its content, so that what is there of it can be gone on with."""
+    """The name under which a file arrives, beside its place; from its content, so that a transfer can be resumed."""
     path = PurePosixPath(file.name)
     name = str(path.with_name(f".{path.name}.{file.sha256[:16]}.part"))
     return str(path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")) if name in busy else name

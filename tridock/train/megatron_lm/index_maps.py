@@ -1,7 +1,7 @@
 """``python -m tridock.train.megatron_lm.index_maps --data-parallel-size N <Megatron's arguments>``.
 
 Makes the index maps of samples that the run's ranks would make, with upstream's own code, on the CPU, without a model.
-Prints them as JSON: ``{"made": how many, "files": [names beside the data]}``. Those that are there stay as they are.
+Prints :class:`tridock.contracts.node_answers.IndexMaps` as JSON. Keeps the maps that exist.
 """
 
 import argparse
@@ -9,7 +9,6 @@ import contextlib
 import glob
 import hashlib
 import itertools
-import json
 import os
 import runpy
 import sys
@@ -17,7 +16,9 @@ import tempfile
 from pathlib import Path
 from typing import Any, Final
 
+from tridock.contracts.codec import encode
 from tridock.contracts.events import Cause
+from tridock.contracts.node_answers import IndexMaps
 from tridock.contracts.run_folder import write_atomic
 from tridock.errors import Problem, RunError, TridockError
 
@@ -63,12 +64,13 @@ def main() -> int:
             answer = make(argv, options.data_parallel_size)
     except TridockError as error:
         print(error, file=sys.stderr)
+        print(encode(IndexMaps(problems=error.problems)))
         return error.exit_code
-    print(json.dumps(answer))
+    print(encode(answer))
     return 0
 
 
-def make(argv: list[str], data_parallel_size: int) -> dict[str, object]:
+def make(argv: list[str], data_parallel_size: int) -> IndexMaps:
     """The maps of the run whose argv these are, beside its data."""
     from tridock.train.megatron_lm.pretrain_gpt2 import check_files, remove_stale_maps, source_folder
 
@@ -91,7 +93,7 @@ def make(argv: list[str], data_parallel_size: int) -> dict[str, object]:
         got, cause = f"{error.strerror} in {prefix.parent}", Cause.INDEX_MAPS_NOT_WRITABLE
         problem = Problem("index maps", "cannot be made beside the data", got, todo, cause=cause)
         raise RunError(problem) from None
-    return {"made": len(made), "files": [*files, f"{prefix.name}{MARK}"]}
+    return IndexMaps(len(made), (*files, f"{prefix.name}{MARK}"))
 
 
 def _link(prefix: Path, folder: Path) -> None:

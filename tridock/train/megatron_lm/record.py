@@ -205,7 +205,7 @@ class Recorder:
             self.event(Event.CHECKPOINT_FAILED, iteration=iteration, reason=str(failed))
             if iteration == self.experiment.train.train_iters or self._leaves:
                 raise
-            self._say(f"warning: iteration {iteration} is not saved, and the run goes on:\n{failed}")
+            self._say(f"warning: iteration {iteration} is not saved, and the run continues:\n{failed}")
         else:
             self._saved = iteration
             self._note_layout(folder.parent)

@@ -68,7 +68,7 @@ def test_a_run_to_its_end(folder: Path, answer: Answer, capfd: pytest.CaptureFix
     assert (folder / "exit_code").read_text() == "0\n"
 
 
-def test_a_run_that_has_saved_is_queued_again_and_goes_on(
+def test_a_run_that_has_saved_is_queued_again_and_continues(
     folder: Path, tmp_path: Path, answer: Answer, capfd: pytest.CaptureFixture[str]
 ) -> None:
     answer("scontrol", "JobState=RUNNING")
@@ -76,7 +76,7 @@ def test_a_run_that_has_saved_is_queued_again_and_goes_on(
     assert requeued(tmp_path) == 1
     reason = "its time was over, and it has saved"
     assert events(folder, "job_requeued") == [{"iteration": 5, "reason": reason}]
-    assert f"tridock: queued again: {reason}; it goes on from iteration 5\n" in capfd.readouterr().out
+    assert f"tridock: queued again: {reason}; it continues from iteration 5\n" in capfd.readouterr().out
     assert json.loads((folder / "argv").read_text()) == []
     pointer = folder / "checkpoints" / "latest"
     pointer.parent.mkdir()
@@ -120,7 +120,7 @@ def test_slurm_may_queue_it_again_itself(
     reason = "its time was over, and it has saved"
     assert events(folder, "job_requeued") == [{"iteration": 5, "reason": reason}]
     assert events(folder, "job_not_requeued") == []
-    words = f"tridock: Slurm itself has queued it again: {reason}; it goes on from iteration 5\n"
+    words = f"tridock: Slurm itself has queued it again: {reason}; it continues from iteration 5\n"
     assert words in capfd.readouterr().out
     # In its second job it has been queued again twice: once more is not what has happened.
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")

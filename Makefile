@@ -136,6 +136,10 @@ test-unit: .venv/.full ## What needs neither ranks nor Docker
 test-distributed: .venv/.full ## Several ranks on this machine's CPU
 	$(PYTEST) tests/distributed -n $(RANK_WORKERS) --dist loadfile $(TESTS)
 
+.PHONY: test-torch
+test-torch: ## The unit tests of train/ with another torch, as that of an older base image (TORCH=2.6.0)
+	@tools/test-torch.sh $(or $(TORCH),2.6.0) $(TESTS)
+
 .PHONY: test-integration
 test-integration: .venv/.full ## A real engine: the image, the twin, hosts reached over ssh
 	@# A test's limit is its own: the first ones wait for the image, which takes minutes where nothing is cached.

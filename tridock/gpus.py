@@ -22,7 +22,7 @@ class Gpu:
     tflops_16: float | None = None
     """Dense TFLOP/s of fp16 and (where there is any) bf16 matrix products, accumulated in fp32."""
     tflops_32: float | None = None
-    """TFLOP/s of fp32, without TF32: torch leaves that off for matrix products."""
+    """TFLOP/s of fp32, without TF32."""
     memory_gb_s: float | None = None
     """Reading or writing its own memory, GB/s."""
     link_gb_s: float | None = None
@@ -36,9 +36,11 @@ class Gpu:
     def memory_bytes(self) -> int:
         return self.memory_mib * MIB
 
-    def tflops(self, precision: str) -> float | None:
-        """Peak TFLOP/s in ``fp32``, ``bf16`` or ``fp16``."""
-        return self.tflops_32 if precision == "fp32" else self.tflops_16
+    def tflops(self, precision: str, tf32: bool = False) -> float | None:
+        """Peak TFLOP/s in ``fp32``, ``bf16`` or ``fp16``; TF32, where there is any, is half as fast as bf16."""
+        if precision != "fp32":
+            return self.tflops_16
+        return self.tflops_16 / 2 if tf32 and self.bf16 and self.tflops_16 else self.tflops_32
 
 
 # The more special name first: `of_device` takes the first that fits.

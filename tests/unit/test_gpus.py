@@ -70,3 +70,8 @@ def test_every_rate_of_a_listed_one_is_there() -> None:
     for gpu in GPUS.values():
         rates = (gpu.tflops("fp16"), gpu.tflops("fp32"), gpu.memory_gb_s, gpu.link_gb_s)
         assert all(rate is not None and rate > 0 for rate in rates), gpu.name
+
+
+def test_tf32_is_faster_than_fp32_where_a_gpu_has_it() -> None:
+    gpus = [find_gpu(name, "--gpu") for name in ("a100-80gb", "v100-32gb")]
+    assert [(gpu.tflops("fp32"), gpu.tflops("fp32", tf32=True)) for gpu in gpus] == [(19.5, 156.0), (15.7, 15.7)]

@@ -302,6 +302,11 @@ class Train(Section):
     compile: bool = Field(
         default=False, description="Engine torch: compile the layers (torch.compile) in the first step."
     )
+    tf32: bool = Field(
+        default=False,
+        description="On GPUs that have it, compute fp32 matrix products and convolutions in TensorFloat-32: faster,"
+        " with 10 bits of mantissa. Set for every run, whatever the image's environment says.",
+    )
     tensorboard: bool = Field(default=True, description="Write TensorBoard files into the run's folder.")
     profile_iters: Count = Field(
         default=0,

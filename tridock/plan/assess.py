@@ -171,7 +171,9 @@ def assess(
     plan = lay_out(experiment, slots)
     shape = Shape(plan.data_parallel_size, plan.accumulation_steps, min(len(numbers) for numbers in slots.values()))
     memory = memory_of_stages(experiment, shape, assumptions.gpu)
-    rates = Rates.of(assumptions.gpu, experiment.precision, assumptions.tflops, assumptions.network_gbit)
+    rates = Rates.of(
+        assumptions.gpu, experiment.precision, assumptions.tflops, assumptions.network_gbit, experiment.train.tf32
+    )
     cost = cost_of(experiment, shape, max(stage.state_bytes for stage in memory), rates)
     return Assessment(experiment, source, (), notes, assumptions, plan, memory, cost, tuple(warnings(plan)))
 

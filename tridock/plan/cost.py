@@ -51,10 +51,12 @@ class Rates:
     peak_tflops: float | None
 
     @classmethod
-    def of(cls, gpu: Gpu | None, precision: str, tflops: float | None, network_gbit: float | None) -> Rates:
+    def of(
+        cls, gpu: Gpu | None, precision: str, tflops: float | None, network_gbit: float | None, tf32: bool = False
+    ) -> Rates:
         """A GPU's rates; ``tflops``, measured or wished for, stands in for the assumed share of the peak."""
         network = (DEFAULT_NETWORK_GBIT if network_gbit is None else network_gbit) / 8
-        peak = None if gpu is None else gpu.tflops(precision)
+        peak = None if gpu is None else gpu.tflops(precision, tf32)
         link = (None if gpu is None else gpu.link_gb_s) or DEFAULT_LINK_GB_S
         memory = (None if gpu is None else gpu.memory_gb_s) or DEFAULT_MEMORY_GB_S
         if tflops is not None:

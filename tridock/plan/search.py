@@ -53,7 +53,9 @@ class Search:
 def search(experiment: Experiment, slots: Mapping[str, Sequence[int]], source: str, assumptions: Assumptions) -> Search:
     """Tries every layout. Raises :class:`RequestError` where nothing is known to judge them by."""
     world_size = sum(len(numbers) for numbers in slots.values())
-    rates = Rates.of(assumptions.gpu, experiment.precision, assumptions.tflops, assumptions.network_gbit)
+    rates = Rates.of(
+        assumptions.gpu, experiment.precision, assumptions.tflops, assumptions.network_gbit, experiment.train.tf32
+    )
     if assumptions.gpu is None or rates.tflops is None:
         todo = "give --gpu (with its memory alone, also --tflops), or gpu: in the settings beside the hostfile"
         raise RequestError(Problem(source, "a search needs to know the GPU", "", todo))

@@ -40,6 +40,7 @@ def train(run_folder: Path, workspace: Path, engine: Engine, load: str | None) -
     """Forms the world and trains the experiment of the run folder; ``load`` replaces its ``train.load``."""
     from tridock.experiment import load_experiment
     from tridock.train.rank import process_group
+    from tridock.train.rank.device import set_tf32
     from tridock.train.trainer import Trainer
 
     ranks = form_world(run_folder)
@@ -47,6 +48,7 @@ def train(run_folder: Path, workspace: Path, engine: Engine, load: str | None) -
         # A restart passes it on the command line: the run's experiment stays unchanged.
         overrides = () if load is None else (f"train.load={json.dumps(load)}",)
         experiment = load_experiment(run_folder / EXPERIMENT, overrides)
+    set_tf32(experiment.train.tf32)
     given = (experiment, run_folder, workspace, ranks, engine(ranks))
     if turns := os.environ.get(environment.TURNS):
         from tridock.train.bench.baseline_loop import BaselineTrainer, Turns

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,7 +36,7 @@ from tridock.train.parallel.strategies import Step, Strategy, build_strategy, is
 from tridock.train.rank import signals
 from tridock.train.rank.metrics import Metrics
 from tridock.train.rank.phases import CHECKPOINT, DATA, EVALUATION, step_seconds
-from tridock.train.rank.process_group import AgreedError, PeakMemory, Ranks, agree_on_errors, any_rank, mean_over_ranks
+from tridock.train.rank.process_group import AgreedError, AnyRank, PeakMemory, Ranks, agree_on_errors, mean_over_ranks
 from tridock.train.rank.profiling import Profiling
 from tridock.train.schedule import learning_rate
 
@@ -140,6 +139,7 @@ class Trainer:
         self.profiling = Profiling(train.profile_iters, train.train_iters, run_folder, ranks)
         self._logged_at, self._logged_iteration = time.monotonic(), self.progress.iteration
         self._compiles_evaluation = experiment.train.compile
+        self._any_rank = AnyRank(ranks)
 
     def run(self) -> None:
         """Trains from where the run stands to its last iteration, then evaluates on the test split."""
@@ -161,7 +161,7 @@ class Trainer:
         if iteration == 1 or last or iteration % train.log_interval == 0:
             self.log(iteration, step)
         self.profiling.after(iteration)
-        is_preempted = train.save and signals.save_requested(partial(any_rank, self.ranks))
+        is_preempted = train.save and signals.save_requested(self._any_rank)
         if train.eval_interval and not is_preempted and (last or iteration % train.eval_interval == 0):
             self.evaluate("valid")
         if train.save and (last or is_preempted or (train.save_interval and iteration % train.save_interval == 0)):
@@ -190,7 +190,7 @@ class Trainer:
 
     def log(self, iteration: int, step: Step) -> None:
         """Prints a line and writes one to metrics.jsonl. Raises :class:`AgreedError` if the loss is not finite."""
-        loss = mean_over_ranks(step.loss)
+        loss, grad_norm = mean_over_ranks(step.loss), float(step.grad_norm)
         now, steps = time.monotonic(), max(1, iteration - self._logged_iteration)
         step_time = (now - self._logged_at) / steps
         self._logged_at, self._logged_iteration = now, iteration
@@ -203,7 +203,7 @@ class Trainer:
                 "iteration": iteration,
                 "loss": loss,
                 "lr": lr,
-                "grad_norm": step.grad_norm,
+                "grad_norm": grad_norm,
                 "step_time_s": step_time,
                 "samples_per_second" if model.is_vision else "tokens_per_second": speed,
                 "consumed_samples": self.progress.consumed_samples,
@@ -216,10 +216,10 @@ class Trainer:
         width = len(str(train.train_iters))
         line = f"iteration {iteration:{width}d}/{train.train_iters} | loss {loss:.4f} | lr {lr:.3e}"
         digits = 1 if model.is_vision else 0
-        line += f" | grad norm {step.grad_norm:.3f} | {speed:,.{digits}f} {model.unit}/s | {remaining} left"
+        line += f" | grad norm {grad_norm:.3f} | {speed:,.{digits}f} {model.unit}/s | {remaining} left"
         if self.experiment.precision == "fp16":
             line += f" | loss scale {self.strategy.loss_scale:g}"
-        if math.isinf(step.grad_norm):
+        if math.isinf(grad_norm):
             line += " | step skipped: the gradient overflowed"
         self.say(line)
         if not math.isfinite(loss):

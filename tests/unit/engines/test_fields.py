@@ -105,6 +105,7 @@ CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
     "train.load": ("runs/other/checkpoints", {}),
     "train.seed": (7, {}),
     "train.compile": (True, {}),
+    "train.tf32": (True, {}),
     "train.tensorboard": (False, {}),
     "train.profile_iters": (5, {}),
     "launch.master_port": (29999, {}),

@@ -3,29 +3,32 @@
 import random
 
 import pytest
+import torch
 
 from tridock.experiment.schema import LossScale
 from tridock.train.parallel.loss_scale import LossScaler
 
+CPU = torch.device("cpu")
+
 
 def test_only_fp16_scales() -> None:
-    assert LossScaler(LossScale(), "bf16").scale == 1.0
-    assert LossScaler(LossScale(loss_scale=8.0), "fp32").scale == 1.0
-    assert LossScaler(LossScale(), "fp16").scale == 2.0**16
+    assert LossScaler(LossScale(), "bf16", CPU).scale == 1.0
+    assert LossScaler(LossScale(loss_scale=8.0), "fp32", CPU).scale == 1.0
+    assert LossScaler(LossScale(), "fp16", CPU).scale == 2.0**16
 
 
 def test_a_fixed_scale_stays() -> None:
-    scaler = LossScaler(LossScale(loss_scale=128.0), "fp16")
-    scaler.update(overflow=True)
+    scaler = LossScaler(LossScale(loss_scale=128.0), "fp16", CPU)
+    scaler.update(torch.tensor(True))
     assert scaler.scale == 128.0
     scaler.restore({"scale": 4.0, "good_steps": 0, "overflows_left": 1})
     assert scaler.scale == 128.0
 
 
 def test_it_never_falls_below_one() -> None:
-    scaler = LossScaler(LossScale(initial_scale_power=1, hysteresis=1), "fp16")
+    scaler = LossScaler(LossScale(initial_scale_power=1, hysteresis=1), "fp16", CPU)
     for _ in range(5):
-        scaler.update(overflow=True)
+        scaler.update(torch.tensor(True))
     assert scaler.scale == 1.0
 
 
@@ -42,22 +45,22 @@ def test_it_moves_as_deepspeeds(monkeypatch: pytest.MonkeyPatch, hysteresis: int
         consecutive_hysteresis=False,
         raise_error_at_min_scale=False,
     )
-    ours = LossScaler(LossScale(initial_scale_power=10, loss_scale_window=window, hysteresis=hysteresis), "fp16")
+    ours = LossScaler(LossScale(initial_scale_power=10, loss_scale_window=window, hysteresis=hysteresis), "fp16", CPU)
     generator = random.Random(hysteresis * 100 + window)
     for step in range(400):
         overflow = generator.random() < 0.2
         theirs.update_scale(overflow)
-        ours.update(overflow)
+        ours.update(torch.tensor(overflow))
         assert ours.scale == theirs.cur_scale, step
 
 
 def test_it_continues_from_its_state() -> None:
-    first = LossScaler(LossScale(loss_scale_window=3), "fp16")
+    first = LossScaler(LossScale(loss_scale_window=3), "fp16", CPU)
     for overflow in (False, True, True, False, False):
-        first.update(overflow)
-    second = LossScaler(LossScale(loss_scale_window=3), "fp16")
+        first.update(torch.tensor(overflow))
+    second = LossScaler(LossScale(loss_scale_window=3), "fp16", CPU)
     second.restore(first.state())
     for overflow in (False, True, True, False):
-        first.update(overflow)
-        second.update(overflow)
+        first.update(torch.tensor(overflow))
+        second.update(torch.tensor(overflow))
         assert second.state() == first.state()

@@ -1,12 +1,18 @@
 """Joining, agreeing on errors, parting: with a world of one in this process, and stand-ins for the others."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from tridock.errors import Problem, RequestError, RunError
 from tridock.train.rank import process_group
@@ -123,3 +129,40 @@ def test_flights_are_recorded_on_gpus_by_the_names_of_the_time(
     process_group.enable_flight_recorder(Path("/r/logs/flight-rank-"))
     assert sorted(set(environment) - {"TORCH_NCCL_DUMP_ON_TIMEOUT"}) == names
     assert "/r/logs/flight-rank-" in environment.values() or not gpus
+
+
+def test_a_flag_is_read_one_call_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[int] = []
+
+    def all_reduce(flag: torch.Tensor, **_: object) -> SimpleNamespace:
+        return SimpleNamespace(wait=lambda: waits.append(int(flag)) or True)
+
+    monkeypatch.setattr(process_group.dist, "all_reduce", all_reduce)
+    any_rank = process_group.AnyRank(Ranks(0, 0, 2, torch.device("cpu")))
+    assert [any_rank(True), list(waits)] == [False, []]
+    assert [any_rank(False), list(waits)] == [True, [1]]
+    assert [any_rank(False), list(waits)] == [False, [1, 0]]
+
+
+def test_a_flag_on_a_gpu_makes_nobody_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fake tensors have no values: to read one is an error."""
+    event = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: SimpleNamespace(record_event=lambda: event))
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    monkeypatch.setattr(process_group.dist, "all_reduce", lambda *_, **__: None)
+    with FakeTensorMode():
+        any_rank = process_group.AnyRank(Ranks(0, 0, 2, torch.device("cuda", 0)))
+        assert not any_rank(True)
+        with pytest.raises(DataDependentOutputException):
+            any_rank(False)
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_tf32_is_the_experiments_and_not_the_images(enabled: bool) -> None:
+    program = (
+        "import torch; from tridock.train.rank.device import set_tf32;"
+        f"set_tf32({enabled}); print(torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)"
+    )
+    env = {**os.environ, "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": str(int(not enabled))}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=env)
+    assert done.stdout == f"{enabled} {enabled}\n"

@@ -59,7 +59,8 @@ class Prepared:
 
     def manifest(self, code: Path, **own: object) -> dict[str, object]:
         """What the run's manifest says; ``code`` is the repository."""
-        about = {"config": str(self.config), "seed": self.experiment.train.seed}
+        train = self.experiment.train
+        about = {"config": str(self.config), "seed": train.seed, "tf32": train.tf32}
         return {**provenance(code), **about, **own, **self.data}
 
     def bundle(

@@ -11,13 +11,13 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from tridock.train.checkpoints.adam_state import VECTORS, fresh_state
 from tridock.train.checkpoints.pickles import safe_metadata_load
 from tridock.train.checkpoints.write_errors import write_failure
 from tridock.train.parallel.loss_scale import LossScaler
 
 FILES: Final = (".metadata",)
 """The files that every rank reads, besides those with its tensors."""
-_VECTORS: Final = ("exp_avg", "exp_avg_sq")
 _SCALER: Final = ("scale", "good_steps", "overflows_left")
 
 Named = Iterable[tuple[str, nn.Parameter]]
@@ -62,8 +62,7 @@ def _tensors(named: Named, optimizer: torch.optim.Optimizer) -> Iterator[tuple[s
         yield f"model.{name}", parameter.detach()
         entry = optimizer.state[parameter]
         if not entry:  # before the first step
-            entry["step"] = torch.zeros((), dtype=torch.float32)
-            entry.update({key: torch.zeros_like(parameter.detach()) for key in _VECTORS})
+            entry.update(fresh_state(optimizer, parameter))
         yield f"optimizer.{name}.step", entry["step"]
-        for key in _VECTORS:
+        for key in VECTORS:
             yield f"optimizer.{name}.{key}", entry[key]

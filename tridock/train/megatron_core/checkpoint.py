@@ -20,6 +20,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from tridock.train.checkpoints.adam_state import fresh_state
 from tridock.train.checkpoints.pickles import safe_metadata_load
 from tridock.train.checkpoints.write_errors import defer_write_errors
 
@@ -80,8 +81,7 @@ def before_load(optimizer: Any) -> None:
     for group in optimizer.optimizer.param_groups:
         for parameter in group["params"]:
             if not states[parameter]:
-                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                states[parameter] = {"step": torch.tensor(0.0), **moments}
+                states[parameter] = fresh_state(optimizer.optimizer, parameter)
     set_states = optimizer._set_main_param_and_optimizer_states
     get_states = optimizer._get_main_param_and_optimizer_states
     optimizer._set_main_param_and_optimizer_states = lambda parameter, loaded: set_states(

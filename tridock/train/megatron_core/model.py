@@ -40,7 +40,7 @@ class GPT(GPTModel):
         part = logits.size(-1)
         padding = max(0, self.tokens - part * parallel_state.get_tensor_model_parallel_rank())
         if padding < part:
-            logits[..., padding:] = -math.inf
+            logits[..., padding:].fill_(-math.inf)
         loss: Tensor = super().compute_language_model_loss(labels, logits)
         return loss
 

@@ -132,7 +132,7 @@ class MegatronCore:
 def mean_loss(losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """megatron-core wants the sum and the number of tokens, and keeps the third: here the mean."""
     total = losses.float().sum()
-    count = torch.tensor(losses.numel(), dtype=torch.int, device=losses.device)
+    count = torch.full((), losses.numel(), dtype=torch.int, device=losses.device)
     return total, count, total.detach() / count
 
 

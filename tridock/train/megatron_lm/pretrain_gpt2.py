@@ -44,6 +44,7 @@ def source_folder() -> Path:
 def _train(run_folder: Path, argv: list[str]) -> None:
     from tridock.experiment import load_experiment
     from tridock.train.rank import process_group
+    from tridock.train.rank.device import set_tf32
 
     ranks = form_world(run_folder)
     with process_group.agree_on_errors(ranks):
@@ -52,6 +53,7 @@ def _train(run_folder: Path, argv: list[str]) -> None:
         check_files(argv)
         stale = remove_stale_maps(argv) if ranks.local_rank == 0 else 0
     process_group.barrier()
+    set_tf32(experiment.train.tf32)
 
     from tridock import compat
     from tridock.compat import megatron_v115

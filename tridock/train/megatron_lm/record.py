@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from tridock.train.rank.phases import (
     Phases,
     step_seconds,
 )
-from tridock.train.rank.process_group import AgreedError, PeakMemory, Ranks, any_rank
+from tridock.train.rank.process_group import AgreedError, AnyRank, PeakMemory, Ranks
 from tridock.train.rank.profiling import Profiling
 
 
@@ -44,7 +44,7 @@ class Recorder:
 
     def __init__(self, training: Any, experiment: Experiment, run_folder: Path, ranks: Ranks) -> None:
         self.experiment, self.run_folder, self.first = experiment, run_folder, ranks.first
-        self._ranks = ranks
+        self._ranks, self._any_rank = ranks, AnyRank(ranks)
         # Megatron writes the TensorBoard files itself.
         self.metrics = Metrics(run_folder, active=ranks.first, tensorboard=False)
         self.phases, self.memory = Phases(ranks.device), PeakMemory(ranks)
@@ -128,7 +128,7 @@ class Recorder:
             self._log(float(losses["lm loss"]), scale)
         reported = self._original["training_log"](losses, totals, rate, iteration, scale, *rest)
         self.profiling.after(iteration)
-        if train.save and signals.save_requested(partial(any_rank, self._ranks)):
+        if train.save and signals.save_requested(self._any_rank):
             self._leaves = True
             self.save_checkpoint(iteration, self._model, *self._optimizers)
             raise signals.Preempted(iteration)

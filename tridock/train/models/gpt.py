@@ -97,7 +97,7 @@ class Attention(nn.Module):
             mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
         return self.dense(mixed.transpose(1, 2).reshape(batch, sequence, -1))
 
-    @torch.compiler.disable(reason="random states are no part of a graph")
+    @torch.compiler.disable  # random states are no part of a graph
     def _attend_with_own_dropout(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         with tensor_parallel_random_numbers(self.tensor_parallel_rank, query.device):
             return F.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout, is_causal=True)

@@ -1,11 +1,15 @@
-"""fp16 loss scaling for strategy ddp, with the rules of DeepSpeed's and Megatron's dynamic scaler.
+"""fp16 loss scaling for engine ``torch``, with the rules of DeepSpeed's and Megatron's dynamic scaler.
 
-torch's GradScaler has no hysteresis, and an experiment must behave the same under every strategy.
+torch's GradScaler has no hysteresis, and an experiment must behave the same under every strategy. The state is on the
+rank's device: no step waits for the device to learn whether the last one overflowed.
 """
 
 from __future__ import annotations
 
 from typing import Final
+
+import torch
+from torch import Tensor
 
 from tridock.experiment.schema import LossScale, Precision
 
@@ -19,38 +23,38 @@ class LossScaler:
     2 ** initial_scale_power, halves after ``hysteresis`` overflows, and doubles after ``loss_scale_window`` good steps.
     """
 
-    def __init__(self, settings: LossScale, precision: Precision) -> None:
+    def __init__(self, settings: LossScale, precision: Precision, device: torch.device) -> None:
         self.settings = settings
         self.dynamic = precision == "fp16" and settings.loss_scale == 0.0
-        self.scale = 1.0
-        if precision == "fp16":
-            self.scale = settings.loss_scale or 2.0**settings.initial_scale_power
-        self.good_steps = 0
-        self.overflows_left = settings.hysteresis
+        scale = settings.loss_scale or 2.0**settings.initial_scale_power if precision == "fp16" else 1.0
+        state = torch.tensor([scale, 0.0, settings.hysteresis], dtype=torch.float64).to(device)
+        self.scale, self.good_steps, self.overflows_left = state.unbind()
 
-    def update(self, overflow: bool) -> None:
-        """Adapts the scale to the outcome of a step."""
+    def scaled(self, loss: Tensor, parts: int = 1) -> Tensor:
+        """The loss of one of ``parts`` micro-batches, to start the backward pass with."""
+        return loss * (self.scale / parts).float()
+
+    def update(self, overflow: Tensor) -> None:
+        """Adapts the scale to the outcome of a step: a bool of no dimension, on the scaler's device."""
         if not self.dynamic:
             return
-        if overflow:
-            self.good_steps = 0
-            self.overflows_left -= 1
-            if self.overflows_left <= 0:
-                self.overflows_left = 1
-                self.scale = max(self.scale / 2.0, _SMALLEST)
-            return
+        left = self.overflows_left - overflow.double()
+        halves = overflow & (left <= 0)
         # As DeepSpeed counts: the good step that comes after a whole window of them doubles.
-        if self.good_steps and self.good_steps % self.settings.loss_scale_window == 0:
-            self.scale *= 2.0
-            self.overflows_left = self.settings.hysteresis
-        self.good_steps += 1
+        doubles = ~overflow & (self.good_steps > 0) & (self.good_steps % self.settings.loss_scale_window == 0)
+        smaller = (self.scale / 2.0).clamp(min=_SMALLEST)
+        self.scale = torch.where(halves, smaller, torch.where(doubles, self.scale * 2.0, self.scale))
+        self.overflows_left = left.masked_fill(doubles, self.settings.hysteresis).masked_fill(halves, 1.0)
+        self.good_steps = (self.good_steps + 1.0).masked_fill(overflow, 0.0)
 
     def state(self) -> dict[str, float]:
-        """The state to save in a checkpoint."""
-        return {"scale": self.scale, "good_steps": self.good_steps, "overflows_left": self.overflows_left}
+        """The state to save in a checkpoint. Waits for the device."""
+        values = torch.stack([self.scale, self.good_steps, self.overflows_left]).tolist()
+        return dict(zip(("scale", "good_steps", "overflows_left"), values, strict=True))
 
     def restore(self, state: dict[str, float]) -> None:
         """Continues from ``state()``; a fixed scale stays the experiment's."""
         if self.dynamic:
-            self.scale = state["scale"]
-            self.good_steps, self.overflows_left = int(state["good_steps"]), int(state["overflows_left"])
+            self.scale.fill_(state["scale"])
+            self.good_steps.fill_(state["good_steps"])
+            self.overflows_left.fill_(state["overflows_left"])

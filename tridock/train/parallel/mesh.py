@@ -6,7 +6,7 @@ Ranks are numbered as in the plan: tensor parallel ranks are adjacent, pipeline 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Final, Self
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -15,6 +15,7 @@ from tridock.experiment.schema import Parallel
 from tridock.train.rank.process_group import Ranks
 
 STAGES, REPLICAS, SHARDS, TENSOR = "pp", "dp_replicate", "dp_shard", "tp"
+NAMES: Final = (STAGES, REPLICAS, SHARDS, TENSOR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class Mesh:
         # Without sharding every rank has its own replica.
         shards = (parallel.data_parallel_shard_size or data) if parallel.strategy == "fsdp" else 1
         shape = (stages, data // shards, shards, tensor)
-        whole = init_device_mesh(ranks.device.type, shape, mesh_dim_names=(STAGES, REPLICAS, SHARDS, TENSOR))
+        whole = init_device_mesh(ranks.device.type, shape, mesh_dim_names=NAMES)
         ends = None
         if stages > 1:
             first, last = (whole.mesh[place].flatten().tolist() for place in (0, -1))
@@ -55,7 +56,11 @@ class Mesh:
 
     def size(self, name: str) -> int:
         """The size of a dimension."""
-        return int(self.whole[name].size())
+        return int(self.whole.size(NAMES.index(name)))
+
+    def group(self, name: str) -> dist.ProcessGroup:
+        """This rank's process group along a dimension."""
+        return self.whole.get_group(name)
 
     def coordinate(self, name: str) -> int:
         """This rank's coordinate in a dimension."""

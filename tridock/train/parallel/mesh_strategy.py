@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,6 +24,7 @@ from tridock.train.parallel.loss_scale import LossScaler
 from tridock.train.parallel.mesh import SHARDS, STAGES, TENSOR, Mesh
 from tridock.train.parallel.pipeline import Pipeline, layers_of_stage, stages_of_rank
 from tridock.train.parallel.strategies import DTYPES, Batch, Step, inputs_and_labels
+from tridock.train.parallel.update import clip_and_step
 from tridock.train.rank.phases import BACKWARD, FORWARD, OPTIMIZER, SYNC, WAIT, Phases
 from tridock.train.rank.process_group import Ranks
 
@@ -39,7 +39,7 @@ class MeshStrategy:
 
     def __init__(self, model: GPT | ResNet, experiment: Experiment, ranks: Ranks, mesh: Mesh) -> None:
         self.experiment, self.mesh, self.device = experiment, mesh, ranks.device
-        self.scaler = LossScaler(experiment.fp16, experiment.precision)
+        self.scaler = LossScaler(experiment.fp16, experiment.precision, ranks.device)
         self.parts = list(self._parts(model))
         # Collected here: after an evaluation a module holds the gathered weights instead of the shards.
         self.parameters = [named for part in self.parts for named in part.named_parameters()]
@@ -93,10 +93,10 @@ class MeshStrategy:
 
     @property
     def loss_scale(self) -> float:
-        return self.scaler.scale
+        return self.scaler.scale.item()
 
     def _scaled_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return cross_entropy(logits, labels) * self.scaler.scale
+        return self.scaler.scaled(cross_entropy(logits, labels))
 
     # ---- a step ----
 
@@ -106,7 +106,7 @@ class MeshStrategy:
         with vocab_parallel_loss(self.mesh.size(TENSOR)):
             loss = self._pass(batches) if self.pipeline is None else self._through_stages(batches)
         self._reduce_tied_gradients()
-        value = self._from_last_stage(loss) / self.scaler.scale
+        value = self._from_last_stage(loss) / self.scaler.scale.float()
         with self.phases.inside(OPTIMIZER):
             step = Step(value, self._update(lr))
             self.optimizer.zero_grad()  # now, to free the memory for evaluations and the next forward pass
@@ -135,7 +135,7 @@ class MeshStrategy:
         """The loss, which only the last stage has, on all stages."""
         value = torch.zeros((), device=self.device) if loss is None else _plain(loss.detach()).float()
         if self.pipeline is not None:
-            group = self.mesh.stages.get_group()
+            group = self.mesh.group(STAGES)
             with self.phases.inside(WAIT):
                 dist.broadcast(value, src=dist.get_global_rank(group, dist.get_world_size(group) - 1), group=group)
         return value
@@ -149,38 +149,29 @@ class MeshStrategy:
             for gradient in gradients:
                 dist.all_reduce(_local(gradient), group=self.mesh.ends)
 
-    def _update(self, lr: float) -> float:
+    def _update(self, lr: float) -> Tensor:
         gradients = [(name, p.grad) for name, p in self.parameters if p.grad is not None]
-        norm = self._norm(gradients) / self.scaler.scale
-        overflow = not math.isfinite(norm)
-        if not overflow:
-            largest = self.experiment.optimizer.clip_grad
-            # 1e-6 as in torch's clip_grad_norm_ and in Megatron
-            factor = min(1.0, largest / (norm + 1e-6)) if largest > 0.0 else 1.0
-            if factor != 1.0 or self.scaler.scale != 1.0:
-                torch._foreach_mul_([_local(gradient) for _, gradient in gradients], factor / self.scaler.scale)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
-        self.scaler.update(overflow)
-        return math.inf if overflow else norm
+        mine, clip_grad = [_local(gradient) for _, gradient in gradients], self.experiment.optimizer.clip_grad
+        return clip_and_step(self.optimizer, mine, self._norm(gradients), self.scaler, clip_grad, lr)
 
-    def _norm(self, gradients: Sequence[tuple[str, Tensor]]) -> float:
+    def _norm(self, gradients: Sequence[tuple[str, Tensor]]) -> Tensor:
         """The 2-norm of the whole gradient; each part counts once."""
-        squares = torch.zeros(4, device=self.device)
+        kinds: list[list[Tensor]] = [[], [], [], []]
         for name, gradient in gradients:
             if name == _TIED and self.mesh.coordinate(STAGES) > 0:
                 continue  # equal to the first stage's
-            kind = 2 * _is_split(gradient, TENSOR) + _is_split(gradient, SHARDS)
-            squares[kind] += torch.linalg.vector_norm(_local(gradient)).square()
-        by_shards = self.mesh.whole[SHARDS].get_group()
-        split = squares[[1, 3]].contiguous()
-        dist.all_reduce(split, group=by_shards)
+            kinds[2 * _is_split(gradient, TENSOR) + _is_split(gradient, SHARDS)].append(_local(gradient))
+        squares = torch.zeros(4, device=self.device)
+        for total, members in zip(squares.unbind(), kinds, strict=True):
+            for norm in torch._foreach_norm(members) if members else ():
+                total += norm.square()
+        split = squares[1::2].contiguous()
+        dist.all_reduce(split, group=self.mesh.group(SHARDS))
         whole, parts = squares[0] + split[0], squares[2] + split[1]
-        dist.all_reduce(parts, group=self.mesh.tensor.get_group())
+        dist.all_reduce(parts, group=self.mesh.group(TENSOR))
         total = whole + parts
-        dist.all_reduce(total, group=self.mesh.stages.get_group())
-        return math.sqrt(total.item()) if torch.isfinite(total) else math.inf
+        dist.all_reduce(total, group=self.mesh.group(STAGES))
+        return total.double().sqrt()
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
@@ -195,8 +186,8 @@ class MeshStrategy:
                 (model,) = self.parts
                 pairs = map(inputs_and_labels, batches)
                 loss = torch.stack([_plain(cross_entropy(model(inputs), labels)) for inputs, labels in pairs]).mean()
-        scale = self.scaler.scale if self.pipeline is not None else 1.0
-        return self._from_last_stage(loss) / scale
+        value = self._from_last_stage(loss)
+        return value if self.pipeline is None else value / self.scaler.scale.float()
 
     # ---- checkpoints ----
 

@@ -27,6 +27,7 @@ from tridock.train.checkpoints.zero_reshard import resharded
 from tridock.train.models.gpt import parameter_groups
 from tridock.train.models.resnet import average_statistics
 from tridock.train.parallel.loss_scale import LossScaler
+from tridock.train.parallel.update import clip_and_step
 from tridock.train.rank.phases import BACKWARD, FORWARD, OPTIMIZER, SYNC, Phases
 from tridock.train.rank.process_group import Ranks
 
@@ -39,7 +40,7 @@ class Step:
 
     loss: Tensor
     """Mean loss of this rank's micro-batches, a scalar."""
-    grad_norm: float
+    grad_norm: Tensor | float
     """2-norm of the whole gradient, averaged over the ranks, before clipping; infinite if fp16 overflowed."""
 
 
@@ -125,7 +126,7 @@ class DistributedDataParallel:
         self.module = model.to(ranks.device)
         self.model = self.module if ranks.world_size == 1 else _ddp(self.module, ranks)
         self.optimizer = _adamw(self.module, experiment)
-        self.scaler = LossScaler(experiment.fp16, experiment.precision)
+        self.scaler = LossScaler(experiment.fp16, experiment.precision, ranks.device)
         self.phases = Phases(ranks.device)
         if ranks.world_size > 1:
             first = [it.weight for it in model.modules() if isinstance(it, nn.Embedding)]
@@ -133,7 +134,7 @@ class DistributedDataParallel:
 
     @property
     def loss_scale(self) -> float:
-        return self.scaler.scale
+        return self.scaler.scale.item()
 
     def _loss(self, model: nn.Module, batch: Batch) -> Tensor:
         short = self.experiment.precision != "fp32"
@@ -151,7 +152,7 @@ class DistributedDataParallel:
                 with self.phases.inside(FORWARD):
                     loss = self._loss(self.model, batch)
                 with self.phases.inside(BACKWARD):
-                    (loss * (self.scaler.scale / len(batches))).backward()
+                    self.scaler.scaled(loss, len(batches)).backward()
             total += loss.detach()
         with self.phases.inside(OPTIMIZER):
             return Step(total / len(batches), self._update(lr))
@@ -160,20 +161,10 @@ class DistributedDataParallel:
         alone = not isinstance(self.model, nn.parallel.DistributedDataParallel)
         return nullcontext() if alone else self.model.no_sync()
 
-    def _update(self, lr: float) -> float:
+    def _update(self, lr: float) -> Tensor:
         gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
-        norm = _norm(gradients).item() / self.scaler.scale
-        overflow = not math.isfinite(norm)
-        if not overflow:
-            largest = self.experiment.optimizer.clip_grad
-            # 1e-6 as in torch's clip_grad_norm_ and in Megatron
-            factor = min(1.0, largest / (norm + 1e-6)) if largest > 0.0 else 1.0
-            if factor != 1.0 or self.scaler.scale != 1.0:
-                torch._foreach_mul_(gradients, factor / self.scaler.scale)
-            _set_lr(self.optimizer, lr)
-            self.optimizer.step()
-        self.scaler.update(overflow)
-        return math.inf if overflow else norm
+        clip_grad = self.experiment.optimizer.clip_grad
+        return clip_and_step(self.optimizer, gradients, _norm(gradients), self.scaler, clip_grad, lr)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
@@ -214,9 +205,11 @@ class Zero:
         self.stage, self.world_size = experiment.parallel.zero_stage, ranks.world_size
         self.precision = experiment.precision
         # DeepSpeed's own scaler at stage 0 has no hysteresis and does not scale the loss (0.19.8): ours instead.
-        self.scaler = LossScaler(experiment.fp16, experiment.precision) if self.stage == 0 else None
+        own = self.stage == 0
+        # On the host: DeepSpeed wants a number.
+        self.scaler = LossScaler(experiment.fp16, experiment.precision, torch.device("cpu")) if own else None
         if self.scaler is not None and experiment.precision == "fp16":
-            config = {**config, "fp16": {**config["fp16"], "loss_scale": self.scaler.scale}}
+            config = {**config, "fp16": {**config["fp16"], "loss_scale": self.scaler.scale.item()}}
         optimizer = _adamw(model.to(ranks.device), experiment)
         _set_lr(optimizer, 0.0)
         self.engine, *_ = deepspeed.initialize(
@@ -234,12 +227,13 @@ class Zero:
     def loss_scale(self) -> float:
         if self.precision != "fp16":
             return 1.0
-        return self.scaler.scale if self.scaler is not None else float(self.engine.optimizer.loss_scaler.cur_scale)
+        own = self.scaler is not None
+        return self.scaler.scale.item() if own else float(self.engine.optimizer.loss_scaler.cur_scale)
 
     def step(self, batches: Sequence[Batch], lr: float) -> Step:
         self.engine.train()
         _set_lr(self.engine.optimizer, lr)
-        scale = self.scaler.scale if self.scaler is not None else 1.0
+        scale = self.scaler.scale.item() if self.scaler is not None else 1.0
         if self.scaler is not None and self.precision == "fp16":
             self.engine.optimizer.loss_scale_config.cur_scale = scale
         total, bare_norm = torch.zeros((), device=self.engine.device), None
@@ -257,9 +251,9 @@ class Zero:
             total += loss.detach().float()
         overflow = bool(getattr(self.engine.optimizer, "overflow", False))
         if self.scaler is not None:
-            self.scaler.update(overflow)
+            self.scaler.update(torch.tensor(overflow))
         norm = self.engine.get_global_grad_norm() if bare_norm is None else bare_norm
-        return Step(total / len(batches), math.inf if overflow else float(norm) / scale)
+        return Step(total / len(batches), math.inf if overflow else norm / scale)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:

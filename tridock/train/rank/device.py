@@ -32,6 +32,11 @@ def choose_device(local_rank: int) -> torch.device:
     return torch.device("cpu")
 
 
+def set_tf32(enabled: bool) -> None:
+    """Sets TF32 for matrix products and convolutions. NVIDIA's images turn it on with a variable, torch does not."""
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = enabled
+
+
 def _reason() -> str:
     """Why torch has no further GPU, in its own words where it has none at all."""
     visible = os.environ.get(VISIBLE)

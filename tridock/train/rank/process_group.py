@@ -6,7 +6,7 @@ import gc
 import os
 import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -171,6 +171,39 @@ def any_rank(ranks: Ranks, here: bool) -> bool:
     flag = torch.tensor([here], dtype=torch.int32, device=ranks.device)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     return bool(flag.item())
+
+
+class AnyRank:
+    """Whether the flag of the call before was true on any rank. Every call is a collective of four bytes.
+
+    The flags travel while the next step runs: no rank waits for its device, or for another rank.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._device = ranks.device
+        self._stream = torch.cuda.Stream(ranks.device) if ranks.device.type == "cuda" else None
+        self._result: Callable[[], bool] = lambda: False
+
+    def __call__(self, here: bool) -> bool:
+        result, self._result = self._result, self._start(here)
+        return result()
+
+    def _start(self, here: bool) -> Callable[[], bool]:
+        if self._stream is None:
+            flag = torch.full((), int(here), dtype=torch.int32)
+            work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, async_op=True)
+            return lambda: bool(work.wait()) and bool(flag)
+        with torch.cuda.stream(self._stream):  # of its own: neither waits for the step nor holds it up
+            flag = torch.full((), int(here), dtype=torch.int32, device=self._device)
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+            on_host = torch.empty((), dtype=torch.int32, pin_memory=True).copy_(flag, non_blocking=True)
+            arrived = self._stream.record_event()
+
+        def result() -> bool:
+            arrived.synchronize()  # long since
+            return bool(on_host)
+
+        return result
 
 
 def peak_memory_by_rank(ranks: Ranks) -> list[int]:

@@ -1,8 +1,8 @@
 """SIGTERM and SIGUSR1 on a rank: exit at once, or save a checkpoint first.
 
 A scheduler sends them before a job's time is over. Inside :func:`save_on_signal` the first one is recorded, and the
-training loop saves after the current step; anywhere else SIGTERM ends the rank at once. So it does if the run folder
-holds ``.stopped``: ``fab stop`` and Ctrl-C ask for no checkpoint.
+training loop saves after the current step or the next; anywhere else SIGTERM ends the rank at once. So it does if the
+run folder holds ``.stopped``: ``fab stop`` and Ctrl-C ask for no checkpoint.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ def save_on_signal() -> Iterator[None]:
 
 
 def save_requested(any_rank: Callable[[bool], bool]) -> bool:
-    """Whether any rank has received a signal; all ranks find out after the same step.
+    """Whether any rank has received a signal; all ranks find out after the same step, at most one step later.
 
-    ``any_rank`` is the collective that returns whether its argument is true on any rank.
+    ``any_rank`` is the collective that returns whether its argument, or that of the call before, is true on any rank.
     """
     _state.step_done = any_rank(_state.save_requested_here)
     return _state.step_done

@@ -30,8 +30,8 @@ def test_a_run_is_done_once_more_from_its_folder(tmp_path: Path) -> None:
         "parallel.strategy": "zero",
         "parallel.zero_stage": 1,
     }
-    config = make_run(tmp_path, "template", 2, **fields) / "experiment.yaml"
-    done = tridock(tmp_path, "train", str(config), "--nproc", "2", "--run-id-file", "id")
+    config = make_run(tmp_path, "template", 1, **fields) / "experiment.yaml"
+    done = tridock(tmp_path, "train", str(config), "--nproc", "1", "--run-id-file", "id")
     assert done.returncode == 0, done.stderr
     first = tmp_path / "runs" / (tmp_path / "id").read_text().strip()
 

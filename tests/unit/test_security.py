@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import subprocess
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,11 +21,10 @@ ROOT = Path(__file__).parents[2]
 SOURCES = [ROOT / "fabfile.py", *sorted((ROOT / "tridock").rglob("*.py"))]
 
 
-def calls() -> Iterator[tuple[Path, ast.Call | ast.Tuple | ast.List]]:
-    for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call | ast.Tuple | ast.List):
-                yield path, node
+@cache
+def calls() -> list[tuple[Path, ast.Call | ast.Tuple | ast.List]]:
+    nodes = ((path, node) for path in SOURCES for node in ast.walk(ast.parse(path.read_text())))
+    return [(path, node) for path, node in nodes if isinstance(node, ast.Call | ast.Tuple | ast.List)]
 
 
 def is_constant(script: ast.expr) -> bool:

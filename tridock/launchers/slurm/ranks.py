@@ -159,10 +159,13 @@ def _torchrun(request: Request, program: Sequence[str]) -> list[Line]:
     return [first, (*size, *_RENDEZVOUS), ("-m", *program)]
 
 
+# DeepSpeed numbers the node's GPUs from 0, whatever Slurm has allocated.
+_ALLOCATED = f"${{{VISIBLE}+{environment.DEVICES}=${VISIBLE}}}"
+_DEEPSPEED_ON_NODE = f"""'exec env {_ALLOCATED} deepspeed --node_rank="$SLURM_NODEID" "$@"'"""
+
+
 def _deepspeed(_request: Request, program: Sequence[str]) -> list[Line]:
-    # It numbers the node's GPUs from 0, whatever Slurm has allocated.
-    gpus = f"${{{VISIBLE}+{environment.DEVICES}=${VISIBLE}}}"
-    first = ("bash", "-c", f"""'exec env {gpus} deepspeed --node_rank="$SLURM_NODEID" "$@"'""", "deepspeed")
+    first = ("bash", "-c", _DEEPSPEED_ON_NODE, "deepspeed")
     return [first, (*_DEEPSPEED, "--no_ssh"), ("--no_local_rank", "--module", *program)]
 
 

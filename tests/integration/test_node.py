@@ -125,6 +125,17 @@ def test_a_node_whose_sshd_does_not_greet_is_not_healthy(containers: Containers)
     assert (done.returncode, done.stdout) == (1, "127.0.0.1 port 2222 is not an ssh server; got 'hello'\n")
 
 
+def test_the_base_images_start_up_script_runs_once(containers: Containers, tmp_path: Path) -> None:
+    """As NVIDIA's, which asks nvidia-smi, and puts the libraries of a newer driver on the path."""
+    script = tmp_path / "base-image.sh"
+    script.write_text("echo call >>/tmp/calls\nexport LD_LIBRARY_PATH=/compat\n")
+    options = ["--volume", f"{script}:/base-image.sh:ro", "--env", "TRIDOCK_BASH_ENV=/base-image.sh"]
+    name = containers.start("sleep", "60", options=options)
+    wait_until(lambda: inside(name, "bash", "-c", 'echo "$LD_LIBRARY_PATH"') == "/compat\n", "the script has run")
+    inside(name, "healthcheck.sh")
+    assert inside(name, "cat", "/tmp/calls") == "call\n"
+
+
 def test_a_hangup_takes_new_host_keys_and_keeps_sessions(start_twin, secrets) -> None:
     twin = start_twin()
     session = subprocess.Popen(

@@ -9,7 +9,7 @@ _NODE: Final = "unit/node/test_evidence.py"
 _CONTAINERS: Final = "integration/test_triage.py"
 
 PROVOKED: Final = {
-    "killed-by-kernel": _CONTAINERS,
+    "oom-killed": _CONTAINERS,
     "shared-memory-too-small": _CONTAINERS,
     "rank-stopped": _RANKS,
     "host-out-of-memory": _RANKS,
@@ -31,9 +31,9 @@ PROVOKED: Final = {
     "collectives-differ": _RANKS,
     "import": _RANKS,
     "version-mismatch": _RANKS,
-    "ended-from-outside": _RANKS,
-    "another-rank-has-gone": _RANKS,
-    "ended-without-a-word": _RANKS,
+    "terminated": _RANKS,
+    "peer-lost": _RANKS,
+    "exited-without-message": _RANKS,
     "ssh-host-key": "integration/test_security.py",
     "ssh-refused": "integration/test_security.py",
     "ssh-unreachable": "unit/triage/test_rules.py",

@@ -45,7 +45,7 @@ def prepare_v115() -> None:
     sys.path.insert(0, os.environ["TRIDOCK_MEGATRON"])
 
 
-def weights_of_v115(place: Ranks, words: list[str]) -> int:
+def weights_of_v115(place: Ranks, arguments: list[str]) -> int:
     """In a process of its own: Megatron keeps its arguments and groups in its modules."""
     import deepspeed
 
@@ -55,21 +55,21 @@ def weights_of_v115(place: Ranks, words: list[str]) -> int:
     deepspeed.init_distributed(dist_backend="fake", auto_mpi_discovery=False, verbose=False)
     megatron_v115.adapt("cpu")
     pretrain: Any = importlib.import_module("pretrain_gpt2")
-    sys.argv = ["pretrain_gpt2.py", *words]
+    sys.argv = ["pretrain_gpt2.py", *arguments]
     importlib.import_module("megatron.initialize").initialize_megatron(
         args_defaults={"tokenizer_type": "GPT2BPETokenizer"}, allow_no_cuda=True
     )
     return count(pretrain.model_provider())
 
 
-def in_a_process(place: Ranks, words: list[str], answers: int) -> None:
+def in_a_process(place: Ranks, arguments: list[str], answers: int) -> None:
     if child := os.fork():
         if os.waitpid(child, 0)[1]:
-            sys.exit(f"rank {place.rank}: {words}")
+            sys.exit(f"rank {place.rank}: {arguments}")
         return
     try:
         os.environ.update(RANK=str(place.rank), LOCAL_RANK="0", WORLD_SIZE=str(place.world_size))
-        os.write(answers, f"{weights_of_v115(place, words)}\n".encode())
+        os.write(answers, f"{weights_of_v115(place, arguments)}\n".encode())
         os._exit(0)
     except BaseException:
         traceback.print_exc()

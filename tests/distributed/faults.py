@@ -204,10 +204,10 @@ ALONE: dict[str, Callable[[], None]] = {
     "version-mismatch": version_mismatch,
     "vocabulary-too-small": vocabulary_too_small,
     "rendezvous": rendezvous,
-    "ended-from-outside": ended_from_outside,
+    "terminated": ended_from_outside,
 }
 TOGETHER: dict[str, Callable[[], None]] = {
-    "another-rank-has-gone": another_rank_has_gone,
+    "peer-lost": another_rank_has_gone,
     "collective-timeout": collective_timeout,
     "no-such-interface": no_such_interface,
 }

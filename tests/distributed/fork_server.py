@@ -229,16 +229,16 @@ def _become(order: dict[str, Any], report: int, streams: Sequence[int]) -> None:
 
 def _run(argv: list[str]) -> None:
     """As ``python argv``."""
-    kind, *words = argv
+    kind, *arguments = argv
     if kind == "-m":
         sys.path[0] = str(Path.cwd())
-        sys.argv = words
-        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        sys.argv = arguments
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
     elif kind == "-c":
         sys.path[0] = ""
-        sys.argv = ["-c", *words[1:]]
+        sys.argv = ["-c", *arguments[1:]]
         vars(sys.modules["__main__"]).clear()
-        exec(words[0], {"__name__": "__main__"})
+        exec(arguments[0], {"__name__": "__main__"})
     else:
         sys.path[0] = str(Path(kind).parent)
         sys.argv = argv

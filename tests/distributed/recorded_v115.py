@@ -26,11 +26,11 @@ def main() -> int:
     def recording(training: Any, *given: Any) -> Any:
         recorder, step, iterations = made(training, *given), training.train_step, iter(range(1, 1000))
 
-        def train_step(*words: Any, **named: Any) -> Any:
+        def train_step(*arguments: Any, **named: Any) -> Any:
             if next(iterations) != ITERATION:
-                return step(*words, **named)
+                return step(*arguments, **named)
             with Recorder(lambda group: group) as calls:
-                done = step(*words, **named)
+                done = step(*arguments, **named)
             (folder / f"exchanged-{os.environ['RANK']}.json").write_text(json.dumps([call[1:] for call in calls.calls]))
             return done
 

@@ -25,10 +25,10 @@ def hang_for_ever() -> None:
     time.sleep(1000)
 
 
-def launch(folder: Path, ranks: int, words: list[str]) -> int:
+def launch(folder: Path, ranks: int, arguments: list[str]) -> int:
     """Starts the ranks and looks after them once a second, as DeepSpeed's launcher does; leaves their end to others."""
     command = [sys.executable, __file__, str(folder)]
-    running = [subprocess.Popen([*command, "rank", str(rank), *words]) for rank in range(ranks)]
+    running = [subprocess.Popen([*command, "rank", str(rank), *arguments]) for rank in range(ranks)]
     while any(process.poll() is None for process in running):
         time.sleep(1.0)
     return max((abs(process.returncode) for process in running), default=0)

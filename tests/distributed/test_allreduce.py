@@ -29,9 +29,9 @@ import torch
 def test_a_node_whose_partner_does_not_come(tmp_path: Path, seconds: int) -> None:
     (tmp_path / "torch.py").write_text(SLOW_DISK.format(seconds=seconds, folder=str(tmp_path)))
     world = base64.urlsafe_b64encode(json.dumps({"a": [0], "b": [0]}).encode()).decode()
-    words = ["--world", world, "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    arguments = ["--world", world, "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     env = rank_environment() | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "DS_ACCELERATOR": "cpu"}
-    argv = [sys.executable, "-m", "tridock.train.allreduce", *words, "--limit", "16"]
+    argv = [sys.executable, "-m", "tridock.train.allreduce", *arguments, "--limit", "16"]
     done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
     said = json.loads(done.stdout)
@@ -45,9 +45,9 @@ def test_a_node_whose_partner_does_not_come(tmp_path: Path, seconds: int) -> Non
 
 def test_an_image_for_gpus_does_not_pass_on_the_cpu() -> None:
     world = base64.urlsafe_b64encode(json.dumps({"a": [0]}).encode()).decode()
-    words = ["--world", world, "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    arguments = ["--world", world, "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     env = rank_environment() | {"DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": ""}
-    argv = [sys.executable, "-m", "tridock.train.allreduce", *words, "--limit", "60"]
+    argv = [sys.executable, "-m", "tridock.train.allreduce", *arguments, "--limit", "60"]
     done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout
     said = json.loads(done.stdout)

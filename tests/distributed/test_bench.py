@@ -46,8 +46,8 @@ def test_a_matrix(tmp_path: Path) -> None:
     make_data(tmp_path)
     make_run(tmp_path, "base", 2)
     (tmp_path / "b.yaml").write_text(MATRIX)
-    words = [sys.executable, "-m", "tridock.cli", "bench", "b.yaml", "-o", "out"]
-    done = subprocess.run(words, cwd=tmp_path, env=rank_environment(), capture_output=True, text=True, check=True)
+    arguments = [sys.executable, "-m", "tridock.cli", "bench", "b.yaml", "-o", "out"]
+    done = subprocess.run(arguments, cwd=tmp_path, env=rank_environment(), capture_output=True, text=True, check=True)
     assert "2 of 3: tp3 · 2 ranks\n  refused: " in done.stdout
     cells = json.loads((tmp_path / "out" / "results.json").read_text())["cells"]
     assert [cell["state"] for cell in cells] == ["ok", "refused", "failed"]
@@ -86,9 +86,9 @@ def start(workspace: Path, timeout: int) -> subprocess.Popen[str]:
     make_data(workspace)
     make_run(workspace, "base", 2)
     (workspace / "b.yaml").write_text(ENDLESS.format(timeout=timeout))
-    words = [sys.executable, "-m", "tridock.cli", "bench", "b.yaml", "-o", "out"]
+    arguments = [sys.executable, "-m", "tridock.cli", "bench", "b.yaml", "-o", "out"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    process = subprocess.Popen(words, cwd=workspace, env=rank_environment(), text=True, **pipes)  # type: ignore[call-overload]
+    process = subprocess.Popen(arguments, cwd=workspace, env=rank_environment(), text=True, **pipes)  # type: ignore[call-overload]
     deadline = time.monotonic() + PATIENCE
     while not list(workspace.glob("runs/*/metrics.jsonl")):
         assert time.monotonic() < deadline

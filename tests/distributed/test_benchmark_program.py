@@ -27,9 +27,9 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def benchmark(workspace: Path, *words: str, processes: int = 2) -> subprocess.CompletedProcess[str]:
+def benchmark(workspace: Path, *arguments: str, processes: int = 2) -> subprocess.CompletedProcess[str]:
     """By the script itself, as the container has it."""
-    command = [str(ROOT / "entrypoint/ptd_benchmark.sh"), f"--nproc_per_node={processes}", *words]
+    command = [str(ROOT / "entrypoint/ptd_benchmark.sh"), f"--nproc_per_node={processes}", *arguments]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = rank_environment() | {"PATH": path, "TRIDOCK_EXPERIMENT": "given.yaml"}
     return subprocess.run(command, env=env, cwd=workspace, capture_output=True, text=True, timeout=240, check=False)

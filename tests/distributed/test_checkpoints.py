@@ -47,9 +47,9 @@ def test_what_happens_to_a_run_does_not_change_its_losses(workspace: Path, engin
     def begin(name: str, full: str | None, **fields: Any) -> tuple[Path, Started]:
         common = {**own, **DROPOUT, "train.train_iters": ITERATIONS}
         folder = make_run(workspace, f"{engine}-{name}", 2, **common, **fields)
-        words = ["-m", module] if full is None else ["-m", "tests.distributed.checkpointed", module, full]
+        arguments = ["-m", module] if full is None else ["-m", "tests.distributed.checkpointed", module, full]
         env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-        return folder, Started([*words, "--run-folder", str(folder)], folder, 2, env, imports)
+        return folder, Started([*arguments, "--run-folder", str(folder)], folder, 2, env, imports)
 
     live_through(begin, victim, writer)
 
@@ -200,8 +200,8 @@ def everything_of(run: Training) -> list[int]:
 def test_a_scheduler_that_ends_a_job_leaves_a_checkpoint(workspace: Path, number: signal.Signals, whom: str) -> None:
     """It tells every process, as Slurm does, or only the one that it knows."""
     endless = make_run(workspace, f"endless-{whom}-{number.name}", 2, **EVERY, **{"train.train_iters": 10**6})
-    words = ["--set", "train.save_interval=0", "--set", "restart.max=2"]
-    run = Training(workspace, endless / "experiment.yaml", *words)
+    arguments = ["--set", "train.save_interval=0", "--set", "restart.max=2"]
+    run = Training(workspace, endless / "experiment.yaml", *arguments)
     run.until(lambda: (beat := heartbeat.read(run.folder, 0)) is not None and beat.phase == heartbeat.TRAIN)
     for pid in everything_of(run) if whom == "all" else [run.process.pid]:
         with suppress(ProcessLookupError):

@@ -21,10 +21,10 @@ print("\\n".join(megatron_core.prepare("cpu", 3)))
 """
 
 
-def run(script: str, *words: str) -> list[str]:
+def run(script: str, *arguments: str) -> list[str]:
     """In a process of its own: what is put in place of torch's functions stays there."""
     done = fork_server.run(
-        ["-c", BEGIN + script, *words], "megatron-core", rank_environment() | {"DS_ACCELERATOR": "cpu"}
+        ["-c", BEGIN + script, *arguments], "megatron-core", rank_environment() | {"DS_ACCELERATOR": "cpu"}
     )
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr

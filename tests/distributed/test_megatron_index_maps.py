@@ -57,10 +57,10 @@ def make(
 ) -> subprocess.CompletedProcess[str]:
     given = experiment(**SHORT, **fields)
     plan = make_plan(given, {"localhost": range(ranks)}, "e.yaml")
-    words = index_map_arguments(given.resolved(plan.data_parallel_size), plan, str(workspace))
+    arguments = index_map_arguments(given.resolved(plan.data_parallel_size), plan, str(workspace))
     # As in a rank's environment: it must not matter to whom it belongs.
     env = {**os.environ, "TRIDOCK_MEGATRON": str(source), "RANK": "3", "WORLD_SIZE": "4", "MASTER_PORT": "1"}
-    command = [sys.executable, "-P", "-m", INDEX_MAPS, *words, *options]
+    command = [sys.executable, "-P", "-m", INDEX_MAPS, *arguments, *options]
     return subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=300)
 
 

@@ -101,8 +101,10 @@ def begin(
     for file, content in program.files.items():
         (folder / file).write_bytes(content)
     env = {**program.env, "TRIDOCK_MEGATRON": str(source)}
-    words = ["-m", program.module] if full is None else ["-m", "tests.distributed.checkpointed", program.module, full]
-    return folder, Started([*words, *program.arguments], folder, world_size, env)
+    arguments = (
+        ["-m", program.module] if full is None else ["-m", "tests.distributed.checkpointed", program.module, full]
+    )
+    return folder, Started([*arguments, *program.arguments], folder, world_size, env)
 
 
 def train(workspace: Path, source: Path, name: str, world_size: int, **fields: Any) -> tuple[Path, Finished]:

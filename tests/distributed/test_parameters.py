@@ -84,12 +84,12 @@ def megatron_core_cases(of_each: int) -> list[Case]:
     return [one for members in kinds.values() for one in chance.sample(members, min(len(members), of_each))]
 
 
-def counted(engine: str, cases: Sequence[Case], words: Sequence[Sequence[str]], **env: str) -> list[list[int]]:
+def counted(engine: str, cases: Sequence[Case], arguments: Sequence[Sequence[str]], **env: str) -> list[list[int]]:
     """The weights of every rank of each case."""
     imports = "megatron-core" if engine == "megatron-core" else "deepspeed"
     asked = [
         [json.loads(one.experiment.model_dump_json()), one.world_size, rank, list(given)]
-        for one, given in zip(cases, words, strict=True)
+        for one, given in zip(cases, arguments, strict=True)
         for rank in range(one.world_size)
     ]
     answers = iter([int(line) for line in ask(["counted", engine], imports, asked, **env)])
@@ -163,12 +163,12 @@ def v115_cases() -> Iterator[Case]:
 
 
 def test_megatron_v115(source: Path, tmp_path: Path) -> None:
-    cases, words = list(v115_cases()), []
+    cases, command_lines = list(v115_cases()), []
     for one in cases:
         vocab_file, merge_file = vocabulary(tmp_path, one.experiment.model.vocab_size or 0)
         files = one.experiment.data.model_copy(update={"vocab_file": vocab_file, "merge_file": merge_file})
         experiment = one.experiment.model_copy(update={"data": files})
         plan = make_plan(experiment, {"n0": range(one.world_size)}, "case")
         arguments = rank_program(experiment, plan, "case", str(tmp_path)).arguments
-        words.append(arguments[arguments.index("--num-layers") :])
-    agree(cases, counted("megatron-deepspeed", cases, words, TRIDOCK_MEGATRON=str(source)))
+        command_lines.append(arguments[arguments.index("--num-layers") :])
+    agree(cases, counted("megatron-deepspeed", cases, command_lines, TRIDOCK_MEGATRON=str(source)))

@@ -127,9 +127,9 @@ def test_real_text_is_learned(workspace: Path) -> None:
 # ---- launchers -------------------------------------------------------------------------------------------------------
 
 
-def launched(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+def launched(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", *words, "--run-folder", str(folder)],
+        [sys.executable, "-m", *arguments, "--run-folder", str(folder)],
         env=rank_environment() | {"TRIDOCK_WORLD_SIZE": "2"},
         capture_output=True,
         text=True,

@@ -34,8 +34,8 @@ def test_a_slow_terminal_gets_everything_though_the_pipe_is_held(tmp_path: Path)
     lines = 1300  # more than a pipe holds, less than two
     end = f"left = subprocess.Popen(['sleep', '60']); sys.stdout.write({text!r} * {lines}); log.close(); left.kill()"
     program = PROGRAM.replace("END", end)
-    words = [sys.executable, "-c", program, str(tmp_path)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+    arguments = [sys.executable, "-c", program, str(tmp_path)]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
         time.sleep(5.0)
         assert process.poll() is None
         shown, _ = process.communicate(timeout=10)

@@ -16,9 +16,9 @@ from tests.distributed.ranks import ROOT, make_data, make_run
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 
-def tridock(workspace: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def tridock(workspace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    argv = [sys.executable, "-m", "tridock.cli", *words]
+    argv = [sys.executable, "-m", "tridock.cli", *arguments]
     return subprocess.run(argv, cwd=workspace, env=env, capture_output=True, text=True, timeout=240, check=False)
 
 

@@ -50,10 +50,10 @@ def make_images(workspace: Path) -> None:
 
 
 def make_run(workspace: Path, name: str, **fields: Any) -> Path:
-    words = [f"{field}={value}" for field, value in {**TINY, **fields}.items()]
+    arguments = [f"{field}={value}" for field, value in {**TINY, **fields}.items()]
     folder = workspace / "runs" / name
     folder.mkdir(parents=True)
-    (folder / "experiment.yaml").write_text(dump_experiment(load_experiment(ROOT / "configs/resnet50.yaml", words)))
+    (folder / "experiment.yaml").write_text(dump_experiment(load_experiment(ROOT / "configs/resnet50.yaml", arguments)))
     return folder
 
 

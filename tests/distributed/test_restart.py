@@ -57,10 +57,10 @@ def undisturbed(workspace: Path) -> Trained:
 class Training:
     """`tridock train` of an experiment, beside the test."""
 
-    def __init__(self, workspace: Path, experiment: Path, *words: str, megatron: Path | None = None) -> None:
+    def __init__(self, workspace: Path, experiment: Path, *arguments: str, megatron: Path | None = None) -> None:
         id_file = workspace / f"id-{secrets.token_hex(4)}"
         argv = [sys.executable, "-m", "tridock.cli", "train", str(experiment), "--workspace", str(workspace)]
-        argv += ["--nproc", "2", "--run-id-file", str(id_file), *words]
+        argv += ["--nproc", "2", "--run-id-file", str(id_file), *arguments]
         env = rank_environment() | ({} if megatron is None else {environment.MEGATRON: str(megatron)})
         pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         self.process = subprocess.Popen(argv, env=env, text=True, start_new_session=True, **pipe)  # type: ignore[call-overload]
@@ -140,11 +140,11 @@ def test_a_death_changes_no_loss_of_megatron_v115(tmp_path: Path) -> None:
         "train.save_interval": 20,
         "restart.max": 1,
     }
-    words = [word for name, value in fields.items() for word in ("--set", f"{name}={value}")]
-    with Training(tmp_path, experiment, *words, "--set", "name=calm", megatron=megatron) as calm:
+    arguments = [word for name, value in fields.items() for word in ("--set", f"{name}={value}")]
+    with Training(tmp_path, experiment, *arguments, "--set", "name=calm", megatron=megatron) as calm:
         output = calm.process.communicate(timeout=PATIENCE)[0]
     assert calm.process.returncode == 0, output
-    with Training(tmp_path, experiment, *words, megatron=megatron) as run:
+    with Training(tmp_path, experiment, *arguments, megatron=megatron) as run:
         run.kill(1, beyond=45)
         output = run.process.communicate(timeout=PATIENCE)[0]
     assert run.process.returncode == 0, output
@@ -178,6 +178,6 @@ def test_a_dead_rank_is_named_in_the_verdict(workspace: Path) -> None:
         assert time.monotonic() - began < 10.0
     assert run.process.returncode == 4
     last = next(line for line in output.splitlines() if ": the run failed; got " in line)
-    words = "rank 1 on localhost was ended by SIGKILL after iteration "
-    assert last.startswith(f"{run.folder.name}: the run failed; got exit code 4, {words}")
+    text = "rank 1 on localhost was ended by SIGKILL after iteration "
+    assert last.startswith(f"{run.folder.name}: the run failed; got exit code 4, {text}")
     assert last.endswith(f"; look at {run.folder}/logs/rank-1.log")

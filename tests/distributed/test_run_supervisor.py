@@ -42,16 +42,16 @@ class Run:
         folder.mkdir(parents=True)
         program = Path(__file__).with_name("steady.py")
         for name, load in ((run_folder.LAUNCH_SCRIPT, ""), (run_folder.RESUME_SCRIPT, "load")):
-            words = {"ranks": ranks, "program": program, "python": sys.executable}
-            (folder / name).write_text(SCRIPT.format(folder=folder, steps=steps, load=load, **words))
+            values = {"ranks": ranks, "program": program, "python": sys.executable}
+            (folder / name).write_text(SCRIPT.format(folder=folder, steps=steps, load=load, **values))
         base = {"master_port": free_port(), "hang_timeout_s": 30.0, "pointer": f"{folder}/checkpoints/latest"}
         supervision = Supervision("here", {"here": tuple(range(ranks))}, (), **{**base, **fields})
         (folder / run_folder.SUPERVISION).write_text(supervision.to_json())
         return cls(folder)
 
     def start(self) -> None:
-        words = [sys.executable, "-m", "tridock.node", "start", str(self.folder)]
-        subprocess.run(words, env=rank_environment(), cwd=ROOT, check=True, timeout=30)
+        arguments = [sys.executable, "-m", "tridock.node", "start", str(self.folder)]
+        subprocess.run(arguments, env=rank_environment(), cwd=ROOT, check=True, timeout=30)
 
     def beat(self, rank: int) -> heartbeat.Heartbeat | None:
         return heartbeat.read(self.folder, rank)
@@ -99,18 +99,18 @@ class Run:
 
     def stop(self) -> subprocess.CompletedProcess[str]:
         workspace = str(self.folder.parents[1])
-        words = [sys.executable, "-m", "tridock.node", "stop", self.folder.name, "--workspace", workspace]
-        return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+        arguments = [sys.executable, "-m", "tridock.node", "stop", self.folder.name, "--workspace", workspace]
+        return subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
 
     def others(self, verb: str) -> list[int]:
         """The processes of ``tridock.node`` that are at work for this run."""
         found = []
         for entry in Path("/proc").iterdir():
             try:
-                words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdecimal() else []
+                argv = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdecimal() else []
             except OSError:
                 continue
-            if b"tridock.node" in words and verb.encode() in words and str(self.folder).encode() in words:
+            if b"tridock.node" in argv and verb.encode() in argv and str(self.folder).encode() in argv:
                 found.append(int(entry.name))
         return found
 
@@ -243,8 +243,8 @@ def test_a_rank_that_is_stopped_is_named(make: Make) -> None:
     assert run.end() == 4
     (event,) = run.events()
     assert (event["rank"], event["node"]) == (1, "here")
-    words = r"is stopped \(SIGSTOP, or a debugger\); no progress for [2-5] s, phase train after iteration \d+"
-    assert re.fullmatch(words, event["reason"])
+    text = r"is stopped \(SIGSTOP, or a debugger\); no progress for [2-5] s, phase train after iteration \d+"
+    assert re.fullmatch(text, event["reason"])
 
 
 def test_a_rank_that_hangs_is_named_with_the_place(make: Make) -> None:

@@ -15,10 +15,10 @@ from tests.distributed.ranks import PATIENCE, free_port, losses, make_data, make
 pytestmark = pytest.mark.distributed
 
 
-def node(workspace: Path, experiment: Path, rank: int, port: int, *words: str) -> subprocess.Popen[str]:
+def node(workspace: Path, experiment: Path, rank: int, port: int, *arguments: str) -> subprocess.Popen[str]:
     argv = [sys.executable, "-m", "tridock.cli", "train", str(experiment), "--workspace", str(workspace)]
     argv += ["--nproc", "1", "--nnodes", "2", "--node-rank", str(rank), "--master-addr", "127.0.0.1"]
-    argv += ["--set", f"launch.master_port={port}", *words]
+    argv += ["--set", f"launch.master_port={port}", *arguments]
     return subprocess.Popen(argv, env=rank_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

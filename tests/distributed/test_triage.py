@@ -46,14 +46,14 @@ FAULTS = {
     "vocabulary-too-small": "the data contain a token outside the model's vocabulary",
     "no-such-interface": "localhost lacks a network interface that the environment names",
     "rendezvous": "not all ranks reached the rendezvous",
-    "ended-from-outside": "rank 0 on localhost was terminated from outside the run: SIGTERM or Ctrl-C",
-    "another-rank-has-gone": "a rank lost its connection to another one, which recorded no failure",
+    "terminated": "rank 0 on localhost was terminated from outside the run: SIGTERM or Ctrl-C",
+    "peer-lost": "a rank lost its connection to another one, which recorded no failure",
     "collective-timeout": "a collective timed out: a rank does not take part in it; "
     "rank 1 on localhost came to collective 1, the others to 2",
     "collectives-differ": "the ranks ran different collectives: a node has another version of the code, the "
     "patches or the experiment",
 }
-TOGETHER = ("another-rank-has-gone", "collective-timeout", "collectives-differ")
+TOGETHER = ("peer-lost", "collective-timeout", "collectives-differ")
 PLAN: dict[str, Any] = {
     "ranks": [{"rank": rank, "node": "localhost", "pp": 0} for rank in (0, 1)],
     "memory": {
@@ -119,11 +119,11 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def trained(project: Path, *fields: str) -> Iterator[subprocess.Popen[str]]:
-    words = [sys.executable, "-m", "tridock.cli", "train", "t.yaml", "--run-id-file", "id", "--nproc", "2"]
-    words += [word for field in fields for word in ("--set", field)]
+    arguments = [sys.executable, "-m", "tridock.cli", "train", "t.yaml", "--run-id-file", "id", "--nproc", "2"]
+    arguments += [word for field in fields for word in ("--set", field)]
     (project / "id").unlink(missing_ok=True)
     with subprocess.Popen(
-        words, cwd=project, env=rank_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        arguments, cwd=project, env=rank_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
             yield process
@@ -193,7 +193,7 @@ def test_a_loss_that_is_no_number(project: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "rule", "cause"),
     [
-        (signal.SIGKILL, "ended-without-a-word",
+        (signal.SIGKILL, "exited-without-message",
          "rank 1 on localhost exited without a message: a signal from outside, or a fault in native code"),
         (signal.SIGSTOP, "rank-stopped",
          "rank 1 on localhost was stopped by a signal (SIGSTOP) or is held by a debugger"),

@@ -41,8 +41,8 @@ class Clone:
         return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in paths}
 
     def remove(self) -> None:
-        for words in (["--project-name", f"tridock-{self.name}"], []):
-            self.run("docker", "compose", *words, "--profile", "twin", "down", "--timeout", "2", "--remove-orphans")
+        for arguments in (["--project-name", f"tridock-{self.name}"], []):
+            self.run("docker", "compose", *arguments, "--profile", "twin", "down", "--timeout", "2", "--remove-orphans")
         execute("docker", "image", "rm", self.image)
 
 

@@ -72,12 +72,12 @@ class RackHost:
     container: str
     address: str = ""
 
-    def execute(self, script: str, *words: str, user: str = "root") -> subprocess.CompletedProcess[str]:
-        return execute("docker", "exec", "--user", user, self.container, "bash", "-c", script, "bash", *words)
+    def execute(self, script: str, *arguments: str, user: str = "root") -> subprocess.CompletedProcess[str]:
+        return execute("docker", "exec", "--user", user, self.container, "bash", "-c", script, "bash", *arguments)
 
-    def sh(self, script: str, *words: str, user: str = "root") -> str:
+    def sh(self, script: str, *arguments: str, user: str = "root") -> str:
         """Runs a script that has to succeed, past ssh and Tridock."""
-        done = self.execute(script, *words, user=user)
+        done = self.execute(script, *arguments, user=user)
         assert done.returncode == 0, f"{self.name}: {script}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
@@ -166,16 +166,16 @@ class Rack:
         return folder
 
     def fab(
-        self, task: str, *words: str, hosts: str = f"hostfiles/{CLUSTER}", timeout: float = 280, **environment: str
+        self, task: str, *arguments: str, hosts: str = f"hostfiles/{CLUSTER}", timeout: float = 280, **environment: str
     ) -> subprocess.CompletedProcess[str]:
-        argv = [str(PROGRAMS / "fab"), task, *(["--hosts", hosts] if hosts else []), *words]
+        argv = [str(PROGRAMS / "fab"), task, *(["--hosts", hosts] if hosts else []), *arguments]
         return execute(*argv, cwd=self.project, env=self.environment(**environment), timeout=timeout)
 
     @contextmanager
-    def attached(self, task: str, *words: str, hosts: str = f"hostfiles/{CLUSTER}") -> Iterator[Attached]:
+    def attached(self, task: str, *arguments: str, hosts: str = f"hostfiles/{CLUSTER}") -> Iterator[Attached]:
         """`fab` in a session of its own, as in a terminal; whatever is left of it is killed at the end."""
         output = self.folder / f"{uuid.uuid4().hex}.log"
-        argv = [str(PROGRAMS / "fab"), task, "--hosts", hosts, *words]
+        argv = [str(PROGRAMS / "fab"), task, "--hosts", hosts, *arguments]
         with output.open("wb") as file:
             process = subprocess.Popen(
                 argv, cwd=self.project, env=self.environment(), stdin=subprocess.DEVNULL, stdout=file,
@@ -225,9 +225,9 @@ class Rack:
 
     # ---- the hosts ----
 
-    def node(self, host: str, *words: str) -> str:
+    def node(self, host: str, *arguments: str) -> str:
         """A command inside a node's container."""
-        quoted = " ".join(f"'{word}'" for word in words)
+        quoted = " ".join(f"'{word}'" for word in arguments)
         return self[host].sh(f"docker exec --user {UID}:{UID} tridock-{CLUSTER} {quoted}")
 
     def start(self) -> None:
@@ -290,8 +290,8 @@ def write_data(folder: Path) -> None:
 def rack(cpu_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rack]:
     """Two Docker hosts without any node yet, and a project."""
     proxies = [n for n in ("http_proxy", "https_proxy", "no_proxy") if n in os.environ]
-    words = [word for name in proxies for word in ("--build-arg", name)]
-    succeed("docker", "build", "--quiet", *words, "--tag", HOST_IMAGE, str(ROOT / "tests/integration/docker_host"))
+    arguments = [word for name in proxies for word in ("--build-arg", name)]
+    succeed("docker", "build", "--quiet", *arguments, "--tag", HOST_IMAGE, str(ROOT / "tests/integration/docker_host"))
     made = Rack(own_name(), tmp_path_factory.mktemp("rack"))
     try:
         succeed("docker", "tag", cpu_image, made.image)

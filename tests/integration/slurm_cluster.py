@@ -98,9 +98,9 @@ class SlurmCluster:
         self, line: str, machine: str = "login", folder: str = SHARED, **options: object
     ) -> subprocess.CompletedProcess[str]:
         """A line of shell, as the user would type it."""
-        words = ["--interactive", "--user", USER, "--workdir", folder, "--env", f"HOME=/home/{USER}"]
-        words += ["--env", "COLUMNS=160", self.container(machine), "bash", "-c", line]
-        return execute("docker", "exec", *words, **options)
+        arguments = ["--interactive", "--user", USER, "--workdir", folder, "--env", f"HOME=/home/{USER}"]
+        arguments += ["--env", "COLUMNS=160", self.container(machine), "bash", "-c", line]
+        return execute("docker", "exec", *arguments, **options)
 
     def succeed(self, line: str, **options: Any) -> str:
         done = self.execute(line, **options)
@@ -111,8 +111,8 @@ class SlurmCluster:
         """A line of shell of Slurm's administrator."""
         succeed("docker", "exec", self.container("login"), "bash", "-c", line)
 
-    def submit(self, *words: str, config: str = "tiny.yaml") -> Job:
-        out = self.succeed(f"tridock slurm submit {config} --profile site.yaml {' '.join(words)}")
+    def submit(self, *arguments: str, config: str = "tiny.yaml") -> Job:
+        out = self.succeed(f"tridock slurm submit {config} --profile site.yaml {' '.join(arguments)}")
         found = re.fullmatch(r"job (\d+)\nrun (\S+); folder (/shared/runs/\2)\n", out)
         assert found, out
         return Job(found[1], found[3])
@@ -173,8 +173,8 @@ def slurm_cluster(cpu_image: str) -> Iterator[SlurmCluster]:
     cluster, megatron = SlurmCluster(own_name()), os.environ.get("TRIDOCK_MEGATRON")
     try:
         if megatron:
-            words = ("FLAVOR=cpu", f"IMAGE={cluster.base}", f"MEGATRON={megatron}")
-            succeed("make", "image", *words, cwd=ROOT, timeout=1800)
+            arguments = ("FLAVOR=cpu", f"IMAGE={cluster.base}", f"MEGATRON={megatron}")
+            succeed("make", "image", *arguments, cwd=ROOT, timeout=1800)
         else:
             succeed("docker", "tag", cpu_image, cluster.base)
         options = [f"--build-arg=BASE={cluster.base}"]

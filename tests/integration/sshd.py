@@ -29,9 +29,9 @@ def free_port() -> int:
         return port
 
 
-def make_key(path: Path, *words: str) -> Path:
+def make_key(path: Path, *arguments: str) -> Path:
     if not path.exists():
-        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", path, *words], check=True)
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", path, *arguments], check=True)
     return path
 
 

@@ -58,9 +58,9 @@ def pause(container: str) -> None:
     wait_until(lambda: execute("docker", "pause", container).returncode == 0, f"{container} is paused")
 
 
-def inside(container: str, *words: str, user: str = "tridock") -> str:
+def inside(container: str, *arguments: str, user: str = "tridock") -> str:
     """Runs a command in a container that is up, as the operator's user."""
-    return succeed("docker", "exec", "--user", user, container, *words)
+    return succeed("docker", "exec", "--user", user, container, *arguments)
 
 
 @contextmanager
@@ -90,16 +90,16 @@ class Containers:
     image: str
     names: list[str] = field(default_factory=list)
 
-    def start(self, *words: str, options: Sequence[str] = ()) -> str:
+    def start(self, *arguments: str, options: Sequence[str] = ()) -> str:
         """Starts a container in the background and gives its name."""
         name = own_name()
         self.names.append(name)
-        succeed("docker", "run", "--detach", "--name", name, *options, self.image, *words)
+        succeed("docker", "run", "--detach", "--name", name, *options, self.image, *arguments)
         return name
 
-    def run(self, *words: str, options: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str, options: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
         """Runs a container to its end."""
-        return execute("docker", "run", "--rm", *options, self.image, *words)
+        return execute("docker", "run", "--rm", *options, self.image, *arguments)
 
     def remove(self) -> None:
         if self.names:

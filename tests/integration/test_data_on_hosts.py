@@ -38,8 +38,8 @@ def rows(done: subprocess.CompletedProcess[str]) -> dict[str, list[str]]:
     return {cells[0].strip(): [cells[number].strip() for number in (1, 2, 3, 6)] for cells in lines}
 
 
-def bring(rack: Rack, *words: str, hosts: str = HOSTS) -> dict[str, list[str]]:
-    done = rack.fab("data", *(words or ("--path", "data/sync/x")), hosts=hosts)
+def bring(rack: Rack, *arguments: str, hosts: str = HOSTS) -> dict[str, list[str]]:
+    done = rack.fab("data", *(arguments or ("--path", "data/sync/x")), hosts=hosts)
     assert done.returncode == 0, done.stdout + done.stderr
     return rows(done)
 

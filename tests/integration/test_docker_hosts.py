@@ -127,8 +127,8 @@ def test_an_image_goes_only_to_the_host_that_lacks_it(rack_up: Up) -> None:
     assert "send to host-b " in done.stdout
     assert "send to host-a " not in done.stdout
     assert len({host.image_id(small) for host in rack} - {""}) == 1
-    words = r"\[FATAL tini \(\d+\)\] exec node failed: No such file or directory"
-    said = f"its node ended at once; got {words}; mend that, then run fab up again"
+    text = r"\[FATAL tini \(\d+\)\] exec node failed: No such file or directory"
+    said = f"its node ended at once; got {text}; mend that, then run fab up again"
     for host in rack:
         host.sh('docker image rm "$1"', small)
     assert re.fullmatch(f"host-a: {said}\nhost-b: {said}\n", done.stderr), done.stderr
@@ -212,17 +212,17 @@ def test_a_run_that_fails_says_so_with_its_ranks_own_words(rack_up: Up) -> None:
     done = rack.fab("launch", *tiny(train__load="runs/none/checkpoints"), "--run-id-file", "failed")
     run_id = run_id_of(rack.project / "failed")
     assert done.returncode == 4, done.stdout + done.stderr
-    words = "train.load: "
+    text = "train.load: "
     assert re.fullmatch(
-        rf"{run_id}: the run failed; got exit code 2, every rank: {words}.+; "
+        rf"{run_id}: the run failed; got exit code 2, every rank: {text}.+; "
         f"look at host-a:{RUNS}/{run_id}/logs, or fab logs --hosts hostfiles/rack --run {run_id} --rank 0",
         done.stderr.splitlines()[0],
     )
     assert done.stderr.splitlines()[-1] == "  rule     own-message (docs/triage.md)"
     again = rack.fab("triage", "--run", run_id)
     assert (again.returncode, again.stdout) == (0, done.stderr)
-    assert words in done.stdout
-    assert words in rack.fab("logs", "--run", run_id, "--rank", "0").stdout
+    assert text in done.stdout
+    assert text in rack.fab("logs", "--run", run_id, "--rank", "0").stdout
     assert state_of(rack, run_id) == "failed"
     assert [host.processes(run_id) for host in rack] == [[], []]
     again = rack.fab("logs", "--run", run_id)
@@ -249,8 +249,8 @@ class Held:
 def held(rack_up: Up) -> Iterator[Held]:
     """A run whose second rank is paused in mid-training: rank 0 waits for it. Its terminal was left with Ctrl-C."""
     rack = rack_up.rack
-    words = tiny(train__train_iters=400, launch__hang_timeout=0)
-    with rack.attached("launch", *words, "--run-id-file", "held") as terminal:
+    arguments = tiny(train__train_iters=400, launch__hang_timeout=0)
+    with rack.attached("launch", *arguments, "--run-id-file", "held") as terminal:
         run_id = run_id_of(rack.project / "held")
         wait_until(lambda: rack["host-b"].ranks(run_id) != [], "its rank has started", 120)
         wait_until(lambda: len(metrics(rack, run_id)) > 0, "the first steps are done", 120)

@@ -35,12 +35,12 @@ int clock_gettime(clockid_t clock, struct timespec *now) {
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("rack_up")]
 
 
-def checked(rack: Rack, *words: str, hosts: str = f"hostfiles/{CLUSTER}") -> tuple[int, dict[str, Any]]:
+def checked(rack: Rack, *arguments: str, hosts: str = f"hostfiles/{CLUSTER}") -> tuple[int, dict[str, Any]]:
     """The exit code and the report of `fab check`."""
-    done = rack.fab("check", "--json", *words, hosts=hosts)
+    done = rack.fab("check", "--json", *arguments, hosts=hosts)
     assert done.stdout, done.stderr
     report: dict[str, Any] = json.loads(done.stdout)
-    print(f"fab check {' '.join(words)}: {report['seconds']} s")
+    print(f"fab check {' '.join(arguments)}: {report['seconds']} s")
     return done.returncode, report
 
 

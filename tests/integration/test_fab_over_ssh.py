@@ -64,12 +64,12 @@ class Lab:
             )
         (self.folder / "ssh_config").write_text("".join(blocks))
 
-    def argv(self, task: str, *words: str) -> list[str]:
+    def argv(self, task: str, *arguments: str) -> list[str]:
         program = str(Path(sys.executable).with_name("fab"))
-        return [program, "--search-root", str(ROOT), task, "--hosts", str(self.folder / "lab"), *words]
+        return [program, "--search-root", str(ROOT), task, "--hosts", str(self.folder / "lab"), *arguments]
 
-    def fab(self, task: str, *words: str) -> subprocess.CompletedProcess[str]:
-        argv, home = self.argv(task, *words), self.folder
+    def fab(self, task: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        argv, home = self.argv(task, *arguments), self.folder
         return subprocess.run(argv, cwd=home, capture_output=True, text=True, check=False, timeout=60)
 
 
@@ -234,7 +234,7 @@ def test_logs_of_ranks(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (("--rank", "4,9"),
          "--rank: is no rank of this run; got 4; use 0 to 3\n--rank: is no rank of this run; got 9; use 0 to 3\n"),
@@ -243,9 +243,9 @@ def test_logs_of_ranks(lab: Lab) -> None:
         (("--node", "gpu-1", "--rank", "2"), "--rank: is not on node gpu-1; got 2; it runs on gpu-2\n"),
     ],
 )  # fmt: skip
-def test_logs_of_ranks_that_there_are_not(lab: Lab, words: tuple[str, ...], message: str) -> None:
+def test_logs_of_ranks_that_there_are_not(lab: Lab, arguments: tuple[str, ...], message: str) -> None:
     make_run(lab.workspaces["gpu-1"], FILES)
-    done = lab.fab("logs", *words)
+    done = lab.fab("logs", *arguments)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
 
 
@@ -309,8 +309,8 @@ exec sleep 95
 def start_slow_fetch(lab: Lab, **options: object) -> subprocess.Popen[str]:
     """A fetch whose archive has begun to come, and does not end."""
     make_program(lab.programs / "tar", SLOW_TAR)
-    words = {"cwd": lab.folder, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
-    process: subprocess.Popen[str] = subprocess.Popen(lab.argv("fetch", "--checkpoints"), **words)  # type: ignore[call-overload]
+    settings = {"cwd": lab.folder, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
+    process: subprocess.Popen[str] = subprocess.Popen(lab.argv("fetch", "--checkpoints"), **settings)  # type: ignore[call-overload]
     archives = lab.folder / "runs"
     wait_until(lambda: any(path.stat().st_size >= 400_000 for path in archives.glob(".fetch.*/gpu-1.tar.gz")))
     return process
@@ -385,8 +385,8 @@ def test_what_comes_is_counted_on_a_terminal_once_it_is_large(lab: Lab, run: Pat
     make_run(lab.workspaces["gpu-1"], {"checkpoints/13": os.urandom(size)})
     ours, its = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
-    words = lab.argv("fetch", "--checkpoints")
-    with subprocess.Popen(words, cwd=lab.folder, stdout=subprocess.DEVNULL, stderr=its, env=environment) as process:
+    command = lab.argv("fetch", "--checkpoints")
+    with subprocess.Popen(command, cwd=lab.folder, stdout=subprocess.DEVNULL, stderr=its, env=environment) as process:
         os.close(its)
         text = b""
         while True:

@@ -63,9 +63,17 @@ class Twin:
     def launched(self, **fields: Any) -> Iterator[Run]:
         """A run that `fab launch` is attached to; it trains when the block begins, and is stopped when it ends."""
         changes = {"train.train_iters": FOREVER, "train.log_interval": 1, "train.save": False, **fields}
-        words = [word for name, value in changes.items() for word in ("--set", f"{name}={json.dumps(value)}")]
+        arguments = [word for name, value in changes.items() for word in ("--set", f"{name}={json.dumps(value)}")]
         id_file, output = self.clone.folder / f"id-{time.time_ns()}", self.clone.folder / f"out-{time.time_ns()}"
-        argv = [str(PROGRAMS / "fab"), "launch", "--hosts", "hostfiles/twin", "--config", "configs/tiny.yaml", *words]
+        argv = [
+            str(PROGRAMS / "fab"),
+            "launch",
+            "--hosts",
+            "hostfiles/twin",
+            "--config",
+            "configs/tiny.yaml",
+            *arguments,
+        ]
         keep = {name: value for name, value in os.environ.items() if not name.startswith(("COMPOSE_", "TRIDOCK_"))}
         with output.open("wb") as file:
             process = subprocess.Popen(
@@ -130,10 +138,10 @@ class Run:
     def is_gone(self, node: str) -> bool:
         return self.twin.processes(self, node) == []
 
-    def says(self, code: int, words: str, rank: int = 0) -> str:
+    def says(self, code: int, text: str, rank: int = 0) -> str:
         """The pattern of the verdict of `fab launch`."""
         where = re.escape(f"look at {self.folder}/logs, or fab logs --hosts hostfiles/twin --run {self.run_id}")
-        return f"{self.run_id}: the run failed; got exit code {code}, {words}; {where} --rank {rank}"
+        return f"{self.run_id}: the run failed; got exit code {code}, {text}; {where} --rank {rank}"
 
 
 @pytest.fixture(scope="module")
@@ -192,9 +200,9 @@ def test_a_rank_that_is_stopped(twin: Twin) -> None:
     with twin.launched() as run:
         twin.signal(OTHER, "STOP", f"{RANK}.*{run.run_id}")
         code, last = run.ends(within=45)
-        words = r"rank 1 on node-2 is stopped \(SIGSTOP, or a debugger\); no progress for 3\d s, phase train after .*"
+        text = r"rank 1 on node-2 is stopped \(SIGSTOP, or a debugger\); no progress for 3\d s, phase train after .*"
         assert code == 4
-        assert re.fullmatch(run.says(4, words, 1), last), last
+        assert re.fullmatch(run.says(4, text, 1), last), last
         assert run.is_gone(HEAD)
         assert run.is_gone(OTHER)
 
@@ -295,8 +303,8 @@ def test_a_node_that_is_killed(twin: Twin) -> None:
         succeed("docker", "kill", twin.container(OTHER))
         code, last = run.ends(within=45)
         assert code == 4
-        words = r"node-2 (has not answered for 2\d s|dropped the ssh session in which its ranks were started).*"
-        assert re.fullmatch(run.says(4, words), last), last
+        text = r"node-2 (has not answered for 2\d s|dropped the ssh session in which its ranks were started).*"
+        assert re.fullmatch(run.says(4, text), last), last
         assert run.is_gone(HEAD)
 
 

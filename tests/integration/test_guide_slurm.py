@@ -48,7 +48,7 @@ def test_the_commands_for_a_site_render() -> None:
     (commands,) = (content for kind, content in BLOCK.findall(site) if kind == "text")
     assert len(commands.splitlines()) == 5
     for line in commands.splitlines():
-        program, verb, submit, config, *words = line.split()
+        program, verb, submit, config, *arguments = line.split()
         assert (program, verb, submit) == ("tridock", "slurm", "submit")
-        words = [str(ROOT / word) if word.startswith("configs/") else word for word in words]
-        assert main(["slurm", "render", str(ROOT / config), *words]) == 0
+        arguments = [str(ROOT / word) if word.startswith("configs/") else word for word in arguments]
+        assert main(["slurm", "render", str(ROOT / config), *arguments]) == 0

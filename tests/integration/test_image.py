@@ -205,15 +205,15 @@ def clone(tmp_path: Path) -> Path:
     return folder
 
 
-def compose(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return execute("docker", "compose", *words, cwd=folder, env={**os.environ, **environment})
+def compose(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return execute("docker", "compose", *arguments, cwd=folder, env={**os.environ, **environment})
 
 
 def test_compose_runs_a_command_in_a_fresh_clone(clone: Path, cpu_image: str) -> None:
     os.chown(clone, 4321, 4321)
     try:
-        words = ("run", "--rm", "-T", "trainer", "sh", "-c", "id -u; pwd; echo made >made")
-        done = compose(clone, *words, TRIDOCK_IMAGE=cpu_image)
+        arguments = ("run", "--rm", "-T", "trainer", "sh", "-c", "id -u; pwd; echo made >made")
+        done = compose(clone, *arguments, TRIDOCK_IMAGE=cpu_image)
         assert done.returncode == 0, done.stderr
         assert done.stdout == "4321\n/workspace\n"
         assert [line for line in done.stderr.splitlines() if "Network" not in line and "Container" not in line] == []
@@ -226,8 +226,8 @@ def test_compose_builds_the_image_where_there_is_none(clone: Path, cpu_image: st
     for wheel in (ROOT / "locks/wheels").glob("*.whl"):
         shutil.copy2(wheel, clone / "locks/wheels")
     try:
-        words = ("run", "--rm", "-T", "trainer", "tridock", "--version")
-        done = compose(clone, *words, TRIDOCK_IMAGE=f"{clone.name}:compose")
+        arguments = ("run", "--rm", "-T", "trainer", "tridock", "--version")
+        done = compose(clone, *arguments, TRIDOCK_IMAGE=f"{clone.name}:compose")
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines()[-1].startswith("tridock ")
     finally:
@@ -246,35 +246,35 @@ def test_compose_starts_no_node_without_keys(clone: Path, cpu_image: str) -> Non
 
 
 def image_error(**variables: str) -> tuple[int, str]:
-    words = [f"{name}={value}" for name, value in variables.items() if name != "DOCKER_HOST"]
-    done = execute("make", "--no-print-directory", "image", *words, cwd=ROOT, env={**os.environ, **variables})
+    arguments = [f"{name}={value}" for name, value in variables.items() if name != "DOCKER_HOST"]
+    done = execute("make", "--no-print-directory", "image", *arguments, cwd=ROOT, env={**os.environ, **variables})
     return done.returncode, done.stderr.splitlines()[0]
 
 
 def test_a_flavor_that_is_none(docker: str) -> None:
-    words = "FLAVOR: neither cpu nor gpu; got tpu; write FLAVOR=cpu for the twin's image, or leave it out"
-    assert image_error(FLAVOR="tpu") == (2, words)
+    text = "FLAVOR: neither cpu nor gpu; got tpu; write FLAVOR=cpu for the twin's image, or leave it out"
+    assert image_error(FLAVOR="tpu") == (2, text)
 
 
 def test_a_ca_file_that_is_not_there(docker: str) -> None:
-    words = "CA: no such file, or it cannot be read; got /nowhere.pem; name a file of PEM certificates"
-    assert image_error(FLAVOR="cpu", CA="/nowhere.pem") == (2, words)
+    text = "CA: no such file, or it cannot be read; got /nowhere.pem; name a file of PEM certificates"
+    assert image_error(FLAVOR="cpu", CA="/nowhere.pem") == (2, text)
 
 
 def test_a_base_that_cannot_be_pulled(docker: str) -> None:
-    status, words = image_error(FLAVOR="cpu", BASE_IMAGE="localhost:1/none:1")
+    status, stderr = image_error(FLAVOR="cpu", BASE_IMAGE="localhost:1/none:1")
     assert status == 2  # make's own, whatever the script's
     assert re.fullmatch(
         r"localhost:1/none:1: the base image cannot be pulled; got .*connection refused; "
         r"log in to its registry, or name another with BASE_IMAGE",
-        words,
+        stderr,
     )
 
 
 def test_no_engine(docker: str) -> None:
-    status, words = image_error(FLAVOR="cpu", DOCKER_HOST="unix:///nowhere.sock")
+    status, stderr = image_error(FLAVOR="cpu", DOCKER_HOST="unix:///nowhere.sock")
     assert status == 2
-    assert words == (
+    assert stderr == (
         "docker: no engine answers; got Cannot connect to the Docker daemon at unix:///nowhere.sock. "
         "Is the docker daemon running?; start it, or run tools/docker-engine.sh as root on Debian"
     )

@@ -63,8 +63,8 @@ def test_one_container_runs_a_script(clone: Clone, script: str, experiment: str,
 def test_two_containers_of_a_script_are_one_run(clone: Clone) -> None:
     """Started by hand on each, without ssh and keys, as upstream's users start torch.distributed."""
     name, project = f"{clone.name}-first", f"--project-name {clone.name}-pair"
-    words = "--env NNODES=2 --env GPUS_PER_NODE=1 --env MASTER_PORT=6000 --env OMP_NUM_THREADS=1"
-    start = f"docker compose {project} run {words}"
+    text = "--env NNODES=2 --env GPUS_PER_NODE=1 --env MASTER_PORT=6000 --env OMP_NUM_THREADS=1"
+    start = f"docker compose {project} run {text}"
     script = "trainer pretrain_gpt2_distributed.sh --set name=pair"
     lines = [
         f"{start} --detach --name {name} --env NODE_RANK=0 --env MASTER_ADDR={name} {script}",
@@ -100,8 +100,8 @@ def test_fab_launch_runs_3d_over_two_docker_hosts(clone: Clone, rack: Rack) -> N
     hosts = rack.write_cluster("megatron", "host-a slots=2\nhost-b slots=2\n", image=clone.image, ssh_port=2223)
     try:
         execute("cp", "-r", str(clone.folder / "data" / "demo"), str(rack.project / "data"))
-        for words in (("up",), ("data", "--config", SPREAD)):
-            done = rack.fab(*words, hosts=hosts, timeout=600)
+        for arguments in (("up",), ("data", "--config", SPREAD)):
+            done = rack.fab(*arguments, hosts=hosts, timeout=600)
             assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.splitlines()[-1] == "index maps: 9 files, made on host-a, sent to host-b"
         script = f"cd /home/{USER}/tridock/megatron/workspace/data/demo && "

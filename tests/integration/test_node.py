@@ -59,8 +59,8 @@ def test_every_way_in_has_the_same_environment(start_twin, uid: int) -> None:
 
 def test_a_run_id_does_not_reach_other_sessions(start_twin) -> None:
     twin = start_twin(environment={"TRIDOCK_RUN_ID": "a-20260101-000000-0000", "TRIDOCK_WORLD_SIZE": "2"})
-    for words in (("ssh", "node-2", "env"), ("ssh", "node-2", "bash -lc env")):
-        assert "TRIDOCK_RUN_ID" not in inside(twin["node-1"], *words)
+    for arguments in (("ssh", "node-2", "env"), ("ssh", "node-2", "bash -lc env")):
+        assert "TRIDOCK_RUN_ID" not in inside(twin["node-1"], *arguments)
 
 
 def test_sshd_takes_keys_and_nothing_else(start_twin) -> None:
@@ -234,9 +234,9 @@ def test_a_folder_that_others_may_write_to(containers: Containers, secrets) -> N
 def test_a_broken_host_key(containers: Containers, secrets) -> None:
     folder = secrets("node-1")["node-1"]
     (folder / "ssh_host_ed25519_key").write_text("no key\n")
-    status, words = failing_node(containers, "--volume", f"{folder}:/run/tridock/secrets:ro")
+    status, stderr = failing_node(containers, "--volume", f"{folder}:/run/tridock/secrets:ro")
     assert status == 3
-    assert words == (
+    assert stderr == (
         "node-1: sshd refuses its configuration; "
         'got Unable to load host key "/run/tridock/secrets/ssh_host_ed25519_key": error in libcrypto | '
         "Unable to load host key: /run/tridock/secrets/ssh_host_ed25519_key | "

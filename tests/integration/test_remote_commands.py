@@ -26,9 +26,9 @@ from tridock.remote import Host, LocalHost
 
 
 def test_a_command_arrives_word_by_word(host: Host) -> None:
-    words = ["a b", "", "$HOME", "`id`", "'", '"', "\\", "*", ";", "\n", "ä", "-n", "~"]
-    done = host.run(Command.of("printf", "%s\\0", *words), timeout=20)
-    assert done.stdout.decode() == "".join(f"{word}\0" for word in words)
+    arguments = ["a b", "", "$HOME", "`id`", "'", '"', "\\", "*", ";", "\n", "ä", "-n", "~"]
+    done = host.run(Command.of("printf", "%s\\0", *arguments), timeout=20)
+    assert done.stdout.decode() == "".join(f"{word}\0" for word in arguments)
     assert (done.exit_code, done.stderr) == (0, b"")
 
 

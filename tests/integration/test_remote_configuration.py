@@ -209,16 +209,16 @@ def test_the_clusters_keys_let_its_nodes_in_and_nobody_else(make_sshd: Callable[
             assert subprocess.check_output([*ssh, name, "echo", "in"]) == b"in\n"
         if shutil.which("pdsh"):
             environment = {**os.environ, "PDSH_RCMD_TYPE": "ssh", "PDSH_SSH_ARGS": f"-F {config} -l {USER} %h"}
-            words = ["pdsh", "-S", "-f", "1024", "-w", "node-1,node-2", "echo rank %n"]
-            out = subprocess.check_output(words, env=environment, text=True)
+            arguments = ["pdsh", "-S", "-f", "1024", "-w", "node-1,node-2", "echo rank %n"]
+            out = subprocess.check_output(arguments, env=environment, text=True)
             assert sorted(out.splitlines()) == ["node-1: rank 0", "node-2: rank 1"]
         # The same key forwards nothing.
         forward = [*ssh, "-o", "ExitOnForwardFailure=yes", "-R", "0:localhost:1", "node-1", "true"]
         assert subprocess.run(forward, capture_output=True, check=False).returncode == 255
         assert denied(store.node_folder("node-1"), make_key(tmp_path / "stranger"), port)
         # A node that shows another node's host key.
-        words = [*ssh, "-o", "HostName=127.0.0.1", "-o", "HostKeyAlias=node-2", "node-2", "true"]
-        swapped = subprocess.run(words, capture_output=True, check=False, text=True)
+        arguments = [*ssh, "-o", "HostName=127.0.0.1", "-o", "HostKeyAlias=node-2", "node-2", "true"]
+        swapped = subprocess.run(arguments, capture_output=True, check=False, text=True)
         assert swapped.returncode == 255
         assert "Host key verification failed." in swapped.stderr
         # Rotation: a session that is open continues, a new one needs the new keys, and gets them with them.
@@ -242,8 +242,8 @@ def test_the_clusters_keys_let_its_nodes_in_and_nobody_else(make_sshd: Callable[
         assert denied(store.node_folder("node-1"), old / "id_ed25519", port)
         old_config = tmp_path / "old_config"
         old_config.write_text(ssh_config(cluster, secrets=str(old)))
-        words = ["ssh", "-F", str(old_config), "-l", USER, "node-2", "true"]
-        stale = subprocess.run(words, capture_output=True, check=False, text=True)
+        arguments = ["ssh", "-F", str(old_config), "-l", USER, "node-2", "true"]
+        stale = subprocess.run(arguments, capture_output=True, check=False, text=True)
         assert stale.returncode == 255
         assert "Host key verification failed." in stale.stderr
     finally:
@@ -255,9 +255,9 @@ def test_the_clusters_keys_let_its_nodes_in_and_nobody_else(make_sshd: Callable[
 def denied(secrets: Path, key: Path, port: int) -> bool:
     """Whether a node that is recognised refuses this key."""
     options = ["BatchMode=yes", "IdentitiesOnly=yes", f"UserKnownHostsFile={secrets}/known_hosts"]
-    words = ["ssh", "-F", "/dev/null", *(word for option in options for word in ("-o", option))]
-    words += ["-p", str(port), "-i", str(key), "-l", USER, "127.0.0.1", "true"]
-    done = subprocess.run(words, capture_output=True, check=False, text=True)
+    arguments = ["ssh", "-F", "/dev/null", *(word for option in options for word in ("-o", option))]
+    arguments += ["-p", str(port), "-i", str(key), "-l", USER, "127.0.0.1", "true"]
+    done = subprocess.run(arguments, capture_output=True, check=False, text=True)
     return done.returncode == 255 and "Permission denied (publickey)" in done.stderr
 
 

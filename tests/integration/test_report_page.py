@@ -47,12 +47,14 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(runs, [log], folder / "report.html")[0]
 
 
-def shoot(browser: str, page: Path, folder: Path, size: tuple[int, int], *words: str) -> tuple[Path, str, list[str]]:
+def shoot(
+    browser: str, page: Path, folder: Path, size: tuple[int, int], *arguments: str
+) -> tuple[Path, str, list[str]]:
     """The screenshot, what the page said to the console, and every address that was asked for."""
     picture, network = folder / "page.png", folder / "network.json"
     argv = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr",
             "--disable-background-networking", "--no-first-run", f"--user-data-dir={folder / 'profile'}",
-            f"--window-size={size[0]},{size[1]}", f"--log-net-log={network}", f"--screenshot={picture}", *words,
+            f"--window-size={size[0]},{size[1]}", f"--log-net-log={network}", f"--screenshot={picture}", *arguments,
             page.as_uri()]  # fmt: skip
     done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
@@ -82,13 +84,19 @@ def test_it_is_seen_that_a_page_asks_for_something(chromium: str, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "words", "dark"),
+    ("name", "size", "arguments", "dark"),
     [("light", WIDE, (), False), ("dark", WIDE, (DARK,), True), ("narrow", NARROW, (), False)],
 )
 def test_the_page_in_a_browser(
-    chromium: str, report: Path, tmp_path: Path, name: str, size: tuple[int, int], words: tuple[str, ...], dark: bool
+    chromium: str,
+    report: Path,
+    tmp_path: Path,
+    name: str,
+    size: tuple[int, int],
+    arguments: tuple[str, ...],
+    dark: bool,
 ) -> None:
-    picture, console, addresses = shoot(chromium, report, tmp_path, size, *words)
+    picture, console, addresses = shoot(chromium, report, tmp_path, size, *arguments)
     assert console == ""
     assert addresses == []
     with Image.open(picture) as image:

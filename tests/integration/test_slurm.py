@@ -42,8 +42,8 @@ LONG = changed(
 def jobs(slurm_cluster: SlurmCluster) -> dict[str, Job]:
     """A job of every way to start ranks, to its end; each starts when the ranks of the one before have met."""
     jobs = {}
-    for name, words in CASES.items():
-        job = jobs[name] = slurm_cluster.submit(*TWO, *words)
+    for name, arguments in CASES.items():
+        job = jobs[name] = slurm_cluster.submit(*TWO, *arguments)
         slurm_cluster.until(
             lambda job=job: slurm_cluster.events(job, "world_formed") or slurm_cluster.has_ended(job), "ranks meet", job
         )
@@ -117,8 +117,8 @@ def test_megatron_v115_over_two_nodes(slurm_cluster: SlurmCluster) -> None:
         pytest.skip("Megatron-LM v1.1.5 is not in the image: name its source in TRIDOCK_MEGATRON")
     slurm_cluster.succeed("tridock data demo")
     config = "/opt/tridock/configs/megatron/tiny-345m-3d.yaml"
-    words = ("--launcher", "srun", "--gpus-per-node", "2", "--set", "train.train_iters=12", "--set", "name=v115")
-    job = slurm_cluster.submit(*TWO, *words, config=config)
+    arguments = ("--launcher", "srun", "--gpus-per-node", "2", "--set", "train.train_iters=12", "--set", "name=v115")
+    job = slurm_cluster.submit(*TWO, *arguments, config=config)
     assert slurm_cluster.wait(job) == 0, slurm_cluster.read(job, f"logs/slurm-{job.id}.out")[-4000:]
     losses = slurm_cluster.losses(job)
     assert losses[-1] < losses[0]
@@ -151,8 +151,8 @@ def test_a_script_that_a_person_gives_to_sbatch(slurm_cluster: SlurmCluster) -> 
 
 
 def test_a_sweep_is_an_array(slurm_cluster: SlurmCluster) -> None:
-    words = "--sweep optimizer.lr=1e-2,1e-3 --array-tasks 2 --set name=sweep"
-    out = slurm_cluster.succeed(f"tridock slurm submit tiny.yaml --profile site.yaml {words}")
+    text = "--sweep optimizer.lr=1e-2,1e-3 --array-tasks 2 --set name=sweep"
+    out = slurm_cluster.succeed(f"tridock slurm submit tiny.yaml --profile site.yaml {text}")
     first, *runs = out.splitlines()
     job_id = first.removeprefix("job ")
     both = [Job(f"{job_id}_{number}", line.split(" folder ")[1]) for number, line in enumerate(runs)]
@@ -181,8 +181,8 @@ def test_cancel_ends_a_run_and_saves_nothing(slurm_cluster: SlurmCluster) -> Non
 
 
 def test_a_rank_that_dies_on_another_node_is_named_and_the_run_continues(slurm_cluster: SlurmCluster) -> None:
-    words = ("--set", "name=killed", "--set", "restart.max=1", "--set", "train.train_iters=600")
-    job = slurm_cluster.submit(*TWO, *LONG, *words)
+    arguments = ("--set", "name=killed", "--set", "restart.max=1", "--set", "train.train_iters=600")
+    job = slurm_cluster.submit(*TWO, *LONG, *arguments)
     slurm_cluster.until(lambda: slurm_cluster.events(job, "checkpoint_saved"), "a checkpoint", job)
     victim = slurm_cluster.read(job, ".heartbeat/rank-1").split()[0]
     slurm_cluster.succeed(f"kill -KILL {victim}", machine="n2")

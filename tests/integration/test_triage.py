@@ -29,7 +29,7 @@ def test_the_kernel_kills(containers: Containers, tmp_path: Path) -> None:
     assert lines[3].startswith(
         "  cause    localhost ran out of memory, and the kernel killed the rank; the plan expects "
     )
-    assert lines[5] == "  rule     killed-by-kernel (docs/triage.md)"
+    assert lines[5] == "  rule     oom-killed (docs/triage.md)"
 
 
 LOADER = """

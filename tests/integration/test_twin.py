@@ -70,23 +70,23 @@ def test_the_readmes_commands_are_found() -> None:
 
 @pytest.mark.parametrize("command", readme_commands())
 def test_a_command_of_the_readme_is_one_that_there_is(command: str, clone: Clone) -> None:
-    program, *words = shlex.split(re.sub(r"[\[\]]", "", command))
+    program, *arguments = shlex.split(re.sub(r"[\[\]]", "", command))
     if program == "fab":
-        shown = clone.succeed(f"fab {words[0]} --help")
-        for flag in (word for word in words if word.startswith("--")):
-            assert re.search(rf"^\s+{flag}\b", shown, re.MULTILINE), f"fab {words[0]} has no {flag}"
-        for option, path in itertools.pairwise(words):
+        shown = clone.succeed(f"fab {arguments[0]} --help")
+        for flag in (word for word in arguments if word.startswith("--")):
+            assert re.search(rf"^\s+{flag}\b", shown, re.MULTILINE), f"fab {arguments[0]} has no {flag}"
+        for option, path in itertools.pairwise(arguments):
             if option in ("--config", "--hosts") and "/" in path:
                 assert (clone.folder / path).is_file()
     elif program == "make":
-        clone.succeed(f"make --dry-run {shlex.join(words)}")
+        clone.succeed(f"make --dry-run {shlex.join(arguments)}")
     elif program == "docker":
-        assert words[:2] == ["compose", "run"]
-        assert words[2] in clone.succeed("docker compose --profile '*' config --services").split()
-        assert words[3] in ("bash", "tridock") or (clone.folder / "entrypoint" / words[3]).is_file()
+        assert arguments[:2] == ["compose", "run"]
+        assert arguments[2] in clone.succeed("docker compose --profile '*' config --services").split()
+        assert arguments[3] in ("bash", "tridock") or (clone.folder / "entrypoint" / arguments[3]).is_file()
     else:
-        shown = clone.succeed(f"{program} {shlex.join(itertools.takewhile(str.isalpha, words))} --help")
-        for flag in (word for word in words if word.startswith("--")):
+        shown = clone.succeed(f"{program} {shlex.join(itertools.takewhile(str.isalpha, arguments))} --help")
+        for flag in (word for word in arguments if word.startswith("--")):
             assert re.search(rf"^\s+{flag}\b", shown, re.MULTILINE), f"{command} has no {flag}"
 
 

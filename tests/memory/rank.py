@@ -143,7 +143,7 @@ def _parts(strategy: Any) -> tuple[list[nn.Module], dict[str, Any]]:
     return [strategy.engine.module if hasattr(strategy, "engine") else strategy.model], {"strategy": strategy}
 
 
-def train_megatron(words: list[str]) -> Measure:
+def train_megatron(arguments: list[str]) -> Measure:
     """Engine megatron-deepspeed, whose own program runs."""
     from tridock.train.megatron_lm import pretrain_gpt2
     from tridock.train.megatron_lm.record import Recorder
@@ -158,7 +158,7 @@ def train_megatron(words: list[str]) -> Measure:
         )
 
     Recorder.train_step = measured
-    sys.argv = ["megatron_deepspeed", *words]
+    sys.argv = ["megatron_deepspeed", *arguments]
     with measure.ledger:
         code = pretrain_gpt2.main()
     assert code == 0, f"exit code {code}"

@@ -12,10 +12,10 @@ WORDS = st.text(st.characters(exclude_characters="\x00", exclude_categories=["Cs
 
 
 @given(st.lists(WORDS, min_size=1, max_size=6))
-def test_a_shell_reads_back_exactly_the_argv(words: list[str]) -> None:
-    line = Command.of("printf", "%s\\0", *words).render()
+def test_a_shell_reads_back_exactly_the_argv(arguments: list[str]) -> None:
+    line = Command.of("printf", "%s\\0", *arguments).render()
     out = subprocess.run(["bash", "-c", line], capture_output=True, check=True).stdout
-    assert out.decode().split("\0")[:-1] == words
+    assert out.decode().split("\0")[:-1] == arguments
 
 
 @given(WORDS)

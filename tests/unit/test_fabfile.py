@@ -32,9 +32,9 @@ TASKS = (
 )
 
 
-def fab(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def fab(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     program = str(Path(sys.executable).with_name("fab"))
-    argv = [program, "--search-root", str(ROOT), *words]
+    argv = [program, "--search-root", str(ROOT), *arguments]
     return subprocess.run(argv, cwd=cwd, capture_output=True, text=True, check=False, timeout=60)
 
 
@@ -43,11 +43,11 @@ def test_every_task_is_listed() -> None:
     assert tuple(listed) == TASKS
 
 
-def fab_here(*words: str) -> int:
+def fab_here(*arguments: str) -> int:
     """The same in this process, which takes a tenth of the time; its exit code. What it says, ``capfd`` has."""
     try:
         # Loaded anew: a task gives away the texts of its flags when it is first asked for them.
-        Program(namespace=Collection.from_module(importlib.reload(fabfile))).run(["fab", *words])
+        Program(namespace=Collection.from_module(importlib.reload(fabfile))).run(["fab", *arguments])
     except SystemExit as ended:
         return int(ended.code or 0)
     return 0
@@ -107,14 +107,14 @@ def _lab(folder: Path, gpu: str) -> str:
 
 def test_a_launch_that_does_not_fit_is_refused_unless_forced(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = str(ROOT / "configs" / "jean-zay" / "7.5b.yaml")
-    words = ("launch", "--hosts", _lab(tmp_path, "8gib"), "--config", config, "--dry-run")
-    assert fab_here(*words) == 2
+    arguments = ("launch", "--hosts", _lab(tmp_path, "8gib"), "--config", config, "--dry-run")
+    assert fab_here(*arguments) == 2
     assert capfd.readouterr() == (
         "",
         f"{config}: a rank of stage 0 needs more memory than the 8.0 GiB of a 8gib; got 10.0 GiB; "
         "see `tridock plan --search` for layouts that fit, or start it all the same with --force\n",
     )
-    assert fab_here(*words, "--force") == 0
+    assert fab_here(*arguments, "--force") == 0
     shown = capfd.readouterr().out.split("# plan.json\n")[1].split("\n# ")[0]
     plan = json.loads(shown)
     assert (plan["verdict"], plan["world_size"]) == ("no-fit", 16)
@@ -125,14 +125,14 @@ def test_a_plan_of_a_cluster_whose_gpu_is_named_contacts_nobody(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = str(ROOT / "configs" / "jean-zay" / "7.5b.yaml")
-    words = ("plan", "--hosts", _lab(tmp_path, "v100-16gb"), "--config", config)
-    assert fab_here(*words, "--json") == 0
+    arguments = ("plan", "--hosts", _lab(tmp_path, "v100-16gb"), "--config", config)
+    assert fab_here(*arguments, "--json") == 0
     assert json.loads(capfd.readouterr().out)["verdict"] == "tight"
-    assert fab_here(*words) == 0
+    assert fab_here(*arguments) == 0
     assert "TP4 PP4 DP1: 16 ranks on 4 nodes" in capfd.readouterr().out
-    assert fab_here(*words, "--search") == 0
+    assert fab_here(*arguments, "--search") == 0
     assert "best first" in capfd.readouterr().out
-    assert fab_here(*words, "--tokens", "many") == 2
+    assert fab_here(*arguments, "--tokens", "many") == 2
     assert capfd.readouterr().err == "--tokens: is not a number; got 'many'; write it as in 300e9\n"
 
 
@@ -154,10 +154,10 @@ def test_a_check_wants_an_experiment_before_it_changes_one(capfd: pytest.Capture
 
 def test_all_problems_of_an_experiment_at_once(tmp_path: Path) -> None:
     (tmp_path / "lab").write_text("gpu-1 slots=3\n")
-    words = [
+    arguments = [
         f"--set={field}" for field in ("model.num_attention_heads=3", "batch.global_batch_size=8", "optimizer.min_lr=1")
     ]
-    done = fab("launch", "--hosts", str(tmp_path / "lab"), "--dry-run", *words)
+    done = fab("launch", "--hosts", str(tmp_path / "lab"), "--dry-run", *arguments)
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         "configs/demo.yaml: model.num_attention_heads: must divide hidden_size 256; got 3; use 2 or 4",

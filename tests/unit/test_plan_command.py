@@ -23,14 +23,14 @@ def _project(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
 
 
-def document(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict[str, Any]:
-    assert main(["plan", *words, "--json"]) == code
+def document(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> dict[str, Any]:
+    assert main(["plan", *arguments, "--json"]) == code
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert main(["plan", *words]) == 2
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 2
     return capsys.readouterr().err
 
 
@@ -60,8 +60,8 @@ def test_the_seeds_30b_barely_fits(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_seeds_76b_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
-    words = (str(JEAN_ZAY / "76b-as-written.yaml"), "--nodes", "32", *V100)
-    found = document(capsys, *words, code=2)
+    arguments = (str(JEAN_ZAY / "76b-as-written.yaml"), "--nodes", "32", *V100)
+    found = document(capsys, *arguments, code=2)
     message = "must divide num_layers 60; got 32; use 30 or 60, or num_layers 64"
     assert found["verdict"] == "illegal"
     assert found["problems"] == [
@@ -72,7 +72,7 @@ def test_the_seeds_76b_cannot_run(capsys: pytest.CaptureFixture[str]) -> None:
         }
     ]
     assert (found["ranks"], found["memory"]["stages"], found["cost"]) == ([], [], None)
-    assert refused(capsys, *words) == f"{words[0]}: parallel.pipeline_model_parallel_size: {message}\n"
+    assert refused(capsys, *arguments) == f"{arguments[0]}: parallel.pipeline_model_parallel_size: {message}\n"
 
 
 def test_a_v100_has_no_bf16(capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,9 +84,9 @@ def test_a_v100_has_no_bf16(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     config = str(JEAN_ZAY / "7.5b.yaml")
-    words = (config, "--nodes", "4", "--gpus-per-node", "4", "--gpu", "8gib")
-    assert document(capsys, *words, code=2)["verdict"] == "no-fit"
-    assert main(["plan", *words]) == 2
+    arguments = (config, "--nodes", "4", "--gpus-per-node", "4", "--gpu", "8gib")
+    assert document(capsys, *arguments, code=2)["verdict"] == "no-fit"
+    assert main(["plan", *arguments]) == 2
     done = capsys.readouterr()
     assert done.err == (
         f"{config}: a rank of stage 0 needs more memory than the 8.0 GiB of a 8gib; got 10.0 GiB; "
@@ -107,12 +107,12 @@ def test_without_a_gpu_memory_is_shown_and_not_judged(capsys: pytest.CaptureFixt
 def test_the_gpu_and_the_network_stand_beside_the_hostfile(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "lab").write_text("".join(f"gpu-{number} slots=4\n" for number in range(4)))
     (tmp_path / "lab.yaml").write_text("gpu: v100-32gb\nnetwork_gbit: 200\n")
-    words = (str(JEAN_ZAY / "7.5b.yaml"), "--hosts", str(tmp_path / "lab"))
-    found = document(capsys, *words)
+    arguments = (str(JEAN_ZAY / "7.5b.yaml"), "--hosts", str(tmp_path / "lab"))
+    found = document(capsys, *arguments)
     assert (found["verdict"], found["memory"]["gpu"]) == ("fits", "v100-32gb")
     assert found["cost"]["rates"]["network_gb_s"] == 25.0
     # What the user says wins.
-    assert document(capsys, *words, "--gpu", "v100-16gb")["verdict"] == "tight"
+    assert document(capsys, *arguments, "--gpu", "v100-16gb")["verdict"] == "tight"
 
 
 def test_an_experiment_that_cannot_be_read_has_its_json_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -136,11 +136,11 @@ def test_what_a_person_sees(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_tensor_parallel_groups_over_nodes_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
-    words = (str(JEAN_ZAY / "7.5b.yaml"), "--nodes", "8", "--gpus-per-node", "2", "--gpu", "v100-16gb")
-    found = document(capsys, *words)
+    arguments = (str(JEAN_ZAY / "7.5b.yaml"), "--nodes", "8", "--gpus-per-node", "2", "--gpu", "v100-16gb")
+    found = document(capsys, *arguments)
     assert found["groups"]["tensor"]["crossing"] == 4
     assert any("parallel.tensor_model_parallel_size" in warning for warning in found["warnings"])
-    main(["plan", *words])
+    main(["plan", *arguments])
     assert "warning: parallel.tensor_model_parallel_size" in capsys.readouterr().out
 
 
@@ -152,7 +152,7 @@ def test_a_picture(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         ((), "CONFIG: is missing; give the experiment's YAML file"),
         (
@@ -185,8 +185,8 @@ def test_a_picture(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
         ),
     ],
 )
-def test_wrong_words(words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert refused(capsys, *words) == f"{message}\n"
+def test_wrong_words(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, *arguments) == f"{message}\n"
 
 
 def test_an_unknown_gpu_beside_the_hostfile(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -205,8 +205,8 @@ def test_one_field_explained(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_search_lists_the_fastest_first_and_every_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    words = (str(JEAN_ZAY / "7.5b.yaml"), "--nodes", "4", *V100, "--search")
-    found = document(capsys, *words)
+    arguments = (str(JEAN_ZAY / "7.5b.yaml"), "--nodes", "4", *V100, "--search")
+    found = document(capsys, *arguments)
     seconds = [one["seconds"] for one in found["found"]]
     assert seconds == sorted(seconds)
     assert seconds
@@ -214,7 +214,7 @@ def test_a_search_lists_the_fastest_first_and_every_reason(capsys: pytest.Captur
     reasons = {one["reason"] for one in found["rejected"]}
     assert "does not fit the GPU's memory" in reasons
     assert "parallel.pipeline_model_parallel_size must divide num_layers 36" in reasons
-    assert main(["plan", *words]) == 0
+    assert main(["plan", *arguments]) == 0
     text = capsys.readouterr().out
     assert "TP4 PP4 DP1" in text
     assert "Best layout: --set " in text
@@ -234,8 +234,18 @@ def test_the_words_of_a_layout_that_was_found_ask_for_it(capsys: pytest.CaptureF
 
 
 def test_a_search_counts_images_of_a_model_of_those(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("configs/resnet50.yaml", "--nodes", "1", "--gpus-per-node", "8", "--gpu", "h100-80gb", "--tflops", "200")
-    assert main(["plan", *words, "--search"]) == 0
+    arguments = (
+        "configs/resnet50.yaml",
+        "--nodes",
+        "1",
+        "--gpus-per-node",
+        "8",
+        "--gpu",
+        "h100-80gb",
+        "--tflops",
+        "200",
+    )
+    assert main(["plan", *arguments, "--search"]) == 0
     text = capsys.readouterr().out
     assert "images/s" in text
     assert "tokens" not in text
@@ -250,14 +260,24 @@ def test_a_search_of_the_other_engines(config: str, capsys: pytest.CaptureFixtur
 
 
 def test_a_search_by_memory_and_rate_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    words = (str(JEAN_ZAY / "7.5b.yaml"), "--nodes", "4", "--gpus-per-node", "4", "--gpu", "24gib", "--tflops", "50")
-    found = document(capsys, *words, "--search")["found"]
+    arguments = (
+        str(JEAN_ZAY / "7.5b.yaml"),
+        "--nodes",
+        "4",
+        "--gpus-per-node",
+        "4",
+        "--gpu",
+        "24gib",
+        "--tflops",
+        "50",
+    )
+    found = document(capsys, *arguments, "--search")["found"]
     assert found
     assert all(one["seconds"] > 0 and one["mfu"] is None for one in found)
 
 
 def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    words = (str(JEAN_ZAY / "76b.yaml"), "--nodes", "1", "--gpu", "t4", "--search")
-    assert document(capsys, *words, code=2)["found"] == []
-    assert main(["plan", *words]) == 2
+    arguments = (str(JEAN_ZAY / "76b.yaml"), "--nodes", "1", "--gpu", "t4", "--search")
+    assert document(capsys, *arguments, code=2)["found"] == []
+    assert main(["plan", *arguments]) == 2
     assert "others do not work:" in capsys.readouterr().out

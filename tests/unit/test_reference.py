@@ -52,8 +52,8 @@ def test_the_table_of_jean_zay_is_up_to_date() -> None:
 
 
 def test_the_readmes_rank_map_is_up_to_date(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--nodes", "4", "--gpus-per-node", "4", "--gpu", "v100-32gb", "--plot"]
-    assert main(["plan", str(ROOT / "configs" / "jean-zay" / "7.5b.yaml"), *words, str(tmp_path / "map.svg")]) == 0
+    arguments = ["--nodes", "4", "--gpus-per-node", "4", "--gpu", "v100-32gb", "--plot"]
+    assert main(["plan", str(ROOT / "configs" / "jean-zay" / "7.5b.yaml"), *arguments, str(tmp_path / "map.svg")]) == 0
     drawn, shown = (path.read_text() for path in (tmp_path / "map.svg", ROOT / "docs" / "pictures" / "rank-map.svg"))
     assert re.findall(r"<text.*?</text>", shown) == re.findall(r"<text.*?</text>", drawn) != [], "run make reference"
 

@@ -130,7 +130,7 @@ def test_hostile_values_of_an_experiment_reach_the_launcher_as_they_are(
     (home / "launch.sh").write_bytes(made.files["launch.sh"])
     env = {"PATH": f"{folder}:/usr/bin:/bin", "OUT": str(folder / "out")}
     subprocess.run(["bash", str(home / "launch.sh")], env=env, check=True, capture_output=True)
-    words = (folder / "out").read_bytes().decode().split("\0")
-    assert f"{folder}/{path}" in words
-    assert words[-2:] == [value, ""]
-    assert words[-3] == value
+    argv = (folder / "out").read_bytes().decode().split("\0")
+    assert f"{folder}/{path}" in argv
+    assert argv[-2:] == [value, ""]
+    assert argv[-3] == value

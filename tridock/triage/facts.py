@@ -104,7 +104,7 @@ def _reason(first: FirstFailure | None, log: str) -> str:
     if first is None:
         return ""
     said = str(first.event.get("reason") or first.reason)
-    if first.event.get("rank") != first.rank:  # of a rank that ended without a word, one tells that waited for it
+    if first.event.get("rank") != first.rank:  # of a rank that ended without a message, one tells that waited for it
         return f"{first.reason}\n{said}"
     # An exception's repr leaves a file's name out; the last line of its traceback has it.
     name = re.match(r"(\w+)\(", said)

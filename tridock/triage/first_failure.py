@@ -28,7 +28,7 @@ class FirstFailure:
     agreed: bool = False
     seen: bool = False
     event: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    """What ``events.jsonl`` holds of it; of a rank that ended without a word, what another says that lost it."""
+    """What ``events.jsonl`` holds of it; of a rank that ended without a message, what another says that lost it."""
 
     @property
     def problem(self) -> Problem | None:
@@ -69,7 +69,7 @@ def first_failure(events: Mapping[str, str], nodes: Mapping[int, str]) -> FirstF
 def _without_a_word(others: Sequence[int]) -> str:
     """Of ranks that the others lost: a signal ended them, from the kernel where memory ran out."""
     too = f", as did {', '.join(str(rank) for rank in others)}" if others else ""
-    return f"ended without a word{too} (killed by a signal, perhaps because memory ran out: see dmesg there)"
+    return f"ended without a message{too} (killed by a signal, perhaps because memory ran out: see dmesg there)"
 
 
 def _essence(event: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ _SUPERVISOR: Final = "the supervisor (events.jsonl)"
 
 _SEEN: Final = (
     Rule(
-        "killed-by-kernel",
+        "oom-killed",
         "{node} ran out of memory, and the kernel killed the rank",
         "give the container or the host more memory, start fewer ranks there, or lower batch.micro_batch_size",
         "the supervisor: oom_kill in memory.events of the node's cgroup",
@@ -28,7 +28,7 @@ _SEEN: Final = (
         causes={Cause.RANK_STOPPED},
     ),
     Rule(
-        "collective-does-not-end",
+        "collective-hang",
         "all ranks wait in a collective that does not complete",
         "compare the stacks in logs/rank-<N>.log: all ranks must be in the same one; NCCL_DEBUG=INFO shows its "
         "connections, and fab check tests the network between the nodes",
@@ -67,7 +67,7 @@ _SEEN: Final = (
 
 _LAST: Final = (
     Rule(
-        "another-rank-has-gone",
+        "peer-lost",
         "a rank lost its connection to another one, which recorded no failure",
         "read the logs of the other ranks, and dmesg on their nodes; if none ended, test the network: fab check",
         "Tridock, train/rank/collective_errors.py; Gloo; NCCL",
@@ -77,7 +77,7 @@ _LAST: Final = (
         waits=True,
     ),
     Rule(
-        "killed-for-memory-on-host",
+        "oom-killed-on-host",
         "the kernel of {node} killed a process for memory during the run",
         "give the host more memory, stop other programs there, start fewer ranks, or lower batch.micro_batch_size",
         "the kernel's log of the node, if it can be read",
@@ -88,7 +88,7 @@ _LAST: Final = (
         proof="recorded",
     ),
     Rule(
-        "ended-without-a-word",
+        "exited-without-message",
         "{who} exited without a message: a signal from outside, or a fault in native code",
         "read the end of its log and dmesg on {node}; find what could have killed it (kill, a batch system's limit)",
         _SUPERVISOR,

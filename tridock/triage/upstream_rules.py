@@ -321,7 +321,7 @@ UPSTREAM: Final = (
         proof="recorded",
     ),
     Rule(
-        "ended-from-outside",
+        "terminated",
         "{who} was terminated from outside the run: SIGTERM or Ctrl-C",
         "find the sender (a batch system's limit, a shutdown, docker stop); resume with train.load",
         "Tridock, train/rank.py",

@@ -24,7 +24,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def documents(count: int) -> list[str]:
     chance = random.Random(11)
     characters = [chr(code) for code in range(0x3000) if chr(code).isprintable() or chr(code).isspace()]
-    words = [
+    arguments = [
         "the ",
         "don't",
         "we'll ",
@@ -38,7 +38,7 @@ def documents(count: int) -> list[str]:
         "é",
         "'s",
     ]
-    mixed = ["".join(chance.choices([*words * 30, *characters], k=chance.randrange(1, 80))) for _ in range(count)]
+    mixed = ["".join(chance.choices([*arguments * 30, *characters], k=chance.randrange(1, 80))) for _ in range(count)]
     # A character that came with Unicode 17 is a letter or a sign, depending on the age of upstream's regex package.
     newer = {chr(code) for code in (0x88F, 0xC5C, 0xCDC)}
     return [text for text in [*HARD_TEXTS, *mixed] if not newer & set(text)]

@@ -189,8 +189,8 @@ def cpu_time(pid: int, after: float = 0) -> list[str]:
 @pytest.mark.parametrize("learning", [False, True])
 def test_ctrl_c_ends_it_at_once(folder: Path, learning: bool) -> None:
     """While it waits for text, and while the library learns merges and hears nothing."""
-    words = random.Random(1)
-    text = " ".join(words.randbytes(4).hex() for _ in range(60_000))
+    generator = random.Random(1)
+    text = " ".join(generator.randbytes(4).hex() for _ in range(60_000))
     more = ["--input", "-", "--on-error", "skip", "--rejects", "r"]
     command = [sys.executable, "-m", "tridock.cli", *train(*more, size=200_000)]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])

@@ -58,11 +58,11 @@ def experiment(**fields: Any) -> Experiment:
 def arguments(ranks: int, **fields: Any) -> dict[str, str | None]:
     given = experiment(**fields)
     plan = make_plan(given, {"node-1": range(ranks)}, "e.yaml")
-    words = megatron_arguments(given, plan, RUN)
-    values = (*words[1:], "--")
+    argv = megatron_arguments(given, plan, RUN)
+    values = (*argv[1:], "--")
     return {
         word: None if value.startswith("--") else value
-        for word, value in zip(words, values, strict=True)
+        for word, value in zip(argv, values, strict=True)
         if word.startswith("--")
     }
 
@@ -105,14 +105,14 @@ def test_megatron_and_deepspeed_never_disagree(
     wanted = experiment(parallel=parallel, batch=batch, precision=precision)
     plan = make_plan(wanted, {"n": range(tensor * stages * data)}, "e.yaml")
     program = rank_program(wanted, plan, "id", RUN)
-    words = arguments(tensor * stages * data, parallel=parallel, batch=batch, precision=precision)
+    given_arguments = arguments(tensor * stages * data, parallel=parallel, batch=batch, precision=precision)
     config = json.loads(program.files["ds_config.json"])
-    assert config["train_micro_batch_size_per_gpu"] == int(words["--batch-size"] or 0) == micro
-    assert config["gradient_accumulation_steps"] == int(words["--gas"] or 0) == steps
+    assert config["train_micro_batch_size_per_gpu"] == int(given_arguments["--batch-size"] or 0) == micro
+    assert config["gradient_accumulation_steps"] == int(given_arguments["--gas"] or 0) == steps
     assert config["train_batch_size"] == micro * steps * data
-    assert config["zero_optimization"]["stage"] == int(words["--zero-stage"] or 0) == stage
-    assert config["gradient_clipping"] == float(words["--clip-grad"] or 0)
-    assert config.get("fp16", {}).get("enabled", False) == ("--fp16" in words)
+    assert config["zero_optimization"]["stage"] == int(given_arguments["--zero-stage"] or 0) == stage
+    assert config["gradient_clipping"] == float(given_arguments["--clip-grad"] or 0)
+    assert config.get("fp16", {}).get("enabled", False) == ("--fp16" in given_arguments)
     assert "bf16" not in config
 
 

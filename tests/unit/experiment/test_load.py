@@ -143,9 +143,9 @@ def test_a_window_in_words(text: str, seconds: int | None) -> None:
 
 @pytest.mark.parametrize("text", ["1w", "h", "1.5h", "soon", "''"])
 def test_a_window_that_is_none(text: str) -> None:
-    words = "must be a whole number of seconds, or one with its unit as in 90s, 30m, 12h, 7d"
+    stderr = "must be a whole number of seconds, or one with its unit as in 90s, 30m, 12h, 7d"
     got = repr(text.strip("'"))
-    assert message(GOOD, f"restart.window={text}") == f"e.yaml: restart.window: {words}; got {got}; mend it"
+    assert message(GOOD, f"restart.window={text}") == f"e.yaml: restart.window: {stderr}; got {got}; mend it"
 
 
 def test_a_window_of_no_time() -> None:

@@ -88,7 +88,7 @@ HOSTILE = (
 
 
 @given(st.lists(ANYTHING | st.sampled_from(HOSTILE), min_size=1, max_size=6))
-def test_words_of_the_ranks_arrive_on_the_other_nodes_as_they_are(words: list[str]) -> None:
+def test_words_of_the_ranks_arrive_on_the_other_nodes_as_they_are(arguments: list[str]) -> None:
     """Through DeepSpeed's own code and a real shell."""
     runner = pytest.importorskip("deepspeed.launcher.multinode_runner")
 
@@ -96,11 +96,11 @@ def test_words_of_the_ranks_arrive_on_the_other_nodes_as_they_are(words: list[st
         def __init__(self, given: list[str]) -> None:
             self.args = argparse.Namespace(user_args=given)
 
-    command = deepspeed_command(RankProgram("m", tuple(words)), {"a": [0], "b": [0]}, "/r/hostfile", "a", 1)
+    command = deepspeed_command(RankProgram("m", tuple(arguments)), {"a": [0], "b": [0]}, "/r/hostfile", "a", 1)
     given = list(command.argv[command.argv.index("m") + 1 :])
     line = " ".join(Parsed(given).parse_user_args())
     done = subprocess.run(["/bin/sh", "-c", f"printf '%s\\0' {past_pdsh(line)}"], capture_output=True, check=True)
-    assert done.stdout.decode().split("\0")[:-1] == words
+    assert done.stdout.decode().split("\0")[:-1] == arguments
 
 
 def test_usual_words_stay_readable() -> None:

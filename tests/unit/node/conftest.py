@@ -19,16 +19,16 @@ from tridock.node.agent.processes import stop_processes
 FINISHED = """echo '{"event": "run_finished"}' >>"$FOLDER/events.jsonl"\n"""
 
 
-def node(*words: str, timeout: float = 30.0) -> subprocess.CompletedProcess[str]:
+def node(*arguments: str, timeout: float = 30.0) -> subprocess.CompletedProcess[str]:
     """``python -m tridock.node …``, to its end."""
     return subprocess.run(
-        [sys.executable, "-m", "tridock.node", *words], capture_output=True, text=True, timeout=timeout, check=False
+        [sys.executable, "-m", "tridock.node", *arguments], capture_output=True, text=True, timeout=timeout, check=False
     )
 
 
-def answer(*words: str) -> Any:
+def answer(*arguments: str) -> Any:
     """What a verb that must succeed prints as JSON."""
-    done = node(*words)
+    done = node(*arguments)
     assert (done.returncode, done.stderr) == (0, "")
     return json.loads(done.stdout)
 

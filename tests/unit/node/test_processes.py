@@ -30,8 +30,8 @@ def start(folder: Path) -> None:
     assert node("start", str(folder)).returncode == 0
 
 
-def stop(folder: Path, *words: str) -> Any:
-    return answer("stop", folder.name, "--workspace", str(folder.parents[1]), *words)
+def stop(folder: Path, *arguments: str) -> Any:
+    return answer("stop", folder.name, "--workspace", str(folder.parents[1]), *arguments)
 
 
 def test_processes_are_described(make_run: MakeRun) -> None:

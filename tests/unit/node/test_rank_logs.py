@@ -12,8 +12,8 @@ from tests.unit.node.conftest import FINISHED, node, wait_until
 MakeRun = Callable[..., Path]
 
 
-def show(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return node("rank-logs", folder.name, *words, "--workspace", str(folder.parent.parent))
+def show(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return node("rank-logs", folder.name, *arguments, "--workspace", str(folder.parent.parent))
 
 
 def write(folder: Path, rank: int, text: str) -> None:
@@ -50,9 +50,9 @@ def test_a_run_id_that_is_none(tmp_path: Path) -> None:
 
 def test_lines_of_several_ranks_as_they_come_until_the_run_ends(make_run: MakeRun) -> None:
     folder = make_run(f'while [ ! -e "$FOLDER/go" ]; do sleep 0.05; done; {FINISHED}')
-    words = ["rank-logs", folder.name, "0", "1", "--follow", "--prefix", "--workspace", str(folder.parent.parent)]
+    arguments = ["rank-logs", folder.name, "0", "1", "--follow", "--prefix", "--workspace", str(folder.parent.parent)]
     assert node("start", str(folder)).returncode == 0
-    with subprocess.Popen([sys.executable, "-m", "tridock.node", *words], stdout=subprocess.PIPE) as follow:
+    with subprocess.Popen([sys.executable, "-m", "tridock.node", *arguments], stdout=subprocess.PIPE) as follow:
         assert follow.stdout is not None
         write(folder, 1, "begun\nhal")
         assert follow.stdout.readline() == b"rank 1: begun\n"

@@ -139,9 +139,9 @@ def test_starting_twice_is_refused(make_run: MakeRun) -> None:
         subprocess.Popen([sys.executable, "-m", "tridock.node", "start", str(folder)], stderr=subprocess.PIPE)
         for _ in range(4)
     ]
-    words = sorted((process.communicate()[1].decode(), process.returncode) for process in started)
+    outcomes = sorted((process.communicate()[1].decode(), process.returncode) for process in started)
     refused = f"{folder.name}: has been started already; launch again: every run has an id of its own\n"
-    assert words == [("", 0), *[(refused, 2)] * 3]
+    assert outcomes == [("", 0), *[(refused, 2)] * 3]
     node("follow", str(folder))
     assert len((folder / run_folder.EVENTS).read_text().splitlines()) == 1
     done = node("start", str(folder))

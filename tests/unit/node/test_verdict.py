@@ -55,7 +55,7 @@ def dead(rank: int = 0, status: int | None = signal.SIGKILL, **changes: object) 
         (40, Cause.RANK_SIGNALLED, "was ended by signal 40 after iteration 7"),
         (3 << 8, Cause.RANK_EXITED, "left with exit code 3 after iteration 7"),
         (0, Cause.RANK_EXITED, "left with exit code 0 after iteration 7"),
-        (None, Cause.RANK_VANISHED, "ended without a word after iteration 7"),
+        (None, Cause.RANK_VANISHED, "ended without a message after iteration 7"),
     ],
 )
 def test_how_a_rank_died(status: int | None, cause: Cause, reason: str) -> None:

@@ -98,7 +98,7 @@ def test_no_docker(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "remedy"),
+    ("stderr", "remedy"),
     [
         ("Cannot connect to the Docker daemon at unix:///var/run/docker.sock. Is the docker daemon running?",
          "start Docker there (systemctl start docker)"),
@@ -106,9 +106,9 @@ def test_no_docker(tmp_path: Path) -> None:
          "add the ssh user to the docker group there"),
     ],
 )  # fmt: skip
-def test_docker_that_does_not_answer(tmp_path: Path, words: str, remedy: str) -> None:
-    text = with_docker(tmp_path, f"echo 'some warning' >&2; echo '{words}' >&2; exit 1")
-    assert message(text) == f"gpu-1: Docker does not answer; got {words}; {remedy}"
+def test_docker_that_does_not_answer(tmp_path: Path, stderr: str, remedy: str) -> None:
+    text = with_docker(tmp_path, f"echo 'some warning' >&2; echo '{stderr}' >&2; exit 1")
+    assert message(text) == f"gpu-1: Docker does not answer; got {stderr}; {remedy}"
 
 
 def test_a_login_shell_that_spoils_the_answer() -> None:

@@ -31,8 +31,8 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def train(config: Path, *words: str) -> tuple[int, str]:
-    argv = [sys.executable, "-m", "tridock.cli", "train", str(config), "--workspace", str(config.parent), *words]
+def train(config: Path, *arguments: str) -> tuple[int, str]:
+    argv = [sys.executable, "-m", "tridock.cli", "train", str(config), "--workspace", str(config.parent), *arguments]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=False)
     return done.returncode, done.stderr
@@ -70,7 +70,7 @@ def test_data_that_are_too_short(config: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (("--nproc", "0"), "--nproc: must be at least 1; got 0; give the number of ranks"),
         (("--nnodes", "0"), "--nnodes: must be at least 1; got 0; give the number of nodes"),
@@ -80,13 +80,13 @@ def test_data_that_are_too_short(config: Path) -> None:
          "give the address of the node of rank 0, as the others reach it"),
     ],
 )  # fmt: skip
-def test_words_that_do_not_fit(config: Path, words: tuple[str, ...], message: str) -> None:
-    assert train(config, *words) == (2, f"{message}\n")
+def test_words_that_do_not_fit(config: Path, arguments: tuple[str, ...], message: str) -> None:
+    assert train(config, *arguments) == (2, f"{message}\n")
 
 
 def test_nodes_that_are_started_by_hand_are_not_restarted(config: Path) -> None:
-    words = ["--set", "restart.max=1", "--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1"]
-    assert train(config, *words) == (
+    arguments = ["--set", "restart.max=1", "--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1"]
+    assert train(config, *arguments) == (
         2,
         f"{config}: restart.max: cannot be for nodes that are each started by hand; got 1; "
         "set it to 0, or start them with fab launch\n",

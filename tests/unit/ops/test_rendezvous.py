@@ -68,7 +68,7 @@ def test_the_others_may_come_first(port: int) -> None:
 def test_who_speaks_something_else_is_ignored(port: int) -> None:
     terms = replace(FIRST, nnodes=2)
     leader = Node(lambda: lead(port, terms, "run-1", silent, 10.0))
-    for words in (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b""):
+    for message in (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b""):
         while True:
             try:
                 stranger = socket.create_connection(("127.0.0.1", port), timeout=5)
@@ -76,7 +76,7 @@ def test_who_speaks_something_else_is_ignored(port: int) -> None:
             except ConnectionRefusedError:
                 continue
         with stranger:
-            stranger.sendall(words)
+            stranger.sendall(message)
     assert follow("127.0.0.1", port, replace(terms, node_rank=1), silent, 10.0) == "run-1"
     leader.join(10)
     assert leader.outcome is None

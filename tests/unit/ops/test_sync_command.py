@@ -239,8 +239,8 @@ def test_nodes_that_share_the_data_need_no_copy(nodes: Lab) -> None:
 def test_tridock_data_sync_is_the_same(files: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(operation, "run", lambda *given, **named: asked.append((given[1:4], named)))
-    words = ["--hosts", "hostfiles/lab", "--path", "data/x", "--path", "data", "--set", "a=1", "--config", "c.yaml"]
-    assert cli.main(["data", "sync", *words, "--dry-run"]) == 0
+    arguments = ["--hosts", "hostfiles/lab", "--path", "data/x", "--path", "data", "--set", "a=1", "--config", "c.yaml"]
+    assert cli.main(["data", "sync", *arguments, "--dry-run"]) == 0
     assert asked == [((["data/x", "data"], "c.yaml", ["a=1"]), {"dry_run": True})]
 
 

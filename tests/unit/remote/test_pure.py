@@ -130,7 +130,7 @@ def test_a_failed_command() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "todo"),
+    ("text", "todo"),
     [
         ("write /x: No space left on device", "free some space there (docker system df shows Docker's share)"),
         ("Disk quota exceeded", "free some space there (docker system df shows Docker's share)"),
@@ -144,8 +144,8 @@ def test_a_failed_command() -> None:
         ("anything else", "mend that there, then try again"),
     ],
 )  # fmt: skip
-def test_remedies(words: str, todo: str) -> None:
-    assert remedy_of(1, words) == todo
+def test_remedies(text: str, todo: str) -> None:
+    assert remedy_of(1, text) == todo
 
 
 def test_a_command_in_a_message_is_short_and_keeps_its_secrets() -> None:

@@ -353,7 +353,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_words_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     missing = "give runs/<run-id>, or a Megatron log with --log"
     several = "-o: is required for several runs, and for logs; name the HTML page: -o report.html\n"
-    for words, message in (
+    for arguments, message in (
         ((), f"RUN: is missing; {missing}\n"),
         (("a", "b"), several),
         (("--log", "x"), several),
@@ -364,7 +364,7 @@ def test_words_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (("-o", "r", "nowhere"), "r: a report is an HTML page; got no suffix; end the file's name in .html\n"
          "nowhere: is not a run's folder; got no such folder; give runs/<run-id>\n"),
     ):  # fmt: skip
-        assert main(["report", *words]) == 2
+        assert main(["report", *arguments]) == 2
         assert capsys.readouterr().err == message
 
 

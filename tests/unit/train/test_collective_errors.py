@@ -91,7 +91,7 @@ terminated with exception: [Rank 3] Watchdog caught collective operation timeout
             GONE,
             Cause.PEER_LOST,
             f"socketProgressOpt: Call to recv from 172.16.0.3<33759> failed : Connection reset by peer ({REMOTE})",
-            "another-rank-has-gone",
+            "peer-lost",
         ),
     ],
     ids=["no interface", "duplicate GPU", "no route", "shared memory", "no last error", "peer gone"],

@@ -28,13 +28,13 @@ def test_a_rank_that_lost_another_is_not_first_whatever_its_clock_says() -> None
 @pytest.mark.parametrize(
     ("lost", "message"),
     [
-        ((0, 1, 3), "rank 2 on b first: ended without a word "),
-        ((0, 1), "rank 2 on b first: ended without a word, as did 3 "),
+        ((0, 1, 3), "rank 2 on b first: ended without a message "),
+        ((0, 1), "rank 2 on b first: ended without a message, as did 3 "),
     ],
 )
 def test_a_rank_that_a_signal_ended_says_nothing_itself(lost: tuple[int, ...], message: str) -> None:
-    words = "collective: another rank has gone; got Connection reset by peer; look for the rank that failed first"
-    found = first_failure({"a": "".join(failed(rank, rank, words, consequence=True) for rank in lost)}, NODES)
+    text = "collective: another rank has gone; got Connection reset by peer; look for the rank that failed first"
+    found = first_failure({"a": "".join(failed(rank, rank, text, consequence=True) for rank in lost)}, NODES)
     assert str(found) == f"{message}(killed by a signal, perhaps because memory ran out: see dmesg there)"
 
 
@@ -94,8 +94,8 @@ def test_everything_that_is_seen_has_its_words(event: str, fields: dict[str, obj
 
 
 def test_a_node_that_lost_the_head_is_heard_last() -> None:
-    words = {"node": "b", "reason": "heard nothing from the head for 25 s"}
-    found = first_failure({"a": seen("head_lost", 1, **words) + seen("rank_died", 2, **DIED)}, NODES)
+    fields = {"node": "b", "reason": "heard nothing from the head for 25 s"}
+    found = first_failure({"a": seen("head_lost", 1, **fields) + seen("rank_died", 2, **DIED)}, NODES)
     assert found is not None
     assert found.rank == 3
 

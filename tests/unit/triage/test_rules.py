@@ -37,14 +37,14 @@ def launched(text: str) -> Facts:
 
 # What cannot be done to a machine without GPUs, or takes a minute: the words of upstream's source, and of reports.
 RECORDED = {
-    "collective-does-not-end": seen(
+    "collective-hang": seen(
         Cause.COLLECTIVE_HUNG,
         "hangs, as do all 2 ranks: a collective that does not end at x.py:1 in f; no progress for 31 s",
     ),
     "rank-hung": seen(Cause.RANK_HUNG, "hangs while others wait for it at x.py:1 in f; no progress for 31 s"),
     "head-lost": seen(Cause.HEAD_SILENT, "heard nothing from the head for 21 s"),
     "node-lost": seen(Cause.NODE_SILENT, "has not answered for 21 s"),
-    "killed-for-memory-on-host": Facts(
+    "oom-killed-on-host": Facts(
         137,
         FirstFailure(1, "b", "was ended by SIGKILL after iteration 3", event={"event": "rank_died", "rank": 1}),
         "was ended by SIGKILL after iteration 3",
@@ -91,9 +91,9 @@ def test_the_tests_that_provoke_them_name_them(place: str) -> None:
 
 
 def test_ssh_to_nobody() -> None:
-    words = ["ssh", "-F", "/dev/null", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5"]
+    arguments = ["ssh", "-F", "/dev/null", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5"]
     for where in (["tridock-none.invalid"], ["-p", "1", "127.0.0.1"]):
-        done = subprocess.run([*words, *where, "true"], capture_output=True, text=True, check=False)
+        done = subprocess.run([*arguments, *where, "true"], capture_output=True, text=True, check=False)
         assert done.returncode == 255
         found = diagnose(launched(f"starting\nb: {done.stderr}"))
         assert found.rule == "ssh-unreachable"

@@ -90,7 +90,7 @@ def ending(status: RankStatus) -> tuple[Cause, str]:
     """Why a dead rank ended, as a code and as a sentence without its subject."""
     after = f"after iteration {status.iteration}" if status.iteration else "before its first step"
     if status.wait_status is None:
-        cause, how = Cause.RANK_VANISHED, "ended without a word"
+        cause, how = Cause.RANK_VANISHED, "ended without a message"
     elif number := status.wait_status & 0x7F:
         cause, how = Cause.RANK_SIGNALLED, f"was ended by {signal_name(number)}"
         if number == signal.SIGKILL and status.killed_for_memory:

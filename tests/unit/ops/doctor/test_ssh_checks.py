@@ -92,59 +92,59 @@ def test_the_nodes_own_sshd_with_another_key_wants_keys_again(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "words",
+    "text",
     [
         "No ED25519 host key is known for [10.0.0.2]:2222 and you have requested strict checking.\n"
         "Host key verification failed.",
         "tridock@10.0.0.2: Permission denied (publickey).",
     ],
 )
-def test_keys_that_are_not_known_can_be_given_again(words: str, tmp_path: Path) -> None:
-    last = words.splitlines()[-1].rstrip(".")
-    assert judge(tmp_path, err=words) == [
+def test_keys_that_are_not_known_can_be_given_again(text: str, tmp_path: Path) -> None:
+    last = text.splitlines()[-1].rstrip(".")
+    assert judge(tmp_path, err=text) == [
         "fail  host-2: does not trust the head's ssh, or is not trusted, at 10.0.0.2 port 2222; "
         f"got {last}; {KEYS_AGAIN}{tmp_path}/lab"
     ]
-    said = {"host-2": SshAnswer(255, "", words)}
+    said = {"host-2": SshAnswer(255, "", text)}
     assert [it.remedy for it in ssh_findings(make_cluster(tmp_path), said, nobody)] == [KEYS]
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("text", "expected"),
     [
         (
             "ssh: connect to host 10.0.0.2 port 2222: Connection refused",
-            "nothing listens at 10.0.0.2 port 2222 for host-1; got {words}; "
+            "nothing listens at 10.0.0.2 port 2222 for host-1; got {text}; "
             f"see `listen` in the settings and what listens there (ss -ltn), or give its address ({ADDRESS})",
         ),
         (
             "ssh: connect to host 10.0.0.2 port 2222: Connection timed out",
-            "is not reached from host-1 at 10.0.0.2 port 2222; got {words}; let host-1 through to it (firewall), "
+            "is not reached from host-1 at 10.0.0.2 port 2222; got {text}; let host-1 through to it (firewall), "
             f"or give an address on a network that they share ({ADDRESS})",
         ),
         (
             "ssh: connect to host 10.0.0.2 port 2222: No route to host",
-            "is not reached from host-1 at 10.0.0.2 port 2222; got {words}; let host-1 through to it (firewall), "
+            "is not reached from host-1 at 10.0.0.2 port 2222; got {text}; let host-1 through to it (firewall), "
             f"or give an address on a network that they share ({ADDRESS})",
         ),
         (
             "Connection timed out during banner exchange",
-            "what listens at 10.0.0.2 port 2222 says nothing; got {words}; "
+            "what listens at 10.0.0.2 port 2222 says nothing; got {text}; "
             "start its container anew: fab down, then fab up",
         ),
         (
             "ssh: Could not resolve hostname host-2: Name or service not known",
-            f"its name leads nowhere on host-1; got {{words}}; give its address ({ADDRESS})",
+            f"its name leads nowhere on host-1; got {{text}}; give its address ({ADDRESS})",
         ),
         (
             "Bad configuration option: nonsense",
-            "is not reached from host-1 over ssh at 10.0.0.2 port 2222; got {words}; "
+            "is not reached from host-1 over ssh at 10.0.0.2 port 2222; got {text}; "
             "try it there: docker exec in host-1's container, ssh host-2",
         ),
     ],
 )
-def test_sshs_own_words_and_the_one_fix(words: str, expected: str, tmp_path: Path) -> None:
-    assert judge(tmp_path, err=f"{words}\n") == [f"fail  host-2: {expected.format(words=words)}"]
+def test_sshs_own_words_and_the_one_fix(text: str, expected: str, tmp_path: Path) -> None:
+    assert judge(tmp_path, err=f"{text}\n") == [f"fail  host-2: {expected.format(text=text)}"]
 
 
 def test_an_sshd_that_never_ends(tmp_path: Path) -> None:
@@ -154,8 +154,8 @@ def test_an_sshd_that_never_ends(tmp_path: Path) -> None:
 
 
 def test_a_node_that_answers_and_whose_programs_fail(tmp_path: Path) -> None:
-    words = "/opt/venv/bin/python: No module named tridock\n"
-    assert judge(tmp_path, "tridock-node lab host-2\n", words, 1) == [
+    text = "/opt/venv/bin/python: No module named tridock\n"
+    assert judge(tmp_path, "tridock-node lab host-2\n", text, 1) == [
         "fail  host-2: its commands fail over ssh; got /opt/venv/bin/python: No module named tridock; "
         "start its container anew: fab down, then fab up"
     ]

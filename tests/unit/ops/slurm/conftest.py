@@ -68,8 +68,8 @@ def slurm(workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     monkeypatch.chdir(workspace)
     monkeypatch.setenv("COLUMNS", "160")
 
-    def call(*words: str) -> tuple[int, str, str]:
-        code = main(["slurm", *words])
+    def call(*arguments: str) -> tuple[int, str, str]:
+        code = main(["slurm", *arguments])
         return code, *capsys.readouterr()
 
     return call

@@ -96,8 +96,8 @@ def test_an_experiment_that_cannot_be_is_refused_before_slurm_is_asked(
 def test_the_plan_is_held_against_the_nodes_gpus(slurm: Slurm, workspace: Path, answer: Answer) -> None:
     answer("sinfo", "gpu*|4|gpu:v100:2|190000|40|infinite|v100-16g")
     fields = ["model.num_layers=80", "model.hidden_size=8192", "model.num_attention_heads=64", "precision=fp16"]
-    words = [word for field in fields for word in ("--set", field)]
-    code, _, err = slurm(*SUBMIT, *words)
+    arguments = [word for field in fields for word in ("--set", field)]
+    code, _, err = slurm(*SUBMIT, *arguments)
     assert code == 2
     assert re.fullmatch(
         r"t\.yaml: a rank of stage 0 needs more memory than the 15\.8 GiB of a v100-16gb; got [\d.]+ GiB; "
@@ -117,7 +117,7 @@ def test_slurm_may_refuse_at_last(slurm: Slurm, workspace: Path, answer: Answer)
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["--sweep", "train.seed"],
          "--sweep: must be a field's path, =, and values; got 'train.seed'; write for example optimizer.lr=1e-3,3e-4"),
@@ -129,9 +129,11 @@ def test_slurm_may_refuse_at_last(slurm: Slurm, workspace: Path, answer: Answer)
          "use a folder whose path has only letters, digits and . / @ + = , - _"),
     ],
 )  # fmt: skip
-def test_words_that_do_not_fit(slurm: Slurm, workspace: Path, answer: Answer, words: list[str], message: str) -> None:
+def test_words_that_do_not_fit(
+    slurm: Slurm, workspace: Path, answer: Answer, arguments: list[str], message: str
+) -> None:
     (workspace / "a b").mkdir()
-    assert slurm("render", "t.yaml", "--gpus-per-node", "1", *words) == (
+    assert slurm("render", "t.yaml", "--gpus-per-node", "1", *arguments) == (
         2, "", message.format(workspace) + "\n",
     )  # fmt: skip
 

@@ -94,9 +94,9 @@ def test_a_job_is_not_queued_again_for_ever(
     for _ in range(3):
         assert run(folder, "run_preempted") == 85
     assert requeued(tmp_path) == 2
-    words = "the run has come no further than iteration 0 in 3 jobs"
-    assert events(folder, "job_not_requeued") == [{"reason": words}]
-    assert f"tridock: not queued again: {words}\n" in capfd.readouterr().out
+    text = "the run has come no further than iteration 0 in 3 jobs"
+    assert events(folder, "job_not_requeued") == [{"reason": text}]
+    assert f"tridock: not queued again: {text}\n" in capfd.readouterr().out
 
 
 def test_a_job_that_is_cancelled_is_not_queued_again(
@@ -105,9 +105,9 @@ def test_a_job_that_is_cancelled_is_not_queued_again(
     answer("scontrol", "JobId=17 JobState=COMPLETING")
     assert run(folder, "checkpoint_saved,run_preempted") == 85
     assert requeued(tmp_path) == 0
-    words = "Slurm is ending the job (completing)"
-    assert events(folder, "job_not_requeued") == [{"reason": words}]
-    assert f"tridock: not queued again: {words}\n" in capfd.readouterr().out
+    text = "Slurm is ending the job (completing)"
+    assert events(folder, "job_not_requeued") == [{"reason": text}]
+    assert f"tridock: not queued again: {text}\n" in capfd.readouterr().out
 
 
 def test_slurm_may_queue_it_again_itself(
@@ -120,8 +120,8 @@ def test_slurm_may_queue_it_again_itself(
     reason = "its time was over, and it has saved"
     assert events(folder, "job_requeued") == [{"iteration": 5, "reason": reason}]
     assert events(folder, "job_not_requeued") == []
-    words = f"tridock: Slurm itself has queued it again: {reason}; it continues from iteration 5\n"
-    assert words in capfd.readouterr().out
+    text = f"tridock: Slurm itself has queued it again: {reason}; it continues from iteration 5\n"
+    assert text in capfd.readouterr().out
     # In its second job it has been queued again twice: once more is not what has happened.
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     assert run(folder, "run_preempted") == 85

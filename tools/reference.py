@@ -16,9 +16,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from tridock.cluster import Settings
+from tridock.cluster.schema import Settings
 from tridock.experiment.schema import Experiment
-from tridock.launchers.slurm import Request
+from tridock.launchers.slurm.request import Request
 
 WIDTH = 110
 BEGIN, END = "<!-- fields: written by make reference -->", "<!-- end of fields -->"

@@ -27,8 +27,8 @@ from tests.integration.support import (
     succeed,
     wait_until,
 )  # fmt: skip
-from tridock.cluster import load_cluster
 from tridock.cluster.keys import ClusterKeys, node_files
+from tridock.cluster.settings import load_cluster
 
 REQUIRED = os.environ.get("TRIDOCK_REQUIRE_INTEGRATION") == "1"
 

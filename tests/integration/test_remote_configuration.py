@@ -186,8 +186,8 @@ def test_a_machine_without_ssh(shared: Sshd, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_clusters_keys_let_its_nodes_in_and_nobody_else(make_sshd: Callable[..., Sshd], tmp_path: Path) -> None:
-    from tridock.cluster import load_cluster
     from tridock.cluster.keys import ssh_config
+    from tridock.cluster.settings import load_cluster
     from tridock.ops.hosts.keys import KeyStore
 
     port = free_port()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.experiments import make_plan
-from tridock.cluster import parse_hostfile
+from tridock.cluster.hostfile import parse_hostfile
 from tridock.errors import RequestError
 from tridock.experiment import load_experiment
 

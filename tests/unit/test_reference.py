@@ -10,7 +10,7 @@ import pytest
 
 from tridock.cli import main
 from tridock.experiment import load_experiment
-from tridock.launchers.slurm import make_request
+from tridock.launchers.slurm.request import make_request
 
 ROOT = Path(__file__).parents[2]
 

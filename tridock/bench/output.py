@@ -11,8 +11,7 @@ from typing import Any, Final
 
 from rich.table import Table
 
-from tridock.bench.cells import Measured, scaling
-from tridock.bench.schema import Bench
+from tridock.bench.cells import Bench, Measured, scaling
 from tridock.contracts.run_folder import write_atomic
 from tridock.report.drawing import Bar, plot_bars
 

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tridock.bench.cells import Cell, Measured, cells_of
-from tridock.bench.schema import Bench, overrides_of
+from tridock.bench.cells import Bench, Cell, Measured, cells_of, overrides_of
 from tridock.contracts import environment, run_folder
 from tridock.contracts.events import Event, events_of
 from tridock.contracts.records import read_metrics, read_plan

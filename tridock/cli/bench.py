@@ -26,10 +26,9 @@ def _bench(arguments: argparse.Namespace) -> int:
     """
     from rich.console import Console
 
-    from tridock.bench.cells import exit_code_of
+    from tridock.bench.cells import exit_code_of, load_bench
     from tridock.bench.output import record, table
     from tridock.bench.run import run_bench
-    from tridock.bench.schema import load_bench
     from tridock.gpus import find_gpu
 
     bench = load_bench(arguments.config, arguments.world)

@@ -20,8 +20,7 @@ from tridock.data.input.documents import Rejection, remedy
 from tridock.data.input.sources import Chunk, Source, read_chunks
 from tridock.data.progress import Done, Progress
 from tridock.data.resumable_build import ResumableBuild
-from tridock.data.tokenize.blocks import Encoded, Recipe
-from tridock.data.tokenize.workers import encode_in_order
+from tridock.data.tokenize.blocks import Encoded, Recipe, encode_in_order
 from tridock.errors import Problem, RequestError
 
 CHUNK_BYTES: Final = 2 << 20

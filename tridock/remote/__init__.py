@@ -1,6 +1,6 @@
 """Commands and files on hosts: over SSH or on this machine, with a cap, time limits and one outcome a host."""
 
-from tridock.cluster import Cluster
+from tridock.cluster.settings import Cluster
 from tridock.cluster.transports import transport_of
 from tridock.remote.fanout import Outcome, on_all, raise_failures
 from tridock.remote.host import Completed, Host, Stream

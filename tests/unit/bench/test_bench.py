@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tridock.bench.cells import Cell, Measured, cells_of, exit_code_of, scaling
+from tridock.bench.cells import Bench, Cell, Measured, cells_of, exit_code_of, load_bench, overrides_of, scaling
 from tridock.bench.output import document, markdown, plots_of, record, row
-from tridock.bench.schema import Bench, load_bench, overrides_of
 from tridock.cli import main
 from tridock.errors import RequestError
 from tridock.experiment import load_experiment

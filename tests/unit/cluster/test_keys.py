@@ -9,8 +9,8 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.rsa import generate_private_key
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from tridock.cluster import Cluster, load_cluster
 from tridock.cluster.keys import NODE_FILES, ClusterKeys, KeyPair, known_hosts, node_files, ssh_config
+from tridock.cluster.settings import Cluster, load_cluster
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from tridock.cluster import Cluster, Settings, load_cluster, parse_settings
-from tridock.cluster.settings import ClusterNode, cluster_name, node_label
+from tridock.cluster.schema import Settings, parse_settings
+from tridock.cluster.settings import Cluster, ClusterNode, cluster_name, load_cluster, node_label
 from tridock.errors import RequestError
 
 

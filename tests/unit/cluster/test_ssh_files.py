@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from tridock.cluster import load_cluster
 from tridock.cluster.keys import ssh_config
+from tridock.cluster.settings import load_cluster
 from tridock.contracts import cluster_ssh
 
 SOURCE = Path(__file__).parents[3] / "tridock"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tridock.cluster import Cluster, load_cluster
+from tridock.cluster.settings import Cluster, load_cluster
 from tridock.cluster.transports import ComposeTransport, HostFacts, SshTransport, transport_of
 from tridock.command import Command
 

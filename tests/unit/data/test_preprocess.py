@@ -258,7 +258,7 @@ def test_no_worker_outlives_the_run() -> None:
         "    for n in range(9):\n"
         '        yield Chunk(source, 0, 1, b\'{"text": "a"}\\n\', 1, 0, 0, 0)\n'
         "    time.sleep(99)\n"
-        "from tridock.data.tokenize.workers import encode_in_order\n"
+        "from tridock.data.tokenize.blocks import encode_in_order\n"
         "recipe = Recipe(Reference(BytePairTokenizer.train(TEXTS, 280)), ('text',), False)\n"
         "for n, _ in enumerate(encode_in_order(recipe, chunks(), 2)):\n"
         "    if n == 4: print(*Path(f'/proc/self/task/{os.getpid()}/children').read_text().split(), flush=True)\n"

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from tridock.data.tokenize.workers import _fork_workers
+from tridock.data.tokenize.blocks import _fork_workers
 
 
 class Pool:

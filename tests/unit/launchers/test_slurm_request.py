@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from tridock.errors import RequestError
-from tridock.launchers.slurm import make_request, tasks_per_node
-from tridock.launchers.slurm.request import seconds_of
+from tridock.launchers.slurm.request import make_request, seconds_of, tasks_per_node
 
 PROFILES = Path(__file__).parents[3] / "configs" / "slurm"
 

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from tridock.experiment import load_experiment
-from tridock.launchers.slurm import Script, make_request, render
-from tridock.launchers.slurm.script import program_argv
+from tridock.launchers.slurm.request import make_request
+from tridock.launchers.slurm.script import Script, program_argv, render
 from tridock.plan import assess
 
 ROOT = Path(__file__).parents[3]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tridock.cluster import load_cluster
+from tridock.cluster.settings import load_cluster
 from tridock.cluster.transports import HostFacts
 from tridock.errors import ClusterError
 from tridock.ops.hosts.facts import HostState

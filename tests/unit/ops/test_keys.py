@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tridock.cluster import load_cluster
 from tridock.cluster.keys import NODE_FILES
+from tridock.cluster.settings import load_cluster
 from tridock.errors import RequestError
 from tridock.ops.hosts.keys import KeyStore
 

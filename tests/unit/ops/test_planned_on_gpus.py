@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tridock.cluster import load_cluster
+from tridock.cluster.settings import load_cluster
 from tridock.errors import RequestError
 from tridock.gpus import GPUS, Gpu
 from tridock.ops.runs.launch import on_hosts_gpus, prepare_on

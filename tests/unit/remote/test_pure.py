@@ -17,7 +17,7 @@ import paramiko
 import pytest
 from paramiko.ssh_exception import ChannelException, IncompatiblePeer, NoValidConnectionsError
 
-from tridock.cluster import load_cluster
+from tridock.cluster.settings import load_cluster
 from tridock.command import Command
 from tridock.errors import ClusterError, Problem, RequestError
 from tridock.remote import LocalHost, Outcome, SshHost, connect, on_all, raise_failures, ssh_target

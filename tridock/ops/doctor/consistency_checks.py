@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from tridock.cluster import Cluster
+from tridock.cluster.settings import Cluster
 from tridock.contracts.node_answers import Clock
 from tridock.contracts.run_folder import CODE, MEGATRON
 from tridock.errors import Problem

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
-from tridock.cluster import Cluster
+from tridock.cluster.settings import Cluster
 from tridock.command import Command
 from tridock.contracts.node_answers import Accelerators, Gpu, NodeReport, QuickReport
 from tridock.contracts.run_folder import is_run_id

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from tridock.cluster import Cluster
+from tridock.cluster.settings import Cluster
 from tridock.cluster.transports import transport_of
 from tridock.contracts.node_answers import NodeReport, QuickReport, Space
 from tridock.errors import Problem

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from tridock.cluster import Cluster
+from tridock.cluster.settings import Cluster
 from tridock.contracts.node_answers import Network, PeerProbe
 from tridock.errors import Problem
 from tridock.ops.doctor.finding import Finding, Mesh, fail, warn

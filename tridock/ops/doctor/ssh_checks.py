@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
-from tridock.cluster import Cluster
+from tridock.cluster.settings import Cluster
 from tridock.contracts.node_answers import SshAnswer
 from tridock.errors import Problem
 from tridock.ops.doctor.finding import KEYS, Finding, Remedy, fail

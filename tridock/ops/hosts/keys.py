@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from tridock.cluster import Cluster
 from tridock.cluster.keys import NODE_FILES, ClusterKeys, node_files
+from tridock.cluster.settings import Cluster
 from tridock.contracts import run_folder
 from tridock.contracts.run_folder import write_atomic
 from tridock.errors import Problem, RequestError

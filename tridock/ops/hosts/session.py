@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from tridock.cluster import Cluster, load_cluster
+from tridock.cluster.settings import Cluster, load_cluster
 from tridock.cluster.transports import transport_of
 from tridock.command import Command
 from tridock.contracts.codec import decode

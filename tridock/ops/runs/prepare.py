@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tridock.cluster import Cluster, load_cluster
+from tridock.cluster.settings import Cluster, load_cluster
 from tridock.contracts import run_folder
 from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment, load_experiment

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from tridock.errors import Problem, RequestError
 from tridock.gpus import Gpu, find_gpu
-from tridock.launchers.slurm import Request, tasks_per_node
-from tridock.launchers.slurm.request import seconds_of
+from tridock.launchers.slurm.request import Request, seconds_of, tasks_per_node
 
 _MIB = {"": 1, "M": 1, "K": 1 / 1024, "G": 1024, "T": 1024 * 1024}
 _GPU = re.compile(r"gpu(?::([^:(,]+))?:(\d+)")

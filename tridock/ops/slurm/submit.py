@@ -17,8 +17,8 @@ from tridock.contracts import run_folder
 from tridock.errors import Problem, RequestError
 from tridock.experiment import dump_experiment
 from tridock.gpus import find_gpu
-from tridock.launchers.slurm import Request, Script, make_request, render
-from tridock.launchers.slurm.script import PROGRAM, program_argv
+from tridock.launchers.slurm.request import Request, make_request
+from tridock.launchers.slurm.script import PROGRAM, Script, program_argv, render
 from tridock.ops.runs.prepare import Prepared, prepare
 from tridock.ops.slurm import scheduler
 from tridock.ops.slurm.site import Group, gpu_of, parse_sinfo, site_problems

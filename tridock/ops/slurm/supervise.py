@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from tridock.cluster import parse_hostfile
+from tridock.cluster.hostfile import parse_hostfile
 from tridock.contracts import run_folder
 from tridock.contracts.events import Event, append_event, events_of, read_lines
 from tridock.contracts.run_state import LOCK

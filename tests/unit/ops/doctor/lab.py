@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tridock.cluster import Cluster, load_cluster
+from tridock.cluster.settings import Cluster, load_cluster
 from tridock.contracts.node_answers import PROTOCOL, Accelerators, Code, Infiniband, NodeReport, PortAnswer, Space
 from tridock.ops.doctor.finding import Finding
 

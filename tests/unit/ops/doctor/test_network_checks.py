@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.unit.ops.doctor.lab import make_cluster, shown
-from tridock.cluster import Cluster
+from tridock.cluster.settings import Cluster
 from tridock.contracts.codec import decode
 from tridock.contracts.node_answers import MeshAnswer
 from tridock.ops.doctor.network_checks import network_findings

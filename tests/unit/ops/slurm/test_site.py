@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tridock.launchers.slurm import make_request
+from tridock.launchers.slurm.request import make_request
 from tridock.ops.slurm.site import gpu_of, parse_sinfo, site_problems
 
 SINFO = [

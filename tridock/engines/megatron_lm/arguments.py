@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tridock.contracts import run_folder
-from tridock.engines.megatron_lm.legality import CHECKPOINT_OPTIONS
+from tridock.engines.megatron_lm.legality import CHECKPOINT_OPTIONS, SAME
 from tridock.experiment import Experiment
 from tridock.layout import Plan
 
@@ -44,10 +44,12 @@ def index_map_arguments(experiment: Experiment, plan: Plan, workspace: str) -> t
 
 def _options(experiment: Experiment, plan: Plan, run_path: str) -> Iterator[tuple[str, object]]:
     workspace = posixpath.dirname(posixpath.dirname(run_path))
+    for option, path in SAME.items():
+        section, _, field = path.partition(".")
+        yield option, getattr(getattr(experiment, section), field)
     yield from _model(experiment)
     yield from _layout(plan)
     yield from _data(experiment, workspace)
-    yield from _optimizer(experiment)
     yield from _precision(experiment)
     yield from _length(experiment, run_path, workspace)
     if experiment.parallel.strategy == "zero":
@@ -58,15 +60,7 @@ def _options(experiment: Experiment, plan: Plan, run_path: str) -> Iterator[tupl
 
 def _model(experiment: Experiment) -> Iterator[tuple[str, object]]:
     model = experiment.model
-    yield "--num-layers", model.num_layers
-    yield "--hidden-size", model.hidden_size
-    yield "--num-attention-heads", model.num_attention_heads
-    yield "--seq-length", model.seq_length
     yield "--max-position-embeddings", model.max_position_embeddings or model.seq_length
-    yield "--make-vocab-size-divisible-by", model.make_vocab_size_divisible_by
-    yield "--hidden-dropout", model.hidden_dropout
-    yield "--attention-dropout", model.attention_dropout
-    yield "--init-method-std", model.init_method_std
     if model.checkpoint_activations:
         yield "--checkpoint-activations", None
         yield "--checkpoint-num-layers", model.checkpoint_num_layers
@@ -93,24 +87,8 @@ def _data(experiment: Experiment, workspace: str) -> Iterator[tuple[str, object]
     yield "--vocab-file", posixpath.join(workspace, data.vocab_file or "")
     yield "--merge-file", posixpath.join(workspace, data.merge_file or "")
     yield "--data-impl", "mmap"
-    yield "--split", data.split
     if experiment.train.load is not None:
         yield "--load", posixpath.join(workspace, experiment.train.load)
-
-
-def _optimizer(experiment: Experiment) -> Iterator[tuple[str, object]]:
-    optimizer = experiment.optimizer
-    decay = optimizer.lr_decay_iters or experiment.train.train_iters
-    yield "--lr", optimizer.lr
-    yield "--min-lr", optimizer.min_lr
-    yield "--lr-decay-style", optimizer.lr_decay_style
-    yield "--lr-decay-iters", decay
-    yield "--warmup", optimizer.lr_warmup_iters / decay
-    yield "--weight-decay", optimizer.weight_decay
-    yield "--adam-beta1", optimizer.adam_beta1
-    yield "--adam-beta2", optimizer.adam_beta2
-    yield "--adam-eps", optimizer.adam_eps
-    yield "--clip-grad", optimizer.clip_grad
 
 
 def _precision(experiment: Experiment) -> Iterator[tuple[str, object]]:
@@ -124,15 +102,14 @@ def _precision(experiment: Experiment) -> Iterator[tuple[str, object]]:
 
 
 def _length(experiment: Experiment, run_path: str, workspace: str) -> Iterator[tuple[str, object]]:
-    train = experiment.train
-    yield "--train-iters", train.train_iters
-    yield "--log-interval", train.log_interval
+    train, optimizer = experiment.train, experiment.optimizer
+    decay = optimizer.lr_decay_iters or train.train_iters
+    yield "--lr-decay-iters", decay
+    yield "--warmup", optimizer.lr_warmup_iters / decay
     # Upstream divides by it, and evaluates at the end in any case.
     yield "--eval-interval", train.eval_interval or train.train_iters + 1
-    yield "--eval-iters", train.eval_iters
     if train.save:
         yield "--save", posixpath.join(workspace, train.checkpoint_folder or f"{run_path}/{run_folder.CHECKPOINTS}")
         yield "--save-interval", train.save_interval or train.train_iters
-    yield "--seed", train.seed
     if train.tensorboard:
         yield "--tensorboard-dir", f"{run_path}/{run_folder.TENSORBOARD}"

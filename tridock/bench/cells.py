@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import Field, StringConstraints
 
+from tridock.engines import as_yaml
 from tridock.errors import RequestError, RunError
 from tridock.strict_yaml import AS_TUPLE, Section, parse_yaml, read_text, validated
 
@@ -58,11 +59,7 @@ def load_bench(path: Path, world: Sequence[int] | None = None) -> Bench:
 
 def overrides_of(fields: Mapping[str, Any]) -> list[str]:
     """As ``--set`` takes them."""
-    return [f"{name}={_yaml_text(value)}" for name, value in fields.items()]
-
-
-def _yaml_text(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return [f"{name}={as_yaml(value)}" for name, value in fields.items()]
 
 
 _FEW: Final = 5

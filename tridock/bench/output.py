@@ -70,15 +70,12 @@ def markdown(measured: Sequence[Measured]) -> str:
     lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
     lines += [f"| {' | '.join(row(one, measured))} |" for one in measured]
     devices = sorted({one.device for one in measured if one.device})
-    lines += ["", f"On {', '.join(devices) or 'no device'}, {_versions()}.", "", FORMULAS, ""]
+    packages = ", ".join(f"{name} {found}" for name, found in versions().items())
+    lines += ["", f"On {', '.join(devices) or 'no device'}, {packages}.", "", FORMULAS, ""]
     reasons = [f"- {one.cell.name}: {one.state}: {one.reason}" for one in measured if one.reason]
     reasons += [f"- {one.cell.name}: communication: {one.no_communication}" for one in measured if one.no_communication]
     reasons += [f"- {one.cell.name}: over bare torch: {one.no_bare}" for one in measured if one.no_bare]
     return "\n".join([*lines, *reasons, *([""] if reasons else [])])
-
-
-def _versions() -> str:
-    return ", ".join(f"{name} {found}" for name, found in versions().items())
 
 
 def versions() -> dict[str, str]:

@@ -11,6 +11,12 @@ _PENDING_BYTES: Final = 8 << 20
 """Bytes that may wait in memory to be hashed."""
 
 
+def sha256_of(path: Path) -> str:
+    """The hash of a file, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 class Digest:
     """The hash of the content of a file, if given, and the pieces in the order added.
 

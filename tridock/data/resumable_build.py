@@ -7,7 +7,6 @@ journal is saved after the data that it counts. A resumed run truncates the file
 
 import contextlib
 import fcntl
-import hashlib
 import os
 import shutil
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from tridock.contracts.run_folder import write_atomic
 from tridock.data.dataset.indexed_dataset import Tokens, idx_path, publish, write_index
 from tridock.data.dataset.manifest import Input
-from tridock.data.digest import Digest
+from tridock.data.digest import Digest, sha256_of
 from tridock.data.tokenize.blocks import Block
 from tridock.errors import Problem, RequestError
 
@@ -166,8 +165,7 @@ class ResumableBuild:
                 lengths = _mapped(self.folder / f"{number}.lengths", "<i4", counts.sequences)
                 documents = _mapped(self.folder / f"{number}.documents", "<i8", counts.documents + 1)
                 write_index(index, dtype, lengths, documents)
-                with index.open("rb") as file:
-                    counts.idx_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+                counts.idx_sha256 = sha256_of(index)
                 self.save()
                 publish(prefix, data, index)
             elif index.exists():

@@ -130,7 +130,8 @@ def _files(run: Run, start: Start, supervision: Supervision) -> Mapping[str, byt
         run_folder.EXPERIMENT: dump_experiment(run.experiment),
         run_folder.PLAN: request.assessment.to_json(),
         run_folder.MANIFEST: json.dumps({**request.manifest, "run_id": request.run_id}, indent=2) + "\n",
-        run_folder.HOSTFILE: "".join(f"{node} slots={_slot_count(numbers)}\n" for node, numbers in slots),
+        # A filter may leave slots 4 and 5 of a node: the hostfile must still declare the six that DeepSpeed counts.
+        run_folder.HOSTFILE: "".join(f"{node} slots={max(numbers) + 1}\n" for node, numbers in slots),
         run_folder.DEEPSPEED_ENV: environment_file({n: v for n, v in env.items() if n != "DS_ENV_FILE"}),
         start.script: _launch_script(run, env, start.command),
     }
@@ -143,11 +144,6 @@ def _files(run: Run, start: Start, supervision: Supervision) -> Mapping[str, byt
 def default_port(run_id: str) -> int:
     """A rendezvous port for a run that names none: from its id, so that two runs of a node rarely meet."""
     return RENDEZVOUS_PORTS[zlib.crc32(run_id.encode()) % len(RENDEZVOUS_PORTS)]
-
-
-def _slot_count(numbers: Sequence[int]) -> int:
-    # A filter may leave slots 4 and 5 of a node: the hostfile must still declare the six that DeepSpeed counts.
-    return max(numbers) + 1
 
 
 def _launch_script(run: Run, env: Mapping[str, str], command: Command) -> str:

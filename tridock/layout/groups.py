@@ -95,7 +95,7 @@ def _crossing_problems(plan: Plan, groups: Groups) -> Iterator[Problem]:
     Ranks of a tensor parallel group are neighbours, those of a context parallel one lie that size apart: neither
     crosses a node where all nodes begin at a multiple of what they cover.
     """
-    begins = _first_ranks(plan)
+    begins = [rank.rank for rank in plan.ranks if rank.local_rank == 0]  # the first of every node
     tensor, context = plan.tensor_model_parallel_size, plan.context_parallel_size
     fitting = _greatest_divisor(tensor, lambda size: all(first % size == 0 for first in begins))
     if crossing := groups.crossing("tensor"):
@@ -134,11 +134,6 @@ def _uneven_problems(plan: Plan, groups: Groups) -> Iterator[Problem]:
         f"nodes x slots: {', '.join(sizes)}",
         f"give every node a multiple of {covered} slots",
     )
-
-
-def _first_ranks(plan: Plan) -> list[int]:
-    """The first rank of every node."""
-    return [rank.rank for rank in plan.ranks if rank.local_rank == 0]
 
 
 def _greatest_divisor(number: int, fits: Callable[[int], bool]) -> int:

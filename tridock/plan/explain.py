@@ -151,7 +151,7 @@ def _type(field: FieldInfo) -> str:
     annotation: Any = field.annotation
     for constraint in field.metadata:
         annotation = Annotated[annotation, constraint]
-    return _words(TypeAdapter(annotation).json_schema())
+    return _type_text(TypeAdapter(annotation).json_schema())
 
 
 _TYPES: Final = {
@@ -169,19 +169,19 @@ _BOUNDS: Final = {
 }
 
 
-def _words(schema: Mapping[str, Any]) -> str:
+def _type_text(schema: Mapping[str, Any]) -> str:
     """A type as plain text, from its JSON schema."""
     if "anyOf" in schema:
-        return " or ".join(_words(choice) for choice in schema["anyOf"])
+        return " or ".join(_type_text(choice) for choice in schema["anyOf"])
     if "enum" in schema:
         return f"one of {', '.join(map(str, schema['enum']))}"
     if "const" in schema:
         return str(schema["const"])
     if schema["type"] == "array":
-        return f"list of {_words(schema['items'])}"
+        return f"list of {_type_text(schema['items'])}"
     if schema["type"] == "object":
         values = schema.get("additionalProperties") or next(iter(schema["patternProperties"].values()))
-        return f"mapping of names to {_words(values)}"
+        return f"mapping of names to {_type_text(values)}"
     bounds = [f"{phrase} {schema[name]:g}" for name, phrase in _BOUNDS.items() if name in schema]
     pattern = f" that matches {schema['pattern']}" if "pattern" in schema else ""
     return _TYPES[schema["type"]] + (f", {' and '.join(bounds)}" if bounds else "") + pattern

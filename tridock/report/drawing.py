@@ -86,7 +86,8 @@ def draw_lines(
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
     axes.set_xlabel(over)
     _finish(axes, unit)
-    _legend(axes, handles)
+    if len(handles) > 1:
+        _name(axes.legend(*_numbered(handles), **_LEGEND), handles)
     return figure
 
 
@@ -114,7 +115,7 @@ def draw_bars(categories: Sequence[str], bars: Sequence[Bars], unit: str, limits
     axes.set_xlim(left=0)
     axes.set_xlabel(unit)
     _finish(axes, "", grid="x")
-    if handles[1:]:
+    if len(handles) > 1:
         _name(figure.legend(*_numbered(handles), loc="outside lower center", ncols=3, **_LEGEND), handles)
     return figure
 
@@ -170,11 +171,6 @@ def _finish(axes: Any, unit: str, grid: str = "both") -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(SOFT)
-
-
-def _legend(axes: Any, handles: Sequence[tuple[Any, str]]) -> None:
-    if len(handles) > 1:
-        _name(axes.legend(*_numbered(handles), **_LEGEND), handles)
 
 
 def _numbered(handles: Sequence[tuple[Any, str]]) -> tuple[list[Any], list[str]]:

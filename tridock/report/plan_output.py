@@ -81,7 +81,8 @@ def _print_search(found: Search, assessment: Assessment, console: Console, show:
     else:
         console.print(render_search(found, assessment.experiment.name))
         if found.found:
-            options = _best_options(found, assessment)
+            changes = overrides_of(found.found[0], assessment.experiment)
+            options = " ".join(f"--set {change}" for change in changes)
             console.print(f"\nBest layout: {options or 'the experiment as it is'}", soft_wrap=True)
     return 0 if found.found else RequestError.exit_code
 
@@ -204,7 +205,7 @@ def memory_table(assessment: Assessment) -> Table:
     table.add_section()
     table.add_row(Text("total", "bold"), *(Text(_gib(stage.total_bytes), "bold") for stage in stages))
     if gpu is not None:
-        shares = [Text(f"{stage.share:.0%} {_short(stage)}", _STYLES[stage.fit]) for stage in stages]
+        shares = [Text(f"{stage.share:.0%} {stage.fit.removesuffix('-fit')}", _STYLES[stage.fit]) for stage in stages]
         table.add_row("share of GPU", *shares)
     table.add_row("layers", *(str(stage.layers) for stage in stages), style="dim")
     table.add_row("parameters", *(_count_short(stage.parameters.total) for stage in stages), style="dim")
@@ -232,10 +233,6 @@ def _sources(assessment: Assessment) -> Text:
     for name in _names(assessment.memory):
         lines.setdefault(found[name], []).append(name)
     return Text("\n".join(f"{', '.join(names)}: {source}" for source, names in lines.items()), "dim")
-
-
-def _short(stage: StageMemory) -> str:
-    return {"fits": "fits", "tight": "tight", "no-fit": "no"}[stage.fit]
 
 
 def _columns(stages: Sequence[StageMemory]) -> list[StageMemory]:
@@ -358,10 +355,6 @@ def _table(title: str) -> Table:
     return Table(
         title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False, min_width=width
     )
-
-
-def _best_options(found: Search, assessment: Assessment) -> str:
-    return " ".join(f"--set {change}" for change in overrides_of(found.found[0], assessment.experiment))
 
 
 def _gib(amount: int) -> str:

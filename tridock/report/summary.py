@@ -128,19 +128,16 @@ def rows_of(summary: Summary) -> tuple[tuple[str, str], ...]:
     done = f"{summary.iterations:,} of {summary.train_iters:,} iterations, {summary.tokens:,} {summary.unit}"
     return (
         ("state", summary.state),
-        ("nodes", _count(summary.nodes)),
-        ("ranks", _count(summary.ranks)),
+        ("nodes", _text(summary.nodes)),
+        ("ranks", _text(summary.ranks)),
         ("layout", summary.layout),
         ("model", summary.model),
         ("trained", done),
-        (
-            f"{summary.unit}/s (median)",
-            "-" if summary.tokens_per_second is None else f"{summary.tokens_per_second:,.0f}",
-        ),
-        ("first loss", _loss(summary.first_loss)),
-        ("last loss", _loss(summary.last_loss)),
-        ("validation loss", _loss(summary.valid_loss)),
-        ("test loss", _loss(summary.test_loss)),
+        (f"{summary.unit}/s (median)", _text(summary.tokens_per_second, ",.0f")),
+        ("first loss", _text(summary.first_loss, ".4f")),
+        ("last loss", _text(summary.last_loss, ".4f")),
+        ("validation loss", _text(summary.valid_loss, ".4f")),
+        ("test loss", _text(summary.test_loss, ".4f")),
         ("model FLOP/s per rank", _flops(summary)),
         ("peak memory per rank", _memory(summary.peak_memory_bytes)),
         ("time", "-" if summary.seconds is None else f"{timedelta(seconds=round(summary.seconds))}"),
@@ -214,8 +211,8 @@ def _moment(event: Record) -> datetime | None:
     return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
-def _count(value: int | None) -> str:
-    return "-" if value is None else str(value)
+def _text(value: float | None, form: str = "") -> str:
+    return "-" if value is None else format(value, form)
 
 
 def _flops(summary: Summary) -> str:
@@ -227,7 +224,3 @@ def _flops(summary: Summary) -> str:
 
 def _memory(value: int | None) -> str:
     return "-" if value is None else f"{value / 2**30:.2f} GiB"
-
-
-def _loss(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"

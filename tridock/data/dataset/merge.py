@@ -15,7 +15,7 @@ def merge(prefixes: Sequence[Path], output: Path, progress: Progress | None = No
 
     Raises :class:`RequestError` with all reasons against merging, before anything is written.
     """
-    if problems := [*_duplicates(prefixes), *_output_problems(prefixes, output)]:
+    if problems := list(_name_problems(prefixes, output)):
         raise RequestError(problems)
     datasets, manifests = open_datasets(prefixes)
     if problems := [*_types(datasets), *_tokenizers(prefixes, manifests)]:
@@ -27,18 +27,14 @@ def merge(prefixes: Sequence[Path], output: Path, progress: Progress | None = No
     return written[0], missing
 
 
-def _duplicates(prefixes: Sequence[Path]) -> Iterator[Problem]:
+def _name_problems(prefixes: Sequence[Path], output: Path) -> Iterator[Problem]:
     real = [prefix.resolve() for prefix in prefixes]
     for number, prefix in enumerate(prefixes):
         if real[number] in real[:number]:
             yield Problem(str(prefix), "is given twice", "", "give it once")
-
-
-def _output_problems(prefixes: Sequence[Path], output: Path) -> Iterator[Problem]:
-    if output.resolve() in [prefix.resolve() for prefix in prefixes]:
-        yield Problem(
-            "--output-prefix", "is one of the inputs", str(output), "choose another, or leave it out of --input"
-        )
+    if output.resolve() in real:
+        todo = "choose another, or leave it out of --input"
+        yield Problem("--output-prefix", "is one of the inputs", str(output), todo)
 
 
 def _types(datasets: Sequence[IndexedDataset]) -> Iterator[Problem]:

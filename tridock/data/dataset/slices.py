@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import secrets
 import shutil
@@ -25,7 +24,7 @@ from tridock.data.dataset.indexed_dataset import (
     write_index_of_blocks,
 )
 from tridock.data.dataset.manifest import DatasetManifest, manifest_path, write_manifest
-from tridock.data.digest import Digest
+from tridock.data.digest import Digest, sha256_of
 from tridock.errors import Problem, RequestError
 
 _BLOCK: Final = 8 << 20
@@ -84,11 +83,17 @@ class Output:
     manifest: DatasetManifest | None
 
     @property
+    def documents(self) -> int:
+        return sum(part.last - part.first for part in self.slices)
+
+    @property
+    def sequences(self) -> int:
+        return sum(end - start for start, end in (part.sequences for part in self.slices))
+
+    @property
     def size(self) -> int:
         """Bytes on disk, including the index."""
-        entries = 1 + sum(part.last - part.first for part in self.slices)
-        sequences = sum(end - start for start, end in (part.sequences for part in self.slices))
-        return self.tokens_size + HEADER.size + 12 * sequences + 8 * entries
+        return self.tokens_size + HEADER.size + 12 * self.sequences + 8 * (self.documents + 1)
 
     @property
     def tokens_size(self) -> int:
@@ -163,16 +168,8 @@ class _Partial:
             file.truncate(file.tell())
             file.flush()
             os.fsync(file.fileno())
-        dtype, sizes = slices[0].dataset.dtype, (self._sequences, self._documents + 1)
+        dtype, sizes = slices[0].dataset.dtype, (self._output.sequences, self._output.documents + 1)
         write_index_of_blocks(self._idx, dtype, sizes, lambda: _lengths(slices), _document_index(slices))
-
-    @property
-    def _sequences(self) -> int:
-        return sum(end - start for start, end in (part.sequences for part in self._output.slices))
-
-    @property
-    def _documents(self) -> int:
-        return sum(part.last - part.first for part in self._output.slices)
 
     def publish(self) -> Written:
         """Renames the files, and writes the manifest last."""
@@ -184,13 +181,13 @@ class _Partial:
         size = self._bin.stat().st_size
         written = Written(
             prefix=prefix,
-            documents=self._documents,
+            documents=self._output.documents,
             empty_documents=empty - 1,  # the index starts with a 0
-            sequences=self._sequences,
+            sequences=self._output.sequences,
             tokens=size // self._output.slices[0].dataset.dtype.itemsize,
             bytes=size,
             bin_sha256=None if self._hash is None else self._hash.hexdigest(),
-            idx_sha256=None if self._hash is None else _sha256(self._idx),
+            idx_sha256=None if self._hash is None else sha256_of(self._idx),
         )
         manifest_path(prefix).unlink(missing_ok=True)
         publish(prefix, self._bin, self._idx)
@@ -198,11 +195,6 @@ class _Partial:
             counted = ("documents", "empty_documents", "sequences", "tokens", "bin_sha256", "idx_sha256")
             write_manifest(prefix, manifest.model_copy(update={name: getattr(written, name) for name in counted}))
         return written
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _blocks(part: Slice) -> Iterator[bytes]:

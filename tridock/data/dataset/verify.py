@@ -1,6 +1,5 @@
 """``tridock data verify``: reads a whole data set and checks its index, tokens and checksums."""
 
-import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from tridock.data.dataset.indexed_dataset import (
     wrong_size,
 )
 from tridock.data.dataset.manifest import DatasetManifest, manifest_path, read_manifest
-from tridock.data.digest import Digest
+from tridock.data.digest import Digest, sha256_of
 from tridock.errors import Problem, RequestError
 
 SHOWN: Final = 5
@@ -303,13 +302,8 @@ def _hashes(found: Verified, index: Index, manifest: DatasetManifest | None, bin
         if expected is None:
             found.unchecked.append(f"checksum of {path.suffix} (the manifest has none)")
             continue
-        actual = bin_sha256 if path.suffix == ".bin" else _sha256(path)
+        actual = bin_sha256 if path.suffix == ".bin" else sha256_of(path)
         if actual != expected:
             what = f"does not have the sha256 {expected} of {manifest_path(found.prefix).name}"
             found.problems.append(Problem(str(path), what, actual, _COPY_ALL))
         found.checked.append(f"checksum of {path.suffix}")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

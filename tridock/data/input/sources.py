@@ -5,7 +5,6 @@ from __future__ import annotations
 import bz2
 import glob
 import gzip
-import hashlib
 import io
 import json
 import lzma
@@ -22,7 +21,7 @@ from typing import IO, Any, BinaryIO, Final, cast
 import numpy as np
 
 from tridock.data.dataset.manifest import Input
-from tridock.data.digest import Digest
+from tridock.data.digest import Digest, sha256_of
 from tridock.errors import Problem, RequestError
 
 STDIN: Final = "-"
@@ -426,6 +425,4 @@ class _Parquet:
         return self._source.bytes * self._done // max(rows, 1)
 
     def facts(self) -> Input:
-        with self._path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return Input(name=self._path.name, bytes=self._source.bytes, sha256=digest)
+        return Input(name=self._path.name, bytes=self._source.bytes, sha256=sha256_of(self._path))

@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Final
 
 from tridock.data.tokenize.tokenizer import BytePairTokenizer
@@ -42,15 +42,10 @@ def learn(texts: Iterable[str], vocab_size: int) -> BytePairTokenizer:
     return BytePairTokenizer.from_json(tokenizer.decode())
 
 
-def _texts() -> Iterator[str]:
-    for line in sys.stdin.buffer:
-        yield json.loads(line)
-
-
 def _main(vocab_size: int, parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() == parent:
-        sys.stdout.write(BytePairTokenizer.train(_texts(), vocab_size).to_json())
+        sys.stdout.write(BytePairTokenizer.train(map(json.loads, sys.stdin.buffer), vocab_size).to_json())
 
 
 if __name__ == "__main__":

@@ -66,11 +66,7 @@ class BytePairTokenizer:
         """Reads a ``tokenizer.json``, or the one in a folder."""
         file = path / TOKENIZER if path.is_dir() else path
         todo = "give a tokenizer.json, or a folder that `save` wrote"
-        try:
-            text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            got = error.strerror if isinstance(error, OSError) and error.strerror else "not UTF-8"
-            raise RequestError(Problem(str(file), "cannot be read as a tokenizer", got, todo)) from None
+        text = _text_of(file, todo, "cannot be read as a tokenizer")
         try:
             tokenizer = cls.from_json(text)
         except Exception as error:  # the library raises no narrower type
@@ -218,9 +214,9 @@ def read_vocabulary(path: Path) -> dict[str, int]:
     return vocab
 
 
-def _text_of(path: Path, todo: str) -> str:
+def _text_of(path: Path, todo: str, what: str = "cannot be read") -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         got = error.strerror if isinstance(error, OSError) and error.strerror else "not UTF-8"
-        raise RequestError(Problem(str(path), "cannot be read", got, todo)) from None
+        raise RequestError(Problem(str(path), what, got, todo)) from None

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field, StringConstraints
 
@@ -118,15 +118,12 @@ def make_request(text: str, source: str, changes: Mapping[str, object]) -> Reque
     fields = dict(parse_yaml(text, source))
     for dotted, value in changes.items():
         section, _, field = dotted.partition(".")
-        fields[section] = {**_mapping(fields.get(section)), field: value} if field else value
+        given = fields.get(section)
+        fields[section] = {**(given if isinstance(given, Mapping) else {}), field: value} if field else value
     request = validated(Request, fields, source)
     if problems := list(_unusable(request, source)):
         raise RequestError(problems)
     return request
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
 
 
 def tasks_per_node(request: Request) -> int:
@@ -169,8 +166,8 @@ def _unusable(request: Request, source: str) -> Iterator[Problem]:
                 f"{source}: container.mounts", "is not a mount", repr(mount), "write /source, /source:/target or …:ro"
             )
     if request.time is not None and 0 < seconds_of(request.time) <= request.signal_lead:
-        todo = "lower signal_lead, or ask for more time"
-        yield Problem(f"{source}: signal_lead", f"is no less than the time, {request.time}", _s(request), todo)
+        got, todo = f"{request.signal_lead} s", "lower signal_lead, or ask for more time"
+        yield Problem(f"{source}: signal_lead", f"is no less than the time, {request.time}", got, todo)
     for option in (*request.sbatch, *request.srun):
         if not option.startswith("-"):
             field = "sbatch" if option in request.sbatch else "srun"
@@ -186,7 +183,3 @@ def _unusable(request: Request, source: str) -> Iterator[Problem]:
             find_gpu(request.gpu, f"{source}: gpu")
         except RequestError as error:
             yield from error.problems
-
-
-def _s(request: Request) -> str:
-    return f"{request.signal_lead} s"

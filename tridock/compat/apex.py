@@ -13,7 +13,7 @@ _NEEDED = ("apex.optimizers", "apex.normalization.fused_layer_norm", "apex.multi
 
 
 def stand_in(device_type: str) -> list[str]:
-    """Registers the stand-ins where the real apex cannot serve: it is missing, half there, or this is a CPU."""
+    """Registers replacements where apex is missing or incomplete, and on a CPU."""
     if device_type == "cuda" and all(_importable(name) for name in _NEEDED):
         return []
     adam, origin = fused_adam(device_type)
@@ -29,10 +29,7 @@ def stand_in(device_type: str) -> list[str]:
 
 
 def fused_adam(device_type: str) -> tuple[Callable[..., torch.optim.Optimizer], str]:
-    """The fastest Adam with decoupled weight decay that is at hand, and its name.
-
-    On a GPU DeepSpeed's own, if it was compiled; else torch's, fused into one kernel as well.
-    """
+    """Returns the fastest AdamW, and its name: on a GPU DeepSpeed's if it is compiled, else torch's fused one."""
     if device_type == "cuda":
         from deepspeed.ops.adam import FusedAdam
         from deepspeed.ops.op_builder import FusedAdamBuilder
@@ -40,7 +37,7 @@ def fused_adam(device_type: str) -> tuple[Callable[..., torch.optim.Optimizer], 
         if FusedAdamBuilder().is_compatible(verbose=False) and _loads(FusedAdamBuilder):
             return FusedAdam, "deepspeed.ops.adam.FusedAdam"
 
-    # DeepSpeed compares an optimizer's class with a list: it has to be torch's own, so this is no subclass of it.
+    # DeepSpeed compares the optimizer's class with a list: torch's own class is on it, a subclass is not.
     def adam(parameters: Any, lr: float, weight_decay: float, betas: tuple[float, float], eps: float) -> Any:
         return torch.optim.AdamW(parameters, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps, fused=True)
 
@@ -62,7 +59,7 @@ def multi_tensor_scale(overflow: Tensor, lists: Sequence[Sequence[Tensor]], scal
 
 
 def multi_tensor_l2norm(_overflow: Tensor, lists: Sequence[Sequence[Tensor]], _per_tensor: bool = False) -> Any:
-    """The norm of all tensors together, and (never asked for) None in place of each one's."""
+    """Returns the norm of all tensors together, and None for the norms per tensor, which Megatron never requests."""
     norms = torch._foreach_norm(list(lists[0]))
     return torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms])), None
 
@@ -76,7 +73,7 @@ def _module(name: str, **names: object) -> ModuleType:
 def _importable(name: str) -> bool:
     try:
         importlib.import_module(name)
-    except Exception:  # half an apex fails in many ways, a missing CUDA library among them
+    except Exception:  # an incomplete apex fails in many ways, for example without a CUDA library
         return False
     return True
 
@@ -84,6 +81,6 @@ def _importable(name: str) -> bool:
 def _loads(builder: Any) -> bool:
     try:
         builder().load(verbose=False)
-    except Exception:  # no compiler, no nvcc, another CUDA: whatever it is, torch's optimizer does not need it
+    except Exception:  # no compiler, no nvcc, another CUDA: torch's optimizer needs none of them
         return False
     return True

@@ -1,4 +1,4 @@
-"""torch.cuda on a machine without CUDA: what Megatron calls of it, done by the CPU."""
+"""Maps what Megatron calls of torch.cuda to the CPU, on a machine without CUDA."""
 
 import warnings
 from typing import Any
@@ -13,7 +13,7 @@ _LETTERS = {
 
 
 def map_to_cpu(local_world_size: int) -> list[str]:
-    """Maps devices, tensors and random states. ``torch.cuda.is_available()`` still tells the truth."""
+    """Maps devices, tensors and random states. ``torch.cuda.is_available()`` stays False."""
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
     cuda.device_count = lambda: local_world_size
@@ -27,15 +27,15 @@ def map_to_cpu(local_world_size: int) -> list[str]:
     _name_kinds()
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign,assignment]
     torch.nn.Module.cuda = lambda self, *_, **__: self  # type: ignore[method-assign,assignment]
-    # Megatron's data loaders ask for memory that a GPU could read directly, and torch would say so once a loader.
+    # Megatron's data loaders request pinned memory, and torch would warn once per loader.
     warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true but no accelerator is found")
-    # DeepSpeed broadcasts the tied embedding when it builds a pipeline; torch brings it up at the first backward pass.
+    # DeepSpeed broadcasts the tied embedding when it builds a pipeline; torch warns at the first backward pass.
     warnings.filterwarnings("ignore", message="c10d::broadcast_: an autograd kernel was not registered")
     return ["torch.cuda: devices, tensors and random states are the CPU's"]
 
 
 def _name_kinds() -> None:
-    """Megatron's optimizers sort parameters by ``Tensor.type()``, and take those with names of CUDA's only."""
+    """Megatron's optimizers sort parameters by ``Tensor.type()``, and accept CUDA's names only."""
     named = torch.Tensor.type
 
     def type_of(self: torch.Tensor, *given: Any, **options: Any) -> Any:

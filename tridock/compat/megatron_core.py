@@ -1,6 +1,6 @@
-"""megatron-core on a machine without CUDA: it names the device ``cuda`` all over, and overlaps work on streams.
+"""Runs megatron-core on a machine without CUDA, although its code uses the device ``cuda`` and CUDA streams.
 
-To be called before megatron-core is imported: what it decorates and what it takes from torch by name is settled then.
+Call it before megatron-core is imported: it decorates functions and binds torch's names at import.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FACTORIES = ("tensor", "empty", "zeros", "ones", "full", "arange", "empty_like"
 
 
 def prepare(device_type: str, local_world_size: int) -> list[str]:
-    """Puts in place what is missing on this machine; says what, one a line."""
+    """Replaces what this machine lacks; returns a line for each replacement."""
     _quiet()
     if device_type == "cuda":
         return []
@@ -39,7 +39,7 @@ def prepare(device_type: str, local_world_size: int) -> list[str]:
 
 
 def _quiet() -> None:
-    """Lines that say nothing about the run: once a rank at every start, or at every dropout."""
+    """Silences warnings that say nothing about the run: once per rank at every start, or at every dropout."""
     for message in ("Transformer Engine and Apex are not", "Apex is not installed", "full scope is deprecated"):
         warnings.filterwarnings("ignore", message=message)
     for message in ("`load_state_dict` is", r"`torch.distributed.(reduce_scatter|all_gather_into)_tensor` is"):
@@ -49,7 +49,7 @@ def _quiet() -> None:
 
 
 def _as_written(function: Callable[..., Any] | None = None, **_: Any) -> Any:
-    """Stands for ``torch.compile`` while Megatron decorates: nothing is compiled where there may be no compiler."""
+    """Replaces ``torch.compile`` while Megatron decorates its functions: there may be no compiler."""
     return function if function is not None else _as_written
 
 
@@ -87,7 +87,7 @@ def _to_cpu(to: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 class _NoStream:
-    """A stream, or an event on one: work on a CPU is done in the order in which it is asked for."""
+    """A stream or an event that does nothing: a CPU works in the order of the calls."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
 

@@ -1,4 +1,4 @@
-"""What Megatron-LM v1.1.5 itself needs, besides the names that it imports. Called with its folder on ``sys.path``."""
+"""Adapts Megatron-LM v1.1.5 itself, beyond the names that it imports. Its folder must be on ``sys.path``."""
 
 import importlib
 import importlib.util
@@ -12,17 +12,17 @@ import torch
 
 
 def adapt(device_type: str) -> list[str]:
-    """Adapts the modules of Megatron that is about to run; says how, one a line."""
+    """Patches Megatron's modules before it runs; returns a line for each change that users may notice."""
     adapted = _absent_packages()
     adapted += [] if _compiled_helpers() else _numpy_helpers()
     training: Any = importlib.import_module("megatron.training")
     training.get_optimizer = _zeroing_as_asked(training)
     _world_without_a_pipeline()
     _one_random_tracker()
-    # Its models call state_dict() with positional arguments, once a layer and checkpoint.
+    # Its models call state_dict() with positional arguments, once per layer and checkpoint.
     warnings.filterwarnings("ignore", message="Positional args are being deprecated", category=FutureWarning)
     dist: Any = torch.distributed
-    if not hasattr(dist, "dist_backend"):  # two names of torch 1.0, by which its own data parallelism knows Gloo
+    if not hasattr(dist, "dist_backend"):  # two names of torch 1.0, by which its own data parallelism recognizes Gloo
         dist.dist_backend, dist._backend = SimpleNamespace(GLOO="gloo"), dist.get_backend()
         adapted.append("torch.distributed.dist_backend: gone since torch 1.1")
     adapted.append("megatron.fused_kernels: off; upstream's do not compile since torch 1.11")
@@ -52,9 +52,10 @@ def _zeroing_as_asked(training: Any) -> Any:
 
 
 def _without_drawing(training: Any) -> Any:
-    """A data loader draws a seed from the CPU's random numbers, which on a GPU are not those of dropout.
+    """Keeps data loaders, which draw their seeds from the CPU's generator, from changing dropout.
 
-    Here they are, and a resumed run, which restores them first and makes its loaders then, would draw others.
+    On a CPU that generator is also dropout's. A resumed run restores its state before it makes its loaders, and would
+    continue with other numbers.
     """
     build = training.build_train_valid_test_data_iterators
 
@@ -68,7 +69,7 @@ def _without_drawing(training: Any) -> Any:
 
 
 def _world_without_a_pipeline() -> None:
-    """DeepSpeed writes the pipeline's size into every checkpoint; upstream knows none where there is no pipeline."""
+    """DeepSpeed writes the pipeline's size into every checkpoint; upstream has no answer without a pipeline."""
     mpu: Any = importlib.import_module("megatron.mpu")
     groups: Any = importlib.import_module("megatron.mpu.initialize")
     for name, alone in (("get_pipe_parallel_world_size", 1), ("get_pipe_parallel_rank", 0)):
@@ -77,9 +78,9 @@ def _world_without_a_pipeline() -> None:
 
 
 def _one_random_tracker() -> None:
-    """With DeepSpeed's activation checkpointing its random states replace Megatron's, but not where they were imported.
+    """Makes the layers use DeepSpeed's random tracker too, once its activation checkpointing is on.
 
-    Upstream replaces them in ``mpu`` only; the layers then ask the other tracker, which was never seeded.
+    Upstream replaces the tracker in ``mpu`` only; the layers would use Megatron's, which was never seeded.
     """
     initialize: Any = importlib.import_module("megatron.initialize")
     layers: Any = importlib.import_module("megatron.mpu.layers")
@@ -93,7 +94,7 @@ def _one_random_tracker() -> None:
 
 
 def _nothing_to_free() -> None:
-    """DeepSpeed empties the GPU's copy of what it stores in the host's memory. Here both are the same tensor."""
+    """Keeps DeepSpeed from emptying the GPU's copy of what it stores in host memory: on a CPU both are one tensor."""
     if importlib.util.find_spec("deepspeed") is None:
         return
     checkpointing: Any = importlib.import_module("deepspeed.runtime.activation_checkpointing.checkpointing")
@@ -108,7 +109,7 @@ def _nothing_to_free() -> None:
 
 
 def _absent_packages() -> list[str]:
-    """Two packages that its tokenizers import. Training only asks them for the size of the vocabulary."""
+    """Replaces two packages that its tokenizers import; training only needs the size of the vocabulary."""
     absent = [name for name in ("six", "regex") if importlib.util.find_spec(name) is None]
     if "six" in absent:
         six: Any = ModuleType("six", "Stand-in by tridock.compat.")
@@ -130,7 +131,7 @@ def _compiled_helpers() -> bool:
 
 
 def _numpy_helpers() -> list[str]:
-    """Upstream compiles its C++ helpers with make on the first run; an image without a compiler trains all the same."""
+    """Replaces the C++ helpers, which upstream compiles with make on the first run, for images without a compiler."""
     helpers: Any = ModuleType("megatron.data.helpers", "Stand-in by tridock.compat: what GPT-2's data set calls.")
     helpers.build_sample_idx = build_sample_idx
     sys.modules["megatron.data.helpers"] = helpers

@@ -25,7 +25,7 @@ from tridock.data.dataset.manifest import read_manifest
 from tridock.data.input.sources import Kind, find_sources
 from tridock.data.preprocess import Preprocessed, Request, preprocess
 from tridock.data.resumable_build import ResumableBuild
-from tridock.data.tokenize import workers as workers_module
+from tridock.data.tokenize import blocks as blocks_module
 from tridock.data.tokenize.blocks import Recipe
 from tridock.data.tokenize.encoders import Reference
 from tridock.data.tokenize.tokenizer import BytePairTokenizer
@@ -127,7 +127,7 @@ def test_the_bytes_are_the_same_however_they_come_back(
     tokenizer: BytePairTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slot_bytes: int
 ) -> None:
     """All through memory that the workers share, some of it, none: chunks have 30 to 700 tokens here."""
-    monkeypatch.setattr(workers_module, "_SLOT_BYTES", slot_bytes)
+    monkeypatch.setattr(blocks_module, "_SLOT_BYTES", slot_bytes)
     source = tmp_path / "a.jsonl"
     texts = b"".join(lines("word " * (n * 37 % 90), "") for n in range(60))
     source.write_bytes(texts.replace(b'"}', b'", "b": "x y"}'))
@@ -162,7 +162,7 @@ def test_an_input_that_somebody_writes_to(tokenizer: BytePairTokenizer, tmp_path
     assert message(lambda: preprocess(wanted, append)) == changed
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
     if workers == 2:
-        encode = workers_module._encode_part
+        encode = blocks_module._encode_part
         assert message(lambda: encode(None, wanted.sources[0], str(source), 0, 1 << 30)) == changed
 
 

@@ -110,7 +110,7 @@ class BaselineTrainer(Trainer):
         )
 
     def iterate(self, iteration: int) -> None:
-        # The one that begins changes with each turn: a machine that grows slower does so for both.
+        # The two alternate in going first: a machine that slows down does so for both.
         if self._steps == 0:
             if len(self.taken) % 2:
                 self._run_bare(self.turns.steps)
@@ -140,6 +140,6 @@ class BaselineTrainer(Trainer):
         heartbeat.beat(heartbeat.TRAIN)
 
     def _settle(self) -> None:
-        """What the device has been given belongs to the turn that gave it."""
+        """Waits for the device, so that its work counts for the turn that started it."""
         if self.ranks.device.type == "cuda":
             torch.cuda.synchronize()

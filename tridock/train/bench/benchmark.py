@@ -1,7 +1,7 @@
 """``torchrun … -m tridock.train --mode …``: as ``trainer.py`` of PyTorch's data parallel benchmark.
 
-The ranks are there before the run is. Rank 0 asks the planner, names the run, and tells the others through torchrun's
-store; its folder then is that of every other run, and torchrun is who watches it.
+The ranks start before the run exists. Rank 0 calls the planner, names the run, and tells the others through torchrun's
+store. The run's folder is like any other; torchrun supervises the ranks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Place:
 
 
 def start(engine: Engine, argv: Sequence[str]) -> int:
-    """Names the run together with the other ranks, and runs this one; gives the exit code."""
+    """Agrees with the other ranks on the run, and runs this rank; returns the exit code."""
     options, place = _options(argv), Place.of(os.environ)
     workspace = options.workspace.absolute()
     try:
@@ -81,7 +81,7 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def agree_on_run(place: Place, env: Mapping[str, str], name: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What rank 0 finds out, on every rank."""
+    """Returns rank 0's answer on every rank."""
     if place.world_size == 1:
         return name()
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -104,7 +104,7 @@ def agree_on_run(place: Place, env: Mapping[str, str], name: Callable[[], dict[s
 
 
 def _named(options: argparse.Namespace, workspace: Path, place: Place) -> dict[str, Any]:
-    """The run, with its first files written; the planner's exit code where it refuses."""
+    """Names the run and writes its first files; if the planner refuses, returns its exit code."""
     changes = [*overrides(options.mode, options.ndevice_per_proc, place.world_size), *options.set]
     experiment = load_experiment(options.config, changes)
     if experiment.parallel.strategy == "zero":

@@ -21,10 +21,10 @@ from torch.nn import functional as F
 
 
 def positions(seq_length: int, rank: int, size: int) -> Tensor:
-    """The places in the sample of the tokens that a context parallel rank holds.
+    """Returns the positions in the sample of the tokens of a context parallel rank.
 
-    Of 2 x size equal pieces each rank has one from either end, so that all have as much to attend to: Megatron's and
-    transformer-engine's way. A RuntimeError where they do not come out equal.
+    The sample has 2 x size equal pieces; each rank holds one from either end, so that all do the same work, as in
+    Megatron and transformer-engine. Raises RuntimeError if the pieces are not equal.
     """
     if size == 1:
         return torch.arange(seq_length)
@@ -32,8 +32,8 @@ def positions(seq_length: int, rank: int, size: int) -> Tensor:
     return torch.cat([pieces[rank], pieces[2 * size - 1 - rank]])
 
 
-# One for all layers: each keeps its mask for the backward pass. In the format of the queries: of a boolean mask the
-# kernels would make, and keep, one such for each layer.
+# Cached, because every layer keeps its mask for the backward pass. It has the dtype of the queries: the kernels would
+# convert a boolean mask, and keep the result, for each layer.
 @lru_cache(maxsize=1)
 def causal_bias(seq_length: int, rank: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """What is added to a context parallel rank's scores: -inf where a key comes after the query, else 0.

@@ -1,4 +1,4 @@
-"""Where a rank stands: megatron-core's groups, and the random numbers that follow from the place."""
+"""A rank's place in megatron-core's groups, and the random numbers that follow from it."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Layout:
 
     @classmethod
     def form(cls, parallel: Parallel) -> Layout:
-        """Forms megatron-core's groups in the world that is there. A collective."""
-        if parallel_state.is_initialized():  # of a run before, in a process that trains several
+        """Forms megatron-core's groups in the current process group. A collective."""
+        if parallel_state.is_initialized():  # by an earlier run of this process
             parallel_state.destroy_model_parallel()
         virtual = parallel.virtual_pipeline_model_parallel_size
         parallel_state.initialize_model_parallel(
@@ -51,10 +51,10 @@ class Layout:
         )
 
     def reseed(self, seed: int, iteration: int) -> None:
-        """Seeds dropout by the iteration and the place: a resumed run draws what an uninterrupted one draws.
+        """Seeds dropout by iteration and place, so that a resumed run draws what an uninterrupted one draws.
 
-        Tensor parallel ranks share a seed: what they hold alike they must drop alike. Megatron gives each its own
-        where it splits.
+        Tensor parallel ranks share a seed: they must drop the same elements of what they all hold. Megatron gives each
+        rank its own seed where it splits.
         """
         place = (self.data_parallel_rank, self.context_parallel_rank, self.stage)
         mixed = mixed_seed(seed, *place, iteration) >> 2

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def engine(ranks: Ranks) -> Build:
-    """What makes the parts of the training loop, once megatron-core finds what it needs on this machine."""
+    """Prepares this machine for megatron-core; returns the function that builds the parts of the training loop."""
     from tridock.compat import megatron_core
 
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ranks.world_size)
@@ -28,7 +28,7 @@ def engine(ranks: Ranks) -> Build:
 
 
 def main() -> int:
-    """Runs the rank; gives the exit code."""
+    """Runs the rank; returns the exit code."""
     return run_program("tridock.train.megatron_core.pretrain_gpt", "megatron-core", engine)
 
 

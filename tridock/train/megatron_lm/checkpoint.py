@@ -25,7 +25,7 @@ from tridock.train.rank.process_group import Ranks, any_rank
 
 
 class UpstreamCheckpoints:
-    """Stands around upstream's ``save_checkpoint`` and ``load_checkpoint``. Everything here is a collective."""
+    """Wraps upstream's ``save_checkpoint`` and ``load_checkpoint``. Every method is a collective."""
 
     def __init__(self, args: Any, run_folder: Path, ranks: Ranks, keep: int | None) -> None:
         self._args, self._ranks, self._keep = args, ranks, keep
@@ -41,7 +41,7 @@ class UpstreamCheckpoints:
             places: list[tuple[Any, str]] = [(torch, "save")]
             with ExitStack() as changes:
                 changes.enter_context(replaced(self._args, "save", str(folder.parent)))
-                # What names the newest one is written once it is whole, and not by upstream.
+                # Tridock writes the pointer to the newest checkpoint, once that is complete.
                 changes.enter_context(replaced(self._upstream, "get_checkpoint_tracker_filename", lambda _: os.devnull))
                 if self._args.deepspeed:
                     places.append((model, "_copy_recovery_script"))
@@ -53,7 +53,7 @@ class UpstreamCheckpoints:
         return self._checkpoints.save(write, iteration, {TRACKER: str(iteration).encode()}, (), self._keep)
 
     def load(self, load: Callable[..., int], rejected: Rejected, model: Any, *rest: Any, **named: Any) -> int:
-        """The newest whole one; upstream's own, which nobody has listed, as upstream loads it."""
+        """Loads the newest complete checkpoint; without any ``files.json``, the one that upstream chooses."""
         with safe_torch_load(megatron_classes()):
             return self._load(load, rejected, model, *rest, **named)
 

@@ -23,14 +23,13 @@ from tridock.contracts.run_folder import write_atomic
 from tridock.errors import Problem, RunError, TridockError
 
 MARK = "_indexmap.sha256"
-"""After the data's prefix: the file that says what the maps beside it are of."""
+"""After the data's prefix: the file that says which data the maps beside it belong to."""
 
 
 def remove_stale(prefix: Path, split: str) -> int:
-    """Removes the maps of other data or another split; how many. To be called once a node, before anyone makes one.
+    """Removes maps of other data or another split; returns their number. Call it once per node, before any are made.
 
-    What the maps are of stands in ``<data>_indexmap.sha256``. In a folder that cannot be written they stay: whoever
-    made them there answers for them.
+    ``<data>_indexmap.sha256`` says which data the maps belong to. In a folder that is not writable they stay.
     """
     mark = prefix.with_name(f"{prefix.name}{MARK}")
     with prefix.with_name(f"{prefix.name}.idx").open("rb") as index:
@@ -53,7 +52,7 @@ _PARTS: Final = ("doc_idx", "sample_idx", "shuffle_idx")
 
 
 def main() -> int:
-    """Makes them; gives the exit code."""
+    """Makes the maps; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tridock.train.megatron_lm.index_maps", allow_abbrev=False)
     parser.add_argument("--data-parallel-size", type=int, required=True, help="replicas that the run will have")
     options, argv = parser.parse_known_args()
@@ -71,7 +70,7 @@ def main() -> int:
 
 
 def make(argv: list[str], data_parallel_size: int) -> IndexMaps:
-    """The maps of the run whose argv these are, beside its data."""
+    """Makes the maps of a run with this ``argv``, beside its data."""
     from tridock.train.megatron_lm.pretrain_gpt2 import check_files, remove_stale_maps, source_folder
 
     source = source_folder()
@@ -79,7 +78,7 @@ def make(argv: list[str], data_parallel_size: int) -> IndexMaps:
     prefix = Path(dict(itertools.pairwise(argv))["--data-path"])
     remove_stale_maps(argv)
     try:
-        # Upstream writes under the maps' own names: cut off, half of one would be taken for the whole by the next run.
+        # Upstream writes under the final names: the next run would use a truncated map.
         with tempfile.TemporaryDirectory(prefix=f".{prefix.name}_indexmap.", dir=prefix.parent) as folder:
             aside = Path(folder) / prefix.name
             _link(prefix, Path(folder))

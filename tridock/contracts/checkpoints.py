@@ -1,7 +1,5 @@
 """The names of files in a checkpoint folder, which the engines write and the supervisor, a launch and a replan read."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Final

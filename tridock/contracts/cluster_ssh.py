@@ -1,7 +1,5 @@
 """The options of ssh between a cluster's nodes: trust, timeouts and keepalives stand here alone."""
 
-from __future__ import annotations
-
 from typing import Final
 
 CONFIG: Final = {

@@ -1,7 +1,5 @@
 """Typed data as JSON: dataclasses of plain values, written as they are and read by their annotations."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, is_dataclass

@@ -1,7 +1,5 @@
 """GPUs and MIG slices as CUDA counts them: the list of ``nvidia-smi``, and ``CUDA_VISIBLE_DEVICES`` of a rank."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Final

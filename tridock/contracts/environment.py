@@ -1,7 +1,5 @@
 """The environment variables of Tridock; the scripts in ``entrypoint/`` repeat some names, and a test compares."""
 
-from __future__ import annotations
-
 from typing import Final
 
 # Of a container, set where it is started.

@@ -1,7 +1,5 @@
 """``events.jsonl``: the events of a run, the cause codes of its failures, and how a line is written and read."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

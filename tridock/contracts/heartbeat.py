@@ -4,8 +4,6 @@
 never synced to disk. An agent that finds a heartbeat old asks the rank for its stacks with :data:`STACKS_SIGNAL`.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """What ``python -m tridock.node VERB`` answers, as JSON: one dataclass a verb, for the node and for whoever asks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final

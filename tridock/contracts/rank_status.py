@@ -1,7 +1,5 @@
 """What a node's agent reports to the supervisor of a run, a line of JSON each."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

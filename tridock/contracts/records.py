@@ -1,7 +1,5 @@
 """Reading a run's records: ``metrics.jsonl``, ``events.jsonl``, ``plan.json``, ``manifest.json``."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

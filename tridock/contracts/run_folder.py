@@ -1,7 +1,5 @@
 """Names that the operator's side and the container's side agree on: paths, files of a run, the run marker."""
 
-from __future__ import annotations
-
 import os
 import re
 import secrets

@@ -1,7 +1,5 @@
 """``python -m tridock.node VERB``: prints its answer as JSON or plain text on stdout, and errors on stderr."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

@@ -4,8 +4,6 @@ Two bytes that no log contains tell a remote reader more: BEAT, that this end is
 complete.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 import time

@@ -1,7 +1,5 @@
 """From the facts to the rule that knows them, and to the report that people read. Pure."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The facts of a failed run, from the evidence of its nodes (``tridock.node evidence``)."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

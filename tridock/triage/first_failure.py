@@ -1,7 +1,5 @@
 """What a failed run failed of: the supervisor's verdict, or the rank that failed first. Pure."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

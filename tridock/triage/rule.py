@@ -1,7 +1,5 @@
 """What a rule is."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Set
 from dataclasses import dataclass

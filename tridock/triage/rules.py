@@ -1,7 +1,5 @@
 """All rules, in the order in which they are tried: what the supervisor saw, what upstream said, and what is left."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from tridock.contracts.events import Cause, Event

@@ -1,7 +1,5 @@
 """Rules about what upstream says: torch, NCCL, Gloo, DeepSpeed, Megatron, Python, the system, ssh."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from tridock.contracts.events import Cause

@@ -1,7 +1,5 @@
 """Evidence of this node about a failed run: the ends of its files, and the kernel's messages during the run."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

@@ -5,8 +5,6 @@ It prints the status of the node's ranks as lines of JSON, once a second and as 
 then ends the node's part of the run, which is of no further use.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import signal

@@ -1,7 +1,5 @@
 """The processes of a run on this node: those whose environment names the run. Nothing else is ever touched."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """The current status of this node's ranks, from their heartbeats and from the kernel's view of their processes."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

@@ -1,7 +1,5 @@
 """Receives the files that the head sends to a node, as a tar archive on standard input."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tarfile

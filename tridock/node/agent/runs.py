@@ -1,7 +1,5 @@
 """The runs of this node's workspace, each with its state."""
 
-from __future__ import annotations
-
 import re
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reserves a spare node for one run: the first to ask gets it, until the run's ranks have started there."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

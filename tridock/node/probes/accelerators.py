@@ -1,7 +1,5 @@
 """The GPUs and InfiniBand devices that the container sees, and what NVIDIA's driver says of them."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 import subprocess

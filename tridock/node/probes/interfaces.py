@@ -1,7 +1,5 @@
 """Network interfaces of this node, and which of them Gloo and NCCL choose, by the same rules as theirs."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

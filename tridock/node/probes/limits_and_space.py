@@ -1,7 +1,5 @@
 """Shared memory, disk space, resource limits and cores of this node."""
 
-from __future__ import annotations
-
 import os
 import resource
 from contextlib import suppress

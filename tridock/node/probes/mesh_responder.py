@@ -3,8 +3,6 @@
 It ends when the caller disconnects.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

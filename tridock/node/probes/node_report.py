@@ -1,7 +1,5 @@
 """The report of this node for the doctor: everything that it can tell without the others."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import resource

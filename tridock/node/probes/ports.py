@@ -1,7 +1,5 @@
 """TCP ports of this node: a free one for the rendezvous, or the process that holds a given one."""
 
-from __future__ import annotations
-
 import errno
 import random
 import socket

@@ -1,7 +1,5 @@
 """What a launch asks of a node before it writes anything there, in one answer."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

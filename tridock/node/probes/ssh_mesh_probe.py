@@ -1,7 +1,5 @@
 """Connects from the head to every node, itself included, over ssh as pdsh does, all nodes at once."""
 
-from __future__ import annotations
-
 import subprocess
 import threading
 import time

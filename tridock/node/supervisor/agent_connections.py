@@ -1,7 +1,5 @@
 """The supervisor's connections to the agents of all nodes: what they report, what they are sent, when one is silent."""
 
-from __future__ import annotations
-
 import os
 import selectors
 import subprocess

@@ -1,7 +1,5 @@
 """Failover: asks the spares, lays the run out on other nodes, and sends them its new files."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -3,8 +3,6 @@
 It holds the lock of :mod:`tridock.contracts.run_state` as long as it lives.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import signal

@@ -1,7 +1,5 @@
 """Whether and how a failed run restarts: how often, from which checkpoint, and what must be in order first."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """From what is seen of a run's ranks and nodes to what is wrong with it. Pure."""
 
-from __future__ import annotations
-
 import math
 import re
 import signal

@@ -1,7 +1,5 @@
 """The doctor: proves a cluster before a run needs it, names what is wrong, and mends what is safe to mend."""
 
-from __future__ import annotations
-
 from tridock.ops.doctor.check import Request, check, check_quickly
 from tridock.ops.doctor.finding import Report
 from tridock.ops.doctor.output import lines, table, to_json

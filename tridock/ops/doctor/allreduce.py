@@ -1,7 +1,5 @@
 """A short all-reduce over all ranks, started as a launch does (pdsh over ssh), and who is to blame where it fails."""
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Callable, Mapping, Sequence

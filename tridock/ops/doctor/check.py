@@ -1,7 +1,5 @@
 """The doctor: asks hosts and nodes, compares their answers, and tries what a launch will do."""
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Callable, Sequence

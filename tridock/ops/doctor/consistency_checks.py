@@ -1,7 +1,5 @@
 """What has to be the same on all nodes: image, code, environment, clock, workspace. Pure."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final

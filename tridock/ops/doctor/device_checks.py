@@ -1,7 +1,5 @@
 """GPUs and InfiniBand of the nodes against the slots and the image, and who holds the slots. Pure."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What the doctor finds: a problem of a node, how bad it is, why it matters, and what ``--fix`` would do."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Checks of each host: whether it answers, its node, the image of that node, and its keys."""
 
-from __future__ import annotations
-
 from tridock.errors import ClusterError, Problem
 from tridock.ops.doctor.consistency_checks import image_findings
 from tridock.ops.doctor.finding import KEYS, UP, Report, fail, warn

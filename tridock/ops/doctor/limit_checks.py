@@ -1,7 +1,5 @@
 """Shared memory, disk, limits and cores of a node against the ranks that will run there. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Final
 

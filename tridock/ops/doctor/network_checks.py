@@ -1,7 +1,5 @@
 """The interfaces that Gloo and NCCL would use, and whether the other nodes reach them. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Final
 

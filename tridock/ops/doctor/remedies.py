@@ -1,7 +1,5 @@
 """``fab check --fix``: safe fixes, each printed. What an active run needs is never touched."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Findings from the head's ssh to each node: ssh's error and its fix. Pure."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final

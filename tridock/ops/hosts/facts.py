@@ -1,7 +1,5 @@
 """What each host says about itself, in one round trip: ids, home, devices, keys, Docker, image and container."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The cluster's image: which one it is, and how it reaches hosts that lack it, without a registry."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import tempfile

@@ -4,8 +4,6 @@
 command repairs what an interrupted one left. A node's folder is what its container mounts.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 from collections.abc import Iterator

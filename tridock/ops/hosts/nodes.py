@@ -1,7 +1,5 @@
 """Nodes up and down: one container a host, made from the cluster's recipe, ready when its sshd answers."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """A run that failed, as an error: one line that says so, and beneath it why. Needs no host."""
 
-from __future__ import annotations
-
 from tridock.errors import Problem, RunError
 from tridock.triage import Facts, diagnose, report
 

@@ -1,7 +1,5 @@
 """A run's folder brought home from every node that has a part of it."""
 
-from __future__ import annotations
-
 import sys
 import tempfile
 import zlib

@@ -1,7 +1,5 @@
 """``fab launch``: from an experiment and a cluster to a run on its nodes."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 Several machines can join in one run without ssh too, each started by hand with its rank (``NODE_RANK``).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import signal

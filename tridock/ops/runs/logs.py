@@ -1,7 +1,5 @@
 """A run's output and its ranks' logs, read on the nodes; a head may vanish without a word."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Where a run comes from, for its manifest: code, packages, image, machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """Runs on a cluster: which there are, their logs, stopping one."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 

@@ -4,8 +4,6 @@ Node 0 listens on the port that the ranks will use afterwards; each other node s
 run. All get the run's id, or all get every reason why this cannot be one run. One line of JSON each way.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

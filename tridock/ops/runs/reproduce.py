@@ -1,7 +1,5 @@
 """A run done once more on this machine, from its own folder, and compared with what it was. Needs no host."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run done once more on a cluster: its folder comes home, the new run starts as any other, and both are compared."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tridock.contracts.run_folder import REPRODUCTION

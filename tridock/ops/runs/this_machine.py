@@ -1,7 +1,5 @@
 """This machine as a node: its GPUs, and how a verb of ``tridock.node`` runs here."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

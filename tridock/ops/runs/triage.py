@@ -1,7 +1,5 @@
 """What becomes of a run that failed: what all its nodes tell of it, and what that comes to."""
 
-from __future__ import annotations
-
 from typing import Final
 
 from tridock.contracts import run_folder

@@ -1,7 +1,5 @@
 """Submitted jobs: their state, their output, their end."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

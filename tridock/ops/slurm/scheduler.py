@@ -1,7 +1,5 @@
 """Slurm's own commands: everything that is asked of a scheduler goes through here."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What ``sinfo`` says of the cluster, and what of a request it cannot give. Pure."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """From experiments and a request to a job: the plan, the site, the script, the runs' folders, ``sbatch``."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """What a job's script becomes on the first node: the run's supervisor, and what is done when it has ended."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Data to the hosts: each one's workspace holds what the operator's project folder holds, by hash."""
 
-from __future__ import annotations
-
 from tridock.ops.sync.files import Chosen, choose, of_experiment
 from tridock.ops.sync.operation import Row, Synced, sync
 

@@ -3,8 +3,6 @@
 Hashes are kept beside the cluster's keys: an unchanged file is read once.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The hosts of one operation, and which of them see the same folder: a file for all of those is sent once."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress

@@ -4,8 +4,6 @@ All paths are below the workspace, without tabs or line breaks. Hashes are kept 
 `hash size stamp path` a line, the stamp being inode and times: what changes a file changes its ctime.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import tarfile

@@ -10,8 +10,6 @@ leader, creates and renames folders there and writes what is common to all ranks
 checkpoint; without one each node has what its own ranks need to resume.
 """
 
-from __future__ import annotations
-
 import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping

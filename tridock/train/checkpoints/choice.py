@@ -3,8 +3,6 @@
 Everything here is a collective with the same result on all ranks.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path

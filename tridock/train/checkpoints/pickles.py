@@ -3,8 +3,6 @@
 An untrusted pickle can run any code when it is loaded.
 """
 
-from __future__ import annotations
-
 import argparse
 import pickle
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Write errors: their message, and how to defer them to the end of a collective that writes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any

@@ -5,8 +5,6 @@ partitions, the last padded with zeros; ZeRO-3 splits each parameter so, and a r
 rank reads its new partitions out of the old ones; files are memory-mapped, not read whole.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Pipeline parallelism with torch's pipelining and its schedules."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Final

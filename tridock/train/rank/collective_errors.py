@@ -1,7 +1,5 @@
 """Errors of collectives: a rank that has lost another, or NCCL's own failure, in NCCL's own words."""
 
-from __future__ import annotations
-
 from typing import Final
 
 import torch.distributed as dist

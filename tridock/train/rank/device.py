@@ -1,7 +1,5 @@
 """The device of a rank. A rank that should have a GPU never trains on the CPU without being asked to."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 

@@ -1,7 +1,5 @@
 """The records that a run writes: ``metrics.jsonl``, ``events.jsonl``, TensorBoard."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

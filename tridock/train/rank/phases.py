@@ -4,8 +4,6 @@ Every moment belongs to one phase, the innermost one entered, so the phases of a
 the device's time between two events, idle time included.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ no other kernel and no copy runs; on a CPU Gloo's unfinished operations while th
 includes waiting for a slower rank or another pipeline stage.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,14 +4,12 @@ A run's supervisor holds a lock on ``.supervisor`` as long as it lives. A run wi
 is lost. No process number is needed, which a restarted container could reuse.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import time
 from enum import StrEnum
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 from tridock.contracts import run_folder
 from tridock.contracts.events import Event, append_event
@@ -51,7 +49,7 @@ class RunState(StrEnum):
         return list(RunState).index(self)
 
     @classmethod
-    def of_exit_code(cls, code: int) -> RunState:
+    def of_exit_code(cls, code: int) -> Self:
         """The state of a run that left this exit code."""
         known = {0: cls.DONE, run_folder.EXIT_STOPPED: cls.STOPPED, run_folder.EXIT_PREEMPTED: cls.PREEMPTED}
         return known.get(code, cls.FAILED)

@@ -1,12 +1,11 @@
 """What the supervisor has to know of a run, as data in its folder: who runs where, and what to do when one fails."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Self
 
 from tridock.contracts.codec import decode
 
@@ -81,7 +80,7 @@ class Supervision:
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> Supervision:
+    def from_json(cls, text: str) -> Self:
         """Reads the file."""
         return decode(cls, text)
 

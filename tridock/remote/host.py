@@ -1,11 +1,9 @@
 """What can be done on a host, however it is reached, and how its failures read."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, Self
 
 from tridock.command import Command
 from tridock.errors import ClusterError, Problem
@@ -80,7 +78,7 @@ class Completed:
     stderr: bytes
     command: str = field(default="a command", compare=False)
 
-    def checked(self, where: str) -> Completed:
+    def checked(self, where: str) -> Self:
         """This result, or a :class:`ClusterError` with the command's last line of output where it failed."""
         if self.exit_code == 0:
             return self

@@ -1,7 +1,5 @@
 """Writes data sets from slices of others, for merge and split. Either all outputs appear, or none."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil
@@ -9,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, Self
 
 import numpy as np
 
@@ -148,7 +146,7 @@ class _Partial:
         self._idx = prefix.with_name(f".{prefix.name}.idx.{mark}")
         self._hash = None if output.manifest is None else Digest()
 
-    def __enter__(self) -> _Partial:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

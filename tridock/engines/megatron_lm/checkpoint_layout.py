@@ -1,10 +1,8 @@
 """The layout that a checkpoint of Megatron-LM v1.1.5 fits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from tridock.errors import Problem
 from tridock.experiment import Experiment
@@ -26,7 +24,7 @@ class CheckpointLayout:
     num_attention_heads: int
 
     @classmethod
-    def of(cls, experiment: Experiment, data_parallel_size: int) -> CheckpointLayout:
+    def of(cls, experiment: Experiment, data_parallel_size: int) -> Self:
         """That of an experiment's own checkpoints."""
         parallel, model = experiment.parallel, experiment.model
         return cls(

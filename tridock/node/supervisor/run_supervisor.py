@@ -1,7 +1,5 @@
 """The supervisor of a run: starts it, watches all nodes, ends it everywhere and restarts it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time
@@ -10,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Final
+from typing import Final, Self
 
 from tridock.contracts import environment, heartbeat, run_folder
 from tridock.contracts.events import Cause, Event, append_event, events_of, read_lines
@@ -61,7 +59,7 @@ class RunSupervisor:
         self.preemption_requested = False
         """Set where a scheduler has sent SIGTERM or SIGUSR1 to all processes of its job, of which this is one."""
 
-    def __enter__(self) -> RunSupervisor:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, _kind: type[BaseException] | None, _e: BaseException | None, _t: TracebackType | None) -> None:

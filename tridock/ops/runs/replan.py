@@ -1,12 +1,10 @@
 """A run that has lost nodes, laid out anew: on spares, or on what is left. Reads the run's folder, writes nothing."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from tridock.contracts import run_folder
 from tridock.contracts.checkpoints import ZERO_RANK
@@ -51,7 +49,7 @@ class Run:
     supervision: Supervision
 
     @classmethod
-    def read(cls, folder: Path) -> Run:
+    def read(cls, folder: Path) -> Self:
         """Raises :class:`RequestError` where this is no run's folder."""
         try:
             texts = {name: (folder / name).read_text() for name in _READ}

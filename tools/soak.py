@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tridock.contracts import run_folder
-from tridock.contracts.events import read_lines
+from tridock.contracts.records import read_lines
 from tridock.ops.hosts.session import Session
 
 CONFIG: Final = "configs/demo.yaml"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tridock.contracts import run_folder
+from tridock.contracts.records import read_lines
 
 
 class Event(StrEnum):
@@ -119,26 +120,3 @@ def append_event(folder: Path, event: Event, /, **fields: object) -> None:
 def events_of(folder: Path, event: Event, first: int = 0) -> list[dict[str, Any]]:
     """The run's events of one name, without the ``first`` lines of the file."""
     return [entry for entry in read_lines(folder / run_folder.EVENTS)[first:] if entry.get("event") == event]
-
-
-def read_lines(path: Path, last_bytes: int | None = None) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file; a line that is still being written is left out.
-
-    ``last_bytes`` reads the end of the file only: a long run's metrics are long.
-    """
-    try:
-        with path.open("rb") as file:
-            if last_bytes is not None:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - last_bytes))
-            content = file.read()
-    except FileNotFoundError:
-        return []
-    entries = []
-    for line in content.split(b"\n"):
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(entry, dict):
-            entries.append(entry)
-    return entries

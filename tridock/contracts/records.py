@@ -1,6 +1,7 @@
 """Reading a run's records: ``metrics.jsonl``, ``events.jsonl``, ``plan.json``, ``manifest.json``."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,12 @@ def check_run(folder: Path) -> None:
         raise RequestError(Problem(str(folder), "is not a run's folder", got, "give runs/<run-id>"))
 
 
-def read_lines(path: Path) -> list[Record]:
-    """The objects of a JSON lines file; none where it is missing. A line that is still being written is left out."""
-    return list(_objects(path))
+def read_lines(path: Path, last_bytes: int | None = None) -> list[Record]:
+    """The objects of a JSON lines file; none if it is missing. Skips a line that is still being written.
+
+    ``last_bytes`` reads only the end of the file: a long run's metrics are long.
+    """
+    return list(_objects(path, last_bytes))
 
 
 def read_metrics(folder: Path) -> tuple[list[Record], Evaluations]:
@@ -55,13 +59,15 @@ def read_object(path: Path) -> Record:
     return content if isinstance(content, dict) else {}
 
 
-def _objects(path: Path) -> Iterator[Record]:
+def _objects(path: Path, last_bytes: int | None = None) -> Iterator[Record]:
     # Line by line: the metrics of a long run are long.
     try:
         file = path.open("rb")
     except FileNotFoundError:
         return
     with file:
+        if last_bytes is not None:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - last_bytes))
         for line in file:
             try:
                 record = json.loads(line)

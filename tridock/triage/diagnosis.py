@@ -25,7 +25,7 @@ class Diagnosis:
 
 
 def diagnose(facts: Facts) -> Diagnosis:
-    """The first rule that knows the failure's cause code or its text; then what is left."""
+    """The first rule that knows the failure's cause code or its text; then the rest."""
     for where, text in _texts(facts):
         for rule in RULES:
             if rule.last:

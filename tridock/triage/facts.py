@@ -23,10 +23,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """All that a rule may look at."""
+    """All that a rule may use."""
 
     exit_code: int | None
-    """None of a run that was lost: nobody was left to write it."""
+    """None if the run was lost: nothing wrote it."""
     failure: FirstFailure | None = None
     reason: str = ""
     """What the failed rank said, whole; or what the supervisor saw of it."""
@@ -101,13 +101,13 @@ def facts_of(answers: Mapping[str, Evidence], head: str, exit_code: int | None) 
 def _reason(first: FirstFailure | None, log: str) -> str:
     if first is None:
         return ""
-    said = str(first.event.get("reason") or first.reason)
-    if first.event.get("rank") != first.rank:  # of a rank that ended without a message, one tells that waited for it
-        return f"{first.reason}\n{said}"
+    reason = str(first.event.get("reason") or first.reason)
+    if first.event.get("rank") != first.rank:  # the event is of a rank that waited for it
+        return f"{first.reason}\n{reason}"
     # An exception's repr leaves a file's name out; the last line of its traceback has it.
-    name = re.match(r"(\w+)\(", said)
+    name = re.match(r"(\w+)\(", reason)
     traced = name and re.findall(rf"^(?:\w+\.)*{name[1]}: .+", log, re.MULTILINE)
-    return str(traced[-1]) if traced else said
+    return str(traced[-1]) if traced else reason
 
 
 def _steps(metrics: Sequence[Mapping[str, Any]]) -> tuple[Step, ...]:

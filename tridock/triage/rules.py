@@ -1,4 +1,4 @@
-"""All rules, in the order in which they are tried: what the supervisor saw, what upstream said, and what is left."""
+"""All rules, in the order in which they are tried: what the supervisor saw, what upstream printed, and the rest."""
 
 from typing import Final
 

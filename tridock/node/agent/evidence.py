@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from tridock.contracts import run_folder
-from tridock.contracts.events import Event, events_of, read_lines
+from tridock.contracts.events import Event, events_of
 from tridock.contracts.node_answers import Evidence
-from tridock.contracts.records import read_object
+from tridock.contracts.records import read_lines, read_object
 
 _LOG_BYTES: Final = 8000
 _LOG_LINES: Final = 60

@@ -5,8 +5,8 @@ import time
 from pathlib import Path
 
 from tridock.contracts import run_folder
-from tridock.contracts.events import read_lines
 from tridock.contracts.node_answers import RunInfo
+from tridock.contracts.records import read_lines
 from tridock.contracts.run_state import exit_code_of, is_supervised, state_of
 
 _TAIL_BYTES = 1 << 16

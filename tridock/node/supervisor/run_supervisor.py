@@ -11,7 +11,8 @@ from types import TracebackType
 from typing import Final, Self
 
 from tridock.contracts import environment, heartbeat, run_folder
-from tridock.contracts.events import Cause, Event, append_event, events_of, read_lines
+from tridock.contracts.events import Cause, Event, append_event, events_of
+from tridock.contracts.records import read_lines
 from tridock.contracts.supervision import Supervision
 from tridock.node.agent.processes import find_processes
 from tridock.node.probes import ports
@@ -83,7 +84,7 @@ class RunSupervisor:
         return run_folder.LAUNCH_SCRIPT if iteration is None else run_folder.RESUME_SCRIPT
 
     def run_to_end(self) -> int:
-        """The run's exit code, once nothing of it is left."""
+        """The run's exit code, once all its processes have ended."""
         while True:
             code, verdict = self._attempt()
             if verdict is None or not self._restart(verdict):
@@ -144,8 +145,8 @@ class RunSupervisor:
         verdict = first_death(seen) or lost_node(silence, self._agents.ssh_errors())
         if verdict is not None:
             return verdict
-        if max(silence.values()) < _SILENT_S and (left := rank_without_peer(seen)) is not None:
-            return left
+        if max(silence.values()) < _SILENT_S and (lost := rank_without_peer(seen)) is not None:
+            return lost
         overdue = overdue_ranks(seen, self._steps.median, self._supervision.hang_timeout_s)
         if not overdue:
             return None
@@ -190,18 +191,18 @@ class RunSupervisor:
         return None
 
     def _end_all(self) -> None:
-        """Ends the run's processes on all nodes, those that its launcher left behind too.
+        """Ends the run's processes on all nodes, including orphans of its launcher.
 
         The head's own watch ends the launcher on the way, and not as DeepSpeed would: with a ``pkill`` on every node
         that hits other runs as well.
         """
         assert self._launcher is not None
-        left = self._agents.stop(_TERM_S, _STOP_PATIENCE_S)
+        remaining = self._agents.stop(_TERM_S, _STOP_PATIENCE_S)
         if self._returned() is None:
             self._launcher.kill()
             self._launcher.wait()
-        if any(left.values()):
-            self._print(f"processes that do not end: {_counted(left)}")
+        if any(remaining.values()):
+            self._print(f"processes that do not end: {_counted(remaining)}")
 
     def _wait_for_launcher(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -282,9 +283,9 @@ class RunSupervisor:
         return None
 
     def _wait_until_fit(self) -> str | None:
-        """Waits until nothing of the run is left on any node and the port is free; what is in the way, in the end.
+        """Waits until no process of the run remains on any node and the port is free; returns what prevents it.
 
-        A node that does not come back is done without.
+        The run continues without a node that does not come back.
         """
         deadline, began = time.monotonic() + _FIT_PATIENCE_S, time.monotonic()
         while (why := self._obstacle()) is not None:
@@ -311,21 +312,21 @@ class RunSupervisor:
         return None
 
     def _obstacle(self) -> str | None:
-        left = self._agents.stop(_TERM_S, _STOP_PATIENCE_S)
-        self._silent = [node for node in self._supervision.watched if node not in left]
+        remaining = self._agents.stop(_TERM_S, _STOP_PATIENCE_S)
+        self._silent = [node for node in self._supervision.watched if node not in remaining]
         if self._silent:
-            said = self._agents.ssh_errors()[self._silent[0]]
-            return f"{', '.join(self._silent)} does not answer" + (f" ({said})" if said else "")
-        if any(left.values()):
-            return f"processes of before do not end: {_counted(left)}"
+            error = self._agents.ssh_errors()[self._silent[0]]
+            return f"{', '.join(self._silent)} does not answer" + (f" ({error})" if error else "")
+        if any(remaining.values()):
+            return f"previous processes do not end: {_counted(remaining)}"
         port = self._supervision.master_port
         if not ports.is_free(port):
             return f"port {port} is taken by {ports.holder(port) or 'a process that cannot be seen from here'}"
         return None
 
 
-def _counted(left: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} on {node}" for node, count in left.items() if count)
+def _counted(remaining: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} on {node}" for node, count in remaining.items() if count)
 
 
 class StepTimes:

@@ -1,4 +1,4 @@
-"""From what is seen of a run's ranks and nodes to what is wrong with it. Pure."""
+"""The verdict on a run, from the status of its ranks and nodes. Pure."""
 
 import math
 import re
@@ -52,7 +52,7 @@ class Verdict:
 
 
 StatusByNode = Mapping[str, Sequence[RankStatus]]
-"""What is seen, by node."""
+"""The status of the ranks, by node."""
 
 
 def first_death(statuses_by_node: StatusByNode) -> Verdict | None:
@@ -126,14 +126,14 @@ def lost_node(silence_s: Mapping[str, float], ssh_errors: Mapping[str, str]) -> 
     if not overdue:
         return None
     seconds, node = max(overdue, key=lambda entry: entry[0])
-    said = f" ({ssh_errors[node]})" if ssh_errors.get(node) else ""
+    error = f" ({ssh_errors[node]})" if ssh_errors.get(node) else ""
     more = ", ".join(name for _, name in overdue if name != node)
     others = f", as has {more}" if more else ""
-    return Verdict(Cause.NODE_SILENT, f"has not answered for {seconds:.0f} s{said}{others}", node)
+    return Verdict(Cause.NODE_SILENT, f"has not answered for {seconds:.0f} s{error}{others}", node)
 
 
 def lost_session(log: bytes) -> Verdict | None:
-    """The node whose ssh session a launcher lost, by pdsh's word in its log."""
+    """The node whose ssh session a launcher lost, by pdsh's message in its log."""
     found = _LOST_SESSION.search(log)
     if found is None:
         return None

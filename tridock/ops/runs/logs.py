@@ -1,4 +1,4 @@
-"""A run's output and its ranks' logs, read on the nodes; a head may vanish without a word."""
+"""A run's output and its ranks' logs, read on the nodes; detects a head that disappears."""
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ class LogStream:
 
     def __iter__(self) -> Iterator[bytes]:
         news: SimpleQueue[bytes | TridockError | None] = SimpleQueue()
-        # Read aside: a connection that is dead can hold up its reader for longer than we want to wait.
+        # In a thread: a dead connection can block its reader for longer than the timeout.
         threading.Thread(target=self._read, args=(news,), daemon=True).start()
         ended = False
         try:
@@ -149,14 +149,14 @@ def _mixed(streams: Mapping[str, Stream]) -> Iterator[bytes]:
     for node, stream in streams.items():
         threading.Thread(target=pump, args=(node, stream), daemon=True).start()
     failures: list[TridockError] = []
-    left = set(streams)
+    unfinished = set(streams)
     try:
-        while left:
+        while unfinished:
             node, part = news.get()
             if isinstance(part, bytes):
                 yield part
                 continue
-            left.discard(node)
+            unfinished.discard(node)
             if part is not None:  # the other nodes still have something to say
                 failures.append(part)
     finally:

@@ -27,7 +27,7 @@ def check_exit(session: Session, run: Run, exit_code: int) -> None:
         raise RunError(Problem(run.run_id, "the run was stopped", "", f"its folder is {folder_of(session, run)}"))
     if exit_code == run_folder.EXIT_PREEMPTED:
         todo = f"continue with --set train.load=runs/{run.run_id}/{run_folder.CHECKPOINTS}"
-        raise PreemptedError(Problem(run.run_id, "the run was told to end, and has saved", "", todo))
+        raise PreemptedError(Problem(run.run_id, "the run was asked to end, and has saved", "", todo))
     if exit_code:
         raise _failed(session, run, collect(session, run, exit_code))
 

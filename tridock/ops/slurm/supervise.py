@@ -10,7 +10,8 @@ from typing import Final
 
 from tridock.cluster.hostfile import parse_hostfile
 from tridock.contracts import run_folder
-from tridock.contracts.events import Event, append_event, events_of, read_lines
+from tridock.contracts.events import Event, append_event, events_of
+from tridock.contracts.records import read_lines
 from tridock.contracts.run_state import LOCK
 from tridock.errors import ClusterError, Problem, RequestError, TridockError
 from tridock.experiment import dump_experiment
@@ -71,7 +72,7 @@ def _require_job(job: Job) -> None:
     for name in ("SLURM_JOB_ID", "MASTER_PORT"):
         if name not in os.environ:
             problems.append(Problem(name, "is not set", "", "let Slurm run the script of tridock slurm submit"))
-    if _text(job.folder / run_folder.EXIT_CODE).strip() == "0":
+    if run_folder.read_text(job.folder / run_folder.EXIT_CODE).strip() == "0":
         todo = "submit it anew, with train.load to train further"
         problems.append(Problem(job.folder.name, "has come to its end", "exit code 0", todo))
     if problems:
@@ -81,7 +82,7 @@ def _require_job(job: Job) -> None:
 def _prepare(job: Job, again: bool) -> int:
     """Writes what the run's folder lacks, on the nodes that the job has got; how many ranks a node has."""
     folder, workspace = job.folder, job.folder.parent.parent
-    pool = parse_hostfile(_text(folder / run_folder.HOSTFILE), str(folder / run_folder.HOSTFILE)).pool
+    pool = parse_hostfile(run_folder.read_text(folder / run_folder.HOSTFILE), str(folder / run_folder.HOSTFILE)).pool
     slots = {node: range(count) for node, count in pool.items()}
     kept = folder / run_folder.EXPERIMENT
     config, overrides = _experiment(job)
@@ -127,7 +128,7 @@ def _for_ssh(argv: Sequence[str]) -> dict[str, str]:
 
 
 def _noted_job(folder: Path) -> str | None:
-    text = _text(folder / run_folder.JOB)
+    text = run_folder.read_text(folder / run_folder.JOB)
     return str(json.loads(text)["job_id"]) if text else None
 
 
@@ -214,7 +215,3 @@ def _reached(folder: Path) -> int:
     """The iteration of the newest checkpoint that the run has recorded."""
     saved = [event.get("iteration") for event in events_of(folder, Event.CHECKPOINT_SAVED)]
     return max((int(number) for number in saved if number is not None), default=0)
-
-
-def _text(path: Path) -> str:
-    return path.read_text() if path.exists() else ""

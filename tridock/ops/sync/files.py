@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tridock.cluster.settings import STATE
+from tridock.contracts.records import read_object
 from tridock.contracts.run_folder import WORKSPACE, write_atomic
 from tridock.errors import Problem, RequestError
 from tridock.experiment.inputs import IMAGE_SUFFIXES
@@ -158,7 +159,7 @@ def fingerprint(project: Path, chosen: Iterable[Chosen], progress: Callable[[int
     Raises :class:`RequestError` where a data set is not what its own manifest says: damage must not spread.
     """
     path = project / STATE / _KEPT
-    known = _read(path)
+    known = read_object(path)
     before = dict(known)
     try:
         files = tuple(_file(item, known, progress) for item in chosen)
@@ -200,7 +201,7 @@ def _file(item: Chosen, known: dict[str, Any], progress: Callable[[int], object]
 def _damage(file: DataFile) -> list[Problem]:
     if file.source.suffix not in (".bin", ".idx"):
         return []
-    manifest = _read(file.source.with_suffix(".json"))
+    manifest = read_object(file.source.with_suffix(".json"))
     wanted = manifest.get(f"{file.source.suffix[1:]}_sha256")
     if wanted is None or wanted == file.sha256:
         return []
@@ -208,11 +209,3 @@ def _damage(file: DataFile) -> list[Problem]:
     return [
         Problem(file.name, what, file.sha256, "make the data again, or remove that manifest if it is of other data")
     ]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -255,8 +255,8 @@ def bring_index_maps(synced: Synced, experiment: Experiment, plan: Plan) -> str:
     keeper = keepers[head]
     others = tuple(node for node in keepers if keepers[node] == node and node not in (head, keeper))
     sent = _copy(synced, head, names, others) if others else ()
-    said = f"made on {head}" if count else f"already on {head}"
-    return f"index maps: {len(names) - 1} files, {said}" + (f", sent to {', '.join(sent)}" if sent else "")
+    origin = f"made on {head}" if count else f"already on {head}"
+    return f"index maps: {len(names) - 1} files, {origin}" + (f", sent to {', '.join(sent)}" if sent else "")
 
 
 def _make(

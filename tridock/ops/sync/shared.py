@@ -78,14 +78,14 @@ class Sharing:
 
 
 def find_shared(pool: HostPool, project: Path, places: tuple[str, ...], *, make: bool) -> Sharing:
-    """Leaves probes, looks, and takes them away again. ``make`` makes folders that are missing on a host.
+    """Creates probe files, looks for them on every host, and removes them. ``make`` creates missing folders on a host.
 
-    Names, not listings: nobody has asked for these before, so that no network file system answers from memory.
+    It asks for random names and not for listings, which a network file system may answer from its cache.
     """
     token = secrets.token_hex(8)
     names = {node: f".tridock-probe-{token}-{number}" for number, node in enumerate((OPERATOR, *pool.nodes))}
 
-    def leave(node: str, host: Host) -> None:
+    def put_probe(node: str, host: Host) -> None:
         command = probe_command(pool.workspaces[node], names[node], places, make=make)
         host.run(command, timeout=_TIMEOUT_S).checked(node)
 
@@ -93,11 +93,11 @@ def find_shared(pool: HostPool, project: Path, places: tuple[str, ...], *, make:
         command = seen_command(pool.workspaces[node], tuple(names.values()), places)
         return host.run(command, timeout=_TIMEOUT_S).checked(node).stdout.decode(errors="surrogateescape")
 
-    def take_away(node: str, host: Host) -> None:
+    def remove_probe(node: str, host: Host) -> None:
         host.run(unprobe_command(pool.workspaces[node], names[node], places), timeout=_TIMEOUT_S)
 
     with _own_probes(project, places, names[OPERATOR]):
-        left = pool.each(leave)
+        probed = pool.each(put_probe)
         try:
             seen = {node: [line.split("\t") for line in text.split("\n")] for node, text in pool.each(find).items()}
             own = {
@@ -108,7 +108,7 @@ def find_shared(pool: HostPool, project: Path, places: tuple[str, ...], *, make:
                 if (project / place / names[node]).exists()
             }
         finally:
-            pool.each(take_away, only=tuple(left))
+            pool.each(remove_probe, only=tuple(probed))
     nodes = {name: node for node, name in names.items()}
     sightings = {
         (node, parts[2], nodes[parts[1]]) for node, lines in seen.items() for parts in lines if parts[0] == "seen"
@@ -134,7 +134,7 @@ def _keepers(
 
 @contextmanager
 def _own_probes(project: Path, places: tuple[str, ...], name: str) -> Iterator[None]:
-    """The operator's own; where a folder cannot be written it goes without, and the hosts' are looked for."""
+    """The operator's own probe files; skips a folder that cannot be written, as the hosts' files suffice."""
     probes = [project / place / name for place in places]
     try:
         for probe in probes:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tridock.triage.rules import RULES
+
 ROOT = Path(__file__).parents[2]
 ROOMS = ("triage", "bench", "ops")
 REGEX_CALLS = {"compile", "search", "match", "fullmatch", "findall", "finditer", "split", "sub", "regex"}
@@ -132,6 +134,13 @@ def test_no_module_matches_tridocks_own_text(room: str) -> None:
         for line in found_in(path.read_text(), str(path.relative_to(ROOT)), OWN)
     ]
     assert not found, "agree on a code, a field or an exit code in tridock/contracts:\n" + "\n".join(found)
+
+
+def test_no_rule_about_upstream_matches_tridocks_own_text() -> None:
+    patterns = {rule.says.pattern for rule in RULES if rule.says is not None} - UPSTREAM.keys()
+    found = [(pattern, text) for pattern in patterns for text in OWN if re.search(pattern, text, re.MULTILINE)]
+    assert patterns
+    assert not found, "agree on a code, a field or an exit code in tridock/contracts"
 
 
 @pytest.mark.parametrize(

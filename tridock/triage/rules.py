@@ -1,10 +1,12 @@
 """All rules, in the order in which they are tried: what the supervisor saw, what upstream printed, and the rest."""
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
 from tridock.contracts.events import Cause, Event
+from tridock.strict_yaml import parse_yaml, read_text
 from tridock.triage.rule import Rule, regex
-from tridock.triage.upstream_rules import UPSTREAM
 
 _SUPERVISOR: Final = "the supervisor (events.jsonl)"
 
@@ -110,5 +112,15 @@ _LAST: Final = (
     ),
 )
 
-RULES: Final[tuple[Rule, ...]] = (*_SEEN, *UPSTREAM, *_LAST)
+
+def _upstream() -> Iterator[Rule]:
+    """The rules of ``upstream_rules.yaml``."""
+    path = Path(__file__).with_name("upstream_rules.yaml")
+    for name, fields in parse_yaml(read_text(path, "the rules of triage"), str(path)).items():
+        says, causes = fields.pop("says", None), frozenset(map(Cause, fields.pop("causes", ())))
+        pattern = None if says is None else regex("|".join(says))
+        yield Rule(name, **fields, causes=causes, says=pattern)
+
+
+RULES: Final[tuple[Rule, ...]] = (*_SEEN, *_upstream(), *_LAST)
 """The last one fits every failure."""

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from tridock.triage.facts import Facts
-from tridock.triage.rule import Rule
-from tridock.triage.rules import RULES
+from tridock.triage.rules import RULES, Rule
 
 OWN_MESSAGE: Final = "own-message"
 _LENGTH: Final = 240

@@ -58,8 +58,8 @@ def _texts(facts: Facts) -> Iterator[tuple[str, str]]:
 
 
 def _made(rule: Rule, facts: Facts, match: re.Match[str] | None, where: str) -> Diagnosis:
-    said = {} if match is None else {name: value or "" for name, value in match.groupdict().items()}
-    known = {**{name: printable(value) for name, value in said.items()}, "who": facts.who, "node": _node(facts)}
+    groups = {} if match is None else {name: value or "" for name, value in match.groupdict().items()}
+    known = {**{name: printable(value) for name, value in groups.items()}, "who": facts.who, "node": _node(facts)}
     line = "" if match is None or not where else f"{printable(_line(match))} ({where})"
     cause = _filled(rule.cause, known).removesuffix(": ")
     notes = [facts.planned] if rule.memory and facts.planned else []

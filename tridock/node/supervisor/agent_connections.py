@@ -1,4 +1,4 @@
-"""The supervisor's connections to the agents of all nodes: what they report, what they are sent, when one is silent."""
+"""The supervisor's connections to the agents of all nodes: reports, orders, and silence."""
 
 import os
 import selectors
@@ -18,38 +18,38 @@ from tridock.node.supervisor.verdict import StatusByNode
 T = TypeVar("T")
 
 _PING_S: Final = 2.0
-_AGAIN_S: Final = 1.0
+_RECONNECT_S: Final = 1.0
 _PAUSE_S: Final = 5.0
-_PARTING_S: Final = 1.0
-_LAST_WORDS_S: Final = 0.2
+_CLOSE_S: Final = 1.0
+_EXIT_S: Final = 0.2
 _CHUNK: Final = 1 << 16
-_SLURM_KEPT: Final = ("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_CONF")
-"""Of a job's variables, which are options of srun at the same time: those that a watch's own step is not bent by."""
+_SLURM_VARIABLES: Final = ("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_CONF")
+"""The variables of a job that an agent keeps. The others would also be options of srun for the agent's own step."""
 
 
 class _Connection:
-    """One node's watch; it is started again whenever it ends."""
+    """The connection to one node's agent, which is restarted whenever it ends."""
 
     def __init__(self, node: str, command: Sequence[str], patience_s: float = 0.0) -> None:
         self.node, self._command = node, command
-        self.heard = time.monotonic() + patience_s
-        """When the node last said something."""
+        self.last_message_at = time.monotonic() + patience_s
+        """The time of the node's last message."""
         self.ssh_error = ""
-        """What ssh said last."""
+        """The last line of ssh's stderr."""
         self.statuses: tuple[RankStatus, ...] = ()
         self.answers: list[AgentMessage] = []
         self._process: subprocess.Popen[bytes] | None = None
-        self._rest = b""
-        self._again_at = 0.0
+        self._partial_line = b""
+        self._reconnect_at = 0.0
 
     def open(self, selector: selectors.BaseSelector) -> None:
-        """Starts the watch, unless it runs or has just ended."""
-        if self._process is not None or time.monotonic() < self._again_at:
+        """Starts the agent, unless it runs or has just ended."""
+        if self._process is not None or time.monotonic() < self._reconnect_at:
             return
-        env = {name: value for name, value in os.environ.items() if _is_for_watch(name)}
+        env = {name: value for name, value in os.environ.items() if _is_for_agent(name)}
         env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[3]), *filter(None, [env.get("PYTHONPATH")])])
         pipe = subprocess.PIPE
-        # A session of its own: what is sent to the supervisor's group is not for it.
+        # In a session of its own, so that signals to the supervisor's group do not reach it.
         process = subprocess.Popen(
             self._command, stdin=pipe, stdout=pipe, stderr=pipe, env=env, cwd="/", start_new_session=True
         )
@@ -57,16 +57,16 @@ class _Connection:
         os.set_blocking(orders.fileno(), False)
         selector.register(answers, selectors.EVENT_READ, (self, True))
         selector.register(errors, selectors.EVENT_READ, (self, False))
-        self._process, self._rest = process, b""
+        self._process, self._partial_line = process, b""
 
     def send(self, order: str) -> None:
-        """Gives an order; one that does not get through is missed like the connection itself."""
+        """Sends an order; ignores a broken connection, which the next read closes."""
         if self._process is not None:
             with suppress(OSError):
                 os.write(_pipes(self._process)[0].fileno(), f"{order}\n".encode())
 
     def read(self, selector: selectors.BaseSelector, *, answers: bool) -> None:
-        """Takes what has come; closes a connection that has ended."""
+        """Reads what has arrived; closes a connection that has ended."""
         if self._process is None:
             return
         pipe = _pipes(self._process)[1 if answers else 2]
@@ -85,8 +85,8 @@ class _Connection:
         self.ssh_error = lines[-1].strip() if lines else self.ssh_error
 
     def _take(self, chunk: bytes) -> None:
-        self.heard, self.ssh_error = time.monotonic(), ""
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        self.last_message_at, self.ssh_error = time.monotonic(), ""
+        *lines, self._partial_line = (self._partial_line + chunk).split(b"\n")
         for line in lines:
             with suppress(ValueError):  # a login banner
                 message = decode(AgentMessage, line)
@@ -96,7 +96,7 @@ class _Connection:
                     self.answers.append(message)
 
     def close(self, selector: selectors.BaseSelector, deadline: float = 0.0) -> None:
-        """Ends the connection; the next ``open`` makes another. Its program has until ``deadline`` to end of itself."""
+        """Ends the connection; the next ``open`` makes another. The agent has until ``deadline`` to exit by itself."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -106,27 +106,27 @@ class _Connection:
                 selector.unregister(pipe)
         pipes[0].close()
         with suppress(subprocess.TimeoutExpired):
-            process.wait(max(_LAST_WORDS_S, deadline - time.monotonic()))
+            process.wait(max(_EXIT_S, deadline - time.monotonic()))
         process.kill()
         process.wait()
-        # ssh closes its output before it says why.
+        # ssh closes its output before it prints the reason.
         os.set_blocking(pipes[2].fileno(), False)
         self._note_error(pipes[2].read() or b"")
         for pipe in pipes[1:]:
             pipe.close()
-        self._again_at = time.monotonic() + _AGAIN_S
+        self._reconnect_at = time.monotonic() + _RECONNECT_S
 
     @property
     def connected(self) -> bool:
         return self._process is not None
 
 
-def _is_for_watch(name: str) -> bool:
-    return name != environment.RUN_ID and (not name.startswith("SLURM_") or name in _SLURM_KEPT)
+def _is_for_agent(name: str) -> bool:
+    return name != environment.RUN_ID and (not name.startswith("SLURM_") or name in _SLURM_VARIABLES)
 
 
 def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes], IO[bytes]]:
-    """Where orders go, where answers come from, and what the program says beside them."""
+    """The stdin for orders, the stdout with answers, and stderr."""
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
@@ -134,7 +134,7 @@ def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes], IO[b
 
 
 class AgentConnections:
-    """All of a run's nodes that the supervisor sees."""
+    """The connections to the agents of all nodes that the supervisor watches."""
 
     def __init__(self, folder: Path, supervision: Supervision) -> None:
         self._nodes = {}
@@ -145,7 +145,7 @@ class AgentConnections:
         self._pinged, self._polled = 0.0, time.monotonic()
 
     def poll(self, seconds: float) -> None:
-        """Waits for news so long at most; takes them; keeps the connections up."""
+        """Reads messages for at most this long, and keeps the connections open."""
         now = self._notice_pause()
         for connection in self._nodes.values():
             connection.open(self._selector)
@@ -159,30 +159,30 @@ class AgentConnections:
             connection.read(self._selector, answers=answers)
 
     def _notice_pause(self) -> float:
-        """The time; where this process stood still (a paused container, a suspended machine) all get a fresh chance."""
+        """The time. After a pause of this process (paused container, suspended machine) no node counts as silent."""
         now = time.monotonic()
         if now - self._polled > _PAUSE_S:
             for connection in self._nodes.values():
-                connection.heard = now
+                connection.last_message_at = now
         self._polled = now
         return now
 
     def order(self, text: str) -> None:
-        """Tells every node."""
+        """Sends an order to every node."""
         for connection in self._nodes.values():
             connection.send(text)
 
     def statuses(self) -> StatusByNode:
-        """What was seen last, by node."""
+        """The last status of the ranks, by node."""
         return {node: connection.statuses for node, connection in self._nodes.items()}
 
     def silence_s(self) -> dict[str, float]:
-        """For how long each node has said nothing."""
+        """The time since each node's last message."""
         now = time.monotonic()
-        return {node: now - connection.heard for node, connection in self._nodes.items()}
+        return {node: now - connection.last_message_at for node, connection in self._nodes.items()}
 
     def ssh_errors(self) -> Mapping[str, str]:
-        """What ssh said last of each node that does not answer."""
+        """The last line of ssh's stderr for each node that does not answer."""
         return {node: connection.ssh_error for node, connection in self._nodes.items()}
 
     def stacks(self, ranks: Sequence[int], patience_s: float) -> dict[int, tuple[str, ...]]:
@@ -213,8 +213,8 @@ class AgentConnections:
         return found
 
     def close(self) -> None:
-        """Lets every watch go."""
+        """Ends all connections."""
         self.order("bye")
-        deadline = time.monotonic() + _PARTING_S
+        deadline = time.monotonic() + _CLOSE_S
         for connection in self._nodes.values():
             connection.close(self._selector, deadline)

@@ -136,13 +136,13 @@ def parse(done: Completed, limit: int) -> Reduced:
     for line in done.stdout.decode(errors="replace").splitlines():
         node, _, text = line.partition("{")
         try:
-            said = json.loads("{" + text)
+            result = json.loads("{" + text)
         except ValueError:
             continue
-        if "error" in said:
-            failures.append(f"rank {said['rank']} on {node.strip(': ')}: {said['error']}".replace(" on :", ":"))
+        if "error" in result:
+            failures.append(f"rank {result['rank']} on {node.strip(': ')}: {result['error']}".replace(" on :", ":"))
         else:
-            results.append(said)
+            results.append(result)
     if results and not failures and done.exit_code == 0:
         return Reduced(results[0])
     if failures:

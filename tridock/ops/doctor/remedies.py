@@ -12,7 +12,7 @@ from tridock.ops.runs import registry
 
 
 def mend(session: Session, report: Report, say: Callable[[str], object]) -> bool:
-    """Does what the findings ask for; whether anything was tried. What is refused is said, and left as it is."""
+    """Applies the remedies of the findings and prints each result; returns whether there were any."""
     wanted = {finding.remedy for finding in report.findings if finding.remedy}
     for run_id in sorted(remedy[1] for remedy in wanted if remedy[0] == "stop"):
         _try(

@@ -102,14 +102,14 @@ def _follow(run: Submitted, paths: Sequence[Path]) -> int:
     opened: dict[Path, IO[bytes]] = {}
     asked = -_ASK_S
     queued = True
-    said = ""
+    reason = ""
     while queued:
         if time.monotonic() - asked >= _ASK_S:
             job = scheduler.jobs().get(run.job_id)
             asked, queued = time.monotonic(), job is not None
-            if job is not None and job.state == "PENDING" and said != job.reason:
-                said = job.reason
-                print(f"tridock: job {run.job_id} waits: {said}", file=sys.stderr)
+            if job is not None and job.state == "PENDING" and reason != job.reason:
+                reason = job.reason
+                print(f"tridock: job {run.job_id} waits: {reason}", file=sys.stderr)
         # After the question: what was written before the end is read after it.
         for path in paths:
             if path not in opened and path.exists():

@@ -110,7 +110,7 @@ def _run(*argv: str) -> subprocess.CompletedProcess[str]:
 
 
 def _message(text: str) -> str:
-    """What a command of Slurm's said, on one line and without its name."""
+    """The stderr of a Slurm command, on one line and without the command's name."""
     lines: Sequence[str] = [line.strip() for line in text.splitlines() if line.strip()]
-    said = [line.partition(": ")[2] if line.split(":")[0].isalpha() else line for line in lines]
-    return ", ".join(dict.fromkeys(line.removeprefix("error: ") for line in said)) or "nothing"
+    messages = [line.partition(": ")[2] if line.split(":")[0].isalpha() else line for line in lines]
+    return ", ".join(dict.fromkeys(line.removeprefix("error: ") for line in messages)) or "nothing"

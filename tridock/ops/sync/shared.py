@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class HostPool:
-    """Hosts by node name; ``workspaces`` has those that said where theirs is."""
+    """Hosts by node name; ``workspaces`` has those of the hosts that answered."""
 
     def __init__(self, session: Session, only: tuple[str, ...] | None = None) -> None:
         self.cluster = session.cluster

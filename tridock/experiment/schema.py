@@ -4,8 +4,6 @@ Each field's description and unit stand here once; ``configs/reference.yaml`` is
 Checks that need more than one section live in :mod:`tridock.plan`, those of one field or section here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -381,7 +379,7 @@ class Experiment(Section):
                 return {**fields, "parallel": {"strategy": DEFAULT_STRATEGY[engine], **parallel}}
         return fields
 
-    def resolved(self, data_parallel_size: int) -> Experiment:
+    def resolved(self, data_parallel_size: int) -> Self:
         """The same experiment with what depends on the cluster filled in: what a run's folder keeps."""
         samples = self.batch.samples_per_step(data_parallel_size)
         return self.model_copy(update={"batch": self.batch.model_copy(update={"global_batch_size": samples})})

@@ -5,10 +5,8 @@ the pipeline's filling and draining (Narayanan et al., 2021, section 2.2), the e
 and of gradients at the links' rates, and the optimizer's reading and writing of its states. Overlap is not counted on.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Self
 
 from tridock.engines import engine_of
 from tridock.experiment import Experiment
@@ -53,7 +51,7 @@ class Rates:
     @classmethod
     def of(
         cls, gpu: Gpu | None, precision: str, tflops: float | None, network_gbit: float | None, tf32: bool = False
-    ) -> Rates:
+    ) -> Self:
         """A GPU's rates; ``tflops``, measured or wished for, stands in for the assumed share of the peak."""
         network = (DEFAULT_NETWORK_GBIT if network_gbit is None else network_gbit) / 8
         peak = None if gpu is None else gpu.tflops(precision, tf32)

@@ -1,7 +1,5 @@
 """The training loop of the engines ``torch`` and ``megatron-core``, which supply their own :class:`Parts`."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Adam's states of a parameter before its first step, as torch's AdamW creates them."""
 
-from __future__ import annotations
-
 from typing import Final
 
 import torch

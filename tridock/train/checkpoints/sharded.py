@@ -1,7 +1,5 @@
 """Checkpoints of sharded weights in torch's distributed format (DCP): they load on any mesh of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final

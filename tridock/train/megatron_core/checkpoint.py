@@ -1,8 +1,8 @@
 """megatron-core's distributed checkpoints, written by the ranks themselves.
 
-megatron-core lets processes that it forks write, and a manager that it starts collect what they say. A rank has threads
-(Gloo's, NCCL's), which do not survive a fork, and a process that stays behind holds the rank's output open: here the
-same function writes, in the rank.
+megatron-core forks processes that write, and starts a manager that collects their results. A rank's threads (Gloo's,
+NCCL's) do not survive a fork, and a leftover process keeps the rank's output open: here the rank itself calls the
+function that writes.
 """
 
 import queue
@@ -29,9 +29,9 @@ FILES = (".metadata", "common.pt", "metadata.json")
 
 
 def save(state: dict[str, Any], folder: Path) -> None:
-    """Writes each tensor once, by one of the ranks that hold it. A collective, which all ranks get through.
+    """Writes each tensor once, from one of the ranks that hold it. A collective, which all ranks complete.
 
-    Where this rank cannot write, its error comes up at the end; where another cannot, the checkpoint lacks FILES.
+    If this rank cannot write, its error is raised at the end; if another cannot, the checkpoint lacks FILES.
     """
     writer = filesystem_async.FileSystemWriterAsync
     places = ((torch, "save"), (writer, "finish"), (serialization, "save_config"))

@@ -26,9 +26,9 @@ DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.fl
 
 
 class GPT(GPTModel):
-    """megatron-core's, with a loss in which the rows that pad the vocabulary have no part.
+    """megatron-core's, with a loss that excludes the padding rows of the vocabulary.
 
-    How many there are depends on the tensor parallel size; with them each layout would have a loss of its own.
+    Their number depends on the tensor parallel size: with them the loss would depend on the layout.
     """
 
     def __init__(self, *given: Any, tokens: int, **named: Any) -> None:
@@ -80,7 +80,7 @@ def transformer_config(experiment: Experiment, device: torch.device) -> Transfor
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
-        # As Megatron-LM's arguments have it: without this the package rounds a head's width down, in silence.
+        # As in Megatron-LM's arguments; without it the package silently rounds a head's width down.
         kv_channels=divide(model.hidden_size, model.num_attention_heads),
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
@@ -94,10 +94,10 @@ def transformer_config(experiment: Experiment, device: torch.device) -> Transfor
         virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
         context_parallel_size=parallel.context_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
-        # With two stages a stage's next is its previous too: batched messages between them would be mixed up.
+        # With two stages, the next stage is also the previous one: batched messages would be mixed up.
         overlap_p2p_comm=virtual > 1,
         batch_p2p_comm=virtual == 1,
-        # A stage's output is given up once it is sent. Streams see to the order of that, which Gloo has none of.
+        # A stage frees its output once it is sent. CUDA streams keep that order; Gloo has none.
         deallocate_pipeline_outputs=device.type == "cuda",
         recompute_granularity=model.recompute_granularity,
         recompute_method=model.recompute_method,
@@ -129,10 +129,10 @@ class LayerNorm(nn.LayerNorm):
 
 
 def block_spec(config: TransformerConfig, device: torch.device, stage: int | None) -> Any:
-    """What the layers are made of: transformer-engine's parts where the image has them, else megatron-core's own.
+    """The modules of a layer: transformer-engine's if the image has it, else megatron-core's own.
 
-    Its own norm refuses sequence parallelism, its own attention context parallelism, and keeps every score: here they
-    have stand-ins.
+    megatron-core's norm refuses sequence parallelism; its attention refuses context parallelism and keeps every score.
+    Both are replaced here.
     """
     if device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None:
         return get_gpt_layer_with_transformer_engine_spec()

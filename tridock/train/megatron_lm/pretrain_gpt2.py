@@ -20,7 +20,7 @@ from tridock.train.rank.run import end, form_world, record_end, run_rank
 
 
 def main() -> int:
-    """Runs the rank; gives the exit code."""
+    """Runs the rank; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m tridock.train.megatron_lm.pretrain_gpt2",
         description="One rank of engine megatron-deepspeed; what it does not know is Megatron's.",
@@ -33,7 +33,7 @@ def main() -> int:
 
 
 def source_folder() -> Path:
-    """Where Megatron lies. Raises :class:`RequestError` where it does not."""
+    """Returns Megatron's folder. Raises :class:`RequestError` if it is missing."""
     folder = Path(os.environ.get(environment.MEGATRON) or MEGATRON)
     if not (folder / "pretrain_gpt2.py").is_file():
         todo = f"build the image with MEGATRON=<git repository or folder>, or name the folder in {environment.MEGATRON}"
@@ -60,7 +60,7 @@ def _train(run_folder: Path, argv: list[str]) -> None:
     from tridock.train.megatron_lm.record import Recorder
     from tridock.train.parallel.strategies import import_deepspeed
 
-    # Before Megatron's own initialisation of the process group, which then keeps its hands off.
+    # Before Megatron's own initialization, which then uses this process group.
     import_deepspeed(ranks)
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ranks.world_size)
     replaced = compat.install(ranks.device.type, local_ranks)
@@ -77,7 +77,7 @@ def _train(run_folder: Path, argv: list[str]) -> None:
     sys.argv = [str(source / "pretrain_gpt2.py"), *argv]
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
-    except SystemExit as left:  # Megatron leaves this way where it gives up, and argparse where it does not understand
+    except SystemExit as left:  # from Megatron when it gives up, or from argparse
         if left.code not in (0, None):
             what, todo = "Megatron gave up", "see the lines above; megatron_args of the experiment may be wrong"
             raise RunError(Problem("megatron", what, f"exit code {left.code}", todo)) from None
@@ -104,7 +104,7 @@ def check_files(argv: list[str]) -> None:
         if not Path(path).is_file()
     ]
     load = Path(given.get("--load", ""))
-    # The tracker file may have been lost, or stand for a checkpoint that has.
+    # The tracker file may be missing, or name a checkpoint that is.
     if "--load" in given and not (load / TRACKER).is_file() and not any(load.glob(f"*/{MANIFEST}")):
         what, todo = "holds no checkpoint of Megatron-LM v1.1.5", "give the checkpoints folder of a run of this engine"
         problems.append(Problem("train.load", what, given["--load"], todo))
@@ -113,7 +113,7 @@ def check_files(argv: list[str]) -> None:
 
 
 def remove_stale_maps(argv: list[str]) -> int:
-    """Index maps beside the data that are not of this data and split; how many there were."""
+    """Removes index maps beside the data that are of other data or another split; returns their number."""
     given = dict(itertools.pairwise(argv))
     return index_maps.remove_stale(Path(given["--data-path"]), given["--split"])
 

@@ -4,8 +4,6 @@ torch's GradScaler has no hysteresis, and an experiment must behave the same und
 rank's device: no step waits for the device to learn whether the last one overflowed.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 import torch

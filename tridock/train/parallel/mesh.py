@@ -3,8 +3,6 @@
 Ranks are numbered as in the plan: tensor parallel ranks are adjacent, pipeline stages furthest apart.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Final, Self
 

@@ -1,7 +1,5 @@
 """FSDP2, tensor parallelism and pipelines, alone or combined, over a mesh of ranks."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext

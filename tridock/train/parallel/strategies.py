@@ -1,7 +1,5 @@
 """The strategies of engine ``torch`` on whole models: torch's DDP and DeepSpeed's ZeRO, behind one protocol."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

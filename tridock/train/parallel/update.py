@@ -1,7 +1,5 @@
 """The end of a step of engine ``torch``'s own strategies: clip, unscale, update. Nothing here waits for the device."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

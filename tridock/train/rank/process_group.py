@@ -1,7 +1,5 @@
 """The process group: ranks join it, agree on errors, and leave it."""
 
-from __future__ import annotations
-
 import gc
 import os
 import resource

@@ -5,8 +5,6 @@ training loop saves after the current step or the next; anywhere else SIGTERM en
 run folder holds ``.stopped``: ``fab stop`` and Ctrl-C ask for no checkpoint.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

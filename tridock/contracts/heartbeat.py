@@ -77,7 +77,6 @@ def beat(phase: str, iteration: int | None = None, code: int = 0) -> None:
 
 
 def path_of(folder: Path, rank: int) -> Path:
-    """The heartbeat file of a rank."""
     return folder / FOLDER / f"rank-{rank}"
 
 

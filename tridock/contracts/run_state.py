@@ -66,7 +66,6 @@ def state_of(folder: Path) -> RunState:
 
 
 def is_supervised(folder: Path) -> bool:
-    """Whether the run's supervisor lives."""
     try:
         descriptor = os.open(folder / LOCK, os.O_RDWR)
     except FileNotFoundError:

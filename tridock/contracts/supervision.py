@@ -76,12 +76,10 @@ class Supervision:
         return (self.head, *self.remote) if self.on_head else self.remote
 
     def to_json(self) -> str:
-        """What the file holds."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Reads the file."""
         return decode(cls, text)
 
 

@@ -24,7 +24,6 @@ def engine(_ranks: Ranks) -> Build:
 
 
 def main() -> int:
-    """Runs the rank; returns the exit code."""
     if not any(it.startswith("--run-folder") for it in sys.argv[1:]) and not {"-h", "--help"} & set(sys.argv):
         from tridock.train.bench import benchmark
 

@@ -115,8 +115,6 @@ def _reseed(seed: int, device: torch.device) -> None:
 
 
 class Trainer:
-    """The training loop of one rank."""
-
     def __init__(
         self, experiment: Experiment, run_folder: Path, workspace: Path, ranks: Ranks, build: Build = torch_parts
     ) -> None:
@@ -315,12 +313,10 @@ class Trainer:
         self.say(f"data: {train.description} an epoch, {experiment.batch.global_batch_size} a step, {kinds}")
 
     def say(self, line: str) -> None:
-        """Prints a line on rank 0."""
         if self.ranks.first:
             print(line, flush=True)
 
     def event(self, event: Event, **fields: object) -> None:
-        """Records an event on rank 0."""
         if self.ranks.first:
             append_event(self.run_folder, event, **fields)
 

@@ -52,7 +52,6 @@ class NodeAgent:
         run_folder.write_atomic(self._pid_file, str(os.getpid()).encode())
 
     def run(self) -> int:
-        """Returns the exit code."""
         last_order = last_round = last_report = time.monotonic()
         dead: set[int] = set()
         while True:

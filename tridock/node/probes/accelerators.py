@@ -21,7 +21,6 @@ _NVLINKS: Final = re.compile(r"^GPU .*\(UUID: ([^)]+)\)$|^\s+Link \d+: ([\d.]+) 
 
 
 def infiniband() -> Infiniband:
-    """The InfiniBand devices of the host."""
     return Infiniband(
         tuple(sorted(path.name for path in _listed(Path("/sys/class/infiniband")))),
         usable=any(path.name.startswith("uverbs") for path in _listed(Path("/dev/infiniband"))),

@@ -13,7 +13,6 @@ _SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 (its size is asked)
 
 
 def shared_memory() -> Space | None:
-    """The size of /dev/shm."""
     return space(_SHARED_MEMORY)
 
 

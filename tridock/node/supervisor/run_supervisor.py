@@ -67,7 +67,6 @@ class RunSupervisor:
         self._agents.close()
 
     def begin(self, script: str) -> None:
-        """Starts the launcher."""
         # Only the run itself carries the marker: stopping the run must not end the one who records its end.
         env = {**os.environ, environment.RUN_ID: self._folder.name}
         self._steps = StepTimes()

@@ -34,7 +34,6 @@ def lines(report: Report) -> Iterator[str]:
 
 
 def verdict(report: Report) -> str:
-    """One line."""
     counts = {kind: sum(it.severity == kind for it in report.findings) for kind in ("fail", "warn")}
     nodes = len(report.session.nodes)
     warnings = "" if not counts["warn"] else f", {_many(counts['warn'], 'warning')}"
@@ -48,7 +47,6 @@ def _many(count: int, what: str) -> str:
 
 
 def to_json(report: Report) -> dict[str, object]:
-    """For ``json.dumps``."""
     return {
         "cluster": report.session.cluster.name,
         "healthy": report.healthy,

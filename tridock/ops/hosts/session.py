@@ -78,7 +78,6 @@ class Session:
         self._states = None
 
     def read_state(self, name: str, host: Host) -> HostState:
-        """Asks one host."""
         transport = self.transport
         image = self.cluster.settings.image
         command = facts_command(image, transport.container_name(name), transport.secrets_folder(name))

@@ -191,7 +191,6 @@ def triage_here(folder: Path) -> RunFailedError:
 
 
 def _why(folder: Path, code: int | None, env: Mapping[str, str]) -> RunFailedError:
-    """As for a cluster, of what lies here."""
     done = subprocess.run([*node_argv(), "evidence", str(folder)], env=env, capture_output=True, check=True)
     answer = decode(Evidence, done.stdout)
     ranks = answer.plan.get("ranks") or [{"node": HERE}]

@@ -45,12 +45,10 @@ def image_manifest() -> object:
 
 
 def machine() -> dict[str, object]:
-    """This machine's processor and cores."""
     return {"processor": _processor(), "cores": os.cpu_count()}
 
 
 def _processor() -> str:
-    """The processor's name, else its architecture."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
             if line.startswith("model name"):

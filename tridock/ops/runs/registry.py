@@ -91,7 +91,6 @@ def folder_of(session: Session, run: Run) -> str:
 
 
 def parse_rank(text: str) -> int:
-    """A rank's number from the command line."""
     if not text.isdecimal():
         raise RequestError(Problem("--rank", "must be a whole number", repr(text), "give a rank's number"))
     return int(text)

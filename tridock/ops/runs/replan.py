@@ -66,7 +66,6 @@ class Run:
 
     @property
     def assumptions(self) -> Assumptions:
-        """What the plan was made with."""
         gpu = self.plan["memory"]["gpu"]
         return Assumptions(gpu=None if gpu is None else find_gpu(gpu, "plan.json: memory.gpu"))
 

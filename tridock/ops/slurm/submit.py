@@ -28,8 +28,6 @@ _PLAIN_PATH = re.compile(r"/[\w./@+=,-]*")
 
 @dataclass(frozen=True, slots=True)
 class SubmitOptions:
-    """What the command line asks for."""
-
     configs: Sequence[Path]
     overrides: Sequence[str] = ()
     sweeps: Sequence[str] = ()

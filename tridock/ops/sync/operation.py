@@ -154,7 +154,6 @@ class Bar:
         self.progress.advance(self.task, count)
 
     def end(self) -> None:
-        """Takes the line away."""
         self.progress.remove_task(self.task)
 
 

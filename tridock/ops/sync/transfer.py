@@ -187,7 +187,6 @@ def drop_maps_command(workspace: str, prefix: str) -> Command:
 
 
 def read_command(workspace: str, path: str) -> Command:
-    """Prints a file."""
     return Command.of("cat", "--", f"{workspace}/{path}")
 
 

@@ -146,7 +146,6 @@ class Checkpoints:
         files.sync_folder(self.folder)
 
     def _clear(self) -> None:
-        """Removes the remains of an interrupted save."""
         for remains in self.folder.glob(".*.part"):
             shutil.rmtree(remains)
 

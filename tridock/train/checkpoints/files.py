@@ -30,7 +30,6 @@ class Names:
     """Files that name the newest checkpoint, each with its format; the last is read back."""
 
     def folder(self, iteration: int) -> str:
-        """The folder of one checkpoint."""
         return self.folder_format.format(iteration)
 
     def iteration(self, name: str) -> int | None:
@@ -126,7 +125,6 @@ def sizes_in(folder: Path) -> dict[str, int]:
 
 
 def manifest_bytes(iteration: int, entries: Mapping[str, Entry]) -> bytes:
-    """The content of the manifest."""
     files = {name: {"bytes": entries[name].size, "sha256": entries[name].sha256} for name in sorted(entries)}
     return (json.dumps({"iteration": iteration, "files": files}, indent=1) + "\n").encode()
 
@@ -180,7 +178,6 @@ def sync_folders(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Syncs one folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

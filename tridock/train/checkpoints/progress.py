@@ -53,7 +53,6 @@ class Progress:
         )
 
     def to_bytes(self) -> bytes:
-        """The content of the file in a checkpoint."""
         return (json.dumps(asdict(self), indent=2) + "\n").encode()
 
 

@@ -81,7 +81,6 @@ class Samples:
 
     @property
     def per_epoch(self) -> int:
-        """The number of samples in an epoch."""
         return max(0, (len(self.tokens) - 1) // self.seq_length)
 
     @property

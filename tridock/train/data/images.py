@@ -36,7 +36,6 @@ class ImageSamples:
 
     @property
     def per_epoch(self) -> int:
-        """The number of samples in an epoch."""
         return self.last - self.first
 
     @property

@@ -167,7 +167,6 @@ def initialize(model: nn.Module, experiment: Experiment) -> None:
 
 
 def seed_of(name: str, seed: int) -> int:
-    """A weight's own seed."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest(), "little")
 
 

@@ -28,7 +28,6 @@ def engine(ranks: Ranks) -> Build:
 
 
 def main() -> int:
-    """Runs the rank; returns the exit code."""
     return run_program("tridock.train.megatron_core.pretrain_gpt", "megatron-core", engine)
 
 

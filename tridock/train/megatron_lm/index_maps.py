@@ -52,7 +52,6 @@ _PARTS: Final = ("doc_idx", "sample_idx", "shuffle_idx")
 
 
 def main() -> int:
-    """Makes the maps; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tridock.train.megatron_lm.index_maps", allow_abbrev=False)
     parser.add_argument("--data-parallel-size", type=int, required=True, help="replicas that the run will have")
     options, argv = parser.parse_known_args()

@@ -20,7 +20,6 @@ from tridock.train.rank.run import end, form_world, record_end, run_rank
 
 
 def main() -> int:
-    """Runs the rank; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m tridock.train.megatron_lm.pretrain_gpt2",
         description="One rank of engine megatron-deepspeed; what it does not know is Megatron's.",

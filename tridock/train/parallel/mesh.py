@@ -53,7 +53,6 @@ class Mesh:
         return self.whole[STAGES]
 
     def size(self, name: str) -> int:
-        """The size of a dimension."""
         return int(self.whole.size(NAMES.index(name)))
 
     def group(self, name: str) -> dist.ProcessGroup:

@@ -34,8 +34,6 @@ DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.fl
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The result of one optimizer step."""
-
     loss: Tensor
     """Mean loss of this rank's micro-batches, a scalar."""
     grad_norm: Tensor | float
@@ -48,7 +46,6 @@ Batch = Tensor | tuple[Tensor, Tensor]
 
 
 def inputs_and_labels(batch: Batch) -> tuple[Tensor, Tensor]:
-    """The model's inputs and labels."""
     return batch if isinstance(batch, tuple) else (batch[:, :-1], batch[:, 1:])
 
 

@@ -60,6 +60,5 @@ class Metrics:
                     self._board.add_scalar(f"{group}/{name}", value, fields["iteration"])
 
     def close(self) -> None:
-        """Flushes TensorBoard's file."""
         if self._board is not None:
             self._board.close()

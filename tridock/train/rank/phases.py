@@ -29,8 +29,6 @@ R = TypeVar("R")
 
 
 class Phases:
-    """The phases of one rank."""
-
     def __init__(self, device: torch.device) -> None:
         self._stack = [OTHER]
         self._on_gpu = device.type == "cuda"

@@ -150,7 +150,6 @@ def _located(problem: Problem, found_by: list[int], world_size: int) -> Problem:
 
 
 def barrier() -> None:
-    """Waits for every rank."""
     if dist.get_backend() == "nccl":
         dist.barrier(device_ids=[torch.cuda.current_device()])
     else:

@@ -1,10 +1,12 @@
 """The engines, by the name that an experiment gives; nothing outside this package compares that name. Pure."""
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Final
 
+from tridock.contracts import environment, run_folder
+from tridock.engines.deepspeed import deepspeed_config
 from tridock.engines.engine import Engine, RankProgram, checkpoints_folder
-from tridock.engines.engine import rank_program as _rank_program
 from tridock.engines.fields import Refused, as_yaml
 from tridock.engines.megatron_core.engine import MegatronCore
 from tridock.engines.megatron_lm.engine import MegatronLM
@@ -63,4 +65,16 @@ def rank_program(
 
     ``resume``: it continues from the run's own checkpoints.
     """
-    return _rank_program(engine_of(experiment), experiment, plan, run_id, run_path, resume)
+    load = checkpoints_folder(experiment, run_path) if resume else None
+    program = engine_of(experiment).program(experiment, plan, run_path, load)
+    files: dict[str, bytes] = {}
+    if experiment.parallel.strategy == "zero":
+        config = deepspeed_config(experiment, plan.data_parallel_size)
+        files[run_folder.DEEPSPEED_CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
+    env = {
+        **program.env,
+        **experiment.env,
+        environment.RUN_ID: run_id,
+        environment.WORLD_SIZE: str(plan.world_size),
+    }
+    return RankProgram(program.module, program.arguments, env, files)

@@ -1,15 +1,13 @@
 """What Tridock asks of an engine: one :class:`Engine` for each name of ``engine:`` in an experiment. Pure."""
 
-import json
 import posixpath
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from tridock.contracts import environment, run_folder
+from tridock.contracts import run_folder
 from tridock.contracts.checkpoints import TRACKER
-from tridock.engines.deepspeed import deepspeed_config
 from tridock.engines.fields import Fields
 from tridock.errors import Problem
 from tridock.experiment import Experiment
@@ -185,21 +183,3 @@ def checkpoints_folder(experiment: Experiment, run_path: str) -> str:
     """Where the run's checkpoints go, as an absolute path."""
     workspace = posixpath.dirname(posixpath.dirname(run_path))
     return posixpath.join(workspace, experiment.train.checkpoint_folder or f"{run_path}/{run_folder.CHECKPOINTS}")
-
-
-def rank_program(
-    engine: Engine, experiment: Experiment, plan: Plan, run_id: str, run_path: str, resume: bool
-) -> RankProgram:
-    """The engine's program with the files and the environment that every run has."""
-    program = engine.program(experiment, plan, run_path, checkpoints_folder(experiment, run_path) if resume else None)
-    files: dict[str, bytes] = {}
-    if experiment.parallel.strategy == "zero":
-        config = deepspeed_config(experiment, plan.data_parallel_size)
-        files[run_folder.DEEPSPEED_CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
-    env = {
-        **program.env,
-        **experiment.env,
-        environment.RUN_ID: run_id,
-        environment.WORLD_SIZE: str(plan.world_size),
-    }
-    return RankProgram(program.module, program.arguments, env, files)

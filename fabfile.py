@@ -24,7 +24,7 @@ from rich.table import Table
 from tridock.contracts.run_folder import REPORT, write_atomic
 from tridock.differences import Difference
 from tridock.errors import EXIT_INTERRUPTED, ClusterError, Problem, RequestError, RunError, TridockError
-from tridock.launchers import RunBundle
+from tridock.launchers.run import RunBundle
 from tridock.ops import doctor
 from tridock.ops.hosts import keys as keys_
 from tridock.ops.hosts import nodes

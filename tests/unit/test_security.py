@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from tridock.errors import RequestError
 from tridock.experiment import parse_experiment
-from tridock.launchers import RunRequest, Ssh, make_bundle
+from tridock.launchers.run import RunRequest, make_bundle
+from tridock.launchers.ssh import Ssh
 from tridock.plan import assess
 from tridock.strict_yaml import parse_yaml
 

@@ -112,7 +112,6 @@ NODE_FILES: Final = (CLIENT_KEY, CLIENT_PUBLIC, AUTHORIZED_KEYS, HOST_KEY, HOST_
 
 
 def node_files(cluster: Cluster, keys: ClusterKeys, node: str) -> dict[str, bytes]:
-    """File names and contents for one node."""
     host_key = keys.hosts[node]
     comment = f"tridock-{cluster.name}"
     return {

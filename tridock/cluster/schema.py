@@ -20,7 +20,6 @@ ClusterName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,4
 Line = Annotated[str, StringConstraints(pattern=r"^[^\n\r\x00]+$")]
 Port = Annotated[int, Field(ge=1, le=65535)]
 
-
 Lines = Annotated[tuple[Line, ...], AS_TUPLE]
 Limit = Annotated[str, StringConstraints(pattern=r"^(-1|[0-9]+)(:(-1|[0-9]+))?$")]
 

@@ -43,8 +43,6 @@ class Heartbeat:
 
 
 class HeartbeatWriter:
-    """Writes the heartbeats of one rank."""
-
     def __init__(self, folder: Path, rank: int) -> None:
         (folder / FOLDER).mkdir(parents=True, exist_ok=True)
         self._file = os.open(path_of(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)

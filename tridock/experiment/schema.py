@@ -26,7 +26,6 @@ Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
-
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 

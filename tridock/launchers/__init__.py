@@ -7,22 +7,9 @@ from collections.abc import Mapping
 from typing import Final
 
 from tridock.launchers.local import Local
-from tridock.launchers.run import Launcher, RunBundle, RunRequest, Start, default_port, make_bundle
+from tridock.launchers.run import Launcher
 from tridock.launchers.slurm.launcher import Slurm
 from tridock.launchers.ssh import Ssh
-
-__all__ = [
-    "LAUNCHERS",
-    "Launcher",
-    "Local",
-    "RunBundle",
-    "RunRequest",
-    "Slurm",
-    "Ssh",
-    "Start",
-    "default_port",
-    "make_bundle",
-]
 
 LAUNCHERS: Final[Mapping[str, type[Launcher]]] = {launcher.name: launcher for launcher in (Ssh, Slurm, Local)}
 """By the name in ``supervision.json``."""

@@ -18,8 +18,6 @@ _TICK_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Outcome(Generic[T]):
-    """What came of one host: a value, or the error."""
-
     value: T | None = None
     error: Exception | None = None
 

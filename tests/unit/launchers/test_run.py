@@ -8,7 +8,9 @@ import pytest
 
 from tridock.contracts.supervision import Supervision
 from tridock.experiment import parse_experiment
-from tridock.launchers import Local, RunBundle, RunRequest, Ssh, default_port, make_bundle
+from tridock.launchers.local import Local
+from tridock.launchers.run import RunBundle, RunRequest, default_port, make_bundle
+from tridock.launchers.ssh import Ssh
 from tridock.plan import assess
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "launch"

@@ -10,7 +10,8 @@ import pytest
 from tridock.cluster.schema import Settings
 from tridock.cluster.transports import TRANSPORTS
 from tridock.command import Command
-from tridock.launchers import LAUNCHERS, Slurm
+from tridock.launchers import LAUNCHERS
+from tridock.launchers.slurm.launcher import Slurm
 from tridock.launchers.slurm.ranks import CONTAINERS, RANK_LAUNCHERS
 from tridock.launchers.slurm.request import Kind, RankLauncherName
 

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from tridock.contracts.supervision import Reach, Supervision
-from tridock.launchers import Slurm, Ssh
+from tridock.launchers.slurm.launcher import Slurm
+from tridock.launchers.ssh import Ssh
 from tridock.node.supervisor.agent_connections import AgentConnections
 
 FOLDER = Path("/workspace/runs/t-20260102-030405-abcd")

@@ -14,7 +14,8 @@ from tests.experiments import with_fields
 from tridock.cli import main
 from tridock.contracts.supervision import Supervision
 from tridock.errors import RequestError
-from tridock.launchers import RunRequest, Ssh, make_bundle
+from tridock.launchers.run import RunRequest, make_bundle
+from tridock.launchers.ssh import Ssh
 from tridock.ops.runs.replan import Replanned, replan
 from tridock.plan import assess
 

@@ -181,7 +181,6 @@ class _ZstdReader(io.RawIOBase):
 _TODO_ZSTD: Final = "pip install zstandard, or decompress it: zstd -dc FILE | tridock data preprocess --input - …"
 _TODO_PARQUET: Final = "pip install pyarrow, or give JSON lines"
 
-
 _MAGIC: Final = {
     b"\x1f\x8b": "gzip",
     b"BZh": "bzip2",

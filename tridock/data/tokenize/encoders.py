@@ -44,7 +44,6 @@ HARD_TEXTS: Final = (
     " " * 300 + "a" * 300 + "\n" * 300 + "ab" * 300 + "!?" * 300 + "7" * 300,
 )
 
-
 # New characters of Unicode 17. The fast library treats them as letters and digits, the reference does not yet, so that
 # they split words differently. The reference encodes the pieces that contain one.
 _UNICODE_17: Final = re.compile(

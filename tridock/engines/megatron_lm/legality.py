@@ -25,7 +25,6 @@ FIELDS: Final[Fields] = {
     "train.compile": Refused(),
 }
 
-
 CHECKPOINT_OPTIONS: Final = (
     "partition_activations",
     "checkpoint_in_cpu",

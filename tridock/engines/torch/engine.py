@@ -1,14 +1,11 @@
 """Engine ``torch`` as the planner and the launchers see it."""
 
-from collections.abc import Iterator
-
 from tridock.contracts.checkpoints import LATEST
 from tridock.engines.deepspeed import zero_gradient_bytes, zero_states
 from tridock.engines.engine import Choice, Engine, RankProgram
 from tridock.engines.torch import legality
 from tridock.engines.torch.fsdp import is_sharded, scattered, shards_of, summed_up
 from tridock.engines.torch.legality import FIELDS
-from tridock.errors import Problem
 from tridock.experiment import Experiment
 from tridock.experiment.resnet import cast_elements, kept_elements
 from tridock.layout import Plan
@@ -27,8 +24,7 @@ class Torch(Engine):
     checkpoint_pointer = LATEST
     checkpoints_load_on = "other replicas"
 
-    def problems(self, experiment: Experiment) -> Iterator[Problem]:
-        yield from legality.problems(experiment)
+    problems = staticmethod(legality.problems)
 
     def takes_sizes(self, experiment: Experiment) -> bool:
         parallel = experiment.parallel
@@ -36,8 +32,7 @@ class Torch(Engine):
         fits = parallel.context_parallel_size == 1 and not any(legality.split_problems(experiment))
         return fits and (not split or parallel.strategy != "zero")
 
-    def batch_problems(self, experiment: Experiment, replicas: int) -> Iterator[Problem]:
-        yield from legality.batch_problems(experiment, replicas)
+    batch_problems = staticmethod(legality.batch_problems)
 
     def padded_vocab_size(self, tokens: int, experiment: Experiment) -> int:
         """The same on every layout: these rows take part in the loss."""

@@ -45,7 +45,6 @@ def soft_limit(which: int) -> int | None:
 
 
 def cores() -> int:
-    """The cores that a process may use."""
     return min(len(os.sched_getaffinity(0)), _quota())
 
 

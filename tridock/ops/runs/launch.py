@@ -10,7 +10,8 @@ from pathlib import Path
 from tridock.command import Command
 from tridock.contracts import run_folder
 from tridock.errors import TridockError
-from tridock.launchers import RunBundle, Ssh, default_port
+from tridock.launchers.run import RunBundle, default_port
+from tridock.launchers.ssh import Ssh
 from tridock.ops.doctor import check_quickly
 from tridock.ops.hosts.nodes import ensure_up
 from tridock.ops.hosts.session import Session

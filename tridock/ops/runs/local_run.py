@@ -19,7 +19,8 @@ from tridock.contracts.node_answers import Evidence
 from tridock.contracts.run_state import exit_code_of
 from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError
 from tridock.experiment import dump_experiment
-from tridock.launchers import Local, RunBundle, default_port
+from tridock.launchers.local import Local
+from tridock.launchers.run import RunBundle, default_port
 from tridock.ops.runs import rendezvous
 from tridock.ops.runs.failed_run import RunFailedError, failed, failure_text, rank_to_look_at
 from tridock.ops.runs.prepare import Prepared, prepare

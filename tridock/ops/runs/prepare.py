@@ -16,7 +16,7 @@ from tridock.contracts import run_folder
 from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment, load_experiment
 from tridock.gpus import Gpu, find_gpu
-from tridock.launchers import Launcher, RunBundle, RunRequest, make_bundle
+from tridock.launchers.run import Launcher, RunBundle, RunRequest, make_bundle
 from tridock.ops.runs import preflight
 from tridock.ops.runs.provenance import provenance
 from tridock.plan import Assessment, Assumptions, Plan, assess

@@ -14,7 +14,8 @@ from tridock.engines import engine_of
 from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment, load_experiment
 from tridock.gpus import find_gpu
-from tridock.launchers import LAUNCHERS, RunBundle
+from tridock.launchers import LAUNCHERS
+from tridock.launchers.run import RunBundle
 from tridock.ops.runs.prepare import Prepared
 from tridock.plan import Assessment, Assumptions, assess
 from tridock.plan.fewer import fewer_replicas, other_layout

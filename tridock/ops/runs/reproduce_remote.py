@@ -4,7 +4,7 @@ from pathlib import Path
 
 from tridock.contracts.run_folder import REPRODUCTION
 from tridock.errors import TridockError
-from tridock.launchers import RunBundle
+from tridock.launchers.run import RunBundle
 from tridock.ops.hosts.session import Session
 from tridock.ops.runs import launch as launch_
 from tridock.ops.runs.fetch import fetch

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from tridock.errors import ClusterError, Problem, RequestError
-from tridock.launchers import Slurm
+from tridock.launchers.slurm.launcher import Slurm
 
 _TIMEOUT_S: Final = 60.0
 _SINFO: Final = "%P|%D|%G|%m|%c|%l|%f"

@@ -71,7 +71,6 @@ def gpu_of(groups: Sequence[Group], request: Request) -> Gpu | None:
 
 
 def site_problems(groups: Sequence[Group], request: Request, source: str) -> Iterator[Problem]:
-    """What of the request no set of nodes has."""
     partitions = list(dict.fromkeys(group.partition for group in groups))
     if request.partition is not None:
         for name in request.partition.split(","):

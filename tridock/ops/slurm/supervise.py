@@ -15,7 +15,7 @@ from tridock.contracts.records import read_lines
 from tridock.contracts.run_state import LOCK
 from tridock.errors import ClusterError, Problem, RequestError, TridockError
 from tridock.experiment import dump_experiment
-from tridock.launchers import Slurm
+from tridock.launchers.slurm.launcher import Slurm
 from tridock.launchers.slurm.ranks import starts_over_ssh
 from tridock.ops.runs.local_run import start_and_follow
 from tridock.ops.runs.prepare import Prepared, prepare

@@ -103,8 +103,6 @@ def assign_to_ranks(sizes: Mapping[str, int], ranks: Sequence[int]) -> dict[int,
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The manifest's entry of one file."""
-
     size: int
     sha256: str
 

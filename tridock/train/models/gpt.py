@@ -38,8 +38,6 @@ def tensor_parallel_random_numbers(tensor_parallel_rank: int, device: torch.devi
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The parameters of the architecture."""
-
     num_layers: int
     hidden_size: int
     num_attention_heads: int

@@ -56,11 +56,9 @@ class Mesh:
         return int(self.whole.size(NAMES.index(name)))
 
     def group(self, name: str) -> dist.ProcessGroup:
-        """This rank's process group along a dimension."""
         return self.whole.get_group(name)
 
     def coordinate(self, name: str) -> int:
-        """This rank's coordinate in a dimension."""
         return int(self.whole.get_local_rank(name))
 
     @property

@@ -50,8 +50,6 @@ def inputs_and_labels(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 class Strategy(Protocol):
-    """A model under training."""
-
     @property
     def phases(self) -> Phases:
         """The time of its steps by phase."""

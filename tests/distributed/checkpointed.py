@@ -19,7 +19,7 @@ LIMIT = 20_000
 
 
 def main() -> int:
-    """Takes its two words, and leaves the rest to the engine's program."""
+    """Takes two arguments, and leaves the rest to the engine's program."""
     _, module, full, *arguments = sys.argv
     sys.argv = [module, *arguments]
     full_iteration, rank = map(int, full.split(":"))

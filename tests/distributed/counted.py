@@ -1,7 +1,7 @@
 """How many weights the engines' own models have, on ranks of worlds that are only pretended (``pretended.py``).
 
-Reads a case a line, ``[experiment, world size, rank, words]`` in JSON, and answers each with the number of this rank's
-weights. The words are Megatron's command line, for engine ``megatron-deepspeed``, whose source TRIDOCK_MEGATRON names.
+Reads a case a line, ``[experiment, world size, rank, argv]`` in JSON, and answers each with the number of this rank's
+weights. argv is Megatron's command line, for engine ``megatron-deepspeed``, whose source TRIDOCK_MEGATRON names.
 """
 
 from __future__ import annotations
@@ -87,14 +87,14 @@ def main(engine: str) -> None:
     else:
         prepare_v115()
     for line in sys.stdin:
-        fields, world, rank, words = json.loads(line)
+        fields, world, rank, argv = json.loads(line)
         place = Ranks(rank, 0, world, torch.device("cpu"))
         if engine == "megatron-core":
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
             weights = megatron_core(Experiment.model_validate_json(json.dumps(fields)), place)
             os.write(answers, f"{weights}\n".encode())
         else:
-            in_a_process(place, words, answers)
+            in_a_process(place, argv, answers)
 
 
 if __name__ == "__main__":

@@ -34,18 +34,18 @@ def live_through(begin: Begin, victim: str, writer: int) -> None:
 
     preempted, ranks = begin("preempted", None, **EVERY, **load(killed))
     wait_for(preempted, "checkpoint_saved", 2, ranks)
-    ranks.processes[1].send_signal(signal.SIGUSR1)  # one rank is told: all save after the same step
+    ranks.processes[1].send_signal(signal.SIGUSR1)  # one rank gets the signal: all save after the same step
     finish(ranks, 85)
-    told = read_lines(preempted / "events.jsonl")[-1]
-    assert (told["event"], told["iteration"]) == ("run_preempted", iterations(preempted)[-1])
+    event = read_lines(preempted / "events.jsonl")[-1]
+    assert (event["event"], event["iteration"]) == ("run_preempted", iterations(preempted)[-1])
     newest = saved(preempted)[-1]
-    assert newest["iteration"] == told["iteration"]
+    assert newest["iteration"] == event["iteration"]
 
     damaged = next(Path(newest["folder"]).glob(victim))
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content)
-    full = told["iteration"] + 2
+    full = event["iteration"] + 2
     last, ranks = begin("last", f"{full}:{writer}", **EVERY, **load(preempted), **{"train.keep_checkpoints": 2})
     finished = finish(ranks, 0)
 
@@ -54,13 +54,13 @@ def live_through(begin: Begin, victim: str, writer: int) -> None:
     assert len(rejected["reasons"]) == 1
     assert f"{damaged}: has changed since it was saved; got sha256 " in rejected["reasons"][0]
     assert f"warning: {newest['folder']} is not whole, and is passed over:\n{rejected['reasons'][0]}" in finished.out[0]
-    assert named(last, "checkpoint_loaded")[0]["iteration"] == told["iteration"] - 1
+    assert named(last, "checkpoint_loaded")[0]["iteration"] == event["iteration"] - 1
     (failed,) = named(last, "checkpoint_failed")
     assert failed["iteration"] == full
     assert ": the checkpoint could not be written; got " in failed["reason"]
     assert f"warning: iteration {full} is not saved, and the run continues:\n{failed['reason']}" in finished.out[0]
     assert [event["iteration"] for event in saved(last)] == [
-        number for number in range(told["iteration"], ITERATIONS + 1) if number != full
+        number for number in range(event["iteration"], ITERATIONS + 1) if number != full
     ]
     kept = {Path(event["folder"]) for event in saved(last)[-2:]}
     assert {path for path in (last / "checkpoints").iterdir() if path.is_dir()} == kept

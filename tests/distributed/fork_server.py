@@ -89,7 +89,7 @@ class Process:
 def start(
     argv: Sequence[str], imports: str, env: Mapping[str, str], cwd: Path, stdin: int, stdout: int, stderr: int
 ) -> Process:
-    """``python argv``: ``-m MODULE``, ``-c SCRIPT`` or a file, and its words. The descriptors stay the caller's."""
+    """``python argv``: ``-m MODULE``, ``-c SCRIPT`` or a file, and its arguments. The descriptors stay the caller's."""
     order = {"argv": list(argv), "env": dict(env), "cwd": str(cwd)}
     report, write = os.pipe()
     try:

@@ -229,12 +229,12 @@ def events(folder: Path) -> list[str]:
 
 
 def check_communication(folder: Path) -> None:
-    """Two ranks have told once, of two steps, how much of them is communication; each has left a trace."""
-    (told,) = [line for line in read_lines(folder / "events.jsonl") if line["event"] == "communication_measured"]
-    assert told["iterations"] == 2
-    assert 0.0 < told["exposed"] <= told["in_flight"] < 1.0
-    assert len(told["exposed_by_rank"]) == 2
-    assert abs(sum(told["exposed_by_rank"]) / 2 - told["exposed"]) < 1e-3
+    """Two ranks recorded once, for two steps, their share of communication; each has written a trace."""
+    (event,) = [line for line in read_lines(folder / "events.jsonl") if line["event"] == "communication_measured"]
+    assert event["iterations"] == 2
+    assert 0.0 < event["exposed"] <= event["in_flight"] < 1.0
+    assert len(event["exposed_by_rank"]) == 2
+    assert abs(sum(event["exposed_by_rank"]) / 2 - event["exposed"]) < 1e-3
     traces = sorted(path.name for path in (folder / "profile").iterdir())
     assert traces == ["rank-0.json.gz", "rank-1.json.gz"]
 

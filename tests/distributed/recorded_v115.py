@@ -1,7 +1,7 @@
-"""One rank of engine ``megatron-deepspeed`` that tells what it exchanged in its third iteration.
+"""One rank of engine ``megatron-deepspeed`` that records what it exchanges in its third iteration.
 
-Takes the words of the rank's own program, and leaves ``exchanged-<rank>.json`` in the run's folder: of each collective
-or message its group's size, its name and its bytes.
+Takes the arguments of the rank's own program, and writes ``exchanged-<rank>.json`` into the run's folder: the group's
+size, the name and the bytes of each collective or message.
 """
 
 from __future__ import annotations

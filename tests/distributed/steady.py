@@ -1,4 +1,4 @@
-"""Ranks that train nothing, for tests of what goes on around ranks: ``python steady.py RUN_FOLDER RANKS STEPS [LOAD]``.
+"""Ranks that train nothing, for tests of what surrounds ranks: ``python steady.py RUN_FOLDER RANKS STEPS [LOAD]``.
 
 They write a heartbeat at every step and a checkpoint's pointer after every tenth, and continue from there if LOAD is
 given. Anything else is on request: a file ``<rank>-<word>`` in the run's folder is taken away and done.

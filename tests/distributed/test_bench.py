@@ -69,8 +69,8 @@ def test_a_matrix(tmp_path: Path) -> None:
     assert end["peak_memory_bytes"] == max(end["peak_memory_by_rank"]) > 2**26
     folder = tmp_path / "runs" / ran["profiled_run"]
     check_communication(folder)
-    told = [event for event in read_lines(folder / "events.jsonl") if event["event"] == "communication_measured"]
-    assert ran["communication"] == told[0]["exposed"]
+    measured = [event for event in read_lines(folder / "events.jsonl") if event["event"] == "communication_measured"]
+    assert ran["communication"] == measured[0]["exposed"]
 
 
 ENDLESS = """

@@ -210,11 +210,11 @@ def test_a_scheduler_that_ends_a_job_leaves_a_checkpoint(workspace: Path, number
     assert run.process.returncode == 85, output
     assert (run.folder / "exit_code").read_text() == "85\n"
     (saved,) = named(run.folder, "checkpoint_saved")
-    (told,) = named(run.folder, "run_preempted")
-    assert saved["iteration"] == told["iteration"]
+    (event,) = named(run.folder, "run_preempted")
+    assert saved["iteration"] == event["iteration"]
     assert run.restarts() == []
     assert output.splitlines()[-1] == f"continue with --set train.load=runs/{run.folder.name}/checkpoints"
-    assert f"preempted: saved after iteration {told['iteration']}, as SIGTERM or SIGUSR1 asked\n" in output
+    assert f"preempted: saved after iteration {event['iteration']}, as SIGTERM or SIGUSR1 asked\n" in output
     assert find_processes(run.folder.name) == []
     (listed,) = [it for it in list_runs(workspace) if it.run_id == run.folder.name]
     assert listed.state == "preempted"

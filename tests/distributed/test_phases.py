@@ -38,9 +38,9 @@ def test_every_strategy_tells_its_phases(tmp_path: Path) -> None:
             assert all(seconds >= 0 for seconds in phases.values()), name
             # Whatever a step does is in one of them; evaluations and checkpoints are in none.
             assert sum(phases.values()) == pytest.approx(record["step_time_s"], rel=0.2, abs=2e-3), name
-        told = [record["memory_bytes"] for record in records if "memory_bytes" in record]
+        recorded = [record["memory_bytes"] for record in records if "memory_bytes" in record]
         assert [record["iteration"] for record in records if "memory_bytes" in record] == [1, 2, 4, 8]
-        assert all(len(peaks) == 2 and min(peaks) > 2**26 for peaks in told), name
+        assert all(len(peaks) == 2 and min(peaks) > 2**26 for peaks in recorded), name
         occasions = ("evaluation", "checkpoint_saved")
         spent = [event["seconds"] for event in read_lines(folder / "events.jsonl") if event["event"] in occasions]
         assert len(spent) == 5  # two checkpoints, two evaluations and the test's

@@ -29,7 +29,7 @@ def test_a_process_left_behind_that_holds_the_pipe_does_not_hold_the_rank(tmp_pa
 
 
 def test_a_slow_terminal_gets_everything_though_the_pipe_is_held(tmp_path: Path) -> None:
-    """The copy is told to finish while it waits for the terminal, with most of the text still in the pipe."""
+    """The copy has to finish while it waits for the terminal, with most of the text still in the pipe."""
     text = "x" * 79 + "\n"
     lines = 1300  # more than a pipe holds, less than two
     end = f"left = subprocess.Popen(['sleep', '60']); sys.stdout.write({text!r} * {lines}); log.close(); left.kill()"

@@ -45,7 +45,7 @@ def test_a_run_is_done_once_more_from_its_folder(tmp_path: Path) -> None:
     assert (found["then"], found["now"], found["environment"]) == (first.name, again.name, [])
     assert json.loads((again / "manifest.json").read_text())["data_sha256"]["data/small.idx"]
 
-    # The losses of another seed are told apart: here of a folder that says another.
+    # Another seed gives other losses: here the folder names another.
     text = (first / "experiment.yaml").read_text()
     (first / "experiment.yaml").write_text(re.sub(r"(?m)^  seed: \d+$", "  seed: 77", text))
     done = tridock(tmp_path, "reproduce", f"runs/{first.name}")

@@ -1,4 +1,4 @@
-"""ResNet-50 on CPU ranks: the shipped experiment in a tiny form, shared out by DDP and FSDP."""
+"""ResNet-50 on CPU ranks: the shipped experiment in a tiny form, with DDP and FSDP."""
 
 from __future__ import annotations
 

@@ -141,9 +141,9 @@ def test_an_unreachable_host_is_named_and_the_other_one_reported(rack: Rack) -> 
 
 def test_a_host_without_sshd(rack: Rack) -> None:
     hosts = rack.write_cluster("no-sshd", ssh={"config_file": str(rack.folder / "ssh_config"), "port": 2, "retries": 1})
-    told = "host-{}: nothing listens at {} port 2; got connection refused, 2 times; "
+    line = "host-{}: nothing listens at {} port 2; got connection refused, 2 times; "
     todo = "start sshd there, or give the right port (ssh.port in the settings, or Port in ~/.ssh/config)"
-    lines = [told.format(name[-1], host.address) + todo for name, host in rack.hosts.items()]
+    lines = [line.format(name[-1], host.address) + todo for name, host in rack.hosts.items()]
     refused(rack.fab("up", hosts=hosts), 3, *lines)
 
 

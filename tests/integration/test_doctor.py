@@ -44,7 +44,7 @@ def checked(rack: Rack, *arguments: str, hosts: str = f"hostfiles/{CLUSTER}") ->
     return done.returncode, report
 
 
-def told(report: dict[str, Any]) -> dict[tuple[str, str], dict[str, str]]:
+def problems_of(report: dict[str, Any]) -> dict[tuple[str, str], dict[str, str]]:
     """The findings by node and what is wrong."""
     return {(finding["node"], finding["what"]): finding for finding in report["findings"]}
 
@@ -99,11 +99,11 @@ def test_a_wrong_host_key_and_a_port_that_is_taken_are_named_and_the_key_is_mend
         code, report = checked(rack, *TINY, "--set", "launch.master_port=23456")
     assert code == 3
     assert {finding["node"] for finding in report["findings"]} == {"host-b", "configs/tiny.yaml: launch.master_port"}
-    taken = told(report)["configs/tiny.yaml: launch.master_port", "port 23456 is taken on host-a"]
+    taken = problems_of(report)["configs/tiny.yaml: launch.master_port", "port 23456 is taken on host-a"]
     assert re.fullmatch(r"python \(pid \d+\)", taken["got"])
     assert taken["todo"] == "change it or leave it out"
     assert "all-reduce" not in report["seen"]
-    found = told(report)["host-b", "shows another host key than the head has on file"]
+    found = problems_of(report)["host-b", "shows another host key than the head has on file"]
     assert found["got"] == shown
     assert found["todo"] == f"give all nodes the cluster's keys again: fab keys --hosts hostfiles/{CLUSTER}"
     done = rack.fab("check", "--fix")
@@ -246,7 +246,7 @@ def sick(rack_up: Up, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict
 
 
 def test_everything_that_is_wrong_is_said_at_once(rack: Rack, sick: dict[str, Any]) -> None:
-    found = told(sick["report"])
+    found = problems_of(sick["report"])
     assert sick["code"] == 3
     small = "its /dev/shm is too small for 2 ranks"
     expected = {
@@ -267,7 +267,7 @@ def test_everything_that_is_wrong_is_said_at_once(rack: Rack, sick: dict[str, An
 
 
 def test_the_values_that_were_seen(rack: Rack, sick: dict[str, Any]) -> None:
-    found = told(sick["report"])
+    found = problems_of(sick["report"])
     assert found["host-b", "its /dev/shm is too small for 2 ranks"]["got"] == "67.1 MB"
     assert re.fullmatch(r"4[45]\.\d s", found["host-b", "its clock is ahead of the others'"]["got"])
     assert found["host-b", "Gloo would use an interface of its own"]["got"] == (
@@ -279,7 +279,7 @@ def test_the_values_that_were_seen(rack: Rack, sick: dict[str, Any]) -> None:
 
 
 def test_variables_are_named_and_secrets_are_not_shown(rack: Rack, sick: dict[str, Any]) -> None:
-    got = told(sick["report"])["host-b", "its environment is not the head's"]["got"]
+    got = problems_of(sick["report"])["host-b", "its environment is not the head's"]["got"]
     assert re.fullmatch(r"HF_TOKEN=\(secret [0-9a-f]{12}\), not set on host-a; OMP_NUM_THREADS=2, 1 on host-a", got)
     assert "hf_abc" not in json.dumps(sick["report"])
 

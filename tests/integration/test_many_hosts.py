@@ -18,7 +18,7 @@ from tests.integration.sshd import ROOT, Sshd, wait_until
 CAP = 8
 STEPS = (("begun", 1), ("ended", -1))
 IMAGE = "sha256:0123456789abcdef"
-# What `docker run` is told, `docker container inspect` tells afterwards. The moments of a start are written down.
+# `docker container inspect` answers with the options of `docker run`. The times of a start are recorded.
 DOCKER = r"""#!/bin/bash
 case $1 in
 image) echo 'image IMAGE' ;;

@@ -164,12 +164,12 @@ def test_a_stream_can_be_left(host: Host) -> None:
 
 def test_a_pipe_waits_for_a_slow_reader_and_tells_how_far_it_is(host: Host) -> None:
     chunks, size = 60, 500_000
-    told: list[int] = []
+    sent: list[int] = []
     early: list[int] = []
-    timer = threading.Timer(1.0, lambda: early.append(sum(told)))
+    timer = threading.Timer(1.0, lambda: early.append(sum(sent)))
     timer.start()
-    done = host.pipe((b"x" * size for _ in range(chunks)), Command.of("sh", "-c", "sleep 2; wc -c"), told.append)
-    assert int(done.stdout) == sum(told) == chunks * size
+    done = host.pipe((b"x" * size for _ in range(chunks)), Command.of("sh", "-c", "sleep 2; wc -c"), sent.append)
+    assert int(done.stdout) == sum(sent) == chunks * size
     # What is under way is bounded by the transport's window, not by the size of the image.
     assert early[0] < chunks * size / 4
 

@@ -223,7 +223,7 @@ def test_a_run_whose_time_is_over_saves_is_queued_again_and_continues(slurm_clus
 def test_a_node_that_fails_costs_the_work_since_the_last_checkpoint(
     slurm_cluster: SlurmCluster, given_up_by: str
 ) -> None:
-    """Tridock misses a node after 20 s; Slurm, which here would need 60 s, is told of it at once, or not."""
+    """Tridock misses a node after 20 s; Slurm, which here would need 60 s, hears of it at once, or not."""
     job = slurm_cluster.submit(*TWO, *LONG, "--set", f"name=lost-{given_up_by}", "--set", "restart.max=1")
     slurm_cluster.until(lambda: slurm_cluster.events(job, "checkpoint_saved"), "a checkpoint", job)
     container = slurm_cluster.container("n2")

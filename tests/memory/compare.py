@@ -89,7 +89,7 @@ def _is_hidden(key: str) -> bool:
 
 
 def main() -> None:
-    """Prints the table; words on the command line choose cases that contain them."""
+    """Prints the table; arguments choose cases that contain them."""
     console = Console(highlight=False)
     document = measured()
     console.print(f"measured on {json.dumps(document['measured_on'])}", soft_wrap=True)

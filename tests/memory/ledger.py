@@ -42,7 +42,7 @@ class Entry:
 
 @dataclass
 class Place:
-    """The module whose forward pass is at work; told by hooks on all modules."""
+    """The module whose forward pass is running; set by hooks on all modules."""
 
     stack: list[str] = field(default_factory=list)
     names: dict[int, str] = field(default_factory=dict)

@@ -147,7 +147,7 @@ def test_no_rule_about_upstream_matches_tridocks_own_text() -> None:
     "source",
     [
         'Rule("x", says=regex(r"the loss is not finite"))',
-        'told = [line for line in lines if ": the run failed; " in line]',
+        'failed = [line for line in lines if ": the run failed; " in line]',
         'RESTARTED = "tridock: restart "\ntext.rpartition(RESTARTED)',
         'MARK = "was killed by the kernel"\nif MARK in reason: pass',
         'if b"has not answered" in done.stderr: pass',

@@ -130,9 +130,9 @@ def test_what_a_person_sees(capsys: pytest.CaptureFixture[str]) -> None:
     assert text.startswith(
         "tight: over 80 % · TP4 PP4 DP1 · 16 ranks · 14.34 GiB per rank of 15.8 (v100-16gb) · about "
     )
-    for words in ("stage 3", "optimizer states", "12 bytes a parameter", "fixed overhead", "pipeline bubble  42.9%",
+    for part in ("stage 3", "optimizer states", "12 bytes a parameter", "fixed overhead", "pipeline bubble  42.9%",
                   "2.0.0.3", "between nodes", "300.0 B tokens take about "):  # fmt: skip
-        assert words in text, words
+        assert part in text, part
 
 
 def test_tensor_parallel_groups_over_nodes_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:

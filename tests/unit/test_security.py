@@ -37,11 +37,11 @@ def is_constant(script: ast.expr) -> bool:
 
 
 def test_scripts_for_a_shell_are_constants() -> None:
-    """Values come to them as words, ``"$1"``; a script that holds a value would be a hole sooner or later."""
+    """Values come to them as arguments, ``"$1"``; a script that holds a value would be a hole sooner or later."""
     found, wrong = 0, []
     for path, node in calls():
-        words = node.args if isinstance(node, ast.Call) else node.elts
-        for shell, flag, script in zip(words, words[1:], words[2:], strict=False):
+        arguments = node.args if isinstance(node, ast.Call) else node.elts
+        for shell, flag, script in zip(arguments, arguments[1:], arguments[2:], strict=False):
             if [getattr(word, "value", None) for word in (shell, flag)] not in (["sh", "-c"], ["bash", "-c"]):
                 continue
             found += 1

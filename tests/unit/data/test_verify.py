@@ -1,4 +1,4 @@
-"""`tridock data verify`: what is whole is said to be, and every kind of damage is told with its place."""
+"""`tridock data verify`: accepts sound data, and names the place of each kind of damage."""
 
 import hashlib
 import struct

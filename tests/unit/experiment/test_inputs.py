@@ -1,4 +1,4 @@
-"""Data, tokenizer and checkpoint that do not fit the experiment: told before any rank starts."""
+"""Data, tokenizer and checkpoint that do not fit the experiment: refused before any rank starts."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_in_an_allocation_there_is_nothing_to_ask_for_and_to_queue_again() -> No
 
 
 def run_script(text: str, folder: Path, **env: str) -> list[str]:
-    """Runs a script with stand-ins for Slurm's commands; the words that the supervisor gets, and the port."""
+    """Runs a script with stand-ins for Slurm's commands; the arguments of the supervisor, and the port."""
     bin_ = folder / "bin"
     bin_.mkdir()
     show = (
@@ -117,8 +117,8 @@ def run_script(text: str, folder: Path, **env: str) -> list[str]:
     path = f"{bin_}:{os.environ['PATH']}"
     done = subprocess.run(["bash"], input=text, env={"PATH": path, **job}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    words: list[str] = json.loads(done.stdout)
-    return words
+    argv: list[str] = json.loads(done.stdout)
+    return argv
 
 
 def test_what_the_script_does(tmp_path: Path) -> None:
@@ -140,11 +140,11 @@ def test_a_task_of_an_array_starts_the_run_of_its_number(tmp_path: Path) -> None
     made = Script(made.request, made.elements, str(tmp_path))
     run = f"{tmp_path}/runs/{made.elements[1].run_id}"
     Path(run).mkdir(parents=True)
-    words = program_argv(made, made.elements[1])
-    Path(run, "program").write_text("".join(f"{word}\n" for word in words))
+    argv = program_argv(made, made.elements[1])
+    Path(run, "program").write_text("".join(f"{word}\n" for word in argv))
     found = run_script(render(made), tmp_path, SLURM_ARRAY_TASK_ID="1")
     assert found[-4:] == ["-m", "tridock.train", "--run-folder", run]
-    assert words == ("tridock.train", "--run-folder", run)
+    assert argv == ("tridock.train", "--run-folder", run)
 
 
 def test_two_jobs_of_one_node_have_ports_of_their_own(tmp_path: Path) -> None:

@@ -86,9 +86,9 @@ def test_a_hash_of_this_machine_is_kept_only_of_what_has_settled(
     monkeypatch.setattr(time, "time_ns", lambda: now + 10**10)
     assert fingerprint(lab.project, chosen, lambda _: None) == first
     assert (kept.stat().st_mode & 0o777, kept.parent.stat().st_mode & 0o777) == (0o600, 0o700)
-    told: list[int] = []
-    assert fingerprint(lab.project, chosen, told.append) == first
-    assert told == [len(LARGE)]  # at once: it was not read
+    counted: list[int] = []
+    assert fingerprint(lab.project, chosen, counted.append) == first
+    assert counted == [len(LARGE)]  # at once: it was not read
     (lab.project / "data/x.bin").write_bytes(LARGE[::-1])
     kept_before = kept.read_bytes()
     (again,) = fingerprint(lab.project, chosen, lambda _: None)

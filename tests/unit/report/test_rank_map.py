@@ -166,7 +166,7 @@ def test_each_stage_has_a_colour_that_words_are_readable_on(stages: int) -> None
     for colour in colours:
         bright, dark = sorted((luminance(colour), luminance(ink(colour))), reverse=True)
         assert (bright + 0.05) / (dark + 0.05) >= 4.5, colour  # WCAG 2.1, level AA
-    if stages > 8:  # told apart in grey as well, in the order of the stages
+    if stages > 8:  # distinct in grey as well, in the order of the stages
         assert [luminance(colour) for colour in colours] == sorted(luminance(colour) for colour in colours)
 
 

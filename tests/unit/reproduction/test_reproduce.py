@@ -63,7 +63,7 @@ def change(folder: Path, **fields: Any) -> Path:
 
 
 def nothing(found: object, notes: object) -> None:
-    """Is told, and says nothing."""
+    """Takes the progress, and prints nothing."""
 
 
 def text_of(table: object) -> str:
@@ -108,9 +108,9 @@ def test_the_verdict(tmp_path: Path, now: list[float | None], given: Any, verdic
 def test_the_verdict_in_a_table_and_in_the_new_runs_folder(tmp_path: Path) -> None:
     first = a_run(tmp_path / "t-1", [7.0, 6.0, None])
     second = change(a_run(tmp_path / "t-2", [7.0, 6.5, None, 4.0]), image_id="sha256:2")
-    told: list[list[Difference]] = []
-    outcome = compare_with(first, second, lambda found, notes: told.append(list(found)))
-    assert told == [[Difference("image_id", ("sha256:1", "sha256:2"))]]
+    seen: list[list[Difference]] = []
+    outcome = compare_with(first, second, lambda found, notes: seen.append(list(found)))
+    assert seen == [[Difference("image_id", ("sha256:1", "sha256:2"))]]
     rows = [
         [cell.strip() for cell in line.split("│")[1:3]] for line in text_of(verdict_table(outcome)).splitlines()[1:]
     ]

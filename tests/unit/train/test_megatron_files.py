@@ -10,7 +10,7 @@ from tridock.errors import RequestError
 from tridock.train.megatron_lm.pretrain_gpt2 import check_files, source_folder
 
 
-def words(folder: Path, *more: str) -> list[str]:
+def argv(folder: Path, *more: str) -> list[str]:
     files = {"--data-path": "x", "--vocab-file": "vocab.json", "--merge-file": "merges.txt"}
     return [word for option, name in files.items() for word in (option, str(folder / name))] + list(more)
 
@@ -23,7 +23,7 @@ def refused(given: list[str]) -> list[str]:
 
 def test_all_that_is_missing_at_once(tmp_path: Path) -> None:
     todo = "bring the data here: fab data, or tridock data"
-    assert refused(words(tmp_path, "--load", f"{tmp_path}/none")) == [
+    assert refused(argv(tmp_path, "--load", f"{tmp_path}/none")) == [
         f"data.data_path: no such file; got {tmp_path}/x.bin; {todo}",
         f"data.data_path: no such file; got {tmp_path}/x.idx; {todo}",
         f"data.vocab_file: no such file; got {tmp_path}/vocab.json; {todo}",

@@ -1,4 +1,4 @@
-"""`tridock slurm` with stand-ins for Slurm's commands: what they are asked, and what a user is told."""
+"""`tridock slurm` with stand-ins for Slurm's commands: their arguments, and the messages to the user."""
 
 from __future__ import annotations
 

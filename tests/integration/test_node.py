@@ -130,8 +130,10 @@ def test_the_base_images_start_up_script_runs_once(containers: Containers, tmp_p
     script = tmp_path / "base-image.sh"
     script.write_text("echo call >>/tmp/calls\nexport LD_LIBRARY_PATH=/compat\n")
     options = ["--volume", f"{script}:/base-image.sh:ro", "--env", "TRIDOCK_BASH_ENV=/base-image.sh"]
-    name = containers.start("sleep", "60", options=options)
-    wait_until(lambda: inside(name, "bash", "-c", 'echo "$LD_LIBRARY_PATH"') == "/compat\n", "the script has run")
+    name = containers.start("sleep", "600", options=options)
+    # The user is there a moment later than the container.
+    shell = ("docker", "exec", "--user", "tridock", name, "bash", "-c", 'echo "$LD_LIBRARY_PATH"')
+    wait_until(lambda: execute(*shell).stdout == "/compat\n", "the script has run")
     inside(name, "healthcheck.sh")
     assert inside(name, "cat", "/tmp/calls") == "call\n"
 

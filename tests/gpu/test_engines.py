@@ -11,12 +11,7 @@ from tests.gpu.runs import train
 from tests.megatron_source import patched_source
 from tridock.data.corpus import prepare_demo
 
-torch = pytest.importorskip("torch")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,7 @@ import pytest
 from tests.gpu.runs import train
 from tridock.data.corpus import prepare_demo
 
-torch = pytest.importorskip("torch")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 SHORT = ("train.train_iters=3", "train.log_interval=1")
 FULL = ("model.recompute_granularity=full", "model.recompute_method=uniform", "model.recompute_num_layers=1")

@@ -134,7 +134,7 @@ test-unit: .venv/.full ## What needs neither ranks nor Docker
 
 .PHONY: test-distributed
 test-distributed: .venv/.full ## Several ranks on this machine's CPU
-	$(PYTEST) tests/distributed -n $(RANK_WORKERS) --dist loadfile $(TESTS)
+	$(PYTEST) tests/distributed -n $(RANK_WORKERS) --dist loadfile --no-loadscope-reorder $(TESTS)
 
 .PHONY: test-torch
 test-torch: ## The unit tests of train/ with another torch, as that of an older base image (TORCH=2.6.0)

@@ -8,6 +8,14 @@ import pytest
 
 from tests.distributed.ranks import make_data
 
+# The longest begin first, so that no worker is left with one at the end.
+FIRST = ("test_shared_models", "test_bench", "test_restart", "test_megatron_core", "test_triage", "test_several_nodes")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: FIRST.index(item.path.stem) if item.path.stem in FIRST else len(FIRST))
+
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:

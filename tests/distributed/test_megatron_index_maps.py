@@ -93,7 +93,7 @@ def test_they_are_those_of_a_run_which_then_makes_none(
 
     made = identity(workspace)
     again = make(workspace, source, ranks, **fields)
-    assert json.loads(again.stdout) == {"made": 0, "files": answer["files"]}
+    assert json.loads(again.stdout) == {"made": 0, "files": answer["files"], "problems": []}
     _, finished = train(workspace, source, layout, ranks, **SHORT, **fields)
     assert finished.codes == [0] * ranks, finished.out[0][-5000:]
     assert identity(workspace) == made
@@ -116,7 +116,10 @@ def test_maps_of_which_a_part_is_missing_and_those_of_other_data_are_made_anew(w
 
 def test_what_cannot_be_done_is_said_in_one_line(workspace: Path, source: Path, tmp_path: Path) -> None:
     done = make(workspace, tmp_path / "nothing", 1)
-    assert (done.returncode, done.stdout) == (2, "")
+    assert done.returncode == 2
+    answer = json.loads(done.stdout)
+    assert (answer["made"], answer["files"]) == (0, [])
+    assert [problem["what"] for problem in answer["problems"]] == ["Megatron-LM v1.1.5 is not here"]
     assert done.stderr.strip().splitlines()[-1] == (
         f"engine: Megatron-LM v1.1.5 is not here; got {tmp_path}/nothing; "
         "build the image with MEGATRON=<git repository or folder>, or name the folder in TRIDOCK_MEGATRON"

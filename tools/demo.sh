@@ -45,8 +45,9 @@ run_here() {
   choose_experiment "this machine" test -f "${TRIDOCK_MEGATRON:-/opt/megatron-v1.1.5}/pretrain_gpt2.py"
   step "data: this machine's Python standard library"
   tridock data demo
-  step "run: $config on this machine"
-  tridock train "$config" --nproc 4 --run-id-file "$run_id_file"
+  step "run: $config on this machine's CPU"
+  # .venv has torch's CPU build, also on a machine with GPUs.
+  DS_ACCELERATOR=cpu tridock train "$config" --nproc 4 --run-id-file "$run_id_file"
 }
 
 main() {

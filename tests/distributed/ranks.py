@@ -142,7 +142,12 @@ def rank_environment() -> dict[str, str]:
     """This process's environment without what would make its children ranks of another run."""
     marks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TRIDOCK_", "DEEPSPEED_", "DS_")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(marks)}
-    return inherited | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return inherited | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "DS_ACCELERATOR": "cpu",
+    }
 
 
 def place(rank: int, world_size: int, port: int) -> dict[str, str]:

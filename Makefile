@@ -14,15 +14,30 @@ help: ## List the targets
 
 # ---- environment -------------------------------------------------------------------------------------------------------
 # PYTHON  the interpreter for .venv (default: the first that is 3.11 or newer)
+# FLAVOR  the build of torch: cpu or gpu (CUDA's, 5 GB). Without it .venv keeps the one it has; a new one gets cpu
+# IN      where bench, bench-gpu, test-gpu and gpu-trial run: venv (.venv, with torch's CUDA build on a machine with
+#         GPUs) or image (the image of make image)
+IN ?= venv
+ON_DEVICES = @tools/on-devices.sh '$(IN)' '$(IMAGE)'
 
 .PHONY: venv
-venv: .venv/.full ## Create .venv with everything that tests, checks and local runs need
+venv: .venv/.$(or $(FLAVOR),full) ## Create .venv with everything that tests, checks and local runs need (FLAVOR=gpu: for GPUs)
 
 .PHONY: venv-operator
 venv-operator: .venv/.operator ## Create .venv with only what fab needs
 
-.venv/.full: locks/operator.txt locks/train-cpu.txt locks/deepspeed.txt locks/torch.txt locks/dev.txt tools/venv.sh
+LOCKS = locks/operator.txt locks/deepspeed.txt locks/torch.txt locks/dev.txt
+.venv/.full: $(LOCKS) locks/train-cpu.txt tools/venv.sh
 	@tools/venv.sh full
+
+.venv/.cpu: $(LOCKS) locks/train-cpu.txt tools/venv.sh
+	@tools/venv.sh full cpu
+
+.venv/.gpu: $(LOCKS) locks/train-gpu.txt locks/torch-cuda.txt tools/venv.sh
+	@tools/venv.sh full gpu
+
+.venv/.%:
+	@tools/venv.sh full '$*'
 
 .venv/.operator: locks/operator.txt tools/venv.sh
 	@tools/venv.sh operator
@@ -44,7 +59,6 @@ reference: .venv/.operator ## Write the generated parts of configs/, docs/ and t
 # BASE_IMAGE  another base image, for example nvcr.io/nvidia/pytorch:24.12-py3 for V100
 # IMAGE       the name of the image
 # CA          a file with the certificates of a proxy to the package indexes
-FLAVOR ?= gpu
 BASE_IMAGE ?= $(if $(filter cpu,$(FLAVOR)),debian:bookworm-slim,nvcr.io/nvidia/pytorch:25.12-py3)
 IMAGE ?= tridock:$(if $(filter cpu,$(FLAVOR)),cpu,latest)
 # MEGATRON    the source of Megatron-LM v1.1.5: a git repository (URL or folder), a folder that holds pretrain_gpt2.py,
@@ -54,7 +68,7 @@ MEGATRON ?= $(if $(filter cpu,$(FLAVOR)),auto,https://github.com/deepspeedai/Dee
 
 .PHONY: image
 image: ## Build the image: tridock:latest on NVIDIA's PyTorch image, or tridock:cpu with FLAVOR=cpu
-	@tools/build-image.sh '$(FLAVOR)' '$(BASE_IMAGE)' '$(IMAGE)' '$(CA)' '$(MEGATRON)'
+	@tools/build-image.sh '$(or $(FLAVOR),gpu)' '$(BASE_IMAGE)' '$(IMAGE)' '$(CA)' '$(MEGATRON)'
 
 # ---- runs --------------------------------------------------------------------------------------------------------------
 
@@ -80,14 +94,14 @@ soak: .venv/.operator ## Check the losses under half an hour of random faults on
 	@python tools/soak.py $(SOAK)
 
 .PHONY: bench
-bench: .venv/.full ## Benchmark engine torch on this machine (BENCH=configs/bench/h200.yaml for another)
-	@tridock data demo
-	@tridock bench $(or $(BENCH),configs/bench/small.yaml)
+bench: ## Benchmark engine torch on this machine's devices (BENCH=configs/bench/h200.yaml for another, IN=image)
+	$(ON_DEVICES) tridock data demo
+	$(ON_DEVICES) tridock bench $(or $(BENCH),configs/bench/small.yaml)
 
 .PHONY: bench-gpu
-bench-gpu: .venv/.full ## Benchmark every engine on this machine's GPUs (BENCH='--world 4 --gpu a100-80gb')
-	@tridock data demo
-	@tridock bench configs/bench/engines.yaml $(or $(BENCH),--world $$(nvidia-smi --list-gpus | wc -l))
+bench-gpu: ## Benchmark every engine on this machine's GPUs (BENCH='--world 4 --gpu a100-80gb', IN=image)
+	$(ON_DEVICES) tridock data demo
+	$(ON_DEVICES) tridock bench configs/bench/engines.yaml $(or $(BENCH),--world $$(nvidia-smi --list-gpus | grep -c '^GPU '))
 
 .PHONY: bench-data
 bench-data: .venv/.full ## Compare tridock data preprocess with Megatron-LM's scripts: MB per core second, memory (BENCH='--input x.jsonl')
@@ -146,8 +160,8 @@ test-integration: .venv/.full ## A real engine: the image, the twin, hosts reach
 	$(PYTEST) tests/integration -n $(WORKERS) -o timeout_func_only=true $(TESTS)
 
 .PHONY: test-gpu
-test-gpu: ## Every engine on this machine's GPU; in the image, or wherever torch sees one
-	pytest tests/gpu $(TESTS)
+test-gpu: ## Every engine on this machine's GPU (IN=image: in the image)
+	$(ON_DEVICES) python -m pytest --confcutdir tests/gpu tests/gpu $(TESTS)
 
 .PHONY: clean
 clean: ## Remove .venv, caches and the twin's containers and keys; keep runs/ and data/

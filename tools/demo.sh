@@ -46,7 +46,7 @@ run_here() {
   step "data: this machine's Python standard library"
   tridock data demo
   step "run: $config on this machine's CPU"
-  # .venv has torch's CPU build, also on a machine with GPUs.
+  # Four ranks: the CPU, also on a machine with GPUs.
   DS_ACCELERATOR=cpu tridock train "$config" --nproc 4 --run-id-file "$run_id_file"
 }
 

@@ -20,9 +20,12 @@ echo torch >excluded.in
 without_torch=(--excludes excluded.in)
 
 compile train-cpu.txt train.in "${without_torch[@]}" --no-emit-package deepspeed "$@"
-compile train-gpu.txt train.in train-gpu.in "${without_torch[@]}" --no-emit-package deepspeed --constraint train-cpu.txt "$@"
 grep '^deepspeed==' train.in >deepspeed.in
 compile deepspeed.txt deepspeed.in --no-deps "$@"
 compile operator.txt operator.in --constraint train-cpu.txt "$@"
 compile dev.txt dev.in --constraint train-cpu.txt --constraint operator.txt "$@"
+compile train-gpu.txt train.in train-gpu.in "${without_torch[@]}" --no-emit-package deepspeed \
+    --constraint train-cpu.txt --constraint dev.txt "$@"
+# The index's own build of torch for Linux, which has CUDA, and NVIDIA's libraries for it.
+compile torch-cuda.txt torch.txt --constraint train-cpu.txt "$@"
 compile uv.txt uv.in "$@"

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Makes or updates .venv from the locks.
 #
-#   tools/venv.sh operator    what fabfile.py needs
-#   tools/venv.sh full        that, and torch's CPU build, DeepSpeed, and what tests and checks need
+#   tools/venv.sh operator         what fabfile.py needs
+#   tools/venv.sh full [cpu|gpu]   that, and torch's CPU or CUDA build, DeepSpeed, and what tests and checks need
 #
+# Without cpu or gpu, a .venv keeps the build of torch that it has; a new one gets the CPU build.
 # PYTHON names the interpreter to take (default: the first of at least 3.11).
 set -Eeuo pipefail
 cd "$(dirname "$0")/.."
@@ -13,7 +14,7 @@ readonly VENV=.venv
 
 fail() {
     printf '%s: %s\n' "venv" "$1" >&2
-    exit 3
+    exit "${2:-3}"
 }
 
 is_recent() {
@@ -48,27 +49,47 @@ add_this_repository() {
     chmod +x "$VENV/bin/tridock"
 }
 
-main() {
-    local python locks=(locks/operator.txt)
-    if ! is_recent "$VENV/bin/python"; then
-        python=$(find_python)
-        require_venv_module "$python"
-        "$python" -m venv "$VENV"
-    fi
-    if [[ $LEVEL == full ]]; then
-        locks+=(locks/train-cpu.txt locks/dev.txt)
-        printf 'venv: installing everything (torch'"'"'s CPU build is the largest part)\n'
-    else
-        printf 'venv: installing what fab needs\n'
-    fi
-    tools/python/install-locked.sh "$VENV/bin/python" "${locks[@]}"
-    if [[ $LEVEL == full ]]; then
-        tools/python/install-torch.sh "$VENV/bin/python" "$(sed -n 's/^torch==//p' locks/torch.txt)" cpu locks/wheels
-        tools/python/install-deepspeed.sh "$VENV/bin/python"
-    fi
-    add_this_repository
-    touch "$VENV/.operator"
-    [[ $LEVEL != full ]] || touch "$VENV/.full"
+flavor_here() {
+    if [[ -e $VENV/.gpu ]]; then echo gpu; else echo cpu; fi
 }
 
-main
+# The CUDA build brings 5 GB of libraries along, and DeepSpeed is built against one torch: nothing of it may stay.
+remove_other_flavor() {
+    [[ -e $VENV/.full && $(flavor_here) != "$1" ]] || return 0
+    printf "venv: making .venv anew, because it has torch's %s build\n" "$(flavor_here)"
+    rm -rf "$VENV"
+}
+
+make_environment() {
+    local python
+    ! is_recent "$VENV/bin/python" || return 0
+    python=$(find_python)
+    require_venv_module "$python"
+    "$python" -m venv "$VENV"
+}
+
+install_operator() {
+    make_environment
+    printf 'venv: installing what fab needs\n'
+    tools/python/install-locked.sh "$VENV/bin/python" locks/operator.txt
+}
+
+install_full() {
+    local flavor=$1 torch=cpu
+    [[ $flavor == cpu || $flavor == gpu ]] || fail "FLAVOR is neither cpu nor gpu; got $flavor; write FLAVOR=gpu for torch's CUDA build, or leave it out" 2
+    [[ $flavor == cpu ]] || torch=cuda
+    remove_other_flavor "$flavor"
+    make_environment
+    printf "venv: installing everything (torch's %s build is the largest part)\n" "${torch^^}"
+    tools/python/install-locked.sh "$VENV/bin/python" locks/operator.txt "locks/train-$flavor.txt" locks/dev.txt
+    tools/python/install-torch.sh "$VENV/bin/python" "$(sed -n 's/^torch==//p' locks/torch.txt)" "$torch" locks/wheels
+    tools/python/install-deepspeed.sh "$VENV/bin/python"
+    touch "$VENV/.full" "$VENV/.$flavor"
+}
+
+case $LEVEL in
+operator) install_operator ;;
+full) install_full "${2:-$(flavor_here)}" ;;
+esac
+add_this_repository
+touch "$VENV/.operator"

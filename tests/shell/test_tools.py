@@ -137,7 +137,7 @@ def test_locks_name_no_index_and_have_hashes() -> None:
 
 def test_locks_agree_on_versions_that_they_share() -> None:
     versions: dict[str, set[str]] = {}
-    for lock in ("operator", "train-cpu", "train-gpu", "dev"):
+    for lock in ("operator", "train-cpu", "train-gpu", "torch-cuda", "dev"):
         for line in (ROOT / f"locks/{lock}.txt").read_text().splitlines():
             if "==" in line and line[0].isalnum():
                 versions.setdefault(line.rstrip(" \\").split("==")[0], set()).add(f"{lock}: {line.rstrip(' ')}")
@@ -215,6 +215,20 @@ def test_a_build_with_cuda_is_refused(fake_python: Path, tmp_path: Path) -> None
     )
 
 
+def test_the_cuda_build_comes_from_its_own_lock(fake_python: Path, tmp_path: Path) -> None:
+    (tmp_path / "installs").write_text("2.13.0 13.0\n")
+    assert install_torch(fake_python, "cuda").returncode == 0
+    lock = f"{ROOT}/tools/python/../../locks/torch-cuda.txt"
+    assert (tmp_path / "calls").read_text().endswith(f"--no-deps --require-hashes -r {lock}\n")
+    (tmp_path / "installs").write_text("2.13.0 cpu\n")
+    done = install_torch(fake_python, "cuda")
+    assert (done.returncode, done.stderr) == (
+        3,
+        "install-torch: torch is not the CUDA build of 2.13.0; got 2.13.0 cpu; "
+        "configure pip with an index that has PyTorch's own wheels for Linux\n",
+    )
+
+
 def test_nvidias_torch_is_checked_and_not_replaced(fake_python: Path, tmp_path: Path) -> None:
     (tmp_path / "torch").write_text("2.10.0a0+nv25.12 13.1\n")
     assert install_torch(fake_python, "gpu").returncode == 0
@@ -239,7 +253,7 @@ def test_a_flavor_that_is_none(fake_python: Path) -> None:
     done = install_torch(fake_python, "tpu")
     assert (done.returncode, done.stderr) == (
         3,
-        "install-torch: FLAVOR is neither cpu nor gpu; got tpu; write one of them\n",
+        "install-torch: FLAVOR is not cpu, cuda or gpu; got tpu; write one of them\n",
     )
 
 

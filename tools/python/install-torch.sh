@@ -3,7 +3,8 @@
 #
 #   tools/python/install-torch.sh PYTHON VERSION FLAVOR [FOLDER...]
 #
-# FLAVOR  cpu: the CPU build. gpu: what the base image brought; it is checked, never replaced.
+# FLAVOR  cpu: the CPU build. cuda: the index's build with CUDA, and NVIDIA's libraries (locks/torch-cuda.txt).
+#         gpu: what the base image brought; it is checked, never replaced.
 # FOLDER  more places to look for a wheel of the CPU build, after those of pip's own configuration.
 set -Eeuo pipefail
 
@@ -61,6 +62,12 @@ install_cpu() {
     is_cpu_build || die "torch is not the CPU build of $VERSION; got $(torch_reports || echo none); put the wheel of the CPU build into locks/wheels/ or configure pip's find-links"
 }
 
+install_cuda() {
+    # A wheel of the CPU build in one of pip's folders has the same version, and would come first.
+    PIP_FIND_LINKS='' "$HERE/install-locked.sh" "$PYTHON" "$HERE/../../locks/torch-cuda.txt"
+    [[ $(torch_reports) != *' cpu' ]] || die "torch is not the CUDA build of $VERSION; got $(torch_reports); configure pip with an index that has PyTorch's own wheels for Linux"
+}
+
 check_gpu() {
     local version build
     read -r version build < <(torch_reports) || die "the base image has no torch; got none; take NVIDIA's PyTorch image as BASE_IMAGE, or FLAVOR=cpu"
@@ -69,6 +76,7 @@ check_gpu() {
 
 case $FLAVOR in
 cpu) install_cpu "${@:4}" ;;
+cuda) install_cuda ;;
 gpu) check_gpu ;;
-*) die "FLAVOR is neither cpu nor gpu; got $FLAVOR; write one of them" ;;
+*) die "FLAVOR is not cpu, cuda or gpu; got $FLAVOR; write one of them" ;;
 esac

@@ -213,6 +213,12 @@ def thinned(cases: Iterable[str], chosen: Container[str]) -> list[Any]:
     return [case if case in chosen else pytest.param(case, marks=pytest.mark.full) for case in cases]
 
 
+def asked_for(request: pytest.FixtureRequest, cases: Mapping[str, Any], chosen: Container[str]) -> dict[str, Any]:
+    """Of ``thinned`` cases those that this session tests: the chosen ones, or all."""
+    full = any(item.get_closest_marker("full") for item in request.session.items if item.path == request.path)
+    return {name: case for name, case in cases.items() if full or name in chosen}
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """A JSON lines file."""
     return [json.loads(line) for line in path.read_text().splitlines()]

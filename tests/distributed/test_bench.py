@@ -121,10 +121,10 @@ def test_a_benchmark_that_is_told_to_end_stops_its_run(tmp_path: Path, number: i
 
 
 def test_a_run_that_is_given_up_is_stopped(tmp_path: Path) -> None:
-    with start(tmp_path, 45) as process:
+    with start(tmp_path, 30) as process:
         for found in left_behind(tmp_path):
             os.setpriority(os.PRIO_PROCESS, found.pid, 19)  # it trains till then, beside other tests
         output, _ = process.communicate(timeout=PATIENCE)
-    assert "failed: no end after 45 s" in output
+    assert "failed: no end after 30 s" in output
     assert process.returncode == 4
     assert left_behind(tmp_path) == []

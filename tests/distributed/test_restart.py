@@ -170,6 +170,7 @@ def test_ctrl_c_is_no_failure_to_recover_from(workspace: Path) -> None:
     assert find_processes(run.folder.name) == []
 
 
+@pytest.mark.full  # tests/integration/test_faults.py: on two nodes
 def test_a_dead_rank_is_named_in_the_verdict(workspace: Path) -> None:
     with Training(workspace, make_run(workspace, "dead", 2, **LENGTH) / "experiment.yaml", *ENDLESS) as run:
         run.kill(1, beyond=2)

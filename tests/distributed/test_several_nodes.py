@@ -30,7 +30,7 @@ def experiment_in(folder: Path, **fields: object) -> Path:
     return path
 
 
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("shared", [pytest.param(True, marks=pytest.mark.full), False])
 def test_two_nodes_are_one_run(tmp_path: Path, shared: bool) -> None:
     port = free_port()
     folders = [tmp_path / "a", tmp_path / ("a" if shared else "b")]

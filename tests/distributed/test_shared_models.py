@@ -17,13 +17,18 @@ STRATEGY, SHARDS = "parallel.strategy", "parallel.data_parallel_shard_size"
 TP, PP, VPP = (f"parallel.{name}_model_parallel_size" for name in ("tensor", "pipeline", "virtual_pipeline"))
 SCHEDULE = "parallel.pipeline_schedule"
 FSDP = {STRATEGY: "fsdp"}
-BASE = {"train.train_iters": 20, "model.num_layers": 4, "batch.micro_batch_size": 1, "train.eval_interval": 10}
+BASE = {
+    "model.num_layers": 4, "batch.micro_batch_size": 1, "batch.global_batch_size": 4,
+    "train.train_iters": 20, "train.eval_interval": 10, "train.eval_iters": 1,
+}  # fmt: skip
+# DTensor takes a millisecond an operation, whatever its size: fewer passes.
+TENSOR = {TP: 2, "batch.micro_batch_size": 2}
 
 TWO: dict[str, dict[str, Any]] = {
     "ddp": {},
     **{f"zero{stage}": {STRATEGY: "zero", "parallel.zero_stage": stage} for stage in range(4)},
     "fsdp": FSDP,
-    "tp2": {TP: 2},
+    "tp2": TENSOR,
     "pp2": {PP: 2},
     "pp2-gpipe": {PP: 2, SCHEDULE: "gpipe"},
     "pp2-interleaved": {PP: 2, VPP: 2, SCHEDULE: "interleaved"},
@@ -32,8 +37,8 @@ TWO: dict[str, dict[str, Any]] = {
 }
 FOUR: dict[str, dict[str, Any]] = {
     "hybrid": {**FSDP, SHARDS: 2},
-    "tp2-dp2": {TP: 2},
-    "tp2-fsdp2": {**FSDP, TP: 2},
+    "tp2-dp2": TENSOR,
+    "tp2-fsdp2": {**FSDP, **TENSOR},
     "pp2-dp2": {PP: 2},
     "pp2-fsdp2": {**FSDP, PP: 2},
     "pp2-tp2": {PP: 2, TP: 2},

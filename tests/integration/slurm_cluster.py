@@ -31,7 +31,7 @@ tokens = np.add.outer(np.arange(400), np.arange(64)) % 64
 tokens.astype("<u2").tofile("data/tiny/text_document.bin")
 write_index(Path("data/tiny/text_document.idx"), np.dtype("<u2"), np.full(400, 64), np.arange(401))
 """
-TINY = rack.TINY | {"model": rack.TINY["model"] | {"num_layers": 2}}
+TINY = rack.TINY | {"model": rack.TINY["model"] | {"num_layers": 2}, "parallel": {"strategy": "ddp"}}
 SITE = {"gpus_per_node": 1, "gpu_request": "none", "cpus_per_node": 2, "time": "30", "signal_lead": 60}
 PATIENCE_S = 240.0
 

@@ -163,6 +163,7 @@ def test_a_launch_follows_the_run_to_its_end(rack_up: Up, finished: Finished) ->
     assert json.loads(world)["world_size"] == 2
 
 
+@pytest.mark.full  # test_slurm.py: its stages on two machines
 def test_the_stages_of_megatron_core_run_on_two_hosts(rack_up: Up) -> None:
     """Without checkpoints: the hosts share no folder, which these would need."""
     rack = rack_up.rack

@@ -25,6 +25,8 @@ from tests.integration.support import execute, pause, succeed, wait_until
 from tridock.contracts import heartbeat
 
 pytestmark = pytest.mark.timeout(600)
+# Faults that ranks on one machine show too (tests/distributed: run_supervisor, restart, triage).
+also_on_one_machine = pytest.mark.full
 
 HEAD, OTHER = "node-1", "node-2"
 FOREVER = 10**6
@@ -147,7 +149,7 @@ class Run:
 @pytest.fixture(scope="module")
 def twin(cpu_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twin]:
     with a_clone(tmp_path_factory.mktemp("faults"), cpu_image) as clone:
-        (clone.folder / "configs" / "tiny.yaml").write_text(json.dumps(TINY))
+        (clone.folder / "configs" / "tiny.yaml").write_text(json.dumps(TINY | {"parallel": {"strategy": "ddp"}}))
         (clone.folder / "hostfiles" / "twin").write_text(f"{HEAD} slots=1\n{OTHER} slots=1\n")
         write_data(clone.folder / "data" / "tiny")
         clone.succeed("fab up --hosts hostfiles/twin")
@@ -195,6 +197,7 @@ def test_a_rank_that_is_killed(twin: Twin) -> None:
         assert (run.folder / "exit_code").read_text() == "4\n"
 
 
+@also_on_one_machine
 @pytest.mark.usefixtures("beside")
 def test_a_rank_that_is_stopped(twin: Twin) -> None:
     with twin.launched() as run:
@@ -207,6 +210,7 @@ def test_a_rank_that_is_stopped(twin: Twin) -> None:
         assert run.is_gone(OTHER)
 
 
+@also_on_one_machine
 @pytest.mark.usefixtures("beside")
 def test_a_launcher_that_is_killed(twin: Twin) -> None:
     with twin.launched() as run:
@@ -233,6 +237,7 @@ def test_sessions_that_are_killed_do_not_end_a_run(twin: Twin) -> None:
         assert run.is_gone(OTHER)
 
 
+@also_on_one_machine
 @pytest.mark.usefixtures("beside")
 def test_a_supervisor_that_is_killed(twin: Twin) -> None:
     with twin.launched() as run:
@@ -280,6 +285,7 @@ def test_a_node_whose_network_is_cut_and_that_comes_back(twin: Twin, calm: Run) 
         assert run.losses() == calm.losses()
 
 
+@pytest.mark.full  # a head that is lost: the last test
 def test_a_head_that_stands_still_while_it_is_followed(twin: Twin) -> None:
     with twin.launched() as run:
         pause(twin.container(HEAD))
@@ -298,6 +304,7 @@ def test_a_head_that_stands_still_while_it_is_followed(twin: Twin) -> None:
         assert run.is_gone(HEAD)
 
 
+@pytest.mark.full  # test_moved_runs.py kills one too
 def test_a_node_that_is_killed(twin: Twin) -> None:
     with twin.launched() as run:
         succeed("docker", "kill", twin.container(OTHER))

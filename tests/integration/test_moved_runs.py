@@ -88,6 +88,7 @@ def test_a_spare_takes_the_place_of_a_lost_node(twin: Twin, calm: dict[int, floa
         assert json.loads((run.folder / "plan.json").read_text())["ranks"][1]["node"] == SPARE
 
 
+@pytest.mark.full  # the states of two ranks in one: tests/distributed/test_other_world.py
 def test_without_a_spare_fewer_replicas_go_on(twin: Twin, calm: dict[int, float]) -> None:
     """The spare is busy with a run of its own. ZeRO's states of two ranks continue in one."""
     twin.clone.succeed("fab up --hosts hostfiles/twin")
@@ -108,6 +109,7 @@ def test_without_a_spare_fewer_replicas_go_on(twin: Twin, calm: dict[int, float]
         assert run.is_gone(HEAD)
 
 
+@pytest.mark.full  # tests/unit/ops/test_replan.py
 def test_with_too_few_nodes_it_ends_and_says_so(twin: Twin) -> None:
     twin.clone.succeed("fab up --hosts hostfiles/twin")
     with twin.launched(**LENGTH, **RESTART, **{"restart.min_nodes": 2}) as run:

@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,24 @@ TASKS = (
     "triage", "up",
 )  # fmt: skip
 NO_ENGINE = {"DOCKER_HOST": "unix:///nowhere/docker.sock"}
+
+
+@dataclass
+class Helps:
+    """What ``--help`` of a program's commands prints: each is asked once."""
+
+    clone: Clone
+    known: dict[str, str] = field(default_factory=dict)
+
+    def __getitem__(self, command: str) -> str:
+        if command not in self.known:
+            self.known[command] = self.clone.succeed(f"{command} --help")
+        return self.known[command]
+
+
+@pytest.fixture(scope="module")
+def helps(clone: Clone) -> Helps:
+    return Helps(clone)
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +88,10 @@ def test_the_readmes_commands_are_found() -> None:
 
 
 @pytest.mark.parametrize("command", readme_commands())
-def test_a_command_of_the_readme_is_one_that_there_is(command: str, clone: Clone) -> None:
+def test_a_command_of_the_readme_is_one_that_there_is(command: str, clone: Clone, helps: Helps) -> None:
     program, *arguments = shlex.split(re.sub(r"[\[\]]", "", command))
     if program == "fab":
-        shown = clone.succeed(f"fab {arguments[0]} --help")
+        shown = helps[f"fab {arguments[0]}"]
         for flag in (word for word in arguments if word.startswith("--")):
             assert re.search(rf"^\s+{flag}\b", shown, re.MULTILINE), f"fab {arguments[0]} has no {flag}"
         for option, path in itertools.pairwise(arguments):
@@ -85,7 +104,7 @@ def test_a_command_of_the_readme_is_one_that_there_is(command: str, clone: Clone
         assert arguments[2] in clone.succeed("docker compose --profile '*' config --services").split()
         assert arguments[3] in ("bash", "tridock") or (clone.folder / "entrypoint" / arguments[3]).is_file()
     else:
-        shown = clone.succeed(f"{program} {shlex.join(itertools.takewhile(str.isalpha, arguments))} --help")
+        shown = helps[shlex.join([program, *itertools.takewhile(str.isalpha, arguments)])]
         for flag in (word for word in arguments if word.startswith("--")):
             assert re.search(rf"^\s+{flag}\b", shown, re.MULTILINE), f"{command} has no {flag}"
 
@@ -185,16 +204,17 @@ def test_one_container_runs_the_script_as_the_readme_says(clone: Clone, demo: st
     assert clone.succeed(f"{run} id -u </dev/null").strip() == str(clone.folder.stat().st_uid)
 
 
-GOING_ON = {
+CONTINUED = {
     "fsdp": "configs/demo.yaml --nproc 2 --set parallel.strategy=fsdp --set parallel.zero_stage=0",
-    "megatron-core": "configs/demo-3d.yaml --nproc 4 --set engine=megatron-core",
+    "megatron-core": "configs/demo-3d.yaml --nproc 2 --set engine=megatron-core"
+    " --set parallel.tensor_model_parallel_size=1",
 }
 
 
-@pytest.mark.parametrize("case", GOING_ON)
+@pytest.mark.parametrize("case", [pytest.param("fsdp", marks=pytest.mark.full), "megatron-core"])
 def test_a_run_continues_from_a_checkpoint_with_the_images_python(clone: Clone, demo: str, case: str) -> None:
     """It is not the Python of most other tests, and pickles in its own way."""
-    train = f"docker compose run --rm -T trainer tridock train {GOING_ON[case]} --run-id-file .cache/run"
+    train = f"docker compose run --rm -T trainer tridock train {CONTINUED[case]} --run-id-file .cache/run"
     train += " --set model.hidden_size=64 --set train.eval_interval=0 --set train.log_interval=1"
     train += " --set optimizer.lr_warmup_iters=2 --set optimizer.lr_decay_iters=6 --set train.save_interval=4"
 

@@ -120,10 +120,14 @@ bench-memory: .venv/.full ## Compare the planner's memory with measurements (BEN
 # SELECT  the markers that decide which tests run
 TESTS ?=
 SELECT ?= not full
-# One more than cores: many of these tests wait for a process, and each worker takes some seconds to begin.
+# One more than cores: many of these tests wait for a process.
 WORKERS ?= $(shell echo $$(( $$(nproc) + 1 )))
 # Ranks wait for each other, for launchers and for what is stopped: two files at once, whatever the machine has.
 RANK_WORKERS ?= 2
+# The unit tests that import torch or DeepSpeed.
+TORCH_TESTS = tests/unit/train tests/unit/compat tests/unit/deepspeed tests/memory
+# What TESTS selects may all be in the other half.
+OR_NONE = $(if $(TESTS),|| [[ $$? == 5 ]])
 PYTEST = pytest -m '$(SELECT)' --junitxml=.cache/tests/$(@:test-%=%).xml
 
 .PHONY: lint
@@ -136,7 +140,7 @@ lint: .venv/.full ## Check formatting, types, shell scripts and the Dockerfile
 
 .PHONY: test
 test: test-unit test-distributed test-integration ## All tests but the full matrices (those with Docker are skipped where no engine answers)
-	@python tools/slowest_tests.py $(patsubst %,.cache/tests/%.xml,$(^:test-%=%))
+	@python tools/slowest_tests.py $(patsubst %,.cache/tests/%.xml,unit-torch unit-others distributed integration)
 
 .PHONY: test-full
 test-full: ## All tests, the full matrices too
@@ -144,7 +148,14 @@ test-full: ## All tests, the full matrices too
 
 .PHONY: test-unit
 test-unit: .venv/.full ## What needs neither ranks nor Docker
-	$(PYTEST) tests --ignore tests/distributed --ignore tests/integration --ignore tests/gpu -n $(WORKERS) $(TESTS)
+	@$(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=target test-unit-torch test-unit-others
+
+# One process imports torch, and no worker of the others: that takes longer than most tests together.
+.PHONY: test-unit-torch test-unit-others
+test-unit-torch: .venv/.full
+	$(PYTEST) $(TORCH_TESTS) $(TESTS) $(OR_NONE)
+test-unit-others: .venv/.full
+	$(PYTEST) tests $(addprefix --ignore ,$(TORCH_TESTS) tests/distributed tests/integration tests/gpu) -n $(WORKERS) $(TESTS) $(OR_NONE)
 
 .PHONY: test-distributed
 test-distributed: .venv/.full ## Several ranks on this machine's CPU

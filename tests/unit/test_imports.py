@@ -1,6 +1,7 @@
 """The doors of docs/architecture.md: imports go down only, and heavy libraries stay in their rooms."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -84,6 +85,18 @@ def test_imports_go_down_only(room: str, path: Path) -> None:
             assert other in ROOMS[room] | {room, "__version__"}, f"{path}: {room} must not import {name}"
         elif top in HOMES:
             assert room in HOMES[top], f"{path}: {top} belongs to {sorted(HOMES[top])}"
+
+
+def test_only_the_tests_that_share_a_process_import_torch() -> None:
+    """Others would make each of xdist's workers import it, which takes longer than most tests together."""
+    (folders,) = re.findall(r"^TORCH_TESTS = (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    own = [ROOT / folder for folder in folders.split()]
+    others = [path for path in (ROOT / "tests/unit").rglob("*.py") if not any(map(path.is_relative_to, own))]
+    statement = r"^ *(?:import|from) (?:torch|deepspeed|tridock\.(?:train|compat))\b"
+    heavy = re.compile(rf"{statement}|importorskip\(.(?:torch|deepspeed)", re.MULTILINE)
+    found = {str(path): heavy.findall(path.read_text()) for path in others}
+    assert len(others) > 100
+    assert not any(found.values()), found
 
 
 def test_node_starts_without_heavy_packages() -> None:

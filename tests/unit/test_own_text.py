@@ -104,6 +104,7 @@ def sentences(tree: ast.AST) -> Iterator[str]:
                 yield text
 
 
+@pytest.fixture(scope="module")
 def own_sentences() -> set[str]:
     """All texts of Tridock, except the causes and remedies that rules show to users."""
     found = set[str]()
@@ -123,22 +124,21 @@ def found_in(source: str, place: str, own: set[str]) -> list[str]:
     ]
 
 
-OWN = own_sentences()
-
-
 @pytest.mark.parametrize("room", ROOMS)
-def test_no_module_matches_tridocks_own_text(room: str) -> None:
+def test_no_module_matches_tridocks_own_text(room: str, own_sentences: set[str]) -> None:
     found = [
         line
         for path in sorted((ROOT / "tridock" / room).rglob("*.py"))
-        for line in found_in(path.read_text(), str(path.relative_to(ROOT)), OWN)
+        for line in found_in(path.read_text(), str(path.relative_to(ROOT)), own_sentences)
     ]
     assert not found, "agree on a code, a field or an exit code in tridock/contracts:\n" + "\n".join(found)
 
 
-def test_no_rule_about_upstream_matches_tridocks_own_text() -> None:
+def test_no_rule_about_upstream_matches_tridocks_own_text(own_sentences: set[str]) -> None:
     patterns = {rule.says.pattern for rule in RULES if rule.says is not None} - UPSTREAM.keys()
-    found = [(pattern, text) for pattern in patterns for text in OWN if re.search(pattern, text, re.MULTILINE)]
+    found = [
+        (pattern, text) for pattern in patterns for text in own_sentences if re.search(pattern, text, re.MULTILINE)
+    ]
     assert patterns
     assert not found, "agree on a code, a field or an exit code in tridock/contracts"
 
@@ -155,6 +155,6 @@ def test_no_rule_about_upstream_matches_tridocks_own_text() -> None:
         'import re\nre.search("did not all meet at (.+)", log)',
     ],
 )
-def test_a_match_of_own_text_is_found(source: str) -> None:
-    own = OWN | {"tridock: restart x of at most x", "x: the run failed; x"}
+def test_a_match_of_own_text_is_found(source: str, own_sentences: set[str]) -> None:
+    own = own_sentences | {"tridock: restart x of at most x", "x: the run failed; x"}
     assert found_in(source, "here", own)

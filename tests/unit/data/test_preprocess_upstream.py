@@ -4,6 +4,7 @@ import json
 import random
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ from tridock.data.tokenize.tokenizer import BytePairTokenizer
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("regex", reason="upstream's tokenizer needs it: locks/dev.txt has it")
-    pytest.importorskip("torch")
+    if find_spec("torch") is None:  # only upstream's own process imports it
+        pytest.skip("upstream's script needs torch")
     return pristine_source(tmp_path_factory.mktemp("upstream") / "source")
 
 

@@ -42,13 +42,3 @@ def test_fp16_carries_the_loss_scale(loss_scale: float) -> None:
     scale = {"loss_scale": loss_scale, "initial_scale_power": 8, "loss_scale_window": 50, "hysteresis": 3}
     config = deepspeed_config(experiment(precision="fp16", fp16=scale), 2)
     assert config["fp16"] == {"enabled": True, **scale, "min_loss_scale": 1}
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_deepspeed_accepts_it(precision: str, stage: int) -> None:
-    runtime = pytest.importorskip("deepspeed.runtime.config")
-    config = deepspeed_config(experiment(precision=precision, parallel={"zero_stage": stage}), 1)
-    read = runtime.DeepSpeedConfig(config)
-    assert read.zero_optimization_stage == stage
-    assert read.gradient_accumulation_steps == 12

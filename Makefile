@@ -174,6 +174,10 @@ test-integration: .venv/.full ## A real engine: the image, the twin, hosts reach
 test-gpu: ## Every engine on this machine's GPU (IN=image: in the image)
 	$(ON_DEVICES) python -m pytest --confcutdir tests/gpu tests/gpu $(TESTS)
 
+.PHONY: gpu-trial
+gpu-trial: ## Every engine, its speed, memory and faults on this machine's GPU, in five blocks (BLOCK=3 for one, IN=image)
+	$(ON_DEVICES) python tools/gpu_trial.py $(if $(BLOCK),--block $(BLOCK))
+
 .PHONY: clean
 clean: ## Remove .venv, caches and the twin's containers and keys; keep runs/ and data/
 	-@docker compose --project-name tridock-twin --profile twin down --timeout 5 2>/dev/null

@@ -6,6 +6,7 @@ What is compared is the plan's total without its fixed overhead, and ``torch.cud
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,9 +41,13 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("size", ["125m", "345m", "1.3b"])
 @pytest.mark.parametrize("kind", GRID)
-def test_the_plan_says_what_is_allocated(workspace: Path, size: str, kind: str) -> None:
+def test_the_plan_says_what_is_allocated(
+    workspace: Path, size: str, kind: str, record_property: Callable[[str, int], None]
+) -> None:
     run = train(workspace, f"bench/gpt-{size}.yaml", *SHORT, *GRID[kind])
     stage = json.loads((run / "plan.json").read_text())["memory"]["stages"][0]
     predicted = sum(term["bytes"] for term in stage["terms"] if not term["source"].startswith("fixed overhead"))
     end = json.loads((run / "events.jsonl").read_text().splitlines()[-1])
+    record_property("planned_bytes", predicted)
+    record_property("peak_bytes", end["peak_memory_bytes"])
     assert predicted == pytest.approx(end["peak_memory_bytes"], rel=0.05)

@@ -5,11 +5,11 @@ from tridock.triage import Facts, diagnose, report
 
 
 class RunFailedError(RunError):
-    """A run that failed, in one line; beneath it, why."""
+    """A run that failed, in one line; beneath it, why. ``rule`` is the rule of triage that knew the failure."""
 
-    def __init__(self, problem: Problem, why: str) -> None:
+    def __init__(self, problem: Problem, why: str, rule: str) -> None:
         super().__init__(problem)
-        self.why = why
+        self.why, self.rule = why, rule
 
     def __str__(self) -> str:
         return f"{super().__str__()}\n{self.why}"
@@ -17,7 +17,8 @@ class RunFailedError(RunError):
 
 def failed(problem: Problem, facts: Facts) -> RunFailedError:
     """The error of a failed run with the diagnosis beneath it."""
-    return RunFailedError(problem, report(facts, diagnose(facts)))
+    diagnosis = diagnose(facts)
+    return RunFailedError(problem, report(facts, diagnosis), diagnosis.rule)
 
 
 def failure_text(facts: Facts) -> str:

@@ -56,10 +56,10 @@ reference: .venv/.operator ## Write the generated parts of configs/, docs/ and t
 
 # ---- image -------------------------------------------------------------------------------------------------------------
 # FLAVOR      gpu (NVIDIA's PyTorch image) or cpu (the twin's)
-# BASE_IMAGE  another base image, for example nvcr.io/nvidia/pytorch:24.12-py3 for V100
+# BASE_IMAGE  another base image (default: the one for this machine's GPUs, else the newest; docs/gpus.md lists them)
 # IMAGE       the name of the image
 # CA          a file with the certificates of a proxy to the package indexes
-BASE_IMAGE ?= $(if $(filter cpu,$(FLAVOR)),debian:bookworm-slim,nvcr.io/nvidia/pytorch:25.12-py3)
+BASE_IMAGE ?= $(if $(filter cpu,$(FLAVOR)),debian:bookworm-slim,auto)
 IMAGE ?= tridock:$(if $(filter cpu,$(FLAVOR)),cpu,latest)
 # MEGATRON    the source of Megatron-LM v1.1.5: a git repository (URL or folder), a folder that holds pretrain_gpt2.py,
 #             none, or auto: upstream's repository, or no engine if that does not answer

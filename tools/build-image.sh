@@ -2,10 +2,13 @@
 # Builds the image (make image). Words on standard output are few: the image's name comes last.
 #
 #   tools/build-image.sh cpu|gpu BASE_IMAGE IMAGE [CA_FILE [MEGATRON]]
+#
+# BASE_IMAGE auto: the one for this machine's GPUs; without GPUs, the newest.
 set -Eeuo pipefail
 cd "$(dirname "$0")/.."
 
-readonly FLAVOR=$1 BASE_IMAGE=$2 IMAGE=$3 CA=${4:-} MEGATRON=${5:-none}
+readonly FLAVOR=$1 IMAGE=$3 CA=${4:-} MEGATRON=${5:-none}
+BASE_IMAGE=$2
 readonly STANDABLE=debian:bookworm-slim
 
 fail() {
@@ -21,6 +24,12 @@ check_request() {
     # The client of Docker 20.10 brings BuildKit's front end along; later ones have it as a plugin.
     docker buildx version >/dev/null 2>&1 || [[ $(docker version --format '{{.Client.Version}}') == 20.* ]] ||
         fail 3 "docker: BuildKit's plugin is missing; got $(docker buildx version 2>&1 | head -n 1); install docker-buildx, or run tools/docker-engine.sh as root on Debian"
+}
+
+choose_base() {
+    [[ $BASE_IMAGE == auto ]] || return 0
+    BASE_IMAGE=$(python3 tridock/base_images.py) || fail 3 "python3: does not name the base image; install Python 3.8 or newer, or give BASE_IMAGE"
+    printf 'base image: %s (docs/gpus.md has the GPUs and drivers of each; fab check compares them with the hosts)\n' "$BASE_IMAGE"
 }
 
 # The base from here, from a registry, or (Debian's, which can be made anywhere from packages) as a stand-in.
@@ -75,6 +84,7 @@ build() {
 
 main() {
     check_request
+    choose_base
     find_base
     collect_wheels
     tools/megatron-source.sh "$MEGATRON"

@@ -192,7 +192,7 @@ class Trial:
         for form, options in SMI.items():
             _, printed[form] = self._execute(["nvidia-smi", *options], {})
             run_folder.write_atomic(self.folder / f"nvidia-smi-{form}.txt", printed[form].encode())
-        found = parse(printed["report"], printed["table"], printed["nvlink"])
+        found = parse(printed["report"], printed["table"], printed["nvlink"], printed["capability"])
         known = found.gpus and found.driver and found.cuda
         detail = f"{len(found.gpus or ())} GPUs, driver {found.driver}, CUDA {found.cuda}"
         return Measurement(self.block, name, "passed" if known else "failed", 0.0, detail)

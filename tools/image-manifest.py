@@ -8,6 +8,7 @@ import json
 import platform
 import runpy
 import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -36,10 +37,18 @@ def values_of(distribution: str, file: str) -> dict[str, Any]:
     return runpy.run_path(str(metadata.distribution(distribution).locate_file(file)))
 
 
-def torch_build() -> dict[str, str | None]:
-    """torch's version with the build in it, which its distribution's version may lack, and its CUDA's."""
+def torch_build() -> dict[str, str | list[str] | None]:
+    """torch's version with the build in it, which its distribution's version may lack, its CUDA's, and the
+    architectures that a build with CUDA has kernels for: only torch itself knows those.
+    """
     values = values_of("torch", "torch/version.py")
-    return {"torch": values["__version__"], "cuda": values["cuda"]}
+    built: list[str] = []
+    if values["cuda"]:
+        program = "import torch; print(torch._C._cuda_getArchFlags())"
+        built = subprocess.run(
+            [sys.executable, "-c", program], check=True, capture_output=True, text=True
+        ).stdout.split()
+    return {"torch": values["__version__"], "cuda": values["cuda"], "torch_architectures": built}
 
 
 def deepspeed_ops() -> list[str]:

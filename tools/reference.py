@@ -1,4 +1,4 @@
-"""Writes configs/reference.yaml, configs/slurm/reference.yaml and docs/cluster.md's fields (`make reference`).
+"""Writes configs/reference.yaml, configs/slurm/reference.yaml, docs/cluster.md's fields and docs/gpus.md's base images.
 
 A test compares them with the schemas: a field cannot be added without them.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import textwrap
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import yaml
@@ -16,12 +16,15 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from tridock.base_images import BASE_IMAGES, BaseImage
 from tridock.cluster.schema import Settings
 from tridock.experiment.schema import Experiment
 from tridock.launchers.slurm.request import Request
 
 WIDTH = 110
+UNKNOWN = "not known"
 BEGIN, END = "<!-- fields: written by make reference -->", "<!-- end of fields -->"
+BASES_BEGIN, BASES_END = "<!-- base images: written by make reference -->", "<!-- end of base images -->"
 REQUIRED = {
     "name": "example",
     "model.num_layers": 24,
@@ -99,17 +102,41 @@ def _section(annotation: object) -> type[BaseModel] | None:
 
 def with_fields(page: str) -> str:
     """docs/cluster.md with its list of fields brought up to date."""
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n```yaml\n{cluster_reference()}```\n{END}{after}"
+    return _replaced(page, BEGIN, f"```yaml\n{cluster_reference()}```", END)
+
+
+def with_base_images(page: str) -> str:
+    """docs/gpus.md with its table of base images brought up to date."""
+    rows: dict[str, Callable[[BaseImage], str]] = {
+        "base image": lambda it: f"`{it.name}`",
+        "compute capability": lambda it: f"from {it.least[0]}.{it.least[1]}",
+        "driver": lambda it: f"R{it.driver} or newer",
+        "CUDA": lambda it: it.cuda,
+        "Python": lambda it: it.python,
+        "torch": lambda it: it.torch,
+        "TransformerEngine": lambda it: it.transformer_engine or UNKNOWN,
+        "NCCL": lambda it: it.nccl or UNKNOWN,
+        "numpy": lambda it: it.numpy or UNKNOWN,
+        "apex": lambda it: "yes" if it.apex else "no",
+    }
+    lines = [f"| {' | '.join(rows)} |", f"|{'---|' * len(rows)}"]
+    lines += [f"| {' | '.join(cell(image) for cell in rows.values())} |" for image in BASE_IMAGES]
+    return _replaced(page, BASES_BEGIN, "\n".join(lines), BASES_END)
+
+
+def _replaced(page: str, begin: str, text: str, end: str) -> str:
+    before, rest = page.split(begin)
+    _, after = rest.split(end)
+    return f"{before}{begin}\n{text}\n{end}{after}"
 
 
 def main() -> None:
     """Writes them all."""
     Path("configs/reference.yaml").write_text(experiment_reference())
     Path("configs/slurm/reference.yaml").write_text(slurm_reference())
-    page = Path("docs/cluster.md")
-    page.write_text(with_fields(page.read_text()))
+    for name, brought in (("cluster", with_fields), ("gpus", with_base_images)):
+        page = Path(f"docs/{name}.md")
+        page.write_text(brought(page.read_text()))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ PURE = {
     "contracts": {"errors"},
     "strict_yaml": {"errors"},
     "gpus": {"errors"},
+    "base_images": set(),
     "differences": set(),
 }
 LOW = set(PURE)

@@ -174,6 +174,8 @@ class Gpu:
     """Whether the driver stays loaded while nobody uses it."""
     nvlinks: int | None = None
     """Active NVLinks; None where it has none."""
+    capability: str = ""
+    """Compute capability, such as ``9.0``; empty where the driver does not tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,12 +202,14 @@ class Accelerators:
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """SHA-256 of Tridock's code and of the patched Megatron-LM (None if absent), and the image's versions."""
+    """SHA-256 of Tridock's code and of the patched Megatron-LM (None if absent), and what the image's manifest says."""
 
     tridock: str | None
     megatron: str | None
     cuda: str | None = None
     torch: str | None = None
+    architectures: tuple[str, ...] = ()
+    """What torch has kernels for, such as ``sm_90``; empty in an image for the CPU."""
     commit: str | None = None
 
 

@@ -116,6 +116,11 @@ def test_the_versions_of_every_driver_are_read(driver: str, cuda: str) -> None:
     assert found == Accelerators((Gpu(0, H100, 81559, 0, uuid="GPU-0"),), driver, cuda)
 
 
+def test_the_compute_capability_is_that_of_the_uuid() -> None:
+    found = parse(report(HEALTHY, HEALTHY), TABLES["580.65.06"], "", "GPU-1, 9.0\nGPU-0, 8.0\n")
+    assert [gpu.capability for gpu in found.gpus or ()] == ["8.0", "9.0"]
+
+
 def test_a_faulty_gpu_says_what_it_has() -> None:
     found = parse(report(HEALTHY, FAULTY), TABLES["580.65.06"], NVLINKS)
     assert found.gpus == (

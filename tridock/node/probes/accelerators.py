@@ -31,7 +31,7 @@ def accelerators() -> Accelerators:
     """The GPUs with their memory, processes and health, the driver, and the CUDA that it gives to a rank."""
     try:
         _, cuda = cuda_driver()  # first: what it opens keeps the driver loaded meanwhile
-        found = parse(_smi("-q", "-x"), _smi(), _nvlinks())
+        found = parse(_smi("-q", "-x"), _smi(), _nvlinks(), _capabilities())
     except FileNotFoundError:
         return Accelerators()
     except subprocess.TimeoutExpired:
@@ -68,20 +68,25 @@ def _library() -> str:
     return str(next((file for file in candidates if file.exists()), _LIBRARY))
 
 
-def parse(report: str, table: str, nvlinks: str) -> Accelerators:
-    """Parses what ``nvidia-smi`` prints: its report as XML, its table with the versions, and the state of NVLinks."""
+def parse(report: str, table: str, nvlinks: str, capabilities: str = "") -> Accelerators:
+    """Parses what ``nvidia-smi`` prints: its report as XML, its table with the versions, the state of NVLinks, and the
+    compute capability of each UUID.
+    """
     root = ElementTree.fromstring(report)  # noqa: S314 (of NVIDIA's driver)
     links: dict[str, int] = {}
     uuid = ""
     for gpu, rate in _NVLINKS.findall(nvlinks):
         uuid = gpu or uuid
         links[uuid] = links.get(uuid, 0) + bool(rate)
-    gpus = [device for index, gpu in enumerate(root.iter("gpu")) for device in _devices(index, gpu, links)]
+    known = dict(line.split(", ", 1) for line in capabilities.splitlines() if ", " in line)
+    gpus = [device for index, gpu in enumerate(root.iter("gpu")) for device in _devices(index, gpu, links, known)]
     versions = _VERSIONS.search(table)
     return Accelerators(tuple(gpus), *(versions.groups() if versions else (None, None)))
 
 
-def _devices(index: int, gpu: ElementTree.Element, links: dict[str, int]) -> Iterator[Gpu]:
+def _devices(
+    index: int, gpu: ElementTree.Element, links: dict[str, int], capabilities: dict[str, str]
+) -> Iterator[Gpu]:
     """The GPU, or the slices that MIG has divided it into."""
     uuid = _text(gpu, "uuid")
     ecc = gpu.find("ecc_errors/volatile")
@@ -103,6 +108,7 @@ def _devices(index: int, gpu: ElementTree.Element, links: dict[str, int]) -> Ite
         recovery=_text(gpu, "gpu_recovery_action").replace("None", ""),
         persistent=_text(gpu, "persistence_mode") != "Disabled",
         nvlinks=links.get(uuid),
+        capability=capabilities.get(uuid, ""),
     )
     slices = list(gpu.iterfind("mig_devices/mig_device"))
     if _text(gpu, "mig_mode/current_mig") != "Enabled":
@@ -138,10 +144,18 @@ def _mib(element: ElementTree.Element, path: str) -> int | None:
 
 
 def _nvlinks() -> str:
+    return _smi_if_known("nvlink", "--status")  # not of an old driver, or of GPUs without NVLink
+
+
+def _capabilities() -> str:
+    return _smi_if_known("--query-gpu=uuid,compute_cap", "--format=csv,noheader")  # not of an old driver
+
+
+def _smi_if_known(*options: str) -> str:
     try:
-        return _smi("nvlink", "--status")
+        return _smi(*options)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
-        return ""  # an old driver, or GPUs without NVLink
+        return ""
 
 
 def _has_peer_memory() -> bool:

@@ -72,6 +72,7 @@ def code() -> Code:
         megatron=digest([Path(run_folder.MEGATRON)]),
         cuda=manifest.get("cuda"),
         torch=manifest.get("torch"),
+        architectures=tuple(manifest.get("torch_architectures", ())),
         commit=manifest.get("git_commit"),
     )
 

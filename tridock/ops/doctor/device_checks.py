@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
+from tridock.base_images import base_for, has_kernels, parse_capability
 from tridock.cluster.settings import Cluster
 from tridock.command import Command
 from tridock.contracts.node_answers import Accelerators, Gpu, NodeReport, QuickReport
@@ -102,7 +103,7 @@ def _gpus(cluster: Cluster, node: str, report: NodeReport, host: GpuHost) -> Ite
         why = "every start of a run, and every nvidia-smi, loads the driver anew"
         yield warn("devices", Problem(node, "persistence mode of its GPUs is off", "", todo), why)
     yield from cuda_findings(node, report)
-    yield from _driver(node, report)
+    yield from _base(node, report, [gpus[slot] for slot in slots if slot < len(gpus)])
 
 
 def _not_visible(accelerators: Accelerators) -> tuple[str, str, str]:
@@ -158,13 +159,23 @@ def _use(gpu: Gpu, host: GpuHost) -> str:
     return ""
 
 
-def _driver(node: str, report: NodeReport) -> Iterator[Finding]:
-    driver, image = report.accelerators.cuda, report.code.cuda
+def _base(node: str, report: NodeReport, gpus: Sequence[Gpu]) -> Iterator[Finding]:
+    """Whether the image's CUDA and torch are for the node's driver and GPUs; the remedy names the base that is."""
+    driver, image, built = report.accelerators.cuda, report.code.cuda, report.code.architectures
+    capabilities = [it for gpu in gpus if (it := parse_capability(gpu.capability)) is not None]
     if driver is not None and image is not None and int(driver.split(".")[0]) < int(image.split(".")[0]):
         got = f"driver {report.accelerators.driver} for CUDA {driver}, the image has CUDA {image}"
-        todo = "install a newer driver there, or build the image on an older base (make image BASE_IMAGE=...)"
+        base = base_for(capabilities, driver)
+        todo = "install a newer driver there" + (f", or build the image on an older base: {base.build}" if base else "")
         problem = Problem(node, "its driver is too old for the image", got, todo)
         yield fail("devices", problem, "CUDA starts on no GPU there")
+    elif built and (foreign := sorted({it for it in capabilities if not has_kernels(built, it)})):
+        numbers = ", ".join(f"{major}.{minor}" for major, minor in foreign)
+        got = f"compute capability {numbers}, kernels for {' '.join(built)}"
+        base = base_for(capabilities, driver)
+        todo = f"build the image on a base for them: {base.build}" if base else "leave the node out with --exclude"
+        problem = Problem(node, "the image's torch has no kernels for its GPUs", got, todo)
+        yield fail("devices", problem, "the first kernel of a rank fails: no kernel image is available")
 
 
 def _differences(accelerators: Mapping[str, Accelerators]) -> Iterator[Finding]:

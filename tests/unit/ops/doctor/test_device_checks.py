@@ -169,10 +169,27 @@ def test_a_driver_that_is_too_old_for_the_image(tmp_path: Path) -> None:
     assert shown(device_findings(make_cluster(tmp_path), {"host-1": gpus(), "host-2": old})) == [
         "fail  host-2: its driver is too old for the image; "
         "got driver 550.90.07 for CUDA 12.4, the image has CUDA 13.1; "
-        "install a newer driver there, or build the image on an older base (make image BASE_IMAGE=...)",
+        "install a newer driver there, "
+        "or build the image on an older base: make image BASE_IMAGE=nvcr.io/nvidia/pytorch:24.12-py3",
         "warn  host-2: has another driver than the head; got 550.90.07, 580.65.06 on host-1; "
         "choose nodes with the same driver (--include), or continue if this is intended",
     ]
+
+
+def test_gpus_that_the_images_torch_has_no_kernels_for(tmp_path: Path) -> None:
+    built = Code("a", "b", cuda="13.1", architectures=("sm_75", "sm_80", "sm_90"))
+
+    def with_gpu(capability: str, cuda: str = "13.0") -> list[str]:
+        own = gpus(gpus=(Gpu(0, H100, 81559, 4, capability=capability), Gpu(1, H100, 81559, 4)), cuda=cuda)
+        return shown(device_findings(make_cluster(tmp_path, hosts=1), {"host-1": replace(own, code=built)}))
+
+    what = "fail  host-1: the image's torch has no kernels for its GPUs; got compute capability"
+    assert with_gpu("7.0") == [
+        f"{what} 7.0, kernels for sm_75 sm_80 sm_90; "
+        "build the image on a base for them: make image BASE_IMAGE=nvcr.io/nvidia/pytorch:24.12-py3"
+    ]
+    assert with_gpu("6.0") == [f"{what} 6.0, kernels for sm_75 sm_80 sm_90; leave the node out with --exclude"]
+    assert with_gpu("8.9") == with_gpu("") == []
 
 
 def test_other_gpus_than_the_heads(tmp_path: Path) -> None:

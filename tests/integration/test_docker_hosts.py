@@ -250,7 +250,7 @@ class Held:
 def held(rack_up: Up) -> Iterator[Held]:
     """A run whose second rank is paused in mid-training: rank 0 waits for it. Its terminal was left with Ctrl-C."""
     rack = rack_up.rack
-    arguments = tiny(train__train_iters=400, launch__hang_timeout=0)
+    arguments = tiny(train__train_iters=160, launch__hang_timeout=0)
     with rack.attached("launch", *arguments, "--run-id-file", "held") as terminal:
         run_id = run_id_of(rack.project / "held")
         wait_until(lambda: rack["host-b"].ranks(run_id) != [], "its rank has started", 120)
@@ -366,7 +366,7 @@ def test_logs_come_back_to_the_run_and_end_with_its_exit_code(held: Held) -> Non
         held.release()
         assert terminal.process.wait(timeout=200) == 0, terminal.text()
     losses = [entry for entry in metrics(held.rack, held.run_id) if "split" not in entry]
-    assert len(losses) == 400
+    assert len(losses) == 160
     assert state_of(held.rack, held.run_id) == "done"
 
 

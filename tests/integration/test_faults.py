@@ -30,7 +30,7 @@ also_on_one_machine = pytest.mark.full
 
 HEAD, OTHER = "node-1", "node-2"
 FOREVER = 10**6
-LENGTH = {"train.train_iters": 400}
+LENGTH = {"train.train_iters": 240}
 RANK = r"python -u -m tridock\.train "
 
 
@@ -225,7 +225,7 @@ def test_a_launcher_that_is_killed(twin: Twin) -> None:
 @pytest.mark.usefixtures("beside")
 def test_sessions_that_are_killed_do_not_end_a_run(twin: Twin) -> None:
     """The watch is started anew; the launcher's ranks continue without theirs, and it is their word that counts."""
-    with twin.launched(**{"train.train_iters": 1000}) as run:
+    with twin.launched(**{"train.train_iters": 600}) as run:
         watch = f"tridock.node agent .*{run.run_id} {OTHER}"
         first = twin.inside(OTHER, f"pgrep -o -f -- '{watch}'")
         twin.end_session(OTHER, watch)
@@ -264,8 +264,8 @@ def test_the_neighbour_continues_to_its_end(calm: Run) -> None:
 def test_a_node_whose_network_is_cut_and_that_comes_back(twin: Twin, calm: Run) -> None:
     """Named in time; the run continues once the node answers again, to the losses of the one that was left alone."""
     network, container = f"tridock-{twin.clone.name}_default", twin.container(OTHER)
-    with twin.launched(**LENGTH, **{"train.save": True, "train.save_interval": 50, "restart.max": 1}) as run:
-        run.wait_for_training(beyond=60)
+    with twin.launched(**LENGTH, **{"train.save": True, "train.save_interval": 20, "restart.max": 1}) as run:
+        run.wait_for_training(beyond=25)
         succeed("docker", "network", "disconnect", network, container)
         began = time.monotonic()
         wait_until(lambda: run.events("node_lost") != [], "the node is missed", 30)
@@ -280,7 +280,7 @@ def test_a_node_whose_network_is_cut_and_that_comes_back(twin: Twin, calm: Run) 
         wait_until(lambda: run.events("run_restarted") != [], "the run continues", 60)
         print(f"once the node was back, the run went on after {time.monotonic() - began:.1f} s")
         assert run.terminal.process.wait(timeout=180) == 0, run.terminal.text()
-        assert run.events("run_restarted")[0]["iteration"] % 50 == 0
+        assert run.events("run_restarted")[0]["iteration"] % 20 == 0
         assert run.events("run_restarted")[0]["iteration"] > 0
         assert run.losses() == calm.losses()
 

@@ -21,7 +21,7 @@ from tridock.contracts.run_folder import SUPERVISION
 pytestmark = pytest.mark.timeout(600)
 
 HEAD, OTHER, SPARE = "node-1", "node-2", "node-3"
-LENGTH = {"train.train_iters": 400, "train.save": True, "train.save_interval": 50}
+LENGTH = {"train.train_iters": 240, "train.save": True, "train.save_interval": 20}
 RESTART = {"restart.max": 1, "restart.node_timeout": 30}
 
 
@@ -58,7 +58,7 @@ def calm(twin: Twin) -> dict[int, float]:
 
 def lose(twin: Twin, run: Run) -> dict[str, Any]:
     """Kills the other node once there is a checkpoint; what the run's own words of its move are."""
-    run.wait_for_training(beyond=60)
+    run.wait_for_training(beyond=25)
     # The launch put it on every node, but thinks that all of a twin's share one.
     own, names = twin.clone.folder / "runs-of-its-own" / run.run_id, ("experiment.yaml", "manifest.json", SUPERVISION)
     own.mkdir()
@@ -83,7 +83,7 @@ def test_a_spare_takes_the_place_of_a_lost_node(twin: Twin, calm: dict[int, floa
         assert run.is_gone(HEAD)
         assert run.is_gone(SPARE)
         sent = twin.clone.folder / "runs-of-its-own" / run.run_id / "checkpoints"
-        assert {path.name for path in sent.iterdir()} >= {"latest", "iter_0000400"}
+        assert {path.name for path in sent.iterdir()} >= {"latest", "iter_0000240"}
         assert json.loads((run.folder / "before-1" / "plan.json").read_text())["ranks"][1]["node"] == OTHER
         assert json.loads((run.folder / "plan.json").read_text())["ranks"][1]["node"] == SPARE
 
@@ -113,7 +113,7 @@ def test_without_a_spare_fewer_replicas_go_on(twin: Twin, calm: dict[int, float]
 def test_with_too_few_nodes_it_ends_and_says_so(twin: Twin) -> None:
     twin.clone.succeed("fab up --hosts hostfiles/twin")
     with twin.launched(**LENGTH, **RESTART, **{"restart.min_nodes": 2}) as run:
-        run.wait_for_training(beyond=60)
+        run.wait_for_training(beyond=25)
         succeed("docker", "kill", twin.container(OTHER), twin.container(SPARE))
         code, last = run.ends(within=150)
         assert code == 4, last

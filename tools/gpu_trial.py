@@ -38,6 +38,8 @@ from tridock.triage import RULES
 
 BEGIN, END = "<!-- GPU trial: written by make gpu-trial -->", "<!-- end of GPU trial -->"
 Outcome = Literal["passed", "failed", "skipped"]
+_STOP_S: Final = 60.0
+"""Until a run that is interrupted has ended on all ranks. One that is left behind would hold the GPU."""
 
 
 # ---- what was measured -----------------------------------------------------------------------------------------------
@@ -229,7 +231,7 @@ class Trial:
             except (subprocess.TimeoutExpired, KeyboardInterrupt) as error:
                 process.send_signal(signal.SIGINT)
                 try:
-                    process.wait(20.0)
+                    process.wait(_STOP_S)
                 except subprocess.TimeoutExpired:
                     process.kill()
                 if isinstance(error, KeyboardInterrupt):

@@ -108,7 +108,8 @@ def megatron_core_step(experiment: Experiment, ranks: Ranks) -> list[Call]:
 def torch_step(experiment: Experiment, ranks: Ranks) -> list[Call]:
     """The second: DeepSpeed's ZeRO 3 learns in the first what comes after what."""
     world = ranks.world_size
-    model = GPT(Shape.of(experiment.model, experiment.model.vocab_size or 0))
+    with torch.device("meta"):
+        model = GPT(Shape.of(experiment.model, experiment.model.vocab_size or 0))
     with tempfile.TemporaryDirectory() as folder:
         config = deepspeed_config(experiment, world)
         if os.environ.get("LET_GO"):  # as with models of more weights than DeepSpeed keeps, or gathers ahead of use

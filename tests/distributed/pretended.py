@@ -96,7 +96,8 @@ def step_of_torch(experiment: Experiment, ranks: Ranks) -> None:
     """The same for ``torch_parts``."""
     experiment = experiment.resolved(ranks.world_size)
     check_batch(experiment, ranks.world_size)
-    model = GPT(Shape.of(experiment.model, experiment.model.vocab_size))
+    with torch.device("meta"):
+        model = GPT(Shape.of(experiment.model, experiment.model.vocab_size))
     if experiment.parallel.strategy == "ddp":
         train(DistributedDataParallel(model, experiment, ranks), experiment, ranks.world_size)
     else:

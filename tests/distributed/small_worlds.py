@@ -82,7 +82,8 @@ def step(experiment: Experiment, rank: int, world_size: int, meeting: Path) -> b
     mesh = Mesh.form(experiment.parallel, ranks)
     experiment = experiment.resolved(mesh.replicas)
     check_batch(experiment, mesh.replicas)
-    model = GPT(Shape.of(experiment.model, experiment.model.vocab_size or 0))
+    with torch.device("meta"):
+        model = GPT(Shape.of(experiment.model, experiment.model.vocab_size or 0))
     strategy = MeshStrategy(model, experiment, ranks, mesh)
     strategy.step(micro_batches(experiment, mesh.replicas), lr=1e-3)
     return b""

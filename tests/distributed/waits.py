@@ -58,7 +58,8 @@ def strategy_of(experiment: Experiment, ranks: Ranks) -> tuple[Strategy, list[to
     mesh = Mesh.form(experiment.parallel, ranks) if is_sharded(experiment) else None
     replicas = ranks.world_size if mesh is None else mesh.replicas
     experiment = experiment.resolved(replicas)
-    model = GPT(Shape.of(experiment.model, experiment.model.vocab_size or 0))
+    with torch.device("meta"):
+        model = GPT(Shape.of(experiment.model, experiment.model.vocab_size or 0))
     batches = micro_batches(experiment, replicas)
     if mesh is not None:
         return MeshStrategy(model, experiment, ranks, mesh), batches

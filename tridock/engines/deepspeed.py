@@ -60,17 +60,21 @@ def zero_states(experiment: Experiment, weights: Parameters, replicas: int) -> S
     owned = -(-count // replicas)
     if stage == 0:
         master = 4 if short == 2 else 0
-        return States(short * count, 0, (master + 8) * count, short * count, workspace=master * count)
+        # In a short format DeepSpeed makes Adam's states by a step.
+        startup = (short + master + 8 + short + master) * count if master else short * count
+        return States(short * count, 0, (master + 8) * count, short * count, workspace=master * count, startup=startup)
     # In a pipeline it has two of them.
     stages = experiment.parallel.pipeline_model_parallel_size
     optimizer, bucket = 12 * owned, short * _BUCKET * (1 if stages == 1 else 2)
     if stage < 3:
         passing = short * (count if stage == 1 else owned)
-        return States(short * count, 0, optimizer, passing, bucket, workspace=(4 + short) * owned)
+        startup = short * count + 8 * owned  # the master weights, and gradients of them
+        return States(short * count, 0, optimizer, passing, bucket, workspace=(4 + short) * owned, startup=startup)
     small = sum(_small_tensors(experiment, weights))
     kept = small + owned if replicas > 1 else count
     gathered = short * min(count - small, _LIVE) if replicas > 1 else 0
-    return States(short * kept, short * owned, optimizer, 0, bucket, gathered, 4 * min(owned, 2 * _BUCKET))
+    workspace, startup = 4 * min(owned, 2 * _BUCKET), (2 * short + 4) * owned + bucket
+    return States(short * kept, short * owned, optimizer, 0, bucket, gathered, workspace, startup)
 
 
 def _small_tensors(experiment: Experiment, weights: Parameters) -> Iterator[int]:

@@ -58,6 +58,8 @@ class States:
     """Weights that are there whole for a while."""
     workspace: int = 0
     """While the optimizer steps, when the activations are gone."""
+    startup: int = 0
+    """The most that the rank holds before its first step, while weights, gradients and optimizer come to be."""
 
     @property
     def lasting(self) -> int:

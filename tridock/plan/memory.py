@@ -2,7 +2,8 @@
 
 The engine gives what it keeps of weights, gradients and optimizer, and what a step holds on top of that
 (:mod:`~tridock.layout.activations`). A step holds most either in its backward passes or while the optimizer works,
-never in both.
+never in both. Before the first step a rank may hold more than that (``States.startup``): no strategy of engine torch,
+but megatron-core's distributed optimizer moves the weights to a buffer, and ZeRO 3 of v1.1.5 begins with whole weights.
 
 A GPU rank also has a fixed overhead, which no tensor of the run accounts for. EleutherAI's calculator leaves about
 5 GiB a GPU unexplained ("Transformer Math 101", 2023). Here it is three terms, of which the last is set by the one run
@@ -58,6 +59,8 @@ class StageMemory:
     terms: tuple[Term, ...]
     state_bytes: int
     """Weights, gradients and optimizer states: the terms that last from step to step."""
+    startup_bytes: int
+    """The most that it holds before its first step; included in the terms where that is more than a step takes."""
     limit_bytes: int | None
 
     @property
@@ -87,6 +90,8 @@ def memory_of_stage(experiment: Experiment, stage: int, shape: Shape, gpu: Gpu |
     weights = engine_of(experiment).parameters(experiment, stage)
     states = engine_of(experiment).states(experiment, weights, shape, device)
     terms = [*_lasting(states, weights.total), *_passing(experiment, stage, shape, states, device)]
+    beyond = max(0, states.startup - total_bytes(terms))
+    terms.append(Term("start-up", beyond, "weights that are there twice, or whole, before the first step"))
     if gpu is not None:
         terms += overhead_terms(experiment, shape, terms, gpu.memory_bytes)
     return StageMemory(
@@ -95,6 +100,7 @@ def memory_of_stage(experiment: Experiment, stage: int, shape: Shape, gpu: Gpu |
         parameters=weights,
         terms=tuple(term for term in terms if term.bytes),
         state_bytes=states.lasting + states.passing,
+        startup_bytes=states.startup,
         limit_bytes=None if gpu is None else gpu.memory_bytes,
     )
 

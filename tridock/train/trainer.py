@@ -79,11 +79,12 @@ def torch_parts(experiment: Experiment, run_folder: Path, workspace: Path, ranks
             raise RequestError(missing)
         splits = (load_images if experiment.model.is_vision else load_splits)(experiment, workspace)
     torch.manual_seed(experiment.train.seed)  # the same weights on all ranks
-    if experiment.model.is_vision:
-        model, rows = ResNet(experiment.model), experiment.model.vocab_size
-    else:
-        model = GPT(shape := Shape.of(experiment.model, splits["train"].vocab_size))
-        rows = shape.padded_vocab_size
+    with torch.device("meta"):  # a strategy allocates what a rank keeps
+        if experiment.model.is_vision:
+            model, rows = ResNet(experiment.model), experiment.model.vocab_size
+        else:
+            model = GPT(shape := Shape.of(experiment.model, splits["train"].vocab_size))
+            rows = shape.padded_vocab_size
     parameters = sum(parameter.numel() for parameter in model.parameters())
     with agree_on_errors(ranks):
         if mesh is None:

@@ -5,14 +5,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from tests.unit.train.experiments import experiment
 from tridock.errors import RequestError
+from tridock.train.models.gpt import GPT, Shape
 from tridock.train.parallel.strategies import build_strategy
 from tridock.train.rank.process_group import Ranks, join, leave
 
 ZERO = {"parallel.strategy": "zero", "parallel.zero_stage": 2}
+
+
+def model() -> GPT:
+    with torch.device("meta"):
+        return GPT(Shape.of(experiment().model, 96))
 
 
 @pytest.fixture
@@ -34,14 +39,14 @@ def test_fp16_where_the_processor_has_none(alone: Ranks, tmp_path: Path, monkeyp
         '{"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4,'
         ' "fp16": {"enabled": true, "loss_scale": 0}}'
     )
-    made = build_strategy(nn.Linear(2, 2), experiment(**ZERO, precision="fp16"), alone, tmp_path)
+    made = build_strategy(model(), experiment(**ZERO, precision="fp16"), alone, tmp_path)
     assert next(made.engine.parameters()).dtype == torch.float16
 
 
 def test_a_broken_deepspeed_config(alone: Ranks, tmp_path: Path) -> None:
     (tmp_path / "ds_config.json").write_text("{")
     with pytest.raises(RequestError) as caught:
-        build_strategy(nn.Linear(2, 2), experiment(**ZERO), alone, tmp_path)
+        build_strategy(model(), experiment(**ZERO), alone, tmp_path)
     assert str(caught.value) == (
         f"{tmp_path}/ds_config.json: cannot be read; strategy zero needs it; "
         "got Expecting property name enclosed in double quotes: line 1 column 2 (char 1); "

@@ -46,7 +46,11 @@ class MegatronCore(Engine):
         # On GPUs Adam is apex's or transformer-engine's, and works in place. On CPUs Gloo scatters a copy of the
         # gradients.
         workspace = 4 * count if device == "cpu" and distributed and replicas > 1 else 0
-        return States(short * count, 4 * count, (12 if short == 2 else 8) * owned, workspace=workspace)
+        master = 4 * owned if short == 2 else 0
+        # Before that, the distributed optimizer's buffer of the weights of a run of layers, beside these.
+        moved = short * count // experiment.parallel.virtual_pipeline_model_parallel_size if distributed else 0
+        startup = (short + 4) * count + max(master, moved)
+        return States(short * count, 4 * count, master + 8 * owned, workspace=workspace, startup=startup)
 
     def sizes(self, experiment: Experiment, device: Device) -> Sizes:
         return sizes_of(experiment, device)

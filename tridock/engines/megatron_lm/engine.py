@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from tridock.engines.deepspeed import zero_gradient_bytes, zero_states
@@ -61,10 +62,12 @@ class MegatronLM(Engine):
 
     def states(self, experiment: Experiment, weights: Parameters, shape: Shape, _device: Device) -> States:
         if experiment.parallel.strategy == "zero":
-            return zero_states(experiment, weights, shape.data)
+            states = zero_states(experiment, weights, shape.data)
+            return replace(states, startup=max(states.startup, FORMAT_BYTES[experiment.precision] * weights.total))
         short, count = FORMAT_BYTES[experiment.precision], weights.total
         again = 4 if short == 2 else 0  # gradients, and weights, once more in fp32
-        return States(short * count, (short + again) * count, (again + 8) * count)
+        lasting = (short * count, (short + again) * count, (again + 8) * count)
+        return States(*lasting, startup=sum(lasting) - 8 * count)
 
     def sizes(self, experiment: Experiment, device: Device) -> Sizes:
         ddp = experiment.parallel.strategy == "ddp"

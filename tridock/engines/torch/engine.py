@@ -44,11 +44,12 @@ class Torch(Engine):
             return zero_states(experiment, weights, shape.data)
         count = weights.total
         if not is_sharded(experiment):  # the fused AdamW works in place
-            return States(4 * count, 4 * count, 8 * count)
+            return States(4 * count, 4 * count, 8 * count, startup=8 * count)
         # FSDP2 gathers layer by layer, and the embeddings and the last norm for the whole step. Gradients come with the
         # first backward pass, and go after the optimizer, which works in place.
         owned, short = -(-count // shards_of(experiment, shape.data)), FORMAT_BYTES[experiment.precision]
-        return States(4 * owned, 0, 8 * owned, 4 * owned, gathered=short * (count - weights.layers))
+        gathered = short * (count - weights.layers)
+        return States(4 * owned, 0, 8 * owned, 4 * owned, gathered=gathered, startup=4 * owned)
 
     def sizes(self, experiment: Experiment, device: Device) -> Sizes:
         parallel = experiment.parallel

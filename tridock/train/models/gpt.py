@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tridock.errors import Problem, RequestError
 from tridock.experiment.schema import Model
+from tridock.train.models.layered import LayeredModel
 
 TENSOR_PARALLEL_OFFSET: Final = 2718
 """Megatron's offset between the seed that tensor parallel ranks share and the first rank's own."""
@@ -119,7 +120,7 @@ class Layer(nn.Module):
         return x + self.dropout(self.dense_4h_to_h(wide))
 
 
-class GPT(nn.Module):
+class GPT(LayeredModel):
     """``model(tokens, labels)``: both int64 [batch, sequence]; returns the mean cross-entropy in nats, fp32, a scalar.
 
     The output layer is the token embedding. As in Megatron the padding rows of the vocabulary take part in the softmax.
@@ -136,7 +137,7 @@ class GPT(nn.Module):
         # Keyed by their numbers in the whole model, whatever stage they end up in.
         self.layers = nn.ModuleDict({str(number): Layer(shape) for number in range(shape.num_layers)})
         self.final_norm = nn.LayerNorm(shape.hidden_size)
-        self._initialize()
+        self.initialize_modules()
 
     def keep(self, layers: range) -> None:
         """Keeps the stage with these layers: the first has the embeddings, the last the norm and the output layer."""
@@ -150,16 +151,17 @@ class GPT(nn.Module):
         if not (self.is_first or self.is_last):
             del self.token_embedding
 
-    def _initialize(self) -> None:
+    def initialize(self, name: str, module: nn.Module) -> bool:
         """N(0, std) for weights, 0 for biases; projections into the residual stream: std / sqrt(2 layers) (GPT-2)."""
+        if not isinstance(module, nn.Linear | nn.Embedding):
+            return False
         std = self.shape.init_method_std
-        residual_std = std / math.sqrt(2.0 * self.shape.num_layers)
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                onto_residual = name.endswith(("attention.dense", "dense_4h_to_h"))
-                nn.init.normal_(module.weight, mean=0.0, std=residual_std if onto_residual else std)
-            if isinstance(module, nn.Linear):
-                nn.init.zeros_(module.bias)
+        if name.endswith(("attention.dense", "dense_4h_to_h")):
+            std /= math.sqrt(2.0 * self.shape.num_layers)
+        nn.init.normal_(module.weight, mean=0.0, std=std)
+        if isinstance(module, nn.Linear):
+            nn.init.zeros_(module.bias)
+        return True
 
     def compile_layers(self) -> None:
         """Compiles each layer when it first runs; all layers share the compiled code."""
@@ -197,6 +199,9 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
     """Weight matrices and embeddings decay; biases and norms (one dimension) do not, as in Megatron."""
-    decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    plain = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
+    decayed: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    for parameter in model.parameters():
+        shape = getattr(parameter, "ds_shape", parameter.shape)  # DeepSpeed's, where it has partitioned the weight
+        (decayed if len(shape) > 1 else plain).append(parameter)
     return [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from tridock.experiment.resnet import EXPANSION, STAGES, STEM
 from tridock.experiment.schema import Model
+from tridock.train.models.layered import LayeredModel
 
 MEAN: Final = (0.485, 0.456, 0.406)
 """ImageNet's mean of red, green and blue, in 0 to 1."""
@@ -50,7 +51,7 @@ class Bottleneck(nn.Module):
         return F.relu(self.expand_norm(self.expand(inside)) + self.shortcut(x), inplace=True)
 
 
-class ResNet(nn.Module):
+class ResNet(LayeredModel):
     """``model(images)``: uint8 [batch, 3, height, width], red, green, blue; returns logits [batch, classes].
 
     With labels, int64 [batch], the mean cross-entropy in nats, fp32.
@@ -66,17 +67,23 @@ class ResNet(nn.Module):
                 inputs = inner * EXPANSION
         self.layers = nn.ModuleDict({str(number): block for number, block in enumerate(blocks)})
         self.head = nn.Linear(inputs, model.vocab_size)
-        scale = torch.tensor([MEAN, DEVIATION]).view(2, 1, 3, 1, 1) * 255
-        self.register_buffer("scale", scale, persistent=False)
-        self._initialize()
+        self.register_buffer("scale", torch.empty(2, 1, 3, 1, 1), persistent=False)
+        self.reset_parameters()
+        self.initialize_modules()
 
-    def _initialize(self) -> None:
+    def reset_parameters(self) -> None:
+        self.scale.copy_(torch.tensor([MEAN, DEVIATION], device="cpu").view(self.scale.shape) * 255)
+
+    def initialize(self, name: str, module: nn.Module) -> bool:
         """He et al. (2015) for convolutions; the last normalization of a branch begins at 0 (Goyal et al., 2017)."""
-        for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-            if isinstance(module, Bottleneck):
-                nn.init.zeros_(module.expand_norm.weight)
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        elif isinstance(module, Norm) and name.endswith("expand_norm"):
+            module.reset_parameters()
+            nn.init.zeros_(module.weight)
+        else:
+            return False
+        return True
 
     def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
         x = ((images - self.scale[0]) / self.scale[1]).to(self.stem.weight.dtype)

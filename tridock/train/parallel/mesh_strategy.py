@@ -1,5 +1,6 @@
 """FSDP2, tensor parallelism and pipelines, alone or combined, over a mesh of ranks."""
 
+import copy
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tridock.experiment.schema import Experiment
 from tridock.train.checkpoints import sharded
 from tridock.train.models.gpt import GPT, cross_entropy
-from tridock.train.models.resnet import ResNet, average_statistics, statistics
+from tridock.train.models.layered import LayeredModel, fill
+from tridock.train.models.resnet import average_statistics, statistics
 from tridock.train.parallel.loss_scale import LossScaler
 from tridock.train.parallel.mesh import SHARDS, STAGES, TENSOR, Mesh
 from tridock.train.parallel.pipeline import Pipeline, layers_of_stage, stages_of_rank
@@ -35,10 +37,11 @@ class MeshStrategy:
     In bf16 and fp16 the ranks gather weights in that dtype and reduce gradients in fp32.
     """
 
-    def __init__(self, model: GPT | ResNet, experiment: Experiment, ranks: Ranks, mesh: Mesh) -> None:
+    def __init__(self, model: LayeredModel, experiment: Experiment, ranks: Ranks, mesh: Mesh) -> None:
         self.experiment, self.mesh, self.device = experiment, mesh, ranks.device
         self.scaler = LossScaler(experiment.fp16, experiment.precision, ranks.device)
         self.parts = list(self._parts(model))
+        fill(self.parts, model)
         # Collected here: after an evaluation a module holds the gathered weights instead of the shards.
         self.parameters = [named for part in self.parts for named in part.named_parameters()]
         self.phases = Phases(ranks.device)
@@ -52,26 +55,22 @@ class MeshStrategy:
             )
         self.optimizer = self._optimizer()
 
-    def _parts(self, model: GPT | ResNet) -> Iterator[GPT | ResNet]:
-        """This rank's stages of the whole model, whose weights are the same on every rank."""
+    def _parts(self, model: LayeredModel) -> Iterator[LayeredModel]:
+        """This rank's shards of its stages, without values. Until then nothing is allocated: the model is on meta."""
         parallel, place = self.experiment.parallel, self.mesh.coordinate(STAGES)
         count = parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size
-        weights = model.state_dict()
         for stage in stages_of_rank(parallel, place):
-            part = model
+            part: Any = copy.deepcopy(model)
             if count > 1:
-                part = GPT(model.shape)
-                part.load_state_dict(weights)
-                part.keep(layers_of_stage(model.shape.num_layers, count, stage))
-            part.to(self.device)
+                part.keep(layers_of_stage(part.shape.num_layers, count, stage))
             if self.mesh.size(TENSOR) > 1:
                 split_layers(part, self.mesh.tensor)
             if self.experiment.train.compile:
                 part.compile_layers()
             self._shard(part)
-            yield part
+            yield part.to_empty(device=self.device)
 
-    def _shard(self, part: GPT | ResNet) -> None:
+    def _shard(self, part: LayeredModel) -> None:
         dtype = DTYPES[self.experiment.precision]
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         for layer in part.layers.values():

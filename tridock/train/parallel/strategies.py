@@ -1,12 +1,14 @@
 """The strategies of engine ``torch`` on whole models: torch's DDP and DeepSpeed's ZeRO, behind one protocol."""
 
+import copy
 import json
 import math
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -23,6 +25,7 @@ from tridock.train.checkpoints.pickles import safe_torch_load
 from tridock.train.checkpoints.write_errors import defer_write_errors
 from tridock.train.checkpoints.zero_reshard import resharded
 from tridock.train.models.gpt import parameter_groups
+from tridock.train.models.layered import LayeredModel, draw_weights, fill
 from tridock.train.models.resnet import average_statistics
 from tridock.train.parallel.loss_scale import LossScaler
 from tridock.train.parallel.update import clip_and_step
@@ -81,8 +84,8 @@ def is_sharded(experiment: Experiment) -> bool:
     return parallel.strategy == "fsdp" or split
 
 
-def build_strategy(model: nn.Module, experiment: Experiment, ranks: Ranks, run_folder: Path) -> Strategy:
-    """The strategy that the experiment names, for a model that is whole on every rank."""
+def build_strategy(model: LayeredModel, experiment: Experiment, ranks: Ranks, run_folder: Path) -> Strategy:
+    """The strategy that the experiment names; ``model``: on the meta device, its weights not yet drawn."""
     if experiment.parallel.strategy == "ddp":
         return DistributedDataParallel(model, experiment, ranks)
     return Zero(model, experiment, ranks, _read_deepspeed_config(run_folder, ranks.world_size))
@@ -113,10 +116,11 @@ class DistributedDataParallel:
     Only fp16 needs a loss scale: bf16 has the exponent range of fp32.
     """
 
-    def __init__(self, model: nn.Module, experiment: Experiment, ranks: Ranks) -> None:
+    def __init__(self, model: LayeredModel, experiment: Experiment, ranks: Ranks) -> None:
         self.experiment = experiment
         self.device = ranks.device
-        self.module = model.to(ranks.device)
+        self.module = model.to_empty(device=ranks.device)
+        fill([model], model)
         self.model = self.module if ranks.world_size == 1 else _ddp(self.module, ranks)
         self.optimizer = _adamw(self.module, experiment)
         self.scaler = LossScaler(experiment.fp16, experiment.precision, ranks.device)
@@ -193,7 +197,7 @@ class Zero:
     In bf16 and fp16 the model itself has that dtype; the optimizer holds fp32 master weights.
     """
 
-    def __init__(self, model: nn.Module, experiment: Experiment, ranks: Ranks, config: dict[str, Any]) -> None:
+    def __init__(self, model: LayeredModel, experiment: Experiment, ranks: Ranks, config: dict[str, Any]) -> None:
         deepspeed = import_deepspeed(ranks)
         self.stage, self.world_size = experiment.parallel.zero_stage, ranks.world_size
         self.precision = experiment.precision
@@ -203,7 +207,13 @@ class Zero:
         self.scaler = LossScaler(experiment.fp16, experiment.precision, torch.device("cpu")) if own else None
         if self.scaler is not None and experiment.precision == "fp16":
             config = {**config, "fp16": {**config["fp16"], "loss_scale": self.scaler.scale.item()}}
-        optimizer = _adamw(model.to(ranks.device), experiment)
+        model.to(DTYPES[experiment.precision])
+        if self.stage == 3:
+            _partition(model, partial(deepspeed.zero.Init, config_dict_or_path=config), ranks.device)
+        else:
+            model.to_empty(device=ranks.device)
+            fill([model], model)
+        optimizer = _adamw(model, experiment)
         _set_lr(optimizer, 0.0)
         self.engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=config, dist_init_required=False
@@ -279,6 +289,19 @@ class Zero:
             _, own = self.engine.load_checkpoint(str(folder.parent), tag=folder.name)
         if self.scaler is not None:
             self.scaler.restore(own["loss_scaler"])
+
+
+def _partition(model: LayeredModel, zero_init: Callable[..., Any], device: torch.device) -> None:
+    """Draws the initial weights; DeepSpeed takes one at a time, of which it keeps this rank's partition."""
+    drawn = copy.deepcopy(model)
+
+    def take(name: str, whole: Tensor) -> None:
+        module, _, key = name.rpartition(".")
+        parameter = nn.Parameter(whole.to(device, drawn.get_parameter(name).dtype))
+        setattr(model.get_submodule(module), key, parameter)
+        zero_init(module=nn.ParameterList([parameter]))
+
+    draw_weights(drawn, take)
 
 
 def _mean(losses: list[Tensor]) -> Tensor:

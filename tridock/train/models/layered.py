@@ -1,0 +1,93 @@
+"""What the models of engine ``torch`` have in common: layers, and initial weights that come module by module."""
+
+import copy
+from collections.abc import Callable, Iterable
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+class LayeredModel(nn.Module):
+    """Built on the meta device, it has no weights; :func:`draw_weights` draws them."""
+
+    layers: nn.ModuleDict
+
+    def initialize(self, name: str, module: nn.Module) -> bool:
+        """Sets the weights of a module that torch would initialize differently; returns whether it is such a one."""
+        raise NotImplementedError
+
+    def initialize_modules(self) -> None:
+        for name, module in self.named_modules():
+            self.initialize(name, module)
+
+
+def draw_weights(model: LayeredModel, take: Callable[[str, Tensor], None]) -> None:
+    """Calls ``take`` with each parameter and buffer of a whole model: its name, and its value on the host.
+
+    The values are those that the constructor draws there. The tensors of one module exist at a time.
+    """
+    # The constructor of a model runs those of all its modules before `initialize_modules`.
+    for is_second_draw in (False, True):
+        for name, module in model.named_modules():
+            if module._parameters or module._buffers:
+                _draw_module(model, name, module, is_second_draw, take)
+
+
+def _draw_module(
+    model: LayeredModel, name: str, module: nn.Module, is_second_draw: bool, take: Callable[[str, Tensor], None]
+) -> None:
+    is_drawn_again = model.initialize(name, _without_values(module, "meta"))
+    if is_second_draw and not is_drawn_again:
+        return
+    whole = _without_values(module, "cpu")
+    if is_second_draw:
+        model.initialize(name, whole)
+    else:
+        whole.reset_parameters()  # type: ignore[operator]
+    if is_drawn_again == is_second_draw:
+        prefix = f"{name}." if name else ""
+        for key, value in _own_tensors(whole):
+            if value is not None:
+                take(prefix + key, value)
+
+
+def _own_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor | None]]:
+    return chain(module._parameters.items(), module._buffers.items())
+
+
+def _without_values(module: nn.Module, device: str) -> nn.Module:
+    """A copy of a module without its children; the tensors have no values, and are fp32 where they are floating."""
+    made = copy.copy(module)
+    for field in ("_parameters", "_buffers"):
+        tensors = getattr(module, field).items()
+        made.__dict__[field] = {key: None if one is None else _empty(one, device) for key, one in tensors}
+    return made
+
+
+def _empty(tensor: Tensor, device: str) -> Tensor:
+    return torch.empty(tensor.shape, dtype=torch.float32 if tensor.is_floating_point() else tensor.dtype, device=device)
+
+
+@torch.no_grad()
+def fill(parts: Iterable[nn.Module], model: LayeredModel) -> None:
+    """Copies the initial weights of ``model`` to what this rank has of them: ``parts``, whole, staged or sharded."""
+    tensors = [dict(chain(part.named_parameters(), part.named_buffers())) for part in parts]
+
+    def take(name: str, whole: Tensor) -> None:
+        for mine in tensors:
+            if name in mine:
+                _copy_share(mine[name], whole)
+
+    draw_weights(model, take)
+
+
+def _copy_share(mine: Tensor, whole: Tensor) -> None:
+    if not isinstance(mine, DTensor):
+        mine.copy_(whole)
+        return
+    lengths, starts = compute_local_shape_and_global_offset(whole.shape, mine.device_mesh, mine.placements)
+    share = tuple(slice(start, start + length) for start, length in zip(starts, lengths, strict=True))
+    mine.to_local().copy_(whole[share])

@@ -32,10 +32,10 @@ TASKS = (
 )
 
 
-def fab(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def fab(*arguments: str) -> subprocess.CompletedProcess[str]:
     program = str(Path(sys.executable).with_name("fab"))
     argv = [program, "--search-root", str(ROOT), *arguments]
-    return subprocess.run(argv, cwd=cwd, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
 
 
 def test_every_task_is_listed() -> None:
@@ -79,12 +79,15 @@ def test_a_missing_hostfile_is_never_a_local_run(task: str, capfd: pytest.Captur
     )
 
 
-def test_a_dry_run_shows_the_command_and_every_file_and_touches_nothing(tmp_path: Path) -> None:
+def test_a_dry_run_shows_the_command_and_every_file_and_touches_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "lab").write_text("gpu-1 slots=2\ngpu-2 slots=2\n")
     config = str(ROOT / "configs" / "demo.yaml")
-    done = fab("launch", "--hosts", str(tmp_path / "lab"), "--config", config, "--dry-run", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    shown = [line.removeprefix("# ") for line in done.stdout.splitlines() if line.startswith("# ")]
+    monkeypatch.chdir(tmp_path)
+    assert fab_here("launch", "--hosts", str(tmp_path / "lab"), "--config", config, "--dry-run") == 0
+    stdout = capfd.readouterr().out
+    shown = [line.removeprefix("# ") for line in stdout.splitlines() if line.startswith("# ")]
     files = [
         "experiment.yaml",
         "plan.json",
@@ -95,7 +98,7 @@ def test_a_dry_run_shows_the_command_and_every_file_and_touches_nothing(tmp_path
         "ds_config.json",
     ]
     assert [line for line in shown if line in files] == files
-    assert "--master_addr gpu-1 " in done.stdout
+    assert "--master_addr gpu-1 " in stdout
     assert [path.name for path in tmp_path.iterdir()] == ["lab"]
 
 
@@ -136,15 +139,15 @@ def test_a_plan_of_a_cluster_whose_gpu_is_named_contacts_nobody(
     assert capfd.readouterr().err == "--tokens: is not a number; got 'many'; write it as in 300e9\n"
 
 
-def test_a_plan_is_made_without_a_host_that_does_not_answer(tmp_path: Path) -> None:
+def test_a_plan_is_made_without_a_host_that_does_not_answer(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     (tmp_path / "lab").write_text("127.0.0.1 slots=2\n")
     (tmp_path / "lab.yaml").write_text(f"ssh: {{port: {port}, retries: 0, connect_timeout: 2}}\n")
-    done = fab("plan", "--hosts", str(tmp_path / "lab"), "--json")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith("127.0.0.1: ")
-    assert json.loads(done.stdout)["memory"]["gpu"] is None
+    assert fab_here("plan", "--hosts", str(tmp_path / "lab"), "--json") == 0
+    done = capfd.readouterr()
+    assert done.err.startswith("127.0.0.1: ")
+    assert json.loads(done.out)["memory"]["gpu"] is None
 
 
 def test_a_check_wants_an_experiment_before_it_changes_one(capfd: pytest.CaptureFixture[str]) -> None:
@@ -152,14 +155,13 @@ def test_a_check_wants_an_experiment_before_it_changes_one(capfd: pytest.Capture
     assert capfd.readouterr().err == "--set: changes an experiment, and none is named; name one with --config\n"
 
 
-def test_all_problems_of_an_experiment_at_once(tmp_path: Path) -> None:
+def test_all_problems_of_an_experiment_at_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "lab").write_text("gpu-1 slots=3\n")
     arguments = [
         f"--set={field}" for field in ("model.num_attention_heads=3", "batch.global_batch_size=8", "optimizer.min_lr=1")
     ]
-    done = fab("launch", "--hosts", str(tmp_path / "lab"), "--dry-run", *arguments)
-    assert done.returncode == 2
-    assert done.stderr.splitlines() == [
+    assert fab_here("launch", "--hosts", str(tmp_path / "lab"), "--dry-run", *arguments) == 2
+    assert capfd.readouterr().err.splitlines() == [
         "configs/demo.yaml: model.num_attention_heads: must divide hidden_size 256; got 3; use 2 or 4",
         "configs/demo.yaml: batch.global_batch_size: must be a multiple of micro_batch_size 4 x data parallel size 3; "
         "got 8; use 12, or leave it out",

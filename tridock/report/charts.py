@@ -6,6 +6,7 @@ import statistics
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,15 +26,22 @@ _MOST_PHASES: Final = 20
 _MOST_BARS: Final = 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Chart:
-    """A figure as ``svg`` for the page and as ``png`` for a file."""
+    """A figure as ``svg`` for the page and as ``png`` for a file, each drawn when it is first wanted."""
 
     name: str
     title: str
     caption: str
-    svg: str
-    png: bytes
+    figure: Any
+
+    @cached_property
+    def svg(self) -> str:
+        return as_svg(self.figure, self.title)
+
+    @cached_property
+    def png(self) -> bytes:
+        return as_png(self.figure)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +85,6 @@ def _has(subject: Subject, column: str) -> bool:
     return bool(subject.columns.curve(column).finite)
 
 
-def _chart(name: str, title: str, caption: str, figure: Any) -> Chart:
-    return Chart(name, title, caption, as_svg(figure, title), as_png(figure))
-
-
 def _loss(subjects: Sequence[Subject]) -> Iterator[Chart]:
     lines: list[Line] = []
     several = len(subjects) > 1
@@ -103,7 +107,7 @@ def _loss(subjects: Sequence[Subject]) -> Iterator[Chart]:
     more = " Of each interval the curve shows the lowest and the highest value." if thinned else ""
     kinds = " Dashed: validation; dotted: test." if several and any(not line.name for line in lines) else ""
     caption = f"Cross-entropy in nats per token.{kinds}{more}"
-    yield _chart("loss", "Loss", caption, draw_lines(lines, "loss", marks))
+    yield Chart("loss", "Loss", caption, draw_lines(lines, "loss", marks))
 
 
 def _marks(subject: Subject) -> list[Mark]:
@@ -131,7 +135,7 @@ def _over_iterations(drawn: Sequence[Subject], subjects: Sequence[Subject], quan
             lines.append(Line(subject.name, curve, series_colour(number), wide=wide))
     if lines:
         figure = draw_lines(lines, quantity.unit, linear=not quantity.measured)
-        yield _chart(quantity.name, quantity.title, _caption(lines, quantity, len(subjects)), figure)
+        yield Chart(quantity.name, quantity.title, _caption(lines, quantity, len(subjects)), figure)
 
 
 def _caption(lines: Sequence[Line], quantity: _Quantity, subjects: int) -> str:
@@ -167,7 +171,7 @@ def _phases(subjects: Sequence[Subject]) -> Iterator[Chart]:
         if found
     ]
     omitted = f" The {len(totals) - len(names)} shortest are not shown." if len(totals) > len(names) else ""
-    yield _chart("phases", "Step time by phase", _phase_caption(subjects) + omitted, draw_bars(names, bars, "ms"))
+    yield Chart("phases", "Step time by phase", _phase_caption(subjects) + omitted, draw_bars(names, bars, "ms"))
 
 
 def _phase_caption(subjects: Sequence[Subject]) -> str:
@@ -203,7 +207,7 @@ def _occasions(subjects: Sequence[Subject]) -> Iterator[Chart]:
         if it.occasions
     ]
     caption = "Median duration of each, not part of the step time."
-    yield _chart("between-steps", "Between steps", caption, draw_bars(names, bars, "seconds"))
+    yield Chart("between-steps", "Between steps", caption, draw_bars(names, bars, "seconds"))
 
 
 def _in_ms(seconds: float | None) -> float | None:
@@ -231,7 +235,7 @@ def _memory(subject: Subject, number: int, *, several: bool) -> Iterator[Chart]:
         limits.append(_limit("GPU memory", limit / scale, BAD, ":"))
     title = "Memory per rank" + (f": {one_line(subject.name)}" if several else "")
     figure = _by_rank(ranks, kinds, unit, limits)
-    yield _chart("memory" + (f"-{number + 1}" if several else ""), title, "Peak memory of each rank.", figure)
+    yield Chart("memory" + (f"-{number + 1}" if several else ""), title, "Peak memory of each rank.", figure)
 
 
 def _by_rank(

@@ -154,7 +154,7 @@ def ensure_in(folder: str) -> str:
 
 def test_two_commands_at_once_agree(tmp_path: Path) -> None:
     store(tmp_path)
-    with multiprocessing.get_context("spawn").Pool(4) as pool:
+    with multiprocessing.get_context("fork").Pool(4) as pool:
         assert len(set(pool.map(ensure_in, [str(tmp_path)] * 8))) == 1
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
-import os
 import shutil
-import subprocess
-import sys
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
 
 from tests.dataset_writer import IndexedDatasetWriter
+from tridock.cli import main
 
 ROOT = Path(__file__).parents[3]
 
@@ -32,10 +32,9 @@ def config(tmp_path: Path) -> Path:
 
 
 def train(config: Path, *arguments: str) -> tuple[int, str]:
-    argv = [sys.executable, "-m", "tridock.cli", "train", str(config), "--workspace", str(config.parent), *arguments]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=False)
-    return done.returncode, done.stderr
+    with redirect_stderr(io.StringIO()) as stderr:
+        code = main(["train", str(config), "--workspace", str(config.parent), *arguments])
+    return code, stderr.getvalue()
 
 
 def test_data_that_are_not_there(config: Path) -> None:

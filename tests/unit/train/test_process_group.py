@@ -157,7 +157,7 @@ def test_a_flag_on_a_gpu_makes_nobody_wait(monkeypatch: pytest.MonkeyPatch) -> N
             any_rank(False)
 
 
-@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("enabled", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_tf32_is_the_experiments_and_not_the_images(enabled: bool) -> None:
     program = (
         "import torch; from tridock.train.rank.device import set_tf32;"

@@ -28,7 +28,9 @@ def hang_for_ever() -> None:
 def launch(folder: Path, ranks: int, arguments: list[str]) -> int:
     """Starts the ranks and looks after them once a second, as DeepSpeed's launcher does; leaves their end to others."""
     command = [sys.executable, __file__, str(folder)]
-    running = [subprocess.Popen([*command, "rank", str(rank), *arguments]) for rank in range(ranks)]
+    running = [
+        subprocess.Popen([*command, "rank", *arguments], env=os.environ | {"RANK": str(rank)}) for rank in range(ranks)
+    ]
     while any(process.poll() is None for process in running):
         time.sleep(1.0)
     return max((abs(process.returncode) for process in running), default=0)
@@ -72,6 +74,6 @@ def obey(folder: Path, rank: int) -> None:
 if __name__ == "__main__":
     where, what, *rest = sys.argv[1:]
     if what == "rank":
-        train(Path(where), int(rest[0]), int(rest[1]), len(rest) > 2)
+        train(Path(where), int(os.environ["RANK"]), int(rest[0]), len(rest) > 1)
     else:
         sys.exit(launch(Path(where), int(what), rest))

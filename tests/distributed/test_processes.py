@@ -148,6 +148,15 @@ def test_under_deepspeeds_launcher(workspace: Path, tmp_path: Path) -> None:
     assert "iteration 8/8" in done.stdout
 
 
+def test_under_the_starter_of_local_runs(workspace: Path) -> None:
+    folder = make_run(workspace, "local", 2, **ZERO3)
+    launcher = ["tridock.node", "start-ranks", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    done = launched([*launcher, "--module", "tridock.train"], folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert events(folder)[-1] == "run_finished"
+    assert "iteration 8/8" in done.stdout
+
+
 def test_under_torchrun(workspace: Path) -> None:
     folder = make_run(workspace, "torchrun", 2)
     launcher = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]

@@ -27,6 +27,9 @@ from tridock.node.supervisor.run_supervisor import RunSupervisor
 pytestmark = pytest.mark.distributed
 
 SCRIPT = "exec {python} {program} {folder} {ranks} {steps} {load}\n"
+STARTER = (
+    "exec {python} -m tridock.node start-ranks --nproc-per-node {ranks} --master-port 1 {program} {folder} rank 9999"
+)
 ENDED_S = 10.0
 
 
@@ -37,13 +40,13 @@ class Run:
     folder: Path
 
     @classmethod
-    def make(cls, workspace: Path, ranks: int = 2, steps: int = 10**6, **fields: Any) -> Run:
+    def make(cls, workspace: Path, ranks: int = 2, steps: int = 10**6, script: str = SCRIPT, **fields: Any) -> Run:
         folder = workspace / "runs" / run_folder.new_run_id("steady")
         folder.mkdir(parents=True)
         program = Path(__file__).with_name("steady.py")
         for name, load in ((run_folder.LAUNCH_SCRIPT, ""), (run_folder.RESUME_SCRIPT, "load")):
             values = {"ranks": ranks, "program": program, "python": sys.executable}
-            (folder / name).write_text(SCRIPT.format(folder=folder, steps=steps, load=load, **values))
+            (folder / name).write_text(script.format(folder=folder, steps=steps, load=load, **values))
         base = {"master_port": free_port(), "hang_timeout_s": 30.0, "pointer": f"{folder}/checkpoints/latest"}
         supervision = Supervision("here", {"here": tuple(range(ranks))}, (), **{**base, **fields})
         (folder / run_folder.SUPERVISION).write_text(supervision.to_json())
@@ -187,12 +190,14 @@ def test_a_rank_that_fails_of_itself_gives_its_exit_code(make: Make) -> None:
     assert run.events() == [{"event": "run_failed", "rank": 1, "reason": "asked to", "agreed": False}]
 
 
-def test_orphans_of_a_launcher_that_is_killed_go_with_it(make: Make) -> None:
-    run = make()
+@pytest.mark.parametrize("script", [SCRIPT, STARTER])
+def test_orphans_of_a_launcher_that_is_killed_go_with_it(make: Make, script: str) -> None:
+    run = make(script=script)
     run.start()
     run.train()
-    (launcher,) = [p for p in find_processes(run.folder.name) if p.command[3] != "rank"]
-    os.kill(launcher.pid, signal.SIGKILL)
+    found = {process.pid: process.ppid for process in find_processes(run.folder.name)}
+    (launcher,) = [pid for pid, parent in found.items() if parent not in found]
+    os.kill(launcher, signal.SIGKILL)
     assert run.end() == 137
     assert run.events() == [
         {"event": "launcher_ended", "exit_code": 137, "cause": "launcher_exited", "reason": "was ended by SIGKILL"}

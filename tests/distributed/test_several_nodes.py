@@ -44,8 +44,8 @@ def test_two_nodes_are_one_run(tmp_path: Path, shared: bool) -> None:
     other = folders[1] / "runs" / run.name
     assert (run / "logs" / "rank-0.log").is_file()
     assert (other / "logs" / "rank-1.log").is_file()
-    assert "--node_rank 0" in (run / "launch.sh").read_text()
-    assert "--node_rank 1" in (other / "launch-1.sh").read_text()
+    assert "--node-rank 0" in (run / "launch.sh").read_text()
+    assert "--node-rank 1" in (other / "launch-1.sh").read_text()
     assert yaml.safe_load((other / "experiment.yaml").read_text())["batch"]["global_batch_size"] == 8
     assert f"run {run.name}: 2 ranks on 2 nodes, this one is 1, TP1 PP1 DP2; folder {other}\n" in outputs[0]
 

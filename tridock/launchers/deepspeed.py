@@ -17,12 +17,10 @@ def deepspeed_command(
     hostfile: str,
     master_addr: str,
     master_port: int,
-    node_rank: int | None = None,
 ) -> Command:
-    """The head's command; with ``node_rank``, the command of that node, which starts its own ranks only.
+    """The head's command. One node needs no ssh.
 
     ``slots`` maps each node to the slot numbers in use; ``hostfile`` is the path of the run's own hostfile.
-    On one node the ranks are this machine's, and ``--no_ssh`` is not needed.
     ``--master_addr`` is always given: DeepSpeed's own guess is the first word of ``hostname -I``.
     """
     argv = ["deepspeed", "--hostfile", hostfile]
@@ -30,8 +28,8 @@ def deepspeed_command(
         argv += ["--include", "@".join(f"{node}:{','.join(map(str, numbers))}" for node, numbers in slots.items())]
     argv += ["--master_addr", master_addr, "--master_port", str(master_port)]
     arguments = program.arguments
-    if len(slots) == 1 or node_rank is not None:
-        argv += ["--no_ssh", "--node_rank", str(node_rank or 0)]
+    if len(slots) == 1:
+        argv += ["--no_ssh", "--node_rank", "0"]
     else:
         # DeepSpeed's own check tries the first node only and hides ssh's message.
         argv += ["--launcher", "pdsh", "--no_ssh_check"]

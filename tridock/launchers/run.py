@@ -125,14 +125,14 @@ def _supervision(run: Run, launcher: Launcher, start: Start) -> Supervision:
 def _files(run: Run, start: Start, supervision: Supervision) -> Mapping[str, bytes]:
     """The folder's first files. A run that saves no checkpoint has no script to restart from one."""
     request, env = run.request, start.env
-    slots = request.slots.items()
+    slots, ranks = request.slots.items(), {name: value for name, value in env.items() if name != "DS_ENV_FILE"}
     texts = {
         run_folder.EXPERIMENT: dump_experiment(run.experiment),
         run_folder.PLAN: request.assessment.to_json(),
         run_folder.MANIFEST: json.dumps({**request.manifest, "run_id": request.run_id}, indent=2) + "\n",
         # A filter may leave slots 4 and 5 of a node: the hostfile must still declare the six that DeepSpeed counts.
         run_folder.HOSTFILE: "".join(f"{node} slots={max(numbers) + 1}\n" for node, numbers in slots),
-        run_folder.DEEPSPEED_ENV: environment_file({n: v for n, v in env.items() if n != "DS_ENV_FILE"}),
+        **({run_folder.DEEPSPEED_ENV: environment_file(ranks)} if "DS_ENV_FILE" in env else {}),
         start.script: _launch_script(run, env, start.command),
     }
     if run.experiment.train.save:
@@ -155,8 +155,8 @@ def _launch_script(run: Run, env: Mapping[str, str], command: Command) -> str:
         "set -Eeuo pipefail\n\n"
         # A scheduler sends it to all processes of a job; it is for the ranks, which answer it.
         "trap '' USR1\n"
-        # DeepSpeed puts the current folder first on PYTHONPATH: in the workspace, a user's folder of the same name as
-        # a package would stand in for it.
+        # `python -m` and DeepSpeed put the current folder first on PYTHONPATH: in the workspace, a user's folder of
+        # the same name as a package would stand in for it.
         f"cd {shlex.quote(run.path)}\n"
         f"{exports}\n"
         f"exec {_one_option_a_line(command.argv)}\n"

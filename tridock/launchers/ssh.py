@@ -19,16 +19,11 @@ class Ssh:
 
     def start(self, run: Run) -> Start:
         """The ``deepspeed`` command; the supervisor reaches every node but the head."""
-        return deepspeed_start(run, remote=tuple(run.request.slots)[1:])
-
-
-def deepspeed_start(run: Run, *, remote: tuple[str, ...] = (), node_rank: int | None = None) -> Start:
-    """A run that ``deepspeed`` starts; with ``node_rank``, that node's ranks only."""
-    request, hostfile = run.request, f"{run.path}/{run_folder.HOSTFILE}"
-    program = run.program()
-    command, resume = (
-        deepspeed_command(it, request.slots, hostfile, request.master_addr, request.master_port, node_rank)
-        for it in (program, run.program(resume=True))
-    )
-    env = {**program.env, "DS_ENV_FILE": f"{run.path}/{run_folder.DEEPSPEED_ENV}"}
-    return Start(command, resume, env, remote, run_folder.launch_script(node_rank or 0))
+        request, hostfile = run.request, f"{run.path}/{run_folder.HOSTFILE}"
+        program = run.program()
+        command, resume = (
+            deepspeed_command(it, request.slots, hostfile, request.master_addr, request.master_port)
+            for it in (program, run.program(resume=True))
+        )
+        env = {**program.env, "DS_ENV_FILE": f"{run.path}/{run_folder.DEEPSPEED_ENV}"}
+        return Start(command, resume, env, remote=tuple(request.slots)[1:])

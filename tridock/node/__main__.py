@@ -48,6 +48,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     start.set_defaults(action=_start)
 
+    ranks = verbs.add_parser("start-ranks", help="start the ranks of this node and wait for them", allow_abbrev=False)
+    ranks.add_argument("--nnodes", type=int, default=1, help="number of nodes (default: 1)")
+    ranks.add_argument("--node-rank", type=int, default=0, help="rank of this node (default: 0)")
+    ranks.add_argument("--nproc-per-node", type=int, required=True, help="ranks of each node")
+    ranks.add_argument("--master-addr", default="127.0.0.1", help="address of node 0 (default: 127.0.0.1)")
+    ranks.add_argument("--master-port", type=int, required=True, help="port of rank 0")
+    ranks.add_argument("--grace", type=float, default=30.0, help="seconds between SIGTERM and SIGKILL (default: 30)")
+    ranks.add_argument("-m", "--module", action="store_true", help="PROGRAM is a module, as for python -m")
+    ranks.add_argument("program", metavar="PROGRAM", help="what each rank runs in Python")
+    ranks.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    ranks.set_defaults(action=_start_ranks)
+
     follow = verbs.add_parser("follow", parents=[folder], help="print a run's output until it ends; exit with its code")
     follow.add_argument("--offset", type=int, default=0, help="byte of the output to start from (default: 0)")
     follow.add_argument("--keepalive", action="store_true", help="print a keepalive byte every 5 s, for fab")
@@ -131,6 +143,16 @@ def _start(arguments: argparse.Namespace) -> None:
     from tridock.node.supervisor import process
 
     process.start(arguments.folder, again=arguments.again, patience_s=arguments.patience)
+
+
+def _start_ranks(arguments: argparse.Namespace) -> int:
+    from tridock.node.rank_starter import rank_environments, start_ranks
+
+    environments = rank_environments(
+        arguments.nnodes, arguments.node_rank, arguments.nproc_per_node, arguments.master_addr, arguments.master_port
+    )
+    program = [*(["-m"] if arguments.module else []), arguments.program, *arguments.arguments]
+    return start_ranks(environments, program, arguments.grace)
 
 
 def _follow(arguments: argparse.Namespace) -> int:

@@ -30,12 +30,6 @@ def test_one_node_needs_no_ssh() -> None:
     assert "pdsh" not in argv
 
 
-def test_a_node_that_starts_its_own_ranks_needs_no_ssh() -> None:
-    argv = deepspeed_command(PROGRAM, {"a": [0, 1], "b": [0, 1]}, "/r/hostfile", "10.0.0.1", 29500, 1).argv
-    assert argv[3:10] == ("--master_addr", "10.0.0.1", "--master_port", "29500", "--no_ssh", "--node_rank", "1")
-    assert "pdsh" not in argv
-
-
 def test_usual_words_stay_readable() -> None:
     program = RankProgram("m", ("--data-path", "/w/data/x_text", "--split", "80,10,10", "--lr", "1e-05"))
     many = deepspeed_command(program, {"a": [0], "b": [0]}, "/r/hostfile", "a", 1)

@@ -9,7 +9,7 @@ import pytest
 from tridock.contracts.supervision import Supervision
 from tridock.experiment import parse_experiment
 from tridock.launchers.local import Local
-from tridock.launchers.run import RunBundle, RunRequest, default_port, make_bundle
+from tridock.launchers.run import Launcher, RunBundle, RunRequest, default_port, make_bundle
 from tridock.launchers.ssh import Ssh
 from tridock.plan import assess
 
@@ -28,9 +28,10 @@ CLUSTERS = {
     "one-node": {"node-1": [0, 1, 2, 3]},
     "chosen-slots": {"10.10.10.102": [4, 5], "10.10.10.105": [4, 5]},
 }
+SSH = Ssh()
 
 
-def bundle(cluster: str, *overrides: str) -> RunBundle:
+def bundle(cluster: str, *overrides: str, launcher: Launcher = SSH) -> RunBundle:
     experiment, slots = parse_experiment(EXPERIMENT, "e.yaml", overrides), CLUSTERS[cluster]
     return make_bundle(
         RunRequest(
@@ -42,14 +43,23 @@ def bundle(cluster: str, *overrides: str) -> RunBundle:
             master_port=29500,
             manifest={"image": "sha256:1"},
         ),
-        Ssh(),
+        launcher,
     )
 
 
-@pytest.mark.parametrize("cluster", CLUSTERS)
-def test_launch_script_is_the_golden_one(cluster: str, tmp_path: Path) -> None:
-    script = bundle(cluster).files["launch.sh"].decode()
-    assert script == (GOLDEN / f"{cluster}.sh").read_text()
+@pytest.mark.parametrize(
+    ("golden", "cluster", "launcher", "name"),
+    [
+        *((cluster, cluster, SSH, "launch.sh") for cluster in CLUSTERS),
+        ("this-machine", "one-node", Local(), "launch.sh"),
+        ("second-of-two", "two-nodes", Local(1), "launch-1.sh"),
+    ],
+)
+def test_launch_script_is_the_golden_one(
+    golden: str, cluster: str, launcher: Launcher, name: str, tmp_path: Path
+) -> None:
+    script = bundle(cluster, launcher=launcher).files[name].decode()
+    assert script == (GOLDEN / f"{golden}.sh").read_text()
     file = tmp_path / "launch.sh"
     file.write_text(script)
     subprocess.run(["shellcheck", str(file)], check=True)
@@ -105,20 +115,8 @@ def test_a_restart_of_megatron_loads_them_in_its_own_words() -> None:
 
 
 def test_nodes_that_are_started_by_hand_are_not_reached_by_ssh() -> None:
-    experiment, slots = parse_experiment(EXPERIMENT, "e.yaml"), CLUSTERS["two-nodes"]
-    made = make_bundle(
-        RunRequest(
-            experiment,
-            assess(experiment, slots, "e.yaml"),
-            slots,
-            run_id=RUN_ID,
-            master_addr="a",
-            master_port=29500,
-            manifest={},
-        ),
-        Local(),
-    )
-    assert Supervision.from_json(made.files["supervision.json"].decode()).watched == ("node-1",)
+    files = bundle("two-nodes", launcher=Local()).files
+    assert Supervision.from_json(files["supervision.json"].decode()).watched == ("node-1",)
 
 
 def test_the_experiment_in_the_folder_is_resolved() -> None:

@@ -127,7 +127,7 @@ class RunSupervisor:
                 return None
             seen = self._agents.statuses()
             self._steps.note(seen)
-            if (verdict := self._judge(seen)) is not None:
+            if (verdict := self._judge(seen)) is not None and not self._launcher_killed():
                 return verdict
         return None
 
@@ -163,9 +163,13 @@ class RunSupervisor:
             if time.monotonic() > deadline:
                 return self._launchers_end()
             self._agents.poll(_TICK_S)
-            if (dead := first_death(self._agents.statuses())) is not None:
+            if (dead := first_death(self._agents.statuses())) is not None and not self._launcher_killed():
                 return dead
         return None
+
+    def _launcher_killed(self) -> bool:
+        """Whether a signal ended the launcher: the ranks that it started on this node die with it."""
+        return (self._returned() or 0) < 0
 
     def _launchers_end(self) -> Verdict:
         returned = self._returned() or 0

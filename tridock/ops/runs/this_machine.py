@@ -25,7 +25,7 @@ def node_argv() -> list[str]:
 def node_environment(ranks: int) -> dict[str, str]:
     """The environment of what runs on this machine; ``ranks`` share its cores."""
     devices = chosen_devices()
-    # The ranks import this package and DeepSpeed's launcher from the environment that this process runs in.
+    # The ranks import this package from the environment that this process runs in.
     return {
         **os.environ,
         **({} if devices is None else {environment.DEVICES: ",".join(devices)}),

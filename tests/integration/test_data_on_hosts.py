@@ -150,7 +150,7 @@ def test_ctrl_c_in_the_middle_and_the_rest_afterwards(rack: Rack, data: Path) ->
     local = rack.project / "data" / "large"
     local.mkdir()
     with (local / "big.bin").open("wb") as file:
-        file.truncate(60_000_000)
+        file.truncate(150_000_000)
     (local / "big.idx").write_text("index")
 
     def arrived() -> list[int]:
@@ -165,10 +165,10 @@ def test_ctrl_c_in_the_middle_and_the_rest_afterwards(rack: Rack, data: Path) ->
     idle = lambda: all(host.execute(f"pgrep -u {USER} cat").returncode for host in rack)  # noqa: E731
     wait_until(idle, "nobody writes there any more")
     before = arrived()
-    assert max(before) < 60_000_000
+    assert max(before) < 150_000_000
     found = bring(rack, "--path", "data/large/big")
     assert [float(cells[2]) for cells in found.values()] == pytest.approx(
-        [(60_000_000 - size) / 1e6 for size in before], abs=0.1
+        [(150_000_000 - size) / 1e6 for size in before], abs=0.1
     )
     for host in rack:
         assert listed(rack, host.name, folder) == ["big.bin", "big.idx"]

@@ -138,7 +138,8 @@ class SlurmCluster:
             raise AssertionError("\n".join([str(error), output[-6000:], *logs])) from None
 
     def has_ended(self, job: Job) -> bool:
-        return self.execute(f"squeue --noheader --jobs={job.id}").stdout == ""
+        done = self.execute(f"squeue --noheader --jobs={job.id}")
+        return done.stdout == "" and "timed out" not in done.stderr  # the controller may be looking for a dead node
 
     @contextmanager
     def slowed(self, *machines: str) -> Iterator[None]:

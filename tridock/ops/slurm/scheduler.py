@@ -88,11 +88,22 @@ def job_fields(job: str) -> dict[str, str]:
     return dict(word.split("=", 1) for word in fields if "=" in word)
 
 
+class BusyError(ClusterError):
+    """Slurm's controller does not answer now, as while it looks for a node that has failed."""
+
+
+def is_busy(message: str) -> bool:
+    """Whether Slurm's error says that its controller does not answer."""
+    return "timed out" in message or "Unable to contact slurm controller" in message
+
+
 def _checked(*argv: str) -> str:
     done = _run(*argv)
     if done.returncode:
         todo = "see whether Slurm's controller answers: scontrol ping"
-        raise ClusterError(Problem(argv[0], "Slurm does not do that", _message(done.stderr), todo))
+        message = _message(done.stderr)
+        error = BusyError if is_busy(message) else ClusterError
+        raise error(Problem(argv[0], "Slurm does not do that", message, todo))
     return done.stdout
 
 

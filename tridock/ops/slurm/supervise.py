@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,8 @@ from tridock.plan import Assumptions
 
 _FRUITLESS: Final = 2
 """Times that a run may be queued again without having come further."""
+_PATIENCE_S: Final = 120.0
+"""For Slurm's controller, which does not answer while it looks for a lost node."""
 _ORPHAN_S: Final = 60.0
 _SESSION: Final = re.compile(r"PATH|LD_LIBRARY_PATH|VIRTUAL_ENV|(NCCL|GLOO|TORCH|HF|DS|OMP|UCX|FI)_\w+")
 
@@ -165,7 +168,7 @@ def _queue_again(folder: Path, reason: str) -> None:
     before = events_of(folder, Event.JOB_REQUEUED)
     fruitless = [event for event in before if event.get("iteration") == reached]
     try:
-        state, by_slurm = _job_state()
+        state, by_slurm = _job_state_once_it_answers()
     except ClusterError as error:
         _not_queued(folder, f"not queued again: {error}", str(error))
         return
@@ -184,8 +187,23 @@ def _queue_again(folder: Path, reason: str) -> None:
     # Said before: Slurm ends this job on the spot.
     append_event(folder, Event.JOB_REQUEUED, iteration=reached, reason=reason)
     print(f"tridock: queued again: {continues}")
-    if (refusal := scheduler.requeue(os.environ["SLURM_JOB_ID"])) is not None and not _queued_after_all():
-        _not_queued(folder, f"Slurm did not queue it again: {refusal}", refusal)
+    deadline = time.monotonic() + _PATIENCE_S
+    while (refusal := scheduler.requeue(os.environ["SLURM_JOB_ID"])) is not None and not _queued_after_all():
+        if not scheduler.is_busy(refusal) or time.monotonic() > deadline:
+            _not_queued(folder, f"Slurm did not queue it again: {refusal}", refusal)
+            return
+
+
+def _job_state_once_it_answers() -> tuple[str, bool]:
+    """Asks again while Slurm's controller does not answer: it may look for the node whose loss ended the run."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            return _job_state()
+        except scheduler.BusyError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(1.0)
 
 
 def _not_queued(folder: Path, message: str, reason: str) -> None:
@@ -206,7 +224,7 @@ def _job_state() -> tuple[str, bool]:
 def _queued_after_all() -> bool:
     """Slurm refuses too where it has been quicker itself, and where its answer came too late."""
     try:
-        return _job_state()[1]
+        return _job_state_once_it_answers()[1]
     except ClusterError:
         return False
 

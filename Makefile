@@ -149,6 +149,7 @@ test-full: ## All tests, the full matrices too
 .PHONY: test-unit
 test-unit: .venv/.full ## What needs neither ranks nor Docker
 	@$(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=target test-unit-torch test-unit-others
+	@grep -q '<testcase' .cache/tests/unit-*.xml || { echo "TESTS: selects no test" >&2; exit 5; }
 
 # One process imports torch, and no worker of the others: that takes longer than most tests together.
 .PHONY: test-unit-torch test-unit-others

@@ -29,7 +29,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-SOME = ("fsdp-recomputed", "tp2")
+SOME = ("fsdp-recomputed",)
 CASES = thinned(LAYOUTS, SOME)
 
 

@@ -18,12 +18,16 @@ pytest.importorskip("deepspeed", exc_type=ImportError)
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 
-def test_sizes_formats_and_stages() -> None:
-    chance = random.Random(1)
+@pytest.mark.parametrize("third", thinned([0, 1, 2], [0]))
+def test_sizes_formats_and_stages(third: int) -> None:
+    """Each third has every pair of values; all of them together every combination."""
+    chance = random.Random(1 + third)
     cases = []
-    for stage, precision, replicas, steps in product(
-        (None, 0, 1, 2, 3), ("fp32", "bf16", "fp16"), (1, 2, 3), (1, 2, 3)
-    ):
+    for places in product(range(5), range(3), range(3), range(3)):
+        if sum(places) % 3 != third:
+            continue
+        stage, precision = (None, 0, 1, 2, 3)[places[0]], ("fp32", "bf16", "fp16")[places[1]]
+        replicas, steps = places[2] + 1, places[3] + 1
         model = {"num_layers": chance.choice((1, 2)), "num_attention_heads": chance.choice((1, 2, 3, 5))}
         model |= {"max_position_embeddings": chance.choice((None, None, 7, 8, 9))}
         parallel = {"strategy": "ddp"} if stage is None else {"strategy": "zero", "zero_stage": stage}
@@ -34,7 +38,7 @@ def test_sizes_formats_and_stages() -> None:
             legality.case("torch", 1 if alone else replicas, model, parallel, precision=precision, batch=sizes)
         )
     assert len(reasons_in(cases)) == 3
-    assert sum(not found.reasons() for found in cases) > 40
+    assert sum(not found.reasons() for found in cases) > 12
     agree(cases, "pretended")
 
 
@@ -68,7 +72,7 @@ def shared(chance: random.Random) -> Iterator[Case]:
         yield legality.case("torch", world, model, parallel, batch=batch, precision=precision)
 
 
-@pytest.mark.parametrize("accepted", thinned([12, 30], [12]))
+@pytest.mark.parametrize("accepted", thinned([8, 30], [8]))
 def test_what_torch_shares_out(accepted: int) -> None:
     """What the plan alone refuses, since the engine would do otherwise than asked, is not among them."""
     chance = random.Random(5)

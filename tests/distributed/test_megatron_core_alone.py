@@ -122,6 +122,42 @@ print(model_parameters(experiment().model, 9))
     assert out[-4:] == ["[[0, 1, 6, 7], [2, 3, 4, 5]] [0, 1, 2, 3]", "True 3", "1024", str(size)]
 
 
+DRAWN = """
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from tridock.train.megatron_core import model
+
+class Largest(TorchDispatchMode):
+    elements = 0
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if "empty" in str(func):
+            self.elements = max(self.elements, out.numel())
+        return out
+
+def drawn(rows, columns, parts, axis):
+    whole = torch.zeros(rows, columns)
+    for number, part in enumerate(whole.chunk(parts, axis)):
+        mine = torch.zeros(part.shape)
+        sharded = ShardedTensor.from_rank_offsets("w", mine, (axis, number, parts))
+        with Largest() as seen:
+            model.draw(sharded, 0.5, 7)
+        assert seen.elements == 30, seen.elements
+        part.copy_(mine)
+    return whole
+
+model.BLOCK = 30  # three rows of ten
+one = drawn(20, 10, 1, 0)
+same = [torch.equal(one, drawn(20, 10, parts, axis)) for parts, axis in ((2, 0), (4, 0), (10, 0), (2, 1), (5, 1))]
+print(same, torch.equal(one, drawn(24, 10, 2, 0)[:20]), len(one.unique()), 0.4 < one.std() < 0.6)
+"""
+
+
+def test_a_rank_draws_its_part_of_the_weights_block_by_block() -> None:
+    assert run(DRAWN)[-1] == f"{[True] * 5} True 200 tensor(True)"
+
+
 ATTENTION = """
 import torch
 from megatron.core.transformer.dot_product_attention import DotProductAttention

@@ -137,6 +137,7 @@ def launched(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[
     )
 
 
+@pytest.mark.full  # tests/integration: every fab launch
 def test_under_deepspeeds_launcher(workspace: Path, tmp_path: Path) -> None:
     folder = make_run(workspace, "deepspeed", 2, **ZERO3)
     (tmp_path / "hostfile").write_text("localhost slots=2\n")
@@ -148,6 +149,7 @@ def test_under_deepspeeds_launcher(workspace: Path, tmp_path: Path) -> None:
     assert "iteration 8/8" in done.stdout
 
 
+@pytest.mark.full  # every other test of `tridock train`
 def test_under_the_starter_of_local_runs(workspace: Path) -> None:
     folder = make_run(workspace, "local", 2, **ZERO3)
     launcher = ["tridock.node", "start-ranks", "--nproc-per-node", "2", "--master-port", str(free_port())]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.ranks import losses, make_run, metrics, run_several
+from tests.distributed.ranks import asked_for, losses, make_run, metrics, run_several, thinned
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
@@ -49,6 +49,16 @@ SHORT: dict[str, dict[str, Any]] = {
     for precision in ("bf16", "fp16")
 }
 OVERFLOW = {"precision": "fp16", "train.train_iters": 6, "fp16.initial_scale_power": 30}
+OVERFLOWS = {f"{name}-overflow": {**TWO[name], **OVERFLOW} for name in ("fsdp", "tp2", "pp2")}
+SAVED: dict[str, dict[str, Any]] = {
+    f"saved-{name}": {**TWO[name], "train.save": True, "train.save_interval": 10} for name in ("fsdp", "pp2")
+}
+# Each strategy, format, schedule and kind of layout at least once; the rest in `make test-full`.
+SOME_TWO = ("ddp", "zero1", "zero3", "fsdp-recomputed", "tp2", "pp2-interleaved")
+SOME_FOUR = ("hybrid", "pp2-tp2")
+SOME_SHORT = ("ddp-bf16", "ddp-fp16", "fsdp-bf16", "tp2-fp16", "pp2-bf16")
+SOME_OVERFLOWS = ("tp2-overflow",)
+SOME_SAVED = ("saved-fsdp",)
 
 
 def trained(workspace: Path, world_size: int, runs: dict[str, dict[str, Any]]) -> dict[str, Path]:
@@ -63,14 +73,20 @@ def alone(workspace: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def shared(workspace: Path) -> dict[str, Path]:
-    saved = {"train.save": True, "train.save_interval": 10}
-    overflows = {f"{name}-overflow": {**TWO[name], **OVERFLOW} for name in ("fsdp", "tp2", "pp2")}
-    two = {**TWO, **SHORT, **overflows, "saved-fsdp": {**FSDP, **saved}, "saved-pp2": {**TWO["pp2"], **saved}}
-    return {**trained(workspace, 2, two), **trained(workspace, 4, FOUR)}
+def shared(request: pytest.FixtureRequest, workspace: Path) -> dict[str, Path]:
+    def asked(cases: dict[str, dict[str, Any]], some: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+        return asked_for(request, cases, some)
+
+    two = {
+        **asked(TWO, SOME_TWO),
+        **asked(SHORT, SOME_SHORT),
+        **asked(OVERFLOWS, SOME_OVERFLOWS),
+        **asked(SAVED, SOME_SAVED),
+    }
+    return {**trained(workspace, 2, two), **trained(workspace, 4, asked(FOUR, SOME_FOUR))}
 
 
-@pytest.mark.parametrize("name", [*TWO, *FOUR])
+@pytest.mark.parametrize("name", [*thinned(TWO, SOME_TWO), *thinned(FOUR, SOME_FOUR)])
 def test_the_losses_of_a_single_process(alone: Path, shared: dict[str, Path], name: str) -> None:
     assert losses(shared[name]) == pytest.approx(losses(alone), abs=TOLERANCE, rel=0)
     norms, theirs = (
@@ -80,27 +96,30 @@ def test_the_losses_of_a_single_process(alone: Path, shared: dict[str, Path], na
     assert norms == pytest.approx(theirs, rel=1e-4)
 
 
-@pytest.mark.parametrize("name", SHORT)
-def test_short_formats_follow_fp32(alone: Path, shared: dict[str, Path], name: str) -> None:
+@pytest.mark.parametrize("name", thinned(SHORT, SOME_SHORT))
+def test_short_formats_follow_fp32(shared: dict[str, Path], name: str) -> None:
     # The schedule is another, for 8 iterations: DDP's fp32 weights under autocast are the measure.
     strategy, _, precision = name.rpartition("-")
     assert losses(shared[name]) == pytest.approx(losses(shared[f"ddp-{precision}"]), abs=2e-2, rel=0), strategy
 
 
-@pytest.mark.parametrize("name", ["fsdp", "tp2", "pp2"])
+@pytest.mark.parametrize("name", thinned(OVERFLOWS, SOME_OVERFLOWS))
 def test_an_overflow_skips_the_step_on_all_ranks(shared: dict[str, Path], name: str) -> None:
-    records = [entry for (_, split), entry in metrics(shared[f"{name}-overflow"]).items() if split == "train"]
+    records = [entry for (_, split), entry in metrics(shared[name]).items() if split == "train"]
     assert [record["grad_norm"] for record in records[:3]] == [None] * 3
     assert [record["loss_scale"] for record in records[:3]] == [2.0**30, 2.0**29, 2.0**28]
 
 
-@pytest.mark.parametrize("source", ["saved-fsdp", "saved-pp2"])
-def test_a_checkpoint_loads_on_any_layout(workspace: Path, alone: Path, shared: dict[str, Path], source: str) -> None:
+@pytest.mark.parametrize("source", thinned(SAVED, SOME_SAVED))
+def test_a_checkpoint_loads_on_any_layout(
+    request: pytest.FixtureRequest, workspace: Path, alone: Path, shared: dict[str, Path], source: str
+) -> None:
     """Half of the run on one layout, the other half on another."""
     load = {"train.load": f"runs/{shared[source].name}/checkpoints/iter_0000010"}
+    two = asked_for(request, {name: TWO[name] for name in ("fsdp", "tp2", "pp2", "pp2-interleaved")}, SOME_TWO)
     layouts = {
         1: {f"{source}-one": {**FSDP, **load}},
-        2: {f"{source}-{name}": {**TWO[name], **load} for name in ("fsdp", "tp2", "pp2", "pp2-interleaved")},
+        2: {f"{source}-{name}": {**fields, **load} for name, fields in two.items()},
     }
     for world_size, runs in layouts.items():
         for folder in trained(workspace, world_size, runs).values():

@@ -7,7 +7,7 @@ from typing import Any, Final
 from tridock.contracts.run_state import RunState
 from tridock.errors import Problem
 
-PROTOCOL: Final = 4
+PROTOCOL: Final = 5
 """The version of the verbs and their answers, in every node report. To be raised with a change that a caller notices:
 an image of another version is then named as such."""
 USAGE: Final = 2
@@ -208,8 +208,6 @@ class Code:
     megatron: str | None
     cuda: str | None = None
     torch: str | None = None
-    architectures: tuple[str, ...] = ()
-    """What torch has kernels for, such as ``sm_90``; empty in an image for the CPU."""
     commit: str | None = None
 
 
@@ -235,6 +233,10 @@ class QuickReport:
     """What the image was built for: ``cuda`` or ``cpu``."""
     cuda_error: str | None
     """Why CUDA's driver gives a process no device, in an image for GPUs."""
+    capabilities: tuple[str, ...] = ()
+    """The compute capability of each device that it gives, such as ``9.0``."""
+    architectures: tuple[str, ...] = ()
+    """What the image's torch has kernels for, such as ``sm_90``; empty in an image for the CPU."""
     ssh: Mapping[str, SshAnswer] = field(default_factory=dict)
     """By node; only the head is asked."""
 

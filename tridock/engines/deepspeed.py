@@ -1,12 +1,13 @@
 """DeepSpeed's ZeRO, which engines ``torch`` and ``megatron-deepspeed`` share: configuration, memory, traffic. Pure."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Final
 
 from tridock.errors import Problem
 from tridock.experiment import Experiment
 from tridock.layout.shape import FORMAT_BYTES, Parameters, Shape, States
-from tridock.layout.traffic import all_gather, all_reduce
+from tridock.layout.traffic import Sent, all_gather, all_reduce, backward_pass
 
 
 def deepspeed_config(experiment: Experiment, data_parallel_size: int) -> dict[str, Any]:
@@ -24,6 +25,10 @@ def deepspeed_config(experiment: Experiment, data_parallel_size: int) -> dict[st
         "gradient_clipping": experiment.optimizer.clip_grad,
         "zero_optimization": {"stage": experiment.parallel.zero_stage},
     }
+    if overlaps_gradients(experiment, data_parallel_size) and experiment.parallel.zero_stage < 3:
+        # It fills one bucket while the other travels: two of half the size take the memory of one. Stage 3 does so by
+        # itself, with room of its own.
+        config["zero_optimization"] |= {"overlap_comm": True, "reduce_bucket_size": _BUCKET // 2}
     if experiment.precision == "bf16":
         config["bf16"] = {"enabled": True}
     if experiment.precision == "fp16":
@@ -38,7 +43,14 @@ def deepspeed_config(experiment: Experiment, data_parallel_size: int) -> dict[st
     return config
 
 
+def overlaps_gradients(experiment: Experiment, data_parallel_size: int) -> bool:
+    """Whether gradients travel during the backward pass. DeepSpeed's pipelines cannot, stage 0 has no option for it."""
+    parallel = experiment.parallel
+    return parallel.zero_stage > 0 and parallel.pipeline_model_parallel_size == 1 and data_parallel_size > 1
+
+
 _BUCKET: Final = 500_000_000
+"""Elements of DeepSpeed's reduce_bucket_size by default."""
 _LIVE: Final = 1_050_000_000
 """max_live_parameters and one prefetch bucket."""
 _PERSISTENT: Final = 100_000
@@ -89,18 +101,27 @@ def _small_tensors(experiment: Experiment, weights: Parameters) -> Iterator[int]
     yield weights.final_norm
 
 
-def zero_gradient_bytes(experiment: Experiment, shape: Shape, size: int, weights: int) -> float:
-    """What one of ``size`` ranks sends for the gradients of its weights, and to gather the weights."""
-    stage, short = experiment.parallel.zero_stage, FORMAT_BYTES[experiment.precision]
+def zero_sent(experiment: Experiment, shape: Shape, weights: int, others: Sent) -> Sent:
+    """With what a replica sends for the gradients of its weights, and to gather the weights."""
+    stage, short, size = experiment.parallel.zero_stage, FORMAT_BYTES[experiment.precision], shape.data
     gradients, gathered = all_reduce(size, short * weights), all_gather(size, short * weights)
+    overlaps = overlaps_gradients(experiment, size)
     if stage == 0:
-        return gradients
+        return replace(others, gradient_bytes=gradients)
     # Stages 1 and 2 sum gradients everywhere, and each rank keeps its part; stage 2 after each micro batch.
-    if stage == 1:
-        return gradients + gathered
-    if stage == 2:
-        return gradients * shape.accumulation + gathered
+    if stage < 3:
+        passes = shape.accumulation if stage == 2 else 1
+        volume = gradients * passes + gathered
+        overlapped = gradients * passes / volume if overlaps else 0.0
+        return replace(
+            others,
+            gradient_bytes=volume,
+            overlapped=overlapped,
+            computing=backward_pass(shape.accumulation // passes),
+        )
     # Stage 3 gathers weights for each micro batch, anew for the backward pass where it is long until then, and
     # scatters the gradients. Tensors of less than 1e5 elements stay; here they are counted as if they did not.
     again = all_gather(size, short * max(0, weights - REUSED // 2))
-    return (2 * gathered + again) * shape.accumulation
+    return replace(
+        others, gradient_bytes=(2 * gathered + again) * shape.accumulation, overlapped=float(overlaps), computing=1.0
+    )

@@ -41,6 +41,8 @@ class Engine(ABC):
     """Whether ``tridock bench`` can compare it with a plain PyTorch loop."""
     tokenizer_fields: ClassVar[tuple[str, ...]] = ()
     """Fields of ``data`` that name the tokenizer files which every rank reads."""
+    chunks_loss: ClassVar[bool] = True
+    """Whether the loss takes logits to fp32 in chunks, not whole."""
     prints_timers: ClassVar[bool] = False
     """Whether the first rank's log has the phases of a step, as Megatron-LM prints its timers."""
     checkpoint_pointer: ClassVar[str] = TRACKER
@@ -92,7 +94,7 @@ class Engine(ABC):
 
     def head_bytes(self, experiment: Experiment, sizes: Sizes, _runs_in_flight: int) -> float:
         """The output layer and the loss, on the last stage."""
-        return head_bytes(experiment, sizes, self.rows_of_vocabulary(experiment))
+        return head_bytes(experiment, sizes, self.rows_of_vocabulary(experiment), chunked=self.chunks_loss)
 
     def activation_terms(self, experiment: Experiment, stage: int, accumulation: int, device: Device) -> list[Term]:
         """What a step holds for its backward passes, on a rank of this stage."""

@@ -26,6 +26,8 @@ from tridock.layout.shape import (
 
 _TOKEN_BYTES: Final = 8  # int64
 LOSS_BYTES: Final = 4  # the loss is computed in fp32
+LOSS_CHUNK_BYTES: Final = 1 << 25
+"""Logits that are in fp32 at a time where the loss is computed in chunks: what a GPU's cache holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,12 +204,14 @@ def head_inputs(sizes: Sizes) -> float:
     return sizes.residual + sizes.statistics + sizes.between + sizes.tokens * (_TOKEN_BYTES + 1)
 
 
-def head_bytes(experiment: Experiment, sizes: Sizes, rows: int) -> float:
+def head_bytes(experiment: Experiment, sizes: Sizes, rows: int, *, chunked: bool) -> float:
     """The last norm, the output layer and the loss, at the fuller of two moments: the loss, or the first backward pass
-    after it, with the gradient of the table of ``rows``."""
+    after it, with the gradient of the table of ``rows``. ``chunked``: whether logits come into fp32 in chunks."""
     rows_of_rank, width = rows / experiment.parallel.tensor_model_parallel_size, experiment.model.hidden_size
     logits, table = sizes.tokens * rows_of_rank, rows_of_rank * width * sizes.short
     gathered = sizes.hidden + sizes.between if sizes.between < sizes.hidden else 0.0
-    loss = logits * (LOSS_BYTES + (sizes.short if sizes.short < LOSS_BYTES else 0))
+    whole = logits * LOSS_BYTES if sizes.short < LOSS_BYTES else 0.0
+    in_fp32 = min(logits * LOSS_BYTES, LOSS_CHUNK_BYTES) if chunked else whole
+    loss = logits * sizes.short + in_fp32
     after = logits * sizes.short + (table if sizes.weight else 0.0) + sizes.hidden + gathered
     return head_inputs(sizes) + max(loss, after)

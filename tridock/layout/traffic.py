@@ -49,6 +49,10 @@ class Sent:
     """Each tensor parallel rank sends its part of what goes between stages."""
     mask_bytes: int = 0
     """Goes with every output of a stage."""
+    overlapped: float = 0.0
+    """Share of gradient_bytes that travels while the rank computes."""
+    computing: float = 0.0
+    """Share of the computation of an iteration during which it travels."""
 
 
 def traffic_of_stage(experiment: Experiment, shape: Shape, stage: int, sent: Sent) -> list[Traffic]:
@@ -65,6 +69,11 @@ def all_reduce(size: int, volume: float) -> float:
 def all_gather(size: int, volume: float) -> float:
     """Bytes that each of ``size`` ranks sends to gather ``volume`` bytes in all; a reduce-scatter's too."""
     return (size - 1) / size * volume
+
+
+def backward_pass(passes: int = 1) -> float:
+    """The share of the computation that one backward pass of ``passes`` has: it costs twice a forward pass."""
+    return 2 / 3 / passes
 
 
 def _placed(group: str, size: int, stride: int, shape: Shape, volume: float) -> Traffic:

@@ -2,7 +2,8 @@
 
 The estimate adds up what happens one after the other: the slowest stage's work for every micro batch at the given rate,
 the pipeline's filling and draining (Narayanan et al., 2021, section 2.2), the exchange inside layers, between stages
-and of gradients at the links' rates, and the optimizer's reading and writing of its states. Overlap is not counted on.
+and of gradients at the links' rates, and the optimizer's reading and writing of its states. Gradients that travel while
+the rank computes count only beyond what they can hide behind.
 """
 
 from dataclasses import dataclass
@@ -151,7 +152,7 @@ def _estimate(
     bubble = filling * (micro + inside / shape.accumulation)
     # States are read and written once; the gradients among them are read only, which the rest makes up for.
     optimizer = 2 * state_bytes / (rates.memory_gb_s * 1e9)
-    gradients = seconds.get("data", 0.0) + seconds.get("embedding", 0.0)
+    gradients = _exposed(experiment, shape, seconds.get("data", 0.0), compute) + seconds.get("embedding", 0.0)
     total = compute + bubble + inside_all + seconds.get("pipeline", 0.0) + gradients + optimizer
     ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size * stages * shape.data
     mfu = None if rates.peak_tflops is None else model_flops / total / ranks / (rates.peak_tflops * 1e12)
@@ -165,6 +166,12 @@ def _estimate(
         tokens_per_second=tokens / total,
         mfu=mfu,
     )
+
+
+def _exposed(experiment: Experiment, shape: Shape, seconds: float, compute: float) -> float:
+    """The time of the data parallel exchange in which the rank does not compute: the last layer's, at least."""
+    sent, layers = engine_of(experiment).sent(experiment, shape, 0), layers_of_stage(experiment, 0)
+    return seconds - min(seconds * sent.overlapped * (1 - 1 / layers), compute * sent.computing)
 
 
 def seconds_of(one: Traffic, rates: Rates) -> float:

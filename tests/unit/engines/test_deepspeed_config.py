@@ -26,9 +26,19 @@ def test_whole_for_bf16() -> None:
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 3,
         "gradient_clipping": 0.5,
-        "zero_optimization": {"stage": 2},
+        "zero_optimization": {"stage": 2, "overlap_comm": True, "reduce_bucket_size": 250_000_000},
         "bf16": {"enabled": True},
     }
+
+
+@pytest.mark.parametrize(
+    ("stage", "stages", "replicas"),
+    [(0, 1, 4), (1, 2, 4), (1, 1, 1), (3, 1, 4)],
+    ids=["stage 0 has no option", "DeepSpeed's pipelines cannot", "nothing is sent", "stage 3 does by itself"],
+)
+def test_where_gradients_do_not_overlap(stage: int, stages: int, replicas: int) -> None:
+    given = experiment(parallel={"zero_stage": stage, "pipeline_model_parallel_size": stages})
+    assert deepspeed_config(given, replicas)["zero_optimization"] == {"stage": stage}
 
 
 def test_fp32_names_no_format() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from tridock.contracts.node_answers import Accelerators, Gpu
 from tridock.node.probes import accelerators as probe
-from tridock.node.probes.accelerators import cuda_driver, parse
+from tridock.node.probes.accelerators import CudaDriver, cuda_driver, parse
 
 H100 = "NVIDIA H100 80GB HBM3"
 TABLES = {
@@ -209,6 +209,9 @@ def libcuda(init: int = 0, devices: int = 1) -> Callable[[str], SimpleNamespace]
         cuDeviceGetCount=write(devices),
         cuGetErrorString=text,
         cuDriverGetVersion=write(13010),
+        cuDeviceGet=lambda device, number: write(number)(device),
+        # Of the first 9.0, of the next 10.1
+        cuDeviceGetAttribute=lambda found, which, device: write({75: 9, 76: 0}[which] + device.value)(found),
     )
     return lambda name: driver
 
@@ -216,14 +219,14 @@ def libcuda(init: int = 0, devices: int = 1) -> Callable[[str], SimpleNamespace]
 @pytest.mark.parametrize(
     ("driver", "expected"),
     [
-        (libcuda(), (None, "13.1")),
-        (libcuda(802), ("CUDA error 802: system not yet initialized", None)),
-        (libcuda(100), ("CUDA error 100: no CUDA-capable device is detected", None)),
-        (libcuda(devices=0), ("cuDeviceGetCount found no device", "13.1")),
+        (libcuda(devices=2), CudaDriver(None, "13.1", ("9.0", "10.1"))),
+        (libcuda(802), CudaDriver("CUDA error 802: system not yet initialized")),
+        (libcuda(100), CudaDriver("CUDA error 100: no CUDA-capable device is detected")),
+        (libcuda(devices=0), CudaDriver("cuDeviceGetCount found no device", "13.1")),
     ],
 )
 def test_what_cudas_driver_says(
-    driver: Callable[[str], SimpleNamespace], expected: tuple[str | None, str | None], monkeypatch: pytest.MonkeyPatch
+    driver: Callable[[str], SimpleNamespace], expected: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ctypes, "CDLL", driver)
     assert cuda_driver() == expected
@@ -241,12 +244,12 @@ def test_the_library_is_the_one_of_the_nodes_shells(tmp_path: Path, monkeypatch:
         return libcuda()(name)
 
     monkeypatch.setattr(ctypes, "CDLL", load)
-    assert cuda_driver() == (None, "13.1")
+    assert cuda_driver() == CudaDriver(None, "13.1", ("9.0",))
     assert asked == [str(tmp_path / "libcuda.so.1")]
 
 
 def test_a_node_without_cudas_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "_LIBRARY", "libnone.so.1")
-    error, cuda = cuda_driver()
-    assert (error or "").startswith("libnone.so.1: cannot open shared object file")
-    assert cuda is None
+    found = cuda_driver()
+    assert (found.error or "").startswith("libnone.so.1: cannot open shared object file")
+    assert found == CudaDriver(found.error)

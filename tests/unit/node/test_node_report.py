@@ -29,7 +29,8 @@ def test_the_report_of_this_machine(workspace: Path) -> None:
     (workspace / "runs").mkdir(parents=True)
     found = answer("node-report", "--workspace", str(workspace))
     quick = answer("node-report", "--quick", "--workspace", str(workspace))
-    assert set(quick) == {"protocol", "shm", "disk", "unwritable", "built_for", "cuda_error", "ssh"}
+    gpus = {"built_for", "cuda_error", "capabilities", "architectures"}
+    assert set(quick) == {"protocol", "shm", "disk", "unwritable", *gpus, "ssh"}
     assert set(quick) < set(found)
     assert decode(NodeReport, json.dumps(found)).protocol == PROTOCOL
     assert (found["unwritable"], list((workspace / "runs").iterdir())) == (None, [])

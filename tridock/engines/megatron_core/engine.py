@@ -11,7 +11,7 @@ from tridock.experiment import Experiment
 from tridock.layout import Plan
 from tridock.layout.activations import Sizes, sizes_of
 from tridock.layout.shape import FORMAT_BYTES, Device, Parameters, Shape, States
-from tridock.layout.traffic import Sent, all_gather, all_reduce
+from tridock.layout.traffic import Sent, all_gather, all_reduce, backward_pass
 
 
 class MegatronCore(Engine):
@@ -60,8 +60,12 @@ class MegatronCore(Engine):
         embedding = 4 * self.parameters(experiment, 0).embedding
         if experiment.parallel.use_distributed_optimizer:
             gathered = all_gather(size, FORMAT_BYTES[experiment.precision] * weights)
-            return Sent(all_gather(size, 4 * weights) + gathered, embedding)
-        return Sent(all_reduce(size, 4 * weights), embedding)
+            # Gradients travel during the last backward pass, weights during the next forward pass.
+            volume = all_gather(size, 4 * weights) + gathered
+            return Sent(volume, embedding, overlapped=1.0, computing=1 / shape.accumulation)
+        return Sent(
+            all_reduce(size, 4 * weights), embedding, overlapped=1.0, computing=backward_pass(shape.accumulation)
+        )
 
     def _replicas(self, experiment: Experiment, shape: Shape) -> int:
         return shape.data * experiment.parallel.context_parallel_size

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from tridock.engines.deepspeed import zero_gradient_bytes, zero_states
+from tridock.engines.deepspeed import zero_sent, zero_states
 from tridock.engines.engine import Choice, Engine, RankProgram
 from tridock.engines.megatron_lm import legality
 from tridock.engines.megatron_lm.arguments import INDEX_MAPS, MODULE, index_map_arguments, megatron_arguments
@@ -34,6 +34,7 @@ class MegatronLM(Engine):
     name = "megatron-deepspeed"
     fields = FIELDS
     tokenizer_fields = ("vocab_file", "merge_file")
+    chunks_loss = False
     prints_timers = True
     checkpoints_load_on = "same layout"
 
@@ -82,16 +83,14 @@ class MegatronLM(Engine):
         gathers = (stage > 0) + 2 * (not final)
         if model.checkpoint_activations and model.partition_activations:
             gathers += math.ceil(layers_of_stage(experiment, stage) / model.checkpoint_num_layers)
-        ddp = parallel.strategy == "ddp"
-        return Sent(
-            gradient_bytes=all_reduce(shape.data, short * weights)
-            if ddp
-            else zero_gradient_bytes(experiment, shape, shape.data, weights),
+        sent = Sent(
+            gradient_bytes=all_reduce(shape.data, short * weights),
             embedding_bytes=short * self.parameters(experiment, 0).embedding,
             tensor_bytes=gathers * all_gather(size, hidden_bytes(experiment)),
             splits_messages=True,
             mask_bytes=2 * model.seq_length**2,  # in fp16
         )
+        return sent if parallel.strategy == "ddp" else zero_sent(experiment, shape, weights, sent)
 
     def recompute_choices(self) -> tuple[Choice, ...]:
         # What is about stored activations goes with them.

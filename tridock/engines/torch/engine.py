@@ -1,7 +1,7 @@
 """Engine ``torch`` as the planner and the launchers see it."""
 
 from tridock.contracts.checkpoints import LATEST
-from tridock.engines.deepspeed import zero_gradient_bytes, zero_states
+from tridock.engines.deepspeed import zero_sent, zero_states
 from tridock.engines.engine import Choice, Engine, RankProgram
 from tridock.engines.torch import legality
 from tridock.engines.torch.fsdp import is_sharded, scattered, shards_of, summed_up
@@ -9,9 +9,9 @@ from tridock.engines.torch.legality import FIELDS
 from tridock.experiment import Experiment
 from tridock.experiment.resnet import cast_elements, kept_elements
 from tridock.layout import Plan
-from tridock.layout.activations import LOSS_BYTES, Sizes, head_inputs, sizes_of
+from tridock.layout.activations import Sizes, sizes_of
 from tridock.layout.shape import FORMAT_BYTES, Device, Parameters, Shape, States, Term, layer_parameters
-from tridock.layout.traffic import Sent, all_gather, all_reduce
+from tridock.layout.traffic import Sent, all_gather, all_reduce, backward_pass
 
 
 class Torch(Engine):
@@ -61,18 +61,13 @@ class Torch(Engine):
         return sizes_of(experiment, device, gathered=gathered)
 
     def head_bytes(self, experiment: Experiment, sizes: Sizes, runs_in_flight: int) -> float:
-        """With what the last stage of a pipeline holds of logits besides those that are worked on: the logits
-        themselves and, with GPipe, of every further micro batch these and their probabilities in fp32."""
+        """With GPipe the last stage of a pipeline holds the logits of every micro batch."""
         parallel = experiment.parallel
-        tensor, rows = parallel.tensor_model_parallel_size, self.rows_of_vocabulary(experiment)
-        logits = sizes.tokens * (rows / tensor)
-        cast = rows / tensor * experiment.model.hidden_size * sizes.short if sizes.casts else 0.0
-        # log_softmax's result, and in the backward pass two gradients of its size; of a shared vocabulary three.
-        head = head_inputs(sizes) + cast + (3 if tensor == 1 else 4) * logits * LOSS_BYTES
-        if parallel.pipeline_model_parallel_size == 1:
-            return head
-        further = runs_in_flight - 1 if parallel.pipeline_schedule == "gpipe" else 0
-        return head + sizes.tokens * rows / tensor * (sizes.short + further * (sizes.short + LOSS_BYTES))
+        rows = self.rows_of_vocabulary(experiment) / parallel.tensor_model_parallel_size
+        cast = rows * experiment.model.hidden_size * sizes.short if sizes.casts else 0.0
+        gpipe = parallel.pipeline_model_parallel_size > 1 and parallel.pipeline_schedule == "gpipe"
+        further = (runs_in_flight - 1) * sizes.tokens * rows * sizes.short if gpipe else 0.0
+        return super().head_bytes(experiment, sizes, runs_in_flight) + cast + further
 
     def activation_terms(self, experiment: Experiment, stage: int, accumulation: int, device: Device) -> list[Term]:
         if not experiment.model.is_vision:
@@ -100,16 +95,17 @@ class Torch(Engine):
     def sent(self, experiment: Experiment, shape: Shape, stage: int) -> Sent:
         weights = self.parameters(experiment, stage).total
         embedding = 4 * self.parameters(experiment, 0).embedding / shards_of(experiment, shape.data)
+        last_backward = backward_pass(shape.accumulation)
         if is_sharded(experiment):
             # FSDP2 gathers weights for each micro batch, and anew for its backward pass; gradients go once a step, in
             # fp32.
             shards, short = shards_of(experiment, shape.data), FORMAT_BYTES[experiment.precision]
             gathered = 2 * all_gather(shards, short * weights) * shape.accumulation
             volume = gathered + all_gather(shards, 4 * weights) + all_reduce(shape.data // shards, 4 * weights / shards)
-            return Sent(volume, embedding)
+            return Sent(volume, embedding, overlapped=1.0, computing=1.0 if shards > 1 else last_backward)
         if experiment.parallel.strategy == "ddp":
-            return Sent(all_reduce(shape.data, 4 * weights), embedding)
-        return Sent(zero_gradient_bytes(experiment, shape, shape.data, weights), embedding)
+            return Sent(all_reduce(shape.data, 4 * weights), embedding, overlapped=1.0, computing=last_backward)
+        return zero_sent(experiment, shape, weights, Sent(0.0, embedding))
 
     def splits_model(self, experiment: Experiment) -> bool:
         return experiment.parallel.strategy != "zero"

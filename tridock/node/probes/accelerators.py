@@ -4,7 +4,7 @@ import ctypes
 import re
 import subprocess
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 from xml.etree import ElementTree
@@ -30,7 +30,7 @@ def infiniband() -> Infiniband:
 def accelerators() -> Accelerators:
     """The GPUs with their memory, processes and health, the driver, and the CUDA that it gives to a rank."""
     try:
-        _, cuda = cuda_driver()  # first: what it opens keeps the driver loaded meanwhile
+        cuda = cuda_driver().version  # first: what it opens keeps the driver loaded meanwhile
         found = parse(_smi("-q", "-x"), _smi(), _nvlinks(), _capabilities())
     except FileNotFoundError:
         return Accelerators()
@@ -42,23 +42,47 @@ def accelerators() -> Accelerators:
     return replace(found, cuda=cuda or found.cuda, peer_memory=_has_peer_memory())
 
 
-def cuda_driver() -> tuple[str | None, str | None]:
-    """Why CUDA's driver gives a rank no device, or None; and the CUDA that it supports. Takes no memory of a GPU.
+@dataclass(frozen=True, slots=True)
+class CudaDriver:
+    """What CUDA's driver says to a process."""
+
+    error: str | None = None
+    """Why it gives a rank no device."""
+    version: str | None = None
+    """The CUDA that it supports."""
+    capabilities: tuple[str, ...] = ()
+    """The compute capability of each device, such as ``9.0``."""
+
+
+def cuda_driver() -> CudaDriver:
+    """Starts CUDA's driver, which takes no memory of a GPU.
 
     It is the library that a shell of the node finds: with NVIDIA's forward compatibility it is newer than the kernel's.
     """
     try:
         driver = ctypes.CDLL(_library())
     except OSError as error:
-        return str(error), None
+        return CudaDriver(str(error))
     count, version, text = ctypes.c_int(0), ctypes.c_int(0), ctypes.c_char_p()
     code = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
     if code:
         driver.cuGetErrorString(code, ctypes.byref(text))
-        return f"CUDA error {code}: {(text.value or b'unknown').decode()}", None
+        return CudaDriver(f"CUDA error {code}: {(text.value or b'unknown').decode()}")
     driver.cuDriverGetVersion(ctypes.byref(version))
     supported = f"{version.value // 1000}.{version.value % 1000 // 10}"
-    return None if count.value else "cuDeviceGetCount found no device", supported
+    if not count.value:
+        return CudaDriver("cuDeviceGetCount found no device", supported)
+    return CudaDriver(None, supported, tuple(_capability(driver, number) for number in range(count.value)))
+
+
+def _capability(driver: ctypes.CDLL, number: int) -> str:
+    device, value = ctypes.c_int(0), ctypes.c_int(0)
+    driver.cuDeviceGet(ctypes.byref(device), number)
+    parts = []
+    for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
+        driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+        parts.append(str(value.value))
+    return ".".join(parts)
 
 
 def _library() -> str:

@@ -12,7 +12,7 @@ from tridock.contracts.node_answers import PROTOCOL, Code, HostKey, NodeReport, 
 from tridock.contracts.records import read_object
 from tridock.node.agent.processes import find_processes
 from tridock.node.probes import ports
-from tridock.node.probes.accelerators import accelerators, cuda_driver, infiniband
+from tridock.node.probes.accelerators import CudaDriver, accelerators, cuda_driver, infiniband
 from tridock.node.probes.limits_and_space import cores, shared_memory, soft_limit, space, write_error
 from tridock.node.probes.ssh_mesh_probe import greet_nodes
 
@@ -22,13 +22,16 @@ _TIMEOUT_S: Final = 5.0
 def node_report(workspace: Path, *, quick: bool, ssh_to: list[str]) -> QuickReport:
     """The report of this node; ``ssh_to`` names nodes to connect to over ssh, for the head only."""
     runs, built_for = workspace / "runs", os.environ.get("DS_ACCELERATOR")
+    cuda = CudaDriver() if built_for == "cpu" else cuda_driver()
     checked_always: dict[str, Any] = {
         "protocol": PROTOCOL,
         "shm": shared_memory(),
         "disk": space(runs),
         "unwritable": write_error(runs),
         "built_for": built_for,
-        "cuda_error": None if built_for == "cpu" else cuda_driver()[0],
+        "cuda_error": cuda.error,
+        "capabilities": cuda.capabilities,
+        "architectures": tuple(_manifest().get("torch_architectures", ())),
         "ssh": greet_nodes(ssh_to),
     }
     if quick:
@@ -66,15 +69,19 @@ def host_key() -> HostKey:
 def code() -> Code:
     """The hashes of this node's code, and the versions in the image's manifest."""
     ours = Path(run_folder.CODE)
-    manifest = read_object(ours / "manifest.json")
+    manifest = _manifest()
     return Code(
         tridock=digest([ours / "tridock", ours / "entrypoint"]),
         megatron=digest([Path(run_folder.MEGATRON)]),
         cuda=manifest.get("cuda"),
         torch=manifest.get("torch"),
-        architectures=tuple(manifest.get("torch_architectures", ())),
         commit=manifest.get("git_commit"),
     )
+
+
+def _manifest() -> dict[str, Any]:
+    """The image's."""
+    return read_object(Path(run_folder.CODE) / "manifest.json")
 
 
 def digest(folders: list[Path]) -> str | None:

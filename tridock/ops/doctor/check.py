@@ -82,7 +82,7 @@ def check(session: Session, request: Request | None = None) -> Report:
 
 def check_quickly(session: Session, *, on_cpu: bool = False) -> None:
     """What each launch checks: ssh from the head to every node, the same image, space on disk and in /dev/shm, and
-    unless ``on_cpu`` that CUDA starts on nodes with a GPU image.
+    unless ``on_cpu`` that CUDA starts on nodes with a GPU image, whose torch has kernels for their GPUs.
 
     Raises :class:`ClusterError` with all that fails. The preflight checks the rendezvous port.
     """

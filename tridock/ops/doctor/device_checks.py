@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
-from tridock.base_images import base_for, has_kernels, parse_capability
+from tridock.base_images import Capability, base_for, has_kernels, parse_capability
 from tridock.cluster.settings import Cluster
 from tridock.command import Command
 from tridock.contracts.node_answers import Accelerators, Gpu, NodeReport, QuickReport
@@ -52,7 +52,12 @@ def parse_gpu_host(output: str) -> GpuHost:
 
 
 def cuda_findings(node: str, report: QuickReport) -> Iterator[Finding]:
-    """The error of CUDA's driver in an image for GPUs, with which every rank would end."""
+    """What every rank would end with: the error of CUDA's driver, or GPUs that the image's torch has no kernels for."""
+    yield from _cuda_error(node, report)
+    yield from _kernels(node, report.architectures, report.capabilities, None)
+
+
+def _cuda_error(node: str, report: QuickReport) -> Iterator[Finding]:
     if report.cuda_error:
         todo = "see that nvidia-smi works on the host, then start its container anew: fab down, then fab up"
         problem = Problem(node, "CUDA has no usable GPU in its container", report.cuda_error, todo)
@@ -102,7 +107,7 @@ def _gpus(cluster: Cluster, node: str, report: NodeReport, host: GpuHost) -> Ite
         todo = "turn it on there: sudo nvidia-smi -pm 1"
         why = "every start of a run, and every nvidia-smi, loads the driver anew"
         yield warn("devices", Problem(node, "persistence mode of its GPUs is off", "", todo), why)
-    yield from cuda_findings(node, report)
+    yield from _cuda_error(node, report)
     yield from _base(node, report, [gpus[slot] for slot in slots if slot < len(gpus)])
 
 
@@ -161,21 +166,33 @@ def _use(gpu: Gpu, host: GpuHost) -> str:
 
 def _base(node: str, report: NodeReport, gpus: Sequence[Gpu]) -> Iterator[Finding]:
     """Whether the image's CUDA and torch are for the node's driver and GPUs; the remedy names the base that is."""
-    driver, image, built = report.accelerators.cuda, report.code.cuda, report.code.architectures
-    capabilities = [it for gpu in gpus if (it := parse_capability(gpu.capability)) is not None]
+    driver, image = report.accelerators.cuda, report.code.cuda
+    capabilities = [gpu.capability for gpu in gpus]
     if driver is not None and image is not None and int(driver.split(".")[0]) < int(image.split(".")[0]):
         got = f"driver {report.accelerators.driver} for CUDA {driver}, the image has CUDA {image}"
-        base = base_for(capabilities, driver)
+        base = base_for(_parsed(capabilities), driver)
         todo = "install a newer driver there" + (f", or build the image on an older base: {base.build}" if base else "")
         problem = Problem(node, "its driver is too old for the image", got, todo)
         yield fail("devices", problem, "CUDA starts on no GPU there")
-    elif built and (foreign := sorted({it for it in capabilities if not has_kernels(built, it)})):
-        numbers = ", ".join(f"{major}.{minor}" for major, minor in foreign)
-        got = f"compute capability {numbers}, kernels for {' '.join(built)}"
-        base = base_for(capabilities, driver)
-        todo = f"build the image on a base for them: {base.build}" if base else "leave the node out with --exclude"
-        problem = Problem(node, "the image's torch has no kernels for its GPUs", got, todo)
-        yield fail("devices", problem, "the first kernel of a rank fails: no kernel image is available")
+    else:
+        yield from _kernels(node, report.architectures, capabilities, driver)
+
+
+def _kernels(node: str, built: Sequence[str], given: Sequence[str], driver: str | None) -> Iterator[Finding]:
+    """Whether an image's torch has kernels for GPUs of the given compute capabilities."""
+    capabilities = _parsed(given)
+    if not built or not (foreign := sorted({it for it in capabilities if not has_kernels(built, it)})):
+        return
+    numbers = ", ".join(f"{major}.{minor}" for major, minor in foreign)
+    got = f"compute capability {numbers}, kernels for {' '.join(built)}"
+    base = base_for(capabilities, driver)
+    todo = f"build the image on a base for them: {base.build}" if base else "leave the node out with --exclude"
+    problem = Problem(node, "the image's torch has no kernels for its GPUs", got, todo)
+    yield fail("devices", problem, "the first kernel of a rank fails: no kernel image is available")
+
+
+def _parsed(capabilities: Sequence[str]) -> list[Capability]:
+    return [it for text in capabilities if (it := parse_capability(text)) is not None]
 
 
 def _differences(accelerators: Mapping[str, Accelerators]) -> Iterator[Finding]:

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -21,7 +22,10 @@ from torch import Tensor, nn
 
 from tridock.experiment.schema import Experiment
 from tridock.train.megatron_core.attention import FusedAttention
+from tridock.train.models.cross_entropy import token_losses
 
+BLOCK: Final = 1 << 20
+"""Elements that are drawn at a time; a longer row, whole."""
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -37,12 +41,14 @@ class GPT(GPTModel):
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """The loss of each token; ``logits`` are of this rank's part of the vocabulary, the last dimension."""
-        part = logits.size(-1)
-        padding = max(0, self.tokens - part * parallel_state.get_tensor_model_parallel_rank())
+        part, group = logits.size(-1), parallel_state.get_tensor_model_parallel_group()
+        first = part * group.rank()
+        padding = max(0, self.tokens - first)
         if padding < part:
             logits[..., padding:].fill_(-math.inf)
-        loss: Tensor = super().compute_language_model_loss(labels, logits)
-        return loss
+        # Logits are [sequence, batch, part of the vocabulary], labels and losses [batch, sequence].
+        losses = token_losses(logits.flatten(0, 1), labels.t().flatten(), group if group.size() > 1 else None, first)
+        return losses.view(logits.shape[:2]).t().contiguous()
 
 
 def build_chunks(experiment: Experiment, tokens: int, padded: int, device: torch.device) -> list[nn.Module]:
@@ -144,10 +150,10 @@ def block_spec(config: TransformerConfig, device: torch.device, stage: int | Non
 
 
 def initialize(model: nn.Module, experiment: Experiment) -> None:
-    """GPT-2's initial weights, the same in every layout.
+    """GPT-2's initial weights, the same in every layout. Norms are as they were made.
 
-    Each whole weight is drawn from a seed of its own, which its name gives, and a rank keeps its part: what a
-    layout draws before it, and on which rank, does not matter. Norms are as they were made.
+    Each block of a weight's rows is drawn from a seed of its own, and a rank draws only the blocks that it has rows of:
+    what a layout draws before, and on which rank, does not matter.
     """
     std = experiment.model.init_method_std
     onto_residual = std / math.sqrt(2.0 * experiment.model.num_layers)
@@ -157,13 +163,22 @@ def initialize(model: nn.Module, experiment: Experiment) -> None:
         if not key.endswith(".weight") or sharded.data.dim() < 2:
             continue
         scale = onto_residual if key.endswith(("linear_proj.weight", "linear_fc2.weight")) else std
-        generator = torch.Generator().manual_seed(seed_of(sharded.key, experiment.train.seed))
-        whole = torch.empty(sharded.global_shape).normal_(0.0, scale, generator=generator)
-        part = tuple(
-            slice(start, start + length)
-            for start, length in zip(sharded.global_offset, sharded.local_shape, strict=True)
-        )
-        sharded.data.detach().copy_(whole[part])
+        draw(sharded, scale, experiment.train.seed)
+
+
+def draw(sharded: ShardedTensor, std: float, seed: int) -> None:
+    """This rank's part of a matrix, from N(0, std)."""
+    (first, left), (rows, width) = sharded.global_offset, sharded.local_shape
+    columns = sharded.global_shape[1]
+    size = max(1, BLOCK // columns)
+    local = sharded.data.detach()
+    for block in range(first // size, -(-(first + rows) // size)):
+        generator = torch.Generator().manual_seed(seed_of(f"{sharded.key} {block}", seed))
+        # Whole, however many rows the matrix has of it: their number depends on the padding of the vocabulary.
+        drawn = torch.empty(size, columns).normal_(0.0, std, generator=generator)
+        start = block * size - first  # of the block, in this rank's rows
+        here = slice(max(0, start), min(rows, start + size))
+        local[here].copy_(drawn[here.start - start : here.stop - start, left : left + width])
 
 
 def seed_of(name: str, seed: int) -> int:
@@ -171,9 +186,13 @@ def seed_of(name: str, seed: int) -> int:
 
 
 def _data_parallel(config: TransformerConfig, chunk: nn.Module, number: int, experiment: Experiment) -> nn.Module:
+    replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    distributed = experiment.parallel.use_distributed_optimizer
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        use_distributed_optimizer=experiment.parallel.use_distributed_optimizer,
+        overlap_grad_reduce=replicas > 1,  # during the last backward pass
+        overlap_param_gather=replicas > 1 and distributed,  # during the next forward pass
+        use_distributed_optimizer=distributed,
     )
     # Later chunks' gradients wait for the first's anyway.
     return DistributedDataParallel(config, settings, chunk, disable_bucketing=number > 0)

@@ -43,6 +43,9 @@ class MegatronCore:
         )
         for chunk in self.chunks:
             chunk.config.grad_scale_func = self.optimizer.scale_loss
+            # Only the last micro-batch's backward pass sends gradients.
+            holds = [each.no_sync for each in self.chunks]
+            chunk.config.no_sync_func = holds if len(holds) > 1 else holds[0]
         self.phases = Phases(ranks.device)
         for chunk in self.chunks:
             chunk.config.timers = Timers(self.phases)
@@ -99,6 +102,9 @@ class MegatronCore:
         return checkpoint.FILES
 
     def save(self, folder: Path, writes_shared: bool) -> None:  # noqa: ARG002  one folder that all ranks share
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)  # otherwise the next forward pass gathers the new weights
         checkpoint.save(self._state(is_loading=False), folder)
 
     def load(self, folder: Path, saved: int) -> None:  # noqa: ARG002  whoever wrote it

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tridock.errors import Problem, RequestError
 from tridock.experiment.schema import Model
+from tridock.train.models.cross_entropy import cross_entropy
 from tridock.train.models.layered import LayeredModel
 
 TENSOR_PARALLEL_OFFSET: Final = 2718
@@ -190,11 +191,6 @@ class GPT(LayeredModel):
         if isinstance(weight, DTensor):
             x = DTensor.from_local(x, weight.device_mesh, [Replicate()], run_check=False)
         return F.linear(x, weight)
-
-
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean over all tokens (or images), in nats, fp32."""
-    return F.cross_entropy(logits.float().flatten(0, -2), labels.flatten())
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:

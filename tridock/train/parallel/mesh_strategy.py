@@ -3,7 +3,6 @@
 import copy
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,11 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tridock.experiment.schema import Experiment
 from tridock.train.checkpoints import sharded
-from tridock.train.models.gpt import GPT, cross_entropy
+from tridock.train.models.cross_entropy import cross_entropy
+from tridock.train.models.gpt import GPT
 from tridock.train.models.layered import LayeredModel, fill
 from tridock.train.models.resnet import average_statistics, statistics
 from tridock.train.parallel.loss_scale import LossScaler
@@ -100,8 +100,7 @@ class MeshStrategy:
     def step(self, batches: Sequence[Batch], lr: float) -> Step:
         for part in self.parts:
             part.train()
-        with vocab_parallel_loss(self.mesh.size(TENSOR)):
-            loss = self._pass(batches) if self.pipeline is None else self._through_stages(batches)
+        loss = self._pass(batches) if self.pipeline is None else self._through_stages(batches)
         self._reduce_tied_gradients()
         value = self._from_last_stage(loss) / self.scaler.scale.float()
         with self.phases.inside(OPTIMIZER):
@@ -125,12 +124,12 @@ class MeshStrategy:
                 loss = self._scaled_loss(model(inputs), labels)
             with self.phases.inside(BACKWARD):
                 (loss / len(batches)).backward()
-            total += _plain(loss.detach())
+            total += loss.detach()
         return total / len(batches)
 
     def _from_last_stage(self, loss: Tensor | None) -> Tensor:
         """The loss, which only the last stage has, on all stages."""
-        value = torch.zeros((), device=self.device) if loss is None else _plain(loss.detach()).float()
+        value = torch.zeros((), device=self.device) if loss is None else loss.detach().float()
         if self.pipeline is not None:
             group = self.mesh.group(STAGES)
             with self.phases.inside(WAIT):
@@ -176,13 +175,12 @@ class MeshStrategy:
             average_statistics(self.parts[0])
         for part in self.parts:
             part.eval()
-        with vocab_parallel_loss(self.mesh.size(TENSOR)):
-            if self.pipeline is not None:
-                loss = self.pipeline.run(batches, train=False)
-            else:
-                (model,) = self.parts
-                pairs = map(inputs_and_labels, batches)
-                loss = torch.stack([_plain(cross_entropy(model(inputs), labels)) for inputs, labels in pairs]).mean()
+        if self.pipeline is not None:
+            loss = self.pipeline.run(batches, train=False)
+        else:
+            (model,) = self.parts
+            pairs = map(inputs_and_labels, batches)
+            loss = torch.stack([cross_entropy(model(inputs), labels) for inputs, labels in pairs]).mean()
         value = self._from_last_stage(loss)
         return value if self.pipeline is None else value / self.scaler.scale.float()
 
@@ -210,10 +208,6 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def _is_split(tensor: Tensor, dimension: str) -> bool:
     """Whether the tensor is split along a dimension of the mesh."""
     if not isinstance(tensor, DTensor):
@@ -239,8 +233,3 @@ def split_layers(model: GPT, mesh: DeviceMesh) -> None:
         )
     if model.is_first or model.is_last:
         parallelize_module(model, mesh, {"token_embedding": RowwiseParallel(input_layouts=Replicate())})
-
-
-def vocab_parallel_loss(size: int) -> AbstractContextManager[None]:
-    """Inside, the loss and its gradient are computed from vocabulary-parallel logits."""
-    return loss_parallel() if size > 1 else nullcontext()

@@ -177,17 +177,12 @@ def test_a_driver_that_is_too_old_for_the_image(tmp_path: Path) -> None:
 
 
 def test_gpus_that_the_images_torch_has_no_kernels_for(tmp_path: Path) -> None:
-    built = Code("a", "b", cuda="13.1", architectures=("sm_75", "sm_80", "sm_90"))
-
     def with_gpu(capability: str, cuda: str = "13.0") -> list[str]:
         own = gpus(gpus=(Gpu(0, H100, 81559, 4, capability=capability), Gpu(1, H100, 81559, 4)), cuda=cuda)
-        return shown(device_findings(make_cluster(tmp_path, hosts=1), {"host-1": replace(own, code=built)}))
+        return shown(device_findings(make_cluster(tmp_path, hosts=1), {"host-1": replace(own, architectures=BUILT)}))
 
     what = "fail  host-1: the image's torch has no kernels for its GPUs; got compute capability"
-    assert with_gpu("7.0") == [
-        f"{what} 7.0, kernels for sm_75 sm_80 sm_90; "
-        "build the image on a base for them: make image BASE_IMAGE=nvcr.io/nvidia/pytorch:24.12-py3"
-    ]
+    assert with_gpu("7.0") == [f"fail  {NO_KERNELS}"]
     assert with_gpu("6.0") == [f"{what} 6.0, kernels for sm_75 sm_80 sm_90; leave the node out with --exclude"]
     assert with_gpu("8.9") == with_gpu("") == []
 
@@ -226,6 +221,14 @@ NO_CUDA = (
 )
 
 
+BUILT = ("sm_75", "sm_80", "sm_90")
+NO_KERNELS = (
+    "host-1: the image's torch has no kernels for its GPUs; "
+    "got compute capability 7.0, kernels for sm_75 sm_80 sm_90; "
+    "build the image on a base for them: make image BASE_IMAGE=nvcr.io/nvidia/pytorch:24.12-py3"
+)
+
+
 def test_gpus_that_cuda_cannot_use(tmp_path: Path) -> None:
     answers = {"host-1": gpus(), "host-2": gpus(cuda_error=NOT_READY)}
     assert shown(device_findings(make_cluster(tmp_path), answers)) == [f"fail  {NO_CUDA}"]
@@ -235,7 +238,8 @@ def test_a_launch_on_such_a_node_is_refused_unless_it_asks_for_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = Session(make_cluster(tmp_path))
-    answers = {"host-1": gpus(), "host-2": gpus(cuda_error=NOT_READY)}
+    foreign = replace(gpus(), architectures=BUILT, capabilities=("9.0", "7.0"))
+    answers = {"host-1": foreign, "host-2": gpus(cuda_error=NOT_READY)}
     monkeypatch.setattr(session, "each", lambda ask: {node: ask(node, None) for node in session.nodes})
     container = SimpleNamespace(image_id="sha256:0")
     monkeypatch.setattr(session, "states", lambda: dict.fromkeys(answers, SimpleNamespace(container=container)))
@@ -243,5 +247,5 @@ def test_a_launch_on_such_a_node_is_refused_unless_it_asks_for_the_cpu(
     monkeypatch.setattr(check, "node_report", lambda session, node, kind, *arguments: answers[node])
     with pytest.raises(ClusterError) as caught:
         check.check_quickly(session)
-    assert str(caught.value) == NO_CUDA
+    assert str(caught.value) == f"{NO_KERNELS}\n{NO_CUDA}"
     check.check_quickly(session, on_cpu=True)

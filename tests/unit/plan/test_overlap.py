@@ -1,0 +1,85 @@
+"""Gradients that travel while the rank computes, in the estimate of an iteration's time."""
+
+from typing import Any
+
+import pytest
+
+from tests.experiments import with_fields
+from tridock.gpus import GPUS
+from tridock.layout.traffic import Traffic
+from tridock.plan import Assumptions, assess
+from tridock.plan.cost import Estimate, seconds_of
+
+LAYERS, PASSES = 4, 5
+BASE: dict[str, Any] = {
+    "name": "overlap",
+    "model": {"num_layers": LAYERS, "hidden_size": 1024, "num_attention_heads": 8, "seq_length": 512},
+    "batch": {"micro_batch_size": 2, "global_batch_size": 2 * 2 * PASSES},
+    "data": {"data_path": "data/x"},
+    "train": {"train_iters": 1},
+}
+ZERO1, ZERO2, ZERO3 = ({"parallel.strategy": "zero", "parallel.zero_stage": stage} for stage in (1, 2, 3))
+CORE = {"engine": "megatron-core"}
+
+
+def estimated(network_gbit: float, fields: dict[str, Any]) -> tuple[Estimate, float]:
+    """The estimate on two nodes of one GPU, and the seconds of the exchange of gradients by itself."""
+    assumed = Assumptions(GPUS["a100-80gb"], network_gbit=network_gbit)
+    assessed = assess(with_fields(BASE, fields), {"a": range(1), "b": range(1)}, "overlap", assumed)
+    assert assessed.cost is not None
+    assert assessed.cost.estimate is not None
+    (data,) = (one for one in assessed.cost.traffic if one.group == "data")
+    assert isinstance(data, Traffic)
+    return assessed.cost.estimate, seconds_of(data, assessed.cost.rates)
+
+
+@pytest.mark.parametrize(
+    ("fields", "window"),
+    [
+        ({"parallel.strategy": "ddp"}, 2 / 3 / PASSES),
+        ({"parallel.strategy": "fsdp"}, 1.0),
+        (ZERO3, 1.0),
+        (CORE, 2 / 3 / PASSES),
+        ({**CORE, "parallel.use_distributed_optimizer": True}, 1 / PASSES),
+    ],
+    ids=["ddp", "fsdp", "zero3", "megatron-core", "distributed optimizer"],
+)
+def test_what_the_computing_does_not_cover(fields: dict[str, Any], window: float) -> None:
+    slow, alone = estimated(1.0, fields)
+    assert slow.gradients == pytest.approx(alone - window * slow.compute)
+    fast, alone = estimated(10_000.0, fields)
+    assert fast.gradients == pytest.approx(alone / LAYERS)  # the last layer's come when all is computed
+
+
+@pytest.mark.parametrize(
+    ("fields", "window", "hidden"),
+    [
+        (ZERO1, 2 / 3 / PASSES, 2 / 3),
+        (ZERO2, 2 / 3, 2 * PASSES / (2 * PASSES + 1)),
+    ],
+    ids=["zero1", "zero2"],
+)
+def test_weights_are_gathered_after_the_step(fields: dict[str, Any], window: float, hidden: float) -> None:
+    slow, alone = estimated(1.0, fields)
+    assert slow.gradients == pytest.approx(alone - window * slow.compute)
+    fast, alone = estimated(10_000.0, fields)
+    assert fast.gradients == pytest.approx(alone * (1 - hidden * (1 - 1 / LAYERS)))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"parallel.strategy": "zero", "parallel.zero_stage": 0},
+        {
+            "engine": "megatron-deepspeed",
+            "data.vocab_file": "data/vocab.json",
+            "data.merge_file": "data/merges.txt",
+            "parallel.strategy": "ddp",
+            "batch.global_batch_size": 4,
+        },
+    ],
+    ids=["zero0", "v1.1.5 ddp"],
+)
+def test_who_waits_for_all_of_it(fields: dict[str, Any]) -> None:
+    found, alone = estimated(100.0, {"precision": "fp16", **fields})
+    assert found.gradients == pytest.approx(alone)

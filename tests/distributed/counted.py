@@ -45,8 +45,8 @@ def prepare_v115() -> None:
     sys.path.insert(0, os.environ["TRIDOCK_MEGATRON"])
 
 
-def weights_of_v115(place: Ranks, arguments: list[str]) -> int:
-    """In a process of its own: Megatron keeps its arguments and groups in its modules."""
+def model_of_v115(place: Ranks, arguments: list[str]) -> nn.Module:
+    """Once in a process: Megatron keeps its arguments and groups in its modules."""
     import deepspeed
 
     from tridock.compat import megatron_v115
@@ -59,7 +59,8 @@ def weights_of_v115(place: Ranks, arguments: list[str]) -> int:
     importlib.import_module("megatron.initialize").initialize_megatron(
         args_defaults={"tokenizer_type": "GPT2BPETokenizer"}, allow_no_cuda=True
     )
-    return count(pretrain.model_provider())
+    model: nn.Module = pretrain.model_provider()
+    return model
 
 
 def in_a_process(place: Ranks, arguments: list[str], answers: int) -> None:
@@ -69,7 +70,7 @@ def in_a_process(place: Ranks, arguments: list[str], answers: int) -> None:
         return
     try:
         os.environ.update(RANK=str(place.rank), LOCAL_RANK="0", WORLD_SIZE=str(place.world_size))
-        os.write(answers, f"{weights_of_v115(place, arguments)}\n".encode())
+        os.write(answers, f"{count(model_of_v115(place, arguments))}\n".encode())
         os._exit(0)
     except BaseException:
         traceback.print_exc()

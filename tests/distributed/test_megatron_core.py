@@ -187,6 +187,29 @@ def test_layouts_agree(runs: Runs, layout: str) -> None:
     assert losses(runs(layout)) == {place: pytest.approx(loss, abs=LAYOUT_TOLERANCE) for place, loss in wanted.items()}
 
 
+def test_what_travels_during_the_computation_changes_no_loss(workspace: Path) -> None:
+    """Of replicas that sum whole gradients, and of those with the distributed optimizer, a resumed run too."""
+    found, begun = {}, {}
+    for mode in ("overlap", "wait"):
+        folders = [
+            make_run(workspace, f"{mode}-{name}", 2, **own, **LENGTH, **{"train.save": True, "train.save_interval": 4})
+            for name, own in (("whole", {}), ("distributed", {DISTRIBUTED: True}))
+        ]
+        resumed = {"train.load": f"runs/{folders[1].name}/checkpoints/iter_0000004"}
+        folders.append(make_run(workspace, f"{mode}-resumed", 2, **{DISTRIBUTED: True}, **LENGTH, **resumed))
+        argv = ["-m", "tests.distributed.small_buckets", mode, *map(str, folders)]
+        with Started(argv, folders[0], 2, {}, "megatron-core") as started:
+            finished = started.wait()
+        assert finished.codes == [0, 0], "\n".join(finished.err)
+        found[mode] = [losses(folder) for folder in folders]
+        assert found[mode][1] == found[mode][1] | found[mode][2]
+        begun[mode] = int(finished.out[1].rsplit("begun: ", 1)[1])
+    # Parts of other buckets: their norms are summed up in another order.
+    for ours, theirs in zip(found["overlap"], found["wait"], strict=True):
+        assert ours == pytest.approx(theirs, abs=2e-6)
+    assert begun["overlap"] > begun["wait"] == 0
+
+
 def test_recomputing_changes_nothing(workspace: Path) -> None:
     """Not even what dropout draws."""
     dropped = trained_together(workspace, "dropped", DROPPED, **LENGTH, **DROPOUT, **{"train.save": False})

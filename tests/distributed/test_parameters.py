@@ -162,13 +162,28 @@ def v115_cases() -> Iterator[Case]:
             yield case("megatron-deepspeed", sizes[0] | {"num_layers": layers}, {"strategy": "zero", PP: stages})
 
 
+def command_line(one: Case, folder: Path) -> Sequence[str]:
+    """Megatron's, of a case of engine ``megatron-deepspeed``."""
+    vocab_file, merge_file = vocabulary(folder, one.experiment.model.vocab_size or 0)
+    files = one.experiment.data.model_copy(update={"vocab_file": vocab_file, "merge_file": merge_file})
+    experiment = one.experiment.model_copy(update={"data": files})
+    plan = make_plan(experiment, {"n0": range(one.world_size)}, "case")
+    arguments = rank_program(experiment, plan, "case", str(folder)).arguments
+    return arguments[arguments.index("--num-layers") :]
+
+
 def test_megatron_v115(source: Path, tmp_path: Path) -> None:
-    cases, command_lines = list(v115_cases()), []
-    for one in cases:
-        vocab_file, merge_file = vocabulary(tmp_path, one.experiment.model.vocab_size or 0)
-        files = one.experiment.data.model_copy(update={"vocab_file": vocab_file, "merge_file": merge_file})
-        experiment = one.experiment.model_copy(update={"data": files})
-        plan = make_plan(experiment, {"n0": range(one.world_size)}, "case")
-        arguments = rank_program(experiment, plan, "case", str(tmp_path)).arguments
-        command_lines.append(arguments[arguments.index("--num-layers") :])
+    cases = list(v115_cases())
+    command_lines = [command_line(one, tmp_path) for one in cases]
     agree(cases, counted("megatron-deepspeed", cases, command_lines, TRIDOCK_MEGATRON=str(source)))
+
+
+@pytest.mark.parametrize("more", [[], ["--apply-query-key-layer-scaling"]])
+def test_the_attention_of_megatron_v115_is_upstreams(source: Path, tmp_path: Path, more: list[str]) -> None:
+    model = {"num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "vocab_size": 96}
+    one = case("megatron-deepspeed", model | {"hidden_dropout": 0.0, "attention_dropout": 0.0}, {"strategy": "ddp"})
+    argv = [*command_line(one, tmp_path), *more]
+    (line,) = ask(["attention_of_v115"], "deepspeed", [argv], TRIDOCK_MEGATRON=str(source))
+    found = json.loads(line)
+    assert found["losses"][0] == pytest.approx(found["losses"][1], rel=1e-6)
+    assert 0 < found["gradient"] < 1e-5  # equal ones would be the same code

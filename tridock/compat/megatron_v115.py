@@ -1,5 +1,6 @@
 """Adapts Megatron-LM v1.1.5 itself, beyond the names that it imports. Its folder must be on ``sys.path``."""
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 
 def adapt(device_type: str) -> list[str]:
@@ -26,6 +28,8 @@ def adapt(device_type: str) -> list[str]:
         dist.dist_backend, dist._backend = SimpleNamespace(GLOO="gloo"), dist.get_backend()
         adapted.append("torch.distributed.dist_backend: gone since torch 1.1")
     adapted.append("megatron.fused_kernels: off; upstream's do not compile since torch 1.11")
+    _fused_attention()
+    adapted.append("attention: torch's scaled_dot_product_attention, which keeps no scores")
     if device_type != "cuda":
         random: Any = importlib.import_module("megatron.mpu.random")
         random._set_cuda_rng_state = lambda state, *_: torch.set_rng_state(state)
@@ -49,6 +53,38 @@ def _zeroing_as_asked(training: Any) -> Any:
         return optimizer
 
     return get_optimizer
+
+
+def _fused_attention() -> None:
+    """Computes attention under a causal mask with torch's fused kernels.
+
+    They compute the softmax in fp32, where upstream does so in fp16. Its layer scaling cancels out. Any other mask, and
+    text generation, are upstream's own.
+    """
+    transformer: Any = importlib.import_module("megatron.model.transformer")
+    layer = transformer.ParallelSelfAttention
+    upstream = layer.forward
+
+    @functools.wraps(upstream)
+    def forward(
+        self: Any, hidden_states: Any, attention_mask: Any, layer_past: Any = None, get_key_value: bool = False
+    ) -> Any:
+        if layer_past is not None or get_key_value or transformer.get_args().reset_attention_mask:
+            return upstream(self, hidden_states, attention_mask, layer_past, get_key_value)
+        mixed, _ = self.query_key_value(hidden_states)
+        version = transformer.get_checkpoint_version()
+        if version in (0, 1.0):  # older checkpoints have another order of columns
+            mixed = self._transpose_last_dim(mixed, 3, version == 0)
+        # [sequence, batch, heads * 3 * head size] -> three of [batch, heads, sequence, head size]
+        sequence, batch, _ = mixed.shape
+        heads, size = self.num_attention_heads_per_partition, self.hidden_size_per_attention_head
+        query, key, value = mixed.view(sequence, batch, heads, 3, size).permute(3, 1, 2, 0, 4)
+        dropout = self.attention_dropout.p if self.training else 0.0
+        with transformer.mpu.get_cuda_rng_tracker().fork():
+            context = scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        return self.dense(context.permute(2, 0, 1, 3).reshape(sequence, batch, heads * size))
+
+    layer.forward = forward
 
 
 def _without_drawing(training: Any) -> Any:

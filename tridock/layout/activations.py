@@ -2,8 +2,8 @@
 
 A layer's terms are those of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022),
 section 4, counted tensor by tensor as the engines keep them: the inputs of both norms, of the four matrices and of the
-activation function, and what attention and dropout keep. Attention is torch's fused one (queries, keys, values, output,
-and one fp32 number a row), but for Megatron v1.1.5's, which keeps the probabilities.
+activation function, and what attention and dropout keep. Attention is torch's fused one: queries, keys, values, output,
+and one fp32 number a row.
 
 The moment is either the loss, with the logits, or the first backward pass of a layer, with what is computed again and
 the gradients on their way. The numbers were held against every tensor that CPU ranks allocate (docs/planner.md). A GPU
@@ -93,7 +93,7 @@ def kept_bytes(experiment: Experiment, stage: int, sizes: Sizes) -> float:
     """What the layers of a stage keep of one micro batch for their backward pass."""
     layers = layers_of_stage(experiment, stage)
     again = recomputed_layers(experiment, layers)
-    return (layers - again) * kept_layer(experiment, sizes) + _groups(experiment, again) * sizes.between
+    return (layers - again) * kept_layer(experiment, sizes) + _groups(experiment, again) * sizes.residual
 
 
 def _backward_source(again: int, last: bool) -> str:
@@ -106,16 +106,15 @@ def sizes_of(
     device: Device,
     *,
     autocast: bool = False,
-    keeps_probabilities: bool = False,
     sums_in_place: bool = False,
     restores_inputs: bool = False,
     gathered: float = 0.0,
 ) -> Sizes:
     """The tensors of a micro batch, as an engine keeps them.
 
-    ``autocast``: weights are fp32, cast for each product. ``keeps_probabilities``: attention is not fused.
-    ``sums_in_place``: a weight's first gradient becomes its own. ``restores_inputs``: recomputed layers begin with the
-    input that was kept. ``gathered``: bytes of weights that are gathered for the layer at work.
+    ``autocast``: weights are fp32, cast for each product. ``sums_in_place``: a weight's first gradient becomes its own.
+    ``restores_inputs``: recomputed layers begin with the input that was kept. ``gathered``: bytes of weights that are
+    gathered for the layer at work.
     """
     model, parallel = experiment.model, experiment.parallel
     tensor = parallel.tensor_model_parallel_size
@@ -135,26 +134,20 @@ def sizes_of(
         statistics=2 * tokens * (4 if device == "cuda" else residual) / spread,
         dropout=elements * (1 if device == "cuda" else short) / spread if model.hidden_dropout else 0.0,
         casts=12 * model.hidden_size**2 * short if autocast else 0.0,
-        attention=_attention_bytes(experiment, tokens, short, device, keeps_probabilities),
+        attention=_attention_bytes(experiment, tokens, short, device),
         weight=0.0 if sums_in_place else 4 * model.hidden_size**2 * short / tensor,
         restored=elements * short / spread if restores_inputs else 0.0,
         gathered=gathered,
     )
 
 
-def _attention_bytes(
-    experiment: Experiment, tokens: int, short: int, device: Device, keeps_probabilities: bool
-) -> float:
+def _attention_bytes(experiment: Experiment, tokens: int, short: int, device: Device) -> float:
     model, parallel = experiment.model, experiment.parallel
     tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     heads = model.num_attention_heads / tensor
     scores = tokens * heads * model.seq_length
-    dropped = model.attention_dropout > 0.0
-    if keeps_probabilities:
-        # The probabilities; with dropout, its mask and what is left of them.
-        return scores * (short + ((1 if device == "cuda" else short) + short if dropped else 0))
     gathered = 2 * context * tokens * model.hidden_size * short / tensor if context > 1 else 0.0
-    if device == "cpu" and dropped:
+    if device == "cpu" and model.attention_dropout > 0.0:
         # Not fused there: probabilities, noise and their product in fp32, and a mask.
         return scores * (4 + 4 + 4 + 1) + gathered
     return tokens * heads * 4.0 + gathered
@@ -204,14 +197,17 @@ def head_inputs(sizes: Sizes) -> float:
     return sizes.residual + sizes.statistics + sizes.between + sizes.tokens * (_TOKEN_BYTES + 1)
 
 
-def head_bytes(experiment: Experiment, sizes: Sizes, rows: int, *, chunked: bool) -> float:
+def head_bytes(experiment: Experiment, sizes: Sizes, rows: int, *, chunked: bool, forward: float = 0.0) -> float:
     """The last norm, the output layer and the loss, at the fuller of two moments: the loss, or the first backward pass
-    after it, with the gradient of the table of ``rows``. ``chunked``: whether logits come into fp32 in chunks."""
+    after it, with the gradient of the table of ``rows``.
+
+    ``chunked``: whether logits come into fp32 in chunks. ``forward``: other bytes that go when the forward pass ends.
+    """
     rows_of_rank, width = rows / experiment.parallel.tensor_model_parallel_size, experiment.model.hidden_size
     logits, table = sizes.tokens * rows_of_rank, rows_of_rank * width * sizes.short
     gathered = sizes.hidden + sizes.between if sizes.between < sizes.hidden else 0.0
     whole = logits * LOSS_BYTES if sizes.short < LOSS_BYTES else 0.0
     in_fp32 = min(logits * LOSS_BYTES, LOSS_CHUNK_BYTES) if chunked else whole
-    loss = logits * sizes.short + in_fp32
+    loss = logits * sizes.short + in_fp32 + forward
     after = logits * sizes.short + (table if sizes.weight else 0.0) + sizes.hidden + gathered
     return head_inputs(sizes) + max(loss, after)

@@ -72,7 +72,7 @@ class MegatronLM(Engine):
 
     def sizes(self, experiment: Experiment, device: Device) -> Sizes:
         ddp = experiment.parallel.strategy == "ddp"
-        return sizes_of(experiment, device, keeps_probabilities=True, sums_in_place=ddp, restores_inputs=True)
+        return sizes_of(experiment, device, sums_in_place=ddp, restores_inputs=True)
 
     def sent(self, experiment: Experiment, shape: Shape, stage: int) -> Sent:
         model, parallel = experiment.model, experiment.parallel

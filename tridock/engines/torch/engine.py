@@ -9,8 +9,17 @@ from tridock.engines.torch.legality import FIELDS
 from tridock.experiment import Experiment
 from tridock.experiment.resnet import cast_elements, kept_elements
 from tridock.layout import Plan
-from tridock.layout.activations import Sizes, sizes_of
-from tridock.layout.shape import FORMAT_BYTES, Device, Parameters, Shape, States, Term, layer_parameters
+from tridock.layout.activations import Sizes, head_bytes, sizes_of
+from tridock.layout.shape import (
+    FORMAT_BYTES,
+    Device,
+    Parameters,
+    Shape,
+    States,
+    Term,
+    layer_parameters,
+    recomputed_layers,
+)
 from tridock.layout.traffic import Sent, all_gather, all_reduce, backward_pass
 
 
@@ -62,12 +71,14 @@ class Torch(Engine):
 
     def head_bytes(self, experiment: Experiment, sizes: Sizes, runs_in_flight: int) -> float:
         """With GPipe the last stage of a pipeline holds the logits of every micro batch."""
-        parallel = experiment.parallel
-        rows = self.rows_of_vocabulary(experiment) / parallel.tensor_model_parallel_size
-        cast = rows * experiment.model.hidden_size * sizes.short if sizes.casts else 0.0
+        parallel, rows = experiment.parallel, self.rows_of_vocabulary(experiment)
+        local_rows = rows / parallel.tensor_model_parallel_size
+        # Autocast's cache keeps the casts of layers that are computed again, too, until the forward pass ends.
+        cached = recomputed_layers(experiment, experiment.model.num_layers) * sizes.casts
+        cast = local_rows * experiment.model.hidden_size * sizes.short if sizes.casts else 0.0
         gpipe = parallel.pipeline_model_parallel_size > 1 and parallel.pipeline_schedule == "gpipe"
-        further = (runs_in_flight - 1) * sizes.tokens * rows * sizes.short if gpipe else 0.0
-        return super().head_bytes(experiment, sizes, runs_in_flight) + cast + further
+        further = (runs_in_flight - 1) * sizes.tokens * local_rows * sizes.short if gpipe else 0.0
+        return head_bytes(experiment, sizes, rows, chunked=True, forward=cached) + cast + further
 
     def activation_terms(self, experiment: Experiment, stage: int, accumulation: int, device: Device) -> list[Term]:
         if not experiment.model.is_vision:

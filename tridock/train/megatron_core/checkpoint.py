@@ -73,6 +73,35 @@ def write(
     results.put(written)
 
 
+def keep_padding(optimizer: Any) -> None:
+    """Saves each weight's states from where they are.
+
+    megatron-core collects the buckets without the padding between them, and then takes each weight from its place in
+    the buffer with the padding (its own note: issue 504). Behind the first padded bucket all would be shifted.
+    """
+    if not isinstance(optimizer, DistributedOptimizer):
+        return
+    collect = optimizer.get_parameter_state_dp_zero
+
+    def collected(*given: Any, **named: Any) -> Any:
+        state = collect(*given, **named)
+        for number, buffer in enumerate(optimizer.buffers if state is not None else ()):
+            for tensors in state[number].values():
+                tensors |= {name: _padded(it, buffer) for name, it in tensors.items() if isinstance(it, Tensor)}
+        return state
+
+    optimizer.get_parameter_state_dp_zero = collected
+
+
+def _padded(states: Tensor, buffer: Any) -> Tensor:
+    whole, start = states.new_zeros(buffer.numel), 0
+    for bucket in buffer.buckets:
+        end = start + bucket.numel_unpadded
+        whole[bucket.offset : bucket.offset + bucket.numel_unpadded] = states[start:end]
+        start = end
+    return whole
+
+
 def before_load(optimizer: Any) -> None:
     """Makes the states that the first step would make, and keeps their count out of what is loaded beside it."""
     if not isinstance(optimizer, DistributedOptimizer) or not isinstance(optimizer.optimizer, torch.optim.AdamW):

@@ -41,6 +41,8 @@ class MegatronCore:
         self.optimizer = get_megatron_optimizer(
             optimizer_config(experiment), self.chunks, use_gloo_process_groups=False
         )
+        for optimizer in self.optimizer.chained_optimizers:
+            checkpoint.keep_padding(optimizer)
         for chunk in self.chunks:
             chunk.config.grad_scale_func = self.optimizer.scale_loss
             # Only the last micro-batch's backward pass sends gradients.

@@ -70,6 +70,14 @@ MEGATRON ?= $(if $(filter cpu,$(FLAVOR)),auto,https://github.com/deepspeedai/Dee
 image: ## Build the image: tridock:latest on NVIDIA's PyTorch image, or tridock:cpu with FLAVOR=cpu
 	@tools/build-image.sh '$(or $(FLAVOR),gpu)' '$(BASE_IMAGE)' '$(IMAGE)' '$(CA)' '$(MEGATRON)'
 
+REHEARSAL_BASE = tridock-rehearsal-base
+.PHONY: image-rehearsal
+image-rehearsal: .venv/.full ## Build the GPU image on a base like NVIDIA's, made here from packages, and test it
+	@docker image inspect debian:bookworm-slim >/dev/null 2>&1 || docker pull --quiet debian:bookworm-slim || tools/base-image.sh
+	@docker build --quiet --tag $(REHEARSAL_BASE) tests/rehearsal/base
+	@KEEP_COMPOSE=1 tools/build-image.sh gpu $(REHEARSAL_BASE) tridock:rehearsal '$(CA)' none
+	pytest tests/rehearsal -o timeout_func_only=true $(TESTS)
+
 # ---- runs --------------------------------------------------------------------------------------------------------------
 
 .PHONY: demo
@@ -156,7 +164,7 @@ test-unit: .venv/.full ## What needs neither ranks nor Docker
 test-unit-torch: .venv/.full
 	$(PYTEST) $(TORCH_TESTS) $(TESTS) $(OR_NONE)
 test-unit-others: .venv/.full
-	$(PYTEST) tests $(addprefix --ignore ,$(TORCH_TESTS) tests/distributed tests/integration tests/gpu) -n $(WORKERS) $(TESTS) $(OR_NONE)
+	$(PYTEST) tests $(addprefix --ignore ,$(TORCH_TESTS) tests/distributed tests/integration tests/gpu tests/rehearsal) -n $(WORKERS) $(TESTS) $(OR_NONE)
 
 .PHONY: test-distributed
 test-distributed: .venv/.full ## Several ranks on this machine's CPU

@@ -4,6 +4,7 @@
 #   tools/build-image.sh cpu|gpu BASE_IMAGE IMAGE [CA_FILE [MEGATRON]]
 #
 # BASE_IMAGE auto: the one for this machine's GPUs; without GPUs, the newest.
+# KEEP_COMPOSE=1: `docker compose` goes on using the image that it has.
 set -Eeuo pipefail
 cd "$(dirname "$0")/.."
 
@@ -89,7 +90,7 @@ main() {
     collect_wheels
     tools/megatron-source.sh "$MEGATRON"
     build
-    tools/compose-env.sh "$FLAVOR" "$IMAGE"
+    [[ -n ${KEEP_COMPOSE:-} ]] || tools/compose-env.sh "$FLAVOR" "$IMAGE"
     printf '%s\n' "$IMAGE"
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -100,14 +100,10 @@ def docker() -> str:
 @pytest.fixture(scope="session")
 def cpu_image(docker: str) -> str:
     """The twin's image, built from this working tree under a name of this session's own."""
-    settings = ROOT / ".env"
     with once("cpu-image") as first:
         if first:
-            before = settings.read_bytes() if settings.exists() else None
-            try:
-                succeed("make", "image", "FLAVOR=cpu", f"IMAGE={CPU_IMAGE}", cwd=ROOT, timeout=1800)
-            finally:  # so that the user of this tree keeps the image they had
-                settings.unlink(missing_ok=True) if before is None else settings.write_bytes(before)
+            keep = {**os.environ, "KEEP_COMPOSE": "1"}  # the user of this tree keeps the image they had
+            succeed("make", "image", "FLAVOR=cpu", f"IMAGE={CPU_IMAGE}", cwd=ROOT, env=keep, timeout=1800)
     return CPU_IMAGE
 
 
@@ -148,7 +144,7 @@ def start_twin(
     """Starts two nodes with the environment that is given, as a uid, and waits until both answer."""
     networks: list[str] = []
 
-    def start(uid: int = 0, environment: Mapping[str, str] | None = None) -> Twin:
+    def start(uid: int = 0, environment: Mapping[str, str] | None = None, mounts: Sequence[str] = ()) -> Twin:
         network = own_name()
         succeed("docker", "network", "create", network)
         networks.append(network)
@@ -163,6 +159,7 @@ def start_twin(
             options += ["--env", f"TRIDOCK_NODE={node}", "--env", "TRIDOCK_CLUSTER=testcluster"]
             for name, value in (environment or {}).items():
                 options += ["--env", f"{name}={value}"]
+            options += [word for mount in mounts for word in ("--volume", mount)]
             names[node] = containers.start("node", options=options)
         for name in names.values():
             wait_until(lambda name=name: "Server listening" in execute("docker", "logs", name).stderr, "sshd listens")

@@ -79,4 +79,7 @@ def scattered(experiment: Experiment, stage: int, shape: Shape, weights: Paramet
         complete = held - _SUM_BYTES * layer / shards + short * layer * (2 if single else 1) + small
         sent = held + _SUM_BYTES * layer - (0 if single else _SUM_BYTES * layer)
         most = max(most, complete, sent)
+        if done == layers and (tensor := experiment.parallel.tensor_model_parallel_size) > 1:
+            # The table's gradient comes last: of all rows, of this rank's, and both uses of it added up.
+            most = max(most, held + short * weights.embedding * (tensor + 2))
     return most

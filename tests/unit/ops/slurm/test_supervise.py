@@ -139,7 +139,10 @@ def test_slurm_may_be_quicker(
     assert "did not queue" not in capfd.readouterr().out
 
 
-def test_a_controller_that_does_not_answer_queues_nothing_again(folder: Path, answer: Answer) -> None:
+def test_a_controller_that_does_not_answer_queues_nothing_again(
+    folder: Path, answer: Answer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise, "_PATIENCE_S", 0.5)
     answer("scontrol", err="slurm_load_jobs error: Unable to contact slurm controller", code=1)
     assert run(folder, "run_preempted") == 85
     reason = events(folder, "job_not_requeued")[0]["reason"]

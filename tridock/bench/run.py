@@ -15,7 +15,7 @@ from tridock.contracts import environment, run_folder
 from tridock.contracts.events import Event, events_of
 from tridock.contracts.records import read_metrics, read_plan
 from tridock.engines import engine_of
-from tridock.errors import RequestError
+from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment, load_experiment
 from tridock.gpus import Gpu
 from tridock.plan import Assumptions, assess
@@ -29,8 +29,9 @@ _TURN = 2
 """Steps until the engine and the bare loop change places: soon, for a machine's speed changes within seconds."""
 
 
-def run_bench(bench: Bench, folder: Path, gpu: Gpu | None, say: Say) -> Iterator[Measured]:
-    """Yields each cell as it is measured; ``folder`` is where the benchmark's file lies.
+def run_bench(bench: Bench, folder: Path, gpu: Gpu | None, gpus: int | None, say: Say) -> Iterator[Measured]:
+    """Yields each cell as it is measured; ``folder`` is where the benchmark's file lies, ``gpus`` how many ranks can
+    have a GPU of this machine (None: they train on the CPU).
 
     Raises :class:`RequestError` where the experiment is not there at all.
     """
@@ -40,7 +41,11 @@ def run_bench(bench: Bench, folder: Path, gpu: Gpu | None, say: Say) -> Iterator
     cells = list(cells_of(bench))
     for number, cell in enumerate(cells, start=1):
         say(f"{number} of {len(cells)}: {cell.name}")
-        measured = measure(bench, cell, config, gpu)
+        if gpus is not None and cell.world > gpus:
+            what, todo = "each rank needs a GPU of its own", f"this machine has {gpus}"
+            measured = Measured(cell, "refused", str(Problem("world", what, str(cell.world), todo)))
+        else:
+            measured = measure(bench, cell, config, gpu)
         if measured.reason:
             say(f"  {measured.state}: {measured.reason}")
         yield measured

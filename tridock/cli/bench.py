@@ -30,6 +30,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     from tridock.bench.output import record, table
     from tridock.bench.run import run_bench
     from tridock.gpus import find_gpu
+    from tridock.ops.runs.this_machine import gpu_count
 
     bench = load_bench(arguments.config, arguments.world)
     gpu = None if arguments.gpu is None else find_gpu(arguments.gpu, "--gpu")
@@ -38,7 +39,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     # SIGTERM stops the current run, as Ctrl-C does.
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        for cell in run_bench(bench, arguments.config.parent, gpu, print):
+        for cell in run_bench(bench, arguments.config.parent, gpu, gpu_count(), print):
             measured.append(cell)
             # Record after each cell: what was measured stays if a later one is interrupted.
             record(measured, bench, out)

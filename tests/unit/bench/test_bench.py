@@ -10,6 +10,7 @@ import pytest
 
 from tridock.bench.cells import Bench, Cell, Measured, cells_of, exit_code_of, load_bench, overrides_of, scaling
 from tridock.bench.output import document, markdown, plots_of, record, row
+from tridock.bench.run import run_bench
 from tridock.cli import main
 from tridock.errors import RequestError
 from tridock.experiment import load_experiment
@@ -89,6 +90,17 @@ def test_an_experiment_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureF
         "none.yaml: cannot be read as an experiment; got no such file; give the path of an experiment file\n"
     )
     assert not (tmp_path / "out").exists()
+
+
+def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
+    bench = Bench.model_validate({"experiment": str(ROOT / "configs" / "demo.yaml"), "world": [2]})
+    said: list[str] = []
+    (cell,) = run_bench(bench, tmp_path, None, 1, said.append)
+    assert (cell.state, cell.reason) == (
+        "refused",
+        "world: each rank needs a GPU of its own; got 2; this machine has 1",
+    )
+    assert said[1] == f"  refused: {cell.reason}"
 
 
 def test_scaling_is_beside_the_smallest_world_of_the_same_kind() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.dataset_writer import IndexedDatasetWriter
 from tridock.cli import main
+from tridock.ops.runs import this_machine
 
 ROOT = Path(__file__).parents[3]
 
@@ -81,6 +82,20 @@ def test_data_that_are_too_short(config: Path) -> None:
 )  # fmt: skip
 def test_words_that_do_not_fit(config: Path, arguments: tuple[str, ...], message: str) -> None:
     assert train(config, *arguments) == (2, f"{message}\n")
+
+
+def test_more_ranks_than_gpus(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(this_machine, "_listed", lambda: ("GPU-83a1d6de",))
+    for name in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR"):
+        monkeypatch.delenv(name, raising=False)
+    message = (
+        "--nproc: each rank needs a GPU of its own; got 2; "
+        "this machine has 1: give as many or fewer, or train on the CPU with DS_ACCELERATOR=cpu\n"
+    )
+    assert train(config, "--nproc", "2") == (2, message)
+    # Then the next thing is missing.
+    for arguments in (("--nproc", "1"), ("--nproc", "2", "--set", "env.DS_ACCELERATOR=cpu")):
+        assert "data.data_path: is not on this machine" in train(config, *arguments)[1]
 
 
 def test_nodes_that_are_started_by_hand_are_not_restarted(config: Path) -> None:

@@ -25,7 +25,7 @@ from tridock.ops.runs import rendezvous
 from tridock.ops.runs.failed_run import RunFailedError, failed, failure_text, rank_to_look_at
 from tridock.ops.runs.prepare import Prepared, prepare
 from tridock.ops.runs.provenance import Approve, image_manifest, machine, packages
-from tridock.ops.runs.this_machine import CODE_FOLDER, default_ranks, gpu_here, node_argv, node_environment
+from tridock.ops.runs.this_machine import CODE_FOLDER, default_ranks, gpu_count, gpu_here, node_argv, node_environment
 from tridock.plan import Assumptions, Plan
 from tridock.triage import facts_of
 
@@ -97,6 +97,9 @@ def run_here(
     slots = {name: range(ranks) for name in _names(place)}
     prepared = prepare(config, slots, Assumptions(gpu=gpu_here()), overrides, force=force)
     experiment = prepared.experiment
+    if experiment.env.get("DS_ACCELERATOR") != "cpu" and (gpus := gpu_count()) is not None and ranks > gpus:
+        todo = f"this machine has {gpus}: give as many or fewer, or train on the CPU with DS_ACCELERATOR=cpu"
+        raise RequestError(Problem("--nproc", "each rank needs a GPU of its own", str(ranks), todo))
     if place.nnodes > 1 and experiment.restart.max:
         what, todo = "cannot be for nodes that are each started by hand", "set it to 0, or start them with fab launch"
         raise RequestError(Problem(f"{config}: restart.max", what, str(experiment.restart.max), todo))

@@ -39,10 +39,7 @@ def node_environment(ranks: int) -> dict[str, str]:
 def default_ranks() -> int:
     """One rank per GPU or MIG slice of ``CUDA_VISIBLE_DEVICES``, or else of the machine; two where ranks train on the
     CPU, enough for every code path that needs company."""
-    if os.environ.get("DS_ACCELERATOR") == "cpu":
-        return 2
-    devices = chosen_devices()
-    return len(_listed() if devices is None else devices) or 2
+    return gpu_count() or 2
 
 
 def chosen_devices() -> Sequence[str] | None:
@@ -51,6 +48,14 @@ def chosen_devices() -> Sequence[str] | None:
         return [name for name in visible.split(",") if name]
     listed = _listed()
     return listed if any(uuid.startswith(MIG) for uuid in listed) else None
+
+
+def gpu_count() -> int | None:
+    """The GPUs or MIG slices that ranks here can have, each its own; None where ranks train on the CPU."""
+    if os.environ.get("DS_ACCELERATOR") == "cpu":
+        return None
+    devices = chosen_devices()
+    return len(_listed() if devices is None else devices) or None
 
 
 def gpu_here() -> Gpu | None:

@@ -24,7 +24,7 @@ from tridock.experiment.schema import Experiment
 from tridock.train.megatron_core.attention import FusedAttention
 from tridock.train.models.cross_entropy import token_losses
 
-BLOCK: Final = 1 << 20
+BLOCK: Final = 1 << 16
 """Elements that are drawn at a time; a longer row, whole."""
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

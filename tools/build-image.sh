@@ -4,7 +4,7 @@
 #   tools/build-image.sh cpu|gpu BASE_IMAGE IMAGE [CA_FILE [MEGATRON]]
 #
 # BASE_IMAGE auto: the one for this machine's GPUs; without GPUs, the newest.
-# KEEP_COMPOSE=1: `docker compose` goes on using the image that it has.
+# KEEP_COMPOSE=1: docker compose keeps its current image.
 set -Eeuo pipefail
 cd "$(dirname "$0")/.."
 

@@ -41,17 +41,13 @@ def run_bench(bench: Bench, folder: Path, gpu: Gpu | None, gpus: int | None, say
     cells = list(cells_of(bench))
     for number, cell in enumerate(cells, start=1):
         say(f"{number} of {len(cells)}: {cell.name}")
-        if gpus is not None and cell.world > gpus:
-            what, todo = "each rank needs a GPU of its own", f"this machine has {gpus}"
-            measured = Measured(cell, "refused", str(Problem("world", what, str(cell.world), todo)))
-        else:
-            measured = measure(bench, cell, config, gpu)
+        measured = measure(bench, cell, config, gpu, gpus)
         if measured.reason:
             say(f"  {measured.state}: {measured.reason}")
         yield measured
 
 
-def measure(bench: Bench, cell: Cell, config: Path, gpu: Gpu | None) -> Measured:
+def measure(bench: Bench, cell: Cell, config: Path, gpu: Gpu | None, gpus: int | None) -> Measured:
     """One cell: planned, then run as often as asked."""
     length = {
         "train.train_iters": bench.warmup + bench.iterations,
@@ -66,6 +62,9 @@ def measure(bench: Bench, cell: Cell, config: Path, gpu: Gpu | None) -> Measured
     overrides = overrides_of({**length, **cell.fields})
     try:
         experiment = load_experiment(config, overrides)
+        if gpus is not None and cell.world > gpus and experiment.env.get("DS_ACCELERATOR") != "cpu":
+            what, todo = "each rank needs a GPU of its own", f"this machine has {gpus}"
+            raise RequestError(Problem("world", what, str(cell.world), todo))
         assessment = assess(experiment, {"localhost": range(cell.world)}, str(config), Assumptions(gpu=gpu))
         plan = assessment.checked()
     except RequestError as error:

@@ -96,7 +96,7 @@ def check_quickly(session: Session, *, on_cpu: bool = False) -> None:
     found = list(image_findings(str(session.cluster.hostfile_path), images))
     for node, report in reports.items():
         found += space_findings(session.cluster, node, report)
-        found += () if on_cpu else cuda_findings(node, report)
+        found += () if on_cpu else cuda_findings(node, session.cluster.everywhere[node], report)
     found += ssh_findings(session.cluster, reports[session.head].ssh, lambda node: _host_key(session, node))
     if problems := [finding.problem for finding in found if finding.severity == "fail"]:
         raise ClusterError(problems)

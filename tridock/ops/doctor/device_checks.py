@@ -51,10 +51,14 @@ def parse_gpu_host(output: str) -> GpuHost:
     return GpuHost(tuple(xids[-1:]), processes)
 
 
-def cuda_findings(node: str, report: QuickReport) -> Iterator[Finding]:
-    """What every rank would end with: the error of CUDA's driver, or GPUs that the image's torch has no kernels for."""
+def cuda_findings(node: str, slots: Sequence[int], report: QuickReport) -> Iterator[Finding]:
+    """What a rank would end with: the error of CUDA's driver, or a GPU that the image's torch has no kernels for.
+
+    A GPU outside the slots, as one for a display, may be of any kind.
+    """
     yield from _cuda_error(node, report)
-    yield from _kernels(node, report.architectures, report.capabilities, None)
+    capabilities = [report.capabilities[slot] for slot in slots if slot < len(report.capabilities)]
+    yield from _kernels(node, report.architectures, capabilities, None)
 
 
 def _cuda_error(node: str, report: QuickReport) -> Iterator[Finding]:

@@ -238,7 +238,7 @@ def test_a_launch_on_such_a_node_is_refused_unless_it_asks_for_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = Session(make_cluster(tmp_path))
-    foreign = replace(gpus(), architectures=BUILT, capabilities=("9.0", "7.0"))
+    foreign = replace(gpus(), architectures=BUILT, capabilities=("9.0", "7.0", "5.0"))  # the third is no slot
     answers = {"host-1": foreign, "host-2": gpus(cuda_error=NOT_READY)}
     monkeypatch.setattr(session, "each", lambda ask: {node: ask(node, None) for node in session.nodes})
     container = SimpleNamespace(image_id="sha256:0")

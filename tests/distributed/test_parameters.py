@@ -59,13 +59,17 @@ def case(engine: str, model: dict[str, Any], parallel: dict[str, Any], data: int
 
 def models(chance: random.Random) -> Iterator[dict[str, Any]]:
     """Every combination of layers, widths and vocabularies, with positions more or less at random."""
-    for layers, (width, heads), tokens, multiple in product(
-        (1, 2, 3, 4, 6, 8, 12), ((4, 4), (12, 4), (20, 4), (48, 12)), (1, 17, 96, 1001), (1, 5, 8, 128)
+    for layers, (width, heads, head), tokens, multiple in product(
+        (1, 2, 3, 4, 6, 8, 12),
+        ((4, 4, None), (12, 4, None), (18, 4, 7), (48, 12, None)),
+        (1, 17, 96, 1001),
+        (1, 5, 8, 128),
     ):
         yield {
             "num_layers": layers,
             "hidden_size": width,
             "num_attention_heads": heads,
+            "kv_channels": head,
             "seq_length": 8,
             "vocab_size": tokens,
             "make_vocab_size_divisible_by": multiple,

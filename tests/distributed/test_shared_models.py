@@ -18,7 +18,7 @@ TP, PP, VPP = (f"parallel.{name}_model_parallel_size" for name in ("tensor", "pi
 SCHEDULE = "parallel.pipeline_schedule"
 FSDP = {STRATEGY: "fsdp"}
 BASE = {
-    "model.num_layers": 4, "batch.micro_batch_size": 1, "batch.global_batch_size": 4,
+    "model.num_layers": 4, "model.kv_channels": 12, "batch.micro_batch_size": 1, "batch.global_batch_size": 4,
     "train.train_iters": 20, "train.eval_interval": 10, "train.eval_iters": 1,
 }  # fmt: skip
 # DTensor takes a millisecond an operation, whatever its size: fewer passes.

@@ -162,7 +162,8 @@ def test_all_problems_of_an_experiment_at_once(tmp_path: Path, capfd: pytest.Cap
     ]
     assert fab_here("launch", "--hosts", str(tmp_path / "lab"), "--dry-run", *arguments) == 2
     assert capfd.readouterr().err.splitlines() == [
-        "configs/demo.yaml: model.num_attention_heads: must divide hidden_size 256; got 3; use 2 or 4",
+        "configs/demo.yaml: model.num_attention_heads: must divide hidden_size 256; got 3; "
+        "use 2 or 4, or set model.kv_channels",
         "configs/demo.yaml: batch.global_batch_size: must be a multiple of micro_batch_size 4 x data parallel size 3; "
         "got 8; use 12, or leave it out",
         "configs/demo.yaml: optimizer.min_lr: must not exceed lr 0.001; got 1; lower it",

@@ -1,6 +1,6 @@
 """The settings beside a hostfile: how to reach its hosts and how to run the container there. Typed, no I/O.
 
-``hostfiles/lab.yaml`` is optional: every field has a default that works for GPU hosts that ssh reaches by the
+``hostfile.yaml`` is optional: every field has a default that works for GPU hosts that ssh reaches by the
 names of the hostfile.
 """
 

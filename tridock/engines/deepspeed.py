@@ -92,9 +92,9 @@ def zero_states(experiment: Experiment, weights: Parameters, replicas: int) -> S
 def _small_tensors(experiment: Experiment, weights: Parameters) -> Iterator[int]:
     """Elements of the weights that ZeRO 3 leaves whole on every rank."""
     model, tensor = experiment.model, experiment.parallel.tensor_model_parallel_size
-    width = model.hidden_size
+    width, heads = model.hidden_size, model.attention_size // tensor
     matrix = width * width // tensor
-    layer = [3 * matrix, matrix, 4 * matrix, 4 * matrix, *(3 * width // tensor, 4 * width // tensor), *[width] * 6]
+    layer = [3 * width * heads, width * heads, 4 * matrix, 4 * matrix, 3 * heads, 4 * width // tensor, *[width] * 6]
     tables = [weights.embedding, weights.positions, weights.head]
     yield from (size * model.num_layers for size in layer if size <= _PERSISTENT)
     yield from (size for size in tables if size <= _PERSISTENT)

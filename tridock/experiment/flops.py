@@ -11,13 +11,17 @@ from tridock.experiment.schema import Model
 
 
 def layer_flops_per_token(model: Model) -> float:
-    """One layer's forward pass: 24 h^2 in the matrices, 4 s h in the attention's two products."""
-    return 24.0 * model.hidden_size**2 + attention_flops_per_token(model)
+    """One layer's forward pass: 24 h^2 in the matrices, 4 s h in the attention's two products.
+
+    Where the heads' width a is not h: 16 h^2 + 8 h a, and 4 s a.
+    """
+    matrices = 2.0 * layer_matrices(model.hidden_size, model.attention_size)
+    return matrices + attention_flops_per_token(model)
 
 
 def attention_flops_per_token(model: Model) -> float:
     """The forward pass of one layer's scores and weighted values, as if each token attended to all."""
-    return 4.0 * model.seq_length * model.hidden_size
+    return 4.0 * model.seq_length * model.attention_size
 
 
 def head_flops_per_token(model: Model, vocab_size: int) -> float:
@@ -50,10 +54,15 @@ def recomputed_flops_per_token(model: Model, full_layers: int, selective: bool) 
 
 
 def model_parameters(model: Model, rows: int) -> int:
-    """Weights of the whole GPT, each once: 12 matrices of hidden x hidden a layer, 13 vectors, both tables (the token
-    table of ``rows``), and the last norm."""
+    """Weights of the whole GPT, each once: its layers, both tables (the token table of ``rows``), and the last norm."""
     if model.is_vision:
         return resnet.parameters(model)
     width = model.hidden_size
     tables = rows + (model.max_position_embeddings or model.seq_length)
-    return model.num_layers * (12 * width * width + 13 * width) + tables * width + 2 * width
+    layer = layer_matrices(width, model.attention_size) + 10 * width + 3 * model.attention_size
+    return model.num_layers * layer + tables * width + 2 * width
+
+
+def layer_matrices(width: int, attention: int) -> int:
+    """Weights of a layer's matrices: query, key, value and output of the heads' width, and eight squares in the MLP."""
+    return 4 * width * attention + 8 * width * width

@@ -50,6 +50,8 @@ PRESETS: Final[Mapping[str, tuple[int, int, int]]] = {
     "gpt2-xl": (48, 25, 1600),
 }
 """Layers, heads and hidden size: of PyTorch's data parallel benchmark, and of GPT-2 (Radford et al., 2019, table 2)."""
+_HEAD_SIZES: Final[Mapping[str, int]] = {"gpt-xl": 128}
+"""kv_channels of presets whose heads do not share out hidden_size (GPT-3 XL: Brown et al., 2020, table 2.1)."""
 Preset = Literal["gpt-small", "gpt-large", "gpt-xl", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "resnet50"]
 
 _RESNET: Final[Mapping[str, int | float]] = {
@@ -70,12 +72,18 @@ class Model(Section):
 
     preset: Preset | None = Field(
         default=None,
-        description="A known shape: gives num_layers, num_attention_heads and hidden_size where they are left out."
+        description="A known shape: gives num_layers, num_attention_heads and hidden_size where they are left out;"
+        " gpt-xl, of 24 heads, also kv_channels 128, unless heads or hidden_size are given."
         " resnet50 classifies images, with engine torch: of the model's fields it has img_h, img_w and num_classes.",
     )
     num_layers: Positive = Field(description="Transformer layers.")
     hidden_size: Positive = Field(description="Width of the residual stream.")
-    num_attention_heads: Positive = Field(description="Attention heads; must divide hidden_size.")
+    num_attention_heads: Positive = Field(
+        description="Attention heads; must divide hidden_size, unless kv_channels is given."
+    )
+    kv_channels: Positive | None = Field(
+        default=None, description="Size of one attention head; hidden_size / num_attention_heads where left out."
+    )
     seq_length: Positive = Field(description="Tokens of one training sample.")
     max_position_embeddings: Positive | None = Field(
         default=None, description="Rows of the position table; seq_length where left out."
@@ -132,6 +140,11 @@ class Model(Section):
         return self.preset == "resnet50"
 
     @property
+    def attention_size(self) -> int:
+        """Width of the queries of all heads; so are keys, values and the attention's output."""
+        return self.num_attention_heads * (self.kv_channels or self.hidden_size // self.num_attention_heads)
+
+    @property
     def unit(self) -> str:
         """What throughput counts."""
         return "images" if self.is_vision else "tokens"
@@ -140,9 +153,11 @@ class Model(Section):
     @classmethod
     def _from_preset(cls, fields: Any) -> Any:
         if isinstance(fields, dict) and isinstance(fields.get("preset"), str) and fields["preset"] in PRESETS:
-            sizes = dict(
+            sizes: dict[str, int | None] = dict(
                 zip(("num_layers", "num_attention_heads", "hidden_size"), PRESETS[fields["preset"]], strict=True)
             )
+            if not {"num_attention_heads", "hidden_size"} & fields.keys():
+                sizes["kv_channels"] = _HEAD_SIZES.get(fields["preset"])
             return {**sizes, **fields}
         if isinstance(fields, dict) and fields.get("preset") == "resnet50":
             given = {name: value for name, value in fields.items() if name not in _IMAGES or value is not None}

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from tridock.experiment import Experiment
+from tridock.experiment.flops import layer_matrices
 from tridock.layout.shape import (
     FORMAT_BYTES,
     Device,
@@ -43,6 +44,8 @@ class Sizes:
     """[tokens, hidden] in that format, whole."""
     split: float
     """The same as tensor parallel ranks share it out inside a layer."""
+    heads: float
+    """[tokens, heads x their size], as tensor parallel ranks share it out."""
     between: float
     """The same between the split parts, where sequence parallelism shares it out."""
     residual: float
@@ -129,11 +132,12 @@ def sizes_of(
         short=short,
         hidden=elements * short,
         split=elements * short / tensor,
+        heads=tokens * model.attention_size * short / tensor,
         between=elements * short / spread,
         residual=elements * residual / spread,
         statistics=2 * tokens * (4 if device == "cuda" else residual) / spread,
         dropout=elements * (1 if device == "cuda" else short) / spread if model.hidden_dropout else 0.0,
-        casts=12 * model.hidden_size**2 * short if autocast else 0.0,
+        casts=layer_matrices(model.hidden_size, model.attention_size) * short if autocast else 0.0,
         attention=_attention_bytes(experiment, tokens, short, device),
         weight=0.0 if sums_in_place else 4 * model.hidden_size**2 * short / tensor,
         restored=elements * short / spread if restores_inputs else 0.0,
@@ -146,7 +150,7 @@ def _attention_bytes(experiment: Experiment, tokens: int, short: int, device: De
     tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     heads = model.num_attention_heads / tensor
     scores = tokens * heads * model.seq_length
-    gathered = 2 * context * tokens * model.hidden_size * short / tensor if context > 1 else 0.0
+    gathered = 2 * context * tokens * model.attention_size * short / tensor if context > 1 else 0.0
     if device == "cpu" and model.attention_dropout > 0.0:
         # Not fused there: probabilities, noise and their product in fp32, and a mask.
         return scores * (4 + 4 + 4 + 1) + gathered
@@ -157,7 +161,8 @@ def layer_bytes(sizes: Sizes) -> float:
     """One layer, nothing of it computed again: Korthikanti et al. 2022, equation 2, term by term."""
     norms = 2 * (sizes.residual + sizes.statistics)
     inputs = 2 * sizes.between  # of the attention's and the MLP's first matrix
-    inner = (3 + 1 + 4 + 4) * sizes.split  # queries, keys, values; output; the activation function's input and output
+    # Queries, keys, values; output; the activation function's input and output.
+    inner = (3 + 1) * sizes.heads + (4 + 4) * sizes.split
     return norms + inputs + inner + sizes.attention + 2 * sizes.dropout + sizes.casts
 
 

@@ -2,7 +2,8 @@
 
 A layer has 12 matrices of hidden x hidden (query, key, value, output, and eight of the MLP) and 13 vectors of that
 width: three biases of the attention's input, one of its output, four of the MLP's input, one of its output, and two
-norms of two. Tensor parallel ranks share the matrices and the biases of what they split.
+norms of two. Tensor parallel ranks share the matrices and the biases of what they split. With ``kv_channels`` the
+attention's matrices and the biases of its input have the width of its heads instead.
 """
 
 from collections.abc import Iterable
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from tridock.experiment import Experiment, resnet
+from tridock.experiment.flops import layer_matrices
 
 Device = Literal["cpu", "cuda"]
 FORMAT_BYTES: Final = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -143,8 +145,9 @@ def layer_parameters(experiment: Experiment) -> int:
     """Of one layer on one tensor parallel rank; of a model of images, of its largest block."""
     if experiment.model.is_vision:
         return resnet.largest_block(experiment.model)
-    width, tensor = experiment.model.hidden_size, experiment.parallel.tensor_model_parallel_size
-    return 12 * width * width // tensor + 7 * width // tensor + 6 * width
+    width, heads = experiment.model.hidden_size, experiment.model.attention_size
+    tensor = experiment.parallel.tensor_model_parallel_size
+    return layer_matrices(width, heads) // tensor + (3 * heads + 4 * width) // tensor + 6 * width
 
 
 def parameters_of_stage(experiment: Experiment, stage: int, rows: int, *, copies_positions: bool = False) -> Parameters:

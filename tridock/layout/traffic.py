@@ -117,7 +117,8 @@ def _context(experiment: Experiment, shape: Shape, stage: int, _sent: Sent) -> I
     if size == 1:
         return
     layers = layers_of_stage(experiment, stage)
-    keys_and_values = 2 * hidden_bytes(experiment) * size / tensor
+    model = experiment.model
+    keys_and_values = 2 * hidden_bytes(experiment) * size / tensor * model.attention_size / model.hidden_size
     # Gathered in the forward pass, and where it is done again; their gradients scattered in the backward pass.
     selective = experiment.model.recompute_granularity == "selective"
     again = layers if selective else recomputed_layers(experiment, layers)

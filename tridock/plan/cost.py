@@ -12,6 +12,7 @@ from typing import Final, Self
 from tridock.engines import engine_of
 from tridock.experiment import Experiment
 from tridock.experiment.flops import (
+    attention_flops_per_token,
     causal_flops_per_token,
     head_flops_per_token,
     layer_flops_per_token,
@@ -195,7 +196,7 @@ def _slowest_stage_flops(experiment: Experiment) -> float:
         flops = 3 * layers * layer_flops_per_token(model)
         flops += recomputed_layers(experiment, layers) * layer_flops_per_token(model)
         if model.recompute_granularity == "selective":
-            flops += layers * 4.0 * model.seq_length * model.hidden_size
+            flops += layers * attention_flops_per_token(model)
         if stage == stages - 1:
             flops += 3 * head_flops_per_token(model, engine_of(experiment).rows_of_vocabulary(experiment))
         worst = max(worst, flops)

@@ -54,11 +54,12 @@ def _image_problems(experiment: Experiment) -> Iterator[Problem]:
 
 def _model_problems(experiment: Experiment) -> Iterator[Problem]:
     model = experiment.model
-    if model.hidden_size % model.num_attention_heads:
+    if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
         tensor = experiment.parallel.tensor_model_parallel_size
         near = nearest_divisors(model.hidden_size, model.num_attention_heads, multiple_of=tensor)
         what, got = f"must divide hidden_size {model.hidden_size}", str(model.num_attention_heads)
-        yield Problem("model.num_attention_heads", what, got, f"use {either(near)}", near)
+        todo = f"use {either(near)}, or set model.kv_channels"
+        yield Problem("model.num_attention_heads", what, got, todo, near)
     length, positions = model.seq_length, model.max_position_embeddings
     if positions is not None and positions < length:
         what, todo = f"must be at least seq_length {length}", f"raise it to {length}, or leave it out"

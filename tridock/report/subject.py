@@ -239,7 +239,13 @@ def _flops(log: MegatronLog, columns: Columns) -> str:
     if log.world_size is None or not speeds or None in sizes:
         return "-"
     layers, hidden, heads, length, rows = (size or 0 for size in sizes)
-    model = Model(num_layers=layers, hidden_size=hidden, num_attention_heads=heads, seq_length=length)
+    model = Model(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        kv_channels=_whole(log.arguments, "kv_channels"),
+        seq_length=length,
+    )
     return f"{statistics.median(speeds) * model_flops_per_token(model, rows) / log.world_size / 1e12:.3g} TFLOP/s"
 
 

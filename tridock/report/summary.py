@@ -150,8 +150,9 @@ def _model(experiment: Experiment) -> str:
         return (
             f"ResNet-50, images of {model.img_h} x {model.img_w}, {model.num_classes} classes, {experiment.precision}"
         )
+    heads = f"{model.num_attention_heads} heads" + (f" of {model.kv_channels}" if model.kv_channels else "")
     return (
-        f"GPT, {model.num_layers} layers, hidden {model.hidden_size}, {model.num_attention_heads} heads, "
+        f"GPT, {model.num_layers} layers, hidden {model.hidden_size}, {heads}, "
         f"sequence {model.seq_length}, {experiment.precision}"
     )
 

@@ -44,6 +44,7 @@ CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.num_layers": (16, {}),
     "model.hidden_size": (128, {}),
     "model.num_attention_heads": (4, {}),
+    "model.kv_channels": (16, {}),
     "model.seq_length": (32, {}),
     "model.max_position_embeddings": (128, {}),
     "model.vocab_size": (1000, {}),

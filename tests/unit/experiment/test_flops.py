@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tridock.experiment.flops import model_flops_per_token
+from tridock.experiment.flops import model_flops_per_token, model_parameters
 from tridock.experiment.schema import Model
 
 SIZES = st.integers(1, 4096)
@@ -17,6 +17,23 @@ def test_the_papers_formula_is_the_sum_of_the_products(layers: int, width: int, 
     layer = 4 * width**2 + 2 * sequence * width + 8 * width**2
     forward = 2 * (layers * layer + width * vocabulary)
     assert model_flops_per_token(model, vocabulary) == pytest.approx(3 * forward)
+
+
+@given(width=SIZES, heads=st.integers(1, 64), size=st.integers(1, 256), sequence=SIZES)
+def test_heads_with_a_size_of_their_own(width: int, heads: int, size: int, sequence: int) -> None:
+    model = Model(num_layers=1, hidden_size=width, num_attention_heads=heads, kv_channels=size, seq_length=sequence)
+    attention = 4 * width * heads * size + 2 * sequence * heads * size
+    assert model_flops_per_token(model, 0) == pytest.approx(3 * 2 * (attention + 8 * width**2))
+
+
+def test_gpt_xl_has_gpt3s_heads_unless_others_are_given() -> None:
+    preset = Model(preset="gpt-xl", seq_length=1024)
+    assert (preset.num_attention_heads, preset.kv_channels, preset.attention_size) == (24, 128, 3072)
+    assert model_parameters(preset, 50257) == 1_515_026_432
+    fewer = Model(preset="gpt-xl", num_attention_heads=16, seq_length=1024)
+    assert (fewer.kv_channels, fewer.attention_size) == (None, 2048)
+    assert model_parameters(fewer, 50257) == 1_313_626_112
+    assert Model(preset="gpt-large", seq_length=8).attention_size == 1536
 
 
 def test_gpt3_as_the_paper_counts_it() -> None:

@@ -62,7 +62,7 @@ def test_every_problem_at_once() -> None:
     assert refused({"a": [0, 1], "b": [0, 1]}, *overrides) == [
         "e.yaml: parallel.tensor_model_parallel_size: must divide num_attention_heads 3; got 2; use 1 or 3",
         "e.yaml: parallel.zero_stage: strategy ddp keeps everything on every rank; got 2; set it to 0, or strategy to zero",  # noqa: E501
-        "e.yaml: model.num_attention_heads: must divide hidden_size 8; got 3; use 2 or 4",
+        "e.yaml: model.num_attention_heads: must divide hidden_size 8; got 3; use 2 or 4, or set model.kv_channels",
         "e.yaml: model.max_position_embeddings: must be at least seq_length 16; got 8; raise it to 16, or leave it out",
         "e.yaml: batch.global_batch_size: must be a multiple of micro_batch_size 2 x data parallel size 2; got 7; "
         "use 4 or 8, or leave it out",

@@ -87,6 +87,14 @@ def test_biases_and_norms_do_not_decay() -> None:
     assert len(decayed["params"]) + len(plain["params"]) == len(names)
 
 
+def test_heads_have_a_size_of_their_own() -> None:
+    model = build(**{"model.num_attention_heads": 3, "model.kv_channels": 5})
+    attention = model.layers["0"].attention
+    assert attention.query_key_value.weight.shape == (3 * 3 * 5, 16)
+    assert attention.dense.weight.shape == (16, 3 * 5)
+    assert model(*batch()).isfinite()
+
+
 def test_heads_that_do_not_divide_the_width() -> None:
     with pytest.raises(RequestError) as caught:
         build(**{"model.num_attention_heads": 3})

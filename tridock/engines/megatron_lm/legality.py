@@ -13,6 +13,10 @@ FIELDS: Final[Fields] = {
     **COMMON,
     "megatron_args": HONOURED,
     "model.vocab_size": Unused("Megatron-LM v1.1.5 counts the tokens of data.vocab_file; the plan counts with this"),
+    "model.kv_channels": Refused(
+        "Megatron-LM v1.1.5 divides hidden_size among the heads",
+        "leave it out (with preset gpt-xl: set model.num_attention_heads to 16), or use engine {others}",
+    ),
     "parallel.data_parallel_shard_size": Refused(),
     "parallel.pipeline_schedule": Refused(),
     "parallel.virtual_pipeline_model_parallel_size": Refused(),

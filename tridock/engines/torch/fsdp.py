@@ -67,7 +67,7 @@ def scattered(experiment: Experiment, stage: int, shape: Shape, weights: Paramet
         return _SUM_BYTES * weights.total + short * weights.layers + _SUM_BYTES * max(layer, ends)
     shards = shards_of(experiment, shape.data)
     layers, kept = layers_of_stage(experiment, stage), kept_bytes(experiment, stage, sizes)
-    small = 4 * sizes.between + 3 * sizes.split
+    small = 4 * sizes.between + 3 * sizes.heads
     most = 0.0
     for done in {1, min(2, layers), layers}:  # layers, this one among them
         before = _SUM_BYTES * layer if done > 1 else 0

@@ -45,6 +45,7 @@ class Progress:
                 "num_layers": model.num_layers,
                 "hidden_size": model.hidden_size,
                 "num_attention_heads": model.num_attention_heads,
+                "kv_channels": model.attention_size // model.num_attention_heads,
                 "max_position_embeddings": model.max_position_embeddings or model.seq_length,
                 "padded_vocab_size": padded_vocab_size,
             },

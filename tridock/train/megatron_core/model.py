@@ -87,7 +87,7 @@ def transformer_config(experiment: Experiment, device: torch.device) -> Transfor
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
         # As in Megatron-LM's arguments; without it the package silently rounds a head's width down.
-        kv_channels=divide(model.hidden_size, model.num_attention_heads),
+        kv_channels=model.kv_channels or divide(model.hidden_size, model.num_attention_heads),
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
         # `initialize` does it, alike in every layout; Megatron only marks what it splits on this occasion.

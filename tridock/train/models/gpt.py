@@ -49,6 +49,7 @@ class Shape:
     attention_dropout: float
     init_method_std: float
     checkpoint_activations: bool
+    kv_channels: int | None = None
 
     @classmethod
     def of(cls, model: Model, vocab_size: int) -> Self:
@@ -64,6 +65,7 @@ class Shape:
             attention_dropout=model.attention_dropout,
             init_method_std=model.init_method_std,
             checkpoint_activations=model.checkpoint_activations,
+            kv_channels=model.kv_channels,
         )
 
 
@@ -75,15 +77,16 @@ class Attention(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        if shape.hidden_size % shape.num_attention_heads:
+        if shape.kv_channels is None and shape.hidden_size % shape.num_attention_heads:
             # Otherwise the rest of the width would silently become further heads.
             what, todo = f"must divide hidden_size {shape.hidden_size}", "change one of the two"
             raise RequestError(Problem("model.num_attention_heads", what, str(shape.num_attention_heads), todo))
-        self.head_size = shape.hidden_size // shape.num_attention_heads
+        self.head_size = shape.kv_channels or shape.hidden_size // shape.num_attention_heads
         self.dropout = shape.attention_dropout
         self.tensor_parallel_rank: int | None = None
-        self.query_key_value = nn.Linear(shape.hidden_size, 3 * shape.hidden_size)
-        self.dense = nn.Linear(shape.hidden_size, shape.hidden_size)
+        width = shape.num_attention_heads * self.head_size
+        self.query_key_value = nn.Linear(shape.hidden_size, 3 * width)
+        self.dense = nn.Linear(width, shape.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, sequence, _ = x.shape

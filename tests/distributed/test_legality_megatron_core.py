@@ -15,6 +15,8 @@ import pytest
 
 from tests.distributed import legality
 from tests.distributed.legality import Case, agree, chosen, reasons_in
+from tridock.experiment.schema import Optimizer
+from tridock.train.schedule import learning_rate
 
 pytest.importorskip("torch")
 pytest.importorskip("megatron.core", exc_type=ImportError)
@@ -110,3 +112,16 @@ def test_the_schedule_is_one_of_megatrons(style: str) -> None:
             assert one.reasons(), one
         else:
             assert not one.reasons(), one
+
+
+def test_a_warm_up_of_a_fraction_has_megatrons_rates() -> None:
+    scheduler: Any = pytest.importorskip("megatron.core.optimizer_param_scheduler").OptimizerParamScheduler
+    for fraction, decay, style in product((0.0, 0.1, 0.5, 0.99), (7, 25), ("cosine", "linear", "constant")):
+        own = Optimizer(lr=1.0, min_lr=0.1, lr_warmup_fraction=fraction, lr_decay_iters=decay, lr_decay_style=style)
+        groups = [{"lr": 0.0}]
+        theirs = scheduler(
+            SimpleNamespace(param_groups=groups), 0.0, 1.0, 0.1, fraction * decay, decay, style, 0.0, 0.0, 1, "constant"
+        )
+        for iteration in range(1, decay + 3):
+            theirs.step(1)
+            assert learning_rate(iteration, own, 99) == pytest.approx(groups[0]["lr"]), (own, iteration)

@@ -100,10 +100,14 @@ def test_zero_stages_with_tensor_parallel_ranks(source: str, zero: int) -> None:
 def test_a_warm_up_ends_at_the_whole_rate(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "megatron", SimpleNamespace(print_rank_0=lambda _: None))
     schedule: Any = runpy.run_path(f"{source}/megatron/learning_rates.py")["AnnealingLR"]
-    for warmup, decay, style in product(range(9), range(1, 9), ("cosine", "linear", "constant")):
-        settings = {"lr_warmup_iters": warmup, "lr_decay_iters": decay, "lr": 1.0, "lr_decay_style": style}
-        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-        rates = schedule(optimizer, 1.0, warmup / decay * decay, decay, style, 0)
-        rates.step(warmup)
-        reached = rates.get_lr() == pytest.approx(1.0)
-        assert reached == (not case(1, {}, {}, optimizer=settings).reasons()), settings
+    iterations = [({"lr_warmup_iters": warmup}, warmup, range(1, 9)) for warmup in range(9)]
+    fractions = [({"lr_warmup_fraction": share}, share, (5, 10, 31)) for share in (0.0, 0.1, 0.25, 0.5, 0.55, 0.9)]
+    for (field, given, decays), style in product([*iterations, *fractions], ("cosine", "linear", "constant")):
+        for decay in decays:
+            settings = {**field, "lr_decay_iters": decay, "lr": 1.0, "lr_decay_style": style}
+            warmup = given if "lr_warmup_iters" in field else given * decay
+            optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+            rates = schedule(optimizer, 1.0, warmup, decay, style, 0)
+            rates.step(int(warmup))
+            reached = rates.get_lr() == pytest.approx(int(warmup) / warmup if warmup else 1.0)
+            assert reached == (not case(1, {}, {}, optimizer=settings).reasons()), settings

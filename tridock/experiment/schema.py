@@ -269,6 +269,11 @@ class Optimizer(Section):
     min_lr: float = Field(default=1.0e-5, ge=0.0, description="Learning rate at the end of the decay.")
     lr_decay_style: Literal["cosine", "linear", "constant"] = Field(default="cosine", description="Shape of the decay.")
     lr_warmup_iters: Count = Field(default=0, description="Iterations of linear warm-up from zero.")
+    lr_warmup_fraction: Fraction | None = Field(
+        default=None,
+        description="Warm-up as a fraction of lr_decay_iters, as Megatron's --lr-warmup-fraction and v1.1.5's --warmup;"
+        " instead of lr_warmup_iters.",
+    )
     lr_decay_iters: Positive | None = Field(
         default=None, description="Iteration at which min_lr is reached; train_iters where left out."
     )

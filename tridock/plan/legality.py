@@ -70,6 +70,9 @@ def _schedule_problems(experiment: Experiment) -> Iterator[Problem]:
     """What Megatron's ``OptimizerParamScheduler`` refuses; every engine's schedule is that one."""
     optimizer, iterations = experiment.optimizer, experiment.train.train_iters
     decay, warmup = optimizer.lr_decay_iters or iterations, optimizer.lr_warmup_iters
+    if warmup and optimizer.lr_warmup_fraction is not None:
+        what, todo = "cannot be given beside lr_warmup_iters", "leave one of the two out"
+        yield Problem("optimizer.lr_warmup_fraction", what, str(optimizer.lr_warmup_fraction), todo, ("null",))
     if warmup and warmup >= decay:
         what = f"must be less than lr_decay_iters {decay}"
         yield Problem("optimizer.lr_warmup_iters", what, str(warmup), "lower it", (decay // 2,))

@@ -84,6 +84,7 @@ CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
     "optimizer.min_lr": (0.0, {}),
     "optimizer.lr_decay_style": ("linear", {}),
     "optimizer.lr_warmup_iters": (3, {}),
+    "optimizer.lr_warmup_fraction": (0.25, {}),
     "optimizer.lr_decay_iters": (20, {}),
     "optimizer.weight_decay": (0.5, {}),
     "optimizer.adam_beta1": (0.5, {}),

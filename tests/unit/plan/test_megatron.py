@@ -49,6 +49,9 @@ def planned(ranks: int, *overrides: str) -> Plan:
         (1, ["optimizer.lr_warmup_iters=16", "optimizer.lr_decay_iters=31"],
          "optimizer.lr_warmup_iters: Megatron v1.1.5 reaches lr only in a warm-up of at most half of"
          " lr_decay_iters 31; got 16; use 15 or less"),
+        (1, ["optimizer.lr_warmup_fraction=0.6", "optimizer.lr_decay_iters=31"],
+         "optimizer.lr_warmup_fraction: Megatron v1.1.5 reaches lr only in a warm-up of at most half of"
+         " lr_decay_iters 31; got 0.6; use 0.5 or less"),
         (1, ["train.seed=0"], "train.seed: Megatron v1.1.5 wants a positive seed; got 0; use 1 or more"),
         (1, ["megatron_args=[--scaled-masked-softmax-fusion]"],
          "megatron_args: Megatron v1.1.5's fused softmax kernels do not compile since torch 1.11; "

@@ -56,7 +56,7 @@ def test_every_problem_at_once() -> None:
     overrides = [
         "parallel.strategy=ddp", "parallel.zero_stage=2", "parallel.tensor_model_parallel_size=2",
         "model.num_attention_heads=3", "model.max_position_embeddings=8", "batch.global_batch_size=7",
-        "optimizer.lr_warmup_iters=30", "optimizer.min_lr=1",
+        "optimizer.lr_warmup_iters=30", "optimizer.lr_warmup_fraction=0.1", "optimizer.min_lr=1",
         "env.CUDA_VISIBLE_DEVICES='0'",
     ]  # fmt: skip
     assert refused({"a": [0, 1], "b": [0, 1]}, *overrides) == [
@@ -66,6 +66,8 @@ def test_every_problem_at_once() -> None:
         "e.yaml: model.max_position_embeddings: must be at least seq_length 16; got 8; raise it to 16, or leave it out",
         "e.yaml: batch.global_batch_size: must be a multiple of micro_batch_size 2 x data parallel size 2; got 7; "
         "use 4 or 8, or leave it out",
+        "e.yaml: optimizer.lr_warmup_fraction: cannot be given beside lr_warmup_iters; got 0.1; "
+        "leave one of the two out",
         "e.yaml: optimizer.lr_warmup_iters: must be less than lr_decay_iters 30; got 30; lower it",
         "e.yaml: optimizer.min_lr: must not exceed lr 0.00015; got 1; lower it",
         "e.yaml: env.CUDA_VISIBLE_DEVICES: chooses GPUs of a node, not of an experiment; got '0'; "

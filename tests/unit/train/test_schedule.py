@@ -25,6 +25,15 @@ def test_cosine() -> None:
     assert rates(5, lr_decay_style="cosine") == pytest.approx([*expected, 0.1])
 
 
+def test_a_warm_up_of_a_fraction() -> None:
+    found = rates(8, lr_decay_style="linear", lr_warmup_fraction=0.5)
+    assert found == rates(8, lr_decay_style="linear", lr_warmup_iters=4)
+    # A tenth of 25 iterations are two and a half: no step has the whole rate.
+    found = rates(25, lr_decay_style="linear", lr_warmup_fraction=0.1)
+    assert found[:4] == pytest.approx([1 / 2.5, 2 / 2.5, 1 - 0.9 * 0.5 / 22.5, 1 - 0.9 * 1.5 / 22.5])
+    assert rates(4, lr_warmup_fraction=0.0) == rates(4)
+
+
 def test_constant() -> None:
     assert rates(4, lr_decay_style="constant", lr_warmup_iters=2) == [0.5, 1.0, 1.0, 1.0]
 

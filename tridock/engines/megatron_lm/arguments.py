@@ -105,7 +105,8 @@ def _length(experiment: Experiment, run_path: str, workspace: str) -> Iterator[t
     train, optimizer = experiment.train, experiment.optimizer
     decay = optimizer.lr_decay_iters or train.train_iters
     yield "--lr-decay-iters", decay
-    yield "--warmup", optimizer.lr_warmup_iters / decay
+    fraction = optimizer.lr_warmup_fraction
+    yield "--warmup", optimizer.lr_warmup_iters / decay if fraction is None else fraction
     # Upstream divides by it, and evaluates at the end in any case.
     yield "--eval-interval", train.eval_interval or train.train_iters + 1
     if train.save:

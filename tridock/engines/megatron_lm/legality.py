@@ -84,7 +84,7 @@ OWNED: Final = {
     "--data-impl": "data.data_path",
     "--tokenizer-type": "data.vocab_file",
     "--lr-decay-iters": "optimizer.lr_decay_iters",
-    "--warmup": "optimizer.lr_warmup_iters",
+    "--warmup": "optimizer.lr_warmup_fraction",
     "--fp16": "precision",
     "--loss-scale": "fp16.loss_scale",
     "--loss-scale-window": "fp16.loss_scale_window",
@@ -132,9 +132,13 @@ def problems(experiment: Experiment) -> Iterator[Problem]:
 
 def _warmup_problems(experiment: Experiment) -> Iterator[Problem]:
     """Its rate rises as long as is left after the warm-up, and no longer."""
-    warmup = experiment.optimizer.lr_warmup_iters
+    warmup, fraction = experiment.optimizer.lr_warmup_iters, experiment.optimizer.lr_warmup_fraction
     decay = experiment.optimizer.lr_decay_iters or experiment.train.train_iters
-    if decay > warmup > decay // 2:
+    if fraction is not None:
+        if int(fraction * decay) > decay - fraction * decay:
+            what = f"Megatron v1.1.5 reaches lr only in a warm-up of at most half of lr_decay_iters {decay}"
+            yield Problem("optimizer.lr_warmup_fraction", what, str(fraction), "use 0.5 or less", ("0.5",))
+    elif decay > warmup > decay // 2:
         what = f"Megatron v1.1.5 reaches lr only in a warm-up of at most half of lr_decay_iters {decay}"
         yield Problem("optimizer.lr_warmup_iters", what, str(warmup), f"use {decay // 2} or less", (decay // 2,))
 

@@ -3,7 +3,7 @@
 #
 # Environment variables of upstream's scripts, and the field that each overrides:
 #   GPUS_PER_NODE (ranks to start), MASTER_PORT launch.master_port, DATA_PATH data.data_path, VOCAB_PATH data.vocab_file,
-#   MERGE_PATH data.merge_file, CHECKPOINT_PATH train.checkpoint_folder (and train.load, if it holds a checkpoint)
+#   MERGE_PATH data.merge_file, CHECKPOINT_PATH train.checkpoint_folder and train.load
 #   NNODES, NODE_RANK, MASTER_ADDR: the script is started on every node, each with its rank, without ssh
 #
 # Arguments after the script's name: options of `tridock train`; all others go to Megatron.
@@ -43,9 +43,7 @@ read_environment() {
     from_variable VOCAB_PATH data.vocab_file
     from_variable MERGE_PATH data.merge_file
     from_variable CHECKPOINT_PATH train.checkpoint_folder
-    if [[ -n ${CHECKPOINT_PATH:-} && -f $CHECKPOINT_PATH/latest_checkpointed_iteration.txt ]]; then
-        from_variable CHECKPOINT_PATH train.load
-    fi
+    from_variable CHECKPOINT_PATH train.load
     if [[ -n ${MASTER_PORT:-} ]]; then
         say "MASTER_PORT=$MASTER_PORT sets launch.master_port"
         options+=(--set "launch.master_port=$MASTER_PORT")

@@ -5,8 +5,7 @@
 #   docker compose run trainer pretrain_gpt.sh [options of `tridock train`]
 #
 # TRIDOCK_EXPERIMENT selects another experiment (/opt/tridock/configs/jean-zay/7.5b.yaml is one for 16 GPUs). Without it, a
-# tiny one runs on the demo's data, which is built if missing. Variables: see pretrain.sh. Checkpoints are in the run
-# folder.
+# tiny one runs on the demo's data, which is built if missing. Variables: see pretrain.sh.
 set -Eeuo pipefail
 # shellcheck source=entrypoint/pretrain.sh
 source "$(dirname "$(readlink -f "$0")")/pretrain.sh"

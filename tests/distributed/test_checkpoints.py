@@ -18,7 +18,7 @@ import torch
 
 from tests.distributed import fork_server
 from tests.distributed.disturbed import EVERY, ITERATIONS, live_through, named
-from tests.distributed.ranks import PATIENCE, Started, make_run, rank_environment
+from tests.distributed.ranks import PATIENCE, Started, events, make_run, metrics, rank_environment, run
 from tests.distributed.test_restart import Training
 from tridock.contracts import heartbeat
 from tridock.node.agent.processes import find_processes
@@ -52,6 +52,25 @@ def test_what_happens_to_a_run_does_not_change_its_losses(workspace: Path, engin
         return folder, Started([*arguments, "--run-folder", str(folder)], folder, 2, env, imports)
 
     live_through(begin, victim, writer)
+
+
+def test_one_folder_for_all_starts(workspace: Path) -> None:
+    """Megatron's ``--save`` and ``--load`` of one folder: the first start finds nothing, the second continues."""
+    both = {"train.checkpoint_folder": "saved/", "train.load": "saved", "train.save": True}
+    first = make_run(workspace, "first-start", 1, **both, **{"train.train_iters": 2})
+    done = run(first, 1)
+    assert done.codes == [0], done.out[0]
+    assert f"{workspace}/saved holds no checkpoint yet: training begins from scratch\n" in done.out[0]
+    assert not (first / "checkpoints").exists()
+    second = make_run(workspace, "second-start", 1, **both, **{"train.train_iters": 4})
+    assert run(second, 1).codes == [0]
+    assert [iteration for iteration, split in metrics(second) if split == "train"] == [3, 4]
+    assert "checkpoint_loaded" in events(second)
+    for name in ("2", "4"):
+        (workspace / f"saved/iter_000000{name}" / "ddp.pt").write_bytes(b"damaged")
+    damaged = run(make_run(workspace, "third-start", 1, **both, **{"train.train_iters": 6}), 1)
+    assert damaged.codes == [2]
+    assert f"train.load: no whole checkpoint lies at {workspace}/saved" in damaged.out[0]
 
 
 class Evil:

@@ -301,6 +301,27 @@ def test_what_upstream_alone_has_written_is_loaded(workspace: Path, source: Path
     assert len(train_losses(folder)) == 2
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero"])
+def test_one_folder_for_all_starts(workspace: Path, source: Path, strategy: str) -> None:
+    """Upstream's ``--save`` and ``--load`` of one folder: the first start finds nothing, the second continues."""
+    saved = f"saved-{strategy}"
+    fields = {
+        "parallel.strategy": strategy, "train.checkpoint_folder": saved, "train.load": saved, "train.save": True,
+        "train.eval_interval": 0, WARMUP: 0, "optimizer.lr_decay_iters": 4, "batch.global_batch_size": 4,
+    }  # fmt: skip
+    folders = []
+    for iterations in (2, 4):
+        folder, finished = train(
+            workspace, source, f"{strategy}-{iterations}", 1, **fields, **{"train.train_iters": iterations}
+        )
+        assert finished.codes == [0], finished.out[0][-5000:]
+        begins = f"{workspace}/{saved} holds no checkpoint yet: training begins from scratch\n" in finished.out[0]
+        assert begins == (iterations == 2)
+        folders.append(folder)
+    assert [len(train_losses(folder)) for folder in folders] == [2, 2]
+    assert ["checkpoint_loaded" in events(folder) for folder in folders] == [False, True]
+
+
 def test_a_missing_checkpoint_is_no_fresh_start(workspace: Path, source: Path) -> None:
     folder, finished = train(workspace, source, "lost", 1, **{"train.load": "runs/none/checkpoints"})
     assert finished.codes == [2]

@@ -61,9 +61,7 @@ def test_options_and_arguments_of_megatron(bin_folder: Path) -> None:
 
 
 def test_what_upstreams_users_set_wins_and_is_printed(bin_folder: Path, tmp_path: Path) -> None:
-    saved = tmp_path / "checkpoints"
-    saved.mkdir()
-    (saved / "latest_checkpointed_iteration.txt").write_text("6")
+    saved = tmp_path / "checkpoints"  # empty: the first start begins from scratch
     env = {
         "GPUS_PER_NODE": "4", "NNODES": "1", "NODE_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "6000",
         "DATA_PATH": "data/it's_text", "VOCAB_PATH": "v.json", "MERGE_PATH": "m.txt", "CHECKPOINT_PATH": str(saved),

@@ -4,6 +4,7 @@ Each field's description and unit stand here once; ``configs/reference.yaml`` is
 Checks that need more than one section live in :mod:`tridock.plan`, those of one field or section here.
 """
 
+import posixpath
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -310,10 +311,12 @@ class Train(Section):
     checkpoint_folder: str | None = Field(
         default=None,
         min_length=1,
-        description="Engine megatron-deepspeed: where checkpoints go instead of the run's folder.",
+        description="Where checkpoints go instead of the run's folder.",
     )
     load: str | None = Field(
-        default=None, description="Checkpoint folder to continue from (of a run: runs/<run-id>/checkpoints)."
+        default=None,
+        description="Checkpoint folder to continue from (of a run: runs/<run-id>/checkpoints). The same as"
+        " checkpoint_folder: the first run, which finds no checkpoint there, begins from scratch.",
     )
     seed: Count = Field(default=1234, description="Seed of the weights, dropout and the order of the data.")
     compile: bool = Field(
@@ -330,6 +333,12 @@ class Train(Section):
         description="Run the last so many iterations under torch's profiler: traces in the run's profile/, and the"
         " share of their time that goes into communication. 0 for none.",
     )
+
+    @property
+    def loads_own_folder(self) -> bool:
+        """Whether it continues from the folder that it saves in, as Megatron's scripts do with --save and --load."""
+        folders = (self.checkpoint_folder, self.load)
+        return None not in folders and len({posixpath.normpath(folder or "") for folder in folders}) == 1
 
 
 class Launch(Section):

@@ -21,8 +21,17 @@ def layout_problems(experiment: Experiment, world_size: int) -> list[Problem]:
         *world_problems(experiment, world_size, engine.takes_sizes),
         *(() if rest else engine.batch_problems(experiment, replicas)),
         *_schedule_problems(experiment),
+        *_saving_problems(experiment),
         *_device_problems(experiment),
     ]
+
+
+def _saving_problems(experiment: Experiment) -> Iterator[Problem]:
+    """A folder for checkpoints without checkpoints."""
+    train = experiment.train
+    if train.checkpoint_folder is not None and not train.save:
+        todo = "set train.save to true, or leave it out"
+        yield Problem("train.checkpoint_folder", "nothing is saved", train.checkpoint_folder, todo, ("null",))
 
 
 def _device_problems(experiment: Experiment) -> Iterator[Problem]:

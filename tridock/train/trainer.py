@@ -20,7 +20,7 @@ from tridock.engines import engine_of
 from tridock.errors import Problem, RequestError, RunError
 from tridock.experiment.schema import Experiment
 from tridock.train.checkpoints.checkpoint import Checkpoints
-from tridock.train.checkpoints.choice import choose
+from tridock.train.checkpoints.choice import choose, holds_checkpoint
 from tridock.train.checkpoints.files import TORCH, Names
 from tridock.train.checkpoints.progress import PROGRESS, Progress, check_fit, read_progress
 from tridock.train.data.dataset import load_splits, mixed_seed
@@ -125,11 +125,17 @@ class Trainer:
         self.strategy, self.splits, self.progress = parts.strategy, parts.splits, parts.progress
         self.phases, self.memory = parts.strategy.phases, PeakMemory(ranks)
         self.prefetcher = Prefetcher(self.read, ranks.device)
-        self.checkpoints = Checkpoints(run_folder / CHECKPOINTS, ranks, parts.checkpoint_names)
+        saved_in = experiment.train.checkpoint_folder
+        folder = run_folder / CHECKPOINTS if saved_in is None else workspace / saved_in
+        self.checkpoints = Checkpoints(folder, ranks, parts.checkpoint_names)
         if parts.shared_checkpoints and experiment.train.save:
             self.checkpoints.require_shared()
         if experiment.train.load is not None:
-            self.load(workspace / experiment.train.load)
+            source = workspace / experiment.train.load
+            if experiment.train.loads_own_folder and not holds_checkpoint(source, parts.checkpoint_names, ranks):
+                self.say(f"{source} holds no checkpoint yet: training begins from scratch")
+            else:
+                self.load(source)
         self.metrics = Metrics(run_folder, active=ranks.first, tensorboard=experiment.train.tensorboard)
         self.metrics.rewind(self.progress.iteration)
         train = self.experiment.train

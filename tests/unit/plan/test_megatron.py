@@ -105,9 +105,6 @@ def test_what_the_engine_runs_is_not_refused(ranks: int, overrides: list[str]) -
         ("model.checkpoint_in_cpu=true",
          "model.checkpoint_in_cpu: engine torch has no such option; got true; "
          "leave it out, or use engine megatron-deepspeed"),
-        ("train.checkpoint_folder=checkpoints",
-         "train.checkpoint_folder: engine torch saves in the run's folder; got checkpoints; "
-         "leave it out, or use engine megatron-deepspeed"),
         ("megatron_args=[--fp16, --x]",
          "megatron_args: engine torch has no such arguments; got --fp16 --x; "
          "leave it out, or use engine megatron-deepspeed"),

@@ -33,6 +33,14 @@ def test_all_that_is_missing_at_once(tmp_path: Path) -> None:
     ]
 
 
+def test_the_folder_to_save_in_may_hold_no_checkpoint_yet(tmp_path: Path) -> None:
+    for name in ("x.bin", "x.idx", "vocab.json", "merges.txt"):
+        (tmp_path / name).touch()
+    saved, other = f"{tmp_path}/saved", f"{tmp_path}/other"
+    check_files(argv(tmp_path, "--save", saved, "--load", saved))
+    assert len(refused(argv(tmp_path, "--save", saved, "--load", other))) == 1
+
+
 def test_an_image_without_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRIDOCK_MEGATRON", str(tmp_path))
     with pytest.raises(RequestError) as caught:

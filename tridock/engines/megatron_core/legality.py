@@ -28,7 +28,6 @@ FIELDS: Final[Fields] = {
     "model.checkpoint_in_cpu": Refused(),
     "model.contiguous_checkpointing": Refused(),
     "model.synchronize_each_layer": Refused(),
-    "train.checkpoint_folder": Refused("engine megatron-core saves in the run's folder"),
     "train.compile": Refused(),
     "megatron_args": Refused("engine megatron-core has no such arguments"),
     "data.vocab_file": NO_TOKENIZER,

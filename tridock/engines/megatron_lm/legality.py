@@ -114,11 +114,6 @@ def problems(experiment: Experiment) -> Iterator[Problem]:
             yield Problem(f"data.{field}", "Megatron v1.1.5 reads GPT-2's tokenizer", "nothing", todo)
     if experiment.train.seed == 0:
         yield Problem("train.seed", "Megatron v1.1.5 wants a positive seed", "0", "use 1 or more", (1,))
-    if experiment.train.checkpoint_folder is not None and not experiment.train.save:
-        todo = "set train.save to true, or leave it out"
-        yield Problem(
-            "train.checkpoint_folder", "nothing is saved", experiment.train.checkpoint_folder, todo, ("null",)
-        )
     yield from _warmup_problems(experiment)
     yield from zero_stage_problems(experiment)
     for word in experiment.megatron_args:

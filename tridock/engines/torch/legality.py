@@ -23,7 +23,6 @@ FIELDS: Final[Fields] = {
     "parallel.context_parallel_size": Refused(),
     "parallel.sequence_parallel": Refused(),
     "parallel.use_distributed_optimizer": Refused(),
-    "train.checkpoint_folder": Refused("engine torch saves in the run's folder"),
     "megatron_args": Refused("engine torch has no such arguments"),
     "data.vocab_file": NO_TOKENIZER,
     "data.merge_file": NO_TOKENIZER,

@@ -17,6 +17,7 @@ from tridock.contracts import environment, run_folder
 from tridock.contracts.codec import decode
 from tridock.contracts.node_answers import Evidence
 from tridock.contracts.run_state import exit_code_of
+from tridock.engines import checkpoints_folder
 from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError
 from tridock.experiment import dump_experiment
 from tridock.launchers.local import Local
@@ -127,7 +128,8 @@ def run_here(
         return Ended(folder, _join(folder, ranks, place.node_rank))
     code = start_and_follow(folder, ranks)
     if code == run_folder.EXIT_PREEMPTED:
-        print(f"continue with --set train.load=runs/{folder.name}/{run_folder.CHECKPOINTS}")
+        saved_in = checkpoints_folder(prepared.experiment, f"runs/{folder.name}")
+        print(f"continue with --set train.load={saved_in}")
     return Ended(folder, code)
 
 

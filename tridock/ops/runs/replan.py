@@ -10,7 +10,7 @@ from tridock.contracts import run_folder
 from tridock.contracts.checkpoints import ZERO_RANK
 from tridock.contracts.codec import encode
 from tridock.contracts.supervision import NewLayout, Supervision
-from tridock.engines import engine_of
+from tridock.engines import checkpoints_folder, engine_of
 from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment, load_experiment
 from tridock.gpus import find_gpu
@@ -48,6 +48,10 @@ class Run:
     plan: Mapping[str, Any]
     manifest: Mapping[str, Any]
     supervision: Supervision
+
+    @property
+    def checkpoints(self) -> str:
+        return checkpoints_folder(self.experiment, str(self.folder))
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -120,7 +124,7 @@ def _check_names(run: Run, before: Slots, lost: Sequence[str], ready: Sequence[s
         if node not in run.supervision.spares
     ]
     if head in lost:
-        todo = f"start it again on the other nodes with train.load={run.folder}/{run_folder.CHECKPOINTS}"
+        todo = f"start it again on the other nodes with train.load={run.checkpoints}"
         problems.append(Problem("--without", "is the run's head, without which it cannot continue", head, todo))
     if problems:
         raise RequestError(problems)
@@ -168,7 +172,7 @@ def _with_fewer(run: Run, after: Slots, lost: Sequence[str], anew: bool) -> Asse
     here = f"{slots} slot{'s' * (slots != 1)} on {_named(after)}"
     if found is None:
         what = f"has no layout with a global batch of {experiment.batch.global_batch_size} on the nodes that are left"
-        todo = f"bring {', '.join(lost)} back, and continue with train.load={run.folder}/{run_folder.CHECKPOINTS}"
+        todo = f"bring {', '.join(lost)} back, and continue with train.load={run.checkpoints}"
         raise RequestError(Problem(where, what, here, todo))
     nodes, fewest = _slots_of(found.laid_out.document()), run.supervision.min_nodes
     if len(nodes) < fewest:

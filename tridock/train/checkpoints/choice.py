@@ -13,7 +13,7 @@ from tridock.contracts.checkpoints import MANIFEST
 from tridock.errors import Problem, RequestError
 from tridock.train.checkpoints import files
 from tridock.train.checkpoints.files import Names
-from tridock.train.rank.process_group import AgreedError, Ranks, agree_on_errors
+from tridock.train.rank.process_group import AgreedError, Ranks, agree_on_errors, any_rank
 
 Needed = Callable[[Path], Collection[str]]
 """Returns the files of a checkpoint that this rank reads."""
@@ -39,6 +39,12 @@ def choose(source: Path, names: Names, ranks: Ranks, needed: Needed, rejected: R
     got = "" if tried else "no such folder" if not source.is_dir() else "no checkpoint's folder in it"
     reasons = tuple(itertools.chain.from_iterable(tried.values()))
     raise AgreedError(RequestError([Problem("train.load", what, got, todo), *reasons]))
+
+
+def holds_checkpoint(source: Path, names: Names, ranks: Ranks) -> bool:
+    """Whether any rank sees a checkpoint there, complete or not, or a pointer to one."""
+    pointers = (source / pointer for pointer, _ in names.pointers)
+    return any_rank(ranks, bool(names.found(source)) or any(pointer.exists() for pointer in pointers))
 
 
 def _candidates(source: Path, names: Names, ranks: Ranks, tried: dict[Path, tuple[Problem, ...]]) -> list[Path]:

@@ -17,7 +17,7 @@ import torch
 from tridock.contracts.checkpoints import MANIFEST, TRACKER
 from tridock.contracts.run_folder import CHECKPOINTS
 from tridock.train.checkpoints.checkpoint import Checkpoints
-from tridock.train.checkpoints.choice import Rejected, choose
+from tridock.train.checkpoints.choice import Rejected, choose, holds_checkpoint
 from tridock.train.checkpoints.files import DEEPSPEED, MEGATRON
 from tridock.train.checkpoints.pickles import megatron_classes, safe_torch_load
 from tridock.train.checkpoints.write_errors import defer_write_errors, replaced
@@ -51,6 +51,11 @@ class UpstreamCheckpoints:
                 save(iteration, model, *rest)
 
         return self._checkpoints.save(write, iteration, {TRACKER: str(iteration).encode()}, (), self._keep)
+
+    def begins(self) -> bool:
+        """Whether the folder to continue from is the one to save in, and holds no checkpoint yet."""
+        source = Path(self._args.load)
+        return self._args.load == self._args.save and not holds_checkpoint(source, self._names, self._ranks)
 
     def load(self, load: Callable[..., int], rejected: Rejected, model: Any, *rest: Any, **named: Any) -> int:
         """Loads the newest complete checkpoint; without any ``files.json``, the one that upstream chooses."""

@@ -103,8 +103,9 @@ def check_files(argv: list[str]) -> None:
         if not Path(path).is_file()
     ]
     load = Path(given.get("--load", ""))
-    # The tracker file may be missing, or name a checkpoint that is.
-    if "--load" in given and not (load / TRACKER).is_file() and not any(load.glob(f"*/{MANIFEST}")):
+    # The tracker file may be missing, or name a checkpoint that is. A folder to save in may be empty.
+    is_own = given.get("--load") == given.get("--save")
+    if "--load" in given and not is_own and not (load / TRACKER).is_file() and not any(load.glob(f"*/{MANIFEST}")):
         what, todo = "holds no checkpoint of Megatron-LM v1.1.5", "give the checkpoints folder of a run of this engine"
         problems.append(Problem("train.load", what, given["--load"], todo))
     if problems:

@@ -224,6 +224,9 @@ class Recorder:
 
     def load_checkpoint(self, *given: Any, **named: Any) -> int:
         """Records the iteration that the run continues from."""
+        if self._checkpoints.begins():
+            self._say(f"{self._upstream.get_args().load} holds no checkpoint yet: training begins from scratch")
+            return 0
         load = self._original["load_checkpoint"]
         iteration = self._checkpoints.load(load, self._pass_over, *given, **named)
         self.event(Event.CHECKPOINT_LOADED, folder=str(self._upstream.get_args().load), iteration=iteration)

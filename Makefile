@@ -26,7 +26,7 @@ venv: .venv/.$(or $(FLAVOR),full) ## Create .venv with everything that tests, ch
 .PHONY: venv-operator
 venv-operator: .venv/.operator ## Create .venv with only what fab needs
 
-LOCKS = locks/operator.txt locks/deepspeed.txt locks/torch.txt locks/dev.txt
+LOCKS = locks/extras.txt locks/deepspeed.txt locks/torch.txt locks/dev.txt
 .venv/.full: $(LOCKS) locks/train-cpu.txt tools/venv.sh
 	@tools/venv.sh full
 
@@ -42,13 +42,20 @@ LOCKS = locks/operator.txt locks/deepspeed.txt locks/torch.txt locks/dev.txt
 .venv/.operator: locks/operator.txt tools/venv.sh
 	@tools/venv.sh operator
 
+.venv/.extras: locks/extras.txt tools/venv.sh
+	@tools/venv.sh extras
+
 .PHONY: locks
 locks: .venv/.full ## Compile locks/*.in to locks/*.txt (UPGRADE=1 for newer versions)
 	@python -m pip install --quiet --require-hashes -r locks/uv.txt
 	@tools/lock.sh $(if $(UPGRADE),--upgrade)
 
+.PHONY: wheel
+wheel: .venv/.full ## Build dist/tridock-VERSION-py3-none-any.whl, which works without this repository
+	@python -m hatchling build --target wheel --directory dist
+
 .PHONY: reference
-reference: .venv/.operator ## Write the generated parts of configs/, docs/ and the README
+reference: .venv/.extras ## Write the generated parts of configs/, docs/ and the README
 	python tools/reference.py
 	python tools/triage_reference.py
 	python tools/jean_zay.py
@@ -59,12 +66,12 @@ reference: .venv/.operator ## Write the generated parts of configs/, docs/ and t
 # BASE_IMAGE  another base image (default: the one for this machine's GPUs, else the newest; docs/gpus.md lists them)
 # IMAGE       the name of the image
 # CA          a file with the certificates of a proxy to the package indexes
-BASE_IMAGE ?= $(if $(filter cpu,$(FLAVOR)),debian:bookworm-slim,auto)
+BASE_IMAGE ?=
 IMAGE ?= tridock:$(if $(filter cpu,$(FLAVOR)),cpu,latest)
 # MEGATRON    the source of Megatron-LM v1.1.5: a git repository (URL or folder), a folder that holds pretrain_gpt2.py,
-#             none, or auto: upstream's repository, or no engine if that does not answer
+#             none, or auto: upstream's repository, or no engine if that does not answer (the default with FLAVOR=cpu)
 CA ?=
-MEGATRON ?= $(if $(filter cpu,$(FLAVOR)),auto,https://github.com/deepspeedai/DeepSpeedExamples.git)
+MEGATRON ?=
 
 .PHONY: image
 image: ## Build the image: tridock:latest on NVIDIA's PyTorch image, or tridock:cpu with FLAVOR=cpu
@@ -81,23 +88,23 @@ image-rehearsal: .venv/.full ## Build the GPU image on a base like NVIDIA's, mad
 # ---- runs --------------------------------------------------------------------------------------------------------------
 
 .PHONY: demo
-demo: .venv/.operator ## Train a small GPT on two nodes: containers, or local processes without Docker
+demo: .venv/.extras ## Train a small GPT on two nodes: containers, or local processes without Docker
 	@tools/demo.sh
 
 .PHONY: bench-launch
-bench-launch: .venv/.operator ## Compare the time to the first step of fab launch and of a manual deepspeed, on the twin
-	@tools/build-image.sh cpu debian:bookworm-slim tridock:cpu '' auto
+bench-launch: .venv/.extras ## Compare the time to the first step of fab launch and of a manual deepspeed, on the twin
+	@tools/build-image.sh cpu
 	@tridock data demo
 	@python tools/bench_launch.py
 
 .PHONY: bench-check
 bench-check: .venv/.operator ## Time fab check on 2 and on 16 nodes, as containers on this machine (BENCH='--nodes 32')
-	@tools/build-image.sh cpu debian:bookworm-slim tridock:cpu '' auto
+	@tools/build-image.sh cpu
 	@python tools/bench_check.py $(BENCH)
 
 .PHONY: soak
-soak: .venv/.operator ## Check the losses under half an hour of random faults on the twin (SOAK='--seed 7 --minutes 5')
-	@tools/build-image.sh cpu debian:bookworm-slim tridock:cpu '' auto
+soak: .venv/.extras ## Check the losses under half an hour of random faults on the twin (SOAK='--seed 7 --minutes 5')
+	@tools/build-image.sh cpu
 	@tridock data demo
 	@python tools/soak.py $(SOAK)
 

@@ -23,7 +23,15 @@ from rich.table import Table
 
 from tridock.contracts.run_folder import REPORT, write_atomic
 from tridock.differences import Difference
-from tridock.errors import EXIT_INTERRUPTED, ClusterError, Problem, RequestError, RunError, TridockError
+from tridock.errors import (
+    EXIT_INTERRUPTED,
+    ClusterError,
+    Problem,
+    RequestError,
+    RunError,
+    TridockError,
+    extras_explained,
+)
 from tridock.launchers.run import RunBundle
 from tridock.ops import doctor
 from tridock.ops.hosts import keys as keys_
@@ -84,7 +92,8 @@ def command(
         @functools.wraps(function)
         def run(context: Context, *args: Any, **options: Any) -> None:
             try:
-                function(context, *args, **options)
+                with extras_explained():
+                    function(context, *args, **options)
             except TridockError as error:
                 raise Exit(str(error), error.exit_code) from None
             except KeyboardInterrupt:

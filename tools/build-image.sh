@@ -1,16 +1,23 @@
 #!/usr/bin/env bash
-# Builds the image (make image). Words on standard output are few: the image's name comes last.
+# Builds the image (make image, tridock image). Words on standard output are few: the image's name comes last.
 #
-#   tools/build-image.sh cpu|gpu BASE_IMAGE IMAGE [CA_FILE [MEGATRON]]
+#   tools/build-image.sh cpu|gpu [BASE_IMAGE [IMAGE [CA_FILE [MEGATRON [FOLDER]]]]]
 #
-# BASE_IMAGE auto: the one for this machine's GPUs; without GPUs, the newest.
-# KEEP_COMPOSE=1: docker compose keeps its current image.
+# BASE_IMAGE  auto: the one for this machine's GPUs; without GPUs, the newest
+# MEGATRON    as tools/megatron-source.sh has it
+# FOLDER      whose docker compose uses the image from now on, if it has Tridock's Compose files
+# An argument that is empty has the flavor's default. KEEP_COMPOSE=1: docker compose keeps its current image.
 set -Eeuo pipefail
 cd "$(dirname "$0")/.."
 
-readonly FLAVOR=$1 IMAGE=$3 CA=${4:-} MEGATRON=${5:-none}
-BASE_IMAGE=$2
 readonly STANDABLE=debian:bookworm-slim
+if [[ $1 == cpu ]]; then
+    defaults=("$STANDABLE" tridock:cpu auto)
+else
+    defaults=(auto tridock:latest https://github.com/deepspeedai/DeepSpeedExamples.git)
+fi
+BASE_IMAGE=${2:-${defaults[0]}}
+readonly FLAVOR=$1 IMAGE=${3:-${defaults[1]}} CA=${4:-} MEGATRON=${5:-${defaults[2]}} FOLDER=${6:-$PWD}
 
 fail() {
     printf '%s\n' "$2" >&2
@@ -57,7 +64,8 @@ collect_wheels() {
 
 git_commit() {
     local commit
-    commit=$(git rev-parse HEAD 2>/dev/null) || { echo unknown; return; }
+    # Of this folder, and not of one around it.
+    [[ -e .git ]] && commit=$(git rev-parse HEAD 2>/dev/null) || { echo unknown; return; }
     # What the image holds, and so what "dirty" is about.
     [[ -z $(git status --porcelain -- Dockerfile tridock entrypoint configs locks patches tools 2>/dev/null) ]] || commit+=-dirty
     printf '%s\n' "$commit"
@@ -65,8 +73,8 @@ git_commit() {
 
 # Where the source can be had, without anybody's password; a clone of a folder has no such place.
 source_url() {
-    local url
-    url=$(git config --get remote.origin.url 2>/dev/null | sed 's,//[^/@]*@,//,') || true
+    local url=
+    [[ ! -e .git ]] || url=$(git config --get remote.origin.url 2>/dev/null | sed 's,//[^/@]*@,//,') || true
     [[ $url == http*://* || $url == git@* ]] || url=unknown
     printf '%s\n' "$url"
 }
@@ -80,17 +88,18 @@ build() {
     # An engine older than 23 builds with BuildKit only when asked.
     DOCKER_BUILDKIT=1 docker build "${options[@]}" \
         --build-arg "BASE_IMAGE=$BASE_IMAGE" --build-arg "FLAVOR=$FLAVOR" --build-arg "GIT_COMMIT=$(git_commit)" \
-        --build-arg "SOURCE=$(source_url)" --build-arg "VERSION=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)" --tag "$IMAGE" .
+        --build-arg "SOURCE=$(source_url)" --build-arg "VERSION=$(sed -n 's/^__version__ = "\(.*\)"/\1/p' tridock/__init__.py)" --tag "$IMAGE" .
 }
 
 main() {
     check_request
+    mkdir -p upstream locks/wheels
     choose_base
     find_base
     collect_wheels
     tools/megatron-source.sh "$MEGATRON"
     build
-    [[ -n ${KEEP_COMPOSE:-} ]] || tools/compose-env.sh "$FLAVOR" "$IMAGE"
+    [[ -n ${KEEP_COMPOSE:-} || ! -e $FOLDER/docker-compose.gpu.yml ]] || tools/compose-env.sh "$FLAVOR" "$IMAGE" "$FOLDER"
     printf '%s\n' "$IMAGE"
 }
 

@@ -2,9 +2,9 @@
 # Writes into .env what `docker compose` should use from now on: the image that was built last, and its compose files.
 # The user's own lines stay; only the block between the two marks is ours.
 #
-#   tools/compose-env.sh cpu|gpu IMAGE
+#   tools/compose-env.sh cpu|gpu IMAGE [FOLDER]
 set -Eeuo pipefail
-cd "$(dirname "$0")/.."
+cd "${3:-$(dirname "$0")/..}"
 
 readonly FLAVOR=$1 IMAGE=$2
 readonly BEGIN='# --- written by make image ---' END='# --- end ---'

@@ -2,6 +2,7 @@
 # Makes or updates .venv from the locks.
 #
 #   tools/venv.sh operator         what fabfile.py needs
+#   tools/venv.sh extras           that, and what the extras data and report need
 #   tools/venv.sh full [cpu|gpu]   that, and torch's CPU or CUDA build, DeepSpeed, and what tests and checks need
 #
 # Without cpu or gpu, a .venv keeps the build of torch that it has; a new one gets the CPU build.
@@ -68,10 +69,10 @@ make_environment() {
     "$python" -m venv "$VENV"
 }
 
-install_operator() {
+install_lock() {
     make_environment
-    printf 'venv: installing what fab needs\n'
-    tools/python/install-locked.sh "$VENV/bin/python" locks/operator.txt
+    printf 'venv: installing %s\n' "$2"
+    tools/python/install-locked.sh "$VENV/bin/python" "locks/$1.txt"
 }
 
 install_full() {
@@ -81,14 +82,18 @@ install_full() {
     remove_other_flavor "$flavor"
     make_environment
     printf "venv: installing everything (torch's %s build is the largest part)\n" "${torch^^}"
-    tools/python/install-locked.sh "$VENV/bin/python" locks/operator.txt "locks/train-$flavor.txt" locks/dev.txt
+    tools/python/install-locked.sh "$VENV/bin/python" locks/extras.txt "locks/train-$flavor.txt" locks/dev.txt
     tools/python/install-torch.sh "$VENV/bin/python" "$(sed -n 's/^torch==//p' locks/torch.txt)" "$torch" locks/wheels
     tools/python/install-deepspeed.sh "$VENV/bin/python"
-    touch "$VENV/.full" "$VENV/.$flavor"
+    touch "$VENV/.extras" "$VENV/.full" "$VENV/.$flavor"
 }
 
 case $LEVEL in
-operator) install_operator ;;
+operator) install_lock operator "what fab needs" ;;
+extras)
+    install_lock extras "what fab, data sets and reports need"
+    touch "$VENV/.extras"
+    ;;
 full) install_full "${2:-$(flavor_here)}" ;;
 esac
 add_this_repository

@@ -6,7 +6,8 @@ all problems found, so that the user fixes them at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
@@ -77,3 +78,24 @@ class RunError(TridockError):
     """The run failed."""
 
     exit_code = 4
+
+
+EXTRAS: Final[Mapping[str, Sequence[str]]] = {
+    "data": ("gigatoken", "numpy", "pyarrow", "simdjson", "tokenizers", "zstandard"),
+    "report": ("matplotlib",),
+}
+"""Modules that only some commands import, by the extra that installs them (``locks/data.in``, ``locks/report.in``)."""
+
+
+@contextmanager
+def extras_explained() -> Iterator[None]:
+    """Turns the ImportError of a module that an extra installs into a :class:`ClusterError` that names the extra."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        module = (error.name or "").partition(".")[0]
+        for extra, modules in EXTRAS.items():
+            if module in modules:
+                todo = f"pip install 'tridock[{extra}]', or make venv in a checkout"
+                raise ClusterError(Problem(module, "is not installed", "", todo)) from None
+        raise

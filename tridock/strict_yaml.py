@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, StringConstraints, ValidationError
 
 from tridock.errors import Problem, RequestError
+from tridock.project_files import project_file
 
 EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 EnvValue = Annotated[str, StringConstraints(pattern=r"^[^\n\r\x00]*$")]
@@ -65,9 +66,12 @@ _StrictLoader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
 
 
 def read_text(path: Path, kind: str) -> str:
-    """Reads a UTF-8 file that the user named; ``kind`` is what it should hold ("an experiment")."""
+    """Reads a UTF-8 file that the user named, or else Tridock's own of this name.
+
+    ``kind`` is what it should hold ("an experiment").
+    """
     try:
-        return path.read_text(encoding="utf-8")
+        return project_file(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         got, todo = "no such file", f"give the path of {kind} file"
     except IsADirectoryError:

@@ -58,7 +58,7 @@ def a_clone(folder: Path, image: str = "") -> Iterator[Clone]:
     # The packages are the same as here: only their installation is spared.
     (made.folder / ".venv").mkdir()
     (made.folder / ".venv" / "bin").symlink_to(PROGRAMS)
-    for stamp in (".operator", ".full"):
+    for stamp in (".operator", ".extras", ".full"):
         (made.folder / ".venv" / stamp).touch()
     succeed("git", "init", "--quiet", cwd=made.folder)
     succeed("git", "add", "--all", cwd=made.folder)

@@ -118,7 +118,7 @@ def venv_project(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def installed(flavor: str, build: str) -> str:
     return (
         f"venv: installing everything (torch's {build.upper()} build is the largest part)\n"
-        f"install-locked locks/operator.txt locks/train-{flavor}.txt locks/dev.txt\n"
+        f"install-locked locks/extras.txt locks/train-{flavor}.txt locks/dev.txt\n"
         f"install-torch 2.13.0 {build} locks/wheels\ninstall-deepspeed \n"
     )
 
@@ -132,7 +132,7 @@ def test_a_venv_keeps_its_build_of_torch_until_another_is_asked_for(venv_project
     assert not marker.exists()
     assert run(venv_project, "venv.sh", "full") == (0, installed("gpu", "cuda"), "")
     assert {file.name for file in (venv_project / ".venv").iterdir() if file.name[0] == "."} == {
-        ".full", ".gpu", ".operator",
+        ".extras", ".full", ".gpu", ".operator",
     }  # fmt: skip
 
 

@@ -32,7 +32,7 @@ ALL = {parser.prog: parser for parser in parsers(build_parser())}
 
 
 def test_every_subcommand_is_walked() -> None:
-    assert len(ALL) == 1 + 9 + 8 + 7
+    assert len(ALL) == 1 + 11 + 8 + 7
     assert {"tridock train", "tridock data sync", "tridock slurm supervise"} <= set(ALL)
 
 

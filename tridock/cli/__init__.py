@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tridock import __version__
-from tridock.cli import bench, data, plan, runs, slurm, train
-from tridock.errors import EXIT_INTERRUPTED, TridockError
+from tridock.cli import bench, data, plan, project, runs, slurm, train
+from tridock.errors import EXIT_INTERRUPTED, TridockError, extras_explained
 
 if TYPE_CHECKING:
     from tridock.cli.options import Action
@@ -28,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
     action: Action = arguments.action
     try:
-        return action(arguments)
+        with extras_explained():
+            return action(arguments)
     except TridockError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -42,6 +43,6 @@ def build_parser() -> argparse.ArgumentParser:
         "--version", action="version", version=f"tridock {__version__}", help="show the version and exit"
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (train, plan, data, slurm, bench, runs):
+    for module in (train, plan, data, slurm, bench, runs, project):
         module.add(commands)
     return parser

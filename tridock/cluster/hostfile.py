@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from tridock.errors import Problem, RequestError
+from tridock.project_files import project_file
 from tridock.strict_yaml import read_text
 
 NEVER_LOCAL: Final = "a run never falls back to this machine alone"
@@ -95,7 +96,7 @@ class Hostfile:
 
 def load_hostfile(path: Path) -> Hostfile:
     """Reads, parses and validates a hostfile; every bad line in one :class:`RequestError`."""
-    if not path.exists():
+    if not project_file(path).exists():
         todo = f"give the path of a hostfile; {NEVER_LOCAL}"
         raise RequestError(Problem(str(path), "the hostfile is missing", "no such file", todo))
     nodes, problems = _scan(read_text(path, "a hostfile"), str(path))

@@ -9,6 +9,7 @@ from pathlib import Path
 from tridock.cluster.hostfile import Hostfile, is_ipv6, load_hostfile
 from tridock.cluster.schema import NodeSettings, Settings, parse_settings
 from tridock.errors import Problem, RequestError
+from tridock.project_files import project_file
 from tridock.strict_yaml import read_text
 
 STATE: str = ".tridock"
@@ -96,10 +97,10 @@ def load_cluster(path: Path, include: str = "", exclude: str = "", project_folde
     with the fabfile, above the hostfile or else above the current folder.
     """
     hostfile = load_hostfile(path)
-    settings_path = path.with_name(f"{path.name}.yaml")
+    settings_path, beside = (it.with_name(f"{it.name}.yaml") for it in (path, project_file(path)))
     settings = Settings()
-    if settings_path.exists():
-        settings = parse_settings(read_text(settings_path, "a cluster's settings"), str(settings_path))
+    if beside.exists():
+        settings = parse_settings(read_text(beside, "a cluster's settings"), str(settings_path))
     _refuse_unknown_nodes(settings, hostfile, str(settings_path))
     nodes = tuple(
         ClusterNode(

@@ -10,12 +10,14 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from tridock.cluster.settings import Cluster
 from tridock.command import Command
 from tridock.contracts import environment, run_folder
 from tridock.contracts.devices import MIG, VISIBLE
+from tridock.project_files import project_file
 
 CLUSTER_LABEL = "tridock.cluster"
 NODE_LABEL = "tridock.node"
@@ -186,13 +188,16 @@ class ComposeTransport(Transport):
 
     def recipe(self, node: str, image_id: str, facts: HostFacts, env: Mapping[str, str] = os.environ) -> str:
         """Changes with the files that Compose reads and the variables that these name."""
-        names = (self.cluster.settings.compose.file, ".env")
-        paths = {name: self.cluster.project_folder / name for name in names}
+        paths = {"file": self.compose_file, ".env": self.cluster.project_folder / ".env"}
         texts = {name: path.read_text() for name, path in paths.items() if path.is_file()}
         asked = {name for text in texts.values() for name in _COMPOSE_VARIABLE.findall(text)}
         given = self.command(facts, "").env
         variables = {name: {**env, **given}.get(name) for name in asked}
         return _hash([node, image_id, self.cluster.env_of(node), texts, variables])
+
+    @property
+    def compose_file(self) -> Path:
+        return project_file(Path(self.cluster.settings.compose.file), self.cluster.project_folder)
 
     def shared_memory_remedy(self) -> str:
         return f"set shm_size: 2g in {self.cluster.settings.compose.file}, then fab up"
@@ -216,8 +221,9 @@ class ComposeTransport(Transport):
 
         ``override`` is the path of :meth:`override`'s file.
         """
-        file = self.cluster.settings.compose.file
-        argv = ["docker", "compose", "--project-name", self.project, "--file", file, "--file", override]
+        folder = str(self.cluster.project_folder)
+        argv = ["docker", "compose", "--project-name", self.project, "--project-directory", folder]
+        argv += ["--file", str(self.compose_file), "--file", override]
         return Command(
             (*argv, "--profile", "twin", *arguments),
             env={
@@ -226,7 +232,7 @@ class ComposeTransport(Transport):
                 environment.UID: str(facts.uid),
                 environment.GID: str(facts.gid),
             },
-            cwd=str(self.cluster.project_folder),
+            cwd=folder,
         )
 
 

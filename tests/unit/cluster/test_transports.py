@@ -95,13 +95,14 @@ def test_folders_on_the_host(tmp_path: Path) -> None:
 def test_a_twin_is_composes(tmp_path: Path) -> None:
     settings = "transport: compose\nimage: tridock:cpu\nenv: {A: $x}\nnodes: {node-2: {env: {B: '1'}}}\n"
     made = transport_of(cluster(tmp_path, settings, "node-1 slots=1\nnode-2 slots=1\n"))
+    (tmp_path / "docker-compose.yml").touch()
     assert isinstance(made, ComposeTransport)
     assert made.container_name("node-2") == "tridock-lab-node-2-1"
     assert made.workspace(FACTS) == str(tmp_path)
     command = made.command(FACTS, "/s/compose.json", "up", "--detach")
     assert command.argv == (
-        "docker", "compose", "--project-name", "tridock-lab", "--file", "docker-compose.yml",
-        "--file", "/s/compose.json", "--profile", "twin", "up", "--detach",
+        "docker", "compose", "--project-name", "tridock-lab", "--project-directory", str(tmp_path),
+        "--file", f"{tmp_path}/docker-compose.yml", "--file", "/s/compose.json", "--profile", "twin", "up", "--detach",
     )  # fmt: skip
     assert command.cwd == str(tmp_path)
     assert command.env == {

@@ -131,7 +131,8 @@ def test_without_the_fast_library(reference: Reference, monkeypatch: pytest.Monk
     encoder, why = fastest(reference.tokenizer)
     assert encoder.name == "tokenizers"
     assert why == (
-        "encoder: Hugging Face's tokenizers, about 30 times slower: gigatoken is not installed (pip install gigatoken)"
+        "encoder: Hugging Face's tokenizers, about 30 times slower: gigatoken is not installed "
+        "(pip install 'tridock[data]')"
     )
 
 

@@ -173,13 +173,13 @@ def test_packages_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     path = tmp_path / "a"
     path.write_bytes(b"\x28\xb5\x2f\xfd....")
     assert message(lambda: read(path)) == (
-        f"{path}: is compressed by zstd, but a package for it is missing; pip install zstandard, or decompress it: "
-        "zstd -dc FILE | tridock data preprocess --input - …"
+        f"{path}: is compressed by zstd, but a package for it is missing; pip install 'tridock[data]', "
+        "or decompress it: zstd -dc FILE | tridock data preprocess --input - …"
     )
     path.write_bytes(b"PAR1....PAR1")
     (source,) = find_sources([str(path)], Kind.JSONL)
     assert message(lambda: list(read_chunks(0, source, ["text"], 9))) == (
-        f"{path}: is parquet, but a package for it is missing; pip install pyarrow, or give JSON lines"
+        f"{path}: is parquet, but a package for it is missing; pip install 'tridock[data]', or give JSON lines"
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,6 @@ import pytest
 from tests.unit.ops.conftest import LARGE, Lab, brought, counts
 from tridock.errors import ClusterError, RequestError, TridockError
 from tridock.experiment import load_experiment
-from tridock.ops.runs.launch import DEMO_DATA, bring_demo_data
 from tridock.ops.runs.preflight import data_files
 from tridock.ops.sync import choose, of_experiment, sync, transfer
 from tridock.ops.sync.files import DataFile, fingerprint
@@ -318,24 +316,3 @@ def test_names_that_a_shell_would_take_apart(lab: Lab) -> None:
     assert [row.sent for row in brought(lab, "data")] == [9, 9]
     assert lab.below("node-1") == {**files, "data/ b.idx": LARGE}
     assert [row.there for row in brought(lab, "data")] == [9, 9]
-
-
-def test_a_launch_brings_the_demos_data_to_the_host_that_lacks_it(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """`tridock data demo` is a script here that finds everything ready."""
-    names = [f"{DEMO_DATA}/stdlib_text_document.{suffix}" for suffix in ("bin", "idx", "json")]
-    for name in names:
-        lab.write(name, name.encode())
-    script = tmp_path / "python"
-    script.write_text("#!/bin/sh\necho note\necho it lies ready\n")
-    script.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(script))
-    brought(lab, f"{DEMO_DATA}/stdlib_text_document.bin", f"{DEMO_DATA}/stdlib_text_document.idx", only=("node-1",))
-    assert bring_demo_data(lab.session) == "it lies ready"
-    assert (len(lab.below("node-1")), sorted(lab.below("node-2"))) == (2, names)
-    (lab.workspace("node-2") / names[0]).unlink()
-    (lab.workspace("node-2") / names[0]).mkdir()
-    (lab.workspace("node-2") / names[1]).unlink()
-    with pytest.raises(ClusterError, match=r"^node-2: has something else where a file of the data belongs"):
-        bring_demo_data(lab.session)

@@ -178,8 +178,8 @@ class _ZstdReader(io.RawIOBase):
         return len(taken)
 
 
-_TODO_ZSTD: Final = "pip install zstandard, or decompress it: zstd -dc FILE | tridock data preprocess --input - …"
-_TODO_PARQUET: Final = "pip install pyarrow, or give JSON lines"
+_TODO_ZSTD: Final = "pip install 'tridock[data]', or decompress it: zstd -dc FILE | tridock data preprocess --input - …"
+_TODO_PARQUET: Final = "pip install 'tridock[data]', or give JSON lines"
 
 _MAGIC: Final = {
     b"\x1f\x8b": "gzip",

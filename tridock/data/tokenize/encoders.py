@@ -256,7 +256,7 @@ def fastest(tokenizer: BytePairTokenizer, workers: int = 1) -> tuple[Encoder, st
     try:
         return Fast(reference, description, workers), ""
     except ImportError as error:
-        why = f"{error.name} is not installed (pip install gigatoken)"
+        why = f"{error.name} is not installed (pip install 'tridock[data]')"
     except RunError:
         raise
     except Exception as error:  # the library raises no narrower type

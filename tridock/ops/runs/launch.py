@@ -1,7 +1,6 @@
 """``fab launch``: from an experiment and a cluster to a run on its nodes."""
 
 import json
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -18,11 +17,11 @@ from tridock.ops.hosts.session import Session
 from tridock.ops.runs.preflight import check_nodes
 from tridock.ops.runs.prepare import Prepared, assumptions_for, prepare, with_hosts_gpu
 from tridock.ops.runs.provenance import Approve
-from tridock.ops.sync import choose, sync
-from tridock.remote import Host, LocalHost
+from tridock.remote import Host
 
 _TIMEOUT_S = 60.0
 DEMO_DATA = "data/demo"
+_DEMO_FILES = tuple(f"stdlib_text_document.{suffix}" for suffix in ("bin", "idx", "json"))
 
 
 def prepare_on(session: Session, config: Path, overrides: Sequence[str] = (), *, force: bool = False) -> Prepared:
@@ -43,24 +42,29 @@ def preview(session: Session, prepared: Prepared) -> RunBundle:
 
 
 def bring_demo_data(session: Session) -> str:
-    """Makes the demo's data set where it is missing, here and on the hosts; returns a line that says what lies where.
+    """Makes the demo's data set on the head and copies it to the nodes that lack it; returns the line about it.
 
-    Only for a launch that names no experiment: other data sets may be large: `fab data` brings those.
+    Brings the nodes up first: the data set is made in the head's container, and the operator's machine needs nothing
+    for it. Only for a launch that names no experiment: other data sets may be large, and `fab data` brings those.
     """
-    folder = session.cluster.project_folder / DEMO_DATA
-    make = Command.of(sys.executable, "-m", "tridock.cli", "data", "demo", "--folder", str(folder))
-    done = LocalHost().run(make, timeout=None).checked("demo data")
+    ensure_up(session)
+    head = session.head
+    make = session.inside(head, "tridock", "data", "demo", "--folder", DEMO_DATA)
+    done = session.hosts[head].run(make, timeout=None).checked(head)
 
     def lacks(node: str, host: Host) -> bool:
-        files = [f"{session.workspace(node)}/{DEMO_DATA}/stdlib_text_document{suffix}" for suffix in (".bin", ".idx")]
-        there = Command.of("sh", "-c", 'test -r "$1" && test -r "$2"', "sh", *files)
+        there = Command.of(
+            "sh", "-c", 'cd "$1" && test -r "$2" && test -r "$3"', "sh", folder_of(node), *_DEMO_FILES[:2]
+        )
         return host.run(there, timeout=_TIMEOUT_S).exit_code != 0
+
+    def folder_of(node: str) -> str:
+        return f"{session.workspace(node)}/{DEMO_DATA}"
 
     lacking = tuple(node for node, missing in session.each(lacks).items() if missing)
     if lacking:
-        synced = sync(session, choose(session.cluster.project_folder, [DEMO_DATA]), only=lacking)
-        if failure := synced.failure:
-            raise failure
+        files = {name: session.hosts[head].get(f"{folder_of(head)}/{name}") for name in _DEMO_FILES}
+        session.each(lambda node, host: host.put_tree(files, folder_of(node)), only=lacking)
     return done.stdout.decode().splitlines()[-1]
 
 

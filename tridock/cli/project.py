@@ -1,0 +1,47 @@
+"""``tridock init`` and ``image``: what a new user runs first."""
+
+import argparse
+import shlex
+from pathlib import Path
+
+from tridock.cli.options import Commands, add_command
+
+
+def add(commands: Commands) -> None:
+    parser = add_command(commands, "init", _init, "copy configs, hostfiles and Compose files into a folder")
+    text = "folder to copy to (default: the current folder)"
+    parser.add_argument("folder", type=Path, nargs="?", default=Path(), metavar="FOLDER", help=text)
+    parser.add_argument("--force", action="store_true", help="replace files that exist and differ")
+
+    parser = add_command(commands, "image", _image, "build the image of the nodes")
+    text = "gpu: on NVIDIA's PyTorch image; cpu: on Debian, for the twin (default: gpu)"
+    parser.add_argument("--flavor", choices=("gpu", "cpu"), default="gpu", help=text)
+    text = "base image (default: the one for this machine's GPUs; docs/gpus.md lists them)"
+    parser.add_argument("--base-image", default="", metavar="IMAGE", help=text)
+    text = "name of the new image (default: tridock:latest, or tridock:cpu)"
+    parser.add_argument("--tag", default="", metavar="NAME", help=text)
+    text = "PEM certificates of a proxy to the package indexes"
+    parser.add_argument("--ca", default="", metavar="FILE", help=text)
+    text = "source of Megatron-LM v1.1.5: a git repository, a folder, auto (upstream, if it answers), or none"
+    parser.add_argument("--megatron", default="", metavar="WHERE", help=text)
+
+
+def _init(arguments: argparse.Namespace) -> int:
+    """Copy configs, hostfiles and Compose files into a folder. Files that are there are kept."""
+    from tridock.ops.project import init
+
+    folder = arguments.folder
+    new = init(folder, force=arguments.force)
+    print(f"files written to {folder.resolve()}: {len(new)}")
+    if new:
+        there = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
+        print(f"next: {there}cp hostfiles/example hostfile, and name your hosts in it")
+    return 0
+
+
+def _image(arguments: argparse.Namespace) -> int:
+    """Build the image of the nodes, as make image does in a checkout. Needs a Docker engine on this machine."""
+    from tridock.ops.project import ImageOptions, build_image
+
+    options = ImageOptions(arguments.flavor, arguments.base_image, arguments.tag, arguments.ca, arguments.megatron)
+    return build_image(options, Path())

@@ -1,0 +1,92 @@
+"""A folder to work in, and the image, from the files that Tridock brings along; a checkout is not needed."""
+
+import fcntl
+import filecmp
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from tridock.errors import Problem, RequestError
+from tridock.project_files import ROOT, recipe_files, starter_files
+
+
+@dataclass(frozen=True, slots=True)
+class ImageOptions:
+    """What ``tools/build-image.sh`` is asked for; an empty text is the flavor's default."""
+
+    flavor: str = "gpu"
+    base_image: str = ""
+    image: str = ""
+    ca: str = ""
+    megatron: str = ""
+
+
+def init(folder: Path, *, force: bool = False) -> list[Path]:
+    """Copies the starter files into ``folder`` and returns those that were not there.
+
+    Raises :class:`RequestError` with every file that is there and differs, and then copies none; ``force`` replaces
+    them.
+    """
+    files = starter_files()
+    if not files:
+        raise RequestError(_inside_the_image("tridock init"))
+    new = [name for name, own in files.items() if not _same(own, folder / name)]
+    if problems := [
+        Problem(str(folder / name), "exists and differs", "", "move it away, or replace it with --force")
+        for name in new
+        if os.path.lexists(folder / name) and not force
+    ]:
+        raise RequestError(problems)
+    for name in new:
+        try:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(files[name], folder / name)
+        except OSError as error:
+            todo = "name a folder in which you may write"
+            got = error.strerror or str(error)
+            raise RequestError(Problem(str(folder / name), "cannot be written", got, todo)) from None
+    return new
+
+
+def build_image(options: ImageOptions, folder: Path) -> int:
+    """Runs ``tools/build-image.sh`` and returns its exit code; ``folder`` is where the user's Compose files are."""
+    sources = recipe_files()
+    if not sources:
+        raise RequestError(_inside_the_image("tridock image"))
+    # The script runs in another folder.
+    ca, megatron = (
+        str(Path(text).resolve()) if text and Path(text).exists() else text for text in (options.ca, options.megatron)
+    )
+    arguments = [options.flavor, options.base_image, options.image, ca, megatron, str(folder.resolve())]
+    if (ROOT / "tridock").is_dir():  # a checkout
+        return _run(ROOT, arguments)
+    place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tridock" / "image"
+    place.mkdir(parents=True, exist_ok=True)
+    with (place.parent / "image.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        # upstream/ and locks/wheels/ stay: what a build has fetched.
+        for name, source in sources.items():
+            _copy(source, place / name)
+        return _run(place, arguments)
+
+
+def _run(root: Path, arguments: list[str]) -> int:
+    return subprocess.run(["tools/build-image.sh", *arguments], cwd=root, check=False).returncode
+
+
+def _copy(source: Path, target: Path) -> None:
+    if source.is_file():
+        shutil.copy(source, target)
+        return
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__", "_project"))
+
+
+def _same(own: Path, there: Path) -> bool:
+    return there.is_file() and filecmp.cmp(own, there, shallow=False)
+
+
+def _inside_the_image(command: str) -> Problem:
+    return Problem(command, "finds no files of the project", f"none in {ROOT}", "run it where Tridock is installed")

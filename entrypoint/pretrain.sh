@@ -69,6 +69,12 @@ read_options() {
         --set=* | --nproc=* | --workspace=* | --run-id-file=* | --nnodes=* | --node-rank=* | --master-addr=* | --help | -h)
             options+=("$1")
             ;;
+        --deepspeed) ;; # the experiments of the scripts that have it are DeepSpeed's
+        --deepspeed_config)
+            [[ -f ${2:-} ]] || refuse "$1" "cannot be read" "${2:-nothing}" "give DeepSpeed's JSON"
+            options+=(--set "deepspeed=$(<"$2")")
+            shift
+            ;;
         *) megatron_args+=("$1") ;;
         esac
         shift

@@ -78,6 +78,17 @@ def test_what_upstreams_users_set_wins_and_is_printed(bin_folder: Path, tmp_path
     assert "ds_pretrain_gpt2.sh: GPUS_PER_NODE=4 ranks\n" in err
 
 
+def test_a_deepspeed_json_of_the_users(bin_folder: Path, tmp_path: Path) -> None:
+    given = tmp_path / "ds.json"
+    given.write_text('{"wall_clock_breakdown": true}\n')
+    argv = ("--deepspeed", "--deepspeed_config", str(given))
+    code, found, _ = call("ds_pretrain_gpt2.sh", bin_folder, *argv, TRIDOCK_EXPERIMENT="mine.yaml")
+    assert (code, found) == (0, ["train", "mine.yaml", "--set", 'deepspeed={"wall_clock_breakdown": true}'])
+    code, _, err = call("ds_pretrain_gpt2.sh", bin_folder, "--deepspeed_config", "none.json")
+    assert code == 2
+    assert err == "ds_pretrain_gpt2.sh: --deepspeed_config: cannot be read; got none.json; give DeepSpeed's JSON\n"
+
+
 def test_one_of_several_nodes(bin_folder: Path) -> None:
     env = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "gpu-1", "MASTER_PORT": "6000", "GPUS_PER_NODE": "8"}
     code, found, err = call("pretrain_gpt2_distributed.sh", bin_folder, **env)

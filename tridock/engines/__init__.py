@@ -50,7 +50,8 @@ def field_problems(experiment: Experiment) -> Iterator[Problem]:
         section, _, name = path.rpartition(".")
         fields = getattr(experiment, section) if section else experiment
         value = getattr(fields, name)
-        default = type(fields).model_fields[name].default if refused.default is None else refused.default
+        given = type(fields).model_fields[name].get_default(call_default_factory=True)
+        default = given if refused.default is None else refused.default
         if value != default:
             nearest = default if type(default) is int else as_yaml(default)
             names = {"engine": engine.name, "others": either(engines_with(path))}

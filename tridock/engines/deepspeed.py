@@ -4,8 +4,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Final
 
+from tridock.engines.deepspeed_options import PASSED, zero_option
+from tridock.engines.fields import as_yaml
 from tridock.errors import Problem
 from tridock.experiment import Experiment
+from tridock.experiment.deepspeed_json import options
 from tridock.layout.shape import FORMAT_BYTES, Parameters, Shape, States
 from tridock.layout.traffic import Sent, all_gather, all_reduce, backward_pass
 
@@ -29,6 +32,12 @@ def deepspeed_config(experiment: Experiment, data_parallel_size: int) -> dict[st
         # It fills one bucket while the other travels: two of half the size take the memory of one. Stage 3 does so by
         # itself, with room of its own.
         config["zero_optimization"] |= {"overlap_comm": True, "reduce_bucket_size": _BUCKET // 2}
+    for path, value in options(experiment.deepspeed):
+        if path in PASSED:
+            section, _, name = path.rpartition(".")
+            within = config[section] if section else config
+            # DeepSpeed wants whole numbers of what YAML and JSON write as 5e8.
+            within[name] = int(value) if isinstance(value, float) and value.is_integer() else value
     if experiment.precision == "bf16":
         config["bf16"] = {"enabled": True}
     if experiment.precision == "fp16":
@@ -46,21 +55,40 @@ def deepspeed_config(experiment: Experiment, data_parallel_size: int) -> dict[st
 def overlaps_gradients(experiment: Experiment, data_parallel_size: int) -> bool:
     """Whether gradients travel during the backward pass. DeepSpeed's pipelines cannot, stage 0 has no option for it."""
     parallel = experiment.parallel
+    if not zero_option(experiment, "overlap_comm", True):
+        return False
     return parallel.zero_stage > 0 and parallel.pipeline_model_parallel_size == 1 and data_parallel_size > 1
 
 
 _BUCKET: Final = 500_000_000
 """Elements of DeepSpeed's reduce_bucket_size by default."""
-_LIVE: Final = 1_050_000_000
-"""max_live_parameters and one prefetch bucket."""
+_LIVE: Final = 1_000_000_000
+_PREFETCHED: Final = 50_000_000
 _PERSISTENT: Final = 100_000
 REUSED: Final = 1_000_000_000
 """stage3_max_reuse_distance: weights that are used again before so many others stay gathered."""
 
 
+def _bucket_elements(experiment: Experiment, replicas: int) -> int:
+    """Elements of the buckets that gradients are reduced through: two where one fills while the other travels."""
+    # In a pipeline there are two of them in any case.
+    fills_another = overlaps_gradients(experiment, replicas) and experiment.parallel.zero_stage < 3
+    number = 2 if experiment.parallel.pipeline_model_parallel_size > 1 or fills_another else 1
+    return number * zero_option(experiment, "reduce_bucket_size", _BUCKET // 2 if fills_another else _BUCKET)
+
+
 def zero_stage_problems(experiment: Experiment) -> Iterator[Problem]:
-    """A ZeRO stage without ZeRO."""
+    """A ZeRO stage or DeepSpeed's options without ZeRO."""
     parallel = experiment.parallel
+    if parallel.strategy != "zero" and experiment.deepspeed:
+        todo = "leave it out, or set parallel.strategy to zero"
+        yield Problem(
+            "deepspeed",
+            f"strategy {parallel.strategy} is without DeepSpeed",
+            as_yaml(experiment.deepspeed),
+            todo,
+            ("{}",),
+        )
     if parallel.strategy == "ddp" and parallel.zero_stage != 0:
         what, todo = "strategy ddp keeps everything on every rank", "set it to 0, or strategy to zero"
         yield Problem("parallel.zero_stage", what, str(parallel.zero_stage), todo, (0,))
@@ -75,16 +103,16 @@ def zero_states(experiment: Experiment, weights: Parameters, replicas: int) -> S
         # In a short format DeepSpeed makes Adam's states by a step.
         startup = (short + master + 8 + short + master) * count if master else short * count
         return States(short * count, 0, (master + 8) * count, short * count, workspace=master * count, startup=startup)
-    # In a pipeline it has two of them.
-    stages = experiment.parallel.pipeline_model_parallel_size
-    optimizer, bucket = 12 * owned, short * _BUCKET * (1 if stages == 1 else 2)
+    optimizer, bucket = 12 * owned, short * _bucket_elements(experiment, replicas)
     if stage < 3:
         passing = short * (count if stage == 1 else owned)
         startup = short * count + 8 * owned  # the master weights, and gradients of them
         return States(short * count, 0, optimizer, passing, bucket, workspace=(4 + short) * owned, startup=startup)
     small = sum(_small_tensors(experiment, weights))
     kept = small + owned if replicas > 1 else count
-    gathered = short * min(count - small, _LIVE) if replicas > 1 else 0
+    live = zero_option(experiment, "stage3_max_live_parameters", _LIVE)
+    live += zero_option(experiment, "stage3_prefetch_bucket_size", _PREFETCHED)
+    gathered = short * min(count - small, live) if replicas > 1 else 0
     workspace, startup = 4 * min(owned, 2 * _BUCKET), (2 * short + 4) * owned + bucket
     return States(short * kept, short * owned, optimizer, 0, bucket, gathered, workspace, startup)
 
@@ -96,8 +124,9 @@ def _small_tensors(experiment: Experiment, weights: Parameters) -> Iterator[int]
     matrix = width * width // tensor
     layer = [3 * width * heads, width * heads, 4 * matrix, 4 * matrix, 3 * heads, 4 * width // tensor, *[width] * 6]
     tables = [weights.embedding, weights.positions, weights.head]
-    yield from (size * model.num_layers for size in layer if size <= _PERSISTENT)
-    yield from (size for size in tables if size <= _PERSISTENT)
+    least = zero_option(experiment, "stage3_param_persistence_threshold", _PERSISTENT)
+    yield from (size * model.num_layers for size in layer if size <= least)
+    yield from (size for size in tables if size <= least)
     yield weights.final_norm
 
 
@@ -121,7 +150,8 @@ def zero_sent(experiment: Experiment, shape: Shape, weights: int, others: Sent) 
         )
     # Stage 3 gathers weights for each micro batch, anew for the backward pass where it is long until then, and
     # scatters the gradients. Tensors of less than 1e5 elements stay; here they are counted as if they did not.
-    again = all_gather(size, short * max(0, weights - REUSED // 2))
+    reused = zero_option(experiment, "stage3_max_reuse_distance", REUSED)
+    again = all_gather(size, short * max(0, weights - reused // 2))
     return replace(
         others, gradient_bytes=(2 * gathered + again) * shape.accumulation, overlapped=float(overlaps), computing=1.0
     )

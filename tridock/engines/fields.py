@@ -1,5 +1,6 @@
 """What an engine declares of each field: its ranks honour it or never read it, or the plan refuses it."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -48,6 +49,8 @@ def as_yaml(value: object) -> str:
     """A field's value as YAML has it; a list's items with spaces between."""
     if value is None:
         return "null"
+    if isinstance(value, Mapping):
+        return json.dumps(value)
     if isinstance(value, tuple):
         return " ".join(map(str, value)) or "[]"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
+from tridock.experiment.deepspeed_json import with_fields_of
 from tridock.strict_yaml import AS_TUPLE, EnvName, EnvValue, Section
 
 Engine = Literal["torch", "megatron-deepspeed", "megatron-core"]
@@ -392,9 +393,19 @@ class Experiment(Section):
         default=(),
         description="Engine megatron-deepspeed: arguments for Megatron's command line that have no field here.",
     )
+    deepspeed: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Strategy zero: a DeepSpeed JSON of your own. Its options that are fields here set them where they"
+        " are left out; ZeRO's bucket sizes and the like reach DeepSpeed (docs/megatron.md).",
+    )
     env: dict[EnvName, EnvValue] = Field(
         default_factory=dict, description="Environment of every rank; wins over the cluster's."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_deepspeed_json(cls, fields: Any) -> Any:
+        return with_fields_of(fields) if isinstance(fields, Mapping) else fields
 
     @model_validator(mode="before")
     @classmethod
@@ -410,4 +421,7 @@ class Experiment(Section):
     def resolved(self, data_parallel_size: int) -> Self:
         """The same experiment with what depends on the cluster filled in: what a run's folder keeps."""
         samples = self.batch.samples_per_step(data_parallel_size)
-        return self.model_copy(update={"batch": self.batch.model_copy(update={"global_batch_size": samples})})
+        batch = self.batch.model_copy(update={"global_batch_size": samples})
+        # The global batch says it from here on, also where the run continues with fewer replicas.
+        deepspeed = {name: value for name, value in self.deepspeed.items() if name != "gradient_accumulation_steps"}
+        return self.model_copy(update={"batch": batch, "deepspeed": deepspeed})

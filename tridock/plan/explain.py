@@ -181,7 +181,7 @@ def _type_text(schema: Mapping[str, Any]) -> str:
         return f"list of {_type_text(schema['items'])}"
     if schema["type"] == "object":
         values = schema.get("additionalProperties") or next(iter(schema["patternProperties"].values()))
-        return f"mapping of names to {_type_text(values)}"
+        return "mapping" if values is True else f"mapping of names to {_type_text(values)}"
     bounds = [f"{phrase} {schema[name]:g}" for name, phrase in _BOUNDS.items() if name in schema]
     pattern = f" that matches {schema['pattern']}" if "pattern" in schema else ""
     return _TYPES[schema["type"]] + (f", {' and '.join(bounds)}" if bounds else "") + pattern

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from tridock.contracts.devices import VISIBLE
 from tridock.engines import engine_of, field_problems
+from tridock.engines.deepspeed_options import json_problems
 from tridock.errors import Problem
 from tridock.experiment import Experiment
 from tridock.layout.split import either, nearest_divisors, size_of_replica, world_problems
@@ -20,6 +21,7 @@ def layout_problems(experiment: Experiment, world_size: int) -> list[Problem]:
         *_model_problems(experiment),
         *world_problems(experiment, world_size, engine.takes_sizes),
         *(() if rest else engine.batch_problems(experiment, replicas)),
+        *json_problems(experiment, 0 if rest else replicas),
         *_schedule_problems(experiment),
         *_saving_problems(experiment),
         *_device_problems(experiment),

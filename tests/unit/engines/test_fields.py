@@ -117,6 +117,7 @@ CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
     "restart.node_timeout": (99, {}),
     "restart.min_nodes": (2, {}),
     "megatron_args": (("--num-workers", "0"), {}),
+    "deepspeed": ({"wall_clock_breakdown": True}, ZERO),
     "env": ({"A": "b"}, {}),
 }
 """Each field with a value that is not its default, and what else the experiment needs for it to matter."""

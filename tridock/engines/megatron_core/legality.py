@@ -16,6 +16,7 @@ _OTHER_NAME: Final = "has another name in megatron-core"
 FIELDS: Final[Fields] = {
     **COMMON,
     "parallel.strategy": Refused(_NO_DEEPSPEED, _DISTRIBUTED, default="ddp"),
+    "deepspeed": Refused(_NO_DEEPSPEED, "leave it out"),
     "parallel.zero_stage": Refused(_NO_DEEPSPEED, _DISTRIBUTED),
     "parallel.data_parallel_shard_size": Refused(),
     "parallel.pipeline_schedule": Refused(),

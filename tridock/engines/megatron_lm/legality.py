@@ -11,6 +11,7 @@ from tridock.layout.split import either, empty_stage_problems, head_problems, ne
 
 FIELDS: Final[Fields] = {
     **COMMON,
+    "deepspeed": HONOURED,
     "megatron_args": HONOURED,
     "model.vocab_size": Unused("Megatron-LM v1.1.5 counts the tokens of data.vocab_file; the plan counts with this"),
     "model.kv_channels": Refused(
@@ -75,7 +76,7 @@ OWNED: Final = {
     "--pipe-parallel-size": "parallel.pipeline_model_parallel_size",
     "--zero-stage": "parallel.zero_stage",
     "--deepspeed": "parallel.strategy",
-    "--deepspeed_config": "parallel.strategy",
+    "--deepspeed_config": "deepspeed",
     "--batch-size": "batch.micro_batch_size",
     "--gas": "batch.global_batch_size",
     "--data-path": "data.data_path",

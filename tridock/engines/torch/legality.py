@@ -5,13 +5,14 @@ from typing import Final
 
 from tridock.engines.deepspeed import zero_stage_problems
 from tridock.engines.engine import uneven_batch
-from tridock.engines.fields import COMMON, NO_TOKENIZER, Fields, Refused
+from tridock.engines.fields import COMMON, HONOURED, NO_TOKENIZER, Fields, Refused
 from tridock.errors import Problem
 from tridock.experiment import Experiment
 from tridock.layout.split import either, empty_stage_problems, head_problems, nearest_divisors, nearest_multiples
 
 FIELDS: Final[Fields] = {
     **COMMON,
+    "deepspeed": HONOURED,
     "model.checkpoint_num_layers": Refused("engine torch stores every layer's"),
     "model.partition_activations": Refused(),
     "model.checkpoint_in_cpu": Refused(),

@@ -1,0 +1,177 @@
+"""A user's own DeepSpeed JSON: what becomes of each option, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.experiments import make_plan
+from tridock.engines import engine_of
+from tridock.engines.deepspeed import deepspeed_config
+from tridock.errors import RequestError
+from tridock.experiment import Experiment, dump_experiment, parse_experiment
+from tridock.layout.shape import Shape
+
+UPSTREAM = """{
+  "train_batch_size": 48,
+  "gradient_accumulation_steps": 3,
+  "steps_per_print": 1,
+  "zero_optimization": {
+    "stage": 2, "allgather_partitions": true, "reduce_scatter": true,
+    "allgather_bucket_size": 50000000, "reduce_bucket_size": 5e7, "overlap_comm": true
+  },
+  "optimizer": {"type": "Adam", "params": {"lr": 0.00015, "max_grad_norm": 1.0, "betas": [0.9, 0.95]}},
+  "gradient_clipping": 1.0,
+  "fp16": {"enabled": true, "loss_scale": 0, "loss_scale_window": 500, "hysteresis": 2, "min_loss_scale": 1},
+  "wall_clock_breakdown": true,
+  "zero_allow_untested_optimizer": false
+}"""
+"""The nine options of ds_zero_stage_2_config.json in DeepSpeed's Megatron example."""
+BASE: dict[str, Any] = {
+    "name": "a",
+    "model": {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 16},
+    "batch": {"micro_batch_size": 4},
+    "data": {"data_path": "data/x"},
+    "train": {"train_iters": 5},
+}
+RANKS = {"node-1": range(4)}
+
+
+def experiment(deepspeed: object, **fields: Any) -> Experiment:
+    return Experiment.model_validate({**BASE, **fields, "deepspeed": deepspeed})
+
+
+def refused(deepspeed: object, **fields: Any) -> list[str]:
+    with pytest.raises(RequestError) as caught:
+        make_plan(experiment(deepspeed, **fields), RANKS, "e.yaml")
+    return str(caught.value).splitlines()
+
+
+def test_the_nine_options_of_upstreams_file() -> None:
+    given = parse_experiment(json.dumps(BASE), "e.yaml", [f"deepspeed={UPSTREAM}"])
+    assert (given.precision, given.parallel.zero_stage, given.batch.global_batch_size) == ("fp16", 2, 48)
+    assert (given.optimizer.adam_beta1, given.optimizer.adam_beta2) == (0.9, 0.95)
+    assert given.fp16.loss_scale_window == 500
+    plan = make_plan(given, RANKS, "e.yaml")
+    assert plan.accumulation_steps == 3
+    assert deepspeed_config(given, plan.data_parallel_size) == {
+        "train_batch_size": 48,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 3,
+        "gradient_clipping": 1.0,
+        "steps_per_print": 1,
+        "zero_optimization": {
+            "stage": 2,
+            "overlap_comm": True,
+            "reduce_bucket_size": 50_000_000,
+            "allgather_partitions": True,
+            "reduce_scatter": True,
+            "allgather_bucket_size": 50_000_000,
+        },
+        "wall_clock_breakdown": True,
+        "zero_allow_untested_optimizer": False,
+        "fp16": {
+            "enabled": True,
+            "loss_scale": 0.0,
+            "initial_scale_power": 16,
+            "loss_scale_window": 500,
+            "hysteresis": 2,
+            "min_loss_scale": 1,
+        },
+    }
+
+
+def test_a_runs_folder_reads_back_and_may_continue_with_fewer_replicas() -> None:
+    given = parse_experiment(json.dumps(BASE), "e.yaml", [f"deepspeed={UPSTREAM}"]).resolved(4)
+    again = parse_experiment(dump_experiment(given), "e.yaml")
+    assert again == given
+    assert make_plan(again, {"node-1": range(2)}, "e.yaml").accumulation_steps == 6
+
+
+def test_what_the_experiment_says_otherwise_is_refused_at_once() -> None:
+    found = refused(
+        {
+            "train_batch_size": 64,
+            "gradient_accumulation_steps": 3,
+            "zero_optimization": {"stage": 1},
+            "fp16": {"enabled": True, "min_loss_scale": 2},
+            "optimizer": {"type": "Lamb", "params": {"betas": [0.8, 0.9]}},
+        },
+        batch={"micro_batch_size": 4, "global_batch_size": 32},
+        parallel={"zero_stage": 2},
+        optimizer={"adam_beta2": 0.95},
+        precision="bf16",
+    )
+    assert found == [
+        "e.yaml: deepspeed.train_batch_size: is batch.global_batch_size, which is 32; got 64; leave one of the two out",
+        "e.yaml: deepspeed.gradient_accumulation_steps: batch.global_batch_size 32 takes 2 on 4 replicas; got 3; "
+        "set it to 48, or leave this out",
+        "e.yaml: deepspeed.zero_optimization.stage: is parallel.zero_stage, which is 2; got 1; "
+        "leave one of the two out",
+        "e.yaml: deepspeed.fp16.enabled: is about precision, which is bf16; got true; leave one of the two out",
+        "e.yaml: deepspeed.fp16.min_loss_scale: is 1 in every engine; got 2; leave it out",
+        "e.yaml: deepspeed.optimizer.type: is AdamW or Adam in every engine; got Lamb; leave it out",
+        "e.yaml: deepspeed.optimizer.params.betas.1: is optimizer.adam_beta2, which is 0.95; got 0.9; "
+        "leave one of the two out",
+    ]
+
+
+def test_what_does_not_reach_deepspeed_is_refused_with_the_reason() -> None:
+    found = refused(
+        {
+            "scheduler": {"type": "WarmupLR"},
+            "zero_optimization": {"offload_optimizer": {"device": "cpu"}, "overlap_com": True, "sub_group_size": "big"},
+            "amp": {"enabled": False},
+            "wall_clock_breakdown": 1,
+        }
+    )
+    assert found == [
+        "e.yaml: deepspeed.scheduler: the training loop has the learning rate, not DeepSpeed; "
+        "got {'type': 'WarmupLR'}; leave it out, and set optimizer.lr_warmup_iters and lr_decay_style",
+        "e.yaml: deepspeed.zero_optimization.offload_optimizer: the training loop's Adam runs on the device, and "
+        "DeepSpeed offloads only its own; got {'device': 'cpu'}; leave it out",
+        "e.yaml: deepspeed.zero_optimization.overlap_com: does not reach DeepSpeed; got True; leave it out",
+        "e.yaml: deepspeed.zero_optimization.sub_group_size: must be a number; got 'big'; write one",
+        "e.yaml: deepspeed.amp: does not reach DeepSpeed; got {'enabled': False}; leave it out",
+        "e.yaml: deepspeed.wall_clock_breakdown: must be true or false; got 1; write one",
+    ]
+
+
+def test_what_hugging_face_leaves_to_the_program() -> None:
+    auto = {
+        "train_batch_size": "auto",
+        "gradient_accumulation_steps": "auto",
+        "fp16": {"enabled": "auto"},
+        "zero_optimization": {"stage": 1},
+    }
+    given = experiment(auto)
+    assert make_plan(given, RANKS, "e.yaml").accumulation_steps == 1
+    assert (given.precision, given.parallel.zero_stage) == ("bf16", 1)
+
+
+def test_without_deepspeed_it_is_refused() -> None:
+    assert refused({"wall_clock_breakdown": True}, parallel={"strategy": "ddp"}) == [
+        'e.yaml: deepspeed: strategy ddp is without DeepSpeed; got {"wall_clock_breakdown": true}; '
+        "leave it out, or set parallel.strategy to zero"
+    ]
+    assert refused({"wall_clock_breakdown": True}, engine="megatron-core") == [
+        'e.yaml: deepspeed: megatron-core runs without DeepSpeed; got {"wall_clock_breakdown": true}; leave it out'
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "elements"),
+    [
+        ({}, 500_000_000),
+        ({"reduce_bucket_size": 5e7}, 100_000_000),
+        ({"overlap_comm": False}, 500_000_000),
+        ({"overlap_comm": False, "reduce_bucket_size": 5e7}, 50_000_000),
+    ],
+)
+def test_the_plan_knows_the_buckets(options: dict[str, Any], elements: int) -> None:
+    given = experiment({"zero_optimization": {"stage": 2, **options}})
+    engine = engine_of(given)
+    states = engine.states(given, engine.parameters(given, 0), Shape(data=4, accumulation=1, slots=4), "cuda")
+    assert states.bucket == 2 * elements

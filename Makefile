@@ -45,10 +45,18 @@ LOCKS = locks/extras.txt locks/deepspeed.txt locks/torch.txt locks/dev.txt
 .venv/.extras: locks/extras.txt tools/venv.sh
 	@tools/venv.sh extras
 
+.venv/.docs: locks/docs.txt tools/venv.sh
+	@tools/venv.sh docs
+
 .PHONY: locks
 locks: .venv/.full ## Compile locks/*.in to locks/*.txt (UPGRADE=1 for newer versions)
 	@python -m pip install --quiet --require-hashes -r locks/uv.txt
 	@tools/lock.sh $(if $(UPGRADE),--upgrade)
+
+.PHONY: docs
+docs: .venv/.docs ## Build the documentation as a site in site/; fails on a broken link or anchor
+	@NO_MKDOCS_2_WARNING=1 mkdocs build --quiet --strict
+	@echo "site/index.html"
 
 .PHONY: wheel
 wheel: .venv/.full ## Build dist/tridock-VERSION-py3-none-any.whl, which works without this repository
@@ -197,5 +205,5 @@ gpu-trial: ## Every engine, its speed, memory and faults on this machine's GPU, 
 .PHONY: clean
 clean: ## Remove .venv, caches and the twin's containers and keys; keep runs/ and data/
 	-@docker compose --project-name tridock-twin --profile twin down --timeout 5 2>/dev/null
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .tridock *.egg-info locks/wheels/*.whl
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis .tridock *.egg-info dist site locks/wheels/*.whl
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -25,6 +25,7 @@ compile deepspeed.txt deepspeed.in --no-deps "$@"
 compile extras.txt operator.in data.in report.in --constraint train-cpu.txt "$@"
 compile operator.txt operator.in --constraint extras.txt "$@"
 compile dev.txt dev.in --constraint train-cpu.txt --constraint extras.txt "$@"
+compile docs.txt docs.in --constraint train-cpu.txt --constraint dev.txt "$@"
 compile train-gpu.txt train.in train-gpu.in "${without_torch[@]}" --no-emit-package deepspeed \
     --constraint train-cpu.txt --constraint dev.txt "$@"
 # The index's own build of torch for Linux, which has CUDA, and NVIDIA's libraries for it.

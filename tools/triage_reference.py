@@ -24,7 +24,7 @@ def with_rules(page: str) -> str:
 
 
 def _plain(template: str) -> str:
-    return re.sub(r"\{(\w+)\}", lambda found: _PLACES[found[1]], template).replace("|", "\\|")
+    return re.sub(r"\{(\w+)\}", lambda found: _PLACES[found[1]], template).replace("|", "\\|").replace("<", "&lt;")
 
 
 def main() -> None:

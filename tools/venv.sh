@@ -3,6 +3,7 @@
 #
 #   tools/venv.sh operator         what fabfile.py needs
 #   tools/venv.sh extras           that, and what the extras data and report need
+#   tools/venv.sh docs             what builds the documentation, beside what is there
 #   tools/venv.sh full [cpu|gpu]   that, and torch's CPU or CUDA build, DeepSpeed, and what tests and checks need
 #
 # Without cpu or gpu, a .venv keeps the build of torch that it has; a new one gets the CPU build.
@@ -93,6 +94,11 @@ operator) install_lock operator "what fab needs" ;;
 extras)
     install_lock extras "what fab, data sets and reports need"
     touch "$VENV/.extras"
+    ;;
+docs)
+    install_lock docs "what builds the documentation"
+    touch "$VENV/.docs"
+    exit
     ;;
 full) install_full "${2:-$(flavor_here)}" ;;
 esac

@@ -137,7 +137,7 @@ def test_locks_name_no_index_and_have_hashes() -> None:
 
 def test_locks_agree_on_versions_that_they_share() -> None:
     versions: dict[str, set[str]] = {}
-    for lock in ("operator", "extras", "train-cpu", "train-gpu", "torch-cuda", "dev"):
+    for lock in ("operator", "extras", "train-cpu", "train-gpu", "torch-cuda", "dev", "docs"):
         for line in (ROOT / f"locks/{lock}.txt").read_text().splitlines():
             if "==" in line and line[0].isalnum():
                 versions.setdefault(line.rstrip(" \\").split("==")[0], set()).add(f"{lock}: {line.rstrip(' ')}")

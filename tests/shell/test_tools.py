@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -144,7 +145,7 @@ def test_locks_agree_on_versions_that_they_share() -> None:
     apart = {
         name: lines
         for name, lines in versions.items()
-        if len({line.split(": ", 1)[1] for line in lines if "python_full_version" not in line}) > 1
+        if len({re.split("[:;]", line)[1].strip(" \\") for line in lines if "python_full_version" not in line}) > 1
     }
     assert apart == {}
 

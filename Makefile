@@ -82,7 +82,8 @@ CA ?=
 MEGATRON ?=
 
 .PHONY: image
-image: ## Build the image: tridock:latest on NVIDIA's PyTorch image, or tridock:cpu with FLAVOR=cpu
+image: ## Build the image: tridock:latest on NVIDIA's PyTorch image, or tridock:cpu with FLAVOR=cpu; and .venv for fab
+	-@$(MAKE) --no-print-directory .venv/.operator
 	@tools/build-image.sh '$(or $(FLAVOR),gpu)' '$(BASE_IMAGE)' '$(IMAGE)' '$(CA)' '$(MEGATRON)'
 
 REHEARSAL_BASE = tridock-rehearsal-base

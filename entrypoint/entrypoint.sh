@@ -15,7 +15,7 @@ readonly ACCOUNT_HOME=/home/tridock
 readonly QUOTED_QUOTE="'\\''"
 readonly EXIT_REQUEST=2 EXIT_CLUSTER=3
 
-# Prints an error as "where: what; got value; todo" and exits. A node also prints its fields as JSON on stdout, for fab up.
+# Prints an error as "where: what; got value; todo" and exits. A node also prints its fields as JSON on stdout, for tridock up.
 fail() {
     local status=$1 what=$2 got=$3 todo=$4 where=${TRIDOCK_NODE:-$(hostname)}
     printf '%s: %s; %s%s\n' "$where" "$what" "${got:+got $got; }" "$todo" >&2
@@ -234,7 +234,7 @@ require_secrets() {
     local not_theirs="give the folder to the operator, or set TRIDOCK_UID to its owner"
     for path in "$SECRETS" "$SECRETS"/{ssh_host_ed25519_key,id_ed25519,authorized_keys,known_hosts,ssh_config}; do
         [[ -e $path ]] || fail "$EXIT_CLUSTER" "the node's key material is missing" "no $path" \
-            "run 'fab keys' for this cluster and mount its folder on $SECRETS"
+            "run 'tridock keys' for this cluster and mount its folder on $SECRETS"
         [[ -r $path && (! -d $path || -x $path) ]] || fail "$EXIT_CLUSTER" "the node's key material cannot be read by uid $(id -u)" \
             "$path of uid $(stat --format %u "$path")" "$not_theirs"
     done
@@ -274,7 +274,7 @@ prepare_node() {
     [[ $(id -u) != 0 ]] || install -d -m 755 /run/sshd
     (umask 077 && render_sshd_config "$port" >"$STATE/sshd_config")
     complaint=$(/usr/sbin/sshd -t -f "$STATE/sshd_config" 2>&1) ||
-        fail "$EXIT_CLUSTER" "sshd refuses its configuration" "$(one_line "$complaint")" "fix what it names ('fab keys --rotate' replaces all keys)"
+        fail "$EXIT_CLUSTER" "sshd refuses its configuration" "$(one_line "$complaint")" "fix what it names ('tridock keys --rotate' replaces all keys)"
 }
 
 # ---- together --------------------------------------------------------------------------------------------------------

@@ -5,8 +5,9 @@
 #   GPUS_PER_NODE (ranks to start), MASTER_PORT launch.master_port, DATA_PATH data.data_path, VOCAB_PATH data.vocab_file,
 #   MERGE_PATH data.merge_file, CHECKPOINT_PATH train.checkpoint_folder and train.load
 #   NNODES, NODE_RANK, MASTER_ADDR: the script is started on every node, each with its rank, without ssh
+#   DLWS_NUM_WORKER and DLWS_NUM_GPU_PER_WORKER: other names of NNODES and GPUS_PER_NODE
 #
-# Arguments after the script's name: options of `tridock train`; all others go to Megatron.
+# Arguments after the script's name: options of `tridock train`, which win over variables; all others go to Megatron.
 
 readonly CONFIGS=/opt/tridock/configs
 
@@ -38,7 +39,13 @@ from_variable() {
     }
 }
 
+sees_gpus() {
+    [[ ${DS_ACCELERATOR:-} != cpu && -n ${CUDA_VISIBLE_DEVICES-all} ]] && nvidia-smi --list-gpus 2>/dev/null | grep -q '^GPU'
+}
+
+# read_environment RANKS: without GPUS_PER_NODE, a rank for every GPU, or RANKS on the CPU.
 read_environment() {
+    local nodes=${NNODES:-${DLWS_NUM_WORKER:-1}} ranks=${GPUS_PER_NODE:-${DLWS_NUM_GPU_PER_WORKER:-}}
     from_variable DATA_PATH data.data_path
     from_variable VOCAB_PATH data.vocab_file
     from_variable MERGE_PATH data.merge_file
@@ -48,13 +55,15 @@ read_environment() {
         say "MASTER_PORT=$MASTER_PORT sets launch.master_port"
         options+=(--set "launch.master_port=$MASTER_PORT")
     fi
-    if [[ -n ${GPUS_PER_NODE:-} ]]; then
-        say "GPUS_PER_NODE=$GPUS_PER_NODE ranks"
-        options+=(--nproc "$GPUS_PER_NODE")
+    if [[ -n $ranks ]]; then
+        say "GPUS_PER_NODE=$ranks ranks"
+        options+=(--nproc "$ranks")
+    elif [[ -n $1 ]] && ! sees_gpus; then
+        options+=(--nproc "$1")
     fi
-    [[ ${NNODES:-1} == 1 ]] || {
-        say "NNODES=$NNODES NODE_RANK=${NODE_RANK:-0} MASTER_ADDR=${MASTER_ADDR:-}: this node is one of several"
-        options+=(--nnodes "$NNODES" --node-rank "${NODE_RANK:-0}" ${MASTER_ADDR:+--master-addr "$MASTER_ADDR"})
+    [[ $nodes == 1 ]] || {
+        say "NNODES=$nodes NODE_RANK=${NODE_RANK:-0} MASTER_ADDR=${MASTER_ADDR:-}: this node is one of several"
+        options+=(--nnodes "$nodes" --node-rank "${NODE_RANK:-0}" ${MASTER_ADDR:+--master-addr "$MASTER_ADDR"})
     }
 }
 
@@ -81,26 +90,26 @@ read_options() {
     done
 }
 
-# pretrain TWIN RANKS [OPTION...]: runs TRIDOCK_EXPERIMENT, or TWIN (megatron/… needs v1.1.5), by default with RANKS
-# ranks.
+# pretrain TWIN RANKS [OPTION...]: runs TRIDOCK_EXPERIMENT, or TWIN (megatron/… needs v1.1.5): with a rank for every GPU,
+# or with RANKS ranks on the CPU.
 pretrain() {
     local twin=$1 ranks=$2 experiment=${TRIDOCK_EXPERIMENT:-}
     shift 2
-    read_options "$@"
     if [[ -z $experiment ]]; then
         tridock data demo
         if [[ $twin != megatron/* ]] || has_megatron; then
             experiment=$CONFIGS/$twin.yaml
-            [[ -n ${GPUS_PER_NODE:-} || " ${options[*]} " == *" --nproc"* ]] || options+=(--nproc "$ranks")
         else
             # Without Megatron, this script still trains something, because every image has it.
             [[ ${0##*/} == ds_pretrain_gpt2.sh ]] || refuse engine "this image is without Megatron-LM v1.1.5" \
                 "${TRIDOCK_MEGATRON:-/opt/megatron-v1.1.5}" "build it with make image MEGATRON=<git repository or folder>"
-            experiment=$CONFIGS/demo.yaml
+            experiment=$CONFIGS/demo.yaml ranks=2
             say "this image is without Megatron-LM v1.1.5: the torch engine trains"
         fi
     fi
-    read_environment
+    [[ -z ${TRIDOCK_EXPERIMENT:-} ]] || ranks=
+    read_environment "$ranks"
+    read_options "$@"
     ((${#megatron_args[@]} == 0)) || options+=(--set "megatron_args=$(yaml_list "${megatron_args[@]}")")
     say "tridock train $experiment ${options[*]}"
     exec tridock train "$experiment" "${options[@]}"

@@ -37,7 +37,7 @@ check_request() {
 choose_base() {
     [[ $BASE_IMAGE == auto ]] || return 0
     BASE_IMAGE=$(python3 tridock/base_images.py) || fail 3 "python3: does not name the base image; install Python 3.8 or newer, or give BASE_IMAGE"
-    printf 'base image: %s (docs/gpus.md has the GPUs and drivers of each; fab check compares them with the hosts)\n' "$BASE_IMAGE"
+    printf 'base image: %s (docs/gpus.md has the GPUs and drivers of each; tridock check compares them with the hosts)\n' "$BASE_IMAGE"
 }
 
 # The base from here, from a registry, or (Debian's, which can be made anywhere from packages) as a stand-in.

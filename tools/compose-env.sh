@@ -20,3 +20,6 @@ trap 'rm -f "$partial"' EXIT
 } >"$partial"
 [[ ! -e .env ]] || chmod --reference .env "$partial"
 mv "$partial" .env
+if [[ $FLAVOR == cpu ]] && nvidia-smi --list-gpus 2>/dev/null | grep -q '^GPU'; then
+    printf 'docker compose run trainer now trains on the CPU of this machine; for its GPUs: make image\n'
+fi

@@ -314,7 +314,7 @@ def check_machine() -> bool:
         [sys.executable, "-c", "import torch; torch.cuda.init()"], capture_output=True, text=True, check=False
     )
     if torch.returncode:
-        todo = "install torch's CUDA build (make venv FLAVOR=gpu), or see what nvidia-smi and fab check say"
+        todo = "install torch's CUDA build (make venv FLAVOR=gpu), or see what nvidia-smi and tridock check say"
         raise ClusterError(Problem("gpu-trial", "torch has no GPU here", _last_line(torch.stderr), todo))
     return False
 

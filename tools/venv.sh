@@ -48,7 +48,9 @@ add_this_repository() {
     packages=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     printf '%s\n' "$PWD" >"$packages/tridock.pth"
     printf '#!/bin/sh\nexec "%s" -m tridock.cli "$@"\n' "$PWD/$VENV/bin/python" >"$VENV/bin/tridock"
-    chmod +x "$VENV/bin/tridock"
+    # Fabric's own fab, with the exit codes, help and version of tridock.
+    printf '#!/bin/sh\nexec "%s" -m tridock.cli.fab "$@"\n' "$PWD/$VENV/bin/python" >"$VENV/bin/fab"
+    chmod +x "$VENV/bin/tridock" "$VENV/bin/fab"
 }
 
 flavor_here() {

@@ -60,7 +60,7 @@ def test_without_a_mode_the_experiments_strategy_holds(workspace: Path) -> None:
     assert refused.returncode != 0
     said = (
         "given.yaml: parallel.strategy: is not for torchrun, under which DeepSpeed has no settings; got zero; "
-        "give --mode, or start it with tridock train or fab launch"
+        "give --mode, or start it with tridock train or tridock launch"
     )
     assert [line for line in refused.stderr.splitlines() if line.startswith("given.yaml")] == [said]
 

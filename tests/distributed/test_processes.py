@@ -212,7 +212,7 @@ def test_an_uneven_batch_and_no_checkpoint(workspace: Path) -> None:
 
 def test_a_deepspeed_config_for_other_ranks(workspace: Path) -> None:
     folder = make_run(workspace, "config", 4, **ZERO3)
-    todo = "start the run with `fab launch` or `tridock train`, which write it"
+    todo = "start the run with `tridock launch` or `tridock train`, which write it"
     refused(folder, 2, f"{folder}/ds_config.json: was made for 4 ranks; got 2 ranks; {todo}")
     (folder / "events.jsonl").unlink()
     (folder / "ds_config.json").unlink()

@@ -116,7 +116,7 @@ def containers(cpu_image: str) -> Iterator[Containers]:
 
 @pytest.fixture
 def secrets(tmp_path: Path) -> Callable[..., Mapping[str, Path]]:
-    """Makes the key folders of a cluster, as `fab keys` would, owned by a uid that is given."""
+    """Makes the key folders of a cluster, as `tridock keys` would, owned by a uid that is given."""
 
     def make(*nodes: str, uid: int = 0) -> Mapping[str, Path]:
         hostfile = tmp_path / "testcluster"

@@ -304,7 +304,7 @@ def rack(cpu_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
 
 @dataclass
 class Up:
-    """The first `fab up` of the session."""
+    """The first `tridock up` of the session."""
 
     rack: Rack
     output: str

@@ -128,7 +128,7 @@ def test_an_image_goes_only_to_the_host_that_lacks_it(rack_up: Up) -> None:
     assert "send to host-a " not in done.stdout
     assert len({host.image_id(small) for host in rack} - {""}) == 1
     text = r"\[FATAL tini \(\d+\)\] exec node failed: No such file or directory"
-    said = f"its node ended at once; got {text}; mend that, then run fab up again"
+    said = f"its node ended at once; got {text}; mend that, then run tridock up again"
     for host in rack:
         host.sh('docker image rm "$1"', small)
     assert re.fullmatch(f"host-a: {said}\nhost-b: {said}\n", done.stderr), done.stderr
@@ -216,7 +216,7 @@ def test_a_run_that_fails_says_so_with_its_ranks_own_words(rack_up: Up) -> None:
     text = "train.load: "
     assert re.fullmatch(
         rf"{run_id}: the run failed; got exit code 2, every rank: {text}.+; "
-        f"look at host-a:{RUNS}/{run_id}/logs, or fab logs --hosts hostfiles/rack --run {run_id} --rank 0",
+        f"look at host-a:{RUNS}/{run_id}/logs, or tridock logs --hosts hostfiles/rack --run {run_id} --rank 0",
         done.stderr.splitlines()[0],
     )
     assert done.stderr.splitlines()[-1] == "  rule     own-message (docs/triage.md)"
@@ -297,8 +297,8 @@ def test_no_secret_shows_while_a_run_continues(held: Held) -> None:
 
 def test_down_refuses_while_a_run_continues(held: Held) -> None:
     done = held.rack.fab("down")
-    fate = "its node would be removed by fab down while a run is active"
-    expected = [f"{name}: {fate}; got {held.run_id}; stop the run first: fab stop" for name in HOSTS]
+    fate = "its node would be removed by tridock down while a run is active"
+    expected = [f"{name}: {fate}; got {held.run_id}; stop the run first: tridock stop" for name in HOSTS]
     assert (done.returncode, done.stderr.splitlines()) == (2, expected)
     assert lives(held)
 

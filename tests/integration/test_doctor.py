@@ -1,4 +1,4 @@
-"""`fab check` on two Docker hosts: fit, and with everything wrong that can be provoked for real."""
+"""`tridock check` on two Docker hosts: fit, and with everything wrong that can be provoked for real."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("rack_up")]
 
 
 def checked(rack: Rack, *arguments: str, hosts: str = f"hostfiles/{CLUSTER}") -> tuple[int, dict[str, Any]]:
-    """The exit code and the report of `fab check`."""
+    """The exit code and the report of `tridock check`."""
     done = rack.fab("check", "--json", *arguments, hosts=hosts)
     assert done.stdout, done.stderr
     report: dict[str, Any] = json.loads(done.stdout)
@@ -105,7 +105,7 @@ def test_a_wrong_host_key_and_a_port_that_is_taken_are_named_and_the_key_is_mend
     assert "all-reduce" not in report["seen"]
     found = problems_of(report)["host-b", "shows another host key than the head has on file"]
     assert found["got"] == shown
-    assert found["todo"] == f"give all nodes the cluster's keys again: fab keys --hosts hostfiles/{CLUSTER}"
+    assert found["todo"] == f"give all nodes the cluster's keys again: tridock keys --hosts hostfiles/{CLUSTER}"
     done = rack.fab("check", "--fix")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == "mended: give all nodes the cluster's keys again\n"
@@ -274,7 +274,7 @@ def test_the_values_that_were_seen(rack: Rack, sick: dict[str, Any]) -> None:
         "lo, 127.0.0.1 (GLOO_SOCKET_IFNAME says so)"
     )
     assert found["host-b", "Gloo would use an interface of its own"]["todo"] == (
-        "set GLOO_SOCKET_IFNAME: eth0 for it (nodes.host-b.env in the settings), then fab up"
+        "set GLOO_SOCKET_IFNAME: eth0 for it (nodes.host-b.env in the settings), then tridock up"
     )
 
 

@@ -255,7 +255,8 @@ def test_a_log_that_is_not_there(lab: Lab) -> None:
     assert done.returncode == 3
     assert done.stdout.startswith("rank 1: has no log here; got ")
     assert done.stderr == (
-        "gpu-1: its ranks' logs could not be read to the end; got exit code 2; see the lines above, and fab status\n"
+        "gpu-1: its ranks' logs could not be read to the end; got exit code 2; "
+        "see the lines above, and tridock status\n"
     )
 
 
@@ -376,7 +377,7 @@ def test_a_folder_that_goes_away_before_it_is_fetched(lab: Lab, run: Path) -> No
     docker = lab.programs / "docker"
     docker.write_text(DOCKER.replace('  exec "${@//', '  rm -rf "$WORKSPACE"/runs/*\n  exec "${@//'))
     done = lab.fab("fetch")
-    assert done.stderr == f"{RUN}: its folder is on no node any more; see fab status for the runs\n"
+    assert done.stderr == f"{RUN}: its folder is on no node any more; see tridock status for the runs\n"
     assert (done.returncode, list(run.parent.iterdir())) == (3, [])
 
 

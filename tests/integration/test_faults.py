@@ -63,7 +63,7 @@ class Twin:
 
     @contextmanager
     def launched(self, **fields: Any) -> Iterator[Run]:
-        """A run that `fab launch` is attached to; it trains when the block begins, and is stopped when it ends."""
+        """A run that `tridock launch` is attached to; it trains when the block begins, and is stopped when it ends."""
         changes = {"train.train_iters": FOREVER, "train.log_interval": 1, "train.save": False, **fields}
         arguments = [word for name, value in changes.items() for word in ("--set", f"{name}={json.dumps(value)}")]
         id_file, output = self.clone.folder / f"id-{time.time_ns()}", self.clone.folder / f"out-{time.time_ns()}"
@@ -121,7 +121,7 @@ class Run:
         return [event for event in map(json.loads, lines) if not names or event["event"] in names]
 
     def ends(self, within: float) -> tuple[int, str]:
-        """`fab launch` ends in time: its exit code and its verdict, or its last line; nothing of the run is left."""
+        """The launch ends in time: its exit code and its verdict, or its last line; nothing of the run is left."""
         began = time.monotonic()
         code = self.terminal.process.wait(timeout=within)
         print(f"`fab launch` ended {time.monotonic() - began:.1f} s after the fault")
@@ -141,8 +141,8 @@ class Run:
         return self.twin.processes(self, node) == []
 
     def says(self, code: int, text: str, rank: int = 0) -> str:
-        """The pattern of the verdict of `fab launch`."""
-        where = re.escape(f"look at {self.folder}/logs, or fab logs --hosts hostfiles/twin --run {self.run_id}")
+        """The pattern of the verdict of `tridock launch`."""
+        where = re.escape(f"look at {self.folder}/logs, or tridock logs --hosts hostfiles/twin --run {self.run_id}")
         return f"{self.run_id}: the run failed; got exit code {code}, {text}; {where} --rank {rank}"
 
 
@@ -294,7 +294,7 @@ def test_a_head_that_stands_still_while_it_is_followed(twin: Twin) -> None:
             assert (code, last) == (
                 3,
                 f"{HEAD}: has said nothing for 20 s while {run.run_id} was followed; the nodes that have lost it end "
-                "their ranks by themselves; see fab status once it is back",
+                "their ranks by themselves; see tridock status once it is back",
             )
             wait_until(lambda: run.is_gone(OTHER), "the other node's ranks have ended by themselves", 30)
         finally:
@@ -323,7 +323,7 @@ def test_a_head_that_is_killed_while_it_is_followed(twin: Twin) -> None:
         assert (code, last) == (
             3,
             f"{HEAD}: its node ended while {run.run_id} was followed; got exit code 137; the nodes that have lost it "
-            "end their ranks by themselves; see fab status once it is back",
+            "end their ranks by themselves; see tridock status once it is back",
         )
         began = time.monotonic()
         wait_until(lambda: run.is_gone(OTHER), "the other node's ranks have ended by themselves", 45)

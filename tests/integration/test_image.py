@@ -212,10 +212,11 @@ def compose(folder: Path, *arguments: str, **environment: str) -> subprocess.Com
 def test_compose_runs_a_command_in_a_fresh_clone(clone: Path, cpu_image: str) -> None:
     os.chown(clone, 4321, 4321)
     try:
-        arguments = ("run", "--rm", "-T", "trainer", "sh", "-c", "id -u; pwd; echo made >made")
-        done = compose(clone, *arguments, TRIDOCK_IMAGE=cpu_image)
+        script = 'id -u; pwd; echo made >made; echo "$DATA_PATH $GPUS_PER_NODE ${NODE_RANK-unset}"'
+        given = {"TRIDOCK_IMAGE": cpu_image, "DATA_PATH": "data/my text", "GPUS_PER_NODE": "3"}
+        done = compose(clone, "run", "--rm", "-T", "trainer", "sh", "-c", script, **given)
         assert done.returncode == 0, done.stderr
-        assert done.stdout == "4321\n/workspace\n"
+        assert done.stdout == "4321\n/workspace\ndata/my text 3 unset\n"
         assert [line for line in done.stderr.splitlines() if "Network" not in line and "Container" not in line] == []
         assert (clone / "made").stat().st_uid == 4321
     finally:

@@ -1,4 +1,4 @@
-"""`fab up` on 32 hosts: a real sshd for each, and a stand-in for Docker that is as slow as one."""
+"""`tridock up` on 32 hosts: a real sshd for each, and a stand-in for Docker that is as slow as one."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def lab(make_sshd: Callable[..., Sshd], tmp_path: Path) -> dict[str, Sshd]:
 
 
 def up(folder: Path, names: list[str]) -> float:
-    """`fab up` on these hosts; its seconds."""
+    """`tridock up` on these hosts; its seconds."""
     hostfile = folder / f"lab-{len(names)}"
     hostfile.write_text("".join(f"{name} slots=1\n" for name in names))
     settings = {

@@ -194,7 +194,7 @@ def test_no_secrets(containers: Containers) -> None:
     assert failing_node(containers) == (
         3,
         "node-1: the node's key material is missing; got no /run/tridock/secrets/ssh_host_ed25519_key; "
-        "run 'fab keys' for this cluster and mount its folder on /run/tridock/secrets\n",
+        "run 'tridock keys' for this cluster and mount its folder on /run/tridock/secrets\n",
     )
 
 
@@ -243,7 +243,7 @@ def test_a_broken_host_key(containers: Containers, secrets) -> None:
         'got Unable to load host key "/run/tridock/secrets/ssh_host_ed25519_key": error in libcrypto | '
         "Unable to load host key: /run/tridock/secrets/ssh_host_ed25519_key | "
         "sshd: no hostkeys available -- exiting.; "
-        "fix what it names ('fab keys --rotate' replaces all keys)\n"
+        "fix what it names ('tridock keys --rotate' replaces all keys)\n"
     )
 
 

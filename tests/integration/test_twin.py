@@ -62,7 +62,7 @@ def test_a_dry_run_writes_nothing_and_asks_no_program_for_a_host(clone: Clone, t
     for hosts in (str(lab), "hostfiles/twin"):
         line = f"PATH={tmp_path}:$PATH fab launch --hosts {hosts} --config configs/demo.yaml --dry-run"
         shown = clone.succeed(line)
-        assert shown.startswith("# on the head, in /workspace/runs/demo-")
+        assert "# on the head, in /workspace/runs/demo-" in shown
         assert "deepspeed --hostfile" in shown
     assert clone.files() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["docker", "lab", "ssh"]
@@ -93,7 +93,7 @@ def test_a_command_of_the_readme_is_one_that_there_is(command: str, clone: Clone
     if program == "fab":
         shown = helps[f"fab {arguments[0]}"]
         for flag in (word for word in arguments if word.startswith("--")):
-            assert re.search(rf"^\s+{flag}\b", shown, re.MULTILINE), f"fab {arguments[0]} has no {flag}"
+            assert re.search(rf"^\s+(-\w.*, )?{flag}\b", shown, re.MULTILINE), f"fab {arguments[0]} has no {flag}"
         for option, path in itertools.pairwise(arguments):
             if option in ("--config", "--hosts") and "/" in path:
                 assert (clone.folder / path).is_file()
@@ -106,7 +106,7 @@ def test_a_command_of_the_readme_is_one_that_there_is(command: str, clone: Clone
     else:
         shown = helps[shlex.join([program, *itertools.takewhile(str.isalpha, arguments)])]
         for flag in (word for word in arguments if word.startswith("--")):
-            assert re.search(rf"^\s+{flag}\b", shown, re.MULTILINE), f"{command} has no {flag}"
+            assert re.search(rf"^\s+(-\w.*, )?{flag}\b", shown, re.MULTILINE), f"{command} has no {flag}"
 
 
 def test_the_readmes_experiment_is_one(clone: Clone) -> None:

@@ -50,6 +50,29 @@ def test_the_tiny_twin_by_default(bin_folder: Path, script: str, twin: str, rank
     assert (code, argv) == (0, ["train", f"{CONFIGS}/{twin}.yaml", "--nproc", ranks])
 
 
+@pytest.mark.parametrize(
+    ("env", "argv"),
+    [
+        ({}, []),
+        ({"GPUS_PER_NODE": "4"}, ["--nproc", "4"]),
+        ({"DLWS_NUM_GPU_PER_WORKER": "4", "DLWS_NUM_WORKER": "1"}, ["--nproc", "4"]),
+        ({"CUDA_VISIBLE_DEVICES": ""}, ["--nproc", "2"]),
+        ({"DS_ACCELERATOR": "cpu"}, ["--nproc", "2"]),
+    ],
+)
+def test_a_machine_with_gpus_trains_on_all_of_them(bin_folder: Path, env: dict[str, str], argv: list[str]) -> None:
+    """Without --nproc, `tridock train` starts a rank for every GPU."""
+    (bin_folder / "nvidia-smi").write_text("#!/bin/sh\nprintf 'GPU %d: NVIDIA H200\\n' 0 1 2 3 4 5 6 7\n")
+    (bin_folder / "nvidia-smi").chmod(0o755)
+    code, found, _ = call("ds_pretrain_gpt2.sh", bin_folder, **env)
+    assert (code, found) == (0, ["train", f"{CONFIGS}/megatron/tiny-345m.yaml", *argv])
+
+
+def test_options_win_over_variables(bin_folder: Path) -> None:
+    code, found, _ = call("ds_pretrain_gpt2.sh", bin_folder, "--nproc", "2", GPUS_PER_NODE="4")
+    assert (code, found[2:]) == (0, ["--nproc", "4", "--nproc", "2"])
+
+
 def test_options_and_arguments_of_megatron(bin_folder: Path) -> None:
     argv = ["--set", "train.seed=7", "--num-workers", "0", "--nproc", "8", "--bias-gelu-fusion"]
     code, found, _ = call("ds_pretrain_gpt2.sh", bin_folder, *argv, TRIDOCK_EXPERIMENT="mine.yaml")
@@ -102,7 +125,7 @@ def test_one_of_several_nodes(bin_folder: Path) -> None:
 
 def test_an_image_without_megatron(bin_folder: Path) -> None:
     code, argv, err = call("ds_pretrain_gpt2.sh", bin_folder, megatron=False)
-    assert (code, argv) == (0, ["train", f"{CONFIGS}/demo.yaml"])
+    assert (code, argv) == (0, ["train", f"{CONFIGS}/demo.yaml", "--nproc", "2"])
     assert "this image is without Megatron-LM v1.1.5: the torch engine trains\n" in err
     code, _, err = call("ds_pretrain_gpt2_pipe.sh", bin_folder, megatron=False)
     assert code == 2
@@ -114,6 +137,6 @@ def test_megatron_core_is_in_every_image(bin_folder: Path) -> None:
     env = {"DATA_PATH": "data/mine", "GPUS_PER_NODE": "2"}
     code, argv, _ = call("pretrain_gpt.sh", bin_folder, "--set", "train.seed=7", megatron=False, **env)
     assert (code, argv) == (0, [
-        "train", f"{CONFIGS}/jean-zay/tiny-7.5b.yaml", "--set", "train.seed=7",
-        "--set", 'data.data_path="data/mine"', "--nproc", "2",
+        "train", f"{CONFIGS}/jean-zay/tiny-7.5b.yaml", "--set", 'data.data_path="data/mine"', "--nproc", "2",
+        "--set", "train.seed=7",
     ])  # fmt: skip

@@ -1,16 +1,20 @@
-"""The tasks as a user types them: parsing, messages and exit codes that need no host."""
+"""`fab` and the same subcommands of `tridock` as a user types them: what needs no host."""
 
-import importlib
+import functools
 import json
+import os
+import shutil
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from invoke import Collection, Program
+from fabric import Config, Executor
 
-import fabfile
+from tridock import __version__
+from tridock.cli import main
+from tridock.cli.fab import COMMANDS, Program, collection
 
 ROOT = Path(__file__).parents[2]
 TASKS = (
@@ -46,28 +50,46 @@ def test_every_task_is_listed() -> None:
 def fab_here(*arguments: str) -> int:
     """The same in this process, which takes a tenth of the time; its exit code. What it says, ``capfd`` has."""
     try:
-        # Loaded anew: a task gives away the texts of its flags when it is first asked for them.
-        Program(namespace=Collection.from_module(importlib.reload(fabfile))).run(["fab", *arguments])
+        Program(namespace=collection(), executor_class=Executor, config_class=Config).run(["fab", *arguments])
     except SystemExit as ended:
         return int(ended.code or 0)
     return 0
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_every_flag_is_explained(task: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_task_has_the_help_of_the_subcommand(task: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert fab_here(task, "--help") == 0
     shown = capfd.readouterr().out
-    flags = [line.strip() for line in shown.split("Options:")[1].splitlines() if line.strip().startswith("-")]
-    assert flags
-    assert all(len(flag.split(None, 1)) == 2 for flag in flags), flags
+    with pytest.raises(SystemExit):
+        main([*COMMANDS[task], "--help"])
+    wanted = capfd.readouterr().out.partition("\n\n")[2]
+    assert shown.partition("\n\n")[2] == wanted.replace(f"tridock {' '.join(COMMANDS[task])}", f"fab {task}")
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_hosts_are_required(task: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert fab_here(task) == 2
+@pytest.mark.parametrize("program", ["fab", "tridock"])
+def test_a_hostfile_is_required(
+    task: str, program: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TRIDOCK_HOSTS", raising=False)
+    run = (lambda: fab_here(task)) if program == "fab" else (lambda: main(COMMANDS[task]))
+    assert run() == 2
     done = capfd.readouterr()
     assert done.out == ""
-    assert done.err == "--hosts: is missing; give a DeepSpeed hostfile, for example hostfiles/lab\n"
+    if task == "plan":
+        assert (
+            done.err
+            == "--hosts: or --nodes says what the cluster is; give a DeepSpeed hostfile, or a number of --nodes\n"
+        )
+    elif task == "report":
+        todo = "give runs/<run-id>, a Megatron log with --log, or a cluster with --hosts"
+        assert done.err == f"--run: is missing; {todo}\n"
+    else:
+        assert done.err == (
+            "--hosts: is missing, and there is no ./hostfile; "
+            "give a DeepSpeed hostfile: a line `host slots=8` for each host, as in hostfiles/example\n"
+        )
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -79,6 +101,89 @@ def test_a_missing_hostfile_is_never_a_local_run(task: str, capfd: pytest.Captur
     )
 
 
+def test_the_hostfile_that_is_here_is_the_default(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TRIDOCK_HOSTS", raising=False)
+    (tmp_path / "hostfile").write_text("here slots=2\n")
+    (tmp_path / "lab").write_text("lab-1 slots=2\n")
+    dry = ("launch", "--dry-run", "--config", str(ROOT / "configs" / "demo.yaml"))
+    assert main(dry) == 0
+    assert "--master_addr here " in capfd.readouterr().out
+    monkeypatch.setenv("TRIDOCK_HOSTS", "lab")
+    assert fab_here(*dry) == 0
+    assert "--master_addr lab-1 " in capfd.readouterr().out
+    assert fab_here(*dry, "--hosts", "hostfile") == 0
+    assert "--master_addr here " in capfd.readouterr().out
+
+
+def test_fabrics_own_options_before_the_task(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "lab").write_text("gpu-1 slots=2\n")
+    config = str(ROOT / "configs" / "demo.yaml")
+    assert fab_here("--dry", "--hosts", str(tmp_path / "lab"), "launch", "--config", config) == 0
+    assert "--master_addr gpu-1 " in capfd.readouterr().out
+    assert fab_here("--dry", "up", "--hosts", str(tmp_path / "lab")) == 2
+    assert capfd.readouterr().err == "--dry: up cannot run dry; leave it out\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nope",), "fab: No idea what 'nope' is!; see fab --list, and fab --help TASK"),
+        (("up", "--nope"), "fab: No idea what '--nope' is!; see fab --list, and fab --help TASK"),
+        ((), "fab: a task is missing; give one of those above, as in fab launch --hosts hostfile"),
+    ],
+)
+def test_a_wrong_command_line_ends_as_that_of_tridock(
+    arguments: tuple[str, ...], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert fab_here(*arguments) == 2
+    assert capfd.readouterr().err == f"{message}\n"
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+
+
+def test_the_version_is_tridocks() -> None:
+    shown = fab("--version").stdout.splitlines()
+    assert shown[0] == f"tridock {__version__}"
+    assert shown[1].startswith("Fabric ")
+
+
+def test_a_fabric_of_another_python_hands_over_to_that_of_venv(tmp_path: Path) -> None:
+    """A system's Fabric has none of our packages."""
+    (tmp_path / "clone" / ".venv" / "bin").mkdir(parents=True)
+    shutil.copy(ROOT / "fabfile.py", tmp_path / "clone")
+    script = "import sys; sys.path.insert(0, '.'); sys.argv = ['fab', 'launch', '--hosts', 'lab']; import fabfile"
+    run = functools.partial(
+        subprocess.run,
+        [sys.executable, "-S", "-I", "-c", script],
+        cwd=tmp_path / "clone",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    done = run()
+    assert done.returncode == 1
+    todo = f"run `make image` or `make venv-operator` in {tmp_path}/clone, then ./fab"
+    assert done.stderr == f"fab: No module named 'tridock'; {todo}\n"
+    fab = tmp_path / "clone" / ".venv" / "bin" / "fab"
+    fab.write_text("#!/bin/sh\necho venv fab $*\n")
+    fab.chmod(0o755)
+    assert run().stdout == "venv fab launch --hosts lab\n"
+
+
+def test_a_pipe_that_is_closed_early_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "lab").write_text("gpu-1 slots=2\n")
+    for program in ("fab", "tridock"):
+        line = f"{program} launch --hosts {tmp_path}/lab --config configs/demo.yaml --dry-run --verbose | head -n 1"
+        environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        done = subprocess.run(
+            ["bash", "-c", line], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        )
+        assert (len(done.stdout.splitlines()), done.stderr) == (1, "")
+
+
 def test_a_dry_run_shows_the_command_and_every_file_and_touches_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,6 +191,11 @@ def test_a_dry_run_shows_the_command_and_every_file_and_touches_nothing(
     config = str(ROOT / "configs" / "demo.yaml")
     monkeypatch.chdir(tmp_path)
     assert fab_here("launch", "--hosts", str(tmp_path / "lab"), "--config", config, "--dry-run") == 0
+    page = capfd.readouterr().out
+    assert len(page.splitlines()) < 60
+    assert "TP1 PP1 DP4: 4 ranks on 2 nodes" in page
+    assert "# files of the run (--verbose prints them): experiment.yaml, plan.json," in page
+    assert fab_here("launch", "--hosts", str(tmp_path / "lab"), "--config", config, "--dry-run", "--verbose") == 0
     stdout = capfd.readouterr().out
     shown = [line.removeprefix("# ") for line in stdout.splitlines() if line.startswith("# ")]
     files = [
@@ -110,7 +220,7 @@ def _lab(folder: Path, gpu: str) -> str:
 
 def test_a_launch_that_does_not_fit_is_refused_unless_forced(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = str(ROOT / "configs" / "jean-zay" / "7.5b.yaml")
-    arguments = ("launch", "--hosts", _lab(tmp_path, "8gib"), "--config", config, "--dry-run")
+    arguments = ("launch", "--hosts", _lab(tmp_path, "8gib"), "--config", config, "--dry-run", "--verbose")
     assert fab_here(*arguments) == 2
     assert capfd.readouterr() == (
         "",
@@ -136,7 +246,7 @@ def test_a_plan_of_a_cluster_whose_gpu_is_named_contacts_nobody(
     assert fab_here(*arguments, "--search") == 0
     assert "best first" in capfd.readouterr().out
     assert fab_here(*arguments, "--tokens", "many") == 2
-    assert capfd.readouterr().err == "--tokens: is not a number; got 'many'; write it as in 300e9\n"
+    assert capfd.readouterr().err.endswith("error: argument --tokens: invalid float value: 'many'\n")
 
 
 def test_a_plan_is_made_without_a_host_that_does_not_answer(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -160,7 +270,8 @@ def test_all_problems_of_an_experiment_at_once(tmp_path: Path, capfd: pytest.Cap
     arguments = [
         f"--set={field}" for field in ("model.num_attention_heads=3", "batch.global_batch_size=8", "optimizer.min_lr=1")
     ]
-    assert fab_here("launch", "--hosts", str(tmp_path / "lab"), "--dry-run", *arguments) == 2
+    config = "configs/demo.yaml"
+    assert fab_here("launch", "--hosts", str(tmp_path / "lab"), "--config", config, "--dry-run", *arguments) == 2
     assert capfd.readouterr().err.splitlines() == [
         "configs/demo.yaml: model.num_attention_heads: must divide hidden_size 256; got 3; "
         "use 2 or 4, or set model.kv_channels",

@@ -202,6 +202,6 @@ def test_a_torch_without_cuda(
     (tmp_path / "python").write_text(f"#!/bin/sh\necho '{error}' >&2\nexit 1\n")
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    todo = "install torch's CUDA build (make venv FLAVOR=gpu), or see what nvidia-smi and fab check say"
+    todo = "install torch's CUDA build (make venv FLAVOR=gpu), or see what nvidia-smi and tridock check say"
     assert trial.main(["--folder", str(tmp_path)]) == 3
     assert capsys.readouterr().err == f"gpu-trial: torch has no GPU here; got {error}; {todo}\n"

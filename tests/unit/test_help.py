@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -32,8 +33,18 @@ ALL = {parser.prog: parser for parser in parsers(build_parser())}
 
 
 def test_every_subcommand_is_walked() -> None:
-    assert len(ALL) == 1 + 11 + 8 + 7
-    assert {"tridock train", "tridock data sync", "tridock slurm supervise"} <= set(ALL)
+    assert {"tridock train", "tridock launch", "tridock data sync", "tridock slurm supervise"} <= set(ALL)
+
+
+@pytest.mark.parametrize("prog", [prog for prog in ALL if ALL[prog].get_default("action")])
+def test_the_examples_of_a_subcommand_are_command_lines_that_it_takes(prog: str) -> None:
+    lines = ALL[prog].format_help().partition("\nexamples:\n")[2].splitlines()
+    assert lines
+    for line in lines:
+        command = shlex.split(line.partition(">")[0])
+        assert command[: len(prog.split())] == prog.split()
+        arguments = build_parser().parse_args(command[1:])
+        assert arguments.action is ALL[prog].get_default("action")
 
 
 @pytest.mark.parametrize("prog", ALL)

@@ -43,14 +43,14 @@ ROOMS: dict[str, set[str]] = {
     "report": LOW | {"experiment", "layout", "engines", "plan", "reproduction"},
     "bench": LOW | {"experiment", "engines", "plan", "report", "triage"},
     "cli": LOW | {"experiment", "cluster", "plan", "ops", "data", "report", "reproduction", "bench", "launchers"},
-    "fabfile": LOW | {"experiment", "plan", "launchers", "ops", "report", "reproduction"},
+    "fabfile": {"cli"},
 }
 HOMES = {
     "torch": {"train", "compat"},
     "deepspeed": {"train", "compat"},
     "megatron": {"train", "compat"},
-    "fabric": {"remote", "fabfile"},
-    "invoke": {"remote", "fabfile"},
+    "fabric": {"remote", "cli"},
+    "invoke": {"remote", "cli"},
     "paramiko": {"remote"},
     "yaml": {"strict_yaml"},
     "tokenizers": {"data"},

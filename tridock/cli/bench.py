@@ -5,16 +5,15 @@ import signal
 import sys
 from pathlib import Path
 
-from tridock.cli.options import Commands, add_command
+from tridock.cli.options import Commands, add_command, add_config, require_config
 
 
 def add(commands: Commands) -> None:
-    parser = add_command(commands, "bench", _bench, "measure a matrix of experiments on this machine")
-    parser.add_argument(
-        "config", type=Path, metavar="CONFIG", help="YAML file of the benchmark, e.g. configs/bench/small.yaml"
-    )
+    examples = ("--config configs/bench/small.yaml", "--config configs/bench/engines.yaml --world 4 --gpu a100-80gb")
+    parser = add_command(commands, "bench", _bench, "measure a matrix of experiments on this machine", *examples)
+    add_config(parser, kind="benchmark")
     text = "folder for the results (default: runs/bench-<name>)"
-    parser.add_argument("-o", "--out", type=Path, metavar="DIR", help=text)
+    parser.add_argument("-o", "--output", type=Path, metavar="DIR", help=text)
     text = "world sizes to measure, instead of the benchmark's world"
     parser.add_argument("--world", type=int, nargs="+", metavar="N", help=text)
     parser.add_argument("--gpu", help="GPU of this machine (h200, a100-80gb, …), or its memory (24gib), for the plan")
@@ -32,14 +31,15 @@ def _bench(arguments: argparse.Namespace) -> int:
     from tridock.gpus import find_gpu
     from tridock.ops.runs.this_machine import gpu_count
 
-    bench = load_bench(arguments.config, arguments.world)
+    config = require_config(arguments)
+    bench = load_bench(config, arguments.world)
     gpu = None if arguments.gpu is None else find_gpu(arguments.gpu, "--gpu")
-    out = arguments.out or Path("runs", f"bench-{arguments.config.stem}")
+    out = arguments.output or Path("runs", f"bench-{config.stem}")
     measured = []
     # SIGTERM stops the current run, as Ctrl-C does.
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        for cell in run_bench(bench, arguments.config.parent, gpu, gpu_count(), print):
+        for cell in run_bench(bench, config.parent, gpu, gpu_count(), print):
             measured.append(cell)
             # Record after each cell: what was measured stays if a later one is interrupted.
             record(measured, bench, out)

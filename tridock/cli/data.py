@@ -4,27 +4,34 @@ import argparse
 from pathlib import Path
 
 from tridock.cli import datasets, preprocess
-from tridock.cli.options import Commands, add_command, add_group, add_set, add_slots
-from tridock.errors import Problem, RequestError
+from tridock.cli.options import (
+    Commands,
+    add_cluster,
+    add_command,
+    add_config,
+    add_group,
+    add_set,
+    config_of,
+    open_session,
+)
+from tridock.cli.output import console
 
 
 def add(commands: Commands) -> None:
     data = add_group(commands, "data", "build, check and copy training data")
-    demo = add_command(data, "demo", _demo, "build a small data set from Python's standard library")
+    demo = add_command(data, "demo", _demo, "build a small data set from Python's standard library", "")
     text = "folder to write to (default: data/demo)"
     demo.add_argument("--folder", type=Path, default=Path("data/demo"), metavar="DIR", help=text)
     preprocess.add(data)
     datasets.add(data)
 
-    sync = add_command(data, "sync", _sync, "copy data to every host that lacks it")
-    text = "DeepSpeed hostfile; the cluster's settings are in HOSTFILE.yaml"
-    sync.add_argument("--hosts", type=Path, required=True, metavar="HOSTFILE", help=text)
+    examples = ("--hosts hostfile --config configs/demo-3d.yaml", "--hosts hostfile --path data/mine_text_document")
+    sync = add_command(data, "sync", _sync, "copy data to every host that lacks it", *examples)
+    add_cluster(sync)
     text = "prefix of a data set, file or folder in the project folder; repeatable (default: what the experiment reads)"
     sync.add_argument("--path", action="append", default=[], help=text)
-    text = "YAML file of the experiment (default: that of fab launch)"
-    sync.add_argument("--config", default="", metavar="CONFIG", help=text)
+    add_config(sync, "that of tridock launch")
     add_set(sync)
-    add_slots(sync)
     sync.add_argument("--dry-run", action="store_true", help="print what would be sent, and send nothing")
 
 
@@ -37,16 +44,10 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _sync(arguments: argparse.Namespace) -> int:
-    """Copy data to every host that lacks it, and compare hashes. fab data does the same."""
-    from rich.console import Console
+    """Copy data to every host that lacks it, and compare hashes; Megatron's index maps too."""
+    session = open_session(arguments)
+    from tridock.ops.sync.operation import run
 
-    try:
-        from tridock.ops.hosts.session import Session
-        from tridock.ops.sync.operation import run
-    except ModuleNotFoundError as missing:
-        todo = "run it where fab runs (make venv): a node has no ssh access to the hosts"
-        raise RequestError(Problem("tridock data sync", "needs the packages of fab", str(missing), todo)) from None
-    session = Session.open(arguments.hosts, arguments.include, arguments.exclude)
-    say = Console(highlight=False, soft_wrap=True).print
-    run(session, arguments.path, arguments.config, arguments.set, say, dry_run=arguments.dry_run)
+    config = config_of(arguments)
+    run(session, arguments.path, config, arguments.set, console().print, dry_run=arguments.dry_run)
     return 0

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 def add(commands: Commands) -> None:
-    inspect = add_command(commands, "inspect", _inspect, "print counts, document lengths and samples")
+    example = "data/mine_text_document"
+    inspect = add_command(commands, "inspect", _inspect, "print counts, document lengths and samples", example)
     _add_prefixes(inspect)
     text = "vocab.json of GPT-2, or a tokenizer.json, to print the samples as text"
     inspect.add_argument("--vocab-file", type=Path, metavar="FILE", help=text)
@@ -26,18 +27,23 @@ def add(commands: Commands) -> None:
     inspect.add_argument("--samples", type=int, default=3, metavar="N", help="documents to print (default: 3)")
     inspect.add_argument("--json", action="store_true", help="print a JSON list with an object per data set")
 
-    verify = add_command(commands, "verify", _verify, "check structure, token ids, counts and checksums")
+    verify = add_command(commands, "verify", _verify, "check structure, token ids, counts and checksums", "data")
     _add_prefixes(verify)
     text = "upper bound of the token ids, exclusive (default: from the manifest)"
     verify.add_argument("--vocab-size", type=int, metavar="N", help=text)
 
-    merge = add_command(commands, "merge", _merge, "join data sets into one")
+    example = "--input data/one_text_document data/two_text_document --output-prefix data/both_text_document"
+    merge = add_command(commands, "merge", _merge, "join data sets into one", example)
     text = "data sets to join, without .bin, or folders that contain some"
     merge.add_argument("--input", nargs="+", required=True, metavar="PREFIX", help=text)
     text = "write PREFIX.bin, .idx and .json"
     merge.add_argument("--output-prefix", type=Path, required=True, metavar="PREFIX", help=text)
 
-    split = add_command(commands, "split", _split, "divide a data set into train, valid and test, or equal parts")
+    summary, example = (
+        "divide a data set into train, valid and test, or equal parts",
+        "data/mine_text_document --split 969,30,1",
+    )
+    split = add_command(commands, "split", _split, summary, example)
     split.add_argument("prefix", type=Path, metavar="PREFIX", help="data set, without .bin")
     how = split.add_mutually_exclusive_group(required=True)
     how.add_argument("--split", metavar="SHARES", help="shares of train, valid and test, e.g. 969,30,1")

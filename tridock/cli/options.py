@@ -1,17 +1,48 @@
 """Building blocks of the command line: a subcommand with its help, and the options that several subcommands share."""
 
+from __future__ import annotations
+
 import argparse
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+
+from tridock.contracts import environment
+from tridock.errors import Problem, RequestError
+
+if TYPE_CHECKING:
+    from tridock.ops.hosts.session import Session
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 Action: TypeAlias = Callable[[argparse.Namespace], int]
 
+T = TypeVar("T")
 
-def add_command(commands: Commands, name: str, action: Action, summary: str) -> argparse.ArgumentParser:
-    """Adds a subcommand. ``action`` runs it and returns the exit code; its docstring is the description."""
-    parser = commands.add_parser(name, help=summary, description=action.__doc__)
+DEFAULT_HOSTFILE: Final = Path("hostfile")
+_EXAMPLES: Final = "examples:\n"
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Wraps every text but the examples, which keep their lines."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if text.startswith(_EXAMPLES) else super()._fill_text(text, width, indent)
+
+
+def add_command(commands: Commands, name: str, action: Action, summary: str, *examples: str) -> argparse.ArgumentParser:
+    """Adds a subcommand. ``action`` runs it and returns the exit code; its docstring is the description.
+
+    ``examples`` are the arguments of a command line each, after the subcommand's name.
+    """
+    lines = [f"  %(prog)s {example}".rstrip() for example in examples]
+    parser = commands.add_parser(
+        name,
+        help=summary,
+        description=action.__doc__,
+        epilog=_EXAMPLES + "\n".join(lines),
+        formatter_class=HelpFormatter,
+    )
     parser.set_defaults(action=action)
     return parser
 
@@ -22,8 +53,116 @@ def add_group(commands: Commands, name: str, summary: str) -> Commands:
     return parser.add_subparsers(required=True, metavar="COMMAND")
 
 
-def add_run(parser: argparse.ArgumentParser) -> None:
+class _Named(argparse.Action):
+    """A positional argument that is short for the option of the same destination."""
+
+    def __call__(
+        self, _parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, _option: str | None = None
+    ) -> None:
+        named = values if isinstance(values, list) else [values]
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest), *named])
+
+
+def _add_named(parser: argparse.ArgumentParser, name: str, text: str, *, several: bool, kind: Any) -> None:
+    """``--name NAME``, or NAME alone. Both end up in one list."""
+    metavar = name.upper()
+    nargs, short = ("*", f"short for --{name}; may be several") if several else ("?", f"short for --{name}")
+    parser.add_argument(name, type=kind, nargs=nargs, action=_Named, default=[], metavar=metavar, help=short)
+    parser.add_argument(f"--{name}", type=kind, action="append", default=[], dest=name, metavar=metavar, help=text)
+
+
+def add_config(
+    parser: argparse.ArgumentParser, default: str = "", *, kind: str = "experiment", several: bool = False
+) -> None:
+    text = f"YAML file of the {kind}" + ("; several make a job array" if several else "")
+    text += f" (default: {default})" if default else ""
+    _add_named(parser, "config", text, several=several, kind=Path)
+
+
+def config_of(arguments: argparse.Namespace) -> Path | None:
+    """The experiment that is named, or None."""
+    return _only("config", arguments.config)
+
+
+def require_config(arguments: argparse.Namespace) -> Path:
+    """The experiment that is named. Raises :class:`RequestError` if there is none."""
+    if (config := config_of(arguments)) is None:
+        todo = "give a YAML file, as in --config configs/demo-3d.yaml"
+        raise RequestError(Problem("--config", "is missing", "", todo))
+    return config
+
+
+def configs_of(arguments: argparse.Namespace) -> list[Path]:
+    """The experiments that are named. Raises :class:`RequestError` if there is none."""
+    return arguments.config or [require_config(arguments)]
+
+
+def _only(option: str, named: Sequence[T]) -> T | None:
+    if len(named) > 1:
+        got = " ".join(map(str, named))
+        raise RequestError(Problem(f"--{option}", "is given more than once", got, "give one"))
+    return named[0] if named else None
+
+
+RUNS: Final = "the active run if there is only one, otherwise the last"
+
+
+def add_run(
+    parser: argparse.ArgumentParser, text: str = "run id", default: str = RUNS, *, several: bool = False
+) -> None:
+    shown = f"{text}{'; repeatable' if several else ''} (default: {default})"
+    _add_named(parser, "run", shown, several=several, kind=str)
+
+
+def run_of(arguments: argparse.Namespace) -> str | None:
+    """The run that is named, or None."""
+    return _only("run", arguments.run)
+
+
+def add_run_folder(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder: runs/<run-id>")
+
+
+def add_hosts(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    text = (
+        "DeepSpeed hostfile, lines of `host slots=N`; the cluster's settings are in HOSTFILE.yaml"
+        f" (default: ${environment.HOSTS}, or ./{DEFAULT_HOSTFILE})"
+    )
+    parser.add_argument("--hosts", type=Path, metavar="HOSTFILE", help=text)
+
+
+def add_cluster(parser: argparse.ArgumentParser) -> None:
+    """``--hosts``, ``--include`` and ``--exclude``: the cluster, or a part of it."""
+    add_hosts(parser)
+    add_slots(parser)
+
+
+def find_hostfile(arguments: argparse.Namespace) -> Path | None:
+    """The hostfile that is named, or else the one that is here; None if there is none."""
+    if arguments.hosts is not None:
+        return Path(arguments.hosts)
+    if named := os.environ.get(environment.HOSTS):
+        return Path(named)
+    return DEFAULT_HOSTFILE if DEFAULT_HOSTFILE.exists() else None
+
+
+def hostfile_of(arguments: argparse.Namespace) -> Path:
+    """The hostfile. Raises :class:`RequestError` if there is none: a run never falls back to this machine alone."""
+    if (found := find_hostfile(arguments)) is None:
+        todo = "give a DeepSpeed hostfile: a line `host slots=8` for each host, as in hostfiles/example"
+        raise RequestError(Problem("--hosts", f"is missing, and there is no ./{DEFAULT_HOSTFILE}", "", todo))
+    return found
+
+
+def open_session(arguments: argparse.Namespace) -> Session:
+    """The cluster that the options name. Contacts no host yet."""
+    hostfile = hostfile_of(arguments)
+    try:
+        from tridock.ops.hosts.session import Session
+    except ModuleNotFoundError as missing:
+        todo = "run it on the machine from which you manage the hosts: a node has no access to them"
+        raise RequestError(Problem("--hosts", "needs the package fabric", str(missing), todo)) from None
+    return Session.open(hostfile, arguments.include, arguments.exclude)
 
 
 def add_set(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +174,10 @@ def add_slots(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None
     text = "use only these nodes and slots, e.g. host-a@host-b:0,2"
     parser.add_argument("--include", default="", metavar="NODES", help=text)
     parser.add_argument("--exclude", default="", metavar="NODES", help="use all nodes and slots except these")
+
+
+def add_quiet(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-q", "--quiet", action="store_true", help="print results and errors, but no progress")
 
 
 def add_workspace(parser: argparse.ArgumentParser, where: str = "") -> None:

@@ -1,19 +1,42 @@
 """``tridock plan``."""
 
-import argparse
-from pathlib import Path
+from __future__ import annotations
 
-from tridock.cli.options import Commands, add_command, add_set, add_slots
-from tridock.errors import Problem, RequestError
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tridock.cli.options import (
+    Commands,
+    add_command,
+    add_config,
+    add_hosts,
+    add_set,
+    add_slots,
+    config_of,
+    find_hostfile,
+)
+from tridock.cli.output import console
+
+if TYPE_CHECKING:
+    from tridock.cluster.settings import Cluster
+    from tridock.plan import Assumptions
 
 
 def add(commands: Commands) -> None:
-    parser = add_command(commands, "plan", _plan, "check an experiment against a cluster")
-    parser.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help="YAML file of the experiment")
+    examples = (
+        "--hosts hostfile --config configs/demo-3d.yaml",
+        "--config configs/jean-zay/7.5b.yaml --nodes 4 --gpus-per-node 4 --gpu v100-32gb --search",
+        "--explain parallel.tensor_model_parallel_size",
+    )
+    parser = add_command(commands, "plan", _plan, "check an experiment against a cluster", *examples)
+    add_config(parser, "that of tridock launch")
     cluster = parser.add_argument_group("cluster", "A hostfile, or a number of equal nodes.")
-    text = "DeepSpeed hostfile; the cluster's settings are in HOSTFILE.yaml"
-    cluster.add_argument("--hosts", type=Path, metavar="HOSTFILE", help=text)
+    add_hosts(cluster)
     add_slots(cluster)
+    text = "contact no host; otherwise they are asked for their GPU if neither --gpu nor the settings name one"
+    cluster.add_argument("--offline", action="store_true", help=text)
     cluster.add_argument("--nodes", type=int, metavar="N", help="number of nodes, without a hostfile")
     text = "slots per node, without a hostfile (default: 8)"
     cluster.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help=text)
@@ -35,24 +58,40 @@ def add(commands: Commands) -> None:
 
 def _plan(arguments: argparse.Namespace) -> int:
     """Check an experiment against a cluster before you launch it: print the rank map, the batch arithmetic, and the
-    memory and time that it needs, or why it cannot run. Contacts no host.
+    memory and time that it needs, or why it cannot run.
     """
     if arguments.explain is not None:
         from tridock.plan.explain import explain
 
         print(explain(arguments.explain))
         return 0
-    if arguments.config is None:
-        raise RequestError(Problem("CONFIG", "is missing", "", "give the experiment's YAML file"))
 
-    from rich.console import Console
-
+    from tridock.ops.runs.default_experiment import default_experiment
     from tridock.ops.runs.prepare import assumptions_for, slots_of
     from tridock.report.plan_output import Show, print_plan
 
-    cluster, slots = slots_of(
-        arguments.hosts, arguments.include, arguments.exclude, arguments.nodes, arguments.gpus_per_node
-    )
+    hosts = arguments.hosts if arguments.nodes is not None else find_hostfile(arguments)
+    cluster, slots = slots_of(hosts, arguments.include, arguments.exclude, arguments.nodes, arguments.gpus_per_node)
+    config, overrides = config_of(arguments), arguments.set
+    if config is None:
+        chosen = default_experiment(slots)
+        config, overrides = chosen.config, [*chosen.overrides, *overrides]
     assumptions = assumptions_for(cluster, arguments.gpu, arguments.network_gbit, arguments.tflops, arguments.tokens)
+    if cluster is not None and assumptions.gpu is None and not arguments.offline:
+        assumptions = _with_hosts_gpu(assumptions, cluster)
     show = Show(arguments.search, arguments.json, str(arguments.plot or ""))
-    return print_plan(arguments.config, arguments.set, slots, assumptions, Console(highlight=False), show)
+    return print_plan(config, overrides, slots, assumptions, console(), show)
+
+
+def _with_hosts_gpu(assumptions: Assumptions, cluster: Cluster) -> Assumptions:
+    """The same on the GPUs that the hosts report. A plan needs no host: those that do not answer are named."""
+    try:
+        from tridock.ops.hosts.session import Session
+    except ModuleNotFoundError:  # in a container, which reaches no host
+        return assumptions
+    from tridock.ops.runs.prepare import with_hosts_gpu
+
+    session, failure = Session(cluster).reachable()
+    if failure is not None:
+        print(failure, file=sys.stderr)
+    return with_hosts_gpu(assumptions, session)

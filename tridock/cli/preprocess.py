@@ -30,7 +30,12 @@ def add(commands: Commands) -> None:
 
 
 def _add_preprocess(commands: Commands) -> None:
-    parser = add_command(commands, "preprocess", _preprocess, "tokenize texts into Megatron's .bin and .idx files")
+    example = (
+        "--input corpus/*.jsonl.zst --output-prefix data/mine --tokenizer-type GPT2BPETokenizer"
+        " --vocab-file vocab.json --merge-file merges.txt --append-eod"
+    )
+    summary = "tokenize texts into Megatron's .bin and .idx files"
+    parser = add_command(commands, "preprocess", _preprocess, summary, example)
     texts = parser.add_argument_group("input")
     _add_texts(texts, "JSON keys to tokenize, each into a data set of its own (default: text)")
     text = "not supported: texts are not split into sentences"
@@ -60,7 +65,8 @@ def _add_preprocess(commands: Commands) -> None:
 
 
 def _add_train_tokenizer(commands: Commands) -> None:
-    parser = add_command(commands, "train-tokenizer", _train_tokenizer, "train a byte-level BPE tokenizer")
+    example = "--input corpus --vocab-size 32000 --output data/tokenizer"
+    parser = add_command(commands, "train-tokenizer", _train_tokenizer, "train a byte-level BPE tokenizer", example)
     _add_texts(parser.add_argument_group("input"), "JSON keys to read (default: text)")
     output = parser.add_argument_group("output")
     text = "vocabulary size, including the 256 bytes and <|endoftext|>"

@@ -8,12 +8,13 @@ from tridock.cli.options import Commands, add_command
 
 
 def add(commands: Commands) -> None:
-    parser = add_command(commands, "init", _init, "copy configs, hostfiles and Compose files into a folder")
+    summary = "copy configs, hostfiles and Compose files into a folder"
+    parser = add_command(commands, "init", _init, summary, "", "mine")
     text = "folder to copy to (default: the current folder)"
     parser.add_argument("folder", type=Path, nargs="?", default=Path(), metavar="FOLDER", help=text)
     parser.add_argument("--force", action="store_true", help="replace files that exist and differ")
 
-    parser = add_command(commands, "image", _image, "build the image of the nodes")
+    parser = add_command(commands, "image", _image, "build the image of the nodes", "", "--flavor cpu")
     text = "gpu: on NVIDIA's PyTorch image; cpu: on Debian, for the twin (default: gpu)"
     parser.add_argument("--flavor", choices=("gpu", "cpu"), default="gpu", help=text)
     text = "base image (default: the one for this machine's GPUs; docs/gpus.md lists them)"

@@ -1,4 +1,4 @@
-"""``tridock report``, ``reproduce``, ``triage`` and ``replan``: what reads the folder of a run."""
+"""``tridock report``, ``reproduce``, ``triage`` and ``replan``: what reads runs, here or on a cluster."""
 
 from __future__ import annotations
 
@@ -7,7 +7,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tridock.cli.options import Commands, add_command, add_run, add_workspace
+from tridock.cli.launch import follow, reachable
+from tridock.cli.options import (
+    Commands,
+    add_cluster,
+    add_command,
+    add_run,
+    add_run_folder,
+    add_workspace,
+    find_hostfile,
+    open_session,
+    run_of,
+)
+from tridock.cli.output import console, print_tables, say
+from tridock.contracts import run_folder
 from tridock.errors import Problem, RequestError, RunError
 
 if TYPE_CHECKING:
@@ -16,17 +29,29 @@ if TYPE_CHECKING:
 
 
 def add(commands: Commands) -> None:
-    parser = add_command(commands, "report", _report, "summarize runs: a table, a loss curve, an HTML page")
-    parser.add_argument("run", type=Path, nargs="*", metavar="RUN", help="run folder; several need -o")
+    which = "run id, or run folder (runs/<run-id>)"
+    examples: tuple[str, ...] = (
+        "runs/demo-3d-20261122-110613-14b7",
+        "--hosts hostfile",
+        "runs/a runs/b -o both.html",
+    )
+    parser = add_command(commands, "report", _report, "summarize runs: a table, a loss curve, an HTML page", *examples)
+    add_run(parser, which, several=True)
+    add_cluster(parser)
     text = "where to write the loss curve (default: loss.png in the run folder)"
     parser.add_argument("--png", type=Path, metavar="FILE", help=text)
-    text = "write everything as one HTML page, with its charts as PNG files"
+    text = (
+        "write everything as one HTML page, with its charts as PNG files"
+        " (default for runs of a cluster: report.html in the folder of the first)"
+    )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE.html", help=text)
     text = "add a log of Megatron to the page; repeatable"
     parser.add_argument("--log", type=Path, action="append", default=[], metavar="FILE", help=text)
 
-    parser = add_command(commands, "reproduce", _reproduce, "repeat a run and compare the losses")
-    add_run(parser)
+    examples = ("--run runs/demo-3d-20261122-110613-14b7", "--hosts hostfile --run demo-3d-20261122-110613-14b7")
+    parser = add_command(commands, "reproduce", _reproduce, "repeat a run and compare the losses", *examples)
+    add_run(parser, f"{which}; a folder is repeated on this machine unless --hosts is given")
+    add_cluster(parser)
     add_workspace(parser)
     text = "compare with this existing run instead of repeating RUN"
     parser.add_argument("--against", type=Path, metavar="RUN", help=text)
@@ -37,10 +62,14 @@ def add(commands: Commands) -> None:
     parser.add_argument("--tolerance", type=float, help=text)
     parser.add_argument("--force", action="store_true", help="repeat the run even if the data or the GPUs have changed")
 
-    add_run(add_command(commands, "triage", _triage, "explain why a run failed"))
+    examples = ("--hosts hostfile", "--run runs/demo-3d-20261122-110613-14b7")
+    parser = add_command(commands, "triage", _triage, "explain why a run failed", *examples)
+    add_run(parser, which, "the last that failed")
+    add_cluster(parser)
 
-    parser = add_command(commands, "replan", _replan, "show how a run continues after it loses nodes")
-    add_run(parser)
+    example = "runs/demo-3d-20261122-110613-14b7 --without host-b"
+    parser = add_command(commands, "replan", _replan, "show how a run continues after it loses nodes", example)
+    add_run_folder(parser)
     parser.add_argument("--without", action="append", required=True, metavar="NODE", help="lost node; repeatable")
     text = "spare node that may replace a lost one; repeatable"
     parser.add_argument("--spare", action="append", default=[], metavar="NODE", help=text)
@@ -49,37 +78,65 @@ def add(commands: Commands) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    """Print a table about one run and draw its loss curve, or write one HTML page about several runs and logs."""
+    """Print a table about one run and draw its loss curve, or write one HTML page about several runs and logs. Runs of
+    a cluster are fetched first.
+    """
+    folders, fetched = _folders(arguments)
+    if fetched:
+        arguments.output = arguments.output or folders[0] / run_folder.REPORT
     if arguments.output is not None:
-        return _page(arguments)
-    if arguments.log or len(arguments.run) > 1:
+        return _page(arguments, folders)
+    if arguments.log or len(folders) > 1:
         todo = "name the HTML page: -o report.html"
         raise RequestError(Problem("-o", "is required for several runs, and for logs", "", todo))
-    if not arguments.run:
-        raise RequestError(Problem("RUN", "is missing", "", "give runs/<run-id>, or a Megatron log with --log"))
+    if not folders:
+        todo = "give runs/<run-id>, a Megatron log with --log, or a cluster with --hosts"
+        raise RequestError(Problem("--run", "is missing", "", todo))
 
-    from rich.console import Console
-
-    from tridock.contracts import run_folder
     from tridock.report.charts import plot_loss
     from tridock.report.summary import render_table, summarize
 
-    run = arguments.run[0]
+    run = folders[0]
     png = arguments.png or run / run_folder.LOSS_CURVE
-    Console().print(render_table(summarize(run)))
+    console().print(render_table(summarize(run)))
     plot_loss(run, png)
     print(f"loss curve  {png}")
     print(f"run folder  {run}")
     return 0
 
 
-def _page(arguments: argparse.Namespace) -> int:
+def _is_folder(run: str, arguments: argparse.Namespace) -> bool:
+    """Whether a run is named by its folder: without a cluster it can only be that."""
+    return "/" in run or Path(run).is_dir() or find_hostfile(arguments) is None
+
+
+def _folders(arguments: argparse.Namespace) -> tuple[list[Path], bool]:
+    """The folders of the runs, and whether some were fetched. Of a cluster, the last run if none is named."""
+    runs: list[str | None] = [*arguments.run]
+    if not runs and not arguments.log and find_hostfile(arguments) is not None:
+        runs = [None]
+    if all(run is not None and _is_folder(run, arguments) for run in runs):
+        return [Path(run) for run in arguments.run], False
+    session = open_session(arguments)
+
+    from tridock.ops.runs.fetch import fetch
+    from tridock.ops.runs.registry import choose_run
+
+    def folder_of(run: str | None) -> Path:
+        if run is not None and _is_folder(run, arguments):
+            return Path(run)
+        return fetch(session, choose_run(session, run, active=False), Path("runs"))
+
+    return [folder_of(run) for run in runs], True
+
+
+def _page(arguments: argparse.Namespace, folders: Sequence[Path]) -> int:
     from tridock.report.page import write_report
 
     if arguments.png is not None:
         todo = "leave it out: the page's charts are written beside it as <page>-loss.png and so on"
         raise RequestError(Problem("--png", "does not go with -o", str(arguments.png), todo))
-    page, *charts = write_report(arguments.run, arguments.log, arguments.output)
+    page, *charts = write_report(folders, arguments.log, arguments.output)
     print(f"page        {page}")
     for chart in charts:
         print(f"chart       {chart}")
@@ -87,40 +144,73 @@ def _page(arguments: argparse.Namespace) -> int:
 
 
 def _reproduce(arguments: argparse.Namespace) -> int:
-    """Repeat a run from its folder and compare environment and losses with the original. The exit code is 4 if the
+    """Repeat a run from its folder, and compare environment and losses with the original. The exit code is 4 if the
     losses differ.
     """
-    from rich.console import Console
+    from tridock.ops.runs.reproduce import check_tolerance, compare_with, reproduce_here
+    from tridock.report.run_tables import verdict_table
 
-    from tridock.contracts import run_folder
-    from tridock.ops.runs.reproduce import compare_with, reproduce_here
-    from tridock.report.run_tables import environment_table, verdict_table
-
-    console = Console(highlight=False)
-
-    def print_environment(differences: Sequence[Difference], notes: Sequence[str]) -> None:
-        console.print(environment_table(differences))
-        for note in notes:
-            print(f"note: {note}")
-
-    run, code = arguments.run, 0
+    run, code = run_of(arguments), 0
+    check_tolerance(arguments.tolerance)
     if arguments.against is not None:
-        outcome: Outcome | None = compare_with(run, arguments.against, print_environment, arguments.tolerance)
-    else:
+        outcome: Outcome | None = compare_with(
+            Path(_named(run)), arguments.against, _print_environment, arguments.tolerance
+        )
+    elif run is not None and _is_folder(run, arguments) and arguments.hosts is None:
         options = {"tolerance": arguments.tolerance, "force": arguments.force}
-        outcome, code = reproduce_here(run, arguments.workspace, print_environment, **options)
+        outcome, code = reproduce_here(Path(run), arguments.workspace, _print_environment, **options)
+    else:
+        outcome, code = _reproduce_on_cluster(arguments, run)
     if outcome is None:
         return code
-    console.print(verdict_table(outcome))
+    print_tables(verdict_table(outcome))
     print(f"written to  {run_folder.REPRODUCTION} in the folder of {outcome.now}")
     return RunError.exit_code if outcome.verdict == "different" else 0
 
 
+def _named(run: str | None) -> str:
+    if run is None:
+        raise RequestError(Problem("--run", "is missing", "", "give the folder of the first run: runs/<run-id>"))
+    return run
+
+
+def _reproduce_on_cluster(arguments: argparse.Namespace, run: str | None) -> tuple[Outcome | None, int]:
+    from tridock.ops.runs import registry, reproduce_remote
+
+    session = open_session(arguments)
+    folder = None if run is None else Path(run)
+    home, name = (
+        (Path("runs"), None) if folder is None else (folder.parent if "/" in str(run) else Path("runs"), folder.name)
+    )
+    original = reproduce_remote.original_of(session, name, home)
+    bundle, gate = reproduce_remote.start(session, original, _print_environment, force=arguments.force)
+    again = registry.Run(bundle.run_id, session.head)
+    say(f"run {bundle.run_id}: {original.name} once more")
+    if code := follow(arguments, session, again):
+        return None, code
+    return reproduce_remote.finish(session, again, gate, home, arguments.tolerance), 0
+
+
+def _print_environment(differences: Sequence[Difference], notes: Sequence[str]) -> None:
+    from tridock.report.run_tables import environment_table
+
+    print_tables(environment_table(differences))
+    for note in notes:
+        say(f"note: {note}")
+
+
 def _triage(arguments: argparse.Namespace) -> int:
     """Explain why a run failed: the rank that failed first, the cause, and the fix."""
-    from tridock.ops.runs.local_run import triage_here
+    run = run_of(arguments)
+    if run is not None and _is_folder(run, arguments):
+        from tridock.ops.runs.local_run import triage_here
 
-    print(triage_here(arguments.run))
+        print(triage_here(Path(run)))
+        return 0
+    from tridock.ops.runs.triage import triage
+
+    # The unreachable host may be the cause: the others have evidence.
+    say(str(triage(reachable(open_session(arguments))[0], run)))
     return 0
 
 

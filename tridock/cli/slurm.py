@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from tridock.cli.options import Commands, add_command, add_group, add_set, add_workspace
+from tridock.cli.options import Commands, add_command, add_config, add_group, add_set, add_workspace, configs_of
 
 if TYPE_CHECKING:
     from tridock.ops.slurm.submit import SubmitOptions
@@ -33,23 +33,30 @@ _NUMBERS: Final = {
 
 def add(commands: Commands) -> None:
     slurm = add_group(commands, "slurm", "submit and manage runs on a Slurm cluster")
-    _add_submit_options(add_command(slurm, "render", _render, "print the sbatch script"))
-    _add_submit_options(add_command(slurm, "submit", _submit, "check and submit a job"))
-    _add_submit_options(add_command(slurm, "run", _run, "start a run inside an allocation"))
+    job = "--config configs/jean-zay/7.5b.yaml --profile configs/slurm/jean-zay.yaml --nodes 4"
+    sweep = "--config configs/demo.yaml --nodes 1 --sweep optimizer.lr=1e-3,3e-4"
+    _add_submit_options(add_command(slurm, "render", _render, "print the sbatch script", job))
+    _add_submit_options(
+        add_command(slurm, "submit", _submit, "check and submit a job", f"{job} --account abc@v100", sweep)
+    )
+    _add_submit_options(
+        add_command(slurm, "run", _run, "start a run inside an allocation", "--config configs/demo.yaml --nodes 2")
+    )
 
-    status = add_command(slurm, "status", _status, "list submitted runs and their progress")
+    status = add_command(slurm, "status", _status, "list submitted runs and their progress", "", "--json")
     _add_shared_workspace(status)
     status.add_argument("--json", action="store_true", help="print a JSON list with an object per run")
 
-    logs = add_command(slurm, "logs", _logs, "print a run's output")
+    logs = add_command(slurm, "logs", _logs, "print a run's output", "--follow", "--rank 0")
     _add_run(logs)
     text = "print the log of rank N instead; repeatable"
     logs.add_argument("--rank", type=int, action="append", default=[], metavar="N", help=text)
     logs.add_argument("--follow", action="store_true", help="follow the output until the job ends")
 
-    _add_run(add_command(slurm, "cancel", _cancel, "cancel a run's job"))
+    _add_run(add_command(slurm, "cancel", _cancel, "cancel a run's job", "", "1234"))
 
-    supervise = add_command(slurm, "supervise", _supervise, "start and supervise a run (used by the job script)")
+    summary, example = "start and supervise a run (used by the job script)", "--config demo.yaml runs/demo -- srun true"
+    supervise = add_command(slurm, "supervise", _supervise, summary, example)
     text = "YAML file of the experiment, if the run folder has none yet"
     supervise.add_argument("--config", type=Path, metavar="CONFIG", help=text)
     add_set(supervise)
@@ -61,8 +68,7 @@ def add(commands: Commands) -> None:
 
 
 def _add_submit_options(parser: argparse.ArgumentParser) -> None:
-    text = "YAML file of the experiment; several files make a job array"
-    parser.add_argument("configs", type=Path, nargs="+", metavar="CONFIG", help=text)
+    add_config(parser, several=True)
     add_set(parser)
     text = "job array with a task per value, e.g. optimizer.lr=1e-3,3e-4; repeat for all combinations"
     parser.add_argument("--sweep", action="append", default=[], metavar="FIELD=VALUES", help=text)
@@ -101,7 +107,7 @@ def _submit_options_of(arguments: argparse.Namespace) -> SubmitOptions:
     if arguments.no_requeue:
         changes["requeue"] = False
     return SubmitOptions(
-        arguments.configs,
+        configs_of(arguments),
         arguments.set,
         arguments.sweep,
         arguments.profile,

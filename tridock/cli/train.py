@@ -3,12 +3,17 @@
 import argparse
 from pathlib import Path
 
-from tridock.cli.options import Commands, add_command, add_set, add_workspace
+from tridock.cli.options import Commands, add_command, add_config, add_set, add_workspace, require_config
 
 
 def add(commands: Commands) -> None:
-    parser = add_command(commands, "train", _train, "run an experiment on this machine")
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="YAML file of the experiment")
+    examples = (
+        "--config configs/demo.yaml",
+        "--config configs/demo-3d.yaml --nproc 4 --set train.train_iters=100",
+        "--config configs/demo.yaml --nnodes 2 --node-rank 1 --master-addr 10.0.0.1",
+    )
+    parser = add_command(commands, "train", _train, "run an experiment on this machine", *examples)
+    add_config(parser)
     parser.add_argument("--nproc", type=int, metavar="N", help="ranks to start (default: one per GPU; 2 without a GPU)")
     add_workspace(parser)
     add_set(parser)
@@ -22,14 +27,14 @@ def add(commands: Commands) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    """Run an experiment on this machine or in this container, without ssh. fab launch runs the same experiment on a
-    cluster.
+    """Run an experiment on this machine or in this container, without ssh. tridock launch runs the same experiment
+    on a cluster.
     """
     from tridock.ops.runs.local_run import Place, run_here
 
     place = Place(arguments.nnodes, arguments.node_rank, arguments.master_addr)
     return run_here(
-        arguments.config,
+        require_config(arguments),
         arguments.nproc,
         arguments.workspace,
         arguments.set,

@@ -108,7 +108,7 @@ class SshTransport(Transport):
     def shared_memory_remedy(self) -> str:
         if self.cluster.settings.container.ipc == "host":
             return "enlarge the host's there: mount -o remount,size=2g /dev/shm"
-        return "set container.shm_size: 2g in the settings, then fab up"
+        return "set container.shm_size: 2g in the settings, then tridock up"
 
     def run_command(self, node: str, image_id: str, facts: HostFacts) -> Command:
         """``docker run`` for the node, with its recipe as a label."""
@@ -200,7 +200,7 @@ class ComposeTransport(Transport):
         return project_file(Path(self.cluster.settings.compose.file), self.cluster.project_folder)
 
     def shared_memory_remedy(self) -> str:
-        return f"set shm_size: 2g in {self.cluster.settings.compose.file}, then fab up"
+        return f"set shm_size: 2g in {self.cluster.settings.compose.file}, then tridock up"
 
     def override(self, recipes: Mapping[str, str]) -> str:
         """A second Compose file: each node's environment from the cluster's settings, and its recipe as a label.

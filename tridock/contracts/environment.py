@@ -20,6 +20,8 @@ BASH_ENV: Final = "TRIDOCK_BASH_ENV"
 MEGATRON: Final = "TRIDOCK_MEGATRON"
 # For the scripts with the old names: the experiment that they start.
 EXPERIMENT: Final = "TRIDOCK_EXPERIMENT"
+# Of the operator: the hostfile where no option names one.
+HOSTS: Final = "TRIDOCK_HOSTS"
 # Of a node: its own list of GPUs, as in CUDA_VISIBLE_DEVICES. The launcher's slot numbers are places in it.
 DEVICES: Final = "TRIDOCK_DEVICES"
 # Of a run's processes, and of nothing else.

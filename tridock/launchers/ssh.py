@@ -1,4 +1,4 @@
-"""The launcher of ``fab launch``: DeepSpeed's pdsh from the head over the cluster's own ssh."""
+"""The launcher of ``tridock launch``: DeepSpeed's pdsh from the head over the cluster's own ssh."""
 
 from dataclasses import dataclass
 from typing import ClassVar

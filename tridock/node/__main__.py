@@ -227,7 +227,7 @@ def _start_ticks(pid: int) -> int | None:
 
 def _require_run_id(text: str) -> None:
     if not run_folder.is_run_id(text):
-        raise RequestError(Problem("run id", "has the wrong form", repr(text), "see fab status for the runs"))
+        raise RequestError(Problem("run id", "has the wrong form", repr(text), "see tridock status for the runs"))
 
 
 def _runs(arguments: argparse.Namespace) -> list[node_answers.RunInfo]:

@@ -41,7 +41,7 @@ def follow(folder: Path, offset: int = 0, keepalive_s: float = math.inf) -> int:
     Raises :class:`RequestError` if there is no log, and :class:`RunError` if the run's supervisor is gone.
     """
     if not (folder / run_folder.LAUNCHER_LOG).is_file():
-        raise RequestError(Problem(folder.name, "has no output here", str(folder), "see fab status for the runs"))
+        raise RequestError(Problem(folder.name, "has no output here", str(folder), "see tridock status for the runs"))
     with (folder / run_folder.LAUNCHER_LOG).open("rb") as log:
         log.seek(offset)
         last_output = time.monotonic()
@@ -77,7 +77,7 @@ def show_rank_logs(folder: Path, ranks: Sequence[int], *, follow: bool, prefix: 
     tails = [_Tail(folder, rank, prefix) for rank in ranks]
     missing = [tail for tail in tails if not tail.path.is_file()]
     if missing and not follow:
-        todo = "it may not have begun, or on another node: see fab status"
+        todo = "it may not have begun, or on another node: see tridock status"
         raise RequestError(Problem(f"rank {tail.rank}", "has no log here", str(tail.path), todo) for tail in missing)
     run = _RunHere(folder)
     while True:

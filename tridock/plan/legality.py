@@ -39,7 +39,9 @@ def _saving_problems(experiment: Experiment) -> Iterator[Problem]:
 def _device_problems(experiment: Experiment) -> Iterator[Problem]:
     """GPUs are of a node, and an experiment runs on many: the launchers would overwrite the variable."""
     if (devices := experiment.env.get(VISIBLE)) is not None:
-        todo = "set it in the shell for tridock train, or in nodes.<name>.env of the cluster's settings for fab launch"
+        todo = (
+            "set it in the shell for tridock train, or in nodes.<name>.env of the cluster's settings for tridock launch"
+        )
         yield Problem(f"env.{VISIBLE}", "chooses GPUs of a node, not of an experiment", repr(devices), todo)
 
 

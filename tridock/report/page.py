@@ -199,7 +199,8 @@ def write_report(runs: Sequence[Path], logs: Sequence[Path], output: Path) -> li
         got, todo = output.suffix or "no suffix", "end the file's name in .html"
         problems.append(Problem(str(output), "a report is an HTML page", got, todo))
     if not runs and not logs:
-        problems.append(Problem("RUN", "is missing", "", "give runs/<run-id>, or a Megatron log with --log"))
+        todo = "give runs/<run-id>, a Megatron log with --log, or a cluster with --hosts"
+        problems.append(Problem("--run", "is missing", "", todo))
     subjects: list[Subject] = []
     for folder in runs:
         try:

@@ -1,4 +1,4 @@
-"""What `tridock plan` and `fab plan` print, as tables or JSON, and their exit code."""
+"""What `tridock plan` prints, as tables or JSON, and their exit code."""
 
 import json
 import sys
@@ -141,11 +141,16 @@ def headline(assessment: Assessment) -> Text:
     return text
 
 
+def summary(assessment: Assessment) -> Group:
+    """Returns the plan without its traffic and the sources of its numbers."""
+    parts: list[RenderableType] = [headline(assessment), "", _facts(assessment), ""]
+    return Group(*parts, rank_map.render(assessment.laid_out, captions(assessment)), "", memory_table(assessment))
+
+
 def render(assessment: Assessment) -> Group:
     assert assessment.cost is not None
-    parts: list[RenderableType] = [headline(assessment), "", _facts(assessment), ""]
-    parts += [rank_map.render(assessment.laid_out, captions(assessment)), "", memory_table(assessment)]
-    parts += [_sources(assessment), "", _cost_table(assessment.cost, assessment.experiment.model)]
+    cost_table = _cost_table(assessment.cost, assessment.experiment.model)
+    parts: list[RenderableType] = [summary(assessment), _sources(assessment), "", cost_table]
     if assessment.cost.traffic:
         parts += ["", _traffic_table(assessment.cost)]
     parts += [Text(f"warning: {warning}", "yellow") for warning in assessment.warnings]

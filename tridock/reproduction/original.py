@@ -68,7 +68,7 @@ def read_original(folder: Path) -> Original:
         where, todo = str(folder / run_folder.METRICS), "name a run that has logged losses"
         problems.append(Problem(where, "has no losses to compare with", "no logged iteration", todo))
     if original.world_size is None:
-        where, todo = str(folder / run_folder.PLAN), "fetch the run's folder whole: fab fetch"
+        where, todo = str(folder / run_folder.PLAN), "fetch the run's folder whole: tridock fetch"
         problems.append(Problem(where, "does not say on how many ranks the run was", "no world_size", todo))
     if problems:
         raise RequestError(problems)

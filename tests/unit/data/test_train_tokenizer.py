@@ -211,7 +211,7 @@ def test_ctrl_c_ends_it_at_once(folder: Path, learning: bool) -> None:
                 assert run.poll() is None
         os.killpg(run.pid, signal.SIGINT)
         run.wait(timeout=30)
-        assert (run.returncode, run.stderr.read()) == (130, b"")
+        assert (run.returncode, run.stderr.read()) == (130, b"interrupted\n")
     finally:
         run.kill()
         run.wait()

@@ -168,7 +168,7 @@ def test_other_processes_are_not_deepspeeds_runner(argv: list[str]) -> None:
 def test_ids_of_the_wrong_form_are_refused(verb: str, run_id: str) -> None:
     done = node(verb, run_id)
     assert done.returncode == 2
-    assert done.stderr == f"run id: has the wrong form; got {run_id!r}; see fab status for the runs\n"
+    assert done.stderr == f"run id: has the wrong form; got {run_id!r}; see tridock status for the runs\n"
 
 
 def test_a_run_that_is_not_here(workspace: Path) -> None:

@@ -33,7 +33,7 @@ def test_whole_logs(make_run: MakeRun) -> None:
 def test_logs_that_are_not_there(make_run: MakeRun) -> None:
     folder = make_run("exit 0")
     done = show(folder, "1", "2")
-    todo = "it may not have begun, or on another node: see fab status"
+    todo = "it may not have begun, or on another node: see tridock status"
     assert (done.returncode, done.stderr.splitlines()) == (
         2,
         [f"rank {rank}: has no log here; got {folder}/logs/rank-{rank}.log; {todo}" for rank in (1, 2)],
@@ -44,7 +44,7 @@ def test_a_run_id_that_is_none(tmp_path: Path) -> None:
     done = node("rank-logs", "../../etc", "1", "--workspace", str(tmp_path))
     assert (done.returncode, done.stderr) == (
         2,
-        "run id: has the wrong form; got '../../etc'; see fab status for the runs\n",
+        "run id: has the wrong form; got '../../etc'; see tridock status for the runs\n",
     )
 
 

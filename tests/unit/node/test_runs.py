@@ -205,11 +205,11 @@ def test_what_cannot_be_started(workspace: Path) -> None:
     folder.mkdir(parents=True)
     done = node("start", str(folder))
     assert (done.returncode, done.stderr) == (
-        2, f"{folder}: holds no launch.sh; start runs with fab launch or tridock train\n",
+        2, f"{folder}: holds no launch.sh; start runs with tridock launch or tridock train\n",
     )  # fmt: skip
     done = node("follow", str(folder))
     assert (done.returncode, done.stderr) == (
-        2, f"{folder.name}: has no output here; got {folder}; see fab status for the runs\n",
+        2, f"{folder.name}: has no output here; got {folder}; see tridock status for the runs\n",
     )  # fmt: skip
 
 

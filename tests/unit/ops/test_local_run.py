@@ -103,5 +103,5 @@ def test_nodes_that_are_started_by_hand_are_not_restarted(config: Path) -> None:
     assert train(config, *arguments) == (
         2,
         f"{config}: restart.max: cannot be for nodes that are each started by hand; got 1; "
-        "set it to 0, or start them with fab launch\n",
+        "set it to 0, or start them with tridock launch\n",
     )

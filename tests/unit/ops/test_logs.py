@@ -11,7 +11,7 @@ from tridock.errors import ClusterError, Problem
 from tridock.ops.runs import logs
 from tridock.ops.runs.logs import LogStream
 
-TODO = "the nodes that have lost it end their ranks by themselves; see fab status once it is back"
+TODO = "the nodes that have lost it end their ranks by themselves; see tridock status once it is back"
 
 
 class Parts:

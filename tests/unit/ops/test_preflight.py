@@ -85,7 +85,7 @@ def test_every_difference_is_named_at_once(tmp_path: Path, monkeypatch: pytest.M
     files = {**GOOD, BIN: {"bytes": 99, "sha256": None}, VOCAB: None, MERGES: {"bytes": 7, "sha256": "dd"}}
     with pytest.raises(TridockError) as caught:
         ask(tmp_path, monkeypatch, files, {"rendezvous": {"port": 1}})
-    bring = f"bring the data to the nodes: fab data --hosts {tmp_path}/lab --path data"
+    bring = f"bring the data to the nodes: tridock data sync --hosts {tmp_path}/lab --path data"
     assert str(caught.value) == (
         "t.yaml: data.data_path: has another content on node node-2 than on the head; "
         f"got 99 bytes  data/t_document.bin; {bring}/t_document\n"

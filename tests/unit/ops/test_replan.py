@@ -184,8 +184,8 @@ def test_names_that_are_wrong(tmp_path: Path) -> None:
 
 def test_no_run(tmp_path: Path) -> None:
     assert refused(tmp_path, ["a"]) == (
-        f"{tmp_path}: has no experiment.yaml; got No such file or directory; give the folder of a run that fab launch "
-        "started"
+        f"{tmp_path}: has no experiment.yaml; got No such file or directory; "
+        "give the folder of a run that tridock launch started"
     )
 
 

@@ -1,4 +1,4 @@
-"""`fab data` and `tridock data sync`: what they say, and the index maps as far as no container is needed."""
+"""`tridock data sync` and `tridock data sync`: what they say, and the index maps as far as no container is needed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def run(lab: Lab, paths: list[str], config: str = "", dry_run: bool = False, **f
     shown = io.StringIO()
     say = Console(file=shown, width=200, highlight=False, soft_wrap=True).print
     try:
-        operation.run(lab.session, paths, config, [], say, dry_run=dry_run)
+        operation.run(lab.session, paths, Path(config) if config else None, [], say, dry_run=dry_run)
     except TridockError as error:
         return f"{shown.getvalue()}{error}\n"
     return shown.getvalue()
@@ -110,7 +110,7 @@ def test_a_path_alone_asks_for_no_experiment(files: Lab) -> None:
 
 
 def test_without_anything_it_is_the_experiment_of_a_launch(files: Lab) -> None:
-    assert run(files, []).startswith("configs/demo.yaml: ")
+    assert run(files, []).startswith("configs/demo-3d.yaml: ")
 
 
 def test_data_that_are_not_here_or_not_below_the_workspace(files: Lab) -> None:
@@ -138,7 +138,7 @@ def test_an_experiment_that_is_illegal_is_refused_before_anything_is_asked(files
 
 
 def test_no_maps_while_the_head_is_not_up(files: Lab) -> None:
-    up = f"fab up --hosts {files.session.cluster.hostfile_path}"
+    up = f"tridock up --hosts {files.session.cluster.hostfile_path}"
     assert run(files, [], "configs/t.yaml", **MEGATRON).splitlines()[-1] == (
         f"index maps: not made, the node on node-1 is not up; run {up} first, or the nodes make them at a launch"
     )
@@ -241,7 +241,7 @@ def test_tridock_data_sync_is_the_same(files: Lab, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(operation, "run", lambda *given, **named: asked.append((given[1:4], named)))
     arguments = ["--hosts", "hostfiles/lab", "--path", "data/x", "--path", "data", "--set", "a=1", "--config", "c.yaml"]
     assert cli.main(["data", "sync", *arguments, "--dry-run"]) == 0
-    assert asked == [((["data/x", "data"], "c.yaml", ["a=1"]), {"dry_run": True})]
+    assert asked == [((["data/x", "data"], Path("c.yaml"), ["a=1"]), {"dry_run": True})]
 
 
 def test_where_there_is_no_ssh_it_says_so(files: Lab) -> None:
@@ -252,9 +252,9 @@ def test_where_there_is_no_ssh_it_says_so(files: Lab) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (
         2,
-        "tridock data sync: needs the packages of fab; "
+        "--hosts: needs the package fabric; "
         "got import of fabric halted; None in sys.modules; "
-        "run it where fab runs (make venv): a node has no ssh access to the hosts\n",
+        "run it on the machine from which you manage the hosts: a node has no access to them\n",
     )
 
 

@@ -55,6 +55,23 @@ def test_ranks_on_the_cpu_do_not_follow_the_gpus(machine: Path, monkeypatch: pyt
     assert "TRIDOCK_DEVICES" not in os.environ
 
 
+def test_gpus_that_a_container_does_not_get_are_counted(
+    machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Docker without --gpus: the driver's files are in /proc, and there is no nvidia-smi."""
+    driver = tmp_path / "gpus"
+    for place in ("0000:01:00.0", "0000:02:00.0"):
+        (driver / place).mkdir(parents=True)
+    assert this_machine.hidden_gpus(driver) == 2
+    assert this_machine.hidden_gpus(tmp_path / "none") == 0
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    assert this_machine.hidden_gpus(driver) == 0
+    monkeypatch.delenv("DS_ACCELERATOR")
+    nvidia_smi(machine, WHOLE)
+    this_machine._listed.cache_clear()
+    assert this_machine.hidden_gpus(driver) == 0
+
+
 def test_the_plan_counts_the_memory_of_the_devices_that_are_visible(
     machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,7 +71,7 @@ def test_every_problem_at_once() -> None:
         "e.yaml: optimizer.lr_warmup_iters: must be less than lr_decay_iters 30; got 30; lower it",
         "e.yaml: optimizer.min_lr: must not exceed lr 0.00015; got 1; lower it",
         "e.yaml: env.CUDA_VISIBLE_DEVICES: chooses GPUs of a node, not of an experiment; got '0'; "
-        "set it in the shell for tridock train, or in nodes.<name>.env of the cluster's settings for fab launch",
+        "set it in the shell for tridock train, or in nodes.<name>.env of the cluster's settings for tridock launch",
     ]
 
 

@@ -351,16 +351,16 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_words_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    missing = "give runs/<run-id>, or a Megatron log with --log"
+    missing = "give runs/<run-id>, a Megatron log with --log, or a cluster with --hosts"
     several = "-o: is required for several runs, and for logs; name the HTML page: -o report.html\n"
     for arguments, message in (
-        ((), f"RUN: is missing; {missing}\n"),
+        ((), f"--run: is missing; {missing}\n"),
         (("a", "b"), several),
         (("--log", "x"), several),
         (("a", "-o", "r.html", "--png", "x.png"), "--png: does not go with -o; got x.png; "
          "leave it out: the page's charts are written beside it as <page>-loss.png and so on\n"),
         (("-o", "r.txt"), "r.txt: a report is an HTML page; got .txt; end the file's name in .html\n"
-         f"RUN: is missing; {missing}\n"),
+         f"--run: is missing; {missing}\n"),
         (("-o", "r", "nowhere"), "r: a report is an HTML page; got no suffix; end the file's name in .html\n"
          "nowhere: is not a run's folder; got no such folder; give runs/<run-id>\n"),
     ):  # fmt: skip

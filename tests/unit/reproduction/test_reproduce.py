@@ -242,7 +242,7 @@ def test_a_run_that_cannot_be_done_again(tmp_path: Path) -> None:
         f"{folder}/metrics.jsonl: has no losses to compare with; got no logged iteration; "
         "name a run that has logged losses\n"
         f"{folder}/plan.json: does not say on how many ranks the run was; got no world_size; "
-        "fetch the run's folder whole: fab fetch"
+        "fetch the run's folder whole: tridock fetch"
     )
     with pytest.raises(RequestError) as caught:
         reproduce_here(tmp_path / "none", tmp_path, nothing)

@@ -13,7 +13,7 @@ NOT_READY = (
     "might have already set an error? Error 802: system not yet initialized"
 )
 TODO = (
-    "see what nvidia-smi and fab check say there, or set DS_ACCELERATOR: cpu in the experiment's env to train on "
+    "see what nvidia-smi and tridock check say there, or set DS_ACCELERATOR: cpu in the experiment's env to train on "
     "the CPU"
 )
 

@@ -50,5 +50,5 @@ def test_a_broken_deepspeed_config(alone: Ranks, tmp_path: Path) -> None:
     assert str(caught.value) == (
         f"{tmp_path}/ds_config.json: cannot be read; strategy zero needs it; "
         "got Expecting property name enclosed in double quotes: line 1 column 2 (char 1); "
-        "start the run with `fab launch` or `tridock train`, which write it"
+        "start the run with `tridock launch` or `tridock train`, which write it"
     )

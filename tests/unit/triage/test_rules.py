@@ -107,15 +107,15 @@ def test_nothing_is_known() -> None:
 
 def test_a_message_of_ours_says_what_to_do_itself() -> None:
     """Even where words in it are those of another rule."""
-    reason = "/w/ds_config.json: cannot be read; got No such file or directory; start the run with `fab launch`"
+    reason = "/w/ds_config.json: cannot be read; got No such file or directory; start the run with `tridock launch`"
     problem = {
         "where": "/w/ds_config.json", "what": "cannot be read", "got": "No such file or directory",
-        "todo": "start the run with `fab launch`",
+        "todo": "start the run with `tridock launch`",
     }  # fmt: skip
     assert diagnose(failed(reason, cause=Cause.REFUSED, problem=problem)) == Diagnosis(
         OWN_MESSAGE,
         "/w/ds_config.json: cannot be read (got No such file or directory)",
-        "start the run with `fab launch`",
+        "start the run with `tridock launch`",
     )
 
 

@@ -32,7 +32,7 @@ def start(folder: Path, *, again: bool = False, patience_s: float = 0.0) -> int:
         raise _refused(str(folder), "is not a run's folder", run_id, "give /workspace/runs/<run-id>")
     for name in (run_folder.LAUNCH_SCRIPT, run_folder.SUPERVISION):
         if not (folder / name).is_file():
-            raise _refused(str(folder), f"holds no {name}", "", "start runs with fab launch or tridock train")
+            raise _refused(str(folder), f"holds no {name}", "", "start runs with tridock launch or tridock train")
     lock = _taken_again(folder, patience_s) if again else _taken(folder)
     (folder / "logs").mkdir(exist_ok=True)
     log = folder / run_folder.LAUNCHER_LOG

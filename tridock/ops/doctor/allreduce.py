@@ -16,7 +16,7 @@ _PAIR_LIMIT_S: Final = 30
 _MARGIN_S: Final = 10.0
 _AT_ONCE: Final = 4
 _ALONE: Final = "the all-reduce fails among its own ranks"
-_ALONE_TODO: Final = "mend that there, or start its container anew: fab down, then fab up"
+_ALONE_TODO: Final = "mend that there, or start its container anew: tridock down, then tridock up"
 _PAIR: Final = "the all-reduce of these two fails"
 _TIME_IS_UP: Final = 142  # 128 + SIGALRM
 # Above the head's free port: groups that run at the same time meet at different ones.

@@ -63,7 +63,7 @@ def cuda_findings(node: str, slots: Sequence[int], report: QuickReport) -> Itera
 
 def _cuda_error(node: str, report: QuickReport) -> Iterator[Finding]:
     if report.cuda_error:
-        todo = "see that nvidia-smi works on the host, then start its container anew: fab down, then fab up"
+        todo = "see that nvidia-smi works on the host, then start its container anew: tridock down, then tridock up"
         problem = Problem(node, "CUDA has no usable GPU in its container", report.cuda_error, todo)
         yield fail("devices", problem, "a rank without a GPU ends at once")
 
@@ -122,9 +122,9 @@ def _not_visible(accelerators: Accelerators) -> tuple[str, str, str]:
         return what, error, "turn persistence mode on there (sudo nvidia-smi -pm 1), and look for Xid lines in dmesg"
     if error == "Failed to initialize NVML: Unknown Error":
         # Docker's systemd cgroup driver: systemctl daemon-reload on the host takes the devices of running containers.
-        return "its container has lost its GPUs", error, "start its container anew: fab down, then fab up"
+        return "its container has lost its GPUs", error, "start its container anew: tridock down, then tridock up"
     if "Driver/library version mismatch" in error:
-        todo = "restart the host, whose driver was updated, then fab down, fab up"
+        todo = "restart the host, whose driver was updated, then tridock down, tridock up"
         return "its container has the libraries of another driver", error, todo
     return (
         what,
@@ -135,7 +135,9 @@ def _not_visible(accelerators: Accelerators) -> tuple[str, str, str]:
 
 def _health(node: str, slot: int, gpu: Gpu, others: Sequence[Gpu]) -> Iterator[Finding]:
     if gpu.fabric:
-        todo = "start the fabric manager there (sudo systemctl start nvidia-fabricmanager), then fab down, fab up"
+        todo = (
+            "start the fabric manager there (sudo systemctl start nvidia-fabricmanager), then tridock down, tridock up"
+        )
         problem = Problem(node, f"GPU {slot} has not joined the NVLink fabric", gpu.fabric, todo)
         yield fail("devices", problem, "CUDA starts on no GPU of an NVSwitch host without it")
     if gpu.recovery:
@@ -224,7 +226,7 @@ def _infiniband(node: str, report: NodeReport) -> Iterator[Finding]:
     got = ", ".join(found.devices)
     if found.devices and not found.usable:
         what = "has InfiniBand devices that its container does not see"
-        todo = "start its container anew: fab down, then fab up"
+        todo = "start its container anew: tridock down, then tridock up"
         yield warn("devices", Problem(node, what, got, todo), why, UP)
     elif found.devices and report.nccl_ib_disable == "1":
         what = "has InfiniBand devices that NCCL_IB_DISABLE=1 leaves unused"
@@ -242,12 +244,12 @@ def leftover_findings(
     for run_id, nodes in holders.items():
         state = states.get(run_id)
         if state is not None and state.is_over and is_run_id(run_id):
-            todo = f"end them: fab stop --hosts {hosts} --run {run_id}"
+            todo = f"end them: tridock stop --hosts {hosts} --run {run_id}"
             what = f"has processes of a run that is {state}"
             why = "they hold memory, GPUs and ports that the next run needs"
             for node in nodes:
                 yield warn("devices", Problem(node, what, run_id, todo), why, ("stop", run_id))
         else:
-            todo = f"wait for its end, or stop it: fab stop --hosts {hosts} --run {run_id}"
+            todo = f"wait for its end, or stop it: tridock stop --hosts {hosts} --run {run_id}"
             why = "two runs on the same slots share their memory and time"
             yield warn("devices", Problem(", ".join(nodes), "a run continues there", run_id, todo), why)

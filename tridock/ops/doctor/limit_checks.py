@@ -53,11 +53,11 @@ def limit_findings(cluster: Cluster, node: str, report: NodeReport) -> Iterator[
     world, ranks = sum(map(len, cluster.slots.values())), len(cluster.everywhere[node])
     wanted = _FILES + _FILES_A_RANK * world
     if report.files is not None and report.files < wanted:
-        todo = f"set container.ulimits.nofile: {max(65536, wanted)} in the settings, then fab up"
+        todo = f"set container.ulimits.nofile: {max(65536, wanted)} in the settings, then tridock up"
         problem = Problem(node, f"allows few open files for {world} ranks", str(report.files), todo)
         yield warn("limits", problem, "every rank holds connections to all others")
     if report.infiniband.usable and report.memlock is not None:
-        todo = "set container.ulimits.memlock: -1 in the settings, then fab up"
+        todo = "set container.ulimits.memlock: -1 in the settings, then tridock up"
         problem = Problem(node, "limits locked memory", size_text(report.memlock), todo)
         yield fail("limits", problem, "InfiniBand sends from locked memory; NCCL fails to register its buffers")
     if not report.on_gpus and report.cores < ranks:

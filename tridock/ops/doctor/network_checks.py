@@ -38,15 +38,15 @@ def _choice(cluster: Cluster, node: str, library: str, network: Network, probe: 
     why = f"ranks of other nodes try to reach it there; {title} waits until it times out"
     names = ", ".join(it.name for it in network.interfaces if not it.name.startswith(_LOCAL))
     if not network.interfaces:
-        todo = "see container.network in the settings, then fab up"
+        todo = "see container.network in the settings, then tridock up"
         return fail("network", Problem(node, "has no network interface that is up", "", todo), why)
     if chosen is None:
-        todo = f"correct it (env in the settings), or leave it out, then fab up; it has {names or 'none'}"
+        todo = f"correct it (env in the settings), or leave it out, then tridock up; it has {names or 'none'}"
         problem = Problem(node, f"{variable} names no interface that it has", str(wanted), todo)
         return fail("network", problem, why)
     if chosen.name.startswith(_LOCAL):
         use = _outgoing_interface(probe) or names.split(", ")[0] or "an interface that the others reach"
-        todo = f"set {variable}: {use} for it (nodes.{cluster.host_of(node)}.env in the settings), then fab up"
+        todo = f"set {variable}: {use} for it (nodes.{cluster.host_of(node)}.env in the settings), then tridock up"
         source = f"{variable} says so" if wanted else "its host name leads there" if library == "gloo" else "no other"
         got = f"{chosen.name}, {chosen.address} ({source})"
         return fail("network", Problem(node, f"{title} would use an interface of its own", got, todo), why)

@@ -1,4 +1,4 @@
-"""``fab check --fix``: safe fixes, each printed. What an active run needs is never touched."""
+"""``tridock check --fix``: safe fixes, each printed. What an active run needs is never touched."""
 
 from collections.abc import Callable
 from functools import partial

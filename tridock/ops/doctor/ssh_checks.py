@@ -10,7 +10,7 @@ from tridock.errors import Problem
 from tridock.ops.doctor.finding import KEYS, Finding, Remedy, fail
 
 _WHY: Final = "a launch starts the ranks over this connection"
-_RECREATE: Final = "start its container anew: fab down, then fab up"
+_RECREATE: Final = "start its container anew: tridock down, then tridock up"
 _CHANGED: Final = "REMOTE HOST IDENTIFICATION HAS CHANGED"
 _GREETING: Final = "tridock-node"
 _MARKER: Final = re.compile(rf"^{_GREETING}(?: (\S+) (\S+))?\s*$", re.MULTILINE)
@@ -80,7 +80,7 @@ def _other_key(cluster: Cluster, node: str, stderr: str, where: str, host_key_of
 
 
 def _keys(cluster: Cluster, what: str, got: str) -> Found:
-    return what, got, f"give all nodes the cluster's keys again: fab keys --hosts {cluster.hostfile_path}", KEYS
+    return what, got, f"give all nodes the cluster's keys again: tridock keys --hosts {cluster.hostfile_path}", KEYS
 
 
 def _by_stderr(cluster: Cluster, node: str, stderr: str, where: str) -> Found | None:

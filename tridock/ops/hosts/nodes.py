@@ -25,7 +25,7 @@ def up(session: Session) -> str:
     image_id = ensure_image(session)
     recipes = _recipes(session, image_id)
     stale = _stale(session, recipes)
-    _refuse_while_runs(session, stale, "would be replaced by fab up")
+    _refuse_while_runs(session, stale, "would be replaced by tridock up")
     distribute_keys(session)
     match session.transport:
         case ComposeTransport() as twin:
@@ -63,7 +63,7 @@ def down(session: Session, *, force: bool = False) -> tuple[str, ...]:
     there = tuple(node for node, state in session.states().items() if state.container is not None)
     running = tuple(node for node in there if (c := session.states()[node].container) and c.running)
     if not force:
-        _refuse_while_runs(session, running, "would be removed by fab down")
+        _refuse_while_runs(session, running, "would be removed by tridock down")
     transport = session.transport
     if isinstance(transport, ComposeTransport):
         _compose(session, transport, {}, "down", "--timeout", "5")
@@ -119,7 +119,7 @@ def _refuse_while_runs(session: Session, nodes: tuple[str, ...], fate: str) -> N
     busy = {node: runs for node, runs in active_runs(session, live).items() if runs}
     if busy:
         raise RequestError(
-            Problem(node, f"its node {fate} while a run is active", ", ".join(runs), "stop the run first: fab stop")
+            Problem(node, f"its node {fate} while a run is active", ", ".join(runs), "stop the run first: tridock stop")
             for node, runs in busy.items()
         )
 
@@ -159,11 +159,11 @@ def _wait_ready(session: Session, node: str, host: Host) -> None:
 def _not_ready(session: Session, node: str, host: Host, name: str, running: bool) -> Problem:
     logs = host.run(Command.of("docker", "logs", "--tail", "5", name), timeout=30.0)
     output = " | ".join((logs.stdout + logs.stderr).decode(errors="replace").split("\n")).strip(" |")
-    todo = f"look at docker logs {name} there, then run fab up again"
+    todo = f"look at docker logs {name} there, then run tridock up again"
     if not running and isinstance(session.transport, SshTransport):
         # Nothing half-started stays behind: a dead container would only be in the way of the next try.
         _remove(session.transport, node, host)
-        todo = "mend that, then run fab up again"
+        todo = "mend that, then run tridock up again"
         with suppress(ValueError):  # another program's output
             return decode(Problem, logs.stdout)  # the entrypoint's error
     what = "its sshd did not answer in time" if running else "its node ended at once"

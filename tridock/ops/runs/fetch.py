@@ -71,7 +71,8 @@ def _bring(session: Session, run: Run, folder: Path, checkpoints: bool) -> None:
             _move(part / run.run_id, folder / run.run_id)
         archives[node].unlink()
     if not (folder / run.run_id).exists():
-        raise ClusterError(Problem(run.run_id, "its folder is on no node any more", "", "see fab status for the runs"))
+        todo = "see tridock status for the runs"
+        raise ClusterError(Problem(run.run_id, "its folder is on no node any more", "", todo))
 
 
 def _download(

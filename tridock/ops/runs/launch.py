@@ -1,4 +1,4 @@
-"""``fab launch``: from an experiment and a cluster to a run on its nodes."""
+"""``tridock launch``: from an experiment and a cluster to a run on its nodes."""
 
 import json
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ def bring_demo_data(session: Session) -> str:
     """Makes the demo's data set on the head and copies it to the nodes that lack it; returns the line about it.
 
     Brings the nodes up first: the data set is made in the head's container, and the operator's machine needs nothing
-    for it. Only for a launch that names no experiment: other data sets may be large, and `fab data` brings those.
+    for it. Only for a launch that names no experiment: other data sets may be large; `tridock data sync` brings them.
     """
     ensure_up(session)
     head = session.head

@@ -26,7 +26,15 @@ from tridock.ops.runs import rendezvous
 from tridock.ops.runs.failed_run import RunFailedError, failed, failure_text, rank_to_look_at
 from tridock.ops.runs.prepare import Prepared, prepare
 from tridock.ops.runs.provenance import Approve, image_manifest, machine, packages
-from tridock.ops.runs.this_machine import CODE_FOLDER, default_ranks, gpu_count, gpu_here, node_argv, node_environment
+from tridock.ops.runs.this_machine import (
+    CODE_FOLDER,
+    default_ranks,
+    gpu_count,
+    gpu_here,
+    hidden_gpus,
+    node_argv,
+    node_environment,
+)
 from tridock.plan import Assumptions, Plan
 from tridock.triage import facts_of
 
@@ -83,7 +91,7 @@ def run_here(
 ) -> Ended:
     """Runs the experiment as this machine's ranks and follows it to its end.
 
-    Ctrl-C stops the run: it belongs to this terminal, unlike one that ``fab launch`` started. ``approve`` is given
+    Ctrl-C stops the run: it belongs to this terminal, unlike one that ``tridock launch`` started. ``approve`` is given
     the run's manifest and plan before anything is written, and may raise.
     """
     workspace = workspace.resolve()
@@ -101,8 +109,15 @@ def run_here(
     if experiment.env.get("DS_ACCELERATOR") != "cpu" and (gpus := gpu_count()) is not None and ranks > gpus:
         todo = f"this machine has {gpus}: give as many or fewer, or train on the CPU with DS_ACCELERATOR=cpu"
         raise RequestError(Problem("--nproc", "each rank needs a GPU of its own", str(ranks), todo))
+    if experiment.env.get("DS_ACCELERATOR") != "cpu" and (hidden := hidden_gpus()):
+        print(
+            f"note: this machine has {hidden} NVIDIA GPUs, and nvidia-smi does not answer here: training on the CPU."
+            " In a container: docker run --gpus all, or make image (without FLAVOR=cpu) for docker compose",
+            file=sys.stderr,
+        )
     if place.nnodes > 1 and experiment.restart.max:
-        what, todo = "cannot be for nodes that are each started by hand", "set it to 0, or start them with fab launch"
+        what = "cannot be for nodes that are each started by hand"
+        todo = "set it to 0, or start them with tridock launch"
         raise RequestError(Problem(f"{config}: restart.max", what, str(experiment.restart.max), todo))
     prepared = prepared.with_files_of(workspace)
     alone = place.nnodes == 1

@@ -63,7 +63,7 @@ class LogStream:
         return part
 
     def _gone(self, what: str, got: str = "") -> ClusterError:
-        todo = "the nodes that have lost it end their ranks by themselves; see fab status once it is back"
+        todo = "the nodes that have lost it end their ranks by themselves; see tridock status once it is back"
         return ClusterError(Problem(self._head, f"{what} while {self._run_id} was followed", got, todo))
 
     def close(self) -> None:
@@ -127,7 +127,8 @@ def _check(node: str, stream: Stream) -> None:
     if stream.exit_code:
         # What is wrong there has been printed: errors come with the output.
         what = "its ranks' logs could not be read to the end"
-        raise ClusterError(Problem(node, what, f"exit code {stream.exit_code}", "see the lines above, and fab status"))
+        todo = "see the lines above, and tridock status"
+        raise ClusterError(Problem(node, what, f"exit code {stream.exit_code}", todo))
 
 
 def _mixed(streams: Mapping[str, Stream]) -> Iterator[bytes]:

@@ -47,7 +47,7 @@ def check_nodes(session: Session, config: Path, experiment: Experiment, plan: Pl
         return session.ask(node, PreflightAnswer, *preflight_argv(experiment, head=node == head), timeout=_TIMEOUT_S)
 
     answers = session.each(ask)
-    bring = f"bring the data to the nodes: fab data --hosts {session.cluster.hostfile_path} --path "
+    bring = f"bring the data to the nodes: tridock data sync --hosts {session.cluster.hostfile_path} --path "
     problems = list(_differences(config, data_files(experiment), head, answers, bring))
     problems += mismatches(config, experiment, plan, answers[head])
     if problems:

@@ -1,6 +1,6 @@
 """A run prepared, the same way for every launcher: its experiment, its plan, what speaks against it, its bundle.
 
-``fab launch``, ``tridock train``, ``tridock slurm`` and ``tridock replan`` all call :func:`prepare`.
+``tridock launch``, ``tridock train``, ``tridock slurm`` and ``tridock replan`` all call :func:`prepare`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from tridock.plan import Assessment, Assumptions, Plan, assess
 
 if TYPE_CHECKING:  # `tridock plan` contacts nobody, and needs no ssh
     from tridock.ops.hosts.session import Session
-
-DEFAULT_CONFIG = "configs/demo.yaml"
 
 Slots = Mapping[str, Sequence[int]]
 

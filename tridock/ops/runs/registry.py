@@ -66,7 +66,7 @@ def choose_run(session: Session, run_id: str | None, *, active: bool) -> Run:
         return Run(running[0], known[running[0]])
     if active or not known:
         what = "no run is active" if active else "there is no run yet"
-        raise RequestError(Problem(where, what, "", "see fab status"))
+        raise RequestError(Problem(where, what, "", "see tridock status"))
     return Run(*list(known.items())[-1])
 
 
@@ -100,5 +100,5 @@ def _read(session: Session, node: str, path: str) -> bytes:
     done = session.hosts[node].run(session.inside(node, "cat", path), timeout=_VERB_TIMEOUT_S)
     if done.exit_code:
         stderr = done.stderr.decode(errors="replace").strip()
-        raise ClusterError(Problem(node, f"cannot read {path}", stderr, "see fab status"))
+        raise ClusterError(Problem(node, f"cannot read {path}", stderr, "see tridock status"))
     return done.stdout

@@ -60,7 +60,7 @@ class Run:
             texts = {name: (folder / name).read_text() for name in _READ}
         except OSError as error:
             got = error.strerror or str(error)
-            todo = "give the folder of a run that fab launch started"
+            todo = "give the folder of a run that tridock launch started"
             raise RequestError(Problem(str(folder), f"has no {Path(error.filename).name}", got, todo)) from None
         plan, manifest = json.loads(texts[run_folder.PLAN]), json.loads(texts[run_folder.MANIFEST])
         supervision = Supervision.from_json(texts[run_folder.SUPERVISION])

@@ -58,6 +58,16 @@ def gpu_count() -> int | None:
     return len(_listed() if devices is None else devices) or None
 
 
+def hidden_gpus(driver: Path = Path("/proc/driver/nvidia/gpus")) -> int:
+    """The GPUs that the machine's NVIDIA driver has, if ranks here would train on the CPU without being told to.
+
+    A container sees the driver of its host in /proc, also without the container toolkit.
+    """
+    if os.environ.get("DS_ACCELERATOR") == "cpu" or VISIBLE in os.environ or gpu_count() is not None:
+        return 0
+    return len(list(driver.glob("*")))
+
+
 def gpu_here() -> Gpu | None:
     """Of the GPUs that the ranks use the one with the least memory; None on the CPU, and for MIG slices."""
     devices = chosen_devices()

@@ -34,7 +34,7 @@ def check_exit(session: Session, run: Run, exit_code: int) -> None:
 
 def _failed(session: Session, run: Run, facts: Facts) -> RunFailedError:
     options = f"--hosts {session.cluster.hostfile_path} --run {run.run_id} --rank {rank_to_look_at(facts)}"
-    todo = f"look at {folder_of(session, run)}/logs, or fab logs {options}"
+    todo = f"look at {folder_of(session, run)}/logs, or tridock logs {options}"
     return failed(Problem(run.run_id, "the run failed", failure_text(facts), todo), facts)
 
 
@@ -59,7 +59,7 @@ def triage(session: Session, run_id: str | None) -> RunFailedError:
     failed_ones = [name for name, run in listed.items() if run.state.has_failed]
     chosen = run_id or (failed_ones[-1] if failed_ones else None)
     if chosen is None:
-        raise RequestError(Problem("--run", "no run of this cluster has failed", "", "see fab runs"))
+        raise RequestError(Problem("--run", "no run of this cluster has failed", "", "see tridock runs"))
     if chosen not in failed_ones:
         got = listed[chosen].state if chosen in listed else chosen
         what = "did not fail" if chosen in listed else "is no run of this cluster"

@@ -1,4 +1,4 @@
-"""``fab data`` and ``tridock data sync``: data to every host that lacks it, by hash; Megatron's index maps too."""
+"""``tridock data sync``: data to every host that lacks it, by hash; Megatron's index maps too."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ from tridock.engines import engine_of
 from tridock.errors import ClusterError, Problem, RequestError, TridockError
 from tridock.experiment import Experiment
 from tridock.ops.hosts.session import NODE, Session
+from tridock.ops.runs.default_experiment import default_experiment
 from tridock.ops.runs.preflight import data_files
-from tridock.ops.runs.prepare import DEFAULT_CONFIG, assumptions_for, prepare
+from tridock.ops.runs.prepare import assumptions_for, prepare
 from tridock.ops.sync.files import Chosen, DataFile, choose, fingerprint, of_experiment
 from tridock.ops.sync.shared import OPERATOR, HostPool, Sharing, find_shared
 from tridock.ops.sync.transfer import Held, arrived, asked, drop_maps_command, held, read_command, send
@@ -179,7 +180,7 @@ def _bars() -> Iterator[Bars]:
 def run(
     session: Session,
     paths: Sequence[str],
-    config: str,
+    config: Path | None,
     overrides: Sequence[str],
     say: Callable[[str | Table], object],
     *,
@@ -193,12 +194,14 @@ def run(
     chosen: tuple[Chosen, ...] = choose(project, paths)
     laid_out: tuple[Experiment, Plan] | None = None
     if config or not paths:
-        path = Path(config or DEFAULT_CONFIG)
         cluster = session.cluster
-        prepared = prepare(path, cluster.slots, assumptions_for(cluster), overrides, force=True)
+        if config is None:
+            default = default_experiment(cluster.slots)
+            config, overrides = default.config, [*default.overrides, *overrides]
+        prepared = prepare(config, cluster.slots, assumptions_for(cluster), overrides, force=True)
         experiment, plan = prepared.experiment, prepared.plan
         laid_out = experiment.resolved(plan.data_parallel_size), plan
-        chosen += of_experiment(project, path, experiment.data.data_path, data_files(experiment))
+        chosen += of_experiment(project, config, experiment.data.data_path, data_files(experiment))
     synced = sync(session, tuple({item.name: item for item in chosen}.values()), dry_run=dry_run)
     say(table(synced.rows, dry_run=dry_run))
     if laid_out is not None and not dry_run:
@@ -243,7 +246,7 @@ def bring_index_maps(synced: Synced, experiment: Experiment, plan: Plan) -> str:
         return f"index maps: none are needed, engine {experiment.engine} finds its samples in memory"
     container = pool.states[head].container if pool.fit(head) else None
     if container is None or not container.running:
-        up = f"fab up --hosts {pool.cluster.hostfile_path}"
+        up = f"tridock up --hosts {pool.cluster.hostfile_path}"
         return f"index maps: not made, the node on {head} is not up; run {up} first, or the nodes make them at a launch"
     made = pool.each(lambda node, host: _make(synced, node, host, experiment, program), only=(head,))
     if head not in made:

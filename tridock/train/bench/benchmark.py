@@ -85,7 +85,7 @@ def agree_on_run(place: Place, env: Mapping[str, str], name: Callable[[], dict[s
     if place.world_size == 1:
         return name()
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        todo = "start it with torchrun; under another launcher use tridock train, fab launch or tridock slurm"
+        todo = "start it with torchrun; under another launcher use tridock train, tridock launch or tridock slurm"
         raise RequestError(Problem("tridock.train", "finds no store of torchrun's", f"{place.world_size} ranks", todo))
     import torch.distributed as dist
 
@@ -108,7 +108,7 @@ def _named(options: argparse.Namespace, workspace: Path, place: Place) -> dict[s
     changes = [*overrides(options.mode, options.ndevice_per_proc, place.world_size), *options.set]
     experiment = load_experiment(options.config, changes)
     if experiment.parallel.strategy == "zero":
-        todo = "give --mode, or start it with tridock train or fab launch"
+        todo = "give --mode, or start it with tridock train or tridock launch"
         where = f"{options.config}: parallel.strategy"
         raise RequestError(Problem(where, "is not for torchrun, under which DeepSpeed has no settings", "zero", todo))
     changes += _whole_pipeline(experiment, place.world_size)

@@ -320,7 +320,7 @@ def _set_lr(optimizer: Any, lr: float) -> None:
 
 def _read_deepspeed_config(run_folder: Path, world_size: int) -> dict[str, Any]:
     path = run_folder / DEEPSPEED_CONFIG
-    todo = "start the run with `fab launch` or `tridock train`, which write it"
+    todo = "start the run with `tridock launch` or `tridock train`, which write it"
     try:
         config: dict[str, Any] = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:

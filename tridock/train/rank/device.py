@@ -22,7 +22,7 @@ def choose_device(local_rank: int) -> torch.device:
         return torch.device("cuda", index)
     if accelerator == "cuda" or (accelerator != "cpu" and _driver_lists_gpus()):
         todo = (
-            "see what nvidia-smi and fab check say there, or set DS_ACCELERATOR: cpu in the experiment's env "
+            "see what nvidia-smi and tridock check say there, or set DS_ACCELERATOR: cpu in the experiment's env "
             "to train on the CPU"
         )
         raise RunError(Problem("device", f"torch has no GPU for local rank {local_rank}", _reason(), todo))

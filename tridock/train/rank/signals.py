@@ -2,7 +2,7 @@
 
 A scheduler sends them before a job's time is over. Inside :func:`save_on_signal` the first one is recorded, and the
 training loop saves after the current step or the next; anywhere else SIGTERM ends the rank at once. So it does if the
-run folder holds ``.stopped``: ``fab stop`` and Ctrl-C ask for no checkpoint.
+run folder holds ``.stopped``: ``tridock stop`` and Ctrl-C ask for no checkpoint.
 """
 
 import contextlib

@@ -19,7 +19,7 @@ def test_another_image() -> None:
     assert shown(consistency_checks.image_findings("lab", {"host-1": IMAGE, "host-2": IMAGE})) == []
     assert shown(consistency_checks.image_findings("lab", {"host-1": IMAGE, "host-2": OTHER})) == [
         "fail  host-2: runs another image than the head; got sha256:222222222222, sha256:111111111111 on host-1; "
-        "run fab up --hosts lab"
+        "run tridock up --hosts lab"
     ]
 
 
@@ -29,9 +29,9 @@ def test_other_code() -> None:
     assert shown(consistency_checks.code_findings("lab", {"host-1": here, "host-2": here})) == []
     assert shown(consistency_checks.code_findings("lab", {"host-1": here, "host-2": there})) == [
         "fail  host-2: has other code in /opt/tridock than the head; got cccccccccccc, aaaaaaaaaaaa on host-1; "
-        "start its container anew: fab down, then fab up --hosts lab",
+        "start its container anew: tridock down, then tridock up --hosts lab",
         "fail  host-2: has other code in /opt/megatron-v1.1.5 than the head; got none, bbbbbbbbbbbb on host-1; "
-        "start its container anew: fab down, then fab up --hosts lab",
+        "start its container anew: tridock down, then tridock up --hosts lab",
     ]
 
 
@@ -42,7 +42,7 @@ def test_variables_that_differ_are_listed_by_name(tmp_path: Path) -> None:
     found = consistency_checks.environment_findings(
         cluster, {"host-1": head, "host-2": other, "host-3": {"PATH": "/bin"}}
     )
-    todo = "set them for all nodes (env in the settings), then fab up"
+    todo = "set them for all nodes (env in the settings), then tridock up"
     assert shown(found) == [
         "fail  host-2: its environment is not the head's; got HF_TOKEN=(secret 2), (secret 1) on host-1; "
         f"NCCL_DEBUG=INFO, WARN on host-1; UCX_TLS=tcp, not set on host-1; {todo}",

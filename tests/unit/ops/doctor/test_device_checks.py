@@ -99,7 +99,7 @@ def test_an_unhealthy_gpu(tmp_path: Path) -> None:
         f"warn  host-1: its driver logged errors of a GPU; got {GONE}; "
         "look the number up in NVIDIA's list of Xid errors, and leave the GPU out with --exclude if it returns",
         "fail  host-1: GPU 1 has not joined the NVLink fabric; got In Progress; "
-        "start the fabric manager there (sudo systemctl start nvidia-fabricmanager), then fab down, fab up",
+        "start the fabric manager there (sudo systemctl start nvidia-fabricmanager), then tridock down, tridock up",
         "fail  host-1: GPU 1 needs recovery; got Reset; "
         "do that there (sudo nvidia-smi --gpu-reset -i 1, or restart the host), or --exclude the slot",
         "warn  host-1: GPU 1 has uncorrectable memory errors; "
@@ -119,13 +119,13 @@ def test_an_unhealthy_gpu(tmp_path: Path) -> None:
         (
             {"error": "Failed to initialize NVML: Unknown Error"},
             "its container has lost its GPUs; got Failed to initialize NVML: Unknown Error; "
-            "start its container anew: fab down, then fab up",
+            "start its container anew: tridock down, then tridock up",
         ),
         (
             {"error": "Failed to initialize NVML: Driver/library version mismatch"},
             "its container has the libraries of another driver; "
             "got Failed to initialize NVML: Driver/library version mismatch; "
-            "restart the host, whose driver was updated, then fab down, fab up",
+            "restart the host, whose driver was updated, then tridock down, tridock up",
         ),
         (
             {"error": "nvidia-smi did not end within 30 s", "timed_out": True},
@@ -208,7 +208,7 @@ def test_infiniband_that_is_there_and_unused(tmp_path: Path) -> None:
     off = node_report(infiniband=Infiniband(("mlx5_0",), usable=True), nccl_ib_disable="1")
     assert shown(device_findings(make_cluster(tmp_path), {"host-1": hidden, "host-2": off})) == [
         "warn  host-1: has InfiniBand devices that its container does not see; got mlx5_0, mlx5_1; "
-        "start its container anew: fab down, then fab up",
+        "start its container anew: tridock down, then tridock up",
         "warn  host-2: has InfiniBand devices that NCCL_IB_DISABLE=1 leaves unused; got mlx5_0; "
         "remove NCCL_IB_DISABLE from env in the settings",
     ]
@@ -217,7 +217,7 @@ def test_infiniband_that_is_there_and_unused(tmp_path: Path) -> None:
 NOT_READY = "CUDA error 802: system not yet initialized"
 NO_CUDA = (
     f"host-2: CUDA has no usable GPU in its container; got {NOT_READY}; "
-    "see that nvidia-smi works on the host, then start its container anew: fab down, then fab up"
+    "see that nvidia-smi works on the host, then start its container anew: tridock down, then tridock up"
 )
 
 

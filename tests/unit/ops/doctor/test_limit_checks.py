@@ -21,8 +21,8 @@ def test_a_healthy_node_has_nothing_to_be_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "todo"),
     [
-        ({"transport": "compose"}, "set shm_size: 2g in docker-compose.yml, then fab up"),
-        ({"container": {"ipc": "private"}}, "set container.shm_size: 2g in the settings, then fab up"),
+        ({"transport": "compose"}, "set shm_size: 2g in docker-compose.yml, then tridock up"),
+        ({"container": {"ipc": "private"}}, "set container.shm_size: 2g in the settings, then tridock up"),
         ({}, "enlarge the host's there: mount -o remount,size=2g /dev/shm"),
     ],
 )
@@ -77,9 +77,9 @@ def test_limits(tmp_path: Path) -> None:
     few = node_report(files=1024, memlock=8 << 20, infiniband=Infiniband(("mlx5_0",), usable=True), cores=1)
     assert shown(limit_checks.limit_findings(make_cluster(tmp_path), "host-2", few)) == [
         "warn  host-2: allows few open files for 4 ranks; got 1024; "
-        "set container.ulimits.nofile: 65536 in the settings, then fab up",
+        "set container.ulimits.nofile: 65536 in the settings, then tridock up",
         "fail  host-2: limits locked memory; got 8.4 MB; "
-        "set container.ulimits.memlock: -1 in the settings, then fab up",
+        "set container.ulimits.memlock: -1 in the settings, then tridock up",
         "warn  host-2: has fewer cores than its 2 slots; got 1; give it fewer slots in the hostfile",
     ]
 
@@ -94,5 +94,5 @@ def test_the_open_files_that_a_large_world_needs(tmp_path: Path) -> None:
     (said,) = shown(limit_checks.limit_findings(large, "host-2", node_report(files=65536)))
     assert said == (
         "warn  host-2: allows few open files for 4096 ranks; got 65536; "
-        "set container.ulimits.nofile: 66560 in the settings, then fab up"
+        "set container.ulimits.nofile: 66560 in the settings, then tridock up"
     )

@@ -61,7 +61,7 @@ def test_debians_line_for_the_host_name(cluster: Cluster, mesh: dict[str, Any]) 
     mesh["host-3"]["peers"]["unreached"] = [{"node": "host-2", "address": "127.0.1.1", "error": "connection refused"}]
     assert found(cluster, mesh, on_gpus=False) == [
         "fail  host-2: Gloo would use an interface of its own; got lo, 127.0.1.1 (its host name leads there); "
-        "set GLOO_SOCKET_IFNAME: eth0 for it (nodes.host-2.env in the settings), then fab up"
+        "set GLOO_SOCKET_IFNAME: eth0 for it (nodes.host-2.env in the settings), then tridock up"
     ]
 
 
@@ -73,7 +73,7 @@ def test_nccl_on_dockers_bridge_matters_to_gpus(cluster: Cluster, mesh: dict[str
     assert found(cluster, mesh, on_gpus=True) == [
         "fail  host-2: NCCL would use an interface of its own; "
         "got docker0, 172.17.0.1 (NCCL_SOCKET_IFNAME says so); "
-        "set NCCL_SOCKET_IFNAME: eth0 for it (nodes.host-2.env in the settings), then fab up"
+        "set NCCL_SOCKET_IFNAME: eth0 for it (nodes.host-2.env in the settings), then tridock up"
     ]
 
 
@@ -82,7 +82,7 @@ def test_a_name_that_no_interface_has(cluster: Cluster, mesh: dict[str, Any]) ->
     network["chosen"]["gloo"], network["wanted"]["gloo"] = None, "ib0"
     assert found(cluster, mesh, on_gpus=False) == [
         "fail  host-2: GLOO_SOCKET_IFNAME names no interface that it has; got ib0; "
-        "correct it (env in the settings), or leave it out, then fab up; it has eth0"
+        "correct it (env in the settings), or leave it out, then tridock up; it has eth0"
     ]
 
 
@@ -90,7 +90,7 @@ def test_a_container_without_a_network(cluster: Cluster, mesh: dict[str, Any]) -
     network = mesh["host-2"]["hello"]["network"]
     network |= {"chosen": {"gloo": None, "nccl": None}, "interfaces": []}
     assert found(cluster, mesh, on_gpus=False) == [
-        "fail  host-2: has no network interface that is up; see container.network in the settings, then fab up"
+        "fail  host-2: has no network interface that is up; see container.network in the settings, then tridock up"
     ]
 
 

@@ -15,7 +15,7 @@ from tridock.ops.doctor.finding import KEYS, UP, Report, fail, warn
 from tridock.ops.hosts.session import Session
 from tridock.ops.runs import registry
 
-DOWN = Problem("host-2", "its node is not running", "exited with 137", "run fab up --hosts lab")
+DOWN = Problem("host-2", "its node is not running", "exited with 137", "run tridock up --hosts lab")
 LITTLE = Problem("host-1", "has little room for checkpoints", "5.0 GB free", "free some space there")
 
 
@@ -47,7 +47,7 @@ def test_a_line_for_each_check(report: Report) -> None:
 def test_each_finding_with_its_reason_failures_first(report: Report) -> None:
     report.findings += [warn("space", LITTLE, "logs go there"), fail("nodes", DOWN, "ranks start there", UP)]
     assert list(lines(report)) == [
-        "fail  host-2: its node is not running; got exited with 137; run fab up --hosts lab",
+        "fail  host-2: its node is not running; got exited with 137; run tridock up --hosts lab",
         "      ranks start there",
         "warn  host-1: has little room for checkpoints; got 5.0 GB free; free some space there",
         "      logs go there",
@@ -75,7 +75,7 @@ def test_for_programs(report: Report) -> None:
         "findings": [
             {
                 "severity": "fail", "check": "nodes", "node": "host-2", "what": "its node is not running",
-                "got": "exited with 137", "todo": "run fab up --hosts lab", "why": "ranks start there",
+                "got": "exited with 137", "todo": "run tridock up --hosts lab", "why": "ranks start there",
                 "can_be_mended": True,
             }
         ],
@@ -86,8 +86,10 @@ def test_what_is_asked_for_is_mended_and_refusals_are_said(report: Report, monke
     did: list[object] = []
 
     def up(session: Session) -> str:
-        todo = "stop the run first: fab stop"
-        raise RequestError(Problem("host-2", "its node would be replaced by fab up while a run is active", "r", todo))
+        todo = "stop the run first: tridock stop"
+        raise RequestError(
+            Problem("host-2", "its node would be replaced by tridock up while a run is active", "r", todo)
+        )
 
     monkeypatch.setattr(remedies, "up", up)
     monkeypatch.setattr(remedies, "distribute_keys", lambda session: did.append("keys"))
@@ -108,8 +110,8 @@ def test_what_is_asked_for_is_mended_and_refusals_are_said(report: Report, monke
         [
             "mended: end what run r-1 left behind",
             "not mended: bring the nodes up: keys, image, containers",
-            "    host-2: its node would be replaced by fab up while a run is active; got r; "
-            "stop the run first: fab stop",
+            "    host-2: its node would be replaced by tridock up while a run is active; got r; "
+            "stop the run first: tridock stop",
         ],
     )
 

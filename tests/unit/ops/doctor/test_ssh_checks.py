@@ -27,7 +27,7 @@ FOREIGN = (
     "end the sshd that holds the port there, choose another ssh_port in the settings, "
     "or give the node's own address (nodes.host-2.address)"
 )
-KEYS_AGAIN = "give all nodes the cluster's keys again: fab keys --hosts "
+KEYS_AGAIN = "give all nodes the cluster's keys again: tridock keys --hosts "
 ADDRESS = "nodes.host-2.address in the settings"
 
 
@@ -130,7 +130,7 @@ def test_keys_that_are_not_known_can_be_given_again(text: str, tmp_path: Path) -
         (
             "Connection timed out during banner exchange",
             "what listens at 10.0.0.2 port 2222 says nothing; got {text}; "
-            "start its container anew: fab down, then fab up",
+            "start its container anew: tridock down, then tridock up",
         ),
         (
             "ssh: Could not resolve hostname host-2: Name or service not known",
@@ -157,5 +157,5 @@ def test_a_node_that_answers_and_whose_programs_fail(tmp_path: Path) -> None:
     text = "/opt/venv/bin/python: No module named tridock\n"
     assert judge(tmp_path, "tridock-node lab host-2\n", text, 1) == [
         "fail  host-2: its commands fail over ssh; got /opt/venv/bin/python: No module named tridock; "
-        "start its container anew: fab down, then fab up"
+        "start its container anew: tridock down, then tridock up"
     ]

@@ -1,0 +1,227 @@
+"""``tridock launch``, ``logs``, ``stop``, ``runs`` and ``fetch``: runs on a cluster."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tridock.cli.options import (
+    Commands,
+    add_cluster,
+    add_command,
+    add_config,
+    add_quiet,
+    add_run,
+    add_set,
+    config_of,
+    hostfile_of,
+    open_session,
+    run_of,
+)
+from tridock.cli.output import console, print_tables, say
+from tridock.contracts.run_folder import write_atomic
+from tridock.errors import EXIT_INTERRUPTED, TridockError
+
+if TYPE_CHECKING:
+    from tridock.launchers.run import RunBundle
+    from tridock.ops.hosts.session import Session
+    from tridock.ops.runs.prepare import Prepared
+    from tridock.ops.runs.registry import Run
+
+
+def add(commands: Commands) -> None:
+    examples: tuple[str, ...] = (
+        "--hosts hostfile",
+        "--hosts hostfile --config configs/demo-3d.yaml --set train.train_iters=100",
+        "--hosts hostfile --config configs/demo-3d.yaml --dry-run",
+    )
+    parser = add_command(commands, "launch", _launch, "run an experiment on a cluster", *examples)
+    add_cluster(parser)
+    add_config(parser, "a small GPT on the demo's data, in 3D where the slots allow it")
+    add_set(parser)
+    parser.add_argument("--force", action="store_true", help="run even if the plan does not fit into GPU memory")
+    text = "run the doctor's quick checks first (default: true)"
+    parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=True, help=text)
+    parser.add_argument("--detach", action="store_true", help="start the run and return at once")
+    parser.add_argument("--run-id-file", type=Path, metavar="FILE", help="write the run's id to this file")
+    text = "print the plan, the command and the names of the run's files; contact no host"
+    parser.add_argument("--dry-run", action="store_true", help=text)
+    parser.add_argument("--verbose", action="store_true", help="with --dry-run, print every file too")
+    add_quiet(parser)
+
+    examples = ("--hosts hostfile", "--hosts hostfile --rank 0,3", "--hosts hostfile --node host-b --follow")
+    parser = add_command(commands, "logs", _logs, "follow a run, or print the logs of its ranks", *examples)
+    add_cluster(parser)
+    add_run(parser)
+    text = "print the log of this rank, or of several (0,3), instead of the launcher's output"
+    parser.add_argument("--rank", default="", metavar="N[,M]", help=text)
+    text = "print the logs of all ranks of this node instead of the launcher's output"
+    parser.add_argument("--node", default="", metavar="NODE", help=text)
+    parser.add_argument("--follow", action="store_true", help="print new lines until the run ends")
+
+    parser = add_command(commands, "stop", _stop, "stop a run on every node", "--hosts hostfile")
+    add_cluster(parser)
+    add_run(parser, default="the active run if there is only one")
+    add_quiet(parser)
+
+    parser = add_command(commands, "runs", _runs, "list all runs, newest first", "--hosts hostfile --json")
+    add_cluster(parser)
+    parser.add_argument("--json", action="store_true", help="print the runs as JSON")
+
+    examples = ("--hosts hostfile", "--hosts hostfile --checkpoints")
+    parser = add_command(commands, "fetch", _fetch, "copy a run's folder into runs/", *examples)
+    add_cluster(parser)
+    add_run(parser)
+    parser.add_argument("--checkpoints", action="store_true", help="fetch the checkpoints too")
+
+
+def _launch(arguments: argparse.Namespace) -> int:
+    """Run an experiment on the cluster and follow its output. Ctrl-C detaches, and the run continues."""
+    from tridock.ops.runs import launch
+    from tridock.ops.runs.default_experiment import default_experiment
+    from tridock.ops.runs.registry import Run
+    from tridock.report.plan_output import headline
+
+    session = open_session(arguments)
+    config, overrides = config_of(arguments), arguments.set
+    if demo := config is None:
+        chosen = default_experiment(session.cluster.slots)
+        config, overrides = chosen.config, [*chosen.overrides, *overrides]
+    prepared = launch.prepare_on(session, config, overrides, force=arguments.force)
+    if demo and not arguments.quiet:
+        say(f"no --config: {config} with {prepared.plan.layout}, because {chosen.reason}")
+    if arguments.dry_run:
+        _preview(launch.preview(session, prepared), prepared, verbose=arguments.verbose)
+        return 0
+    prepared = launch.on_hosts_gpus(session, prepared)
+    if not arguments.quiet:
+        console().print(headline(prepared.assessment))
+    if demo:
+        brought = launch.bring_demo_data(session)
+        if not arguments.quiet:
+            say(brought)
+    bundle = launch.launch(session, prepared, check=arguments.check)
+    if arguments.run_id_file:
+        write_atomic(arguments.run_id_file, f"{bundle.run_id}\n".encode())
+    if arguments.quiet:
+        say(bundle.run_id)
+    else:
+        plan, nodes = prepared.plan, len(session.cluster.slots)
+        say(f"run {bundle.run_id}: {plan.world_size} ranks on {nodes} nodes, {plan.layout}")
+    if arguments.detach:
+        if not arguments.quiet:
+            say(_how_to_return(arguments, bundle.run_id))
+        return 0
+    return follow(arguments, session, Run(bundle.run_id, session.head), quiet=arguments.quiet)
+
+
+def _preview(bundle: RunBundle, prepared: Prepared, *, verbose: bool) -> None:
+    from tridock.report.plan_output import summary
+
+    console().print(summary(prepared.assessment))
+    say(f"\n# on the head, in {bundle.path}:\n{bundle.command}")
+    if verbose:
+        for name, content in bundle.files.items():
+            say(f"\n# {name}\n{content.decode()}".rstrip())
+    else:
+        say(f"\n# files of the run (--verbose prints them): {', '.join(bundle.files)}")
+
+
+def follow(arguments: argparse.Namespace, session: Session, run: Run, *, quiet: bool = False) -> int:
+    """Prints the run's output to its end; its exit code. Raises :class:`RunError` where it failed."""
+    from tridock.ops.runs.logs import follow as follow_output
+    from tridock.ops.runs.registry import folder_of
+    from tridock.ops.runs.triage import check_exit
+
+    stream = follow_output(session, run)
+    try:
+        for chunk in stream:
+            if not quiet:
+                sys.stdout.buffer.write(chunk)
+                sys.stdout.buffer.flush()
+    except KeyboardInterrupt:
+        say(f"\ndetached: run {run.run_id} continues. {_how_to_return(arguments, run.run_id)}")
+        return EXIT_INTERRUPTED
+    check_exit(session, run, stream.exit_code)
+    if not quiet:
+        say(f"run {run.run_id} is done; its folder is {folder_of(session, run)}")
+    return 0
+
+
+def _how_to_return(arguments: argparse.Namespace, run_id: str) -> str:
+    options = f"--hosts {shlex.quote(str(hostfile_of(arguments)))} --run {run_id}"
+    return f"Come back with: {arguments.program} logs {options}\nStop it with:   {arguments.program} stop {options}"
+
+
+def reachable(session: Session) -> tuple[Session, TridockError | None]:
+    """The session with the hosts that answer, once the others are named; an error where none does."""
+    there, failure = session.reachable()
+    if failure is not None:
+        if not there.nodes:
+            raise failure
+        print(failure, file=sys.stderr)
+    return there, failure
+
+
+def _logs(arguments: argparse.Namespace) -> int:
+    """Follow a run's output, or print the logs of ranks or of a node."""
+    from tridock.ops.runs.logs import choose_ranks, read_rank_logs
+    from tridock.ops.runs.registry import choose_run
+
+    session = reachable(open_session(arguments))[0]
+    run = choose_run(session, run_of(arguments), active=False)
+    if not arguments.rank and not arguments.node:
+        return follow(arguments, session, run)
+    ranks = choose_ranks(session, run, arguments.rank, arguments.node)
+    for part in read_rank_logs(session, run, ranks, follow=arguments.follow):
+        sys.stdout.buffer.write(part)
+        sys.stdout.buffer.flush()
+    return 0
+
+
+def _stop(arguments: argparse.Namespace) -> int:
+    """Stop one run on every node. Other runs continue."""
+    from tridock.ops.runs.registry import choose_run, stop
+
+    session, failure = reachable(open_session(arguments))
+    run = choose_run(session, run_of(arguments), active=True)
+    counts = stop(session, run)
+    if not arguments.quiet:
+        ended = ", ".join(f"{count} processes on {node}" for node, count in counts.items())
+        say(f"stopped {run.run_id}: {ended}")
+    if failure is not None:
+        say("a node that has lost the head ends its processes of the run by itself")
+        return failure.exit_code
+    return 0
+
+
+def _runs(arguments: argparse.Namespace) -> int:
+    """List all runs with their state, newest first."""
+    from tridock.ops.runs.registry import list_runs
+    from tridock.report.run_tables import history_table
+
+    session, failure = open_session(arguments).reachable()
+    listed = list_runs(session)[::-1] if session.nodes else []
+    if arguments.json:
+        say(json.dumps([asdict(run) for run in listed], indent=2))
+    else:
+        print_tables(history_table(listed))
+    if failure is not None:
+        raise failure
+    return 0
+
+
+def _fetch(arguments: argparse.Namespace) -> int:
+    """Copy a run's folder from the cluster into runs/."""
+    from tridock.ops.runs.fetch import fetch
+    from tridock.ops.runs.registry import choose_run
+
+    session = open_session(arguments)
+    run = choose_run(session, run_of(arguments), active=False)
+    say(str(fetch(session, run, Path("runs"), checkpoints=arguments.checkpoints)))
+    return 0

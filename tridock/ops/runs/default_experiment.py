@@ -1,0 +1,45 @@
+"""The experiment of a launch that names none: a small GPT, in 3D where the slots allow it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+CONFIG: Final = Path("configs/demo-3d.yaml")
+_MICRO_BATCH: Final = 4
+"""Of the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class DefaultExperiment:
+    """A file, the fields that the slots override, and the reason for the layout, for people."""
+
+    config: Path
+    overrides: tuple[str, ...]
+    reason: str
+
+
+def default_experiment(slots: Mapping[str, Sequence[int]]) -> DefaultExperiment:
+    """Chooses TP2 PP2 if the number of slots is a multiple of four, TP2 or PP2 for another even number, or else only
+    data parallelism."""
+    counts = [len(numbers) for numbers in slots.values()]
+    ranks = sum(counts)
+    if ranks % 4 == 0:
+        tensor, pipeline, why = 2, 2, "a multiple of four"
+    elif ranks % 2 == 0 and all(count % 2 == 0 for count in counts):
+        tensor, pipeline, why = 2, 1, "a multiple of two, but not of four"
+    elif ranks % 2 == 0:
+        tensor, pipeline, why = 1, 2, "a multiple of two, and a pair of ranks would cross nodes at every layer"
+    else:
+        tensor, pipeline, why = 1, 1, "odd"
+    replicas = ranks // (tensor * pipeline)
+    overrides = (
+        f"parallel.tensor_model_parallel_size={tensor}",
+        f"parallel.pipeline_model_parallel_size={pipeline}",
+        # Four steps of a pipeline, or two where there are several replicas.
+        f"batch.global_batch_size={_MICRO_BATCH * replicas * max(2, 4 // replicas)}",
+    )
+    size = "1 slot is" if ranks == 1 else f"{ranks} slots are"
+    return DefaultExperiment(CONFIG, overrides, f"{size} {why}")

@@ -1,6 +1,7 @@
 """``tridock data``: the demo data set, copies to hosts, and the subcommands of ``preprocess`` and ``datasets``."""
 
 import argparse
+import os
 from pathlib import Path
 
 from tridock.cli import datasets, preprocess
@@ -15,6 +16,7 @@ from tridock.cli.options import (
     open_session,
 )
 from tridock.cli.output import console
+from tridock.contracts.environment import DATA_MIRRORS
 
 
 def add(commands: Commands) -> None:
@@ -22,6 +24,16 @@ def add(commands: Commands) -> None:
     demo = add_command(data, "demo", _demo, "build a small data set from Python's standard library", "")
     text = "folder to write to (default: data/demo)"
     demo.add_argument("--folder", type=Path, default=Path("data/demo"), metavar="DIR", help=text)
+    examples = ("gpt2", "--folder raw --mirror /mnt/share/datasets https://example.org/corpus-0.parquet")
+    fetch = add_command(data, "fetch", _fetch, "download files: GPT-2's vocabulary, a corpus", *examples)
+    text = "gpt2 (gpt2-vocab.json and gpt2-merges.txt), or the address of a file"
+    fetch.add_argument("sources", nargs="+", metavar="SOURCE", help=text)
+    text = "folder to write to (default: data)"
+    fetch.add_argument("--folder", type=Path, default=Path("data"), metavar="DIR", help=text)
+    text = "what the file's SHA-256 must be (default: its line in DIR/SHA256SUMS, if any)"
+    fetch.add_argument("--sha256", metavar="HASH", help=text)
+    text = f"folder or address with the same files, tried first; repeatable (default: {DATA_MIRRORS})"
+    fetch.add_argument("--mirror", action="append", default=[], metavar="PLACE", help=text)
     preprocess.add(data)
     datasets.add(data)
 
@@ -40,6 +52,18 @@ def _demo(arguments: argparse.Namespace) -> int:
     from tridock.data.corpus import prepare_demo
 
     prepare_demo(arguments.folder)
+    return 0
+
+
+def _fetch(arguments: argparse.Namespace) -> int:
+    """Download files, or continue where a download was cut off, and compare their SHA-256."""
+    from tridock.data.fetch import fetch, wanted_files
+    from tridock.data.progress import progress_bar
+
+    files = wanted_files(arguments.sources, arguments.sha256)
+    mirrors = arguments.mirror or os.environ.get(DATA_MIRRORS, "").split()
+    with progress_bar("fetching") as progress:
+        fetch(files, arguments.folder, mirrors, progress, print)
     return 0
 
 

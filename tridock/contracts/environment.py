@@ -22,6 +22,8 @@ MEGATRON: Final = "TRIDOCK_MEGATRON"
 EXPERIMENT: Final = "TRIDOCK_EXPERIMENT"
 # Of the operator: the hostfile where no option names one.
 HOSTS: Final = "TRIDOCK_HOSTS"
+# For `tridock data fetch`: where it looks first, folders and addresses, separated by spaces.
+DATA_MIRRORS: Final = "TRIDOCK_DATA_MIRRORS"
 # Of a node: its own list of GPUs, as in CUDA_VISIBLE_DEVICES. The launcher's slot numbers are places in it.
 DEVICES: Final = "TRIDOCK_DEVICES"
 # Of a run's processes, and of nothing else.

@@ -6,6 +6,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
+SUMS: Final = "SHA256SUMS"
+"""Hashes of a folder's files, as ``sha256sum`` writes and checks them."""
 _BLOCK: Final = 1 << 20
 _PENDING_BYTES: Final = 8 << 20
 """Bytes that may wait in memory to be hashed."""

@@ -21,7 +21,7 @@ from typing import IO, Any, BinaryIO, Final, cast
 import numpy as np
 
 from tridock.data.dataset.manifest import Input
-from tridock.data.digest import Digest, sha256_of
+from tridock.data.digest import SUMS, Digest, sha256_of
 from tridock.errors import Problem, RequestError
 
 STDIN: Final = "-"
@@ -103,7 +103,7 @@ def find_sources(inputs: Sequence[str], kind: Kind | None = None, default: Kind 
 def _paths(given: str) -> list[Path]:
     path = Path(given)
     if path.is_dir():
-        files = [file for file in path.rglob("*") if file.is_file()]
+        files = [file for file in path.rglob("*") if file.is_file() and file.name != SUMS]
         return sorted(file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts))
     if path.exists():
         return [path]

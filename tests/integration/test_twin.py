@@ -1,46 +1,20 @@
-"""What the README promises a new user, in a clean clone: the demo, with an engine and without, and every command."""
+"""What the README promises a new user, in a clean clone: the demo, with an engine and without."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
-import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from tests.integration.clone import Clone, a_clone
-from tests.integration.support import ROOT, execute, succeed
+from tests.integration.support import execute, succeed
 
 pytestmark = pytest.mark.timeout(1200)
 
-PROGRAM = re.compile(r"(fab|make|tridock|docker compose) .+")
-TASKS = (
-    "check", "data", "down", "fetch", "keys", "launch", "logs", "report", "reproduce", "runs", "status", "stop",
-    "triage", "up",
-)  # fmt: skip
 NO_ENGINE = {"DOCKER_HOST": "unix:///nowhere/docker.sock"}
-
-
-@dataclass
-class Helps:
-    """What ``--help`` of a program's commands prints: each is asked once."""
-
-    clone: Clone
-    known: dict[str, str] = field(default_factory=dict)
-
-    def __getitem__(self, command: str) -> str:
-        if command not in self.known:
-            self.known[command] = self.clone.succeed(f"{command} --help")
-        return self.known[command]
-
-
-@pytest.fixture(scope="module")
-def helps(clone: Clone) -> Helps:
-    return Helps(clone)
 
 
 @pytest.fixture(scope="module")
@@ -67,61 +41,6 @@ def test_a_dry_run_writes_nothing_and_asks_no_program_for_a_host(clone: Clone, t
     assert clone.files() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["docker", "lab", "ssh"]
     assert execute("docker", "ps", "--all", "--quiet", "--filter", f"name={clone.name}").stdout == ""
-
-
-# ---- the README's commands -----------------------------------------------------------------------
-
-
-def readme_commands() -> list[str]:
-    text = (ROOT / "README.md").read_text()
-    fences = re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    lines = [line for fence in fences for line in re.sub(r"\\\n\s*", "", fence).splitlines()]
-    spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
-    found = [text.strip() for text in (*lines, *spans) if PROGRAM.fullmatch(text.strip())]
-    return list(dict.fromkeys(found))
-
-
-def test_the_readmes_commands_are_found() -> None:
-    tasks = {command.split()[1] for command in readme_commands() if command.startswith("fab ")}
-    assert tasks >= set(TASKS)
-    assert {"make demo", "make test", "make image", "make image FLAVOR=cpu"} <= set(readme_commands())
-
-
-@pytest.mark.parametrize("command", readme_commands())
-def test_a_command_of_the_readme_is_one_that_there_is(command: str, clone: Clone, helps: Helps) -> None:
-    program, *arguments = shlex.split(re.sub(r"[\[\]]", "", command))
-    if program == "fab":
-        shown = helps[f"fab {arguments[0]}"]
-        for flag in (word for word in arguments if word.startswith("--")):
-            assert re.search(rf"^\s+(-\w.*, )?{flag}\b", shown, re.MULTILINE), f"fab {arguments[0]} has no {flag}"
-        for option, path in itertools.pairwise(arguments):
-            if option in ("--config", "--hosts") and "/" in path:
-                assert (clone.folder / path).is_file()
-    elif program == "make":
-        clone.succeed(f"make --dry-run {shlex.join(arguments)}")
-    elif program == "docker":
-        assert arguments[:2] == ["compose", "run"]
-        assert arguments[2] in clone.succeed("docker compose --profile '*' config --services").split()
-        assert arguments[3] in ("bash", "tridock") or (clone.folder / "entrypoint" / arguments[3]).is_file()
-    else:
-        shown = helps[shlex.join([program, *itertools.takewhile(str.isalpha, arguments)])]
-        for flag in (word for word in arguments if word.startswith("--")):
-            assert re.search(rf"^\s+(-\w.*, )?{flag}\b", shown, re.MULTILINE), f"{command} has no {flag}"
-
-
-def test_the_readmes_experiment_is_one(clone: Clone) -> None:
-    readme = (ROOT / "README.md").read_text()
-    example = re.search(r"```yaml\n(.*?)```", readme, re.DOTALL)
-    assert example is not None
-    (clone.folder / ".cache").mkdir(exist_ok=True)
-    (clone.folder / ".cache" / "readme.yaml").write_text(example[1])
-    plan = json.loads(clone.succeed("tridock plan .cache/readme.yaml --hosts hostfiles/twin --json"))
-    assert plan["world_size"] == 4
-
-
-def test_the_readmes_files_are_there() -> None:
-    links = re.findall(r"\]\(([^)#]+)\)", (ROOT / "README.md").read_text())
-    assert [link for link in links if "://" not in link and not (ROOT / link).exists()] == []
 
 
 # ---- the demo ------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ locks: .venv/.full ## Compile locks/*.in to locks/*.txt (UPGRADE=1 for newer ver
 
 .PHONY: docs
 docs: .venv/.docs ## Build the documentation as a site in site/; fails on a broken link or anchor
-	@NO_MKDOCS_2_WARNING=1 mkdocs build --quiet --strict
+	@NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 	@echo "site/index.html"
 
 .PHONY: wheel

@@ -47,7 +47,7 @@ REFUSED = {"tridock plan configs/jean-zay/76b-as-written.yaml --hosts hostfile"}
 
 @pytest.fixture(scope="module")
 def starter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A new folder with what the pages take for granted: a hostfile, texts, GPT-2's two files, an experiment."""
+    """A new folder with what the pages take for granted: a hostfile, texts, an experiment, and what was fetched."""
     folder = tmp_path_factory.mktemp("starter")
     assert main(["init", str(folder)]) == 0
     shutil.copy(folder / "hostfiles/example", folder / "hostfile")
@@ -56,11 +56,13 @@ def starter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     texts = collect_corpus(60_000)
     lines = "".join(f'{{"text": "line {number} of a text"}}\n' for number in range(2000))
     (folder / "corpus.jsonl").write_text(lines)
-    (folder / "corpus").mkdir()
-    (folder / "corpus/a.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
-    BytePairTokenizer.train(texts, 400).save(folder / "gpt2")
+    for name in ("corpus", "raw/openwebtext-10k"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "a.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
+    BytePairTokenizer.train(texts, 400).save(folder / "data")
     for name in ("vocab.json", "merges.txt"):
-        shutil.copy(folder / "gpt2" / name, folder)
+        shutil.copy(folder / "data" / name, folder)
+        (folder / "data" / name).rename(folder / f"data/gpt2-{name}")
     return folder
 
 
@@ -209,6 +211,12 @@ def test_the_commands_in_prose_exist(page: str) -> None:
             flags = re.findall(r"(?<![\w-])--?[a-z][\w-]*", span.split(" -- ")[0])
             known = {option for action in ALL[prog]._actions for option in action.option_strings}
             assert set(flags) <= known, f"{page}: {span}"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_first_launch_can_run(shape: str, folder: Path) -> None:
+    (folder / "hostfile").write_text(SHAPES[shape])
+    assert main(["launch", "--hosts", "hostfile", "--dry-run"]) == 0
 
 
 # ---- YAML ----------------------------------------------------------------------------------------

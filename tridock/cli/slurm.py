@@ -55,10 +55,8 @@ def add(commands: Commands) -> None:
 
     _add_run(add_command(slurm, "cancel", _cancel, "cancel a run's job", "", "1234"))
 
-    summary, example = (
-        "start and supervise a run (used by the job script)",
-        "--config configs/demo.yaml runs/demo -- srun true",
-    )
+    summary = "start and supervise a run (used by the job script)"
+    example = "--config configs/demo.yaml runs/demo -- srun true"
     supervise = add_command(slurm, "supervise", _supervise, summary, example)
     text = "YAML file of the experiment, if the run folder has none yet"
     supervise.add_argument("--config", type=Path, metavar="CONFIG", help=text)

@@ -32,8 +32,8 @@ def planned(ranks: int, *overrides: str) -> Plan:
         (3, [f"{TP}=3"], f"{TP}: must divide num_attention_heads 16; got 3; use 2 or 4"),
         (64, [f"{PP}=64"], f"{PP}: must be at most num_layers 60; got 64; use 60 or fewer"),
         (1, ["precision=fp16"],
-         "parallel.zero_stage: Megatron v1.1.5 trains fp16 with ZeRO 1 and more only, or without DeepSpeed; got 0; "
-         "use 1, or strategy ddp"),
+         "parallel.zero_stage: DeepSpeed does not scale Megatron v1.1.5's fp16 loss at stage 0; got 0; "
+         "use 1, which has the same losses, or strategy ddp"),
         (2, [f"{PP}=2", "parallel.strategy=ddp"],
          f"{PP}: Megatron v1.1.5 without DeepSpeed has no pipeline; got 2; set it to 1, or strategy to zero"),
         (1, ["parallel.strategy=ddp", "parallel.zero_stage=1"],

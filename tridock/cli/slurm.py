@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -130,7 +131,7 @@ def _submit(arguments: argparse.Namespace) -> int:
     """Check the plan, the data and Slurm's limits, submit a job, and print its id and the run folder."""
     from tridock.ops.slurm.submit import submit
 
-    job = submit(_submit_options_of(arguments))
+    job = submit(_submit_options_of(arguments), lambda line: print(line, file=sys.stderr))
     print(f"job {job.job_id}")
     for folder in job.folders:
         print(f"run {folder.name}; folder {folder}")

@@ -11,7 +11,7 @@ from tridock.errors import ClusterError, Problem, RequestError
 from tridock.launchers.slurm.launcher import Slurm
 
 _TIMEOUT_S: Final = 60.0
-_SINFO: Final = "%P|%D|%G|%m|%c|%l|%f"
+_SINFO: Final = "%P|%F|%G|%m|%c|%l|%f"
 _SQUEUE: Final = "%i|%T|%r|%M|%l|%N"
 
 
@@ -28,7 +28,7 @@ class Job:
 
 
 def sinfo() -> list[str] | None:
-    """Partition, nodes, GRES, memory, CPUs, time limit and features, a group of equal nodes a line.
+    """Partition, nodes (allocated/idle/other/in all), GRES, memory, CPUs, time limit, features: equal nodes a line.
 
     None where there is no sinfo, or it does not answer.
     """

@@ -9,6 +9,7 @@ from tridock.gpus import Gpu, find_gpu
 from tridock.launchers.slurm.request import Request, seconds_of, tasks_per_node
 
 _MIB = {"": 1, "M": 1, "K": 1 / 1024, "G": 1024, "T": 1024 * 1024}
+_COUNTS = re.compile(r"\d+/(\d+)/(\d+)/(\d+)")
 _GPU = re.compile(r"gpu(?::([^:(,]+))?:(\d+)")
 
 
@@ -19,6 +20,9 @@ class Group:
     partition: str
     is_default: bool
     nodes: int
+    idle: int
+    other: int
+    """Neither idle nor allocated: down, drained, reserved."""
     gpus: int
     gpu_types: tuple[str, ...]
     memory_mib: int
@@ -43,15 +47,18 @@ def parse_sinfo(lines: Sequence[str]) -> list[Group]:
     """The lines of :func:`tridock.ops.slurm.scheduler.sinfo`."""
     groups = []
     for line in lines:
-        if line.count("|") != 6:
+        if line.count("|") != 6 or (counts := _COUNTS.fullmatch(line.split("|")[1])) is None:
             continue
-        partition, nodes, gres, memory, cpus, limit, features = line.split("|")
+        partition, _, gres, memory, cpus, limit, features = line.split("|")
+        idle, other, number = map(int, counts.groups())
         gpus = _GPU.findall(gres)
         groups.append(
             Group(
                 partition.rstrip("*"),
                 partition.endswith("*"),
-                int(nodes),
+                number,
+                idle,
+                other,
                 sum(int(count) for _, count in gpus),
                 tuple(type_ for type_, _ in gpus if type_),
                 int(memory.rstrip("+")),
@@ -93,15 +100,43 @@ def site_problems(groups: Sequence[Group], request: Request, source: str) -> Ite
         yield Problem(f"{source}: time", f"is longer than partition {where} allows", request.time, todo)
 
 
+def idle_nodes(groups: Sequence[Group], request: Request) -> str | None:
+    """A sentence on the nodes that the job could have now, of those that have what it asks for; None if none is known.
+
+    Nodes of two partitions count twice.
+    """
+    meant = _meant(groups, request)
+    fit = [group for group in meant if all(has(group) for _, _, has, _ in _checks(meant, request))]
+    if not fit:
+        return None
+    where = " and ".join(dict.fromkeys(group.partition for group in fit))
+    idle, other, number = (sum(getattr(group, name) for group in fit) for name in ("idle", "other", "nodes"))
+    waits = "" if idle >= request.nodes else f", so it waits for {request.nodes - idle} more"
+    away = f"; {other} are down, drained or reserved" if waits and other else ""
+    return f"nodes: {idle} of {number} in partition {where} are idle; the job needs {request.nodes}{waits}{away}"
+
+
 def _lacks(meant: Sequence[Group], request: Request, source: str, where: str) -> Iterator[Problem]:
     """Fields of which not enough nodes have what is asked for."""
+    for field, value, has, todo in _checks(meant, request):
+        if value is not None and (enough := sum(g.nodes for g in meant if has(g))) < request.nodes:
+            what = f"{enough} nodes of partition {where} have it, and {request.nodes} are asked for"
+            yield Problem(f"{source}: {field}", what, str(value), todo)
+
+
+_Check = tuple[str, object, Callable[[Group], bool], str]
+"""A field, its value, whether a group's nodes have it, and what to ask for instead."""
+
+
+def _checks(meant: Sequence[Group], request: Request) -> list[_Check]:
+    """What each field of the request asks of a node."""
     features = ", ".join(sorted({name for group in meant for name in group.features})) or "none"
     most = {
         "gpus_per_node": max(group.gpus for group in meant),
         "cpus_per_node": max(group.cpus for group in meant),
         "mem": f"{max(group.memory_mib for group in meant)}M",
     }
-    checks: list[tuple[str, object, Callable[[Group], bool], str]] = [
+    checks: list[_Check] = [
         ("constraint", request.constraint, lambda g: _has_features(g, request), f"the features there are: {features}"),
         ("cpus_per_node", request.cpus_per_node, lambda g: g.cpus >= _cpus(request), _at_most(most["cpus_per_node"])),
         ("mem", request.mem, lambda g: g.memory_mib >= _mib(request), _at_most(most["mem"])),
@@ -109,10 +144,7 @@ def _lacks(meant: Sequence[Group], request: Request, source: str, where: str) ->
     if request.gpu_request != "none":
         ask = request.ranks_per_node
         checks.insert(1, ("gpus_per_node", ask, lambda g: g.gpus >= ask, _at_most(most["gpus_per_node"])))
-    for field, value, has, todo in checks:
-        if value is not None and (enough := sum(g.nodes for g in meant if has(g))) < request.nodes:
-            what = f"{enough} nodes of partition {where} have it, and {request.nodes} are asked for"
-            yield Problem(f"{source}: {field}", what, str(value), todo)
+    return checks
 
 
 def _at_most(value: object) -> str:

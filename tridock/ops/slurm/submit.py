@@ -5,7 +5,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,7 +19,7 @@ from tridock.launchers.slurm.request import Request, make_request
 from tridock.launchers.slurm.script import PROGRAM, Script, program_argv, render
 from tridock.ops.runs.prepare import Prepared, prepare
 from tridock.ops.slurm import scheduler
-from tridock.ops.slurm.site import Group, gpu_of, parse_sinfo, site_problems
+from tridock.ops.slurm.site import Group, gpu_of, idle_nodes, parse_sinfo, site_problems
 from tridock.plan import Assumptions
 from tridock.strict_yaml import parse_value, read_text
 
@@ -61,9 +61,15 @@ def render_script(options: SubmitOptions) -> str:
     return render(replace(script, source=source))
 
 
-def submit(options: SubmitOptions) -> Submitted:
-    """Submits the job. Raises :class:`RequestError` with all that the plan, the site or Slurm has against it."""
-    script = _checked(options)
+def submit(options: SubmitOptions, say: Callable[[str], None]) -> Submitted:
+    """Submits the job, and says how many nodes are idle for it.
+
+    Raises :class:`RequestError` with all that the plan, the site or Slurm has against it.
+    """
+    groups = _sinfo()
+    script = _checked(options, groups)
+    if (idle := idle_nodes(groups, script.request)) is not None:
+        say(idle)
     folders = _write(script)
     try:
         job_id = scheduler.submit(folders[0] / run_folder.JOB_SCRIPT)
@@ -118,10 +124,13 @@ def _allocated_gpus(fields: Mapping[str, str]) -> int | None:
     return int(found[1]) if found else None
 
 
-def _checked(options: SubmitOptions) -> Script[Prepared]:
-    """The script, weighed against what is there; all problems at once, Slurm's own errors among them."""
+def _sinfo() -> list[Group]:
     lines = scheduler.sinfo()
-    groups = [] if lines is None else parse_sinfo(lines)
+    return [] if lines is None else parse_sinfo(lines)
+
+
+def _checked(options: SubmitOptions, groups: Sequence[Group]) -> Script[Prepared]:
+    """The script, weighed against what is there; all problems at once, Slurm's own errors among them."""
     request = _request(options)
     problems = list(site_problems(groups, request, options.source))
     try:

@@ -22,7 +22,7 @@ EXPERIMENT = {
     "train": {"train_iters": 9},
 }
 PROFILE = "gpus_per_node: 2\ngpu_request: none\ntime: '10'\nsignal_lead: 60\n"
-SINFO = "debug*|2|(null)|1000|4|1:00:00|(null)"
+SINFO = "debug*|0/2/0/2|(null)|1000|4|1:00:00|(null)"
 
 Answer = Callable[..., None]
 

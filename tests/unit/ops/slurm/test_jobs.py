@@ -31,7 +31,7 @@ def test_a_job_that_is_submitted(slurm: Slurm, workspace: Path, tmp_path: Path, 
     answer("sinfo", SINFO)
     answer("sbatch", "17;cluster")
     code, out, err = slurm(*SUBMIT, "--nodes", "2", "--set", "train.seed=7")
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, "nodes: 2 of 2 in partition debug are idle; the job needs 2\n")
     (folder,) = (path for path in (workspace / "runs").iterdir())
     assert out == f"job 17\nrun {folder.name}; folder {folder}\n"
     script = (folder / "job.sh").read_text()
@@ -55,7 +55,7 @@ def test_an_array_is_a_run_a_value(slurm: Slurm, workspace: Path, answer: Answer
     answer("sinfo", SINFO)
     answer("sbatch", "17")
     code, out, err = slurm(*SUBMIT, "--sweep", "optimizer.lr=1e-3,3e-4", "--sweep", "train.seed=[1, 2]")
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, "nodes: 2 of 2 in partition debug are idle; the job needs 1\n")
     folders = [Path(line.split(" folder ")[1]) for line in out.splitlines()[1:]]
     found = [re.findall(r"(?: lr|seed): (.+)", (folder / "experiment.yaml").read_text()) for folder in folders]
     assert found == [["0.001", "1"], ["0.001", "2"], ["0.0003", "1"], ["0.0003", "2"]]
@@ -94,7 +94,7 @@ def test_an_experiment_that_cannot_be_is_refused_before_slurm_is_asked(
 
 
 def test_the_plan_is_held_against_the_nodes_gpus(slurm: Slurm, workspace: Path, answer: Answer) -> None:
-    answer("sinfo", "gpu*|4|gpu:v100:2|190000|40|infinite|v100-16g")
+    answer("sinfo", "gpu*|0/4/0/4|gpu:v100:2|190000|40|infinite|v100-16g")
     fields = ["model.num_layers=80", "model.hidden_size=8192", "model.num_attention_heads=64", "precision=fp16"]
     arguments = [word for field in fields for word in ("--set", field)]
     code, _, err = slurm(*SUBMIT, *arguments)
@@ -110,7 +110,8 @@ def test_slurm_may_refuse_at_last(slurm: Slurm, workspace: Path, answer: Answer)
     error = "sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified"
     answer("sbatch", err=error, code=1, only="parsable")
     assert slurm(*SUBMIT) == (
-        2, "", "sbatch: Slurm refuses the job; got Batch job submission failed: Invalid account or account/partition "
+        2, "", "nodes: 2 of 2 in partition debug are idle; the job needs 1\n"
+        "sbatch: Slurm refuses the job; got Batch job submission failed: Invalid account or account/partition "
         "combination specified; mend the request, or ask `sinfo` what there is\n",
     )  # fmt: skip
     assert list((workspace / "runs").iterdir()) == []

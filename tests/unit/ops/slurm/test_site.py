@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tridock.launchers.slurm.request import make_request
-from tridock.ops.slurm.site import gpu_of, parse_sinfo, site_problems
+from tridock.ops.slurm.site import gpu_of, idle_nodes, parse_sinfo, site_problems
 
 SINFO = [
-    "gpu*|10|gpu:v100:4(S:0-1)|190000|40|20:00:00|v100-16g",
-    "gpu*|2|gpu:v100:4(S:0-1)|190000|40|20:00:00|v100,v100-32g",
-    "train|4|gpu:a100:8|1000000+|96|infinite|(null)",
-    "cpu|50|(null)|64000|16|1-00:00:00|(null)",
+    "gpu*|3/6/1/10|gpu:v100:4(S:0-1)|190000|40|20:00:00|v100-16g",
+    "gpu*|0/2/0/2|gpu:v100:4(S:0-1)|190000|40|20:00:00|v100,v100-32g",
+    "train|4/0/0/4|gpu:a100:8|1000000+|96|infinite|(null)",
+    "cpu|40/8/2/50|(null)|64000|16|1-00:00:00|(null)",
     "a line that is none",
 ]
 
@@ -64,6 +64,26 @@ def test_what_there_is_not(fields: dict[str, object], message: str) -> None:
 def test_all_at_once() -> None:
     found = problems(partition="gpu,other", constraint="a100", mem="2T", time="2-0")
     assert [problem.split(": ")[1] for problem in found] == ["partition", "constraint", "mem", "time"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"nodes": 8}, "nodes: 8 of 12 in partition gpu are idle; the job needs 8"),
+        ({"nodes": 9},
+         "nodes: 8 of 12 in partition gpu are idle; the job needs 9, so it waits for 1 more; "
+         "1 are down, drained or reserved"),
+        ({"nodes": 1, "constraint": "v100-32g"}, "nodes: 2 of 2 in partition gpu are idle; the job needs 1"),
+        ({"nodes": 4, "partition": "train,gpu"},
+         "nodes: 8 of 16 in partition gpu and train are idle; the job needs 4"),
+        ({"nodes": 2, "partition": "train,gpu", "gpus_per_node": 8},
+         "nodes: 0 of 4 in partition train are idle; the job needs 2, so it waits for 2 more"),
+        ({"nodes": 1, "partition": "none"}, None),
+    ],
+)  # fmt: skip
+def test_the_nodes_that_are_idle(fields: dict[str, object], expected: str | None) -> None:
+    request = make_request("gpus_per_node: 4\n", "p", fields)
+    assert idle_nodes(parse_sinfo(SINFO), request) == expected
 
 
 @pytest.mark.parametrize(

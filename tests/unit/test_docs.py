@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 
-from tests.experiments import make_plan
-from tridock.experiment import Experiment
 from tridock.ops.doctor.finding import CHECKS
 
 ROOT = Path(__file__).parents[2]
@@ -71,27 +67,6 @@ def test_the_modules_and_verbs_of_a_page_exist(page: str) -> None:
         if module == "tridock.node" and verb and not re.search(rf'add_parser\(\s*"{verb}"', verbs):
             missing.append(f"{module} {verb}")
     assert missing == []
-
-
-def experiments(page: str) -> list[dict[str, Any]]:
-    """The experiments in a page's code blocks, with a name and data where the page leaves them out."""
-    blocks = re.findall(
-        r"^(?:```yaml\n|cat > \S+ <<'YAML'\n)(.*?)^(?:```|YAML)$", (ROOT / page).read_text(), re.S | re.M
-    )
-    found = [fields for block in blocks if "model" in (fields := yaml.safe_load(block)) and "batch" in fields]
-    return [{"name": "page", "data": {"data_path": "data/x"}, **fields} for fields in found]
-
-
-PLANNED = [(page, shape) for page in PAGES if experiments(page) for shape in ((2, 8), (1, 8), (2, 4))]
-FIRST = [("README.md", shape) for shape in ((1, 1), (1, 2), (2, 2), (1, 4), (4, 8))]
-"""A reader's first experiment, on what a reader may have."""
-
-
-@pytest.mark.parametrize(("page", "shape"), [*PLANNED, *FIRST])
-def test_the_experiments_of_a_page_run_on_the_shapes_that_users_have(page: str, shape: tuple[int, int]) -> None:
-    nodes, slots = shape
-    for fields in experiments(page):
-        make_plan(Experiment.model_validate(fields), {f"node-{node}": range(slots) for node in range(nodes)}, page)
 
 
 def test_the_architecture_page_names_every_room() -> None:

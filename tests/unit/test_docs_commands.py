@@ -39,7 +39,7 @@ SHAPES = {
 }
 OTHER_PROGRAMS = {
     "source", "cd", "echo", "printf", "python3", "pip", "uv", "pytest", "torchrun", "sleep", "until",
-    "do", "done", "sha256sum",
+    "do", "done", "sha256sum", "sudo", "curl", "sed",
 }  # fmt: skip
 REFUSED = {"tridock plan configs/jean-zay/76b-as-written.yaml --hosts hostfile"}
 """The line says that it is."""

@@ -102,7 +102,7 @@ pretrain() {
         else
             # Without Megatron, this script still trains something, because every image has it.
             [[ ${0##*/} == ds_pretrain_gpt2.sh ]] || refuse engine "this image is without Megatron-LM v1.1.5" \
-                "${TRIDOCK_MEGATRON:-/opt/megatron-v1.1.5}" "build it with make image MEGATRON=<git repository or folder>"
+                "${TRIDOCK_MEGATRON:-/opt/megatron-v1.1.5}" "build it with its source: tridock image --megatron WHERE"
             experiment=$CONFIGS/demo.yaml ranks=2
             say "this image is without Megatron-LM v1.1.5: the torch engine trains"
         fi

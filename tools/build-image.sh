@@ -10,7 +10,9 @@
 set -Eeuo pipefail
 cd "$(dirname "$0")/.."
 
-readonly STANDABLE=debian:bookworm-slim
+ENGINE=$(printf '%q' "$PWD/tools/docker-engine.sh")
+
+readonly ENGINE STANDABLE=debian:bookworm-slim
 if [[ $1 == cpu ]]; then
     defaults=("$STANDABLE" tridock:cpu auto)
 else
@@ -27,16 +29,16 @@ fail() {
 check_request() {
     [[ $FLAVOR == cpu || $FLAVOR == gpu ]] || fail 2 "FLAVOR: neither cpu nor gpu; got $FLAVOR; write FLAVOR=cpu for the twin's image, or leave it out"
     [[ -z $CA || -r $CA ]] || fail 2 "CA: no such file, or it cannot be read; got $CA; name a file of PEM certificates"
-    command -v docker >/dev/null || fail 3 "docker: no such command; install Docker, or run tools/docker-engine.sh as root on Debian"
-    docker info >/dev/null 2>&1 || fail 3 "docker: no engine answers; got $(docker info 2>&1 | grep -iE 'cannot|permission|error' | head -n 1); start it, or run tools/docker-engine.sh as root on Debian"
+    command -v docker >/dev/null || fail 3 "docker: no such command; install Docker, or run $ENGINE as root on Debian"
+    docker info >/dev/null 2>&1 || fail 3 "docker: no engine answers; got $(docker info 2>&1 | grep -iE 'cannot|permission|error' | head -n 1); start it, or run $ENGINE as root on Debian"
     # The client of Docker 20.10 brings BuildKit's front end along; later ones have it as a plugin.
     docker buildx version >/dev/null 2>&1 || [[ $(docker version --format '{{.Client.Version}}') == 20.* ]] ||
-        fail 3 "docker: BuildKit's plugin is missing; got $(docker buildx version 2>&1 | head -n 1); install docker-buildx, or run tools/docker-engine.sh as root on Debian"
+        fail 3 "docker: BuildKit's plugin is missing; got $(docker buildx version 2>&1 | head -n 1); install docker-buildx, or run $ENGINE as root on Debian"
 }
 
 choose_base() {
     [[ $BASE_IMAGE == auto ]] || return 0
-    BASE_IMAGE=$(python3 tridock/base_images.py) || fail 3 "python3: does not name the base image; install Python 3.8 or newer, or give BASE_IMAGE"
+    BASE_IMAGE=$(python3 tridock/base_images.py) || fail 3 "python3: does not name the base image; install Python 3.8 or newer, or name the base image (BASE_IMAGE, or --base-image)"
     printf 'base image: %s (docs/gpus.md has the GPUs and drivers of each; tridock check compares them with the hosts)\n' "$BASE_IMAGE"
 }
 
@@ -45,7 +47,7 @@ find_base() {
     local complaint
     docker image inspect "$BASE_IMAGE" >/dev/null 2>&1 && return
     complaint=$(docker pull --quiet "$BASE_IMAGE" 2>&1) && return
-    [[ $BASE_IMAGE == "$STANDABLE" ]] || fail 3 "$BASE_IMAGE: the base image cannot be pulled; got ${complaint##*$'\n'}; log in to its registry, or name another with BASE_IMAGE"
+    [[ $BASE_IMAGE == "$STANDABLE" ]] || fail 3 "$BASE_IMAGE: the base image cannot be pulled; got ${complaint##*$'\n'}; log in to its registry, or name another (BASE_IMAGE, or --base-image)"
     printf '%s cannot be pulled (%s); making a stand-in from Debian packages\n' "$BASE_IMAGE" "${complaint##*: }"
     tools/base-image.sh "$BASE_IMAGE"
 }
@@ -65,7 +67,10 @@ collect_wheels() {
 git_commit() {
     local commit
     # Of this folder, and not of one around it.
-    [[ -e .git ]] && commit=$(git rev-parse HEAD 2>/dev/null) || { echo unknown; return; }
+    if [[ ! -e .git ]] || ! commit=$(git rev-parse HEAD 2>/dev/null); then
+        echo unknown
+        return
+    fi
     # What the image holds, and so what "dirty" is about.
     [[ -z $(git status --porcelain -- Dockerfile tridock entrypoint configs locks patches tools 2>/dev/null) ]] || commit+=-dirty
     printf '%s\n' "$commit"

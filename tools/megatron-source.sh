@@ -70,7 +70,7 @@ main() {
     auto)
         here_already && return
         if ! fetch "$UPSTREAM"; then
-            printf 'the image will lack engine megatron-deepspeed: its source cannot be fetched (%s); name another with MEGATRON\n' "$(complaint)"
+            printf 'the image will lack engine megatron-deepspeed: its source cannot be fetched (%s); name another with MEGATRON, or --megatron\n' "$(complaint)"
             rm -rf "$TARGET"
             return
         fi
@@ -81,12 +81,12 @@ main() {
             keep "$WHERE" "a folder"
         elif [[ -d $WHERE ]]; then
             from_local_repository || fail "holds neither pretrain_gpt2.py nor commit $COMMIT" "$WHERE" \
-                "name that folder, or a repository that has the commit, or write MEGATRON=none"
+                "name that folder, or a repository that has the commit, or write none"
             keep "$scratch/source" "$COMMIT"
         else
             here_already && return
             fetch "$WHERE" || fail "cannot be fetched ($(complaint))" "$WHERE" \
-                "name a mirror or a folder with MEGATRON=..., or write MEGATRON=none for an image without this engine"
+                "name a mirror or a folder (MEGATRON, or --megatron), or write none for an image without this engine"
             keep "$scratch/source" "$COMMIT"
         fi
         ;;

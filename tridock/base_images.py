@@ -31,7 +31,7 @@ class BaseImage(NamedTuple):
     @property
     def build(self) -> str:
         """The command that builds on it."""
-        return f"make image BASE_IMAGE={self.name}"
+        return f"tridock image --base-image {self.name}"
 
 
 # The newest first.

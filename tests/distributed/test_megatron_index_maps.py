@@ -122,7 +122,7 @@ def test_what_cannot_be_done_is_said_in_one_line(workspace: Path, source: Path, 
     assert [problem["what"] for problem in answer["problems"]] == ["Megatron-LM v1.1.5 is not here"]
     assert done.stderr.strip().splitlines()[-1] == (
         f"engine: Megatron-LM v1.1.5 is not here; got {tmp_path}/nothing; "
-        "build the image with MEGATRON=<git repository or folder>, or name the folder in TRIDOCK_MEGATRON"
+        "build the image with its source (tridock image --megatron WHERE), or name its folder in TRIDOCK_MEGATRON"
     )
     done = make(workspace, source, 1, ("--nonsense",))
     assert done.returncode == 4

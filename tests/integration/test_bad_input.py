@@ -229,7 +229,7 @@ def test_an_image_that_is_missing_here_and_on_one_node(rack: Rack) -> None:
     refused(
         done, 3,
         f"{image}: is not on this machine, and not the same on every host; "
-        f"got {held} on host-a, none on host-b; run make image here",
+        f"got {held} on host-a, none on host-b; run tridock image here",
     )  # fmt: skip
 
 
@@ -246,7 +246,7 @@ def test_nodes_with_different_images_and_none_here(rack: Rack) -> None:
     refused(
         done, 3,
         f"{image}: is not on this machine, and not the same on every host; "
-        f"got {ids[0]} on host-a, {ids[1]} on host-b; run make image here",
+        f"got {ids[0]} on host-a, {ids[1]} on host-b; run tridock image here",
     )  # fmt: skip
 
 

@@ -80,5 +80,6 @@ def test_a_project_of_ones_own(machine: Machine) -> None:
     no_docker = machine.run("cd mine && tridock image --flavor cpu")
     assert no_docker.returncode == 3
     assert no_docker.stderr == (
-        "docker: no such command; install Docker, or run tools/docker-engine.sh as root on Debian\n"
+        "docker: no such command; install Docker, "
+        f"or run {HOME}/.cache/tridock/image/tools/docker-engine.sh as root on Debian\n"
     )

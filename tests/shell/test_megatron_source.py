@@ -68,7 +68,7 @@ def test_a_folder_that_holds_something_else(project: Path, tmp_path: Path) -> No
     assert (done.returncode, done.stderr) == (
         3,
         f"MEGATRON: holds neither pretrain_gpt2.py nor commit {COMMIT}; got {other}; "
-        "name that folder, or a repository that has the commit, or write MEGATRON=none\n",
+        "name that folder, or a repository that has the commit, or write none\n",
     )
     assert (source(project) / "pretrain_gpt2.py").read_text() == "earlier"
 
@@ -78,7 +78,7 @@ def test_a_mirror_that_does_not_answer(project: Path, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (
         3,
         "MEGATRON: cannot be fetched (fatal: no route to host); got https://mirror.example/x.git; "
-        "name a mirror or a folder with MEGATRON=..., or write MEGATRON=none for an image without this engine\n",
+        "name a mirror or a folder (MEGATRON, or --megatron), or write none for an image without this engine\n",
     )
 
 
@@ -87,7 +87,7 @@ def test_auto_without_an_answer_says_what_the_image_lacks(project: Path, tmp_pat
     assert (done.returncode, done.stdout) == (
         0,
         "the image will lack engine megatron-deepspeed: its source cannot be fetched (fatal: no route to host); "
-        "name another with MEGATRON\n",
+        "name another with MEGATRON, or --megatron\n",
     )
     assert not source(project).exists()
 

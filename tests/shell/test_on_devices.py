@@ -90,7 +90,7 @@ def test_make_image_builds_on_the_base_for_this_machines_gpus(project: Path) -> 
     base = "nvcr.io/nvidia/pytorch:24.12-py3"
     why = "(docs/gpus.md has the GPUs and drivers of each; tridock check compares them with the hosts)"
     assert (code, output) == (3, f"base image: {base} {why}\n")
-    todo = "log in to its registry, or name another with BASE_IMAGE"
+    todo = "log in to its registry, or name another (BASE_IMAGE, or --base-image)"
     assert error == f"{base}: the base image cannot be pulled; got denied; {todo}\n"
 
 

@@ -130,7 +130,7 @@ def test_an_image_without_megatron(bin_folder: Path) -> None:
     code, _, err = call("ds_pretrain_gpt2_pipe.sh", bin_folder, megatron=False)
     assert code == 2
     assert "engine: this image is without Megatron-LM v1.1.5; got " in err
-    assert err.endswith("; build it with make image MEGATRON=<git repository or folder>\n")
+    assert err.endswith("; build it with its source: tridock image --megatron WHERE\n")
 
 
 def test_megatron_core_is_in_every_image(bin_folder: Path) -> None:

@@ -48,11 +48,11 @@ def wanted_image(session: Session) -> str:
     found = {state.image_id for state in session.states().values()}
     if len(found) == 1 and (only := found.pop()) is not None:
         return only
-    flavor = " FLAVOR=cpu" if image.endswith(":cpu") else ""
+    flavor = " --flavor cpu" if image.endswith(":cpu") else ""
     held = ((node, state.image_id) for node, state in session.states().items())
     got = ", ".join(f"{id_[:19]} on {node}" if id_ else f"none on {node}" for node, id_ in held)
     raise ClusterError(
-        Problem(image, "is not on this machine, and not the same on every host", got, f"run make image{flavor} here")
+        Problem(image, "is not on this machine, and not the same on every host", got, f"run tridock image{flavor} here")
     )
 
 

@@ -113,7 +113,7 @@ class Session:
 
     def other_version(self, node: str, got: str) -> ClusterError:
         """The error of a node whose image is of another version of Tridock."""
-        todo = f"run make image, then tridock up --hosts {self.cluster.hostfile_path}"
+        todo = f"run tridock image, then tridock up --hosts {self.cluster.hostfile_path}"
         return ClusterError(Problem(node, "its image is of another version of Tridock", got, todo))
 
     def running(self) -> tuple[str, ...]:

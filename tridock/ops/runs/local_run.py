@@ -112,7 +112,7 @@ def run_here(
     if experiment.env.get("DS_ACCELERATOR") != "cpu" and (hidden := hidden_gpus()):
         print(
             f"note: this machine has {hidden} NVIDIA GPUs, and nvidia-smi does not answer here: training on the CPU."
-            " In a container: docker run --gpus all, or make image (without FLAVOR=cpu) for docker compose",
+            " In a container: docker run --gpus all, or tridock image for docker compose",
             file=sys.stderr,
         )
     if place.nnodes > 1 and experiment.restart.max:

@@ -35,7 +35,8 @@ def source_folder() -> Path:
     """Returns Megatron's folder. Raises :class:`RequestError` if it is missing."""
     folder = Path(os.environ.get(environment.MEGATRON) or MEGATRON)
     if not (folder / "pretrain_gpt2.py").is_file():
-        todo = f"build the image with MEGATRON=<git repository or folder>, or name the folder in {environment.MEGATRON}"
+        todo = "build the image with its source (tridock image --megatron WHERE), or name its folder in "
+        todo += environment.MEGATRON
         raise RequestError(Problem("engine", "Megatron-LM v1.1.5 is not here", str(folder), todo))
     return folder
 

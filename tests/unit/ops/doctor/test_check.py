@@ -31,7 +31,7 @@ def test_an_image_from_before_the_doctor(tmp_path: Path, monkeypatch: pytest.Mon
         node_report(old, "host-1", QuickReport, "--quick")
     assert str(caught.value) == (
         "host-1: its image is of another version of Tridock; got it does not know node-report; "
-        f"run make image, then tridock up --hosts {tmp_path}/lab"
+        f"run tridock image, then tridock up --hosts {tmp_path}/lab"
     )
 
 

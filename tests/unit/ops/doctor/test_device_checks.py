@@ -170,7 +170,7 @@ def test_a_driver_that_is_too_old_for_the_image(tmp_path: Path) -> None:
         "fail  host-2: its driver is too old for the image; "
         "got driver 550.90.07 for CUDA 12.4, the image has CUDA 13.1; "
         "install a newer driver there, "
-        "or build the image on an older base: make image BASE_IMAGE=nvcr.io/nvidia/pytorch:24.12-py3",
+        "or build the image on an older base: tridock image --base-image nvcr.io/nvidia/pytorch:24.12-py3",
         "warn  host-2: has another driver than the head; got 550.90.07, 580.65.06 on host-1; "
         "choose nodes with the same driver (--include), or continue if this is intended",
     ]
@@ -225,7 +225,7 @@ BUILT = ("sm_75", "sm_80", "sm_90")
 NO_KERNELS = (
     "host-1: the image's torch has no kernels for its GPUs; "
     "got compute capability 7.0, kernels for sm_75 sm_80 sm_90; "
-    "build the image on a base for them: make image BASE_IMAGE=nvcr.io/nvidia/pytorch:24.12-py3"
+    "build the image on a base for them: tridock image --base-image nvcr.io/nvidia/pytorch:24.12-py3"
 )
 
 

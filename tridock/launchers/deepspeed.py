@@ -34,7 +34,8 @@ def deepspeed_command(
         # DeepSpeed's own check tries the first node only and hides ssh's message.
         argv += ["--launcher", "pdsh", "--no_ssh_check"]
         arguments = tuple(map(for_pdsh, arguments))
-    return Command((*argv, "--no_local_rank", "--module", program.module, *arguments))
+    # Without --quiet the launchers print their own steps, one of them with the whole environment.
+    return Command((*argv, "--quiet", "--no_local_rank", "--module", program.module, *arguments))
 
 
 def for_pdsh(argument: str) -> str:

@@ -15,7 +15,7 @@ def test_two_nodes_go_over_pdsh() -> None:
     command = deepspeed_command(PROGRAM, {"a": [0, 1], "b": [0, 1]}, "/r/hostfile", "10.0.0.1", 29500)
     assert command.render() == (
         "deepspeed --hostfile /r/hostfile --master_addr 10.0.0.1 --master_port 29500 --launcher pdsh --no_ssh_check "
-        "--no_local_rank --module tridock.train --run-folder /workspace/runs/x"
+        "--quiet --no_local_rank --module tridock.train --run-folder /workspace/runs/x"
     )
 
 

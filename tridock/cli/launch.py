@@ -51,7 +51,8 @@ def add(commands: Commands) -> None:
     parser.add_argument("--run-id-file", type=Path, metavar="FILE", help="write the run's id to this file")
     text = "print the plan, the command and the names of the run's files; contact no host"
     parser.add_argument("--dry-run", action="store_true", help=text)
-    parser.add_argument("--verbose", action="store_true", help="with --dry-run, print every file too")
+    text = "print the steps of DeepSpeed's launcher too, as tridock logs does; with --dry-run, every file"
+    parser.add_argument("--verbose", action="store_true", help=text)
     add_quiet(parser)
 
     examples = ("--hosts hostfile", "--hosts hostfile --rank 0,3", "--hosts hostfile --node host-b --follow")
@@ -117,7 +118,8 @@ def _launch(arguments: argparse.Namespace) -> int:
         if not arguments.quiet:
             say(_how_to_return(arguments, bundle.run_id))
         return 0
-    return follow(arguments, session, Run(bundle.run_id, session.head), quiet=arguments.quiet)
+    run = Run(bundle.run_id, session.head)
+    return follow(arguments, session, run, quiet=arguments.quiet, steps=arguments.verbose)
 
 
 def _preview(bundle: RunBundle, prepared: Prepared, *, verbose: bool) -> None:
@@ -132,15 +134,21 @@ def _preview(bundle: RunBundle, prepared: Prepared, *, verbose: bool) -> None:
         say(f"\n# files of the run (--verbose prints them): {', '.join(bundle.files)}")
 
 
-def follow(arguments: argparse.Namespace, session: Session, run: Run, *, quiet: bool = False) -> int:
-    """Prints the run's output to its end; its exit code. Raises :class:`RunError` where it failed."""
+def follow(
+    arguments: argparse.Namespace, session: Session, run: Run, *, quiet: bool = False, steps: bool = True
+) -> int:
+    """Prints the run's output to its end; its exit code. Raises :class:`RunError` where it failed.
+
+    ``steps``: with what DeepSpeed's launcher says of its own steps.
+    """
+    from tridock.launchers.deepspeed import without_steps
     from tridock.ops.runs.logs import follow as follow_output
     from tridock.ops.runs.registry import folder_of
     from tridock.ops.runs.triage import check_exit
 
     stream = follow_output(session, run)
     try:
-        for chunk in stream:
+        for chunk in stream if steps else without_steps(stream):
             if not quiet:
                 sys.stdout.buffer.write(chunk)
                 sys.stdout.buffer.flush()

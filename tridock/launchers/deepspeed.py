@@ -2,12 +2,14 @@
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from tridock.command import Command
 from tridock.engines import RankProgram
 
 _EXPANDED = re.compile(r"([\\$`])")
+_STEP = re.compile(rb"(\S+: )?\[[-\d]+ [:,\d]+\] \[INFO\] \[(runner|multinode_runner|launch)\.py:\d+:")
+"""Of DeepSpeed's logger, in its launcher; pdsh puts the node before it."""
 _DOUBLE_QUOTED_SPECIALS = re.compile(r'([\\"$`])')
 
 
@@ -34,8 +36,7 @@ def deepspeed_command(
         # DeepSpeed's own check tries the first node only and hides ssh's message.
         argv += ["--launcher", "pdsh", "--no_ssh_check"]
         arguments = tuple(map(for_pdsh, arguments))
-    # Without --quiet the launchers print their own steps, one of them with the whole environment.
-    return Command((*argv, "--quiet", "--no_local_rank", "--module", program.module, *arguments))
+    return Command((*argv, "--no_local_rank", "--module", program.module, *arguments))
 
 
 def for_pdsh(argument: str) -> str:
@@ -46,6 +47,17 @@ def for_pdsh(argument: str) -> str:
     """
     argument = argument.replace("%", "%%")
     return _EXPANDED.sub(_escaped, argument) if " " in argument else shlex.quote(argument)
+
+
+def without_steps(output: Iterable[bytes]) -> Iterator[bytes]:
+    """The output of a run without the launcher's own steps, of which one has the whole environment: whole lines."""
+    rest = b""
+    for part in output:
+        *lines, rest = (rest + part).split(b"\n")
+        if shown := b"".join(line + b"\n" for line in lines if not _STEP.match(line)):
+            yield shown
+    if rest:
+        yield rest
 
 
 def environment_file(env: Mapping[str, str]) -> str:

@@ -16,7 +16,6 @@ exec deepspeed \
   --master_port 29500 \
   --no_ssh \
   --node_rank 0 \
-  --quiet \
   --no_local_rank \
   --module tridock.train \
   --run-folder /workspace/runs/tiny-20260102-030405-abcd

@@ -16,7 +16,6 @@ exec deepspeed \
   --master_port 29500 \
   --launcher pdsh \
   --no_ssh_check \
-  --quiet \
   --no_local_rank \
   --module tridock.train \
   --run-folder /workspace/runs/tiny-20260102-030405-abcd

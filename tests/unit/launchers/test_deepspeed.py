@@ -1,7 +1,7 @@
 """DeepSpeed's environment file and command line."""
 
 from tridock.engines import RankProgram
-from tridock.launchers.deepspeed import deepspeed_command, environment_file
+from tridock.launchers.deepspeed import deepspeed_command, environment_file, without_steps
 
 PROGRAM = RankProgram("tridock.train", ("--run-folder", "/workspace/runs/x"))
 
@@ -15,7 +15,7 @@ def test_two_nodes_go_over_pdsh() -> None:
     command = deepspeed_command(PROGRAM, {"a": [0, 1], "b": [0, 1]}, "/r/hostfile", "10.0.0.1", 29500)
     assert command.render() == (
         "deepspeed --hostfile /r/hostfile --master_addr 10.0.0.1 --master_port 29500 --launcher pdsh --no_ssh_check "
-        "--quiet --no_local_rank --module tridock.train --run-folder /workspace/runs/x"
+        "--no_local_rank --module tridock.train --run-folder /workspace/runs/x"
     )
 
 
@@ -34,3 +34,22 @@ def test_usual_words_stay_readable() -> None:
     program = RankProgram("m", ("--data-path", "/w/data/x_text", "--split", "80,10,10", "--lr", "1e-05"))
     many = deepspeed_command(program, {"a": [0], "b": [0]}, "/r/hostfile", "a", 1)
     assert many.argv[-6:] == program.arguments
+
+
+def test_a_launch_does_not_show_the_launchers_own_steps() -> None:
+    """As DeepSpeed 0.19.8 printed them, in whatever parts they come."""
+    steps = (
+        b"[2026-11-23 08:23:45,934] [INFO] [runner.py:618:main] cmd = pdsh -S -f 1024 -w a,b export X=1; cd /w\n"
+        b"node-1: [2026-11-23 08:23:50,014] [INFO] [launch.py:152:main] WORLD INFO DICT: {'node-1': [0, 1]}\n"
+        b"[2026-11-23 08:23:45,935] [INFO] [multinode_runner.py:95:get_cmd] Running on the following workers: a,b\n"
+    )
+    others = (
+        b"node-1: iteration  1/60 | loss 8.3561\n"
+        b"node-2: [2026-11-23 08:23:50,014] [ERROR] [launch.py:352:sigkill_handler] ['x'] exits with return code = 1\n"
+        b"[2026-11-23 08:23:50,014] [INFO] [logging.py:1:log_dist] of the engine\n"
+        b"\nno newline"
+    )
+    output = steps + others
+    for size in (1, 7, 64, len(output)):
+        parts = [output[place : place + size] for place in range(0, len(output), size)]
+        assert b"".join(without_steps(parts)) == others

@@ -1,10 +1,12 @@
-"""Writes configs/reference.yaml, configs/slurm/reference.yaml, docs/cluster.md's fields and docs/gpus.md's base images.
+"""Writes configs/reference.yaml, configs/slurm/reference.yaml, and what is generated in docs/: cluster.md's fields,
+gpus.md's base images, commands.md's options.
 
-A test compares them with the schemas: a field cannot be added without them.
+A test compares them with the schemas and the parsers: a field or an option cannot be added without them.
 """
 
 from __future__ import annotations
 
+import argparse
 import textwrap
 import types
 import typing
@@ -17,6 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from tridock.base_images import BASE_IMAGES, BaseImage
+from tridock.cli import build_parser
 from tridock.cluster.schema import Settings
 from tridock.experiment.schema import Experiment
 from tridock.launchers.slurm.request import Request
@@ -25,6 +28,7 @@ WIDTH = 110
 UNKNOWN = "not known"
 BEGIN, END = "<!-- fields: written by make reference -->", "<!-- end of fields -->"
 BASES_BEGIN, BASES_END = "<!-- base images: written by make reference -->", "<!-- end of base images -->"
+OPTIONS_BEGIN, OPTIONS_END = "<!-- options: written by make reference -->", "<!-- end of options -->"
 REQUIRED = {
     "name": "example",
     "model.num_layers": 24,
@@ -124,6 +128,33 @@ def with_base_images(page: str) -> str:
     return _replaced(page, BASES_BEGIN, "\n".join(lines), BASES_END)
 
 
+def with_options(page: str) -> str:
+    """docs/commands.md with the options and examples of every subcommand brought up to date."""
+    return _replaced(page, OPTIONS_BEGIN, "\n".join(_commands(build_parser())), OPTIONS_END)
+
+
+def _commands(parser: argparse.ArgumentParser) -> Iterator[str]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for child in action.choices.values():
+                yield from _commands(child)
+    if parser.get_default("action") is None:
+        return
+    yield f"\n### {parser.prog}\n"
+    yield from textwrap.wrap(" ".join((parser.description or "").split()), 100)
+    yield "\n```sh"
+    yield from (line.strip() for line in parser.format_help().partition("\nexamples:\n")[2].splitlines())
+    yield "```\n\n| argument | meaning |\n|---|---|"
+    for action in parser._actions:
+        if action.dest != "help":
+            value = "" if action.nargs == 0 else f" {action.metavar or action.dest.upper()}"
+            if action.choices is not None:
+                value = f" {{{','.join(map(str, action.choices))}}}"
+            names = ", ".join(f"`{option}{value}`" for option in action.option_strings) or f"`{value.strip()}`"
+            text = (action.help or "").replace("|", "\\|").replace("<", "&lt;")
+            yield f"| {names} | {text} |"
+
+
 def _replaced(page: str, begin: str, text: str, end: str) -> str:
     before, rest = page.split(begin)
     _, after = rest.split(end)
@@ -134,7 +165,7 @@ def main() -> None:
     """Writes them all."""
     Path("configs/reference.yaml").write_text(experiment_reference())
     Path("configs/slurm/reference.yaml").write_text(slurm_reference())
-    for name, brought in (("cluster", with_fields), ("gpus", with_base_images)):
+    for name, brought in (("cluster", with_fields), ("gpus", with_base_images), ("commands", with_options)):
         page = Path(f"docs/{name}.md")
         page.write_text(brought(page.read_text()))
 

@@ -39,6 +39,11 @@ def test_the_base_images_are_up_to_date() -> None:
     assert page == reference.with_base_images(page), "run make reference"
 
 
+def test_the_options_of_the_commands_are_up_to_date() -> None:
+    page = (ROOT / "docs" / "commands.md").read_text()
+    assert page == reference.with_options(page), "run make reference"
+
+
 def test_the_reference_of_a_sites_profile_is_up_to_date_and_loads() -> None:
     path = ROOT / "configs" / "slurm" / "reference.yaml"
     assert path.read_text() == reference.slurm_reference(), "run make reference"

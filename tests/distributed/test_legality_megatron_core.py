@@ -81,6 +81,13 @@ def test_formats_optimizers_and_the_smallest_models() -> None:
         cases.append(case(data * tensor, {}, parallel, precision=precision))
     for positions, length in product((1, 7, 8, 9), (1, 7, 8, 9)):
         cases.append(case(1, {"max_position_embeddings": positions, "seq_length": length}, {}))
+    for stages, context, mapping in product((1, 2), (1, 2), (False, True)):
+        layout = {
+            "pipeline_model_parallel_size": stages,
+            "context_parallel_size": context,
+            "use_tp_pp_dp_mapping": mapping,
+        }
+        cases.append(case(2 * stages * context, {"num_layers": 2}, layout))
     cases.append(case(1, {"num_layers": 1, "hidden_size": 1, "num_attention_heads": 1, "seq_length": 1}, {}))
     cases.append(case(4, {"vocab_size": 1, "make_vocab_size_divisible_by": 1}, {"tensor_model_parallel_size": 4}))
     agree(cases, PROGRAM)

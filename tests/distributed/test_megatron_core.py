@@ -52,6 +52,7 @@ LAYOUTS: Layouts = {
     "cp2": (2, {CP: 2}),
     "tp2-pp2": (4, {TP: 2, PP: 2}),
     "tp2-sp-cp2": (4, {TP: 2, SP: True, CP: 2, DISTRIBUTED: True}),
+    "pp2-dp2-neighbours": (4, {PP: 2, "parallel.use_tp_pp_dp_mapping": True}),
     "pp2-vpp2-dp2": (4, {PP: 2, VPP: 2, DISTRIBUTED: True}),
 }
 # With each way to share a model out among them, and the checkpoints that continue on another layout.

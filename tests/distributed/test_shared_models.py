@@ -15,6 +15,7 @@ TOLERANCE = 1e-5
 """Absolute, over 20 steps in fp32: sums come in another order, nothing else differs."""
 STRATEGY, SHARDS = "parallel.strategy", "parallel.data_parallel_shard_size"
 TP, PP, VPP = (f"parallel.{name}_model_parallel_size" for name in ("tensor", "pipeline", "virtual_pipeline"))
+MAPPING = "parallel.use_tp_pp_dp_mapping"
 SCHEDULE = "parallel.pipeline_schedule"
 FSDP = {STRATEGY: "fsdp"}
 BASE = {
@@ -42,6 +43,8 @@ FOUR: dict[str, dict[str, Any]] = {
     "pp2-dp2": {PP: 2},
     "pp2-fsdp2": {**FSDP, PP: 2},
     "pp2-tp2": {PP: 2, TP: 2},
+    "pp2-dp2-neighbours": {PP: 2, MAPPING: True},
+    "pp2-fsdp2-neighbours": {**FSDP, PP: 2, MAPPING: True},
 }
 SHORT: dict[str, dict[str, Any]] = {
     f"{name}-{precision}": {**TWO[name], "precision": precision, "train.train_iters": 8, "fp16.initial_scale_power": 10}
@@ -55,7 +58,7 @@ SAVED: dict[str, dict[str, Any]] = {
 }
 # Each strategy, format, schedule and kind of layout at least once; the rest in `make test-full`.
 SOME_TWO = ("ddp", "zero1", "zero3", "fsdp-recomputed", "tp2", "pp2-interleaved")
-SOME_FOUR = ("hybrid", "pp2-tp2")
+SOME_FOUR = ("hybrid", "pp2-tp2", "pp2-fsdp2-neighbours")
 SOME_SHORT = ("ddp-bf16", "ddp-fp16", "fsdp-bf16", "tp2-fp16", "pp2-bf16")
 SOME_OVERFLOWS = ("tp2-overflow",)
 SOME_SAVED = ("saved-fsdp",)

@@ -214,6 +214,11 @@ class Parallel(Section):
         default=1,
         description="Engines megatron-core and torch: runs of layers that a stage holds, interleaved with the others'.",
     )
+    use_tp_pp_dp_mapping: bool = Field(
+        default=False,
+        description="Engines megatron-core and torch: number the ranks so that the stages of a pipeline are neighbours,"
+        " within a node where they fit, and its replicas lie apart; as Megatron's option of this name.",
+    )
     context_parallel_size: Positive = Field(
         default=1, description="Engine megatron-core: ranks that share one sample's tokens."
     )

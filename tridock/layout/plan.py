@@ -94,24 +94,26 @@ def lay_out(experiment: Experiment, slots: Mapping[str, Sequence[int]]) -> Plan:
         global_batch_size=samples,
         accumulation_steps=samples // (batch.micro_batch_size * data_parallel),
         tokens_per_step=samples * experiment.model.seq_length,
-        ranks=tuple(_ranks(slots, data_parallel, parallel.tensor_model_parallel_size, parallel.context_parallel_size)),
+        ranks=tuple(_ranks(slots, data_parallel, parallel)),
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
         context_parallel_size=parallel.context_parallel_size,
     )
 
 
-def _ranks(
-    slots: Mapping[str, Sequence[int]], data_parallel: int, tensor_parallel: int, context_parallel: int
-) -> Iterator[Rank]:
+def _ranks(slots: Mapping[str, Sequence[int]], data_parallel: int, parallel: Parallel) -> Iterator[Rank]:
     """Numbers the ranks as DeepSpeed's ``PipeModelDataParallelTopology`` does, and megatron-core (tp-cp-ep-dp-pp).
 
-    Tensor parallel ranks are neighbours, and so on one node where they fit; a pipeline's stages lie furthest apart.
+    Tensor parallel ranks are neighbours, and so on one node where they fit; a pipeline's stages lie furthest apart, or
+    the replicas (``use_tp_pp_dp_mapping``, tp-cp-ep-pp-dp).
     """
     rank = 0
     for node, numbers in slots.items():
         for local_rank, slot in enumerate(numbers):
-            rest, tensor = divmod(rank, tensor_parallel)
-            replica, context = divmod(rest, context_parallel)
-            stage, data = divmod(replica, data_parallel)
+            rest, tensor = divmod(rank, parallel.tensor_model_parallel_size)
+            rest, context = divmod(rest, parallel.context_parallel_size)
+            if parallel.use_tp_pp_dp_mapping:
+                data, stage = divmod(rest, parallel.pipeline_model_parallel_size)
+            else:
+                stage, data = divmod(rest, data_parallel)
             yield Rank(rank, node, slot, local_rank, stage, data, context, tensor)
             rank += 1

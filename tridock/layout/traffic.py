@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tridock.experiment import Experiment
+from tridock.experiment.schema import Parallel
 from tridock.layout.shape import Shape, hidden_bytes, layers_of_stage, recomputed_layers, tokens_of
 
 Link = Literal["node", "network"]
@@ -134,7 +135,7 @@ def _pipeline(experiment: Experiment, shape: Shape, stage: int, sent: Sent) -> I
     message, mask = hidden_bytes(experiment), sent.mask_bytes
     if parallel.sequence_parallel or sent.splits_messages:
         message //= parallel.tensor_model_parallel_size
-    stride = parallel.tensor_model_parallel_size * parallel.context_parallel_size * shape.data
+    stride = _stage_stride(parallel, shape)
     network = stride * size > shape.slots
     # Each run of layers sends its output forward and the gradient of its input back, but for the model's
     # last output and first input.
@@ -151,7 +152,8 @@ def _data(experiment: Experiment, shape: Shape, _stage: int, sent: Sent) -> Iter
     size = shape.data * parallel.context_parallel_size
     if size == 1:
         return
-    yield _placed("data", size, parallel.tensor_model_parallel_size, shape, sent.gradient_bytes)
+    between = parallel.pipeline_model_parallel_size if parallel.use_tp_pp_dp_mapping else 1
+    yield _placed("data", size, parallel.tensor_model_parallel_size * between, shape, sent.gradient_bytes)
 
 
 def _embedding(experiment: Experiment, shape: Shape, stage: int, sent: Sent) -> Iterator[Traffic]:
@@ -161,5 +163,10 @@ def _embedding(experiment: Experiment, shape: Shape, stage: int, sent: Sent) -> 
     if stages == 1 or stage not in (0, stages - 1):
         return
     volume = all_reduce(2, sent.embedding_bytes)
-    stride = parallel.tensor_model_parallel_size * parallel.context_parallel_size * shape.data * (stages - 1)
-    yield _placed("embedding", 2, stride, shape, volume)
+    yield _placed("embedding", 2, _stage_stride(parallel, shape) * (stages - 1), shape, volume)
+
+
+def _stage_stride(parallel: Parallel, shape: Shape) -> int:
+    """How many ranks lie from one stage of a pipeline to the next."""
+    neighbours = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    return neighbours if parallel.use_tp_pp_dp_mapping else neighbours * shape.data

@@ -71,6 +71,7 @@ CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
     "parallel.tensor_model_parallel_size": (2, DDP),
     "parallel.pipeline_model_parallel_size": (2, DDP),
     "parallel.virtual_pipeline_model_parallel_size": (4, {**DDP, **INTERLEAVED}),
+    "parallel.use_tp_pp_dp_mapping": (True, {**DDP, **PIPELINE}),
     "parallel.context_parallel_size": (2, {}),
     "parallel.sequence_parallel": (True, {"parallel.tensor_model_parallel_size": 2}),
     "parallel.use_distributed_optimizer": (True, {}),

@@ -20,6 +20,7 @@ def laid_out(
     virtual: int = 1,
     engine: str = "megatron-core",
     strategy: str = "ddp",
+    stages_are_neighbours: bool = False,
 ) -> Plan:
     """A legal experiment of these sizes on nodes n0, n1, ... of so many slots; on one node where ``slots`` is empty."""
     world, layers = tensor * stages * context * data, stages * virtual
@@ -39,6 +40,7 @@ def laid_out(
             "pipeline_model_parallel_size": stages,
             "virtual_pipeline_model_parallel_size": virtual,
             "context_parallel_size": context,
+            "use_tp_pp_dp_mapping": stages_are_neighbours,
         },
         "batch": {"micro_batch_size": 1, "global_batch_size": data * stages if virtual > 1 else data},
         "data": {"data_path": "data/x", **(TOKENIZER if engine == "megatron-deepspeed" else {})},

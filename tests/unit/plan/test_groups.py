@@ -34,6 +34,18 @@ def test_the_groups_of_a_small_plan() -> None:
     assert [groups.widest(kind) for kind in ("tensor", "pipeline", "embedding")] == [1, 2, 2]
 
 
+def test_pipelines_within_nodes() -> None:
+    """As PyTorch's data parallel benchmark: 4 nodes of 8 GPUs, 16 pipelines of two GPUs."""
+    apart, within = (
+        make_groups(laid_out(stages=2, data=16, slots=[8] * 4, stages_are_neighbours=mapping))
+        for mapping in (False, True)
+    )
+    assert len(apart.crossing("pipeline")) == 16
+    assert within.crossing("pipeline") == within.crossing("embedding") == ()
+    assert within.members["pipeline"][:2] == ((0, 1), (2, 3))
+    assert within.members["data"] == (tuple(range(0, 32, 2)), tuple(range(1, 32, 2)))
+
+
 @pytest.mark.parametrize(("stages", "pairs"), [(1, ()), (2, ((0, 1),)), (3, ((0, 1), (1, 2), (0, 2)))])
 def test_an_interleaved_pipeline_goes_round(stages: int, pairs: tuple[tuple[int, int], ...]) -> None:
     groups = make_groups(laid_out(stages=stages, virtual=2 if stages > 1 else 1))

@@ -94,6 +94,9 @@ def refused(ranks: int, *overrides: str) -> str:
          "set model.recompute_num_layers instead"),
         (1, ["model.checkpoint_in_cpu=true"],
          f"model.checkpoint_in_cpu: engine megatron-core has no such option; got true; {ELSEWHERE}"),
+        (4, [f"{PP}=2", f"{CP}=2", "parallel.use_tp_pp_dp_mapping=true"],
+         "parallel.use_tp_pp_dp_mapping: megatron-core does not number the ranks so with context parallelism; "
+         "got true; leave it out, or set context_parallel_size to 1"),
         (1, ["train.save=false", "train.checkpoint_folder=x"],
          "train.checkpoint_folder: nothing is saved; got x; set train.save to true, or leave it out"),
         (1, ["megatron_args=[--swiglu, --x]"],

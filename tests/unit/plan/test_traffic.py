@@ -171,6 +171,22 @@ def by_group(found: list[Traffic]) -> dict[str, Traffic]:
 @pytest.mark.parametrize(
     ("slots", "expected"),
     [
+        # Ranks lie in the order tensor, pipeline, data: strides 1, 2, 4 of 16.
+        (16, {"tensor": ("node", 1), "pipeline": ("node", 1), "embedding": ("node", 1), "data": ("node", 1)}),
+        (8, {"tensor": ("node", 1), "pipeline": ("node", 1), "embedding": ("node", 1), "data": ("network", 4)}),
+        (4, {"tensor": ("node", 1), "pipeline": ("node", 1), "embedding": ("node", 1), "data": ("network", 4)}),
+        (2, {"tensor": ("node", 1), "pipeline": ("network", 2), "embedding": ("network", 2), "data": ("network", 2)}),
+    ],
+)
+def test_links_where_stages_are_neighbours(slots: int, expected: dict[str, tuple[str, int]]) -> None:
+    sizes = {TP: 2, PP: 2, "use_tp_pp_dp_mapping": True}
+    found = by_group(ENGINES["megatron-core"].traffic(experiment(sizes), Shape(4, 2, slots)))
+    assert {group: (found[group].link, found[group].sharing) for group in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("slots", "expected"),
+    [
         # Ranks lie in the order tensor, context, data, pipeline: strides 1, 2, 4, 8 of 16.
         (16, {"tensor": ("node", 1), "context": ("node", 1), "pipeline": ("node", 1), "data": ("node", 1)}),
         (8, {"tensor": ("node", 1), "context": ("node", 1), "pipeline": ("network", 8), "data": ("node", 1)}),

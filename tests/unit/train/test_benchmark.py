@@ -14,7 +14,17 @@ WHOLE = "parallel.zero_stage=0"
         (None, 1, 2, []),
         ("ddp", 1, 2, ["parallel.strategy=ddp", WHOLE]),
         ("fsdp", 1, 2, ["parallel.strategy=fsdp", WHOLE]),
-        ("pdp", 2, 4, ["parallel.strategy=ddp", WHOLE, "parallel.pipeline_model_parallel_size=2"]),
+        (
+            "pdp",
+            2,
+            4,
+            [
+                "parallel.strategy=ddp",
+                "parallel.use_tp_pp_dp_mapping=true",
+                WHOLE,
+                "parallel.pipeline_model_parallel_size=2",
+            ],
+        ),
         ("tp", 4, 4, ["parallel.strategy=ddp", WHOLE, "parallel.tensor_model_parallel_size=4"]),
     ],
 )

@@ -41,6 +41,7 @@ def problems(experiment: Experiment) -> Iterator[Problem]:
     yield from split_problems(experiment)
     yield from _virtual_problems(experiment)
     yield from _sequence_problems(experiment)
+    yield from _mapping_problems(experiment)
     yield from _recompute_problems(experiment)
 
 
@@ -82,6 +83,16 @@ def _virtual_problems(experiment: Experiment) -> Iterator[Problem]:
     if rest == 0 and layers % virtual:
         near = nearest_divisors(layers, virtual)
         yield Problem(where, f"must divide the {layers} layers of a stage", str(virtual), f"use {either(near)}", near)
+
+
+def _mapping_problems(experiment: Experiment) -> Iterator[Problem]:
+    """Its groups of experts, which no model here has, come out uneven (0.16.1)."""
+    parallel = experiment.parallel
+    context = parallel.context_parallel_size
+    if parallel.use_tp_pp_dp_mapping and context > 1 and parallel.pipeline_model_parallel_size > 1:
+        todo = "leave it out, or set context_parallel_size to 1"
+        what = "megatron-core does not number the ranks so with context parallelism"
+        yield Problem("parallel.use_tp_pp_dp_mapping", what, "true", todo, ("false",))
 
 
 def _sequence_problems(experiment: Experiment) -> Iterator[Problem]:

@@ -21,6 +21,7 @@ FIELDS: Final[Fields] = {
     "parallel.data_parallel_shard_size": Refused(),
     "parallel.pipeline_schedule": Refused(),
     "parallel.virtual_pipeline_model_parallel_size": Refused(),
+    "parallel.use_tp_pp_dp_mapping": Refused(),
     "parallel.context_parallel_size": Refused(),
     "parallel.sequence_parallel": Refused(),
     "parallel.use_distributed_optimizer": Refused(),

@@ -26,7 +26,7 @@ from tridock.train.rank.run import run_rank
 MODES: Final = {
     "ddp": {"parallel.strategy": "ddp"},
     "fsdp": {"parallel.strategy": "fsdp"},
-    "pdp": {"parallel.strategy": "ddp"},
+    "pdp": {"parallel.strategy": "ddp", "parallel.use_tp_pp_dp_mapping": "true"},
     "tp": {"parallel.strategy": "ddp"},
 }
 _SPANNED: Final = {"pdp": "parallel.pipeline_model_parallel_size", "tp": "parallel.tensor_model_parallel_size"}

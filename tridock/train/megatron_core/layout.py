@@ -16,7 +16,7 @@ from tridock.train.data.dataset import mixed_seed
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """This rank's place; ranks are numbered in the order tensor, context, data, pipeline."""
+    """This rank's place; ranks are numbered in the order tensor, context, data, pipeline, or pipeline, data."""
 
     data_parallel_rank: int
     data_parallel_size: int
@@ -38,6 +38,7 @@ class Layout:
             parallel.pipeline_model_parallel_size,
             virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
             context_parallel_size=parallel.context_parallel_size,
+            order="tp-cp-ep-pp-dp" if parallel.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
             create_gloo_process_groups=False,
         )
         return cls(

@@ -1,13 +1,14 @@
 """The device mesh of engine ``torch``: pipeline, data and tensor parallel dimensions.
 
-Ranks are numbered as in the plan: tensor parallel ranks are adjacent, pipeline stages furthest apart.
+Ranks are numbered as in the plan: tensor parallel ranks are adjacent, pipeline stages furthest apart, or replicas.
 """
 
 from dataclasses import dataclass
 from typing import Final, Self
 
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from tridock.experiment.schema import Parallel
 from tridock.train.rank.process_group import Ranks
@@ -31,8 +32,12 @@ class Mesh:
         data = ranks.world_size // (tensor * stages)
         # Without sharding every rank has its own replica.
         shards = (parallel.data_parallel_shard_size or data) if parallel.strategy == "fsdp" else 1
-        shape = (stages, data // shards, shards, tensor)
-        whole = init_device_mesh(ranks.device.type, shape, mesh_dim_names=NAMES)
+        if parallel.use_tp_pp_dp_mapping:
+            numbers = torch.arange(ranks.world_size).view(data // shards, shards, stages, tensor).permute(2, 0, 1, 3)
+            numbers = numbers.contiguous()
+        else:
+            numbers = torch.arange(ranks.world_size).view(stages, data // shards, shards, tensor)
+        whole = DeviceMesh(ranks.device.type, numbers, mesh_dim_names=NAMES)
         ends = None
         if stages > 1:
             first, last = (whole.mesh[place].flatten().tolist() for place in (0, -1))

@@ -200,7 +200,7 @@ def test_every_page_with_a_command_is_read() -> None:
 def test_the_commands_in_prose_exist(page: str) -> None:
     for span in spans(page):
         program, *words = re.sub(r"docker compose", "docker", span).split()
-        if not words:
+        if not words or words == ["--list"]:  # of Fabric itself
             continue
         if program == "make":
             read_make([word for word in words[:1] if word != "…"], f"{page}: {span}")

@@ -73,6 +73,8 @@ _LARGER: Final = {
     "batch.micro_batch_size": 3,
 }
 _LARGER_VOCABULARY: Final = {"model.vocab_size": 730}  # 750 rows, or 800 that two ranks share out
+_HEADS: Final = {"model.kv_channels": 24}
+"""Wider together than hidden_size, as those of preset gpt-xl."""
 _DROPOUT: Final = {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}
 
 _TP, _PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
@@ -121,6 +123,9 @@ def _core() -> Iterator[tuple[str, int, Fields]]:
     for kind, recompute in _RECOMPUTED.items():
         yield f"pp2-{kind}-larger", 2, {_PP: 2, **_BF16, **recompute, **_LARGER, **_LARGER_VOCABULARY, _ACCUMULATED: 12}
     block3 = {**_RECOMPUTED["block1"], "model.recompute_num_layers": 3}
+    for layout in ("one", "tp2-sp", "pp2", "cp2"):
+        ranks, fields = _CORE_LAYOUTS[layout]
+        yield f"{layout}-heads", ranks, {**fields, **_BF16, **_HEADS, _ACCUMULATED: 4}
     yield "one-block3-larger", 1, {**_BF16, **block3, **_LARGER, **_LARGER_VOCABULARY, _ACCUMULATED: 3}
     yield "one-full1-dropout", 1, {**_BF16, **_RECOMPUTED["full1"], **_DROPOUT, _ACCUMULATED: 2}
     yield "one-hidden-dropout", 1, {**_BF16, "model.hidden_dropout": 0.1, _ACCUMULATED: 2}
@@ -149,6 +154,9 @@ def _torch() -> Iterator[tuple[str, int, Fields]]:
         yield f"{strategy}-fp32-larger", 2, {**fields, **larger}
         yield f"{strategy}-bf16-checkpointed", 1, {**fields, **_BF16, **_CHECKPOINTED, _ACCUMULATED: 2}
         yield f"{strategy}-bf16-dropout", 1, {**fields, **_BF16, **_DROPOUT, _ACCUMULATED: 2}
+    for strategy in ("ddp", "zero1", "zero3"):
+        yield f"{strategy}-bf16-heads", 2, {**_STRATEGIES[strategy], **_BF16, **_HEADS, _ACCUMULATED: 4}
+    yield "ddp-bf16-heads-checkpointed", 1, {**_BF16, **_HEADS, **_CHECKPOINTED, _ACCUMULATED: 2}
     yield "zero3-bf16-wide", 2, {**_STRATEGIES["zero3"], **_BF16, **_WIDE, _ACCUMULATED: 2}
     yield "zero3-fp32-wide", 2, {**_STRATEGIES["zero3"], **_WIDE, _ACCUMULATED: 2}
     for precision in ("fp32", "fp16"):
@@ -189,6 +197,9 @@ def _shared() -> Iterator[tuple[str, int, Fields]]:
             yield f"{layout}-bf16-dropout", ranks, {**fields, **_BF16, **_DROPOUT, **few}
     for precision in ("fp32", "bf16"):
         yield f"fsdp2-{precision}-wide", 2, {**_FSDP, **_PRECISIONS[precision], **_WIDE, _ACCUMULATED: 2}
+    for layout in ("fsdp2", "tp2", "pp2"):
+        ranks, fields = _SHARED[layout]
+        yield f"{layout}-bf16-heads", ranks, {**fields, **_BF16, **_HEADS, _ACCUMULATED: 4}
     yield "pp2-fsdp2-bf16-wide", 4, {_PP: 2, **_FSDP, **_BF16, **_WIDE, _ACCUMULATED: 8}
     yield "fsdp1-fp32", 1, {**_FSDP, _ACCUMULATED: 2}
     yield "fsdp2-fp32-accumulated", 2, {**_FSDP, _ACCUMULATED: 8}

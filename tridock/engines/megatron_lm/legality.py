@@ -92,7 +92,7 @@ OWNED: Final = {
     "--loss-scale-window": "fp16.loss_scale_window",
     "--hysteresis": "fp16.hysteresis",
     "--eval-interval": "train.eval_interval",
-    "--save": "train.save",
+    "--save": "train.checkpoint_folder",
     "--save-interval": "train.save_interval",
     "--load": "train.load",
     "--tensorboard-dir": "train.tensorboard",

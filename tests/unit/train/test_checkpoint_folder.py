@@ -57,6 +57,16 @@ def test_every_difference_is_named(tmp_path: Path) -> None:
     ]
 
 
+def test_heads_have_the_size_of_the_checkpoints(tmp_path: Path) -> None:
+    plain, same, other = (
+        progress(**ZERO, **{"model.num_attention_heads": 2, "model.kv_channels": size}) for size in (None, 8, 12)
+    )
+    check_fit(tmp_path, plain, same)
+    with pytest.raises(RequestError) as caught:
+        check_fit(tmp_path, plain, other)
+    assert str(caught.value).startswith("model.kv_channels: ")
+
+
 def test_ddp_may_change_what_does_not_matter_to_it(tmp_path: Path) -> None:
     ddp = {"parallel.strategy": "ddp"}
     saved = replace(progress(**ddp, precision="fp32"), data_parallel_size=8)

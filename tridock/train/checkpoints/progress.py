@@ -26,7 +26,7 @@ class Progress:
     zero_stage: int
     precision: str
     data_parallel_size: int
-    model: dict[str, int]
+    model: dict[str, int | None]
     engine: str = "torch"
     use_distributed_optimizer: bool = False
 
@@ -45,7 +45,7 @@ class Progress:
                 "num_layers": model.num_layers,
                 "hidden_size": model.hidden_size,
                 "num_attention_heads": model.num_attention_heads,
-                "kv_channels": model.attention_size // model.num_attention_heads,
+                "kv_channels": None if model.attention_size == model.hidden_size else model.kv_channels,
                 "max_position_embeddings": model.max_position_embeddings or model.seq_length,
                 "padded_vocab_size": padded_vocab_size,
             },

@@ -41,7 +41,8 @@ def machine(cpu_image: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     (wheel,) = dist.iterdir()
     image, made = f"{SESSION}:bare", Machine(own_name())
     arguments = [word for name in PROXIES for word in ("--build-arg", name)]
-    succeed("docker", "build", "--quiet", *arguments, "--tag", image, str(ROOT / "tests/integration/bare_host"))
+    folder = str(ROOT / "tests/integration/bare_host")
+    succeed("docker", "build", "--quiet", "--target", "wheel", *arguments, "--tag", image, folder)
     variables = [word for name in PROXIES for word in ("--env", name)]
     succeed("docker", "run", "--detach", "--init", *variables, "--name", made.container, image)
     try:

@@ -85,6 +85,7 @@ MEGATRON ?=
 image: ## Build the image: tridock:latest on NVIDIA's PyTorch image, or tridock:cpu with FLAVOR=cpu; and .venv for fab
 	-@$(MAKE) --no-print-directory .venv/.operator
 	@tools/build-image.sh '$(or $(FLAVOR),gpu)' '$(BASE_IMAGE)' '$(IMAGE)' '$(CA)' '$(MEGATRON)'
+	@echo 'next: source .venv/bin/activate (or call ./fab), then: fab launch --hosts hostfile' >&2
 
 REHEARSAL_BASE = tridock-rehearsal-base
 .PHONY: image-rehearsal

@@ -90,8 +90,11 @@ def test_the_three_commands(machine: Machine) -> None:
 
     before = machine.run(launch)
     assert before.returncode == 127  # bash: fab: command not found
-    printed = machine.succeed(f"{image} FLAVOR=cpu IMAGE={machine.name}:cpu")
-    assert printed.splitlines()[-1] == f"{machine.name}:cpu"
+    built = machine.run(f"{image} FLAVOR=cpu IMAGE={machine.name}:cpu")
+    assert built.returncode == 0, built.stderr[-6000:]
+    assert built.stdout.splitlines()[-1] == f"{machine.name}:cpu"
+    hint = "next: source .venv/bin/activate (or call ./fab), then: fab launch --hosts hostfile"
+    assert built.stderr.splitlines()[-1] == hint
     machine.succeed("cp hostfiles/twin hostfile")
     settings = (ROOT / "hostfiles/twin.yaml").read_text().replace("tridock:cpu", f"{machine.name}:cpu")
     (machine.clone / "hostfile.yaml").write_text(f"{settings}name: {machine.name}\n")

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from tridock.cli.options import Commands, add_command, add_config, add_set, add_workspace, require_config
+from tridock.cli.options import Commands, add_command, add_config, add_quiet, add_set, add_workspace, require_config
 
 
 def add(commands: Commands) -> None:
@@ -18,6 +18,7 @@ def add(commands: Commands) -> None:
     add_workspace(parser)
     add_set(parser)
     parser.add_argument("--force", action="store_true", help="run even if the plan does not fit into GPU memory")
+    add_quiet(parser)
     parser.add_argument("--run-id-file", type=Path, metavar="FILE", help="write the run's id to this file")
     nodes = parser.add_argument_group("several machines", "Start the command on each of them.")
     nodes.add_argument("--nnodes", type=int, default=1, metavar="N", help="number of machines (default: 1)")
@@ -41,4 +42,5 @@ def _train(arguments: argparse.Namespace) -> int:
         arguments.run_id_file,
         place,
         force=arguments.force,
+        quiet=arguments.quiet,
     ).exit_code

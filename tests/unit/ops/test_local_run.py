@@ -12,7 +12,7 @@ import pytest
 
 from tests.dataset_writer import IndexedDatasetWriter
 from tridock.cli import main
-from tridock.ops.runs import this_machine
+from tridock.ops.runs import local_run, this_machine
 
 ROOT = Path(__file__).parents[3]
 
@@ -105,3 +105,15 @@ def test_nodes_that_are_started_by_hand_are_not_restarted(config: Path) -> None:
         f"{config}: restart.max: cannot be for nodes that are each started by hand; got 1; "
         "set it to 0, or start them with tridock launch\n",
     )
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_quiet_is_without_the_output_of_the_run(
+    tmp_path: Path, quiet: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "node"
+    script.write_text('#!/bin/sh\n[ "$1" != follow ] || { echo iteration 1/1; echo an error >&2; }\n')
+    script.chmod(0o755)
+    monkeypatch.setattr(local_run, "node_argv", lambda: [str(script)])
+    assert local_run.start_and_follow(tmp_path, 2, quiet=quiet) == 0
+    assert capfd.readouterr() == ("" if quiet else "iteration 1/1\n", "an error\n")

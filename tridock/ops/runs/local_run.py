@@ -87,9 +87,10 @@ def run_here(
     place: Place = Place(),
     *,
     force: bool = False,
+    quiet: bool = False,
     approve: Approve | None = None,
 ) -> Ended:
-    """Runs the experiment as this machine's ranks and follows it to its end.
+    """Runs the experiment as this machine's ranks and follows it to its end; ``quiet`` prints only the run's folder.
 
     Ctrl-C stops the run: it belongs to this terminal, unlike one that ``tridock launch`` started. ``approve`` is given
     the run's manifest and plan before anything is written, and may raise.
@@ -138,10 +139,13 @@ def run_here(
     _write(folder, bundle, place)
     if run_id_file is not None:
         run_folder.write_atomic(run_id_file, f"{run_id}\n".encode())
-    _announce(folder, prepared.plan, place)
+    if quiet:
+        print(folder)
+    else:
+        _announce(folder, prepared.plan, place)
     if place.node_rank:
         return Ended(folder, _join(folder, ranks, place.node_rank))
-    code = start_and_follow(folder, ranks)
+    code = start_and_follow(folder, ranks, quiet=quiet)
     if code == run_folder.EXIT_PREEMPTED:
         saved_in = checkpoints_folder(prepared.experiment, f"runs/{folder.name}")
         print(f"continue with --set train.load={saved_in}")
@@ -175,8 +179,10 @@ def _announce(folder: Path, plan: Plan, place: Place) -> None:
     print(f"run {folder.name}: {plan.world_size} ranks {where}, {plan.layout}; folder {folder}")
 
 
-def start_and_follow(folder: Path, ranks: int, *, again: bool = False, patience_s: float = 0.0) -> int:
-    """Starts the run and prints its output to its end; its exit code.
+def start_and_follow(
+    folder: Path, ranks: int, *, again: bool = False, patience_s: float = 0.0, quiet: bool = False
+) -> int:
+    """Starts the run and prints its output, unless ``quiet``, to its end; its exit code.
 
     ``again``: it continues where it stopped, once the previous supervisor has ended, within ``patience_s``.
     """
@@ -191,8 +197,10 @@ def start_and_follow(folder: Path, ranks: int, *, again: bool = False, patience_
             return code
         with _forwarding_signals(folder, env):
             follow = [*node_argv(), "follow", str(folder), "--offset", str(offset)]
-            done = subprocess.run(follow, env=env, start_new_session=True, preexec_fn=_ignore_schedulers, check=False)
-            code = done.returncode
+            output = subprocess.DEVNULL if quiet else None
+            code = subprocess.run(
+                follow, stdout=output, env=env, start_new_session=True, preexec_fn=_ignore_schedulers, check=False
+            ).returncode
     except KeyboardInterrupt:
         return _interrupted(folder, env)
     if code not in (0, run_folder.EXIT_STOPPED, run_folder.EXIT_PREEMPTED):

@@ -135,7 +135,9 @@ def _request_errors() -> Iterator[None]:
 def run() -> None:
     from fabric import __version__ as version
 
-    Program(name="Fabric", binary="fab", version=version, executor_class=Executor, config_class=Config).run()
+    Program(
+        name="Fabric", binary="fab", binary_names=["fab"], version=version, executor_class=Executor, config_class=Config
+    ).run()
 
 
 if __name__ == "__main__":

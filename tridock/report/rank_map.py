@@ -35,10 +35,7 @@ class Line:
 
 
 def legend(plan: Plan, captions: Mapping[int, str]) -> list[Line]:
-    """Returns stages with their ranks and captions; of many stages, neighbours with the same caption share a line.
-
-    The ranks of a stage are consecutive, because stages are the outermost dimension.
-    """
+    """Returns stages with their ranks and captions; of many stages, neighbours with the same caption share a line."""
     ranks: dict[int, list[int]] = {}
     for rank in plan.ranks:
         ranks.setdefault(rank.pipeline_parallel_rank, []).append(rank.rank)
@@ -47,11 +44,18 @@ def legend(plan: Plan, captions: Mapping[int, str]) -> list[Line]:
     for _, alike in itertools.groupby(sorted(ranks), lambda stage: stage if few else captions.get(stage)):
         first, *others = alike
         last = others[-1] if others else first
-        begin, end = ranks[first][0], ranks[last][-1]
-        numbers = f"r{begin}" if begin == end else f"r{begin} to r{end}"
+        numbers = _span_of_ranks([rank for stage in (first, *others) for rank in ranks[stage]])
         caption = f": {captions[first]}" if first in captions else ""
         lines.append(Line(first, last, f"{span(first, last)} ({numbers}){caption}"))
     return lines
+
+
+def _span_of_ranks(ranks: list[int]) -> str:
+    """``r4``, ``r4 to r7``, or ``16 ranks from r0 on`` where stages are neighbours and others' ranks lie between."""
+    begin, end = min(ranks), max(ranks)
+    if end - begin + 1 > len(ranks):
+        return f"{len(ranks)} ranks from r{begin} on"
+    return f"r{begin}" if begin == end else f"r{begin} to r{end}"
 
 
 def span(first: int, last: int) -> str:

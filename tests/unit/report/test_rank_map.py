@@ -153,6 +153,13 @@ def test_a_long_legend_joins_stages_with_the_same_caption() -> None:
     assert len(legend(laid_out(stages=16), {})) == 16
 
 
+def test_the_legend_of_stages_that_are_neighbours() -> None:
+    lines = [line.text for line in legend(laid_out(stages=2, data=4, stages_are_neighbours=True), {})]
+    assert lines == ["stage 0 (4 ranks from r0 on)", "stage 1 (4 ranks from r1 on)"]
+    alone = [line.text for line in legend(laid_out(stages=2, stages_are_neighbours=True), {})]
+    assert alone == ["stage 0 (r0)", "stage 1 (r1)"]
+
+
 def luminance(colour: str) -> float:
     shares = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
     linear = [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from tridock.cli.options import Commands, add_command, add_config, require_config
+from tridock.cli.output import print_tables
 
 
 def add(commands: Commands) -> None:
@@ -23,8 +24,6 @@ def _bench(arguments: argparse.Namespace) -> int:
     """Measure throughput, memory and phases of each experiment of a matrix on this machine, and compare them with a
     plain PyTorch loop where the benchmark asks for it.
     """
-    from rich.console import Console
-
     from tridock.bench.cells import exit_code_of, load_bench
     from tridock.bench.output import record, table
     from tridock.bench.run import run_bench
@@ -49,7 +48,6 @@ def _bench(arguments: argparse.Namespace) -> int:
         raise
     finally:
         signal.signal(signal.SIGTERM, previous)
-    console = Console()
-    (console if console.is_terminal else Console(width=160)).print(table(measured))
+    print_tables(table(measured))
     print(f"results: {out}/results.json, results.md and plots")
     return exit_code_of(measured)

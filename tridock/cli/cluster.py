@@ -112,7 +112,7 @@ def _check(arguments: argparse.Namespace) -> int:
     if arguments.json:
         say(json.dumps(doctor.to_json(report), indent=2))
     else:
-        console().print(doctor.table(report))
+        print_tables(doctor.table(report))
         say("\n".join(doctor.lines(report)))
     return 0 if report.healthy else ClusterError.exit_code
 

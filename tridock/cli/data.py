@@ -1,8 +1,11 @@
 """``tridock data``: the demo data set, copies to hosts, and the subcommands of ``preprocess`` and ``datasets``."""
 
+from __future__ import annotations
+
 import argparse
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tridock.cli import datasets, preprocess
 from tridock.cli.options import (
@@ -15,8 +18,11 @@ from tridock.cli.options import (
     config_of,
     open_session,
 )
-from tridock.cli.output import console
+from tridock.cli.output import print_tables, say
 from tridock.contracts.environment import DATA_MIRRORS
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def add(commands: Commands) -> None:
@@ -67,11 +73,18 @@ def _fetch(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _show(shown: str | Table) -> None:
+    if isinstance(shown, str):
+        say(shown)
+    else:
+        print_tables(shown)
+
+
 def _sync(arguments: argparse.Namespace) -> int:
     """Copy data to every host that lacks it, and compare hashes; Megatron's index maps too."""
     session = open_session(arguments)
     from tridock.ops.sync.operation import run
 
     config = config_of(arguments)
-    run(session, arguments.path, config, arguments.set, console().print, dry_run=arguments.dry_run)
+    run(session, arguments.path, config, arguments.set, _show, dry_run=arguments.dry_run)
     return 0

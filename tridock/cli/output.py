@@ -1,4 +1,4 @@
-"""What the subcommands print: text that can be copied as it is, and tables that a pipe does not cut."""
+"""What the subcommands print: text that can be copied as it is, and tables of which nothing is cut."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-_WIDE: Final = 160
+_UNBOUNDED: Final = 10_000
+_FOLDED: Final = 12
+"""Least width of a column with ``overflow="fold"``, whose text may be split anywhere. Others are split at spaces."""
 
 
 def say(text: str) -> None:
@@ -26,5 +28,40 @@ def print_tables(*tables: Table) -> None:
     from rich.console import Console
 
     shown = console()
-    # Rich assumes 80 columns for a pipe, and would cut what scripts read.
-    (shown if shown.is_terminal else Console(highlight=False, soft_wrap=True, width=_WIDE)).print(*tables, sep="\n")
+    for table in tables:
+        width = _set_widths(table, shown)
+        Console(highlight=False, soft_wrap=True, width=width).print(table)
+
+
+def _set_widths(table: Table, shown: Console) -> int:
+    """Sets the widths of the columns and returns the width to print the table at.
+
+    A pipe gets each row on one line. In a narrow terminal texts wrap at spaces, and if that is not enough the frame
+    is left out. A table that still does not fit has a line for each row, which the terminal wraps.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.measure import Measurement
+
+    wide = shown.options.update(width=_UNBOUNDED)
+    sizes = [[Measurement.get(shown, wide, cell) for cell in (one.header, *one.cells)] for one in table.columns]
+    natural = [max(size.maximum for size in column) for column in sizes]
+    widths = [max(size.minimum for size in column) for column in sizes]
+    for number, column in enumerate(table.columns):
+        if column.overflow == "fold":
+            widths[number] = min(widths[number], _FOLDED)
+
+    def frame() -> int:
+        return Measurement.get(shown, wide, table).maximum - sum(natural)
+
+    available = shown.width if shown.is_terminal else _UNBOUNDED
+    if sum(widths) + frame() > available:
+        table.box, table.show_edge, table.pad_edge, table.padding = SIMPLE_HEAD, False, False, (0, 1, 0, 0)
+    if sum(widths) + frame() > available:
+        widths = natural
+    for _ in range(min(available - frame(), sum(natural)) - sum(widths)):
+        most = max(range(len(widths)), key=lambda number: natural[number] / max(widths[number], 1))
+        widths[most] += 1
+    total = sum(widths) + frame()
+    for column, width in zip(table.columns, widths, strict=True):
+        column.width = width
+    return max(shown.width, total)

@@ -19,7 +19,7 @@ from tridock.cli.options import (
     open_session,
     run_of,
 )
-from tridock.cli.output import console, print_tables, say
+from tridock.cli.output import print_tables, say
 from tridock.contracts import run_folder
 from tridock.errors import Problem, RequestError, RunError
 
@@ -98,7 +98,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
     run = folders[0]
     png = arguments.png or run / run_folder.LOSS_CURVE
-    console().print(render_table(summarize(run)))
+    print_tables(render_table(summarize(run)))
     plot_loss(run, png)
     print(f"loss curve  {png}")
     print(f"run folder  {run}")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from tridock.cli.options import Commands, add_command, add_config, add_group, add_set, add_workspace, configs_of
+from tridock.cli.output import print_tables
 
 if TYPE_CHECKING:
     from tridock.ops.slurm.submit import SubmitOptions
@@ -155,11 +156,9 @@ def _status(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(rows, indent=2))
         return 0
-    from rich.console import Console
-
     from tridock.ops.slurm.jobs import as_table
 
-    Console(highlight=False).print(as_table(rows))
+    print_tables(as_table(rows))
     return 0
 
 

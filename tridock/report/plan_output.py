@@ -119,7 +119,7 @@ def _document(found: Search, assessment: Assessment) -> dict[str, Any]:
     }
 
 
-_STYLES = {"fits": "green", "tight": "yellow", "no-fit": "bold red", "illegal": "bold red"}
+_STYLES = {"fits": "green", "tight": "dark_orange3", "no-fit": "bold red", "illegal": "bold red"}
 _LABELS = {"fits": "fits", "tight": "tight: over 80 %", "no-fit": "does not fit", "illegal": "cannot run"}
 _MOST_COLUMNS = 4
 _MOST_LAYOUTS = 12
@@ -153,7 +153,7 @@ def render(assessment: Assessment) -> Group:
     parts: list[RenderableType] = [summary(assessment), _sources(assessment), "", cost_table]
     if assessment.cost.traffic:
         parts += ["", _traffic_table(assessment.cost)]
-    parts += [Text(f"warning: {warning}", "yellow") for warning in assessment.warnings]
+    parts += [Text(f"warning: {warning}", "dark_orange3") for warning in assessment.warnings]
     parts += [Text(f"note: {note}", "dim") for note in assessment.notes]
     return Group(*parts)
 

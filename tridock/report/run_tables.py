@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from tridock.contracts.node_answers import RunInfo
 from tridock.differences import Difference
@@ -31,7 +31,7 @@ def status_table(runs: Sequence[RunInfo]) -> Table:
 
 def history_table(runs: Sequence[RunInfo]) -> Table:
     """Returns a table of runs in the order given, with the state and result of each."""
-    table = Table("run", "experiment", "state", "exit code", "duration", "last loss")
+    table = Table("run", Column("experiment", overflow="fold"), "state", "exit code", "duration", "last loss")
     for run in runs:
         table.add_row(
             run.run_id,
@@ -76,7 +76,8 @@ def _time(seconds: float | None) -> str:
 
 def environment_table(found: Sequence[Difference]) -> Table:
     """Returns a table of the fields that differ from the original run."""
-    table = Table("field", "then", "now", title="environment", title_justify="left")
+    then, now = Column("then", overflow="fold"), Column("now", overflow="fold")
+    table = Table("field", then, now, title="environment", title_justify="left")
     for difference in found:
         table.add_row(*(escape(printable(text, 200)) for text in (difference.field, *difference.values)))
     if not found:

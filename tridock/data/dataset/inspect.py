@@ -238,7 +238,7 @@ def print_inspection(found: Inspection, console: Console) -> None:
     for sample in found.samples:
         console.print(_sample(sample), soft_wrap=True)
     for note in found.notes:
-        console.print(Text(f"  note: {note}", style="yellow"), soft_wrap=True)
+        console.print(Text(f"  note: {note}", style="dark_orange3"), soft_wrap=True)
 
 
 def _facts(found: Inspection) -> list[tuple[str, str]]:

@@ -1,16 +1,20 @@
 """A report for people and for programs."""
 
 from collections.abc import Iterator
+from typing import Final
 
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 from tridock.ops.doctor.finding import CHECKS, Finding, Report
+
+_STYLES: Final = {"ok": "green", "warn": "dark_orange3", "fail": "bold red"}
 
 
 def table(report: Report) -> Table:
     """A line a check: how it ended, and what was seen."""
     cluster = report.session.cluster
-    shown = Table("check", "", "seen", title=f"cluster {cluster.name}", title_justify="left")
+    shown = Table("check", "", Column("seen", overflow="fold"), title=f"cluster {cluster.name}", title_justify="left")
     for check in CHECKS:
         found = [finding for finding in report.findings if finding.check == check]
         failed = any(finding.severity == "fail" for finding in found)
@@ -21,7 +25,7 @@ def table(report: Report) -> Table:
             continue
         state = "fail" if failed else "warn" if found else "ok"
         where = ", ".join(dict.fromkeys(finding.problem.where for finding in found))
-        shown.add_row(check, state, where if failed else report.seen.get(check, where))
+        shown.add_row(check, Text(state, _STYLES[state]), where if failed else report.seen.get(check, where))
     return shown
 
 

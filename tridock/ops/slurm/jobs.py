@@ -148,7 +148,9 @@ def cancel(workspace: Path, name: str | None) -> Submitted:
 
 def as_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """The runs, oldest first."""
-    table = Table(Column("run", no_wrap=True), "job", "state", "nodes", "time", "step", "loss")
+    table = Table(
+        "run", "job", Column("state", overflow="fold"), Column("nodes", overflow="fold"), "time", "step", "loss"
+    )
     for row in rows:
         why = f"exit code {row['exit_code']}" if row["state"] == RunState.FAILED else row["reason"]
         table.add_row(

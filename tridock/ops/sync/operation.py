@@ -22,7 +22,7 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
-from rich.table import Table
+from rich.table import Column, Table
 
 from tridock.command import Command
 from tridock.contracts import run_folder
@@ -213,7 +213,7 @@ def run(
 def table(rows: Sequence[Row], *, dry_run: bool) -> Table:
     """A line for each node."""
     sent = "to send" if dry_run else "sent"
-    shown = Table("node", sent, "there", "MB", "seconds", "MB free", "")
+    shown = Table("node", sent, "there", "MB", "seconds", "MB free", Column(overflow="fold"))
     for row in rows:
         if row.failed:
             shown.add_row(row.node, *[""] * 5, "failed")

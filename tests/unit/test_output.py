@@ -1,0 +1,58 @@
+"""Tables as a terminal and a pipe show them."""
+
+from __future__ import annotations
+
+import pytest
+from rich.table import Column, Table
+
+from tridock.cli.output import print_tables
+
+RUN = "gpt2-20261122-110613-14b7"
+LONG = f"pretraining-on-openwebtext-with-another-seed-and-lr-{RUN}"
+TEXT = "data/a/path/that/is/longer/than/the/column/and/has/no/space/in/it"
+
+
+@pytest.fixture(autouse=True)
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"COLUMNS": "80", "TERM": "xterm", "FORCE_COLOR": "1", "NO_COLOR": "1"}.items():
+        monkeypatch.setenv(name, value)
+
+
+def printed(capsys: pytest.CaptureFixture[str], run: str = RUN, seen: str = "12,346 tokens/s") -> list[str]:
+    table = Table("run", "state", "step", "loss", Column("seen", overflow="fold"), "last step")
+    table.add_row(run, "preempted", "1200/50000", "2.3457", seen, "2 h 10 min ago")
+    print_tables(table)
+    # Rich styles bold text even without colours.
+    return [
+        line.replace("\x1b[1m", "").replace("\x1b[0m", "").rstrip() for line in capsys.readouterr().out.splitlines()
+    ]
+
+
+def test_a_narrow_terminal_wraps_texts_and_cuts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(capsys) == [
+        "run                        state      step        loss    seen        last step",
+        "─" * 80,
+        f"{RUN}  preempted  1200/50000  2.3457  12,346      2 h 10 min",
+        "                                                          tokens/s    ago",
+    ]
+
+
+def test_a_text_without_spaces_is_folded(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table(Column("seen", overflow="fold"), "state")
+    table.add_row(TEXT + TEXT, "ok")
+    print_tables(table)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "│" in line]
+    assert max(map(len, lines)) == 80
+    assert "".join(line.split("│")[1].strip() for line in lines) == TEXT + TEXT
+
+
+def test_a_row_that_cannot_fit_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(capsys, LONG)[-1] == f"{LONG}  preempted  1200/50000  2.3457  12,346 tokens/s  2 h 10 min ago"
+
+
+def test_a_pipe_gets_each_row_on_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FORCE_COLOR")
+    rows = [line for line in printed(capsys, LONG, TEXT * 4) if "│" in line]
+    assert [[cell.strip() for cell in row.strip("│").split("│")] for row in rows] == [
+        [LONG, "preempted", "1200/50000", "2.3457", TEXT * 4, "2 h 10 min ago"]
+    ]

@@ -150,7 +150,7 @@ def read(arguments: list[str], where: str, line: str) -> None:
         found = build_parser().parse_args(arguments)
     except SystemExit as ended:
         raise AssertionError(f"{where}: {line}") from ended
-    if arguments[0] == "train" and Path(found.config[0]).exists():
+    if arguments[0] == "train" and all(map(Path.exists, found.config)):
         nproc = ["--gpus-per-node", str(found.nproc or 8)]
         assert main(["plan", *map(str, found.config), "--nodes", str(found.nnodes), *nproc]) == 0, f"{where}: {line}"
     for config in named if isinstance(named := getattr(found, "config", []), list) else [named]:

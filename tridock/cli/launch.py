@@ -95,7 +95,7 @@ def _launch(arguments: argparse.Namespace) -> int:
         config, overrides = chosen.config, [*chosen.overrides, *overrides]
     prepared = launch.prepare_on(session, config, overrides, force=arguments.force)
     if demo and not arguments.quiet:
-        say(f"no --config: {config} with {prepared.plan.layout}, because {chosen.reason}")
+        say(f"no --config: {config} with {chosen.layout}, because {chosen.reason}")
     if arguments.dry_run:
         _preview(launch.preview(session, prepared), prepared, verbose=arguments.verbose)
         return 0

@@ -1,19 +1,27 @@
 """``tridock train``."""
 
-import argparse
-from pathlib import Path
+from __future__ import annotations
 
-from tridock.cli.options import Commands, add_command, add_config, add_quiet, add_set, add_workspace, require_config
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tridock.cli.options import Commands, add_command, add_config, add_quiet, add_set, add_workspace, config_of
+from tridock.cli.output import say
+
+if TYPE_CHECKING:
+    from tridock.ops.runs.local_run import Place
 
 
 def add(commands: Commands) -> None:
     examples = (
-        "--config configs/demo.yaml",
+        "",
         "--config configs/demo-3d.yaml --nproc 4 --set train.train_iters=100",
         "--config configs/demo.yaml --nnodes 2 --node-rank 1 --master-addr 10.0.0.1",
     )
     parser = add_command(commands, "train", _train, "run an experiment on this machine", *examples)
-    add_config(parser)
+    add_config(parser, "a small GPT on the demo's data, in 3D where the ranks allow it")
     parser.add_argument("--nproc", type=int, metavar="N", help="ranks to start (default: one per GPU; 2 without a GPU)")
     add_workspace(parser)
     add_set(parser)
@@ -34,13 +42,31 @@ def _train(arguments: argparse.Namespace) -> int:
     from tridock.ops.runs.local_run import Place, run_here
 
     place = Place(arguments.nnodes, arguments.node_rank, arguments.master_addr)
+    config, overrides = config_of(arguments), arguments.set
+    if config is None:
+        place.check()
+        config, own = _default_experiment(arguments, place)
+        overrides = [*own, *overrides]
     return run_here(
-        require_config(arguments),
+        config,
         arguments.nproc,
         arguments.workspace,
-        arguments.set,
+        overrides,
         arguments.run_id_file,
         place,
         force=arguments.force,
         quiet=arguments.quiet,
     ).exit_code
+
+
+def _default_experiment(arguments: argparse.Namespace, place: Place) -> tuple[Path, Sequence[str]]:
+    """The experiment without --config, and its overrides; its data is made if it is missing."""
+    from tridock.data.corpus import prepare_demo
+    from tridock.ops.runs.default_experiment import default_experiment
+    from tridock.ops.runs.this_machine import default_ranks
+
+    chosen = default_experiment(place.slots(arguments.nproc or default_ranks()))
+    report = (lambda _: None) if arguments.quiet else say
+    report(f"no --config: {chosen.config} with {chosen.layout}, because {chosen.reason}")
+    prepare_demo(arguments.workspace / "data" / "demo", report=report)
+    return chosen.config, chosen.overrides

@@ -17,6 +17,7 @@ class DefaultExperiment:
     """A file, the fields that the slots override, and the reason for the layout, for people."""
 
     config: Path
+    layout: str
     overrides: tuple[str, ...]
     reason: str
 
@@ -41,5 +42,5 @@ def default_experiment(slots: Mapping[str, Sequence[int]]) -> DefaultExperiment:
         # Four steps of a pipeline, or two where there are several replicas.
         f"batch.global_batch_size={_MICRO_BATCH * replicas * max(2, 4 // replicas)}",
     )
-    size = "1 slot is" if ranks == 1 else f"{ranks} slots are"
-    return DefaultExperiment(CONFIG, overrides, f"{size} {why}")
+    reason = "there is one slot" if ranks == 1 else f"{ranks} slots are {why}"
+    return DefaultExperiment(CONFIG, f"TP{tensor} PP{pipeline} DP{replicas}", overrides, reason)

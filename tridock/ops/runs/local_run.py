@@ -55,6 +55,11 @@ class Place:
     node_rank: int = 0
     master_addr: str | None = None
 
+    def slots(self, ranks: int) -> dict[str, range]:
+        """The slots of a run with ``ranks`` ranks on each of the machines."""
+        names = [HERE] if self.nnodes == 1 else [f"node-{rank}" for rank in range(self.nnodes)]
+        return {name: range(ranks) for name in names}
+
     def check(self) -> None:
         """Raises :class:`RequestError` with everything that does not fit together."""
         problems = []
@@ -104,8 +109,7 @@ def run_here(
         raise RequestError(Problem("--nproc", "must be at least 1", str(nproc), "give the number of ranks"))
     place.check()
     ranks = nproc or default_ranks()
-    slots = {name: range(ranks) for name in _names(place)}
-    prepared = prepare(config, slots, Assumptions(gpu=gpu_here()), overrides, force=force)
+    prepared = prepare(config, place.slots(ranks), Assumptions(gpu=gpu_here()), overrides, force=force)
     experiment = prepared.experiment
     if experiment.env.get("DS_ACCELERATOR") != "cpu" and (gpus := gpu_count()) is not None and ranks > gpus:
         todo = f"this machine has {gpus}: give as many or fewer, or train on the CPU with DS_ACCELERATOR=cpu"
@@ -152,10 +156,6 @@ def run_here(
     return Ended(folder, code)
 
 
-def _names(place: Place) -> tuple[str, ...]:
-    return (HERE,) if place.nnodes == 1 else tuple(f"node-{rank}" for rank in range(place.nnodes))
-
-
 def _agree(place: Place, port: int, ranks: int, prepared: Prepared) -> str:
     """The run's id, once every node has joined and is about to run the same."""
     digest = hashlib.sha256(dump_experiment(prepared.experiment).encode()).hexdigest()
@@ -176,7 +176,8 @@ def _write(folder: Path, bundle: RunBundle, place: Place) -> None:
 
 def _announce(folder: Path, plan: Plan, place: Place) -> None:
     where = "on this machine" if place.nnodes == 1 else f"on {place.nnodes} nodes, this one is {place.node_rank}"
-    print(f"run {folder.name}: {plan.world_size} ranks {where}, {plan.layout}; folder {folder}")
+    ranks = "1 rank" if plan.world_size == 1 else f"{plan.world_size} ranks"
+    print(f"run {folder.name}: {ranks} {where}, {plan.layout}; folder {folder}")
 
 
 def start_and_follow(

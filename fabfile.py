@@ -2,14 +2,23 @@
 
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
-try:
-    from tridock.cli.fab import collection
-except ModuleNotFoundError as missing:  # a Fabric of another Python than .venv's
-    fab = Path(__file__).resolve().parent / ".venv" / "bin" / "fab"
-    if not fab.exists():
-        sys.exit(f"fab: {missing}; run `make image` or `make venv-operator` in {fab.parents[2]}, then ./fab")
-    os.execv(fab, [str(fab), *sys.argv[1:]])  # noqa: S606
+PROGRAM = "tridock.cli.fab"
+
+# Fabric's own program, maybe of a Python without our packages, hands over to ours.
+if getattr(sys.modules["__main__"].__spec__, "name", None) != PROGRAM:
+    folder = Path(__file__).resolve().parent
+    python = folder / ".venv" / "bin" / "python"
+    if not python.exists():
+        missing = [name for name in ("tridock", "pydantic", "rich", "yaml") if find_spec(name) is None]
+        if missing:
+            todo = f"run `make image` or `make venv-operator` in {folder}, then ./fab"
+            sys.exit(f"fab: Python packages are missing; got no {', '.join(missing)} in {sys.prefix}; {todo}")
+        python = Path(sys.executable)
+    os.execv(python, [str(python), "-m", PROGRAM, *sys.argv[1:]])  # noqa: S606
+
+from tridock.cli.fab import collection  # noqa: E402
 
 namespace = collection()

@@ -150,27 +150,24 @@ def test_the_version_is_tridocks() -> None:
     assert shown[1].startswith("Fabric ")
 
 
-def test_a_fabric_of_another_python_hands_over_to_that_of_venv(tmp_path: Path) -> None:
-    """A system's Fabric has none of our packages."""
+@pytest.mark.parametrize("arguments", [("launch", "--hosts", "a lab"), ("nope",)])
+def test_fabrics_own_program_hands_over_to_that_of_venv(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    """A system's Fabric may have none of our packages; its own end is another for a wrong command line."""
     (tmp_path / "clone" / ".venv" / "bin").mkdir(parents=True)
     shutil.copy(ROOT / "fabfile.py", tmp_path / "clone")
-    script = "import sys; sys.path.insert(0, '.'); sys.argv = ['fab', 'launch', '--hosts', 'lab']; import fabfile"
-    run = functools.partial(
-        subprocess.run,
-        [sys.executable, "-S", "-I", "-c", script],
-        cwd=tmp_path / "clone",
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    blind = "import sys\nfor name in ('tridock', 'pydantic', 'rich', 'yaml'): sys.modules[name] = None\n"
+    script = f"{blind}from fabric.main import program\nprogram.run(['fab', *sys.argv[1:]])"
+    argv = [sys.executable, "-c", script, *arguments]
+    run = functools.partial(subprocess.run, argv, cwd=tmp_path / "clone", capture_output=True, text=True, check=False)
     done = run()
     assert done.returncode == 1
     todo = f"run `make image` or `make venv-operator` in {tmp_path}/clone, then ./fab"
-    assert done.stderr == f"fab: No module named 'tridock'; {todo}\n"
-    fab = tmp_path / "clone" / ".venv" / "bin" / "fab"
-    fab.write_text("#!/bin/sh\necho venv fab $*\n")
-    fab.chmod(0o755)
-    assert run().stdout == "venv fab launch --hosts lab\n"
+    missing = "tridock, pydantic, rich, yaml"
+    assert done.stderr == f"fab: Python packages are missing; got no {missing} in {sys.prefix}; {todo}\n"
+    python = tmp_path / "clone" / ".venv" / "bin" / "python"
+    python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    python.chmod(0o755)
+    assert run().stdout.splitlines() == ["-m", "tridock.cli.fab", *arguments]
 
 
 def test_a_pipe_that_is_closed_early_is_no_error(tmp_path: Path) -> None:

@@ -15,7 +15,11 @@ if getattr(sys.modules["__main__"].__spec__, "name", None) != PROGRAM:
         missing = [name for name in ("tridock", "pydantic", "rich", "yaml") if find_spec(name) is None]
         if missing:
             todo = f"run `make image` or `make venv-operator` in {folder}, then ./fab"
-            sys.exit(f"fab: Python packages are missing; got no {', '.join(missing)} in {sys.prefix}; {todo}")
+            print(
+                f"fab: Python packages are missing; got no {', '.join(missing)} in {sys.prefix}; {todo}",
+                file=sys.stderr,
+            )
+            sys.exit(3)
         python = Path(sys.executable)
     os.execv(python, [str(python), "-m", PROGRAM, *sys.argv[1:]])  # noqa: S606
 

@@ -105,6 +105,16 @@ def test_a_file_and_the_hash_that_it_must_have_from_then_on(
     assert [path.name for path in target.parent.iterdir()] == ["SHA256SUMS"]
 
 
+def test_the_query_of_an_address_is_secret(site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    site.files["/c.jsonl?token=x"] = CONTENT
+    addresses = (f"{site.address}/c.jsonl?token=x", f"{site.address}/none.txt?token=x")
+    assert fetched(*addresses, "--folder", str(tmp_path)) == 2
+    printed = capsys.readouterr()
+    assert f"from {site.address}/c.jsonl, SHA-256" in printed.out
+    assert f"{site.address}/none.txt: is refused" in printed.err
+    assert "token" not in printed.out + printed.err
+
+
 def test_what_is_here_with_another_content(site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "c.jsonl").write_bytes(b"other")
     assert fetched(f"{site.address}/c.jsonl", "--folder", str(tmp_path), "--sha256", HASH) == 2

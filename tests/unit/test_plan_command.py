@@ -232,6 +232,17 @@ def test_the_words_of_a_layout_that_was_found_ask_for_it(capsys: pytest.CaptureF
         assert assessment.cost.estimate.iteration == pytest.approx(one["seconds"])
 
 
+def test_a_search_wraps_layouts_and_cuts_no_figure(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "73")
+    assert main(["plan", str(JEAN_ZAY / "7.5b.yaml"), "--nodes", "4", *V100, "--search"]) == 0
+    shown = capsys.readouterr().out.partition("mb: micro batch")[0]
+    assert "…" not in shown
+    rows = [line for line in shown.splitlines() if line.rstrip().endswith("%")]
+    assert len(rows) == 12
+
+
 def test_a_search_counts_images_of_a_model_of_those(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = (
         "configs/resnet50.yaml",

@@ -64,7 +64,8 @@ def _print_plan(assessment: Assessment, console: Console, show: Show) -> int:
     if show.json:
         sys.stdout.write(assessment.to_json())
     elif assessment.plan is not None:
-        console.print(render(assessment))
+        # A pipe gets whole lines, a terminal lines that end between words.
+        console.print(render(assessment), soft_wrap=not console.is_terminal)
         if (line := days_line(assessment)) is not None:
             console.print(line)
     if refused and not show.json:
@@ -173,8 +174,8 @@ def _facts(assessment: Assessment) -> Table:
     assert cost is not None
     nodes = len({rank.node for rank in plan.ranks})
     batch = (
-        f"micro batch {plan.micro_batch_size} x {plan.data_parallel_size} replicas x {plan.accumulation_steps} steps"
-        f" = {plan.global_batch_size} samples, {plan.tokens_per_step:,} {experiment.model.unit} per iteration"
+        f"micro batch {plan.micro_batch_size} x {_count(plan.data_parallel_size, 'replica')} x"
+        f" {_count(plan.accumulation_steps, 'step')} = {_count(plan.global_batch_size, 'sample')}, {plan.tokens_per_step:,} {experiment.model.unit} per iteration"
     )
     rows = (
         ("experiment", f"{experiment.name}, engine {experiment.engine}, {experiment.precision}"),
@@ -318,7 +319,7 @@ def render_search(found: Search, name: str) -> Group:
     unit = next((one.experiment.model.unit for one in found.found), "tokens")
     for column in ("", "layout", "mb", "states", "recompute", "GiB", "GPU", "time", f"{unit}/s", "MFU"):
         left = column in ("layout", "states", "recompute")
-        table.add_column(column, justify="left" if left else "right", no_wrap=True)
+        table.add_column(column, justify="left" if left else "right", no_wrap=column != "layout")
     for number, one in enumerate(found.found[:_MOST_LAYOUTS], start=1):
         table.add_row(str(number), *_candidate_row(one))
     legend = "mb: micro batch; states: ZeRO stage or distributed optimizer; recompute: full or selective"

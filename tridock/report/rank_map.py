@@ -13,7 +13,7 @@ from rich.text import Text
 
 from tridock.plan import Plan, Rank
 
-KEY: Final = "r5: rank 5; below it its place pp.dp.cp.tp: pipeline stage, data, context and tensor parallel rank"
+KEY: Final = "r5: rank 5. Below it pp.dp.cp.tp: pipeline, data, context, tensor parallel rank"
 """How to read a slot."""
 
 _APART: Final = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999")
@@ -202,9 +202,11 @@ class _RankMap:
 
     def _legend(self) -> Iterator[Text]:
         colours = stage_colours(self.plan.pipeline_model_parallel_size)
-        for line in legend(self.plan, self.captions):
+        lines = legend(self.plan, self.captions)
+        spans = any(line.first != line.last for line in lines)
+        for line in lines:
             swatch = Text()
-            for stage in dict.fromkeys((line.first, line.last)):
+            for stage in (line.first, line.last) if spans else (line.first,):
                 swatch.append("  ", Style(bgcolor=colours[stage]))
             yield swatch.append(f" {line.text}")
 

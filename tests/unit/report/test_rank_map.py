@@ -18,7 +18,7 @@ from tests.unit.plan.layouts import laid_out
 from tridock.errors import RequestError
 from tridock.experiment import parse_experiment
 from tridock.plan import Plan
-from tridock.report.rank_map import by_node, ink, legend, render, stage_colours
+from tridock.report.rank_map import KEY, by_node, ink, legend, render, stage_colours
 from tridock.report.rank_picture import MARGIN, lay_out, plot, tensor_outlines
 
 SMALL = """\
@@ -28,8 +28,7 @@ TP2 PP2 DP1: 4 ranks on 2 nodes
 │ r0      r1      │ │ r2      r3      │
 │ 0.0.0.0 0.0.0.1 │ │ 1.0.0.0 1.0.0.1 │
 ╰─────────────────╯ ╰─────────────────╯
-r5: rank 5; below it its place pp.dp.cp.tp: pipeline stage, data, context and
-tensor parallel rank
+r5: rank 5. Below it pp.dp.cp.tp: pipeline, data, context, tensor parallel rank
    stage 0 (r0 to r1): 12.3 GiB, tight     stage 1 (r2 to r3)
 """
 LARGE = """\
@@ -60,8 +59,7 @@ TP8 PP16 DP8: 1024 ranks on 128 nodes
 │ r960     r961     r962     r963     r964     r965     r966     r967     │
 │ 15.0.0.0 15.0.0.1 15.0.0.2 15.0.0.3 15.0.0.4 15.0.0.5 15.0.0.6 15.0.0.7 │
 ╰─ and 7 alike, to n127 ──────────────────────────────────────────────────╯
-r5: rank 5; below it its place pp.dp.cp.tp: pipeline stage, data, context and
-tensor parallel rank
+r5: rank 5. Below it pp.dp.cp.tp: pipeline, data, context, tensor parallel rank
    stage 0 (r0 to r63)         stage 1 (r64 to r127)
    stage 2 (r128 to r191)      stage 3 (r192 to r255)
    stage 4 (r256 to r319)      stage 5 (r320 to r383)
@@ -187,7 +185,7 @@ def test_svg_holds_every_word(tmp_path: Path, slots: list[int]) -> None:
     crossing = slots == [3, 1]
     expected = [
         "a $1 title", "TP2 PP2 DP1: 4 ranks on 2 nodes",
-        "r5: rank 5; below it its place pp.dp.cp.tp: pipeline stage, data, context and tensor parallel rank",
+        KEY,
         "n0", "n1", "r0", "r1", "r2", "r3", "0.0.0.0", "0.0.0.1", "1.0.0.0", "1.0.0.1",
         "stage 0 (r0 to r1)", "stage 1 (r2 to r3): tight", "tensor parallel group",
         *(["part of one that crosses nodes", "slot 0", "slot 1", "slot 2", "slot 0"] if crossing

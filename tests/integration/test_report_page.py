@@ -19,7 +19,7 @@ from tests.unit.report import logs
 from tests.unit.report.test_page import HOSTILE, a_run
 from tridock.report.page import write_report
 
-WIDE, NARROW = (1280, 3200), (420, 5200)
+WIDE, NARROW = (1280, 3200), (400, 5200)
 # Where a browser looks for its updates, dictionaries and the time, whatever it shows.
 ITS_OWN = ("google.com", "gvt1.com", "googleapis.com")
 DARK = "--blink-settings=preferredColorScheme=0"
@@ -101,6 +101,8 @@ def test_the_page_in_a_browser(
     assert addresses == []
     with Image.open(picture) as image:
         assert image.size == size
+        # Nothing runs over the page's margin: what is wider than the page scrolls inside it.
+        assert len(image.convert("RGB").crop((size[0] - 16, 0, *size)).getcolors() or []) == 1
         brightness = ImageStat.Stat(image.convert("L")).median[0]
         # The two series' colours, as they are on this ground, fill more than a speck: the charts are there.
         series = ("#6cb0ff", "#ffa45c") if dark else ("#1f5fa8", "#c2540a")

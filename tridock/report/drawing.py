@@ -17,6 +17,11 @@ _DPI: Final = 150
 _FEW_POINTS: Final = 40
 """A curve with at most this many points has a dot at each: a run of one iteration would otherwise be invisible."""
 _LEGEND: Final = {"frameon": False, "fontsize": 8.5}
+_LONGEST_NAME: Final = 48
+_ENTRIES_WIDTH: Final = 82
+"""Characters of the legend's font across a figure; matplotlib cuts a legend that is wider."""
+_ENTRY_SIGNS: Final = 8
+"""The width of a legend's entry beside its name, in characters."""
 _MOST_MARKS: Final = 200
 _MAGNITUDES: Final = 50.0
 """If the largest value is this many times the smallest, and all are positive, the axis is logarithmic."""
@@ -96,7 +101,9 @@ def draw_bars(categories: Sequence[str], bars: Sequence[Bars], unit: str, limits
 
     Each of ``limits`` is a vertical line at its first y.
     """
-    height = max(1.6, 0.9 + 0.24 * len(categories) * max(1, len(bars)) ** 0.7)
+    names = [one_line(one.name, _LONGEST_NAME) for one in (*bars, *limits)]
+    columns = min(3, max(1, _ENTRIES_WIDTH // (max(map(len, names), default=0) + _ENTRY_SIGNS)))
+    height = max(1.6, 0.9 + 0.24 * len(categories) * max(1, len(bars)) ** 0.7) + 0.18 * ((len(names) - 1) // columns)
     figure, axes = _canvas((_SIZE[0], height))
     handles: list[tuple[Any, str]] = []
     thick = 0.8 / max(1, len(bars))
@@ -116,7 +123,7 @@ def draw_bars(categories: Sequence[str], bars: Sequence[Bars], unit: str, limits
     axes.set_xlabel(unit)
     _finish(axes, "", grid="x")
     if len(handles) > 1:
-        _name(figure.legend(*_numbered(handles), loc="outside lower center", ncols=3, **_LEGEND), handles)
+        _name(figure.legend(*_numbered(handles), loc="outside lower center", ncols=columns, **_LEGEND), handles)
     return figure
 
 
@@ -181,7 +188,7 @@ def _numbered(handles: Sequence[tuple[Any, str]]) -> tuple[list[Any], list[str]]
 def _name(legend: Any, handles: Sequence[tuple[Any, str]]) -> None:
     for text, (_, name) in zip(legend.get_texts(), handles, strict=True):
         text.set_parse_math(False)
-        text.set_text(one_line(name, 48))
+        text.set_text(one_line(name, _LONGEST_NAME))
         text.set_color(INK)
 
 

@@ -173,10 +173,9 @@ def _facts(assessment: Assessment) -> Table:
     assert plan is not None
     assert cost is not None
     nodes = len({rank.node for rank in plan.ranks})
-    batch = (
-        f"micro batch {plan.micro_batch_size} x {_count(plan.data_parallel_size, 'replica')} x"
-        f" {_count(plan.accumulation_steps, 'step')} = {_count(plan.global_batch_size, 'sample')}, {plan.tokens_per_step:,} {experiment.model.unit} per iteration"
-    )
+    replicas, steps = _count(plan.data_parallel_size, "replica"), _count(plan.accumulation_steps, "step")
+    samples, tokens = _count(plan.global_batch_size, "sample"), f"{plan.tokens_per_step:,} {experiment.model.unit}"
+    batch = f"micro batch {plan.micro_batch_size} x {replicas} x {steps} = {samples}, {tokens} per iteration"
     rows = (
         ("experiment", f"{experiment.name}, engine {experiment.engine}, {experiment.precision}"),
         ("cluster", f"{_count(plan.world_size, 'slot')} on {_count(nodes, 'node')}"),

@@ -101,7 +101,7 @@ def draw_bars(categories: Sequence[str], bars: Sequence[Bars], unit: str, limits
 
     Each of ``limits`` is a vertical line at its first y.
     """
-    names = [one_line(one.name, _LONGEST_NAME) for one in (*bars, *limits)]
+    names = [one_line(name, _LONGEST_NAME) for name in (*(bar.name for bar in bars), *(line.name for line in limits))]
     columns = min(3, max(1, _ENTRIES_WIDTH // (max(map(len, names), default=0) + _ENTRY_SIGNS)))
     height = max(1.6, 0.9 + 0.24 * len(categories) * max(1, len(bars)) ** 0.7) + 0.18 * ((len(names) - 1) // columns)
     figure, axes = _canvas((_SIZE[0], height))

@@ -36,6 +36,14 @@ def test_every_subcommand_is_walked() -> None:
     assert {"tridock train", "tridock launch", "tridock data sync", "tridock slurm supervise"} <= set(ALL)
 
 
+@pytest.mark.parametrize("prog", [prog for prog in ALL if not ALL[prog].get_default("action")])
+def test_a_subcommand_and_its_summary_are_on_one_line(prog: str) -> None:
+    for action in ALL[prog]._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            lines = [line.split() for line in ALL[prog].format_help().splitlines()]
+            assert {child for child in action.choices if [child] in lines} == set()
+
+
 @pytest.mark.parametrize("prog", [prog for prog in ALL if ALL[prog].get_default("action")])
 def test_the_examples_of_a_subcommand_are_command_lines_that_it_takes(prog: str) -> None:
     lines = ALL[prog].format_help().partition("\nexamples:\n")[2].splitlines()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 from rich.table import Column, Table
 
-from tridock.cli.output import print_tables
+from tridock.cli.output import print_tables, redraw_tables
 
 RUN = "gpt2-20261122-110613-14b7"
 LONG = f"pretraining-on-openwebtext-with-another-seed-and-lr-{RUN}"
@@ -56,3 +59,15 @@ def test_a_pipe_gets_each_row_on_one_line(capsys: pytest.CaptureFixture[str], mo
     assert [[cell.strip() for cell in row.strip("│").split("│")] for row in rows] == [
         [LONG, "preempted", "1200/50000", "2.3457", TEXT * 4, "2 h 10 min ago"]
     ]
+
+
+def test_a_redraw_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    writes: list[str] = []
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=writes.append, flush=lambda: None, isatty=lambda: True))
+    table = Table("node")
+    table.add_row("host-a")
+    redraw_tables(table, table, note="host-b: does not answer\n")
+    (shown,) = filter(None, writes)  # Rich writes what is empty, too
+    assert shown.startswith("\x1b[2J\x1b[H")
+    assert shown.count("host-a") == 2
+    assert shown.endswith("host-b: does not answer\n")

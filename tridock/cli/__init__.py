@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from tridock import __version__
 from tridock.cli import bench, cluster, completion, data, launch, plan, project, runs, slurm, train
+from tridock.cli.options import HelpFormatter
 from tridock.errors import EXIT_INTERRUPTED, TridockError, extras_explained
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None, program: str = "tridock") -> int:
 
 
 def build_parser(program: str = "tridock") -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=program, description=_DESCRIPTION)
+    parser = argparse.ArgumentParser(prog=program, description=_DESCRIPTION, formatter_class=HelpFormatter)
     parser.set_defaults(program=program)
     parser.add_argument(
         "--version", action="version", version=f"tridock {__version__}", help="show the version and exit"

@@ -19,7 +19,7 @@ from tridock.cli.options import (
     config_of,
     open_session,
 )
-from tridock.cli.output import console, print_tables, say
+from tridock.cli.output import print_tables, redraw_tables, say
 from tridock.errors import ClusterError, Problem, RequestError, TridockError
 
 if TYPE_CHECKING:
@@ -129,10 +129,7 @@ def _status(arguments: argparse.Namespace) -> int:
     with suppress(KeyboardInterrupt):  # how a watch ends: no failure
         while True:
             tables, failure = _tables(session)
-            console().clear()
-            print_tables(*tables)
-            if failure is not None:
-                say(str(failure))
+            redraw_tables(*tables, note="" if failure is None else f"{failure}\n")
             time.sleep(_WATCH_S)
     return 0
 

@@ -26,6 +26,11 @@ _EXAMPLES: Final = "examples:\n"
 class HelpFormatter(argparse.HelpFormatter):
     """Wraps every text but the examples, which keep their lines."""
 
+    def add_argument(self, action: argparse.Action) -> None:
+        super().add_argument(action)
+        if action.nargs == argparse.PARSER:  # argparse forgets that subcommands are indented, and breaks the longest
+            self._action_max_length += self._indent_increment
+
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return text if text.startswith(_EXAMPLES) else super()._fill_text(text, width, indent)
 
@@ -49,7 +54,8 @@ def add_command(commands: Commands, name: str, action: Action, summary: str, *ex
 
 def add_group(commands: Commands, name: str, summary: str) -> Commands:
     """Adds a subcommand that only groups others, and returns where they are added."""
-    parser = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    description = f"{summary[0].upper()}{summary[1:]}."
+    parser = commands.add_parser(name, help=summary, description=description, formatter_class=HelpFormatter)
     return parser.add_subparsers(required=True, metavar="COMMAND")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -25,12 +27,29 @@ def console() -> Console:
 
 
 def print_tables(*tables: Table) -> None:
+    sys.stdout.write(_text_of(tables))
+    sys.stdout.flush()
+
+
+def redraw_tables(*tables: Table, note: str) -> None:
+    """Prints the tables and a note in place of what the terminal shows, in one write: it does not flicker."""
+    shown = console()
+    with shown.capture() as captured:
+        shown.clear()
+    sys.stdout.write(captured.get() + _text_of(tables) + note)
+    sys.stdout.flush()
+
+
+def _text_of(tables: Iterable[Table]) -> str:
     from rich.console import Console
 
-    shown = console()
+    shown, texts = console(), []
     for table in tables:
-        width = _set_widths(table, shown)
-        Console(highlight=False, soft_wrap=True, width=width).print(table)
+        wide = Console(highlight=False, soft_wrap=True, width=_set_widths(table, shown))
+        with wide.capture() as captured:
+            wide.print(table)
+        texts.append(captured.get())
+    return "".join(texts)
 
 
 def _set_widths(table: Table, shown: Console) -> int:

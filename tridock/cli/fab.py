@@ -20,13 +20,12 @@ from tridock import __version__
 from tridock.cli import build_parser, main
 from tridock.errors import RequestError
 
-COMMANDS: Final = {
-    **{name: (name,) for name in ("up", "down", "keys", "check", "plan", "launch", "logs", "stop", "status", "runs")},
-    **{name: (name,) for name in ("triage", "fetch", "report", "reproduce")},
-    "data": ("data", "sync"),
-}
+_SAME_NAME: Final = (
+    *("up", "down", "keys", "check", "plan", "launch", "logs"),
+    *("stop", "status", "runs", "triage", "fetch", "report", "reproduce"),
+)
+COMMANDS: Final = {**{name: (name,) for name in _SAME_NAME}, "data": ("data", "sync")}
 """Tasks, and the subcommand of each."""
-
 
 _tree = cache(build_parser)
 

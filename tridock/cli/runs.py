@@ -178,11 +178,8 @@ def _reproduce_on_cluster(arguments: argparse.Namespace, run: str | None) -> tup
     from tridock.ops.runs import registry, reproduce_remote
 
     session = open_session(arguments)
-    folder = None if run is None else Path(run)
-    home, name = (
-        (Path("runs"), None) if folder is None else (folder.parent if "/" in str(run) else Path("runs"), folder.name)
-    )
-    original = reproduce_remote.original_of(session, name, home)
+    home = Path("runs") if run is None or "/" not in run else Path(run).parent
+    original = reproduce_remote.original_of(session, None if run is None else Path(run).name, home)
     bundle, gate = reproduce_remote.start(session, original, _print_environment, force=arguments.force)
     again = registry.Run(bundle.run_id, session.head)
     say(f"run {bundle.run_id}: {original.name} once more")

@@ -288,7 +288,8 @@ def _draw_legend(axes: Any, plan: Plan, sheet: Sheet, lines: Sequence[Line], kin
     for number, line in enumerate(lines):
         left, middle = sheet.entry(number)
         corners = [(left, middle - half), (left + SWATCH, middle - half)]
-        _fill(axes, corners, (SWATCH, SWATCH), [colours[line.first], colours[line.last]])
+        colour = [colours[line.first], colours[line.last]]
+        _fill(axes, corners, (SWATCH, SWATCH), colour, edgecolors=colour, linewidths=0.3)  # no seam between them
     for number, cut in enumerate(kinds, start=len(lines)):
         left, middle = sheet.entry(number)
         low, high, right = middle - half, middle + half, left + 2 * SWATCH

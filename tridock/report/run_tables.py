@@ -101,7 +101,9 @@ def _rows(outcome: Outcome) -> Iterator[tuple[str, str]]:
     yield "verdict", outcome.verdict
     yield "devices", " and ".join(device or "unknown" for device in outcome.devices)
     yield "tolerance", "none: bitwise equality" if not outcome.tolerance else f"{outcome.tolerance:g} x max(1, loss)"
-    yield "environment", f"{len(outcome.environment)} fields differ" if outcome.environment else "no differences"
+    fields = len(outcome.environment)
+    differ = "1 field differs" if fields == 1 else f"{fields} fields differ"
+    yield "environment", differ if fields else "no differences"
     yield "losses compared", f"{losses.compared:,}"
     yield "losses different", f"{losses.differing:,}"
     if losses.first is not None:

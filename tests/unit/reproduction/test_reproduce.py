@@ -118,7 +118,7 @@ def test_the_verdict_in_a_table_and_in_the_new_runs_folder(tmp_path: Path) -> No
         ["verdict", "different"],
         ["devices", "cpu and cpu"],
         ["tolerance", "none: bitwise equality"],
-        ["environment", "1 fields differ"],
+        ["environment", "1 field differs"],
         ["losses compared", "3"],
         ["losses different", "1"],
         ["first difference", "iteration 2, train: 6.0 then, 6.5 now"],

@@ -33,10 +33,10 @@ def printed(capsys: pytest.CaptureFixture[str], run: str = RUN, seen: str = "12,
 
 def test_a_narrow_terminal_wraps_texts_and_cuts_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed(capsys) == [
-        "run                        state      step        loss    seen        last step",
+        "run                        state      step        loss    seen      last step",
         "─" * 80,
-        f"{RUN}  preempted  1200/50000  2.3457  12,346      2 h 10 min",
-        "                                                          tokens/s    ago",
+        f"{RUN}  preempted  1200/50000  2.3457  12,346    2 h 10 min",
+        "                                                          tokens/s  ago",
     ]
 
 

@@ -65,9 +65,12 @@ def _set_widths(table: Table, shown: Console) -> int:
     sizes = [[Measurement.get(shown, wide, cell) for cell in (one.header, *one.cells)] for one in table.columns]
     natural = [max(size.maximum for size in column) for column in sizes]
     widths = [max(size.minimum for size in column) for column in sizes]
-    for number, column in enumerate(table.columns):
-        if column.overflow == "fold":
-            widths[number] = min(widths[number], _FOLDED)
+    folded = [column.overflow == "fold" for column in table.columns]
+    widths = [min(width, _FOLDED) if fold else width for width, fold in zip(widths, folded, strict=True)]
+
+    def missing(number: int) -> tuple[bool, float]:
+        """How urgently a column needs room: one that is not folded first, then that with the most lines."""
+        return (not folded[number] and natural[number] > widths[number], natural[number] / max(widths[number], 1))
 
     def frame() -> int:
         return Measurement.get(shown, wide, table).maximum - sum(natural)
@@ -78,8 +81,7 @@ def _set_widths(table: Table, shown: Console) -> int:
     if sum(widths) + frame() > available:
         widths = natural
     for _ in range(min(available - frame(), sum(natural)) - sum(widths)):
-        most = max(range(len(widths)), key=lambda number: natural[number] / max(widths[number], 1))
-        widths[most] += 1
+        widths[max(range(len(widths)), key=missing)] += 1
     total = sum(widths) + frame()
     for column, width in zip(table.columns, widths, strict=True):
         column.width = width

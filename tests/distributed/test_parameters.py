@@ -156,7 +156,7 @@ V115_LAYOUTS: list[tuple[dict[str, Any], int]] = [
 
 def v115_cases() -> Iterator[Case]:
     chance = random.Random(5)
-    sizes = [model for model in models(chance) if model["num_layers"] > 3]
+    sizes = [model for model in models(chance) if model["num_layers"] > 3 and not model["kv_channels"]]
     for parallel, data in V115_LAYOUTS:
         for model in chance.sample(sizes, 3):
             positions = {"max_position_embeddings": chance.choice((8, 33))}

@@ -387,7 +387,7 @@ def test_a_node_that_is_gone_shows_in_status_and_a_launch_brings_it_back(rack_up
     done = rack.fab("launch", *TINY, "--include", "host-b", "--run-id-file", "alone")
     assert done.returncode == 0, done.stdout + done.stderr
     run_id = run_id_of(rack.project / "alone")
-    assert f"run {run_id}: 1 ranks on 1 nodes" in done.stdout
+    assert f"run {run_id}: 1 rank on 1 node" in done.stdout
     assert rack["host-b"].containers() == {NODE: "running"}
     assert rack["host-b"].sh(f"cat {RUNS}/{run_id}/exit_code") == "0\n"
     assert rack["host-a"].execute(f"ls {RUNS}/{run_id}").returncode != 0

@@ -21,6 +21,7 @@ from tridock.cli.options import (
 )
 from tridock.cli.output import print_tables, redraw_tables, say
 from tridock.errors import ClusterError, Problem, RequestError, TridockError
+from tridock.report.markup import count
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -71,7 +72,7 @@ def _up(arguments: argparse.Namespace) -> int:
     session = open_session(arguments)
     image_id = nodes.up(session)
     if not arguments.quiet:
-        say(f"{len(session.nodes)} nodes up, image {image_id[:19]}: {', '.join(session.nodes)}")
+        say(f"{count(len(session.nodes), 'node')} up, image {image_id[:19]}: {', '.join(session.nodes)}")
     return 0
 
 
@@ -92,7 +93,7 @@ def _keys(arguments: argparse.Namespace) -> int:
     session = open_session(arguments)
     store = distribute_keys(session, rotate=arguments.rotate)
     if not arguments.quiet:
-        say(f"keys of {len(session.nodes)} nodes in place; client key {store.fingerprint()}")
+        say(f"keys of {count(len(session.nodes), 'node')} in place; client key {store.fingerprint()}")
     return 0
 
 

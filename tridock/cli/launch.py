@@ -26,6 +26,7 @@ from tridock.cli.options import (
 from tridock.cli.output import console, print_tables, say
 from tridock.contracts.run_folder import write_atomic
 from tridock.errors import EXIT_INTERRUPTED, TridockError
+from tridock.report.markup import count
 
 if TYPE_CHECKING:
     from tridock.launchers.run import RunBundle
@@ -112,8 +113,9 @@ def _launch(arguments: argparse.Namespace) -> int:
     if arguments.quiet:
         say(bundle.run_id)
     else:
-        plan, nodes = prepared.plan, len(session.cluster.slots)
-        say(f"run {bundle.run_id}: {plan.world_size} ranks on {nodes} nodes, {plan.layout}")
+        plan = prepared.plan
+        ranks, nodes = count(plan.world_size, "rank"), count(len(session.cluster.slots), "node")
+        say(f"run {bundle.run_id}: {ranks} on {nodes}, {plan.layout}")
     if arguments.detach:
         if not arguments.quiet:
             say(_how_to_return(arguments, bundle.run_id))

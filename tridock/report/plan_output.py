@@ -21,6 +21,7 @@ from tridock.plan.cost import Cost, seconds_of
 from tridock.plan.memory import GIB, StageMemory
 from tridock.plan.search import Candidate, Search, overrides_of, reasons, search
 from tridock.report import rank_map
+from tridock.report.markup import count
 from tridock.report.rank_picture import plot as plot_rank_map
 
 
@@ -134,7 +135,8 @@ def headline(assessment: Assessment) -> Text:
         return text.append(_LABELS["illegal"], _STYLES["illegal"])
     judged = gpu is not None
     text.append(_LABELS[assessment.verdict] if judged else "can run", _STYLES[assessment.verdict])
-    text.append(f" · {plan.layout} · {plan.world_size} ranks · {assessment.worst.total_bytes / GIB:.2f} GiB per rank")
+    ranks = count(plan.world_size, "rank")
+    text.append(f" · {plan.layout} · {ranks} · {assessment.worst.total_bytes / GIB:.2f} GiB per rank")
     if gpu is not None:
         text.append(f" of {gpu.memory_bytes / GIB:.1f} ({gpu.name})")
     if assessment.cost is not None and assessment.cost.estimate is not None:
@@ -173,12 +175,12 @@ def _facts(assessment: Assessment) -> Table:
     assert plan is not None
     assert cost is not None
     nodes = len({rank.node for rank in plan.ranks})
-    replicas, steps = _count(plan.data_parallel_size, "replica"), _count(plan.accumulation_steps, "step")
-    samples, tokens = _count(plan.global_batch_size, "sample"), f"{plan.tokens_per_step:,} {experiment.model.unit}"
+    replicas, steps = count(plan.data_parallel_size, "replica"), count(plan.accumulation_steps, "step")
+    samples, tokens = count(plan.global_batch_size, "sample"), f"{plan.tokens_per_step:,} {experiment.model.unit}"
     batch = f"micro batch {plan.micro_batch_size} x {replicas} x {steps} = {samples}, {tokens} per iteration"
     rows = (
         ("experiment", f"{experiment.name}, engine {experiment.engine}, {experiment.precision}"),
-        ("cluster", f"{_count(plan.world_size, 'slot')} on {_count(nodes, 'node')}"),
+        ("cluster", f"{count(plan.world_size, 'slot')} on {count(nodes, 'node')}"),
         ("layout", plan.layout),
         ("batch", batch),
         ("parameters", f"{cost.parameters:,}"),
@@ -325,12 +327,12 @@ def render_search(found: Search, name: str) -> Group:
     parts: list[RenderableType] = [table, Text(legend, "dim")]
     omitted = len(found.found) - _MOST_LAYOUTS
     if omitted > 0:
-        parts.append(f"and {_count(omitted, 'more layout')} that fit{'s' if omitted == 1 else ''}")
+        parts.append(f"and {count(omitted, 'more layout')} that fit{'s' if omitted == 1 else ''}")
     if found.rejected:
         parts += ["", Text(f"{len(found.rejected):,} others do not work:", "bold")]
         counted = reasons(found.rejected)
-        parts += [f"{count:>6,}  {reason}" for reason, count in counted[:_MOST_REASONS]]
-        rest = sum(count for _, count in counted[_MOST_REASONS:])
+        parts += [f"{number:>6,}  {reason}" for reason, number in counted[:_MOST_REASONS]]
+        rest = sum(number for _, number in counted[_MOST_REASONS:])
         if rest:
             parts.append(f"{rest:>6,}  for other reasons (--json lists all)")
     return Group(*parts)
@@ -382,7 +384,3 @@ def _count_short(value: float) -> str:
         if value >= size:
             return f"{value / size:,.1f} {name}"
     return f"{value:,.0f}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")

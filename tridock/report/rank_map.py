@@ -12,6 +12,7 @@ from rich.style import Style
 from rich.text import Text
 
 from tridock.plan import Plan, Rank
+from tridock.report.markup import count
 
 KEY: Final = "r5: rank 5. Below it pp.dp.cp.tp: pipeline, data, context, tensor parallel rank"
 """How to read a slot."""
@@ -102,11 +103,7 @@ def by_node(plan: Plan) -> dict[str, list[Rank]]:
 def headline(plan: Plan) -> str:
     """``TP2 PP2 DP1: 4 ranks on 2 nodes``."""
     nodes = len(by_node(plan))
-    return f"{plan.layout}: {_count(plan.world_size, 'rank')} on {_count(nodes, 'node')}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return f"{plan.layout}: {count(plan.world_size, 'rank')} on {count(nodes, 'node')}"
 
 
 def _between(position: float) -> str:

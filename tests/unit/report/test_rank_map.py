@@ -32,7 +32,7 @@ r5: rank 5. Below it pp.dp.cp.tp: pipeline, data, context, tensor parallel rank
    stage 0 (r0 to r1): 12.3 GiB, tight     stage 1 (r2 to r3)
 """
 LARGE = """\
-TP8 PP16 DP8: 1024 ranks on 128 nodes
+TP8 PP16 DP8: 1,024 ranks on 128 nodes
 ╭─ n0 ────────────────────────────────────────────────────────────────────╮
 │ slot 0   slot 1   slot 2   slot 3   slot 4   slot 5   slot 6   slot 7   │
 │ r0       r1       r2       r3       r4       r5       r6       r7       │

@@ -17,11 +17,13 @@ _DPI: Final = 150
 _FEW_POINTS: Final = 40
 """A curve with at most this many points has a dot at each: a run of one iteration would otherwise be invisible."""
 _LEGEND: Final = {"frameon": False, "fontsize": 8.5}
-_LONGEST_NAME: Final = 48
+_LONGEST_NAME: Final = 64
 _ENTRIES_WIDTH: Final = 82
 """Characters of the legend's font across a figure; matplotlib cuts a legend that is wider."""
 _ENTRY_SIGNS: Final = 8
 """The width of a legend's entry beside its name, in characters."""
+_MOST_ENTRIES: Final = 3
+"""Entries of a legend beside each other."""
 _MOST_MARKS: Final = 200
 _MAGNITUDES: Final = 50.0
 """If the largest value is this many times the smallest, and all are positive, the axis is logarithmic."""
@@ -91,7 +93,9 @@ def draw_lines(
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
     axes.set_xlabel(over)
     _finish(axes, unit)
-    if len(handles) > 1:
+    if _entries_across(handles) < _MOST_ENTRIES:  # inside the axes, long names would cover the curves
+        _legend_below(figure, handles)
+    elif len(handles) > 1:
         _name(axes.legend(*_numbered(handles), **_LEGEND), handles)
     return figure
 
@@ -101,9 +105,7 @@ def draw_bars(categories: Sequence[str], bars: Sequence[Bars], unit: str, limits
 
     Each of ``limits`` is a vertical line at its first y.
     """
-    names = [one_line(name, _LONGEST_NAME) for name in (*(bar.name for bar in bars), *(line.name for line in limits))]
-    columns = min(3, max(1, _ENTRIES_WIDTH // (max(map(len, names), default=0) + _ENTRY_SIGNS)))
-    height = max(1.6, 0.9 + 0.24 * len(categories) * max(1, len(bars)) ** 0.7) + 0.18 * ((len(names) - 1) // columns)
+    height = max(1.6, 0.9 + 0.24 * len(categories) * max(1, len(bars)) ** 0.7)
     figure, axes = _canvas((_SIZE[0], height))
     handles: list[tuple[Any, str]] = []
     thick = 0.8 / max(1, len(bars))
@@ -122,8 +124,7 @@ def draw_bars(categories: Sequence[str], bars: Sequence[Bars], unit: str, limits
     axes.set_xlim(left=0)
     axes.set_xlabel(unit)
     _finish(axes, "", grid="x")
-    if len(handles) > 1:
-        _name(figure.legend(*_numbered(handles), loc="outside lower center", ncols=columns, **_LEGEND), handles)
+    _legend_below(figure, handles)
     return figure
 
 
@@ -183,6 +184,19 @@ def _finish(axes: Any, unit: str, grid: str = "both") -> None:
 def _numbered(handles: Sequence[tuple[Any, str]]) -> tuple[list[Any], list[str]]:
     """Returns numbers instead of names, because matplotlib hides a name that begins with "_"."""
     return [handle for handle, _ in handles], [str(number) for number in range(len(handles))]
+
+
+def _entries_across(handles: Sequence[tuple[Any, str]]) -> int:
+    longest = max((len(one_line(name, _LONGEST_NAME)) for _, name in handles), default=0)
+    return min(_MOST_ENTRIES, max(1, _ENTRIES_WIDTH // (longest + _ENTRY_SIGNS)))
+
+
+def _legend_below(figure: Any, handles: Sequence[tuple[Any, str]]) -> None:
+    """Adds a legend of several entries below the axes, which keep their height."""
+    if len(handles) > 1:
+        across = _entries_across(handles)
+        figure.set_figheight(figure.get_figheight() + 0.18 * ((len(handles) - 1) // across))
+        _name(figure.legend(*_numbered(handles), loc="outside lower center", ncols=across, **_LEGEND), handles)
 
 
 def _name(legend: Any, handles: Sequence[tuple[Any, str]]) -> None:

@@ -40,7 +40,8 @@ _PER_RUN: Final = ("run_id", "created")
 def page(subjects: Sequence[Subject], charts: Sequence[Chart], now: datetime | None = None) -> str:
     """Returns the page as HTML. ``now`` is its date."""
     moment = f"{now or datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
-    title = one_line(" and ".join(it.name for it in subjects[:3]), 120) + (" …" if len(subjects) > 3 else "")
+    names = [it.name for it in subjects]
+    title = one_line(" and ".join(names if len(names) <= 3 else [names[0], f"{len(names) - 1} others"]), 120)
     sections = [it for it in _sections(subjects, charts) if it[2]]
     links = "".join(f'<a href="#{name}">{escape(heading)}</a>' for name, heading, _ in sections)
     return (

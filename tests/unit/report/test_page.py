@@ -271,6 +271,12 @@ def test_more_ranks_than_bars_are_a_curve(tmp_path: Path, ranks: int, axis: str)
     assert (">rank 63</text>" in memory.svg) == (ranks == 64)
 
 
+def test_the_title_of_many_runs_names_the_first(tmp_path: Path) -> None:
+    subject = of_run(a_run(tmp_path / "first", [3.0, 2.0]))
+    assert "<h1>first and first</h1>" in page([subject] * 2, [])
+    assert "<h1>first and 4 others</h1>" in page([subject] * 5, [])
+
+
 def test_the_layout_of_many_ranks_is_a_bitmap_in_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = of_run(a_run(tmp_path / "a-1", [7.0]))
     assert outline(page([subject], [])).loaded == ["data:,"]

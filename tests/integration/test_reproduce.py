@@ -42,7 +42,10 @@ def test_a_run_is_done_once_more_on_its_cluster(twin: Clone, first: Path) -> Non
     assert found["losses"]["compared"] >= 12
 
     page = twin.succeed(f"fab report {HOSTS} --run {first.name} --run {again.name}")
-    assert re.match(rf"page runs/{first.name}/report.html, \d+ charts beside it\n", page)
+    assert page.splitlines()[:2] == [
+        f"page        runs/{first.name}/report.html",
+        f"chart       runs/{first.name}/report-loss.png",
+    ]
     text = (first / "report.html").read_text()
     # The experiments are the same; of the manifests only the file differs that each was read from.
     assert text.count("No differences.") == 1

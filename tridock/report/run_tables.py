@@ -24,7 +24,7 @@ def status_table(runs: Sequence[RunInfo]) -> Table:
             _step(metrics.get("iteration"), run.train_iters),
             _number(metrics.get("loss"), ".4f"),
             _speed(metrics),
-            f"{_time(run.age_s)} ago" if metrics and run.age_s is not None else "",
+            f"{_time(run.age_s, units=1)} ago" if metrics and run.age_s is not None else "",
         )
     return table
 
@@ -61,8 +61,8 @@ def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-def _time(seconds: float | None) -> str:
-    """The two largest units: ``3 s``, ``4 min 5 s``, ``2 h 10 min``, ``3 d 1 h``."""
+def _time(seconds: float | None, units: int = 2) -> str:
+    """The largest units: ``3 s``, ``4 min 5 s``, ``2 h 10 min``, ``3 d 1 h``."""
     if seconds is None:
         return ""
     rest = int(seconds)
@@ -71,7 +71,7 @@ def _time(seconds: float | None) -> str:
         count, rest = divmod(rest, size)
         if count or parts or unit == "s":
             parts.append(f"{count} {unit}")
-    return " ".join(parts[:2])
+    return " ".join(parts[:units])
 
 
 def environment_table(found: Sequence[Difference]) -> Table:

@@ -19,7 +19,7 @@ RUN = RunInfo(
 )  # fmt: skip
 OF_IMAGES = replace(RUN, metrics={"iteration": 12, "loss": 2.34567, "samples_per_second": 56.4})
 NEW = replace(RUN, run_id="new", nodes=(), metrics=None, age_s=None, duration_s=None, train_iters=None)
-DIVERGED = replace(RUN, state=RunState.FAILED, exit_code=4, metrics={"iteration": 3, "loss": None})
+DIVERGED = replace(RUN, state=RunState.FAILED, exit_code=4, age_s=7860, metrics={"iteration": 3, "loss": None})
 
 
 def cells(table: Table) -> list[list[str]]:
@@ -34,7 +34,7 @@ def test_status() -> None:
         [RUN.run_id, "2", "running", "12/400", "2.3457", "12,346 tokens/s", "3 s ago"],
         [RUN.run_id, "2", "running", "12/400", "2.3457", "56 samples/s", "3 s ago"],
         ["new", "", "running", "", "", "", ""],
-        [RUN.run_id, "2", "failed", "3/400", "", "", "3 s ago"],
+        [RUN.run_id, "2", "failed", "3/400", "", "", "2 h ago"],
         [RUN.run_id, "2", "running", "0/400", "", "", ""],
     ]
 

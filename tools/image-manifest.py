@@ -13,6 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from tridock.experiment import fields_digest
+
 NOTABLE_DISTRIBUTIONS = ("deepspeed", "megatron-core", "numpy", "tokenizers")
 MEGATRON = Path("/opt/megatron-v1.1.5/tridock-source.json")
 DEBIAN_PACKAGES = ("libc6", "numactl", "openssh-client", "openssh-server", "pdsh", "procps", "tini")
@@ -78,6 +80,7 @@ def main() -> None:
     manifest = {
         "tridock": given.version,
         "git_commit": given.git_commit,
+        "experiment_fields": fields_digest(),
         "flavor": given.flavor,
         "base_image": given.base_image,
         "os": os_name(),

@@ -1,8 +1,11 @@
 """YAML to :class:`Experiment`: every problem at once, each with its field path."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel
 
 from tridock.errors import Problem, RequestError
 from tridock.experiment.schema import Experiment
@@ -40,6 +43,21 @@ def _override(fields: dict[str, Any], override: str) -> None:
         section[name] = dict(inner) if isinstance(inner, Mapping) else {}
         section = section[name]
     section[names[-1]] = parse_value(text, f"--set {path}")
+
+
+def fields_digest() -> str:
+    """A digest of the names of an experiment's fields: the code that writes a run's experiment and the code that reads
+    it must have the same."""
+    return sha256("\n".join(sorted(_field_names(Experiment))).encode()).hexdigest()[:16]
+
+
+def _field_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            yield from _field_names(section, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
 
 
 def dump_experiment(experiment: Experiment) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.experiments import make_plan
 from tridock.errors import Problem, TridockError
-from tridock.experiment import Experiment
+from tridock.experiment import Experiment, fields_digest
 from tridock.ops.hosts.session import Session
 from tridock.ops.runs.preflight import Preflight, check_nodes
 from tridock.remote import Completed
@@ -79,6 +79,25 @@ def test_all_is_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "data_sha256_by_manifest": {BIN: "ee"},
     }
     assert found == Preflight(20123, data, {"torch": "2.13"})
+
+
+def test_an_image_of_the_same_fields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = {"experiment_fields": fields_digest()}
+    found = ask(tmp_path, monkeypatch, GOOD, {"rendezvous": {"port": 20123}, "image_manifest": manifest})
+    assert found.image_manifest == manifest
+
+
+def test_an_image_whose_code_would_not_know_the_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a git pull, before the image is built again."""
+    manifest = {"experiment_fields": "another", "git_commit": "0123456789abcdef"}
+    with pytest.raises(TridockError) as caught:
+        ask(tmp_path, monkeypatch, GOOD, {"rendezvous": {"port": 20123}, "image_manifest": manifest})
+    assert str(caught.value) == (
+        "node-1: its image is of another version of Tridock; "
+        "got its experiments have other fields; its commit is 0123456789ab; "
+        f"run tridock image, then tridock up --hosts {tmp_path}/lab"
+    )
+    assert caught.value.exit_code == 3
 
 
 def test_every_difference_is_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

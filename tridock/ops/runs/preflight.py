@@ -13,7 +13,7 @@ from tridock.contracts.codec import decode
 from tridock.contracts.node_answers import Fingerprint, PreflightAnswer
 from tridock.engines import engine_of
 from tridock.errors import ClusterError, Problem, RequestError
-from tridock.experiment import Experiment
+from tridock.experiment import Experiment, fields_digest
 from tridock.experiment.inputs import IMAGE_SUFFIXES, data_problems
 from tridock.ops.runs.this_machine import node_argv, node_environment
 from tridock.plan import Plan
@@ -47,12 +47,21 @@ def check_nodes(session: Session, config: Path, experiment: Experiment, plan: Pl
         return session.ask(node, PreflightAnswer, *preflight_argv(experiment, head=node == head), timeout=_TIMEOUT_S)
 
     answers = session.each(ask)
+    _refuse_other_fields(session, answers[head].image_manifest)
     bring = f"bring the data to the nodes: tridock data sync --hosts {session.cluster.hostfile_path} --path "
     problems = list(_differences(config, data_files(experiment), head, answers, bring))
     problems += mismatches(config, experiment, plan, answers[head])
     if problems:
         raise RequestError(problems)
     return _passed(head, config, experiment, answers[head])
+
+
+def _refuse_other_fields(session: Session, manifest: object) -> None:
+    """Raises :class:`ClusterError` where the image's code would not know the experiment that this code writes."""
+    known = manifest.get("experiment_fields") if isinstance(manifest, Mapping) else None
+    if known is not None and known != fields_digest():
+        commit = str(manifest.get("git_commit") if isinstance(manifest, Mapping) else None)[:12]
+        raise session.other_version(session.head, f"its experiments have other fields; its commit is {commit}")
 
 
 def check_files(

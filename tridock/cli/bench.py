@@ -7,6 +7,7 @@ from pathlib import Path
 
 from tridock.cli.options import Commands, add_command, add_config, require_config
 from tridock.cli.output import print_tables
+from tridock.errors import EXIT_INTERRUPTED
 
 
 def add(commands: Commands) -> None:
@@ -45,7 +46,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         results = f"{len(measured)} cells are in {out}" if measured else "nothing was measured"
         print(f"stopped, together with the current run; {results}", file=sys.stderr)
-        raise
+        return EXIT_INTERRUPTED
     finally:
         signal.signal(signal.SIGTERM, previous)
     print_tables(table(measured))

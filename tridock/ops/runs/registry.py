@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from tridock.contracts import run_folder
 from tridock.contracts.node_answers import Process, RunInfo, Stopped
 from tridock.errors import ClusterError, Problem, RequestError
+from tridock.experiment import Experiment, parse_experiment
 from tridock.ops.hosts.session import Session
 from tridock.remote import Host
 
@@ -94,6 +95,12 @@ def parse_rank(text: str) -> int:
     if not text.isdecimal():
         raise RequestError(Problem("--rank", "must be a whole number", repr(text), "give a rank's number"))
     return int(text)
+
+
+def experiment_of(session: Session, run: Run) -> Experiment:
+    """The experiment that the run's folder holds."""
+    path = f"{run_folder.WORKSPACE}/runs/{run.run_id}/{run_folder.EXPERIMENT}"
+    return parse_experiment(_read(session, run.head, path).decode(), path)
 
 
 def _read(session: Session, node: str, path: str) -> bytes:

@@ -4,10 +4,11 @@ from typing import Final
 
 from tridock.contracts import run_folder
 from tridock.contracts.node_answers import Evidence
+from tridock.engines import checkpoints_folder
 from tridock.errors import Problem, RequestError, RunError
 from tridock.ops.hosts.session import Session
 from tridock.ops.runs.failed_run import RunFailedError, failed, failure_text, rank_to_look_at
-from tridock.ops.runs.registry import Run, folder_of, list_runs
+from tridock.ops.runs.registry import Run, experiment_of, folder_of, list_runs
 from tridock.remote import Host, on_all
 from tridock.triage import Facts, facts_of
 
@@ -26,7 +27,8 @@ def check_exit(session: Session, run: Run, exit_code: int) -> None:
     if exit_code == run_folder.EXIT_STOPPED:
         raise RunError(Problem(run.run_id, "the run was stopped", "", f"its folder is {folder_of(session, run)}"))
     if exit_code == run_folder.EXIT_PREEMPTED:
-        todo = f"continue with --set train.load=runs/{run.run_id}/{run_folder.CHECKPOINTS}"
+        saved_in = checkpoints_folder(experiment_of(session, run), f"runs/{run.run_id}")
+        todo = f"continue with --set train.load={saved_in}"
         raise PreemptedError(Problem(run.run_id, "the run was asked to end, and has saved", "", todo))
     if exit_code:
         raise _failed(session, run, collect(session, run, exit_code))

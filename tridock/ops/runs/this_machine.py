@@ -59,7 +59,7 @@ def gpu_count() -> int | None:
 
 
 def hidden_gpus(driver: Path = Path("/proc/driver/nvidia/gpus")) -> int:
-    """The GPUs that the machine's NVIDIA driver has, if ranks here would train on the CPU without being told to.
+    """The GPUs that the machine's NVIDIA driver has, if ranks here would train on the CPU unasked.
 
     A container sees the driver of its host in /proc, also without the container toolkit.
     """

@@ -105,7 +105,7 @@ def test_the_three_commands(machine: Machine) -> None:
     assert "| loss " in shown
     assert shown.splitlines()[-1].endswith(" is done; its folder is " + str(next((machine.clone / "runs").iterdir())))
 
-    shown = machine.succeed(f"{trainer.replace('run ', 'run --rm -T ')} {SHORT} </dev/null")
+    shown = machine.succeed(f"CUDA_VISIBLE_DEVICES=0 {trainer.replace('run ', 'run --rm -T ')} {SHORT} </dev/null")
     assert "2 ranks on this machine" in shown
     made = [path for path in (machine.clone / "runs").iterdir() if (path / "metrics.jsonl").is_file()]
     assert {path.stat().st_uid for path in made} == {UID}

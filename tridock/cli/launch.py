@@ -202,7 +202,7 @@ def _stop(arguments: argparse.Namespace) -> int:
     run = choose_run(session, run_of(arguments), active=True)
     counts = stop(session, run)
     if not arguments.quiet:
-        ended = ", ".join(f"{count} processes on {node}" for node, count in counts.items())
+        ended = ", ".join(f"{number} processes on {node}" for node, number in counts.items())
         say(f"stopped {run.run_id}: {ended}")
     if failure is not None:
         say("a node that has lost the head ends its processes of the run by itself")

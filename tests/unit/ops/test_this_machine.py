@@ -36,6 +36,7 @@ def nvidia_smi(folder: Path, listing: str) -> None:
         ("GPU-83a1d6de-25c9-1c0f-90f2-0d4b0f1a7a10", WHOLE, 1, "GPU-83a1d6de-25c9-1c0f-90f2-0d4b0f1a7a10"),
         ("", WHOLE, 2, ""),
         (None, "", 2, None),
+        ("0", "", 2, "0"),
     ],
 )  # fmt: skip
 def test_ranks_by_the_devices_that_are_visible(
@@ -64,6 +65,11 @@ def test_gpus_that_a_container_does_not_get_are_counted(
         (driver / place).mkdir(parents=True)
     assert this_machine.hidden_gpus(driver) == 2
     assert this_machine.hidden_gpus(tmp_path / "none") == 0
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")  # they were meant
+    assert this_machine.hidden_gpus(driver) == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert this_machine.hidden_gpus(driver) == 0
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert this_machine.hidden_gpus(driver) == 0
     monkeypatch.delenv("DS_ACCELERATOR")

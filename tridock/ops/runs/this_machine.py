@@ -51,8 +51,11 @@ def chosen_devices() -> Sequence[str] | None:
 
 
 def gpu_count() -> int | None:
-    """The GPUs or MIG slices that ranks here can have, each its own; None where ranks train on the CPU."""
-    if os.environ.get("DS_ACCELERATOR") == "cpu":
+    """The GPUs or MIG slices that ranks here can have, each its own; None where ranks train on the CPU.
+
+    ``CUDA_VISIBLE_DEVICES`` chooses among GPUs, and is of no meaning where there are none.
+    """
+    if os.environ.get("DS_ACCELERATOR") == "cpu" or not _listed():
         return None
     devices = chosen_devices()
     return len(_listed() if devices is None else devices) or None
@@ -63,7 +66,7 @@ def hidden_gpus(driver: Path = Path("/proc/driver/nvidia/gpus")) -> int:
 
     A container sees the driver of its host in /proc, also without the container toolkit.
     """
-    if os.environ.get("DS_ACCELERATOR") == "cpu" or VISIBLE in os.environ or gpu_count() is not None:
+    if os.environ.get("DS_ACCELERATOR") == "cpu" or os.environ.get(VISIBLE) == "" or _listed():
         return 0
     return len(list(driver.glob("*")))
 

@@ -85,25 +85,22 @@ def add(commands: Commands) -> None:
 def _launch(arguments: argparse.Namespace) -> int:
     """Run an experiment on the cluster and follow its output. Ctrl-C detaches, and the run continues."""
     from tridock.ops.runs import launch
-    from tridock.ops.runs.default_experiment import default_experiment
+    from tridock.ops.runs.default_experiment import choose_experiment
     from tridock.ops.runs.registry import Run
     from tridock.report.plan_output import headline
 
     session = open_session(arguments)
-    config, overrides = config_of(arguments), arguments.set
-    if demo := config is None:
-        chosen = default_experiment(session.cluster.slots)
-        config, overrides = chosen.config, [*chosen.overrides, *overrides]
+    config, overrides, note = choose_experiment(config_of(arguments), arguments.set, session.cluster.slots)
     prepared = launch.prepare_on(session, config, overrides, force=arguments.force)
-    if demo and not arguments.quiet:
-        say(f"no --config: {config} with {chosen.layout}, because {chosen.reason}")
+    if note and not arguments.quiet:
+        say(note)
     if arguments.dry_run:
         _preview(launch.preview(session, prepared), prepared, verbose=arguments.verbose)
         return 0
     prepared = launch.on_hosts_gpus(session, prepared)
     if not arguments.quiet:
         console().print(headline(prepared.assessment))
-    if demo:
+    if note:  # the experiment reads the demo's data
         brought = launch.bring_demo_data(session)
         if not arguments.quiet:
             say(brought)

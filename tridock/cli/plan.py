@@ -66,16 +66,13 @@ def _plan(arguments: argparse.Namespace) -> int:
         print(explain(arguments.explain))
         return 0
 
-    from tridock.ops.runs.default_experiment import default_experiment
+    from tridock.ops.runs.default_experiment import choose_experiment
     from tridock.ops.runs.prepare import assumptions_for, slots_of
     from tridock.report.plan_output import Show, print_plan
 
     hosts = arguments.hosts if arguments.nodes is not None else find_hostfile(arguments)
     cluster, slots = slots_of(hosts, arguments.include, arguments.exclude, arguments.nodes, arguments.gpus_per_node)
-    config, overrides = config_of(arguments), arguments.set
-    if config is None:
-        chosen = default_experiment(slots)
-        config, overrides = chosen.config, [*chosen.overrides, *overrides]
+    config, overrides, _ = choose_experiment(config_of(arguments), arguments.set, slots)
     assumptions = assumptions_for(cluster, arguments.gpu, arguments.network_gbit, arguments.tflops, arguments.tokens)
     if cluster is not None and assumptions.gpu is None and not arguments.offline:
         assumptions = _with_hosts_gpu(assumptions, cluster)

@@ -1,17 +1,10 @@
 """``tridock train``."""
 
-from __future__ import annotations
-
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tridock.cli.options import Commands, add_command, add_config, add_quiet, add_set, add_workspace, config_of
 from tridock.cli.output import say
-
-if TYPE_CHECKING:
-    from tridock.ops.runs.local_run import Place
 
 
 def add(commands: Commands) -> None:
@@ -39,14 +32,19 @@ def _train(arguments: argparse.Namespace) -> int:
     """Run an experiment on this machine or in this container, without ssh. tridock launch runs the same experiment
     on a cluster.
     """
-    from tridock.ops.runs.local_run import Place, run_here
+    from tridock.ops.runs.default_experiment import choose_experiment
+    from tridock.ops.runs.local_run import Place, ranks_here, run_here
 
     place = Place(arguments.nnodes, arguments.node_rank, arguments.master_addr)
-    config, overrides = config_of(arguments), arguments.set
-    if config is None:
-        place.check()
-        config, own = _default_experiment(arguments, place)
-        overrides = [*own, *overrides]
+    place.check()
+    slots = place.slots(ranks_here(arguments.nproc))
+    config, overrides, note = choose_experiment(config_of(arguments), arguments.set, slots)
+    if note:
+        from tridock.data.corpus import prepare_demo
+
+        report = (lambda _: None) if arguments.quiet else say
+        report(note)
+        prepare_demo(arguments.workspace / "data" / "demo", report=report)
     return run_here(
         config,
         arguments.nproc,
@@ -57,16 +55,3 @@ def _train(arguments: argparse.Namespace) -> int:
         force=arguments.force,
         quiet=arguments.quiet,
     ).exit_code
-
-
-def _default_experiment(arguments: argparse.Namespace, place: Place) -> tuple[Path, Sequence[str]]:
-    """The experiment without --config, and its overrides; its data is made if it is missing."""
-    from tridock.data.corpus import prepare_demo
-    from tridock.ops.runs.default_experiment import default_experiment
-    from tridock.ops.runs.this_machine import default_ranks
-
-    chosen = default_experiment(place.slots(arguments.nproc or default_ranks()))
-    report = (lambda _: None) if arguments.quiet else say
-    report(f"no --config: {chosen.config} with {chosen.layout}, because {chosen.reason}")
-    prepare_demo(arguments.workspace / "data" / "demo", report=report)
-    return chosen.config, chosen.overrides

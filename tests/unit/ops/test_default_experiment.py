@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tridock.ops.runs.default_experiment import default_experiment
+from tridock.cli import main
+from tridock.ops.runs.default_experiment import choose_experiment, default_experiment
 from tridock.ops.runs.prepare import prepare
 from tridock.plan import Assumptions
 
@@ -39,3 +40,17 @@ def test_the_layout_is_the_one_that_the_plan_has(
     planned = prepare(chosen.config, slots, Assumptions(), chosen.overrides).plan
     assert planned.layout == layout
     assert planned.accumulation_steps >= 2
+
+
+def test_a_layout_of_ones_own_is_not_explained_away() -> None:
+    slots = {"a": range(4)}
+    _, overrides, note = choose_experiment(None, ["parallel.tensor_model_parallel_size=1"], slots)
+    assert note == "no --config: configs/demo-3d.yaml"
+    assert overrides[-1] == "parallel.tensor_model_parallel_size=1"
+    assert choose_experiment(Path("mine.yaml"), ["a=1"], slots) == (Path("mine.yaml"), ["a=1"], "")
+
+
+@pytest.mark.parametrize("nproc", ["0", "-1"])
+def test_no_ranks_are_refused_before_a_layout_is_chosen(nproc: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--nproc", nproc]) == 2
+    assert capsys.readouterr() == ("", f"--nproc: must be at least 1; got {nproc}; give the number of ranks\n")

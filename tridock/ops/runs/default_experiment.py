@@ -14,7 +14,7 @@ _MICRO_BATCH: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class DefaultExperiment:
-    """A file, the fields that the slots override, and the reason for the layout, for people."""
+    """A file, the layout, the fields that it overrides, and its reason, for people."""
 
     config: Path
     layout: str
@@ -44,3 +44,17 @@ def default_experiment(slots: Mapping[str, Sequence[int]]) -> DefaultExperiment:
     )
     reason = "there is one slot" if ranks == 1 else f"{ranks} slots are {why}"
     return DefaultExperiment(CONFIG, f"TP{tensor} PP{pipeline} DP{replicas}", overrides, reason)
+
+
+def choose_experiment(
+    config: Path | None, overrides: Sequence[str], slots: Mapping[str, Sequence[int]]
+) -> tuple[Path, Sequence[str], str]:
+    """The experiment that is named and its overrides, or else the default's with these after its own, and a line that
+    says so."""
+    if config is not None:
+        return config, overrides, ""
+    chosen = default_experiment(slots)
+    note = f"no --config: {chosen.config}"
+    if not any(override.startswith("parallel.") for override in overrides):
+        note += f" with {chosen.layout}, because {chosen.reason}"
+    return chosen.config, [*chosen.overrides, *overrides], note

@@ -105,10 +105,8 @@ def run_here(
         raise RequestError(
             Problem("--workspace", "is not a folder", str(workspace), "give the folder that holds data/")
         )
-    if nproc is not None and nproc < 1:
-        raise RequestError(Problem("--nproc", "must be at least 1", str(nproc), "give the number of ranks"))
     place.check()
-    ranks = nproc or default_ranks()
+    ranks = ranks_here(nproc)
     prepared = prepare(config, place.slots(ranks), Assumptions(gpu=gpu_here()), overrides, force=force)
     experiment = prepared.experiment
     if experiment.env.get("DS_ACCELERATOR") != "cpu" and (gpus := gpu_count()) is not None and ranks > gpus:
@@ -154,6 +152,13 @@ def run_here(
         saved_in = checkpoints_folder(prepared.experiment, f"runs/{folder.name}")
         print(f"continue with --set train.load={saved_in}")
     return Ended(folder, code)
+
+
+def ranks_here(nproc: int | None) -> int:
+    """The ranks to start on this machine: ``nproc``, or one for each of its GPUs."""
+    if nproc is not None and nproc < 1:
+        raise RequestError(Problem("--nproc", "must be at least 1", str(nproc), "give the number of ranks"))
+    return nproc or default_ranks()
 
 
 def _agree(place: Place, port: int, ranks: int, prepared: Prepared) -> str:

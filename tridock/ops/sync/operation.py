@@ -32,7 +32,7 @@ from tridock.engines import engine_of
 from tridock.errors import ClusterError, Problem, RequestError, TridockError
 from tridock.experiment import Experiment
 from tridock.ops.hosts.session import NODE, Session
-from tridock.ops.runs.default_experiment import default_experiment
+from tridock.ops.runs.default_experiment import choose_experiment
 from tridock.ops.runs.preflight import data_files
 from tridock.ops.runs.prepare import assumptions_for, prepare
 from tridock.ops.sync.files import Chosen, DataFile, choose, fingerprint, of_experiment
@@ -195,9 +195,7 @@ def run(
     laid_out: tuple[Experiment, Plan] | None = None
     if config or not paths:
         cluster = session.cluster
-        if config is None:
-            default = default_experiment(cluster.slots)
-            config, overrides = default.config, [*default.overrides, *overrides]
+        config, overrides, _ = choose_experiment(config, overrides, cluster.slots)
         prepared = prepare(config, cluster.slots, assumptions_for(cluster), overrides, force=True)
         experiment, plan = prepared.experiment, prepared.plan
         laid_out = experiment.resolved(plan.data_parallel_size), plan

@@ -1,7 +1,8 @@
-"""One rank of an engine whose disk is full in the middle of one of its saves, and free again after it.
+"""One rank of an engine whose disk is full in the middle of one of its saves and free again after it, or never answers.
 
-``python -m tests.distributed.checkpointed MODULE ITERATION:RANK --run-folder …``: MODULE is the engine's program; that
-rank can write no file larger than some bytes while that iteration is saved.
+``python -m tests.distributed.checkpointed MODULE full:ITERATION:RANK|held:ITERATION --run-folder …``: MODULE is the
+engine's program. While that iteration is saved, that rank can write no file larger than some bytes, or no rank comes to
+the end of writing.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ import importlib
 import os
 import resource
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from tridock.train.checkpoints.checkpoint import Checkpoints
@@ -20,24 +24,34 @@ LIMIT = 20_000
 
 def main() -> int:
     """Takes two arguments, and leaves the rest to the engine's program."""
-    _, module, full, *arguments = sys.argv
+    _, module, fault, *arguments = sys.argv
     sys.argv = [module, *arguments]
-    full_iteration, rank = map(int, full.split(":"))
-    save = Checkpoints.save
+    kind, at, *rank = fault.split(":")
+    start = Checkpoints.start
 
-    def limited(self: Checkpoints, write: Any, iteration: int, *rest: Any) -> Any:
-        if (iteration, os.environ["RANK"]) != (full_iteration, str(rank)):
-            return save(self, write, iteration, *rest)
-        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, most))
-        try:
-            return save(self, write, iteration, *rest)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    def limited(self: Checkpoints, prepare: Any, iteration: int, *rest: Any) -> Any:
+        if iteration != int(at) or rank not in ([], [os.environ["RANK"]]):
+            return start(self, prepare, iteration, *rest)
+        if kind == "held":
+            start(self, prepare, iteration, *rest)
+            return threading.Event().wait
+        with full_disk():
+            write = start(self, prepare, iteration, *rest)
+        return lambda: full_disk()(write)()
 
-    Checkpoints.save = limited  # type: ignore[method-assign]
+    Checkpoints.start = limited  # type: ignore[method-assign]
     code: int = importlib.import_module(module).main()
     return code
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import signal
 import time
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from typing import Any
 from tests.distributed.ranks import PATIENCE, Finished, Started, losses, read_lines
 
 Begin = Callable[..., tuple[Path, Started]]
-"""Starts two ranks: the run's name, ``ITERATION:RANK`` for a disk that is full then or None, and fields."""
+"""Starts two ranks: the run's name, a fault of ``checkpointed`` or None, and fields."""
 ITERATIONS = 40
 EVERY = {"train.save": True, "train.save_interval": 1}
 
@@ -25,12 +24,13 @@ def live_through(begin: Begin, victim: str, writer: int) -> None:
     whole, ranks = begin("whole", None, **{"train.save": False})
     finish(ranks, 0)
 
-    killed, ranks = begin("killed", None, **EVERY)
+    killed, ranks = begin("killed", "held:3", **EVERY)
     with ranks:
         wait_for(killed, "checkpoint_saved", 2, ranks)
-        time.sleep(random.uniform(0.0, 0.5))
+        wait_until(lambda: 4 in iterations(killed), ranks)  # a step beyond the checkpoint that is being written
         for process in ranks.processes:
             process.kill()
+    assert [event["iteration"] for event in saved(killed)] == [1, 2]
 
     preempted, ranks = begin("preempted", None, **EVERY, **load(killed))
     wait_for(preempted, "checkpoint_saved", 2, ranks)
@@ -38,6 +38,7 @@ def live_through(begin: Begin, victim: str, writer: int) -> None:
     finish(ranks, 85)
     event = read_lines(preempted / "events.jsonl")[-1]
     assert (event["event"], event["iteration"]) == ("run_preempted", iterations(preempted)[-1])
+    assert named(preempted, "checkpoint_loaded")[0]["iteration"] == 2
     newest = saved(preempted)[-1]
     assert newest["iteration"] == event["iteration"]
 
@@ -46,7 +47,7 @@ def live_through(begin: Begin, victim: str, writer: int) -> None:
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content)
     full = event["iteration"] + 2
-    last, ranks = begin("last", f"{full}:{writer}", **EVERY, **load(preempted), **{"train.keep_checkpoints": 2})
+    last, ranks = begin("last", f"full:{full}:{writer}", **EVERY, **load(preempted), **{"train.keep_checkpoints": 2})
     finished = finish(ranks, 0)
 
     (rejected,) = named(last, "checkpoint_rejected")
@@ -104,8 +105,12 @@ def iterations(folder: Path) -> list[int]:
 
 def wait_for(folder: Path, event: str, count: int, ranks: Started) -> None:
     """Until the event has come so often."""
+    wait_until(lambda: len(named(folder, event)) >= count, ranks)
+
+
+def wait_until(condition: Callable[[], bool], ranks: Started) -> None:
     deadline = time.monotonic() + PATIENCE
-    while len(named(folder, event)) < count:
+    while not condition():
         assert time.monotonic() < deadline
         assert ranks.processes[0].poll() is None, ranks.outputs[0][0].read_text() + ranks.outputs[0][1].read_text()
         time.sleep(0.02)

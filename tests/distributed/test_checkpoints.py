@@ -44,10 +44,10 @@ ENGINES: dict[str, tuple[str, str, str, int, dict[str, Any]]] = {
 def test_what_happens_to_a_run_does_not_change_its_losses(workspace: Path, engine: str) -> None:
     module, imports, victim, writer, own = ENGINES[engine]
 
-    def begin(name: str, full: str | None, **fields: Any) -> tuple[Path, Started]:
+    def begin(name: str, fault: str | None, **fields: Any) -> tuple[Path, Started]:
         common = {**own, **DROPOUT, "train.train_iters": ITERATIONS}
         folder = make_run(workspace, f"{engine}-{name}", 2, **common, **fields)
-        arguments = ["-m", module] if full is None else ["-m", "tests.distributed.checkpointed", module, full]
+        arguments = ["-m", module] if fault is None else ["-m", "tests.distributed.checkpointed", module, fault]
         env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
         return folder, Started([*arguments, "--run-folder", str(folder)], folder, 2, env, imports)
 

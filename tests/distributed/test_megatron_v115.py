@@ -89,9 +89,9 @@ def experiment(**fields: Any) -> Experiment:
 
 
 def begin(
-    workspace: Path, source: Path, name: str, world_size: int, full: str | None = None, **fields: Any
+    workspace: Path, source: Path, name: str, world_size: int, fault: str | None = None, **fields: Any
 ) -> tuple[Path, Started]:
-    """Starts a run; ``full`` says when which rank's disk is full."""
+    """Starts a run; ``fault`` is one of ``checkpointed``."""
     folder = workspace / "runs" / name
     folder.mkdir(parents=True)
     plan = make_plan(experiment(**fields), {"localhost": range(world_size)}, name)
@@ -102,7 +102,7 @@ def begin(
         (folder / file).write_bytes(content)
     env = {**program.env, "TRIDOCK_MEGATRON": str(source)}
     arguments = (
-        ["-m", program.module] if full is None else ["-m", "tests.distributed.checkpointed", program.module, full]
+        ["-m", program.module] if fault is None else ["-m", "tests.distributed.checkpointed", program.module, fault]
     )
     return folder, Started([*arguments, *program.arguments], folder, world_size, env)
 
@@ -282,8 +282,8 @@ def test_what_happens_to_a_run_does_not_change_its_losses(workspace: Path, sourc
     fields = {ZERO: 1, "train.train_iters": disturbed.ITERATIONS, "train.eval_interval": 0}
     dropout = {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}
 
-    def start(name: str, full: str | None, **more: Any) -> tuple[Path, Started]:
-        return begin(workspace, source, name, 2, full, **fields, **dropout, **more)
+    def start(name: str, fault: str | None, **more: Any) -> tuple[Path, Started]:
+        return begin(workspace, source, name, 2, fault, **fields, **dropout, **more)
 
     disturbed.live_through(start, "*zero_pp_rank_1*", 1)
 

@@ -84,8 +84,9 @@ class Training:
             time.sleep(0.01)
         return time.monotonic() - began
 
-    def kill(self, rank: int, beyond: int) -> None:
-        """Once the rank has gone that far in this attempt."""
+    def kill(self, rank: int, beyond: int, saved: int = 0) -> None:
+        """Once the rank has gone that far in this attempt, and the checkpoint of iteration ``saved`` is whole."""
+        self.until(lambda: not saved or saved in self.saved_iterations())
 
         def is_there() -> bool:
             beat = heartbeat.read(self.folder, rank)
@@ -96,6 +97,10 @@ class Training:
         assert beat is not None
         os.kill(beat.pid, signal.SIGKILL)
 
+    def saved_iterations(self) -> list[int]:
+        path = self.folder / "events.jsonl"
+        return [e["iteration"] for e in read_lines(path) if e["event"] == "checkpoint_saved"] if path.exists() else []
+
     def restarts(self) -> list[dict[str, Any]]:
         path = self.folder / "events.jsonl"
         return [e for e in read_lines(path) if e["event"] == "run_restarted"] if path.exists() else []
@@ -104,9 +109,9 @@ class Training:
 @pytest.mark.parametrize("engine", thinned(ENGINES, ["zero1"]))
 def test_two_deaths_change_no_loss(workspace: Path, undisturbed: Trained, engine: str) -> None:
     with Training(workspace, undisturbed[engine] / "experiment.yaml", "--set", "restart.max=2") as run:
-        run.kill(1, beyond=INTERVAL + 5)
+        run.kill(1, beyond=INTERVAL + 5, saved=INTERVAL)
         run.until(lambda: len(run.restarts()) == 1)
-        run.kill(0, beyond=2 * INTERVAL + 5)
+        run.kill(0, beyond=2 * INTERVAL + 5, saved=2 * INTERVAL)
         overhead = run.until(lambda: len(run.restarts()) == 2)
         output = run.process.communicate(timeout=PATIENCE)[0]
     assert run.process.returncode == 0, output
@@ -145,7 +150,7 @@ def test_a_death_changes_no_loss_of_megatron_v115(tmp_path: Path) -> None:
         output = calm.process.communicate(timeout=PATIENCE)[0]
     assert calm.process.returncode == 0, output
     with Training(tmp_path, experiment, *arguments, megatron=megatron) as run:
-        run.kill(1, beyond=45)
+        run.kill(1, beyond=45, saved=40)
         output = run.process.communicate(timeout=PATIENCE)[0]
     assert run.process.returncode == 0, output
     (restarted,) = run.restarts()

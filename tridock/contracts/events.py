@@ -21,7 +21,8 @@ class Event(StrEnum):
     WORLD_FORMED = "world_formed"  # world_size, backend
     MODEL_BUILT = "model_built"  # parameters, padded_vocab_size
     EVALUATION = "evaluation"  # iteration, split, loss, seconds
-    CHECKPOINT_SAVED = "checkpoint_saved"  # iteration, folder, seconds
+    CHECKPOINT_SAVED = "checkpoint_saved"  # iteration, folder, seconds, pause_seconds (for which training paused)
+    CHECKPOINT_WAITED = "checkpoint_waited"  # iteration, previous (the one that was being written), seconds
     CHECKPOINT_FAILED = "checkpoint_failed"  # iteration, reason
     CHECKPOINT_LOADED = "checkpoint_loaded"  # folder, iteration
     CHECKPOINT_REJECTED = "checkpoint_rejected"  # folder, reasons

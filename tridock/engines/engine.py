@@ -88,6 +88,10 @@ class Engine(ABC):
     def states(self, experiment: Experiment, weights: Parameters, shape: Shape, device: Device) -> States:
         """What a rank with these weights keeps from step to step, and in one."""
 
+    def copied_bytes(self, _experiment: Experiment, weights: Parameters, states: States) -> int:  # noqa: ARG002  of some engines
+        """What the rank that copies the most holds on its host while a checkpoint is written in the background."""
+        return states.weights + states.optimizer
+
     @abstractmethod
     def sizes(self, experiment: Experiment, device: Device) -> Sizes:
         """The tensors of a layer for one micro batch."""

@@ -314,6 +314,11 @@ class Train(Section):
         description="How many whole checkpoints to keep, the newest; older ones are removed once a new one is whole."
         " All where left out.",
     )
+    async_save: bool = Field(
+        default=True,
+        description="Write checkpoints in the background: training pauses only for the copy of the state to the host's"
+        " memory. The last one is written at once.",
+    )
     checkpoint_folder: str | None = Field(
         default=None,
         min_length=1,

@@ -124,6 +124,7 @@ class Assessment:
                         for term in stage.terms
                     ],
                     "startup_bytes": stage.startup_bytes,
+                    "checkpoint_copy_bytes": stage.copied_bytes,
                     "total_bytes": stage.total_bytes,
                     "total_gib": round(stage.total_bytes / GIB, 4),
                     "share": None if stage.share is None else round(stage.share, 4),

@@ -61,6 +61,8 @@ class StageMemory:
     """Weights, gradients and optimizer states: the terms that last from step to step."""
     startup_bytes: int
     """The most that it holds before its first step; included in the terms where that is more than a step takes."""
+    copied_bytes: int
+    """Memory of its host, not of its GPU, at most: the copy that is written as a checkpoint in the background."""
     limit_bytes: int | None
 
     @property
@@ -87,6 +89,8 @@ def fit_of(share: float | None) -> Fit:
 def memory_of_stage(experiment: Experiment, stage: int, shape: Shape, gpu: Gpu | None) -> StageMemory:
     """All terms of one rank of ``stage``; without a GPU, those of a CPU rank, which has no overhead of a GPU."""
     device: Device = "cpu" if gpu is None else "cuda"
+    train = experiment.train
+    copies = train.save and train.async_save and train.save_interval > 0
     weights = engine_of(experiment).parameters(experiment, stage)
     states = engine_of(experiment).states(experiment, weights, shape, device)
     terms = [*_lasting(states, weights.total), *_passing(experiment, stage, shape, states, device)]
@@ -101,6 +105,7 @@ def memory_of_stage(experiment: Experiment, stage: int, shape: Shape, gpu: Gpu |
         terms=tuple(term for term in terms if term.bytes),
         state_bytes=states.lasting + states.passing,
         startup_bytes=states.startup,
+        copied_bytes=engine_of(experiment).copied_bytes(experiment, weights, states) if copies else 0,
         limit_bytes=None if gpu is None else gpu.memory_bytes,
     )
 

@@ -206,7 +206,7 @@ def _occasions(subjects: Sequence[Subject]) -> Iterator[Chart]:
         for it, colour in ((subject, series_colour(number)) for number, subject in enumerate(subjects))
         if it.occasions
     ]
-    caption = "Median duration of each, not part of the step time."
+    caption = "Median time for which training paused, not part of the step time."
     yield Chart("between-steps", "Between steps", caption, draw_bars(names, bars, "seconds"))
 
 

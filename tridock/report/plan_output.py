@@ -214,6 +214,9 @@ def memory_table(assessment: Assessment) -> Table:
     if gpu is not None:
         shares = [Text(f"{stage.share:.0%} {stage.fit.removesuffix('-fit')}", _STYLES[stage.fit]) for stage in stages]
         table.add_row("share of GPU", *shares)
+    if any(stage.copied_bytes for stage in stages):
+        copies = (_gib(stage.copied_bytes) for stage in stages)
+        table.add_row("copy of a checkpoint, in the host's memory", *copies, style="dim")
     table.add_row("layers", *(str(stage.layers) for stage in stages), style="dim")
     table.add_row("parameters", *(_count_short(stage.parameters.total) for stage in stages), style="dim")
     return table

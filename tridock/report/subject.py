@@ -101,12 +101,18 @@ def of_run(folder: Path) -> Subject:
     )
 
 
+_PAUSES: Final = {
+    Event.EVALUATION: ("evaluation", "seconds"),
+    Event.CHECKPOINT_SAVED: ("checkpoint", "pause_seconds"),
+}
+
+
 def _occasions(events: Sequence[Record]) -> dict[str, list[float]]:
-    """Returns how long each evaluation and each checkpoint took."""
+    """Returns how long training paused for each evaluation and each checkpoint."""
     found: dict[str, list[float]] = {}
     for event in events:
-        name = {Event.EVALUATION: "evaluation", Event.CHECKPOINT_SAVED: "checkpoint"}.get(event.get("event", ""))
-        if name is not None and not math.isnan(seconds := _number(event.get("seconds"))):
+        name, field = _PAUSES.get(event.get("event", ""), ("", ""))
+        if name and not math.isnan(seconds := _number(event.get(field))):
             found.setdefault(name, []).append(seconds)
     return found
 

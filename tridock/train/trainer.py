@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from tridock.train.checkpoints.checkpoint import Checkpoints
 from tridock.train.checkpoints.choice import choose, holds_checkpoint
 from tridock.train.checkpoints.files import TORCH, Names
 from tridock.train.checkpoints.progress import PROGRESS, Progress, check_fit, read_progress
+from tridock.train.checkpoints.saver import Saver, saves_in_background
 from tridock.train.data.dataset import load_splits, mixed_seed
 from tridock.train.data.images import load_images
 from tridock.train.data.prefetch import Arrays, Prefetcher, Split
@@ -33,7 +35,7 @@ from tridock.train.parallel.mesh_strategy import MeshStrategy
 from tridock.train.parallel.strategies import Step, Strategy, build_strategy, is_sharded
 from tridock.train.rank import signals
 from tridock.train.rank.metrics import Metrics
-from tridock.train.rank.phases import CHECKPOINT, DATA, EVALUATION, step_seconds
+from tridock.train.rank.phases import DATA, EVALUATION, step_seconds
 from tridock.train.rank.process_group import AgreedError, AnyRank, PeakMemory, Ranks, agree_on_errors, mean_over_ranks
 from tridock.train.rank.profiling import Profiling
 from tridock.train.schedule import learning_rate
@@ -127,7 +129,9 @@ class Trainer:
         self.prefetcher = Prefetcher(self.read, ranks.device)
         saved_in = experiment.train.checkpoint_folder
         folder = run_folder / CHECKPOINTS if saved_in is None else workspace / saved_in
-        self.checkpoints = Checkpoints(folder, ranks, parts.checkpoint_names)
+        in_background = saves_in_background(experiment.train)
+        self.checkpoints = Checkpoints(folder, ranks, parts.checkpoint_names, in_background)
+        self.saver = Saver(ranks, run_folder, self.phases, in_background)
         if parts.shared_checkpoints and experiment.train.save:
             self.checkpoints.require_shared()
         if experiment.train.load is not None:
@@ -149,7 +153,7 @@ class Trainer:
         self.announce()
         self.phases.read()  # the time before is no step's
         heartbeat.beat(heartbeat.START, self.progress.iteration)
-        with signals.save_on_signal() if self.experiment.train.save else nullcontext():
+        with self.saver.finishing(), signals.save_on_signal() if self.experiment.train.save else nullcontext():
             for iteration in range(self.progress.iteration + 1, self.experiment.train.train_iters + 1):
                 self.iterate(iteration)
         self.evaluate("test")
@@ -161,6 +165,7 @@ class Trainer:
         last = iteration == train.train_iters
         self.profiling.before(iteration)
         step = self.step(iteration)
+        self.saver.check()
         if iteration == 1 or last or iteration % train.log_interval == 0:
             self.log(iteration, step)
         self.profiling.after(iteration)
@@ -283,27 +288,11 @@ class Trainer:
 
     def save(self, is_last: bool) -> None:
         """Saves a checkpoint. A write error ends the run only if this ``is_last``. A collective."""
-        started, iteration = time.monotonic(), self.progress.iteration
         own = {PROGRESS: self.progress.to_bytes()}
-        heartbeat.beat(heartbeat.SAVE)
-        needed, keep = (
-            (*own, *self.strategy.files(self.ranks.rank, self.ranks.world_size)),
-            self.experiment.train.keep_checkpoints,
-        )
-        try:
-            with self.phases.inside(CHECKPOINT):
-                folder = self.checkpoints.save(self.strategy.save, iteration, own, needed, keep)
-        except AgreedError as failed:
-            self.event(Event.CHECKPOINT_FAILED, iteration=iteration, reason=str(failed))
-            if is_last:
-                raise
-            self.say(f"warning: iteration {iteration} is not saved, and the run continues:\n{failed}")
-        else:
-            seconds = round(time.monotonic() - started, 3)
-            self.event(Event.CHECKPOINT_SAVED, iteration=iteration, folder=str(folder), seconds=seconds)
-            self.say(f"checkpoint saved: {folder}")
-        heartbeat.beat(heartbeat.TRAIN)
-        self._logged_at += time.monotonic() - started  # not training time
+        needed = (*own, *self.strategy.files(self.ranks.rank, self.ranks.world_size))
+        iteration, keep = self.progress.iteration, self.experiment.train.keep_checkpoints
+        start = partial(self.checkpoints.start, self.strategy.save, iteration, own, needed, keep)
+        self._logged_at += self.saver.save(start, iteration, is_last)  # not training time
 
     def announce(self) -> None:
         """Prints the model, the layout and the data in two lines."""

@@ -104,6 +104,7 @@ CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
     "train.save_interval": (5, {}),
     "train.save": (False, {}),
     "train.keep_checkpoints": (2, {}),
+    "train.async_save": (False, {}),
     "train.checkpoint_folder": ("elsewhere", {}),
     "train.load": ("runs/other/checkpoints", {}),
     "train.seed": (7, {}),

@@ -147,3 +147,24 @@ def test_the_last_stage_of_gpipe_has_the_logits_of_all_micro_batches() -> None:
     more = {head("gpipe", steps) - head("gpipe", steps - 1) for steps in (2, 3, 4)}
     assert len(more) == 1  # each as much
     assert min(more) > 0
+
+
+EVERY = {"train.save_interval": 1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "per_parameter"),
+    [
+        ({**EVERY, STRATEGY: "ddp"}, 12),
+        ({**EVERY, STRATEGY: "fsdp"}, 12 / 4),
+        ({**EVERY, STRATEGY: "zero", "parallel.zero_stage": 1, "precision": "bf16"}, 2 + 12 / 4),
+        ({**EVERY, "engine": "megatron-core", "precision": "bf16"}, 2 + 12),
+        ({**EVERY, "engine": "megatron-core", "precision": "bf16", "parallel.use_distributed_optimizer": True}, 2 + 12),
+        ({**EVERY, "train.async_save": False}, 0),
+        ({**EVERY, "train.save": False}, 0),
+        ({}, 0),
+    ],
+)
+def test_the_copy_of_a_checkpoint_is_in_the_plan(fields: dict[str, Any], per_parameter: float) -> None:
+    (stage,) = assess(with_fields(BASE, fields), {"a": range(4)}, "e").document()["memory"]["stages"]
+    assert stage["checkpoint_copy_bytes"] == pytest.approx(per_parameter * stage["parameters"], rel=0.01)

@@ -240,7 +240,7 @@ def with_own_figures(folder: Path, ranks: int) -> Path:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with (folder / "events.jsonl").open("a") as events:
         for seconds in (2.0, 4.0, 3.0):
-            events.write(json.dumps({"event": "checkpoint_saved", "iteration": 2, "seconds": seconds}) + "\n")
+            events.write(json.dumps({"event": "checkpoint_saved", "iteration": 2, "pause_seconds": seconds}) + "\n")
     return folder
 
 
@@ -251,7 +251,7 @@ def test_the_phases_that_a_run_has_recorded(tmp_path: Path) -> None:
     assert found["phases"].caption == "Median over the steps of rank 0. The phases of a step add up to its time."
     assert _phase_medians(of_run(folder)) == {"forward": pytest.approx(0.3), "gradient sync": 0.03}
     assert of_run(folder).occasions == {"checkpoint": [2.0, 4.0, 3.0]}
-    assert found["between-steps"].caption == "Median duration of each, not part of the step time."
+    assert found["between-steps"].caption == "Median time for which training paused, not part of the step time."
 
 
 def test_every_ranks_memory(tmp_path: Path) -> None:

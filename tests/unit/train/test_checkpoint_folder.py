@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from tests.unit.train.experiments import experiment
+from tridock.contracts.run_folder import write_atomic
 from tridock.errors import Problem, RequestError
 from tridock.train.checkpoints.checkpoint import Checkpoints, check_shared
 from tridock.train.checkpoints.choice import choose as chosen
 from tridock.train.checkpoints.files import MEGATRON, TORCH, Names, is_complete
 from tridock.train.checkpoints.progress import Progress, check_fit, read_progress
+from tridock.train.checkpoints.snapshot import Write
 from tridock.train.rank.process_group import AgreedError, Ranks, join, leave
 
 RANKS = Ranks(0, 0, 2, torch.device("cpu"))
@@ -125,11 +127,11 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
 
 
 def save(checkpoints: Checkpoints, iteration: int, keep: int | None = None) -> Path:
-    def write(folder: Path, writes_shared: bool) -> None:
-        assert writes_shared
-        (folder / "model.pt").write_bytes(bytes([iteration]) * 100)
+    def prepare(folder: Path, writes_shared: bool, background: object) -> Write:
+        assert (writes_shared, background) == (True, None)
+        return lambda: write_atomic(folder / "model.pt", bytes([iteration]) * 100)
 
-    return checkpoints.save(write, iteration, {"tridock.json": b"{}"}, ["model.pt", "tridock.json"], keep)
+    return checkpoints.start(prepare, iteration, {"tridock.json": b"{}"}, ["model.pt", "tridock.json"], keep)()
 
 
 def choose(checkpoints: Checkpoints, source: Path) -> tuple[str, Reasons]:
@@ -257,12 +259,16 @@ def test_a_failed_save_leaves_the_one_before(tmp_path: Path, ranks: Ranks, error
     checkpoints = Checkpoints(tmp_path, ranks, TORCH)
     save(checkpoints, 1)
 
-    def write(folder: Path, _: bool) -> None:
-        (folder / "model.pt").write_bytes(b"half")
-        raise error
+    def prepare(folder: Path, _shared: bool, _background: object) -> Write:
+        def write() -> None:
+            (folder / "model.pt").write_bytes(b"half")
+            raise error
 
+        return write
+
+    write = checkpoints.start(prepare, 2, {})
     with pytest.raises(AgreedError) as caught:
-        checkpoints.save(write, 2, {})
+        write()
     assert caught.value.error.exit_code == 4
     assert str(caught.value) == (
         f"{tmp_path}/iter_0000002: the checkpoint could not be written; got {got}; "
@@ -275,7 +281,7 @@ def test_a_failed_save_leaves_the_one_before(tmp_path: Path, ranks: Ranks, error
 def test_a_checkpoint_without_a_file_that_is_needed(tmp_path: Path, ranks: Ranks) -> None:
     """Another rank could not write it, and said so."""
     with pytest.raises(AgreedError) as caught:
-        Checkpoints(tmp_path, ranks, TORCH).save(lambda _folder, _shared: None, 2, {}, ["ddp.pt"])
+        Checkpoints(tmp_path, ranks, TORCH).start(lambda *_: lambda: None, 2, {}, ["ddp.pt"])()
     assert str(caught.value) == (
         f"{tmp_path}/iter_0000002: the checkpoint lacks a file; got ddp.pt; "
         "look for another rank's message in logs/rank-<N>.log"

@@ -82,7 +82,7 @@ PROBLEM = Problem("data.data_path", "is missing", "", "make it")
 def agreed_by(monkeypatch: pytest.MonkeyPatch, reports: list[object]) -> str:
     """What ``agree_on_errors`` raises where the ranks report this."""
 
-    def gather(target: list[object], _own: object) -> None:
+    def gather(target: list[object], _own: object, group: object) -> None:
         target[:] = reports
 
     monkeypatch.setattr(dist, "all_gather_object", gather)

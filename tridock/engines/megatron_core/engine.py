@@ -52,6 +52,12 @@ class MegatronCore(Engine):
         startup = (short + 4) * count + max(master, moved)
         return States(short * count, 4 * count, master + 8 * owned, workspace=workspace, startup=startup)
 
+    def copied_bytes(self, experiment: Experiment, weights: Parameters, states: States) -> int:
+        """The distributed optimizer's states, with fp32 weights in any precision, are gathered by the first replica."""
+        if experiment.parallel.use_distributed_optimizer:
+            return states.weights + 12 * weights.total
+        return super().copied_bytes(experiment, weights, states)
+
     def sizes(self, experiment: Experiment, device: Device) -> Sizes:
         return sizes_of(experiment, device)
 

@@ -23,15 +23,21 @@ from tridock.contracts.run_folder import write_atomic
 from tridock.errors import Problem, RequestError, RunError
 from tridock.train.checkpoints import files
 from tridock.train.checkpoints.files import Entry, Names
+from tridock.train.checkpoints.snapshot import Write
 from tridock.train.checkpoints.write_errors import write_failure
 from tridock.train.rank.process_group import AgreedError, Ranks, agree_on_errors, barrier
+
+Prepare = Callable[[Path, bool, dist.ProcessGroup | None], Write]
+"""Gets the folder, whether this rank also writes what is common to all ranks, and the process group of a background
+write or None; see ``Strategy.save``."""
 
 
 class Checkpoints:
     """The checkpoints in one folder. The constructor and all public methods are collectives."""
 
-    def __init__(self, folder: Path, ranks: Ranks, names: Names) -> None:
+    def __init__(self, folder: Path, ranks: Ranks, names: Names, in_background: bool = False) -> None:
         self.folder, self.names, self.ranks = folder, names, ranks
+        self._background = ranks.in_background() if in_background else ranks
         self.leader = _leader(folder, ranks)
         self.leads = self.leader == ranks.rank
         leaders: list[int] = [0] * ranks.world_size
@@ -48,59 +54,84 @@ class Checkpoints:
 
     # ---- saving ----
 
-    def save(
+    def start(
         self,
-        write: Callable[[Path, bool], None],
+        prepare: Prepare,
         iteration: int,
         own: Mapping[str, bytes],
         needed: Collection[str] = (),
         keep: int | None = None,
-    ) -> Path:
-        """Writes a checkpoint, updates the pointer, removes those beyond the newest ``keep``; returns its folder.
+        in_background: bool = False,
+    ) -> Callable[[], Path]:
+        """Begins a checkpoint; returns the function that writes it, which ``in_background`` another thread may call.
 
-        ``write`` gets the folder and whether this rank also writes what is common to all ranks; ``own`` are further
-        files by name, ``needed`` the names that this rank needs to load. Raises :class:`AgreedError` on every rank if
-        any of them cannot write; then the new checkpoint is removed and the previous ones are unchanged.
+        That updates the pointer, removes those beyond the newest ``keep``, and returns the folder. ``own`` are further
+        files by name, ``needed`` the names that this rank needs to load. Both raise :class:`AgreedError` on every rank
+        if any of them cannot write; then the new checkpoint is removed and the previous ones are unchanged.
         """
-        name = self.names.folder(iteration)
-        final, staging = self.folder / name, self.folder / f".{name}.part"
-        partial = staging / name
-        try:
-            with self._writing(final):
+        final, staging = self.folder / self.names.folder(iteration), self._staging(iteration)
+        partial = staging / final.name
+        with self._removing(staging, self.ranks):
+            with self._writing(final, self.ranks):
                 if self.leads:
                     self._clear()
                     partial.mkdir(parents=True)
-            with self._writing(final):
-                write(partial, self.leads)
+            with self._writing(final, self.ranks):
+                write = prepare(partial, self.leads, self._background.group if in_background else None)
+        ranks = self._background if in_background else self.ranks
+        return lambda: self._write(ranks, write, iteration, own, needed, keep)
+
+    def _staging(self, iteration: int) -> Path:
+        return self.folder / f".{self.names.folder(iteration)}.part"
+
+    def _write(
+        self,
+        ranks: Ranks,
+        write: Write,
+        iteration: int,
+        own: Mapping[str, bytes],
+        needed: Collection[str],
+        keep: int | None,
+    ) -> Path:
+        final, staging = self.folder / self.names.folder(iteration), self._staging(iteration)
+        partial = staging / final.name
+        with self._removing(staging, ranks):
+            with self._writing(final, ranks):
+                write()
                 if self.leads:
                     for file, content in own.items():
                         write_atomic(partial / file, content)
-            entries = self._entries(final, partial, needed)
-            with self._writing(final):
+            entries = self._entries(final, partial, needed, ranks)
+            with self._writing(final, ranks):
                 if self.leads:
                     self._finish(staging, iteration, entries)
-            with self._writing(final):
+            with self._writing(final, ranks):
                 if self.leads:
                     self._point(iteration)
+        if self.leads:
+            self._prune(keep, iteration)
+        barrier(ranks.group)
+        return final
+
+    @contextmanager
+    def _removing(self, staging: Path, ranks: Ranks) -> Iterator[None]:
+        """Removes an unfinished checkpoint if an error ends the block: it is useless, and may fill the disk."""
+        try:
+            yield
         except AgreedError:
-            barrier()  # all ranks have stopped writing
+            barrier(ranks.group)  # all ranks have stopped writing
             if self.leads:
                 shutil.rmtree(staging, ignore_errors=True)
                 self._restore()
             raise
         except BaseException:
-            # Half a checkpoint is useless, and may fill the disk.
             shutil.rmtree(staging, ignore_errors=True)
             raise
-        if self.leads:
-            self._prune(keep, iteration)
-        barrier()
-        return final
 
     @contextmanager
-    def _writing(self, final: Path) -> Iterator[None]:
+    def _writing(self, final: Path, ranks: Ranks) -> Iterator[None]:
         """Turns a write error on any rank into an :class:`AgreedError` on all."""
-        with agree_on_errors(self.ranks):
+        with agree_on_errors(ranks):
             try:
                 yield
             except Exception as error:
@@ -111,10 +142,10 @@ class Checkpoints:
                 )
                 raise RunError(Problem(str(final), "the checkpoint could not be written", got, todo)) from error
 
-    def _entries(self, final: Path, partial: Path, needed: Collection[str]) -> dict[str, Entry]:
+    def _entries(self, final: Path, partial: Path, needed: Collection[str], ranks: Ranks) -> dict[str, Entry]:
         """The manifest's content; each file is read and synced to disk by one rank that sees it."""
         mine: dict[str, Entry] = {}
-        with self._writing(final):
+        with self._writing(final, ranks):
             sizes = files.sizes_in(partial)
             if missing := [name for name in needed if name not in sizes]:
                 todo = "look for another rank's message in logs/rank-<N>.log"
@@ -122,7 +153,7 @@ class Checkpoints:
             for name in files.assign_to_ranks(sizes, self._sharing)[self.ranks.rank]:
                 mine[name] = Entry.of(partial / name, sync=True)
         shares: list[tuple[int, dict[str, Entry]]] = [(0, {})] * self.ranks.world_size
-        dist.all_gather_object(shares, (self.leader, mine))
+        dist.all_gather_object(shares, (self.leader, mine), group=ranks.group)
         return {name: entry for leader, share in shares if leader == self.leader for name, entry in share.items()}
 
     def _finish(self, staging: Path, iteration: int, entries: Mapping[str, Entry]) -> None:

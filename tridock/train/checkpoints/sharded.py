@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -23,14 +24,19 @@ Buffers = Mapping[str, Tensor]
 """Batch normalization statistics by name, the same on all ranks."""
 
 
-def save(named: Named, buffers: Buffers, optimizer: torch.optim.Optimizer, scaler: LossScaler, folder: Path) -> None:
+def state_of(named: Named, buffers: Buffers, optimizer: torch.optim.Optimizer, scaler: LossScaler) -> dict[str, Tensor]:
+    """What a checkpoint holds, by its names in the whole model."""
+    tensors = {**dict(_tensors(named, optimizer)), **{f"model.{name}": tensor for name, tensor in buffers.items()}}
+    return {**tensors, "loss_scaler": _values(scaler)}
+
+
+def write(state: dict[str, Tensor], folder: Path, group: dist.ProcessGroup | None) -> None:
     """Writes each tensor once, by one of the ranks that hold it. A collective that every rank completes.
 
     A write error on any rank is raised on all of them.
     """
-    state = {**_state(named, buffers, optimizer), "loss_scaler": _values(scaler)}
     try:
-        dcp.save(state, checkpoint_id=str(folder))
+        dcp.save(state, checkpoint_id=str(folder), process_group=group)
     except CheckpointException as error:
         failures = [failure[0] for failure in error.failures.values()]
         raise next((one for one in failures if write_failure(one) is not None), error) from error
@@ -38,7 +44,7 @@ def save(named: Named, buffers: Buffers, optimizer: torch.optim.Optimizer, scale
 
 def load(named: Named, buffers: Buffers, optimizer: torch.optim.Optimizer, scaler: LossScaler, folder: Path) -> None:
     """Loads this rank's weights and optimizer states, whatever layout wrote them. A collective."""
-    state = {**_state(named, buffers, optimizer), "loss_scaler": _values(scaler)}
+    state = state_of(named, buffers, optimizer, scaler)
     with safe_metadata_load():
         dcp.load(state, checkpoint_id=str(folder))
     values = state["loss_scaler"]
@@ -48,11 +54,6 @@ def load(named: Named, buffers: Buffers, optimizer: torch.optim.Optimizer, scale
 def _values(scaler: LossScaler) -> Tensor:
     state = scaler.state()
     return torch.tensor([state[name] for name in _SCALER], dtype=torch.float64)
-
-
-def _state(named: Named, buffers: Buffers, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The tensors by their names in the whole model."""
-    return {**dict(_tensors(named, optimizer)), **{f"model.{name}": tensor for name, tensor in buffers.items()}}
 
 
 def _tensors(named: Named, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:

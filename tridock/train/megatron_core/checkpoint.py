@@ -1,44 +1,92 @@
 """megatron-core's distributed checkpoints, written by the ranks themselves.
 
 megatron-core forks processes that write, and starts a manager that collects their results. A rank's threads (Gloo's,
-NCCL's) do not survive a fork, and a leftover process keeps the rank's output open: here the rank itself calls the
-function that writes.
+NCCL's) do not survive a fork, and a leftover process keeps the rank's output open: here the rank itself, or a thread of
+it, calls the function that writes.
 """
 
 import queue
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
 from tridock.train.checkpoints.adam_state import fresh_state
 from tridock.train.checkpoints.pickles import safe_metadata_load
+from tridock.train.checkpoints.snapshot import Write, tensor_on_host, wait_for_copies
 from tridock.train.checkpoints.write_errors import defer_write_errors
 
 FILES = (".metadata", "common.pt", "metadata.json")
 """What every rank reads of a checkpoint, besides the tensors that it needs."""
+_FORMAT: Final = ("torch_dist", 1)
 
 
-def save(state: dict[str, Any], folder: Path) -> None:
-    """Writes each tensor once, from one of the ranks that hold it. A collective, which all ranks complete.
+class _Planner(TorchDistSaveShardedStrategy):
+    """Plans what each rank writes, and leaves the writing to :func:`save`."""
 
-    If this rank cannot write, its error is raised at the end; if another cannot, the checkpoint lacks FILES.
+    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: tuple[Any, ...]) -> AsyncRequest:
+        _, metadata, _ = save_state_dict_ret
+        return AsyncRequest(None, (writer, metadata), [])
+
+
+def save(state: dict[str, Any], folder: Path, background: dist.ProcessGroup | None) -> Write:
+    """Plans to write each tensor once, from one of the ranks that hold it; returns the function that writes.
+
+    With a group ``background`` that writes a copy. Both are collectives, which all ranks complete: if this rank cannot
+    write, its error is raised at the end; if another cannot, the checkpoint lacks FILES.
     """
-    writer = filesystem_async.FileSystemWriterAsync
-    places = ((torch, "save"), (writer, "finish"), (serialization, "save_config"))
-    with defer_write_errors(*places) as kept, suppress(CheckpointException):
-        filesystem_async._results_queue = queue.Queue()
-        writer.write_preloaded_data_multiproc = staticmethod(partial(write, kept))
-        dist_checkpointing.save(state, str(folder))
+    filesystem_async._results_queue = queue.Queue()
+    with defer_write_errors((torch, "save")):
+        request = dist_checkpointing.save(state, str(folder), _Planner(*_FORMAT), async_sharded_save=True)
+    writer, metadata = request.async_fn_args
+    buckets = [
+        (path, name, (others, _on_host(tensors, background))) for path, name, (others, tensors) in writer.write_buckets
+    ]
+    wait_for_copies()
+    return partial(_write, writer, metadata, buckets, background)
+
+
+def _on_host(tensors: list[tuple[Any, Tensor]], background: dist.ProcessGroup | None) -> list[tuple[Any, Tensor]]:
+    return [(it, tensor if background is None and tensor.is_cpu else tensor_on_host(tensor)) for it, tensor in tensors]
+
+
+def _write(writer: Any, metadata: Any, buckets: Sequence[Any], group: dist.ProcessGroup | None) -> None:
+    error: Exception | None = None
+    written: list[Any] | None = []
+    try:
+        for bucket in buckets:
+            written += _write_file(writer, bucket)
+    except Exception as found:
+        error, written = found, None
+    of_all: list[list[Any] | None] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(written, of_all, group=group)
+    if error is not None:
+        raise error
+    if of_all is not None and None not in of_all:
+        writer.finish(metadata, of_all)
+        save_config(CheckpointingConfig(*_FORMAT), writer.checkpoint_id)
+
+
+def _write_file(writer: Any, bucket: Any) -> list[Any]:
+    results: queue.Queue[Any] = queue.Queue()
+    count: queue.Queue[int] = queue.Queue()
+    count.put(0)
+    transforms = [writer.transforms] if hasattr(writer, "transforms") else []
+    writer.write_preloaded_data(transforms, 0, bucket, results, count, use_fsync=True, use_msc=writer.use_msc)
+    _, written = results.get()
+    if isinstance(written, Exception):
+        raise written
+    return list(written)
 
 
 def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -46,31 +94,6 @@ def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     with safe_metadata_load():
         loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder))
     return loaded
-
-
-def write(
-    kept: list[Exception],
-    transforms: Any,
-    use_msc: bool,
-    _rank: int,
-    buckets: Sequence[Any],
-    results: queue.Queue[Any],
-) -> None:
-    """One file after another. megatron-core gets each write error, passes it to all ranks, and ``kept`` records it."""
-    written = {}
-    for number, bucket in enumerate(buckets):
-        answers: queue.Queue[Any] = queue.Queue()
-        count: queue.Queue[int] = queue.Queue()
-        count.put(number)
-        filesystem_async.FileSystemWriterAsync.write_preloaded_data(
-            transforms, number, bucket, answers, count, use_fsync=True, use_msc=use_msc
-        )
-        _, written[number] = answers.get()
-        if isinstance(written[number], Exception):
-            kept.append(written[number])
-            results.put(written[number])
-            return
-    results.put(written)
 
 
 def keep_padding(optimizer: Any) -> None:

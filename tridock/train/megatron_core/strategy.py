@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -19,6 +20,7 @@ from tridock.experiment.flops import model_parameters
 from tridock.experiment.schema import Experiment
 from tridock.train.checkpoints.files import MEGATRON
 from tridock.train.checkpoints.progress import Progress
+from tridock.train.checkpoints.snapshot import Write
 from tridock.train.data.dataset import load_splits
 from tridock.train.megatron_core import checkpoint
 from tridock.train.megatron_core.attention import positions
@@ -103,11 +105,11 @@ class MegatronCore:
     def files(self, rank: int, saved: int) -> tuple[str, ...]:  # noqa: ARG002  each rank reads what it needs of all
         return checkpoint.FILES
 
-    def save(self, folder: Path, writes_shared: bool) -> None:  # noqa: ARG002  one folder that all ranks share
+    def save(self, folder: Path, writes_shared: bool, background: dist.ProcessGroup | None) -> Write:  # noqa: ARG002  one folder that all ranks share
         for chunk in self.chunks:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)  # otherwise the next forward pass gathers the new weights
-        checkpoint.save(self._state(is_loading=False), folder)
+        return checkpoint.save(self._state(is_loading=False), folder, background)
 
     def load(self, folder: Path, saved: int) -> None:  # noqa: ARG002  whoever wrote it
         for optimizer in self.optimizer.chained_optimizers:

@@ -12,45 +12,50 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tridock.contracts.checkpoints import MANIFEST, TRACKER
 from tridock.contracts.run_folder import CHECKPOINTS
+from tridock.experiment.schema import Train
 from tridock.train.checkpoints.checkpoint import Checkpoints
 from tridock.train.checkpoints.choice import Rejected, choose, holds_checkpoint
 from tridock.train.checkpoints.files import DEEPSPEED, MEGATRON
 from tridock.train.checkpoints.pickles import megatron_classes, safe_torch_load
-from tridock.train.checkpoints.write_errors import defer_write_errors, replaced
+from tridock.train.checkpoints.saver import saves_in_background
+from tridock.train.checkpoints.snapshot import Write, write_by_torch_save
+from tridock.train.checkpoints.write_errors import replaced
 from tridock.train.rank.process_group import Ranks, any_rank
 
 
 class UpstreamCheckpoints:
     """Wraps upstream's ``save_checkpoint`` and ``load_checkpoint``. Every method is a collective."""
 
-    def __init__(self, args: Any, run_folder: Path, ranks: Ranks, keep: int | None) -> None:
-        self._args, self._ranks, self._keep = args, ranks, keep
+    def __init__(self, args: Any, run_folder: Path, ranks: Ranks, train: Train) -> None:
+        self._args, self._ranks, self._keep = args, ranks, train.keep_checkpoints
         self._upstream: Any = importlib.import_module("megatron.checkpointing")
         folder = Path(args.save) if args.save else run_folder / CHECKPOINTS
         self._names = DEEPSPEED if args.deepspeed else MEGATRON
-        self._checkpoints = Checkpoints(folder, ranks, self._names)
+        self._checkpoints = Checkpoints(folder, ranks, self._names, saves_in_background(train))
 
-    def save(self, save: Callable[..., None], iteration: int, model: Any, *rest: Any) -> Path:
-        """One checkpoint; as :meth:`Checkpoints.save`."""
+    def start(
+        self, save: Callable[..., None], in_background: bool, iteration: int, model: Any, *rest: Any
+    ) -> Callable[[], Path]:
+        """Begins a checkpoint, as :meth:`Checkpoints.start`."""
 
-        def write(folder: Path, _writes_shared: bool) -> None:
-            places: list[tuple[Any, str]] = [(torch, "save")]
+        def prepare(folder: Path, _writes_shared: bool, background: object) -> Write:
+            places = [(model, "_copy_recovery_script")] if self._args.deepspeed else []
+            return write_by_torch_save(partial(save_in, folder), *places, from_copy=background is not None)
+
+        def save_in(folder: Path) -> None:
             with ExitStack() as changes:
                 changes.enter_context(replaced(self._args, "save", str(folder.parent)))
                 # Tridock writes the pointer to the newest checkpoint, once that is complete.
                 changes.enter_context(replaced(self._upstream, "get_checkpoint_tracker_filename", lambda _: os.devnull))
                 if self._args.deepspeed:
-                    places.append((model, "_copy_recovery_script"))
                     tagged = partial(model.save_checkpoint, tag=folder.name, save_latest=False)
                     changes.enter_context(replaced(model, "save_checkpoint", tagged))
-                changes.enter_context(defer_write_errors(*places))
                 save(iteration, model, *rest)
 
-        return self._checkpoints.save(write, iteration, {TRACKER: str(iteration).encode()}, (), self._keep)
+        own = {TRACKER: str(iteration).encode()}
+        return self._checkpoints.start(prepare, iteration, own, (), self._keep, in_background)
 
     def begins(self) -> bool:
         """Whether the folder to continue from is the one to save in, and holds no checkpoint yet."""

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -20,12 +20,12 @@ from tridock.engines.megatron_lm.checkpoint_layout import CheckpointLayout
 from tridock.errors import Problem, RunError
 from tridock.experiment.flops import model_parameters
 from tridock.experiment.schema import Experiment
+from tridock.train.checkpoints.saver import Saver, saves_in_background
 from tridock.train.megatron_lm.checkpoint import UpstreamCheckpoints
 from tridock.train.rank import signals
 from tridock.train.rank.metrics import Metrics
 from tridock.train.rank.phases import (
     BACKWARD,
-    CHECKPOINT,
     DATA,
     EVALUATION,
     FORWARD,
@@ -58,6 +58,7 @@ class Recorder:
         self._loss: float | None = None
         self._saved = -1
         self._logged_at, self._logged_iteration = time.monotonic(), 0
+        self.saver = Saver(ranks, run_folder, self.phases, saves_in_background(train))
         self._upstream = training
         self._original = {name: getattr(training, name) for name in HOOKED}
         for name in HOOKED:
@@ -74,7 +75,7 @@ class Recorder:
         self.metrics.rewind(self.iteration)
         rows = int(self._upstream.get_args().padded_vocab_size)
         self.event(Event.MODEL_BUILT, parameters=model_parameters(self.experiment.model, rows), padded_vocab_size=rows)
-        with signals.save_on_signal() if self.experiment.train.save else nullcontext():
+        with self.saver.finishing(), signals.save_on_signal() if self.experiment.train.save else nullcontext():
             end: int = self._original["train"](forward, model, *rest)
         self.iteration = end
         return end
@@ -124,6 +125,7 @@ class Recorder:
         train = self.experiment.train
         self.iteration = iteration
         heartbeat.beat(heartbeat.TRAIN, iteration)
+        self.saver.check()
         if iteration in (1, train.train_iters) or iteration % train.log_interval == 0:
             self._log(float(losses["lm loss"]), scale)
         reported = self._original["training_log"](losses, totals, rate, iteration, scale, *rest)
@@ -196,23 +198,20 @@ class Recorder:
         """
         if iteration == self._saved:
             return
-        started = time.monotonic()
-        heartbeat.beat(heartbeat.SAVE)
-        try:
-            with self.phases.inside(CHECKPOINT):
-                folder = self._checkpoints.save(self._original["save_checkpoint"], iteration, *given)
-        except AgreedError as failed:
-            self.event(Event.CHECKPOINT_FAILED, iteration=iteration, reason=str(failed))
-            if iteration == self.experiment.train.train_iters or self._leaves:
-                raise
-            self._say(f"warning: iteration {iteration} is not saved, and the run continues:\n{failed}")
-        else:
-            self._saved = iteration
-            self._note_layout(folder.parent)
-            seconds = round(time.monotonic() - started, 3)
-            self.event(Event.CHECKPOINT_SAVED, iteration=iteration, folder=str(folder), seconds=seconds)
-        heartbeat.beat(heartbeat.TRAIN)
-        self._logged_at += time.monotonic() - started  # not training time
+
+        def start(in_background: bool) -> Callable[[], Path]:
+            write = self._checkpoints.start(self._original["save_checkpoint"], in_background, iteration, *given)
+
+            def write_and_note() -> Path:
+                folder = write()
+                self._note_layout(folder.parent)
+                return folder
+
+            return write_and_note
+
+        is_last = iteration == self.experiment.train.train_iters or self._leaves
+        self._logged_at += self.saver.save(start, iteration, is_last)  # not training time
+        self._saved = iteration
 
     def _note_layout(self, folder: Path) -> None:
         """What the checkpoint fits, for the next launch to tell; once a node, as nodes may not share the folder."""
@@ -239,8 +238,7 @@ class Recorder:
 
     @cached_property
     def _checkpoints(self) -> UpstreamCheckpoints:
-        keep = self.experiment.train.keep_checkpoints
-        return UpstreamCheckpoints(self._upstream.get_args(), self.run_folder, self._ranks, keep)
+        return UpstreamCheckpoints(self._upstream.get_args(), self.run_folder, self._ranks, self.experiment.train)
 
     def _say(self, line: str) -> None:
         if self.first:

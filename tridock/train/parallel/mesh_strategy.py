@@ -3,6 +3,7 @@
 import copy
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tridock.experiment.schema import Experiment
 from tridock.train.checkpoints import sharded
+from tridock.train.checkpoints.snapshot import Write, state_on_host
 from tridock.train.models.cross_entropy import cross_entropy
 from tridock.train.models.gpt import GPT
 from tridock.train.models.layered import LayeredModel, fill
@@ -189,12 +191,15 @@ class MeshStrategy:
     def files(self, rank: int, saved: int) -> tuple[str, ...]:  # noqa: ARG002  each rank reads what it needs of all
         return sharded.FILES
 
-    def save(self, folder: Path, writes_shared: bool) -> None:  # noqa: ARG002  each tensor is written once
+    def save(self, folder: Path, writes_shared: bool, background: dist.ProcessGroup | None) -> Write:  # noqa: ARG002  each tensor is written once
         for part in self.parts:
             average_statistics(part)
         own = self.mesh.coordinate(STAGES) == 0
         named = [(name, parameter) for name, parameter in self.parameters if own or name != _TIED]
-        sharded.save(named, self._statistics(), self.optimizer, self.scaler, folder)
+        state = sharded.state_of(named, self._statistics(), self.optimizer, self.scaler)
+        if background is not None:
+            state = state_on_host(state)
+        return partial(sharded.write, state, folder, background)
 
     def load(self, folder: Path, saved: int) -> None:  # noqa: ARG002  whoever wrote it
         sharded.load(self.parameters, self._statistics(), self.optimizer, self.scaler, folder)

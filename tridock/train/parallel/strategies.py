@@ -22,7 +22,7 @@ from tridock.contracts.run_folder import DEEPSPEED_CONFIG
 from tridock.errors import Problem, RequestError
 from tridock.experiment.schema import Experiment
 from tridock.train.checkpoints.pickles import safe_torch_load
-from tridock.train.checkpoints.write_errors import defer_write_errors
+from tridock.train.checkpoints.snapshot import Write, state_on_host, write_by_torch_save
 from tridock.train.checkpoints.zero_reshard import resharded
 from tridock.train.models.gpt import parameter_groups
 from tridock.train.models.layered import LayeredModel, draw_weights, fill
@@ -70,8 +70,12 @@ class Strategy(Protocol):
     def files(self, rank: int, saved: int) -> tuple[str, ...]:
         """Names of the files that a rank reads of a checkpoint which ``saved`` ranks have written."""
 
-    def save(self, folder: Path, writes_shared: bool) -> None:
-        """Writes this rank's part; ``writes_shared``: also what is the same on all ranks. A collective."""
+    def save(self, folder: Path, writes_shared: bool, background: dist.ProcessGroup | None) -> Write:
+        """Returns the collective that writes this rank's part; ``writes_shared``: also what is the same on all ranks.
+
+        With a process group ``background`` that may run on another thread while training goes on: it writes a copy of
+        the state, made here, and communicates in that group. A collective.
+        """
 
     def load(self, folder: Path, saved: int) -> None:
         """Continues from what ``save`` wrote on ``saved`` ranks. A collective."""
@@ -174,15 +178,16 @@ class DistributedDataParallel:
     def files(self, rank: int, saved: int) -> tuple[str, ...]:  # noqa: ARG002  one file holds all
         return ("ddp.pt",)
 
-    def save(self, folder: Path, writes_shared: bool) -> None:
+    def save(self, folder: Path, writes_shared: bool, background: dist.ProcessGroup | None) -> Write:
         average_statistics(self.module)
-        if writes_shared:
-            state = {
-                "model": self.module.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "loss_scaler": self.scaler.state(),
-            }
-            torch.save(state, folder / "ddp.pt")
+        if not writes_shared:
+            return lambda: None
+        state = {
+            "model": self.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "loss_scaler": self.scaler.state(),
+        }
+        return partial(torch.save, state if background is None else state_on_host(state), folder / "ddp.pt")
 
     def load(self, folder: Path, saved: int) -> None:  # noqa: ARG002  all ranks have the same
         state = torch.load(folder / "ddp.pt", map_location=self.device, weights_only=True)
@@ -276,12 +281,14 @@ class Zero:
         optimizer = zero_file(rank, "optim", prefix)
         return (model, optimizer) if self.stage > 0 else (model,)
 
-    def save(self, folder: Path, writes_shared: bool) -> None:
+    def save(self, folder: Path, writes_shared: bool, background: dist.ProcessGroup | None) -> Write:
         # DeepSpeed lets only rank 0 write what is common to all ranks; nodes that share no folder need a copy each.
         self.engine.save_non_zero_checkpoint = writes_shared or self.stage == 3
         own = {"loss_scaler": self.scaler.state()} if self.scaler is not None else {}
-        with defer_write_errors((torch, "save"), (self.engine, "_copy_recovery_script")):
-            self.engine.save_checkpoint(str(folder.parent), tag=folder.name, client_state=own, save_latest=False)
+        save = partial(
+            self.engine.save_checkpoint, str(folder.parent), tag=folder.name, client_state=own, save_latest=False
+        )
+        return write_by_torch_save(save, (self.engine, "_copy_recovery_script"), from_copy=background is not None)
 
     def load(self, folder: Path, saved: int) -> None:
         other = saved != self.world_size and self.stage > 0

@@ -1,5 +1,7 @@
 """The process group: ranks join it, agree on errors, and leave it."""
 
+from __future__ import annotations
+
 import gc
 import os
 import resource
@@ -36,6 +38,8 @@ class Ranks:
     local_rank: int
     world_size: int
     device: torch.device
+    group: dist.ProcessGroup | None = None
+    """The process group of the collectives that get these ranks; None: the default one."""
 
     @property
     def backend(self) -> str:
@@ -46,6 +50,10 @@ class Ranks:
     def first(self) -> bool:
         """Whether this is rank 0, which prints and records for all."""
         return self.rank == 0
+
+    def in_background(self) -> Ranks:
+        """The same ranks with a Gloo group of their own, for the collectives of another thread. A collective."""
+        return replace(self, device=torch.device("cpu"), group=dist.new_group(backend="gloo"))
 
 
 def join() -> Ranks:
@@ -130,7 +138,7 @@ def agree_on_errors(ranks: Ranks) -> Iterator[None]:
     except TridockError as found:
         error = found
     reports: list[tuple[int, tuple[Problem, ...]] | None] = [None] * ranks.world_size
-    dist.all_gather_object(reports, (error.exit_code, error.problems) if error else None)
+    dist.all_gather_object(reports, (error.exit_code, error.problems) if error else None, group=ranks.group)
     holders: dict[Problem, list[int]] = {}
     for rank, report in enumerate(reports):
         for problem in report[1] if report else ():
@@ -149,11 +157,11 @@ def _located(problem: Problem, found_by: list[int], world_size: int) -> Problem:
     return replace(problem, where=f"{who}: {problem.where}")
 
 
-def barrier() -> None:
-    if dist.get_backend() == "nccl":
-        dist.barrier(device_ids=[torch.cuda.current_device()])
+def barrier(group: dist.ProcessGroup | None = None) -> None:
+    if dist.get_backend(group) == "nccl":
+        dist.barrier(group, device_ids=[torch.cuda.current_device()])
     else:
-        dist.barrier()
+        dist.barrier(group)
 
 
 def mean_over_ranks(value: torch.Tensor) -> float:

@@ -1,0 +1,139 @@
+"""Saves the checkpoints of a run, at once or in the background, and records when, how long and with what outcome.
+
+In the background a rank pauses for the copy of its state; a thread then writes it while training goes on. At most one
+checkpoint is being written: the next one waits for it. The last one is written at once, without a copy.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from tridock.contracts import heartbeat
+from tridock.contracts.events import Event, append_event
+from tridock.experiment.schema import Train
+from tridock.train.rank import signals
+from tridock.train.rank.phases import CHECKPOINT, Phases
+from tridock.train.rank.process_group import AgreedError, Ranks
+
+Start = Callable[[bool], Callable[[], Path]]
+"""Begins a checkpoint, from a copy of the state or not; returns the function that writes it, see ``Checkpoints``."""
+
+_LONG_WAIT_SECONDS: Final = 1.0
+
+
+def saves_in_background(train: Train) -> bool:
+    """Whether any checkpoint is written in the background: the last one is not."""
+    return train.save and train.async_save and 0 < train.save_interval < train.train_iters
+
+
+class Saver:
+    def __init__(self, ranks: Ranks, run_folder: Path, phases: Phases, in_background: bool) -> None:
+        self._ranks, self._run_folder, self._phases = ranks, run_folder, phases
+        self._thread = ThreadPoolExecutor(1, "checkpoint", self._choose_device) if in_background else None
+        self._pending: tuple[int, Future[AgreedError | None]] | None = None
+
+    def _choose_device(self) -> None:
+        if self._ranks.device.type == "cuda":  # of each thread its own; torch would open a context on the first GPU
+            torch.cuda.set_device(self._ranks.device)
+
+    def save(self, start: Start, iteration: int, is_last: bool) -> float:
+        """Saves a checkpoint; returns for how many seconds training paused. A collective.
+
+        A write error ends the run only if this ``is_last``.
+        """
+        started = time.monotonic()
+        heartbeat.beat(heartbeat.SAVE)
+        with self._phases.inside(CHECKPOINT):
+            self._wait_for_previous(iteration)
+            failed = self._save(start, iteration, is_last, started)
+        if failed is not None and is_last:
+            raise failed
+        heartbeat.beat(heartbeat.TRAIN)
+        return time.monotonic() - started
+
+    def _save(self, start: Start, iteration: int, is_last: bool, started: float) -> AgreedError | None:
+        in_background = self._thread is not None and not is_last
+        try:
+            write = start(in_background)
+        except AgreedError as failed:
+            return self._report_failure(iteration, failed, is_last)
+        if self._thread is None or is_last:
+            return self._write(write, iteration, is_last, started, None)
+        paused = time.monotonic() - started
+        self._pending = iteration, self._thread.submit(self._write, write, iteration, is_last, started, paused)
+        return None
+
+    def _write(
+        self, write: Callable[[], Path], iteration: int, is_last: bool, started: float, paused: float | None
+    ) -> AgreedError | None:
+        try:
+            folder = write()
+        except AgreedError as failed:
+            return self._report_failure(iteration, failed, is_last)
+        seconds = time.monotonic() - started
+        pause = seconds if paused is None else paused
+        fields = {"seconds": round(seconds, 3), "pause_seconds": round(pause, 3)}
+        self._event(Event.CHECKPOINT_SAVED, iteration=iteration, folder=str(folder), **fields)
+        self._say(f"checkpoint saved: {folder}")
+        return None
+
+    def _report_failure(self, iteration: int, failed: AgreedError, is_last: bool) -> AgreedError:
+        self._event(Event.CHECKPOINT_FAILED, iteration=iteration, reason=str(failed))
+        if not is_last:
+            self._say(f"warning: iteration {iteration} is not saved, and the run continues:\n{failed}")
+        return failed
+
+    def _wait_for_previous(self, iteration: int) -> None:
+        if self._pending is None:
+            return
+        before, (previous, future) = time.monotonic(), self._pending
+        waits = not future.done()
+        self.finish()
+        if waits:
+            seconds = round(time.monotonic() - before, 3)
+            self._event(Event.CHECKPOINT_WAITED, iteration=iteration, previous=previous, seconds=seconds)
+            if seconds >= _LONG_WAIT_SECONDS:
+                self._say(
+                    f"warning: the checkpoint of iteration {iteration} waited {seconds:.0f} s for that of iteration "
+                    f"{previous} to be written; a longer train.save_interval avoids that"
+                )
+
+    def check(self) -> None:
+        """Raises the error of the thread, if it has one that ends the run. Call it after every step."""
+        if self._pending is not None and self._pending[1].done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Waits for the checkpoint in the background, if there is one."""
+        if self._pending is not None:
+            (_, future), self._pending = self._pending, None
+            future.result()
+
+    @contextmanager
+    def finishing(self) -> Iterator[None]:
+        """Encloses a training loop: its end finishes the checkpoint in the background.
+
+        So do an error that all ranks have, and a stop; any other end leaves it incomplete.
+        """
+        try:
+            yield
+        except (AgreedError, signals.Stopped, signals.Preempted):
+            if self._pending is not None:
+                self._pending[1].exception()
+            raise
+        self.finish()
+
+    def _say(self, line: str) -> None:
+        if self._ranks.first:
+            sys.stdout.write(f"{line}\n")  # in one piece: the thread and the training loop both print
+            sys.stdout.flush()
+
+    def _event(self, event: Event, **fields: object) -> None:
+        if self._ranks.first:
+            append_event(self._run_folder, event, **fields)

@@ -112,6 +112,11 @@ bench-check: .venv/.operator ## Time fab check on 2 and on 16 nodes, as containe
 	@tools/build-image.sh cpu
 	@python tools/bench_check.py $(BENCH)
 
+.PHONY: bench-image
+bench-image: .venv/.operator ## Time the image, and an edit of one line, on its way to 16 Docker hosts (BENCH='--hosts 4')
+	@tools/build-image.sh cpu
+	@python tools/bench_image.py $(BENCH)
+
 .PHONY: soak
 soak: .venv/.extras ## Check the losses under half an hour of random faults on the twin (SOAK='--seed 7 --minutes 5')
 	@tools/build-image.sh cpu

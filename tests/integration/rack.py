@@ -157,7 +157,8 @@ class Rack:
     def environment(self, **changes: str) -> dict[str, str]:
         keep = {name: value for name, value in os.environ.items() if name not in ("SSH_AUTH_SOCK", "COMPOSE_FILE")}
         path = f"{PROGRAMS}:{keep['PATH']}"
-        return {**keep, "PATH": path, "PYTHONPATH": str(self.project), "TMPDIR": str(self.temporary), **changes}
+        own = {"PYTHONPATH": str(self.project), "TMPDIR": str(self.temporary), "XDG_CACHE_HOME": f"{self.folder}/cache"}
+        return {**keep, "PATH": path, **own, **changes}
 
     @property
     def temporary(self) -> Path:

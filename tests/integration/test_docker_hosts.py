@@ -121,11 +121,21 @@ def test_an_image_goes_only_to_the_host_that_lacks_it(rack_up: Up) -> None:
     try:
         succeed("bash", "-c", f"docker save {small} | docker exec -i {rack['host-a'].container} docker load")
         done = rack.fab("up", hosts=rack.write_cluster("small", image=small))
+        # An edit: a layer above the one that both have now.
+        folder = rack.folder / "edit"
+        folder.mkdir()
+        (folder / "Dockerfile").write_text(f"FROM {small}\nCOPY Dockerfile /edit\n")
+        succeed("docker", "build", "--quiet", "--tag", small, str(folder))
+        edited = rack.fab("up", hosts="hostfiles/small")
+        wanted = succeed("docker", "image", "inspect", "--format", "{{.Id}}", small).strip()
+        assert [host.image_id(small) for host in rack] == [wanted, wanted]
     finally:
         succeed("docker", "image", "rm", small)
     assert done.returncode == 3, done.stdout + done.stderr
-    assert "send to host-b " in done.stdout
+    # It is the base of the nodes' image: host-b has its layer.
+    assert "send to host-b 0/0 layers " in done.stdout
     assert "send to host-a " not in done.stdout
+    assert [f"send to {name} 1/1 layers " in edited.stdout for name in HOSTS] == [True, True], edited.stderr
     assert len({host.image_id(small) for host in rack} - {""}) == 1
     text = r"\[FATAL tini \(\d+\)\] exec node failed: No such file or directory"
     said = f"its node ended at once; got {text}; mend that, then run tridock up again"

@@ -99,6 +99,10 @@ class SshTransport(Transport):
     def workspace(self, facts: HostFacts) -> str:
         return f"{_expanded(self.cluster.workdir, facts)}/workspace"
 
+    def image_folder(self, facts: HostFacts) -> str:
+        """The folder on the host that an image passes through."""
+        return f"{_expanded(self.cluster.workdir, facts)}/image"
+
     def secrets_folder(self, node: str) -> str:
         return f"{self.cluster.workdir}/secrets/{node}"
 

@@ -4,10 +4,10 @@ from tridock.errors import ClusterError, Problem
 from tridock.ops.doctor.consistency_checks import image_findings
 from tridock.ops.doctor.finding import KEYS, UP, Report, fail, warn
 from tridock.ops.hosts.facts import keys_digest
-from tridock.ops.hosts.image import wanted_image
 from tridock.ops.hosts.keys import KeyStore
 from tridock.ops.hosts.nodes import outdated
 from tridock.ops.hosts.session import Session
+from tridock.ops.image.ensure import wanted_image
 
 
 def check_hosts(session: Session, report: Report) -> Session:

@@ -11,9 +11,9 @@ from tridock.contracts.codec import decode
 from tridock.contracts.run_folder import write_atomic
 from tridock.errors import ClusterError, Problem, RequestError
 from tridock.ops.hosts.facts import keys_digest
-from tridock.ops.hosts.image import ensure_image
 from tridock.ops.hosts.keys import KeyStore, distribute_keys
 from tridock.ops.hosts.session import Session
+from tridock.ops.image.ensure import ensure_image
 from tridock.remote import Completed, Host, LocalHost
 
 READY_TIMEOUT_S = 60.0
@@ -73,8 +73,8 @@ def down(session: Session, *, force: bool = False) -> tuple[str, ...]:
         state = session.states()[node]
         if state.container is not None:
             _remove(transport, node, host).checked(node)
-        keys = transport.secrets(node, state.facts)
-        host.run(Command.of("rm", "-rf", keys), timeout=30.0).checked(node)
+        remains = (transport.secrets(node, state.facts), transport.image_folder(state.facts))
+        host.run(Command.of("rm", "-rf", *remains), timeout=30.0).checked(node)
 
     session.each(remove)
     return there

@@ -1,0 +1,134 @@
+"""Layers come out of an engine by `docker push`, or by `docker save` where the engine cannot reach this machine."""
+
+from __future__ import annotations
+
+import gzip
+import http.client
+import io
+import json
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.unit.ops.image.three_layers import CONFIG, DIFF_IDS, LAYERS
+from tridock.errors import ClusterError
+from tridock.ops.image.archive import ImageParts, digest_of
+from tridock.ops.image.export import export_image
+from tridock.ops.image.registry import LoopbackRegistry
+
+
+class Engine:
+    """Pushes as dockerd does: asks for digests that it knows, sends the others in chunks, then the manifest."""
+
+    def __init__(self, registry: LoopbackRegistry, parts: ImageParts) -> None:
+        self.registry, self.parts = registry, parts
+        self.sent: list[str] = []
+
+    def ask(self, method: str, path: str, body: object = None, *, chunked: bool = False) -> http.client.HTTPResponse:
+        address = self.registry.repository.partition("/")[0]
+        connection = http.client.HTTPConnection(address, timeout=10)
+        connection.request(method, path, body=body, encode_chunked=chunked, headers=(  # type: ignore[arg-type]
+            {"Transfer-Encoding": "chunked"} if chunked else {}
+        ))  # fmt: skip
+        answer = connection.getresponse()
+        answer.read()
+        return answer
+
+    def push(self, known: bool) -> None:
+        base = self.registry.path
+        for digest in (digest_of(self.parts.config), *self.parts.layers):
+            if known and self.ask("HEAD", f"{base}/blobs/{digest}").status == 200:
+                continue
+            content = self.parts.config if digest == digest_of(self.parts.config) else self.content(digest)
+            where = self.ask("POST", f"{base}/blobs/uploads/").headers["Location"]
+            assert self.ask("PATCH", where, iter([content[:5], content[5:]]), chunked=True).status == 202
+            assert self.ask("PUT", f"{where}?digest={digest.replace(':', '%3A')}").status == 201
+            self.sent.append(digest)
+        assert self.ask("PUT", f"{base}/manifests/push", self.parts.manifest).status == 201
+
+    def content(self, digest: str) -> bytes:
+        return (self.parts.folder / digest).read_bytes()
+
+
+@pytest.fixture
+def received(tmp_path: Path) -> Path:
+    made = tmp_path / "received"
+    made.mkdir()
+    return made
+
+
+def test_a_registry_takes_what_an_engine_pushes(parts: ImageParts, received: Path) -> None:
+    counts: list[int] = []
+    with LoopbackRegistry(received, counts.append) as registry:
+        Engine(registry, parts).push(known=False)
+        assert registry.manifest(3) == parts.manifest
+        assert registry.manifest(4) is None
+    digests = {digest_of(parts.config), *parts.layers}
+    assert {path.name: path.read_bytes() for path in received.iterdir()} == {
+        digest: parts.config if digest == digest_of(parts.config) else (parts.folder / digest).read_bytes()
+        for digest in digests
+    }
+    assert sum(counts) == sum(path.stat().st_size for path in received.iterdir())
+
+
+def test_a_registry_asks_again_for_what_it_refuses(parts: ImageParts, received: Path) -> None:
+    with LoopbackRegistry(received, lambda _: None) as registry:
+        engine = Engine(registry, parts)
+        engine.push(known=True)
+        assert engine.sent == []
+        registry.refused = {parts.layers[2]}
+        engine.push(known=True)
+        engine.push(known=True)
+        assert engine.sent == [parts.layers[2]]
+
+
+def test_a_registry_answers_only_who_knows_its_name(parts: ImageParts, received: Path) -> None:
+    with LoopbackRegistry(received, lambda _: None) as registry:
+        engine = Engine(registry, parts)
+        for method, path in (
+            ("HEAD", f"/v2/other/image/blobs/{parts.layers[0]}"), ("POST", "/v2/other/image/blobs/uploads/"),
+            ("PATCH", "/v2/other/image/blobs/uploads/x"), ("PUT", "/v2/other/image/blobs/uploads/x?digest=sha256:1"),
+            ("PUT", "/v2/other/image/manifests/push"), ("GET", f"{registry.path}/tags/list"),
+        ):  # fmt: skip
+            assert engine.ask(method, path, b"x" if method in ("PATCH", "PUT") else None).status == 404
+        assert registry._server.server_address[0] == "127.0.0.1"
+    assert list(received.iterdir()) == []
+
+
+def saved(folder: Path, names: Callable[[int], str], contents: list[bytes]) -> Path:
+    """What `docker save` prints, with the layers under these names."""
+    entries = {names(number): content for number, content in enumerate(contents)}
+    manifest = [{"Config": "config.json", "RepoTags": ["lab"], "Layers": [names(number) for number in range(3)]}]
+    entries |= {"config.json": CONFIG, "manifest.json": json.dumps(manifest).encode()}
+    path = folder / "saved.tar"
+    with tarfile.open(path, "w") as tar:
+        for name, content in entries.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+    return path
+
+
+@pytest.mark.parametrize("names", [lambda n: f"{n}/layer.tar", lambda n: f"blobs/sha256/{n}"], ids=["20.10", "25"])
+@pytest.mark.parametrize("packed", [False, True], ids=["tar", "gzip"])
+def test_an_engine_that_cannot_push_saves(
+    docker: Callable[[str], None], tmp_path: Path, received: Path, names: Callable[[int], str], packed: bool
+) -> None:
+    file = saved(tmp_path, names, [gzip.compress(layer) if packed else layer for layer in LAYERS])
+    docker(f'case $1 in push) echo "dial tcp: refused" >&2; exit 1;; save) cat {file};; esac')
+    notes: list[str] = []
+    parts = export_image("lab", DIFF_IDS, 1, received, lambda _: None, notes.append)
+    assert notes == [
+        "docker push cannot give single layers away (dial tcp: refused); docker save takes the whole image"
+    ]
+    assert parts.config == CONFIG
+    assert [gzip.decompress((received / digest).read_bytes()) for digest in parts.layers] == list(LAYERS)
+    assert all(digest_of((received / digest).read_bytes()) == digest for digest in parts.layers)
+
+
+def test_an_engine_that_can_neither_push_nor_save(docker: Callable[[str], None], received: Path) -> None:
+    docker('case $1 in push|save) echo "$1: no such image" >&2; exit 1;; esac')
+    with pytest.raises(ClusterError, match=r"^docker save lab: could not be written to a file; got save: no such imag"):
+        export_image("lab", DIFF_IDS, 1, received, lambda _: None, lambda _: None)

@@ -1,0 +1,186 @@
+"""`make bench-image`: how long an image, and an edit of one line, take to reach many hosts, and how many bytes.
+
+The hosts are containers of this machine, each with a Docker engine and an sshd of its own. The first host gets the
+whole image; the others begin as copies of its disk. The bytes are those that the hosts' network interfaces received.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+NAME = "tridock-bench-image"
+IMAGE = f"{NAME}:cpu"
+USER = "trainer"
+# What lets a dockerd run inside a container without --privileged.
+NESTED = [
+    *("--cap-add", "ALL", "--cap-drop", "SYS_RESOURCE", "--volume", "/sys/fs/cgroup:/sys/fs/cgroup:rw"),
+    *(word for what in ("seccomp", "apparmor", "systempaths") for word in ("--security-opt", f"{what}=unconfined")),
+]
+RECEIVED = "cat /sys/class/net/eth0/statistics/rx_bytes"
+# The files of layers never change: hard links. The rest is the engine's own.
+COPY = (
+    "cp -al /from/overlay2 /to/ && cd /from && find . -mindepth 1 -maxdepth 1 ! -name overlay2 -exec cp -a {} /to/ ';'"
+)
+ENSURE = (
+    "import sys; from pathlib import Path; from tridock.ops.hosts.session import Session; "
+    "from tridock.ops.image.ensure import ensure_image; ensure_image(Session.open(Path(sys.argv[1])))"
+)
+
+
+def docker(*arguments: str) -> str:
+    """Runs the docker command; its failure is ours."""
+    done = subprocess.run(["docker", *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"docker {' '.join(arguments)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return done.stdout.strip()
+
+
+class Hosts:
+    """Containers that play Docker hosts, and the operator's files for them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.names: list[str] = []
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / "id"], check=True)
+        docker("network", "create", NAME)
+        variables = [name for name in ("http_proxy", "https_proxy", "no_proxy") if name in os.environ]
+        arguments = [word for name in variables for word in ("--build-arg", name)]
+        docker("build", "--quiet", *arguments, "--tag", f"{NAME}:host", str(ROOT / "tests/integration/docker_host"))
+
+    def start(self, name: str) -> None:
+        public = (self.folder / "id.pub").read_text().strip()
+        options = ["--hostname", name, "--network", NAME, "--volume", f"{NAME}-{name}:/var/lib/docker", *NESTED]
+        docker(
+            "run", "--detach", "--name", f"{NAME}-{name}", *options, "--env", f"AUTHORIZED_KEY={public}", f"{NAME}:host"
+        )
+        while subprocess.run(
+            ["docker", "exec", f"{NAME}-{name}", "docker", "version"], capture_output=True, check=False
+        ).returncode:
+            time.sleep(0.5)
+        self.names.append(name)
+
+    def copy_of(self, first: str, name: str) -> None:
+        """Another host with the disk of one that is stopped."""
+        root = Path(docker("info", "--format", "{{.DockerRootDir}}"))  # hard links do not cross mounts
+        docker("volume", "create", f"{NAME}-{name}")
+        script = COPY.replace("/from", f"/root/volumes/{NAME}-{first}/_data").replace(
+            "/to", f"/root/volumes/{NAME}-{name}/_data"
+        )
+        docker("run", "--rm", "--volume", f"{root}:/root", "--entrypoint", "sh", f"{NAME}:host", "-c", script)
+
+    def write_cluster(self) -> Path:
+        address = "{{range .NetworkSettings.Networks}}{{.IPAddress}}{{end}}"
+        known, config = [], []
+        for name in self.names:
+            ip = docker("inspect", "--format", address, f"{NAME}-{name}")
+            key = docker("exec", f"{NAME}-{name}", "cut", "-d", " ", "-f1,2", "/etc/ssh/ssh_host_ed25519_key.pub")
+            known.append(f"{ip} {key}\n")
+            config.append(f"Host {name}\n  HostName {ip}\n")
+        (self.folder / "known_hosts").write_text("".join(known))
+        config.append(f"Host *\n  User {USER}\n  IdentityFile {self.folder}/id\n  IdentityAgent none\n")
+        config.append(f"  UserKnownHostsFile {self.folder}/known_hosts\n  GlobalKnownHostsFile none\n")
+        (self.folder / "ssh_config").write_text("".join(config))
+        hostfile = self.folder / "bench"
+        hostfile.write_text("".join(f"{name} slots=1\n" for name in self.names))
+        settings = {"image": IMAGE, "ssh": {"config_file": f"{self.folder}/ssh_config", "max_connections": 16}}
+        (self.folder / "bench.yaml").write_text(json.dumps(settings))
+        return hostfile
+
+    def received(self) -> int:
+        return sum(int(docker("exec", f"{NAME}-{name}", "sh", "-c", RECEIVED)) for name in self.names)
+
+    def remove(self) -> None:
+        containers = docker("ps", "--all", "--quiet", "--filter", f"name={NAME}-").split()
+        volumes = docker("volume", "ls", "--quiet", "--filter", f"name={NAME}-").split()
+        for argv in (
+            ["rm", "--force", *containers],
+            ["volume", "rm", *volumes],
+            ["network", "rm", NAME],
+            ["image", "rm", IMAGE],
+        ):
+            subprocess.run(["docker", *argv], capture_output=True, check=False)
+
+
+def bring(hosts: Hosts, what: str) -> None:
+    """Brings the image to every host that lacks it, and prints a line."""
+    hostfile = hosts.write_cluster()
+    before, began = hosts.received(), time.monotonic()
+    environment = {**os.environ, "XDG_CACHE_HOME": str(hosts.folder / "cache"), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", ENSURE, hostfile], env=environment, capture_output=True, text=True, check=False
+    )
+    seconds = time.monotonic() - began
+    if done.returncode:
+        sys.exit(done.stdout + done.stderr)
+    megabytes = (hosts.received() - before) / 1e6
+    print(
+        f"{what:28} {len(hosts.names):5} {seconds:8.1f} {megabytes:8.1f} {megabytes / len(hosts.names):8.2f}",
+        flush=True,
+    )
+
+
+def edited_image(folder: Path) -> None:
+    """The image of this folder with another line in one module of tridock/."""
+    names = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split("\0")
+    for name in filter(None, names):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    for wheels in ("locks/wheels", "upstream"):
+        if (ROOT / wheels).is_dir():
+            shutil.copytree(ROOT / wheels, folder / wheels, dirs_exist_ok=True)
+    with (folder / "tridock/command.py").open("a") as file:
+        file.write(f"# {time.time()}\n")
+    argv = ["tools/build-image.sh", "cpu", "", IMAGE]
+    done = subprocess.run(
+        argv, cwd=folder, env={**os.environ, "KEEP_COMPOSE": "1"}, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        sys.exit(done.stdout + done.stderr)
+
+
+def main() -> None:
+    """Prints a line a transfer."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hosts", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    docker("tag", "tridock:cpu", IMAGE)
+    with tempfile.TemporaryDirectory() as name:
+        hosts = Hosts(Path(name))
+        try:
+            print("what                         hosts  seconds       MB  MB/host")
+            hosts.start("host-01")
+            bring(hosts, "the whole image, first time")
+            docker("stop", f"{NAME}-host-01")
+            others = [f"host-{number:02}" for number in range(2, arguments.hosts + 1)]
+            for other in others:
+                hosts.copy_of("host-01", other)
+            docker("start", f"{NAME}-host-01")
+            for other in others:
+                hosts.start(other)
+            for _ in range(arguments.repeats):
+                edited_image(Path(tempfile.mkdtemp(dir=name)))
+                bring(hosts, "an edit of one line")
+            bring(hosts, "nothing to bring")
+        finally:
+            hosts.remove()
+
+
+if __name__ == "__main__":
+    main()

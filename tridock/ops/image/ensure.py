@@ -1,0 +1,159 @@
+"""The cluster's image: which one it is, and what brings it to every host that lacks it, without a registry."""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Column
+
+from tridock.cluster.transports import SshTransport
+from tridock.command import Command
+from tridock.errors import ClusterError, Problem
+from tridock.ops.hosts.session import Session
+from tridock.ops.image.archive import Archive
+from tridock.ops.image.export import export_image, not_written
+from tridock.ops.image.transfer import Delivery
+from tridock.remote import Host, LocalHost
+
+
+def ensure_image(session: Session) -> str:
+    """Brings the image to every host that lacks it and returns its id, the same on all of them."""
+    wanted = wanted_image(session)
+    if _lacking(session, wanted):
+        with _cache(session) as folder:
+            if missing := _lacking(session, wanted):
+                _send(session, wanted, missing, folder)
+                session.forget_states()
+                _verify(session, wanted)
+    return wanted
+
+
+def _lacking(session: Session, wanted: str) -> tuple[str, ...]:
+    return tuple(node for node, state in session.states().items() if state.image_id != wanted)
+
+
+def local_image_id(image: str) -> str | None:
+    """The image's id on the operator's machine, or None where it (or Docker) is not there."""
+    if shutil.which("docker") is None:
+        return None
+    command = Command.of("docker", "image", "inspect", "--format", "{{.Id}}", image)
+    done = LocalHost().run(command, timeout=30.0)
+    return done.stdout.decode().strip() if done.exit_code == 0 else None
+
+
+def wanted_image(session: Session) -> str:
+    """The operator's image; where there is none here, the one that all hosts already agree on."""
+    image = session.cluster.settings.image
+    local = local_image_id(image)
+    if local is not None:
+        return local
+    found = {state.image_id for state in session.states().values()}
+    if len(found) == 1 and (only := found.pop()) is not None:
+        return only
+    flavor = " --flavor cpu" if image.endswith(":cpu") else ""
+    held = ((node, state.image_id) for node, state in session.states().items())
+    got = ", ".join(f"{id_[:19]} on {node}" if id_ else f"none on {node}" for node, id_ in held)
+    raise ClusterError(
+        Problem(image, "is not on this machine, and not the same on every host", got, f"run tridock image{flavor} here")
+    )
+
+
+def _send(session: Session, image_id: str, nodes: tuple[str, ...], folder: Path) -> None:
+    """Asks each of ``nodes`` what it has, exports the layers that one of them lacks, then sends to all at once."""
+    image = session.cluster.settings.image
+    done = LocalHost().run(Command.of("docker", "image", "inspect", "--format", "{{json .RootFS.Layers}}", image_id))
+    diff_ids = json.loads(done.checked(image).stdout)
+    transport = session.transport
+    assert isinstance(transport, SshTransport)  # elsewhere the hosts' engine is the operator's
+    places = {node: transport.image_folder(state.facts) for node, state in session.states().items()}
+    deliveries = {node: Delivery(node, session.hosts[node], places[node], folder.name) for node in nodes}
+    stocks = session.each(lambda node, _: deliveries[node].stock(), only=nodes)
+    held = {node: stock.held(diff_ids) for node, stock in stocks.items()}
+    for node, stock in stocks.items():
+        if stock.whole:
+            _note(f"{node}: gets the whole image, not only the layers that it lacks: {stock.whole}")
+    with _progress() as progress:
+        bar = progress.add_task("compress the layers", total=None)
+        try:
+            parts = export_image(
+                image_id, diff_ids, min(held.values()), folder, lambda count: progress.advance(bar, count), _note
+            )
+        except OSError as error:
+            raise not_written(image, folder, str(error)) from None
+        progress.update(bar, total=progress.tasks[bar].completed)
+
+        def show(node: str, archive: Archive, start: int) -> Callable[[int], object]:
+            return _Bar(progress, node, archive, start).advance
+
+        def send(node: str, _host: Host) -> None:
+            deliveries[node].send(parts, held[node], stocks[node], image, show)
+
+        session.each(send, only=nodes)
+
+
+class _Bar:
+    """A host's line: layers, bytes, rate."""
+
+    def __init__(self, progress: Progress, node: str, archive: Archive, start: int) -> None:
+        self._progress, self._node, self._archive, self._sent = progress, node, archive, start
+        self._task = progress.add_task("", total=archive.size, completed=start)
+        self.advance(0)
+
+    def advance(self, count: int) -> None:
+        self._sent += count
+        layers = f"{self._archive.layers_in(self._sent)}/{len(self._archive.layer_ends)} layers"
+        self._progress.update(self._task, advance=count, description=f"send to {self._node} {layers}")
+
+
+@contextmanager
+def _cache(session: Session) -> Iterator[Path]:
+    """This cluster's folder for layers on the operator's machine, for one command at a time.
+
+    An interrupted command leaves in it what the next one need not export again.
+    """
+    sender = f"{socket.gethostname()} {os.getuid()} {session.cluster.state_folder}"
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = home / "tridock" / "layers" / hashlib.sha256(sender.encode()).hexdigest()[:16]
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = folder.with_suffix(".lock").open("w")
+    except OSError as error:
+        todo = "make it yours to write, or set XDG_CACHE_HOME to another folder"
+        raise ClusterError(Problem(str(folder), "cannot be used for layers", error.strerror or "", todo)) from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            _note(f"another command brings an image to {session.cluster.name}; waiting for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            session.forget_states()
+        for part in folder.glob("*.part"):
+            part.unlink()
+        yield folder
+        shutil.rmtree(folder)
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _verify(session: Session, wanted: str) -> None:
+    wrong = [(node, state.image_id) for node, state in session.states().items() if state.image_id != wanted]
+    if wrong:
+        raise ClusterError(
+            Problem(node, f"holds another image after loading than {wanted}", str(found), "look at docker load there")
+            for node, found in wrong
+        )
+
+
+def _progress() -> Progress:
+    text = TextColumn("{task.description}", table_column=Column(no_wrap=True))
+    return Progress(text, BarColumn(10), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())

@@ -1,0 +1,134 @@
+"""An image out of the operator's engine: the layers that hosts lack, as compressed files."""
+
+import hashlib
+import json
+import shutil
+import subprocess
+import tarfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import IO
+
+from tridock.command import Command
+from tridock.errors import ClusterError, Problem
+from tridock.ops.image.archive import ImageParts, digest_of
+from tridock.ops.image.registry import LoopbackRegistry
+from tridock.remote import LocalHost
+
+_CHUNK = 1 << 20
+_MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
+_CONFIG = "application/vnd.docker.container.image.v1+json"
+_LAYER = "application/vnd.docker.image.rootfs.diff.tar.gzip"
+_GZIP, _GZIP_BITS = b"\x1f\x8b", 31
+
+Progress = Callable[[int], object]
+
+
+def export_image(
+    image: str, diff_ids: Sequence[str], held: int, folder: Path, progress: Progress, note: Callable[[str], object]
+) -> ImageParts:
+    """Puts the layers of ``image`` after the first ``held`` into ``folder``; ``progress`` gets their compressed bytes.
+
+    An engine that cannot reach this machine's loopback (a remote one, Docker Desktop) saves the whole image instead;
+    ``note`` is called with the reason.
+    """
+    with LoopbackRegistry(folder, progress) as registry:
+        parts, reason = _push(image, len(diff_ids), held, registry)
+        if registry.failure is not None:
+            raise not_written(f"docker push {image}", folder, str(registry.failure))
+    if parts is not None:
+        return parts
+    note(f"docker push cannot give single layers away ({reason}); docker save takes the whole image")
+    return _save(image, folder, progress)
+
+
+def _push(image: str, layers: int, held: int, registry: LoopbackRegistry) -> tuple[ImageParts | None, str]:
+    """The parts, or None and the reason why there are none."""
+    local, name = LocalHost(), f"{registry.repository}:push"
+    local.run(Command.of("docker", "tag", image, name), timeout=30.0).checked("docker")
+    try:
+        for _ in range(3):
+            done = local.run(Command.of("docker", "push", name))
+            if done.exit_code:
+                return None, (done.stderr or done.stdout).decode(errors="replace").strip().rpartition("\n")[2]
+            manifest = registry.manifest(layers)
+            if manifest is None:
+                return None, "no manifest of the image came"
+            named = json.loads(manifest)
+            config = named["config"]["digest"]
+            needed = {config, *(layer["digest"] for layer in named["layers"][held:])}
+            lacking = {digest for digest in needed if not (registry.folder / digest).exists()}
+            if not lacking:
+                return ImageParts((registry.folder / config).read_bytes(), manifest, registry.folder), ""
+            registry.refused |= lacking
+        return None, "layers are missing"
+    finally:
+        local.run(Command.of("docker", "image", "rm", name), timeout=60.0)
+
+
+def _save(image: str, folder: Path, progress: Progress) -> ImageParts:
+    """Compresses the layers while `docker save` writes them; every release has a manifest.json."""
+    layers: dict[str, dict[str, object]] = {}
+    small: dict[str, bytes] = {}
+    with subprocess.Popen(["docker", "save", image], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as save:
+        assert save.stdout is not None
+        assert save.stderr is not None
+        try:
+            with tarfile.open(fileobj=save.stdout, mode="r|") as saved:
+                for entry in filter(tarfile.TarInfo.isfile, saved):
+                    content = saved.extractfile(entry)
+                    assert content is not None
+                    start = content.read(_CHUNK)
+                    if entry.size <= _CHUNK:
+                        small[entry.name] = start
+                    if entry.name.endswith(".tar") or entry.name.startswith("blobs/"):
+                        layers[entry.name] = _compress(chain([start], _chunks(content)), folder, progress)
+        except (OSError, tarfile.TarError) as error:
+            save.kill()
+            reason = save.stderr.read().decode(errors="replace").strip().rpartition("\n")[2]
+            raise not_written(f"docker save {image}", folder, reason or str(error)) from None
+    (item,) = json.loads(small["manifest.json"])
+    config = small[item["Config"]]
+    diff_ids = json.loads(config)["rootfs"]["diff_ids"]
+    # A layer that an image has twice is in the archive once.
+    known = {diff: layers[path] for diff, path in zip(diff_ids, item["Layers"], strict=True) if path in layers}
+    manifest = {
+        "schemaVersion": 2,
+        "mediaType": _MANIFEST,
+        "config": {"mediaType": _CONFIG, "size": len(config), "digest": digest_of(config)},
+        "layers": [known[diff] for diff in diff_ids],
+    }
+    return ImageParts(config, json.dumps(manifest).encode(), folder)
+
+
+def _compress(content: Iterable[bytes], folder: Path, progress: Progress) -> dict[str, object]:
+    """Writes a gzip file under its digest, and returns it as a manifest names it; gzip stays as it is."""
+    chunks = iter(content)
+    first = next(chunks)
+    packer = None if first.startswith(_GZIP) else zlib.compressobj(1, wbits=_GZIP_BITS)
+    digest, size = hashlib.sha256(), 0
+    part = folder / "saved.part"
+    with part.open("wb") as file:
+        for chunk in chain([first], chunks, [b""]):
+            packed = chunk if packer is None else packer.compress(chunk) if chunk else packer.flush()
+            file.write(packed)
+            digest.update(packed)
+            size += len(packed)
+            progress(len(packed))
+    name = f"sha256:{digest.hexdigest()}"
+    part.rename(folder / name)
+    return {"mediaType": _LAYER, "size": size, "digest": name}
+
+
+def _chunks(content: IO[bytes]) -> Iterator[bytes]:
+    while chunk := content.read(_CHUNK):
+        yield chunk
+
+
+def not_written(what: str, folder: Path, reason: str) -> ClusterError:
+    """The error of layers for which this machine has no room."""
+    free = f"{shutil.disk_usage(folder).free / 1e9:.1f} GB free in {folder}"
+    todo = "free some space there, or set XDG_CACHE_HOME to a larger disk"
+    return ClusterError(Problem(what, "could not be written to a file", f"{reason}, {free}", todo))

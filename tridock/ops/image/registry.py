@@ -1,0 +1,143 @@
+"""A registry on this machine's loopback, for one `docker push`: how the engine gives single layers away.
+
+`docker save` writes every layer to disk first. `docker push` asks for each layer by its digest, once it knows that, and
+compresses and sends only those that the registry lacks. The first answer here is that nothing is lacking: the manifest,
+which comes last, names the layer of each digest. A second push brings those that a host needs (:attr:`refused`).
+"""
+
+import http.server
+import json
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import parse_qs, urlsplit
+
+from tridock.ops.image.archive import digest_of
+
+_CHUNK = 1 << 20
+
+
+class LoopbackRegistry:
+    """Serves one repository with a secret name while its block runs; layers go into ``folder``, by their digest."""
+
+    def __init__(self, folder: Path, progress: Callable[[int], object]) -> None:
+        self.folder, self.progress = folder, progress
+        self.refused: set[str] = set()
+        self.manifests: list[bytes] = []
+        self.failure: OSError | None = None
+        self.path = f"/v2/tridock-{secrets.token_hex(16)}/image"
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+
+    @property
+    def repository(self) -> str:
+        """What `docker push` is given: engines trust addresses of the loopback without TLS."""
+        return f"127.0.0.1:{self._server.server_port}{self.path.removeprefix('/v2')}"
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def manifest(self, layers: int) -> bytes | None:
+        """The pushed manifest of an image with so many layers; an index or an attestation has others."""
+        found = (one for one in reversed(self.manifests) if len(json.loads(one).get("layers", ())) == layers)
+        return next(found, None)
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    """The part of the registry's HTTP API (version 2) that a push uses."""
+
+    protocol_version = "HTTP/1.1"
+    registry: LoopbackRegistry
+
+    def do_GET(self) -> None:
+        self._answer(200 if self.path == "/v2/" else 404)
+
+    def do_HEAD(self) -> None:
+        digest = self.path.rpartition("/")[2]
+        if not self._is_ours("/blobs/sha256:") or digest in self.registry.refused:
+            self._answer(404)
+            return
+        path = self.registry.folder / digest
+        size = path.stat().st_size if path.exists() else 0
+        self._answer(200, **{"Content-Length": str(size), "Docker-Content-Digest": digest})
+
+    def do_POST(self) -> None:
+        if not self._is_ours("/blobs/uploads/"):
+            self._answer(404)
+            return
+        for _ in self._body():
+            pass
+        self._answer(202, Location=f"{self.registry.path}/blobs/uploads/{secrets.token_hex(16)}", Range="0-0")
+
+    def do_PATCH(self) -> None:
+        if not self._is_ours("/blobs/uploads/"):
+            self._answer(404)
+        elif (part := self._received()) is not None:
+            self._answer(202, Location=urlsplit(self.path).path, Range=f"0-{max(0, part.stat().st_size - 1)}")
+
+    def do_PUT(self) -> None:
+        if self._is_ours("/manifests/"):
+            manifest = b"".join(self._body())
+            self.registry.manifests.append(manifest)
+            self._answer(201, **{"Docker-Content-Digest": digest_of(manifest)})
+        elif not self._is_ours("/blobs/uploads/"):
+            self._answer(404)
+        elif (part := self._received()) is not None:
+            digest = parse_qs(urlsplit(self.path).query)["digest"][0]
+            part.rename(self.registry.folder / digest.replace("/", "_"))
+            self.registry.refused.discard(digest)
+            self._answer(201, **{"Docker-Content-Digest": digest})
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def _is_ours(self, kind: str) -> bool:
+        return self.path.startswith(f"{self.registry.path}{kind}")
+
+    def _received(self) -> Path | None:
+        """The file of an upload with this request's body behind it; None once the disk is full."""
+        part = self.registry.folder / f"{urlsplit(self.path).path.rpartition('/')[2]}.part"
+        try:
+            with part.open("ab") as file:
+                for chunk in self._body():
+                    file.write(chunk)
+                    self.registry.progress(len(chunk))
+        except OSError as error:
+            self.registry.failure = error
+            self.close_connection = True
+            self._answer(507)
+            return None
+        return part
+
+    def _body(self) -> Iterator[bytes]:
+        if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
+            yield from self._read(int(self.headers.get("Content-Length") or 0))
+            return
+        while size := int(self.rfile.readline().partition(b";")[0], 16):
+            yield from self._read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+
+    def _read(self, size: int) -> Iterator[bytes]:
+        while size:
+            chunk = self.rfile.read(min(size, _CHUNK))
+            if not chunk:
+                raise ConnectionError("the engine ended the connection")
+            size -= len(chunk)
+            yield chunk
+
+    def _answer(self, status: int, **headers: str) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": "0", **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+
+def _handler(registry: LoopbackRegistry) -> type[_Handler]:
+    return type("Handler", (_Handler,), {"registry": registry})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -252,9 +253,11 @@ def test_nodes_with_different_images_and_none_here(rack: Rack) -> None:
 
 @pytest.fixture
 def small_image(rack: Rack) -> Iterator[str]:
-    """An image that no host has, of a size that travels quickly."""
+    """An image of which no host has a layer, of a size that travels quickly."""
     image = f"{rack.name}:travels"
-    succeed("docker", "tag", "debian:bookworm-slim", image)
+    file = rack.folder / "travels"
+    file.write_bytes(os.urandom(4 << 20))
+    succeed("sh", "-c", f"tar -c -C {rack.folder} travels | docker import - {image}")
     yield image
     succeed("docker", "image", "rm", image)
     for host in rack:

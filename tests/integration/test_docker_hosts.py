@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import stat
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.integration.rack import CLUSTER, UID, USER, WORKDIR, Rack, Up
-from tests.integration.support import succeed, wait_until
+from tests.integration.registry import Registry
+from tests.integration.support import execute, succeed, wait_until
+from tridock.ops.hosts.session import Session
+from tridock.ops.image.prune import prune
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -143,6 +148,44 @@ def test_an_image_goes_only_to_the_host_that_lacks_it(rack_up: Up) -> None:
         host.sh('docker image rm "$1"', small)
     assert re.fullmatch(f"host-a: {said}\nhost-b: {said}\n", done.stderr), done.stderr
     assert [host.containers() for host in rack] == [{NODE: "running"}, {NODE: "running"}]
+
+
+def test_what_a_registry_has_is_pulled_and_older_images_go_when_asked(rack_up: Up) -> None:
+    """The base by host-a, which reaches its registry; the whole image by both from the cluster's own registry."""
+    rack = rack_up.rack
+    image, folder = f"{rack.name}:pulled", rack.folder / "pulled"
+    (folder / "blobs").mkdir(parents=True)
+
+    def build(base: str) -> str:
+        (folder / "code").write_bytes(os.urandom(1000))
+        (folder / "Dockerfile").write_text(f"FROM {base}\nCOPY code /code\n")
+        return succeed("docker", "build", "--quiet", "--tag", image, str(folder)).strip()
+
+    with Registry(folder / "blobs") as registry, ExitStack() as tunnels:
+        tunnels.enter_context(registry.seen_on(rack.folder / "ssh_config", "host-a"))
+        base = f"{registry.address}/team/base:1"
+        (folder / "code").write_bytes(os.urandom(1_000_000))
+        try:
+            succeed("sh", "-c", f"tar -c -C {folder} code | docker import - {base} && docker push {base}")
+            first = build(base)
+            done = rack.fab("up", hosts=rack.write_cluster("pulled", image=image))
+            assert "send to host-a 1/1 layers " in done.stdout, done.stderr
+            assert "send to host-b 2/2 layers " in done.stdout, done.stderr
+            assert re.search(r"host-b: gets the base image from here, it cannot pull it: .*refused", done.stderr)
+            assert 1_000_000 < registry.pulled < 1_010_000
+            tunnels.enter_context(registry.seen_on(rack.folder / "ssh_config", "host-b"))
+            second = build(base)
+            rack.fab("up", hosts=rack.write_cluster("pulled", image=image, registry=f"{registry.address}/team"))
+            assert [host.image_id(image) for host in rack] == [second, second]
+            for _, pruned in sorted(prune(Session.open(rack.project / "hostfiles/pulled")).items()):
+                assert (pruned.removed, pruned.kept) == ((first,), ())
+            assert [host.image_id(first) for host in rack] == ["", ""]
+            assert [host.containers() for host in rack] == [{NODE: "running"}, {NODE: "running"}]
+        finally:
+            execute("docker", "image", "rm", image, base, f"{registry.address}/team/{rack.name}:pulled")
+            for host in rack:
+                host.execute('docker image rm --force $(docker image inspect --format "{{.Id}}" "$1")', image)
+                host.execute('docker image rm "$1"', base.rpartition(":")[0])
 
 
 # ---- a run, from launch to its folder at home ----------------------------------------------------

@@ -34,6 +34,8 @@ _WATCH_S: Final = 2.0
 def add(commands: Commands) -> None:
     parser = add_command(commands, "up", _up, "start one node per host", "--hosts hostfile", "--hosts hostfiles/twin")
     add_cluster(parser)
+    text = "then remove the older images that Tridock brought to the hosts of this cluster"
+    parser.add_argument("--prune", action="store_true", help=text)
     add_quiet(parser)
 
     examples: tuple[str, ...] = ("--hosts hostfile", "--hosts hostfile --include host-b")
@@ -68,11 +70,15 @@ def _up(arguments: argparse.Namespace) -> int:
     right.
     """
     from tridock.ops.hosts import nodes
+    from tridock.ops.image.prune import prune
 
     session = open_session(arguments)
     image_id = nodes.up(session)
     if not arguments.quiet:
         say(f"{count(len(session.nodes), 'node')} up, image {image_id[:19]}: {', '.join(session.nodes)}")
+    if arguments.prune:
+        for node, images in prune(session).items():
+            say(f"{node}: removed {count(len(images.removed), 'older image')}, kept {len(images.kept)} in use")
     return 0
 
 

@@ -107,6 +107,15 @@ class Settings(Section):
     image: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][A-Za-z0-9._/:@-]*$")] = Field(
         default="tridock:latest", description="The image that every node runs."
     )
+    image_base: Literal["auto", "pull", "send"] = Field(
+        default="auto",
+        description="How hosts get the image's base: they pull it by digest from its registry, with their own"
+        " credentials; the operator's machine sends it; or auto: it is sent to those that cannot pull it.",
+    )
+    registry: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][A-Za-z0-9._/:-]*[A-Za-z0-9]$")] | None = Field(
+        default=None,
+        description="A registry for the image, as host:port/path: docker push here, docker pull on the hosts.",
+    )
     container: Container = Field(default_factory=Container)
     ssh_port: Annotated[int, Field(ge=1024, le=65535)] = Field(
         default=run_folder.SSH_PORT, description="Port of the nodes' sshd, which runs without root."

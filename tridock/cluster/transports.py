@@ -103,6 +103,10 @@ class SshTransport(Transport):
         """The folder on the host that an image passes through."""
         return f"{_expanded(self.cluster.workdir, facts)}/image"
 
+    def images_file(self, facts: HostFacts) -> str:
+        """The file on the host with the ids of the images that it was sent."""
+        return f"{_expanded(self.cluster.workdir, facts)}/images"
+
     def secrets_folder(self, node: str) -> str:
         return f"{self.cluster.workdir}/secrets/{node}"
 

@@ -7,7 +7,7 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,7 +20,8 @@ from tridock.errors import ClusterError, Problem
 from tridock.ops.hosts.session import Session
 from tridock.ops.image.archive import Archive
 from tridock.ops.image.export import export_image, not_written
-from tridock.ops.image.transfer import Delivery
+from tridock.ops.image.registries import base_of, pull, through_registry
+from tridock.ops.image.transfer import Delivery, Stock
 from tridock.remote import Host, LocalHost
 
 
@@ -30,7 +31,7 @@ def ensure_image(session: Session) -> str:
     if _lacking(session, wanted):
         with _cache(session) as folder:
             if missing := _lacking(session, wanted):
-                _send(session, wanted, missing, folder)
+                _bring(session, wanted, missing, folder)
                 session.forget_states()
                 _verify(session, wanted)
     return wanted
@@ -66,25 +67,72 @@ def wanted_image(session: Session) -> str:
     )
 
 
-def _send(session: Session, image_id: str, nodes: tuple[str, ...], folder: Path) -> None:
-    """Asks each of ``nodes`` what it has, exports the layers that one of them lacks, then sends to all at once."""
-    image = session.cluster.settings.image
-    done = LocalHost().run(Command.of("docker", "image", "inspect", "--format", "{{json .RootFS.Layers}}", image_id))
-    diff_ids = json.loads(done.checked(image).stdout)
+def _bring(session: Session, image_id: str, nodes: tuple[str, ...], folder: Path) -> None:
+    """By the registry of the settings; else asks each of ``nodes`` what it has, and sends what it cannot pull."""
     transport = session.transport
     assert isinstance(transport, SshTransport)  # elsewhere the hosts' engine is the operator's
-    places = {node: transport.image_folder(state.facts) for node, state in session.states().items()}
-    deliveries = {node: Delivery(node, session.hosts[node], places[node], folder.name) for node in nodes}
-    stocks = session.each(lambda node, _: deliveries[node].stock(), only=nodes)
-    held = {node: stock.held(diff_ids) for node, stock in stocks.items()}
+    facts = {node: state.facts for node, state in session.states().items()}
+    notes = {node: transport.images_file(facts[node]) for node in nodes}
+    if session.cluster.settings.registry is not None:
+        through_registry(session, image_id, nodes, notes)
+        return
+    layers = Command.of("docker", "image", "inspect", "--format", "{{json .RootFS.Layers}}", image_id)
+    diff_ids = json.loads(LocalHost().run(layers).checked(image_id).stdout)
+    deliveries = {
+        node: Delivery(node, session.hosts[node], transport.image_folder(facts[node]), notes[node], folder.name)
+        for node in nodes
+    }
+
+    def ask(nodes: tuple[str, ...]) -> dict[str, Stock]:
+        return session.each(lambda node, _: deliveries[node].stock(), only=nodes)
+
+    stocks = ask(nodes)
     for node, stock in stocks.items():
         if stock.whole:
             _note(f"{node}: gets the whole image, not only the layers that it lacks: {stock.whole}")
+    if pulled := _pull_base(session, diff_ids, stocks):
+        stocks |= ask(pulled)
+    _send(session, diff_ids, deliveries, stocks, folder)
+
+
+def _pull_base(session: Session, diff_ids: Sequence[str], stocks: Mapping[str, Stock]) -> tuple[str, ...]:
+    """Has the hosts without the base image pull it from its registry, and returns those that did."""
+    policy = session.cluster.settings.image_base
+    base = base_of(diff_ids) if policy != "send" else None
+    if base is None:
+        if policy == "pull":
+            todo = "docker pull the base image here and build again, or set image_base: auto"
+            raise ClusterError(Problem("image_base: pull", "the engine here has no base image of a registry", "", todo))
+        return ()
+    nodes = tuple(node for node, stock in stocks.items() if not stock.whole and stock.held(diff_ids) < base.layers)
+    if not nodes:
+        return ()
+    _note(f"{', '.join(nodes)}: docker pull {base.reference}")
+    failed = pull(session, base.reference, nodes)
+    if failed and policy == "pull":
+        todo = f"make docker pull {base.reference} work there, or set image_base: auto"
+        raise ClusterError(Problem(node, "cannot pull the base image", reason, todo) for node, reason in failed.items())
+    for reason in dict.fromkeys(failed.values()):
+        names = ", ".join(node for node, own in failed.items() if own == reason)
+        _note(f"{names}: gets the base image from here, it cannot pull it: {reason}")
+    return tuple(node for node in nodes if node not in failed)
+
+
+def _send(
+    session: Session,
+    diff_ids: Sequence[str],
+    deliveries: Mapping[str, Delivery],
+    stocks: Mapping[str, Stock],
+    folder: Path,
+) -> None:
+    """Exports the layers that a host lacks, then sends to all hosts at once."""
+    image = session.cluster.settings.image
+    held = {node: stock.held(diff_ids) for node, stock in stocks.items()}
     with _progress() as progress:
         bar = progress.add_task("compress the layers", total=None)
         try:
             parts = export_image(
-                image_id, diff_ids, min(held.values()), folder, lambda count: progress.advance(bar, count), _note
+                image, diff_ids, min(held.values()), folder, lambda count: progress.advance(bar, count), _note
             )
         except OSError as error:
             raise not_written(image, folder, str(error)) from None
@@ -96,7 +144,7 @@ def _send(session: Session, image_id: str, nodes: tuple[str, ...], folder: Path)
         def send(node: str, _host: Host) -> None:
             deliveries[node].send(parts, held[node], stocks[node], image, show)
 
-        session.each(send, only=nodes)
+        session.each(send, only=tuple(deliveries))
 
 
 class _Bar:

@@ -34,8 +34,9 @@ def export_image(
     An engine that cannot reach this machine's loopback (a remote one, Docker Desktop) saves the whole image instead;
     ``note`` is called with the reason.
     """
-    with LoopbackRegistry(folder, progress) as registry:
-        parts, reason = _push(image, len(diff_ids), held, registry)
+    local = LocalHost()
+    with LoopbackRegistry(folder, progress, local.close) as registry:
+        parts, reason = _push(local, image, len(diff_ids), held, registry)
         if registry.failure is not None:
             raise not_written(f"docker push {image}", folder, str(registry.failure))
     if parts is not None:
@@ -44,9 +45,11 @@ def export_image(
     return _save(image, folder, progress)
 
 
-def _push(image: str, layers: int, held: int, registry: LoopbackRegistry) -> tuple[ImageParts | None, str]:
+def _push(
+    local: LocalHost, image: str, layers: int, held: int, registry: LoopbackRegistry
+) -> tuple[ImageParts | None, str]:
     """The parts, or None and the reason why there are none."""
-    local, name = LocalHost(), f"{registry.repository}:push"
+    name = f"{registry.repository}:push"
     local.run(Command.of("docker", "tag", image, name), timeout=30.0).checked("docker")
     try:
         for _ in range(3):

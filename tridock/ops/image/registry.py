@@ -22,8 +22,9 @@ _CHUNK = 1 << 20
 class LoopbackRegistry:
     """Serves one repository with a secret name while its block runs; layers go into ``folder``, by their digest."""
 
-    def __init__(self, folder: Path, progress: Callable[[int], object]) -> None:
-        self.folder, self.progress = folder, progress
+    def __init__(self, folder: Path, progress: Callable[[int], object], give_up: Callable[[], object]) -> None:
+        """``give_up`` ends the push: an engine tries again and again where a registry fails."""
+        self.folder, self.progress, self.give_up = folder, progress, give_up
         self.refused: set[str] = set()
         self.manifests: list[bytes] = []
         self.failure: OSError | None = None
@@ -49,7 +50,7 @@ class LoopbackRegistry:
         return next(found, None)
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
+class Handler(http.server.BaseHTTPRequestHandler):
     """The part of the registry's HTTP API (version 2) that a push uses."""
 
     protocol_version = "HTTP/1.1"
@@ -109,9 +110,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                     file.write(chunk)
                     self.registry.progress(len(chunk))
         except OSError as error:
-            self.registry.failure = error
+            self.registry.failure = self.registry.failure or error
+            self.registry.give_up()
             self.close_connection = True
-            self._answer(507)
             return None
         return part
 
@@ -139,5 +140,5 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 
 
-def _handler(registry: LoopbackRegistry) -> type[_Handler]:
-    return type("Handler", (_Handler,), {"registry": registry})
+def _handler(registry: LoopbackRegistry) -> type[Handler]:
+    return type("Handler", (Handler,), {"registry": registry})

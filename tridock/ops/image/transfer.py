@@ -44,6 +44,7 @@ _LOAD = r"""
 set -eu; cd -- "$1"
 trap 'rm -f -- "$2"; rmdir -- "$1" 2>/dev/null || true' EXIT
 docker load --quiet <"$2" >/dev/null
+printf '%s\n' "$4" "$5" >>"$3"
 """
 
 
@@ -90,11 +91,14 @@ def _space(line: str) -> tuple[str, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """One image on its way to one host, through ``folder`` there; ``sender`` is this operator and cluster."""
+    """One image on its way to one host, through ``folder`` there.
+
+    Its id goes into the file ``notes``; ``sender`` is this operator and cluster."""
 
     node: str
     host: Host
     folder: str
+    notes: str
     sender: str
 
     def stock(self) -> Stock:
@@ -110,7 +114,7 @@ class Delivery:
         receive = Command.of("sh", "-c", _RECEIVE, "receive", self.folder, self.sender, part, str(archive.size))
         done = self.host.pipe(archive.chunks(start), receive, progress=bars(self.node, archive, start))
         replace(done, command="receive the image").checked(self.node)
-        done = self.host.run(Command.of("sh", "-c", _LOAD, "load", self.folder, part))
+        done = self.host.run(Command.of("sh", "-c", _LOAD, "load", self.folder, part, self.notes, *parts.ids))
         replace(done, command="docker load --quiet").checked(self.node)
 
     def _refuse_small_disks(self, to_receive: int, to_load: int, stock: Stock) -> None:

@@ -61,7 +61,7 @@ def received(tmp_path: Path) -> Path:
 
 def test_a_registry_takes_what_an_engine_pushes(parts: ImageParts, received: Path) -> None:
     counts: list[int] = []
-    with LoopbackRegistry(received, counts.append) as registry:
+    with LoopbackRegistry(received, counts.append, lambda: None) as registry:
         Engine(registry, parts).push(known=False)
         assert registry.manifest(3) == parts.manifest
         assert registry.manifest(4) is None
@@ -74,7 +74,7 @@ def test_a_registry_takes_what_an_engine_pushes(parts: ImageParts, received: Pat
 
 
 def test_a_registry_asks_again_for_what_it_refuses(parts: ImageParts, received: Path) -> None:
-    with LoopbackRegistry(received, lambda _: None) as registry:
+    with LoopbackRegistry(received, lambda _: None, lambda: None) as registry:
         engine = Engine(registry, parts)
         engine.push(known=True)
         assert engine.sent == []
@@ -85,7 +85,7 @@ def test_a_registry_asks_again_for_what_it_refuses(parts: ImageParts, received: 
 
 
 def test_a_registry_answers_only_who_knows_its_name(parts: ImageParts, received: Path) -> None:
-    with LoopbackRegistry(received, lambda _: None) as registry:
+    with LoopbackRegistry(received, lambda _: None, lambda: None) as registry:
         engine = Engine(registry, parts)
         for method, path in (
             ("HEAD", f"/v2/other/image/blobs/{parts.layers[0]}"), ("POST", "/v2/other/image/blobs/uploads/"),

@@ -1,0 +1,64 @@
+"""The base that hosts can pull, and older images: what is ours, and what is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tridock.command import Command
+from tridock.ops.image.prune import _PRUNE
+from tridock.ops.image.registries import Base, base_of
+from tridock.remote import LocalHost
+
+IMAGES = {
+    "local": (None, ["a", "b"]),
+    "base": (["nvcr.io/nvidia/pytorch@sha256:1", "mirror/pytorch@sha256:1"], ["a", "b"]),
+    "smaller": (["debian@sha256:2"], ["a"]),
+    "other": (["other@sha256:3"], ["x", "b"]),
+    "itself": (["me/tridock@sha256:4"], ["a", "b", "c"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("there", "base"),
+    [
+        ([*IMAGES], Base("nvcr.io/nvidia/pytorch@sha256:1", 2)),
+        (["local", "smaller", "other", "itself"], Base("debian@sha256:2", 1)),
+        (["local", "other", "itself"], None),
+        ([], None),
+    ],
+    ids=["largest", "the rest", "none of a registry", "no image"],
+)
+def test_the_base_is_the_largest_beginning_that_a_registry_has(
+    docker: Callable[[str], None], there: list[str], base: Base | None
+) -> None:
+    lines = "\n".join("\t".join(map(json.dumps, IMAGES[name])) for name in there)
+    docker(f"case $2 in ls) echo '{' '.join(there)}';; inspect) cat <<'END'\n{lines}\nEND\nesac")
+    assert base_of(("a", "b", "c")) == base
+
+
+def test_only_images_that_were_brought_and_are_not_used_are_pruned(
+    docker: Callable[[str], None], tmp_path: Path
+) -> None:
+    docker(
+        r"""case "$2 $5$3" in
+"inspect lab--format") echo current ;;
+"inspect old--format" | "inspect used--format") echo 0 ;;
+"inspect named--format") echo 1 ;;
+"inspect current--format") echo 1 ;;
+"rm old") ;;
+"rm used") exit 1 ;;
+*) exit 1 ;;
+esac"""
+    )
+    notes = tmp_path / "images"
+    notes.write_text("old\nused\nnamed\ngone\ncurrent\nold\n")
+    command = Command.of("sh", "-c", _PRUNE, "prune", str(notes), "lab")
+    done = LocalHost().run(command).checked("here")
+    assert done.stdout.decode().splitlines() == ["kept named", "removed old", "kept used"]
+    assert notes.read_text().split() == ["current", "named", "used"]
+    notes.unlink()
+    assert LocalHost().run(command).checked("here").stdout == b""

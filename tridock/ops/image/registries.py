@@ -1,0 +1,82 @@
+"""What hosts pull themselves: the base image from its own registry, or the image from one that the settings name."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tridock.command import Command
+from tridock.errors import ClusterError, Problem
+from tridock.ops.hosts.session import Session
+from tridock.ops.image.archive import shared_layers
+from tridock.remote import Completed, LocalHost
+
+# The image gets its usual name, and is noted as one that Tridock brought ($3, for `tridock up --prune`).
+_PULL = r"""
+set -eu
+docker pull --quiet "$1" >/dev/null
+docker tag "$1" "$2"
+mkdir -p -- "${3%/*}"; docker image inspect --format '{{.Id}}' "$2" >>"$3"
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """An image of a registry, by digest, with so many of the image's leading layers."""
+
+    reference: str
+    layers: int
+
+
+def base_of(diff_ids: Sequence[str]) -> Base | None:
+    """The largest image on the operator's engine that came from a registry and begins the image with these layers."""
+    local = LocalHost()
+    listed = local.run(Command.of("docker", "image", "ls", "--all", "--quiet", "--no-trunc"), timeout=60.0)
+    ids = sorted(set(listed.stdout.decode().split()))
+    form = "{{json .RepoDigests}}\t{{json .RootFS.Layers}}"
+    lines = local.run(Command.of("docker", "image", "inspect", "--format", form, *ids), timeout=60.0).stdout.decode()
+    found = [
+        Base(references[0], len(layers))
+        for references, layers in (map(json.loads, line.split("\t")) for line in lines.splitlines() if line)
+        if references and layers and shared_layers(diff_ids, [layers]) == len(layers) < len(diff_ids)
+    ]
+    return max(found, key=lambda base: base.layers, default=None)
+
+
+def pull(session: Session, reference: str, nodes: tuple[str, ...]) -> dict[str, str]:
+    """Pulls an image on the hosts of ``nodes``; returns the reasons of those that cannot."""
+    command = Command.of("docker", "pull", "--quiet", reference)
+    done = session.each(lambda _, host: host.run(command), only=nodes)
+    return {node: _reason(result) for node, result in done.items() if result.exit_code}
+
+
+def through_registry(session: Session, image_id: str, nodes: tuple[str, ...], notes: dict[str, str]) -> None:
+    """Pushes the image to the registry of the settings and has the hosts pull it, by digest.
+
+    ``notes``: each host's list of the images that Tridock brought.
+    """
+    image, local = session.cluster.settings.image, LocalHost()
+    repository = f"{session.cluster.settings.registry}/{image.rpartition('/')[2].partition(':')[0]}"
+    name = f"{repository}:{session.cluster.name}"
+    local.run(Command.of("docker", "tag", image_id, name), timeout=30.0).checked("docker")
+    done = local.run(Command.of("docker", "push", name))
+    if done.exit_code:
+        todo = f"docker login {session.cluster.settings.registry} here, or correct registry in the settings"
+        raise ClusterError(Problem(f"docker push {name}", "failed", _reason(done), todo))
+    form = "{{range .RepoDigests}}{{println .}}{{end}}"
+    digests = local.run(Command.of("docker", "image", "inspect", "--format", form, name)).checked(name).stdout.decode()
+    reference = next(line for line in digests.split() if line.startswith(f"{repository}@"))
+    results = session.each(
+        lambda node, host: host.run(Command.of("sh", "-c", _PULL, "pull", reference, image, notes[node])), only=nodes
+    )
+    todo = f"docker login {session.cluster.settings.registry} there, or correct registry in the settings"
+    problems = [
+        Problem(node, f"cannot pull {name}", _reason(result), todo)
+        for node, result in results.items()
+        if result.exit_code
+    ]
+    if problems:
+        raise ClusterError(problems, unaffected=[node for node, result in results.items() if not result.exit_code])
+
+
+def _reason(done: Completed) -> str:
+    return (done.stderr or done.stdout).decode(errors="replace").strip().rpartition("\n")[2]

@@ -63,6 +63,11 @@ class Transport(ABC):
         ``env`` is the operator's environment.
         """
 
+    @property
+    def images_file(self) -> str:
+        """The file on the host with the ids of the images that it was sent; may start with ``~``."""
+        return f"{self.cluster.workdir}/images"
+
     def host_label(self, node: str) -> str:
         """The node's host as messages call it."""
         return node if self.separate_hosts else "this machine"
@@ -99,13 +104,9 @@ class SshTransport(Transport):
     def workspace(self, facts: HostFacts) -> str:
         return f"{_expanded(self.cluster.workdir, facts)}/workspace"
 
-    def image_folder(self, facts: HostFacts) -> str:
-        """The folder on the host that an image passes through."""
-        return f"{_expanded(self.cluster.workdir, facts)}/image"
-
-    def images_file(self, facts: HostFacts) -> str:
-        """The file on the host with the ids of the images that it was sent."""
-        return f"{_expanded(self.cluster.workdir, facts)}/images"
+    def image_paths(self, facts: HostFacts) -> tuple[str, str]:
+        """The folder on the host that an image passes through, and :attr:`images_file`, as absolute paths."""
+        return f"{_expanded(self.cluster.workdir, facts)}/image", _expanded(self.images_file, facts)
 
     def secrets_folder(self, node: str) -> str:
         return f"{self.cluster.workdir}/secrets/{node}"

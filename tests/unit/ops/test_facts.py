@@ -36,7 +36,7 @@ def with_docker(tmp_path: Path, script: str, keys: str = "~/none", home: str = "
     if script:
         (tmp_path / "docker").write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "docker").chmod(0o755)
-    command = facts_command("tridock:cpu", "tridock-lab", keys)
+    command = facts_command("tridock:cpu", "tridock-lab", keys, f"{tmp_path}/images")
     env = {"PATH": str(tmp_path), "HOME": home}
     return subprocess.run(command.argv, env=env, capture_output=True, text=True, check=True).stdout
 
@@ -47,6 +47,19 @@ def test_all_facts() -> None:
     assert (state.facts.gpus, state.facts.infiniband, state.image_id) == (8, True, "sha256:1")
     assert state.container is not None
     assert (state.container.running, state.container.recipe, state.container.health) == (True, "abcd", "healthy")
+
+
+def test_an_image_is_known_by_every_id_that_it_was_sent_with(tmp_path: Path) -> None:
+    """In containerd's image store it has another id than in Docker's own."""
+    (tmp_path / "images").write_text("sha256:old sha256:old-there\nsha256:1 sha256:2 sha256:3\n")
+    inspected = json.dumps({**INSPECTED, "Image": "sha256:old-there"})
+    docker = f"case $1 in image) echo image sha256:2;; container) echo 'container {inspected}';; esac"
+    state = parse_facts("gpu-1", with_docker(tmp_path, docker))
+    assert (state.image_id, state.local_image_id) == ("sha256:1", "sha256:2")
+    assert [state.has(f"sha256:{number}") for number in (1, 2, 3, 4)] == [True, True, True, False]
+    assert [state.id_of(id_) for id_ in ("sha256:3", "sha256:4")] == ["sha256:2", "sha256:4"]
+    assert state.container is not None
+    assert state.container.image_id == "sha256:old"
 
 
 def test_a_host_with_nothing_of_ours_yet(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ fi
 if [ -d /dev/infiniband ]; then echo 'infiniband 1'; fi
 case $3 in '~'/*) keys=$HOME/${3#*/};; *) keys=$3;; esac
 if cd "$keys" 2>/dev/null; then printf 'keys %s\n' "$(export LC_ALL=C; sha256sum -- * 2>/dev/null | sha256sum)"; fi
+case $4 in '~'/*) images=$HOME/${4#*/};; *) images=$4;; esac
+if [ -e "$images" ]; then while read -r ids; do printf 'ids %s\n' "$ids"; done <"$images"; fi
 if ! command -v docker >/dev/null 2>&1; then echo 'docker_missing 1'; exit 0; fi
 if ! docker image inspect --format 'image {{.Id}}' "$1" 2>/dev/null && ! error=$(docker version 2>&1 >/dev/null); then
   printf 'docker_error %s\n' "$(printf '%s' "$error" | tail -n 1)"
@@ -48,7 +50,11 @@ class Container:
 
 @dataclass(frozen=True, slots=True)
 class HostState:
-    """A host's facts, and where they exist: the image's id, the node's container, the digest of the node's keys."""
+    """A host's facts, and where they exist: the image's id, the node's container, the digest of the node's keys.
+
+    An image has one id in Docker's own image store and another in containerd's. ``image_id``, and the container's, is
+    the first of those that the host was sent it with; ``local_image_id`` the one that its engine knows.
+    """
 
     facts: HostFacts
     image_id: str | None
@@ -56,11 +62,24 @@ class HostState:
     keys: str | None
     gpu: Gpu | None = None
     """Of the host's GPUs the one with the least memory; a listed one has its rates too."""
+    local_image_id: str | None = None
+    image_ids: frozenset[str] = frozenset()
+
+    def has(self, image_id: str) -> bool:
+        """Whether the host's image is the one that has this id here or there."""
+        return image_id == self.image_id or image_id in self.image_ids
+
+    def id_of(self, image_id: str) -> str:
+        """What the host's engine calls the image with this id."""
+        return self.local_image_id if self.local_image_id and self.has(image_id) else image_id
 
 
-def facts_command(image: str, container: str, keys: str) -> Command:
-    """The command that prints the facts; ``image``, ``container`` and the folder ``keys`` are what to look for."""
-    return Command.of("sh", "-c", _SCRIPT, "facts", image, container, keys)
+def facts_command(image: str, container: str, keys: str, images: str) -> Command:
+    """The command that prints the facts; ``image``, ``container`` and the folder ``keys`` are what to look for.
+
+    The file ``images`` lists the images that the host was sent, one a line, by all their ids.
+    """
+    return Command.of("sh", "-c", _SCRIPT, "facts", image, container, keys, images)
 
 
 def keys_digest(files: Mapping[str, bytes]) -> str:
@@ -88,9 +107,14 @@ def parse_facts(name: str, text: str) -> HostState:
     except (KeyError, ValueError) as error:
         todo = "make its login shell print nothing of its own"
         raise ClusterError(Problem(name, "gave no facts", f"{error} in {text[-200:]!r}", todo)) from None
+    same = {id_: ids for name, value in _lines(text) if name == "ids" for ids in [value.split()] for id_ in ids}
     container = _container(json.loads(facts["container"])) if "container" in facts else None
+    if container is not None and container.image_id in same:
+        container = replace(container, image_id=same[container.image_id][0])
     keys = facts["keys"].split()[0] if facts.get("keys") else None
-    return HostState(host, facts.get("image"), container, keys, smallest_gpu(gpus))
+    local = facts.get("image")
+    ids = same.get(local, [local]) if local else [None]
+    return HostState(host, ids[0], container, keys, smallest_gpu(gpus), local, frozenset(filter(None, ids)))
 
 
 def smallest_gpu(lines: Sequence[str]) -> Gpu | None:

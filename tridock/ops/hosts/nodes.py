@@ -73,7 +73,7 @@ def down(session: Session, *, force: bool = False) -> tuple[str, ...]:
         state = session.states()[node]
         if state.container is not None:
             _remove(transport, node, host).checked(node)
-        remains = (transport.secrets(node, state.facts), transport.image_folder(state.facts))
+        remains = (transport.secrets(node, state.facts), transport.image_paths(state.facts)[0])
         host.run(Command.of("rm", "-rf", *remains), timeout=30.0).checked(node)
 
     session.each(remove)
@@ -99,7 +99,7 @@ def _compose(session: Session, twin: ComposeTransport, recipes: Mapping[str, str
 def _recipes(session: Session, image_id: str) -> dict[str, str]:
     """What each node's container should be made of."""
     states = session.states()
-    return {node: session.transport.recipe(node, image_id, state.facts) for node, state in states.items()}
+    return {node: session.transport.recipe(node, state.id_of(image_id), state.facts) for node, state in states.items()}
 
 
 def _stale(session: Session, recipes: Mapping[str, str]) -> tuple[str, ...]:
@@ -134,7 +134,7 @@ def _start(session: Session, ssh: SshTransport, node: str, host: Host, image_id:
     workspace = ssh.workspace(state.facts)
     folders = (workspace, f"{workspace}/data", f"{workspace}/runs")
     host.run(Command.of("mkdir", "-p", *folders), timeout=30.0).checked(node)
-    done = host.run(ssh.run_command(node, image_id, state.facts), timeout=_DOCKER_TIMEOUT_S)
+    done = host.run(ssh.run_command(node, state.id_of(image_id), state.facts), timeout=_DOCKER_TIMEOUT_S)
     if done.exit_code:
         # A container that could not start stays behind as "created", and would be in the way of the next try.
         _remove(ssh, node, host)

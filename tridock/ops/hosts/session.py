@@ -79,8 +79,8 @@ class Session:
 
     def read_state(self, name: str, host: Host) -> HostState:
         transport = self.transport
-        image = self.cluster.settings.image
-        command = facts_command(image, transport.container_name(name), transport.secrets_folder(name))
+        places = transport.secrets_folder(name), transport.images_file
+        command = facts_command(self.cluster.settings.image, transport.container_name(name), *places)
         where = transport.host_label(name)
         return parse_facts(where, host.run(command, timeout=FACTS_TIMEOUT_S).checked(name).stdout.decode())
 

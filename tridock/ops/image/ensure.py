@@ -38,7 +38,7 @@ def ensure_image(session: Session) -> str:
 
 
 def _lacking(session: Session, wanted: str) -> tuple[str, ...]:
-    return tuple(node for node, state in session.states().items() if state.image_id != wanted)
+    return tuple(node for node, state in session.states().items() if not state.has(wanted))
 
 
 def local_image_id(image: str) -> str | None:
@@ -71,17 +71,13 @@ def _bring(session: Session, image_id: str, nodes: tuple[str, ...], folder: Path
     """By the registry of the settings; else asks each of ``nodes`` what it has, and sends what it cannot pull."""
     transport = session.transport
     assert isinstance(transport, SshTransport)  # elsewhere the hosts' engine is the operator's
-    facts = {node: state.facts for node, state in session.states().items()}
-    notes = {node: transport.images_file(facts[node]) for node in nodes}
+    paths = {node: transport.image_paths(session.states()[node].facts) for node in nodes}
     if session.cluster.settings.registry is not None:
-        through_registry(session, image_id, nodes, notes)
+        through_registry(session, image_id, {node: notes for node, (_, notes) in paths.items()})
         return
     layers = Command.of("docker", "image", "inspect", "--format", "{{json .RootFS.Layers}}", image_id)
     diff_ids = json.loads(LocalHost().run(layers).checked(image_id).stdout)
-    deliveries = {
-        node: Delivery(node, session.hosts[node], transport.image_folder(facts[node]), notes[node], folder.name)
-        for node in nodes
-    }
+    deliveries = {node: Delivery(node, session.hosts[node], *paths[node], folder.name, image_id) for node in nodes}
 
     def ask(nodes: tuple[str, ...]) -> dict[str, Stock]:
         return session.each(lambda node, _: deliveries[node].stock(), only=nodes)
@@ -194,7 +190,7 @@ def _note(text: str) -> None:
 
 
 def _verify(session: Session, wanted: str) -> None:
-    wrong = [(node, state.image_id) for node, state in session.states().items() if state.image_id != wanted]
+    wrong = [(node, state.image_id) for node, state in session.states().items() if not state.has(wanted)]
     if wrong:
         raise ClusterError(
             Problem(node, f"holds another image after loading than {wanted}", str(found), "look at docker load there")

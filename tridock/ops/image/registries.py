@@ -1,7 +1,7 @@
 """What hosts pull themselves: the base image from its own registry, or the image from one that the settings name."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tridock.command import Command
@@ -10,12 +10,12 @@ from tridock.ops.hosts.session import Session
 from tridock.ops.image.archive import shared_layers
 from tridock.remote import Completed, LocalHost
 
-# The image gets its usual name, and is noted as one that Tridock brought ($3, for `tridock up --prune`).
+# The image gets its usual name, and a line in $3: the operator's id ($4) and the host's.
 _PULL = r"""
 set -eu
 docker pull --quiet "$1" >/dev/null
 docker tag "$1" "$2"
-mkdir -p -- "${3%/*}"; docker image inspect --format '{{.Id}}' "$2" >>"$3"
+mkdir -p -- "${3%/*}"; docker image inspect --format "$4 {{.Id}}" "$2" >>"$3"
 """
 
 
@@ -49,10 +49,10 @@ def pull(session: Session, reference: str, nodes: tuple[str, ...]) -> dict[str, 
     return {node: _reason(result) for node, result in done.items() if result.exit_code}
 
 
-def through_registry(session: Session, image_id: str, nodes: tuple[str, ...], notes: dict[str, str]) -> None:
-    """Pushes the image to the registry of the settings and has the hosts pull it, by digest.
+def through_registry(session: Session, image_id: str, notes: Mapping[str, str]) -> None:
+    """Pushes the image to the registry of the settings and has hosts pull it, by digest.
 
-    ``notes``: each host's list of the images that Tridock brought.
+    ``notes``: by node, the host's list of the images that it was sent.
     """
     image, local = session.cluster.settings.image, LocalHost()
     repository = f"{session.cluster.settings.registry}/{image.rpartition('/')[2].partition(':')[0]}"
@@ -66,7 +66,8 @@ def through_registry(session: Session, image_id: str, nodes: tuple[str, ...], no
     digests = local.run(Command.of("docker", "image", "inspect", "--format", form, name)).checked(name).stdout.decode()
     reference = next(line for line in digests.split() if line.startswith(f"{repository}@"))
     results = session.each(
-        lambda node, host: host.run(Command.of("sh", "-c", _PULL, "pull", reference, image, notes[node])), only=nodes
+        lambda node, host: host.run(Command.of("sh", "-c", _PULL, "pull", reference, image, notes[node], image_id)),
+        only=tuple(notes),
     )
     todo = f"docker login {session.cluster.settings.registry} there, or correct registry in the settings"
     problems = [

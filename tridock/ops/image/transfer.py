@@ -44,7 +44,7 @@ _LOAD = r"""
 set -eu; cd -- "$1"
 trap 'rm -f -- "$2"; rmdir -- "$1" 2>/dev/null || true' EXIT
 docker load --quiet <"$2" >/dev/null
-printf '%s\n' "$4" "$5" >>"$3"
+printf '%s\n' "$4" >>"$3"
 """
 
 
@@ -93,13 +93,14 @@ def _space(line: str) -> tuple[str, int] | None:
 class Delivery:
     """One image on its way to one host, through ``folder`` there.
 
-    Its id goes into the file ``notes``; ``sender`` is this operator and cluster."""
+    Its ids go into the file ``notes``; ``sender`` is this operator and cluster."""
 
     node: str
     host: Host
     folder: str
     notes: str
     sender: str
+    image_id: str
 
     def stock(self) -> Stock:
         done = self.host.run(Command.of("sh", "-c", _STOCK, "stock", self.folder, self.sender), timeout=_TIMEOUT_S)
@@ -114,7 +115,8 @@ class Delivery:
         receive = Command.of("sh", "-c", _RECEIVE, "receive", self.folder, self.sender, part, str(archive.size))
         done = self.host.pipe(archive.chunks(start), receive, progress=bars(self.node, archive, start))
         replace(done, command="receive the image").checked(self.node)
-        done = self.host.run(Command.of("sh", "-c", _LOAD, "load", self.folder, part, self.notes, *parts.ids))
+        ids = " ".join(dict.fromkeys((*parts.ids, self.image_id)))
+        done = self.host.run(Command.of("sh", "-c", _LOAD, "load", self.folder, part, self.notes, ids))
         replace(done, command="docker load --quiet").checked(self.node)
 
     def _refuse_small_disks(self, to_receive: int, to_load: int, stock: Stock) -> None:

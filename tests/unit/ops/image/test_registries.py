@@ -55,10 +55,10 @@ def test_only_images_that_were_brought_and_are_not_used_are_pruned(
 esac"""
     )
     notes = tmp_path / "images"
-    notes.write_text("old\nused\nnamed\ngone\ncurrent\nold\n")
+    notes.write_text("x old\nused y\nnamed\ngone\nz current\nx old\n")
     command = Command.of("sh", "-c", _PRUNE, "prune", str(notes), "lab")
     done = LocalHost().run(command).checked("here")
-    assert done.stdout.decode().splitlines() == ["kept named", "removed old", "kept used"]
-    assert notes.read_text().split() == ["current", "named", "used"]
+    assert done.stdout.decode().splitlines() == ["kept named", "kept used", "removed old"]
+    assert notes.read_text().split() == ["named", "used", "y", "z", "current"]
     notes.unlink()
     assert LocalHost().run(command).checked("here").stdout == b""

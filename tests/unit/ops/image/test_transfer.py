@@ -32,7 +32,7 @@ def delivery(tmp_path: Path, docker: Callable[[str], None], monkeypatch: pytest.
     docker(DOCKER)
     for name, value in {"STORE": OVERLAY, "LAYERS": "", "FAILS": "", "LOADED": str(tmp_path / "loaded")}.items():
         monkeypatch.setenv(name, value)
-    return Delivery("gpu-1", LocalHost(), f"{tmp_path}/lab/image", f"{tmp_path}/lab/images", "me")
+    return Delivery("gpu-1", LocalHost(), f"{tmp_path}/lab/image", f"{tmp_path}/lab/images", "me", "sha256:here")
 
 
 def show(_node: str, _archive: Archive, _start: int) -> Callable[[int], object]:
@@ -64,7 +64,7 @@ def test_the_layers_that_are_missing_are_loaded(delivery: Delivery, parts: Image
     delivery.send(parts, 1, delivery.stock(), "lab", show)
     assert (tmp_path / "loaded").read_bytes() == b"".join(parts.archive("lab", 1).chunks())
     assert not (tmp_path / "lab/image").exists()
-    assert (tmp_path / "lab/images").read_text().split() == list(parts.ids)
+    assert (tmp_path / "lab/images").read_text().split() == [*parts.ids, "sha256:here"]
 
 
 class Dropped(LocalHost):

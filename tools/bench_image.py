@@ -2,6 +2,8 @@
 
 The hosts are containers of this machine, each with a Docker engine and an sshd of its own. The first host gets the
 whole image; the others begin as copies of its disk. The bytes are those that the hosts' network interfaces received.
+They share this machine's cores, as real hosts do not: the last columns are the processor seconds of the operator's
+command and of the busiest host.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -25,6 +29,8 @@ NESTED = [
     *("--cap-add", "ALL", "--cap-drop", "SYS_RESOURCE", "--volume", "/sys/fs/cgroup:/sys/fs/cgroup:rw"),
     *(word for what in ("seccomp", "apparmor", "systempaths") for word in ("--security-opt", f"{what}=unconfined")),
 ]
+# Nanoseconds or microseconds, by version 1 or 2 of control groups.
+USAGE = {"cpuacct.usage": 1e9, "cpu.stat": 1e6}
 RECEIVED = "cat /sys/class/net/eth0/statistics/rx_bytes"
 # The files of layers never change: hard links. The rest is the engine's own.
 COPY = (
@@ -98,6 +104,16 @@ class Hosts:
     def received(self) -> int:
         return sum(int(docker("exec", f"{NAME}-{name}", "sh", "-c", RECEIVED)) for name in self.names)
 
+    def processor_seconds(self) -> list[float]:
+        """Of each host so far."""
+        found = []
+        for name in self.names:
+            ident = docker("inspect", "--format", "{{.Id}}", f"{NAME}-{name}")
+            paths = (path for file in USAGE for path in Path("/sys/fs/cgroup").glob(f"**/*{ident}*/{file}"))
+            path = next(paths)
+            found.append(int(re.findall(r"\d+", path.read_text())[0]) / USAGE[path.name])
+        return found
+
     def remove(self) -> None:
         containers = docker("ps", "--all", "--quiet", "--filter", f"name={NAME}-").split()
         volumes = docker("volume", "ls", "--quiet", "--filter", f"name={NAME}-").split()
@@ -113,7 +129,8 @@ class Hosts:
 def bring(hosts: Hosts, what: str) -> None:
     """Brings the image to every host that lacks it, and prints a line."""
     hostfile = hosts.write_cluster()
-    before, began = hosts.received(), time.monotonic()
+    before, used, own = hosts.received(), hosts.processor_seconds(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    began = time.monotonic()
     environment = {**os.environ, "XDG_CACHE_HOME": str(hosts.folder / "cache"), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", ENSURE, hostfile], env=environment, capture_output=True, text=True, check=False
@@ -121,11 +138,13 @@ def bring(hosts: Hosts, what: str) -> None:
     seconds = time.monotonic() - began
     if done.returncode:
         sys.exit(done.stdout + done.stderr)
+    now = resource.getrusage(resource.RUSAGE_CHILDREN)
+    operator = now.ru_utime + now.ru_stime - own.ru_utime - own.ru_stime
+    busiest = max(after - earlier for after, earlier in zip(hosts.processor_seconds(), used, strict=True))
     megabytes = (hosts.received() - before) / 1e6
-    print(
-        f"{what:28} {len(hosts.names):5} {seconds:8.1f} {megabytes:8.1f} {megabytes / len(hosts.names):8.2f}",
-        flush=True,
-    )
+    count = len(hosts.names)
+    columns = f"{count:5} {seconds:8.1f} {megabytes:8.1f} {megabytes / count:8.2f} {operator:9.1f} {busiest:8.1f}"
+    print(f"{what:28} {columns}", flush=True)
 
 
 def edited_image(folder: Path) -> None:
@@ -164,7 +183,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         hosts = Hosts(Path(name))
         try:
-            print("what                         hosts  seconds       MB  MB/host")
+            print("what                         hosts  seconds       MB  MB/host  operator  busiest")
             hosts.start("host-01")
             bring(hosts, "the whole image, first time")
             docker("stop", f"{NAME}-host-01")

@@ -33,7 +33,6 @@ class Registry(LoopbackRegistry):
             "ssh",
             "-F",
             str(ssh_config),
-            "-N",
             "-o",
             "ExitOnForwardFailure=yes",
             "-R",

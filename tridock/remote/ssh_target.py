@@ -4,14 +4,19 @@
 """
 
 import getpass
+import hmac
 import re
 import socket
 import subprocess
+from base64 import b64decode
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import paramiko
+from paramiko.hostkeys import HostKeyEntry, InvalidHostKey
 from paramiko.ssh_exception import BadAuthenticationType, ChannelException, NoValidConnectionsError
 
 from tridock.errors import ClusterError, Problem, RequestError
@@ -118,12 +123,41 @@ def known_keys(target: Target) -> list[paramiko.PKey]:
 
 
 def _listed(path: str, name: str) -> list[paramiko.PKey]:
-    known = paramiko.HostKeys()
     try:
-        known.load(path)
-    except (OSError, paramiko.SSHException):
+        plain, hashed = _lines(path, Path(path).stat().st_mtime_ns)
+    except OSError:
         return []  # ssh also ignores a file that it cannot read; the key is then unknown
-    return list((known.lookup(name) or {}).values())
+    lines = [
+        *plain.get(name, ()),
+        *(line for salt, own, line in hashed if hmac.digest(salt, name.encode(), "sha1") == own),
+    ]
+    keys: dict[str, paramiko.PKey] = {}
+    for line in lines:
+        with suppress(paramiko.SSHException, InvalidHostKey):
+            entry = HostKeyEntry.from_line(line)
+            if entry is not None and entry.key is not None:
+                keys.setdefault(entry.key.get_name(), entry.key)
+    return list(keys.values())
+
+
+@lru_cache
+def _lines(path: str, _changed: int) -> tuple[Mapping[str, list[str]], Sequence[tuple[bytes, bytes, str]]]:
+    """The lines of a known_hosts file: by name, and for hashed names with salt and hash.
+
+    Only the lines of one host are parsed for it: parsing all keys for each of a thousand hosts would take minutes.
+    """
+    plain: dict[str, list[str]] = {}
+    hashed = []
+    for line in map(str.strip, Path(path).read_text(errors="replace").splitlines()):
+        names = re.split("[ \t]", line, maxsplit=1)[0]
+        if names.startswith("|1|"):
+            with suppress(ValueError):
+                salt, own = map(b64decode, names.split("|")[2:])
+                hashed.append((salt, own, line))
+        else:
+            for name in names.split(","):
+                plain.setdefault(name, []).append(line)
+    return plain, hashed
 
 
 def _files(listed: Sequence[str], tokens: Mapping[str, str]) -> tuple[str, ...]:

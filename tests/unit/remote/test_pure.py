@@ -15,6 +15,7 @@ from typing import Any
 
 import paramiko
 import pytest
+from paramiko.hostkeys import HostKeyEntry, HostKeys
 from paramiko.ssh_exception import ChannelException, IncompatiblePeer, NoValidConnectionsError
 
 from tridock.cluster.settings import load_cluster
@@ -374,3 +375,34 @@ def test_hosts_of_a_cluster(tmp_path: Path) -> None:
     (tmp_path / "lab.yaml").write_text("transport: compose\n")
     local = connect(load_cluster(tmp_path / "lab"))
     assert [(type(host), host.name) for host in local.values()] == [(LocalHost, n) for n in ("a", "ip6---1", "c")]
+
+
+def test_host_keys_are_found_as_ssh_finds_them_and_only_theirs_are_parsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = [paramiko.ECDSAKey.generate() for _ in range(4)]
+    hashed = HostKeys.hash_host("[hashed]:2222")
+    lines = [
+        "# a comment", "", "nonsense", f"plain {keys[0].get_name()} not-base64!",
+        f"plain,10.0.0.1 {keys[0].get_name()} {keys[0].get_base64()} its comment",
+        f"{hashed} {keys[1].get_name()} {keys[1].get_base64()}",
+        f"[other]:22 {keys[2].get_name()} {keys[2].get_base64()}",
+        *(f"host-{number} {keys[3].get_name()} {keys[3].get_base64()}" for number in range(50)),
+    ]  # fmt: skip
+    file = tmp_path / "known_hosts"
+    file.write_text("\n".join(lines) + "\n")
+    parsed: list[str] = []
+    real = HostKeyEntry.from_line
+    monkeypatch.setattr(HostKeyEntry, "from_line", lambda line, *_: parsed.append(line) or real(line))
+
+    def known(host: str, port: int) -> list[str]:
+        target = Target(host, port, "ada", (), False, None, (str(file), f"{file}.missing"), (), None)
+        return [key.get_base64() for key in known_keys(target)]
+
+    assert known("plain", 22) == known("10.0.0.1", 22) == known("PLAIN", 2222) == [keys[0].get_base64()]
+    assert known("hashed", 2222) == [keys[1].get_base64()]
+    assert known("hashed", 22) == known("unknown", 22) == []
+    assert len(parsed) < 10
+    file.write_text(f"plain {keys[2].get_name()} {keys[2].get_base64()}\n")
+    os.utime(file, ns=(1, 1))
+    assert known("plain", 22) == [keys[2].get_base64()]

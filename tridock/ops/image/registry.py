@@ -29,7 +29,7 @@ class LoopbackRegistry:
         self.manifests: list[bytes] = []
         self.failure: OSError | None = None
         self.path = f"/v2/tridock-{secrets.token_hex(16)}/image"
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self._server = _Server(("127.0.0.1", 0), type("Handler", (Handler,), {"registry": self}))
 
     @property
     def repository(self) -> str:
@@ -109,6 +109,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 for chunk in self._body():
                     file.write(chunk)
                     self.registry.progress(len(chunk))
+        except ConnectionError:
+            raise
         except OSError as error:
             self.registry.failure = self.registry.failure or error
             self.registry.give_up()
@@ -120,6 +122,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
             yield from self._read(int(self.headers.get("Content-Length") or 0))
             return
+        # The line is empty where the engine has ended the connection: no number, and the request ends here.
         while size := int(self.rfile.readline().partition(b";")[0], 16):
             yield from self._read(size)
             self.rfile.readline()
@@ -140,5 +143,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 
 
-def _handler(registry: LoopbackRegistry) -> type[Handler]:
-    return type("Handler", (Handler,), {"registry": registry})
+class _Server(http.server.ThreadingHTTPServer):
+    def handle_error(self, *_: Any) -> None:
+        """An engine that ends the connection: what ended it says why."""

@@ -6,6 +6,7 @@ import gzip
 import http.client
 import io
 import json
+import socket
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -95,6 +96,22 @@ def test_a_registry_answers_only_who_knows_its_name(parts: ImageParts, received:
             assert engine.ask(method, path, b"x" if method in ("PATCH", "PUT") else None).status == 404
         assert registry._server.server_address[0] == "127.0.0.1"
     assert list(received.iterdir()) == []
+
+
+def test_an_engine_that_goes_away_in_the_middle_leaves_no_layer_and_no_traceback(
+    parts: ImageParts, received: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ended: list[bool] = []
+    with LoopbackRegistry(received, lambda _: None, lambda: ended.append(True)) as registry:
+        host, _, port = registry.repository.partition("/")[0].partition(":")
+        for body in (b"Transfer-Encoding: chunked\r\n\r\n5\r\nabc", b"Content-Length: 9\r\n\r\nabc"):
+            with socket.create_connection((host, int(port))) as engine:
+                engine.sendall(f"PATCH {registry.path}/blobs/uploads/x HTTP/1.1\r\n".encode() + body)
+                engine.shutdown(socket.SHUT_WR)
+                assert engine.recv(1) == b""
+        assert (registry.failure, ended) == (None, [])
+    assert [path.name for path in received.iterdir()] == ["x.part"]
+    assert capfd.readouterr().err == ""
 
 
 def saved(folder: Path, names: Callable[[int], str], contents: list[bytes]) -> Path:

@@ -14,6 +14,11 @@ from typing import ClassVar, Final
 EXIT_INTERRUPTED: Final = 130
 
 
+def count(number: int, noun: str) -> str:
+    """``1 rank``, ``1,024 ranks``."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One thing that is wrong: where, what, the value got, and what to do.

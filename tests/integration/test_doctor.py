@@ -60,7 +60,7 @@ def test_two_healthy_hosts_are_fit_and_nothing_is_left_behind(rack: Rack) -> Non
     assert (code, report["findings"]) == (0, [])
     seen = report["seen"]
     assert seen["hosts"] == "2 of 2 answer"
-    assert seen["ssh"] == f"2 nodes answer host-a's ssh as nodes of {CLUSTER}"
+    assert seen["ssh"] == f"host-a's ssh reaches 2 nodes of {CLUSTER}"
     assert seen["space"].endswith("; /workspace/runs is local to each")
     assert seen["network"] == f"gloo: eth0 {rack['host-a'].address} on host-a"
     assert seen["data"].startswith("data/tiny/text_document is the same everywhere; port ")
@@ -295,4 +295,4 @@ def test_a_host_that_is_away_does_not_hide_the_other(rack: Rack) -> None:
         rack.write_cluster(CLUSTER)
     assert code == 3
     assert [(it["check"], it["node"]) for it in report["findings"] if it["severity"] == "fail"] == [("hosts", "host-b")]
-    assert report["seen"]["ssh"] == f"1 nodes answer host-a's ssh as nodes of {CLUSTER}"
+    assert report["seen"]["ssh"] == f"host-a's ssh reaches 1 node of {CLUSTER}"

@@ -20,8 +20,7 @@ from tridock.cli.options import (
     open_session,
 )
 from tridock.cli.output import print_tables, redraw_tables, say
-from tridock.errors import ClusterError, Problem, RequestError, TridockError
-from tridock.report.markup import count
+from tridock.errors import ClusterError, Problem, RequestError, TridockError, count
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -25,8 +25,7 @@ from tridock.cli.options import (
 )
 from tridock.cli.output import console, print_tables, say
 from tridock.contracts.run_folder import write_atomic
-from tridock.errors import EXIT_INTERRUPTED, TridockError
-from tridock.report.markup import count
+from tridock.errors import EXIT_INTERRUPTED, TridockError, count
 
 if TYPE_CHECKING:
     from tridock.launchers.run import RunBundle

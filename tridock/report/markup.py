@@ -29,11 +29,6 @@ def seconds(time: float) -> str:
     return f"{time:.2f} s" if time >= 1 else f"{time * 1000:.3g} ms" if time < 0.1 else f"{time * 1000:.0f} ms"
 
 
-def count(number: int, noun: str) -> str:
-    """``1 rank``, ``1,024 ranks``."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
-
-
 Row = Sequence[str]
 
 

@@ -12,7 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tridock.errors import RequestError
+from tridock.errors import RequestError, count
 from tridock.experiment import load_experiment
 from tridock.experiment.schema import Model
 from tridock.layout.plan import layout_label
@@ -21,7 +21,6 @@ from tridock.plan.cost import Cost, seconds_of
 from tridock.plan.memory import GIB, StageMemory
 from tridock.plan.search import Candidate, Search, overrides_of, reasons, search
 from tridock.report import rank_map
-from tridock.report.markup import count
 from tridock.report.rank_picture import plot as plot_rank_map
 
 

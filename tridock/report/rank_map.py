@@ -11,8 +11,8 @@ from rich.panel import Panel
 from rich.style import Style
 from rich.text import Text
 
+from tridock.errors import count
 from tridock.plan import Plan, Rank
-from tridock.report.markup import count
 
 KEY: Final = "r5: rank 5. Below it pp.dp.cp.tp: pipeline, data, context, tensor parallel rank"
 """How to read a slot."""

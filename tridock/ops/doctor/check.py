@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from tridock.contracts.node_answers import PROTOCOL, HostKey, MeshAnswer, NodeReport, QuickReport
-from tridock.errors import ClusterError, TridockError
+from tridock.errors import ClusterError, TridockError, count
 from tridock.experiment import Experiment
 from tridock.ops.doctor.allreduce import reduce_all
 from tridock.ops.doctor.consistency_checks import (
@@ -121,7 +121,7 @@ def ask_nodes(session: Session, report: Report, nodes: Sequence[str], ask: Calla
     return raise_failures({node: it for node, it in outcomes.items() if not isinstance(it.error, TridockError)})
 
 
-def _gpu_hosts(session: Session, reports: Reports) -> dict[str, GpuHost]:
+def ask_gpu_hosts(session: Session, reports: Reports) -> dict[str, GpuHost]:
     """What the hosts of nodes with GPUs say of them."""
     on_gpus = tuple(node for node, report in reports.items() if report.on_gpus)
 
@@ -147,14 +147,14 @@ def _compare(session: Session, reports: Reports, report: Report) -> None:
         if node == session.head and (problem := own.rendezvous.problem) is not None:
             problem = replace(problem, where=f"{node}: {problem.where}")
             report.findings.append(fail("network", problem, "the ranks meet at a port of the head"))
-    report.findings += device_findings(cluster, reports, _gpu_hosts(session, reports))
+    report.findings += device_findings(cluster, reports, ask_gpu_hosts(session, reports))
     disk = min(own.disk.free if own.disk else 0 for own in reports.values())
     shm = min(own.shm.free if own.shm else 0 for own in reports.values())
     report.seen["space"] = f"at least {size_text(disk)} of disk and {size_text(shm)} of /dev/shm free"
-    report.seen["limits"] = f"{min(own.cores for own in reports.values())} cores or more"
+    report.seen["limits"] = f"{count(min(own.cores for own in reports.values()), 'core')} or more"
     gpus = sum(len(own.accelerators.gpus or ()) for own in reports.values() if own.on_gpus)
-    slots = sum(map(len, cluster.everywhere.values()))
-    report.seen["devices"] = f"{gpus} GPUs for {slots} slots" if gpus else f"{slots} slots on the CPU"
+    slots = count(sum(map(len, cluster.everywhere.values())), "slot")
+    report.seen["devices"] = f"{count(gpus, 'GPU')} for {slots}" if gpus else f"{slots} on the CPU"
 
 
 def _probe_mesh(session: Session, reports: Reports, report: Report) -> None:
@@ -180,8 +180,8 @@ def _probe_mesh(session: Session, reports: Reports, report: Report) -> None:
     report.findings += clock_findings(clocks)
     groups = sharing({node: answer.peers.sees for node, answer in mesh.items() if answer.peers is not None})
     report.findings += sharing_findings(groups)
-    report.seen["ssh"] = f"{len(hellos)} nodes answer {session.head}'s ssh as nodes of {cluster.name}"
-    report.seen["environment"] = f"{len(hellos[session.head].environment)} variables"
+    report.seen["ssh"] = f"{session.head}'s ssh reaches {count(len(hellos), 'node')} of {cluster.name}"
+    report.seen["environment"] = count(len(hellos[session.head].environment), "variable")
     offsets = [clock.offset for clock in clocks.values()]
     report.seen["clock"] = f"within {max(max(offsets) - min(offsets), 0.001) * 1e3:.0f} ms"
     chosen = {it: hellos[session.head].network.chosen[it] for it in (("gloo", "nccl") if on_gpus else ("gloo",))}

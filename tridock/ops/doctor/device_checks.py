@@ -12,7 +12,7 @@ from tridock.command import Command
 from tridock.contracts.node_answers import Accelerators, Gpu, NodeReport, QuickReport
 from tridock.contracts.run_folder import is_run_id
 from tridock.contracts.run_state import RunState
-from tridock.errors import Problem
+from tridock.errors import Problem, count
 from tridock.ops.doctor.finding import UP, Finding, Reports, fail, warn
 
 _BUSY_MIB: Final = 1024
@@ -90,11 +90,11 @@ def _gpus(cluster: Cluster, node: str, report: NodeReport, host: GpuHost) -> Ite
         yield warn("devices", Problem(node, "its driver logged errors of a GPU", "; ".join(host.xids), todo), _FAULTY)
     if not gpus:
         problem = Problem(node, *_not_visible(report.accelerators))
-        yield fail("devices", problem, f"its {len(slots)} slots are GPUs")
+        yield fail("devices", problem, f"its hostfile line has {count(len(slots), 'slot')}, which are GPUs")
         return
     missing = [slot for slot in slots if slot >= len(gpus)]
     if missing:
-        got = f"{len(gpus)} GPUs, slots {', '.join(map(str, missing))} asked for"
+        got = f"{count(len(gpus), 'GPU')}, slots {', '.join(map(str, missing))} asked for"
         todo = "correct its slots in the hostfile, or see why nvidia-smi shows fewer there"
         yield fail(
             "devices", Problem(node, "has fewer GPUs than slots", got, todo), "a rank without a GPU ends at once"

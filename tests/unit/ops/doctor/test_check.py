@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 
 from tests.unit.ops.doctor.lab import make_cluster, shown
+from tests.unit.ops.doctor.lab import node_report as full_report
+from tridock.command import Command
 from tridock.contracts.codec import encode
 from tridock.contracts.node_answers import PROTOCOL, HostKey, QuickReport
 from tridock.errors import ClusterError, Problem
-from tridock.ops.doctor.check import ask_nodes, node_report
+from tridock.ops.doctor.check import ask_gpu_hosts, ask_nodes, node_report
+from tridock.ops.doctor.device_checks import GpuHost
 from tridock.ops.doctor.finding import Report
 from tridock.ops.hosts.session import Session
 from tridock.remote import Completed
@@ -84,3 +87,27 @@ def test_one_node_that_does_not_answer_leaves_the_others(tmp_path: Path) -> None
     assert shown(report.findings) == [
         "fail  host-2: was given up after 20 s; see what holds it up there, then try again"
     ]
+
+
+class FakeHost:
+    """Answers the doctor's question about GPUs."""
+
+    def __init__(self, answer: bytes) -> None:
+        self.answer, self.asked = answer, 0
+
+    def run(self, command: Command, *, timeout: float) -> Completed:
+        self.asked += 1
+        return Completed(0, self.answer, b"")
+
+
+def test_only_hosts_of_nodes_with_gpus_are_asked_for_them(tmp_path: Path) -> None:
+    made = Session(make_cluster(tmp_path))
+    xid = b"NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.\n"
+    hosts = {"host-1": FakeHost(xid + b"GPU-aa, 7, python, 9 MiB\n\xff"), "host-2": FakeHost(b"")}
+    made.hosts = hosts  # type: ignore[assignment]
+    reports = {"host-1": full_report(built_for="cuda"), "host-2": full_report(built_for="cpu")}
+    assert ask_gpu_hosts(made, reports) == {
+        "host-1": GpuHost(("Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.",), {"GPU-aa": ("7 python, 9 MiB",)})
+    }
+    assert [host.asked for host in hosts.values()] == [1, 0]
+    assert ask_gpu_hosts(made, {"host-2": reports["host-2"]}) == {}

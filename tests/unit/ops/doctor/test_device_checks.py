@@ -40,7 +40,7 @@ def test_no_gpu_fewer_gpus_and_busy_ones(tmp_path: Path) -> None:
     assert shown(device_findings(make_cluster(tmp_path, hosts=4), answers)) == [
         "fail  host-2: no GPU is visible in its container; got couldn't communicate with the NVIDIA driver; "
         "see that nvidia-smi works on the host and in docker run --gpus all (NVIDIA's container toolkit)",
-        "fail  host-3: has fewer GPUs than slots; got 1 GPUs, slots 1 asked for; "
+        "fail  host-3: has fewer GPUs than slots; got 1 GPU, slots 1 asked for; "
         "correct its slots in the hostfile, or see why nvidia-smi shows fewer there",
         "warn  host-4: GPU 0 is in use; got 4711 python, 900 MiB; "
         "end what uses it (nvidia-smi there shows it), or leave the slot out with --exclude",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import base64
 import json
+import math
 import os
 import signal
 import statistics
@@ -30,7 +31,7 @@ from tridock.contracts.devices import listed_devices
 from tridock.contracts.events import Event, events_of
 from tridock.contracts.records import read_metrics, read_plan
 from tridock.data.corpus import prepare_demo
-from tridock.errors import ClusterError, Problem, RequestError, RunError, TridockError
+from tridock.errors import EXIT_INTERRUPTED, ClusterError, Problem, RequestError, RunError, TridockError
 from tridock.node.probes.accelerators import parse
 from tridock.ops.runs.local_run import triage_here
 from tridock.report.summary import summarize
@@ -63,6 +64,8 @@ class Measurement:
     """The median of all steps but the first."""
     tokens_per_second: float | None = None
     mfu: float | None = None
+    pause_s: float | None = None
+    """For how long training paused for its first checkpoint, which is written in the background."""
     peak_bytes: int | None = None
     planned_bytes: int | None = None
     """The plan's total without its fixed overhead, which torch does not count as allocated."""
@@ -75,6 +78,7 @@ COLUMNS: Final[Mapping[str, Callable[[Measurement], str]]] = {
     "time of a step": lambda one: _text(one.step_s and one.step_s * 1e3, ",.1f", " ms"),
     "tokens/s": lambda one: _text(one.tokens_per_second, ",.0f"),
     "MFU": lambda one: _text(one.mfu, ".1%"),
+    "pause for a checkpoint": lambda one: _text(one.pause_s, ".2f", " s"),
     "peak memory": lambda one: _text(one.peak_bytes and one.peak_bytes / 2**30, ".2f", " GiB"),
     "planned": lambda one: _text(one.planned_bytes and one.planned_bytes / 2**30, ".2f", " GiB"),
     "error of the plan": lambda one: _text(
@@ -131,8 +135,11 @@ class Trial:
             elif began >= self.deadline:
                 yield Measurement(self.block, step.name, "failed", 0.0, "the block's time was over")
             else:
-                for one in self._measure(step):
-                    yield replace(one, seconds=one.seconds or time.monotonic() - began)
+                try:
+                    for one in self._measure(step):
+                        yield replace(one, seconds=one.seconds or time.monotonic() - began)
+                except Exception as error:  # the other steps are worth their figures
+                    yield Measurement(self.block, step.name, "failed", time.monotonic() - began, repr(error))
 
     def _measure(self, step: Step) -> Iterator[Measurement]:
         if isinstance(step.what, Train):
@@ -248,7 +255,7 @@ def figures(block: int, name: str, run: Path) -> Measurement:
         sum(term["bytes"] for term in stage["terms"] if not term["source"].startswith("fixed overhead"))
         for stage in stages
     ]
-    ends = events_of(run, Event.RUN_FINISHED)
+    ends, saves = events_of(run, Event.RUN_FINISHED), events_of(run, Event.CHECKPOINT_SAVED)
     return Measurement(
         block,
         name,
@@ -261,6 +268,7 @@ def figures(block: int, name: str, run: Path) -> Measurement:
         step_s=statistics.median(steps) if steps else None,
         tokens_per_second=summary.tokens_per_second,
         mfu=summary.mfu,
+        pause_s=saves[0]["pause_seconds"] if len(saves) > 1 else None,
         peak_bytes=summary.peak_memory_bytes,
         planned_bytes=max(planned, default=None),
     )
@@ -331,7 +339,7 @@ def store(folder: Path, measurements: Sequence[Measurement], machine: Mapping[st
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the blocks; 0 if every step passed or was skipped, else 4."""
+    """Runs the blocks; 0 if every step passed or was skipped, 4 if one failed, 130 if interrupted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--block", type=int, nargs="*", choices=BLOCKS, metavar="N", help="1 to 5 (default: all)")
     parser.add_argument("--folder", type=Path, default=Path("runs/gpu-trial"), help="default: runs/gpu-trial")
@@ -342,12 +350,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TridockError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    try:
+        return _measure_blocks(given, rehearsal)
+    except KeyboardInterrupt:
+        print(f"gpu-trial: interrupted; the steps before are in {given.folder}/results.json", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _measure_blocks(given: argparse.Namespace, rehearsal: bool) -> int:
     given.folder.mkdir(parents=True, exist_ok=True)
     prepare_demo(Path("data/demo"), report=lambda _: None)
     measurements, code = load(given.folder), 0
     for number in given.block or BLOCKS:
         title, limit, steps = BLOCKS[number]
-        print(f"block {number}: {title}, at most {limit // 60} min", flush=True)
+        print(f"block {number}: {title}, at most {math.ceil(limit / 60)} min", flush=True)
         trial = Trial(given.folder, rehearsal, number, time.monotonic() + limit)
         measurements = [one for one in measurements if one.block != number]
         for one in trial.measure(steps):

@@ -57,6 +57,8 @@ _FSDP: Final = ("engine=torch", "parallel.strategy=fsdp", "parallel.zero_stage=0
 _CORE: Final = ("engine=megatron-core", "parallel.strategy=ddp", "parallel.zero_stage=0")
 _MEASURED: Final = (*_QUIET, "train.train_iters=20", "train.profile_iters=3")
 _LONG: Final = (*_QUIET, "train.train_iters=400", "train.save=true", "train.save_interval=50")
+_LIMIT_S: Final = 520
+"""Of a block. A run that it interrupts takes up to a minute to end: the whole stays below ten minutes."""
 
 
 def _zero(stage: int) -> tuple[str, ...]:
@@ -83,10 +85,10 @@ BLOCKS: Final[Mapping[int, tuple[str, int, tuple[Step, ...]]]] = {
             Step(COLLIDE, COLLIDE, needs_gpu=True),
         ),
     ),
-    2: ("Every engine trains", 600, (Step("engines", "tests/gpu/test_engines.py", needs_gpu=True),)),
+    2: ("Every engine trains", _LIMIT_S, (Step("engines", "tests/gpu/test_engines.py", needs_gpu=True),)),
     3: (
         "1.3B on one GPU",
-        600,
+        _LIMIT_S,
         (
             Step("ddp", Train(_LARGE, (*_MEASURED, *_DDP))),
             Step("ddp, compiled", Train(_LARGE, (*_MEASURED, *_DDP, "train.compile=true"))),
@@ -98,7 +100,7 @@ BLOCKS: Final[Mapping[int, tuple[str, int, tuple[Step, ...]]]] = {
             Step("megatron-core", Train(_LARGE, (*_MEASURED, *_CORE))),
         ),
     ),
-    4: ("Predicted and measured memory", 600, (Step("memory", "tests/gpu/test_memory.py", needs_gpu=True),)),
+    4: ("Predicted and measured memory", _LIMIT_S, (Step("memory", "tests/gpu/test_memory.py", needs_gpu=True),)),
     5: (
         "Signals, faults and restarts",
         300,
@@ -120,7 +122,7 @@ BLOCKS: Final[Mapping[int, tuple[str, int, tuple[Step, ...]]]] = {
                 Train(
                     _DEMO,
                     (*_LONG, *_DDP, "train.train_iters=100", "train.save_interval=20", "restart.max=1"),
-                    signal_after=(30, signal.SIGKILL),
+                    signal_after=(45, signal.SIGKILL),  # the second checkpoint waits until the first is whole
                 ),
             ),
         ),

@@ -185,7 +185,7 @@ def test_what_a_registry_has_is_pulled_and_older_images_go_when_asked(rack_up: U
             execute("docker", "image", "rm", image, base, f"{registry.address}/team/{rack.name}:pulled")
             for host in rack:
                 host.execute('docker image rm --force $(docker image inspect --format "{{.Id}}" "$1")', image)
-                host.execute('docker image rm "$1"', base.rpartition(":")[0])
+                host.execute('docker image rm $(docker image ls --quiet "$1")', base.rpartition(":")[0])
 
 
 # ---- a run, from launch to its folder at home ----------------------------------------------------

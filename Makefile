@@ -117,6 +117,10 @@ bench-image: .venv/.operator ## Time the image, and an edit of one line, on its 
 	@tools/build-image.sh cpu
 	@python tools/bench_image.py $(BENCH)
 
+.PHONY: bench-hosts
+bench-hosts: .venv/.full ## Time the commands on 64 and 256 hosts beside ssh alone: real sshds, a stand-in for Docker (BENCH='--hosts 32')
+	@python -m tests.bench_hosts $(BENCH)
+
 .PHONY: soak
 soak: .venv/.extras ## Check the losses under half an hour of random faults on the twin (SOAK='--seed 7 --minutes 5')
 	@tools/build-image.sh cpu

@@ -18,7 +18,7 @@ from tridock.cluster.transports import SshTransport
 from tridock.command import Command
 from tridock.errors import ClusterError, Problem
 from tridock.ops.hosts.session import Session
-from tridock.ops.image.archive import Archive
+from tridock.ops.image.archive import Archive, ImageParts
 from tridock.ops.image.export import export_image, not_written
 from tridock.ops.image.registries import base_of, pull, through_registry
 from tridock.ops.image.transfer import Delivery, Stock
@@ -31,9 +31,12 @@ def ensure_image(session: Session) -> str:
     if _lacking(session, wanted):
         with _cache(session) as folder:
             if missing := _lacking(session, wanted):
-                _bring(session, wanted, missing, folder)
+                keep = _bring(session, wanted, missing, folder)
                 session.forget_states()
                 _verify(session, wanted)
+                for path in folder.iterdir():
+                    if path.name not in keep:
+                        path.unlink()
     return wanted
 
 
@@ -67,14 +70,17 @@ def wanted_image(session: Session) -> str:
     )
 
 
-def _bring(session: Session, image_id: str, nodes: tuple[str, ...], folder: Path) -> None:
-    """By the registry of the settings; else asks each of ``nodes`` what it has, and sends what it cannot pull."""
+def _bring(session: Session, image_id: str, nodes: tuple[str, ...], folder: Path) -> tuple[str, ...]:
+    """By the registry of the settings; else asks each of ``nodes`` what it has, and sends what it cannot pull.
+
+    Returns the layers that are worth keeping here: hosts that take whole images need them after every edit.
+    """
     transport = session.transport
     assert isinstance(transport, SshTransport)  # elsewhere the hosts' engine is the operator's
     paths = {node: transport.image_paths(session.states()[node].facts) for node in nodes}
     if session.cluster.settings.registry is not None:
         through_registry(session, image_id, {node: notes for node, (_, notes) in paths.items()})
-        return
+        return ()
     layers = Command.of("docker", "image", "inspect", "--format", "{{json .RootFS.Layers}}", image_id)
     diff_ids = json.loads(LocalHost().run(layers).checked(image_id).stdout)
     deliveries = {node: Delivery(node, session.hosts[node], *paths[node], folder.name, image_id) for node in nodes}
@@ -88,7 +94,8 @@ def _bring(session: Session, image_id: str, nodes: tuple[str, ...], folder: Path
             _note(f"{node}: gets the whole image, not only the layers that it lacks: {stock.whole}")
     if pulled := _pull_base(session, diff_ids, stocks):
         stocks |= ask(pulled)
-    _send(session, diff_ids, deliveries, stocks, folder)
+    parts = _send(session, diff_ids, deliveries, stocks, folder)
+    return parts.layers if any(stock.whole for stock in stocks.values()) else ()
 
 
 def _pull_base(session: Session, diff_ids: Sequence[str], stocks: Mapping[str, Stock]) -> tuple[str, ...]:
@@ -120,7 +127,7 @@ def _send(
     deliveries: Mapping[str, Delivery],
     stocks: Mapping[str, Stock],
     folder: Path,
-) -> None:
+) -> ImageParts:
     """Exports the layers that a host lacks, then sends to all hosts at once."""
     image = session.cluster.settings.image
     held = {node: stock.held(diff_ids) for node, stock in stocks.items()}
@@ -141,6 +148,7 @@ def _send(
             deliveries[node].send(parts, held[node], stocks[node], image, show)
 
         session.each(send, only=tuple(deliveries))
+    return parts
 
 
 class _Bar:
@@ -182,7 +190,6 @@ def _cache(session: Session) -> Iterator[Path]:
         for part in folder.glob("*.part"):
             part.unlink()
         yield folder
-        shutil.rmtree(folder)
 
 
 def _note(text: str) -> None:

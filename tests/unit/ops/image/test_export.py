@@ -21,10 +21,13 @@ from tridock.ops.image.registry import LoopbackRegistry
 
 
 class Engine:
-    """Pushes as dockerd does: asks for digests that it knows, sends the others in chunks, then the manifest."""
+    """Pushes as dockerd does: asks for digests that it knows, sends the others in chunks, then the manifest.
 
-    def __init__(self, registry: LoopbackRegistry, parts: ImageParts) -> None:
-        self.registry, self.parts = registry, parts
+    containerd sends a layer ``at_once``.
+    """
+
+    def __init__(self, registry: LoopbackRegistry, parts: ImageParts, *, at_once: bool = False) -> None:
+        self.registry, self.parts, self.at_once = registry, parts, at_once
         self.sent: list[str] = []
 
     def ask(self, method: str, path: str, body: object = None, *, chunked: bool = False) -> http.client.HTTPResponse:
@@ -44,8 +47,10 @@ class Engine:
                 continue
             content = self.parts.config if digest == digest_of(self.parts.config) else self.content(digest)
             where = self.ask("POST", f"{base}/blobs/uploads/").headers["Location"]
-            assert self.ask("PATCH", where, iter([content[:5], content[5:]]), chunked=True).status == 202
-            assert self.ask("PUT", f"{where}?digest={digest.replace(':', '%3A')}").status == 201
+            if not self.at_once:
+                assert self.ask("PATCH", where, iter([content[:5], content[5:]]), chunked=True).status == 202
+            body = content if self.at_once else None
+            assert self.ask("PUT", f"{where}?digest={digest.replace(':', '%3A')}", body).status == 201
             self.sent.append(digest)
         assert self.ask("PUT", f"{base}/manifests/push", self.parts.manifest).status == 201
 
@@ -60,10 +65,11 @@ def received(tmp_path: Path) -> Path:
     return made
 
 
-def test_a_registry_takes_what_an_engine_pushes(parts: ImageParts, received: Path) -> None:
+@pytest.mark.parametrize("at_once", [False, True], ids=["Docker", "containerd"])
+def test_a_registry_takes_what_an_engine_pushes(parts: ImageParts, received: Path, at_once: bool) -> None:
     counts: list[int] = []
     with LoopbackRegistry(received, counts.append, lambda: None) as registry:
-        Engine(registry, parts).push(known=False)
+        Engine(registry, parts, at_once=at_once).push(known=False)
         assert registry.manifest(3) == parts.manifest
         assert registry.manifest(4) is None
     digests = {digest_of(parts.config), *parts.layers}

@@ -1,0 +1,132 @@
+"""`make bench-hosts`: how long the commands take on many hosts, beside the time that ssh alone takes.
+
+Each host is a real sshd of this machine with a stand-in for Docker that answers at once: what is measured is the
+operator's side. The floor is a process that connects to every host and runs `true` there, once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.integration.sshd import ROOT, Sshd, public
+from tridock.contracts.codec import encode
+from tridock.contracts.node_answers import RunInfo
+from tridock.contracts.run_state import RunState
+
+IMAGE = "sha256:0123456789abcdef"
+NOW = RunInfo("demo", RunState.RUNNING, None, "20260101-000000", None, "demo", (), 10, 1.0, 1.0)
+# `docker container inspect` answers with the recipe of `docker run`; `docker exec` with one run that goes on.
+DOCKER = r"""#!/bin/sh
+case $1 in
+image) echo 'image IMAGE' ;;
+container)
+  if [ ! -e "$STATE/recipe" ]; then exit 1; fi
+  read -r recipe <"$STATE/recipe"
+  printf 'container {"Id": "1", "Image": "IMAGE", "Config": {"Labels": {"tridock.recipe": "%s"}}, ' "$recipe"
+  printf '"State": {"Running": true, "ExitCode": 0, "Health": {"Status": "healthy"}}}\n' ;;
+run) for word; do case $word in tridock.recipe=*) echo "${word#*=}" >"$STATE/recipe" ;; esac; done ;;
+rm) rm -f "$STATE/recipe" ;;
+exec)
+  case " $* " in
+  *" runs "*) echo 'RUNS' ;;
+  *" stop "*) echo '{"stopped": 8, "remaining": 0}' ;;
+  *" processes "*) echo '[]' ;;
+  esac ;;
+esac
+"""
+FLOOR = (
+    "import sys; from pathlib import Path; from tridock.command import Command; "
+    "from tridock.ops.hosts.session import Session; "
+    "Session.open(Path(sys.argv[1])).each(lambda node, host: host.run(Command.of('true')).checked(node))"
+)
+
+
+def start(folder: Path, count: int) -> Path:
+    """So many hosts, and the hostfile that names them; all their keys are in one known_hosts, as at home."""
+    programs = folder / "programs"
+    programs.mkdir()
+    (programs / "docker").write_text(DOCKER.replace("IMAGE", IMAGE).replace("RUNS", encode([NOW])))
+    (programs / "docker").chmod(0o755)
+    names, config, known = [f"h{number:03}" for number in range(count)], [], []
+    for name in names:
+        state = folder / name
+        state.mkdir()
+        environment = {"PATH": f"{programs}:{os.environ['PATH']}", "STATE": str(state), "HOME": str(state)}
+        sshd = Sshd(folder / f"sshd-{name}", "MaxStartups 100", environment).start()
+        STARTED.append(sshd)
+        config.append(f"Host {name}\n HostName 127.0.0.1\n Port {sshd.port}\n IdentityFile {sshd.client_key}\n")
+        known.append(f"[127.0.0.1]:{sshd.port} {public(sshd.host_key)}\n")
+    (folder / "known_hosts").write_text("".join(known))
+    common = f"Host *\n UserKnownHostsFile {folder}/known_hosts\n GlobalKnownHostsFile none\n IdentityAgent none\n"
+    (folder / "ssh_config").write_text("".join((*config, common)))
+    (folder / "lab").write_text("".join(f"{name} slots=1\n" for name in names))
+    ssh = {"config_file": f"{folder}/ssh_config", "max_connections": 16}
+    settings = {"image": "tridock-bench-no-such:image", "ssh": ssh, "container": {"gpus": "none"}}
+    (folder / "lab.yaml").write_text(json.dumps(settings))
+    return folder / "lab"
+
+
+STARTED: list[Sshd] = []
+
+
+def timed(*argv: str, folder: Path) -> tuple[float, float, float]:
+    """Seconds on the clock, processor seconds of the command, and the most memory in MB of any so far."""
+    own, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, *argv], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    seconds, now = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    if done.returncode:
+        sys.exit(f"{' '.join(argv)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return seconds, now.ru_utime + now.ru_stime - own.ru_utime - own.ru_stime, now.ru_maxrss / 1000
+
+
+def main() -> None:
+    """Prints a line a command."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hosts", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    print("hosts  command          seconds  of the floor  processor  memory (MB)")
+    for count in arguments.hosts:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name).resolve()
+            try:
+                hostfile = str(start(folder, count))
+                tridock = ("-m", "tridock.cli")
+                commands = {
+                    "floor": ("-c", FLOOR, hostfile),
+                    "up, first": (*tridock, "up", "--hosts", hostfile),
+                    "up, again": (*tridock, "up", "--hosts", hostfile),
+                    "status": (*tridock, "status", "--hosts", hostfile),
+                    "stop": (*tridock, "stop", "--hosts", hostfile),
+                    "keys": (*tridock, "keys", "--hosts", hostfile),
+                    "down": (*tridock, "down", "--force", "--hosts", hostfile),
+                }
+                floor = 0.0
+                for what, argv in commands.items():
+                    repeats = 1 if what in ("up, first", "down") else arguments.repeats
+                    taken = [timed(*argv, folder=folder) for _ in range(repeats)]
+                    seconds, processor, memory = (statistics.median(column) for column in zip(*taken, strict=True))
+                    floor = floor or seconds
+                    print(
+                        f"{count:5}  {what:15} {seconds:8.1f} {seconds / floor:13.2f} {processor:10.1f} {memory:12.0f}",
+                        flush=True,
+                    )
+            finally:
+                while STARTED:
+                    STARTED.pop().stop()
+
+
+if __name__ == "__main__":
+    main()

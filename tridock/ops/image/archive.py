@@ -48,7 +48,7 @@ class ImageParts:
 
     def unpacked_size(self, held: int) -> int:
         """About the size of the layers on a host's disk, without the first ``held``."""
-        return sum(_gzip_size(self.folder / digest) for digest in self.layers[held:])
+        return sum(_unpacked_size(self.folder / digest) for digest in self.layers[held:])
 
     def archive(self, image: str, held: int) -> "Archive":
         """Becomes ``image`` on an engine that has the first ``held`` layers: `docker load` needs no file of those.
@@ -132,10 +132,12 @@ def _header(name: str, size: int) -> bytes:
     return entry.tobuf(tarfile.GNU_FORMAT)
 
 
-def _gzip_size(path: Path) -> int:
+def _unpacked_size(path: Path) -> int:
     """What gzip's trailer says, which counts up to 4 GiB; never less than the file's own size."""
     packed = path.stat().st_size
     with path.open("rb") as file:
+        if file.read(2) != b"\x1f\x8b":
+            return packed
         file.seek(-4, io.SEEK_END)
         size = int.from_bytes(file.read(4), "little")
     return size + max(0, -(-(packed - size) // (1 << 32))) * (1 << 32)

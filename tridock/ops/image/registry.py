@@ -17,6 +17,7 @@ from urllib.parse import parse_qs, urlsplit
 from tridock.ops.image.archive import digest_of
 
 _CHUNK = 1 << 20
+_TLS_HANDSHAKE = b"\x16"
 
 
 class LoopbackRegistry:
@@ -55,6 +56,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     registry: LoopbackRegistry
+
+    def handle_one_request(self) -> None:
+        """Engines try TLS first, and plain HTTP once the answer begins with ``HTTP/``."""
+        if self.rfile.peek(1)[:1] == _TLS_HANDSHAKE:  # type: ignore[attr-defined]
+            self.wfile.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            self.close_connection = True
+        else:
+            super().handle_one_request()
 
     def do_GET(self) -> None:
         self._answer(200 if self.path == "/v2/" else 404)

@@ -74,3 +74,10 @@ def test_layers_are_counted_as_they_arrive_whole(parts: ImageParts) -> None:
 
 def test_other_layers_are_another_archive(parts: ImageParts) -> None:
     assert len({parts.archive(image, held).name for image in ("lab", "other") for held in range(4)}) == 8
+
+
+def test_the_size_on_a_hosts_disk_is_known_for_gzip_and_for_plain_layers(parts: ImageParts) -> None:
+    """An image store of containerd may hold layers as they are."""
+    assert parts.unpacked_size(1) == sum(map(len, LAYERS[1:]))
+    (parts.folder / parts.layers[2]).write_bytes(LAYERS[2])
+    assert parts.unpacked_size(1) == sum(map(len, LAYERS[1:]))

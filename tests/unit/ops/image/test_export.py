@@ -120,6 +120,14 @@ def test_an_engine_that_goes_away_in_the_middle_leaves_no_layer_and_no_traceback
     assert capfd.readouterr().err == ""
 
 
+def test_an_engine_that_tries_tls_learns_at_once_that_this_is_http(received: Path) -> None:
+    with LoopbackRegistry(received, lambda _: None, lambda: None) as registry:
+        host, _, port = registry.repository.partition("/")[0].partition(":")
+        with socket.create_connection((host, int(port)), timeout=5) as engine:
+            engine.sendall(b"\x16\x03\x01 a greeting without the end of a line")
+            assert engine.recv(5) == b"HTTP/"
+
+
 def saved(folder: Path, names: Callable[[int], str], contents: list[bytes]) -> Path:
     """What `docker save` prints, with the layers under these names."""
     entries = {names(number): content for number, content in enumerate(contents)}

@@ -121,7 +121,7 @@ class Hosts:
             ["rm", "--force", *containers],
             ["volume", "rm", *volumes],
             ["network", "rm", NAME],
-            ["image", "rm", IMAGE],
+            ["image", "rm", IMAGE, f"{NAME}:host"],
         ):
             subprocess.run(["docker", *argv], capture_output=True, check=False)
 

@@ -63,10 +63,9 @@ class Transport(ABC):
         ``env`` is the operator's environment.
         """
 
-    @property
-    def images_file(self) -> str:
-        """The file on the host with the ids of the images that it was sent; may start with ``~``."""
-        return f"{self.cluster.workdir}/images"
+    def images_file(self, node: str) -> str:
+        """The file on the host with the ids of the images that it was sent; may start with ``~``. One per node."""
+        return f"{self.cluster.workdir}/images.{node}"
 
     def host_label(self, node: str) -> str:
         """The node's host as messages call it."""
@@ -104,9 +103,9 @@ class SshTransport(Transport):
     def workspace(self, facts: HostFacts) -> str:
         return f"{_expanded(self.cluster.workdir, facts)}/workspace"
 
-    def image_paths(self, facts: HostFacts) -> tuple[str, str]:
-        """The folder on the host that an image passes through, and :attr:`images_file`, as absolute paths."""
-        return f"{_expanded(self.cluster.workdir, facts)}/image", _expanded(self.images_file, facts)
+    def image_paths(self, node: str, facts: HostFacts) -> tuple[str, str]:
+        """The node's folder on the host that an image passes through, and :meth:`images_file`, as absolute paths."""
+        return f"{_expanded(self.cluster.workdir, facts)}/image.{node}", _expanded(self.images_file(node), facts)
 
     def secrets_folder(self, node: str) -> str:
         return f"{self.cluster.workdir}/secrets/{node}"

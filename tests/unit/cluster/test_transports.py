@@ -158,3 +158,11 @@ def test_a_node_gets_the_gpus_that_its_settings_choose(
 def test_a_node_whose_settings_choose_no_gpu_gets_none(tmp_path: Path) -> None:
     made = cluster(tmp_path, "env: {CUDA_VISIBLE_DEVICES: ''}\n")
     assert "--gpus" not in SshTransport(made).run_command("gpu-1", IMAGE, FACTS).argv
+
+
+def test_hosts_that_share_a_home_do_not_share_what_arrives(tmp_path: Path) -> None:
+    made = SshTransport(cluster(tmp_path))
+    paths = [made.image_paths(node, FACTS) for node in ("gpu-1", "gpu-2")]
+    assert paths[0] == ("/home/ada/tridock/lab/image.gpu-1", "/home/ada/tridock/lab/images.gpu-1")
+    assert not set(paths[0]) & set(paths[1])
+    assert made.images_file("gpu-1") == "~/tridock/lab/images.gpu-1"

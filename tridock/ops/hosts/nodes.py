@@ -73,7 +73,7 @@ def down(session: Session, *, force: bool = False) -> tuple[str, ...]:
         state = session.states()[node]
         if state.container is not None:
             _remove(transport, node, host).checked(node)
-        remains = (transport.secrets(node, state.facts), transport.image_paths(state.facts)[0])
+        remains = (transport.secrets(node, state.facts), transport.image_paths(node, state.facts)[0])
         host.run(Command.of("rm", "-rf", *remains), timeout=30.0).checked(node)
 
     session.each(remove)

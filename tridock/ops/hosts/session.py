@@ -79,7 +79,7 @@ class Session:
 
     def read_state(self, name: str, host: Host) -> HostState:
         transport = self.transport
-        places = transport.secrets_folder(name), transport.images_file
+        places = transport.secrets_folder(name), transport.images_file(name)
         command = facts_command(self.cluster.settings.image, transport.container_name(name), *places)
         where = transport.host_label(name)
         return parse_facts(where, host.run(command, timeout=FACTS_TIMEOUT_S).checked(name).stdout.decode())

@@ -77,7 +77,7 @@ def _bring(session: Session, image_id: str, nodes: tuple[str, ...], folder: Path
     """
     transport = session.transport
     assert isinstance(transport, SshTransport)  # elsewhere the hosts' engine is the operator's
-    paths = {node: transport.image_paths(session.states()[node].facts) for node in nodes}
+    paths = {node: transport.image_paths(node, session.states()[node].facts) for node in nodes}
     if session.cluster.settings.registry is not None:
         through_registry(session, image_id, {node: notes for node, (_, notes) in paths.items()})
         return ()

@@ -36,7 +36,7 @@ def prune(session: Session) -> dict[str, Pruned]:
     transport, image = session.transport, session.cluster.settings.image
 
     def remove(node: str, host: Host) -> Pruned:
-        done = host.run(Command.of("sh", "-c", _PRUNE, "prune", transport.images_file, image), timeout=600.0)
+        done = host.run(Command.of("sh", "-c", _PRUNE, "prune", transport.images_file(node), image), timeout=600.0)
         lines = replace(done, command="docker image rm").checked(node).stdout.decode().splitlines()
         fates = [line.split(" ") for line in lines]
         return Pruned(*(tuple(id_ for fate, id_ in fates if fate == which) for which in ("removed", "kept")))

@@ -103,7 +103,7 @@ def _pull_base(session: Session, diff_ids: Sequence[str], stocks: Mapping[str, S
     policy = session.cluster.settings.image_base
     base = base_of(diff_ids) if policy != "send" else None
     if base is None:
-        if policy == "pull":
+        if policy == "pull" and not all(stock.held(diff_ids) for stock in stocks.values()):
             todo = "docker pull the base image here and build again, or set image_base: auto"
             raise ClusterError(Problem("image_base: pull", "the engine here has no base image of a registry", "", todo))
         return ()

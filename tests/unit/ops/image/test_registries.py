@@ -49,7 +49,7 @@ def test_only_images_that_were_brought_and_are_not_used_are_pruned(
 "inspect old--format" | "inspect used--format") echo 0 ;;
 "inspect named--format") echo 1 ;;
 "inspect current--format") echo 1 ;;
-"rm old") ;;
+"rm old" | "rm named") ;;
 "rm used") exit 1 ;;
 *) exit 1 ;;
 esac"""

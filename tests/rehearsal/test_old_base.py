@@ -18,7 +18,9 @@ BASE = "tridock-rehearsal-base"
 @pytest.fixture
 def old_base(tmp_path: Path) -> Iterator[str]:
     name = own_name()
-    (tmp_path / "Dockerfile").write_text(f"FROM {BASE}\nRUN PIP_CONSTRAINT= pip install --quiet packaging==23.2\n")
+    # No other base has this file: what is built on it comes from no cache, and prints what it does.
+    commands = f"PIP_CONSTRAINT= pip install --quiet packaging==23.2 && echo {name} >/etc/rehearsal"
+    (tmp_path / "Dockerfile").write_text(f"FROM {BASE}\nRUN {commands}\n")
     succeed("docker", "build", "--quiet", "--tag", name, str(tmp_path))
     yield name
     execute("docker", "image", "rm", "--force", f"{name}:image", name)

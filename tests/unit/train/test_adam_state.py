@@ -40,7 +40,7 @@ def test_states_are_those_of_the_first_step(gpu: torch.device, options: dict[str
 
 def test_a_sharded_run_resumes_on_a_gpu(gpu: torch.device) -> None:
     made = optimizer(gpu, fused=True)
-    tensors = sharded._state([("weight", made.param_groups[0]["params"][0])], {}, made)
+    tensors = sharded.tensors_of([("weight", made.param_groups[0]["params"][0])], {}, made)
     assert {name: tensor.device for name, tensor in tensors.items()} == dict.fromkeys(tensors, gpu)
     assert len(tensors) == 4
     made.step()

@@ -26,8 +26,12 @@ Buffers = Mapping[str, Tensor]
 
 def state_of(named: Named, buffers: Buffers, optimizer: torch.optim.Optimizer, scaler: LossScaler) -> dict[str, Tensor]:
     """What a checkpoint holds, by its names in the whole model."""
-    tensors = {**dict(_tensors(named, optimizer)), **{f"model.{name}": tensor for name, tensor in buffers.items()}}
-    return {**tensors, "loss_scaler": _values(scaler)}
+    return {**tensors_of(named, buffers, optimizer), "loss_scaler": _values(scaler)}
+
+
+def tensors_of(named: Named, buffers: Buffers, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The tensors on the rank's device."""
+    return {**dict(_tensors(named, optimizer)), **{f"model.{name}": tensor for name, tensor in buffers.items()}}
 
 
 def write(state: dict[str, Tensor], folder: Path, group: dist.ProcessGroup | None) -> None:

@@ -136,7 +136,7 @@ apply_base_environment() {
 is_shared_variable() {
     case $1 in
     HOME | USER | LOGNAME | SHELL | SHLVL | PWD | OLDPWD | HOSTNAME | TERM | MAIL | _) return 1 ;;
-    SSH_* | TRIDOCK_RUN_ID | TRIDOCK_WORLD_SIZE) return 1 ;;
+    SSH_* | TRIDOCK_RUN_ID | TRIDOCK_WORLD_SIZE | TRIDOCK_RUN_FOLDER) return 1 ;;
     *) [[ $1 =~ ^[A-Za-z_][A-Za-z0-9_]*$ ]] ;;
     esac
 }

@@ -34,6 +34,7 @@ PROVOKED: Final = {
     "terminated": _RANKS,
     "peer-lost": _RANKS,
     "exited-without-message": _RANKS,
+    "program-failed": "integration/test_run.py",
     "ssh-host-key": "integration/test_security.py",
     "ssh-refused": "integration/test_security.py",
     "ssh-unreachable": "unit/triage/test_rules.py",

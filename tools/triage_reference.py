@@ -8,7 +8,16 @@ from pathlib import Path
 from tridock.triage import RULES
 
 BEGIN, END = "<!-- rules: written by make reference -->", "<!-- end of rules -->"
-_PLACES = {"who": "the rank", "node": "its node", "path": "…", "name": "…", "peer": "…"}
+_PLACES = {
+    "who": "the rank",
+    "node": "its node",
+    "path": "…",
+    "name": "…",
+    "peer": "…",
+    "rank": "N",
+    "code": "…",
+    "signal": "",
+}
 
 
 def with_rules(page: str) -> str:

@@ -110,8 +110,8 @@ def run_or_read(argv: list[str], where: str, *, here: bool) -> None:
         if not here or not runs_here(arguments):
             read(arguments, where, line)
             return
-        if arguments[0] == "launch":
-            arguments.append("--dry-run")
+        if arguments[0] in ("launch", "run"):
+            arguments.insert(1, "--dry-run")
         elif arguments[0] == "plan" and "--gpu" not in arguments and "--explain" not in arguments:
             arguments.append("--offline")  # it would ask the hosts for their GPUs
         assert main(arguments) == (2 if line in REFUSED else 0), f"{where}: {line}"
@@ -139,6 +139,8 @@ def runs_here(arguments: list[str]) -> bool:
     match arguments:
         case ["plan" | "launch" | "init", *_] | ["slurm", "render", *_]:
             return True
+        case ["run", *_]:
+            return "--workdir" not in arguments  # the user's own folder
         case ["data", verb, *_]:
             return verb not in ("sync", "demo", "fetch")
     return False
@@ -153,7 +155,7 @@ def read(arguments: list[str], where: str, line: str) -> None:
     if arguments[0] == "train" and all(map(Path.exists, found.config)):
         nproc = ["--gpus-per-node", str(found.nproc or 8)]
         assert main(["plan", *map(str, found.config), "--nodes", str(found.nnodes), *nproc]) == 0, f"{where}: {line}"
-    for config in named if isinstance(named := getattr(found, "config", []), list) else [named]:
+    for config in named if isinstance(named := getattr(found, "config", None) or [], list) else [named]:
         assert Path(config).exists(), f"{where}: {line}"
 
 

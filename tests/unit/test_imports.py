@@ -16,6 +16,7 @@ PURE = {
     "errors": set(),
     "command": set(),
     "contracts": {"errors"},
+    "heartbeat": {"contracts"},
     "project_files": set(),
     "strict_yaml": {"errors", "project_files"},
     "gpus": {"errors"},

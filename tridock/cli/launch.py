@@ -30,7 +30,6 @@ from tridock.errors import EXIT_INTERRUPTED, TridockError, count
 if TYPE_CHECKING:
     from tridock.launchers.run import RunBundle
     from tridock.ops.hosts.session import Session
-    from tridock.ops.runs.prepare import Prepared
     from tridock.ops.runs.registry import Run
 
 
@@ -45,15 +44,7 @@ def add(commands: Commands) -> None:
     add_config(parser, "a small GPT on the demo's data, in 3D where the slots allow it")
     add_set(parser)
     parser.add_argument("--force", action="store_true", help="run even if the plan does not fit into GPU memory")
-    text = "run the doctor's quick checks first (default: true)"
-    parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=True, help=text)
-    parser.add_argument("--detach", action="store_true", help="start the run and return at once")
-    parser.add_argument("--run-id-file", type=Path, metavar="FILE", help="write the run's id to this file")
-    text = "print the plan, the command and the names of the run's files; contact no host"
-    parser.add_argument("--dry-run", action="store_true", help=text)
-    text = "print the steps of DeepSpeed's launcher too, as tridock logs does; with --dry-run, every file"
-    parser.add_argument("--verbose", action="store_true", help=text)
-    add_quiet(parser)
+    add_start(parser, "print the plan, the command and the names of the run's files; contact no host")
 
     examples = ("--hosts hostfile", "--hosts hostfile --rank 0,3", "--hosts hostfile --node host-b --follow")
     parser = add_command(commands, "logs", _logs, "follow a run, or print the logs of its ranks", *examples)
@@ -81,12 +72,23 @@ def add(commands: Commands) -> None:
     parser.add_argument("--checkpoints", action="store_true", help="fetch the checkpoints too")
 
 
+def add_start(parser: argparse.ArgumentParser, dry_run: str) -> None:
+    """The options of a run that starts on a cluster."""
+    text = "run the doctor's quick checks first (default: true)"
+    parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=True, help=text)
+    parser.add_argument("--detach", action="store_true", help="start the run and return at once")
+    parser.add_argument("--run-id-file", type=Path, metavar="FILE", help="write the run's id to this file")
+    parser.add_argument("--dry-run", action="store_true", help=dry_run)
+    text = "print the steps of DeepSpeed's launcher too, as tridock logs does; with --dry-run, every file"
+    parser.add_argument("--verbose", action="store_true", help=text)
+    add_quiet(parser)
+
+
 def _launch(arguments: argparse.Namespace) -> int:
     """Run an experiment on the cluster and follow its output. Ctrl-C detaches, and the run continues."""
     from tridock.ops.runs import launch
     from tridock.ops.runs.default_experiment import choose_experiment
-    from tridock.ops.runs.registry import Run
-    from tridock.report.plan_output import headline
+    from tridock.report.plan_output import headline, summary
 
     session = open_session(arguments)
     config, overrides, note = choose_experiment(config_of(arguments), arguments.set, session.cluster.slots)
@@ -94,7 +96,8 @@ def _launch(arguments: argparse.Namespace) -> int:
     if note and not arguments.quiet:
         say(note)
     if arguments.dry_run:
-        _preview(launch.preview(session, prepared), prepared, verbose=arguments.verbose)
+        console().print(summary(prepared.assessment))
+        print_preview(launch.preview(session, prepared), verbose=arguments.verbose)
         return 0
     prepared = launch.on_hosts_gpus(session, prepared)
     if not arguments.quiet:
@@ -104,14 +107,21 @@ def _launch(arguments: argparse.Namespace) -> int:
         if not arguments.quiet:
             say(brought)
     bundle = launch.launch(session, prepared, check=arguments.check)
+    if not arguments.quiet:
+        plan = prepared.plan
+        ranks, nodes = count(plan.world_size, "rank"), count(len(session.cluster.slots), "node")
+        say(f"run {bundle.run_id}: {ranks} on {nodes}, {plan.layout}")
+    return began(arguments, session, bundle)
+
+
+def began(arguments: argparse.Namespace, session: Session, bundle: RunBundle) -> int:
+    """Follows a run that has started, or returns at once where that is wanted; the exit code."""
+    from tridock.ops.runs.registry import Run
+
     if arguments.run_id_file:
         write_atomic(arguments.run_id_file, f"{bundle.run_id}\n".encode())
     if arguments.quiet:
         say(bundle.run_id)
-    else:
-        plan = prepared.plan
-        ranks, nodes = count(plan.world_size, "rank"), count(len(session.cluster.slots), "node")
-        say(f"run {bundle.run_id}: {ranks} on {nodes}, {plan.layout}")
     if arguments.detach:
         if not arguments.quiet:
             say(_how_to_return(arguments, bundle.run_id))
@@ -120,10 +130,7 @@ def _launch(arguments: argparse.Namespace) -> int:
     return follow(arguments, session, run, quiet=arguments.quiet, steps=arguments.verbose)
 
 
-def _preview(bundle: RunBundle, prepared: Prepared, *, verbose: bool) -> None:
-    from tridock.report.plan_output import summary
-
-    console().print(summary(prepared.assessment))
+def print_preview(bundle: RunBundle, *, verbose: bool) -> None:
     say(f"\n# on the head, in {bundle.path}:\n{bundle.command}")
     if verbose:
         for name, content in bundle.files.items():

@@ -29,12 +29,14 @@ DEVICES: Final = "TRIDOCK_DEVICES"
 # Of a run's processes, and of nothing else.
 RUN_ID: Final = "TRIDOCK_RUN_ID"
 WORLD_SIZE: Final = "TRIDOCK_WORLD_SIZE"
+# Of a run of the user's own program: the run's folder.
+RUN_FOLDER: Final = "TRIDOCK_RUN_FOLDER"
 # For `tridock bench`: the run takes turns with a bare loop of PyTorch, `<steps of warm-up>,<steps of a turn>`.
 TURNS: Final = "TRIDOCK_TURNS"
 # The level of DeepSpeed's own log lines.
 DEEPSPEED_LOG_LEVEL: Final = "TRIDOCK_DEEPSPEED_LOG_LEVEL"
 
-OF_A_RUN: Final = (RUN_ID, WORLD_SIZE)
+OF_A_RUN: Final = (RUN_ID, WORLD_SIZE, RUN_FOLDER)
 """Never part of a node's environment: ``entrypoint.sh`` leaves them out for sshd and login shells."""
 OF_A_NODE: Final = (NODE, SSH_LISTEN, UID, GID, DEVICES)
 """Differ from node to node by design."""

@@ -17,6 +17,10 @@ FOLDER: Final = ".heartbeat"
 # The phases of a rank: before its first step, training, evaluating, saving a checkpoint; finished, failed by itself,
 # or ending because another rank has gone or because it was asked to.
 START, TRAIN, EVAL, SAVE, END, FAILED, LOST = PHASES = ("start", "train", "eval", "save", "end", "failed", "lost")
+# Of a rank that writes no heartbeat: its agent sees whether it computes or writes something.
+OBSERVED: Final = "observed"
+# Of such a rank that has ended, without anybody having seen how: its launcher has its exit code.
+GONE: Final = "gone"
 
 # A signal that no launcher and no library sends.
 STACKS_SIGNAL: Final = signal.SIGRTMIN + 1

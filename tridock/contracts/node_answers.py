@@ -61,6 +61,21 @@ class Process:
 
 
 @dataclass(frozen=True, slots=True)
+class PlacedCode:
+    """``place-code``: the files of a run's code that this node lacks, by their SHA-256; empty once all are in place."""
+
+    missing: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CodeFile:
+    """A file of a run's code: its content by SHA-256, and whether it may be executed."""
+
+    sha256: str
+    executable: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Stopped:
     """``stop``: how many processes the run had, and how many remain (0 unless the kernel holds one back)."""
 
@@ -92,6 +107,8 @@ class Evidence:
     events: str = ""
     logs: Mapping[int, str] = field(default_factory=dict)
     """The end of each rank's log."""
+    printed: Mapping[int, str] = field(default_factory=dict)
+    """What torch has printed of each rank's exception into the launcher's output, for ranks without a log."""
     launcher: str = ""
     """The end of the launcher's output since the last start."""
     metrics: tuple[Mapping[str, Any], ...] = ()

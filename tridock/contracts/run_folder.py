@@ -29,6 +29,10 @@ SUPERVISION: Final = "supervision.json"
 # Of a run that Slurm started: its sbatch script, and what is known of the job.
 JOB_SCRIPT: Final = "job.sh"
 JOB: Final = "slurm.json"
+# Of a run of the user's own program: the copy of its code in which it runs, and the code of all runs by content.
+CODE_COPY: Final = "code"
+CODE_STORE: Final = ".code"
+CODE_DIFF: Final = "code.diff"
 LAUNCHER_LOG: Final = "logs/launcher.log"
 # torch's flight recorder adds the rank's number to it.
 FLIGHT: Final = "logs/flight-rank-"

@@ -25,7 +25,10 @@ class Reach:
 
     def command(self, node: str, *arguments: str) -> list[str]:
         """The argv that runs ``tridock.node`` with ``arguments`` on the node."""
-        command = [self.python or sys.executable, "-P", "-m", "tridock.node", *arguments]
+        return self.program(node, self.python or sys.executable, "-P", "-m", "tridock.node", *arguments)
+
+    def program(self, node: str, *command: str) -> list[str]:
+        """The argv that runs any command on the node."""
         return [
             *(argument.replace("{node}", node) for argument in self.argv),
             *([shlex.join(command)] if self.as_one_argument else command),
@@ -66,6 +69,8 @@ class Supervision:
     """Who replaces a lost node, and ends the job for that; None where the run continues on spares or fewer nodes."""
     on_head: bool = True
     """Whether the supervisor runs on the head; from a login node that is watched from afar too."""
+    observed: bool = False
+    """Whether the ranks are the user's own program: found among the run's processes, for want of heartbeats."""
     begun: float | None = None
     """When the run was first prepared (a file's time), where that is not when this file was written: a job of Slurm's
     that was requeued continues from checkpoints that it wrote before."""

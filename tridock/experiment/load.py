@@ -1,5 +1,6 @@
 """YAML to :class:`Experiment`: every problem at once, each with its field path."""
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from tridock.errors import Problem, RequestError
+from tridock.experiment.command import ENGINE, CommandExperiment
 from tridock.experiment.schema import Experiment
 from tridock.strict_yaml import dump_yaml, parse_value, parse_yaml, read_text, validated
 
@@ -26,7 +28,15 @@ def parse_experiment(text: str, source: str, overrides: Sequence[str] = ()) -> E
     fields = dict(parse_yaml(text, source))
     for override in overrides:
         _override(fields, override)
+    if fields.get("engine") == ENGINE:
+        todo = f"start it with tridock run --config {shlex.quote(source)}; tridock logs has the output of its runs"
+        raise RequestError(Problem(f"{source}: engine", "is a program of your own, without a model", ENGINE, todo))
     return validated(Experiment, fields, source)
+
+
+def load_command(path: Path) -> CommandExperiment:
+    """Reads an experiment with ``engine: command``. Raises :class:`RequestError` with every problem found."""
+    return validated(CommandExperiment, parse_yaml(read_text(path, "an experiment"), str(path)), str(path))
 
 
 def _override(fields: dict[str, Any], override: str) -> None:
@@ -60,6 +70,6 @@ def _field_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name}"
 
 
-def dump_experiment(experiment: Experiment) -> str:
+def dump_experiment(experiment: Experiment | CommandExperiment) -> str:
     """YAML with every field, defaults included: what a run's folder keeps."""
     return dump_yaml(experiment.model_dump(mode="json"))

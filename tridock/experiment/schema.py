@@ -41,6 +41,7 @@ def _seconds(value: Any) -> Any:
 
 
 Seconds = Annotated[int, Field(gt=0), BeforeValidator(_seconds)]
+MasterPort = Annotated[int, Field(ge=1024, le=65535)]
 
 PRESETS: Final[Mapping[str, tuple[int, int, int]]] = {
     "gpt-small": (12, 12, 768),
@@ -355,7 +356,7 @@ class Train(Section):
 class Launch(Section):
     """How the ranks are started."""
 
-    master_port: Annotated[int, Field(ge=1024, le=65535)] | None = Field(
+    master_port: MasterPort | None = Field(
         default=None, description="Port of the rendezvous on the head; a free one where left out."
     )
     hang_timeout: Count = Field(

@@ -25,18 +25,23 @@ def deepspeed_command(
     ``slots`` maps each node to the slot numbers in use; ``hostfile`` is the path of the run's own hostfile.
     ``--master_addr`` is always given: DeepSpeed's own guess is the first word of ``hostname -I``.
     """
-    argv = ["deepspeed", "--hostfile", hostfile]
+    options = deepspeed_options(slots, hostfile, master_addr, master_port)
+    arguments = program.arguments if len(slots) == 1 else tuple(map(for_pdsh, program.arguments))
+    return Command(("deepspeed", *options, "--no_local_rank", "--module", program.module, *arguments))
+
+
+def deepspeed_options(
+    slots: Mapping[str, Sequence[int]], hostfile: str, master_addr: str, master_port: int
+) -> list[str]:
+    """What the cluster decides of the options of ``deepspeed``."""
+    argv = ["--hostfile", hostfile]
     if any(list(numbers) != list(range(len(numbers))) for numbers in slots.values()):
         argv += ["--include", "@".join(f"{node}:{','.join(map(str, numbers))}" for node, numbers in slots.items())]
     argv += ["--master_addr", master_addr, "--master_port", str(master_port)]
-    arguments = program.arguments
     if len(slots) == 1:
-        argv += ["--no_ssh", "--node_rank", "0"]
-    else:
-        # DeepSpeed's own check tries the first node only and hides ssh's message.
-        argv += ["--launcher", "pdsh", "--no_ssh_check"]
-        arguments = tuple(map(for_pdsh, arguments))
-    return Command((*argv, "--no_local_rank", "--module", program.module, *arguments))
+        return [*argv, "--no_ssh", "--node_rank", "0"]
+    # DeepSpeed's own check tries the first node only and hides ssh's message.
+    return [*argv, "--launcher", "pdsh", "--no_ssh_check"]
 
 
 def for_pdsh(argument: str) -> str:

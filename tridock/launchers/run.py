@@ -6,7 +6,7 @@ import json
 import shlex
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol
 
 from tridock.command import Command
@@ -73,6 +73,9 @@ class RunBundle:
     command: Command
     files: Mapping[str, bytes]
 
+    def with_file(self, name: str, content: bytes) -> RunBundle:
+        return replace(self, files={**self.files, name: content})
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -125,13 +128,12 @@ def _supervision(run: Run, launcher: Launcher, start: Start) -> Supervision:
 def _files(run: Run, start: Start, supervision: Supervision) -> Mapping[str, bytes]:
     """The folder's first files. A run that saves no checkpoint has no script to restart from one."""
     request, env = run.request, start.env
-    slots, ranks = request.slots.items(), {name: value for name, value in env.items() if name != "DS_ENV_FILE"}
+    ranks = {name: value for name, value in env.items() if name != "DS_ENV_FILE"}
     texts = {
         run_folder.EXPERIMENT: dump_experiment(run.experiment),
         run_folder.PLAN: request.assessment.to_json(),
         run_folder.MANIFEST: json.dumps({**request.manifest, "run_id": request.run_id}, indent=2) + "\n",
-        # A filter may leave slots 4 and 5 of a node: the hostfile must still declare the six that DeepSpeed counts.
-        run_folder.HOSTFILE: "".join(f"{node} slots={max(numbers) + 1}\n" for node, numbers in slots),
+        run_folder.HOSTFILE: hostfile_text(request.slots),
         **({run_folder.DEEPSPEED_ENV: environment_file(ranks)} if "DS_ENV_FILE" in env else {}),
         start.script: _launch_script(run, env, start.command),
     }
@@ -139,6 +141,11 @@ def _files(run: Run, start: Start, supervision: Supervision) -> Mapping[str, byt
         texts[run_folder.RESUME_SCRIPT] = _launch_script(run, env, start.resume)
     texts[run_folder.SUPERVISION] = supervision.to_json()
     return {name: text.encode() for name, text in texts.items()} | dict(run.program().files)
+
+
+def hostfile_text(slots: Mapping[str, Sequence[int]]) -> str:
+    """A filter may leave slots 4 and 5 of a node: the hostfile must still declare the six that DeepSpeed counts."""
+    return "".join(f"{node} slots={max(numbers) + 1}\n" for node, numbers in slots.items())
 
 
 def default_port(run_id: str) -> int:

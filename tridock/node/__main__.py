@@ -8,8 +8,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from tridock.contracts import heartbeat, node_answers, run_folder, run_state
+from tridock.contracts import environment, heartbeat, node_answers, run_folder, run_state
 from tridock.contracts.codec import encode
+from tridock.contracts.devices import VISIBLE, rank_devices
 from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError, RunError, TridockError
 from tridock.node.agent.processes import find_processes, stop_processes
 
@@ -55,10 +56,24 @@ def _parser() -> argparse.ArgumentParser:
     ranks.add_argument("--master-addr", default="127.0.0.1", help="address of node 0 (default: 127.0.0.1)")
     ranks.add_argument("--master-port", type=int, required=True, help="port of rank 0")
     ranks.add_argument("--grace", type=float, default=30.0, help="seconds between SIGTERM and SIGKILL (default: 30)")
-    ranks.add_argument("-m", "--module", action="store_true", help="PROGRAM is a module, as for python -m")
+    kind = ranks.add_mutually_exclusive_group()
+    kind.add_argument("-m", "--module", action="store_true", help="PROGRAM is a module, as for python -m")
+    kind.add_argument("--no-python", action="store_true", help="PROGRAM is not a Python file, but any program")
     ranks.add_argument("program", metavar="PROGRAM", help="what each rank runs in Python")
     ranks.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     ranks.set_defaults(action=_start_ranks)
+
+    nodes = verbs.add_parser("start-nodes", parents=[folder], help="run a script of a run on all its nodes")
+    nodes.add_argument("script", help="file of the run's folder; {node_rank} stands for the node's rank")
+    nodes.set_defaults(action=_start_nodes)
+
+    devices = verbs.add_parser("on-devices", help="run a program on some of this node's slots", allow_abbrev=False)
+    devices.add_argument("slots", help="slot numbers, as in CUDA_VISIBLE_DEVICES")
+    devices.add_argument("command", nargs=argparse.REMAINDER, help="the program and its arguments")
+    devices.set_defaults(action=_on_devices)
+
+    code = verbs.add_parser("place-code", parents=[folder], help="lay out a run's code; reads its index from stdin")
+    code.set_defaults(action=_place_code)
 
     follow = verbs.add_parser("follow", parents=[folder], help="print a run's output until it ends; exit with its code")
     follow.add_argument("--offset", type=int, default=0, help="byte of the output to start from (default: 0)")
@@ -151,8 +166,48 @@ def _start_ranks(arguments: argparse.Namespace) -> int:
     environments = rank_environments(
         arguments.nnodes, arguments.node_rank, arguments.nproc_per_node, arguments.master_addr, arguments.master_port
     )
-    program = [*(["-m"] if arguments.module else []), arguments.program, *arguments.arguments]
-    return start_ranks(environments, program, arguments.grace)
+    program = [arguments.program, *arguments.arguments]
+    if arguments.no_python:
+        return start_ranks(environments, program, arguments.grace, _record_failure)
+    visible = {VISIBLE: ",".join(map(str, range(arguments.nproc_per_node)))}
+    python = [sys.executable, "-u", *(["-m"] if arguments.module else [])]
+    return start_ranks([env | visible for env in environments], [*python, *program], arguments.grace)
+
+
+def _record_failure(rank: int, wait_status: int) -> None:
+    """Of a program that records nothing itself: one that fails at once is gone before the node agent sees it."""
+    from tridock.contracts.events import append_event
+    from tridock.contracts.rank_status import RankStatus
+    from tridock.node.supervisor.verdict import ending
+
+    status = RankStatus(rank, heartbeat.OBSERVED, 0, 0, 0, 0.0, alive=False, wait_status=wait_status)
+    cause, reason = ending(status)
+    if folder := os.environ.get(environment.RUN_FOLDER):
+        node = os.environ.get(environment.NODE, "")
+        append_event(Path(folder), cause.event, rank=rank, node=node, cause=cause, reason=reason)
+
+
+def _start_nodes(arguments: argparse.Namespace) -> int:
+    from tridock.node.node_starter import start_nodes
+
+    return start_nodes(arguments.folder, arguments.script)
+
+
+def _on_devices(arguments: argparse.Namespace) -> None:
+    os.environ[VISIBLE] = arguments.slots
+    os.environ |= rank_devices(os.environ)
+    program, *_ = command = arguments.command
+    try:
+        os.execvp(program, command)  # noqa: S606 - the user's program
+    except OSError as error:
+        todo = "install it in the image, or in setup; the program runs in the folder of the code"
+        raise RequestError(Problem(program, "cannot be started", error.strerror or str(error), todo)) from None
+
+
+def _place_code(arguments: argparse.Namespace) -> node_answers.PlacedCode:
+    from tridock.node.agent.code import place_code
+
+    return place_code(arguments.folder, sys.stdin.read())
 
 
 def _follow(arguments: argparse.Namespace) -> int:
@@ -172,7 +227,8 @@ def _agent(arguments: argparse.Namespace) -> int:
     from tridock.node.agent.node_agent import run_agent
 
     supervision = Supervision.from_json((arguments.folder / run_folder.SUPERVISION).read_text())
-    return run_agent(arguments.folder, arguments.node, supervision.ranks[arguments.node])
+    ranks = supervision.ranks[arguments.node]
+    return run_agent(arguments.folder, arguments.node, ranks, observed=supervision.observed)
 
 
 def _stop(arguments: argparse.Namespace) -> None:

@@ -7,10 +7,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-from tridock.contracts.devices import VISIBLE
 from tridock.node.supervisor.verdict import signal_name
 
 _REPORT_S: Final = 1.0
@@ -23,10 +22,15 @@ _PR_SET_PDEATHSIG: Final = 1
 _SI_KERNEL: Final = 0x80
 
 
+Failed = Callable[[int, int], object]
+"""Given a rank, and how it ended, as wait(2) has it."""
+
+
 def rank_environments(
     nnodes: int, node_rank: int, nproc_per_node: int, master_addr: str, master_port: int
 ) -> list[dict[str, str]]:
-    """The variables that DeepSpeed's launcher sets for each rank of a node, and torchrun's LOCAL_WORLD_SIZE."""
+    """The variables that DeepSpeed's launcher sets for each rank of a node, torchrun's LOCAL_WORLD_SIZE, and
+    Lightning's NODE_RANK."""
     node = {
         "MASTER_ADDR": master_addr,
         "MASTER_PORT": str(master_port),
@@ -35,17 +39,19 @@ def rank_environments(
         "LOCAL_SIZE": str(nproc_per_node),
         "CROSS_SIZE": str(nnodes),
         "CROSS_RANK": str(node_rank),
-        VISIBLE: ",".join(map(str, range(nproc_per_node))),
+        "NODE_RANK": str(node_rank),
     }
     first = node_rank * nproc_per_node
     return [{**node, "RANK": str(first + local), "LOCAL_RANK": str(local)} for local in range(nproc_per_node)]
 
 
-def start_ranks(environments: Sequence[Mapping[str, str]], program: Sequence[str], grace_s: float) -> int:
-    """Runs ``python PROGRAM`` once per environment; returns the exit code of the first rank that failed.
+def start_ranks(
+    environments: Sequence[Mapping[str, str]], program: Sequence[str], grace_s: float, failed: Failed | None = None
+) -> int:
+    """Runs the program once per environment; returns the exit code of the first rank that failed.
 
     SIGTERM and SIGINT are forwarded, and the end of the ranks is awaited. If one fails, the others are ended.
-    The kernel kills the ranks if this process dies.
+    ``failed`` is called with the first one. The kernel kills the ranks if this process dies.
     """
     prctl, starter = ctypes.CDLL(None).prctl, os.getpid()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
@@ -56,13 +62,14 @@ def start_ranks(environments: Sequence[Mapping[str, str]], program: Sequence[str
             os._exit(1)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    argv = [sys.executable, "-u", *program]
     # Kept to the end: a Popen that is collected reaps its process.
-    ranks = {int(env["RANK"]): subprocess.Popen(argv, env=os.environ | env, preexec_fn=prepare) for env in environments}
-    return _wait({rank: process.pid for rank, process in ranks.items()}, grace_s)
+    ranks = {
+        int(env["RANK"]): subprocess.Popen(program, env=os.environ | env, preexec_fn=prepare) for env in environments
+    }
+    return _wait({rank: process.pid for rank, process in ranks.items()}, grace_s, failed)
 
 
-def _wait(running: dict[int, int], grace_s: float) -> int:
+def _wait(running: dict[int, int], grace_s: float, failed: Failed | None = None) -> int:
     """Waits for the processes in ``running``, which has their pids by rank; returns the exit code of the first failure.
 
     Reaps none of them: a reaped process no longer shows its wait status to the node agent.
@@ -92,6 +99,8 @@ def _wait(running: dict[int, int], grace_s: float) -> int:
                 print(f"rank {rank} (pid {pid}) {how}", file=sys.stderr, flush=True)
             if not code:
                 code, failed_at = status if left else 128 + status, time.monotonic()
+                if failed is not None:
+                    failed(rank, status << 8 if left else status)
     if code:
         time.sleep(max(0.0, failed_at + _REPORT_S - time.monotonic()))
     return code

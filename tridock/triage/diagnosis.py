@@ -53,7 +53,7 @@ def _texts(facts: Facts) -> Iterator[tuple[str, str]]:
     yield "", facts.upstream
     if facts.log:
         assert facts.failure is not None
-        yield f"logs/rank-{facts.failure.rank}.log", facts.log
+        yield f"logs/rank-{facts.failure.rank}.log" if facts.has_log else "logs/launcher.log", facts.log
     yield "logs/launcher.log", facts.launcher
 
 

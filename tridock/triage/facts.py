@@ -5,12 +5,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from tridock.contracts.events import Cause
 from tridock.contracts.node_answers import Evidence
 from tridock.errors import Problem
 from tridock.triage.first_failure import FirstFailure, first_failure
 
 _STEPS: Final = 5
 _GIB: Final = 2**30
+_RAISED: Final = re.compile(r"^[A-Za-z_][\w.]*: .+", re.MULTILINE)
+"""The last line of a traceback."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +34,7 @@ class Facts:
     reason: str = ""
     """What the failed rank said, whole; or what the supervisor saw of it."""
     log: str = ""
-    """The end of its log."""
+    """The end of its log, or what torch printed of its exception."""
     launcher: str = ""
     """The end of the launcher's output since the last start."""
     steps: tuple[Step, ...] = ()
@@ -41,6 +44,8 @@ class Facts:
     """What the kernel of its node said of memory during the run, where it can be read."""
     stuck: str = ""
     """The rank that the others wait for, by the flight recorders of all of them."""
+    has_log: bool = True
+    """Whether the rank has a log of its own; else all output is the launcher's."""
 
     @property
     def kind(self) -> str:
@@ -84,7 +89,7 @@ def facts_of(answers: Mapping[str, Evidence], head: str, exit_code: int | None) 
     first = first_failure({node: answer.events for node, answer in answers.items()}, nodes)
     rank = None if first is None else first.rank
     logs = {number: text for answer in answers.values() for number, text in answer.logs.items()}
-    log = "" if rank is None else logs.get(rank, "")
+    log = "" if rank is None else logs.get(rank) or answer.printed.get(rank, "")
     return Facts(
         exit_code,
         first,
@@ -95,6 +100,7 @@ def facts_of(answers: Mapping[str, Evidence], head: str, exit_code: int | None) 
         planned="" if rank is None else _planned(answer.plan, ranks.get(rank)),
         kernel=answers.get("" if first is None else first.node, Evidence()).kernel,
         stuck=stuck_rank([answer.last_collectives for answer in answers.values()], nodes),
+        has_log=rank is None or rank in logs,
     )
 
 
@@ -104,6 +110,8 @@ def _reason(first: FirstFailure | None, log: str) -> str:
     reason = str(first.event.get("reason") or first.reason)
     if first.event.get("rank") != first.rank:  # the event is of a rank that waited for it
         return f"{first.reason}\n{reason}"
+    if first.event.get("cause") == Cause.RANK_EXITED and (raised := _RAISED.findall(log)):
+        return str(raised[-1])
     # An exception's repr leaves a file's name out; the last line of its traceback has it.
     name = re.match(r"(\w+)\(", reason)
     traced = name and re.findall(rf"^(?:\w+\.)*{name[1]}: .+", log, re.MULTILINE)

@@ -77,8 +77,10 @@ def _essence(event: Mapping[str, Any]) -> str:
     return (f"{problem['where']}: {problem['what']}" if problem else lines[0])[:_LENGTH]
 
 
-def _weight(event: Mapping[str, Any]) -> bool:
-    return str(event["event"]) == Event.HEAD_LOST
+def _weight(event: Mapping[str, Any]) -> int:
+    """A rank tells more than its launcher, and that more than a node without its head."""
+    last = (Event.LAUNCHER_ENDED, Event.HEAD_LOST)
+    return last.index(Event(event["event"])) + 1 if event["event"] in last else 0
 
 
 def _is_failure(event: Mapping[str, Any]) -> bool:

@@ -33,7 +33,7 @@ def ask(
     session = Session.open(tmp_path / "lab")
     asked: dict[str, tuple[str, ...]] = {}
 
-    def node_verb(node: str, *arguments: str, timeout: float) -> Completed:
+    def node_verb(node: str, *arguments: str, stdin: bytes | None, timeout: float) -> Completed:
         asked[node] = arguments
         read = {"data/t_document.json": {"vocab_size": 9, "tokens": 100, "bin_sha256": "ee"}}
         answer = {"files": GOOD, "read": read, **head} if node == "node-1" else {"files": files}

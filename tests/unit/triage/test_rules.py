@@ -37,6 +37,18 @@ def launched(text: str) -> Facts:
 
 # What cannot be done to a machine without GPUs, or takes a minute: the words of upstream's source, and of reports.
 RECORDED = {
+    "torchrun-root-cause": Facts(
+        4,
+        launcher="""\
+host-b: Root Cause (first observed failure):
+host-b: [0]:
+host-b:   time      : 2026-11-23_13:00:08
+host-b:   host      : host-b
+host-b:   rank      : 1 (local_rank: 0)
+host-b:   exitcode  : -9 (pid: 183)  (SIGKILL)
+host-b:   error_file: <N/A>
+""",
+    ),
     "collective-hang": seen(
         Cause.COLLECTIVE_HUNG,
         "hangs, as do all 2 ranks: a collective that does not end at x.py:1 in f; no progress for 31 s",

@@ -5,6 +5,7 @@ import os
 import pickle
 import re
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -15,6 +16,9 @@ from tridock.contracts.records import read_lines, read_object
 
 _LOG_BYTES: Final = 8000
 _LOG_LINES: Final = 60
+_PRINTED_BYTES: Final = 1 << 20
+_OF_RANK: Final = re.compile(rb"^(?:\S+: )?\[rank(\d{1,6})\]: (.*)$", re.DOTALL)
+"""Of torch, before each line of an exception that a rank does not catch; the node may come before it."""
 _METRICS_BYTES: Final = 1 << 16
 _STEPS: Final = 8
 _KERNEL_LINES: Final = 5
@@ -31,6 +35,7 @@ def evidence(folder: Path) -> Evidence:
     return Evidence(
         events=run_folder.read_text(folder / run_folder.EVENTS),
         logs={int(rank): _end(path) for rank, path in logs.items() if rank.isdecimal()},
+        printed=_printed(folder / run_folder.LAUNCHER_LOG, _log_offset(folder)),
         launcher=_end(folder / run_folder.LAUNCHER_LOG, _log_offset(folder)),
         metrics=tuple(training[-_STEPS:]),
         plan=_plan(folder),
@@ -53,6 +58,20 @@ def _end(path: Path, first: int = 0) -> str:
     except FileNotFoundError:
         return ""
     return "\n".join(lines[-_LOG_LINES:])
+
+
+def _printed(path: Path, first: int) -> dict[int, str]:
+    found: dict[int, deque[str]] = {}
+    try:
+        with path.open("rb") as file:
+            file.seek(max(first, file.seek(0, os.SEEK_END) - _PRINTED_BYTES))
+            for line in file:
+                if match := _OF_RANK.match(line):
+                    lines = found.setdefault(int(match[1]), deque(maxlen=_LOG_LINES))
+                    lines.append(match[2].decode(errors="replace").rstrip())
+    except FileNotFoundError:
+        return {}
+    return {rank: "\n".join(lines) for rank, lines in found.items()}
 
 
 def _plan(folder: Path) -> dict[str, Any]:

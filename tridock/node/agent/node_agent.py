@@ -31,20 +31,23 @@ _REPORT_S: Final = 1.0
 _GRACE_S: Final = 3.0
 
 
-def run_agent(folder: Path, node: str, ranks: Sequence[int]) -> int:
-    """Runs the agent of a node to its end; returns the exit code, which is always 0."""
+def run_agent(folder: Path, node: str, ranks: Sequence[int], *, observed: bool = False) -> int:
+    """Runs the agent of a node to its end; returns the exit code, which is always 0.
+
+    ``observed``: the ranks write no heartbeats.
+    """
     # A scheduler sends the latter two to all processes of its job; the agent ends when its supervisor does.
     for number in (signal.SIGHUP, signal.SIGPIPE, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    return NodeAgent(folder, node, ranks).run()
+    return NodeAgent(folder, node, ranks, observed=observed).run()
 
 
 class NodeAgent:
     """Watches a node's ranks until ``bye``, until another agent replaces it, or until it has ended the ranks."""
 
-    def __init__(self, folder: Path, node: str, ranks: Sequence[int]) -> None:
+    def __init__(self, folder: Path, node: str, ranks: Sequence[int], *, observed: bool = False) -> None:
         self._folder, self._node = folder, node
-        self._monitor = RankMonitor(folder, ranks)
+        self._monitor = RankMonitor(folder, ranks, observed=observed)
         self._partial_line = b""
         self._connected = True
         self._released = False

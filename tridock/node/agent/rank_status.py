@@ -5,12 +5,14 @@ import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from tridock.contracts import heartbeat, run_folder
 from tridock.contracts.heartbeat import Heartbeat
 from tridock.contracts.rank_status import RankStatus
+from tridock.node.agent.observed_ranks import ObservedRanks
 from tridock.node.agent.processes import find_processes
 
 _SEARCH_S: Final = 2.0
@@ -21,8 +23,9 @@ _OOM_COUNTERS: Final = (Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgro
 class RankMonitor:
     """Reads the status of ranks; remembers when it first saw a rank dead or stopped, and its wait status."""
 
-    def __init__(self, folder: Path, ranks: Sequence[int]) -> None:
+    def __init__(self, folder: Path, ranks: Sequence[int], *, observed: bool = False) -> None:
         self.folder, self.ranks = folder, tuple(ranks)
+        self._observed = ObservedRanks(folder.name) if observed else None
         self._oom_kills = _oom_kills()
         self._pidfds: dict[int, int] = {}
         self._clear()
@@ -40,11 +43,15 @@ class RankMonitor:
         """Removes the heartbeats and forgets everything, for ranks that will be started again."""
         for rank in self.ranks:
             heartbeat.path_of(self.folder, rank).unlink(missing_ok=True)
+        if self._observed is not None:
+            self._observed.reset()
         self._clear()
 
     def read(self) -> list[RankStatus]:
         """The status of every rank that has started; once all processes of the run have ended, of all ranks."""
         beats = {rank: beat for rank in self.ranks if (beat := heartbeat.read(self.folder, rank)) is not None}
+        if self._observed is not None:
+            return [_as_observed(self._status(rank, beat)) for rank, beat in (self._observed.read() | beats).items()]
         found = [self._status(rank, beat) for rank, beat in beats.items()]
         missing = [rank for rank in self.ranks if rank not in beats]
         if missing and self._processes_ended():
@@ -114,6 +121,13 @@ class RankMonitor:
         with (self.folder / run_folder.rank_log(rank)).open("a") as log:
             log.write(f"tridock: rank {rank} makes no progress; its threads:\n{text}")
         return main_thread(text)
+
+
+def _as_observed(status: RankStatus) -> RankStatus:
+    """A program says nothing at its end: one that left with 0 has done its work."""
+    if status.alive or status.wait_status:
+        return status
+    return replace(status, phase=heartbeat.GONE if status.wait_status is None else heartbeat.END)
 
 
 _NEVER: Final = Heartbeat(0, 0, 0, 0, heartbeat.START, 0, 0.0)

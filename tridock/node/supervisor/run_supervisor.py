@@ -23,6 +23,7 @@ from tridock.node.supervisor.verdict import (
     StatusByNode,
     Verdict,
     first_death,
+    first_gone,
     hung,
     lost_node,
     lost_session,
@@ -32,6 +33,7 @@ from tridock.node.supervisor.verdict import (
 )
 
 _TICK_S: Final = 0.1
+_SSH_FAILED: Final = 255
 _OWN_END_S: Final = 3.0
 """Time for the other ranks and the launcher to say why they end, once one has failed."""
 _TERM_S: Final = 2.5
@@ -78,9 +80,15 @@ class RunSupervisor:
         self._agents.poll(0.0)
 
     def script(self) -> str:
-        """The script that resumes from the run's newest checkpoint, or the one that starts where there is none."""
-        iteration = checkpoint_iteration(self._supervision, self._began)
-        return run_folder.LAUNCH_SCRIPT if iteration is None else run_folder.RESUME_SCRIPT
+        """The script that resumes from the run's newest checkpoint, or the one that starts where there is none.
+
+        Of the user's own program, which has its own checkpoints: its resume command where it has one.
+        """
+        if self._supervision.observed:
+            resumes = (self._folder / run_folder.RESUME_SCRIPT).exists()
+        else:
+            resumes = checkpoint_iteration(self._supervision, self._began) is not None
+        return run_folder.RESUME_SCRIPT if resumes else run_folder.LAUNCH_SCRIPT
 
     def run_to_end(self) -> int:
         """The run's exit code, once all its processes have ended."""
@@ -161,7 +169,10 @@ class RunSupervisor:
         deadline = time.monotonic() + _LAST_WORD_S
         while not self._is_done():
             if time.monotonic() > deadline:
-                return self._launchers_end()
+                end = self._launchers_end()
+                # A signal, or ssh's own failure, tells nothing of the ranks.
+                own = self._launcher_killed() or end.code == _SSH_FAILED
+                return (None if own else first_gone(self._agents.statuses(), code=end.code)) or end
             self._agents.poll(_TICK_S)
             if (dead := first_death(self._agents.statuses())) is not None and not self._launcher_killed():
                 return dead
@@ -227,6 +238,8 @@ class RunSupervisor:
 
         A launcher that lost the connection to a node says that it failed, whatever its ranks did there.
         """
+        if self._supervision.observed:
+            return self._returned() == 0
         if not events_of(self._folder, Event.RUN_FINISHED):
             return False
         if self._returned() == 0:
@@ -274,9 +287,12 @@ class RunSupervisor:
         log_bytes = (self._folder / run_folder.LAUNCHER_LOG).stat().st_size
         fields = {"attempt": len(self._restarts), "iteration": iteration or 0, "reason": str(verdict)}
         append_event(self._folder, Event.RUN_RESTARTED, **fields, log_bytes=log_bytes)
-        origin = "the beginning" if iteration is None else f"the checkpoint of iteration {iteration}"
-        self._print(f"restart {len(self._restarts)} of at most {self._supervision.max_restarts}, from {origin}")
-        self.begin(run_folder.LAUNCH_SCRIPT if iteration is None else run_folder.RESUME_SCRIPT)
+        script = self.script()
+        origin = "from the beginning" if iteration is None else f"from the checkpoint of iteration {iteration}"
+        if self._supervision.observed:
+            origin = f"with {script}"
+        self._print(f"restart {len(self._restarts)} of at most {self._supervision.max_restarts}, {origin}")
+        self.begin(script)
         return True
 
     def _left_to_scheduler(self, verdict: Verdict) -> str | None:

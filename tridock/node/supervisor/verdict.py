@@ -68,14 +68,35 @@ def first_death(statuses_by_node: StatusByNode) -> Verdict | None:
     ]
     if not found:
         return None
-    _, node, status = max(found, key=lambda entry: (entry[0], -entry[2].rank))
+    since, node, status = max(found, key=lambda entry: (entry[0], -entry[2].rank))
+    if status.wait_status == signal.SIGTERM and (first := first_gone(statuses_by_node, since)) is not None:
+        return first
     if status.phase == heartbeat.FAILED:
         return Verdict(Cause.RANK_FAILED, "failed", node, status.rank, status.code or RunError.exit_code)
     return Verdict(*ending(status), node, status.rank)
 
 
+def first_gone(statuses_by_node: StatusByNode, since: float = 0.0, code: int = RunError.exit_code) -> Verdict | None:
+    """The first rank that ended more than ``since`` seconds ago, among those whose launcher alone saw how.
+
+    For a launcher that then ended the others with SIGTERM, or that failed itself with ``code``.
+    """
+    gone = [
+        (status.gone_s, -status.rank, node)
+        for node, statuses in statuses_by_node.items()
+        for status in statuses
+        if status.phase == heartbeat.GONE and status.gone_s > since
+    ]
+    if not gone:
+        return None
+    _, rank, node = max(gone)
+    return Verdict(
+        Cause.RANK_EXITED, "was the first to end, with an error by its launcher's account", node, -rank, code
+    )
+
+
 def _has_failed(status: RankStatus) -> bool:
-    if status.phase in (heartbeat.END, heartbeat.LOST):
+    if status.phase in (heartbeat.END, heartbeat.LOST, heartbeat.GONE):
         return False
     return status.phase == heartbeat.FAILED or not status.alive
 
@@ -86,7 +107,9 @@ def _since(status: RankStatus) -> float:
 
 def ending(status: RankStatus) -> tuple[Cause, str]:
     """Why a dead rank ended, as a code and as a sentence without its subject."""
-    after = f"after iteration {status.iteration}" if status.iteration else "before its first step"
+    after = f" after iteration {status.iteration}" if status.iteration else " before its first step"
+    if status.phase == heartbeat.OBSERVED:
+        after = ""
     if status.wait_status is None:
         cause, how = Cause.RANK_VANISHED, "ended without a message"
     elif number := status.wait_status & 0x7F:
@@ -95,7 +118,7 @@ def ending(status: RankStatus) -> tuple[Cause, str]:
             cause, how = Cause.RANK_KILLED_FOR_MEMORY, "was killed by the kernel, out of memory"
     else:
         cause, how = Cause.RANK_EXITED, f"left with exit code {status.wait_status >> 8}"
-    return cause, f"{how} {after}"
+    return cause, f"{how}{after}"
 
 
 def signal_name(number: int) -> str:
@@ -151,6 +174,7 @@ def overdue_ranks(statuses_by_node: StatusByNode, step_s: float | None, hang_s: 
         heartbeat.EVAL: usual,
         heartbeat.SAVE: SAVE_S,
         heartbeat.END: END_S,
+        heartbeat.OBSERVED: hang_s,
     }
     return [
         (node, status)
@@ -183,6 +207,8 @@ def hung(
         (node, status), cause = behind[0], Cause.COLLECTIVE_HUNG
     place = f" at {stacks[status.rank][0]}" if stacks.get(status.rank) and not stopped else ""
     waited = max(status.age_s for _, status in overdue)
+    if status.phase == heartbeat.OBSERVED:
+        return Verdict(cause, f"{how}; no output and no processor time for {waited:.0f} s", node, status.rank)
     after = f"phase {status.phase} after iteration {status.iteration}"
     return Verdict(cause, f"{how}{place}; no progress for {waited:.0f} s, {after}", node, status.rank)
 

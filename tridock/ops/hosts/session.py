@@ -93,17 +93,20 @@ class Session:
         command = Command(argv, stdin=stdin)
         return self.transport.exec_command(node, self.states()[node].facts, command, interactive=interactive)
 
-    def node_verb(self, node: str, *arguments: str, timeout: float | None = None) -> Completed:
+    def node_verb(
+        self, node: str, *arguments: str, stdin: bytes | None = None, timeout: float | None = None
+    ) -> Completed:
         """``python -m tridock.node …`` inside a node; the caller checks the exit code."""
-        command = self.inside(node, *NODE, *arguments)
-        return self.hosts[node].run(command, timeout=timeout)
+        return self.hosts[node].run(self.inside(node, *NODE, *arguments, stdin=stdin), timeout=timeout)
 
-    def ask(self, node: str, kind: type[T], *arguments: str, timeout: float | None = None) -> T:
+    def ask(
+        self, node: str, kind: type[T], *arguments: str, stdin: bytes | None = None, timeout: float | None = None
+    ) -> T:
         """The answer of ``python -m tridock.node …`` inside a node.
 
         Raises :class:`ClusterError` if the verb fails, or if the node's image is of another version of Tridock.
         """
-        done = self.node_verb(node, *arguments, timeout=timeout)
+        done = self.node_verb(node, *arguments, stdin=stdin, timeout=timeout)
         if done.exit_code == USAGE:
             raise self.other_version(node, f"it does not know {arguments[0]}")
         try:

@@ -89,21 +89,33 @@ def launch(
     if approve is not None:
         approve(*(json.loads(bundle.files[name]) for name in (run_folder.MANIFEST, run_folder.PLAN)))
 
-    def put(node: str, host: Host) -> None:
-        host.put_tree(bundle.files, f"{session.workspace(node)}/runs/{bundle.run_id}", mode=0o644)
-
-    def forget(node: str, host: Host) -> None:
-        host.run(Command.of("rm", "-rf", f"{session.workspace(node)}/runs/{bundle.run_id}"), timeout=_TIMEOUT_S)
-
     try:
-        session.each(put)
+        put_files(session, bundle)
     except TridockError:
         # A folder on some of the nodes would be a run that never starts.
         with suppress(TridockError):
-            session.each(forget)
+            remove_files(session, bundle)
         raise
     session.node_verb(session.head, "start", bundle.path, timeout=_TIMEOUT_S).checked(session.head)
     return bundle
+
+
+def put_files(session: Session, bundle: RunBundle) -> None:
+    """Writes the first files of a run into its folder on every node."""
+
+    def put(node: str, host: Host) -> None:
+        host.put_tree(bundle.files, f"{session.workspace(node)}/runs/{bundle.run_id}", mode=0o644)
+
+    session.each(put)
+
+
+def remove_files(session: Session, bundle: RunBundle) -> None:
+    """Removes the folder of a run that has not started from every node."""
+
+    def remove(node: str, host: Host) -> None:
+        host.run(Command.of("rm", "-rf", f"{session.workspace(node)}/runs/{bundle.run_id}"), timeout=_TIMEOUT_S)
+
+    session.each(remove)
 
 
 def _bundle(session: Session, prepared: Prepared, port: int, **image: object) -> RunBundle:

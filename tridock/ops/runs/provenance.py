@@ -20,7 +20,7 @@ Approve = Callable[[Mapping[str, Any], Mapping[str, Any]], None]
 
 def provenance(folder: Path) -> dict[str, object]:
     """Tridock's version, the time, and the commit of the repository ``folder`` where git knows one."""
-    commit, changes = _git(folder, "rev-parse", "HEAD"), _git(folder, "status", "--porcelain")
+    commit, changes = git_output(folder, "rev-parse", "HEAD"), git_output(folder, "status", "--porcelain")
     return {
         "tridock": __version__,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -56,11 +56,12 @@ def _processor() -> str:
     return platform.machine()
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
+def git_output(folder: Path, *arguments: str) -> str | None:
+    """What git says of a folder; None where git is missing or fails, as outside of a repository."""
     # Without its optional locks git only reads: a dry run leaves the repository's index alone, too.
     argv = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, check=False)
+        done = subprocess.run(argv, capture_output=True, text=True, errors="surrogateescape", check=False)
     except FileNotFoundError:
         return None
     return done.stdout.strip() if done.returncode == 0 else None

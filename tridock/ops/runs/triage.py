@@ -35,7 +35,8 @@ def check_exit(session: Session, run: Run, exit_code: int) -> None:
 
 
 def _failed(session: Session, run: Run, facts: Facts) -> RunFailedError:
-    options = f"--hosts {session.cluster.hostfile_path} --run {run.run_id} --rank {rank_to_look_at(facts)}"
+    options = f"--hosts {session.cluster.hostfile_path} --run {run.run_id}"
+    options += f" --rank {rank_to_look_at(facts)}" if facts.has_log else ""
     todo = f"look at {folder_of(session, run)}/logs, or tridock logs {options}"
     return failed(Problem(run.run_id, "the run failed", failure_text(facts), todo), facts)
 

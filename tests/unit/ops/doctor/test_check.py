@@ -24,7 +24,7 @@ USAGE = b"python -m tridock.node: error: argument VERB: invalid choice: 'node-re
 
 def session(folder: Path, monkeypatch: pytest.MonkeyPatch, done: Completed) -> Session:
     made = Session(make_cluster(folder))
-    monkeypatch.setattr(made, "node_verb", lambda node, *arguments, timeout: done)
+    monkeypatch.setattr(made, "node_verb", lambda node, *arguments, stdin, timeout: done)
     return made
 
 

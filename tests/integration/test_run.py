@@ -1,0 +1,117 @@
+"""`tridock run` on two Docker hosts: programs of the user's own, as torchrun, deepspeed and alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.integration.rack import CLUSTER, PROGRAMS, WORKDIR, Rack, Up
+from tests.integration.support import execute, wait_until
+
+pytestmark = pytest.mark.timeout(900)
+
+RUNS = f"{WORKDIR}/workspace/runs"
+PROGRAM = """
+import os, signal, sys, time
+rank = int(os.environ["RANK"])
+print(f"rank {rank} of {os.environ['WORLD_SIZE']}: {sys.argv[1:]} {os.environ.get('WORD')}", flush=True)
+if "--die" in sys.argv and rank == 1:
+    agent = f"{os.environ['TRIDOCK_RUN_FOLDER']}/.heartbeat/agent-host-b"
+    while not os.path.exists(agent):  # who sees how the rank ends
+        time.sleep(0.1)
+    time.sleep(4)
+    os.kill(os.getpid(), signal.SIGKILL)
+if "--raise" in sys.argv and rank == 1:
+    raise ValueError("rank one has enough")
+if "--die" in sys.argv or "--raise" in sys.argv or "--sleep" in sys.argv:
+    time.sleep(600)
+"""
+WORDS = "it's $HOME %h"
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Path:
+    folder = tmp_path / "my code"
+    (folder / "data").mkdir(parents=True)
+    (folder / "main.py").write_text(PROGRAM)
+    (folder / "data" / "large.bin").write_bytes(bytes(1000))
+    (folder / ".tridockignore").write_text("data/\n")
+    return folder
+
+
+def run(rack: Rack, code: Path, line: str) -> tuple[int, str, str]:
+    """`tridock run` with these words: its exit code, its output, and the run's id."""
+    argv = [str(PROGRAMS / "python"), "-m", "tridock.cli", "run", "--hosts", f"hostfiles/{CLUSTER}"]
+    argv += ["--workdir", str(code), *shlex.split(line)]
+    done = execute(*argv, cwd=rack.project, env=rack.environment(), timeout=280)
+    output = done.stdout + done.stderr
+    found = re.search(r"^run (main-\S+): ", output, re.MULTILINE)
+    assert found, output
+    return done.returncode, output, found[1]
+
+
+def test_a_killed_rank_restarts_the_run_with_its_resume_command(rack_up: Up, code: Path) -> None:
+    rack = rack_up.rack
+    line = "--restarts 1 --resume-command 'torchrun main.py --resumed' --env 'WORD=a b' -- torchrun main.py --die"
+    exit_code, output, run_id = run(rack, code, line)
+    assert exit_code == 0, output
+    assert "host-b: rank 1 of 2: ['--die'] a b\n" in output
+    assert "tridock: rank 1 on host-b was ended by SIGKILL\n" in output
+    assert "tridock: restart 1 of at most 1, with launch-resume.sh\n" in output
+    assert {f"rank {rank} of 2: ['--resumed'] a b" for rank in range(2)} <= set(re.findall(r"rank \d of 2: .*", output))
+    for host in rack:
+        assert host.processes(run_id) == []
+        assert host.sh(f"cd {RUNS}/{run_id}/code && find . -type f | sort").split() == ["./.tridockignore", "./main.py"]
+    manifest = json.loads(rack["host-a"].sh(f"cat {RUNS}/{run_id}/manifest.json"))
+    assert (manifest["code"]["folder"], manifest["code"]["files"]) == (str(code), 2)
+
+
+def test_deepspeed_hands_every_word_to_the_ranks(rack_up: Up, code: Path) -> None:
+    exit_code, output, _ = run(rack_up.rack, code, f"-- deepspeed main.py {shlex.quote(WORDS)}")
+    assert exit_code == 0, output
+    words = re.findall(r"rank (\d) of 2: \['--local_rank=\d', (.*)\] None", output)
+    assert sorted(words) == [(str(rank), repr(WORDS)) for rank in range(2)]
+
+
+def test_the_first_rank_that_fails_is_named(rack_up: Up, code: Path) -> None:
+    exit_code, output, run_id = run(rack_up.rack, code, "-- python main.py --raise")
+    assert exit_code == 4
+    assert "host-b: ValueError: rank one has enough\n" in output
+    assert re.search(rf"{run_id}: the run failed; got exit code \d, rank 1 on host-b left with exit code 1; ", output)
+    assert "rule     program-failed (docs/triage.md)" in output
+    assert [host.processes(run_id) for host in rack_up.rack] == [[], []]
+
+
+def test_stop_ends_the_program_on_every_node(rack_up: Up, code: Path) -> None:
+    rack = rack_up.rack
+    exit_code, output, run_id = run(rack, code, "--detach -- python main.py --sleep")
+    assert exit_code == 0, output
+    wait_until(
+        lambda: [len(host.processes(run_id, "^python main.py --sleep")) for host in rack] == [1, 1], "2 ranks", 60
+    )
+    done = rack.fab("stop", "--run", run_id)
+    assert done.returncode == 0, done.stderr
+    assert [host.processes(run_id) for host in rack] == [[], []]
+    assert rack["host-a"].sh(f"cat {RUNS}/{run_id}/exit_code") == "143\n"
+
+
+def test_what_cannot_run_leaves_nothing(rack_up: Up, code: Path) -> None:
+    rack = rack_up.rack
+    before = rack["host-a"].sh(f"ls {RUNS}")
+    argv = [str(PROGRAMS / "python"), "-m", "tridock.cli", "run", "--hosts", f"hostfiles/{CLUSTER}", "--workdir"]
+    for words, message in (
+        (
+            [str(code), "--", "torchrun", "--nnodes", "3", "main.py"],
+            "command: torchrun gets these options from Tridock",
+        ),
+        ([str(code), "--env", "WORD", "--", "true"], "--env: must be a name, =, and a value; got 'WORD'"),
+        ([str(code / "none"), "--", "true"], "is no folder with code"),
+        ([str(code)], "PROGRAM: or --config says what to run; write it after --"),
+    ):
+        done = execute(*argv, *words, cwd=rack.project, env=rack.environment(), timeout=60)
+        assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+    assert rack["host-a"].sh(f"ls {RUNS}") == before

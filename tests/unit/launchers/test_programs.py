@@ -1,0 +1,97 @@
+"""What Tridock adds to the command line of a program of the user's own, and what it refuses there."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+
+import pytest
+
+from tridock.errors import RequestError
+from tridock.launchers.programs import Place, on_node
+
+SLOTS = {"a": (0, 1), "b": (0, 1)}
+START_RANKS = "python -P -m tridock.node start-ranks"
+RENDEZVOUS = "--master-addr 10.0.0.1 --master-port 29500"
+
+
+def line(words: str, node_rank: int = 1, slots: Mapping[str, Sequence[int]] = SLOTS) -> str:
+    return shlex.join(
+        on_node(shlex.split(words), Place(slots, node_rank, "10.0.0.1", 29500, "/r/hostfile", ("A", "B")))
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            "torchrun train.py --lr 1e-3",
+            f"torchrun --nnodes 2 --node-rank 1 --nproc-per-node 2 {RENDEZVOUS} train.py --lr 1e-3",
+        ),
+        (
+            "/opt/venv/bin/torchrun --nproc_per_node=1 -m pkg.train --nnodes 7",
+            f"/opt/venv/bin/torchrun --nnodes 2 --node-rank 1 {RENDEZVOUS} --nproc_per_node=1 -m pkg.train --nnodes 7",
+        ),
+        (
+            "python3.12 -m torch.distributed.run train.py",
+            f"python3.12 -m torch.distributed.run --nnodes 2 --node-rank 1 --nproc-per-node 2 {RENDEZVOUS} train.py",
+        ),
+        (
+            "accelerate launch --mixed_precision bf16 train.py",
+            "accelerate launch --num_machines 2 --machine_rank 1 --num_processes 4"
+            " --main_process_ip 10.0.0.1 --main_process_port 29500 --mixed_precision bf16 train.py",
+        ),
+        (
+            "mpirun --bind-to none python train.py",
+            "mpirun --hostfile /r/hostfile -np 4 -x A -x B --bind-to none python train.py",
+        ),
+        (
+            "deepspeed train.py --deepspeed_config ds.json",
+            "deepspeed --hostfile /r/hostfile --master_addr 10.0.0.1 --master_port 29500 --launcher pdsh --no_ssh_check"
+            " train.py --deepspeed_config ds.json",
+        ),
+        (
+            "python train.py 'a b'",
+            f"{START_RANKS} --nnodes 2 --node-rank 1 --nproc-per-node 2 {RENDEZVOUS} --no-python python train.py 'a b'",
+        ),
+    ],
+)
+def test_the_cluster_is_added_behind_the_programs_name(words: str, expected: str) -> None:
+    assert line(words) == expected
+
+
+def test_what_deepspeed_hands_to_a_shell_is_quoted_for_it() -> None:
+    assert line("deepspeed train.py '$HOME %h'").endswith(shlex.join(["train.py", "\\$HOME %%h"]))
+    assert line("deepspeed train.py '$HOME %h'", 0, {"a": (0, 1)}).endswith(shlex.join(["train.py", "$HOME %h"]))
+
+
+def test_chosen_slots() -> None:
+    assert "--include a:1@b:0,3" in line("deepspeed train.py", slots={"a": (1,), "b": (0, 3)})
+    assert "--nproc-per-node 2" in line("torchrun train.py", slots={"a": (1,), "b": (0, 3)})
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "refused"),
+    [
+        ("torchrun --nnodes=1 --master_port 1 train.py", "torchrun", "--nnodes=1 --master_port"),
+        ("torchrun --max-restarts 3 train.py", "torchrun", "--max-restarts"),
+        ("deepspeed --num_gpus 2 train.py", "deepspeed", "--num_gpus"),
+        ("accelerate launch --num_machines 2 train.py", "accelerate launch", "--num_machines"),
+        ("mpirun -np 4 ./a.out", "mpirun", "-np"),
+    ],
+)
+def test_options_that_the_cluster_decides_are_refused(words: str, name: str, refused: str) -> None:
+    with pytest.raises(RequestError) as refusal:
+        line(words)
+    assert str(refusal.value) == (
+        f"command: {name} gets these options from Tridock; got {refused}; leave them out: the hostfile and --restarts"
+        " decide"
+    )
+
+
+def test_one_process_per_slot_needs_nodes_of_the_same_size() -> None:
+    with pytest.raises(RequestError) as refusal:
+        line("python train.py", slots={"a": (0,), "b": (0, 1)})
+    assert str(refusal.value) == (
+        "command: starts once per slot, and nodes differ in slots; got a: 1, b: 2; use torchrun, or --include"
+    )

@@ -1,0 +1,50 @@
+"""The code of a run on a node: laid out once all of its content is there."""
+
+from __future__ import annotations
+
+import json
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from tridock.errors import RequestError
+from tridock.node.agent.code import place_code
+
+
+def index(**contents: bytes) -> str:
+    files = {name.replace("__", "/"): sha256(content).hexdigest() for name, content in contents.items()}
+    return json.dumps({name: {"sha256": digest, "executable": name == "run"} for name, digest in files.items()})
+
+
+def store(folder: Path, content: bytes) -> Path:
+    path = folder.parent / ".code" / sha256(content).hexdigest()
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def test_it_is_laid_out_once_nothing_is_missing(tmp_path: Path) -> None:
+    folder, wanted = tmp_path / "run-1", index(run=b"one", pkg__two=b"two", copy=b"one")
+    assert set(place_code(folder, wanted).missing) == {sha256(b"one").hexdigest(), sha256(b"two").hexdigest()}
+    store(folder, b"one")
+    assert place_code(folder, wanted).missing == (sha256(b"two").hexdigest(),)
+    assert not folder.exists()
+    store(folder, b"two")
+    assert place_code(folder, wanted).missing == ()
+    code = folder / "code"
+    assert [(code / name).read_bytes() for name in ("run", "copy", "pkg/two")] == [b"one", b"one", b"two"]
+    assert [(code / name).stat().st_mode & 0o777 for name in ("run", "copy")] == [0o755, 0o644]
+
+
+def test_content_that_is_damaged_is_missing(tmp_path: Path) -> None:
+    store(tmp_path / "run-1", b"one").write_bytes(b"on")
+    assert place_code(tmp_path / "run-1", index(run=b"one")).missing == (sha256(b"one").hexdigest(),)
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../outside"])
+def test_names_outside_of_the_folder_are_refused(tmp_path: Path, name: str) -> None:
+    store(tmp_path / "run-1", b"one")
+    wanted = json.dumps({name: {"sha256": sha256(b"one").hexdigest(), "executable": False}})
+    with pytest.raises(RequestError, match="is not taken"):
+        place_code(tmp_path / "run-1", wanted)

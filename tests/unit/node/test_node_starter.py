@@ -1,0 +1,53 @@
+"""A script of a run on all of its nodes: here each node is a shell."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tridock.contracts.supervision import Reach, Supervision
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    def run_scripts(*scripts: str) -> subprocess.CompletedProcess[str]:
+        ranks = {f"node-{number}": (number,) for number in range(len(scripts))}
+        reach = Reach(("sh", "-c"), as_one_argument=True)
+        supervision = Supervision("node-0", ranks, tuple(ranks)[1:], 20000, 30.0, reach=reach, observed=True)
+        (tmp_path / "supervision.json").write_text(supervision.to_json())
+        for number, script in enumerate(scripts):
+            (tmp_path / f"part-{number}.sh").write_text(script)
+        argv = [sys.executable, "-m", "tridock.node", "start-nodes", str(tmp_path), "part-{node_rank}.sh"]
+        return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
+
+    return run_scripts
+
+
+def test_every_line_has_its_node(run: Run) -> None:
+    done = run("echo one; echo two >&2", "printf 'three'")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == ["node-0: one", "node-0: two", "node-1: three"]
+
+
+def test_one_node_needs_no_name(run: Run) -> None:
+    assert run("echo one").stdout == "one\n"
+
+
+def test_the_first_failure_decides_and_the_others_may_still_speak(run: Run) -> None:
+    done = run("sleep 0.5; echo late; exit 5", "exit 4")
+    assert done.returncode == 4
+    assert done.stdout == "node-0: late\n"
+    assert done.stderr == (
+        "tridock: part-1.sh ended with exit code 4 on node-1\ntridock: part-0.sh ended with exit code 5 on node-0\n"
+    )
+
+
+def test_a_node_that_goes_on_is_left_to_the_supervisor(run: Run) -> None:
+    done = run("exec sleep 5", "kill -9 $$")
+    assert (done.returncode, done.stderr) == (137, "tridock: part-1.sh ended with exit code 137 on node-1\n")

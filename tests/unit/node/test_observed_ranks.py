@@ -1,0 +1,113 @@
+"""Ranks of a program that writes no heartbeats, as real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tridock.contracts import heartbeat, run_folder
+from tridock.node.agent import observed_ranks
+from tridock.node.agent.observed_ranks import ObservedRanks, find_ranks
+from tridock.node.agent.rank_status import RankMonitor
+
+Start = Callable[..., "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def run_id() -> str:
+    return run_folder.new_run_id("observed")
+
+
+@pytest.fixture
+def start(run_id: str) -> Iterator[Start]:
+    made: list[subprocess.Popen[bytes]] = []
+
+    def start_one(script: str, **env: str) -> subprocess.Popen[bytes]:
+        made.append(
+            subprocess.Popen(
+                ["sh", "-c", script],
+                env={"PATH": os.environ["PATH"], "TRIDOCK_RUN_ID": run_id, **env},
+                start_new_session=True,
+            )
+        )
+        return made[-1]
+
+    yield start_one
+    for process in made:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_the_outermost_process_of_each_rank(run_id: str, start: Start) -> None:
+    first = start("sleep 60 & wait", RANK="0")
+    second = start("exec sleep 60", OMPI_COMM_WORLD_RANK="7")
+    start("exec sleep 60")  # the launcher
+    until(lambda: set(find_ranks(run_id)) == {0, 7})
+    found = find_ranks(run_id)
+    assert (found[0].pid, found[7].pid) == (first.pid, second.pid)
+
+
+def test_a_rank_is_active_while_it_computes_or_its_children_write(
+    run_id: str, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(observed_ranks, "_SEARCH_S", 0.0)
+    start("exec sleep 60", RANK="0")
+    start("while :; do :; done", RANK="1")
+    start("(while sleep 0.01; do echo x; done) >/dev/null & wait", RANK="2")
+    until(lambda: set(find_ranks(run_id)) == {0, 1, 2})
+    ranks = ObservedRanks(run_id)
+    until(lambda: {rank for rank, beat in ranks.read().items() if beat.count > 3} == {1, 2})
+    idle = ranks.read()[0]
+    assert (idle.phase, idle.count) == (heartbeat.OBSERVED, 0)
+
+
+@pytest.mark.parametrize(
+    ("script", "phase", "wait_status"),
+    [("exit 0", "end", 0), ("exit 3", "observed", 3 << 8), ("kill -9 $$", "observed", 9)],
+)
+def test_how_a_rank_ended(tmp_path: Path, run_id: str, start: Start, script: str, phase: str, wait_status: int) -> None:
+    go = tmp_path / "go"
+    process = start(f"while ! [ -e {go} ]; do sleep 0.01; done; {script}", RANK="4")
+    monitor = RankMonitor(tmp_path / run_id, (4, 5), observed=True)
+    until(lambda: [status.rank for status in monitor.read()] == [4])
+    go.touch()
+    until(lambda: os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG))
+    (status,) = monitor.read()
+    assert (status.phase, status.alive, status.wait_status) == (phase, False, wait_status)
+
+
+def test_a_rank_whose_end_nobody_saw_is_gone(tmp_path: Path, run_id: str, start: Start) -> None:
+    process = start("exec sleep 60", RANK="0")
+    monitor = RankMonitor(tmp_path / run_id, (0,), observed=True)
+    until(monitor.read)
+    process.kill()
+    process.wait()
+    (status,) = monitor.read()
+    assert (status.phase, status.alive, status.wait_status) == (heartbeat.GONE, False, None)
+
+
+def test_a_program_may_write_heartbeats(tmp_path: Path, run_id: str) -> None:
+    code = "from tridock import heartbeat; heartbeat.beat(3); heartbeat.beat(4)"
+    env = {**os.environ, "TRIDOCK_RUN_FOLDER": str(tmp_path), "RANK": "2"}
+    subprocess.run([sys.executable, "-c", code], env=env, check=True)
+    beat = heartbeat.read(tmp_path, 2)
+    assert beat is not None
+    assert (beat.phase, beat.iteration) == (heartbeat.TRAIN, 4)
+    outside = {name: value for name, value in env.items() if name != "TRIDOCK_RUN_FOLDER"}
+    subprocess.run([sys.executable, "-c", code], env=outside, check=True)

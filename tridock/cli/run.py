@@ -1,0 +1,104 @@
+"""``tridock run``: a program of the user's own on a cluster."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tridock.cli.launch import add_start, began, print_preview
+from tridock.cli.options import Commands, add_cluster, add_command, open_session
+from tridock.cli.output import say
+from tridock.errors import Problem, RequestError, count
+
+if TYPE_CHECKING:
+    from tridock.experiment.command import CommandExperiment
+
+
+def add(commands: Commands) -> None:
+    examples = (
+        "--hosts hostfile -- torchrun train.py --epochs 3",
+        "--hosts hostfile --workdir ~/nanoGPT --env WANDB_MODE=offline -- torchrun train.py config/train_gpt2.py",
+        "--hosts hostfile --restarts 3 -- deepspeed train.py --deepspeed_config ds.json",
+        "--hosts hostfile --dry-run -- mpirun ./a.out",
+    )
+    parser = add_command(commands, "run", _run, "run a program of your own on a cluster", *examples)
+    add_cluster(parser)
+    text = "YAML file with `engine: command` and the program (docs/guides/any-script.md), instead of PROGRAM"
+    parser.add_argument("--config", type=Path, metavar="CONFIG", help=text)
+    text = "folder with the program: its files are copied to every node, and the program runs there (default: .)"
+    parser.add_argument("--workdir", metavar="DIR", help=text)
+    text = "environment variable of every rank; repeatable"
+    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help=text)
+    text = "shell command that every node runs in the copied folder first, e.g. 'pip install -r requirements.txt'"
+    parser.add_argument("--setup", metavar="COMMAND", help=text)
+    parser.add_argument("--name", help="short name that the run id begins with (default: the script's)")
+    parser.add_argument("--restarts", type=int, metavar="N", help="restart a failed run up to N times (default: 0)")
+    text = "command line of a restart, as one argument (default: the same as the first)"
+    parser.add_argument("--resume-command", metavar="COMMAND", help=text)
+    add_start(parser, "print the command, and the names of the run's files; contact no host")
+    text = "torchrun, deepspeed, `accelerate launch` or mpirun with its script and arguments; or any other program,"
+    text += " which is started once per slot"
+    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="-- PROGRAM", help=text)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """Run a program of your own on the cluster and follow its output. Ctrl-C detaches, and the run continues.
+
+    Tridock copies the folder to every node, adds nodes, ranks and rendezvous to the command line, and watches the
+    ranks.
+    """
+    from tridock.ops.runs import command
+
+    experiment = _experiment(arguments)
+    folder = arguments.config.parent if arguments.config and arguments.workdir is None else Path()
+    session = open_session(arguments)
+    prepared = command.prepare(session, experiment, folder)
+    if arguments.dry_run:
+        print_preview(command.preview(session, prepared), verbose=arguments.verbose)
+        return 0
+    bundle = command.launch(session, prepared, check=arguments.check)
+    if not arguments.quiet:
+        slots = session.cluster.slots
+        what = f"{count(sum(map(len, slots.values())), 'slot')} on {count(len(slots), 'node')}"
+        code = f"{count(len(prepared.code.files), 'file')} of {prepared.code.folder.resolve()}"
+        say(f"run {bundle.run_id}: {shlex.join(experiment.command)}; {what}, {code}")
+    return began(arguments, session, bundle)
+
+
+def _experiment(arguments: argparse.Namespace) -> CommandExperiment:
+    """The experiment of the file, or of the options; options replace fields of the file."""
+    from tridock.experiment import load_command
+    from tridock.experiment.command import ENGINE, CommandExperiment, name_of
+    from tridock.strict_yaml import validated
+
+    program = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
+    if bool(program) == (arguments.config is not None):
+        got, todo = ("both" if program else ""), "write it after --, as in: tridock run -- torchrun train.py"
+        raise RequestError(Problem("PROGRAM", "or --config says what to run", got, todo))
+    fields = {} if arguments.config is None else load_command(arguments.config).model_dump(mode="json")
+    if program:
+        fields = {"name": name_of(tuple(program)), "engine": ENGINE, "command": program}
+    given = {"name": arguments.name, "code": arguments.workdir, "setup": arguments.setup}
+    fields |= {name: value for name, value in given.items() if value is not None}
+    if arguments.resume_command is not None:
+        fields["resume_command"] = _split(arguments.resume_command)
+    if arguments.restarts is not None:
+        fields["restart"] = {**fields.get("restart", {}), "max": arguments.restarts}
+    fields["env"] = {**fields.get("env", {}), **dict(map(_variable, arguments.env))}
+    return validated(CommandExperiment, fields, str(arguments.config or "tridock run"))
+
+
+def _split(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise RequestError(Problem("--resume-command", "is no command line", str(error), "close the quote")) from None
+
+
+def _variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise RequestError(Problem("--env", "must be a name, =, and a value", repr(text), "write NAME=VALUE"))
+    return name, value

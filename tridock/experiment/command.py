@@ -1,0 +1,76 @@
+"""A program of the user's own as an experiment (``engine: command``): what runs on the slots, with what code. Pure."""
+
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BeforeValidator, Field, StringConstraints
+
+from tridock.experiment.schema import MasterPort, Name, Seconds
+from tridock.strict_yaml import EnvName, EnvValue, Section
+
+ENGINE: Final = "command"
+Word = Annotated[str, StringConstraints(pattern=r"^[^\x00\n\r]*$")]
+
+
+def _words(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+Words = Annotated[tuple[Word, ...], Field(min_length=1), BeforeValidator(_words)]
+
+
+class CommandLaunch(Section):
+    """How the program is started, and when it counts as hung."""
+
+    master_port: MasterPort | None = Field(
+        default=None, description="Port of the rendezvous on the head; a free one where left out."
+    )
+    hang_timeout: Annotated[int, Field(ge=0)] = Field(
+        default=1800,
+        description="Seconds without output and without processor time after which a rank counts as hung and the run is"
+        " ended; 0 for never.",
+    )
+
+
+class CommandRestart(Section):
+    """Restarts of a failed program."""
+
+    max: Annotated[int, Field(ge=0)] = Field(default=0, description="Restarts that are allowed; 0 for none.")
+    node_timeout: Annotated[Seconds, Field(ge=30)] = Field(
+        default=60, description="How long a lost node may take to come back before the run is given up."
+    )
+
+
+class CommandExperiment(Section):
+    """A command line of the user's own, and what it needs on every node."""
+
+    name: Name = Field(description="Short name; begins every run id.")
+    engine: Literal["command"]
+    command: Words = Field(
+        description="The command line: torchrun, deepspeed, accelerate launch or mpirun with its script; or any other"
+        " program, which is started once per slot."
+    )
+    resume_command: Words | None = Field(
+        default=None, description="The command line of a restart; the same as the first where left out."
+    )
+    setup: Word | None = Field(
+        default=None, description="A shell command that every node runs in the code folder before the program."
+    )
+    code: str = Field(
+        default=".",
+        min_length=1,
+        description="Folder with the program, on the operator's machine: it is copied to every node, and the program"
+        " runs in the copy.",
+    )
+    env: dict[EnvName, EnvValue] = Field(
+        default_factory=dict, description="Environment of every rank; wins over the cluster's."
+    )
+    launch: CommandLaunch = Field(default_factory=CommandLaunch)
+    restart: CommandRestart = Field(default_factory=CommandRestart)
+
+
+def name_of(command: tuple[str, ...]) -> str:
+    """A name for a command line that has none: of its script, else of its program."""
+    script = next((word for word in command if word.endswith(".py")), command[0])
+    stem = PurePosixPath(script).name.removesuffix(".py").lower()
+    return "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in stem).strip("-")[:40] or "run"

@@ -1,0 +1,57 @@
+"""Starts a script of a run on all of its nodes from the head, and waits for them."""
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import IO, Final
+
+from tridock.contracts import run_folder
+from tridock.contracts.supervision import Supervision
+from tridock.node.supervisor.verdict import signal_name
+
+_OTHERS_S: Final = 3.0
+"""From the first failure on: the other nodes report their own."""
+
+
+def start_nodes(folder: Path, script: str) -> int:
+    """Runs ``bash script`` of the run's folder on every node; returns the exit code of the first that failed.
+
+    ``{node_rank}`` in ``script`` stands for the node's rank. With several nodes each line of output starts with its
+    node. Those that still run after a failure are the supervisor's to end.
+    """
+    supervision = Supervision.from_json((folder / run_folder.SUPERVISION).read_text())
+    nodes = tuple(supervision.ranks)
+    ended: SimpleQueue[tuple[str, int]] = SimpleQueue()
+    for rank, node in enumerate(nodes):
+        argv = ["bash", str(folder / script.format(node_rank=rank))]
+        command = argv if node == supervision.head else supervision.reach.program(node, *argv)
+        prefix = f"{node}: ".encode() if len(nodes) > 1 else b""
+        threading.Thread(target=_run, args=(node, command, prefix, ended), daemon=True).start()
+    code, left = 0, len(nodes)
+    while left:
+        try:
+            node, returned = ended.get(timeout=_OTHERS_S if code else None)
+        except Empty:
+            break
+        left -= 1
+        if returned:
+            how = f"was ended by {signal_name(-returned)}" if returned < 0 else f"ended with exit code {returned}"
+            print(f"tridock: {script.format(node_rank=nodes.index(node))} {how} on {node}", file=sys.stderr, flush=True)
+            code = code or (128 - returned if returned < 0 else returned)
+    return code
+
+
+def _run(node: str, command: list[str], prefix: bytes, ended: "SimpleQueue[tuple[str, int]]") -> None:
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert process.stdout is not None
+    _copy(process.stdout, prefix)
+    ended.put((node, process.wait()))
+
+
+def _copy(output: IO[bytes], prefix: bytes) -> None:
+    for line in output:  # a whole line in one write: those of several nodes never mix
+        whole = line if line.endswith(b"\n") else line + b"\n"
+        sys.stdout.buffer.write(prefix + whole)
+        sys.stdout.buffer.flush()

@@ -1,0 +1,154 @@
+"""The user's code on its way to the nodes: which files belong to it, and what of them each node lacks."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tarfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from pathspec import GitIgnoreSpec
+
+from tridock.contracts import run_folder
+from tridock.contracts.codec import encode
+from tridock.contracts.node_answers import CodeFile, PlacedCode
+from tridock.errors import Problem, RequestError
+from tridock.ops.hosts.session import NODE
+from tridock.ops.runs.provenance import git_output
+
+if TYPE_CHECKING:
+    from tridock.ops.hosts.session import Session
+    from tridock.remote import Host
+
+IGNORE_FILE: Final = ".tridockignore"
+_NEVER: Final = (".git/", "__pycache__/", ".venv/", "/runs/")
+_MOST_BYTES: Final = 500_000_000
+_DIFF_BYTES: Final = 1_000_000
+_TIMEOUT_S: Final = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """The files of a folder, by their paths in it."""
+
+    folder: Path
+    files: Mapping[str, CodeFile]
+    size: int
+    """Bytes of all."""
+
+    @property
+    def index(self) -> str:
+        """As ``place-code`` reads it."""
+        return encode(dict(self.files))
+
+    @property
+    def sha256(self) -> str:
+        """Of all names and contents."""
+        return hashlib.sha256("".join(f"{it.sha256} {name}\n" for name, it in self.files.items()).encode()).hexdigest()
+
+    def manifest(self) -> dict[str, object]:
+        """Where the code comes from, for the run's manifest."""
+        commit, status = (
+            git_output(self.folder, *words) for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "."))
+        )
+        return {
+            "code": {
+                "folder": str(self.folder.resolve()),
+                "sha256": self.sha256,
+                "files": len(self.files),
+                "bytes": self.size,
+                "git_commit": commit,
+                "git_dirty": None if status is None else status != "",
+            }
+        }
+
+    def diff(self) -> bytes | None:
+        """What differs from the commit, as ``git diff`` shows it; None where nothing does, or that is too long."""
+        text = git_output(self.folder, "diff", "HEAD", "--", ".")
+        return f"{text}\n".encode(errors="surrogateescape") if text and len(text) <= _DIFF_BYTES else None
+
+
+def read_code(folder: Path) -> Code:
+    """The files of the folder that are sent: of a git repository those that git does not ignore, else all of them;
+    without those that ``.tridockignore`` (in .gitignore's syntax) names, caches, virtual environments and runs.
+
+    Raises :class:`RequestError` if it is no folder, or too large to be code.
+    """
+    if not folder.is_dir():
+        raise RequestError(Problem(str(folder), "is no folder with code", "", "give the program's folder: --workdir"))
+    try:
+        return _read(folder)
+    except OSError as error:
+        got, todo = error.strerror or str(error), f"make it readable, or name it in {folder / IGNORE_FILE}"
+        raise RequestError(Problem(str(error.filename or folder), "cannot be read", got, todo)) from None
+
+
+def _read(folder: Path) -> Code:
+    paths = {name: folder / name for name in sorted(_names(folder))}
+    sizes = {name: path.stat().st_size for name, path in paths.items()}
+    if (total := sum(sizes.values())) > _MOST_BYTES:
+        largest = ", ".join(sorted(sizes, key=lambda name: -sizes[name])[:3])
+        got = f"{total / 1e9:.1f} GB; the largest files are {largest}"
+        todo = f"name what is no code in {folder / IGNORE_FILE}, and bring data with tridock data sync"
+        raise RequestError(Problem(str(folder), f"holds more than {_MOST_BYTES / 1e6:.0f} MB of code", got, todo))
+    files = {name: CodeFile(_sha256(path), os.access(path, os.X_OK)) for name, path in paths.items()}
+    return Code(folder, files, total)
+
+
+def send_code(session: Session, code: Code, run_path: str) -> None:
+    """Lays out the code in the run's folder on every node; sends only what the node lacks."""
+    by_content = {it.sha256: code.folder / name for name, it in code.files.items()}
+    store = f"{run_folder.WORKSPACE}/runs/{run_folder.CODE_STORE}"
+
+    def place(node: str) -> tuple[str, ...]:
+        argv = ("place-code", run_path)
+        return session.ask(node, PlacedCode, *argv, stdin=code.index.encode(), timeout=_TIMEOUT_S).missing
+
+    def send(node: str, host: Host) -> None:
+        if missing := place(node):
+            archive = _archive({sha256: by_content[sha256] for sha256 in missing})
+            receive = session.inside(node, *NODE, "receive-files", store, interactive=True)
+            host.pipe(archive, receive, timeout=_TIMEOUT_S).checked(node)
+            if missing := place(node):
+                got, todo = f"{len(missing)} files", "launch again: the folder changed while it was sent"
+                raise RequestError(Problem(str(code.folder), f"did not arrive whole on {node}", got, todo))
+
+    session.each(send)
+
+
+def _names(folder: Path) -> Iterator[str]:
+    ignored = GitIgnoreSpec.from_lines(_NEVER)
+    own = folder / IGNORE_FILE
+    listed = GitIgnoreSpec.from_lines(own.read_text().splitlines() if own.is_file() else ())
+    for name in _candidates(folder, ignored):
+        path = folder / name
+        if path.is_file() and not ignored.match_file(name) and not listed.match_file(name):
+            yield name
+
+
+def _candidates(folder: Path, ignored: GitIgnoreSpec) -> Iterator[str]:
+    tracked = git_output(folder, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    if tracked is not None:
+        yield from filter(None, tracked.split("\0"))
+        return
+    for root, folders, names in os.walk(folder):
+        inside = Path(root).relative_to(folder)
+        folders[:] = [name for name in folders if not ignored.match_file(f"{inside / name}/")]
+        yield from (str(inside / name) for name in names)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _archive(files: Mapping[str, Path]) -> Iterator[bytes]:
+    """A tar archive of the files, piece by piece."""
+    for name, path in files.items():
+        content, header = path.read_bytes(), tarfile.TarInfo(name)
+        header.size = len(content)
+        yield header.tobuf() + content + bytes(-len(content) % tarfile.BLOCKSIZE)
+    yield bytes(2 * tarfile.BLOCKSIZE)

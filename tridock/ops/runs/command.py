@@ -1,0 +1,98 @@
+"""``tridock run``: a program of the user's own on a cluster's nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tridock.contracts import run_folder
+from tridock.contracts.node_answers import PreflightAnswer
+from tridock.errors import ClusterError, Problem, TridockError
+from tridock.experiment.command import CommandExperiment
+from tridock.launchers.command import CommandRun, make_command_bundle
+from tridock.launchers.run import RunBundle, default_port
+from tridock.ops.doctor import check_quickly
+from tridock.ops.hosts.nodes import ensure_up
+from tridock.ops.hosts.session import Session
+from tridock.ops.runs.code import Code, read_code, send_code
+from tridock.ops.runs.launch import put_files, remove_files
+from tridock.ops.runs.provenance import provenance
+
+_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedCommand:
+    """A program with its code, under this run id."""
+
+    experiment: CommandExperiment
+    code: Code
+    run_id: str
+
+
+def prepare(session: Session, experiment: CommandExperiment, folder: Path) -> PreparedCommand:
+    """Reads the code and checks the command line; contacts no host. Raises :class:`RequestError`.
+
+    ``experiment.code`` starts from ``folder``.
+    """
+    prepared = PreparedCommand(experiment, read_code(folder / experiment.code), run_folder.new_run_id(experiment.name))
+    preview(session, prepared)
+    return prepared
+
+
+def preview(session: Session, prepared: PreparedCommand) -> RunBundle:
+    """The run as it would start, from what is known without contacting a host."""
+    port = prepared.experiment.launch.master_port or default_port(prepared.run_id)
+    return _bundle(session, prepared, port)
+
+
+def launch(session: Session, prepared: PreparedCommand, *, check: bool = True) -> RunBundle:
+    """Brings the nodes up, sends the code and the run's files to all of them, and starts the run on the head.
+
+    ``check``: the doctor's quick checks first.
+    """
+    image_id = ensure_up(session)
+    if check:
+        check_quickly(session, on_cpu=prepared.experiment.env.get("DS_ACCELERATOR") == "cpu")
+    port = _free_port(session, prepared.experiment.launch.master_port)
+    bundle = _bundle(session, prepared, port, image_id=image_id)
+    try:
+        send_code(session, prepared.code, bundle.path)
+        put_files(session, bundle)
+    except (TridockError, KeyboardInterrupt):
+        with suppress(TridockError):
+            remove_files(session, bundle)
+        raise
+    session.node_verb(session.head, "start", bundle.path, timeout=_TIMEOUT_S).checked(session.head)
+    return bundle
+
+
+def _free_port(session: Session, wanted: int | None) -> int:
+    argv: Sequence[str] = () if wanted is None else ("--port", str(wanted))
+    found = session.ask(session.head, PreflightAnswer, "preflight", "--head", *argv, timeout=_TIMEOUT_S).rendezvous
+    assert found is not None
+    if (problem := found.problem) is not None:
+        where = f"{session.head}: {problem.where}"
+        raise ClusterError(Problem(where, problem.what, problem.got, problem.todo))
+    assert found.port is not None
+    return found.port
+
+
+def _bundle(session: Session, prepared: PreparedCommand, port: int, **image: object) -> RunBundle:
+    cluster = session.cluster
+    manifest = {
+        **provenance(cluster.project_folder),
+        "cluster": cluster.name,
+        "hostfile": cluster.hostfile.render(),
+        "image": cluster.settings.image,
+        **image,
+        **prepared.code.manifest(),
+    }
+    address = cluster.address_of(session.head)
+    run = CommandRun(prepared.experiment, cluster.slots, prepared.run_id, address, port, manifest)
+    bundle = make_command_bundle(run)
+    if (diff := prepared.code.diff()) is not None:
+        return bundle.with_file(run_folder.CODE_DIFF, diff)
+    return bundle

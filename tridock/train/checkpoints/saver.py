@@ -1,6 +1,6 @@
 """Saves the checkpoints of a run, at once or in the background, and records when, how long and with what outcome.
 
-In the background a rank pauses for the copy of its state; a thread then writes it while training goes on. At most one
+In the background a rank pauses for the copy of its state; a thread then writes it while training continues. At most one
 checkpoint is being written: the next one waits for it. The last one is written at once, without a copy.
 """
 

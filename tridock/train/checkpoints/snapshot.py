@@ -1,4 +1,4 @@
-"""Copies of a state in the host's memory, to be written while training goes on.
+"""Copies of a state in the host's memory, to be written while training continues.
 
 torch's own (``torch.distributed.checkpoint.staging``) copies nothing on CPU ranks in torch 2.6, and knows no shared
 storages.

@@ -73,7 +73,7 @@ class Strategy(Protocol):
     def save(self, folder: Path, writes_shared: bool, background: dist.ProcessGroup | None) -> Write:
         """Returns the collective that writes this rank's part; ``writes_shared``: also what is the same on all ranks.
 
-        With a process group ``background`` that may run on another thread while training goes on: it writes a copy of
+        With a process group ``background`` that may run on another thread while training continues: it writes a copy of
         the state, made here, and communicates in that group. A collective.
         """
 

@@ -1,4 +1,4 @@
-"""An image's way to a host: what is there, what is missing, what goes on where it was cut off."""
+"""An image's way to a host: what is there, what is missing, what resumes where it stopped."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from tridock.contracts.run_state import RunState
 
 IMAGE = "sha256:0123456789abcdef"
 NOW = RunInfo("demo", RunState.RUNNING, None, "20260101-000000", None, "demo", (), 10, 1.0, 1.0)
-# `docker container inspect` answers with the recipe of `docker run`; `docker exec` with one run that goes on.
+# `docker container inspect` prints the recipe that `docker run` got; `docker exec` prints one run that is running.
 DOCKER = r"""#!/bin/sh
 case $1 in
 image) echo 'image IMAGE' ;;

@@ -50,8 +50,11 @@ class CommandRun:
     @property
     def env(self) -> dict[str, str]:
         """What every rank has beside the cluster's environment."""
+        env = dict(self.experiment.env)
+        if "PYTHONPATH" in env:  # the image's own is where its python finds tridock
+            env["PYTHONPATH"] += f":{run_folder.CODE}"
         return {
-            **self.experiment.env,
+            **env,
             environment.RUN_ID: self.run_id,
             environment.RUN_FOLDER: self.path,
             "MASTER_ADDR": self.master_addr,

@@ -137,7 +137,7 @@ _NAMES: Final = {"torchrun": _TORCHRUN, "deepspeed": _DEEPSPEED, "mpirun": _MPIR
 
 
 def program_of(words: Sequence[str]) -> tuple[Program, int]:
-    """The program that a command line starts with, and the number of words that name it."""
+    """The launcher at the beginning of a command line, and how many words its name takes."""
     first = posixpath.basename(words[0])
     if _PYTHON.fullmatch(first) and len(words) > 2 and words[1] == "-m" and words[2] in _MODULES:
         return _MODULES[words[2]], 3

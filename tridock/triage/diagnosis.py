@@ -32,6 +32,7 @@ def diagnose(facts: Facts) -> Diagnosis:
             if not where and facts.cause in rule.causes:
                 return _made(rule, facts, None, "")
             asked = rule.own or where or facts.own_error is None
+            asked = asked and (not rule.events or facts.kind in rule.events)
             if asked and rule.says and (match := rule.says.search(text)):
                 return _made(rule, facts, match, where)
         if (own := facts.own_error) is not None and not where:

@@ -31,7 +31,7 @@ class Rule:
     last: bool = False
     """Tried only when no text is known."""
     events: Set[Event] = frozenset()
-    """The events that a rule without codes and text is about; none: all."""
+    """The events that a rule without codes is about; none: all."""
     kernel: bool = False
     """Only where the kernel has logged that it killed for memory."""
     memory: bool = False

@@ -38,6 +38,11 @@ def test_every_node_has_its_script() -> None:
     assert json.loads(files["plan.json"])["ranks"] == [{"rank": rank, "node": "ab"[rank // 2]} for rank in range(4)]
 
 
+def test_a_python_path_of_ones_own_leaves_tridock_to_be_found() -> None:
+    files = texts(command=("torchrun", "train.py"), env={"PYTHONPATH": "deps"})
+    assert all("export PYTHONPATH=deps:/opt/tridock\n" in files[name] for name in ("launch.sh", "launch-node-0.sh"))
+
+
 def test_the_supervisor_observes_the_ranks() -> None:
     files = texts(command=("torchrun", "t.py"), restart={"max": 2}, launch={"hang_timeout": 60})
     supervision = Supervision.from_json(files["supervision.json"])

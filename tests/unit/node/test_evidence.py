@@ -107,6 +107,20 @@ class Evil:
         return Path.touch, (Path("was-here"),)
 
 
+def test_what_torch_prints_of_a_ranks_exception(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/launcher.log").write_text(
+        "[rank0]: of an attempt before\n"
+        "host-b: [rank3]: Traceback (most recent call last):\nhost-b: step 4\nhost-b: [rank3]: ValueError: no\n"
+        "[rank0]: RuntimeError: Connection closed by peer\n"
+    )
+    append_event(tmp_path, Event.RUN_RESTARTED, log_bytes=30)
+    assert evidence_of(tmp_path).printed == {
+        0: "RuntimeError: Connection closed by peer",
+        3: "Traceback (most recent call last):\nValueError: no",
+    }
+
+
 def test_flight_records_are_read_as_plain_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the form of torch's ``_dump_fr_trace``; what a hostile file would run is not run."""
     monkeypatch.chdir(tmp_path)

@@ -22,6 +22,7 @@ from tridock.node.supervisor.verdict import (
     RankStatus,
     Verdict,
     first_death,
+    first_gone,
     hung,
     lost_node,
     lost_session,
@@ -42,6 +43,50 @@ def rank_status(rank: int = 0, **changes: object) -> RankStatus:
 
 def dead(rank: int = 0, status: int | None = signal.SIGKILL, **changes: object) -> RankStatus:
     return rank_status(rank, alive=False, wait_status=status, **{"gone_s": 0.1, **changes})
+
+
+def observed(rank: int = 0, **changes: object) -> RankStatus:
+    return rank_status(rank, phase="observed", iteration=0, **changes)
+
+
+def gone(rank: int, gone_s: float) -> RankStatus:
+    return rank_status(rank, phase="gone", iteration=0, alive=False, gone_s=gone_s)
+
+
+# ---- programs without heartbeats ------------------------------------------------------------------
+
+
+def test_a_program_has_no_iterations() -> None:
+    seen = {"a": [observed(alive=False, wait_status=signal.SIGKILL, gone_s=0.1)]}
+    assert first_death(seen) == Verdict(Cause.RANK_SIGNALLED, "was ended by SIGKILL", "a", 0)
+
+
+def test_a_rank_that_its_launcher_ended_is_not_the_first() -> None:
+    ended = observed(2, alive=False, wait_status=signal.SIGTERM, gone_s=0.1)
+    first = Verdict(Cause.RANK_EXITED, "was the first to end, with an error by its launcher's account", "b", 3)
+    assert first_death({"a": [observed(0)], "b": [ended, gone(3, 0.4)]}) == first
+    assert first_death({"a": [gone(0, 0.05)], "b": [ended]}) == Verdict(
+        Cause.RANK_SIGNALLED, "was ended by SIGTERM", "b", 2
+    )
+
+
+def test_ranks_whose_end_nobody_saw_are_the_launchers_to_judge() -> None:
+    seen = {"a": [gone(0, 2.0), gone(1, 3.0)], "b": [observed(2)]}
+    assert first_death(seen) is None
+    verdict = first_gone(seen, code=7)
+    assert verdict is not None
+    assert (verdict.rank, verdict.node, verdict.code) == (1, "a", 7)
+    assert first_gone({"b": [observed(2)]}) is None
+
+
+def test_a_program_hangs_without_output_and_processor_time() -> None:
+    seen = {"a": [observed(0, age_s=70.0)], "b": [observed(1, age_s=1.0, heartbeats=99)]}
+    overdue = overdue_ranks(seen, None, 60.0)
+    assert [status.rank for _, status in overdue] == [0]
+    verdict = hung(seen, overdue, {})
+    assert (verdict.rank, verdict.reason) == (
+        0, "hangs while others wait for it; no output and no processor time for 70 s"
+    )  # fmt: skip
 
 
 # ---- deaths --------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,10 +37,7 @@ def launched(text: str) -> Facts:
 
 
 # What cannot be done to a machine without GPUs, or takes a minute: the words of upstream's source, and of reports.
-RECORDED = {
-    "torchrun-root-cause": Facts(
-        4,
-        launcher="""\
+TORCHRUN = """\
 host-b: Root Cause (first observed failure):
 host-b: [0]:
 host-b:   time      : 2026-11-23_13:00:08
@@ -47,8 +45,9 @@ host-b:   host      : host-b
 host-b:   rank      : 1 (local_rank: 0)
 host-b:   exitcode  : -9 (pid: 183)  (SIGKILL)
 host-b:   error_file: <N/A>
-""",
-    ),
+"""
+RECORDED = {
+    "torchrun-root-cause": replace(seen(Cause.LAUNCHER_EXITED, "ended with exit code 1"), launcher=TORCHRUN),
     "collective-hang": seen(
         Cause.COLLECTIVE_HUNG,
         "hangs, as do all 2 ranks: a collective that does not end at x.py:1 in f; no progress for 31 s",
@@ -110,6 +109,26 @@ def test_ssh_to_nobody() -> None:
         found = diagnose(launched(f"starting\nb: {done.stderr}"))
         assert found.rule == "ssh-unreachable"
         assert found.seen == f"b: {done.stderr.strip()} (logs/launcher.log)"
+
+
+def test_the_supervisor_knows_the_first_rank_better_than_torchruns_summaries() -> None:
+    assert diagnose(RECORDED["torchrun-root-cause"]).cause == "rank 1 ended first, with exit code -9 (SIGKILL)"
+    exited = replace(seen(Cause.RANK_EXITED, "left with exit code 1"), launcher=TORCHRUN)
+    assert diagnose(exited).rule == "program-failed"
+
+
+def test_a_program_that_failed_is_explained_by_its_exception() -> None:
+    event = {
+        "event": "rank_died",
+        "cause": Cause.RANK_EXITED,
+        "rank": 1,
+        "node": "b",
+        "reason": "left with exit code 1",
+    }
+    raised = "Traceback (most recent call last):\n  File x\nmy.BadError: no more\n"
+    answers = {"a": Evidence(events=json.dumps(event), plan={"ranks": [{"rank": 1, "node": "b"}]}, printed={1: raised})}
+    facts = facts_of(answers, "a", 4)
+    assert (facts.reason, facts.has_log) == ("my.BadError: no more", False)
 
 
 def test_nothing_is_known() -> None:

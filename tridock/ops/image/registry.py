@@ -1,8 +1,9 @@
 """A registry on this machine's loopback, for one `docker push`: how the engine gives single layers away.
 
 `docker save` writes every layer to disk first. `docker push` asks for each layer by its digest, once it knows that, and
-compresses and sends only those that the registry lacks. The first answer here is that nothing is lacking: the manifest,
-which comes last, names the layer of each digest. A second push brings those that a host needs (:attr:`refused`).
+compresses and sends only those that the registry lacks. In the first push this registry claims to have every layer: the
+manifest, which comes last, names the layer of each digest. A second push brings those that a host needs
+(:attr:`refused`).
 """
 
 import http.server

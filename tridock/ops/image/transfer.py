@@ -121,19 +121,22 @@ class Delivery:
 
     def _refuse_small_disks(self, to_receive: int, to_load: int, stock: Stock) -> None:
         """Docker keeps the archive beside the unpacked layers until they are loaded."""
-        needed: dict[tuple[str, int], int] = {}
+        needed: dict[str, int] = {}
+        free: dict[str, int] = {}
         for space, size in ((stock.folder, to_receive), (stock.root, to_load)):
             if space is not None:
-                needed[space] = needed.get(space, 0) + size
+                name, there = space
+                needed[name] = needed.get(name, 0) + size
+                free[name] = min(there, free.get(name, there))
         problems = [
             Problem(
                 self.node,
                 "has too little room for the image",
-                f"{size / 1e6:,.0f} MB to store, {free / 1e6:,.0f} MB free on {name}",
+                f"{size / 1e6:,.0f} MB to store, {free[name] / 1e6:,.0f} MB free on {name}",
                 "free some space there (docker system df shows Docker's share)",
             )
-            for (name, free), size in needed.items()
-            if size > free
+            for name, size in needed.items()
+            if size > free[name]
         ]
         if problems:
             raise ClusterError(problems)

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from tridock.contracts import heartbeat
+from tridock.contracts.checkpoints import MANIFEST, newest
 from tridock.contracts.events import append_event
 from tridock.contracts.run_folder import write_atomic
 
@@ -38,8 +39,8 @@ def launch(folder: Path, ranks: int, arguments: list[str]) -> int:
 
 def train(folder: Path, rank: int, steps: int, load: bool) -> None:
     """One rank."""
-    pointer = folder / "checkpoints" / "latest"
-    first = int(pointer.read_text().removeprefix("iter_")) if load else 0
+    found = newest(folder / "checkpoints") if load else None
+    first = found[0] if found else 0
     (folder / heartbeat.FOLDER).mkdir(exist_ok=True)
     faulthandler.register(heartbeat.STACKS_SIGNAL, heartbeat.stacks_path(folder, rank).open("w"), all_threads=True)
     heartbeat.start(folder, rank)
@@ -48,7 +49,7 @@ def train(folder: Path, rank: int, steps: int, load: bool) -> None:
         time.sleep(STEP_S)
         heartbeat.beat(heartbeat.TRAIN, iteration)
         if iteration % 10 == 0 and rank == 0:
-            write_atomic(pointer, f"iter_{iteration:07d}".encode())
+            write_atomic(folder / "checkpoints" / f"iter_{iteration:07d}" / MANIFEST, b"{}")
         obey(folder, rank)
     heartbeat.beat(heartbeat.END)
     if rank == 0:

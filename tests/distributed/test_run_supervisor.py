@@ -47,7 +47,7 @@ class Run:
         for name, load in ((run_folder.LAUNCH_SCRIPT, ""), (run_folder.RESUME_SCRIPT, "load")):
             values = {"ranks": ranks, "program": program, "python": sys.executable}
             (folder / name).write_text(script.format(folder=folder, steps=steps, load=load, **values))
-        base = {"master_port": free_port(), "hang_timeout_s": 30.0, "pointer": f"{folder}/checkpoints/latest"}
+        base = {"master_port": free_port(), "hang_timeout_s": 30.0, "checkpoints": f"{folder}/checkpoints"}
         supervision = Supervision("here", {"here": tuple(range(ranks))}, (), **{**base, **fields})
         (folder / run_folder.SUPERVISION).write_text(supervision.to_json())
         return cls(folder)
@@ -339,7 +339,7 @@ def test_a_run_continues_from_its_last_checkpoint_and_twice_at_most(make: Make) 
 
 
 def test_a_run_without_a_checkpoint_begins_anew(make: Make) -> None:
-    run = make(steps=150, max_restarts=1, pointer=None)
+    run = make(steps=150, max_restarts=1, checkpoints=None)
     run.start()
     run.train(beyond=1)
     run.signal(1, signal.SIGKILL)
@@ -353,11 +353,12 @@ def test_a_run_without_a_checkpoint_begins_anew(make: Make) -> None:
     assert run.said()[-1] == "tridock: restart 1 of at most 1, from the beginning"
 
 
-def test_a_pointer_from_before_the_run_is_not_its_own(make: Make, tmp_path: Path) -> None:
-    pointer = tmp_path / "latest"
-    run = make(steps=150, max_restarts=1, pointer=str(pointer))
-    pointer.write_text("iter_0000050")
-    os.utime(pointer, (1e9, 1e9))
+def test_a_checkpoint_from_before_the_run_is_not_its_own(make: Make, tmp_path: Path) -> None:
+    manifest = tmp_path / "iter_0000050" / "files.json"
+    run = make(steps=150, max_restarts=1, checkpoints=str(tmp_path))
+    manifest.parent.mkdir()
+    manifest.write_text("{}")
+    os.utime(manifest, (1e9, 1e9))
     run.start()
     run.train(beyond=1)
     run.signal(1, signal.SIGKILL)

@@ -1,6 +1,7 @@
 """The names of files in a checkpoint folder, which the engines write and the supervisor, a launch and a replan read."""
 
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -12,6 +13,7 @@ LATEST: Final = "latest"
 """The pointer of DeepSpeed and of engine ``torch``: the newest checkpoint's folder."""
 TRACKER: Final = "latest_checkpointed_iteration.txt"
 """The pointer of Megatron: the newest checkpoint's iteration."""
+_NAME: Final = re.compile(r"^(?:iter_|global_step)(\d+)$")
 ZERO_RANK: Final = re.compile(r"^(?:.*_)?zero_pp_rank_(\d+)_")
 """A file that DeepSpeed writes for one data-parallel rank."""
 
@@ -21,19 +23,14 @@ def zero_file(rank: int, states: str, prefix: str = "") -> str:
     return f"{prefix}zero_pp_rank_{rank}_mp_rank_00_{states}_states.pt"
 
 
-def pointed_iteration(pointer: Path, since: float = 0.0) -> int | None:
-    """The iteration in a pointer file; None if it is missing, holds no number, or is older than ``since``."""
-    try:
-        found = re.search(r"(\d+)\s*$", pointer.read_text()) if pointer.stat().st_mtime >= since else None
-    except OSError:
-        return None
-    return int(found[1]) if found else None
+def newest(folder: Path, since: float = 0.0) -> tuple[int, Path] | None:
+    """The iteration and the folder of the newest complete checkpoint in ``folder``, by its manifest; None without one.
 
-
-def pointed_folder(pointer: Path) -> Path | None:
-    """The folder that a pointer file of the kind :data:`LATEST` names; None if there is none."""
-    try:
-        folder = pointer.parent / pointer.read_text().strip()
-    except OSError:
-        return None
-    return folder if folder.is_dir() and folder != pointer.parent else None
+    Those from before ``since`` (a file's time) do not count. The pointer is not asked: it may be spoiled.
+    """
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        with suppress(OSError):
+            if (match := _NAME.match(path.name)) and (path / MANIFEST).stat().st_mtime >= since:
+                found.append((int(match[1]), path))
+    return max(found, default=None)

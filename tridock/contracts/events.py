@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tridock.contracts import run_folder
+from tridock.contracts.appends import append
 from tridock.contracts.records import read_lines
 
 
@@ -26,6 +26,7 @@ class Event(StrEnum):
     CHECKPOINT_FAILED = "checkpoint_failed"  # iteration, reason
     CHECKPOINT_LOADED = "checkpoint_loaded"  # folder, iteration
     CHECKPOINT_REJECTED = "checkpoint_rejected"  # folder, reasons
+    CHECKPOINTS_SET_ASIDE = "checkpoints_set_aside"  # iteration (from which the run continues), folders (new names)
     COMMUNICATION_MEASURED = "communication_measured"  # iterations, exposed, in_flight, exposed_by_rank
     BESIDE_BARE = "beside_bare"  # steps, engine_s, bare_s
     RUN_FINISHED = "run_finished"  # iteration, device, peak_memory_bytes, peak_memory_by_rank
@@ -97,19 +98,14 @@ _EVENTS = {
 
 
 def append_line(path: Path, fields: Mapping[str, object]) -> None:
-    """Appends one JSON object as one line in one write, so that lines of several processes never mix.
+    """Appends one JSON object as one line, see :mod:`tridock.contracts.appends`.
 
     JSON has no infinity and no NaN: they become null.
     """
     plain = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in fields.items()
     }
-    line = (json.dumps(plain, allow_nan=False) + "\n").encode()
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        os.write(descriptor, line)
-    finally:
-        os.close(descriptor)
+    append(path, (json.dumps(plain, allow_nan=False) + "\n").encode())
 
 
 def append_event(folder: Path, event: Event, /, **fields: object) -> None:

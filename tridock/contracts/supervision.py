@@ -52,8 +52,8 @@ class Supervision:
     max_restarts: int = 0
     restart_window_s: float | None = None
     """The time in which so many restarts may be made; None for the whole run."""
-    pointer: str | None = None
-    """The file that names the newest checkpoint of this run; None where it writes none."""
+    checkpoints: str | None = None
+    """The folder of this run's checkpoints; None where it writes none."""
     node_timeout_s: float = 60.0
     """Seconds that a lost node has to come back before the run continues without it."""
     min_nodes: int = 1

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from tridock.contracts import run_folder
-from tridock.contracts.checkpoints import TRACKER
 from tridock.engines.fields import Fields
 from tridock.errors import Problem
 from tridock.experiment import Experiment
@@ -45,8 +44,6 @@ class Engine(ABC):
     """Whether the loss takes logits to fp32 in chunks, not whole."""
     prints_timers: ClassVar[bool] = False
     """Whether the first rank's log has the phases of a step, as Megatron-LM prints its timers."""
-    checkpoint_pointer: ClassVar[str] = TRACKER
-    """The file in the checkpoint folder that names the newest checkpoint, and is written last."""
     checkpoints_load_on: ClassVar[Literal["any layout", "other replicas", "same layout"]]
     checkpoint_fields: ClassVar[tuple[str, ...]] = ()
     """Fields of the experiment, beside model and strategy, that a checkpoint must agree on to be loaded."""

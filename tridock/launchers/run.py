@@ -13,7 +13,7 @@ from tridock.command import Command
 from tridock.contracts import run_folder
 from tridock.contracts.run_folder import RENDEZVOUS_PORTS
 from tridock.contracts.supervision import Reach, Supervision
-from tridock.engines import RankProgram, checkpoints_folder, engine_of, rank_program
+from tridock.engines import RankProgram, checkpoints_folder, rank_program
 from tridock.experiment import Experiment, dump_experiment
 from tridock.launchers.deepspeed import environment_file
 from tridock.plan import Assessment
@@ -103,7 +103,6 @@ def _supervision(run: Run, launcher: Launcher, start: Start) -> Supervision:
     ranks: dict[str, list[int]] = {node: [] for node in request.slots}
     for rank in request.assessment.laid_out.ranks:
         ranks[rank.node].append(rank.rank)
-    pointer = f"{checkpoints_folder(experiment, run.path)}/{engine_of(experiment).checkpoint_pointer}"
     return Supervision(
         head=next(iter(request.slots)),
         ranks={node: tuple(numbers) for node, numbers in ranks.items()},
@@ -114,7 +113,7 @@ def _supervision(run: Run, launcher: Launcher, start: Start) -> Supervision:
         restart_window_s=experiment.restart.window,
         node_timeout_s=experiment.restart.node_timeout,
         min_nodes=experiment.restart.min_nodes,
-        pointer=pointer if experiment.train.save else None,
+        checkpoints=checkpoints_folder(experiment, run.path) if experiment.train.save else None,
         spares={node: tuple(numbers) for node, numbers in request.spares.items()},
         master_addr=request.master_addr,
         launcher=launcher.name,

@@ -134,12 +134,15 @@ class Trainer:
         self.saver = Saver(ranks, run_folder, self.phases, in_background)
         if parts.shared_checkpoints and experiment.train.save:
             self.checkpoints.require_shared()
+        loaded = None
         if experiment.train.load is not None:
             source = workspace / experiment.train.load
             if experiment.train.loads_own_folder and not holds_checkpoint(source, parts.checkpoint_names, ranks):
                 self.say(f"{source} holds no checkpoint yet: training begins from scratch")
             else:
-                self.load(source)
+                loaded = self.load(source)
+        if experiment.train.save:
+            self.saver.set_aside(self.checkpoints, self.progress.iteration, loaded)
         self.metrics = Metrics(run_folder, active=ranks.first, tensorboard=experiment.train.tensorboard)
         self.metrics.rewind(self.progress.iteration)
         train = self.experiment.train
@@ -260,8 +263,8 @@ class Trainer:
         self._logged_at += seconds  # not training time
         heartbeat.beat(heartbeat.TRAIN)
 
-    def load(self, source: Path) -> None:
-        """Resumes from a checkpoint, or from the newest complete one in a folder. A collective."""
+    def load(self, source: Path) -> Path:
+        """Resumes from a checkpoint, or from the newest complete one in a folder; returns it. A collective."""
         fresh, rank = self.progress, self.ranks.rank
 
         def needed(folder: Path) -> tuple[str, ...]:
@@ -279,12 +282,13 @@ class Trainer:
         self.strategy.load(folder, saved.data_parallel_size)
         self.progress = replace(saved, data_parallel_size=fresh.data_parallel_size)
         self.event(Event.CHECKPOINT_LOADED, folder=str(folder), iteration=self.progress.iteration)
+        return folder
 
     def reject_checkpoint(self, folder: Path, problems: Sequence[Problem]) -> None:
         """Prints and records why a checkpoint is not used."""
         reasons = [str(problem) for problem in problems]
         self.event(Event.CHECKPOINT_REJECTED, folder=str(folder), reasons=reasons)
-        self.say("\n".join([f"warning: {folder} is not whole, and is passed over:", *reasons]))
+        self.say("\n".join([f"warning: {folder} is passed over:", *reasons]))
 
     def save(self, is_last: bool) -> None:
         """Saves a checkpoint. A write error ends the run only if this ``is_last``. A collective."""

@@ -87,7 +87,7 @@ def test_what_the_supervisor_has_to_know() -> None:
         hang_timeout_s=60.0,
         max_restarts=3,
         restart_window_s=3600.0,
-        pointer=f"/workspace/runs/{RUN_ID}/checkpoints/latest",
+        checkpoints=f"/workspace/runs/{RUN_ID}/checkpoints",
         node_timeout_s=60.0,
         min_nodes=2,
         master_addr="node-1",
@@ -102,7 +102,7 @@ def test_a_restart_loads_the_runs_own_checkpoints() -> None:
     assert files["launch-resume.sh"].decode() == files["launch.sh"].decode().rstrip() + load
     files = bundle("two-nodes", "train.save=false").files
     assert "launch-resume.sh" not in files
-    assert Supervision.from_json(files["supervision.json"].decode()).pointer is None
+    assert Supervision.from_json(files["supervision.json"].decode()).checkpoints is None
 
 
 def test_a_restart_of_megatron_loads_them_in_its_own_words() -> None:
@@ -110,8 +110,8 @@ def test_a_restart_of_megatron_loads_them_in_its_own_words() -> None:
     files = bundle("one-node", *fields, "train.load=runs/old/checkpoints", "train.checkpoint_folder=kept").files
     launch, resume = files["launch.sh"].decode(), files["launch-resume.sh"].decode()
     assert resume == launch.replace("--load /workspace/runs/old/checkpoints", "--load /workspace/kept")
-    pointer = Supervision.from_json(files["supervision.json"].decode()).pointer
-    assert pointer == "/workspace/kept/latest_checkpointed_iteration.txt"
+    folder = Supervision.from_json(files["supervision.json"].decode()).checkpoints
+    assert folder == "/workspace/kept"
 
 
 def test_nodes_that_are_started_by_hand_are_not_reached_by_ssh() -> None:

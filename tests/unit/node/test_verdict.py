@@ -298,6 +298,6 @@ def test_without_a_window_there_are_never_more_than_allowed(made: list[RestartAt
 
 
 def test_supervision_is_data() -> None:
-    full = Supervision("a", {"a": (0, 1), "b": (2,)}, ("b",), 20000, 30.0, 3, 3600.0, "/x/latest")
+    full = Supervision("a", {"a": (0, 1), "b": (2,)}, ("b",), 20000, 30.0, 3, 3600.0, "/x/checkpoints")
     assert Supervision.from_json(full.to_json()) == full
     assert full.watched == ("a", "b")

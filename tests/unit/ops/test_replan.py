@@ -159,7 +159,7 @@ def test_parts_of_a_checkpoint_that_have_gone_with_their_node(tmp_path: Path) ->
     folder = a_run(tmp_path, **ZERO)
     checkpoint = folder / "checkpoints" / "iter_0000002"
     checkpoint.mkdir(parents=True)
-    (folder / "checkpoints" / "latest").write_text("iter_0000002")
+    (checkpoint / "files.json").touch()
     for rank in range(6):
         (checkpoint / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").touch()
     assert "DP4" in replan(folder, ["node-2"]).summary

@@ -2,6 +2,7 @@
 
 import errno
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from tests.unit.train.experiments import experiment
+from tridock.contracts.checkpoints import newest
 from tridock.contracts.run_folder import write_atomic
 from tridock.errors import Problem, RequestError
 from tridock.train.checkpoints.checkpoint import Checkpoints, check_shared
@@ -159,9 +161,39 @@ def test_the_latest_or_a_named_one(tmp_path: Path, ranks: Ranks, names: Names, p
     assert (tmp_path / pointer).read_text() == word
     assert choose(checkpoints, tmp_path) == ("iter_0000009", {})
     assert choose(checkpoints, first) == ("iter_0000005", {})
-    # Who goes back by hand is obeyed.
+    # A pointer that lags behind hides nothing.
     (tmp_path / pointer).write_text(word.replace("9", "5") + "\n")
-    assert choose(checkpoints, tmp_path) == ("iter_0000005", {})
+    todo = f"to continue from the older one, set train.load to {first}"
+    lags = f"{tmp_path / pointer}: names an older checkpoint than iter_0000009; got iter_0000005; {todo}"
+    assert choose(checkpoints, tmp_path) == ("iter_0000009", {pointer: [lags]})
+
+
+@pytest.mark.parametrize("spoiled", [b"\0garbage", b"\xff\xfe", b"", None])
+def test_the_newest_is_found_whatever_the_pointer_holds(tmp_path: Path, ranks: Ranks, spoiled: bytes | None) -> None:
+    checkpoints = Checkpoints(tmp_path, ranks, TORCH)
+    for iteration in (5, 9):
+        save(checkpoints, iteration)
+    (tmp_path / "latest").unlink()
+    if spoiled is not None:
+        (tmp_path / "latest").write_bytes(spoiled)
+    assert choose(checkpoints, tmp_path)[0] == "iter_0000009"
+    assert newest(tmp_path) == (9, tmp_path / "iter_0000009")
+    assert newest(tmp_path, since=time.time() + 60) is None
+
+
+def test_checkpoints_of_another_history_are_set_aside(tmp_path: Path, ranks: Ranks) -> None:
+    checkpoints = Checkpoints(tmp_path, ranks, TORCH)
+    folders = [save(checkpoints, iteration) for iteration in (2, 4, 6)]
+    assert checkpoints.set_aside_after(6, folders[2]) == []
+    aside = ["iter_0000004.set-aside-1", "iter_0000006.set-aside-1"]
+    assert checkpoints.set_aside_after(2, folders[0]) == aside
+    assert (tmp_path / "latest").read_text() == "iter_0000002"
+    assert is_complete(tmp_path / aside[1])
+    save(checkpoints, 4)
+    elsewhere = tmp_path / "other" / "iter_0000004"
+    assert checkpoints.set_aside_after(4, elsewhere) == ["iter_0000004.set-aside-2"]
+    assert listing(tmp_path) == ["iter_0000002", aside[0], "iter_0000004.set-aside-2", aside[1]]
+    assert newest(tmp_path) == (2, tmp_path / "iter_0000002")
 
 
 def test_what_is_not_whole_is_passed_over(tmp_path: Path, ranks: Ranks) -> None:

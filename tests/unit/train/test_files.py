@@ -20,7 +20,6 @@ from tridock.train.checkpoints.files import (
     assign_to_ranks,
     damage,
     is_complete,
-    load_order,
     manifest_bytes,
     read_manifest,
     sizes_in,
@@ -45,17 +44,6 @@ def test_other_names_are_no_checkpoints(name: str) -> None:
 @pytest.mark.parametrize("text", ["release", "", "-1", "12x", "iter_0000010"])
 def test_a_pointer_that_names_none(text: str) -> None:
     assert MEGATRON.pointed(text) is None
-
-
-@given(st.sets(ITERATIONS), st.none() | ITERATIONS)
-def test_a_load_begins_at_the_pointer_and_goes_back(iterations: set[int], pointed: int | None) -> None:
-    order = load_order(iterations, pointed)
-    assert order == sorted(set(order), reverse=True)
-    if pointed is None:
-        assert set(order) == iterations
-    else:
-        assert order[0] == pointed
-        assert set(order[1:]) == {iteration for iteration in iterations if iteration < pointed}
 
 
 @given(st.dictionaries(ITERATIONS, st.booleans()), st.none() | st.integers(1, 5), ITERATIONS)

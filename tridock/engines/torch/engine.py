@@ -1,6 +1,5 @@
 """Engine ``torch`` as the planner and the launchers see it."""
 
-from tridock.contracts.checkpoints import LATEST
 from tridock.engines.deepspeed import zero_sent, zero_states
 from tridock.engines.engine import Choice, Engine, RankProgram
 from tridock.engines.torch import legality
@@ -30,7 +29,6 @@ class Torch(Engine):
     fields = FIELDS
     trains_images = True
     has_plain_loop = True
-    checkpoint_pointer = LATEST
     checkpoints_load_on = "other replicas"
 
     problems = staticmethod(legality.problems)

@@ -100,8 +100,8 @@ def _run(command: Sequence[str], timeout: float) -> subprocess.CompletedProcess[
 
 
 def _newest(supervision: Supervision) -> Path | None:
-    """The folder of the newest checkpoint, where the pointer holds its name (engine torch)."""
-    return None if supervision.pointer is None else checkpoints.pointed_folder(Path(supervision.pointer))
+    found = None if supervision.checkpoints is None else checkpoints.newest(Path(supervision.checkpoints))
+    return None if found is None else found[1]
 
 
 def _fingerprint(checkpoint: Path | None) -> str | None:
@@ -114,14 +114,15 @@ def _fingerprint(checkpoint: Path | None) -> str | None:
 
 
 def _bring_checkpoint(supervision: Supervision, node: str, seen: str | None) -> None:
-    """Sends the newest checkpoint to a node that does not share the folder; the pointer comes last."""
+    """Sends the newest checkpoint to a node that does not share the folder; its manifest comes last."""
     checkpoint = _newest(supervision)
     if checkpoint is None or seen == _fingerprint(checkpoint):
         return
-    assert supervision.pointer is not None
-    pointer = Path(supervision.pointer)
-    files = [*sorted(path for path in checkpoint.rglob("*") if path.is_file()), pointer]
-    _send(supervision.reach, node, pointer.parent, ((str(path.relative_to(pointer.parent)), path) for path in files))
+    folder, manifest = checkpoint.parent, checkpoint / checkpoints.MANIFEST
+    files = sorted(
+        (path for path in checkpoint.rglob("*") if path.is_file()), key=lambda path: (path == manifest, path)
+    )
+    _send(supervision.reach, node, folder, ((str(path.relative_to(folder)), path) for path in files))
 
 
 def _archive(files: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:

@@ -12,13 +12,14 @@ import traceback
 from pathlib import Path
 from typing import Final
 
-from tridock.contracts import heartbeat, run_folder
+from tridock.contracts import appends, heartbeat, run_folder
 from tridock.contracts.run_state import LOCK
 from tridock.contracts.supervision import Supervision
 from tridock.errors import Problem, RequestError
 from tridock.node.supervisor.run_supervisor import RunSupervisor
 
 _POLL_S: Final = 0.2
+_ROOM_S: Final = 60.0
 
 
 def start(folder: Path, *, again: bool = False, patience_s: float = 0.0) -> int:
@@ -129,5 +130,18 @@ def supervise(folder: Path, ready: int, again: bool) -> int:
         os.write(ready, b"started")
         os.close(ready)
         code = supervisor.run_to_end()
-    run_folder.write_atomic(folder / run_folder.EXIT_CODE, f"{code}\n".encode())
+    _record_end(folder, code)
     return 0
+
+
+def _record_end(folder: Path, code: int) -> None:
+    """Writes the exit code, once a disk that is full has room for it: without it the run would count as lost."""
+    while True:
+        try:
+            if appends.flush(_ROOM_S):
+                run_folder.write_atomic(folder / run_folder.EXIT_CODE, f"{code}\n".encode())
+                return
+        except OSError as error:
+            if error.errno not in appends.NO_ROOM:
+                raise
+            time.sleep(_POLL_S)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tridock.contracts.checkpoints import pointed_iteration
+from tridock.contracts.checkpoints import newest
 from tridock.contracts.events import Event, events_of
 from tridock.contracts.supervision import Supervision
 from tridock.errors import RequestError
@@ -49,8 +49,9 @@ def cannot_help(verdict: Verdict, folder: Path, events_before: int) -> str | Non
 
 
 def checkpoint_iteration(supervision: Supervision, since: float) -> int | None:
-    """The iteration of the newest checkpoint that this run has written, as its pointer says; None where there is none.
+    """The iteration of the newest checkpoint that this run has written; None where there is none.
 
-    A pointer from before ``since`` (a file's time) is another run's: a folder may be given for several.
+    One from before ``since`` (a file's time) is another run's: a folder may be given for several.
     """
-    return None if supervision.pointer is None else pointed_iteration(Path(supervision.pointer), since)
+    found = None if supervision.checkpoints is None else newest(Path(supervision.checkpoints), since)
+    return None if found is None else found[0]

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from tridock.contracts import environment, heartbeat, run_folder
+from tridock.contracts.appends import append
 from tridock.contracts.events import Cause, Event, append_event, events_of
 from tridock.contracts.records import read_lines
 from tridock.contracts.supervision import Supervision
@@ -45,6 +46,8 @@ _LAST_WORD_S: Final = 1.5
 _SILENT_S: Final = 3.0
 """Nodes speak once a second: one that has not for so long may be lost."""
 _FIT_PATIENCE_S: Final = 120.0
+_ROOM_BYTES: Final = 1 << 16
+"""Room on the disk that a restart needs for its logs and records."""
 
 
 class RunSupervisor:
@@ -262,7 +265,7 @@ class RunSupervisor:
         self._print(str(verdict))
 
     def _print(self, line: str) -> None:
-        print(f"tridock: {line}", flush=True)
+        append(self._folder / run_folder.LAUNCHER_LOG, f"tridock: {line}\n".encode())
 
     # ---- and another ----
 
@@ -338,10 +341,23 @@ class RunSupervisor:
             return f"{', '.join(self._silent)} does not answer" + (f" ({error})" if error else "")
         if any(remaining.values()):
             return f"previous processes do not end: {_counted(remaining)}"
+        if (full := _no_room(self._folder)) is not None:
+            return full
         port = self._supervision.master_port
         if not ports.is_free(port):
             return f"port {port} is taken by {ports.holder(port) or 'a process that cannot be seen from here'}"
         return None
+
+
+def _no_room(folder: Path) -> str | None:
+    """Why nothing can be written in the run's folder; None where it can."""
+    probe = folder / ".room"
+    try:
+        run_folder.write_atomic(probe, bytes(_ROOM_BYTES))
+        probe.unlink()
+    except OSError as error:
+        return f"{folder} cannot be written: {error.strerror}"
+    return None
 
 
 def _counted(remaining: Mapping[str, int]) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tridock.contracts import run_folder
-from tridock.contracts.checkpoints import ZERO_RANK
+from tridock.contracts.checkpoints import ZERO_RANK, newest
 from tridock.contracts.codec import encode
 from tridock.contracts.supervision import NewLayout, Supervision
 from tridock.engines import checkpoints_folder, engine_of
@@ -132,10 +132,12 @@ def _check_names(run: Run, before: Slots, lost: Sequence[str], ready: Sequence[s
 
 def _check_parts(run: Run, lost: Sequence[str]) -> None:
     """ZeRO's checkpoint holds a part of every rank; those of lost nodes may have gone with them."""
-    experiment, pointer = run.experiment, run.supervision.pointer
-    if pointer is None or not engine_of(experiment).splits_checkpoint_by_rank(experiment):
+    experiment, folder = run.experiment, run.supervision.checkpoints
+    if folder is None or not engine_of(experiment).splits_checkpoint_by_rank(experiment):
         return
-    checkpoint = Path(pointer).parent / Path(pointer).read_text().strip()
+    if (found := newest(Path(folder))) is None:
+        return
+    checkpoint = found[1]
     names = [path.name for path in checkpoint.glob("*optim_states.pt")]
     there = {int(match[1]) for name in names if (match := ZERO_RANK.match(name))}
     if gone := [rank["rank"] for rank in run.plan["ranks"] if rank["node"] in lost and rank["rank"] not in there]:

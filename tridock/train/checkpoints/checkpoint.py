@@ -10,6 +10,7 @@ leader, creates and renames folders there and writes what is common to all ranks
 checkpoint; without one each node has what its own ranks need to resume.
 """
 
+import itertools
 import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -51,6 +52,25 @@ class Checkpoints:
         """Raises :class:`AgreedError` if the ranks do not share the folder."""
         with agree_on_errors(self.ranks):
             check_shared(self.folder, self.leader)
+
+    def set_aside_after(self, iteration: int, loaded: Path | None) -> list[str]:
+        """Renames the checkpoints of a history that the run leaves, and points at the one that it continues from.
+
+        These are all of later iterations, and one of the same iteration that is not ``loaded``: the run would overwrite
+        them. Returns their new names, on this rank's node. Raises :class:`AgreedError` if any node cannot.
+        """
+        here, renamed = self.folder / self.names.folder(iteration), []
+        continues = loaded is not None and loaded.resolve() == here.resolve()
+        with self._writing(self.folder, self.ranks):
+            if self.leads:
+                left = [n for n in self.names.found(self.folder) if n > iteration or (n == iteration and not continues)]
+                renamed = [_set_aside(self.folder / self.names.folder(number)) for number in sorted(left)]
+                if continues:
+                    self._point(iteration)
+                elif renamed:
+                    for pointer, _ in self.names.pointers:
+                        (self.folder / pointer).unlink(missing_ok=True)
+        return renamed
 
     # ---- saving ----
 
@@ -202,6 +222,11 @@ class Checkpoints:
             with suppress(OSError):  # a folder that cannot be removed stays; a full disk is reported by the next save
                 (self.folder / name).rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _set_aside(folder: Path) -> str:
+    candidates = (folder.with_name(f"{folder.name}.set-aside-{number}") for number in itertools.count(1))
+    return folder.rename(next(path for path in candidates if not path.exists())).name
 
 
 def check_shared(folder: Path, leader: int) -> None:

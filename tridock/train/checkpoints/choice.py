@@ -22,7 +22,7 @@ Rejected = Callable[[Path, Sequence[Problem]], None]
 
 
 def choose(source: Path, names: Names, ranks: Ranks, needed: Needed, rejected: Rejected) -> Path:
-    """The folder to resume from: ``source`` itself, or the newest complete one in it, by its pointer.
+    """The folder to resume from: ``source`` itself, or the newest complete one in it, whatever its pointer says.
 
     Every file is read once; ranks that see the same folder divide them. Raises :class:`AgreedError` if no checkpoint is
     complete.
@@ -62,9 +62,11 @@ def _candidates(source: Path, names: Names, ranks: Ranks, tried: dict[Path, tupl
         tried[pointer] = (
             Problem(str(pointer), "names no checkpoint", repr(texts[0]), "the newest whole one is taken"),
         )
-    # A failure may have separated the pointers of nodes that share no folder: the newer one is tried first.
-    order = files.load_order(iterations, max(pointed, default=None))
-    return [source / names.folder(iteration) for iteration in order]
+    elif iterations and max(pointed, default=0) < max(iterations) and pointed:
+        older, newest = names.folder(max(pointed)), names.folder(max(iterations))
+        todo = f"to continue from the older one, set train.load to {source / older}"
+        tried[pointer] = (Problem(str(pointer), f"names an older checkpoint than {newest}", older, todo),)
+    return [source / names.folder(iteration) for iteration in sorted({*pointed, *iterations}, reverse=True)]
 
 
 def _damage(folder: Path, ranks: Ranks, needed: Collection[str]) -> tuple[Problem, ...]:

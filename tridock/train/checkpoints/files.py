@@ -56,21 +56,11 @@ def _number(form: str, text: str) -> int | None:
     return int(digits) if digits.isascii() and digits.isdecimal() and form.format(int(digits)) == text else None
 
 
-def load_order(iterations: Collection[int], pointed: int | None) -> list[int]:
-    """The iterations that a load tries: the pointer's, then older ones, newest first.
-
-    Newer ones than the pointer's were abandoned, or their save did not finish. Without a readable pointer it is all.
-    """
-    if pointed is None:
-        return sorted(iterations, reverse=True)
-    return sorted({pointed, *(iteration for iteration in iterations if iteration < pointed)}, reverse=True)
-
-
 def to_remove(complete: Mapping[int, bool], keep: int | None, newest: int) -> list[int]:
     """The iterations that ``train.keep_checkpoints`` removes: all older than the ``keep``-th newest complete one.
 
-    ``complete`` tells of each iteration with a folder whether it is complete. Iterations above ``newest``, the one just
-    saved, come from an abandoned history and do not count.
+    ``complete`` has for each iteration with a folder whether it is complete. Iterations above ``newest``, the one just
+    saved, do not count.
     """
     good = sorted(
         (iteration for iteration, is_good in complete.items() if is_good and iteration <= newest),

@@ -17,6 +17,7 @@ import torch
 from tridock.contracts import heartbeat
 from tridock.contracts.events import Event, append_event
 from tridock.experiment.schema import Train
+from tridock.train.checkpoints.checkpoint import Checkpoints
 from tridock.train.rank import signals
 from tridock.train.rank.phases import CHECKPOINT, Phases
 from tridock.train.rank.process_group import AgreedError, Ranks
@@ -41,6 +42,14 @@ class Saver:
     def _choose_device(self) -> None:
         if self._ranks.device.type == "cuda":  # of each thread its own; torch would open a context on the first GPU
             torch.cuda.set_device(self._ranks.device)
+
+    def set_aside(self, checkpoints: Checkpoints, iteration: int, loaded: Path | None) -> None:
+        """Sets aside the checkpoints that a run which continues from ``iteration`` would overwrite. A collective."""
+        if names := checkpoints.set_aside_after(iteration, loaded):
+            self._event(Event.CHECKPOINTS_SET_ASIDE, iteration=iteration, folders=names)
+            origin = f"continues from iteration {iteration}" if iteration else "begins from scratch"
+            where = f"the later checkpoints in {checkpoints.folder} are set aside"
+            self._say(f"warning: the run {origin}; {where}: {', '.join(names)}")
 
     def save(self, start: Start, iteration: int, is_last: bool) -> float:
         """Saves a checkpoint; returns for how many seconds training paused. A collective.

@@ -33,7 +33,8 @@ class UpstreamCheckpoints:
         self._upstream: Any = importlib.import_module("megatron.checkpointing")
         folder = Path(args.save) if args.save else run_folder / CHECKPOINTS
         self._names = DEEPSPEED if args.deepspeed else MEGATRON
-        self._checkpoints = Checkpoints(folder, ranks, self._names, saves_in_background(train))
+        self.checkpoints = Checkpoints(folder, ranks, self._names, saves_in_background(train))
+        self.loaded: Path | None = None
 
     def start(
         self, save: Callable[..., None], in_background: bool, iteration: int, model: Any, *rest: Any
@@ -55,7 +56,7 @@ class UpstreamCheckpoints:
                 save(iteration, model, *rest)
 
         own = {TRACKER: str(iteration).encode()}
-        return self._checkpoints.start(prepare, iteration, own, (), self._keep, in_background)
+        return self.checkpoints.start(prepare, iteration, own, (), self._keep, in_background)
 
     def begins(self) -> bool:
         """Whether the folder to continue from is the one to save in, and holds no checkpoint yet."""
@@ -70,8 +71,10 @@ class UpstreamCheckpoints:
     def _load(self, load: Callable[..., int], rejected: Rejected, model: Any, *rest: Any, **named: Any) -> int:
         source = Path(self._args.load)
         if not any_rank(self._ranks, any((*source.glob(MANIFEST), *source.glob(f"*/{MANIFEST}")))):
-            return load(model, *rest, **named)
-        folder = choose(source, self._names, self._ranks, lambda _: (), rejected)
+            iteration = load(model, *rest, **named)
+            self.loaded = source / self._names.folder(iteration)
+            return iteration
+        folder = self.loaded = choose(source, self._names, self._ranks, lambda _: (), rejected)
         with ExitStack() as changes:
             changes.enter_context(replaced(self._args, "load", str(folder.parent)))
             tracker = str(folder / TRACKER)

@@ -56,7 +56,7 @@ class Recorder:
         self._optimizers: tuple[Any, ...] = ()
         self._leaves = False
         self._loss: float | None = None
-        self._saved = -1
+        self._saved, self._began_at = -1, 0
         self._logged_at, self._logged_iteration = time.monotonic(), 0
         self.saver = Saver(ranks, run_folder, self.phases, saves_in_background(train))
         self._upstream = training
@@ -198,6 +198,8 @@ class Recorder:
         """
         if iteration == self._saved:
             return
+        if self._saved < 0:
+            self.saver.set_aside(self._checkpoints.checkpoints, self._began_at, self._checkpoints.loaded)
 
         def start(in_background: bool) -> Callable[[], Path]:
             write = self._checkpoints.start(self._original["save_checkpoint"], in_background, iteration, *given)
@@ -227,14 +229,14 @@ class Recorder:
             self._say(f"{self._upstream.get_args().load} holds no checkpoint yet: training begins from scratch")
             return 0
         load = self._original["load_checkpoint"]
-        iteration = self._checkpoints.load(load, self._pass_over, *given, **named)
+        iteration = self._began_at = self._checkpoints.load(load, self._pass_over, *given, **named)
         self.event(Event.CHECKPOINT_LOADED, folder=str(self._upstream.get_args().load), iteration=iteration)
         return iteration
 
     def _pass_over(self, folder: Path, problems: Sequence[Problem]) -> None:
         reasons = [str(problem) for problem in problems]
         self.event(Event.CHECKPOINT_REJECTED, folder=str(folder), reasons=reasons)
-        self._say("\n".join([f"warning: {folder} is not whole, and is passed over:", *reasons]))
+        self._say("\n".join([f"warning: {folder} is passed over:", *reasons]))
 
     @cached_property
     def _checkpoints(self) -> UpstreamCheckpoints:

@@ -2,6 +2,8 @@
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +57,21 @@ class Metrics:
 
     def _scalars(self, group: str, fields: dict[str, Any]) -> None:
         if self._board is not None:
-            for name, value in fields.items():
-                if isinstance(value, int | float) and name != "iteration":
-                    self._board.add_scalar(f"{group}/{name}", value, fields["iteration"])
+            with self._ending_on_error():
+                for name, value in fields.items():
+                    if isinstance(value, int | float) and name != "iteration":
+                        self._board.add_scalar(f"{group}/{name}", value, fields["iteration"])
 
     def close(self) -> None:
         if self._board is not None:
-            self._board.close()
+            with self._ending_on_error():
+                self._board.close()
+
+    @contextmanager
+    def _ending_on_error(self) -> Iterator[None]:
+        """The writer's thread ends at its first error, and every call after that raises it again."""
+        try:
+            yield
+        except OSError as error:
+            self._board = None
+            print(f"warning: TensorBoard's file ends here: {error}; metrics.jsonl has all", flush=True)

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
+from tridock.contracts.appends import NO_ROOM
 from tridock.contracts.run_folder import rank_log
 
 CLOSE_LIMIT_S = 3.0
@@ -90,6 +91,7 @@ class _Copy:
 
     def __init__(self, source: int, targets: tuple[int, ...]) -> None:
         self._source, self._alive = source, list(targets)
+        self._lost = dict.fromkeys(targets, 0)  # bytes that found no room
         self._remaining: int | None = None  # bytes still to copy, once ``finish`` has set them
 
     def finish(self, *_: object) -> None:
@@ -116,14 +118,25 @@ class _Copy:
             os._exit(0)
 
     def _write(self, chunk: bytes) -> None:
-        """Writes to every target; drops one that fails (disk full, terminal gone)."""
+        """Writes to every target. A full disk misses some, and says so later; one that is gone is dropped."""
         for target in list(self._alive):
+            lost = self._lost[target]
+            missed = b"\n[%d bytes found no room on the disk]\n" % lost if lost else b""
             try:
-                _write_all(target, chunk)
+                rest = _write_all(target, missed + chunk)
             except OSError:
                 self._alive.remove(target)
+                continue
+            self._lost[target] = (lost if len(rest) > len(chunk) else 0) + min(len(rest), len(chunk))
 
 
-def _write_all(target: int, chunk: bytes) -> None:
-    while chunk:
-        chunk = chunk[os.write(target, chunk) :]
+def _write_all(target: int, data: bytes) -> bytes:
+    """Returns what found no room."""
+    while data:
+        try:
+            data = data[os.write(target, data) :]
+        except OSError as error:
+            if error.errno in NO_ROOM:
+                break
+            raise
+    return data

@@ -14,9 +14,9 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from tridock.contracts import environment, heartbeat
+from tridock.contracts import appends, environment, heartbeat
 from tridock.contracts.devices import rank_devices
 from tridock.contracts.events import Cause, Event, append_event
 from tridock.contracts.run_folder import EXIT_PREEMPTED, FLIGHT
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from tridock.train.rank.process_group import Ranks
 
 
+_ROOM_S: Final = 60.0
+"""For a full disk to have room for the end of a run that has finished."""
+
+
 def run_rank(run_folder: Path, program: Callable[[], None]) -> int:
     """Runs the program with its output copied to the rank's log; returns the exit code. Call it first: it forks."""
     os.environ.update(slurm_rank_env(os.environ))
@@ -37,6 +41,8 @@ def run_rank(run_folder: Path, program: Callable[[], None]) -> int:
     log = RankLog.open(run_folder, rank)
     with _heartbeat(run_folder, rank):
         code = _run_guarded(run_folder, program)
+        if not appends.flush(_ROOM_S if code == 0 else 0.0):
+            print(f"rank {rank}: its last events and metrics are lost: no room in {run_folder}", file=sys.stderr)
         if code == 0:
             heartbeat.beat(heartbeat.END)
     log.close()

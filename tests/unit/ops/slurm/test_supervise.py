@@ -78,11 +78,11 @@ def test_a_run_that_has_saved_is_queued_again_and_continues(
     assert events(folder, "job_requeued") == [{"iteration": 5, "reason": reason}]
     assert f"tridock: queued again: {reason}; it continues from iteration 5\n" in capfd.readouterr().out
     assert json.loads((folder / "argv").read_text()) == []
-    pointer = folder / "checkpoints" / "latest"
-    pointer.parent.mkdir()
-    pointer.write_text("iter_0000005")
+    manifest = folder / "checkpoints" / "iter_0000005" / "files.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.touch()
     assert run(folder, "run_finished") == 0
-    assert json.loads((folder / "argv").read_text()) == ["--load", str(pointer.parent)]
+    assert json.loads((folder / "argv").read_text()) == ["--load", str(folder / "checkpoints")]
     assert (folder / "exit_code").read_text() == "0\n"
     assert events(folder, "job_started")[1]["again"] is True
 

@@ -1,0 +1,62 @@
+"""Appending to a run's files on a disk that may be full: what finds no room waits in memory for the next append."""
+
+import errno
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Final
+
+NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""The errors of a file system that is full or read-only, which may have room again later."""
+_KEPT_BYTES: Final = 1 << 20
+_RETRY_S: Final = 0.5
+
+_waiting: dict[Path, bytes] = {}
+_lock = threading.Lock()  # a thread that writes checkpoints and the training loop both append
+
+
+def append(path: Path, data: bytes) -> None:
+    """Appends ``data``, whole lines, after what is still waiting for this file.
+
+    A line is in the file whole or not at all. At most 1 MiB waits for each file; then the oldest lines are dropped.
+    """
+    with _lock:
+        waiting = _waiting.pop(path, b"") + data
+        if waiting := waiting[_append(path, waiting) :]:
+            _waiting[path] = waiting[-_KEPT_BYTES:].partition(b"\n")[2] if len(waiting) > _KEPT_BYTES else waiting
+
+
+def flush(patience_s: float) -> bool:
+    """Appends what is waiting, for at most ``patience_s`` seconds; returns whether nothing is left."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        for path in list(_waiting):
+            append(path, b"")
+        if not _waiting or time.monotonic() >= deadline:
+            return not _waiting
+        time.sleep(_RETRY_S)
+
+
+def _append(path: Path, data: bytes) -> int:
+    """Appends in one write, so that lines of several processes never mix; returns how many bytes found room."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            return 0
+        raise
+    try:
+        if (written := os.write(descriptor, data)) == len(data):
+            return written
+        whole = data.rfind(b"\n", 0, written) + 1
+        end = os.lseek(descriptor, 0, os.SEEK_CUR)
+        if os.fstat(descriptor).st_size == end:
+            os.ftruncate(descriptor, end - written + whole)
+        return whole
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            return 0
+        raise
+    finally:
+        os.close(descriptor)

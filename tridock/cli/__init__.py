@@ -31,7 +31,8 @@ def main(argv: Sequence[str] | None = None, program: str = "tridock") -> int:
     ``program`` is the name that help and hints have: ``fab`` for Fabric's tasks.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # `| tee log` shows each line as soon as it is printed
+        # `| tee log` shows each line as soon as it is printed. File names may be any bytes.
+        sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     parser = build_parser(program)
     completion.complete(parser)
     try:

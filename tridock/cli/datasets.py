@@ -126,10 +126,11 @@ def _merge(arguments: argparse.Namespace) -> int:
     """Join data sets into one, as Megatron's merge_datasets.py does."""
     from tridock.data.dataset.manifest import manifest_path
     from tridock.data.dataset.merge import merge
-    from tridock.data.dataset.prefixes import check_output, find_prefixes
+    from tridock.data.dataset.prefixes import find_prefixes, output_problems
     from tridock.data.progress import Done, progress_bar
 
-    check_output(arguments.output_prefix)
+    if problems := list(output_problems(arguments.output_prefix)):
+        raise RequestError(problems)
     prefixes = find_prefixes(arguments.input)
     with progress_bar("merging") as progress:
         done, missing = merge(prefixes, arguments.output_prefix, lambda done, total: progress(Done(done, total, 0, 0)))
@@ -142,12 +143,12 @@ def _merge(arguments: argparse.Namespace) -> int:
 
 def _split(arguments: argparse.Namespace) -> int:
     """Divide the documents of a data set into train, valid and test sets, or into equal parts."""
-    from tridock.data.dataset.prefixes import check_output
+    from tridock.data.dataset.prefixes import output_problems
     from tridock.data.dataset.split import split
     from tridock.data.progress import Done, progress_bar
 
-    if arguments.output_prefix is not None:
-        check_output(arguments.output_prefix)
+    if arguments.output_prefix is not None and (problems := list(output_problems(arguments.output_prefix))):
+        raise RequestError(problems)
     with progress_bar("splitting") as progress:
         parts = split(
             arguments.prefix,

@@ -29,6 +29,12 @@ def add(commands: Commands) -> None:
     _add_train_tokenizer(commands)
 
 
+def _path(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("the name is empty")
+    return Path(text)
+
+
 def _add_preprocess(commands: Commands) -> None:
     example = (
         "--input corpus/*.jsonl.zst --output-prefix data/mine --tokenizer-type GPT2BPETokenizer"
@@ -46,14 +52,14 @@ def _add_preprocess(commands: Commands) -> None:
     text = "GPT2BPETokenizer, or vocab: split at white space, ids from a JSON file"
     tokenizer.add_argument("--tokenizer-type", required=True, metavar="TYPE", help=text)
     text = "vocab.json of GPT-2, or a tokenizer.json"
-    tokenizer.add_argument("--vocab-file", type=Path, required=True, metavar="FILE", help=text)
-    tokenizer.add_argument("--merge-file", type=Path, metavar="FILE", help="merges.txt of GPT-2")
+    tokenizer.add_argument("--vocab-file", type=_path, required=True, metavar="FILE", help=text)
+    tokenizer.add_argument("--merge-file", type=_path, metavar="FILE", help="merges.txt of GPT-2")
     tokenizer.add_argument("--append-eod", action="store_true", help="append <|endoftext|> to every document")
     text = "reference: use only Hugging Face's tokenizers, never the faster library (default: auto)"
     tokenizer.add_argument("--encoder", choices=["auto", "reference"], default="auto", help=text)
     output = parser.add_argument_group("output")
     text = "write PREFIX_<key>_document.bin, .idx and .json"
-    output.add_argument("--output-prefix", type=Path, required=True, metavar="PREFIX", help=text)
+    output.add_argument("--output-prefix", type=_path, required=True, metavar="PREFIX", help=text)
     text = "format of the data set; only mmap is supported (default: mmap)"
     output.add_argument("--dataset-impl", default="mmap", metavar="FORMAT", help=text)
     _add_rejects(output)
@@ -72,7 +78,7 @@ def _add_train_tokenizer(commands: Commands) -> None:
     text = "vocabulary size, including the 256 bytes and <|endoftext|>"
     output.add_argument("--vocab-size", type=int, required=True, metavar="N", help=text)
     text = "folder for tokenizer.json, vocab.json and merges.txt"
-    output.add_argument("--output", type=Path, required=True, metavar="DIR", help=text)
+    output.add_argument("--output", type=_path, required=True, metavar="DIR", help=text)
     _add_rejects(output)
 
 
@@ -87,11 +93,14 @@ def _add_texts(group: argparse._ArgumentGroup, keys: str) -> None:
 def _add_rejects(group: argparse._ArgumentGroup) -> None:
     text = "what to do with an invalid line (default: stop)"
     group.add_argument("--on-error", choices=["stop", "skip"], default="stop", help=text)
-    group.add_argument("--rejects", type=Path, metavar="FILE", help="write skipped lines to FILE, each with the reason")
+    group.add_argument(
+        "--rejects", type=_path, metavar="FILE", help="write skipped lines to FILE, each with the reason"
+    )
 
 
 def _preprocess(arguments: argparse.Namespace) -> int:
     """Tokenize texts into Megatron's .bin and .idx files. Takes the options of Megatron's preprocess_data.py."""
+    from tridock.data.outputs import check_outputs
     from tridock.data.preprocess import Request, preprocess
     from tridock.data.progress import progress_bar
     from tridock.data.resumable_build import build_folder
@@ -119,6 +128,8 @@ def _preprocess(arguments: argparse.Namespace) -> int:
         rejects=arguments.rejects,
         resume=arguments.resume,
     )
+    files = [arguments.vocab_file, arguments.merge_file, *[source.path for source in sources]]
+    check_outputs(request.outputs, [path for path in files if path is not None])
     try:
         with progress_bar("tokenizing", arguments.log_interval) as progress:
             done = preprocess(request, progress)
@@ -132,6 +143,7 @@ def _preprocess(arguments: argparse.Namespace) -> int:
 
 def _train_tokenizer(arguments: argparse.Namespace) -> int:
     """Train a byte-level BPE tokenizer on texts. Writes tokenizer.json, and GPT-2's vocab.json and merges.txt."""
+    from tridock.data.outputs import check_outputs
     from tridock.data.progress import progress_bar
     from tridock.data.tokenize.train import Request, train_tokenizer
 
@@ -144,6 +156,7 @@ def _train_tokenizer(arguments: argparse.Namespace) -> int:
         output=arguments.output,
         rejects=arguments.rejects,
     )
+    check_outputs(request.outputs, [source.path for source in request.sources if source.path is not None])
     with progress_bar("reading") as progress:
         done = train_tokenizer(request, progress, lambda line: print(line, file=sys.stderr))
     print(done)
@@ -152,15 +165,42 @@ def _train_tokenizer(arguments: argparse.Namespace) -> int:
 
 def _find_sources(arguments: argparse.Namespace, default: str) -> tuple[Source, ...]:
     """Returns the inputs; ``default`` is the format of those whose name does not tell it."""
-    from tridock.data.input.sources import Kind, find_sources
+    from tridock.data.input.files import find_sources
+    from tridock.data.input.sources import Kind
 
     kind = None if arguments.input_format == "auto" else Kind(arguments.input_format)
-    return find_sources(arguments.input, kind, Kind(default))
+    sources = find_sources(arguments.input, kind, Kind(default))
+    texts = [source.name for source in sources if source.kind is Kind.TEXT]
+    if texts and len(keys := dict.fromkeys(arguments.json_keys)) > 1:
+        what, todo = f"names {len(keys)} keys, but {texts[0]} is text", "name one, or add --input-format jsonl"
+        raise RequestError(Problem("--json-keys", what, " ".join(keys), todo))
+    if arguments.input_format == "auto" and (found := _looks_like_json(sources)):
+        print(
+            f"{found}: is read as text, but begins with a JSON object; for JSON lines add --input-format jsonl",
+            file=sys.stderr,
+        )
+    return sources
+
+
+def _looks_like_json(sources: tuple[Source, ...]) -> str | None:
+    """Returns the name of the first text file whose first line is a JSON object."""
+    from tridock.data.input.documents import is_object
+    from tridock.data.input.sources import Kind, first_line
+
+    for source in sources:
+        if source.kind is Kind.TEXT and is_object(first_line(source)):
+            return source.name
+    return None
 
 
 def _preprocess_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
+    from tridock.data.dataset.prefixes import output_problems
     from tridock.data.input.documents import rejects_problems
 
+    yield from output_problems(arguments.output_prefix)
+    for key in arguments.json_keys:
+        if "/" in key:
+            yield Problem("--json-keys", "contains a /, which a file name cannot have", key, "rename the key")
     if arguments.split_sentences:
         todo = "leave it out (GPT needs none), or use Megatron's tools/preprocess_data.py"
         yield Problem("--split-sentences", "is not supported: texts are not split into sentences", "", todo)

@@ -92,7 +92,8 @@ def prepare_demo(
         return found
 
     # Heavy imports only if there is something to build.
-    from tridock.data.input.sources import Kind, find_sources
+    from tridock.data.input.files import find_sources
+    from tridock.data.input.sources import Kind
     from tridock.data.preprocess import Request, preprocess
     from tridock.data.progress import progress_bar
     from tridock.data.tokenize.blocks import Recipe

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Final
 
 from tridock import __version__
-from tridock.data.dataset.indexed_dataset import token_dtype
+from tridock.data.dataset.indexed_dataset import bin_path, idx_path, token_dtype
 from tridock.data.dataset.manifest import DatasetManifest, manifest_path, write_manifest
+from tridock.data.digest import sha256_of
 from tridock.data.input.documents import Rejection, remedy
 from tridock.data.input.sources import Chunk, Source, read_chunks
 from tridock.data.progress import Done, Progress
-from tridock.data.resumable_build import ResumableBuild
+from tridock.data.resumable_build import Journal, ResumableBuild
 from tridock.data.tokenize.blocks import Encoded, Recipe, encode_in_order
 from tridock.errors import Problem, RequestError
 
@@ -47,6 +48,13 @@ class Request:
     def prefixes(self) -> tuple[Path, ...]:
         prefix = self.output_prefix
         return tuple(prefix.with_name(f"{prefix.name}_{key}_{self.level}") for key in self.recipe.keys)
+
+    @property
+    def outputs(self) -> list[tuple[str, Path]]:
+        """The files that a run writes, each with the option that names it."""
+        paths = [file(prefix) for prefix in self.prefixes for file in (bin_path, idx_path, manifest_path)]
+        rejects = [] if self.rejects is None else [("--rejects", self.rejects)]
+        return [*[("--output-prefix", path) for path in paths], *rejects]
 
     def facts(self) -> dict[str, str]:
         """What the output depends on: a run resumes only with the same facts."""
@@ -98,6 +106,7 @@ def preprocess(request: Request, progress: Progress | None = None) -> Preprocess
     facts = request.facts()
     try:
         with ResumableBuild(request.output_prefix, len(request.recipe.keys), facts, request.resume) as work:
+            _check_finished(request.sources, work.journal)
             if not work.journal.whole:
                 _work(request, work, dtype.itemsize, progress)
             for prefix in request.prefixes:
@@ -118,9 +127,26 @@ def preprocess(request: Request, progress: Progress | None = None) -> Preprocess
         rejected=journal.rejected,
         empty=journal.empty,
         tokens=sum(counts.bytes for counts in journal.keys) // dtype.itemsize,
-        bytes=sum(item.bytes for item in journal.finished),
+        bytes=journal.finished_bytes,
         seconds=time.monotonic() - started,
     )
+
+
+def _check_finished(sources: tuple[Source, ...], journal: Journal) -> None:
+    """Raises :class:`RequestError` with every input that has changed since an interrupted run finished it."""
+    problems = []
+    for source, before, modified_ns in zip(sources, journal.finished, journal.modified_ns, strict=False):
+        assert source.path is not None  # no journal is saved with standard input
+        same = (source.bytes, source.path.stat().st_mtime_ns) == (before.bytes, modified_ns)
+        if not same and not (source.path.is_file() and sha256_of(source.path) == before.sha256):
+            problems.append(_changed_since(source))
+    if problems:
+        raise RequestError(problems)
+
+
+def _changed_since(source: Source) -> Problem:
+    todo = "leave --resume out and start from the beginning"
+    return Problem(source.name, "has changed since the run started", "", todo)
 
 
 def _work(request: Request, work: ResumableBuild, width: int, progress: Progress | None) -> None:
@@ -131,7 +157,7 @@ def _work(request: Request, work: ResumableBuild, width: int, progress: Progress
         _append(request, work, chunk, encoded)
         if progress is not None:
             tokens = sum(counts.bytes for counts in journal.keys) // width
-            read = sum(item.bytes for item in journal.finished) + (0 if chunk.finished else chunk.position)
+            read = journal.finished_bytes + (0 if chunk.finished else chunk.position)
             progress(Done(read, total, journal.documents_in, tokens))
         # The end of a damaged file is followed by its facts; resuming between the two is impossible.
         if chunk.broken is None and total and time.monotonic() - saved >= request.journal_seconds:
@@ -159,8 +185,7 @@ def _skip_done(chunks: Iterator[Chunk], offset: int, digest: str) -> Iterator[Ch
         seen.update(chunk.data[:cut])
         reached = chunk.offset >= offset
         if (reached and begin < offset and seen.hexdigest() != digest) or (chunk.finished and not reached):
-            todo = "leave --resume out and start from the beginning"
-            raise RequestError(Problem(chunk.source.name, "has changed since the run started", "", todo))
+            raise RequestError(_changed_since(chunk.source))
         if cut and cut == len(chunk.data):
             continue
         lines = chunk.data.count(b"\n", 0, cut)
@@ -188,6 +213,8 @@ def _append(request: Request, work: ResumableBuild, chunk: Chunk, encoded: Encod
     journal.source, journal.offset = chunk.number, chunk.offset
     if chunk.finished is not None:
         journal.finished.append(chunk.finished)
+        journal.modified_ns.append(chunk.modified_ns)
+        journal.finished_bytes += chunk.finished.bytes
         journal.source, journal.offset = chunk.number + 1, 0
 
 

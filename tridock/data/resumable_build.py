@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import BaseModel, ValidationError
 
 from tridock.contracts.run_folder import write_atomic
-from tridock.data.dataset.indexed_dataset import Tokens, idx_path, publish, write_index
+from tridock.data.dataset.indexed_dataset import Tokens, bin_path, idx_path, publish, write_index
 from tridock.data.dataset.manifest import Input
 from tridock.data.digest import Digest, sha256_of
 from tridock.data.tokenize.blocks import Block
@@ -51,6 +51,9 @@ class Journal(BaseModel):
     offset: int = 0
     digest: str = ""
     finished: list[Input] = []
+    modified_ns: list[int] = []
+    """When each of ``finished`` was last modified."""
+    finished_bytes: int = 0
     documents_in: int = 0
     rejected: int = 0
     empty: int = 0
@@ -122,9 +125,9 @@ class ResumableBuild:
         for number, counts in enumerate(self.journal.keys):
             sizes = (counts.bytes, counts.sequences * 4, (counts.documents + 1) * 8)
             for part, size in zip(_PARTS, sizes, strict=True):
-                self._files.append(_open_at(self.folder / f"{number}.{part}", size))
+                self._files.append(_open_at(self.folder / f"{number}.{part}", size, not self.resumed))
             self._digests.append(Digest(self.folder / f"{number}.bin"))
-        self._files.append(_open_at(self.folder / "rejects", self.journal.rejects_bytes))
+        self._files.append(_open_at(self.folder / "rejects", self.journal.rejects_bytes, not self.resumed))
 
     def add(self, number: int, block: Block) -> None:
         """Appends the documents of a block to key ``number``."""
@@ -145,15 +148,21 @@ class ResumableBuild:
         self.journal.rejected += 1
 
     def save(self) -> None:
-        """Syncs all files to disk, then writes the journal."""
+        """Syncs all files to disk, then writes the journal. Raises :class:`RequestError` if the folder was removed."""
+        lock = self.folder / "lock"
+        if not lock.exists() or not os.path.samestat(lock.stat(), os.fstat(self._lock.fileno())):
+            raise _lost(self.folder)
         for file in self._files:
+            if os.fstat(file.fileno()).st_nlink == 0:
+                raise _lost(Path(file.name))
             file.flush()
             os.fsync(file.fileno())
         write_atomic(self.folder / _JOURNAL, self.journal.model_dump_json().encode())
 
     def publish(self, prefixes: Sequence[Path], dtype: np.dtype[Any], rejects: Path | None) -> None:
         """Renames all files to their final names. May be interrupted at any point and repeated."""
-        if not self.journal.whole:
+        finishing = self.journal.whole
+        if not finishing:
             for counts, digest in zip(self.journal.keys, self._digests, strict=True):
                 counts.bin_sha256 = digest.hexdigest()
             self.journal.whole = True
@@ -168,8 +177,12 @@ class ResumableBuild:
                 counts.idx_sha256 = sha256_of(index)
                 self.save()
                 publish(prefix, data, index)
+            elif not finishing:
+                raise _lost(data)
             elif index.exists():
                 index.replace(idx_path(prefix))  # killed between the two
+            elif not bin_path(prefix).is_file() or not idx_path(prefix).is_file():
+                raise _lost(bin_path(prefix))
         if rejects is not None:
             partial = rejects.with_name(f".{rejects.name}.part")
             shutil.copyfile(self.folder / "rejects", partial)
@@ -197,13 +210,20 @@ class ResumableBuild:
         self._lock.close()
 
 
+def _lost(path: Path) -> RequestError:
+    todo = "start from the beginning, and leave the folder alone until the run is done"
+    return RequestError(Problem(str(path), "was removed during the run", "", todo))
+
+
 def build_folder(prefix: Path) -> Path:
     return prefix.with_name(f".{prefix.name}.unfinished")
 
 
-def _open_at(path: Path, size: int) -> BinaryIO:
+def _open_at(path: Path, size: int, new: bool) -> BinaryIO:
     """Opens a file for appending, truncated to ``size``. A new document index starts with 0."""
-    if not path.exists():
+    if not new and (not path.exists() or path.stat().st_size < size):
+        raise _lost(path)
+    if new:
         path.write_bytes(b"\0" * 8 if path.suffix == ".documents" else b"")
     os.truncate(path, size)
     return path.open("ab")

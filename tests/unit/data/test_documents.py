@@ -45,6 +45,11 @@ def test_a_line_that_is_no_document(line: bytes, what: str, got: str) -> None:
     assert (found.texts, found.counts) == ([["fine", "too"]], [[1, 1]])
 
 
+def test_a_deeply_nested_value_is_no_text() -> None:
+    (rejected,) = parse(b'{"text": ' + b"[" * 600 + b"]" * 600 + b"}", ["text"], Kind.JSONL).rejected_lines
+    assert rejected.what == "has no text under 'text'"
+
+
 def test_the_message_and_its_remedy() -> None:
     refused = parse(b"1\n", ["a", "b"], Kind.JSONL).rejected_lines[0]
     assert str(refused.problem("x.jsonl", 7, remedy(["a", "b"], Kind.JSONL))) == (

@@ -1,13 +1,11 @@
 """Documents in, an indexed data set out: the same bytes however it is done, and nothing is lost silently."""
 
 import dataclasses
-import errno
 import gzip
 import hashlib
 import json
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -22,9 +20,9 @@ from tests.dataset_writer import IndexedDatasetWriter
 from tridock.data import preprocess as module
 from tridock.data.dataset.indexed_dataset import IndexedDataset
 from tridock.data.dataset.manifest import read_manifest
-from tridock.data.input.sources import Kind, find_sources
-from tridock.data.preprocess import Preprocessed, Request, preprocess
-from tridock.data.resumable_build import ResumableBuild
+from tridock.data.input.files import find_sources
+from tridock.data.input.sources import Kind
+from tridock.data.preprocess import Request, preprocess
 from tridock.data.tokenize import blocks as blocks_module
 from tridock.data.tokenize.blocks import Recipe
 from tridock.data.tokenize.encoders import Reference
@@ -161,9 +159,22 @@ def test_an_input_that_somebody_writes_to(tokenizer: BytePairTokenizer, tmp_path
     changed = f"{source}: changed while it was read; stop all writers, and start from the beginning"
     assert message(lambda: preprocess(wanted, append)) == changed
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
-    if workers == 2:
-        encode = blocks_module._encode_part
-        assert message(lambda: encode(None, wanted.sources[0], str(source), 0, 1 << 30)) == changed
+
+
+def test_an_input_that_is_replaced_while_workers_read_it(tokenizer: BytePairTokenizer, tmp_path: Path) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_bytes(lines(*["four"] * 100))
+    status = source.stat()
+
+    def replace(_: module.Done) -> None:
+        other = tmp_path / "other"
+        other.write_bytes(lines(*["ruof"] * 100))
+        os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
+        other.replace(source)
+
+    wanted = request(tokenizer, tmp_path / "out", source, workers=2, chunk_bytes=50)
+    changed = f"{source}: changed while it was read; stop all writers, and start from the beginning"
+    assert message(lambda: preprocess(wanted, replace)) == changed
 
 
 def test_a_file_cut_short_stops_too(tokenizer: BytePairTokenizer, tmp_path: Path) -> None:
@@ -198,55 +209,6 @@ def test_rejects_hold_every_line_and_its_reason(tokenizer: BytePairTokenizer, tm
     assert (done.documents_in, done.documents_out, done.rejected) == (kept + 5, kept + 2, 3)
     dataset = IndexedDataset(done.prefix)
     assert dataset[dataset.documents - 1].tolist() == tokenizer.encode(noise[kept - 1])
-
-
-def work(tmp_path: Path, count: int = 400) -> list[Path]:
-    chance = random.Random(3)
-    texts = [" ".join(chance.choices(["one", "two", "žluť", ""], k=30)) for _ in range(count)]
-    sources = [tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz"]
-    sources[0].write_bytes(lines(*texts[: count // 2]) + b"{\n")
-    sources[1].write_bytes(gzip.compress(b"[]\n" + lines(*texts[count // 2 :]))[:-20])
-    return sources
-
-
-def test_resumed_after_every_chunk(tokenizer: BytePairTokenizer, tmp_path: Path) -> None:
-    """Killed after each chunk in turn, with another chunk size each time: the bytes do not change."""
-    sources = work(tmp_path)
-    rejects = tmp_path / "r"
-    preprocess(request(tokenizer, tmp_path / "w", *sources, rejects=rejects))
-    expected = {**files(tmp_path), "r": rejects.read_bytes()}
-    manifest = (tmp_path / "w_text_document.json").read_bytes()
-    for path in [*tmp_path.glob("w*"), rejects]:
-        path.unlink()
-
-    class Killed(BaseException):
-        pass
-
-    def run(size: int, chunks: int) -> None:
-        left = chunks
-
-        def progress(_: module.Done) -> None:
-            nonlocal left
-            left -= 1
-            if left < 0:
-                raise Killed
-
-        wanted = request(
-            tokenizer, tmp_path / "w", *sources, rejects=rejects, resume=True, chunk_bytes=size, journal_seconds=0
-        )
-        preprocess(wanted, progress)
-
-    for attempt in range(200):
-        try:
-            run(1000 + 370 * (attempt % 5), 1 + attempt % 3)
-            break
-        except Killed:
-            assert files(tmp_path) == {}
-    else:
-        pytest.fail("never done")
-    assert {**files(tmp_path), "r": rejects.read_bytes()} == expected
-    assert (tmp_path / "w_text_document.json").read_bytes() == manifest
-    assert not list(tmp_path.glob(".*"))
 
 
 def test_no_worker_outlives_the_run() -> None:
@@ -311,107 +273,6 @@ def test_a_killed_worker_is_told(tokenizer: BytePairTokenizer, tmp_path: Path, m
         "a worker: was killed; look for `Out of memory` in dmesg, then continue with --resume and fewer --workers"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
-
-
-def test_publishing_may_be_interrupted_anywhere(
-    tokenizer: BytePairTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = tmp_path / "a.jsonl"
-    source.write_bytes(b"".join(b'{"a": "one", "b": "two three"}\n' for _ in range(9)))
-    more = {"keys": ("a", "b"), "resume": True}
-    preprocess(request(tokenizer, tmp_path / "w", source, **more))
-    expected = files(tmp_path)
-    for path in tmp_path.glob("w*"):
-        path.unlink()
-    real = Path.replace
-    for step in range(1, 12):
-        left = step
-
-        def replace(self: Path, target: Path) -> Path:
-            nonlocal left
-            left -= 1
-            if not left:
-                raise KeyboardInterrupt
-            return real(self, target)
-
-        monkeypatch.setattr(Path, "replace", replace)
-        try:
-            preprocess(request(tokenizer, tmp_path / "w", source, **more))
-        except KeyboardInterrupt:
-            monkeypatch.setattr(Path, "replace", real)
-            assert all(
-                (tmp_path / f"w_{k}_document.bin").exists() for k in "ab" if (tmp_path / f"w_{k}_document.idx").exists()
-            )
-            preprocess(request(tokenizer, tmp_path / "w", source, **more))
-        else:
-            break
-        assert files(tmp_path) == expected
-        assert not list(tmp_path.glob(".*"))
-        for path in tmp_path.glob("w*"):
-            path.unlink()
-    assert step > 5
-
-
-def test_a_full_disk_leaves_nothing_that_looks_whole(tokenizer: BytePairTokenizer, tmp_path: Path) -> None:
-    source = tmp_path / "a.jsonl"
-    source.write_bytes(lines(*(f"{number} four " * 20 for number in range(2000))))
-    preprocess(request(tokenizer, tmp_path / "expected", source))
-    wanted = request(tokenizer, tmp_path / "w", source, chunk_bytes=9000, journal_seconds=0, resume=True)
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
-        text = message(lambda: preprocess(wanted))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        signal.signal(signal.SIGXFSZ, previous)
-    assert text == (
-        f"{tmp_path / 'w'}: cannot be written; got {os.strerror(errno.EFBIG)}; "
-        "free some space there or choose another --output-prefix, and continue with --resume"
-    )
-    assert [path.name for path in tmp_path.glob("w*")] == []
-    preprocess(wanted)
-    for suffix in ("bin", "idx"):
-        name = f"_text_document.{suffix}"
-        assert (tmp_path / f"w{name}").read_bytes() == (tmp_path / f"expected{name}").read_bytes()
-
-
-def test_what_cannot_be_resumed(tokenizer: BytePairTokenizer, tmp_path: Path) -> None:
-    source = tmp_path / "a.jsonl"
-    source.write_bytes(lines(*["four"] * 50))
-
-    def stop(done: module.Done) -> None:
-        if done.documents > 20:
-            raise KeyboardInterrupt
-
-    def begin() -> None:
-        with pytest.raises(KeyboardInterrupt):
-            preprocess(request(tokenizer, tmp_path / "w", source, chunk_bytes=99, journal_seconds=0), stop)
-
-    begin()
-    todo = "resume with the same inputs and options, or leave --resume out and start from the beginning"
-    other = request(tokenizer, tmp_path / "w", source, eod=True, resume=True, rejects=tmp_path / "r")
-    assert message(lambda: preprocess(other)) == (
-        f"--resume: the run was started with append-eod False; got True; {todo}\n"
-        f"--resume: the run was started with on-error stop; got skip; {todo}"
-    )
-    again = request(tokenizer, tmp_path / "w", source, resume=True)
-    source.write_bytes(lines("ruof", *["four"] * 49))
-    changed = f"{source}: has changed since the run started; leave --resume out and start from the beginning"
-    assert message(lambda: preprocess(again)) == changed
-    source.write_bytes(lines("four"))
-    assert message(lambda: preprocess(again)) == changed
-    journal = tmp_path / ".w.unfinished" / "journal.json"
-    journal.write_text("{}")
-    assert message(lambda: preprocess(again)) == (
-        f"{journal}: is not a journal of this version; leave --resume out and start from the beginning"
-    )
-    with ResumableBuild(tmp_path / "w", 1, {}, False):
-        assert message(lambda: preprocess(again)) == (
-            f"{tmp_path / '.w.unfinished'}: is in use by another run; wait for it, or choose another --output-prefix"
-        )
-    done: Preprocessed = preprocess(again)
-    assert done.documents_out == 1
 
 
 def test_the_index_of_many_documents_is_written_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,54 @@ def test_flags_that_cannot_be_done_are_told_all_at_once(folder: Path, capsys: py
         )
 
 
+def test_outputs_replace_no_input_and_no_device(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    skip = ["--on-error", "skip", "--rejects"]
+    Path("link").symlink_to("a.jsonl")
+    os.mkfifo(".pipe")
+    (folder / "o_text_document.json").write_text("{}")
+    lines = Path("a.jsonl").read_bytes()
+    for more, problem in (
+        ([*skip, "./a.jsonl"], "--rejects: would overwrite an input; got a.jsonl"),
+        ([*skip, "link"], "--rejects: would overwrite an input; got link"),
+        ([*skip, "t/merges.txt"], "--rejects: would overwrite an input; got t/merges.txt"),
+        ([*skip, "o_text_document.bin"], "--rejects: would overwrite another output; got o_text_document.bin"),
+        ([*skip, ".pipe"], "--rejects: is a folder, device or pipe, not a file; got .pipe"),
+        (["--input", "."], "--output-prefix: would overwrite an input; got o_text_document.json"),
+    ):
+        assert main(gpt2(*more)) == 2
+        assert capsys.readouterr().err.splitlines()[-1] == f"{problem}; name another file"
+    train = ["data", "train-tokenizer", "--input", "a.jsonl", "--vocab-size", "300", "--output", "t", *skip]
+    assert main([*train, "t/vocab.json"]) == 2
+    expected = "--rejects: would overwrite another output; got t/vocab.json; name another file\n"
+    assert capsys.readouterr().err == expected
+    assert Path("a.jsonl").read_bytes() == lines
+
+
+def test_names_that_lead_nowhere(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(gpt2("--output-prefix", "d/..", "--json-keys", "a/b")) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "--output-prefix: names no file; got d/..; give a folder and a name: data/all",
+        "--json-keys: contains a /, which a file name cannot have; got a/b; rename the key",
+    ]
+    for option in ("--output-prefix", "--vocab-file", "--rejects"):
+        with pytest.raises(SystemExit, match="2"):
+            main(gpt2(option, ""))
+        assert f"error: argument {option}: the name is empty\n" in capsys.readouterr().err
+
+
+def test_text_has_no_keys(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("x.txt").write_text("one\n")
+    assert main(gpt2("--input", "x.txt", "--json-keys", "a", "b")) == 2
+    assert capsys.readouterr().err == (
+        "--json-keys: names 2 keys, but x.txt is text; got a b; name one, or add --input-format jsonl\n"
+    )
+    Path("a.jsonl").rename("b.txt")
+    assert main(gpt2("--input", "x.txt", "b.txt", "--encoder", "reference")) == 0
+    assert capsys.readouterr().err == (
+        "b.txt: is read as text, but begins with a JSON object; for JSON lines add --input-format jsonl\n"
+    )
+
+
 def test_what_megatron_leaves_out_of_the_merges_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     merges = Path("t/merges.txt").read_text().splitlines()
     Path("t/merges.txt").write_text("\n".join(merges[1:]))

@@ -4,9 +4,11 @@ import bz2
 import gzip
 import hashlib
 import io
+import json
 import lzma
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tridock.data.dataset.manifest import Input
-from tridock.data.input.sources import Chunk, Kind, Source, find_sources, kind_of_name, lines_of, read_chunks
+from tridock.data.input.files import find_sources, kind_of_name
+from tridock.data.input.sources import Chunk, Kind, Source, lines_of, read_again, read_chunks
 from tridock.errors import RequestError
 
 LINES = b"".join(b'{"text": "%d"}\n' % number for number in range(5000))
@@ -69,9 +72,10 @@ def test_chunks_are_whole_lines(
         assert chunk.first_line == data[:start].count(b"\n") + 1
         assert chunk.lines == chunk.data.count(b"\n") + (not chunk.data.endswith(b"\n"))
         assert chunk.digest.result() == hashlib.sha256(data[: chunk.offset]).hexdigest()
-        assert chunk.plain != compressed
-        if chunk.plain:
-            assert lines_of(chunk) == (str(path), start, len(chunk.data))
+        assert (chunk.plain is None) == compressed
+        if chunk.plain is not None:
+            assert lines_of(chunk) == (chunk.plain, start, len(chunk.data))
+            assert read_again(chunk.source, *lines_of(chunk)) == chunk.data
             assert len(chunk.data) <= size or chunk.lines == 1
     assert last.finished == Input(name="a", bytes=len(stored), sha256=hashlib.sha256(stored).hexdigest())
 
@@ -99,6 +103,35 @@ def test_a_file_that_was_cut_short(tmp_path: Path, how: str) -> None:
     assert b"".join(chunk.data for chunk in read(path)) == LINES[: sum(len(chunk.data) for chunk in read(path))]
 
 
+@pytest.mark.parametrize("how", ["bz2", "xz"])
+def test_streams_after_zeros_are_read(tmp_path: Path, how: str) -> None:
+    path = tmp_path / "a"
+    compress = {"bz2": bz2.compress, "xz": lzma.compress}[how]
+    path.write_bytes(compress(LINES[:1000]) + b"\0" * 8 + compress(LINES[1000:]) + b"\0" * 4)
+    assert b"".join(chunk.data for chunk in read(path)) == LINES
+
+
+@pytest.mark.parametrize("how", COMPRESSORS)
+def test_a_later_stream_with_a_damaged_header(tmp_path: Path, how: str) -> None:
+    path = tmp_path / "a"
+    first, second = (COMPRESSORS[how](part)[:] for part in (LINES, b"last\n"))
+    path.write_bytes(first + bytes([second[0] ^ 1]) + second[1:])
+    chunks = read(path)
+    (broken,) = [chunk.broken for chunk in chunks if chunk.broken is not None]
+    assert str(broken).startswith(f"{path}:5001: the rest of the file cannot be read; got ")
+    assert b"".join(chunk.data for chunk in chunks) == LINES
+
+
+def test_zstd_with_a_large_window_after_a_skippable_frame(tmp_path: Path) -> None:
+    library = pytest.importorskip("zstandard")
+    parameters = library.ZstdCompressionParameters.from_level(1, window_log=28)
+    long = library.ZstdCompressor(compression_params=parameters).compressobj()
+    path = tmp_path / "a"
+    skipped = b"\x50\x2a\x4d\x18\x04\0\0\0abcd"
+    path.write_bytes(skipped + long.compress(LINES) + long.flush() + skipped)
+    assert b"".join(chunk.data for chunk in read(path)) == LINES
+
+
 def test_a_file_with_a_damaged_place(tmp_path: Path) -> None:
     path = tmp_path / "a.gz"
     whole = bytearray(gzip.compress(LINES))
@@ -124,6 +157,53 @@ def test_folders_patterns_and_files_in_order(tmp_path: Path) -> None:
         ("b/2.jsonl", "jsonl"),
     ]
     assert [source.path for source in find_sources([str(tmp_path / "c*.jsonl")], Kind.JSONL)] == [tmp_path / "c*.jsonl"]
+
+
+def test_a_folder_leaves_nothing_out_silently(tmp_path: Path) -> None:
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "f"
+    for name in ("elsewhere/1.jsonl", "f/2.jsonl"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_bytes(b"x")
+    (folder / "1").symlink_to(elsewhere)
+    (folder / "3.jsonl").symlink_to(folder / "2.jsonl")
+    names = [str(source.path) for source in find_sources([str(folder)])]
+    assert names == [f"{folder}/{name}" for name in ("1/1.jsonl", "2.jsonl", "3.jsonl")]
+    (folder / "gone.jsonl").symlink_to("nowhere")
+    (elsewhere / "again").symlink_to(folder)
+    os.mkfifo(folder / "pipe")
+    gone = f"{folder}/gone.jsonl: is a link to a missing file; got nowhere; remove the link, or restore its file"
+    assert message(lambda: find_sources([str(folder)])).splitlines() == [
+        f"{folder}/1/again: is a link to a folder that it is in; remove the link",
+        gone,
+        f"{folder}/pipe: is neither a file nor a folder; remove it, or name the other files as --input",
+    ]
+    assert message(lambda: find_sources([f"{folder}/gone*", f"{folder}/gone.jsonl"])) == f"{gone}\n{gone}"
+    assert message(lambda: find_sources([""])) == f"--input: is empty; {FIND}"
+
+
+def test_parts_of_a_folder_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").write_bytes(b"x")
+    real = Path.iterdir
+
+    def refuse(self: Path) -> Iterator[Path]:
+        if self.name == "a":
+            raise PermissionError(13, "Permission denied")
+        return real(self)
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    expected = f"{tmp_path}/a: cannot be read; got Permission denied; {FIND}"
+    assert message(lambda: find_sources([str(tmp_path)])) == expected
+
+
+def test_names_that_are_not_utf8(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"a\xff")
+    path.write_bytes(b"x\n")
+    (source,) = find_sources([str(path)])
+    assert source.name == f"{tmp_path}/a\\xff"
+    last = list(read_chunks(0, source, ["text"], 9))[-1]
+    assert last.finished is not None
+    assert json.loads(last.finished.model_dump_json())["name"] == "a\\xff"
 
 
 def test_kinds() -> None:
@@ -161,6 +241,9 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     chunks = list(read_chunks(0, source, ["text"], 4096))
     assert b"".join(chunk.data for chunk in chunks) == LINES
     assert chunks[-1].finished == Input(name="standard input", bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+    monkeypatch.setattr(sys, "stdin", None)
+    closed = "standard input: is closed; give it lines, or name files as --input"
+    assert message(lambda: list(read_chunks(0, source, ["text"], 9))) == closed
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"PAR1....PAR1")))
     assert message(lambda: list(read_chunks(0, source, ["text"], 9))) == (
         "standard input: is parquet; give the file's path: parquet cannot be read from a pipe"

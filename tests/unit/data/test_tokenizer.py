@@ -62,6 +62,18 @@ def test_saved_and_loaded(tokenizer: BytePairTokenizer, tmp_path: Path) -> None:
         assert loaded.encode_batch(TEXTS) == tokenizer.encode_batch(TEXTS)
 
 
+def test_truncation_and_padding_of_a_file_are_ignored(tokenizer: BytePairTokenizer, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    other = Tokenizer.from_str(tokenizer.to_json())
+    other.enable_truncation(3)
+    other.enable_padding(length=9)
+    other.save(str(tmp_path / "tokenizer.json"))
+    loaded = BytePairTokenizer.load(tmp_path)
+    assert loaded.encode_batch(["a", *TEXTS]) == tokenizer.encode_batch(["a", *TEXTS])
+    assert loaded.to_json() == tokenizer.to_json()
+
+
 def test_gpt2_files_give_the_same_ids(tokenizer: BytePairTokenizer, tmp_path: Path) -> None:
     from tokenizers import ByteLevelBPETokenizer
 

@@ -1,6 +1,6 @@
 """Finds and opens the data sets on a command line."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tridock.data.dataset.indexed_dataset import IndexedDataset, bin_path, idx_path
@@ -58,8 +58,8 @@ def open_datasets(prefixes: Sequence[Path]) -> tuple[list[IndexedDataset], list[
     return datasets, manifests
 
 
-def check_output(prefix: Path) -> None:
-    """Raises :class:`RequestError` if the prefix has no file name."""
+def output_problems(prefix: Path) -> Iterator[Problem]:
+    """Yields a problem if the prefix has no file name."""
     if not prefix.name or prefix.name == "..":
         todo = "give a folder and a name: data/all"
-        raise RequestError(Problem("--output-prefix", "names no file", str(prefix), todo))
+        yield Problem("--output-prefix", "names no file", str(prefix), todo)

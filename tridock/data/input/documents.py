@@ -90,6 +90,14 @@ def parse(data: bytes, keys: Sequence[str], kind: Kind) -> Documents:
     return found
 
 
+def is_object(line: bytes) -> bool:
+    """Whether a line is a JSON object."""
+    try:
+        return isinstance(_decode(line.decode("utf-8")), tuple)
+    except (ValueError, RecursionError):
+        return False
+
+
 def _plain(line: bytes) -> Fields:
     return [[_characters(line.removesuffix(b"\r"))]]
 
@@ -183,7 +191,10 @@ def _check_surrogates(text: str) -> None:
 
 
 def _excerpt(value: object) -> str:
-    text = json.dumps(_plain_value(value))
+    try:
+        text = json.dumps(_plain_value(value))
+    except RecursionError:
+        text = "deeply nested values"
     return text if len(text) <= 60 else text[:57] + "..."
 
 

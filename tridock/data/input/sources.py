@@ -1,19 +1,14 @@
-"""Finds the files of ``--input``, decompresses them by their content, and reads chunks of whole lines."""
+"""Reads inputs in chunks of whole lines."""
 
 from __future__ import annotations
 
-import bz2
-import glob
-import gzip
 import io
 import json
-import lzma
 import os
 import sys
-import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Final, cast
@@ -21,13 +16,13 @@ from typing import IO, Any, BinaryIO, Final, cast
 import numpy as np
 
 from tridock.data.dataset.manifest import Input
-from tridock.data.digest import SUMS, Digest, sha256_of
+from tridock.data.digest import Digest, sha256_of
+from tridock.data.input.compression import compression_of, damage, decompressed
 from tridock.errors import Problem, RequestError
 
-STDIN: Final = "-"
-_COMPRESSED: Final = (".gz", ".bgz", ".zst", ".zstd", ".bz2", ".xz")
 _BLOCK: Final = 1 << 18
-_TODO_INPUT: Final = "give files, folders or patterns that exist, or - for standard input"
+_FIRST_LINE: Final = 1 << 20
+TODO_INPUT: Final = "give files, folders or patterns that exist, or - for standard input"
 
 
 class Kind(StrEnum):
@@ -38,12 +33,38 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One input. ``path`` is None for standard input, whose size is unknown."""
+    """One input. ``path`` is None for standard input, whose size is unknown. ``name`` is printable: valid UTF-8."""
 
     name: str
     path: Path | None
     kind: Kind
     bytes: int = 0
+
+    @property
+    def file_name(self) -> str:
+        """The name without its folder."""
+        return self.name if self.path is None else printable(self.path.name)
+
+
+def printable(name: str | Path) -> str:
+    """Returns a file's name, which may be any bytes, as valid UTF-8."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What differs for another file of the same name, and for a file that was written to."""
+
+    device: int
+    inode: int
+    size: int
+    modified_ns: int
+
+    @classmethod
+    def of(cls, file: int) -> Identity:
+        """That of an open file."""
+        found = os.fstat(file)
+        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +72,9 @@ class Chunk:
     """Whole lines of one source; the last line of a source may lack its newline.
 
     ``position`` counts the bytes read from disk in this source. ``offset`` and ``digest`` (SHA-256) cover the
-    (decompressed) lines up to the end of the chunk. ``finished`` ends a source. ``broken`` is why reading failed;
-    ``data`` is then the truncated line. ``plain``: the lines are in an uncompressed file at ``offset - len(data)``.
+    (decompressed) lines up to the end of the chunk. ``finished`` ends a source, whose file was last modified at
+    ``modified_ns``. ``broken`` is why reading failed; ``data`` is then the truncated line. ``plain``: the lines are at
+    ``offset - len(data)`` in this uncompressed file.
     """
 
     source: Source
@@ -64,64 +86,9 @@ class Chunk:
     digest: Future[str]
     position: int
     finished: Input | None = None
+    modified_ns: int = 0
     broken: Problem | None = None
-    plain: bool = False
-
-
-def find_sources(inputs: Sequence[str], kind: Kind | None = None, default: Kind = Kind.JSONL) -> tuple[Source, ...]:
-    """Returns the inputs in the order given; the files of a folder or pattern sorted by name, without hidden ones.
-
-    ``kind`` is that of every input but Parquet files. Without it the file name decides; ``default`` is the kind where
-    the name does not tell. Raises :class:`RequestError` with every input that does not exist.
-    """
-    sources: list[Source] = []
-    problems: list[Problem] = []
-    for given in inputs:
-        if given == STDIN:
-            sources.append(Source("standard input", None, kind or default))
-            continue
-        paths = _paths(given)
-        if not paths:
-            problems.append(Problem(given, "names no file", "", _TODO_INPUT))
-        for path in paths:
-            try:
-                size = path.stat().st_size
-                # Only of files: reading from a pipe would consume it.
-                parquet = path.is_file() and _compression(_starts(path)) == "parquet"
-            except OSError as error:
-                problems.append(Problem(str(path), "cannot be read", error.strerror or str(error), _TODO_INPUT))
-                continue
-            found = Kind.PARQUET if parquet else kind or kind_of_name(path.name, default)
-            sources.append(Source(str(path), path, found, size))
-    if sum(source.path is None for source in sources) > 1:
-        problems.append(Problem("--input", "names standard input more than once", "", "give - once"))
-    if problems:
-        raise RequestError(problems)
-    return tuple(sources)
-
-
-def _paths(given: str) -> list[Path]:
-    path = Path(given)
-    if path.is_dir():
-        files = [file for file in path.rglob("*") if file.is_file() and file.name != SUMS]
-        return sorted(file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts))
-    if path.exists():
-        return [path]
-    return sorted(Path(name) for name in glob.glob(given, recursive=True) if Path(name).is_file())  # noqa: PTH207  absolute patterns
-
-
-def _starts(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(6)
-
-
-def kind_of_name(name: str, otherwise: Kind) -> Kind:
-    """Returns the kind by the suffix before that of a compression, or ``otherwise``."""
-    path = Path(name.lower())
-    suffix = Path(path.stem).suffix if path.suffix in _COMPRESSED else path.suffix
-    if suffix in (".txt", ".text"):
-        return Kind.TEXT
-    return Kind.JSONL if suffix in (".jsonl", ".json", ".ndjson") else otherwise
+    plain: Identity | None = None
 
 
 class _CountingReader(io.RawIOBase):
@@ -146,82 +113,7 @@ class _CountingReader(io.RawIOBase):
             pass
 
 
-class _ZstdReader(io.RawIOBase):
-    """Reads zstd frames one after another. Unlike the library's reader it detects a truncated frame."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        import zstandard
-
-        self._new = zstandard.ZstdDecompressor().decompressobj
-        self._file = file
-        self._frame = self._new()
-        self._started = False
-        self._ready = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            data = self._frame.unused_data if self._frame.eof else b""
-            if self._frame.eof:
-                self._frame, self._started = self._new(), False
-            data = data or self._file.read(1 << 17)
-            if not data:
-                if self._started:
-                    raise EOFError("the last zstd frame is truncated")
-                return 0
-            self._started = True
-            self._ready = self._frame.decompress(data)
-        taken, self._ready = self._ready[: len(buffer)], self._ready[len(buffer) :]
-        buffer[: len(taken)] = taken
-        return len(taken)
-
-
-_TODO_ZSTD: Final = "pip install 'tridock[data]', or decompress it: zstd -dc FILE | tridock data preprocess --input - …"
 _TODO_PARQUET: Final = "pip install 'tridock[data]', or give JSON lines"
-
-_MAGIC: Final = {
-    b"\x1f\x8b": "gzip",
-    b"BZh": "bzip2",
-    b"\xfd7zXZ\x00": "xz",
-    b"\x28\xb5\x2f\xfd": "zstd",
-    b"PAR1": "parquet",
-}
-
-
-def _compression(start: bytes) -> str | None:
-    return next((name for magic, name in _MAGIC.items() if start.startswith(magic)), None)
-
-
-def _decompressed(source: Source, file: Any) -> Any:
-    match _compression(file.peek(6)):
-        case "gzip":
-            return gzip.GzipFile(fileobj=file)  # needs no more memory than a block
-        case "bzip2":
-            return bz2.BZ2File(file)
-        case "xz":
-            return lzma.LZMAFile(file)
-        case "zstd":
-            try:
-                return io.BufferedReader(_ZstdReader(file), 1 << 17)
-            except ImportError:
-                what = "is compressed by zstd, but a package for it is missing"
-                raise RequestError(Problem(source.name, what, "", _TODO_ZSTD)) from None
-        case "parquet":
-            todo = "give the file's path: parquet cannot be read from a pipe"
-            raise RequestError(Problem(source.name, "is parquet", "", todo))
-    return file
-
-
-def _damage() -> tuple[type[Exception], ...]:
-    """Returns the exceptions of reading a damaged file."""
-    known: tuple[type[Exception], ...] = (EOFError, OSError, zlib.error, lzma.LZMAError)
-    try:
-        from zstandard import ZstdError
-    except ImportError:
-        return known
-    return (*known, ZstdError)
 
 
 def _problem(source: Source, line: int, error: Exception) -> Problem:
@@ -243,10 +135,22 @@ def read_chunks(number: int, source: Source, keys: Sequence[str], size: int) -> 
     return _chunks_of_blocks(number, source, blocks, size)
 
 
+def first_line(source: Source) -> bytes:
+    """Returns the first line of a file, at most a megabyte of it; b"" for one that is empty or cannot be read."""
+    if source.path is None or not source.path.is_file():
+        return b""  # reading from a pipe would consume it
+    try:
+        with source.path.open("rb") as file:
+            line: bytes = decompressed(source.name, file).readline(_FIRST_LINE)
+            return line
+    except damage():
+        return b""
+
+
 def _is_plain(path: Path) -> bool:
     """Whether a path is an uncompressed file. A file that cannot be read fails when it is opened."""
     try:
-        return path.is_file() and _compression(_starts(path)) is None
+        return path.is_file() and compression_of(path) is None
     except OSError:
         return False
 
@@ -255,20 +159,20 @@ def _plain_chunks(number: int, source: Source, path: Path, size: int) -> Iterato
     line, offset, content = 1, 0, Digest()
     try:
         with path.open("rb", buffering=0) as file:
-            before = _identity(file)
+            before = Identity.of(file.fileno())
             while data := _lines_at(file.fileno(), offset, size):
-                if _identity(file) != before:
+                if Identity.of(file.fileno()) != before:
                     raise changed(source)
                 first, lines = line, _newlines(data) + (data[-1:] != b"\n")
                 line, offset = line + lines, offset + len(data)
                 content.update(data)
-                yield Chunk(source, number, first, data, lines, offset, content.mark(), offset, plain=True)
-            if _identity(file) != before:
+                yield Chunk(source, number, first, data, lines, offset, content.mark(), offset, plain=before)
+            if Identity.of(file.fileno()) != before:
                 raise changed(source)
     except OSError as error:
         raise _unreadable(source, error) from None
-    facts = Input(name=path.name, bytes=offset, sha256=content.hexdigest())
-    yield Chunk(source, number, line, b"", 0, offset, content.mark(), offset, facts)
+    facts = Input(name=source.file_name, bytes=offset, sha256=content.hexdigest())
+    yield Chunk(source, number, line, b"", 0, offset, content.mark(), offset, facts, before.modified_ns)
 
 
 def _lines_at(file: int, offset: int, size: int) -> bytes:
@@ -294,38 +198,43 @@ def _newlines(data: bytes) -> int:
     return sum(int(np.count_nonzero(characters[start : start + _BLOCK] == ord("\n"))) for start in blocks)
 
 
-def _identity(file: IO[bytes]) -> tuple[int, int]:
-    """Returns what changes when the file is written to."""
-    found = os.fstat(file.fileno())
-    return found.st_size, found.st_mtime_ns
-
-
-def lines_of(chunk: Chunk) -> tuple[str, int, int]:
+def lines_of(chunk: Chunk) -> tuple[Identity, int, int]:
     """Returns file, first byte and size of the lines of a plain chunk."""
-    return str(chunk.source.path), chunk.offset - len(chunk.data), len(chunk.data)
+    assert chunk.plain is not None
+    return chunk.plain, chunk.offset - len(chunk.data), len(chunk.data)
+
+
+def read_again(source: Source, identity: Identity, offset: int, size: int) -> bytes:
+    """Reads the lines of a plain chunk once more, in another process."""
+    assert source.path is not None
+    with source.path.open("rb", buffering=0) as file:
+        data = os.pread(file.fileno(), size, offset)
+        if len(data) != size or Identity.of(file.fileno()) != identity:
+            raise changed(source)
+    return data
 
 
 def changed(source: Source) -> RequestError:
-    """Returns the error for an input that was written to while it was read."""
+    """Returns the error for an input that was written to, or replaced, while it was read."""
     todo = "stop all writers, and start from the beginning"
     return RequestError(Problem(source.name, "changed while it was read", "", todo))
 
 
 def _unreadable(source: Source, error: OSError) -> RequestError:
     got = error.strerror or str(error)
-    return RequestError(Problem(source.name, "cannot be read", got, _TODO_INPUT))
+    return RequestError(Problem(source.name, "cannot be read", got, TODO_INPUT))
 
 
 def _chunks_of_blocks(number: int, source: Source, blocks: _Parquet | _Stream, size: int) -> Iterator[Chunk]:
     line, offset, content, rest, held = 1, 0, Digest(), [b""], 0
 
-    def chunk(data: bytes, finished: Input | None = None, broken: Problem | None = None) -> Chunk:
+    def chunk(data: bytes, broken: Problem | None = None) -> Chunk:
         nonlocal line, offset
         first, lines = line, _newlines(data) + (data[-1:] not in (b"", b"\n"))
         line, offset = line + lines, offset + len(data)
         content.update(data)
         position = blocks.position()
-        return Chunk(source, number, first, data, lines, offset, content.mark(), position, finished, broken)
+        return Chunk(source, number, first, data, lines, offset, content.mark(), position, broken=broken)
 
     try:
         for block in blocks.read(size):
@@ -336,7 +245,7 @@ def _chunks_of_blocks(number: int, source: Source, blocks: _Parquet | _Stream, s
                 rest[-1] = block[:cut]
                 yield chunk(b"".join(rest))
                 rest, held = [block[cut:]], len(block) - cut
-    except _damage() as error:
+    except damage() as error:
         data = b"".join(rest)
         cut = data.rfind(b"\n") + 1
         if cut:
@@ -345,7 +254,7 @@ def _chunks_of_blocks(number: int, source: Source, blocks: _Parquet | _Stream, s
         rest = []
     if any(rest):
         yield chunk(b"".join(rest))
-    yield chunk(b"", finished=blocks.facts())
+    yield replace(chunk(b""), finished=blocks.facts(), modified_ns=blocks.modified_ns)
 
 
 class _Stream:
@@ -354,16 +263,17 @@ class _Stream:
     def __init__(self, source: Source) -> None:
         self._source = source
         try:
-            opened = sys.stdin.buffer if source.path is None else source.path.open("rb", buffering=0)
+            opened = _standard_input() if source.path is None else source.path.open("rb", buffering=0)
         except OSError as error:
             raise _unreadable(source, error) from None
         self._counted = _CountingReader(cast("BinaryIO", opened))
-        self._is_file = source.path is not None
         self._opened = opened
+        self._before = Identity.of(opened.fileno()) if source.path and source.path.is_file() else None
+        self.modified_ns = self._before.modified_ns if self._before else 0
 
     def read(self, size: int) -> Iterator[bytes]:
         raw = io.BufferedReader(self._counted, 1 << 17)
-        stream = _decompressed(self._source, raw)
+        stream = decompressed(self._source.name, raw)
         # read1, not read: it returns the bytes before damage first.
         step = max(1, min(size, 1 << 18))
         while block := stream.read1(step):
@@ -374,10 +284,20 @@ class _Stream:
 
     def facts(self) -> Input:
         self._counted.drain()
-        if self._is_file:
+        if self._before is not None and Identity.of(self._opened.fileno()) != self._before:
+            raise changed(self._source)
+        if self._source.path is not None:
             self._opened.close()
-        name = self._source.path.name if self._source.path else self._source.name
-        return Input(name=name, bytes=self._counted.bytes, sha256=self._counted.digest.hexdigest())
+        digest = self._counted.digest.hexdigest()
+        return Input(name=self._source.file_name, bytes=self._counted.bytes, sha256=digest)
+
+
+def _standard_input() -> IO[bytes]:
+    # None where the caller closed it.
+    if sys.stdin is None:
+        todo = "give it lines, or name files as --input"
+        raise RequestError(Problem("standard input", "is closed", "", todo))
+    return sys.stdin.buffer
 
 
 class _Parquet:
@@ -405,6 +325,7 @@ class _Parquet:
             raise RequestError([Problem(source.name, f"has no column {key!r}", got, todo) for key in absent])
         self._columns = list(dict.fromkeys(keys))
         self._done = 0
+        self.modified_ns = source.path.stat().st_mtime_ns
 
     def read(self, _size: int) -> Iterator[bytes]:
         """Yields batches of rows, because their size in bytes is unknown beforehand."""
@@ -424,4 +345,4 @@ class _Parquet:
         return self._source.bytes * self._done // max(rows, 1)
 
     def facts(self) -> Input:
-        return Input(name=self._path.name, bytes=self._source.bytes, sha256=sha256_of(self._path))
+        return Input(name=self._source.file_name, bytes=self._source.bytes, sha256=sha256_of(self._path))

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
@@ -24,7 +23,7 @@ from numpy.typing import NDArray
 
 from tridock.data.dataset.indexed_dataset import token_dtype
 from tridock.data.input.documents import Rejection, parse
-from tridock.data.input.sources import Chunk, Kind, Source, changed, lines_of
+from tridock.data.input.sources import Chunk, Identity, Kind, Source, lines_of, read_again
 from tridock.data.tokenize.encoders import Encoder, Ids
 from tridock.errors import Problem, RunError
 
@@ -226,7 +225,7 @@ def _submit(chunk: Chunk, pool: ProcessPoolExecutor, slots: Slots) -> _Task:
     if _has_no_lines(chunk):
         return _Task(chunk)
     slot = slots.acquire()
-    if chunk.plain:
+    if chunk.plain is not None:
         part = lines_of(chunk)
         return _Task(replace(chunk, data=b""), pool.submit(_encode_part, slot, chunk.source, *part), slot)
     return _Task(chunk, pool.submit(_encode, slot, chunk.data, chunk.source.kind), slot)
@@ -263,12 +262,8 @@ def _start_worker(recipe: Recipe, slots: Slots, parent: int) -> None:
         os._exit(1)
 
 
-def _encode_part(slot: int | None, source: Source, name: str, offset: int, size: int) -> Result:
-    with Path(name).open("rb", buffering=0) as file:
-        data = os.pread(file.fileno(), size, offset)
-    if len(data) != size:
-        raise changed(source)
-    return _encode(slot, data, source.kind)
+def _encode_part(slot: int | None, source: Source, identity: Identity, offset: int, size: int) -> Result:
+    return _encode(slot, read_again(source, identity, offset, size), source.kind)
 
 
 def _encode(slot: int | None, data: bytes, kind: Kind) -> Result:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 END_OF_TEXT: Final = "<|endoftext|>"
 TOKENIZER: Final = "tokenizer.json"
+TOKENIZER_FILES: Final = ("vocab.json", "merges.txt", TOKENIZER)
+"""That ``BytePairTokenizer.save`` writes."""
 SMALLEST_VOCABULARY: Final = 257
 """256 bytes and the end of text."""
 
@@ -29,6 +31,9 @@ class BytePairTokenizer:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._tokenizer.encode_special_tokens = True
+        # A model's tokenizer.json may have both, for its own batches. Data is never cut.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int, show_progress: bool = False) -> Self:

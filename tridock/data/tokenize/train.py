@@ -14,6 +14,7 @@ from tridock.data.input.sources import Chunk, Source, read_chunks
 from tridock.data.preprocess import CHUNK_BYTES
 from tridock.data.progress import Done, Progress
 from tridock.data.tokenize.learner import learn
+from tridock.data.tokenize.tokenizer import TOKENIZER_FILES
 from tridock.errors import Problem, RequestError
 
 
@@ -26,6 +27,13 @@ class Request:
     vocab_size: int
     output: Path
     rejects: Path | None = None
+
+    @property
+    def outputs(self) -> list[tuple[str, Path]]:
+        """The files that a run writes, each with the option that names it."""
+        paths = [self.output / name for name in TOKENIZER_FILES]
+        rejects = [] if self.rejects is None else [("--rejects", self.rejects)]
+        return [*[("--output", path) for path in paths], *rejects]
 
 
 @dataclass(slots=True)

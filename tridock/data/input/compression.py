@@ -1,0 +1,121 @@
+"""Decompresses a file by its content. Every stream of a file counts, and every damage is an error."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any, Final
+
+from tridock.errors import Problem, RequestError
+
+_BLOCK: Final = 1 << 17
+_LONGEST_WINDOW: Final = 1 << 31
+"""zstd's largest window (``--long=31``). A frame takes the memory of its own."""
+_MAGIC: Final = {
+    b"\x1f\x8b": "gzip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ\x00": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+    b"PAR1": "parquet",
+    # A skippable frame of zstd: pzstd, and tools that write an index, begin with one.
+    **{bytes([first]) + b"\x2a\x4d\x18": "zstd" for first in range(0x50, 0x60)},
+}
+_START: Final = max(map(len, _MAGIC))
+_TODO_ZSTD: Final = "pip install 'tridock[data]', or decompress it: zstd -dc FILE | tridock data preprocess --input - …"
+
+
+def compression(start: bytes) -> str | None:
+    """Returns the format that a file with these first bytes has, parquet too; None for plain text."""
+    return next((name for magic, name in _MAGIC.items() if start.startswith(magic)), None)
+
+
+def compression_of(path: Path) -> str | None:
+    with path.open("rb") as file:
+        return compression(file.read(_START))
+
+
+class _Streams(io.RawIOBase):
+    """Reads compressed streams one after another, with zeros between them.
+
+    Python's readers of bz2 and xz take a damaged later stream for the end, zstd's a truncated frame.
+    ``new`` returns a decompressor of one stream.
+    """
+
+    def __init__(self, file: IO[bytes], new: Callable[[], Any]) -> None:
+        self._file, self._new = file, new
+        self._stream = new()
+        self._started = False
+        self._ready = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            data = self._input()
+            if data is None:
+                return 0
+            limited = hasattr(self._stream, "needs_input")
+            self._ready = self._stream.decompress(data, _BLOCK) if limited else self._stream.decompress(data)
+        taken, self._ready = self._ready[: len(buffer)], self._ready[len(buffer) :]
+        buffer[: len(taken)] = taken
+        return len(taken)
+
+    def _input(self) -> bytes | None:
+        """Returns the next compressed bytes for the stream, after its end for a new one; None at the end of all."""
+        data = b""
+        if self._stream.eof:
+            data = self._stream.unused_data.lstrip(b"\0")
+            self._stream, self._started = self._new(), False
+        elif not getattr(self._stream, "needs_input", True):
+            return data
+        while not data:
+            data = self._file.read(_BLOCK)
+            if not data:
+                if self._started:
+                    raise EOFError("the last compressed stream is truncated")
+                return None
+            if not self._started:
+                data = data.lstrip(b"\0")
+        self._started = True
+        return data
+
+
+def decompressed(name: str, file: Any) -> Any:
+    """Returns a reader of the content of a buffered file. ``name`` is that in messages."""
+    new: Callable[[], Any]
+    match compression(file.peek(_START)):
+        case None:
+            return file
+        case "gzip":
+            return gzip.GzipFile(fileobj=file)  # needs no more memory than a block
+        case "parquet":
+            todo = "give the file's path: parquet cannot be read from a pipe"
+            raise RequestError(Problem(name, "is parquet", "", todo))
+        case "bzip2":
+            new = bz2.BZ2Decompressor
+        case "xz":
+            new = lzma.LZMADecompressor
+        case "zstd":
+            try:
+                import zstandard
+            except ImportError:
+                what = "is compressed by zstd, but a package for it is missing"
+                raise RequestError(Problem(name, what, "", _TODO_ZSTD)) from None
+            new = zstandard.ZstdDecompressor(max_window_size=_LONGEST_WINDOW).decompressobj
+    return io.BufferedReader(_Streams(file, new), _BLOCK)
+
+
+def damage() -> tuple[type[Exception], ...]:
+    """Returns the exceptions of reading a damaged file."""
+    known: tuple[type[Exception], ...] = (EOFError, OSError, zlib.error, lzma.LZMAError)
+    try:
+        from zstandard import ZstdError
+    except ImportError:
+        return known
+    return (*known, ZstdError)

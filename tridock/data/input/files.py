@@ -1,0 +1,111 @@
+"""Finds the files of ``--input``. Nothing in a folder is left out without a message."""
+
+from __future__ import annotations
+
+import errno
+import glob
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from tridock.data.digest import SUMS
+from tridock.data.input.compression import compression_of
+from tridock.data.input.sources import TODO_INPUT, Kind, Source, printable
+from tridock.errors import Problem, RequestError
+
+STDIN: Final = "-"
+_COMPRESSED: Final = (".gz", ".bgz", ".zst", ".zstd", ".bz2", ".xz")
+
+
+def find_sources(inputs: Sequence[str], kind: Kind | None = None, default: Kind = Kind.JSONL) -> tuple[Source, ...]:
+    """Returns the inputs in the order given; the files of a folder or pattern sorted by name, without hidden ones.
+
+    ``kind`` is that of every input but Parquet files. Without it the file name decides; ``default`` is the kind where
+    the name does not tell. Links are followed. Raises :class:`RequestError` with every input that does not exist or
+    cannot be read.
+    """
+    sources: list[Source] = []
+    problems: list[Problem] = []
+    for given in inputs:
+        if given == STDIN:
+            sources.append(Source("standard input", None, kind or default))
+            continue
+        for path in _files(given, problems):
+            try:
+                # Only of files: reading from a pipe would consume it.
+                parquet = path.is_file() and compression_of(path) == "parquet"
+                size = path.stat().st_size
+            except OSError as error:
+                problems.append(_unreadable(path, error))
+                continue
+            found = Kind.PARQUET if parquet else kind or kind_of_name(path.name, default)
+            sources.append(Source(printable(path), path, found, size))
+    if sum(source.path is None for source in sources) > 1:
+        problems.append(Problem("--input", "names standard input more than once", "", "give - once"))
+    if problems:
+        raise RequestError(problems)
+    return tuple(sources)
+
+
+def _files(given: str, problems: list[Problem]) -> list[Path]:
+    """Returns the files of one input, and adds what cannot be read to ``problems``."""
+    if not given:
+        problems.append(Problem("--input", "is empty", "", TODO_INPUT))
+        return []
+    path, before, found = Path(given), len(problems), list[Path]()
+    try:
+        if path.is_dir():
+            found = list(_walk(path, (), problems))
+        elif os.path.lexists(path):
+            path.stat()
+            found = [path]
+        else:
+            names = sorted(Path(name) for name in glob.glob(given, recursive=True))  # noqa: PTH207  absolute patterns
+            found = [file for name in names if not name.is_dir() for file in _walk(name, (), problems)]
+    except OSError as error:
+        problems.append(_unreadable(path, error))
+    if not found and len(problems) == before:
+        problems.append(Problem(printable(given), "names no file", "", TODO_INPUT))
+    return found
+
+
+def _walk(path: Path, above: tuple[tuple[int, int], ...], problems: list[Problem]) -> Iterator[Path]:
+    """Yields a file, or the files below a folder by name; ``above`` identifies the folders that it is in."""
+    try:
+        status = path.stat()
+        inside = sorted(path.iterdir()) if stat.S_ISDIR(status.st_mode) else None
+    except OSError as error:
+        problems.append(_unreadable(path, error))
+        return
+    if inside is None:
+        if stat.S_ISREG(status.st_mode):
+            yield path
+        else:
+            todo = "remove it, or name the other files as --input"
+            problems.append(Problem(printable(path), "is neither a file nor a folder", "", todo))
+        return
+    identity = status.st_dev, status.st_ino
+    if identity in above:
+        problems.append(Problem(printable(path), "is a link to a folder that it is in", "", "remove the link"))
+        return
+    for each in inside:
+        if not each.name.startswith(".") and each.name != SUMS:
+            yield from _walk(each, (*above, identity), problems)
+
+
+def _unreadable(path: Path, error: OSError) -> Problem:
+    if path.is_symlink() and error.errno in (errno.ENOENT, errno.ELOOP):
+        todo = "remove the link, or restore its file"
+        return Problem(printable(path), "is a link to a missing file", printable(path.readlink()), todo)
+    return Problem(printable(path), "cannot be read", error.strerror or str(error), TODO_INPUT)
+
+
+def kind_of_name(name: str, otherwise: Kind) -> Kind:
+    """Returns the kind by the suffix before that of a compression, or ``otherwise``."""
+    path = Path(name.lower())
+    suffix = Path(path.stem).suffix if path.suffix in _COMPRESSED else path.suffix
+    if suffix in (".txt", ".text"):
+        return Kind.TEXT
+    return Kind.JSONL if suffix in (".jsonl", ".json", ".ndjson") else otherwise

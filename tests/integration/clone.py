@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 from collections.abc import Iterator
@@ -41,7 +42,8 @@ class Clone:
         return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in paths}
 
     def remove(self) -> None:
-        for arguments in (["--project-name", f"tridock-{self.name}"], []):
+        folder = hashlib.sha256(str(self.folder).encode()).hexdigest()[:8]
+        for arguments in (["--project-name", f"tridock-{self.name}-{folder}"], []):
             self.run("docker", "compose", *arguments, "--profile", "twin", "down", "--timeout", "2", "--remove-orphans")
         execute("docker", "image", "rm", self.image)
 

@@ -79,7 +79,7 @@ class Compose(Section):
 
     file: Line = Field(default="docker-compose.yml", description="Compose file, from the project's folder.")
     project: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]*$")] | None = Field(
-        default=None, description="Compose project; by default tridock-<name>."
+        default=None, description="Compose project; by default tridock-<name>-<hash of the folder>."
     )
 
 

@@ -22,6 +22,8 @@ from tridock.project_files import project_file
 CLUSTER_LABEL = "tridock.cluster"
 NODE_LABEL = "tridock.node"
 RECIPE_LABEL = "tridock.recipe"
+WORKSPACE_LABELS = ("tridock.workspace", "com.docker.compose.project.working_dir")
+"""The folder on the host that a container was started for: Tridock's own label, and Compose's."""
 _COMPOSE_VARIABLE = re.compile(r"\$\{?([A-Za-z_][A-Za-z0-9_]*)")
 
 
@@ -122,6 +124,7 @@ class SshTransport(Transport):
         """``docker run`` for the node, with its recipe as a label."""
         options = self._run_options(node, image_id, facts)
         labels = {CLUSTER_LABEL: self.cluster.name, NODE_LABEL: node, RECIPE_LABEL: _hash(options)}
+        labels[WORKSPACE_LABELS[0]] = self.workspace(facts)
         argv = ["docker", "run", "--detach", "--name", self.container_name(node)]
         argv += [word for name, value in labels.items() for word in ("--label", f"{name}={value}")]
         return Command((*argv, *options))
@@ -182,8 +185,9 @@ class ComposeTransport(Transport):
 
     @property
     def project(self) -> str:
-        """The Compose project; containers and network carry its name."""
-        return self.cluster.settings.compose.project or f"tridock-{self.cluster.name}"
+        """The Compose project; containers and network carry its name. Every folder has its own twin."""
+        folder = hashlib.sha256(str(self.cluster.project_folder).encode()).hexdigest()[:8]
+        return self.cluster.settings.compose.project or f"tridock-{self.cluster.name}-{folder}"
 
     def container_name(self, node: str) -> str:
         return f"{self.project}-{node}-1"

@@ -1,5 +1,6 @@
 """Docker's command lines for a node, word for word."""
 
+import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,8 @@ def test_a_gpu_node_by_default(tmp_path: Path) -> None:
     made = SshTransport(cluster(tmp_path))
     assert made.run_command("gpu-1", IMAGE, FACTS).render() == (
         "docker run --detach --name tridock-lab --label tridock.cluster=lab --label tridock.node=gpu-1 "
-        f"--label tridock.recipe={made.recipe('gpu-1', IMAGE, FACTS)} --network host --ipc host --init "
+        f"--label tridock.recipe={made.recipe('gpu-1', IMAGE, FACTS)} "
+        "--label tridock.workspace=/home/ada/tridock/lab/workspace --network host --ipc host --init "
         "--ulimit memlock=-1 --ulimit stack=67108864 --cap-add IPC_LOCK --gpus all "
         "--volume /home/ada/tridock/lab/workspace:/workspace "
         "--volume /home/ada/tridock/lab/secrets/gpu-1:/run/tridock/secrets:ro "
@@ -50,7 +52,7 @@ env: {NCCL_DEBUG: INFO, A: b c}
 nodes: {gpu-2: {env: {A: d}}}
 """
     command = SshTransport(cluster(tmp_path, settings)).run_command("gpu-2", IMAGE, replace(FACTS, infiniband=True))
-    assert command.argv[11:] == (
+    assert command.argv[13:] == (
         "--network", "lan", "--ipc", "private", "--init", "--shm-size", "16g",
         "--device", "/dev/fuse", "--device", "/dev/infiniband",
         "--volume", "/scratch/t/workspace:/workspace", "--volume", "/scratch/t/secrets/gpu-2:/run/tridock/secrets:ro",
@@ -97,11 +99,12 @@ def test_a_twin_is_composes(tmp_path: Path) -> None:
     made = transport_of(cluster(tmp_path, settings, "node-1 slots=1\nnode-2 slots=1\n"))
     (tmp_path / "docker-compose.yml").touch()
     assert isinstance(made, ComposeTransport)
-    assert made.container_name("node-2") == "tridock-lab-node-2-1"
+    folder = hashlib.sha256(str(tmp_path).encode()).hexdigest()[:8]  # of two clones each has a twin of its own
+    assert made.container_name("node-2") == f"tridock-lab-{folder}-node-2-1"
     assert made.workspace(FACTS) == str(tmp_path)
     command = made.command(FACTS, "/s/compose.json", "up", "--detach")
     assert command.argv == (
-        "docker", "compose", "--project-name", "tridock-lab", "--project-directory", str(tmp_path),
+        "docker", "compose", "--project-name", f"tridock-lab-{folder}", "--project-directory", str(tmp_path),
         "--file", f"{tmp_path}/docker-compose.yml", "--file", "/s/compose.json", "--profile", "twin", "up", "--detach",
     )  # fmt: skip
     assert command.cwd == str(tmp_path)

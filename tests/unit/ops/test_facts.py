@@ -16,7 +16,7 @@ INSPECTED = {
     "Id": "c0ffee",
     "Image": "sha256:1",
     "State": {"Running": True, "ExitCode": 0, "Health": {"Status": "healthy"}},
-    "Config": {"Labels": {"tridock.recipe": "abcd"}},
+    "Config": {"Labels": {"tridock.recipe": "abcd", "com.docker.compose.project.working_dir": "/home/ada/x"}},
 }
 GOOD = "uid 1000\ngid 100\nhome /home/ada\ngpus 8\ninfiniband 1\nimage sha256:1\n"
 GOOD += f"container {json.dumps(INSPECTED)}\n"
@@ -47,6 +47,7 @@ def test_all_facts() -> None:
     assert (state.facts.gpus, state.facts.infiniband, state.image_id) == (8, True, "sha256:1")
     assert state.container is not None
     assert (state.container.running, state.container.recipe, state.container.health) == (True, "abcd", "healthy")
+    assert state.container.workspace == "/home/ada/x"
 
 
 def test_an_image_is_known_by_every_id_that_it_was_sent_with(tmp_path: Path) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from tridock.cluster.transports import HostFacts
+from tridock.errors import ClusterError
 from tridock.ops.hosts import nodes
 from tridock.ops.hosts.facts import Container, HostState, keys_digest
 from tridock.ops.hosts.keys import KeyStore
 from tridock.ops.hosts.session import Session
+from tridock.remote import Completed
 
 FACTS = HostFacts(uid=1000, gid=100, home="/home/ada", gpus=0, infiniband=False)
 IMAGE = "sha256:0123"
@@ -35,6 +38,21 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
     monkeypatch.setattr(nodes, "ensure_image", lambda _: IMAGE)
     monkeypatch.setattr(nodes, "up", lambda _: "brought up")
     return made
+
+
+def test_nodes_of_another_folder_are_refused(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = session.states()["a"]
+    assert state.container is not None
+    theirs = replace(state, container=replace(state.container, workspace="/home/eve/tridock/lab/workspace"))
+    monkeypatch.setattr("tridock.ops.hosts.session.parse_facts", lambda *_: theirs)
+    host = Mock(run=Mock(return_value=Completed(0, b"", b"")))
+    with pytest.raises(ClusterError) as caught:
+        session.read_state("a", host)
+    assert str(caught.value) == (
+        "a: its container tridock-lab belongs to another folder; got /home/eve/tridock/lab/workspace, and this one's "
+        "is /home/ada/tridock/lab/workspace; use that folder (workdir), or give this cluster another name: rename its "
+        "hostfile"
+    )
 
 
 def test_where_all_is_right_nothing_is_done(session: Session) -> None:

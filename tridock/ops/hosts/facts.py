@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tridock.cluster.transports import RECIPE_LABEL, HostFacts
+from tridock.cluster.transports import RECIPE_LABEL, WORKSPACE_LABELS, HostFacts
 from tridock.command import Command
 from tridock.errors import ClusterError, Problem
 from tridock.gpus import Gpu, of_device
@@ -46,6 +46,8 @@ class Container:
     recipe: str | None
     exit_code: int
     health: str | None
+    workspace: str | None = None
+    """The folder on the host that it was started for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,12 +147,13 @@ def _docker_remedy(facts: dict[str, str]) -> str:
 
 def _container(fields: Mapping[str, Any]) -> Container:
     # The engine's own JSON: its keys are stable across the API versions that Docker supports.
-    state = fields["State"]
+    state, labels = fields["State"], fields["Config"].get("Labels") or {}
     return Container(
         id=fields["Id"],
         image_id=fields["Image"],
         running=bool(state["Running"]),
-        recipe=(fields["Config"].get("Labels") or {}).get(RECIPE_LABEL),
+        recipe=labels.get(RECIPE_LABEL),
         exit_code=int(state["ExitCode"]),
         health=(state.get("Health") or {}).get("Status"),
+        workspace=next((labels[name] for name in WORKSPACE_LABELS if name in labels), None),
     )

@@ -82,7 +82,14 @@ class Session:
         places = transport.secrets_folder(name), transport.images_file(name)
         command = facts_command(self.cluster.settings.image, transport.container_name(name), *places)
         where = transport.host_label(name)
-        return parse_facts(where, host.run(command, timeout=FACTS_TIMEOUT_S).checked(name).stdout.decode())
+        state = parse_facts(where, host.run(command, timeout=FACTS_TIMEOUT_S).checked(name).stdout.decode())
+        ours = transport.workspace(state.facts)
+        if state.container is not None and state.container.workspace not in (None, ours):
+            container, theirs = transport.container_name(name), state.container.workspace
+            what, got = f"its container {container} belongs to another folder", f"{theirs}, and this one's is {ours}"
+            todo = "use that folder (workdir), or give this cluster another name: rename its hostfile"
+            raise ClusterError(Problem(where, what, got, todo))
+        return state
 
     def workspace(self, node: str) -> str:
         """The folder on the node's host that its container mounts as /workspace."""

@@ -9,6 +9,8 @@ from typing import Final
 SUMS: Final = "SHA256SUMS"
 """Hashes of a folder's files, as ``sha256sum`` writes and checks them."""
 _BLOCK: Final = 1 << 20
+_SMALL: Final = 1 << 16
+"""Hashed at once, in less time than a thread takes to start."""
 _PENDING_BYTES: Final = 8 << 20
 """Bytes that may wait in memory to be hashed."""
 
@@ -22,7 +24,7 @@ def sha256_of(path: Path) -> str:
 class Digest:
     """The hash of the content of a file, if given, and the pieces in the order added.
 
-    hashlib releases the GIL. The thread starts with the first piece and ends with this object.
+    hashlib releases the GIL. The thread starts with the first large piece and ends with this object.
     """
 
     def __init__(self, existing: Path | None = None) -> None:
@@ -31,13 +33,18 @@ class Digest:
             with existing.open("rb") as file:
                 while data := file.read(_BLOCK):
                     self._digest.update(data)
-        self._thread = ThreadPoolExecutor(1, "sha256")
+        self._thread: ThreadPoolExecutor | None = None
         self._pending: deque[tuple[int, Future[None]]] = deque()
         self._held = 0
 
     def update(self, data: bytes | memoryview) -> None:
         """Adds a piece; blocks while too many are pending."""
         size = memoryview(data).nbytes
+        if self._thread is None:
+            if size < _SMALL:
+                self._digest.update(data)
+                return
+            self._thread = ThreadPoolExecutor(1, "sha256")
         self._pending.append((size, self._thread.submit(self._digest.update, data)))
         self._held += size
         while self._held > _PENDING_BYTES:
@@ -47,7 +54,11 @@ class Digest:
 
     def mark(self) -> Future[str]:
         """Returns a future of the hash of all pieces so far, in hexadecimal digits."""
-        return self._thread.submit(lambda: self._digest.copy().hexdigest())
+        if self._thread is not None:
+            return self._thread.submit(lambda: self._digest.copy().hexdigest())
+        known: Future[str] = Future()
+        known.set_result(self._digest.hexdigest())
+        return known
 
     def hexdigest(self) -> str:
         return self.mark().result()

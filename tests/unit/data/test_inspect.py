@@ -176,3 +176,15 @@ def test_what_cannot_be_inspected(capsys: pytest.CaptureFixture[str]) -> None:
         assert err == expected + "\n"
         # What can be is still shown.
         assert out.startswith("d\n") == ("none" in arguments)
+
+
+def test_a_damaged_index(capsys: pytest.CaptureFixture[str]) -> None:
+    write(Path("d"), [[1], [2, 3], [4]])
+    index = bytearray(Path("d.idx").read_bytes())
+    index[-16:-8] = struct.pack("<q", -245)  # the third document
+    Path("d.idx").write_bytes(index)
+    assert main(["data", "inspect", "d"]) == 2
+    assert capsys.readouterr().err == (
+        "d.idx, document 2: begins before sequence 1, where document 1 does; got sequence -245; copy both files again, "
+        "or build them again with `tridock data preprocess`\n"
+    )

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tridock.data.tokenize.tokenizer import END_OF_TEXT, BytePairTokenizer
+from tridock.data.tokenize.tokenizer import END_OF_TEXT, BytePairTokenizer, _without_long_words
 from tridock.errors import RequestError
 
 TEXTS = ["def main() -> int:\n    return 0\n" * 40, "class A:\n    pass\n" * 30, "žluťoučký kůň 🐎\n" * 20]
@@ -159,6 +159,18 @@ def test_gpt2_files_that_are_wrong(tokenizer: BytePairTokenizer, tmp_path: Path)
         assert message() == f"{vocab}: {expected}; {give}"
     vocab.unlink()
     assert message() == f"{vocab}: cannot be read; got No such file or directory; {give}"
+
+
+def test_words_are_cut_only_where_they_are_very_long() -> None:
+    kinds = ["a", "\n", "7", "-", "_", "ž"]
+    short = " ".join(kind * 1024 for kind in kinds) + " " + "".join("ab1-" for _ in range(2000))
+    assert list(_without_long_words(short)) == [short]
+    for kind in kinds:
+        text = f"x;{kind * 3000}; y {kind * 1025}"
+        parts = list(_without_long_words(text))
+        assert "".join(parts) == text
+        assert [len(part) for part in parts[:2]] == [2 + 1024, 1024]
+        assert len(parts) == 4
 
 
 def test_too_small_a_vocabulary() -> None:

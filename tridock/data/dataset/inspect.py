@@ -15,6 +15,8 @@ from rich.text import Text
 
 from tridock.data.dataset.indexed_dataset import IndexedDataset, Tokens, in_blocks
 from tridock.data.dataset.manifest import DatasetManifest, manifest_path, read_manifest
+from tridock.data.dataset.verify import index_problems
+from tridock.errors import RequestError
 
 if TYPE_CHECKING:
     from tridock.data.tokenize.tokenizer import BytePairTokenizer
@@ -130,9 +132,11 @@ class Inspection:
 def inspect(prefix: Path, samples: int, tokenizer: BytePairTokenizer | None) -> Inspection:
     """Reads a data set. The ``samples`` documents are spread over it, and the same each time.
 
-    Raises :class:`RequestError` if there is no data set, or if its files do not fit together.
+    Raises :class:`RequestError` if there is no data set, if its files do not fit together, or if its index is damaged.
     """
     dataset = IndexedDataset(prefix)
+    if problems := index_problems(dataset.index):
+        raise RequestError(problems)
     documents, sequences, empty = Lengths(), Lengths(), 0
     for block in _document_lengths(dataset):
         documents.add(block)
@@ -170,8 +174,7 @@ def _document_lengths(dataset: IndexedDataset) -> Iterator[Tokens]:
         inside = entries < len(dataset)
         ends = np.full(len(entries), len(dataset.tokens), np.int64)
         ends[inside] = dataset.offsets[entries[inside]] // width
-        # The offsets of a damaged index may decrease; `verify` reports that.
-        yield np.maximum(np.diff(ends, prepend=last), 0)
+        yield np.diff(ends, prepend=last)
         last = int(ends[-1])
 
 
@@ -183,7 +186,7 @@ def _samples(dataset: IndexedDataset, count: int, tokenizer: BytePairTokenizer |
         ids = tuple(int(token) for token in dataset.tokens[start : min(end, start + SAMPLE_TOKENS)])
         known = tokenizer is not None and all(0 <= token <= tokenizer.largest_id for token in ids)
         text = tokenizer.decode(ids) if tokenizer is not None and known else None
-        yield Sample(document, max(end - start, 0), ids, text)
+        yield Sample(document, end - start, ids, text)
 
 
 def _notes(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -25,6 +26,25 @@ SMALLEST_VOCABULARY: Final = 257
 """256 bytes and the end of text."""
 
 
+_LONGEST_WORD: Final = 1024
+"""In characters. The library's training time grows as the square of the length of a word."""
+_LONG_RUN: Final = re.compile(rf"(?<!\S)\S{{{_LONGEST_WORD},}}+|(?<!\s)\s{{{_LONGEST_WORD},}}+")
+_LONG_WORD: Final = re.compile(
+    "|".join(rf"(?<!{kind}){kind}{{{_LONGEST_WORD},}}+" for kind in (r"\s", r"\d", r"[^\W\d_]", r"[^\w\s]", "_"))
+)
+
+
+def _without_long_words(text: str) -> Iterator[str]:
+    """Cuts a text inside its very long words: letters, digits, punctuation or white space without end."""
+    start = 0
+    if _LONG_RUN.search(text):
+        for word in _LONG_WORD.finditer(text):
+            for cut in range(word.start() + _LONGEST_WORD, word.end(), _LONGEST_WORD):
+                yield text[start:cut]
+                start = cut
+    yield text[start:]
+
+
 class BytePairTokenizer:
     """Encodes and decodes without loss. ``<|endoftext|>`` in a text is plain text, not the special token."""
 
@@ -39,8 +59,8 @@ class BytePairTokenizer:
     def train(cls, texts: Iterable[str], vocab_size: int, show_progress: bool = False) -> Self:
         """Trains a tokenizer. The same texts give the same one, on any machine and any number of threads.
 
-        Little text may give a smaller vocabulary than ``vocab_size``. Raises :class:`RequestError` if ``vocab_size`` is
-        too small for all bytes.
+        Little text may give a smaller vocabulary than ``vocab_size``. Words are cut after 1024 characters. Raises
+        :class:`RequestError` if ``vocab_size`` is too small for all bytes.
         """
         if vocab_size < SMALLEST_VOCABULARY:
             what = f"must be at least {SMALLEST_VOCABULARY}: every byte and {END_OF_TEXT}"
@@ -56,7 +76,7 @@ class BytePairTokenizer:
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=show_progress,
         )
-        tokenizer.train_from_iterator(texts, trainer)
+        tokenizer.train_from_iterator((part for text in texts for part in _without_long_words(text)), trainer)
         return cls(tokenizer)
 
     @classmethod

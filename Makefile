@@ -77,7 +77,7 @@ reference: .venv/.extras ## Write the generated parts of configs/, docs/ and the
 BASE_IMAGE ?=
 IMAGE ?= tridock:$(if $(filter cpu,$(FLAVOR)),cpu,latest)
 # MEGATRON    the source of Megatron-LM v1.1.5: a git repository (URL or folder), a folder that holds pretrain_gpt2.py,
-#             none, or auto: upstream's repository, or no engine if that does not answer (the default with FLAVOR=cpu)
+#             none, or auto: the one brought before, else upstream's repository, or no engine (the default with FLAVOR=cpu)
 CA ?=
 MEGATRON ?=
 

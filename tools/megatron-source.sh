@@ -4,7 +4,8 @@
 #   tools/megatron-source.sh WHERE
 #
 # WHERE is a git repository's URL or folder (a mirror for closed networks), a folder that holds pretrain_gpt2.py,
-# auto (upstream's repository; without an answer the image is built without the engine), or none.
+# auto (what was brought before, else upstream's repository; without an answer the image is built without the engine),
+# or none.
 set -Eeuo pipefail
 cd "$(dirname "$0")/.."
 
@@ -23,6 +24,12 @@ fail() {
 
 here_already() {
     [[ -f $TARGET/pretrain_gpt2.py && $(cat "$TARGET/tridock-source" 2>/dev/null) == "$COMMIT" ]]
+}
+
+# A source that the user named is kept until another is named.
+brought_before() {
+    [[ -s $TARGET/tridock-source ]] || return
+    printf 'Megatron-LM v1.1.5: from %s, as named before (MEGATRON, or --megatron: none leaves it out)\n' "$(<"$TARGET/tridock-source")"
 }
 
 # One commit, and of it one folder: a few megabytes instead of the repository's hundreds.
@@ -69,9 +76,10 @@ main() {
         ;;
     auto)
         here_already && return
+        brought_before && return
+        rm -rf "$TARGET"
         if ! fetch "$UPSTREAM"; then
             printf 'the image will lack engine megatron-deepspeed: its source cannot be fetched (%s); name another with MEGATRON, or --megatron\n' "$(complaint)"
-            rm -rf "$TARGET"
             return
         fi
         keep "$scratch/source" "$COMMIT"
@@ -85,6 +93,7 @@ main() {
             keep "$scratch/source" "$COMMIT"
         else
             here_already && return
+            [[ $WHERE != "$UPSTREAM" ]] || ! brought_before || return 0
             fetch "$WHERE" || fail "cannot be fetched ($(complaint))" "$WHERE" \
                 "name a mirror or a folder (MEGATRON, or --megatron), or write none for an image without this engine"
             keep "$scratch/source" "$COMMIT"

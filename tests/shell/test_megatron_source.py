@@ -100,6 +100,15 @@ def test_what_was_brought_before_is_not_fetched_again(project: Path, tmp_path: P
     assert (source(project) / "pretrain_gpt2.py").read_text() == "earlier"
 
 
+@pytest.mark.parametrize("where", ["auto", "https://github.com/deepspeedai/DeepSpeedExamples.git"])
+def test_a_folder_that_was_named_is_kept_by_a_build_that_names_none(project: Path, tmp_path: Path, where: str) -> None:
+    (source(project) / "tridock-source").write_text("a folder\n")
+    done = bring(project, where, **without_an_answer(tmp_path))
+    kept = "Megatron-LM v1.1.5: from a folder, as named before (MEGATRON, or --megatron: none leaves it out)\n"
+    assert (done.returncode, done.stdout, done.stderr) == (0, kept, "")
+    assert (source(project) / "pretrain_gpt2.py").read_text() == "earlier"
+
+
 def test_a_patch_that_does_not_apply_stops_the_build(tmp_path: Path) -> None:
     other = tmp_path / "other"
     for folder in ("megatron", "tools"):

@@ -131,6 +131,7 @@ def test_fabrics_own_options_before_the_task(tmp_path: Path, capfd: pytest.Captu
     ("arguments", "message"),
     [
         (("nope",), "fab: No idea what 'nope' is!; see fab --list, and fab --help TASK"),
+        (("launch", "--set", "--dry-run"), "fab: --set needs a value; see fab --list, and fab --help TASK"),
         (("up", "--nope"), "fab: No idea what '--nope' is!; see fab --list, and fab --help TASK"),
         ((), "fab: a task is missing; give one of those above, as in fab launch --hosts hostfile"),
     ],

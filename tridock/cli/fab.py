@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import pairwise
 from typing import Any, Final
 
 from fabric import Config, Connection, Executor
@@ -87,6 +88,12 @@ def _spellings(action: argparse.Action) -> Sequence[str]:
     return [option for option in action.option_strings if not (negative and option.startswith("--no-"))]
 
 
+def _repeated() -> set[str]:
+    """The options that may be given several times, each with a value."""
+    actions = (action for name in COMMANDS for action in parser_of(name)[0]._actions)
+    return {option for action in actions if isinstance(action.default, list) for option in action.option_strings}
+
+
 def collection() -> Collection:
     """All tasks, for fabfile.py."""
     return Collection(*(CommandTask(name) for name in COMMANDS))
@@ -100,6 +107,10 @@ class Program(Fab):  # type: ignore[misc]
             super().parse_core(argv)
 
     def parse_tasks(self) -> None:
+        repeated = _repeated()
+        for option, value in pairwise([*self.argv, "-"]):
+            if option in repeated and value.startswith("-"):  # which Fabric would leave out
+                raise Exit(f"fab: {option} needs a value; see fab --list, and fab --help TASK", RequestError.exit_code)
         with _request_errors():
             super().parse_tasks()
 

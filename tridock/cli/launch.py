@@ -21,6 +21,7 @@ from tridock.cli.options import (
     config_of,
     hostfile_of,
     open_session,
+    output_file,
     run_of,
 )
 from tridock.cli.output import console, print_tables, say
@@ -77,7 +78,7 @@ def add_start(parser: argparse.ArgumentParser, dry_run: str) -> None:
     text = "run the doctor's quick checks first (default: true)"
     parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=True, help=text)
     parser.add_argument("--detach", action="store_true", help="start the run and return at once")
-    parser.add_argument("--run-id-file", type=Path, metavar="FILE", help="write the run's id to this file")
+    parser.add_argument("--run-id-file", type=output_file, metavar="FILE", help="write the run's id to this file")
     parser.add_argument("--dry-run", action="store_true", help=dry_run)
     text = "print the steps of DeepSpeed's launcher too, as tridock logs does; with --dry-run, every file"
     parser.add_argument("--verbose", action="store_true", help=text)

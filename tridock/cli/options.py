@@ -52,6 +52,19 @@ def add_command(commands: Commands, name: str, action: Action, summary: str, *ex
     return parser
 
 
+def output_file(value: str) -> Path:
+    """The type of an option that names a file to write: refused before anything starts, not when it is written."""
+    path = Path(value)
+    place = next(folder for folder in path.absolute().parents if folder.exists())
+    if path.exists() and not path.is_file():
+        raise argparse.ArgumentTypeError(f"{value!r} is a {'folder' if path.is_dir() else 'device'}; give a file")
+    if not place.is_dir():
+        raise argparse.ArgumentTypeError(f"{str(place)!r} is a file; give a folder's name before the last /")
+    if not os.access(path if path.exists() else place, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{value!r} cannot be written by you; give another file")
+    return path
+
+
 def add_group(commands: Commands, name: str, summary: str) -> Commands:
     """Adds a subcommand that only groups others, and returns where they are added."""
     description = f"{summary[0].upper()}{summary[1:]}."

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tridock.cli.options import (
@@ -16,6 +15,7 @@ from tridock.cli.options import (
     add_slots,
     config_of,
     find_hostfile,
+    output_file,
 )
 from tridock.cli.output import console
 
@@ -51,7 +51,9 @@ def add(commands: Commands) -> None:
     text = "list the layouts that fit, best first, and why the others do not"
     parser.add_argument("--search", action="store_true", help=text)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw the rank map to a .png or .svg file")
+    parser.add_argument(
+        "--plot", type=output_file, metavar="FILE", help="also draw the rank map to a .png or .svg file"
+    )
     text = "explain a field of the experiment and its effect on the plan"
     parser.add_argument("--explain", metavar="FIELD", help=text)
 

@@ -17,6 +17,7 @@ from tridock.cli.options import (
     add_workspace,
     find_hostfile,
     open_session,
+    output_file,
     run_of,
 )
 from tridock.cli.output import print_tables, say
@@ -39,12 +40,12 @@ def add(commands: Commands) -> None:
     add_run(parser, which, several=True)
     add_cluster(parser)
     text = "where to write the loss curve (default: loss.png in the run folder)"
-    parser.add_argument("--png", type=Path, metavar="FILE", help=text)
+    parser.add_argument("--png", type=output_file, metavar="FILE", help=text)
     text = (
         "write everything as one HTML page, with its charts as PNG files"
         " (default for runs of a cluster: report.html in the folder of the first)"
     )
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE.html", help=text)
+    parser.add_argument("-o", "--output", type=output_file, metavar="FILE.html", help=text)
     text = "add a log of Megatron to the page; repeatable"
     parser.add_argument("--log", type=Path, action="append", default=[], metavar="FILE", help=text)
 

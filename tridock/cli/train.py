@@ -1,9 +1,17 @@
 """``tridock train``."""
 
 import argparse
-from pathlib import Path
 
-from tridock.cli.options import Commands, add_command, add_config, add_quiet, add_set, add_workspace, config_of
+from tridock.cli.options import (
+    Commands,
+    add_command,
+    add_config,
+    add_quiet,
+    add_set,
+    add_workspace,
+    config_of,
+    output_file,
+)
 from tridock.cli.output import say
 
 
@@ -20,7 +28,7 @@ def add(commands: Commands) -> None:
     add_set(parser)
     parser.add_argument("--force", action="store_true", help="run even if the plan does not fit into GPU memory")
     add_quiet(parser)
-    parser.add_argument("--run-id-file", type=Path, metavar="FILE", help="write the run's id to this file")
+    parser.add_argument("--run-id-file", type=output_file, metavar="FILE", help="write the run's id to this file")
     nodes = parser.add_argument_group("several machines", "Start the command on each of them.")
     nodes.add_argument("--nnodes", type=int, default=1, metavar="N", help="number of machines (default: 1)")
     nodes.add_argument("--node-rank", type=int, default=0, metavar="N", help="rank of this machine (default: 0)")

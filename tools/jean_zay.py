@@ -12,7 +12,8 @@ from typing import Final
 
 from tridock.engines import engine_of
 from tridock.experiment import load_experiment
-from tridock.experiment.flops import model_flops_per_token, model_parameters, recomputed_flops_per_token
+from tridock.experiment.flops import model_flops_per_token, recomputed_flops_per_token
+from tridock.experiment.weights import model_parameters
 from tridock.gpus import GPUS
 from tridock.layout.shape import GPT2_TOKENS
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from tridock.experiment.model import Model
 from tridock.train.models.gpt import GPT, Shape
 from tridock.train.parallel.mesh_strategy import split_layers
 from tridock.train.rank import process_group
@@ -24,7 +25,9 @@ from tridock.train.rank.run import end
 def model(recompute: bool, mesh: object) -> GPT:
     """Dropout of attention and residual; the heads of both ranks have the same weights."""
     torch.manual_seed(1)
-    gpt = GPT(Shape(2, 16, 2, 8, 32, 0.5, 0.5, 0.2, recompute))
+    sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 8}
+    dropout = {"hidden_dropout": 0.5, "attention_dropout": 0.5}
+    gpt = GPT(Shape(Model(**sizes, **dropout, init_method_std=0.2, checkpoint_activations=recompute), 32))
     with torch.no_grad():
         for layer in gpt.layers.values():
             weight = layer.attention.query_key_value.weight

@@ -93,6 +93,21 @@ def test_formats_optimizers_and_the_smallest_models() -> None:
     agree(cases, PROGRAM)
 
 
+def test_kinds_of_layers() -> None:
+    """Query groups, also fewer than tensor parallel ranks, MLPs that these cannot share, and all sorts of layers."""
+    cases = []
+    for groups, tensor, ffn in product((1, 2, 3, 4, 6, 12), (1, 2, 3, 4), (24, 10)):
+        model = {"num_attention_heads": 12, "kv_channels": 2, "num_query_groups": groups, "ffn_hidden_size": ffn}
+        cases.append(case(tensor, model, {"tensor_model_parallel_size": tensor}))
+    kinds = (("normalization", "RMSNorm"), ("swiglu", True), ("add_bias_linear", False), ("qk_layernorm", True))
+    for chosen_kinds in product((False, True), repeat=len(kinds)):
+        model = {name: value for (name, value), taken in zip(kinds, chosen_kinds, strict=True) if taken}
+        parallel = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+        cases.append(case(2, {**model, "position_embedding_type": "rope", "kv_channels": 4}, parallel))
+    assert len(reasons_in(cases)) == 2
+    agree(cases, PROGRAM)
+
+
 @pytest.mark.parametrize("style", ["cosine", "linear", "constant"])
 def test_the_schedule_is_one_of_megatrons(style: str) -> None:
     scheduler: Any = pytest.importorskip("megatron.core.optimizer_param_scheduler").OptimizerParamScheduler

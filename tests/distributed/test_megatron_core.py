@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,31 @@ LAYOUTS: Layouts = {
 }
 # With each way to share a model out among them, and the checkpoints that continue on another layout.
 SOME = ("one", "dp2-distributed-optimizer", "tp2", "pp2-vpp2", "tp2-pp2", "tp2-sp-cp2")
+LLAMA = {
+    "model.num_query_groups": 2,
+    "model.ffn_hidden_size": 96,
+    "model.normalization": "RMSNorm",
+    "model.position_embedding_type": "rope",
+    "model.use_rope_scaling": True,
+    "model.swiglu": True,
+    "model.add_bias_linear": False,
+}
+QWEN3 = {
+    **LLAMA,
+    "model.kv_channels": 24,
+    "model.qk_layernorm": True,
+    "model.untie_embeddings_and_output_weights": True,
+}
+LLAMA_LAYOUTS: Layouts = {
+    name: (ranks, {**kind, **layout})
+    for kind_name, kind in (("llama", LLAMA), ("qwen3", QWEN3))
+    for name, (ranks, layout) in {
+        **{f"{kind_name}-{name}": LAYOUTS[name] for name in LAYOUTS if not name.startswith("recompute")},
+        f"{kind_name}-tp4": (4, {TP: 4}),  # two ranks have the same query group
+        f"{kind_name}-tp2-pp2-vpp2-dp2": (8, {TP: 2, SP: True, PP: 2, VPP: 2, DISTRIBUTED: True}),
+    }.items()
+}
+SOME_LLAMA = ("llama-one", "qwen3-one", "qwen3-tp2-sp", "llama-pp2-vpp2")
 SHORT: Layouts = {
     "bf16": (1, {"precision": "bf16"}),
     "fp16": (1, {"precision": "fp16", "fp16.initial_scale_power": 12}),
@@ -137,16 +162,19 @@ def start(folder: Path, world_size: int, **env: str) -> Finished:
 Runs = Callable[[str], Path]
 
 
-def trained_together(workspace: Path, prefix: str, layouts: Layouts, **fields: Any) -> Runs:
-    """The run's folder of a layout; those of one world size are trained one after another when first asked for."""
+def trained_together(
+    workspace: Path, prefix: str, layouts: Layouts, some: Collection[str] | None = None, **fields: Any
+) -> Runs:
+    """The run's folder of a layout; those of one world size are trained one after another when first asked for.
+
+    Layouts beyond ``some`` are those that only `make test-full` asks for.
+    """
+    default = layouts if some is None else some
 
     @cache
     def batch(world_size: int, full: bool) -> dict[str, Path]:
-        """With ``full``, those that only `make test-full` asks for."""
         chosen = {
-            name: own
-            for name, (ranks, own) in layouts.items()
-            if ranks == world_size and full == (layouts is LAYOUTS and name not in SOME)
+            name: own for name, (ranks, own) in layouts.items() if ranks == world_size and full == (name not in default)
         }
         folders = {
             name: make_run(workspace, f"{prefix}-{name}", world_size, **fields, **own) for name, own in chosen.items()
@@ -154,12 +182,17 @@ def trained_together(workspace: Path, prefix: str, layouts: Layouts, **fields: A
         run_several(list(folders.values()), world_size)
         return folders
 
-    return lambda name: batch(layouts[name][0], layouts is LAYOUTS and name not in SOME)[name]
+    return lambda name: batch(layouts[name][0], name not in default)[name]
 
 
 @pytest.fixture(scope="module")
 def runs(workspace: Path) -> Runs:
-    return trained_together(workspace, "layout", LAYOUTS)
+    return trained_together(workspace, "layout", LAYOUTS, SOME)
+
+
+@pytest.fixture(scope="module")
+def llamas(workspace: Path) -> Runs:
+    return trained_together(workspace, "kind", LLAMA_LAYOUTS, SOME_LLAMA, **LENGTH, **{"train.save": False})
 
 
 def train_losses(folder: Path) -> list[float]:
@@ -186,6 +219,15 @@ LAYOUT_TOLERANCE = 1e-5
 def test_layouts_agree(runs: Runs, layout: str) -> None:
     wanted = losses(runs("one"))
     assert losses(runs(layout)) == {place: pytest.approx(loss, abs=LAYOUT_TOLERANCE) for place, loss in wanted.items()}
+
+
+@pytest.mark.parametrize("layout", thinned([it for it in LLAMA_LAYOUTS if not it.endswith("-one")], SOME_LLAMA))
+def test_layouts_of_a_llama_agree(llamas: Runs, layout: str) -> None:
+    wanted = losses(llamas(f"{layout.partition('-')[0]}-one"))
+    assert wanted[(10, "train")] < wanted[(1, "train")] - 0.2
+    assert losses(llamas(layout)) == {
+        place: pytest.approx(loss, abs=LAYOUT_TOLERANCE) for place, loss in wanted.items()
+    }
 
 
 def test_what_travels_during_the_computation_changes_no_loss(workspace: Path) -> None:

@@ -114,7 +114,7 @@ print([positions(8, rank, 2).tolist() for rank in range(2)], positions(4, 0, 1).
 from tridock.train.megatron_core.model import seed_of
 print(seed_of("a", 1) == seed_of("a", 1), len({seed_of("a", 1), seed_of("b", 1), seed_of("a", 2)}))
 from tridock.engines import ENGINES
-from tridock.experiment.flops import model_parameters
+from tridock.experiment.weights import model_parameters
 print(ENGINES["megatron-core"].padded_vocab_size(512, experiment(**{"parallel.tensor_model_parallel_size": 8})))
 print(model_parameters(experiment().model, 9))
 """)

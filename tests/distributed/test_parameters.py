@@ -16,7 +16,7 @@ from tests.experiments import make_plan
 from tests.megatron_source import patched_source
 from tridock.engines import engine_of, rank_program
 from tridock.experiment import Experiment
-from tridock.experiment.flops import model_parameters
+from tridock.experiment.weights import model_parameters
 from tridock.plan.legality import layout_problems
 
 pytest.importorskip("torch")
@@ -57,8 +57,18 @@ def case(engine: str, model: dict[str, Any], parallel: dict[str, Any], data: int
     return Case(Experiment.model_validate(fields), world)
 
 
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"normalization": "RMSNorm", "position_embedding_type": "rope", "swiglu": True, "add_bias_linear": False},
+    {"swiglu": True, "qk_layernorm": True, "untie_embeddings_and_output_weights": True},
+    {"normalization": "RMSNorm", "add_bias_linear": False, "add_qkv_bias": True, "qk_layernorm": True},
+    {"position_embedding_type": "rope", "untie_embeddings_and_output_weights": True, "ffn_hidden_size": 24},
+]
+"""GPT-2's layers, Llama's, and mixtures."""
+
+
 def models(chance: random.Random) -> Iterator[dict[str, Any]]:
-    """Every combination of layers, widths and vocabularies, with positions more or less at random."""
+    """Every combination of layers, widths and vocabularies, with positions and kinds more or less at random."""
     for layers, (width, heads, head), tokens, multiple in product(
         (1, 2, 3, 4, 6, 8, 12),
         ((4, 4, None), (12, 4, None), (18, 4, 7), (48, 12, None)),
@@ -74,6 +84,9 @@ def models(chance: random.Random) -> Iterator[dict[str, Any]]:
             "vocab_size": tokens,
             "make_vocab_size_divisible_by": multiple,
             "max_position_embeddings": chance.choice((None, 8, 9, 33)),
+            **(kind := chance.choice(KINDS)),
+            "num_query_groups": chance.choice((None, heads // 2)) if kind else None,
+            **({"kv_channels": 2 * (head or 2)} if "position_embedding_type" in kind else {}),
         }
 
 
@@ -156,7 +169,8 @@ V115_LAYOUTS: list[tuple[dict[str, Any], int]] = [
 
 def v115_cases() -> Iterator[Case]:
     chance = random.Random(5)
-    sizes = [model for model in models(chance) if model["num_layers"] > 3 and not model["kv_channels"]]
+    own = {"num_query_groups", "kv_channels", *(name for kind in KINDS for name in kind)}
+    sizes = [model for model in models(chance) if model["num_layers"] > 3 and not any(map(model.get, own))]
     for parallel, data in V115_LAYOUTS:
         for model in chance.sample(sizes, 3):
             positions = {"max_position_embeddings": chance.choice((8, 33))}

@@ -46,6 +46,21 @@ FOUR: dict[str, dict[str, Any]] = {
     "pp2-dp2-neighbours": {PP: 2, MAPPING: True},
     "pp2-fsdp2-neighbours": {**FSDP, PP: 2, MAPPING: True},
 }
+LLAMA = {
+    "model.kv_channels": None, "model.num_query_groups": 2, "model.ffn_hidden_size": 96, "model.swiglu": True,
+    "model.normalization": "RMSNorm", "model.position_embedding_type": "rope", "model.use_rope_scaling": True,
+    "model.add_bias_linear": False,
+}  # fmt: skip
+QWEN3 = {
+    **LLAMA, "model.kv_channels": 12, "model.qk_layernorm": True, "model.untie_embeddings_and_output_weights": True,
+}  # fmt: skip
+KINDS = {"llama": LLAMA, "qwen3": QWEN3}
+FEW = {"train.train_iters": 8, "train.eval_interval": 0}
+OF_KINDS = {
+    ranks: {f"{kind}-{name}": {**own, **it, **FEW} for kind, own in KINDS.items() for name, it in layouts.items()}
+    for ranks, layouts in ((1, {"alone": {}}), (2, TWO), (4, FOUR))
+}
+SOME_OF_KINDS = ("qwen3-zero3", "qwen3-tp2", "llama-pp2-interleaved", "qwen3-pp2")
 SHORT: dict[str, dict[str, Any]] = {
     f"{name}-{precision}": {**TWO[name], "precision": precision, "train.train_iters": 8, "fp16.initial_scale_power": 10}
     for name in ("ddp", "fsdp", "tp2", "pp2")
@@ -97,6 +112,23 @@ def test_the_losses_of_a_single_process(alone: Path, shared: dict[str, Path], na
         for folder in (shared[name], alone)
     )
     assert norms == pytest.approx(theirs, rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def kinds(request: pytest.FixtureRequest, workspace: Path) -> dict[str, Path]:
+    """Llamas and Qwens of every layout."""
+    found = trained(workspace, 1, OF_KINDS[1])
+    for ranks in (2, 4):
+        if asked := asked_for(request, OF_KINDS[ranks], SOME_OF_KINDS):
+            found |= trained(workspace, ranks, asked)
+    return found
+
+
+@pytest.mark.parametrize("name", thinned({**OF_KINDS[2], **OF_KINDS[4]}, SOME_OF_KINDS))
+def test_a_llama_has_the_losses_of_a_single_process(kinds: dict[str, Path], name: str) -> None:
+    wanted = losses(kinds[f"{name.partition('-')[0]}-alone"])
+    assert wanted[(8, "train")] < wanted[(1, "train")] - 0.1
+    assert losses(kinds[name]) == pytest.approx(wanted, abs=TOLERANCE, rel=0)
 
 
 @pytest.mark.parametrize("name", thinned(SHORT, SOME_SHORT))

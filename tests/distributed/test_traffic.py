@@ -82,6 +82,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "block": full("block", 1),
     "selective": SELECTIVE,
 }
+QWEN3: dict[str, Any] = {
+    "num_query_groups": 2,
+    "ffn_hidden_size": 96,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "qk_layernorm": True,
+    "swiglu": True,
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (1, {TP: 2}),
     "tp4": (1, {TP: 4}),
@@ -116,6 +126,9 @@ def megatron_core_cases() -> Iterator[tuple[str, Case]]:
         model, (data, parallel) = MODELS[again], LAYOUTS[layout]
         if again != "twos" or parallel.get(VPP, 1) == 1:  # which has a layer a run
             yield f"{layout}-{again}", case("megatron-core", data, 4, "bf16", model, parallel)
+    for layout in ("tp2", "tp2-sp", "tp4", "cp2", "tp2-pp2-dp2"):
+        data, parallel = LAYOUTS[layout]
+        yield f"{layout}-qwen3", case("megatron-core", data, 4, "bf16", QWEN3, parallel)
 
 
 WIDE = {"num_layers": 1, "hidden_size": 384}  # ZeRO 3 shares out tensors of 1e5 elements and more

@@ -75,6 +75,20 @@ _LARGER: Final = {
 _LARGER_VOCABULARY: Final = {"model.vocab_size": 730}  # 750 rows, or 800 that two ranks share out
 _HEADS: Final = {"model.kv_channels": 24}
 """Wider together than hidden_size, as those of preset gpt-xl."""
+_LLAMA: Final = {
+    "model.num_query_groups": 2,
+    "model.ffn_hidden_size": 160,
+    "model.normalization": "RMSNorm",
+    "model.position_embedding_type": "rope",
+    "model.swiglu": True,
+    "model.add_bias_linear": False,
+}
+_QWEN: Final = {
+    **_LLAMA,
+    "model.kv_channels": 24,
+    "model.qk_layernorm": True,
+    "model.untie_embeddings_and_output_weights": True,
+}
 _DROPOUT: Final = {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}
 
 _TP, _PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
@@ -126,6 +140,10 @@ def _core() -> Iterator[tuple[str, int, Fields]]:
     for layout in ("one", "tp2-sp", "pp2", "cp2"):
         ranks, fields = _CORE_LAYOUTS[layout]
         yield f"{layout}-heads", ranks, {**fields, **_BF16, **_HEADS, _ACCUMULATED: 4}
+    for layout in ("one", "tp2-sp", "pp2"):
+        ranks, fields = _CORE_LAYOUTS[layout]
+        yield f"{layout}-llama", ranks, {**fields, **_BF16, **_LLAMA, _ACCUMULATED: 4}
+        yield f"{layout}-qwen", ranks, {**fields, **_BF16, **_QWEN, _ACCUMULATED: 4}
     yield "one-block3-larger", 1, {**_BF16, **block3, **_LARGER, **_LARGER_VOCABULARY, _ACCUMULATED: 3}
     yield "one-full1-dropout", 1, {**_BF16, **_RECOMPUTED["full1"], **_DROPOUT, _ACCUMULATED: 2}
     yield "one-hidden-dropout", 1, {**_BF16, "model.hidden_dropout": 0.1, _ACCUMULATED: 2}
@@ -156,6 +174,8 @@ def _torch() -> Iterator[tuple[str, int, Fields]]:
         yield f"{strategy}-bf16-dropout", 1, {**fields, **_BF16, **_DROPOUT, _ACCUMULATED: 2}
     for strategy in ("ddp", "zero1", "zero3"):
         yield f"{strategy}-bf16-heads", 2, {**_STRATEGIES[strategy], **_BF16, **_HEADS, _ACCUMULATED: 4}
+        for name, model in (("llama", _LLAMA), ("qwen", _QWEN)):
+            yield f"{strategy}-bf16-{name}", 1, {**_STRATEGIES[strategy], **_BF16, **model, _ACCUMULATED: 2}
     yield "ddp-bf16-heads-checkpointed", 1, {**_BF16, **_HEADS, **_CHECKPOINTED, _ACCUMULATED: 2}
     yield "zero3-bf16-wide", 2, {**_STRATEGIES["zero3"], **_BF16, **_WIDE, _ACCUMULATED: 2}
     yield "zero3-fp32-wide", 2, {**_STRATEGIES["zero3"], **_WIDE, _ACCUMULATED: 2}
@@ -200,6 +220,8 @@ def _shared() -> Iterator[tuple[str, int, Fields]]:
     for layout in ("fsdp2", "tp2", "pp2"):
         ranks, fields = _SHARED[layout]
         yield f"{layout}-bf16-heads", ranks, {**fields, **_BF16, **_HEADS, _ACCUMULATED: 4}
+        for name, model in (("llama", _LLAMA), ("qwen", _QWEN)):
+            yield f"{layout}-bf16-{name}", ranks, {**fields, **_BF16, **model, _ACCUMULATED: 4}
     yield "pp2-fsdp2-bf16-wide", 4, {_PP: 2, **_FSDP, **_BF16, **_WIDE, _ACCUMULATED: 8}
     yield "fsdp1-fp32", 1, {**_FSDP, _ACCUMULATED: 2}
     yield "fsdp2-fp32-accumulated", 2, {**_FSDP, _ACCUMULATED: 8}

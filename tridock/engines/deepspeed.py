@@ -9,6 +9,7 @@ from tridock.engines.fields import as_yaml
 from tridock.errors import Problem
 from tridock.experiment import Experiment
 from tridock.experiment.deepspeed_json import options
+from tridock.experiment.weights import layer_weights
 from tridock.layout.shape import FORMAT_BYTES, Parameters, Shape, States
 from tridock.layout.traffic import Sent, all_gather, all_reduce, backward_pass
 
@@ -120,9 +121,7 @@ def zero_states(experiment: Experiment, weights: Parameters, replicas: int) -> S
 def _small_tensors(experiment: Experiment, weights: Parameters) -> Iterator[int]:
     """Elements of the weights that ZeRO 3 leaves whole on every rank."""
     model, tensor = experiment.model, experiment.parallel.tensor_model_parallel_size
-    width, heads = model.hidden_size, model.attention_size // tensor
-    matrix = width * width // tensor
-    layer = [3 * width * heads, width * heads, 4 * matrix, 4 * matrix, 3 * heads, 4 * width // tensor, *[width] * 6]
+    layer = [weight.share(tensor) for weight in layer_weights(model)]
     tables = [weights.embedding, weights.positions, weights.head]
     least = zero_option(experiment, "stage3_param_persistence_threshold", _PERSISTENT)
     yield from (size * model.num_layers for size in layer if size <= least)

@@ -1,4 +1,4 @@
-"""Weights and FLOPs of a GPT: what its matrix products need, and what recomputation adds.
+"""FLOPs of a GPT: what its matrix products need, and what recomputation adds.
 
 Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM" (2021), section 5.1:
 an iteration of B samples takes 96 B s l h^2 (1 + s / 6h + V / 16 l h) with recomputed activations. Without the
@@ -7,16 +7,16 @@ recomputation, which is not the model's need, a forward and a backward pass of t
 """
 
 from tridock.experiment import resnet
-from tridock.experiment.schema import Model
+from tridock.experiment.model import Model
+from tridock.experiment.weights import layer_matrices
 
 
 def layer_flops_per_token(model: Model) -> float:
-    """One layer's forward pass: 24 h^2 in the matrices, 4 s h in the attention's two products.
+    """One layer's forward pass: two FLOPs a weight of its matrices, and the attention's two products.
 
-    Where the heads' width a is not h: 16 h^2 + 8 h a, and 4 s a.
+    Of GPT-2's shape 24 h^2 and 4 s h.
     """
-    matrices = 2.0 * layer_matrices(model.hidden_size, model.attention_size)
-    return matrices + attention_flops_per_token(model)
+    return 2.0 * layer_matrices(model) + attention_flops_per_token(model)
 
 
 def attention_flops_per_token(model: Model) -> float:
@@ -51,18 +51,3 @@ def recomputed_flops_per_token(model: Model, full_layers: int, selective: bool) 
     if selective:
         return model.num_layers * attention_flops_per_token(model)
     return full_layers * layer_flops_per_token(model)
-
-
-def model_parameters(model: Model, rows: int) -> int:
-    """Weights of the whole GPT, each once: its layers, both tables (the token table of ``rows``), and the last norm."""
-    if model.is_vision:
-        return resnet.parameters(model)
-    width = model.hidden_size
-    tables = rows + (model.max_position_embeddings or model.seq_length)
-    layer = layer_matrices(width, model.attention_size) + 10 * width + 3 * model.attention_size
-    return model.num_layers * layer + tables * width + 2 * width
-
-
-def layer_matrices(width: int, attention: int) -> int:
-    """Weights of a layer's matrices: query, key, value and output of the heads' width, and eight squares in the MLP."""
-    return 4 * width * attention + 8 * width * width

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from tridock.experiment.schema import Model
+from tridock.experiment.model import Model
 
 STAGES: Final = ((3, 64, 1), (4, 128, 2), (6, 256, 2), (3, 512, 2))
 """Of each: blocks, width of their 3x3 convolution, its stride in the first one."""

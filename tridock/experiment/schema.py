@@ -11,6 +11,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
 from tridock.experiment.deepspeed_json import with_fields_of
+from tridock.experiment.model import Fraction, Model, Positive
 from tridock.strict_yaml import AS_TUPLE, EnvName, EnvValue, Section
 
 Engine = Literal["torch", "megatron-deepspeed", "megatron-core"]
@@ -24,9 +25,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,40}$")]
 Argument = Annotated[str, StringConstraints(pattern=r"^[^\n\r\x00']+$")]
-Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -42,149 +41,6 @@ def _seconds(value: Any) -> Any:
 
 Seconds = Annotated[int, Field(gt=0), BeforeValidator(_seconds)]
 MasterPort = Annotated[int, Field(ge=1024, le=65535)]
-
-PRESETS: Final[Mapping[str, tuple[int, int, int]]] = {
-    "gpt-small": (12, 12, 768),
-    "gpt-large": (24, 16, 1536),
-    "gpt-xl": (24, 24, 2048),
-    "gpt2": (12, 12, 768),
-    "gpt2-medium": (24, 16, 1024),
-    "gpt2-large": (36, 20, 1280),
-    "gpt2-xl": (48, 25, 1600),
-}
-"""Layers, heads and hidden size: of PyTorch's data parallel benchmark, and of GPT-2 (Radford et al., 2019, table 2)."""
-_HEAD_SIZES: Final[Mapping[str, int]] = {"gpt-xl": 128}
-"""kv_channels of presets whose heads do not share out hidden_size (GPT-3 XL: Brown et al., 2020, table 2.1)."""
-Preset = Literal["gpt-small", "gpt-large", "gpt-xl", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "resnet50"]
-
-_RESNET: Final[Mapping[str, int | float]] = {
-    "num_layers": 16,  # blocks
-    "num_attention_heads": 1,
-    "hidden_size": 2048,
-    "seq_length": 1,  # a sample is one image, and one prediction
-    "make_vocab_size_divisible_by": 1,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-}
-_IMAGES: Final[Mapping[str, int]] = {"img_h": 224, "img_w": 224, "num_classes": 1000}
-"""What preset resnet50 has, and nothing else, with ImageNet's sizes."""
-
-
-class Model(Section):
-    """The shape of the GPT, with Megatron's names, or of the image model."""
-
-    preset: Preset | None = Field(
-        default=None,
-        description="A known shape: gives num_layers, num_attention_heads and hidden_size where they are left out;"
-        " gpt-xl, of 24 heads, also kv_channels 128, unless heads or hidden_size are given."
-        " resnet50 classifies images, with engine torch: of the model's fields it has img_h, img_w and num_classes.",
-    )
-    num_layers: Positive = Field(description="Transformer layers.")
-    hidden_size: Positive = Field(description="Width of the residual stream.")
-    num_attention_heads: Positive = Field(
-        description="Attention heads; must divide hidden_size, unless kv_channels is given."
-    )
-    kv_channels: Positive | None = Field(
-        default=None, description="Size of one attention head; hidden_size / num_attention_heads where left out."
-    )
-    seq_length: Positive = Field(description="Tokens of one training sample.")
-    max_position_embeddings: Positive | None = Field(
-        default=None, description="Rows of the position table; seq_length where left out."
-    )
-    vocab_size: Positive | None = Field(
-        default=None,
-        description="Tokens of the tokenizer; read from the data where left out. Engine megatron-deepspeed trains with"
-        " those of data.vocab_file in any case: there it serves the plan only.",
-    )
-    make_vocab_size_divisible_by: Positive = Field(
-        default=128,
-        description="The embedding is padded to a multiple of this times the tensor parallel size; with engine torch of"
-        " this alone.",
-    )
-    hidden_dropout: Fraction = Field(default=0.1, description="Dropout on the residual branches and the embedding.")
-    attention_dropout: Fraction = Field(default=0.1, description="Dropout on the attention weights.")
-    init_method_std: float = Field(default=0.02, gt=0.0, description="Standard deviation of the initial weights.")
-    checkpoint_activations: bool = Field(
-        default=False, description="Recompute each layer's activations in the backward pass."
-    )
-    checkpoint_num_layers: Positive = Field(
-        default=1, description="Engine megatron-deepspeed: layers between two stored activations."
-    )
-    partition_activations: bool = Field(
-        default=False,
-        description="Engine megatron-deepspeed: partition the stored activations over the tensor parallel ranks.",
-    )
-    checkpoint_in_cpu: bool = Field(
-        default=False, description="Engine megatron-deepspeed: keep what is stored in the host's memory."
-    )
-    contiguous_checkpointing: bool = Field(
-        default=False, description="Engine megatron-deepspeed: keep what is stored in one piece of memory."
-    )
-    synchronize_each_layer: bool = Field(
-        default=False, description="Engine megatron-deepspeed: wait for the device around each stored layer."
-    )
-    recompute_granularity: Literal["full", "selective"] | None = Field(
-        default=None,
-        description="Engine megatron-core: what the backward pass computes again: full (layers) or selective"
-        " (the attention's inside).",
-    )
-    recompute_method: Literal["uniform", "block"] | None = Field(
-        default=None,
-        description="Granularity full: uniform (every layer, in groups of recompute_num_layers) or block (the first"
-        " recompute_num_layers of a stage).",
-    )
-    recompute_num_layers: Positive | None = Field(default=None, description="Granularity full: layers of a group.")
-    img_h: Positive | None = Field(default=None, description="Preset resnet50: height of its images; 224.")
-    img_w: Positive | None = Field(default=None, description="Preset resnet50: width of its images; 224.")
-    num_classes: Positive | None = Field(default=None, description="Preset resnet50: kinds of images; 1000.")
-
-    @property
-    def is_vision(self) -> bool:
-        return self.preset == "resnet50"
-
-    @property
-    def attention_size(self) -> int:
-        """Width of the queries of all heads; so are keys, values and the attention's output."""
-        return self.num_attention_heads * (self.kv_channels or self.hidden_size // self.num_attention_heads)
-
-    @property
-    def unit(self) -> str:
-        """What throughput counts."""
-        return "images" if self.is_vision else "tokens"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_preset(cls, fields: Any) -> Any:
-        if isinstance(fields, dict) and isinstance(fields.get("preset"), str) and fields["preset"] in PRESETS:
-            sizes: dict[str, int | None] = dict(
-                zip(("num_layers", "num_attention_heads", "hidden_size"), PRESETS[fields["preset"]], strict=True)
-            )
-            if not {"num_attention_heads", "hidden_size"} & fields.keys():
-                sizes["kv_channels"] = _HEAD_SIZES.get(fields["preset"])
-            return {**sizes, **fields}
-        if isinstance(fields, dict) and fields.get("preset") == "resnet50":
-            given = {name: value for name, value in fields.items() if name not in _IMAGES or value is not None}
-            images = {**_IMAGES, **given}
-            return {"vocab_size": images["num_classes"], **_RESNET, **images}
-        return fields
-
-    @model_validator(mode="after")
-    def _check_preset_fields(self) -> Self:
-        if not self.is_vision:
-            given = [name for name in _IMAGES if getattr(self, name) is not None]
-            what = "only preset resnet50 has"
-        else:
-            expected = {
-                **{name: field.default for name, field in type(self).model_fields.items()},
-                **_RESNET,
-                **{name: getattr(self, name) for name in ("preset", *_IMAGES)},
-                "vocab_size": self.num_classes,
-            }
-            given = [name for name, value in expected.items() if getattr(self, name) != value]
-            what = "preset resnet50 has no"
-        if given:
-            raise ValueError(f"{what} {', '.join(given)}")
-        return self
 
 
 class Parallel(Section):

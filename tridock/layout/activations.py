@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from tridock.experiment import Experiment
-from tridock.experiment.flops import layer_matrices
+from tridock.experiment.model import Model
+from tridock.experiment.weights import layer_matrices
 from tridock.layout.shape import (
     FORMAT_BYTES,
     Device,
@@ -42,16 +43,22 @@ class Sizes:
     """Of a number in the matrix products."""
     hidden: float
     """[tokens, hidden] in that format, whole."""
-    split: float
-    """The same as tensor parallel ranks share it out inside a layer."""
+    ffn: float
+    """[tokens, width of the MLP], as tensor parallel ranks share it out inside a layer."""
     heads: float
-    """[tokens, heads x their size], as tensor parallel ranks share it out."""
+    """[tokens, heads x their size], likewise."""
     between: float
     """The same between the split parts, where sequence parallelism shares it out."""
     residual: float
     """The residual stream there: fp32 under autocast."""
-    statistics: float
-    """The two numbers a token that a norm keeps."""
+    norm: float
+    """What a norm of the residual stream keeps: its input, and numbers of each token."""
+    inner: float
+    """What keeps the attention's inside: queries, keys and values, their normed or rotated copies, and its output."""
+    mlp: float
+    """What keeps the MLP's inside: the activation function's inputs and outputs."""
+    inputs: float
+    """Inputs of the first matrices of attention and MLP."""
     dropout: float
     """What dropout of the residual stream's width keeps."""
     casts: float
@@ -112,12 +119,15 @@ def sizes_of(
     sums_in_place: bool = False,
     restores_inputs: bool = False,
     gathered: float = 0.0,
+    swiglu: int = 4,
+    angles: float = 0.0,
 ) -> Sizes:
     """The tensors of a micro batch, as an engine keeps them.
 
     ``autocast``: weights are fp32, cast for each product. ``sums_in_place``: a weight's first gradient becomes its own.
     ``restores_inputs``: recomputed layers begin with the input that was kept. ``gathered``: bytes of weights that are
-    gathered for the layer at work.
+    gathered for the layer at work. ``swiglu``: tensors of the MLP's width that it keeps. ``angles``: numbers for each
+    position that a layer keeps of its rotation.
     """
     model, parallel = experiment.model, experiment.parallel
     tensor = parallel.tensor_model_parallel_size
@@ -131,18 +141,44 @@ def sizes_of(
         tokens=tokens,
         short=short,
         hidden=elements * short,
-        split=elements * short / tensor,
+        ffn=tokens * model.ffn_size * short / tensor,
         heads=tokens * model.attention_size * short / tensor,
         between=elements * short / spread,
         residual=elements * residual / spread,
-        statistics=2 * tokens * (4 if device == "cuda" else residual) / spread,
+        norm=_norm_bytes(model, tokens / spread, model.hidden_size, residual, device),
+        inner=_inner_bytes(experiment, tokens, short, device) + model.seq_length * angles * short,
+        mlp=(swiglu if model.swiglu else 2) * tokens * model.ffn_size * short / tensor,
+        inputs=(3 if model.swiglu and autocast else 2) * elements * short / spread,
         dropout=elements * (1 if device == "cuda" else short) / spread if model.hidden_dropout else 0.0,
-        casts=layer_matrices(model.hidden_size, model.attention_size) * short if autocast else 0.0,
+        casts=layer_matrices(model) * short if autocast else 0.0,
         attention=_attention_bytes(experiment, tokens, short, device),
-        weight=0.0 if sums_in_place else 4 * model.hidden_size**2 * short / tensor,
+        weight=0.0 if sums_in_place else model.hidden_size * model.ffn_size * short / tensor,
         restored=elements * short / spread if restores_inputs else 0.0,
         gathered=gathered,
     )
+
+
+def _norm_bytes(model: Model, rows: float, width: int, size: int, device: Device) -> float:
+    """A norm of ``rows`` of that width, in numbers of ``size`` bytes."""
+    if model.normalization == "LayerNorm":
+        return rows * (width * size + 2 * (4 if device == "cuda" else size))
+    # torch has no kernel of its own for RMSNorm on CPUs: input and output stay, in fp32.
+    return rows * (2 * width * 4 if device == "cpu" else width * size) + rows * 4
+
+
+def _inner_bytes(experiment: Experiment, tokens: int, short: int, device: Device) -> float:
+    """Queries, keys and values in one piece, copies of queries and keys, and the output."""
+    model, tensor = experiment.model, experiment.parallel.tensor_model_parallel_size
+    heads, keys = (tokens * size * short / tensor for size in (model.attention_size, model.key_size))
+    grouped = heads if keys < heads else 0.0  # the queries of all groups are taken out of that piece
+    changed = heads + keys if model.qk_layernorm or model.rotary_size else grouped
+    normed = 0.0
+    if model.qk_layernorm:
+        rows = tokens * (model.num_attention_heads + model.query_groups) / tensor
+        normed = _norm_bytes(model, rows, model.head_size, short, device)
+        if model.normalization == "LayerNorm" or device == "cuda":  # the keys that went in lie in the piece
+            normed -= heads + keys - grouped
+    return heads + 2 * keys + changed + normed + heads
 
 
 def _attention_bytes(experiment: Experiment, tokens: int, short: int, device: Device) -> float:
@@ -150,7 +186,7 @@ def _attention_bytes(experiment: Experiment, tokens: int, short: int, device: De
     tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     heads = model.num_attention_heads / tensor
     scores = tokens * heads * model.seq_length
-    gathered = 2 * context * tokens * model.attention_size * short / tensor if context > 1 else 0.0
+    gathered = 2 * context * tokens * model.key_size * short / tensor if context > 1 else 0.0
     if device == "cpu" and model.attention_dropout > 0.0:
         # Not fused there: probabilities, noise and their product in fp32, and a mask.
         return scores * (4 + 4 + 4 + 1) + gathered
@@ -159,11 +195,8 @@ def _attention_bytes(experiment: Experiment, tokens: int, short: int, device: De
 
 def layer_bytes(sizes: Sizes) -> float:
     """One layer, nothing of it computed again: Korthikanti et al. 2022, equation 2, term by term."""
-    norms = 2 * (sizes.residual + sizes.statistics)
-    inputs = 2 * sizes.between  # of the attention's and the MLP's first matrix
-    # Queries, keys, values; output; the activation function's input and output.
-    inner = (3 + 1) * sizes.heads + (4 + 4) * sizes.split
-    return norms + inputs + inner + sizes.attention + 2 * sizes.dropout + sizes.casts
+    inside = sizes.inputs + sizes.inner + sizes.mlp
+    return 2 * sizes.norm + inside + sizes.attention + 2 * sizes.dropout + sizes.casts
 
 
 def kept_layer(experiment: Experiment, sizes: Sizes) -> float:
@@ -176,7 +209,7 @@ def backward_bytes(experiment: Experiment, sizes: Sizes, again: int) -> float:
     """A layer's backward pass at its fullest: the MLP's second matrix, whose both gradients have just been made, on top
     of what was computed again before."""
     gathered = sizes.hidden if sizes.between < sizes.hidden else 0.0
-    gradients = sizes.between + gathered + 4 * sizes.split + sizes.weight
+    gradients = sizes.between + gathered + sizes.ffn + sizes.weight
     selective = sizes.attention if experiment.model.recompute_granularity == "selective" else 0.0
     group = _group(experiment, again) * layer_bytes(sizes)
     return gradients + selective + (group - sizes.restored if group else 0.0) + sizes.gathered
@@ -199,7 +232,7 @@ def _group(experiment: Experiment, again: int) -> int:
 
 def head_inputs(sizes: Sizes) -> float:
     """What the last norm and the output layer keep: their inputs, the tokens and the loss mask."""
-    return sizes.residual + sizes.statistics + sizes.between + sizes.tokens * (_TOKEN_BYTES + 1)
+    return sizes.norm + sizes.between + sizes.tokens * (_TOKEN_BYTES + 1)
 
 
 def head_bytes(experiment: Experiment, sizes: Sizes, rows: int, *, chunked: bool, forward: float = 0.0) -> float:

@@ -1,17 +1,11 @@
-"""The shape of a layout and of one pipeline stage, the weights of its ranks, and the terms of their memory.
-
-A layer has 12 matrices of hidden x hidden (query, key, value, output, and eight of the MLP) and 13 vectors of that
-width: three biases of the attention's input, one of its output, four of the MLP's input, one of its output, and two
-norms of two. Tensor parallel ranks share the matrices and the biases of what they split. With ``kv_channels`` the
-attention's matrices and the biases of its input have the width of its heads instead.
-"""
+"""The shape of a layout and of one pipeline stage, the weights of its ranks, and the terms of their memory."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from tridock.experiment import Experiment, resnet
-from tridock.experiment.flops import layer_matrices
+from tridock.experiment.weights import layer_weights, norm_vectors, position_rows
 
 Device = Literal["cpu", "cuda"]
 FORMAT_BYTES: Final = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -129,7 +123,7 @@ class Parameters:
     positions: int
     final_norm: int
     head: int
-    """A copy of the tied tables that the last stage of a pipeline holds."""
+    """An output layer of its own, or the copy of the tied tables that the last stage of a pipeline holds."""
 
     @property
     def total(self) -> int:
@@ -145,9 +139,8 @@ def layer_parameters(experiment: Experiment) -> int:
     """Of one layer on one tensor parallel rank; of a model of images, of its largest block."""
     if experiment.model.is_vision:
         return resnet.largest_block(experiment.model)
-    width, heads = experiment.model.hidden_size, experiment.model.attention_size
     tensor = experiment.parallel.tensor_model_parallel_size
-    return layer_matrices(width, heads) // tensor + (3 * heads + 4 * width) // tensor + 6 * width
+    return sum(weight.share(tensor) for weight in layer_weights(experiment.model))
 
 
 def parameters_of_stage(experiment: Experiment, stage: int, rows: int, *, copies_positions: bool = False) -> Parameters:
@@ -163,13 +156,13 @@ def parameters_of_stage(experiment: Experiment, stage: int, rows: int, *, copies
     width = model.hidden_size
     # Where the rows do not divide evenly, the first rank has the most.
     rows = -(-rows // experiment.parallel.tensor_model_parallel_size)
-    table, positions = rows * width, (model.max_position_embeddings or model.seq_length) * width
+    table, positions = rows * width, position_rows(model) * width
     first, last = stage == 0, stage == stages - 1
-    copied = last and not first
+    has_head = last and (not first or model.untie_embeddings_and_output_weights)
     return Parameters(
         layers=layers_of_stage(experiment, stage) * layer_parameters(experiment),
         embedding=table if first else 0,
         positions=positions if first else 0,
-        final_norm=2 * width if last else 0,
-        head=table + (positions if copies_positions else 0) if copied else 0,
+        final_norm=norm_vectors(model) * width if last else 0,
+        head=table + (positions if copies_positions else 0) if has_head else 0,
     )

@@ -8,11 +8,24 @@ from tridock.errors import Problem
 from tridock.experiment import Experiment
 
 
-def head_problems(experiment: Experiment) -> Iterator[Problem]:
-    """Attention heads that the tensor parallel ranks cannot share equally."""
-    heads, tensor = experiment.model.num_attention_heads, experiment.parallel.tensor_model_parallel_size
-    if heads % tensor:
-        near, what = nearest_divisors(heads, tensor), f"must divide num_attention_heads {heads}"
+def head_problems(experiment: Experiment, *, repeats_groups: bool = False) -> Iterator[Problem]:
+    """Attention heads, query groups and MLP columns that the tensor parallel ranks cannot share equally.
+
+    ``repeats_groups``: a query group may lie on several ranks.
+    """
+    model, tensor = experiment.model, experiment.parallel.tensor_model_parallel_size
+    inputs = model.attention_size + 2 * model.key_size
+    shared = {"num_attention_heads": model.num_attention_heads}
+    if model.kv_channels or model.ffn_hidden_size or model.swiglu:  # otherwise the heads divide it
+        shared["ffn_hidden_size"] = model.ffn_size
+    repeated = repeats_groups and tensor % model.query_groups == 0 and inputs % tensor == 0
+    if model.query_groups < model.num_attention_heads and not repeated:
+        shared["num_query_groups"] = model.query_groups
+    if uneven := [name for name, size in shared.items() if size % tensor]:
+        near, what = (
+            nearest_divisors(math.gcd(*shared.values()), tensor),
+            f"must divide {uneven[0]} {shared[uneven[0]]}",
+        )
         yield Problem("parallel.tensor_model_parallel_size", what, str(tensor), f"use {either(near)}", near)
 
 

@@ -13,6 +13,7 @@ from typing import Literal
 
 from tridock.experiment import Experiment
 from tridock.experiment.schema import Parallel
+from tridock.experiment.weights import layer_weights, norm_vectors, position_rows
 from tridock.layout.shape import Shape, hidden_bytes, layers_of_stage, recomputed_layers, tokens_of
 
 Link = Literal["node", "network"]
@@ -98,18 +99,23 @@ def _tensor(experiment: Experiment, shape: Shape, stage: int, sent: Sent) -> Ite
     reduces = 4 * layers + 2 * recomputed_layers(experiment, layers) + (stage == 0) + final
     volume = reduces * all_reduce(size, hidden)
     if parallel.sequence_parallel:
-        # A gather and a scatter stand for each, but for the embedding's, after which every rank keeps its part. The
-        # backward pass gathers what it no longer has: the inputs of both halves of a layer and of the head, and the
-        # embedding's gradient.
-        volume += (2 * layers + (stage == 0) + final) * all_gather(size, hidden)
+        # A gather and a scatter stand for each, but for the embedding's, after which every rank keeps its part; without
+        # positions it is scattered at once. The backward pass gathers what it no longer has: the inputs of both halves
+        # of a layer and of the head, and the embedding's gradient.
+        embedding = stage == 0 and position_rows(model) > 0
+        volume += (2 * layers + embedding + final) * all_gather(size, hidden)
     if final:
         # Of each token's logits, in fp32: the largest, the label's, and the sum of the exponentials.
         volume += 3 * all_reduce(size, 4 * tokens_of(experiment))
     volume += sent.tensor_bytes
     volume *= shape.accumulation
-    if parallel.sequence_parallel:
-        # Each has the gradients of its tokens only: norms, and biases of what is split by rows, in fp32.
-        volume += all_reduce(size, 4 * model.hidden_size * (6 * layers + (2 if final else 0)))
+    # Of what they all hold, each has the gradients of its heads only, and with sequence parallelism of its tokens, in
+    # fp32.
+    whole = sum(weight.elements for weight in layer_weights(model) if not weight.is_split)
+    norms = norm_vectors(model)
+    partial = whole if parallel.sequence_parallel else 2 * norms * model.head_size * model.qk_layernorm
+    last = norms * model.hidden_size if final and parallel.sequence_parallel else 0
+    volume += all_reduce(size, 4 * (layers * partial + last))
     yield _placed("tensor", size, 1, shape, volume)
 
 
@@ -119,7 +125,7 @@ def _context(experiment: Experiment, shape: Shape, stage: int, _sent: Sent) -> I
         return
     layers = layers_of_stage(experiment, stage)
     model = experiment.model
-    keys_and_values = 2 * hidden_bytes(experiment) * size / tensor * model.attention_size / model.hidden_size
+    keys_and_values = 2 * hidden_bytes(experiment) * size / tensor * model.key_size / model.hidden_size
     # Gathered in the forward pass, and where it is done again; their gradients scattered in the backward pass.
     selective = experiment.model.recompute_granularity == "selective"
     again = layers if selective else recomputed_layers(experiment, layers)
@@ -160,7 +166,7 @@ def _embedding(experiment: Experiment, shape: Shape, stage: int, sent: Sent) -> 
     """The tied table's gradient, which the first and the last stage both have a part of."""
     parallel = experiment.parallel
     stages = parallel.pipeline_model_parallel_size
-    if stages == 1 or stage not in (0, stages - 1):
+    if stages == 1 or stage not in (0, stages - 1) or experiment.model.untie_embeddings_and_output_weights:
         return
     volume = all_reduce(2, sent.embedding_bytes)
     yield _placed("embedding", 2, _stage_stride(parallel, shape) * (stages - 1), shape, volume)

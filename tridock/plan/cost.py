@@ -17,9 +17,9 @@ from tridock.experiment.flops import (
     head_flops_per_token,
     layer_flops_per_token,
     model_flops_per_token,
-    model_parameters,
     recomputed_flops_per_token,
 )
+from tridock.experiment.weights import model_parameters
 from tridock.gpus import Gpu
 from tridock.layout.shape import Shape, layers_of_stage, recomputed_layers
 from tridock.layout.traffic import Traffic

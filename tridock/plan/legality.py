@@ -3,10 +3,11 @@
 from collections.abc import Iterator
 
 from tridock.contracts.devices import VISIBLE
-from tridock.engines import engine_of, field_problems
+from tridock.engines import as_yaml, engine_of, field_problems
 from tridock.engines.deepspeed_options import json_problems
 from tridock.errors import Problem
 from tridock.experiment import Experiment
+from tridock.experiment.model import Model
 from tridock.layout.split import either, nearest_divisors, size_of_replica, world_problems
 
 
@@ -73,10 +74,33 @@ def _model_problems(experiment: Experiment) -> Iterator[Problem]:
         what, got = f"must divide hidden_size {model.hidden_size}", str(model.num_attention_heads)
         todo = f"use {either(near)}, or set model.kv_channels"
         yield Problem("model.num_attention_heads", what, got, todo, near)
+    heads, groups = model.num_attention_heads, model.query_groups
+    if heads % groups:
+        near = nearest_divisors(heads, groups, multiple_of=experiment.parallel.tensor_model_parallel_size)
+        what, todo = f"must divide num_attention_heads {heads}", f"use {either(near)}"
+        yield Problem("model.num_query_groups", what, str(groups), todo, near)
     length, positions = model.seq_length, model.max_position_embeddings
     if positions is not None and positions < length:
         what, todo = f"must be at least seq_length {length}", f"raise it to {length}, or leave it out"
         yield Problem("model.max_position_embeddings", what, str(positions), todo, (length,))
+    yield from _rotary_problems(model)
+
+
+def _rotary_problems(model: Model) -> Iterator[Problem]:
+    """Rotations by halves of an odd size, or without rope."""
+    if model.position_embedding_type == "rope":
+        if model.rotary_size % 2 or not model.rotary_size:
+            what = f"must rotate an even number of the {model.head_size} elements of a head"
+            yield Problem("model.rotary_percent", what, str(model.rotary_percent), "use 0.5 or 1, or other heads")
+        scaling = () if model.use_rope_scaling else ("rope_scaling_factor",)
+        unused = dict.fromkeys(scaling, "needs use_rope_scaling")
+    else:
+        names = ("rotary_base", "rotary_percent", "use_rope_scaling", "rope_scaling_factor")
+        unused = dict.fromkeys(names, "needs position_embedding_type rope")
+    for name, what in unused.items():
+        default, value = type(model).model_fields[name].default, getattr(model, name)
+        if value != default:
+            yield Problem(f"model.{name}", what, as_yaml(value), "leave it out", (as_yaml(default),))
 
 
 def _schedule_problems(experiment: Experiment) -> Iterator[Problem]:

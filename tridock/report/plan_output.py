@@ -14,7 +14,7 @@ from rich.text import Text
 
 from tridock.errors import RequestError, count
 from tridock.experiment import load_experiment
-from tridock.experiment.schema import Model
+from tridock.experiment.model import Model
 from tridock.layout.plan import layout_label
 from tridock.plan import Assessment, Assumptions, assess
 from tridock.plan.cost import Cost, seconds_of

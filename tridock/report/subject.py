@@ -14,7 +14,7 @@ from tridock.contracts.records import Record, check_run, read_lines, read_metric
 from tridock.engines import engine_of
 from tridock.experiment import load_experiment
 from tridock.experiment.flops import model_flops_per_token
-from tridock.experiment.schema import Model
+from tridock.experiment.model import Model
 from tridock.plan import Plan
 from tridock.report.columns import Columns, Curve
 from tridock.report.markup import gib, seconds

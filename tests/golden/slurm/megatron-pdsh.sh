@@ -33,12 +33,12 @@ exec tridock slurm supervise "$RUN" -- \
   --no_ssh_check \
   --no_local_rank --module tridock.train.megatron_lm.pretrain_gpt2 --run-folder "$RUN" --num-layers 24 \
   --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --make-vocab-size-divisible-by 128 \
-  --hidden-dropout 0.1 --attention-dropout 0.1 --init-method-std 0.02 --split 949,50,1 --lr 0.00015 --min-lr 1e-05 \
-  --lr-decay-style cosine --weight-decay 0.01 --adam-beta1 0.9 --adam-beta2 0.999 --adam-eps 1e-08 --clip-grad 1.0 \
-  --train-iters 320000 --log-interval 1 --eval-iters 10 --seed 1234 --max-position-embeddings 1024 \
-  --checkpoint-activations --checkpoint-num-layers 1 --deepspeed-activation-checkpointing \
-  --partition-activations --contigious-checkpointing --synchronize-each-layer --model-parallel-size 2 \
-  --pipe-parallel-size 2 --batch-size 4 --gas 16 --data-path "$WORKSPACE/data/webtext/webtext_text_document" \
+  --hidden-dropout 0.1 --attention-dropout 0.1 --init-method-std 0.02 --layernorm-epsilon 1e-05 --split 949,50,1 \
+  --lr 0.00015 --min-lr 1e-05 --lr-decay-style cosine --weight-decay 0.01 --adam-beta1 0.9 --adam-beta2 0.999 \
+  --adam-eps 1e-08 --clip-grad 1.0 --train-iters 320000 --log-interval 1 --eval-iters 10 --seed 1234 \
+  --max-position-embeddings 1024 --checkpoint-activations --checkpoint-num-layers 1 \
+  --deepspeed-activation-checkpointing --partition-activations --contigious-checkpointing \
+  --synchronize-each-layer --model-parallel-size 2 --pipe-parallel-size 2 --batch-size 4 --gas 16 --data-path "$WORKSPACE/data/webtext/webtext_text_document" \
   --vocab-file "$WORKSPACE/data/gpt2-vocab.json" --merge-file "$WORKSPACE/data/gpt2-merges.txt" --data-impl mmap \
   --fp16 --loss-scale-window 1000 --hysteresis 2 --lr-decay-iters 320000 --warmup 0.01 --eval-interval 100 \
   --save "$RUN/checkpoints" --save-interval 500 --tensorboard-dir "$RUN/tensorboard" --deepspeed \

@@ -29,6 +29,7 @@ BASE: dict[str, Any] = {
 IMAGES = {"model": {"preset": "resnet50"}, "parallel.strategy": "ddp"}
 STORED = {"model.checkpoint_activations": True}
 FULL = {"model.recompute_granularity": "full", "model.recompute_method": "uniform", "model.recompute_num_layers": 1}
+ROPE = {"model.position_embedding_type": "rope"}
 PIPELINE = {"parallel.pipeline_model_parallel_size": 2}
 INTERLEAVED = {
     **PIPELINE,
@@ -45,8 +46,22 @@ CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.hidden_size": (128, {}),
     "model.num_attention_heads": (4, {}),
     "model.kv_channels": (16, {}),
+    "model.num_query_groups": (2, {}),
+    "model.ffn_hidden_size": (96, {}),
     "model.seq_length": (32, {}),
     "model.max_position_embeddings": (128, {}),
+    "model.position_embedding_type": ("rope", {}),
+    "model.rotary_base": (500, ROPE),
+    "model.rotary_percent": (0.5, ROPE),
+    "model.use_rope_scaling": (True, ROPE),
+    "model.rope_scaling_factor": (32.0, {**ROPE, "model.use_rope_scaling": True}),
+    "model.normalization": ("RMSNorm", {}),
+    "model.norm_epsilon": (1e-6, {}),
+    "model.qk_layernorm": (True, {}),
+    "model.swiglu": (True, {}),
+    "model.add_bias_linear": (False, {}),
+    "model.add_qkv_bias": (True, {"model.add_bias_linear": False}),
+    "model.untie_embeddings_and_output_weights": (True, {}),
     "model.vocab_size": (1000, {}),
     "model.make_vocab_size_divisible_by": (64, {}),
     "model.hidden_dropout": (0.0, {}),
@@ -204,6 +219,17 @@ def imported(module: str) -> Iterator[Path]:
 
 
 @functools.cache
+def behind(section: str, name: str) -> frozenset[str]:
+    """The fields that a property of the model reads, or the name itself."""
+    functions = (node for node in ast.walk(parsed(ROOT / "tridock/experiment/model.py")) if hasattr(node, "body"))
+    found = [node for node in functions if isinstance(node, ast.FunctionDef) and node.name == name]
+    if section != "model" or not found:
+        return frozenset({name})
+    inner = (node for node in ast.walk(found[0]) if isinstance(node, ast.Attribute))
+    return frozenset().union(*(behind(section, node.attr) for node in inner if getattr(node.value, "id", "") == "self"))
+
+
+@functools.cache
 def fields_read(module: str) -> frozenset[str]:
     """Fields that the program of a rank reads, or (with no module) those who launch it, as ``section.name``.
 
@@ -213,7 +239,8 @@ def fields_read(module: str) -> frozenset[str]:
     nodes = (node for path in (imported(module) if module else rooms) for node in ast.walk(parsed(path)))
     found = (node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load))
     owners = ((node.value, node.attr) for node in found)
-    read = {(getattr(owner, "attr", getattr(owner, "id", "")), name) for owner, name in owners}
+    named = ((getattr(owner, "attr", getattr(owner, "id", "")), name) for owner, name in owners)
+    read = {(section, field) for section, name in named for field in behind(section, name)}
     fields = (path.rpartition(".") for path in leaves(Experiment))
     return frozenset(
         f"{section or 'experiment'}.{name}"

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tridock.experiment.flops import model_flops_per_token, model_parameters
-from tridock.experiment.schema import Model
+from tridock.experiment.flops import model_flops_per_token
+from tridock.experiment.model import Model
+from tridock.experiment.weights import model_parameters
 
 SIZES = st.integers(1, 4096)
 
@@ -34,6 +35,35 @@ def test_gpt_xl_has_gpt3s_heads_unless_others_are_given() -> None:
     assert (fewer.kv_channels, fewer.attention_size) == (None, 2048)
     assert model_parameters(fewer, 50257) == 1_313_626_112
     assert Model(preset="gpt-large", seq_length=8).attention_size == 1536
+
+
+@pytest.mark.parametrize(
+    ("preset", "parameters"),
+    [
+        ("llama-3.2-1b", 1_235_814_400),
+        ("llama-3.1-8b", 8_030_261_248),
+        ("llama-3.1-70b", 70_553_706_496),
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-8b", 8_190_735_360),
+        ("smollm2-135m", 134_515_008),
+        ("gpt2", 124_439_808),
+        ("gpt2-xl", 1_557_611_200),
+    ],
+)
+def test_presets_have_the_parameters_that_are_published(preset: str, parameters: int) -> None:
+    model = Model.model_validate({"preset": preset, "seq_length": 1024})
+    assert model_parameters(model, model.vocab_size or 50257) == parameters
+
+
+@given(groups=st.sampled_from((1, 2, 4, 8)), width=SIZES, ffn=SIZES, swiglu=st.booleans(), sequence=SIZES)
+def test_query_groups_and_swiglu(groups: int, width: int, ffn: int, swiglu: bool, sequence: int) -> None:
+    model = Model(
+        num_layers=1, hidden_size=width, num_attention_heads=8, kv_channels=16, num_query_groups=groups,
+        ffn_hidden_size=ffn, swiglu=swiglu, seq_length=sequence,
+    )  # fmt: skip
+    attention = 2 * width * 128 + 2 * width * 16 * groups + 2 * sequence * 128
+    mlp = (3 if swiglu else 2) * width * ffn
+    assert model_flops_per_token(model, 0) == pytest.approx(3 * 2 * (attention + mlp))
 
 
 def test_gpt3_as_the_paper_counts_it() -> None:

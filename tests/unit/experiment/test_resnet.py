@@ -8,7 +8,8 @@ from tests.experiments import with_fields
 from tridock.engines import engine_of
 from tridock.errors import RequestError
 from tridock.experiment import Experiment, dump_experiment, parse_experiment, resnet
-from tridock.experiment.flops import causal_flops_per_token, model_flops_per_token, model_parameters
+from tridock.experiment.flops import causal_flops_per_token, model_flops_per_token
+from tridock.experiment.weights import model_parameters
 
 BASE: dict[str, Any] = {
     "name": "a",

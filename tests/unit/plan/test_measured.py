@@ -24,6 +24,7 @@ KNOWN = {
     "torch-tp2-pp2-bf16-larger": (0.035, HIDDEN),
     "torch-pp2-fsdp2-bf16-larger": (0.04, HIDDEN),
     "torch-pp2-fsdp2-bf16-wide": (0.035, HIDDEN),
+    "torch-tp2-bf16-qwen": (0.035, HIDDEN),
 }
 
 

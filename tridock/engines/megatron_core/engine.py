@@ -10,7 +10,16 @@ from tridock.errors import Problem
 from tridock.experiment import Experiment
 from tridock.layout import Plan
 from tridock.layout.activations import Sizes, sizes_of
-from tridock.layout.shape import FORMAT_BYTES, Device, Parameters, Shape, States
+from tridock.layout.shape import (
+    FORMAT_BYTES,
+    Device,
+    Parameters,
+    Shape,
+    States,
+    layers_of_stage,
+    recomputed_layers,
+    tokens_of,
+)
 from tridock.layout.traffic import Sent, all_gather, all_reduce, backward_pass
 
 
@@ -59,19 +68,31 @@ class MegatronCore(Engine):
         return super().copied_bytes(experiment, weights, states)
 
     def sizes(self, experiment: Experiment, device: Device) -> Sizes:
-        return sizes_of(experiment, device)
+        # Fused on GPUs, SwiGLU keeps the first matrix's output; otherwise what is made of its halves, too.
+        return sizes_of(
+            experiment, device, swiglu=3 if device == "cuda" else 5, angles=4.0 * experiment.model.rotary_size
+        )
 
     def sent(self, experiment: Experiment, shape: Shape, stage: int) -> Sent:
         size, weights = self._replicas(experiment, shape), self.parameters(experiment, stage).total
-        embedding = 4 * self.parameters(experiment, 0).embedding
+        embedding, tensor = 4 * self.parameters(experiment, 0).embedding, self._gathered_queries(experiment, stage)
         if experiment.parallel.use_distributed_optimizer:
             gathered = all_gather(size, FORMAT_BYTES[experiment.precision] * weights)
             # Gradients travel during the last backward pass, weights during the next forward pass.
             volume = all_gather(size, 4 * weights) + gathered
-            return Sent(volume, embedding, overlapped=1.0, computing=1 / shape.accumulation)
-        return Sent(
-            all_reduce(size, 4 * weights), embedding, overlapped=1.0, computing=backward_pass(shape.accumulation)
-        )
+            return Sent(volume, embedding, tensor, overlapped=1.0, computing=1 / shape.accumulation)
+        volume, computing = all_reduce(size, 4 * weights), backward_pass(shape.accumulation)
+        return Sent(volume, embedding, tensor, overlapped=1.0, computing=computing)
+
+    def _gathered_queries(self, experiment: Experiment, stage: int) -> float:
+        """Where several tensor parallel ranks have the same query group, they gather queries, keys and values."""
+        model, size = experiment.model, experiment.parallel.tensor_model_parallel_size
+        if model.query_groups >= size:
+            return 0.0
+        layers = layers_of_stage(experiment, stage)
+        width = model.attention_size + 2 * model.key_size
+        volume = tokens_of(experiment) * width * FORMAT_BYTES[experiment.precision]
+        return (2 * layers + recomputed_layers(experiment, layers)) * all_gather(size, volume)
 
     def _replicas(self, experiment: Experiment, shape: Shape) -> int:
         return shape.data * experiment.parallel.context_parallel_size

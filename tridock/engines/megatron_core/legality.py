@@ -47,7 +47,7 @@ def problems(experiment: Experiment) -> Iterator[Problem]:
 
 def split_problems(experiment: Experiment) -> Iterator[Problem]:
     """Heads that the ranks cannot share, and layers that do not divide evenly over the stages."""
-    yield from head_problems(experiment)
+    yield from head_problems(experiment, repeats_groups=True)
     layers, parallel = experiment.model.num_layers, experiment.parallel
     stages = parallel.pipeline_model_parallel_size
     if layers % stages:

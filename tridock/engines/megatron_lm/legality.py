@@ -18,6 +18,24 @@ FIELDS: Final[Fields] = {
         "Megatron-LM v1.1.5 divides hidden_size among the heads",
         "leave it out (with preset gpt-xl: set model.num_attention_heads to 16), or use engine {others}",
     ),
+    **{
+        f"model.{name}": Refused(f"Megatron-LM v1.1.5 has GPT-2's layers: {what}")
+        for name, what in {
+            "num_query_groups": "each head has its own keys and values",
+            "ffn_hidden_size": "the MLP is 4 x hidden_size wide",
+            "position_embedding_type": "positions are a table",
+            "rotary_base": "no rope",
+            "rotary_percent": "no rope",
+            "use_rope_scaling": "no rope",
+            "rope_scaling_factor": "no rope",
+            "normalization": "norms are LayerNorm",
+            "qk_layernorm": "no norms of queries and keys",
+            "swiglu": "the MLP has GELU",
+            "add_bias_linear": "linear layers have biases",
+            "add_qkv_bias": "linear layers have biases",
+            "untie_embeddings_and_output_weights": "the output layer is the token embedding",
+        }.items()
+    },
     "parallel.data_parallel_shard_size": Refused(),
     "parallel.pipeline_schedule": Refused(),
     "parallel.virtual_pipeline_model_parallel_size": Refused(),
@@ -48,6 +66,7 @@ SAME: Final = {
     "--hidden-dropout": "model.hidden_dropout",
     "--attention-dropout": "model.attention_dropout",
     "--init-method-std": "model.init_method_std",
+    "--layernorm-epsilon": "model.norm_epsilon",
     "--split": "data.split",
     "--lr": "optimizer.lr",
     "--min-lr": "optimizer.min_lr",

@@ -60,12 +60,14 @@ class Torch(Engine):
 
     def sizes(self, experiment: Experiment, device: Device) -> Sizes:
         parallel = experiment.parallel
+        # Copies of the rotation in the short format.
+        angles = 2.0 * experiment.model.rotary_size if experiment.precision != "fp32" else 0.0
         if not is_sharded(experiment):
-            return sizes_of(experiment, device, autocast=parallel.strategy == "ddp")
+            return sizes_of(experiment, device, autocast=parallel.strategy == "ddp", angles=angles)
         # FSDP2's weights of the layer at work; where they come from others, the buffer for the next one's too.
         buffers = 2 if parallel.strategy == "fsdp" and parallel.data_parallel_shard_size != 1 else 1
         gathered = FORMAT_BYTES[experiment.precision] * layer_parameters(experiment) * buffers
-        return sizes_of(experiment, device, gathered=gathered)
+        return sizes_of(experiment, device, gathered=gathered, angles=angles)
 
     def head_bytes(self, experiment: Experiment, sizes: Sizes, runs_in_flight: int) -> float:
         """With GPipe the last stage of a pipeline holds the logits of every micro batch."""

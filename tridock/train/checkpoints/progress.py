@@ -11,9 +11,16 @@ from tridock.contracts.events import Cause
 from tridock.engines import ENGINES, engine_of
 from tridock.errors import Problem, RequestError
 from tridock.experiment.schema import Experiment
+from tridock.experiment.weights import position_rows
 from tridock.train.rank.process_group import Ranks
 
 PROGRESS: Final = "tridock.json"
+_MODEL: Final = (
+    *("num_layers", "hidden_size", "num_attention_heads", "normalization", "norm_epsilon", "qk_layernorm", "swiglu"),
+    *("position_embedding_type", "rotary_base", "rotary_percent", "use_rope_scaling", "rope_scaling_factor"),
+    *("add_bias_linear", "add_qkv_bias", "untie_embeddings_and_output_weights"),
+)
+"""Fields that decide what the weights mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +33,7 @@ class Progress:
     zero_stage: int
     precision: str
     data_parallel_size: int
-    model: dict[str, int | None]
+    model: dict[str, int | float | bool | str | None]
     engine: str = "torch"
     use_distributed_optimizer: bool = False
 
@@ -42,11 +49,11 @@ class Progress:
             precision=experiment.precision,
             data_parallel_size=ranks.world_size,
             model={
-                "num_layers": model.num_layers,
-                "hidden_size": model.hidden_size,
-                "num_attention_heads": model.num_attention_heads,
+                **{name: getattr(model, name) for name in _MODEL},
                 "kv_channels": None if model.attention_size == model.hidden_size else model.kv_channels,
-                "max_position_embeddings": model.max_position_embeddings or model.seq_length,
+                "num_query_groups": None if model.query_groups == model.num_attention_heads else model.query_groups,
+                "ffn_hidden_size": None if model.ffn_size == model.usual_ffn_size else model.ffn_size,
+                "max_position_embeddings": position_rows(model) or None,
                 "padded_vocab_size": padded_vocab_size,
             },
             engine=experiment.engine,

@@ -71,7 +71,10 @@ class FusedAttention(MegatronModule):
         attention_mask: Tensor | None,  # noqa: ARG002  none is given: attention is causal
         **_: Any,
     ) -> Tensor:
-        """[tokens of this rank, micro batch, heads of this rank, width] each, to [tokens, micro batch, hidden]."""
+        """[tokens of this rank, micro batch, heads of this rank, width] each, to [tokens, micro batch, hidden].
+
+        Keys and values have a head for each query group.
+        """
         bias = None
         if self.config.context_parallel_size > 1:
             group = parallel_state.get_context_parallel_group()
@@ -79,9 +82,10 @@ class FusedAttention(MegatronModule):
             bias = causal_bias(key.size(0), group.rank(), group.size(), query.dtype, query.device)
         # [tokens, micro batch, heads, width] -> [micro batch, heads, tokens, width]
         query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
+        dropout, grouped = self.dropout if self.training else 0.0, query.size(1) != key.size(1)
         with self._random_numbers():
             mixed = F.scaled_dot_product_attention(
-                query, key, value, bias, self.dropout if self.training else 0.0, bias is None, scale=self.scale
+                query, key, value, bias, dropout, bias is None, scale=self.scale, enable_gqa=grouped
             )
         return mixed.permute(2, 0, 1, 3).contiguous().flatten(2)
 

@@ -3,11 +3,12 @@
 import hashlib
 import importlib.util
 import math
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -19,6 +20,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from tridock.experiment.schema import Experiment
 from tridock.train.megatron_core.attention import FusedAttention
@@ -65,10 +67,15 @@ def build_chunks(experiment: Experiment, tokens: int, padded: int, device: torch
             config,
             block_spec(config, device, stage),
             padded,
-            model.max_position_embeddings or model.seq_length,
+            model.positions,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-            share_embeddings_and_output_weights=True,
+            share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+            position_embedding_type=model.position_embedding_type,
+            rotary_percent=model.rotary_percent,
+            rotary_base=model.rotary_base,
+            rope_scaling=model.use_rope_scaling,
+            rope_scaling_factor=model.rope_scaling_factor,
             vp_stage=stage,
             tokens=tokens,
         )
@@ -88,6 +95,15 @@ def transformer_config(experiment: Experiment, device: torch.device) -> Transfor
         num_attention_heads=model.num_attention_heads,
         # As in Megatron-LM's arguments; without it the package silently rounds a head's width down.
         kv_channels=model.kv_channels or divide(model.hidden_size, model.num_attention_heads),
+        num_query_groups=model.query_groups,
+        ffn_hidden_size=model.ffn_size,
+        gated_linear_unit=model.swiglu,
+        activation_func=F.silu if model.swiglu else F.gelu,
+        normalization=model.normalization,
+        layernorm_epsilon=model.norm_epsilon,
+        qk_layernorm=model.qk_layernorm,
+        add_bias_linear=model.add_bias_linear,
+        add_qkv_bias=model.add_qkv_bias,
         hidden_dropout=model.hidden_dropout,
         attention_dropout=model.attention_dropout,
         # `initialize` does it, alike in every layout; Megatron only marks what it splits on this occasion.
@@ -115,7 +131,8 @@ def transformer_config(experiment: Experiment, device: torch.device) -> Transfor
         attention_softmax_in_fp32=True,
         masked_softmax_fusion=False,  # its kernels are not part of the package
         gradient_accumulation_fusion=False,  # apex's
-        bias_activation_fusion=fused,
+        bias_activation_fusion=fused and (model.swiglu or model.add_bias_linear),
+        apply_rope_fusion=False,  # transformer-engine's
         bias_dropout_fusion=fused,
         finalize_model_grads_func=finalize_model_grads,
     )
@@ -125,13 +142,15 @@ def _untouched(weight: Tensor) -> None:
     """Stands where Megatron would draw a weight."""
 
 
-class LayerNorm(nn.LayerNorm):
+class Norm:
     """torch's, marked for sequence parallelism: Megatron then sums its gradients over the tensor parallel ranks."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
-        super().__init__(hidden_size, eps=eps)
-        for parameter in self.parameters():
+    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> nn.Module:  # type: ignore[misc]
+        kind = nn.LayerNorm if config.normalization == "LayerNorm" else nn.RMSNorm
+        norm = kind(hidden_size, eps=eps)
+        for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        return norm
 
 
 def block_spec(config: TransformerConfig, device: torch.device, stage: int | None) -> Any:
@@ -141,12 +160,15 @@ def block_spec(config: TransformerConfig, device: torch.device, stage: int | Non
     Both are replaced here.
     """
     if device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None:
-        return get_gpt_layer_with_transformer_engine_spec()
-    layer: Any = get_gpt_layer_local_spec()
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = LayerNorm
-    layer.submodules.self_attention.submodules.core_attention = FusedAttention
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    layer: Any = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm)
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = FusedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = Norm
     layers = get_num_layers_to_build(config, vp_stage=stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=LayerNorm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=Norm)
 
 
 def initialize(model: nn.Module, experiment: Experiment) -> None:
@@ -157,13 +179,22 @@ def initialize(model: nn.Module, experiment: Experiment) -> None:
     """
     std = experiment.model.init_method_std
     onto_residual = std / math.sqrt(2.0 * experiment.model.num_layers)
-    for key, sharded in model.sharded_state_dict(metadata={"non_homogeneous_layers": True}).items():
+    for key, sharded in sharded_weights(model):
         if key.endswith(".bias"):
             sharded.data.detach().zero_()
         if not key.endswith(".weight") or sharded.data.dim() < 2:
             continue
         scale = onto_residual if key.endswith(("linear_proj.weight", "linear_fc2.weight")) else std
         draw(sharded, scale, experiment.train.seed)
+
+
+def sharded_weights(model: nn.Module) -> Iterator[tuple[str, ShardedTensor]]:
+    """The weights of a rank by their names, each with its place in the whole; SwiGLU's two halves one by one."""
+    for name, found in model.sharded_state_dict(metadata={"non_homogeneous_layers": True}).items():
+        parts = found.build() if isinstance(found, ShardedTensorFactory) else found
+        for sharded in parts if isinstance(parts, list) else [parts]:
+            if isinstance(sharded, ShardedTensor):
+                yield name, sharded
 
 
 def draw(sharded: ShardedTensor, std: float, seed: int) -> None:

@@ -16,8 +16,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from tridock.engines import engine_of
-from tridock.experiment.flops import model_parameters
 from tridock.experiment.schema import Experiment
+from tridock.experiment.weights import model_parameters
 from tridock.train.checkpoints.files import MEGATRON
 from tridock.train.checkpoints.progress import Progress
 from tridock.train.checkpoints.snapshot import Write

@@ -18,8 +18,8 @@ from tridock.contracts.events import Cause, Event, append_event
 from tridock.contracts.run_folder import write_atomic
 from tridock.engines.megatron_lm.checkpoint_layout import CheckpointLayout
 from tridock.errors import Problem, RunError
-from tridock.experiment.flops import model_parameters
 from tridock.experiment.schema import Experiment
+from tridock.experiment.weights import model_parameters
 from tridock.train.checkpoints.saver import Saver, saves_in_background
 from tridock.train.megatron_lm.checkpoint import UpstreamCheckpoints
 from tridock.train.rank import signals

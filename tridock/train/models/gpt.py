@@ -1,4 +1,4 @@
-"""A compact GPT-2: pre-LayerNorm, learned positions, tied embeddings (Radford et al., 2019)."""
+"""A compact GPT: GPT-2's layers (Radford et al., 2019), or Llama's, by the fields of the experiment's model."""
 
 import math
 from collections.abc import Iterator
@@ -8,14 +8,15 @@ from typing import Final, Self
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tridock.errors import Problem, RequestError
-from tridock.experiment.schema import Model
+from tridock.experiment.model import Model
 from tridock.train.models.cross_entropy import cross_entropy
 from tridock.train.models.layered import LayeredModel
+from tridock.train.models.rotary import Rotation, rotated, rotation
 
 TENSOR_PARALLEL_OFFSET: Final = 2718
 """Megatron's offset between the seed that tensor parallel ranks share and the first rank's own."""
@@ -40,94 +41,126 @@ def tensor_parallel_random_numbers(tensor_parallel_rank: int, device: torch.devi
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    num_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    max_position_embeddings: int
+    """An experiment's model, and the rows of its token table."""
+
+    model: Model
     padded_vocab_size: int
-    hidden_dropout: float
-    attention_dropout: float
-    init_method_std: float
-    checkpoint_activations: bool
-    kv_channels: int | None = None
 
     @classmethod
     def of(cls, model: Model, vocab_size: int) -> Self:
-        """The shape of an experiment's model; the vocabulary is padded as Megatron pads it."""
+        """The vocabulary is padded as Megatron pads it."""
         multiple = model.make_vocab_size_divisible_by
-        return cls(
-            num_layers=model.num_layers,
-            hidden_size=model.hidden_size,
-            num_attention_heads=model.num_attention_heads,
-            max_position_embeddings=model.max_position_embeddings or model.seq_length,
-            padded_vocab_size=math.ceil(vocab_size / multiple) * multiple,
-            hidden_dropout=model.hidden_dropout,
-            attention_dropout=model.attention_dropout,
-            init_method_std=model.init_method_std,
-            checkpoint_activations=model.checkpoint_activations,
-            kv_channels=model.kv_channels,
-        )
+        return cls(model, math.ceil(vocab_size / multiple) * multiple)
+
+
+def make_norm(model: Model, size: int) -> nn.Module:
+    """A norm of the model's kind over the last dimension."""
+    kind = nn.LayerNorm if model.normalization == "LayerNorm" else nn.RMSNorm
+    return kind(size, eps=model.norm_epsilon)
+
+
+class HeadRMSNorm(nn.RMSNorm):
+    """Over each head. All tensor parallel ranks have its weights, and each the gradients of its own heads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, _for_own_heads(self.weight, x), self.eps)
+
+
+class HeadLayerNorm(nn.LayerNorm):
+    """Likewise."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = _for_own_heads(self.weight, x), _for_own_heads(self.bias, x)
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
+def _for_own_heads(weight: Tensor, x: Tensor) -> Tensor:
+    whole = weight.to_local(grad_placements=[Partial()]) if isinstance(weight, DTensor) else weight
+    return whole.to(x.dtype)
 
 
 class Attention(nn.Module):
     """Causal self-attention over all heads at once: [batch, sequence, hidden] to the same.
 
-    A tensor parallel rank has some of the heads; query, key and value of a head are adjacent, as in Megatron.
+    A tensor parallel rank has some of the query groups; the queries of a group, its key and its value are adjacent, as
+    in Megatron.
     """
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, model: Model) -> None:
         super().__init__()
-        if shape.kv_channels is None and shape.hidden_size % shape.num_attention_heads:
+        if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
             # Otherwise the rest of the width would silently become further heads.
-            what, todo = f"must divide hidden_size {shape.hidden_size}", "change one of the two"
-            raise RequestError(Problem("model.num_attention_heads", what, str(shape.num_attention_heads), todo))
-        self.head_size = shape.kv_channels or shape.hidden_size // shape.num_attention_heads
-        self.dropout = shape.attention_dropout
+            what, todo = f"must divide hidden_size {model.hidden_size}", "change one of the two"
+            raise RequestError(Problem("model.num_attention_heads", what, str(model.num_attention_heads), todo))
+        self.head_size = model.head_size
+        self.queries = model.num_attention_heads // model.query_groups  # of a group
+        self.dropout = model.attention_dropout
         self.tensor_parallel_rank: int | None = None
-        width = shape.num_attention_heads * self.head_size
-        self.query_key_value = nn.Linear(shape.hidden_size, 3 * width)
-        self.dense = nn.Linear(width, shape.hidden_size)
+        inputs = model.attention_size + 2 * model.key_size
+        self.query_key_value = nn.Linear(model.hidden_size, inputs, bias=model.has_qkv_bias)
+        if model.qk_layernorm:
+            kind = HeadLayerNorm if model.normalization == "LayerNorm" else HeadRMSNorm
+            self.query_norm, self.key_norm = (kind(self.head_size, eps=model.norm_epsilon) for _ in range(2))
+        self.has_norms = model.qk_layernorm
+        self.dense = nn.Linear(model.attention_size, model.hidden_size, bias=model.add_bias_linear)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation | None) -> Tensor:
         batch, sequence, _ = x.shape
-        # [batch, sequence, heads * 3 * head size] -> three of [batch, heads, sequence, head size]
-        split = self.query_key_value(x).view(batch, sequence, -1, 3, self.head_size)
-        query, key, value = split.permute(3, 0, 2, 1, 4)
+        # [batch, sequence, groups * (queries + 2) * head size] -> three of [batch, sequence, heads, head size]
+        split = self.query_key_value(x).view(batch, sequence, -1, self.queries + 2, self.head_size)
+        query, key, value = split[:, :, :, :-2].flatten(2, 3), split[:, :, :, -2], split[:, :, :, -1]
+        if self.has_norms:
+            query, key = self.query_norm(query), self.key_norm(key)
+        if rotation is not None:
+            query, key = rotated(query, rotation), rotated(key, rotation)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         dropout = self.dropout if self.training else 0.0
         if dropout and self.tensor_parallel_rank is not None:
             mixed = self._attend_with_own_dropout(query, key, value)
         else:
-            mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+            mixed = self._attend(query, key, value, dropout)
         return self.dense(mixed.transpose(1, 2).reshape(batch, sequence, -1))
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
+        return F.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=self.queries > 1
+        )
 
     @torch.compiler.disable  # random states are no part of a graph
     def _attend_with_own_dropout(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         with tensor_parallel_random_numbers(self.tensor_parallel_rank, query.device):
-            return F.scaled_dot_product_attention(query, key, value, dropout_p=self.dropout, is_causal=True)
+            return self._attend(query, key, value, self.dropout)
 
 
 class Layer(nn.Module):
-    """One transformer layer: attention and a four times wider MLP, each on a residual branch."""
+    """One transformer layer: attention and a wider MLP, each on a residual branch."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, model: Model) -> None:
         super().__init__()
-        self.input_norm = nn.LayerNorm(shape.hidden_size)
-        self.attention = Attention(shape)
-        self.mlp_norm = nn.LayerNorm(shape.hidden_size)
-        self.dense_h_to_4h = nn.Linear(shape.hidden_size, 4 * shape.hidden_size)
-        self.dense_4h_to_h = nn.Linear(4 * shape.hidden_size, shape.hidden_size)
-        self.dropout = nn.Dropout(shape.hidden_dropout)
+        width, ffn, bias = model.hidden_size, model.ffn_size, model.add_bias_linear
+        self.input_norm = make_norm(model, width)
+        self.attention = Attention(model)
+        self.mlp_norm = make_norm(model, width)
+        self.dense_h_to_4h = nn.Linear(width, ffn, bias=bias)
+        self.gate = nn.Linear(width, ffn, bias=bias) if model.swiglu else None
+        self.dense_4h_to_h = nn.Linear(ffn, width, bias=bias)
+        self.dropout = nn.Dropout(model.hidden_dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.input_norm(x)))
-        wide = F.gelu(self.dense_h_to_4h(self.mlp_norm(x)), approximate="tanh")
-        return x + self.dropout(self.dense_4h_to_h(wide))
+    def forward(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
+        x = x + self.dropout(self.attention(self.input_norm(x), rotation))
+        return x + self.dropout(self.dense_4h_to_h(self._wide(self.mlp_norm(x))))
+
+    def _wide(self, x: Tensor) -> Tensor:
+        if self.gate is None:
+            return F.gelu(self.dense_h_to_4h(x), approximate="tanh")
+        return F.silu(self.gate(x)) * self.dense_h_to_4h(x)
 
 
 class GPT(LayeredModel):
     """``model(tokens, labels)``: both int64 [batch, sequence]; returns the mean cross-entropy in nats, fp32, a scalar.
 
-    The output layer is the token embedding. As in Megatron the padding rows of the vocabulary take part in the softmax.
+    The output layer is the token embedding, unless the model unties them. As in Megatron the padding rows of the
+    vocabulary take part in the softmax.
     ``keep`` turns it into a pipeline stage.
     """
 
@@ -135,35 +168,44 @@ class GPT(LayeredModel):
         super().__init__()
         self.shape = shape
         self.is_first = self.is_last = True
-        self.token_embedding = nn.Embedding(shape.padded_vocab_size, shape.hidden_size)
-        self.position_embedding = nn.Embedding(shape.max_position_embeddings, shape.hidden_size)
-        self.dropout = nn.Dropout(shape.hidden_dropout)
+        model = shape.model
+        self.token_embedding = nn.Embedding(shape.padded_vocab_size, model.hidden_size)
+        self.has_positions = model.position_embedding_type == "learned_absolute"
+        if self.has_positions:
+            self.position_embedding = nn.Embedding(model.positions, model.hidden_size)
+        self.dropout = nn.Dropout(model.hidden_dropout)
         # Keyed by their numbers in the whole model, whatever stage they end up in.
-        self.layers = nn.ModuleDict({str(number): Layer(shape) for number in range(shape.num_layers)})
-        self.final_norm = nn.LayerNorm(shape.hidden_size)
+        self.layers = nn.ModuleDict({str(number): Layer(model) for number in range(model.num_layers)})
+        self.final_norm = make_norm(model, model.hidden_size)
+        self.is_tied = not model.untie_embeddings_and_output_weights
+        if not self.is_tied:
+            self.output_layer = nn.Linear(model.hidden_size, shape.padded_vocab_size, bias=False)
         self.initialize_modules()
 
     def keep(self, layers: range) -> None:
         """Keeps the stage with these layers: the first has the embeddings, the last the norm and the output layer."""
-        self.is_first, self.is_last = layers.start == 0, layers.stop == self.shape.num_layers
-        for number in set(range(self.shape.num_layers)) - set(layers):
+        count = self.shape.model.num_layers
+        self.is_first, self.is_last = layers.start == 0, layers.stop == count
+        for number in set(range(count)) - set(layers):
             del self.layers[str(number)]
-        if not self.is_first:
+        if not self.is_first and self.has_positions:
             del self.position_embedding
         if not self.is_last:
             del self.final_norm
-        if not (self.is_first or self.is_last):
+            if not self.is_tied:
+                del self.output_layer
+        if not (self.is_first or (self.is_last and self.is_tied)):
             del self.token_embedding
 
     def initialize(self, name: str, module: nn.Module) -> bool:
         """N(0, std) for weights, 0 for biases; projections into the residual stream: std / sqrt(2 layers) (GPT-2)."""
         if not isinstance(module, nn.Linear | nn.Embedding):
             return False
-        std = self.shape.init_method_std
+        std = self.shape.model.init_method_std
         if name.endswith(("attention.dense", "dense_4h_to_h")):
-            std /= math.sqrt(2.0 * self.shape.num_layers)
+            std /= math.sqrt(2.0 * self.shape.model.num_layers)
         nn.init.normal_(module.weight, mean=0.0, std=std)
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
         return True
 
@@ -177,20 +219,24 @@ class GPT(LayeredModel):
 
         Returns the loss; without labels the logits [batch, sequence, vocabulary], or this stage's activations.
         """
+        model, length = self.shape.model, x.shape[1]
         if self.is_first:
-            positions = torch.arange(x.shape[1], device=x.device)
-            x = self.dropout(self.token_embedding(x) + self.position_embedding(positions))
-        recompute = self.shape.checkpoint_activations and self.training
+            x = self.token_embedding(x)
+            if self.has_positions:
+                x = x + self.position_embedding(torch.arange(length, device=x.device))
+            x = self.dropout(x)
+        by = None if self.has_positions else rotation(model, length, x.device)
+        recompute = model.checkpoint_activations and self.training
         for layer in self.layers.values():
-            x = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
+            x = checkpoint(layer, x, by, use_reentrant=False) if recompute else layer(x, by)
         if not self.is_last:
             return x
         logits = self.output(self.final_norm(x))
         return logits if labels is None else cross_entropy(logits, labels)
 
     def output(self, x: Tensor) -> Tensor:
-        """The logits [batch, sequence, vocabulary]: the output layer is the token embedding."""
-        weight = self.token_embedding.weight
+        """The logits [batch, sequence, vocabulary]."""
+        weight = (self.token_embedding if self.is_tied else self.output_layer).weight
         if isinstance(weight, DTensor):
             x = DTensor.from_local(x, weight.device_mesh, [Replicate()], run_check=False)
         return F.linear(x, weight)

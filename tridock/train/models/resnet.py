@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tridock.experiment.model import Model
 from tridock.experiment.resnet import EXPANSION, STAGES, STEM
-from tridock.experiment.schema import Model
 from tridock.train.models.layered import LayeredModel
 
 MEAN: Final = (0.485, 0.456, 0.406)

@@ -42,6 +42,7 @@ class MeshStrategy:
     def __init__(self, model: LayeredModel, experiment: Experiment, ranks: Ranks, mesh: Mesh) -> None:
         self.experiment, self.mesh, self.device = experiment, mesh, ranks.device
         self.scaler = LossScaler(experiment.fp16, experiment.precision, ranks.device)
+        self._is_tied = not experiment.model.untie_embeddings_and_output_weights
         self.parts = list(self._parts(model))
         fill(self.parts, model)
         # Collected here: after an evaluation a module holds the gathered weights instead of the shards.
@@ -64,7 +65,7 @@ class MeshStrategy:
         for stage in stages_of_rank(parallel, place):
             part: Any = copy.deepcopy(model)
             if count > 1:
-                part.keep(layers_of_stage(part.shape.num_layers, count, stage))
+                part.keep(layers_of_stage(part.shape.model.num_layers, count, stage))
             if self.mesh.size(TENSOR) > 1:
                 split_layers(part, self.mesh.tensor)
             if self.experiment.train.compile:
@@ -140,7 +141,7 @@ class MeshStrategy:
 
     def _reduce_tied_gradients(self) -> None:
         """Sums the gradient of the token embedding over the first and last stage, which share it."""
-        if self.pipeline is None:
+        if self.pipeline is None or not self._is_tied:
             return
         gradients = [p.grad for name, p in self.parameters if name == _TIED and p.grad is not None]
         with self.phases.inside(SYNC):
@@ -223,18 +224,29 @@ def _is_split(tensor: Tensor, dimension: str) -> bool:
 
 
 def split_layers(model: GPT, mesh: DeviceMesh) -> None:
-    """Splits heads, MLP width and vocabulary over the ranks of ``mesh``, as Megatron does (Shoeybi et al., 2019)."""
+    """Splits query groups, MLP and vocabulary over the ranks of ``mesh``, as Megatron does (Shoeybi et al., 2019)."""
+    plan = {
+        "attention.query_key_value": ColwiseParallel(),
+        "attention.dense": RowwiseParallel(),
+        "dense_h_to_4h": ColwiseParallel(),
+        "dense_4h_to_h": RowwiseParallel(),
+    }
+    if model.shape.model.swiglu:
+        plan["gate"] = ColwiseParallel()
     for layer in model.layers.values():
         layer.attention.tensor_parallel_rank = mesh.get_local_rank()
-        parallelize_module(
-            layer,
-            mesh,
-            {
-                "attention.query_key_value": ColwiseParallel(),
-                "attention.dense": RowwiseParallel(),
-                "dense_h_to_4h": ColwiseParallel(),
-                "dense_4h_to_h": RowwiseParallel(),
-            },
-        )
-    if model.is_first or model.is_last:
+        parallelize_module(layer, mesh, plan)
+        if layer.attention.has_norms:
+            _replicate(layer.attention.query_norm, mesh)
+            _replicate(layer.attention.key_norm, mesh)
+    if hasattr(model, "token_embedding"):
         parallelize_module(model, mesh, {"token_embedding": RowwiseParallel(input_layouts=Replicate())})
+    if hasattr(model, "output_layer"):
+        parallelize_module(model, mesh, {"output_layer": ColwiseParallel()})
+
+
+def _replicate(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Makes the weights of a module replicated DTensors, whose gradients FSDP2 sums over the ranks of ``mesh``."""
+    for name, weight in list(module.named_parameters()):
+        replicated = DTensor.from_local(weight.detach(), mesh, [Replicate()], run_check=False)
+        module.register_parameter(name, nn.Parameter(replicated))

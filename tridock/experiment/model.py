@@ -1,0 +1,205 @@
+"""The model of an experiment: its shape, with Megatron's names, and sizes that follow from it. No I/O."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import Field, model_validator
+
+from tridock.experiment.presets import Preset, preset_fields
+from tridock.strict_yaml import Section
+
+Positive = Annotated[int, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+_RESNET: Final[Mapping[str, int | float]] = {
+    "num_layers": 16,  # blocks
+    "num_attention_heads": 1,
+    "hidden_size": 2048,
+    "seq_length": 1,  # a sample is one image, and one prediction
+    "make_vocab_size_divisible_by": 1,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+_IMAGES: Final[Mapping[str, int]] = {"img_h": 224, "img_w": 224, "num_classes": 1000}
+"""What preset resnet50 has, and nothing else, with ImageNet's sizes."""
+
+
+class Model(Section):
+    """The shape of the GPT, with Megatron's names, or of the image model."""
+
+    preset: Preset | None = Field(
+        default=None,
+        description="A known model: gives its fields where they are left out; with another hidden_size or"
+        " num_attention_heads all but kv_channels, num_query_groups and ffn_hidden_size."
+        " resnet50 classifies images, with engine torch: of the model's fields it has img_h, img_w and num_classes.",
+    )
+    num_layers: Positive = Field(description="Transformer layers.")
+    hidden_size: Positive = Field(description="Width of the residual stream.")
+    num_attention_heads: Positive = Field(
+        description="Attention heads; must divide hidden_size, unless kv_channels is given."
+    )
+    kv_channels: Positive | None = Field(
+        default=None, description="Size of one attention head; hidden_size / num_attention_heads where left out."
+    )
+    num_query_groups: Positive | None = Field(
+        default=None,
+        description="Grouped query attention: heads of keys and values, each shared by as many heads of queries;"
+        " num_attention_heads where left out.",
+    )
+    ffn_hidden_size: Positive | None = Field(
+        default=None,
+        description="Width of the MLP; 4 x hidden_size where left out, with swiglu 8/3 x hidden_size rounded down to a"
+        " multiple of 64.",
+    )
+    seq_length: Positive = Field(description="Tokens of one training sample.")
+    max_position_embeddings: Positive | None = Field(
+        default=None,
+        description="The most tokens that the model is made for, and the rows of its position table, if any;"
+        " seq_length where left out.",
+    )
+    position_embedding_type: Literal["learned_absolute", "rope"] = Field(
+        default="learned_absolute", description="A table of positions, or rotary position embeddings."
+    )
+    rotary_base: Positive = Field(default=10000, description="rope: base of the rotations' periods (theta).")
+    rotary_percent: float = Field(default=1.0, gt=0.0, le=1.0, description="rope: share of each head that is rotated.")
+    use_rope_scaling: bool = Field(
+        default=False, description="rope: stretch long periods for longer contexts than 8192, as Llama 3.1 does."
+    )
+    rope_scaling_factor: float = Field(
+        default=8.0, ge=1.0, description="use_rope_scaling: factor of the longest periods."
+    )
+    normalization: Literal["LayerNorm", "RMSNorm"] = Field(default="LayerNorm", description="Kind of the norms.")
+    norm_epsilon: float = Field(default=1e-5, gt=0.0, description="Added to the variance in the norms.")
+    qk_layernorm: bool = Field(default=False, description="Norms of each head's queries and keys, as in Qwen 3.")
+    swiglu: bool = Field(default=False, description="SwiGLU in the MLP instead of GELU.")
+    add_bias_linear: bool = Field(default=True, description="Biases of the linear layers.")
+    add_qkv_bias: bool = Field(
+        default=False, description="Biases of queries, keys and values, also where add_bias_linear is false."
+    )
+    untie_embeddings_and_output_weights: bool = Field(
+        default=False, description="An output layer of its own, instead of the token embedding."
+    )
+    vocab_size: Positive | None = Field(
+        default=None,
+        description="Tokens of the tokenizer; read from the data where left out. Engine megatron-deepspeed trains with"
+        " those of data.vocab_file in any case: there it serves the plan only.",
+    )
+    make_vocab_size_divisible_by: Positive = Field(
+        default=128,
+        description="The embedding is padded to a multiple of this times the tensor parallel size; with engine torch of"
+        " this alone.",
+    )
+    hidden_dropout: Fraction = Field(default=0.1, description="Dropout on the residual branches and the embedding.")
+    attention_dropout: Fraction = Field(default=0.1, description="Dropout on the attention weights.")
+    init_method_std: float = Field(default=0.02, gt=0.0, description="Standard deviation of the initial weights.")
+    checkpoint_activations: bool = Field(
+        default=False, description="Recompute each layer's activations in the backward pass."
+    )
+    checkpoint_num_layers: Positive = Field(
+        default=1, description="Engine megatron-deepspeed: layers between two stored activations."
+    )
+    partition_activations: bool = Field(
+        default=False,
+        description="Engine megatron-deepspeed: partition the stored activations over the tensor parallel ranks.",
+    )
+    checkpoint_in_cpu: bool = Field(
+        default=False, description="Engine megatron-deepspeed: keep what is stored in the host's memory."
+    )
+    contiguous_checkpointing: bool = Field(
+        default=False, description="Engine megatron-deepspeed: keep what is stored in one piece of memory."
+    )
+    synchronize_each_layer: bool = Field(
+        default=False, description="Engine megatron-deepspeed: wait for the device around each stored layer."
+    )
+    recompute_granularity: Literal["full", "selective"] | None = Field(
+        default=None,
+        description="Engine megatron-core: what the backward pass computes again: full (layers) or selective"
+        " (the attention's inside).",
+    )
+    recompute_method: Literal["uniform", "block"] | None = Field(
+        default=None,
+        description="Granularity full: uniform (every layer, in groups of recompute_num_layers) or block (the first"
+        " recompute_num_layers of a stage).",
+    )
+    recompute_num_layers: Positive | None = Field(default=None, description="Granularity full: layers of a group.")
+    img_h: Positive | None = Field(default=None, description="Preset resnet50: height of its images; 224.")
+    img_w: Positive | None = Field(default=None, description="Preset resnet50: width of its images; 224.")
+    num_classes: Positive | None = Field(default=None, description="Preset resnet50: kinds of images; 1000.")
+
+    @property
+    def is_vision(self) -> bool:
+        return self.preset == "resnet50"
+
+    @property
+    def head_size(self) -> int:
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def attention_size(self) -> int:
+        """Width of the queries of all heads, and of the attention's output."""
+        return self.num_attention_heads * self.head_size
+
+    @property
+    def query_groups(self) -> int:
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def key_size(self) -> int:
+        """Width of the keys of all groups; so are the values."""
+        return self.query_groups * self.head_size
+
+    @property
+    def usual_ffn_size(self) -> int:
+        """Megatron's default."""
+        return max(64, 8 * self.hidden_size // 3 // 64 * 64) if self.swiglu else 4 * self.hidden_size
+
+    @property
+    def ffn_size(self) -> int:
+        """Width of the MLP."""
+        return self.ffn_hidden_size or self.usual_ffn_size
+
+    @property
+    def rotary_size(self) -> int:
+        """Elements of a head that are rotated; 0 without rope."""
+        return int(self.head_size * self.rotary_percent) if self.position_embedding_type == "rope" else 0
+
+    @property
+    def positions(self) -> int:
+        """The most tokens of a sample."""
+        return self.max_position_embeddings or self.seq_length
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        return self.add_bias_linear or self.add_qkv_bias
+
+    @property
+    def unit(self) -> str:
+        """What throughput counts."""
+        return "images" if self.is_vision else "tokens"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_preset(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and fields.get("preset") == "resnet50":
+            given = {name: value for name, value in fields.items() if name not in _IMAGES or value is not None}
+            images = {**_IMAGES, **given}
+            return {"vocab_size": images["num_classes"], **_RESNET, **images}
+        return preset_fields(fields) if isinstance(fields, dict) else fields
+
+    @model_validator(mode="after")
+    def _check_preset_fields(self) -> Self:
+        if not self.is_vision:
+            given = [name for name in _IMAGES if getattr(self, name) is not None]
+            what = "only preset resnet50 has"
+        else:
+            expected = {
+                **{name: field.default for name, field in type(self).model_fields.items()},
+                **_RESNET,
+                **{name: getattr(self, name) for name in ("preset", *_IMAGES)},
+                "vocab_size": self.num_classes,
+            }
+            given = [name for name, value in expected.items() if getattr(self, name) != value]
+            what = "preset resnet50 has no"
+        if given:
+            raise ValueError(f"{what} {', '.join(given)}")
+        return self

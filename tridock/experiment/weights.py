@@ -1,0 +1,69 @@
+"""Weights of a GPT, tensor by tensor: what each module of a layer has, and which of it tensor parallel ranks share.
+
+GPT-2's layer has 12 matrices of hidden x hidden (query, key, value, output, and eight of the MLP) and 13 vectors of
+that width: three biases of the attention's input, one of its output, four of the MLP's input, one of its output, and
+two norms of two.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tridock.experiment import resnet
+from tridock.experiment.model import Model
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One tensor of a layer."""
+
+    elements: int
+    is_split: bool
+    """Whether tensor parallel ranks share it."""
+    is_matrix: bool
+
+    def share(self, tensor_parallel_size: int) -> int:
+        """Elements on one tensor parallel rank."""
+        return self.elements // tensor_parallel_size if self.is_split else self.elements
+
+
+def layer_weights(model: Model) -> Iterator[Weight]:
+    """The tensors of one layer."""
+    width, attention, ffn = model.hidden_size, model.attention_size, model.ffn_size
+    inputs = attention + 2 * model.key_size
+    yield Weight(width * inputs, True, True)
+    yield Weight(attention * width, True, True)
+    for _ in range(3 if model.swiglu else 2):
+        yield Weight(width * ffn, True, True)
+    if model.has_qkv_bias:
+        yield Weight(inputs, True, False)
+    if model.add_bias_linear:
+        for _ in range(2 if model.swiglu else 1):
+            yield Weight(ffn, True, False)
+        yield from (Weight(width, False, False) for _ in range(2))
+    of_a_norm = [width, width, *([model.head_size] * 2 if model.qk_layernorm else [])]
+    for size in of_a_norm:
+        yield from (Weight(size, False, False) for _ in range(norm_vectors(model)))
+
+
+def norm_vectors(model: Model) -> int:
+    """Vectors of one norm: the weight, and LayerNorm's bias."""
+    return 2 if model.normalization == "LayerNorm" else 1
+
+
+def layer_matrices(model: Model) -> int:
+    """Weights of a layer's matrices."""
+    return sum(weight.elements for weight in layer_weights(model) if weight.is_matrix)
+
+
+def position_rows(model: Model) -> int:
+    """Rows of the position table; 0 without one."""
+    return model.positions if model.position_embedding_type == "learned_absolute" else 0
+
+
+def model_parameters(model: Model, rows: int) -> int:
+    """Weights of the whole GPT, each once: its layers, its tables (the token table of ``rows``), and the last norm."""
+    if model.is_vision:
+        return resnet.parameters(model)
+    tables = rows * (2 if model.untie_embeddings_and_output_weights else 1) + position_rows(model)
+    layers = model.num_layers * sum(weight.elements for weight in layer_weights(model))
+    return layers + (tables + norm_vectors(model)) * model.hidden_size

@@ -1,0 +1,41 @@
+"""Rotary position embeddings (Su et al., 2021), by halves of a head, and Llama 3.1's stretch of long periods."""
+
+import math
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from tridock.experiment.model import Model
+
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and sines, fp32 [sequence, half of what is rotated of a head]."""
+LOW_FREQUENCY: Final = 1.0
+HIGH_FREQUENCY: Final = 4.0
+ORIGINAL_CONTEXT: Final = 8192
+"""Llama 3.1's: periods of more than ORIGINAL_CONTEXT / LOW_FREQUENCY tokens are stretched by the whole factor, those of
+less than ORIGINAL_CONTEXT / HIGH_FREQUENCY are not."""
+
+
+def rotation(model: Model, length: int, device: torch.device) -> Rotation:
+    """The rotation of each of the first ``length`` positions."""
+    pairs = torch.arange(0, model.rotary_size, 2, dtype=torch.float32, device=device)
+    frequencies = 1.0 / (model.rotary_base ** (pairs / model.rotary_size))
+    if model.use_rope_scaling:
+        frequencies = _stretched(frequencies, model.rope_scaling_factor)
+    angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequencies)
+    return angles.cos(), angles.sin()
+
+
+def _stretched(frequencies: Tensor, factor: float) -> Tensor:
+    turns = ORIGINAL_CONTEXT * frequencies / (2 * math.pi)
+    share = ((turns - LOW_FREQUENCY) / (HIGH_FREQUENCY - LOW_FREQUENCY)).clamp(0.0, 1.0)
+    return (1 - share) * frequencies / factor + share * frequencies
+
+
+def rotated(x: Tensor, by: Rotation) -> Tensor:
+    """Queries or keys [batch, sequence, heads, head size], each at its position."""
+    cosines, sines = (it.to(x.dtype).unsqueeze(1) for it in by)
+    half = cosines.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((first * cosines - second * sines, second * cosines + first * sines, rest), -1)

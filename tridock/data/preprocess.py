@@ -8,6 +8,7 @@ import hashlib
 import platform
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -21,7 +22,8 @@ from tridock.data.input.documents import Rejection, remedy
 from tridock.data.input.sources import Chunk, Source, read_chunks
 from tridock.data.progress import Done, Progress
 from tridock.data.resumable_build import Journal, ResumableBuild
-from tridock.data.tokenize.blocks import Encoded, Recipe, encode_in_order
+from tridock.data.tokenize.blocks import Encoded, Recipe
+from tridock.data.tokenize.workers import encode_in_order
 from tridock.errors import Problem, RequestError
 
 CHUNK_BYTES: Final = 2 << 20
@@ -153,17 +155,18 @@ def _work(request: Request, work: ResumableBuild, width: int, progress: Progress
     """Reads, encodes and appends what the journal does not have yet."""
     journal, saved = work.journal, time.monotonic()
     total = 0 if any(source.path is None for source in request.sources) else sum(s.bytes for s in request.sources)
-    for chunk, encoded in encode_in_order(request.recipe, _chunks(request, work), request.workers):
-        _append(request, work, chunk, encoded)
-        if progress is not None:
-            tokens = sum(counts.bytes for counts in journal.keys) // width
-            read = journal.finished_bytes + (0 if chunk.finished else chunk.position)
-            progress(Done(read, total, journal.documents_in, tokens))
-        # The end of a damaged file is followed by its facts; resuming between the two is impossible.
-        if chunk.broken is None and total and time.monotonic() - saved >= request.journal_seconds:
-            journal.digest = chunk.digest.result()
-            work.save()
-            saved = time.monotonic()
+    with closing(encode_in_order(request.recipe, _chunks(request, work), request.workers)) as encoded_chunks:
+        for chunk, encoded in encoded_chunks:
+            _append(request, work, chunk, encoded)
+            if progress is not None:
+                tokens = sum(counts.bytes for counts in journal.keys) // width
+                read = journal.finished_bytes + (0 if chunk.finished else chunk.position)
+                progress(Done(read, total, journal.documents_in, tokens))
+            # The end of a damaged file is followed by its facts; resuming between the two is impossible.
+            if chunk.broken is None and total and time.monotonic() - saved >= request.journal_seconds:
+                journal.digest = chunk.digest.result()
+                work.save()
+                saved = time.monotonic()
     assert all(journal.documents_in == counts.documents + journal.rejected for counts in journal.keys)
 
 

@@ -23,7 +23,7 @@ from tridock.data.dataset.manifest import read_manifest
 from tridock.data.input.files import find_sources
 from tridock.data.input.sources import Kind
 from tridock.data.preprocess import Request, preprocess
-from tridock.data.tokenize import blocks as blocks_module
+from tridock.data.tokenize import workers as workers_module
 from tridock.data.tokenize.blocks import Recipe
 from tridock.data.tokenize.encoders import Reference
 from tridock.data.tokenize.tokenizer import BytePairTokenizer
@@ -125,7 +125,7 @@ def test_the_bytes_are_the_same_however_they_come_back(
     tokenizer: BytePairTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slot_bytes: int
 ) -> None:
     """All through memory that the workers share, some of it, none: chunks have 30 to 700 tokens here."""
-    monkeypatch.setattr(blocks_module, "_SLOT_BYTES", slot_bytes)
+    monkeypatch.setattr(workers_module, "_SLOT_BYTES", slot_bytes)
     source = tmp_path / "a.jsonl"
     texts = b"".join(lines("word " * (n * 37 % 90), "") for n in range(60))
     source.write_bytes(texts.replace(b'"}', b'", "b": "x y"}'))
@@ -220,7 +220,7 @@ def test_no_worker_outlives_the_run() -> None:
         "    for n in range(9):\n"
         '        yield Chunk(source, 0, 1, b\'{"text": "a"}\\n\', 1, 0, 0, 0)\n'
         "    time.sleep(99)\n"
-        "from tridock.data.tokenize.blocks import encode_in_order\n"
+        "from tridock.data.tokenize.workers import encode_in_order\n"
         "recipe = Recipe(Reference(BytePairTokenizer.train(TEXTS, 280)), ('text',), False)\n"
         "for n, _ in enumerate(encode_in_order(recipe, chunks(), 2)):\n"
         "    if n == 4: print(*Path(f'/proc/self/task/{os.getpid()}/children').read_text().split(), flush=True)\n"

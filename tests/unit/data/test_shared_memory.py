@@ -4,7 +4,7 @@ import os
 
 import numpy as np
 
-from tridock.data.tokenize.blocks import SlotArrays, Slots
+from tridock.data.tokenize.shared_memory import SlotArrays, Slots
 
 
 def test_what_a_child_puts_its_parent_takes() -> None:

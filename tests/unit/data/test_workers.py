@@ -1,44 +1,99 @@
-"""The moment in which the workers start; what they do is tested with preprocess."""
+"""The worker processes: how they start and end. What they encode is tested with preprocess."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import closing
 
+import numpy as np
 import pytest
 
-from tridock.data.tokenize.blocks import _fork_workers
+from tridock.data.input.sources import Chunk, Kind, Source
+from tridock.data.tokenize import workers as workers_module
+from tridock.data.tokenize.blocks import Recipe
+from tridock.data.tokenize.encoders import Ids
+from tridock.data.tokenize.workers import _start_workers, encode_in_order
+from tridock.errors import RunError
 
 
-class Pool:
+class Workers:
     """Starts nothing, and is interrupted in it."""
 
     def __init__(self) -> None:
         self.steps: list[str] = []
 
-    def submit(self, _function: Callable[[], int]) -> Future[int]:
+    def start(self) -> None:
         os.kill(os.getpid(), signal.SIGINT)
-        self.steps.append("all forked")
-        done: Future[int] = Future()
-        done.set_result(0)
-        return done
+        self.steps.append("all started")
 
 
 def test_ctrl_c_while_they_start_comes_when_they_have() -> None:
-    pool, handler = Pool(), signal.getsignal(signal.SIGINT)
+    workers, handler = Workers(), signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        _fork_workers(pool)  # type: ignore[arg-type]
-    assert pool.steps == ["all forked"]
+        _start_workers(workers.start)
+    assert workers.steps == ["all started"]
     assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_a_thread_starts_them_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = Pool()
+    workers = Workers()
     monkeypatch.setattr(os, "kill", lambda *_: None)
-    thread = threading.Thread(target=_fork_workers, args=(pool,))
+    thread = threading.Thread(target=_start_workers, args=(workers.start,))
     thread.start()
     thread.join()
-    assert pool.steps == ["all forked"]
+    assert workers.steps == ["all started"]
+
+
+class Characters:
+    """Encodes a text as its characters."""
+
+    name, sha256 = "characters", ""
+    vocab_size = largest_id = end_of_document = 127
+    always_closed = False
+
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
+        return [np.frombuffer(text.encode("ascii"), np.uint8).astype(np.uint32) for text in texts]
+
+
+@pytest.mark.parametrize("slot_bytes", [4 << 20, 2])
+def test_large_lines_and_results_never_wait_for_each_other(monkeypatch: pytest.MonkeyPatch, slot_bytes: int) -> None:
+    """Without room in shared memory both are larger than a pipe holds."""
+    monkeypatch.setattr(workers_module, "_SLOT_BYTES", slot_bytes)
+    source = Source("a", None, Kind.TEXT)
+    lines = [b"%d" % (number % 10) * 500_000 for number in range(12)]
+    chunks = (Chunk(source, 0, n + 1, line, 1, 0, Future(), 0) for n, line in enumerate(lines))
+    found = []
+    with closing(encode_in_order(Recipe(Characters(), ("text",), False), chunks, 2)) as encoded:
+        for chunk, done in encoded:
+            assert done is not None
+            found.append((chunk.first_line, done.blocks[0].tokens.astype(np.uint8).tobytes()))
+    assert found == list(enumerate(lines, 1))
+    assert not multiprocessing.active_children()
+
+
+def test_a_worker_that_is_killed_between_two_chunks() -> None:
+    chunk = Chunk(Source("a", None, Kind.TEXT), 0, 1, b"a", 1, 0, Future(), 0)
+
+    def chunks() -> Iterator[Chunk]:
+        yield from [chunk] * 4
+        for child in multiprocessing.active_children():
+            child.kill()
+            child.join()
+        yield from [chunk] * 4
+
+    with pytest.raises(RunError) as caught:
+        list(encode_in_order(Recipe(Characters(), ("text",), False), chunks(), 2))
+    assert str(caught.value).startswith("a worker: was killed; ")
+
+
+def test_an_unexpected_error_of_a_worker_names_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Characters, "encode", lambda self, texts: 1 / 0)
+    chunk = Chunk(Source("a", None, Kind.TEXT), 0, 1, b"a", 1, 0, Future(), 0)
+    with pytest.raises(ZeroDivisionError) as caught:
+        list(encode_in_order(Recipe(Characters(), ("text",), False), iter([chunk]), 2))
+    assert "in encode\n" in caught.value.__notes__[0]

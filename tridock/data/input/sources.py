@@ -207,10 +207,16 @@ def lines_of(chunk: Chunk) -> tuple[Identity, int, int]:
 def read_again(source: Source, identity: Identity, offset: int, size: int) -> bytes:
     """Reads the lines of a plain chunk once more, in another process."""
     assert source.path is not None
-    with source.path.open("rb", buffering=0) as file:
-        data = os.pread(file.fileno(), size, offset)
-        if len(data) != size or Identity.of(file.fileno()) != identity:
-            raise changed(source)
+    try:
+        with source.path.open("rb", buffering=0) as file:
+            data = os.pread(file.fileno(), size, offset)
+            same = len(data) == size and Identity.of(file.fileno()) == identity
+    except FileNotFoundError:
+        same = False
+    except OSError as error:
+        raise _unreadable(source, error) from None
+    if not same:
+        raise changed(source)
     return data
 
 

@@ -1,0 +1,211 @@
+"""Encodes chunks in several processes and in order. Lines and token ids travel through shared memory."""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from types import FrameType
+from typing import Final
+
+import numpy as np
+
+from tridock.data.input.sources import Chunk, Identity, Kind, Source, lines_of, read_again
+from tridock.data.tokenize.blocks import Encoded, Recipe
+from tridock.data.tokenize.shared_memory import SlotArrays, Slots
+from tridock.errors import Problem, RunError, TridockError
+
+_PR_SET_PDEATHSIG: Final = 1
+_SLOT_BYTES: Final = 6 << 20
+"""Larger than a chunk and its tokens; a very long line and its tokens go through a pipe."""
+_recipe: Recipe
+_slots: Slots
+Result = tuple[Encoded, SlotArrays | None]
+
+
+def encode_in_order(recipe: Recipe, chunks: Iterator[Chunk], workers: int) -> Generator[tuple[Chunk, Encoded | None]]:
+    """Yields each chunk with its documents; None for a chunk without lines, or with a truncated line.
+
+    With one worker this process encodes. At most two chunks per worker are in flight. Workers read the lines of
+    uncompressed files themselves. Close it to end the workers.
+    """
+    if workers == 1:
+        for chunk in chunks:
+            yield chunk, None if _has_no_lines(chunk) else recipe.encode(chunk.data, chunk.source.kind)
+        return
+    # For the chunks in flight, and a few whose tokens are being written and hashed.
+    slots = Slots(2 * workers + 4, _SLOT_BYTES)
+    pool: list[_Worker] = []
+    in_flight: deque[_Task] = deque()
+    try:
+        _start_workers(lambda: pool.extend(_Worker(recipe, slots) for _ in range(workers)))
+        for chunk in chunks:
+            in_flight.append(_submit(chunk, pool, slots))
+            if len(in_flight) >= 2 * workers:
+                yield _result(in_flight.popleft(), slots)
+        while in_flight:
+            yield _result(in_flight.popleft(), slots)
+    finally:
+        # Killed, so that nothing, not even a second Ctrl-C, has to wait for them: no result is of use now.
+        for worker in pool:
+            worker.process.kill()
+        for worker in pool:
+            worker.process.join()
+
+
+class _Worker:
+    """A forked process that runs one call after another."""
+
+    def __init__(self, recipe: Recipe, slots: Slots) -> None:
+        # Fork, so that the tokenizer is shared. No thread of Tridock runs yet, and no worker uses a library's threads.
+        context = multiprocessing.get_context("fork")
+        self._connection, other = context.Pipe()
+        self.process = context.Process(target=_serve, args=(other, recipe, slots, os.getpid()), daemon=True)
+        self.process.start()
+        other.close()  # the last copy outside the worker: its end is noticed
+        self.pending: deque[_Task] = deque()
+
+    def call(self, task: "_Task", large: bool, function: Callable[..., Result], *arguments: object) -> None:
+        """Sends a call. A small one never waits; before a large one the results are received.
+
+        Otherwise the worker might wait for this process to receive, and this process for the worker.
+        """
+        while large and self.pending:
+            self.receive()
+        with _killed_is_an_error():
+            self._connection.send((function, arguments))
+        self.pending.append(task)
+        task.worker = self
+
+    def receive(self) -> None:
+        """Waits for the result of the oldest call."""
+        with _killed_is_an_error():
+            result = self._connection.recv()
+        self.pending.popleft().result = result
+
+    def receive_ready(self) -> None:
+        while self.pending and self._connection.poll():
+            self.receive()
+
+
+@dataclass(slots=True)
+class _Task:
+    """A chunk, the slot for its tokens, the worker that encodes it, and the result."""
+
+    chunk: Chunk
+    slot: int | None = None
+    worker: _Worker | None = None
+    result: Result | Exception | None = None
+
+
+@contextmanager
+def _killed_is_an_error() -> Iterator[None]:
+    try:
+        yield
+    except (EOFError, ConnectionError):
+        todo = "look for `Out of memory` in dmesg, then continue with --resume and fewer --workers"
+        raise RunError(Problem("a worker", "was killed", "", todo)) from None
+
+
+def _start_workers(start: Callable[[], None]) -> None:
+    """Calls ``start``. Delays Ctrl-C until all workers run.
+
+    Or it would be lost: an exception in a function that Python calls around a fork is only printed. Blocking the signal
+    does not help, because a library's thread gets it then, and Python still raises it in the main thread.
+    """
+    received: list[tuple[int, FrameType | None]] = []
+    in_main_thread = threading.current_thread() is threading.main_thread()  # only it handles signals
+    handler = (
+        signal.signal(signal.SIGINT, lambda number, frame: received.append((number, frame))) if in_main_thread else None
+    )
+    try:
+        start()
+    except OSError as error:
+        got = error.strerror or str(error)
+        raise RunError(Problem("a worker", "cannot be started", got, "give fewer --workers")) from None
+    finally:
+        if in_main_thread:
+            signal.signal(signal.SIGINT, handler)
+    if received and callable(handler):
+        handler(*received[0])
+
+
+def _submit(chunk: Chunk, pool: list[_Worker], slots: Slots) -> _Task:
+    if _has_no_lines(chunk):
+        return _Task(chunk)
+    for worker in pool:
+        worker.receive_ready()
+    worker = min(pool, key=lambda worker: len(worker.pending))
+    slot, kind = slots.acquire(), chunk.source.kind
+    task = _Task(replace(chunk, data=b""), slot)
+    if chunk.plain is not None:
+        worker.call(task, False, _encode_part, slot, chunk.source, *lines_of(chunk))
+    elif slot is not None and slots.write_bytes(slot, chunk.data):
+        worker.call(task, False, _encode_placed, slot, len(chunk.data), kind)
+    else:
+        worker.call(task, True, _encode, slot, chunk.data, kind)
+    return task
+
+
+def _has_no_lines(chunk: Chunk) -> bool:
+    return not chunk.data or chunk.broken is not None
+
+
+def _result(task: _Task, slots: Slots) -> tuple[Chunk, Encoded | None]:
+    if task.worker is None:
+        return task.chunk, None
+    while task.result is None:
+        task.worker.receive()
+    if isinstance(task.result, Exception):
+        raise task.result
+    encoded, placed = task.result
+    if placed is None:
+        if task.slot is not None:
+            slots.release(task.slot)
+        return task.chunk, encoded
+    pairs = zip(encoded.blocks, slots.read(placed), strict=True)
+    return task.chunk, replace(encoded, blocks=tuple(replace(block, tokens=tokens) for block, tokens in pairs))
+
+
+def _serve(connection: Connection, recipe: Recipe, slots: Slots, parent: int) -> None:
+    """Runs in a worker: answers calls. Ignores Ctrl-C, and dies with its parent."""
+    global _recipe, _slots
+    _recipe, _slots = recipe, slots
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    while True:
+        function, arguments = connection.recv()
+        result: Result | Exception
+        try:
+            result = function(*arguments)
+        except Exception as error:
+            if not isinstance(error, TridockError):
+                error.add_note(traceback.format_exc())  # the place, which does not travel
+            result = error
+        connection.send(result)
+
+
+def _encode_part(slot: int | None, source: Source, identity: Identity, offset: int, size: int) -> Result:
+    return _encode(slot, read_again(source, identity, offset, size), source.kind)
+
+
+def _encode_placed(slot: int, size: int, kind: Kind) -> Result:
+    return _encode(slot, _slots.read_bytes(slot, size), kind)
+
+
+def _encode(slot: int | None, data: bytes, kind: Kind) -> Result:
+    encoded = _recipe.encode(data, kind)
+    placed = None if slot is None else _slots.write(slot, [block.tokens for block in encoded.blocks])
+    if placed is None:
+        return encoded, None
+    none = np.zeros(0, np.uint16)
+    return replace(encoded, blocks=tuple(replace(block, tokens=none) for block in encoded.blocks)), placed

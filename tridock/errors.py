@@ -19,6 +19,10 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
+# Of a user's value or another program's output: a terminal would obey them.
+_CONTROL: Final = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One thing that is wrong: where, what, the value got, and what to do.
@@ -47,7 +51,7 @@ class Problem:
 
     def __str__(self) -> str:
         got = f"got {self.got}; " if self.got else ""
-        return f"{self.where}: {self.what}; {got}{self.todo}"
+        return f"{self.where}: {self.what}; {got}{self.todo}".translate(_CONTROL)
 
 
 class TridockError(Exception):

@@ -24,3 +24,8 @@ def test_an_error_shows_all_its_problems_one_a_line() -> None:
 
 def test_exit_codes() -> None:
     assert (RequestError.exit_code, ClusterError.exit_code, RunError.exit_code) == (2, 3, 4)
+
+
+def test_no_control_character_of_a_value_reaches_the_terminal() -> None:
+    problem = Problem("data.data_path", "is missing", "a\x1b[2Jb\x9bc\rd", "bring\tit\nhere")
+    assert str(problem) == "data.data_path: is missing; got a\\x1b[2Jb\\x9bc\\x0dd; bring\tit\nhere"

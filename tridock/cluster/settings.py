@@ -2,6 +2,7 @@
 
 import difflib
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +47,11 @@ class Cluster:
     nodes: tuple[ClusterNode, ...]
     slots: Mapping[str, tuple[int, ...]]
     spares: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def hosts_option(self) -> str:
+        """``--hosts HOSTFILE``, as a shell takes it."""
+        return f"--hosts {shlex.quote(str(self.hostfile_path))}"
 
     @property
     def everywhere(self) -> Mapping[str, tuple[int, ...]]:

@@ -139,6 +139,8 @@ class PreflightAnswer:
 
     files: Mapping[str, Fingerprint | None]
     read: Mapping[str, Any] = field(default_factory=dict)
+    loads: bool = True
+    """Whether the folder of the checkpoint to load is there."""
     rendezvous: PortAnswer | None = None
     """Of the head."""
     image_manifest: object = None

@@ -124,6 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     preflight = verbs.add_parser("preflight", help="print what a launch checks on this node, as JSON")
     preflight.add_argument("files", nargs="*", metavar="FILE", help="file that the run reads")
     preflight.add_argument("--read", action="append", default=[], metavar="FILE", help="JSON file to print; repeatable")
+    preflight.add_argument("--load", metavar="FOLDER", help="checkpoint that the run loads")
     preflight.add_argument("--head", action="store_true", help="also print a free port and the image's manifest")
     preflight.add_argument("--port", type=int, help="with --head: require this port")
     preflight.set_defaults(action=_preflight)
@@ -309,7 +310,8 @@ def _evidence(arguments: argparse.Namespace) -> node_answers.Evidence:
 def _preflight(arguments: argparse.Namespace) -> node_answers.PreflightAnswer:
     from tridock.node.probes.preflight import preflight
 
-    return preflight(arguments.files, arguments.read, head=arguments.head, port=arguments.port)
+    asked = {"load": arguments.load, "head": arguments.head, "port": arguments.port}
+    return preflight(arguments.files, arguments.read, **asked)
 
 
 def _node_report(arguments: argparse.Namespace) -> node_answers.QuickReport:

@@ -18,9 +18,15 @@ def test_files_are_told_apart_by_size_and_content(tmp_path: Path) -> None:
             str(tmp_path): None,
         },
         "read": {},
+        "loads": True,
         "rendezvous": None,
         "image_manifest": None,
     }
+
+
+def test_the_folder_of_a_checkpoint(tmp_path: Path) -> None:
+    assert answer("preflight", f"--load={tmp_path}")["loads"] is True
+    assert answer("preflight", f"--load={tmp_path}/none")["loads"] is False
 
 
 def test_a_vocabulary_is_counted_and_a_json_file_is_shown_where_it_can_be_read(tmp_path: Path) -> None:

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from tests.experiments import make_plan
+from tridock.contracts.node_answers import Fingerprint, PreflightAnswer
 from tridock.errors import Problem, TridockError
 from tridock.experiment import Experiment, fields_digest
 from tridock.ops.hosts.session import Session
-from tridock.ops.runs.preflight import Preflight, check_nodes
+from tridock.ops.runs.preflight import Preflight, _differences, check_nodes
 from tridock.remote import Completed
 
 BIN, IDX, VOCAB, MERGES = "data/t_document.bin", "data/t_document.idx", "data/vocab.json", "data/merges.txt"
@@ -26,16 +27,18 @@ GOOD: dict[str, Any] = {
 
 
 def ask(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: Mapping[str, Any], head: Mapping[str, Any], **launch: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: Mapping[str, Any], head: Mapping[str, Any], **fields: Any
 ) -> Preflight:
     """The answer of two nodes: node-1 leads and holds what is GOOD, node-2 holds ``files``."""
     (tmp_path / "lab").write_text("node-1 slots=1\nnode-2 slots=1\n")
     session = Session.open(tmp_path / "lab")
     asked: dict[str, tuple[str, ...]] = {}
+    train, launch = {"load": fields.pop("load", None)}, fields
 
     def node_verb(node: str, *arguments: str, stdin: bytes | None, timeout: float) -> Completed:
         asked[node] = arguments
         read = {"data/t_document.json": {"vocab_size": 9, "tokens": 100, "bin_sha256": "ee"}}
+        read["runs/none/layout.json"] = {}
         answer = {"files": GOOD, "read": read, **head} if node == "node-1" else {"files": files}
         return Completed(0, json.dumps(answer).encode(), b"")
 
@@ -48,7 +51,7 @@ def ask(
             "batch": {"micro_batch_size": 1},
             "precision": "fp32",
             "data": {"data_path": "data/t_document", "vocab_file": VOCAB, "merge_file": MERGES},
-            "train": {"train_iters": 1},
+            "train": {"train_iters": 1, **train},
             "launch": launch,
         }
     )
@@ -58,7 +61,9 @@ def ask(
     finally:
         assert asked["node-2"] == ("preflight", "--", BIN, IDX, VOCAB, MERGES)
         assert asked["node-1"][:2] == ("preflight", "--head")
-        assert asked["node-1"][-7:-5] == ("--read", "data/t_document.json")
+        assert "--read=data/t_document.json" in asked["node-1"]
+        assert train["load"] is None or f"--load={train['load']}" in asked["node-1"]
+        assert asked["node-1"][-5:] == ("--", BIN, IDX, VOCAB, MERGES)
 
 
 def test_a_tokenizer_that_is_not_the_datas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,6 +74,27 @@ def test_a_tokenizer_that_is_not_the_datas(tmp_path: Path, monkeypatch: pytest.M
         "t.yaml: data.vocab_file: the data was made with 9 tokens; got 8 tokens; "
         "name the files of the tokenizer that made the data"
     )
+
+
+def test_a_checkpoint_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TridockError) as caught:
+        ask(tmp_path, monkeypatch, GOOD, {"rendezvous": {"port": 1}, "loads": False}, load="runs/none")
+    assert str(caught.value) == (
+        "t.yaml: train.load: no such folder on the head; got 'runs/none'; "
+        "give runs/<run-id>/checkpoints of a run that has saved, or one iter_… folder in it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("prefix", "quoted"), [("data/$(touch X)", "'data/$(touch X)'"), ("--version", "./--version"), ("a/b", "a/b")]
+)
+def test_a_remedy_that_is_pasted_runs_nothing_else(prefix: str, quoted: str) -> None:
+    answers = {
+        "a": PreflightAnswer({f"{prefix}.bin": Fingerprint(1, None)}),
+        "b": PreflightAnswer({f"{prefix}.bin": None}),
+    }
+    (problem,) = _differences(Path("t.yaml"), {f"{prefix}.bin": "data.data_path"}, "a", answers, "sync --path ")
+    assert problem.todo == f"sync --path {quoted}"
 
 
 def test_all_is_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

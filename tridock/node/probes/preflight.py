@@ -10,7 +10,9 @@ from tridock.contracts.node_answers import Fingerprint, PreflightAnswer
 from tridock.node.probes import ports
 
 
-def preflight(files: Sequence[str], read: Sequence[str], *, head: bool, port: int | None) -> PreflightAnswer:
+def preflight(
+    files: Sequence[str], read: Sequence[str], *, load: str | None = None, head: bool, port: int | None
+) -> PreflightAnswer:
     """The fingerprints of ``files`` and the content of the JSON files ``read``; None for a file that cannot be read.
 
     With ``head`` also a port for the rendezvous (``port``, or a random one for None) and the image's manifest.
@@ -18,6 +20,7 @@ def preflight(files: Sequence[str], read: Sequence[str], *, head: bool, port: in
     return PreflightAnswer(
         files={name: _fingerprint(Path(name)) for name in files},
         read={name: _json(Path(name)) for name in read},
+        loads=load is None or Path(load).is_dir(),
         rendezvous=ports.rendezvous_port(port) if head else None,
         image_manifest=_json(Path(run_folder.CODE, "manifest.json")) if head else None,
     )

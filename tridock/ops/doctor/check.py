@@ -93,7 +93,7 @@ def check_quickly(session: Session, *, on_cpu: bool = False) -> None:
 
     reports = session.each(ask)
     images = {node: state.container.image_id for node, state in session.states().items() if state.container}
-    found = list(image_findings(str(session.cluster.hostfile_path), images))
+    found = list(image_findings(session.cluster.hosts_option, images))
     for node, report in reports.items():
         found += space_findings(session.cluster, node, report)
         found += () if on_cpu else cuda_findings(node, session.cluster.everywhere[node], report)
@@ -140,7 +140,7 @@ def _host_key(session: Session, node: str) -> str | None:
 
 def _compare(session: Session, reports: Reports, report: Report) -> None:
     cluster = session.cluster
-    report.findings += code_findings(str(cluster.hostfile_path), reports)
+    report.findings += code_findings(cluster.hosts_option, reports)
     for node, own in reports.items():
         report.findings += space_findings(cluster, node, own)
         report.findings += limit_findings(cluster, node, own)
@@ -223,7 +223,7 @@ def _leftovers(session: Session, reports: Reports, report: Report) -> None:
         why = "it is unknown whether the processes there are still needed"
         report.findings += [fail("nodes", problem, why) for problem in error.problems]
         return
-    report.findings += leftover_findings(str(session.cluster.hostfile_path), holders, states)
+    report.findings += leftover_findings(session.cluster.hosts_option, holders, states)
 
 
 def _reduce(session: Session, head: NodeReport, report: Report) -> None:

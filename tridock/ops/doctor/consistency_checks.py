@@ -21,7 +21,7 @@ def image_findings(hosts: str, images: Mapping[str, str]) -> Iterator[Finding]:
     for node in others:
         if images[node] != images[head]:
             got = f"{images[node][:19]}, {images[head][:19]} on {head}"
-            problem = Problem(node, "runs another image than the head", got, f"run tridock up --hosts {hosts}")
+            problem = Problem(node, "runs another image than the head", got, f"run tridock up {hosts}")
             yield fail("image", problem, "other versions of torch or NCCL do not understand each other", UP)
 
 
@@ -36,7 +36,7 @@ def code_findings(hosts: str, reports: Reports) -> Iterator[Finding]:
         ):
             if here != there:
                 got = f"{_short(here)}, {_short(there)} on {head}"
-                todo = f"start its container anew: tridock down, then tridock up --hosts {hosts}"
+                todo = f"start its container anew: tridock down, then tridock up {hosts}"
                 problem = Problem(node, f"has other code in {path} than the head", got, todo)
                 yield fail("image", problem, "ranks that run other code disagree in the middle of a step")
 

@@ -244,12 +244,12 @@ def leftover_findings(
     for run_id, nodes in holders.items():
         state = states.get(run_id)
         if state is not None and state.is_over and is_run_id(run_id):
-            todo = f"end them: tridock stop --hosts {hosts} --run {run_id}"
+            todo = f"end them: tridock stop {hosts} --run {run_id}"
             what = f"has processes of a run that is {state}"
             why = "they hold memory, GPUs and ports that the next run needs"
             for node in nodes:
                 yield warn("devices", Problem(node, what, run_id, todo), why, ("stop", run_id))
         else:
-            todo = f"wait for its end, or stop it: tridock stop --hosts {hosts} --run {run_id}"
+            todo = f"wait for its end, or stop it: tridock stop {hosts} --run {run_id}"
             why = "two runs on the same slots share their memory and time"
             yield warn("devices", Problem(", ".join(nodes), "a run continues there", run_id, todo), why)

@@ -23,7 +23,7 @@ def check_hosts(session: Session, report: Report) -> Session:
 def check_containers(session: Session, report: Report) -> tuple[str, ...]:
     """The nodes that run; what their containers are made of, and the keys that their hosts hold."""
     cluster, states = session.cluster, session.states()
-    todo = f"run tridock up --hosts {cluster.hostfile_path}"
+    todo = f"run tridock up {cluster.hosts_option}"
     images = {}
     for node, state in states.items():
         if state.container is None:
@@ -34,7 +34,7 @@ def check_containers(session: Session, report: Report) -> tuple[str, ...]:
             images[node] = state.container.image_id
             continue
         report.findings.append(fail("nodes", problem, "a launch starts its ranks in it", UP))
-    report.findings += image_findings(str(cluster.hostfile_path), images) if images else ()
+    report.findings += image_findings(cluster.hosts_option, images) if images else ()
     report.seen["nodes"] = f"{len(images)} run"
     if images:
         report.seen["image"] = next(iter(images.values())).removeprefix("sha256:")[:12]
@@ -49,7 +49,7 @@ def _recipes(session: Session, up: tuple[str, ...], report: Report) -> None:
     except ClusterError as error:
         report.findings += [warn("image", problem, "tridock up could not start a node") for problem in error.problems]
         return
-    todo = f"run tridock up --hosts {session.cluster.hostfile_path}"
+    todo = f"run tridock up {session.cluster.hosts_option}"
     for node in up:
         if node in old and not report.fails("image"):
             what = "its container is not what the settings and the image ask for now"
@@ -63,6 +63,6 @@ def _keys(session: Session, up: tuple[str, ...], report: Report) -> None:
         files = store.on_file(node)
         if files is None or session.states()[node].keys != keys_digest(files):
             got = "none on file" if files is None else "others there" if session.states()[node].keys else "none there"
-            todo = f"give all nodes the cluster's keys again: tridock keys --hosts {session.cluster.hostfile_path}"
+            todo = f"give all nodes the cluster's keys again: tridock keys {session.cluster.hosts_option}"
             problem = Problem(node, f"its keys are not those in {store.folder}", got, todo)
             report.findings.append(fail("ssh", problem, "the nodes of a cluster know each other by them", KEYS))

@@ -80,7 +80,7 @@ def _other_key(cluster: Cluster, node: str, stderr: str, where: str, host_key_of
 
 
 def _keys(cluster: Cluster, what: str, got: str) -> Found:
-    return what, got, f"give all nodes the cluster's keys again: tridock keys --hosts {cluster.hostfile_path}", KEYS
+    return what, got, f"give all nodes the cluster's keys again: tridock keys {cluster.hosts_option}", KEYS
 
 
 def _by_stderr(cluster: Cluster, node: str, stderr: str, where: str) -> Found | None:

@@ -123,13 +123,13 @@ class Session:
 
     def other_version(self, node: str, got: str) -> ClusterError:
         """The error of a node whose image is of another version of Tridock."""
-        todo = f"run tridock image, then tridock up --hosts {self.cluster.hostfile_path}"
+        todo = f"run tridock image, then tridock up {self.cluster.hosts_option}"
         return ClusterError(Problem(node, "its image is of another version of Tridock", got, todo))
 
     def running(self) -> tuple[str, ...]:
         """The nodes that are running. Raises :class:`ClusterError` where there is none."""
         found = tuple(node for node, state in self.states().items() if state.container and state.container.running)
         if not found:
-            todo = f"run tridock up --hosts {self.cluster.hostfile_path}"
+            todo = f"run tridock up {self.cluster.hosts_option}"
             raise ClusterError(Problem(node, "its node is not running", "", todo) for node in self.nodes)
         return found

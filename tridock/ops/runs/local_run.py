@@ -5,6 +5,7 @@ Several machines can join in one run without ssh too, each started by hand with 
 
 import hashlib
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -150,7 +151,7 @@ def run_here(
     code = start_and_follow(folder, ranks, quiet=quiet)
     if code == run_folder.EXIT_PREEMPTED:
         saved_in = checkpoints_folder(prepared.experiment, f"runs/{folder.name}")
-        print(f"continue with --set train.load={saved_in}")
+        print(f"continue with --set {shlex.quote(f'train.load={saved_in}')}")
     return Ended(folder, code)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ def check_nodes(session: Session, config: Path, experiment: Experiment, plan: Pl
 
     answers = session.each(ask)
     _refuse_other_fields(session, answers[head].image_manifest)
-    bring = f"bring the data to the nodes: tridock data sync --hosts {session.cluster.hostfile_path} --path "
+    bring = f"bring the data to the nodes: tridock data sync {session.cluster.hosts_option} --path "
     problems = list(_differences(config, data_files(experiment), head, answers, bring))
     problems += mismatches(config, experiment, plan, answers[head])
     if problems:
@@ -90,7 +91,9 @@ def preflight_argv(experiment: Experiment, *, head: bool) -> tuple[str, ...]:
     if head:
         port = experiment.launch.master_port
         argv += ["--head", *(() if port is None else ("--port", str(port)))]
-        argv += [word for name in _read(experiment).values() for word in ("--read", name)]
+        argv += [f"--read={name}" for name in _read(experiment).values()]
+        if experiment.train.load is not None and not experiment.train.loads_own_folder:
+            argv.append(f"--load={experiment.train.load}")
     return (*argv, "--", *data_files(experiment))
 
 
@@ -105,6 +108,9 @@ def mismatches(config: Path, experiment: Experiment, plan: Plan, answer: Preflig
     """What the head's files cannot be: another vocabulary, too short, a checkpoint of another layout."""
     read = {name: answer.read[path] for name, path in _read(experiment).items()}
     vocabulary = answer.files.get(experiment.data.vocab_file or "")
+    if not answer.loads:
+        todo = "give runs/<run-id>/checkpoints of a run that has saved, or one iter_… folder in it"
+        yield Problem(f"{config}: train.load", "no such folder on the head", repr(experiment.train.load), todo)
     found = [
         *data_problems(experiment, read["manifest"], vocabulary.entries if vocabulary else None),
         *engine_of(experiment).checkpoint_problems(experiment, plan.data_parallel_size, read.get("layout")),
@@ -128,7 +134,7 @@ def _differences(
     for field in dict.fromkeys(files.values()):
         names = [name for name in files if files[name] == field]
         prefix = names[0].removesuffix(".bin").removesuffix(IMAGE_SUFFIXES[0])
-        where, todo = f"{config}: {field}", f"{bring}{prefix}"
+        where, todo = f"{config}: {field}", f"{bring}{shlex.quote(f'./{prefix}' if prefix.startswith('-') else prefix)}"
         for node, answer in answers.items():
             there = answer.files
             missing = [name for name in names if there[name] is None]

@@ -1,6 +1,7 @@
 """A run that has lost nodes, laid out anew: on spares, or on what is left. Reads the run's folder, writes nothing."""
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,7 +125,7 @@ def _check_names(run: Run, before: Slots, lost: Sequence[str], ready: Sequence[s
         if node not in run.supervision.spares
     ]
     if head in lost:
-        todo = f"start it again on the other nodes with train.load={run.checkpoints}"
+        todo = f"start it again on the other nodes with {shlex.quote(f'train.load={run.checkpoints}')}"
         problems.append(Problem("--without", "is the run's head, without which it cannot continue", head, todo))
     if problems:
         raise RequestError(problems)
@@ -174,7 +175,7 @@ def _with_fewer(run: Run, after: Slots, lost: Sequence[str], anew: bool) -> Asse
     here = f"{slots} slot{'s' * (slots != 1)} on {_named(after)}"
     if found is None:
         what = f"has no layout with a global batch of {experiment.batch.global_batch_size} on the nodes that are left"
-        todo = f"bring {', '.join(lost)} back, and continue with train.load={run.checkpoints}"
+        todo = f"bring {', '.join(lost)} back, and continue with {shlex.quote(f'train.load={run.checkpoints}')}"
         raise RequestError(Problem(where, what, here, todo))
     nodes, fewest = _slots_of(found.laid_out.document()), run.supervision.min_nodes
     if len(nodes) < fewest:

@@ -1,5 +1,6 @@
 """What becomes of a run that failed: what all its nodes tell of it, and what that comes to."""
 
+import shlex
 from typing import Final
 
 from tridock.contracts import run_folder
@@ -28,14 +29,14 @@ def check_exit(session: Session, run: Run, exit_code: int) -> None:
         raise RunError(Problem(run.run_id, "the run was stopped", "", f"its folder is {folder_of(session, run)}"))
     if exit_code == run_folder.EXIT_PREEMPTED:
         saved_in = checkpoints_folder(experiment_of(session, run), f"runs/{run.run_id}")
-        todo = f"continue with --set train.load={saved_in}"
+        todo = f"continue with --set {shlex.quote(f'train.load={saved_in}')}"
         raise PreemptedError(Problem(run.run_id, "the run was asked to end, and has saved", "", todo))
     if exit_code:
         raise _failed(session, run, collect(session, run, exit_code))
 
 
 def _failed(session: Session, run: Run, facts: Facts) -> RunFailedError:
-    options = f"--hosts {session.cluster.hostfile_path} --run {run.run_id}"
+    options = f"{session.cluster.hosts_option} --run {run.run_id}"
     options += f" --rank {rank_to_look_at(facts)}" if facts.has_log else ""
     todo = f"look at {folder_of(session, run)}/logs, or tridock logs {options}"
     return failed(Problem(run.run_id, "the run failed", failure_text(facts), todo), facts)

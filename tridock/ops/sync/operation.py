@@ -244,7 +244,7 @@ def bring_index_maps(synced: Synced, experiment: Experiment, plan: Plan) -> str:
         return f"index maps: none are needed, engine {experiment.engine} finds its samples in memory"
     container = pool.states[head].container if pool.fit(head) else None
     if container is None or not container.running:
-        up = f"tridock up --hosts {pool.cluster.hostfile_path}"
+        up = f"tridock up {pool.cluster.hosts_option}"
         return f"index maps: not made, the node on {head} is not up; run {up} first, or the nodes make them at a launch"
     made = pool.each(lambda node, host: _make(synced, node, host, experiment, program), only=(head,))
     if head not in made:

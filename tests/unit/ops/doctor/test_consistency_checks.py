@@ -16,8 +16,8 @@ IMAGE, OTHER = f"sha256:{'1' * 64}", f"sha256:{'2' * 64}"
 
 
 def test_another_image() -> None:
-    assert shown(consistency_checks.image_findings("lab", {"host-1": IMAGE, "host-2": IMAGE})) == []
-    assert shown(consistency_checks.image_findings("lab", {"host-1": IMAGE, "host-2": OTHER})) == [
+    assert shown(consistency_checks.image_findings("--hosts lab", {"host-1": IMAGE, "host-2": IMAGE})) == []
+    assert shown(consistency_checks.image_findings("--hosts lab", {"host-1": IMAGE, "host-2": OTHER})) == [
         "fail  host-2: runs another image than the head; got sha256:222222222222, sha256:111111111111 on host-1; "
         "run tridock up --hosts lab"
     ]
@@ -26,8 +26,8 @@ def test_another_image() -> None:
 def test_other_code() -> None:
     here = node_report()
     there = node_report(code=Code("c" * 64, None))
-    assert shown(consistency_checks.code_findings("lab", {"host-1": here, "host-2": here})) == []
-    assert shown(consistency_checks.code_findings("lab", {"host-1": here, "host-2": there})) == [
+    assert shown(consistency_checks.code_findings("--hosts lab", {"host-1": here, "host-2": here})) == []
+    assert shown(consistency_checks.code_findings("--hosts lab", {"host-1": here, "host-2": there})) == [
         "fail  host-2: has other code in /opt/tridock than the head; got cccccccccccc, aaaaaaaaaaaa on host-1; "
         "start its container anew: tridock down, then tridock up --hosts lab",
         "fail  host-2: has other code in /opt/megatron-v1.1.5 than the head; got none, bbbbbbbbbbbb on host-1; "

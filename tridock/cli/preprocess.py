@@ -55,6 +55,10 @@ def _add_preprocess(commands: Commands) -> None:
     tokenizer.add_argument("--vocab-file", type=_path, required=True, metavar="FILE", help=text)
     tokenizer.add_argument("--merge-file", type=_path, metavar="FILE", help="merges.txt of GPT-2")
     tokenizer.add_argument("--append-eod", action="store_true", help="append <|endoftext|> to every document")
+    text = "read <|endoftext|> and other special tokens in texts as tokens, as today's Megatron does, not as text"
+    tokenizer.add_argument("--allow-special", action="store_true", help=text)
+    text = "no effect: the fast encoder is used where it supports the tokenizer"
+    tokenizer.add_argument("--use-gigatoken", action="store_true", help=text)
     text = "reference: use only Hugging Face's tokenizers, never the faster library (default: auto)"
     tokenizer.add_argument("--encoder", choices=["auto", "reference"], default="auto", help=text)
     output = parser.add_argument_group("output")
@@ -65,6 +69,9 @@ def _add_preprocess(commands: Commands) -> None:
     _add_rejects(output)
     run = parser.add_argument_group("run")
     run.add_argument("--workers", type=int, metavar="N", help="number of processes (default: one per core)")
+    text = "no effect: --workers share every input, and the output has its order"
+    run.add_argument("--partitions", type=int, metavar="N", help=text)
+    run.add_argument("--keep-sequential-samples", action="store_true", help=text)
     text = "print progress every N documents when standard error is not a terminal"
     run.add_argument("--log-interval", type=int, metavar="N", help=text)
     run.add_argument("--resume", action="store_true", help="continue an interrupted run")
@@ -115,8 +122,7 @@ def _preprocess(arguments: argparse.Namespace) -> int:
     with _gc_disabled():
         encoder, notes = _open_encoder(arguments, workers)
     check_ids_fit(encoder, str(arguments.vocab_file))
-    if arguments.keep_newlines:
-        notes.append("--keep-newlines: has no effect without --split-sentences")
+    notes += _options_without_effect(arguments)
     for note in notes:
         print(note, file=sys.stderr)
     request = Request(
@@ -209,7 +215,7 @@ def _preprocess_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
         yield Problem("--tokenizer-type", f"must be {_GPT2} or {_VOCAB}", got, "give one of them")
     if arguments.dataset_impl != "mmap":
         yield Problem("--dataset-impl", "must be mmap", arguments.dataset_impl, "leave it out: the engines read mmap")
-    for name in ("workers", "log_interval"):
+    for name in ("workers", "partitions", "log_interval"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             yield Problem(f"--{name.replace('_', '-')}", "must be at least 1", str(value), "raise it, or leave it out")
@@ -257,11 +263,27 @@ def _open_encoder(arguments: argparse.Namespace, workers: int) -> tuple[Encoder,
     if arguments.tokenizer_type == _VOCAB:
         return Vocabulary(arguments.vocab_file), []
     tokenizer = open_tokenizer(arguments.vocab_file, arguments.merge_file)
+    if arguments.allow_special:
+        tokenizer.accept_special()
     notes = [] if arguments.merge_file is None else list(_ignored_merges(arguments.merge_file))
     if arguments.encoder == "reference":
         return Reference(tokenizer), notes
     encoder, why = fastest(tokenizer, workers)
     return encoder, notes + [why] * bool(why)
+
+
+def _options_without_effect(arguments: argparse.Namespace) -> Iterator[str]:
+    """Yields a note for each of Megatron's options that changes nothing here."""
+    if arguments.keep_newlines:
+        yield "--keep-newlines: has no effect without --split-sentences"
+    if arguments.partitions is not None:
+        yield "--partitions: has no effect; --workers sets the number of processes"
+    if arguments.keep_sequential_samples:
+        yield "--keep-sequential-samples: has no effect; documents always keep their order"
+    if arguments.use_gigatoken and arguments.encoder == "reference":
+        yield "--use-gigatoken: has no effect with --encoder reference"
+    if arguments.allow_special and arguments.tokenizer_type == _VOCAB:
+        yield "--allow-special: has no effect with --tokenizer-type vocab, which always reads words as tokens"
 
 
 def _ignored_merges(merge_file: Path) -> Iterator[str]:

@@ -66,6 +66,7 @@ class Request:
             "tokenizer": self.recipe.encoder.sha256,
             # An encoder that was found wrong may have been wrong before: no other one continues its work.
             "encoder": self.recipe.encoder.name,
+            "allow-special": str(self.recipe.encoder.accepts_special),
             "append-eod": str(self.recipe.append_eod),
             "level": self.level,
             "on-error": "stop" if self.rejects is None else "skip",

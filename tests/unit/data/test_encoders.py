@@ -54,6 +54,32 @@ def test_the_reference_gives_the_ids_of_each_text(reference: Reference) -> None:
     assert reference.encode([]) == []
 
 
+@pytest.mark.parametrize("form", ["tokenizer.json", "vocab.json and merges.txt"])
+def test_special_tokens_in_texts_are_tokens_if_accepted(reference: Reference, tmp_path: Path, form: str) -> None:
+    from tokenizers import Tokenizer
+
+    theirs = Tokenizer.from_str(reference.tokenizer.to_json())
+    theirs.add_special_tokens(["<|end", "<|endoftext|>"])
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    if form == "tokenizer.json":
+        ours = BytePairTokenizer.load(tmp_path)
+    else:
+        reference.tokenizer.save(tmp_path)
+        ours = BytePairTokenizer.from_gpt2(tmp_path / "vocab.json", tmp_path / "merges.txt")
+        theirs = Tokenizer.from_str(reference.tokenizer.to_json())
+    ours.accept_special()
+    texts = [*TEXTS, END_OF_TEXT, f"a {END_OF_TEXT}{END_OF_TEXT} b", f"{END_OF_TEXT}\n\u088f", "<|endoftext", "<|end|>"]
+    expected = [theirs.encode(text, add_special_tokens=False).ids for text in texts]
+    assert [ids.tolist() for ids in Reference(ours).encode(texts)] == expected
+    assert sum(ours.end_of_text in ids for ids in expected) == 4
+    assert reference.sha256 == Reference(ours).sha256  # the same tokenizer, used in another way
+    pytest.importorskip("gigatoken", reason="the fast library is not installed: locks/operator.txt has it")
+    if form == "tokenizer.json":  # `<|end` is not in the vocabulary
+        assert fastest(ours)[1].endswith("the tokenizer is not like GPT-2's")
+    else:
+        assert [ids.tolist() for ids in Fast(Reference(ours)).encode(texts)] == expected
+
+
 def test_fast_over_characters_of_every_kind(fast: Fast, reference: Reference) -> None:
     """Of the first planes one in 8; tests/distributed/test_every_character.py has all."""
     assert_same(fast, reference, beside_others(chr(code) for code in range(0, 0x20000, 8) if not surrogate(code)))

@@ -40,12 +40,27 @@ def gpt2(*more: str) -> list[str]:
 
 def test_an_old_command_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old = gpt2(
-        "--json-keys", "text", "--append-eod", "--dataset-impl", "mmap", "--log-interval", "2", "--keep-newlines"
+        "--json-keys",
+        "text",
+        "--append-eod",
+        "--dataset-impl",
+        "mmap",
+        "--log-interval",
+        "2",
+        "--keep-newlines",
+        "--partitions",
+        "2",
+        "--keep-sequential-samples",
+        "--use-gigatoken",
     )
     assert main(old) == 0
     out, err = capsys.readouterr()
     assert out.startswith("o_text_document: 3 documents in, 3 out (1 empty), 0 rejected; ")
-    assert "--keep-newlines: has no effect without --split-sentences\n" in err
+    assert (
+        "--keep-newlines: has no effect without --split-sentences\n"
+        "--partitions: has no effect; --workers sets the number of processes\n"
+        "--keep-sequential-samples: has no effect; documents always keep their order\n"
+    ) in err
     assert "Processed 3 documents (" in err
     tokenizer = BytePairTokenizer.load(Path("t"))
     dataset = IndexedDataset(Path("o_text_document"))
@@ -131,6 +146,14 @@ def test_text_has_no_keys(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err == (
         "b.txt: is read as text, but begins with a JSON object; for JSON lines add --input-format jsonl\n"
     )
+
+
+def test_special_tokens_in_texts(folder: Path) -> None:
+    Path("a.jsonl").write_text(json.dumps({"text": f"one{END_OF_TEXT}two"}) + "\n")
+    end = BytePairTokenizer.load(Path("t")).end_of_text
+    for more, count in (([], 0), (["--allow-special"], 1)):
+        assert main(gpt2(*more, "--encoder", "reference")) == 0
+        assert IndexedDataset(Path("o_text_document"))[0].tolist().count(end) == count
 
 
 def test_what_megatron_leaves_out_of_the_merges_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

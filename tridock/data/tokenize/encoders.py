@@ -65,7 +65,8 @@ _UNICODE_17_BYTES: Final = (
 class Encoder(Protocol):
     """The interface of an encoder.
 
-    ``always_closed``: the encoder itself ends every text with ``end_of_document``.
+    ``always_closed``: the encoder itself ends every text with ``end_of_document``. ``accepts_special``: special tokens
+    in a text are tokens, not characters.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Encoder(Protocol):
     sha256: str
     end_of_document: int
     always_closed: bool
+    accepts_special: bool
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         """Returns the ids of each text, uint32[tokens]."""
@@ -90,6 +92,7 @@ class Reference:
         self.vocab_size, self.largest_id = tokenizer.vocab_size, tokenizer.largest_id
         self.sha256 = tokenizer.sha256_of(description or tokenizer.describe())
         self.end_of_document = tokenizer.end_of_text
+        self.accepts_special = tokenizer.accepts_special
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         return [np.array(ids, np.uint32) for ids in self.tokenizer.encode_batch(texts)]
@@ -121,6 +124,13 @@ class Fast:
         self._reference = reference
         self.vocab_size, self.largest_id = reference.vocab_size, reference.largest_id
         self.sha256, self.end_of_document = reference.sha256, reference.end_of_document
+        self.accepts_special = reference.accepts_special
+        added = description["added_tokens"]
+        if self.accepts_special and any(token[rule] for token in added for rule in ("lstrip", "rstrip", "single_word")):
+            raise ValueError("a special token takes white space, or is only a whole word")
+        self._special = reference.tokenizer.special_tokens if self.accepts_special else {}
+        longest_first = sorted(self._special, key=len, reverse=True)
+        self._special_split = re.compile(f"({'|'.join(map(re.escape, longest_first))})").split
         for text in HARD_TEXTS:
             self._compare(text, self._encode(text))
 
@@ -140,6 +150,15 @@ class Fast:
         self._memory = _resident()
 
     def _encode(self, text: str) -> Ids:
+        if any(token in text for token in self._special):
+            parts = [part for part in self._special_split(text) if part]
+            return np.concatenate([self._encode_part(part) for part in parts])
+        return self._encode_plain(text)
+
+    def _encode_part(self, part: str) -> Ids:
+        return np.array([self._special[part]], np.uint32) if part in self._special else self._encode_plain(part)
+
+    def _encode_plain(self, text: str) -> Ids:
         if text.isascii():
             return cast(Ids, self._fast.encode(text))
         data = text.encode()
@@ -215,6 +234,9 @@ def _gpt2_description(description: dict[str, Any]) -> dict[str, Any]:
         and description["normalizer"] is None
         and all(token["special"] for token in description["added_tokens"])
         and all(token["content"] in model["vocab"] for token in description["added_tokens"])
+        and not any(
+            token[name] for token in description["added_tokens"] for name in ("lstrip", "rstrip", "single_word")
+        )
     )
     if not gpt2:
         raise ValueError("the tokenizer is not like GPT-2's")
@@ -226,6 +248,7 @@ class Vocabulary:
 
     name = "vocab"
     always_closed = True
+    accepts_special = True
 
     def __init__(self, vocab_file: Path) -> None:
         self._ids = read_vocabulary(vocab_file)

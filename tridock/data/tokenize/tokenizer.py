@@ -46,7 +46,10 @@ def _without_long_words(text: str) -> Iterator[str]:
 
 
 class BytePairTokenizer:
-    """Encodes and decodes without loss. ``<|endoftext|>`` in a text is plain text, not the special token."""
+    """Encodes and decodes without loss.
+
+    ``<|endoftext|>`` in a text is plain text. After ``accept_special`` it and the other special tokens are tokens.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -54,6 +57,22 @@ class BytePairTokenizer:
         # A model's tokenizer.json may have both, for its own batches. Data is never cut.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+
+    def accept_special(self) -> None:
+        """Reads special tokens in texts as tokens, as today's Megatron does."""
+        if END_OF_TEXT not in self.special_tokens:
+            self._tokenizer.add_special_tokens([END_OF_TEXT])
+        self._tokenizer.encode_special_tokens = False
+
+    @property
+    def accepts_special(self) -> bool:
+        return not self._tokenizer.encode_special_tokens
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """The id of each special token."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token.content: number for number, token in added.items() if token.special}
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int, show_progress: bool = False) -> Self:

@@ -234,6 +234,21 @@ def test_without_a_supervisor_the_ranks_end_by_themselves(make: Make) -> None:
     run.until(lambda: not run.others("agent"))
 
 
+@pytest.mark.full
+def test_a_supervisor_that_stood_still_restarts_the_run(make: Make) -> None:
+    run = make(max_restarts=1, steps=700)
+    run.start()
+    run.train()
+    (supervisor,) = run.others("start")
+    os.kill(supervisor, signal.SIGSTOP)
+    run.until(lambda: find_processes(run.folder.name) == [], 60.0)
+    os.kill(supervisor, signal.SIGCONT)
+    assert run.end() == 0
+    lost, restarted, *_ = run.events("head_lost", "run_restarted", "run_failed", "rank_died")
+    assert lost["reason"] == "heard nothing from the head for 25 s"
+    assert restarted["reason"] == "here heard nothing from the head for 25 s"
+
+
 # ---- hangs ---------------------------------------------------------------------------------------
 
 

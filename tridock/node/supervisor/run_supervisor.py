@@ -107,6 +107,10 @@ class RunSupervisor:
         verdict = self._wait()
         if verdict is None and self.preemption_requested:
             verdict = self._wait_for_ranks()
+        elif not self._is_stopped() and (ended := self._ended_by_agents()) is not None:
+            self._print(str(ended))
+            self._end_all()
+            return ended.code, ended
         if self._is_preempted():
             self._wait_for_launcher(_OWN_END_S)
             self._end_all()
@@ -250,6 +254,11 @@ class RunSupervisor:
         ended = {v.rank for statuses in self._agents.statuses().values() for v in statuses if v.phase == heartbeat.END}
         ranks = {rank for numbers in self._supervision.ranks.values() for rank in numbers}
         return bool(ranks) and ended == ranks
+
+    def _ended_by_agents(self) -> Verdict | None:
+        """Why the agents ended the run: they did not hear from this process, which stood still for so long."""
+        lost = events_of(self._folder, Event.HEAD_LOST, self._events_before)
+        return Verdict(Cause.HEAD_SILENT, lost[0]["reason"], lost[0]["node"]) if lost else None
 
     def _is_preempted(self) -> bool:
         return bool(events_of(self._folder, Event.RUN_PREEMPTED, self._events_before))

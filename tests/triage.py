@@ -35,6 +35,8 @@ PROVOKED: Final = {
     "peer-lost": _RANKS,
     "exited-without-message": _RANKS,
     "program-failed": "integration/test_run.py",
+    "setup-failed": "unit/node/test_node_starter.py",
+    "program-not-started": "unit/node/test_node_starter.py",
     "ssh-host-key": "integration/test_security.py",
     "ssh-refused": "integration/test_security.py",
     "ssh-unreachable": "unit/triage/test_rules.py",

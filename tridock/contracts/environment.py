@@ -1,5 +1,6 @@
 """The environment variables of Tridock; the scripts in ``entrypoint/`` repeat some names, and a test compares."""
 
+from collections.abc import Mapping
 from typing import Final
 
 # Of a container, set where it is started.
@@ -40,3 +41,12 @@ OF_A_RUN: Final = (RUN_ID, WORLD_SIZE, RUN_FOLDER)
 """Never part of a node's environment: ``entrypoint.sh`` leaves them out for sshd and login shells."""
 OF_A_NODE: Final = (NODE, SSH_LISTEN, UID, GID, DEVICES)
 """Differ from node to node by design."""
+
+RANKS: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+"""What launchers call a process's rank: torchrun, deepspeed, accelerate; Open MPI; MPICH; Slurm."""
+
+
+def rank_of(variables: Mapping[str, str]) -> int | None:
+    """The rank of a process with these variables; None for one that is no rank."""
+    numbers = (int(variables[name]) for name in RANKS if variables.get(name, "").isdigit())
+    return next(numbers, None)

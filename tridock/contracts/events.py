@@ -37,6 +37,7 @@ class Event(StrEnum):
     RANK_HUNG = "rank_hung"  # rank, node, exit_code, cause, reason
     NODE_LOST = "node_lost"  # node, exit_code, cause, reason
     LAUNCHER_ENDED = "launcher_ended"  # exit_code, cause, reason
+    NODE_FAILED = "node_failed"  # node, cause, reason: what a node could not do for a program of the user's own
     RUN_RESTARTED = "run_restarted"  # attempt, iteration, reason, log_bytes (of launcher.log until then)
     NOT_RESTARTED = "not_restarted"  # reason
     RUN_MOVED = "run_moved"  # lost, nodes, layout, world_size, reason
@@ -79,6 +80,9 @@ class Cause(StrEnum):
     SSH_SESSION_LOST = "ssh_session_lost"
     LAUNCHER_EXITED = "launcher_exited"
     HEAD_SILENT = "head_silent"
+    # A node, of a program of the user's own.
+    SETUP_FAILED = "setup_failed"
+    PROGRAM_NOT_STARTED = "program_not_started"
 
     @property
     def event(self) -> Event:
@@ -92,6 +96,7 @@ _EVENTS = {
     ),
     **dict.fromkeys((Cause.RANK_STOPPED, Cause.RANK_HUNG, Cause.COLLECTIVE_HUNG), Event.RANK_HUNG),
     **dict.fromkeys((Cause.NODE_SILENT, Cause.SSH_SESSION_LOST), Event.NODE_LOST),
+    **dict.fromkeys((Cause.SETUP_FAILED, Cause.PROGRAM_NOT_STARTED), Event.NODE_FAILED),
     Cause.LAUNCHER_EXITED: Event.LAUNCHER_ENDED,
     Cause.HEAD_SILENT: Event.HEAD_LOST,
 }

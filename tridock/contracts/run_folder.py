@@ -24,6 +24,7 @@ HOSTFILE: Final = "hostfile"
 DEEPSPEED_ENV: Final = "deepspeed_env"
 DEEPSPEED_CONFIG: Final = "ds_config.json"
 LAUNCH_SCRIPT: Final = "launch.sh"
+SETUP_SCRIPT: Final = "setup.sh"
 RESUME_SCRIPT: Final = "launch-resume.sh"
 SUPERVISION: Final = "supervision.json"
 # Of a run that Slurm started: its sbatch script, and what is known of the job.

@@ -14,12 +14,11 @@ from tridock.contracts.supervision import Supervision
 from tridock.experiment import dump_experiment
 from tridock.experiment.command import CommandExperiment
 from tridock.launchers.deepspeed import environment_file
-from tridock.launchers.programs import Place, on_node, program_of
+from tridock.launchers.programs import Place, has_rank_logs, on_node, program_of
 from tridock.launchers.run import RunBundle, hostfile_text
 from tridock.launchers.ssh import Ssh
 
 _NODE = ("python", "-P", "-m", "tridock.node")
-_SETUP = "setup.sh"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +76,15 @@ def make_command_bundle(run: CommandRun) -> RunBundle:
     experiment, files = run.experiment, dict[str, str]()
     files[run_folder.EXPERIMENT] = dump_experiment(experiment)
     ranks = [{"rank": rank, "node": node} for node, numbers in run.ranks.items() for rank in numbers]
-    files[run_folder.PLAN] = json.dumps({"engine": experiment.engine, "ranks": ranks}, indent=2) + "\n"
+    plan = {"engine": experiment.engine, "ranks": ranks, "rank_logs": has_rank_logs(experiment.command)}
+    files[run_folder.PLAN] = json.dumps(plan, indent=2) + "\n"
     files[run_folder.MANIFEST] = json.dumps({**run.manifest, "run_id": run.run_id}, indent=2) + "\n"
     files[run_folder.HOSTFILE] = hostfile_text(run.slots)
     files[run_folder.DEEPSPEED_ENV] = environment_file(run.env)
     if experiment.setup is not None:
-        files[_SETUP] = _script(run, "every node", f"exec bash -c {shlex.quote(experiment.setup)}")
+        # Where nodes share the folder, one after another.
+        setup = f"exec flock . bash -c {shlex.quote(experiment.setup)}"
+        files[run_folder.SETUP_SCRIPT] = _script(run, "every node", setup)
     files |= _scripts(run, resume=False)
     if experiment.resume_command is not None:
         files |= _scripts(run, resume=True)
@@ -93,7 +95,7 @@ def make_command_bundle(run: CommandRun) -> RunBundle:
 def _scripts(run: CommandRun, *, resume: bool) -> dict[str, str]:
     words = (resume and run.experiment.resume_command) or run.experiment.command
     program, script = program_of(words)[0], run_folder.RESUME_SCRIPT if resume else run_folder.LAUNCH_SCRIPT
-    first = "" if run.experiment.setup is None else f"{shlex.join((*_start_nodes(run), _SETUP))}\n"
+    first = "" if run.experiment.setup is None else f"{shlex.join((*_start_nodes(run), run_folder.SETUP_SCRIPT))}\n"
     if not program.on_every_node:
         deepspeed = f"export DS_ENV_FILE={shlex.quote(f'{run.path}/{run_folder.DEEPSPEED_ENV}')}\n"
         last = f"{deepspeed}exec {shlex.join(run.words(0, resume=resume))}"

@@ -54,6 +54,12 @@ class Program:
     """False: on the head, and it reaches the other nodes by itself."""
     for_shell: bool = False
     """Whether what follows the script goes through a shell of other nodes."""
+    module: str = ""
+    """The option that runs a module in place of a script; empty where the program has none."""
+    own_logs: frozenset[str] = frozenset()
+    """Options with which the program keeps logs by rank itself, or runs no Python."""
+    alone: frozenset[str] = frozenset()
+    """Options with which the program starts processes that do not know of each other."""
 
 
 def _torchrun(place: Place, given: frozenset[str]) -> Sequence[str]:
@@ -70,7 +76,10 @@ def _deepspeed(place: Place, _given: frozenset[str]) -> Sequence[str]:
 
 def _accelerate(place: Place, given: frozenset[str]) -> Sequence[str]:
     ranks = () if "--num-processes" in given else ("--num_processes", str(place.world_size))
+    # Without it, or a kind in the user's own words, accelerate starts one process per node, each alone.
+    kind = () if place.world_size == 1 or given & _ACCELERATE_KINDS else ("--multi_gpu",)
     return (
+        *kind,
         *("--num_machines", str(len(place.slots)), "--machine_rank", str(place.node_rank), *ranks),
         *("--main_process_ip", place.master_addr, "--main_process_port", str(place.master_port)),
     )
@@ -89,20 +98,20 @@ def _start_ranks(place: Place, _given: frozenset[str]) -> Sequence[str]:
     )
 
 
+_ACCELERATE_KINDS: Final = frozenset(
+    ("--multi-gpu", "--use-deepspeed", "--use-fsdp", "--use-megatron-lm", "--tpu", "--config-file")
+)
 _TORCHRUN: Final = Program(
     "torchrun",
     _torchrun,
     frozenset(
         (
-            "--nnodes",
-            "--node-rank",
-            "--master-addr",
-            "--master-port",
-            "--rdzv-endpoint",
-            "--standalone",
+            *("--nnodes", "--node-rank", "--master-addr", "--master-port", "--rdzv-endpoint", "--standalone"),
             "--max-restarts",
         )
     ),
+    module="-m",
+    own_logs=frozenset(("--no-python", "--log-dir", "--redirects", "-r", "--tee", "-t")),
 )
 _DEEPSPEED: Final = Program(
     "deepspeed",
@@ -115,11 +124,16 @@ _DEEPSPEED: Final = Program(
     ),
     on_every_node=False,
     for_shell=True,
+    module="--module",
+    own_logs=frozenset(("--no-python", "--enable-each-rank-log", "--autotuning")),
 )
 _ACCELERATE: Final = Program(
     "accelerate launch",
     _accelerate,
     frozenset(("--num-machines", "--machine-rank", "--main-process-ip", "--main-process-port")),
+    module="--module",
+    own_logs=frozenset(("--no-python", "--log-dir", "--tee")),
+    alone=frozenset(("--cpu",)),
 )
 _MPIRUN: Final = Program(
     "mpirun",
@@ -128,8 +142,11 @@ _MPIRUN: Final = Program(
     on_every_node=False,
 )
 _OTHER: Final = Program("any other program", _start_ranks)
+_RANK_OUTPUT: Final = "tridock.node.rank_output"
 _START_RANKS: Final = ("python", "-P", "-m", "tridock.node", "start-ranks")
+_LOG_RANK: Final = ("python", "-P", "-m", _RANK_OUTPUT, "--program")
 
+_MODULE: Final = ("-m", "--module")
 _PYTHON: Final = re.compile(r"python[0-9.]*")
 _MODULES: Final = {"torch.distributed.run": _TORCHRUN, "torch.distributed.launch": _TORCHRUN,
                    "deepspeed.launcher.runner": _DEEPSPEED, "accelerate.commands.launch": _ACCELERATE}  # fmt: skip
@@ -148,11 +165,11 @@ def program_of(words: Sequence[str]) -> tuple[Program, int]:
 
 def on_node(words: Sequence[str], place: Place) -> Words:
     """The command line of one node. Raises :class:`RequestError` for options that are the cluster's to decide."""
-    words = list(words)
-    program, named = program_of(words)
-    own, rest = words[named:], words[:named]
-    script = _script_at(own)
-    given = {_option(word): word for word in own[:script] if word.startswith("-")}
+    program, named, script = _parts(words)
+    given = _options(words[named:script])
+    if alone := [word for option, word in given.items() if option in program.alone]:
+        what, todo = f"{program.name} starts no ranks with it", "leave it out, or give it behind the script"
+        raise RequestError(Problem("command", what, " ".join(alone), todo))
     if refused := [word for option, word in given.items() if option in program.decided]:
         what, todo = (
             f"{program.name} gets these options from Tridock",
@@ -165,16 +182,34 @@ def on_node(words: Sequence[str], place: Place) -> Words:
         raise RequestError(Problem("command", "starts once per slot, and nodes differ in slots", got, todo))
     added = tuple(program.options(place, frozenset(given)))
     if program is _OTHER:
-        return (*_START_RANKS, *added, *words)
+        return (*_START_RANKS, *added, *_LOG_RANK, *words)
+    first, last = words[script : script + 1], words[script + 1 :]
+    if has_rank_logs(words):
+        last = ("-m", *last) if first[0] in _MODULE else (*first, *last)
+        first = (program.module, _RANK_OUTPUT)
     if program.for_shell and len(place.slots) > 1:
-        own = [*own[: script + 1], *map(for_pdsh, own[script + 1 :])]
-    return (*rest, *added, *own)
+        last = tuple(map(for_pdsh, last))
+    return (*words[:named], *added, *words[named:script], *first, *last)
 
 
-def _script_at(words: Sequence[str]) -> int:
-    """Where the launcher's own options end: at the script, or at ``-m``."""
-    ends = (n for n, word in enumerate(words) if word.endswith(".py") or word in ("-m", "--module", "--"))
-    return next(ends, len(words))
+def has_rank_logs(words: Sequence[str]) -> bool:
+    """Whether Tridock can copy the output of each rank to its log: it has to know where the script begins."""
+    program, named, script = _parts(words)
+    if program is _OTHER:
+        return True
+    is_known = script < len(words) and words[script] != "--"
+    return bool(program.module) and is_known and not program.own_logs & _options(words[named:script]).keys()
+
+
+def _parts(words: Sequence[str]) -> tuple[Program, int, int]:
+    """The launcher, where its own options begin, and where they end: at the script, or at ``-m``."""
+    program, named = program_of(words)
+    ends = (n for n in range(named, len(words)) if words[n].endswith(".py") or words[n] in (*_MODULE, "--"))
+    return program, named, next(ends, len(words))
+
+
+def _options(words: Sequence[str]) -> dict[str, str]:
+    return {_option(word): word for word in words if word.startswith("-")}
 
 
 def _option(word: str) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from tridock.contracts import environment, heartbeat, node_answers, run_folder, run_state
 from tridock.contracts.codec import encode
 from tridock.contracts.devices import VISIBLE, rank_devices
+from tridock.contracts.events import Cause, append_event
 from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError, RunError, TridockError
 from tridock.node.agent.processes import find_processes, stop_processes
 
@@ -177,15 +178,17 @@ def _start_ranks(arguments: argparse.Namespace) -> int:
 
 def _record_failure(rank: int, wait_status: int) -> None:
     """Of a program that records nothing itself: one that fails at once is gone before the node agent sees it."""
-    from tridock.contracts.events import append_event
     from tridock.contracts.rank_status import RankStatus
     from tridock.node.supervisor.verdict import ending
 
     status = RankStatus(rank, heartbeat.OBSERVED, 0, 0, 0, 0.0, alive=False, wait_status=wait_status)
-    cause, reason = ending(status)
+    _record(*ending(status), rank=rank)
+
+
+def _record(cause: Cause, reason: str, **rank: int) -> None:
     if folder := os.environ.get(environment.RUN_FOLDER):
         node = os.environ.get(environment.NODE, "")
-        append_event(Path(folder), cause.event, rank=rank, node=node, cause=cause, reason=reason)
+        append_event(Path(folder), cause.event, **rank, node=node, cause=cause, reason=reason)
 
 
 def _start_nodes(arguments: argparse.Namespace) -> int:
@@ -201,8 +204,9 @@ def _on_devices(arguments: argparse.Namespace) -> None:
     try:
         os.execvp(program, command)  # noqa: S606 - the user's program
     except OSError as error:
-        todo = "install it in the image, or in setup; the program runs in the folder of the code"
-        raise RequestError(Problem(program, "cannot be started", error.strerror or str(error), todo)) from None
+        problem = Problem(program, "cannot be started", error.strerror or str(error), "install it in the image")
+        _record(Cause.PROGRAM_NOT_STARTED, f"cannot start {program}: {problem.got}")
+        raise RequestError(problem) from None
 
 
 def _place_code(arguments: argparse.Namespace) -> node_answers.PlacedCode:

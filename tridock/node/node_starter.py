@@ -5,9 +5,10 @@ import sys
 import threading
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import IO, Final
+from typing import Final
 
 from tridock.contracts import run_folder
+from tridock.contracts.events import Cause, append_event
 from tridock.contracts.supervision import Supervision
 from tridock.node.supervisor.verdict import signal_name
 
@@ -22,13 +23,14 @@ def start_nodes(folder: Path, script: str) -> int:
     node. Those that still run after a failure are the supervisor's to end.
     """
     supervision = Supervision.from_json((folder / run_folder.SUPERVISION).read_text())
+    last: dict[str, str] = {}
     nodes = tuple(supervision.ranks)
     ended: SimpleQueue[tuple[str, int]] = SimpleQueue()
     for rank, node in enumerate(nodes):
         argv = ["bash", str(folder / script.format(node_rank=rank))]
         command = argv if node == supervision.head else supervision.reach.program(node, *argv)
         prefix = f"{node}: ".encode() if len(nodes) > 1 else b""
-        threading.Thread(target=_run, args=(node, command, prefix, ended), daemon=True).start()
+        threading.Thread(target=_run, args=(node, command, prefix, ended, last), daemon=True).start()
     code, left = 0, len(nodes)
     while left:
         try:
@@ -40,18 +42,23 @@ def start_nodes(folder: Path, script: str) -> int:
             how = f"was ended by {signal_name(-returned)}" if returned < 0 else f"ended with exit code {returned}"
             print(f"tridock: {script.format(node_rank=nodes.index(node))} {how} on {node}", file=sys.stderr, flush=True)
             code = code or (128 - returned if returned < 0 else returned)
+            if script == run_folder.SETUP_SCRIPT:
+                reason = f"{how}: {last[node]}" if node in last else how
+                cause = Cause.SETUP_FAILED
+                append_event(folder, cause.event, node=node, cause=cause, reason=f"could not be set up: it {reason}")
     return code
 
 
-def _run(node: str, command: list[str], prefix: bytes, ended: "SimpleQueue[tuple[str, int]]") -> None:
+def _run(
+    node: str, command: list[str], prefix: bytes, ended: "SimpleQueue[tuple[str, int]]", last: dict[str, str]
+) -> None:
+    """``last``: takes the last line of the node's output."""
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None
-    _copy(process.stdout, prefix)
-    ended.put((node, process.wait()))
-
-
-def _copy(output: IO[bytes], prefix: bytes) -> None:
-    for line in output:  # a whole line in one write: those of several nodes never mix
+    for line in process.stdout:  # a whole line in one write: those of several nodes never mix
         whole = line if line.endswith(b"\n") else line + b"\n"
         sys.stdout.buffer.write(prefix + whole)
         sys.stdout.buffer.flush()
+        if line.strip():
+            last[node] = line.decode(errors="replace").strip()
+    ended.put((node, process.wait()))

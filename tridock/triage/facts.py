@@ -12,8 +12,11 @@ from tridock.triage.first_failure import FirstFailure, first_failure
 
 _STEPS: Final = 5
 _GIB: Final = 2**30
-_RAISED: Final = re.compile(r"^[A-Za-z_][\w.]*: .+", re.MULTILINE)
-"""The last line of a traceback."""
+_RAISED: Final = re.compile(
+    r"^(?P<rank>(?:\[rank\d+\]: )?)Traceback \(most recent call last\):\n(?:(?P=rank)(?: .*)?\n)*(?P=rank)(\S.*)",
+    re.MULTILINE,
+)
+"""A traceback up to its last line; torch begins each line with the rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,7 @@ def facts_of(answers: Mapping[str, Evidence], head: str, exit_code: int | None) 
         planned="" if rank is None else _planned(answer.plan, ranks.get(rank)),
         kernel=answers.get("" if first is None else first.node, Evidence()).kernel,
         stuck=stuck_rank([answer.last_collectives for answer in answers.values()], nodes),
-        has_log=rank is None or rank in logs,
+        has_log=(rank or 0) in logs,
     )
 
 
@@ -111,7 +114,7 @@ def _reason(first: FirstFailure | None, log: str) -> str:
     if first.event.get("rank") != first.rank:  # the event is of a rank that waited for it
         return f"{first.reason}\n{reason}"
     if first.event.get("cause") == Cause.RANK_EXITED and (raised := _RAISED.findall(log)):
-        return str(raised[-1])
+        return str(raised[-1][1])
     # An exception's repr leaves a file's name out; the last line of its traceback has it.
     name = re.match(r"(\w+)\(", reason)
     traced = name and re.findall(rf"^(?:\w+\.)*{name[1]}: .+", log, re.MULTILINE)

@@ -10,7 +10,10 @@ from tridock.errors import Problem
 
 _LENGTH = 300
 # The supervisor's verdicts, and what a node says that heard no more of it: that tells where there is none of these.
-_SEEN = (Event.RANK_DIED, Event.RANK_HUNG, Event.NODE_LOST, Event.LAUNCHER_ENDED, Event.HEAD_LOST)
+_SEEN = (
+    *(Event.NODE_FAILED, Event.RANK_DIED, Event.RANK_HUNG, Event.NODE_LOST),
+    *(Event.LAUNCHER_ENDED, Event.HEAD_LOST),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ def test_every_node_has_its_script() -> None:
     assert f"export TRIDOCK_RUN_ID={ID}\n" in script
     assert script.endswith(
         "exec python -P -m tridock.node on-devices 2,3 \\\n  torchrun --nnodes 2 --node-rank 1 --nproc-per-node 2"
-        " --master-addr a.example --master-port 29500 train.py\n"
+        " --master-addr a.example --master-port 29500 -m tridock.node.rank_output train.py\n"
     )
     assert json.loads(files["manifest.json"]) == {"tridock": "1", "run_id": ID}
     assert json.loads(files["plan.json"])["ranks"] == [{"rank": rank, "node": "ab"[rank // 2]} for rank in range(4)]
@@ -62,7 +62,7 @@ def test_a_restart_has_the_resume_command_and_setup_comes_first() -> None:
     )
     assert f"\n{start} setup.sh\nexec {start} 'launch-resume-node-{{node_rank}}.sh'\n" in files["launch-resume.sh"]
     assert files["launch-resume-node-0.sh"].endswith(" t.py --resume\n")
-    assert files["setup.sh"].endswith("exec bash -c 'pip install -e . && true'\n")
+    assert files["setup.sh"].endswith("exec flock . bash -c 'pip install -e . && true'\n")
 
 
 def test_bash_understands_the_scripts(tmp_path: Path) -> None:

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from tridock.errors import RequestError
-from tridock.launchers.programs import Place, on_node
+from tridock.launchers.programs import Place, has_rank_logs, on_node
 
 SLOTS = {"a": (0, 1), "b": (0, 1)}
 START_RANKS = "python -P -m tridock.node start-ranks"
+LOG = "tridock.node.rank_output"
 RENDEZVOUS = "--master-addr 10.0.0.1 --master-port 29500"
 
 
@@ -26,20 +27,21 @@ def line(words: str, node_rank: int = 1, slots: Mapping[str, Sequence[int]] = SL
     [
         (
             "torchrun train.py --lr 1e-3",
-            f"torchrun --nnodes 2 --node-rank 1 --nproc-per-node 2 {RENDEZVOUS} train.py --lr 1e-3",
+            f"torchrun --nnodes 2 --node-rank 1 --nproc-per-node 2 {RENDEZVOUS} -m {LOG} train.py --lr 1e-3",
         ),
         (
             "/opt/venv/bin/torchrun --nproc_per_node=1 -m pkg.train --nnodes 7",
-            f"/opt/venv/bin/torchrun --nnodes 2 --node-rank 1 {RENDEZVOUS} --nproc_per_node=1 -m pkg.train --nnodes 7",
+            f"/opt/venv/bin/torchrun --nnodes 2 --node-rank 1 {RENDEZVOUS} --nproc_per_node=1"
+            f" -m {LOG} -m pkg.train --nnodes 7",
         ),
         (
             "python3.12 -m torch.distributed.run train.py",
-            f"python3.12 -m torch.distributed.run --nnodes 2 --node-rank 1 --nproc-per-node 2 {RENDEZVOUS} train.py",
+            f"python3.12 -m torch.distributed.run --nnodes 2 --node-rank 1 --nproc-per-node 2 {RENDEZVOUS} -m {LOG} train.py",
         ),
         (
             "accelerate launch --mixed_precision bf16 train.py",
-            "accelerate launch --num_machines 2 --machine_rank 1 --num_processes 4"
-            " --main_process_ip 10.0.0.1 --main_process_port 29500 --mixed_precision bf16 train.py",
+            "accelerate launch --multi_gpu --num_machines 2 --machine_rank 1 --num_processes 4"
+            f" --main_process_ip 10.0.0.1 --main_process_port 29500 --mixed_precision bf16 --module {LOG} train.py",
         ),
         (
             "mpirun --bind-to none python train.py",
@@ -48,11 +50,12 @@ def line(words: str, node_rank: int = 1, slots: Mapping[str, Sequence[int]] = SL
         (
             "deepspeed train.py --deepspeed_config ds.json",
             "deepspeed --hostfile /r/hostfile --master_addr 10.0.0.1 --master_port 29500 --launcher pdsh --no_ssh_check"
-            " train.py --deepspeed_config ds.json",
+            f" --module {LOG} train.py --deepspeed_config ds.json",
         ),
         (
             "python train.py 'a b'",
-            f"{START_RANKS} --nnodes 2 --node-rank 1 --nproc-per-node 2 {RENDEZVOUS} --no-python python train.py 'a b'",
+            f"{START_RANKS} --nnodes 2 --node-rank 1 --nproc-per-node 2 {RENDEZVOUS} --no-python python -P"
+            f" -m {LOG} --program python train.py 'a b'",
         ),
     ],
 )
@@ -87,6 +90,23 @@ def test_options_that_the_cluster_decides_are_refused(words: str, name: str, ref
         f"command: {name} gets these options from Tridock; got {refused}; leave them out: the hostfile and --restarts"
         " decide"
     )
+
+
+def test_what_kind_of_ranks_accelerate_starts_is_the_users_to_say() -> None:
+    assert "--multi_gpu" not in line("accelerate launch --use_fsdp train.py")
+    assert "--multi_gpu" not in line("accelerate launch --config_file a.yaml train.py")
+    with pytest.raises(RequestError) as refusal:
+        line("accelerate launch --cpu train.py --cpu")
+    assert str(refusal.value) == (
+        "command: accelerate launch starts no ranks with it; got --cpu; leave it out, or give it behind the script"
+    )
+
+
+def test_output_is_copied_by_rank_unless_the_user_sees_to_it() -> None:
+    assert has_rank_logs(["./a.out"])
+    for words in ("torchrun --tee 3 train.py", "torchrun --no-python ./run", "torchrun -- train.py", "mpirun ./a.out"):
+        assert not has_rank_logs(shlex.split(words))
+        assert LOG not in line(words)
 
 
 def test_one_process_per_slot_needs_nodes_of_the_same_size() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from tridock.contracts.supervision import Reach, Supervision
+from tridock.node.agent.evidence import evidence
+from tridock.triage import diagnose, facts_of
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -51,3 +54,32 @@ def test_the_first_failure_decides_and_the_others_may_still_speak(run: Run) -> N
 def test_a_node_that_goes_on_is_left_to_the_supervisor(run: Run) -> None:
     done = run("exec sleep 5", "kill -9 $$")
     assert (done.returncode, done.stderr) == (137, "tridock: part-1.sh ended with exit code 137 on node-1\n")
+
+
+def test_a_setup_that_fails_is_explained_by_its_last_line(tmp_path: Path) -> None:
+    (tmp_path / "supervision.json").write_text(Supervision("a", {"a": (0,)}, (), 20000, 30.0, observed=True).to_json())
+    (tmp_path / "setup.sh").write_text("echo ERROR: no such package; echo; exit 1")
+    argv = [sys.executable, "-m", "tridock.node", "start-nodes", str(tmp_path), "setup.sh"]
+    assert subprocess.run(argv, capture_output=True, check=False, timeout=60).returncode == 1
+    assert explained(tmp_path) == (
+        "setup-failed",
+        "a could not be set up: it ended with exit code 1: ERROR: no such package",
+    )
+
+
+def test_a_program_that_is_not_there(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "tridock.node", "on-devices", "0", "no-such-program"]
+    env = {**os.environ, "TRIDOCK_RUN_FOLDER": str(tmp_path), "TRIDOCK_NODE": "a"}
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60, env=env)
+    assert done.returncode == 2
+    assert explained(tmp_path) == (
+        "program-not-started",
+        "a cannot start no-such-program: No such file or directory",
+    )
+
+
+def explained(folder: Path) -> tuple[str, str]:
+    """The rule that triage finds, and what it says of the failure."""
+    facts = facts_of({"a": evidence(folder)}, "a", 1)
+    assert not facts.has_log
+    return diagnose(facts).rule, str(facts.failure)

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Final
 
 from tridock.contracts import heartbeat
+from tridock.contracts.environment import rank_of
 from tridock.contracts.heartbeat import Heartbeat
 from tridock.node.agent.processes import find_processes
 
 _SEARCH_S: Final = 1.0
-RANK_VARIABLES: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-"""What launchers call a process's rank: torchrun, deepspeed, accelerate; Open MPI; MPICH; Slurm."""
 _WORKING: Final = 0.02
 """Share of a core: a process that waits for others uses less."""
 
@@ -96,11 +95,7 @@ def _rank_of(pid: int) -> int | None:
         entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return None
-    variables = dict(entry.split(b"=", 1) for entry in entries if b"=" in entry)
-    for name in RANK_VARIABLES:
-        if (value := variables.get(os.fsencode(name))) is not None and value.isdigit():
-            return int(value)
-    return None
+    return rank_of(dict(os.fsdecode(entry).split("=", 1) for entry in entries if b"=" in entry))
 
 
 def _written(pid: int) -> int:

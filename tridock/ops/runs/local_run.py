@@ -232,7 +232,7 @@ def _why(folder: Path, code: int | None, env: Mapping[str, str]) -> RunFailedErr
     ranks = answer.plan.get("ranks") or [{"node": HERE}]
     head = str(ranks[0]["node"])
     facts = facts_of({head: answer}, head, code)
-    log = folder / run_folder.rank_log(rank_to_look_at(facts))
+    log = folder / (run_folder.rank_log(rank_to_look_at(facts)) if facts.has_log else run_folder.LAUNCHER_LOG)
     return failed(Problem(folder.name, "the run failed", failure_text(facts), f"look at {log}"), facts)
 
 

@@ -9,7 +9,7 @@ from typing import Final
 from tridock.contracts import run_folder
 from tridock.errors import ClusterError, Problem, RequestError, TridockError
 from tridock.ops.hosts.session import NODE, Session
-from tridock.ops.runs.registry import Run, nodes_of_ranks, parse_rank
+from tridock.ops.runs.registry import Run, parse_rank, plan_of
 from tridock.remote import Stream
 
 SILENCE_S: Final = 4 * run_folder.BEAT_S
@@ -83,7 +83,11 @@ def choose_ranks(session: Session, run: Run, ranks: str, node: str) -> dict[str,
 
     Raises :class:`RequestError` for ranks and nodes that have no part in the run.
     """
-    places = nodes_of_ranks(session, run)
+    plan = plan_of(session, run)
+    if not plan.get("rank_logs", True):
+        what, todo = "the launcher of this run prints the output of all ranks together", "leave the option out"
+        raise RequestError(Problem("--rank" if ranks else "--node", what, ranks or node, todo))
+    places: dict[int, str] = {entry["rank"]: entry["node"] for entry in plan["ranks"]}
     if node and node not in places.values():
         nodes = ", ".join(dict.fromkeys(places.values()))
         raise RequestError(Problem("--node", "has no rank of this run", node, f"use one of: {nodes}"))

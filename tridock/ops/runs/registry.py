@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tridock.contracts import run_folder
 from tridock.contracts.node_answers import Process, RunInfo, Stopped
@@ -80,10 +81,10 @@ def stop(session: Session, run: Run) -> dict[str, int]:
     return session.each(end, only=session.running())
 
 
-def nodes_of_ranks(session: Session, run: Run) -> dict[int, str]:
-    """Where each rank runs, by the run's plan."""
-    plan = _read(session, run.head, f"{run_folder.WORKSPACE}/runs/{run.run_id}/{run_folder.PLAN}")
-    return {entry["rank"]: entry["node"] for entry in json.loads(plan)["ranks"]}
+def plan_of(session: Session, run: Run) -> dict[str, Any]:
+    """What the run's folder holds of its plan."""
+    path = f"{run_folder.WORKSPACE}/runs/{run.run_id}/{run_folder.PLAN}"
+    return dict(json.loads(_read(session, run.head, path)))
 
 
 def folder_of(session: Session, run: Run) -> str:

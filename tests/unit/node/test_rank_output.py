@@ -1,0 +1,63 @@
+"""The output of a rank that is any program: in its own log, and where it always goes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tridock.node.agent.observed_ranks import find_ranks
+
+MODULE = [sys.executable, "-m", "tridock.node.rank_output"]
+PROGRAM = "import os, sys; print(sys.argv[1:]); print('to stderr', file=sys.stderr); os._exit(3)"
+
+
+def start(folder: Path, *words: str, rank: str = "7") -> subprocess.Popen[str]:
+    env = {**os.environ, "TRIDOCK_RUN_FOLDER": str(folder), "TRIDOCK_RUN_ID": "output-test", "RANK": rank}
+    return subprocess.Popen([*MODULE, *words], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("train.py", "a b"), ["a b"]),
+        (("--local_rank=1", "train.py", "x"), ["--local_rank=1", "x"]),
+        (("--local-rank=1", "-m", "train", "x"), ["--local-rank=1", "x"]),
+        (("--program", sys.executable, "-u", "train.py", "-m"), ["-m"]),
+    ],
+)
+def test_the_program_gets_its_words_and_the_log_its_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], expected: list[str]
+) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM)
+    monkeypatch.chdir(tmp_path)
+    process = start(tmp_path, *words)
+    output = process.communicate(timeout=60)[0]
+    assert (process.returncode, output) == (3, f"{expected}\nto stderr\n")
+    assert (tmp_path / "logs" / "rank-7.log").read_text() == output
+
+
+def test_a_signal_ends_the_program_itself(tmp_path: Path) -> None:
+    process = start(tmp_path, "--program", "sh", "-c", "echo $$; kill -9 $$")
+    assert process.communicate(timeout=60)[0] == f"{process.pid}\n"
+    assert process.returncode == -9
+
+
+def test_the_copy_is_no_part_of_the_rank(tmp_path: Path) -> None:
+    process = start(tmp_path, "--program", "sh", "-c", "echo begun; exec sleep 60")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begun\n"
+    ranks = find_ranks("output-test")
+    process.kill()
+    process.communicate(timeout=60)
+    assert {rank: seen.pid for rank, seen in ranks.items()} == {7: process.pid}
+
+
+def test_without_a_log_the_program_runs_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "logs").touch()
+    output = start(tmp_path, "--program", "echo", "done").communicate(timeout=60)[0]
+    assert output.splitlines()[-1] == "done"
+    assert "cannot be written" in output

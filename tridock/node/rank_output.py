@@ -1,0 +1,55 @@
+"""Copies the output of a rank that is a program of the user's own to its log: ``logs/rank-<N>.log``.
+
+The launcher starts this module in place of the program, as in ``torchrun -m tridock.node.rank_output train.py``. It
+replaces itself with the program, so that process id, signals and exit code stay the program's.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tridock.contracts import environment, run_folder
+
+PROGRAM = "--program"
+"""First word: what follows is any program, not what Python runs."""
+# Detached, because a program may wait for all of its children, and deaf to what ends the rank: its last lines count.
+_COPY = 'trap "" INT TERM HUP; tee -a "$0" <&3 3<&- &'
+
+
+def main() -> None:
+    """Copies the output from here on, and becomes the program."""
+    words = sys.argv[1:]
+    local_rank = [words.pop(0)] if words and words[0].startswith(("--local_rank=", "--local-rank=")) else []
+    if words[:1] == [PROGRAM]:
+        command = words[1:]
+    else:  # what DeepSpeed adds comes behind the script, or behind -m and the module
+        script = 2 if words[:1] == ["-m"] else 1
+        command = [sys.executable, "-u", *words[:script], *local_rank, *words[script:]]
+    folder, rank = os.environ.get(environment.RUN_FOLDER), environment.rank_of(os.environ)
+    if folder is not None and rank is not None:
+        copy_output(Path(folder) / run_folder.rank_log(rank))
+    os.execvp(command[0], command)  # noqa: S606 - the user's program
+
+
+def copy_output(log: Path) -> None:
+    """From here on, what this process and its children print goes to ``log`` too."""
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.touch()
+    except OSError as error:
+        print(f"tridock: {log}: cannot be written ({error.strerror}); no copy of the output", file=sys.stderr)
+        return
+    source, target = os.pipe()
+    # Without the rank's variables: the copy is no part of the rank.
+    env = {name: os.environ[name] for name in ("PATH", environment.RUN_ID) if name in os.environ}
+    os.dup2(source, 3)
+    subprocess.run(["sh", "-c", _COPY, str(log)], env=env, pass_fds=(3,), stdin=subprocess.DEVNULL, check=True)
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    for descriptor in {3, source, target} - {1, 2}:
+        os.close(descriptor)
+
+
+if __name__ == "__main__":
+    main()

@@ -82,6 +82,9 @@ def test_the_first_rank_that_fails_is_named(rack_up: Up, code: Path) -> None:
     assert exit_code == 4
     assert "host-b: ValueError: rank one has enough\n" in output
     assert re.search(rf"{run_id}: the run failed; got exit code \d, rank 1 on host-b left with exit code 1; ", output)
+    assert "  error    ValueError: rank one has enough\n" in output
+    log = rack_up.rack.fab("logs", "--run", run_id, "--rank", "1")
+    assert log.stdout.endswith("ValueError: rank one has enough\n"), log.stderr
     assert "rule     program-failed (docs/triage.md)" in output
     assert [host.processes(run_id) for host in rack_up.rack] == [[], []]
 
@@ -90,6 +93,7 @@ def test_stop_ends_the_program_on_every_node(rack_up: Up, code: Path) -> None:
     rack = rack_up.rack
     exit_code, output, run_id = run(rack, code, "--detach -- python main.py --sleep")
     assert exit_code == 0, output
+    assert f"Come back with: tridock logs --hosts hostfiles/{CLUSTER} --run {run_id}\n" in output
     wait_until(
         lambda: [len(host.processes(run_id, "^python main.py --sleep")) for host in rack] == [1, 1], "2 ranks", 60
     )

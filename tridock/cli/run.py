@@ -37,10 +37,14 @@ def add(commands: Commands) -> None:
     parser.add_argument("--restarts", type=int, metavar="N", help="restart a failed run up to N times (default: 0)")
     text = "command line of a restart, as one argument (default: the same as the first)"
     parser.add_argument("--resume-command", metavar="COMMAND", help=text)
+    text = "how the program prints its losses: hf-trainer, lightning, megatron, key=value, or a regular expression"
+    parser.add_argument(
+        "--metrics", metavar="PATTERN", help=text + " with groups, as 'iter (?P<iteration>\\d+): loss (?P<loss>\\S+)'"
+    )
     add_start(parser, "print the command, and the names of the run's files; contact no host")
     text = "torchrun, deepspeed, `accelerate launch` or mpirun with its script and arguments; or any other program,"
     text += " which is started once per slot"
-    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="-- PROGRAM", help=text)
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="-- PROGRAM", help=text)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -73,14 +77,14 @@ def _experiment(arguments: argparse.Namespace) -> CommandExperiment:
     from tridock.experiment.command import ENGINE, CommandExperiment, name_of
     from tridock.strict_yaml import validated
 
-    program = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
+    program = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
     if bool(program) == (arguments.config is not None):
         got, todo = ("both" if program else ""), "write it after --, as in: tridock run -- torchrun train.py"
         raise RequestError(Problem("PROGRAM", "or --config says what to run", got, todo))
     fields = {} if arguments.config is None else load_command(arguments.config).model_dump(mode="json")
     if program:
         fields = {"name": name_of(tuple(program)), "engine": ENGINE, "command": program}
-    given = {"name": arguments.name, "code": arguments.workdir, "setup": arguments.setup}
+    given = {"name": arguments.name, "code": arguments.workdir, "setup": arguments.setup, "metrics": arguments.metrics}
     fields |= {name: value for name, value in given.items() if value is not None}
     if arguments.resume_command is not None:
         fields["resume_command"] = _split(arguments.resume_command)

@@ -69,6 +69,8 @@ class Supervision:
     """Who replaces a lost node, and ends the job for that; None where the run continues on spares or fewer nodes."""
     on_head: bool = True
     """Whether the supervisor runs on the head; from a login node that is watched from afar too."""
+    metrics: str = ""
+    """What finds figures in the output of a program that logs none (``tridock.contracts.output_metrics``)."""
     observed: bool = False
     """Whether the ranks are the user's own program: found among the run's processes, for want of heartbeats."""
     begun: float | None = None

@@ -3,8 +3,9 @@
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, Field, StringConstraints
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 
+from tridock.contracts.output_metrics import reader_of
 from tridock.experiment.schema import MasterPort, Name, Seconds
 from tridock.strict_yaml import EnvName, EnvValue, Section
 
@@ -14,6 +15,11 @@ Word = Annotated[str, StringConstraints(pattern=r"^[^\x00\n\r]*$")]
 
 def _words(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
+
+
+def _pattern(value: str) -> str:
+    reader_of(value)
+    return value
 
 
 Words = Annotated[tuple[Word, ...], Field(min_length=1), BeforeValidator(_words)]
@@ -64,6 +70,11 @@ class CommandExperiment(Section):
     )
     env: dict[EnvName, EnvValue] = Field(
         default_factory=dict, description="Environment of every rank; wins over the cluster's."
+    )
+    metrics: Annotated[str, AfterValidator(_pattern)] | None = Field(
+        default=None,
+        description="How the program prints its losses: hf-trainer, lightning, megatron, key=value, or a regular"
+        " expression with the groups (?P<iteration>…) and (?P<loss>…).",
     )
     launch: CommandLaunch = Field(default_factory=CommandLaunch)
     restart: CommandRestart = Field(default_factory=CommandRestart)

@@ -139,4 +139,5 @@ def _supervision(run: CommandRun) -> Supervision:
         launcher=Ssh.name,
         reach=Ssh.reach,
         observed=True,
+        metrics=experiment.metrics or "",
     )

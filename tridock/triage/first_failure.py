@@ -81,9 +81,10 @@ def _essence(event: Mapping[str, Any]) -> str:
 
 
 def _weight(event: Mapping[str, Any]) -> int:
-    """A rank tells more than its launcher, and that more than a node without its head."""
-    last = (Event.LAUNCHER_ENDED, Event.HEAD_LOST)
-    return last.index(Event(event["event"])) + 1 if event["event"] in last else 0
+    """A lost node tells more than the ranks that lost it, they more than their launcher, and that more than a node
+    without its head."""
+    order = {Event.NODE_LOST: -1, Event.LAUNCHER_ENDED: 1, Event.HEAD_LOST: 2}
+    return order.get(Event(event["event"]), 0)
 
 
 def _is_failure(event: Mapping[str, Any]) -> bool:

@@ -36,7 +36,8 @@ def line(words: str, node_rank: int = 1, slots: Mapping[str, Sequence[int]] = SL
         ),
         (
             "python3.12 -m torch.distributed.run train.py",
-            f"python3.12 -m torch.distributed.run --nnodes 2 --node-rank 1 --nproc-per-node 2 {RENDEZVOUS} -m {LOG} train.py",
+            "python3.12 -m torch.distributed.run --nnodes 2 --node-rank 1 --nproc-per-node 2"
+            f" {RENDEZVOUS} -m {LOG} train.py",
         ),
         (
             "accelerate launch --mixed_precision bf16 train.py",

@@ -254,3 +254,10 @@ def test_docs_list_every_rule() -> None:
     spec.loader.exec_module(module)
     page = (ROOT / "docs" / "triage.md").read_text()
     assert page == module.with_rules(page), "run make reference"
+
+
+def test_a_lost_node_tells_more_than_the_rank_that_lost_it() -> None:
+    died = {"event": "rank_died", "cause": Cause.RANK_EXITED, "rank": 0, "node": "a", "reason": "left with exit code 1"}
+    lost = {"event": "node_lost", "cause": Cause.NODE_SILENT, "node": "b", "reason": "has not answered for 20 s"}
+    events = f"{json.dumps(died)}\n{json.dumps(lost)}\n"
+    assert diagnose(facts_of({"a": Evidence(events=events)}, "a", 4)).rule == "node-lost"

@@ -19,6 +19,7 @@ from tridock.node.agent.processes import find_processes
 from tridock.node.probes import ports
 from tridock.node.supervisor.agent_connections import AgentConnections
 from tridock.node.supervisor.failover import move
+from tridock.node.supervisor.printed_metrics import PrintedMetrics
 from tridock.node.supervisor.restart import RestartAttempt, cannot_help, checkpoint_iteration, refusal
 from tridock.node.supervisor.verdict import (
     StatusByNode,
@@ -57,6 +58,7 @@ class RunSupervisor:
         self._folder, self._supervision = folder, supervision
         self._agents = AgentConnections(folder, supervision)
         self._steps = StepTimes()
+        self._metrics = PrintedMetrics(folder, supervision.metrics)
         self._restarts: list[RestartAttempt] = []
         self._launcher: subprocess.Popen[bytes] | None = None
         self._began = supervision.begun or (folder / run_folder.SUPERVISION).stat().st_mtime
@@ -78,6 +80,7 @@ class RunSupervisor:
         self._events_before = len(read_lines(self._folder / run_folder.EVENTS))
         with (self._folder / run_folder.LAUNCHER_LOG).open("ab") as log:
             self._log_offset = log.tell()
+            self._metrics.begin(self._log_offset)
             argv = ["bash", str(self._folder / script)]
             self._launcher = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env)
         self._agents.poll(0.0)
@@ -117,6 +120,8 @@ class RunSupervisor:
             return run_folder.EXIT_PREEMPTED, None
         if verdict is None and not self._is_stopped():
             verdict = self._launcher_verdict()
+        if verdict is not None and verdict.cause is Cause.RANK_EXITED:
+            verdict = self._lost_peer() or verdict
         if verdict is not None and verdict.cause is not Cause.LAUNCHER_EXITED:
             self._record(verdict)
         if verdict is not None and verdict.cause.event in (Event.RUN_FAILED, Event.RANK_DIED):
@@ -124,6 +129,7 @@ class RunSupervisor:
         if verdict is None and not self._is_stopped():
             self._wait_for_the_last(_OWN_END_S)
         self._end_all()
+        self._metrics.read()
         if self._is_stopped():
             return run_folder.EXIT_STOPPED, None
         if verdict is None:
@@ -142,6 +148,7 @@ class RunSupervisor:
                 return None
             seen = self._agents.statuses()
             self._steps.note(seen)
+            self._metrics.read()
             if (verdict := self._judge(seen)) is not None and not self._launcher_killed():
                 return verdict
         return None
@@ -202,6 +209,15 @@ class RunSupervisor:
         with (self._folder / run_folder.LAUNCHER_LOG).open("rb") as log:
             log.seek(self._log_offset)
             return lost_session(log.read())
+
+    def _lost_peer(self) -> Verdict | None:
+        """The node that was lost with its ranks: those of the others end with an error at once, before it is missed."""
+        began = time.monotonic()
+        while max(self._agents.silence_s().values()) >= time.monotonic() - began:
+            if max(self._agents.silence_s().values()) >= _SILENT_S:
+                return self._silent_node()
+            self._agents.poll(_TICK_S)
+        return None
 
     def _silent_node(self) -> Verdict | None:
         """The node that does not answer, if one does not; waits until that is certain."""

@@ -1,0 +1,40 @@
+"""A node lost with its ranks: those of other nodes fail at once, and the node is to blame."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tridock.contracts.events import Cause
+from tridock.contracts.supervision import Supervision
+from tridock.node.supervisor.run_supervisor import RunSupervisor
+
+
+class Agents:
+    """Two nodes: ``a`` speaks on; ``b`` has been silent for long, or spoke after ``after_s``."""
+
+    def __init__(self, after_s: float | None) -> None:
+        self._began, self._after_s = time.monotonic(), after_s
+
+    def silence_s(self) -> dict[str, float]:
+        elapsed = time.monotonic() - self._began
+        spoke = self._after_s is not None and elapsed > self._after_s
+        return {"a": 0.0, "b": 0.01 if spoke else 1.0 + 100 * elapsed}
+
+    def ssh_errors(self) -> dict[str, str]:
+        return {}
+
+    def poll(self, seconds: float) -> None:
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("after_s", "cause"), [(None, Cause.NODE_SILENT), (0.0, None)])
+def test_the_node_that_went_silent_is_to_blame(tmp_path: Path, after_s: float | None, cause: Cause | None) -> None:
+    (tmp_path / "supervision.json").touch()
+    supervisor: Any = RunSupervisor(tmp_path, Supervision("a", {"a": (0,), "b": (1,)}, (), 20000, 30.0, observed=True))
+    supervisor._agents = Agents(after_s)
+    verdict = supervisor._lost_peer()
+    assert (verdict and verdict.cause, verdict and verdict.node) == ((cause, "b") if cause else (None, None))

@@ -95,13 +95,18 @@ def _report(arguments: argparse.Namespace) -> int:
         raise RequestError(Problem("--run", "is missing", "", todo))
 
     from tridock.report.charts import plot_loss
-    from tridock.report.summary import render_table, summarize
+    from tridock.report.subject import of_run
+    from tridock.report.summary import render_table
 
     run = folders[0]
     png = arguments.png or run / run_folder.LOSS_CURVE
-    print_tables(render_table(summarize(run)))
-    plot_loss(run, png)
-    print(f"loss curve  {png}")
+    subject = of_run(run)
+    print_tables(render_table(subject.name, subject.rows))
+    if subject.summary is not None or len(subject.columns):
+        plot_loss(run, png)
+        print(f"loss curve  {png}")
+    else:
+        say("no losses: tridock run --metrics reads them from the program's output")
     print(f"run folder  {run}")
     return 0
 
@@ -186,6 +191,9 @@ def _reproduce_on_cluster(arguments: argparse.Namespace, run: str | None) -> tup
     say(f"run {bundle.run_id}: {original.name} once more")
     if code := follow(arguments, session, again):
         return None, code
+    if not gate.original.metrics[0]:
+        say("its losses are not compared: the original has none (docs/guides/any-script.md, Losses)")
+        return None, 0
     return reproduce_remote.finish(session, again, gate, home, arguments.tolerance), 0
 
 

@@ -91,13 +91,13 @@ class OutputMetrics:
 
     def __init__(self, pattern: str) -> None:
         self._read = reader_of(pattern)
-        self._last = 0
+        self._last = -1
         self._evaluated = -1
 
     def records(self, line: str) -> Iterator[dict[str, object]]:
         """What a line adds. Without an iteration in it, its lines are counted."""
         figures = self._read(line)
-        iteration = int(figures.pop("iteration", self._last + ("loss" in figures)))
+        iteration = int(figures.pop("iteration", max(self._last, 0) + ("loss" in figures)))
         valid = figures.pop("valid_loss", None)
         if "loss" in figures and iteration > self._last:
             self._last = iteration

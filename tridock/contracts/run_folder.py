@@ -31,6 +31,7 @@ SUPERVISION: Final = "supervision.json"
 JOB_SCRIPT: Final = "job.sh"
 JOB: Final = "slurm.json"
 # Of a run of the user's own program: the copy of its code in which it runs, and the code of all runs by content.
+CODE_INDEX: Final = "code.json"
 CODE_COPY: Final = "code"
 CODE_STORE: Final = ".code"
 CODE_DIFF: Final = "code.diff"

@@ -34,6 +34,11 @@ def parse_experiment(text: str, source: str, overrides: Sequence[str] = ()) -> E
     return validated(Experiment, fields, source)
 
 
+def is_command(path: Path) -> bool:
+    """Whether an experiment is a program of the user's own."""
+    return parse_yaml(read_text(path, "an experiment"), str(path)).get("engine") == ENGINE
+
+
 def load_command(path: Path) -> CommandExperiment:
     """Reads an experiment with ``engine: command``. Raises :class:`RequestError` with every problem found."""
     return validated(CommandExperiment, parse_yaml(read_text(path, "an experiment"), str(path)), str(path))

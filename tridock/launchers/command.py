@@ -76,7 +76,12 @@ def make_command_bundle(run: CommandRun) -> RunBundle:
     experiment, files = run.experiment, dict[str, str]()
     files[run_folder.EXPERIMENT] = dump_experiment(experiment)
     ranks = [{"rank": rank, "node": node} for node, numbers in run.ranks.items() for rank in numbers]
-    plan = {"engine": experiment.engine, "ranks": ranks, "rank_logs": has_rank_logs(experiment.command)}
+    plan = {
+        "engine": experiment.engine,
+        "world_size": len(ranks),
+        "ranks": ranks,
+        "rank_logs": has_rank_logs(experiment.command),
+    }
     files[run_folder.PLAN] = json.dumps(plan, indent=2) + "\n"
     files[run_folder.MANIFEST] = json.dumps({**run.manifest, "run_id": run.run_id}, indent=2) + "\n"
     files[run_folder.HOSTFILE] = hostfile_text(run.slots)

@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import shlex
 import statistics
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from tridock.contracts import run_folder
 from tridock.contracts.events import Event
 from tridock.contracts.records import check_run, read_metrics
 from tridock.errors import Problem, RequestError
-from tridock.experiment import load_experiment
+from tridock.experiment import is_command, load_command, load_experiment
 from tridock.report.columns import Curve
 from tridock.report.drawing import Bars, Line, Mark, as_png, as_svg, draw_bars, draw_lines, new_figure
 from tridock.report.markup import one_line
@@ -292,19 +293,17 @@ def plot_loss(folder: Path, png: Path) -> None:
         axes.plot([record["iteration"] for record in valid], heights, "o-", color=_VALID, label="validation")
     if test := evaluations.get("test"):
         axes.plot(test[-1]["iteration"], test[-1]["loss"], "D", color=_TEST, label="test")
-    summary, experiment = summarize(folder), load_experiment(folder / run_folder.EXPERIMENT)
-    ranks = f"{summary.ranks} ranks" if summary.ranks else ""
+    name, subtitle, unit = _titles(folder)
     axes.set_title(
-        f"{experiment.name}: loss {losses[0]:.2f} to {losses[-1]:.2f}",
+        f"{name}: loss {losses[0]:.2f} to {losses[-1]:.2f}",
         loc="left",
         fontsize=14,
         fontweight="bold",
         pad=24,
     )
-    subtitle = ", ".join(part for part in (summary.model, summary.layout, ranks) if part)
     axes.text(0.0, 1.025, subtitle, transform=axes.transAxes, fontsize=9, color="#555555")
     axes.set_xlabel("iteration")
-    axes.set_ylabel("cross-entropy (nats per token)")
+    axes.set_ylabel(unit)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(color="#dddddd", linewidth=0.7)
     axes.set_axisbelow(True)
@@ -313,6 +312,18 @@ def plot_loss(folder: Path, png: Path) -> None:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=150)
     run_folder.write_atomic(png, buffer.getvalue())
+
+
+def _titles(folder: Path) -> tuple[str, str, str]:
+    """The name of a run, what it trains on how many ranks, and what its loss is."""
+    path = folder / run_folder.EXPERIMENT
+    if is_command(path):
+        command = load_command(path)
+        return command.name, shlex.join(command.command)[:100], "loss, as the program prints it"
+    summary = summarize(folder)
+    ranks = f"{summary.ranks} ranks" if summary.ranks else ""
+    subtitle = ", ".join(part for part in (summary.model, summary.layout, ranks) if part)
+    return load_experiment(path).name, subtitle, "cross-entropy (nats per token)"
 
 
 def running_mean(values: list[float], width: int) -> list[float]:

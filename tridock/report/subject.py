@@ -12,14 +12,14 @@ from tridock.contracts import run_folder
 from tridock.contracts.events import Event
 from tridock.contracts.records import Record, check_run, read_lines, read_metrics, read_object, read_plan
 from tridock.engines import engine_of
-from tridock.experiment import load_experiment
+from tridock.experiment import is_command, load_command, load_experiment
 from tridock.experiment.flops import model_flops_per_token
 from tridock.experiment.model import Model
 from tridock.plan import Plan
 from tridock.report.columns import Columns, Curve
 from tridock.report.markup import gib, seconds
 from tridock.report.megatron_log import MegatronLog, read_log, read_phases
-from tridock.report.summary import Summary, rows_of, summary_of
+from tridock.report.summary import Summary, rows_of, rows_of_command, summary_of
 
 _LOGGED = (
     "loss",
@@ -71,20 +71,33 @@ class Subject:
 def of_run(folder: Path) -> Subject:
     """Reads a run folder. Raises :class:`RequestError` if it is not one."""
     check_run(folder)
-    experiment = load_experiment(folder / run_folder.EXPERIMENT)
     iterations, evaluations = read_metrics(folder)
     document, events = read_plan(folder), read_lines(folder / run_folder.EVENTS)
+    if is_command(folder / run_folder.EXPERIMENT):
+        command = load_command(folder / run_folder.EXPERIMENT)
+        return Subject(
+            name=folder.absolute().name,
+            source=str(folder),
+            columns=_columns(iterations),
+            evaluations={split: _losses(records) for split, records in evaluations.items()},
+            phases=Columns(),
+            rows=rows_of_command(folder, command, (iterations, evaluations), events),
+            events=events,
+            manifest=read_object(folder / run_folder.MANIFEST),
+            experiment=command.model_dump(mode="json"),
+            plan_document=document,
+        )
+    experiment = load_experiment(folder / run_folder.EXPERIMENT)
     summary = summary_of(folder, experiment, iterations, evaluations, document, events)
-    columns, phases = Columns(), Columns()
+    phases = Columns()
     timers = engine_of(experiment).prints_timers
     for record in iterations:
-        columns.add(record["iteration"], {name: _number(record[name]) for name in _LOGGED if name in record})
         if isinstance(own := record.get("phases"), dict):
             phases.add(record["iteration"], {str(name): _number(seconds) for name, seconds in own.items()})
     return Subject(
         name=summary.run_id,
         source=str(folder),
-        columns=columns,
+        columns=_columns(iterations),
         evaluations={split: _losses(records) for split, records in evaluations.items()},
         phases=phases if phases.names() or not timers else read_phases(folder / run_folder.rank_log(0)),
         phases_add_up=bool(phases.names()),
@@ -99,6 +112,13 @@ def of_run(folder: Path) -> Subject:
         peak_memory=summary.peak_memory_bytes,
         summary=summary,
     )
+
+
+def _columns(iterations: Sequence[Record]) -> Columns:
+    columns = Columns()
+    for record in iterations:
+        columns.add(record["iteration"], {name: _number(record[name]) for name in _LOGGED if name in record})
+    return columns
 
 
 _PAUSES: Final = {

@@ -1,6 +1,8 @@
 """The summary of a run: its figures, and the table of them."""
 
+import shlex
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -11,7 +13,9 @@ from rich.table import Table
 from tridock.contracts import run_folder
 from tridock.contracts.events import Event
 from tridock.contracts.records import Evaluations, Record, check_run, read_lines, read_metrics, read_plan
+from tridock.contracts.run_state import exit_code_of
 from tridock.experiment import Experiment, load_experiment
+from tridock.experiment.command import CommandExperiment
 from tridock.experiment.flops import model_flops_per_token
 from tridock.gpus import of_device
 
@@ -114,11 +118,11 @@ def _mfu(tflops: float | None, device: str | None, precision: str) -> float | No
     return None if tflops is None or peak is None else tflops / peak
 
 
-def render_table(summary: Summary) -> Table:
-    table = Table(title=f"Run {summary.run_id}", show_header=False, title_justify="left")
+def render_table(name: str, rows: Iterable[tuple[str, str]]) -> Table:
+    table = Table(title=f"Run {name}", show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    for row in rows_of(summary):
+    for row in rows:
         table.add_row(*row)
     return table
 
@@ -141,6 +145,25 @@ def rows_of(summary: Summary) -> tuple[tuple[str, str], ...]:
         ("model FLOP/s per rank", _flops(summary)),
         ("peak memory per rank", _memory(summary.peak_memory_bytes)),
         ("time", "-" if summary.seconds is None else f"{timedelta(seconds=round(summary.seconds))}"),
+    )
+
+
+def rows_of_command(
+    folder: Path, experiment: CommandExperiment, metrics: tuple[list[Record], Evaluations], events: list[Record]
+) -> tuple[tuple[str, str], ...]:
+    """Returns the summary of a run of the user's own program as names and values."""
+    code, (iterations, evaluations), ranks = exit_code_of(folder), metrics, read_plan(folder).get("ranks", ())
+    states = {None: "not finished", 0: "finished", run_folder.EXIT_STOPPED: "stopped"}
+    losses = [record.get("loss") for record in iterations]
+    return (
+        ("state", states.get(code) or f"{_state(events)}, exit code {code}"),
+        ("nodes", str(len({rank["node"] for rank in ranks}))),
+        ("ranks", str(len(ranks))),
+        ("command", shlex.join(experiment.command)),
+        ("trained", f"{iterations[-1]['iteration']:,} iterations" if iterations else "-"),
+        ("first loss", _text(losses[0] if losses else None, ".4f")),
+        ("last loss", _text(losses[-1] if losses else None, ".4f")),
+        ("validation loss", _text(evaluations["valid"][-1].get("loss") if "valid" in evaluations else None, ".4f")),
     )
 
 

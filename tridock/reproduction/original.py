@@ -52,8 +52,8 @@ class Original:
         return size if isinstance(size, int) else None
 
 
-def read_original(folder: Path) -> Original:
-    """Reads a run folder. Raises :class:`RequestError` if it is not one, or has no losses."""
+def read_original(folder: Path, *, losses: bool = True) -> Original:
+    """Reads a run folder. Raises :class:`RequestError` if it is not one, or has no losses where it needs some."""
     check_run(folder)
     original = Original(
         folder=folder,
@@ -64,7 +64,7 @@ def read_original(folder: Path) -> Original:
         moved=(folder / _MOVED).exists(),
     )
     problems = []
-    if not original.metrics[0]:
+    if losses and not original.metrics[0]:
         where, todo = str(folder / run_folder.METRICS), "name a run that has logged losses"
         problems.append(Problem(where, "has no losses to compare with", "no logged iteration", todo))
     if original.world_size is None:

@@ -13,7 +13,7 @@ import pytest
 
 from tridock.errors import RequestError
 from tridock.ops.runs import code
-from tridock.ops.runs.code import read_code
+from tridock.ops.runs.code import code_of_run, read_code
 
 Write = Callable[..., None]
 
@@ -61,21 +61,21 @@ def test_a_git_repository_sends_what_git_does_not_ignore(tmp_path: Path, write: 
     (tmp_path / "train.py").write_text("two\n")
     found = read_code(tmp_path)
     assert set(found.files) == {".gitignore", "train.py", "new.py"}
-    about = found.manifest()["code"]
+    about = found.origin
     assert isinstance(about, dict)
     assert (about["git_dirty"], about["files"], len(about["git_commit"])) == (True, 3, 40)
-    assert b"-one\n+two\n" in (found.diff() or b"")
+    assert b"-one\n+two\n" in (found.diff or b"")
     git(tmp_path, "commit", "-qam", "b")
-    assert read_code(tmp_path).diff() is None
+    assert read_code(tmp_path).diff is None
 
 
 def test_the_digest_is_that_of_names_contents_and_nothing_else(tmp_path: Path, write: Write) -> None:
     write(a="1", b="2")
-    first = read_code(tmp_path).sha256
+    first = read_code(tmp_path).origin["sha256"]
     (tmp_path / "a").touch()
-    assert read_code(tmp_path).sha256 == first
+    assert read_code(tmp_path).origin["sha256"] == first
     (tmp_path / "a").rename(tmp_path / "c")
-    assert read_code(tmp_path).sha256 != first
+    assert read_code(tmp_path).origin["sha256"] != first
 
 
 def test_what_is_no_code_is_refused(tmp_path: Path, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,3 +99,21 @@ def test_the_archive_is_one_that_tar_reads(tmp_path: Path, write: Write) -> None
     index = json.loads(read_code(tmp_path).index)
     assert set(index) == {"a", "b"}
     assert set(index["a"]) == {"sha256", "executable"}
+
+
+def test_a_run_remembers_the_code_with_which_it_began(tmp_path: Path) -> None:
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "train.py").write_text("as it was")
+    first = read_code(tmp_path / "code")
+    (tmp_path / "code.json").write_text(first.index)
+    (tmp_path / "code.diff").write_text("+1\n")
+    (tmp_path / "manifest.json").write_text(json.dumps({"code": dict(first.origin)}))
+    (tmp_path / "code" / "train.py").write_text("what the program made of it")
+    (tmp_path / "code" / "model.pt").write_text("a result")
+    again = code_of_run(tmp_path)
+    assert (again.files, again.origin, again.diff) == (first.files, first.origin, b"+1\n")
+
+
+def test_a_run_that_does_not_know_its_code(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="fetch the run's folder whole"):
+        code_of_run(tmp_path)

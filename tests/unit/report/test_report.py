@@ -12,7 +12,7 @@ from rich.console import Console
 from tridock.errors import RequestError
 from tridock.experiment import Experiment, dump_experiment
 from tridock.report.charts import plot_loss, running_mean
-from tridock.report.summary import Summary, render_table, summarize
+from tridock.report.summary import Summary, render_table, rows_of, summarize
 
 
 def make_run(folder: Path, iterations: int = 4, **fields: Any) -> Path:
@@ -49,7 +49,7 @@ def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
 
 def rendered(summary: Summary) -> str:
     console = Console(file=io.StringIO(), width=100)
-    console.print(render_table(summary))
+    console.print(render_table(summary.run_id, rows_of(summary)))
     file = console.file
     assert isinstance(file, io.StringIO)
     return file.getvalue()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import tarfile
 from collections.abc import Iterator, Mapping
@@ -13,8 +14,9 @@ from typing import TYPE_CHECKING, Final
 from pathspec import GitIgnoreSpec
 
 from tridock.contracts import run_folder
-from tridock.contracts.codec import encode
+from tridock.contracts.codec import decode, encode
 from tridock.contracts.node_answers import CodeFile, PlacedCode
+from tridock.contracts.records import read_object
 from tridock.errors import Problem, RequestError
 from tridock.ops.hosts.session import NODE
 from tridock.ops.runs.provenance import git_output
@@ -38,37 +40,15 @@ class Code:
     files: Mapping[str, CodeFile]
     size: int
     """Bytes of all."""
+    origin: Mapping[str, object]
+    """Where it comes from, for the run's manifest."""
+    diff: bytes | None = None
+    """What differs from the commit, as ``git diff`` shows it; None where nothing does, or that is too long."""
 
     @property
     def index(self) -> str:
         """As ``place-code`` reads it."""
         return encode(dict(self.files))
-
-    @property
-    def sha256(self) -> str:
-        """Of all names and contents."""
-        return hashlib.sha256("".join(f"{it.sha256} {name}\n" for name, it in self.files.items()).encode()).hexdigest()
-
-    def manifest(self) -> dict[str, object]:
-        """Where the code comes from, for the run's manifest."""
-        commit, status = (
-            git_output(self.folder, *words) for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "."))
-        )
-        return {
-            "code": {
-                "folder": str(self.folder.resolve()),
-                "sha256": self.sha256,
-                "files": len(self.files),
-                "bytes": self.size,
-                "git_commit": commit,
-                "git_dirty": None if status is None else status != "",
-            }
-        }
-
-    def diff(self) -> bytes | None:
-        """What differs from the commit, as ``git diff`` shows it; None where nothing does, or that is too long."""
-        text = git_output(self.folder, "diff", "HEAD", "--", ".")
-        return f"{text}\n".encode(errors="surrogateescape") if text and len(text) <= _DIFF_BYTES else None
 
 
 def read_code(folder: Path) -> Code:
@@ -95,7 +75,39 @@ def _read(folder: Path) -> Code:
         todo = f"name what is no code in {folder / IGNORE_FILE}, and bring data with tridock data sync"
         raise RequestError(Problem(str(folder), f"holds more than {_MOST_BYTES / 1e6:.0f} MB of code", got, todo))
     files = {name: CodeFile(_sha256(path), os.access(path, os.X_OK)) for name, path in paths.items()}
-    return Code(folder, files, total)
+    text = git_output(folder, "diff", "HEAD", "--", ".")
+    diff = f"{text}\n".encode(errors="surrogateescape") if text and len(text) <= _DIFF_BYTES else None
+    return Code(folder, files, total, _origin(folder, files, total), diff)
+
+
+def _origin(folder: Path, files: Mapping[str, CodeFile], size: int) -> dict[str, object]:
+    commit, status = (git_output(folder, *words) for words in (("rev-parse", "HEAD"), ("status", "--porcelain", ".")))
+    return {
+        "folder": str(folder.resolve()),
+        "sha256": hashlib.sha256("".join(f"{it.sha256} {name}\n" for name, it in files.items()).encode()).hexdigest(),
+        "files": len(files),
+        "bytes": size,
+        "git_commit": commit,
+        "git_dirty": None if status is None else status != "",
+    }
+
+
+def code_of_run(run: Path) -> Code:
+    """The code with which a run began, from its folder. Raises :class:`RequestError` where that is not known."""
+    index = read_object(run / run_folder.CODE_INDEX)
+    if not index:
+        todo = "fetch the run's folder whole: tridock fetch"
+        raise RequestError(Problem(str(run / run_folder.CODE_INDEX), "cannot be read", "", todo))
+    files = {name: decode(CodeFile, json.dumps(entry)) for name, entry in index.items()}
+    origin = read_object(run / run_folder.MANIFEST).get("code") or {}
+    diff = run / run_folder.CODE_DIFF
+    return Code(
+        run / run_folder.CODE_COPY,
+        files,
+        int(origin.get("bytes", 0)),
+        origin,
+        diff.read_bytes() if diff.is_file() else None,
+    )
 
 
 def send_code(session: Session, code: Code, run_path: str) -> None:
@@ -113,7 +125,7 @@ def send_code(session: Session, code: Code, run_path: str) -> None:
             receive = session.inside(node, *NODE, "receive-files", store, interactive=True)
             host.pipe(archive, receive, timeout=_TIMEOUT_S).checked(node)
             if missing := place(node):
-                got, todo = f"{len(missing)} files", "launch again: the folder changed while it was sent"
+                got, todo = f"{len(missing)} files", "launch again: the folder has changed since it was read"
                 raise RequestError(Problem(str(code.folder), f"did not arrive whole on {node}", got, todo))
 
     session.each(send)

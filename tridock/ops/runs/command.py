@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,15 +11,16 @@ from pathlib import Path
 from tridock.contracts import run_folder
 from tridock.contracts.node_answers import PreflightAnswer
 from tridock.errors import ClusterError, Problem, TridockError
+from tridock.experiment import load_command
 from tridock.experiment.command import CommandExperiment
 from tridock.launchers.command import CommandRun, make_command_bundle
 from tridock.launchers.run import RunBundle, default_port
 from tridock.ops.doctor import check_quickly
 from tridock.ops.hosts.nodes import ensure_up
 from tridock.ops.hosts.session import Session
-from tridock.ops.runs.code import Code, read_code, send_code
+from tridock.ops.runs.code import Code, code_of_run, read_code, send_code
 from tridock.ops.runs.launch import put_files, remove_files
-from tridock.ops.runs.provenance import provenance
+from tridock.ops.runs.provenance import Approve, provenance
 
 _TIMEOUT_S = 60.0
 
@@ -42,22 +44,34 @@ def prepare(session: Session, experiment: CommandExperiment, folder: Path) -> Pr
     return prepared
 
 
+def prepare_again(session: Session, run: Path) -> PreparedCommand:
+    """The program of a run, with the code with which that began."""
+    experiment = load_command(run / run_folder.EXPERIMENT)
+    prepared = PreparedCommand(experiment, code_of_run(run), run_folder.new_run_id(experiment.name))
+    preview(session, prepared)
+    return prepared
+
+
 def preview(session: Session, prepared: PreparedCommand) -> RunBundle:
     """The run as it would start, from what is known without contacting a host."""
     port = prepared.experiment.launch.master_port or default_port(prepared.run_id)
     return _bundle(session, prepared, port)
 
 
-def launch(session: Session, prepared: PreparedCommand, *, check: bool = True) -> RunBundle:
+def launch(
+    session: Session, prepared: PreparedCommand, *, check: bool = True, approve: Approve = lambda *_: None
+) -> RunBundle:
     """Brings the nodes up, sends the code and the run's files to all of them, and starts the run on the head.
 
-    ``check``: the doctor's quick checks first.
+    ``check``: the doctor's quick checks first. ``approve`` is called with the manifest and the plan before anything is
+    written.
     """
     image_id = ensure_up(session)
     if check:
         check_quickly(session, on_cpu=prepared.experiment.env.get("DS_ACCELERATOR") == "cpu")
     port = _free_port(session, prepared.experiment.launch.master_port)
     bundle = _bundle(session, prepared, port, image_id=image_id)
+    approve(*(json.loads(bundle.files[name]) for name in (run_folder.MANIFEST, run_folder.PLAN)))
     try:
         send_code(session, prepared.code, bundle.path)
         put_files(session, bundle)
@@ -88,11 +102,11 @@ def _bundle(session: Session, prepared: PreparedCommand, port: int, **image: obj
         "hostfile": cluster.hostfile.render(),
         "image": cluster.settings.image,
         **image,
-        **prepared.code.manifest(),
+        "code": dict(prepared.code.origin),
     }
     address = cluster.address_of(session.head)
     run = CommandRun(prepared.experiment, cluster.slots, prepared.run_id, address, port, manifest)
-    bundle = make_command_bundle(run)
-    if (diff := prepared.code.diff()) is not None:
-        return bundle.with_file(run_folder.CODE_DIFF, diff)
+    bundle = make_command_bundle(run).with_file(run_folder.CODE_INDEX, prepared.code.index.encode())
+    if prepared.code.diff is not None:
+        return bundle.with_file(run_folder.CODE_DIFF, prepared.code.diff)
     return bundle

@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tridock.contracts.records import read_object, read_plan
-from tridock.contracts.run_folder import MANIFEST
+from tridock.contracts.records import check_run, read_object, read_plan
+from tridock.contracts.run_folder import EXPERIMENT, MANIFEST
 from tridock.differences import Difference
 from tridock.errors import Problem, RequestError
-from tridock.experiment import load_experiment
+from tridock.experiment import is_command, load_experiment
 from tridock.ops.runs.local_run import run_here
 from tridock.reproduction.original import Original, data_problems, environment, knows_data, read_original
 from tridock.reproduction.outcome import Outcome, judge
@@ -43,6 +43,10 @@ def reproduce_here(
     No comparison where the new run failed: it has printed why. The outcome is left in the new run's folder.
     """
     check_tolerance(tolerance)
+    check_run(run)
+    if is_command(run / EXPERIMENT):
+        what, todo = "is of a program of your own, which runs on a cluster", "name the cluster: --hosts"
+        raise RequestError(Problem(str(run), what, "", todo))
     original = read_original(run)
     gate = Gate(original, tell, force)
     ended = run_here(
@@ -72,7 +76,9 @@ def compare_with(run: Path, other: Path, tell: Tell, tolerance: float | None = N
 
 def compare(original: Original, folder: Path, differing: Sequence[Difference], tolerance: float | None) -> Outcome:
     """The new run in ``folder`` beside the original."""
-    return judge(original, folder, differing, load_experiment(original.experiment).precision, tolerance)
+    # The precision of a program of the user's own is not known.
+    precision = "bf16" if is_command(original.experiment) else load_experiment(original.experiment).precision
+    return judge(original, folder, differing, precision, tolerance)
 
 
 def check_tolerance(tolerance: float | None) -> None:

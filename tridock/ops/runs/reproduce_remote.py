@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
-from tridock.contracts.run_folder import REPRODUCTION
+from tridock.contracts.run_folder import EXPERIMENT, REPRODUCTION
 from tridock.errors import TridockError
+from tridock.experiment import is_command
 from tridock.launchers.run import RunBundle
 from tridock.ops.hosts.session import Session
+from tridock.ops.runs import command
 from tridock.ops.runs import launch as launch_
 from tridock.ops.runs.fetch import fetch
 from tridock.ops.runs.registry import Run, choose_run
@@ -29,6 +31,10 @@ def original_of(session: Session, run_id: str | None, home: Path) -> Path:
 
 def start(session: Session, run: Path, tell: Tell, *, force: bool = False) -> tuple[RunBundle, Gate]:
     """Starts it again; raises :class:`RequestError` before that where the data differs or the cluster does not fit."""
+    if is_command(run / EXPERIMENT):
+        gate = Gate(read_original(run, losses=False), tell, force)
+        again = command.prepare_again(session, run)
+        return command.launch(session, again, approve=gate.pass_through), gate
     gate = Gate(read_original(run), tell, force)
     prepared = launch_.prepare_on(session, gate.original.experiment, force=force)
     prepared = launch_.on_hosts_gpus(session, prepared)

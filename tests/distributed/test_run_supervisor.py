@@ -21,7 +21,9 @@ from tests.distributed.ranks import ROOT, free_port, rank_environment, read_line
 from tridock.contracts import heartbeat, run_folder
 from tridock.contracts.run_state import exit_code_of, is_supervised
 from tridock.contracts.supervision import Supervision
+from tridock.errors import RequestError
 from tridock.node.agent.processes import find_processes, stop_processes
+from tridock.node.supervisor.process import start
 from tridock.node.supervisor.run_supervisor import RunSupervisor
 
 pytestmark = pytest.mark.distributed
@@ -307,6 +309,20 @@ def test_a_stop_ends_the_run_and_does_not_begin_it_again(make: Make) -> None:
     assert answer["remaining"] == 0
     assert run.end(0.1) == 143
     assert run.events("run_restarted", "not_restarted") == []
+
+
+def test_a_second_run_with_the_port_of_one_that_is_starting_is_refused(make: Make) -> None:
+    port = free_port()
+    run, second = make(steps=10, master_port=port), make(master_port=port)
+    run.start()
+    with pytest.raises(RequestError) as caught:
+        start(second.folder)
+    assert str(caught.value) == (
+        f"{second.folder.name}: launch.master_port is that of {run.folder.name}, which is running; got {port}; "
+        "leave launch.master_port out, or give each run its own"
+    )
+    assert not is_supervised(second.folder)
+    assert run.end() == 0
 
 
 def test_a_second_run_beside_a_failing_one_notices_nothing(make: Make) -> None:

@@ -379,8 +379,16 @@ def test_rotated_keys_replace_the_old_ones_while_a_run_continues(held: Held) -> 
 
 def test_stopping_one_of_two_runs_leaves_the_other_alone(held: Held) -> None:
     rack = held.rack
+    asked = ("launch", *tiny(train__train_iters=FOREVER), "--detach", "--run-id-file", "second")
+    see = f"tridock logs --hosts hostfiles/rack --run {held.run_id}"
+    taken = rack.fab(*asked)
+    assert (taken.returncode, taken.stderr) == (
+        2,
+        f"{held.run_id}: is running on slots that this run would use; got host-a: 0, host-b: 0; wait for it ({see}), "
+        "stop it (tridock stop), leave its slots out (--exclude), or give --share\n",
+    )
     # It starts with the keys that were rotated in a moment ago.
-    done = rack.fab("launch", *tiny(train__train_iters=FOREVER), "--detach", "--run-id-file", "second")
+    done = rack.fab(*asked, "--share")
     assert done.returncode == 0, done.stderr
     second = run_id_of(rack.project / "second")
     assert done.stdout.splitlines()[-2:] == [

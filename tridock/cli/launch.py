@@ -77,6 +77,8 @@ def add_start(parser: argparse.ArgumentParser, dry_run: str) -> None:
     """The options of a run that starts on a cluster."""
     text = "run the doctor's quick checks first (default: true)"
     parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=True, help=text)
+    text = "start even if another run has slots of this one in use"
+    parser.add_argument("--share", action="store_true", help=text)
     parser.add_argument("--detach", action="store_true", help="start the run and return at once")
     parser.add_argument("--run-id-file", type=output_file, metavar="FILE", help="write the run's id to this file")
     parser.add_argument("--dry-run", action="store_true", help=dry_run)
@@ -107,7 +109,7 @@ def _launch(arguments: argparse.Namespace) -> int:
         brought = launch.bring_demo_data(session)
         if not arguments.quiet:
             say(brought)
-    bundle = launch.launch(session, prepared, check=arguments.check)
+    bundle = launch.launch(session, prepared, check=arguments.check, share=arguments.share)
     if not arguments.quiet:
         plan = prepared.plan
         ranks, nodes = count(plan.world_size, "rank"), count(len(session.cluster.slots), "node")

@@ -62,7 +62,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         print_preview(command.preview(session, prepared), verbose=arguments.verbose)
         return 0
-    bundle = command.launch(session, prepared, check=arguments.check)
+    bundle = command.launch(session, prepared, check=arguments.check, share=arguments.share)
     if not arguments.quiet:
         slots = session.cluster.slots
         what = f"{count(sum(map(len, slots.values())), 'slot')} on {count(len(slots), 'node')}"

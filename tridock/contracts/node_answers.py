@@ -45,6 +45,8 @@ class RunInfo:
     """Since its last step."""
     head: str = ""
     """The node that answered; added by whoever asks several."""
+    slots: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Of an active run: its slots on each node, by its plan."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,11 @@ def make_command_bundle(run: CommandRun) -> RunBundle:
     """
     experiment, files = run.experiment, dict[str, str]()
     files[run_folder.EXPERIMENT] = dump_experiment(experiment)
-    ranks = [{"rank": rank, "node": node} for node, numbers in run.ranks.items() for rank in numbers]
+    ranks = [
+        {"rank": rank, "node": node, "slot": slot}
+        for node, numbers in run.ranks.items()
+        for rank, slot in zip(numbers, run.slots[node], strict=True)
+    ]
     plan = {
         "engine": experiment.engine,
         "world_size": len(ranks),

@@ -35,7 +35,9 @@ def test_every_node_has_its_script() -> None:
         " --master-addr a.example --master-port 29500 -m tridock.node.rank_output train.py\n"
     )
     assert json.loads(files["manifest.json"]) == {"tridock": "1", "run_id": ID}
-    assert json.loads(files["plan.json"])["ranks"] == [{"rank": rank, "node": "ab"[rank // 2]} for rank in range(4)]
+    assert json.loads(files["plan.json"])["ranks"] == [
+        {"rank": rank, "node": "ab"[rank // 2], "slot": rank % 2} for rank in range(4)
+    ]
 
 
 def test_a_python_path_of_ones_own_leaves_tridock_to_be_found() -> None:

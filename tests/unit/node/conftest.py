@@ -56,7 +56,7 @@ def make_run(workspace: Path) -> Iterator[Callable[..., Path]]:
         folder.mkdir(parents=True)
         text = f"set -eu\nFOLDER='{folder}'\n{script}"
         (folder / run_folder.LAUNCH_SCRIPT).write_text(text)
-        alone = Supervision("here", {"here": ()}, (), master_port=1, hang_timeout_s=30.0)
+        alone = Supervision("here", {"here": ()}, (), master_port=1 + len(made), hang_timeout_s=30.0)
         (folder / run_folder.SUPERVISION).write_text(alone.to_json())
         made.append(folder)
         return folder

@@ -273,7 +273,7 @@ def test_runs_are_listed_by_age_with_their_last_metrics(workspace: Path) -> None
     assert 0.0 <= age < 600.0
     assert runs[1] == {
         "run_id": folder.name, "state": "ready", "exit_code": None, "created": "20260102-000000", "metrics": lines[-2],
-        "experiment": "b", "nodes": [], "train_iters": None, "duration_s": None, "head": "",
+        "experiment": "b", "nodes": [], "train_iters": None, "duration_s": None, "head": "", "slots": {},
     }  # fmt: skip
     assert runs[0]["metrics"] is None
 

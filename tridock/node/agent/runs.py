@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tridock.contracts import run_folder
 from tridock.contracts.node_answers import RunInfo
-from tridock.contracts.records import read_lines
+from tridock.contracts.records import read_lines, read_plan
 from tridock.contracts.run_state import exit_code_of, is_supervised, state_of
 
 _TAIL_BYTES = 1 << 16
@@ -22,9 +22,10 @@ def _describe(folder: Path) -> RunInfo:
     training = [entry for entry in read_lines(folder / run_folder.METRICS, _TAIL_BYTES) if "split" not in entry]
     *name, date, time_of_day, _ = folder.name.split("-")
     hosts = run_folder.read_text(folder / run_folder.HOSTFILE).splitlines()
+    state = state_of(folder)
     return RunInfo(
         run_id=folder.name,
-        state=state_of(folder),
+        state=state,
         exit_code=exit_code_of(folder),
         created=f"{date}-{time_of_day}",
         metrics=training[-1] if training else None,
@@ -33,7 +34,15 @@ def _describe(folder: Path) -> RunInfo:
         train_iters=_train_iters(folder),
         duration_s=_duration(folder),
         age_s=_seconds(time.time(), _time_of(folder / run_folder.METRICS)),
+        slots=_slots(folder) if state.is_active else {},
     )
+
+
+def _slots(folder: Path) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {}
+    for rank in read_plan(folder).get("ranks", ()):
+        found[rank["node"]] = (*found.get(rank["node"], ()), rank["slot"])
+    return found
 
 
 def _train_iters(folder: Path) -> int | None:

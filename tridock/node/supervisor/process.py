@@ -9,11 +9,13 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from tridock.contracts import appends, heartbeat, run_folder
-from tridock.contracts.run_state import LOCK
+from tridock.contracts.run_state import LOCK, is_supervised
 from tridock.contracts.supervision import Supervision
 from tridock.errors import Problem, RequestError
 from tridock.node.supervisor.run_supervisor import RunSupervisor
@@ -34,7 +36,9 @@ def start(folder: Path, *, again: bool = False, patience_s: float = 0.0) -> int:
     for name in (run_folder.LAUNCH_SCRIPT, run_folder.SUPERVISION):
         if not (folder / name).is_file():
             raise _refused(str(folder), f"holds no {name}", "", "start runs with tridock launch or tridock train")
-    lock = _taken_again(folder, patience_s) if again else _taken(folder)
+    with _alone(folder.parent):
+        _refuse_port_in_use(folder)
+        lock = _taken_again(folder, patience_s) if again else _taken(folder)
     (folder / "logs").mkdir(exist_ok=True)
     log = folder / run_folder.LAUNCHER_LOG
     read, write = os.pipe()
@@ -52,6 +56,32 @@ def start(folder: Path, *, again: bool = False, patience_s: float = 0.0) -> int:
             code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
             raise _refused(run_id, "could not be started", f"exit code {code}", f"look at {log}")
     return pid
+
+
+@contextmanager
+def _alone(runs: Path) -> Iterator[None]:
+    """Two runs start on this node one after the other."""
+    with (runs / ".starting").open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _refuse_port_in_use(folder: Path) -> None:
+    """A run that has started a second ago does not listen yet, so its port looks free."""
+    ours = _supervision(folder)
+    for other in folder.parent.iterdir():
+        if other == folder or not other.is_dir() or not is_supervised(other):
+            continue
+        with suppress(OSError, ValueError):  # a run of another version
+            theirs = _supervision(other)
+            if (theirs.head, theirs.master_port) == (ours.head, ours.master_port):
+                what = f"launch.master_port is that of {other.name}, which is running"
+                todo = "leave launch.master_port out, or give each run its own"
+                raise _refused(folder.name, what, str(ours.master_port), todo)
+
+
+def _supervision(folder: Path) -> Supervision:
+    return Supervision.from_json((folder / run_folder.SUPERVISION).read_text())
 
 
 def _taken(folder: Path) -> int:
@@ -117,8 +147,7 @@ def supervise(folder: Path, ready: int, again: bool) -> int:
     The lock that it inherited is open until it ends, and is not handed on to the run.
     """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    supervision = Supervision.from_json((folder / run_folder.SUPERVISION).read_text())
-    with RunSupervisor(folder, supervision) as supervisor:
+    with RunSupervisor(folder, _supervision(folder)) as supervisor:
 
         def note(*_: object) -> None:
             supervisor.preemption_requested = True

@@ -21,6 +21,7 @@ from tridock.ops.hosts.session import Session
 from tridock.ops.runs.code import Code, code_of_run, read_code, send_code
 from tridock.ops.runs.launch import put_files, remove_files
 from tridock.ops.runs.provenance import Approve, provenance
+from tridock.ops.runs.registry import refuse_slots_in_use
 
 _TIMEOUT_S = 60.0
 
@@ -59,14 +60,21 @@ def preview(session: Session, prepared: PreparedCommand) -> RunBundle:
 
 
 def launch(
-    session: Session, prepared: PreparedCommand, *, check: bool = True, approve: Approve = lambda *_: None
+    session: Session,
+    prepared: PreparedCommand,
+    *,
+    check: bool = True,
+    share: bool = False,
+    approve: Approve = lambda *_: None,
 ) -> RunBundle:
     """Brings the nodes up, sends the code and the run's files to all of them, and starts the run on the head.
 
-    ``check``: the doctor's quick checks first. ``approve`` is called with the manifest and the plan before anything is
-    written.
+    ``check``: the doctor's quick checks first. ``share``: also on slots that another run has in use. ``approve`` is
+    called with the manifest and the plan before anything is written.
     """
     image_id = ensure_up(session)
+    if not share:
+        refuse_slots_in_use(session)
     if check:
         check_quickly(session, on_cpu=prepared.experiment.env.get("DS_ACCELERATOR") == "cpu")
     port = _free_port(session, prepared.experiment.launch.master_port)
@@ -75,11 +83,11 @@ def launch(
     try:
         send_code(session, prepared.code, bundle.path)
         put_files(session, bundle)
+        session.node_verb(session.head, "start", bundle.path, timeout=_TIMEOUT_S).checked(session.head)
     except (TridockError, KeyboardInterrupt):
         with suppress(TridockError):
             remove_files(session, bundle)
         raise
-    session.node_verb(session.head, "start", bundle.path, timeout=_TIMEOUT_S).checked(session.head)
     return bundle
 
 

@@ -17,6 +17,7 @@ from tridock.ops.hosts.session import Session
 from tridock.ops.runs.preflight import check_nodes
 from tridock.ops.runs.prepare import Prepared, assumptions_for, prepare, with_hosts_gpu
 from tridock.ops.runs.provenance import Approve
+from tridock.ops.runs.registry import refuse_slots_in_use
 from tridock.remote import Host
 
 _TIMEOUT_S = 60.0
@@ -73,14 +74,18 @@ def launch(
     prepared: Prepared,
     *,
     check: bool = True,
+    share: bool = False,
     approve: Approve | None = None,
 ) -> RunBundle:
     """Brings the nodes up, checks what the run needs, puts its folder on every node and starts it on the head.
 
-    ``check`` is the doctor's quick part; without it only the run's own files and its port are looked at. ``approve``
-    is given the run's manifest and plan before anything is written, and may raise.
+    ``check`` is the doctor's quick part; without it only the run's own files and its port are looked at. ``share``
+    allows slots that another run has in use. ``approve`` is given the run's manifest and plan before anything is
+    written, and may raise.
     """
     image_id = ensure_up(session)
+    if not share:
+        refuse_slots_in_use(session)
     if check:
         check_quickly(session, on_cpu=prepared.experiment.env.get("DS_ACCELERATOR") == "cpu")
     found = check_nodes(session, prepared.config, prepared.experiment, prepared.plan)
@@ -91,12 +96,12 @@ def launch(
 
     try:
         put_files(session, bundle)
+        session.node_verb(session.head, "start", bundle.path, timeout=_TIMEOUT_S).checked(session.head)
     except TridockError:
         # A folder on some of the nodes would be a run that never starts.
         with suppress(TridockError):
             remove_files(session, bundle)
         raise
-    session.node_verb(session.head, "start", bundle.path, timeout=_TIMEOUT_S).checked(session.head)
     return bundle
 
 

@@ -47,6 +47,19 @@ def list_runs(session: Session) -> list[RunInfo]:
     return sorted(found.values(), key=lambda run: (run.created, run.run_id))
 
 
+def refuse_slots_in_use(session: Session) -> None:
+    """Raises :class:`RequestError` with the active runs that have slots of this cluster in use."""
+    problems = []
+    for run in list_runs(session):
+        shared = {node: sorted({*run.slots.get(node, ())} & {*slots}) for node, slots in session.cluster.slots.items()}
+        if got := ", ".join(f"{node}: {','.join(map(str, slots))}" for node, slots in shared.items() if slots):
+            see = f"tridock logs {session.cluster.hosts_option} --run {run.run_id}"
+            todo = f"wait for it ({see}), stop it (tridock stop), leave its slots out (--exclude), or give --share"
+            problems.append(Problem(run.run_id, "is running on slots that this run would use", got, todo))
+    if problems:
+        raise RequestError(problems)
+
+
 def choose_run(session: Session, run_id: str | None, *, active: bool) -> Run:
     """The run that a task is about: the one named, or else the only active one, or else (logs, fetch) the last.
 

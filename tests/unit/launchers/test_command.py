@@ -36,7 +36,7 @@ def test_every_node_has_its_script() -> None:
     )
     assert json.loads(files["manifest.json"]) == {"tridock": "1", "run_id": ID}
     assert json.loads(files["plan.json"])["ranks"] == [
-        {"rank": rank, "node": "ab"[rank // 2], "slot": rank % 2} for rank in range(4)
+        {"rank": rank, "node": "ab"[rank // 2], "slot": rank} for rank in range(4)
     ]
 
 

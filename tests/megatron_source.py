@@ -37,8 +37,9 @@ PREPROCESS_DATA_FAST = """
 import runpy, sys, types
 source = sys.argv.pop(1)
 sys.path.insert(0, source)
-training, arguments = map(types.ModuleType, ("megatron.training", "megatron.training.arguments"))
-training.__path__ = []
+names = ("megatron.core", "megatron.training", "megatron.training.arguments")
+core, training, arguments = map(types.ModuleType, names)
+core.__path__, training.__path__ = [f"{source}/megatron/core"], []
 def add(parser):
     parser.add_argument("--tokenizer-type")
     parser.add_argument("--tokenizer-model")
@@ -48,12 +49,13 @@ def add(parser):
     parser.set_defaults(**dict.fromkeys(absent), **dict.fromkeys(off, False))
     return parser
 arguments._add_tokenizer_args = add
-sys.modules |= {training.__name__: training, arguments.__name__: arguments}
+sys.modules |= dict(zip(names, (core, training, arguments)))
 sys.argv[0] = f"{source}/tools/preprocess_data_fast.py"
+import megatron.core.parallel_state
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 """Runs today's tools/preprocess_data_fast.py: argv is upstream's folder and the script's flags. Of all the arguments
-of a training run it takes those of the tokenizer."""
+of a training run it takes those of the tokenizer, and it imports no more of megatron.core than it uses."""
 
 
 def pristine_source(target: Path) -> Path:

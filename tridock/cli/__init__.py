@@ -7,6 +7,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from tridock import __version__
@@ -30,6 +31,9 @@ def main(argv: Sequence[str] | None = None, program: str = "tridock") -> int:
 
     ``program`` is the name that help and hints have: ``fab`` for Fabric's tasks.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller; a file that is opened later must not take its place
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115  open until the end
     if isinstance(sys.stdout, io.TextIOWrapper):
         # `| tee log` shows each line as soon as it is printed. File names may be any bytes.
         sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")

@@ -135,6 +135,13 @@ def test_names_that_lead_nowhere(folder: Path, capsys: pytest.CaptureFixture[str
         assert f"error: argument {option}: the name is empty\n" in capsys.readouterr().err
 
 
+def test_closed_outputs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(gpt2("--encoder", "reference")) == 0
+    assert main(gpt2("--input", "")) == 2
+
+
 def test_text_has_no_keys(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("x.txt").write_text("one\n")
     assert main(gpt2("--input", "x.txt", "--json-keys", "a", "b")) == 2

@@ -293,6 +293,11 @@ def test_parquet(tmp_path: Path) -> None:
         f"{path}:1: the rest of the file cannot be read; got 'utf-8' codec can't decode byte 0xff in position 0: "
         f"invalid start byte; {TODO}"
     )
+    chunks = read_chunks(0, find_sources([str(path)])[0], ["text"], 9)
+    path.rename(tmp_path / "old")
+    path.write_bytes(data)
+    replaced = f"{path}: changed while it was read; stop all writers, and start from the beginning"
+    assert message(lambda: list(chunks)) == replaced
     path.write_bytes(data[:-20])
     text = message(lambda: list(read_chunks(0, source, ["text"], 9)))
     assert text.startswith(f"{path}: is not valid Parquet; got Parquet magic bytes not found in footer.")

@@ -74,6 +74,13 @@ def test_used_at_once_by_preprocess_and_megatron(capsys: pytest.CaptureFixture[s
     assert "note" not in out
 
 
+def test_into_the_current_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("t").mkdir()
+    monkeypatch.chdir("t")
+    assert main(train("--input", "../a.jsonl", "--output", ".")) == 0
+    assert sorted(files(".")) == FILES
+
+
 def test_the_same_bytes_each_time_however_the_texts_come(monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(train()) == 0
     first = files("t")

@@ -93,6 +93,7 @@ def test_folders_and_several(command: Command, whole: Path) -> None:
     Path("g").mkdir()
     todo = "give prefixes of data sets, or folders that contain some"
     assert command.problems("g", "d") == [f"g: contains no data set; got no .bin and .idx; {todo}"]
+    assert command.problems("") == ["the prefix: is empty; give prefixes of data sets, or folders"]
     Path("f/b.idx").unlink()
     patch(Path("f/a.bin"), 0, "<H", 1000)
     assert command.problems(".", "f") == [

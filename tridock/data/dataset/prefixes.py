@@ -19,6 +19,9 @@ def find_prefixes(inputs: Sequence[str]) -> list[Path]:
     problems: list[Problem] = []
     for given in inputs:
         path = Path(given)
+        if not given:
+            problems.append(Problem("the prefix", "is empty", "", "give prefixes of data sets, or folders"))
+            continue
         if not path.is_dir() or (path.name and (bin_path(path).is_file() or idx_path(path).is_file())):
             found.append(path)
             continue

@@ -61,9 +61,9 @@ class Identity:
     modified_ns: int
 
     @classmethod
-    def of(cls, file: int) -> Identity:
-        """That of an open file."""
-        found = os.fstat(file)
+    def of(cls, file: int | Path) -> Identity:
+        """That of an open file, or of the file that has a name now."""
+        found = os.stat(file)  # noqa: PTH116  descriptors too
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
@@ -319,6 +319,7 @@ class _Parquet:
         assert source.path is not None  # Parquet from standard input is refused
         self._source = source
         self._path = source.path
+        self._before = Identity.of(source.path)
         try:
             self._file = parquet.ParquetFile(source.path)
         except Exception as error:  # pyarrow raises many types
@@ -331,7 +332,7 @@ class _Parquet:
             raise RequestError([Problem(source.name, f"has no column {key!r}", got, todo) for key in absent])
         self._columns = list(dict.fromkeys(keys))
         self._done = 0
-        self.modified_ns = source.path.stat().st_mtime_ns
+        self.modified_ns = self._before.modified_ns
 
     def read(self, _size: int) -> Iterator[bytes]:
         """Yields batches of rows, because their size in bytes is unknown beforehand."""
@@ -351,4 +352,7 @@ class _Parquet:
         return self._source.bytes * self._done // max(rows, 1)
 
     def facts(self) -> Input:
-        return Input(name=self._source.file_name, bytes=self._source.bytes, sha256=sha256_of(self._path))
+        digest = sha256_of(self._path)
+        if Identity.of(self._path) != self._before:
+            raise changed(self._source)
+        return Input(name=self._source.file_name, bytes=self._before.size, sha256=digest)

@@ -160,7 +160,9 @@ class BytePairTokenizer:
         text = self._tokenizer.to_str(pretty=True)
         model = json.loads(text)["model"]
         merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in model["merges"]]
-        partial = folder.with_name(f".{folder.name}.{os.getpid()}.{secrets.token_hex(4)}.part")
+        # In a folder that exists, which may be the current one, and whose parent may be read-only.
+        place = folder if folder.exists() else folder.parent
+        partial = place / f".{folder.name}.{os.getpid()}.{secrets.token_hex(4)}.part"
         try:
             write_atomic(partial / "vocab.json", json.dumps(model["vocab"], ensure_ascii=False).encode())
             write_atomic(partial / "merges.txt", "\n".join(["#version: 0.2", *merges, ""]).encode())

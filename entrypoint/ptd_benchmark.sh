@@ -2,7 +2,7 @@
 # Trains a GPT as trainer.py of PyTorch's data parallel benchmark does, under torchrun: DDP, FSDP, tensor parallelism, or
 # a pipeline of data parallel replicas (pdp).
 #
-#   docker compose run trainer ptd_benchmark.sh [options of torchrun] [options of trainer.py]
+#   docker compose run --rm trainer ptd_benchmark.sh [options of torchrun] [options of trainer.py]
 #   ptd_benchmark.sh --nproc_per_node=2
 #   ptd_benchmark.sh --nproc_per_node=1 --ndevice_per_proc=2 --mode=pdp
 #

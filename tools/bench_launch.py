@@ -26,6 +26,7 @@ SHORT = [
     "train.eval_interval=0",
     "train.save=false",
 ]
+GOAL = 1.15
 ONE_SLOT_A_NODE = "node-1:0@node-2:0"  # more ranks than cores would measure the machine
 FIRST_STEP = "iteration 1/1 "
 
@@ -82,10 +83,12 @@ def main() -> None:
     ratio = medians["fab launch"] / medians["deepspeed by hand"]
     # What else the machine does only ever adds: where the two figures differ, it was not quiet.
     least = min(times["fab launch"]) / min(times["deepspeed by hand"])
-    print(f"ratio of the medians {ratio:.3f}, of the least {least:.3f}; the goal is at most 1.15")
+    print(f"ratio of the medians {ratio:.3f}, of the least {least:.3f}; the goal is at most {GOAL}")
     Path("runs/bench-launch.json").write_text(
         json.dumps({"seconds": times, "ratio": ratio, "ratio_of_least": least}, indent=2) + "\n"
     )
+    if min(ratio, least) > GOAL:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

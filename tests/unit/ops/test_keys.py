@@ -94,9 +94,24 @@ def test_wrong_modes_are_mended(tmp_path: Path) -> None:
     store(tmp_path).ensure()
     before = contents(tmp_path)
     for path in [tmp_path / ".tridock", *(tmp_path / ".tridock").rglob("*")]:
-        path.chmod(0o777)
+        if path.name != ".keys.json":
+            path.chmod(0o777)
     store(tmp_path).ensure()
     assert contents(tmp_path) == before
+
+
+def test_keys_that_others_can_read_are_refused(tmp_path: Path) -> None:
+    store(tmp_path).ensure()
+    keys = tmp_path / ".tridock/lab/.keys.json"
+    keys.chmod(0o644)
+    with pytest.raises(RequestError) as caught:
+        store(tmp_path).ensure()
+    assert str(caught.value) == (
+        f"{keys}: can be read by others than you; got mode 644; make new keys: tridock keys --rotate; "
+        f"to keep these: chmod 600 {keys}"
+    )
+    store(tmp_path).rotate()
+    store(tmp_path).ensure()
 
 
 def test_what_is_missing_or_damaged_in_a_nodes_folder_is_written_again(tmp_path: Path) -> None:

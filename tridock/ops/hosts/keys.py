@@ -6,6 +6,7 @@ command repairs what an interrupted one left. A node's folder is what its contai
 
 import fcntl
 import os
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -92,6 +93,9 @@ class KeyStore:
     def _read(self) -> ClusterKeys | None:
         path = self.folder / _KEYS
         try:
+            if (mode := path.stat().st_mode & 0o7777) & 0o077:
+                todo = f"make new keys: tridock keys --rotate; to keep these: chmod 600 {shlex.quote(str(path))}"
+                raise RequestError(Problem(str(path), "can be read by others than you", f"mode {mode:03o}", todo))
             return ClusterKeys.from_json(path.read_bytes())
         except FileNotFoundError:
             return None

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from tridock import __version__
-from tridock.cli import bench, cluster, completion, data, launch, plan, project, run, runs, slurm, train
+from tridock.cli import bench, cluster, completion, data, launch, plan, project, run, runs, slurm, train, weights
 from tridock.cli.options import HelpFormatter
 from tridock.errors import EXIT_INTERRUPTED, TridockError, extras_explained
 
@@ -65,6 +65,6 @@ def build_parser(program: str = "tridock") -> argparse.ArgumentParser:
         "--version", action="version", version=f"tridock {__version__}", help="show the version and exit"
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (train, plan, cluster, launch, run, runs, data, slurm, bench, project, completion):
+    for module in (train, plan, cluster, launch, run, runs, weights, data, slurm, bench, project, completion):
         module.add(commands)
     return parser

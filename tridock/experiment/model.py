@@ -63,7 +63,7 @@ class Model(Section):
     rotary_base: Positive = Field(default=10000, description="rope: base of the rotations' periods (theta).")
     rotary_percent: float = Field(default=1.0, gt=0.0, le=1.0, description="rope: share of each head that is rotated.")
     use_rope_scaling: bool = Field(
-        default=False, description="rope: stretch long periods for longer contexts than 8192, as Llama 3.1 does."
+        default=False, description="rope: scale long periods, for contexts of more than 8192 tokens, as Llama 3.1 does."
     )
     rope_scaling_factor: float = Field(
         default=8.0, ge=1.0, description="use_rope_scaling: factor of the longest periods."

@@ -157,6 +157,9 @@ class LossScale(Section):
     hysteresis: Positive = Field(default=2, description="Overflows before the dynamic scale halves.")
 
 
+_PRETRAINED: Final = "hf:"
+
+
 class Train(Section):
     """Length of the run and what is reported and kept."""
 
@@ -184,7 +187,8 @@ class Train(Section):
     load: str | None = Field(
         default=None,
         description="Checkpoint folder to continue from (of a run: runs/<run-id>/checkpoints). The same as"
-        " checkpoint_folder: the first run, which finds no checkpoint there, begins from scratch.",
+        " checkpoint_folder: the first run, which finds no checkpoint there, begins from scratch. hf:FOLDER: begin with"
+        " the weights in a folder of transformers'.",
     )
     seed: Count = Field(default=1234, description="Seed of the weights, dropout and the order of the data.")
     compile: bool = Field(
@@ -201,6 +205,12 @@ class Train(Section):
         description="Run the last so many iterations under torch's profiler: traces in the run's profile/, and the"
         " share of their time that goes into communication. 0 for none.",
     )
+
+    @property
+    def pretrained_folder(self) -> str | None:
+        """The folder of transformers' that ``load`` names, if it does."""
+        is_one = self.load is not None and self.load.startswith(_PRETRAINED)
+        return self.load.removeprefix(_PRETRAINED) if self.load is not None and is_one else None
 
     @property
     def loads_own_folder(self) -> bool:

@@ -28,6 +28,7 @@ from tridock.train.checkpoints.saver import Saver, saves_in_background
 from tridock.train.data.dataset import load_splits, mixed_seed
 from tridock.train.data.images import load_images
 from tridock.train.data.prefetch import Arrays, Prefetcher, Split
+from tridock.train.huggingface.weights import Pretrained
 from tridock.train.models.gpt import GPT, Shape
 from tridock.train.models.resnet import ResNet
 from tridock.train.parallel.mesh import STAGES, Mesh
@@ -87,8 +88,12 @@ def torch_parts(experiment: Experiment, run_folder: Path, workspace: Path, ranks
         else:
             model = GPT(shape := Shape.of(experiment.model, splits["train"].vocab_size))
             rows = shape.padded_vocab_size
+    tokens = experiment.model.vocab_size if experiment.model.is_vision else splits["train"].vocab_size
     parameters = sum(parameter.numel() for parameter in model.parameters())
     with agree_on_errors(ranks):
+        if experiment.train.pretrained_folder is not None:
+            folder = workspace / experiment.train.pretrained_folder
+            model.given_weights = Pretrained.of(folder, experiment, tokens).items
         if mesh is None:
             if experiment.train.compile:
                 model.compile_layers()
@@ -100,7 +105,7 @@ def torch_parts(experiment: Experiment, run_folder: Path, workspace: Path, ranks
     return Parts(
         splits=splits,
         strategy=strategy,
-        progress=Progress.of(experiment, ranks, rows),
+        progress=Progress.of(experiment, ranks, tokens, rows),
         parameters=parameters,
         description=f"{experiment.parallel.strategy}{zero}" if mesh is None else mesh.description,
         replica=replica,
@@ -135,7 +140,9 @@ class Trainer:
         if parts.shared_checkpoints and experiment.train.save:
             self.checkpoints.require_shared()
         loaded = None
-        if experiment.train.load is not None:
+        if experiment.train.pretrained_folder is not None:
+            self.event(Event.CHECKPOINT_LOADED, folder=experiment.train.load, iteration=0)
+        elif experiment.train.load is not None:
             source = workspace / experiment.train.load
             if experiment.train.loads_own_folder and not holds_checkpoint(source, parts.checkpoint_names, ranks):
                 self.say(f"{source} holds no checkpoint yet: training begins from scratch")

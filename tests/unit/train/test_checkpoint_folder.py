@@ -26,7 +26,7 @@ ZERO = {"parallel.strategy": "zero", "parallel.zero_stage": 2}
 
 
 def progress(**fields: object) -> Progress:
-    return Progress.of(experiment(**fields), RANKS, padded_vocab_size=128)
+    return Progress.of(experiment(**fields), RANKS, 100, padded_vocab_size=128)
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,9 @@ def problems(experiment: Experiment) -> Iterator[Problem]:
             yield Problem(f"data.{field}", "Megatron v1.1.5 reads GPT-2's tokenizer", "nothing", todo)
     if experiment.train.seed == 0:
         yield Problem("train.seed", "Megatron v1.1.5 wants a positive seed", "0", "use 1 or more", (1,))
+    if experiment.train.pretrained_folder is not None:
+        what, todo = "Megatron v1.1.5 loads its own checkpoints only", "use engine torch or megatron-core"
+        yield Problem("train.load", what, str(experiment.train.load), todo)
     yield from _warmup_problems(experiment)
     yield from zero_stage_problems(experiment)
     for word in experiment.megatron_args:

@@ -36,9 +36,11 @@ class Progress:
     model: dict[str, int | float | bool | str | None]
     engine: str = "torch"
     use_distributed_optimizer: bool = False
+    vocab_size: int | None = None
+    """Tokens, without the padding of the vocabulary."""
 
     @classmethod
-    def of(cls, experiment: Experiment, ranks: Ranks, padded_vocab_size: int) -> Progress:
+    def of(cls, experiment: Experiment, ranks: Ranks, vocab_size: int | None, padded_vocab_size: int) -> Progress:
         """The beginning of an experiment."""
         model = experiment.model
         return cls(
@@ -58,6 +60,7 @@ class Progress:
             },
             engine=experiment.engine,
             use_distributed_optimizer=experiment.parallel.use_distributed_optimizer,
+            vocab_size=vocab_size,
         )
 
     def to_bytes(self) -> bytes:

@@ -23,8 +23,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tridock.experiment.schema import Experiment
+from tridock.train.huggingface.weights import Pretrained
 from tridock.train.megatron_core.attention import FusedAttention
+from tridock.train.megatron_core.names import parts_of
 from tridock.train.models.cross_entropy import token_losses
+from tridock.train.models.layered import with_rows
 
 BLOCK: Final = 1 << 16
 """Elements that are drawn at a time; a longer row, whole."""
@@ -53,7 +56,9 @@ class GPT(GPTModel):
         return losses.view(logits.shape[:2]).t().contiguous()
 
 
-def build_chunks(experiment: Experiment, tokens: int, padded: int, device: torch.device) -> list[nn.Module]:
+def build_chunks(
+    experiment: Experiment, tokens: int, padded: int, device: torch.device, pretrained: Pretrained | None = None
+) -> list[nn.Module]:
     """This rank's runs of layers, one or (interleaved) several, each as megatron-core's data parallel module.
 
     The vocabulary has ``tokens``, and the embedding as many rows as that ``padded`` for the tensor parallel ranks.
@@ -79,7 +84,10 @@ def build_chunks(experiment: Experiment, tokens: int, padded: int, device: torch
             vp_stage=stage,
             tokens=tokens,
         )
-        initialize(chunk.to(device), experiment)
+        if pretrained is None:
+            initialize(chunk.to(device), experiment)
+        else:
+            copy_weights(chunk.to(device), pretrained)
         chunks.append(chunk if experiment.precision == "fp32" else Float16Module(config, chunk))
     return [_data_parallel(config, chunk, number, experiment) for number, chunk in enumerate(chunks)]
 
@@ -186,6 +194,16 @@ def initialize(model: nn.Module, experiment: Experiment) -> None:
             continue
         scale = onto_residual if key.endswith(("linear_proj.weight", "linear_fc2.weight")) else std
         draw(sharded, scale, experiment.train.seed)
+
+
+def copy_weights(model: nn.Module, pretrained: Pretrained) -> None:
+    """This rank's part of each weight; rows beyond the vocabulary are zeros."""
+    parts = parts_of(pretrained.model, pretrained.names)
+    for _, sharded in sharded_weights(model):
+        whole = torch.cat([pretrained.read(name) for name in parts[sharded.key]])
+        whole = with_rows(whole, sharded.global_shape[0])
+        share = zip(sharded.global_offset, sharded.local_shape, strict=True)
+        sharded.data.detach().copy_(whole[tuple(slice(start, start + size) for start, size in share)])
 
 
 def sharded_weights(model: nn.Module) -> Iterator[tuple[str, ShardedTensor]]:

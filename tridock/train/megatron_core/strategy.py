@@ -22,6 +22,7 @@ from tridock.train.checkpoints.files import MEGATRON
 from tridock.train.checkpoints.progress import Progress
 from tridock.train.checkpoints.snapshot import Write
 from tridock.train.data.dataset import load_splits
+from tridock.train.huggingface.weights import Pretrained
 from tridock.train.megatron_core import checkpoint
 from tridock.train.megatron_core.attention import positions
 from tridock.train.megatron_core.layout import Layout
@@ -37,9 +38,17 @@ from tridock.train.trainer import Parts, check_batch
 class MegatronCore:
     """This rank's part of the model, its optimizer, and megatron-core's schedule over both."""
 
-    def __init__(self, experiment: Experiment, tokens: int, padded: int, layout: Layout, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        experiment: Experiment,
+        tokens: int,
+        padded: int,
+        layout: Layout,
+        ranks: Ranks,
+        pretrained: Pretrained | None = None,
+    ) -> None:
         self.experiment, self.layout, self.device = experiment, layout, ranks.device
-        self.chunks = build_chunks(experiment, tokens, padded, ranks.device)
+        self.chunks = build_chunks(experiment, tokens, padded, ranks.device, pretrained)
         self.optimizer = get_megatron_optimizer(
             optimizer_config(experiment), self.chunks, use_gloo_process_groups=False
         )
@@ -217,13 +226,16 @@ def megatron_core_parts(experiment: Experiment, _run_folder: Path, workspace: Pa
     with agree_on_errors(ranks):
         check_batch(experiment, layout.data_parallel_size)
         splits = gpt_splits(experiment, workspace, load_splits(experiment, workspace))
+        tokens, pretrained = splits["train"].vocab_size, None
+        if experiment.train.pretrained_folder is not None:
+            pretrained = Pretrained.of(workspace / experiment.train.pretrained_folder, experiment, tokens)
     # A checkpoint fits another tensor parallel size, whose padding is another: it goes by the one without.
-    shape = Shape.of(experiment.model, splits["train"].vocab_size)
+    shape = Shape.of(experiment.model, tokens)
     padded = engine_of(experiment).padded_vocab_size(shape.padded_vocab_size, experiment)
     return Parts(
         splits=splits,
-        strategy=MegatronCore(experiment, splits["train"].vocab_size, padded, layout, ranks),
-        progress=Progress.of(experiment, ranks, shape.padded_vocab_size),
+        strategy=MegatronCore(experiment, tokens, padded, layout, ranks, pretrained),
+        progress=Progress.of(experiment, ranks, tokens, shape.padded_vocab_size),
         parameters=model_parameters(experiment.model, padded),
         description=layout.description,
         replica=layout.data_parallel_rank,

@@ -14,6 +14,8 @@ class LayeredModel(nn.Module):
     """Built on the meta device, it has no weights; :func:`draw_weights` draws them."""
 
     layers: nn.ModuleDict
+    given_weights: Callable[[], Iterable[tuple[str, Tensor]]] | None = None
+    """Gives each weight with its name, instead of random ones; rows that they lack are zeros."""
 
     def initialize(self, name: str, module: nn.Module) -> bool:
         """Sets the weights of a module that torch would initialize differently; returns whether it is such a one."""
@@ -29,11 +31,21 @@ def draw_weights(model: LayeredModel, take: Callable[[str, Tensor], None]) -> No
 
     The values are those that the constructor draws there. The tensors of one module exist at a time.
     """
+    if model.given_weights is not None:
+        for name, value in model.given_weights():
+            take(name, with_rows(value, model.get_parameter(name).shape[0]))
+        return
     # The constructor of a model runs those of all its modules before `initialize_modules`.
     for is_second_draw in (False, True):
         for name, module in model.named_modules():
             if module._parameters or module._buffers:
                 _draw_module(model, name, module, is_second_draw, take)
+
+
+def with_rows(tensor: Tensor, rows: int) -> Tensor:
+    """The tensor with zeros for the rows that it lacks."""
+    missing = rows - tensor.shape[0]
+    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing > 0 else tensor
 
 
 def _draw_module(

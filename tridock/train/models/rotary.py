@@ -1,4 +1,4 @@
-"""Rotary position embeddings (Su et al., 2021), by halves of a head, and Llama 3.1's stretch of long periods."""
+"""Rotary position embeddings (Su et al., 2021), by halves of a head, and Llama 3.1's scaling of long periods."""
 
 import math
 from typing import Final
@@ -13,7 +13,7 @@ Rotation = tuple[Tensor, Tensor]
 LOW_FREQUENCY: Final = 1.0
 HIGH_FREQUENCY: Final = 4.0
 ORIGINAL_CONTEXT: Final = 8192
-"""Llama 3.1's: periods of more than ORIGINAL_CONTEXT / LOW_FREQUENCY tokens are stretched by the whole factor, those of
+"""Llama 3.1's: periods of more than ORIGINAL_CONTEXT / LOW_FREQUENCY tokens are scaled by the whole factor, those of
 less than ORIGINAL_CONTEXT / HIGH_FREQUENCY are not."""
 
 
@@ -22,12 +22,12 @@ def rotation(model: Model, length: int, device: torch.device) -> Rotation:
     pairs = torch.arange(0, model.rotary_size, 2, dtype=torch.float32, device=device)
     frequencies = 1.0 / (model.rotary_base ** (pairs / model.rotary_size))
     if model.use_rope_scaling:
-        frequencies = _stretched(frequencies, model.rope_scaling_factor)
+        frequencies = _scaled(frequencies, model.rope_scaling_factor)
     angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), frequencies)
     return angles.cos(), angles.sin()
 
 
-def _stretched(frequencies: Tensor, factor: float) -> Tensor:
+def _scaled(frequencies: Tensor, factor: float) -> Tensor:
     turns = ORIGINAL_CONTEXT * frequencies / (2 * math.pi)
     share = ((turns - LOW_FREQUENCY) / (HIGH_FREQUENCY - LOW_FREQUENCY)).clamp(0.0, 1.0)
     return (1 - share) * frequencies / factor + share * frequencies

@@ -1,0 +1,94 @@
+"""Runs of every layout become the same folder of transformers', and begin with one without a difference."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.ranks import asked_for, make_run, run_several, thinned
+from tests.distributed.test_shared_models import LLAMA, PP, QWEN3, STRATEGY, TP, VPP
+from tridock.train.huggingface.export import export
+
+pytest.importorskip("safetensors")
+pytest.importorskip("megatron.core", exc_type=ImportError)
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+
+CORE = {"engine": "megatron-core", STRATEGY: "ddp", "model.make_vocab_size_divisible_by": 9}
+SP = "parallel.sequence_parallel"
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "ddp": (1, {}),
+    "zero1": (2, {STRATEGY: "zero", "parallel.zero_stage": 1}),
+    "zero3": (2, {STRATEGY: "zero", "parallel.zero_stage": 3}),
+    "fsdp": (2, {STRATEGY: "fsdp"}),
+    "tp2": (2, {TP: 2}),
+    "pp2-interleaved": (2, {PP: 2, VPP: 2, "parallel.pipeline_schedule": "interleaved"}),
+    "core-one": (1, CORE),
+    "core-dp2": (2, {**CORE, "parallel.use_distributed_optimizer": True}),
+    "core-tp2": (2, {**CORE, TP: 2, SP: True}),
+    "core-pp2-vpp2": (2, {**CORE, PP: 2, VPP: 2}),
+    "core-tp2-pp2": (4, {**CORE, TP: 2, PP: 2}),
+}
+KINDS = {"gpt2": {}, "llama": LLAMA, "qwen3": QWEN3}
+CASES = {f"{kind}-{layout}": (kind, layout) for kind in KINDS for layout in LAYOUTS}
+SOME_CASES = ("gpt2-zero3", "llama-core-pp2-vpp2", "qwen3-tp2", "qwen3-core-tp2")
+STILL = {
+    "model.num_layers": 4, "optimizer.lr": 1e-30, "optimizer.min_lr": 0.0, "train.train_iters": 1, "train.save": True,
+    "optimizer.lr_warmup_iters": 0,
+}  # fmt: skip
+"""One step that changes no weight."""
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def exported(run: Path) -> Path:
+    folder = run.parent / f"{run.name}-hf"
+    export(run, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def origins(workspace: Path) -> dict[str, Path]:
+    """Of each kind the folder that the other runs begin with: a run's own, with other weights than it began with."""
+    moved = {**STILL, "optimizer.lr": 0.05, "train.train_iters": 2}
+    runs = {kind: make_run(workspace, f"origin-{kind}", 1, **{**moved, **own}) for kind, own in KINDS.items()}
+    run_several(list(runs.values()), 1)
+    return {kind: exported(run) for kind, run in runs.items()}
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest, workspace: Path, origins: dict[str, Path]) -> dict[str, Path]:
+    asked = asked_for(request, CASES, SOME_CASES)
+    found = {}
+    for name, (kind, layout) in asked.items():
+        ranks, fields = LAYOUTS[layout]
+        load = {"train.load": f"hf:runs/{origins[kind].name}"}
+        found[name] = make_run(workspace, name, ranks, **{**STILL, **KINDS[kind], **fields, **load})
+    for ranks in (1, 2, 4):
+        for is_core in (False, True):
+            together = [
+                found[name]
+                for name, (_, layout) in asked.items()
+                if LAYOUTS[layout][0] == ranks and layout.startswith("core") == is_core
+            ]
+            if together:
+                run_several(together, ranks)
+    return found
+
+
+@pytest.mark.parametrize("name", thinned(CASES, SOME_CASES))
+def test_weights_go_through_a_run_unchanged(runs: dict[str, Path], origins: dict[str, Path], name: str) -> None:
+    origin, folder = origins[CASES[name][0]], exported(runs[name])
+    found, wanted = weights(folder), weights(origin)
+    assert found.keys() == wanted.keys()
+    assert [key for key in found if not torch.equal(found[key], wanted[key])] == []
+    configs = [json.loads((one / "config.json").read_text()) for one in (folder, origin)]
+    assert configs[0] == configs[1]

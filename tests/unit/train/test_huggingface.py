@@ -1,0 +1,121 @@
+"""Folders of transformers': written and read without a difference, and with the same logits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.experiments import with_fields
+from tridock.errors import RequestError
+from tridock.experiment.model import Model
+from tridock.train.huggingface.families import config_of, family_of, model_fields
+from tridock.train.huggingface.weights import Pretrained, exported, names_of
+from tridock.train.models.gpt import GPT, Shape
+
+TOKENS = 50
+GPT2: dict[str, Any] = {
+    "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "hidden_dropout": 0.0,
+    "attention_dropout": 0.0, "make_vocab_size_divisible_by": 16,
+}  # fmt: skip
+LLAMA = {
+    **GPT2, "num_query_groups": 2, "ffn_hidden_size": 48, "normalization": "RMSNorm", "norm_epsilon": 1e-6,
+    "position_embedding_type": "rope", "rotary_base": 500000, "swiglu": True, "add_bias_linear": False,
+}  # fmt: skip
+UNTIED = {"untie_embeddings_and_output_weights": True}
+KINDS = {
+    "gpt2": GPT2,
+    "llama": {**LLAMA, "use_rope_scaling": True, "rope_scaling_factor": 32.0},
+    "llama-untied": {**LLAMA, **UNTIED, "kv_channels": 16},
+    "qwen2": {**LLAMA, "add_qkv_bias": True},
+    "qwen3": {**LLAMA, **UNTIED, "qk_layernorm": True, "kv_channels": 12},
+}
+
+
+@pytest.fixture(params=KINDS)
+def gpt(request: pytest.FixtureRequest) -> GPT:
+    torch.manual_seed(1)
+    model = GPT(Shape.of(Model.model_validate(KINDS[request.param]), TOKENS)).eval()
+    with torch.no_grad():
+        for weight in model.parameters():  # biases and norms, too
+            weight += 0.2 * torch.randn_like(weight)
+    return model
+
+
+def written(gpt: GPT, folder: Path) -> Path:
+    from safetensors.torch import save_file
+
+    weights = dict(gpt.named_parameters())
+    tensors = {name: it.detach().clone() for name, it in exported(gpt.shape.model, TOKENS, weights.__getitem__)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config_of(gpt.shape.model, TOKENS, "float32", None)))
+    return folder
+
+
+def experiment(**model: Any) -> Any:
+    base = {
+        "name": "x",
+        "model": model,
+        "batch": {"micro_batch_size": 1},
+        "data": {"data_path": "x"},
+        "train": {"train_iters": 1},
+    }
+    return with_fields(base, {})
+
+
+def test_transformers_has_the_same_logits(gpt: GPT, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(written(gpt, tmp_path), dtype=torch.float32)
+    tokens = torch.randint(TOKENS, (2, 16))
+    with torch.no_grad():
+        wanted, found = theirs(tokens).logits, gpt(tokens)[..., :TOKENS]
+    assert found.std() > 0.5
+    assert torch.allclose(found, wanted, atol=1e-5, rtol=0)
+    config = json.loads(theirs.config.to_json_string())
+    again = model_fields(config, "config.json")
+    assert again == model_fields(json.loads((tmp_path / "config.json").read_text()), "config.json")
+
+
+def test_the_weights_come_back_bit_for_bit(gpt: GPT, tmp_path: Path) -> None:
+    model = gpt.shape.model
+    read = Pretrained.of(written(gpt, tmp_path), experiment(**model.model_dump(exclude_unset=True)), TOKENS)
+    found = dict(read.items())
+    own = dict(gpt.named_parameters())
+    assert found.keys() == own.keys() == set(names_of(model))
+    for name, weight in own.items():
+        rows = TOKENS if name in ("token_embedding.weight", "output_layer.weight") else len(weight)
+        assert torch.equal(found[name], weight[:rows]), name
+
+
+def test_every_difference_from_the_experiment_is_named(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    folder = written(GPT(Shape.of(Model.model_validate(LLAMA), TOKENS)), tmp_path)
+    with pytest.raises(RequestError) as error:
+        Pretrained.of(folder, experiment(**{**LLAMA, "num_query_groups": 4, "rotary_base": 10000}), 60)
+    assert [str(problem) for problem in error.value.problems] == [
+        f"model.num_query_groups: the model in {folder} has 2; got 4; set it to 2",
+        f"model.rotary_base: the model in {folder} has 500000; got 10000; set it to 500000",
+        f"model.vocab_size: the model in {folder} has 50; got 60; set it to 50",
+    ]
+    Pretrained.of(folder, experiment(**{**LLAMA, "seq_length": 8}), TOKENS)  # shorter samples need no table
+
+
+def test_what_is_not_supported_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RequestError) as error:
+        model_fields({"architectures": ["MambaForCausalLM"]}, "m/config.json")
+    assert str(error.value) == (
+        "m/config.json: is of an architecture that is not supported; got MambaForCausalLM;"
+        " use one of GPT2LMHeadModel, LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"
+    )
+    with pytest.raises(RequestError, match=r"^model.rotary_percent: has no counterpart in transformers; got 0.5; "):
+        family_of(Model.model_validate({**LLAMA, "rotary_percent": 0.5}))
+    config = config_of(Model.model_validate(LLAMA), TOKENS, "float32", None)
+    with pytest.raises(RequestError, match=r"^c: hidden_act: is not supported; got relu; use a model that has silu$"):
+        model_fields({**config, "hidden_act": "relu"}, "c")
+    with pytest.raises(
+        RequestError, match=r"config.json: cannot be read; got No such file or directory; name a folder"
+    ):
+        Pretrained.of(tmp_path, experiment(**LLAMA), TOKENS)

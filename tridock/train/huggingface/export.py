@@ -1,0 +1,127 @@
+"""``python -m tridock.train.huggingface.export``: a run's checkpoint as a folder that transformers loads.
+
+Weights are read and written one after another; at most one file's are in memory.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from tridock.data.tokenize.tokenizer import END_OF_TEXT, TOKENIZER
+from tridock.errors import Problem, RequestError, TridockError
+from tridock.train.huggingface.families import config_of
+from tridock.train.huggingface.saved import Saved
+from tridock.train.huggingface.weights import CONFIG, INDEX, SINGLE, exported
+
+DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FILE_BYTES: Final = 2 << 30
+"""Weights of one file; a larger weight has a file of its own."""
+_TOKENIZER_FILES: Final = (
+    *(TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "tokenizer.model"),
+    *("added_tokens.json", "chat_template.jinja", "generation_config.json"),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tridock.train.huggingface.export", description=__doc__)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--iteration", type=int)
+    parser.add_argument("--dtype", choices=DTYPES)
+    parser.add_argument("--tokenizer", type=Path)
+    given = parser.parse_args()
+    try:
+        export(given.run, given.output, given.iteration, given.dtype, given.tokenizer)
+    except TridockError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def export(
+    run: Path, output: Path, iteration: int | None = None, dtype: str | None = None, tokenizer: Path | None = None
+) -> None:
+    """Writes ``output``, whole or not at all. Raises :class:`RequestError` if it exists, or cannot be made."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise RequestError(Problem("-o", "exists", str(output), "name a new folder"))
+    saved = Saved.open(run, iteration)
+    tokenizer = tokenizer or saved.tokenizer
+    end = _end_of_text(tokenizer)
+    config_of(saved.model, saved.tokens, "", end)  # before anything is written: whether there is such a model
+    partial = output.with_name(f".{output.name}.part")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        names, size, kind = _write_weights(saved, partial, dtype)
+        _write(partial / CONFIG, config_of(saved.model, saved.tokens, kind, end))
+        copied = _copy_tokenizer(tokenizer, partial)
+        if output.exists():
+            output.rmdir()
+        partial.rename(output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    print(f"{saved.description}: {names} weights, {size / 1e6:,.1f} MB in {kind}, written to {output}")
+    if not copied:
+        print("no tokenizer was found: name its folder with --tokenizer")
+
+
+def _write_weights(saved: Saved, folder: Path, dtype: str | None) -> tuple[int, int, str]:
+    """Returns the number of weights, their bytes and their format."""
+    from safetensors.torch import save_file
+
+    files: list[list[str]] = []
+    pending: dict[str, Tensor] = {}
+    total, kind = 0, ""
+
+    def flush() -> None:
+        files.append(list(pending))
+        save_file(pending, folder / f"{len(files)}.safetensors", metadata={"format": "pt"})
+        pending.clear()
+
+    for name, tensor in exported(saved.model, saved.tokens, saved.read):
+        given = tensor.to(DTYPES[dtype]) if dtype else tensor
+        if pending and sum(one.nbytes for one in pending.values()) + given.nbytes > FILE_BYTES:
+            flush()
+        pending[name] = given.clone() if given.data_ptr() == tensor.data_ptr() else given
+        total, kind = total + given.nbytes, str(given.dtype).removeprefix("torch.")
+    flush()
+    if len(files) == 1:
+        (folder / "1.safetensors").rename(folder / SINGLE)
+    else:
+        names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+        for number, file in enumerate(names, start=1):
+            (folder / f"{number}.safetensors").rename(folder / file)
+        weight_map = {name: file for file, members in zip(names, files, strict=True) for name in members}
+        _write(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    return sum(map(len, files)), total, kind
+
+
+def _end_of_text(tokenizer: Path | None) -> int | None:
+    if tokenizer is None or not (tokenizer / TOKENIZER).is_file():
+        return None
+    added = json.loads((tokenizer / TOKENIZER).read_bytes()).get("added_tokens", [])
+    return next((token["id"] for token in added if token["content"] == END_OF_TEXT), None)
+
+
+def _copy_tokenizer(source: Path | None, folder: Path) -> bool:
+    files = [source / name for name in _TOKENIZER_FILES if (source / name).is_file()] if source is not None else []
+    for file in files:
+        shutil.copyfile(file, folder / file.name)
+    if (folder / TOKENIZER).is_file() and not (folder / "tokenizer_config.json").is_file():
+        ends = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+        _write(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **ends})
+    return bool(files)
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""The names that megatron-core gives weights in a checkpoint, by those of engine torch."""
+
+import re
+from collections.abc import Sequence
+from typing import Final
+
+from tridock.experiment.model import Model
+
+_LAYER: Final = re.compile(r"^layers\.(\d+)\.(.+)\.(weight|bias)$")
+_IN_LAYER: Final = {
+    "input_norm": "self_attention.linear_qkv.layer_norm_",
+    "attention.query_key_value": "self_attention.linear_qkv.",
+    "attention.query_norm": "self_attention.q_layernorm.",
+    "attention.key_norm": "self_attention.k_layernorm.",
+    "attention.dense": "self_attention.linear_proj.",
+    "mlp_norm": "mlp.linear_fc1.layer_norm_",
+    "gate": "mlp.linear_fc1.",
+    "dense_h_to_4h": "mlp.linear_fc1.",
+    "dense_4h_to_h": "mlp.linear_fc2.",
+}
+_OUTSIDE: Final = {
+    "token_embedding": "embedding.word_embeddings",
+    "position_embedding": "embedding.position_embeddings",
+    "final_norm": "decoder.final_layernorm",
+    "output_layer": "output_layer",
+}
+
+
+def key_of(name: str) -> str:
+    """megatron-core's name of a weight, or of the one that it is a part of."""
+    if layer := _LAYER.match(name):
+        return f"decoder.layers.{layer[1]}.{_IN_LAYER[layer[2]]}{layer[3]}"
+    module, _, kind = name.partition(".")
+    return f"{_OUTSIDE[module]}.{kind}"
+
+
+def half_of(model: Model, name: str) -> int | None:
+    """Which half of megatron-core's weight it is: SwiGLU's two matrices are one there."""
+    parts = {"gate": 0, "dense_h_to_4h": 1} if model.swiglu else {}
+    return parts.get(name.split(".")[-2])
+
+
+def parts_of(model: Model, names: Sequence[str]) -> dict[str, list[str]]:
+    """The parts of each weight of megatron-core's, in order, by its name."""
+    parts: dict[str, list[str]] = {}
+    for name in sorted(names, key=lambda name: half_of(model, name) or 0):
+        parts.setdefault(key_of(name), []).append(name)
+    return parts

@@ -3,6 +3,7 @@
 Files are memory-mapped, or read by tensor. Names are those of engine torch's model.
 """
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -46,7 +47,8 @@ def _distributed(folder: Path) -> Callable[[str], Tensor]:
 
     def read(key: str) -> Tensor:
         tensor = torch.empty(known[key].size, dtype=known[key].properties.dtype)
-        with safe_metadata_load():
+        with safe_metadata_load(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             dcp.load({key: tensor}, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
         return tensor
 

@@ -1,4 +1,4 @@
-"""``tridock export``: weights in other programs' formats."""
+"""``tridock export`` and ``tridock generate``: what becomes of a run's weights."""
 
 import argparse
 from pathlib import Path
@@ -21,6 +21,19 @@ def add(commands: Commands) -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=text)
     _add_tokenizer(parser)
 
+    parser = add_command(commands, "generate", _generate, "print text from a run's weights", f"{run} --prompt 'def '")
+    text = "run folder (runs/<run-id>), or a folder of transformers'"
+    parser.add_argument("weights", type=Path, metavar="RUN", help=text)
+    parser.add_argument("--prompt", action="append", required=True, metavar="TEXT", help="text to continue; repeatable")
+    parser.add_argument("--iteration", type=int, metavar="N", help="checkpoint to read (default: the newest)")
+    text = "most tokens to generate (default: 50)"
+    parser.add_argument("--max-new-tokens", type=int, metavar="N", help=text)
+    text = "divisor of the logits; 0 takes the likeliest token (default: 1)"
+    parser.add_argument("--temperature", type=float, metavar="T", help=text)
+    parser.add_argument("--top-k", type=int, metavar="K", help="choose among the K likeliest tokens (default: all)")
+    parser.add_argument("--seed", type=int, metavar="N", help="seed of the choices (default: 1234)")
+    _add_tokenizer(parser)
+
 
 def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
     text = "folder of the tokenizer (default: that of train.load, or the one beside the data)"
@@ -34,6 +47,23 @@ def _export(arguments: argparse.Namespace) -> int:
     from tridock.ops.runs.weights import EXPORT, check_run, run_program
 
     check_run(arguments.run)
-    given = {name: getattr(arguments, name) for name in ("output", "iteration", "dtype", "tokenizer")}
-    options = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    options = _options(arguments, "output", "iteration", "dtype", "tokenizer")
     return run_program(EXPORT, [str(arguments.run), *options])
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    """Print text that continues a prompt, from a run's weights or a folder of transformers'. Uses the GPU if there is
+    one.
+    """
+    from tridock.ops.runs.weights import GENERATE, check_run, run_program
+
+    check_run(arguments.weights, or_pretrained=True)
+    prompts = [f"--prompt={prompt}" for prompt in arguments.prompt]
+    names = ("iteration", "tokenizer", "max_new_tokens", "temperature", "top_k", "seed")
+    return run_program(GENERATE, [str(arguments.weights), *prompts, *_options(arguments, *names)])
+
+
+def _options(arguments: argparse.Namespace, *names: str) -> list[str]:
+    """Those that were given."""
+    given = {name.replace("_", "-"): getattr(arguments, name) for name in names}
+    return [f"--{name}={value}" for name, value in given.items() if value is not None]

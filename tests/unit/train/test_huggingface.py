@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from tests.experiments import with_fields
+from tridock.data.tokenize.tokenizer import BytePairTokenizer
 from tridock.errors import RequestError
 from tridock.experiment.model import Model
 from tridock.train.huggingface.families import config_of, family_of, model_fields
+from tridock.train.huggingface.generate import built, sampled
+from tridock.train.huggingface.saved import Saved
 from tridock.train.huggingface.weights import Pretrained, exported, names_of
 from tridock.train.models.gpt import GPT, Shape
 
@@ -45,14 +48,36 @@ def gpt(request: pytest.FixtureRequest) -> GPT:
     return model
 
 
-def written(gpt: GPT, folder: Path) -> Path:
+def written(gpt: GPT, folder: Path, rows: int = TOKENS) -> Path:
     from safetensors.torch import save_file
 
     weights = dict(gpt.named_parameters())
-    tensors = {name: it.detach().clone() for name, it in exported(gpt.shape.model, TOKENS, weights.__getitem__)}
+    tensors = {name: it.detach().clone() for name, it in exported(gpt.shape.model, rows, weights.__getitem__)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config_of(gpt.shape.model, TOKENS, "float32", None)))
+    (folder / "config.json").write_text(json.dumps(config_of(gpt.shape.model, rows, "float32", None)))
     return folder
+
+
+def test_text_is_the_one_of_transformers(gpt: GPT, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(2)
+    tokenizer = BytePairTokenizer.train(["a line of text\n" * 20, "another text\n"], vocab_size=280)
+    wide = GPT(Shape.of(gpt.shape.model.model_copy(update={"vocab_size": 280}), 280)).eval()
+    folder = written(wide, tmp_path, 280)
+    tokenizer.save(folder)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prompt = tokenizer.encode("another text")
+    with torch.no_grad():
+        wanted = theirs.generate(
+            torch.tensor([prompt]),
+            max_new_tokens=6,
+            do_sample=False,
+            eos_token_id=tokenizer.end_of_text,
+            pad_token_id=0,
+        )[0, len(prompt) :].tolist()
+    saved = Saved.open(folder)
+    found = sampled(built(saved, torch.device("cpu")), saved.tokens, prompt, 0.0, 0, 279)
+    assert [next(found) for _ in wanted] == wanted
 
 
 def experiment(**model: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What `tridock export` does: a run's weights, in a process that has torch."""
+"""What `tridock export` and `generate` do: a run's weights, in a process that has torch."""
 
 import subprocess
 import sys
@@ -11,6 +11,9 @@ from tridock.contracts.run_folder import EXPERIMENT
 from tridock.errors import ClusterError, Problem, RequestError
 
 EXPORT: Final = "tridock.train.huggingface.export"
+GENERATE: Final = "tridock.train.huggingface.generate"
+PRETRAINED: Final = "config.json"
+"""In a folder of transformers'."""
 
 
 def run_program(module: str, arguments: Sequence[str]) -> int:
@@ -21,7 +24,9 @@ def run_program(module: str, arguments: Sequence[str]) -> int:
     return subprocess.run([sys.executable, "-m", module, *arguments], check=False).returncode
 
 
-def check_run(run: Path) -> None:
-    """Raises :class:`RequestError` if ``run`` is no run's folder."""
-    if not (run / EXPERIMENT).is_file():
-        raise RequestError(Problem(str(run), f"holds no {EXPERIMENT}", "", "give runs/<run-id>"))
+def check_run(run: Path, *, or_pretrained: bool = False) -> None:
+    """Raises :class:`RequestError` if ``run`` is no run's folder, nor (``or_pretrained``) one of transformers'."""
+    kinds = {EXPERIMENT: "give runs/<run-id>", **({PRETRAINED: "a folder of transformers'"} if or_pretrained else {})}
+    if not any((run / file).is_file() for file in kinds):
+        what = f"holds no {' and no '.join(kinds)}"
+        raise RequestError(Problem(str(run), what, "", ", or ".join(kinds.values())))

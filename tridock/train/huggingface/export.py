@@ -60,6 +60,8 @@ def export(
     try:
         names, size, kind = _write_weights(saved, partial, dtype)
         _write(partial / CONFIG, config_of(saved.model, saved.tokens, kind, end))
+        for file in partial.glob("*.safetensors"):
+            shutil.copymode(partial / CONFIG, file)  # the library's are for their owner alone
         copied = _copy_tokenizer(tokenizer, partial)
         if output.exists():
             output.rmdir()

@@ -1,0 +1,114 @@
+"""``python -m tridock.train.huggingface.generate``: text from a run's weights, or from a folder of transformers'.
+
+The model is engine torch's, on one device; every token takes a forward pass over all before it.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tridock.data.tokenize.tokenizer import END_OF_TEXT, TOKENIZER
+from tridock.errors import Problem, RequestError, TridockError
+from tridock.train.huggingface.saved import Saved
+from tridock.train.huggingface.weights import names_of
+from tridock.train.models.gpt import GPT, Shape
+from tridock.train.models.layered import fill
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+"""Where the bytes of a character end in the next token."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tridock.train.huggingface.generate", description=__doc__)
+    parser.add_argument("weights", type=Path)
+    parser.add_argument("--prompt", action="append", required=True)
+    parser.add_argument("--iteration", type=int)
+    parser.add_argument("--tokenizer", type=Path)
+    parser.add_argument("--max-new-tokens", type=int, default=50)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=1234)
+    given = parser.parse_args()
+    try:
+        saved = Saved.open(given.weights, given.iteration)
+        tokenizer = _tokenizer(given.tokenizer or saved.tokenizer)
+        model = built(saved, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    except TridockError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    torch.manual_seed(given.seed)
+    for prompt in given.prompt:
+        ids = tokenizer.encode(prompt).ids
+        ending = tokenizer.token_to_id(END_OF_TEXT)
+        tokens = sampled(model, saved.tokens, ids, given.temperature, given.top_k, ending)
+        print(prompt, end="", flush=True)
+        for piece in _pieces(tokenizer, ids, tokens, given.max_new_tokens):
+            print(piece, end="", flush=True)
+        print()
+    return 0
+
+
+def built(saved: Saved, device: torch.device) -> GPT:
+    """The model with its weights: fp32 on a processor, bf16 on a GPU."""
+    with torch.device("meta"):
+        model = GPT(Shape.of(saved.model, saved.tokens))
+    model.given_weights = lambda: ((name, saved.read(name)) for name in names_of(saved.model))
+    model.to(torch.bfloat16 if device.type == "cuda" else torch.float32).to_empty(device=device)
+    fill([model], model)
+    return model.eval()
+
+
+@torch.no_grad()
+def sampled(
+    model: GPT, tokens: int, prompt: Sequence[int], temperature: float, top_k: int, ending: int | None
+) -> Iterator[int]:
+    """Token after token, until the end of the text; the likeliest one at temperature 0."""
+    device = next(model.parameters()).device
+    ids = torch.tensor([list(prompt) or [ending or 0]], device=device)
+    while True:
+        logits = model(ids[:, -model.shape.model.positions :])[0, -1, :tokens].float()
+        following = int(_chosen(logits, temperature, top_k))
+        if following == ending:
+            return
+        yield following
+        ids = torch.cat([ids, torch.tensor([[following]], device=device)], 1)
+
+
+def _chosen(logits: Tensor, temperature: float, top_k: int) -> Tensor:
+    if temperature <= 0:
+        return logits.argmax()
+    if 0 < top_k < len(logits):
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
+    return torch.multinomial((logits / temperature).softmax(-1), 1)
+
+
+def _pieces(tokenizer: Any, prompt: list[int], tokens: Iterator[int], count: int) -> Iterator[str]:
+    """The text of up to ``count`` tokens as it comes."""
+    new: list[int] = []
+    shown = len(tokenizer.decode(prompt, skip_special_tokens=True))
+    for number, token in enumerate(tokens, start=1):
+        new.append(token)
+        text = tokenizer.decode(prompt + new, skip_special_tokens=True)
+        if not text.endswith(_INCOMPLETE) or number == count:
+            yield text[shown:]
+            shown = len(text)
+        if number == count:
+            return
+
+
+def _tokenizer(folder: Path | None) -> Any:
+    from tokenizers import Tokenizer
+
+    if folder is None or not (folder / TOKENIZER).is_file():
+        what, todo = f"no {TOKENIZER} was found", "name its folder with --tokenizer"
+        raise RequestError(Problem("--tokenizer", what, "" if folder is None else str(folder), todo))
+    return Tokenizer.from_file(str(folder / TOKENIZER))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

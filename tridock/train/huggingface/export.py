@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from tridock.data.tokenize.huggingface import HuggingFaceTokenizer
 from tridock.data.tokenize.tokenizer import END_OF_TEXT, TOKENIZER
 from tridock.errors import Problem, RequestError, TridockError
 from tridock.train.huggingface.families import config_of
@@ -52,7 +53,8 @@ def export(
         raise RequestError(Problem("-o", "exists", str(output), "name a new folder"))
     saved = Saved.open(run, iteration)
     tokenizer = tokenizer or saved.tokenizer
-    end = _end_of_text(tokenizer)
+    has_tokens = tokenizer is not None and (tokenizer / TOKENIZER).is_file()
+    end = HuggingFaceTokenizer(tokenizer).end_of_document if tokenizer is not None and has_tokens else None
     config_of(saved.model, saved.tokens, "", end)  # before anything is written: whether there is such a model
     partial = output.with_name(f".{output.name}.part")
     shutil.rmtree(partial, ignore_errors=True)
@@ -102,13 +104,6 @@ def _write_weights(saved: Saved, folder: Path, dtype: str | None) -> tuple[int, 
         weight_map = {name: file for file, members in zip(names, files, strict=True) for name in members}
         _write(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     return sum(map(len, files)), total, kind
-
-
-def _end_of_text(tokenizer: Path | None) -> int | None:
-    if tokenizer is None or not (tokenizer / TOKENIZER).is_file():
-        return None
-    added = json.loads((tokenizer / TOKENIZER).read_bytes()).get("added_tokens", [])
-    return next((token["id"] for token in added if token["content"] == END_OF_TEXT), None)
 
 
 def _copy_tokenizer(source: Path | None, folder: Path) -> bool:

@@ -7,12 +7,11 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from tridock.data.tokenize.tokenizer import END_OF_TEXT, TOKENIZER
+from tridock.data.tokenize.huggingface import HuggingFaceTokenizer
 from tridock.errors import Problem, RequestError, TridockError
 from tridock.train.huggingface.saved import Saved
 from tridock.train.huggingface.weights import names_of
@@ -43,9 +42,8 @@ def main() -> int:
         return error.exit_code
     torch.manual_seed(given.seed)
     for prompt in given.prompt:
-        ids = tokenizer.encode(prompt).ids
-        ending = tokenizer.token_to_id(END_OF_TEXT)
-        tokens = sampled(model, saved.tokens, ids, given.temperature, given.top_k, ending)
+        ids = tokenizer.encode([prompt])[0].tolist()
+        tokens = sampled(model, saved.tokens, ids, given.temperature, given.top_k, tokenizer.end_of_document)
         print(prompt, end="", flush=True)
         for piece in _pieces(tokenizer, ids, tokens, given.max_new_tokens):
             print(piece, end="", flush=True)
@@ -65,11 +63,11 @@ def built(saved: Saved, device: torch.device) -> GPT:
 
 @torch.no_grad()
 def sampled(
-    model: GPT, tokens: int, prompt: Sequence[int], temperature: float, top_k: int, ending: int | None
+    model: GPT, tokens: int, prompt: Sequence[int], temperature: float, top_k: int, ending: int
 ) -> Iterator[int]:
     """Token after token, until the end of the text; the likeliest one at temperature 0."""
     device = next(model.parameters()).device
-    ids = torch.tensor([list(prompt) or [ending or 0]], device=device)
+    ids = torch.tensor([list(prompt) or [ending]], device=device)
     while True:
         logits = model(ids[:, -model.shape.model.positions :])[0, -1, :tokens].float()
         following = int(_chosen(logits, temperature, top_k))
@@ -87,13 +85,13 @@ def _chosen(logits: Tensor, temperature: float, top_k: int) -> Tensor:
     return torch.multinomial((logits / temperature).softmax(-1), 1)
 
 
-def _pieces(tokenizer: Any, prompt: list[int], tokens: Iterator[int], count: int) -> Iterator[str]:
+def _pieces(tokenizer: HuggingFaceTokenizer, prompt: list[int], tokens: Iterator[int], count: int) -> Iterator[str]:
     """The text of up to ``count`` tokens as it comes."""
     new: list[int] = []
-    shown = len(tokenizer.decode(prompt, skip_special_tokens=True))
+    shown = len(tokenizer.decode(prompt))
     for number, token in enumerate(tokens, start=1):
         new.append(token)
-        text = tokenizer.decode(prompt + new, skip_special_tokens=True)
+        text = tokenizer.decode(prompt + new)
         if not text.endswith(_INCOMPLETE) or number == count:
             yield text[shown:]
             shown = len(text)
@@ -101,13 +99,11 @@ def _pieces(tokenizer: Any, prompt: list[int], tokens: Iterator[int], count: int
             return
 
 
-def _tokenizer(folder: Path | None) -> Any:
-    from tokenizers import Tokenizer
-
-    if folder is None or not (folder / TOKENIZER).is_file():
-        what, todo = f"no {TOKENIZER} was found", "name its folder with --tokenizer"
-        raise RequestError(Problem("--tokenizer", what, "" if folder is None else str(folder), todo))
-    return Tokenizer.from_file(str(folder / TOKENIZER))
+def _tokenizer(folder: Path | None) -> HuggingFaceTokenizer:
+    if folder is None:
+        what, todo = "the tokenizer of the data was not found", "name its folder with --tokenizer"
+        raise RequestError(Problem("--tokenizer", what, "", todo))
+    return HuggingFaceTokenizer(folder)
 
 
 if __name__ == "__main__":

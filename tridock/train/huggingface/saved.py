@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from tridock.contracts.checkpoints import newest
 from tridock.contracts.run_folder import CHECKPOINTS, EXPERIMENT
 from tridock.data.dataset.manifest import read_manifest
+from tridock.data.tokenize.huggingface import HuggingFaceTokenizer
 from tridock.data.tokenize.tokenizer import TOKENIZER, BytePairTokenizer
 from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment, load_experiment
@@ -73,6 +75,14 @@ def _tokenizer_of(experiment: Experiment, workspace: Path) -> Path | None:
         return workspace / experiment.train.pretrained_folder
     prefix = workspace / experiment.data.data_path
     manifest = read_manifest(prefix)
-    wanted = None if manifest is None else manifest.tokenizer_sha256
     places = (place for place in (prefix.parent, prefix.parent / "tokenizer") if (place / TOKENIZER).is_file())
-    return next((place for place in places if BytePairTokenizer.load(place).sha256 == wanted), None)
+    return next((place for place in places if manifest is not None and _made(place, manifest.tokenizer_sha256)), None)
+
+
+def _made(folder: Path, sha256: str) -> bool:
+    """Whether the tokenizer in a folder has this hash in a data set's manifest."""
+    for kind in (BytePairTokenizer.load, HuggingFaceTokenizer):
+        with suppress(RequestError):
+            if kind(folder).sha256 == sha256:
+                return True
+    return False

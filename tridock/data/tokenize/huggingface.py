@@ -1,0 +1,72 @@
+"""Any tokenizer of Hugging Face's: a folder with ``tokenizer.json``, or that file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from tridock.data.tokenize.tokenizer import END_OF_TEXT, TOKENIZER
+from tridock.errors import Problem, RequestError
+
+if TYPE_CHECKING:
+    from tridock.data.tokenize.encoders import Ids
+
+CONFIG: Final = "tokenizer_config.json"
+
+
+class HuggingFaceTokenizer:
+    """An encoder with transformers' ids: special tokens in a text are tokens, and those that it puts around one, too.
+
+    A document ends with the ``eos_token`` of ``tokenizer_config.json``, or with ``<|endoftext|>``.
+    """
+
+    name = "huggingface"
+    always_closed = False
+    accepts_special = True
+
+    def __init__(self, path: Path) -> None:
+        """Raises :class:`RequestError` if it cannot be read, or does not say what ends a document."""
+        from tokenizers import Tokenizer
+
+        folder = path if path.is_dir() else path.parent
+        file = path / TOKENIZER if path.is_dir() else path
+        todo = f"name a folder with {TOKENIZER}, as transformers' save_pretrained writes it"
+        try:
+            text = file.read_text()
+            self._tokenizer: Any = Tokenizer.from_str(text)
+        except OSError as error:
+            got = error.strerror or str(error)
+            raise RequestError(Problem(str(file), "cannot be read as a tokenizer", got, todo)) from None
+        except Exception as error:  # the library raises no narrower type
+            raise RequestError(Problem(str(file), "is not a tokenizer", str(error), todo)) from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        end = self._tokenizer.token_to_id(_end_of_document(folder) or END_OF_TEXT)
+        if end is None:
+            todo = f"name the token that ends a document in {folder / CONFIG}, as eos_token"
+            raise RequestError(Problem(str(file), f"has no token {END_OF_TEXT}, and no eos_token", "", todo))
+        self.end_of_document: int = end
+        self.vocab_size: int = self._tokenizer.get_vocab_size()
+        self.largest_id: int = max(self._tokenizer.get_vocab().values())
+        self.sha256 = hashlib.sha256(f"{json.dumps(json.loads(text), sort_keys=True)} {end}".encode()).hexdigest()
+
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
+        return [np.array(found.ids, np.uint32) for found in self._tokenizer.encode_batch_fast(list(texts))]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text without special tokens; bytes of a character that is not whole become U+FFFD."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+
+def _end_of_document(folder: Path) -> str | None:
+    try:
+        token = json.loads((folder / CONFIG).read_bytes()).get("eos_token")
+    except (OSError, ValueError):
+        return None
+    return token.get("content") if isinstance(token, dict) else token

@@ -263,7 +263,9 @@ def test_fetch_brings_the_folder_home_with_the_logs_of_both_nodes(rack_up: Up, f
 
 def test_a_run_that_fails_says_so_with_its_ranks_own_words(rack_up: Up) -> None:
     rack = rack_up.rack
-    done = rack.fab("launch", *tiny(train__load="runs/none/checkpoints"), "--run-id-file", "failed")
+    for host in rack:
+        host.sh(f"mkdir -p {WORKDIR}/workspace/data/empty")
+    done = rack.fab("launch", *tiny(train__load="data/empty"), "--run-id-file", "failed")
     run_id = run_id_of(rack.project / "failed")
     assert done.returncode == 4, done.stdout + done.stderr
     text = "train.load: "

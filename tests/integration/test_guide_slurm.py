@@ -20,6 +20,7 @@ def pattern(line: str) -> str:
     return ".*".join(re.escape(part) for part in line.split("…"))
 
 
+@pytest.mark.full  # test_slurm.py has its steps but sweeps and allocations; tests/unit/test_docs_commands.py reads it
 def test_from_an_experiment_to_a_job_that_continues_by_itself(slurm_cluster: SlurmCluster) -> None:
     guide, _, site = (ROOT / "docs/guides/slurm.md").read_text(encoding="utf-8").partition("## On your site")
     assert "configs/slurm/jean-zay.yaml" in site

@@ -133,7 +133,7 @@ def test_megatron_v115_over_two_nodes(slurm_cluster: SlurmCluster) -> None:
 # ---- other ways to begin ----
 
 
-@pytest.mark.full  # docs/guides/slurm.md has one
+@pytest.mark.full  # as docs/guides/slurm.md
 def test_an_allocation_starts_a_run_at_once(slurm_cluster: SlurmCluster) -> None:
     """salloc's shell is at the login node: the supervisor too, and every node is watched from there."""
     run = "tridock slurm run tiny.yaml --profile site.yaml --set name=inside"
@@ -157,7 +157,7 @@ def test_a_script_that_a_person_gives_to_sbatch(slurm_cluster: SlurmCluster) -> 
     assert "name: byhand\n" in slurm_cluster.read(job, "experiment.yaml")
 
 
-@pytest.mark.full  # docs/guides/slurm.md has one
+@pytest.mark.full  # as docs/guides/slurm.md
 def test_a_sweep_is_an_array(slurm_cluster: SlurmCluster) -> None:
     text = "--sweep optimizer.lr=1e-2,1e-3 --array-tasks 2 --set name=sweep"
     out = slurm_cluster.succeed(f"tridock slurm submit tiny.yaml --profile site.yaml {text}")
@@ -174,7 +174,6 @@ def test_a_sweep_is_an_array(slurm_cluster: SlurmCluster) -> None:
 # ---- the end ----
 
 
-@pytest.mark.full  # docs/guides/slurm.md has one
 def test_cancel_ends_a_run_and_saves_nothing(slurm_cluster: SlurmCluster) -> None:
     job = slurm_cluster.submit(*TWO, *LONG, "--set", "name=cancelled", "--set", "train.save_interval=0")
     slurm_cluster.until(lambda: slurm_cluster.losses(job), "the run trains", job)

@@ -80,7 +80,7 @@ def test_a_checkpoint_that_is_not_there(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(TridockError) as caught:
         ask(tmp_path, monkeypatch, GOOD, {"rendezvous": {"port": 1}, "loads": False}, load="runs/none")
     assert str(caught.value) == (
-        "t.yaml: train.load: no such folder on the head; got 'runs/none'; "
+        "t.yaml: train.load: no such folder on the first node; got 'runs/none'; "
         "give runs/<run-id>/checkpoints of a run that has saved, or one iter_… folder in it"
     )
 

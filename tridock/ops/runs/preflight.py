@@ -92,14 +92,15 @@ def preflight_argv(experiment: Experiment, *, head: bool) -> tuple[str, ...]:
         port = experiment.launch.master_port
         argv += ["--head", *(() if port is None else ("--port", str(port)))]
         argv += [f"--read={name}" for name in _read(experiment).values()]
-        if experiment.train.load is not None and not experiment.train.loads_own_folder:
-            argv.append(f"--load={experiment.train.load}")
+        train = experiment.train
+        if train.load is not None and not train.loads_own_folder:
+            argv.append(f"--load={train.pretrained_folder or train.load}")
     return (*argv, "--", *data_files(experiment))
 
 
 def _read(experiment: Experiment) -> dict[str, str]:
     files = {"manifest": f"{experiment.data.data_path}.json"}
-    if experiment.train.load is not None:
+    if experiment.train.load is not None and experiment.train.pretrained_folder is None:
         files["layout"] = f"{experiment.train.load}/{checkpoints.LAYOUT}"
     return files
 
@@ -110,7 +111,9 @@ def mismatches(config: Path, experiment: Experiment, plan: Plan, answer: Preflig
     vocabulary = answer.files.get(experiment.data.vocab_file or "")
     if not answer.loads:
         todo = "give runs/<run-id>/checkpoints of a run that has saved, or one iter_… folder in it"
-        yield Problem(f"{config}: train.load", "no such folder on the head", repr(experiment.train.load), todo)
+        if experiment.train.pretrained_folder is not None:
+            todo = "bring it there: tridock data sync copies folders of data/"
+        yield Problem(f"{config}: train.load", "no such folder on the first node", repr(experiment.train.load), todo)
     found = [
         *data_problems(experiment, read["manifest"], vocabulary.entries if vocabulary else None),
         *engine_of(experiment).checkpoint_problems(experiment, plan.data_parallel_size, read.get("layout")),

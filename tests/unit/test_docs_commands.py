@@ -60,6 +60,7 @@ def starter(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).mkdir(parents=True)
         (folder / name / "a.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
     BytePairTokenizer.train(texts, 400).save(folder / "data")
+    BytePairTokenizer.train(texts, 400).save(folder / "models/Qwen3-0.6B")
     for name in ("vocab.json", "merges.txt"):
         shutil.copy(folder / "data" / name, folder)
         (folder / "data" / name).rename(folder / f"data/gpt2-{name}")

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from tridock.data.tokenize.encoders import Encoder
 
 _GPT2: Final = "GPT2BPETokenizer"
+_HUGGING_FACE: Final = "HuggingFaceTokenizer"
 _VOCAB: Final = "vocab"
+_TYPES: Final = (_GPT2, _HUGGING_FACE, _VOCAB)
 _MOST_TOKENS: Final = 2**31 - 1
 """Token ids are at most int32."""
 
@@ -49,12 +51,15 @@ def _add_preprocess(commands: Commands) -> None:
     text = "keep newlines between sentences; no effect without --split-sentences"
     texts.add_argument("--keep-newlines", action="store_true", help=text)
     tokenizer = parser.add_argument_group("tokenizer")
-    text = "GPT2BPETokenizer, or vocab: split at white space, ids from a JSON file"
+    text = "GPT2BPETokenizer, HuggingFaceTokenizer, or vocab: split at white space, ids from a JSON file"
     tokenizer.add_argument("--tokenizer-type", required=True, metavar="TYPE", help=text)
     text = "vocab.json of GPT-2, or a tokenizer.json"
-    tokenizer.add_argument("--vocab-file", type=_path, required=True, metavar="FILE", help=text)
+    tokenizer.add_argument("--vocab-file", type=_path, metavar="FILE", help=text)
     tokenizer.add_argument("--merge-file", type=_path, metavar="FILE", help="merges.txt of GPT-2")
-    tokenizer.add_argument("--append-eod", action="store_true", help="append <|endoftext|> to every document")
+    text = "HuggingFaceTokenizer: a folder with tokenizer.json, or that file"
+    tokenizer.add_argument("--tokenizer-model", type=_path, metavar="DIR", help=text)
+    text = "append <|endoftext|> to every document; HuggingFaceTokenizer: its eos_token"
+    tokenizer.add_argument("--append-eod", action="store_true", help=text)
     text = "read <|endoftext|> and other special tokens in texts as tokens, as today's Megatron does, not as text"
     tokenizer.add_argument("--allow-special", action="store_true", help=text)
     text = "no effect: the fast encoder is used where it supports the tokenizer"
@@ -121,7 +126,7 @@ def _preprocess(arguments: argparse.Namespace) -> int:
     workers = arguments.workers or len(os.sched_getaffinity(0))
     with _gc_disabled():
         encoder, notes = _open_encoder(arguments, workers)
-    check_ids_fit(encoder, str(arguments.vocab_file))
+    check_ids_fit(encoder, str(_tokenizer_file(arguments)))
     notes += _options_without_effect(arguments)
     for note in notes:
         print(note, file=sys.stderr)
@@ -134,7 +139,7 @@ def _preprocess(arguments: argparse.Namespace) -> int:
         rejects=arguments.rejects,
         resume=arguments.resume,
     )
-    files = [arguments.vocab_file, arguments.merge_file, *[source.path for source in sources]]
+    files = [_tokenizer_file(arguments), arguments.merge_file, *[source.path for source in sources]]
     check_outputs(request.outputs, [path for path in files if path is not None])
     try:
         with progress_bar("tokenizing", arguments.log_interval) as progress:
@@ -210,9 +215,16 @@ def _preprocess_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
     if arguments.split_sentences:
         todo = "leave it out (GPT needs none), or use Megatron's tools/preprocess_data.py"
         yield Problem("--split-sentences", "is not supported: texts are not split into sentences", "", todo)
-    if arguments.tokenizer_type not in (_GPT2, _VOCAB):
-        got = arguments.tokenizer_type
-        yield Problem("--tokenizer-type", f"must be {_GPT2} or {_VOCAB}", got, "give one of them")
+    kind = arguments.tokenizer_type
+    if kind not in _TYPES:
+        yield Problem("--tokenizer-type", f"must be {', '.join(_TYPES[:-1])} or {_TYPES[-1]}", kind, "give one of them")
+    own, other = (
+        ("--tokenizer-model", "--vocab-file") if kind == _HUGGING_FACE else ("--vocab-file", "--tokenizer-model")
+    )
+    if _tokenizer_file(arguments) is None:
+        yield Problem(own, f"is required with --tokenizer-type {kind}", "", "name the tokenizer")
+    if (got := getattr(arguments, other[2:].replace("-", "_"))) is not None:
+        yield Problem(other, f"does not go with --tokenizer-type {kind}", str(got), f"leave it out, and give {own}")
     if arguments.dataset_impl != "mmap":
         yield Problem("--dataset-impl", "must be mmap", arguments.dataset_impl, "leave it out: the engines read mmap")
     for name in ("workers", "partitions", "log_interval"):
@@ -223,6 +235,13 @@ def _preprocess_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
     if arguments.resume and "-" in arguments.input:
         todo = "leave --resume out and start from the beginning"
         yield Problem("--resume", "cannot continue with standard input", "", todo)
+
+
+def _tokenizer_file(arguments: argparse.Namespace) -> Path | None:
+    """What names the tokenizer: Megatron has two options for it."""
+    is_hugging_faces = arguments.tokenizer_type == _HUGGING_FACE
+    file: Path | None = arguments.tokenizer_model if is_hugging_faces else arguments.vocab_file
+    return file
 
 
 def _tokenizer_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
@@ -258,8 +277,11 @@ def _gc_disabled() -> Iterator[None]:
 def _open_encoder(arguments: argparse.Namespace, workers: int) -> tuple[Encoder, list[str]]:
     """Returns the encoder that the options name, and notes for the user."""
     from tridock.data.tokenize.encoders import Reference, Vocabulary, fastest
+    from tridock.data.tokenize.huggingface import HuggingFaceTokenizer
     from tridock.data.tokenize.tokenizer import open_tokenizer
 
+    if arguments.tokenizer_type == _HUGGING_FACE:
+        return HuggingFaceTokenizer(arguments.tokenizer_model), []
     if arguments.tokenizer_type == _VOCAB:
         return Vocabulary(arguments.vocab_file), []
     tokenizer = open_tokenizer(arguments.vocab_file, arguments.merge_file)
@@ -284,6 +306,8 @@ def _options_without_effect(arguments: argparse.Namespace) -> Iterator[str]:
         yield "--use-gigatoken: has no effect with --encoder reference"
     if arguments.allow_special and arguments.tokenizer_type == _VOCAB:
         yield "--allow-special: has no effect with --tokenizer-type vocab, which always reads words as tokens"
+    if arguments.allow_special and arguments.tokenizer_type == _HUGGING_FACE:
+        yield "--allow-special: has no effect with --tokenizer-type HuggingFaceTokenizer, which always reads them so"
 
 
 def _ignored_merges(merge_file: Path) -> Iterator[str]:

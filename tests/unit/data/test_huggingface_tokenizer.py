@@ -1,0 +1,72 @@
+"""``--tokenizer-type HuggingFaceTokenizer``: transformers' ids, special tokens included."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tridock.cli import main
+from tridock.data.dataset.indexed_dataset import IndexedDataset
+from tridock.data.tokenize.huggingface import HuggingFaceTokenizer
+from tridock.errors import RequestError
+
+TEXTS = ["one line", "another <end> line", "ümlaut \U0001f600 \U0001d518", ""]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A Llama-like tokenizer: bytes, a token before every text, and another end of the text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<begin>", "<end>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator(["one line and another line"] * 9, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<begin> $A", special_tokens=[("<begin>", 0)])
+    folder = tmp_path / "model"
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": {"content": "<end>", "special": True}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_ids_are_those_of_transformers(folder: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    own = HuggingFaceTokenizer(folder)
+    assert [ids.tolist() for ids in own.encode(TEXTS)] == [theirs(text).input_ids for text in TEXTS]
+    assert (own.end_of_document, own.vocab_size) == (1, len(theirs))
+    assert own.decode(own.encode(TEXTS[2:3])[0].tolist()) == TEXTS[2]
+
+
+def test_a_data_set_has_them_and_ends_documents_with_the_eos_token(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:3]))
+    options = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(folder), "--append-eod"]
+    output = tmp_path / "out"
+    argv = ["--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(output), "--workers", "2", *options]
+    assert main(["data", "preprocess", *argv]) == 0
+    wanted = [[*ids.tolist(), 1] for ids in HuggingFaceTokenizer(folder / "tokenizer.json").encode(TEXTS[:3])]
+    dataset = IndexedDataset(tmp_path / "out_text_document")
+    assert dataset.tokens.tolist() == [token for document in wanted for token in document]
+
+
+def test_what_is_wrong_is_named(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["data", "preprocess", "--input", "a", "--output-prefix", "o", "--tokenizer-type", "HuggingFaceTokenizer"]
+    assert main([*argv, "--vocab-file", "v.json"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "--tokenizer-model: is required with --tokenizer-type HuggingFaceTokenizer; name the tokenizer",
+        "--vocab-file: does not go with --tokenizer-type HuggingFaceTokenizer; got v.json;"
+        " leave it out, and give --tokenizer-model",
+    ]
+    (folder / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(RequestError, match=r"has no token <\|endoftext\|>, and no eos_token; name the token"):
+        HuggingFaceTokenizer(folder)
+    with pytest.raises(
+        RequestError, match="cannot be read as a tokenizer; got No such file or directory; name a folder"
+    ):
+        HuggingFaceTokenizer(tmp_path)

@@ -170,7 +170,7 @@ lint: .venv/.full ## Check formatting, types, shell scripts and the Dockerfile
 	ruff format --check .
 	mypy
 	tools/shell-scripts.sh | xargs shellcheck --external-sources
-	hadolint Dockerfile $(wildcard tests/*/*/Dockerfile)
+	hadolint Dockerfile Dockerfile.wrap $(wildcard tests/*/*/Dockerfile)
 
 .PHONY: test
 test: test-unit test-distributed test-integration ## All tests but the full matrices (those with Docker are skipped where no engine answers)

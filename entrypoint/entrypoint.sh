@@ -13,14 +13,15 @@ readonly SECRETS=${TRIDOCK_SECRETS:-/run/tridock/secrets}
 readonly ACCOUNT=tridock
 readonly ACCOUNT_HOME=/home/tridock
 readonly QUOTED_QUOTE="'\\''"
-readonly EXIT_REQUEST=2 EXIT_CLUSTER=3
+OWN=$(dirname "${BASH_SOURCE[0]}")
+readonly OWN EXIT_REQUEST=2 EXIT_CLUSTER=3
 
 # Prints an error as "where: what; got value; todo" and exits. A node also prints its fields as JSON on stdout, for tridock up.
 fail() {
     local status=$1 what=$2 got=$3 todo=$4 where=${TRIDOCK_NODE:-$(hostname)}
     printf '%s: %s; %s%s\n' "$where" "$what" "${got:+got $got; }" "$todo" >&2
     [[ ${COMMAND:-} != node ]] ||
-        python3 -c 'import json, sys; print(json.dumps(dict(zip(("where", "what", "got", "todo"), sys.argv[1:]))))' \
+        "$OWN/tridock-python" -c 'import json, sys; print(json.dumps(dict(zip(("where", "what", "got", "todo"), sys.argv[1:]))))' \
             "$where" "$what" "$got" "$todo"
     exit "$status"
 }
@@ -258,7 +259,7 @@ require_secrets() {
 require_free_port() {
     local port=$1 address complaint
     while IFS= read -r address; do
-        complaint=$(/opt/tridock/entrypoint/can-listen.py "$address" "$port") ||
+        complaint=$("$OWN/tridock-python" "$OWN/can-listen.py" "$address" "$port") ||
             fail "$EXIT_CLUSTER" "sshd cannot listen on $address port $port" "$complaint" \
                 "stop what listens there ('ss -ltnp' on the host shows it), or change the cluster's ssh port or listen address"
     done < <(listen_addresses)

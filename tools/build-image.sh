@@ -2,7 +2,9 @@
 # Builds the image (make image, tridock image). Words on standard output are few: the image's name comes last.
 #
 #   tools/build-image.sh cpu|gpu [BASE_IMAGE [IMAGE [CA_FILE [MEGATRON [FOLDER]]]]]
+#   tools/build-image.sh wrap BASE_IMAGE IMAGE [CA_FILE]
 #
+# wrap        Tridock's layer on an image with the user's own environment (Dockerfile.wrap)
 # BASE_IMAGE  auto: the one for this machine's GPUs; without GPUs, the newest
 # MEGATRON    as tools/megatron-source.sh has it
 # FOLDER      whose docker compose uses the image from now on, if it has Tridock's Compose files
@@ -13,7 +15,9 @@ cd "$(dirname "$0")/.."
 ENGINE=$(printf '%q' "$PWD/tools/docker-engine.sh")
 
 readonly ENGINE STANDABLE=debian:bookworm-slim
-if [[ $1 == cpu ]]; then
+if [[ $1 == wrap ]]; then
+    defaults=('' '' '')
+elif [[ $1 == cpu ]]; then
     defaults=("$STANDABLE" tridock:cpu auto)
 else
     defaults=(auto tridock:latest https://github.com/deepspeedai/DeepSpeedExamples.git)
@@ -27,7 +31,7 @@ fail() {
 }
 
 check_request() {
-    [[ $FLAVOR == cpu || $FLAVOR == gpu ]] || fail 2 "FLAVOR: neither cpu nor gpu; got $FLAVOR; write FLAVOR=cpu for the twin's image, or leave it out"
+    [[ $FLAVOR == cpu || $FLAVOR == gpu || $FLAVOR == wrap ]] || fail 2 "FLAVOR: neither cpu nor gpu; got $FLAVOR; write FLAVOR=cpu for the twin's image, or leave it out"
     [[ -z $CA || -r $CA ]] || fail 2 "CA: no such file, or it cannot be read; got $CA; name a file of PEM certificates"
     command -v docker >/dev/null || fail 3 "docker: no such command; install Docker, or run $ENGINE as root on Debian"
     docker info >/dev/null 2>&1 || fail 3 "docker: no engine answers; got $(docker info 2>&1 | grep -iE 'cannot|permission|error' | head -n 1); start it, or run $ENGINE as root on Debian"
@@ -44,12 +48,20 @@ choose_base() {
 
 # The base from here, from a registry, or (Debian's, which can be made anywhere from packages) as a stand-in.
 find_base() {
-    local complaint
-    docker image inspect "$BASE_IMAGE" >/dev/null 2>&1 && return
-    complaint=$(docker pull --quiet "$BASE_IMAGE" 2>&1) && return
-    [[ $BASE_IMAGE == "$STANDABLE" ]] || fail 3 "$BASE_IMAGE: the base image cannot be pulled; got ${complaint##*$'\n'}; log in to its registry, or name another (BASE_IMAGE, or --base-image)"
-    printf '%s cannot be pulled (%s); making a stand-in from Debian packages\n' "$BASE_IMAGE" "${complaint##*: }"
-    tools/base-image.sh "$BASE_IMAGE"
+    local base=$1 complaint
+    docker image inspect "$base" >/dev/null 2>&1 && return
+    complaint=$(docker pull --quiet "$base" 2>&1) && return
+    [[ $base == "$STANDABLE" ]] || fail 3 "$base: the base image cannot be pulled; got ${complaint##*$'\n'}; log in to its registry, or name another (BASE_IMAGE, or --base-image)"
+    printf '%s cannot be pulled (%s); making a stand-in from Debian packages\n' "$base" "${complaint##*: }"
+    tools/base-image.sh "$base"
+}
+
+# What the layer is made of has to be installed in it, and what it brings has to start there.
+check_wrappable() {
+    local missing
+    missing=$(docker run --rm --user 0 --network none --entrypoint sh "$BASE_IMAGE" -c \
+        'for name in apt-get bash setpriv getent; do command -v "$name" >/dev/null || echo "$name"; done' 2>/dev/null) || missing="sh"
+    [[ -z $missing ]] || fail 3 "$BASE_IMAGE: cannot be wrapped; got no ${missing//$'\n'/, no }; use an image on Debian or Ubuntu"
 }
 
 # A container does not see the folders in which pip finds wheels on this machine; the one wheel that matters goes along.
@@ -85,7 +97,7 @@ source_url() {
 }
 
 build() {
-    local options=() name
+    local options=("$@") name
     for name in http_proxy https_proxy no_proxy HTTP_PROXY HTTPS_PROXY NO_PROXY; do
         [[ -z ${!name:-} ]] || options+=(--build-arg "$name")
     done
@@ -100,7 +112,14 @@ main() {
     check_request
     mkdir -p upstream locks/wheels
     choose_base
-    find_base
+    find_base "$BASE_IMAGE"
+    if [[ $FLAVOR == wrap ]]; then
+        check_wrappable
+        find_base "$STANDABLE"
+        build --file Dockerfile.wrap
+        printf '%s\n' "$IMAGE"
+        return
+    fi
     collect_wheels
     tools/megatron-source.sh "$MEGATRON"
     build

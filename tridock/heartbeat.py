@@ -10,6 +10,8 @@ The supervisor then tells a rank that hangs from one that waits for the others, 
 rank died. Outside of a run, the call does nothing.
 """
 
+from __future__ import annotations
+
 import os
 from pathlib import Path
 

@@ -26,7 +26,7 @@ def recipe_files() -> dict[str, Path]:
     """The image's recipe: what ``tools/build-image.sh`` needs, by its path in a checkout. Empty inside the image."""
     if not (ROOT / "Dockerfile").is_file():
         return {}
-    names = ("Dockerfile", ".dockerignore", "configs", "entrypoint", "locks", "patches", "tools")
+    names = ("Dockerfile", "Dockerfile.wrap", ".dockerignore", "configs", "entrypoint", "locks", "patches", "tools")
     return {name: ROOT / name for name in names} | {"tridock": _PACKAGE}
 
 

@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 from tridock.cli.options import Commands, add_command
+from tridock.errors import Problem, RequestError
 
 
 def add(commands: Commands) -> None:
@@ -14,7 +15,10 @@ def add(commands: Commands) -> None:
     parser.add_argument("folder", type=Path, nargs="?", default=Path(), metavar="FOLDER", help=text)
     parser.add_argument("--force", action="store_true", help="replace files that exist and differ")
 
-    parser = add_command(commands, "image", _image, "build the image of the nodes", "", "--flavor cpu")
+    examples = ("", "--flavor cpu", "wrap pytorch/pytorch:latest --tag mine:latest")
+    parser = add_command(commands, "image", _image, "build the image of the nodes", *examples)
+    text = "wrap BASE: put Tridock's layer on an image of your own, under the name --tag, for tridock run"
+    parser.add_argument("wrap", nargs="*", metavar="wrap BASE", help=text)
     text = "gpu: on NVIDIA's PyTorch image; cpu: on Debian, for the twin (default: gpu)"
     parser.add_argument("--flavor", choices=("gpu", "cpu"), default="gpu", help=text)
     text = "base image (default: the one for this machine's GPUs; docs/gpus.md lists them)"
@@ -44,5 +48,20 @@ def _image(arguments: argparse.Namespace) -> int:
     """Build the image of the nodes, as make image does in a checkout. Needs a Docker engine on this machine."""
     from tridock.ops.project import ImageOptions, build_image
 
+    if arguments.wrap:
+        return _wrap(arguments)
     options = ImageOptions(arguments.flavor, arguments.base_image, arguments.tag, arguments.ca, arguments.megatron)
     return build_image(options, Path())
+
+
+def _wrap(arguments: argparse.Namespace) -> int:
+    from tridock.ops.project import ImageOptions, build_image
+
+    action, *bases = arguments.wrap
+    if action != "wrap" or len(bases) != 1:
+        todo = "write tridock image wrap BASE --tag NAME, or tridock image alone"
+        raise RequestError(Problem("tridock image", "builds an image, or wraps one", shlex.join(arguments.wrap), todo))
+    if not arguments.tag:
+        todo = "name the new image: --tag my-image:wrapped"
+        raise RequestError(Problem("--tag", "is missing", "", todo))
+    return build_image(ImageOptions("wrap", bases[0], arguments.tag, arguments.ca), Path())

@@ -1,5 +1,7 @@
 """The environment variables of Tridock; the scripts in ``entrypoint/`` repeat some names, and a test compares."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Final
 

@@ -4,6 +4,8 @@
 never synced to disk. An agent that finds a heartbeat old asks the rank for its stacks with :data:`STACKS_SIGNAL`.
 """
 
+from __future__ import annotations
+
 import os
 import signal
 import time
@@ -28,7 +30,7 @@ STACKS_SIGNAL: Final = signal.SIGRTMIN + 1
 _SIZE: Final = 96
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Heartbeat:
     """The last heartbeat of a rank.
 

@@ -1,14 +1,18 @@
 """Names that the operator's side and the container's side agree on: paths, files of a run, the run marker."""
 
+from __future__ import annotations
+
 import os
 import re
 import secrets
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Final
 
 WORKSPACE: Final = "/workspace"
 CODE: Final = "/opt/tridock"
+PYTHON: Final = "tridock-python"
+"""What runs Tridock's own code in a container: `python` may be the user's, of any version."""
 MEGATRON: Final = "/opt/megatron-v1.1.5"
 SECRETS: Final = "/run/tridock/secrets"
 SSHD_PID: Final = "/run/tridock/state/sshd.pid"
@@ -64,7 +68,7 @@ _RUN_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,40}-\d{8}-\d{6}-[0-9a-f]{4}")
 
 def new_run_id(name: str) -> str:
     """``<name>-<UTC yyyymmdd-hhmmss>-<4 hex>``: sorts by time within a name, and two in one second differ."""
-    return f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    return f"{name}-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"  # noqa: UP017 - Python 3.8
 
 
 def is_run_id(text: str) -> bool:

@@ -18,7 +18,7 @@ from tridock.launchers.programs import Place, has_rank_logs, on_node, program_of
 from tridock.launchers.run import RunBundle, hostfile_text
 from tridock.launchers.ssh import Ssh
 
-_NODE = ("python", "-P", "-m", "tridock.node")
+_NODE = (run_folder.PYTHON, "-P", "-m", "tridock.node")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from tridock.contracts import run_folder
 from tridock.errors import Problem, RequestError
 from tridock.launchers.deepspeed import deepspeed_options, for_pdsh
 
@@ -143,8 +144,8 @@ _MPIRUN: Final = Program(
 )
 _OTHER: Final = Program("any other program", _start_ranks)
 _RANK_OUTPUT: Final = "tridock.node.rank_output"
-_START_RANKS: Final = ("python", "-P", "-m", "tridock.node", "start-ranks")
-_LOG_RANK: Final = ("python", "-P", "-m", _RANK_OUTPUT, "--program")
+_START_RANKS: Final = (run_folder.PYTHON, "-P", "-m", "tridock.node", "start-ranks")
+_LOG_RANK: Final = (run_folder.PYTHON, "-P", "-m", _RANK_OUTPUT, "--program")
 
 _MODULE: Final = ("-m", "--module")
 _PYTHON: Final = re.compile(r"python[0-9.]*")

@@ -15,7 +15,7 @@ class Ssh:
 
     name: ClassVar[str] = "ssh"
     scheduler: ClassVar[str | None] = None
-    reach: ClassVar[Reach] = Reach((*cluster_ssh.SUPERVISOR, "{node}"), python="python", as_one_argument=True)
+    reach: ClassVar[Reach] = Reach((*cluster_ssh.SUPERVISOR, "{node}"), python=run_folder.PYTHON, as_one_argument=True)
 
     def start(self, run: Run) -> Start:
         """The ``deepspeed`` command; the supervisor reaches every node but the head."""

@@ -4,6 +4,8 @@ The launcher starts this module in place of the program, as in ``torchrun -m tri
 replaces itself with the program, so that process id, signals and exit code stay the program's.
 """
 
+from __future__ import annotations
+
 import os
 import subprocess
 import sys

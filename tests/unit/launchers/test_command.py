@@ -23,7 +23,7 @@ def texts(**fields: Any) -> dict[str, str]:
 def test_every_node_has_its_script() -> None:
     files = texts(command=("torchrun", "train.py"), env={"WORD": "it's $5"})
     assert (
-        f"exec python -P -m tridock.node start-nodes /workspace/runs/{ID} 'launch-node-{{node_rank}}.sh'\n"
+        f"exec tridock-python -P -m tridock.node start-nodes /workspace/runs/{ID} 'launch-node-{{node_rank}}.sh'\n"
         in (files["launch.sh"])
     )
     script = files["launch-node-1.sh"]
@@ -31,8 +31,8 @@ def test_every_node_has_its_script() -> None:
     assert "export WORD='it'\"'\"'s $5'\n" in script
     assert f"export TRIDOCK_RUN_ID={ID}\n" in script
     assert script.endswith(
-        "exec python -P -m tridock.node on-devices 2,3 \\\n  torchrun --nnodes 2 --node-rank 1 --nproc-per-node 2"
-        " --master-addr a.example --master-port 29500 -m tridock.node.rank_output train.py\n"
+        "exec tridock-python -P -m tridock.node on-devices 2,3 \\\n  torchrun --nnodes 2 --node-rank 1"
+        " --nproc-per-node 2 --master-addr a.example --master-port 29500 -m tridock.node.rank_output train.py\n"
     )
     assert json.loads(files["manifest.json"]) == {"tridock": "1", "run_id": ID}
     assert json.loads(files["plan.json"])["ranks"] == [
@@ -57,7 +57,7 @@ def test_a_restart_has_the_resume_command_and_setup_comes_first() -> None:
     files = texts(
         command=("deepspeed", "t.py"), resume_command=("torchrun", "t.py", "--resume"), setup="pip install -e . && true"
     )
-    start = f"python -P -m tridock.node start-nodes /workspace/runs/{ID}"
+    start = f"tridock-python -P -m tridock.node start-nodes /workspace/runs/{ID}"
     assert (
         f"\n{start} setup.sh\nexport DS_ENV_FILE=/workspace/runs/{ID}/deepspeed_env\nexec deepspeed --hostfile"
         in (files["launch.sh"])

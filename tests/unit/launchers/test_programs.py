@@ -11,7 +11,7 @@ from tridock.errors import RequestError
 from tridock.launchers.programs import Place, has_rank_logs, on_node
 
 SLOTS = {"a": (0, 1), "b": (0, 1)}
-START_RANKS = "python -P -m tridock.node start-ranks"
+START_RANKS = "tridock-python -P -m tridock.node start-ranks"
 LOG = "tridock.node.rank_output"
 RENDEZVOUS = "--master-addr 10.0.0.1 --master-port 29500"
 
@@ -55,7 +55,7 @@ def line(words: str, node_rank: int = 1, slots: Mapping[str, Sequence[int]] = SL
         ),
         (
             "python train.py 'a b'",
-            f"{START_RANKS} --nnodes 2 --node-rank 1 --nproc-per-node 2 {RENDEZVOUS} --no-python python -P"
+            f"{START_RANKS} --nnodes 2 --node-rank 1 --nproc-per-node 2 {RENDEZVOUS} --no-python tridock-python -P"
             f" -m {LOG} --program python train.py 'a b'",
         ),
     ],

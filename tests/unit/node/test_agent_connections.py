@@ -22,7 +22,7 @@ def test_an_agent_on_this_machine() -> None:
 def test_an_agent_over_ssh() -> None:
     argv = Ssh.reach.command("n2", *WATCH[3:])
     assert argv[0] == "ssh"
-    assert argv[-2:] == ["n2", shlex.join(["python", *WATCH])]
+    assert argv[-2:] == ["n2", shlex.join(["tridock-python", *WATCH])]
 
 
 def test_an_agent_in_a_step_of_a_slurm_job_takes_nothing_from_the_ranks() -> None:

@@ -168,7 +168,8 @@ def _probe_file(workspace: Path, token: str, node: str) -> Iterator[None]:
 
 def command(token: str) -> str:
     """The command line for ssh: a greeting by any shell, then this program."""
-    return f"{greeting()} && exec python -P -m tridock.node mesh-respond {token} --workspace {run_folder.WORKSPACE}"
+    respond = f"{run_folder.PYTHON} -P -m tridock.node mesh-respond {token} --workspace {run_folder.WORKSPACE}"
+    return f"{greeting()} && exec {respond}"
 
 
 def greeting() -> str:

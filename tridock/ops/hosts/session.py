@@ -10,6 +10,7 @@ from typing import TypeVar
 from tridock.cluster.settings import Cluster, load_cluster
 from tridock.cluster.transports import transport_of
 from tridock.command import Command
+from tridock.contracts import run_folder
 from tridock.contracts.codec import decode
 from tridock.contracts.node_answers import USAGE
 from tridock.errors import ClusterError, Problem
@@ -20,7 +21,7 @@ T = TypeVar("T")
 
 FACTS_TIMEOUT_S = 30.0
 # -P: not the code of a folder that happens to be the current one.
-NODE = ("python", "-P", "-m", "tridock.node")
+NODE = (run_folder.PYTHON, "-P", "-m", "tridock.node")
 
 
 class Session:

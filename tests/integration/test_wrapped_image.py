@@ -1,0 +1,63 @@
+"""`tridock image wrap`: Tridock's layer on an image without any Python, and a program on two nodes of it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.support import ROOT, execute, own_name, succeed
+
+pytestmark = pytest.mark.timeout(900)
+
+BASE = "debian:bookworm-slim"
+
+
+def tridock(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return execute(sys.executable, "-m", "tridock.cli", *words, cwd=folder, timeout=600)
+
+
+@pytest.fixture(scope="module")
+def image(cpu_image: str) -> Iterator[str]:
+    """The base is here once Tridock's own image is."""
+    name = f"{own_name()}:wrapped"
+    done = tridock(ROOT, "image", "wrap", BASE, "--tag", name)
+    assert done.returncode == 0, done.stdout + done.stderr
+    yield name
+    execute("docker", "image", "rm", name)
+
+
+def test_a_program_runs_on_nodes_without_python(image: str, tmp_path: Path) -> None:
+    assert succeed("docker", "run", "--rm", image, "bash", "-c", "command -v python3 python || echo none") == "none\n"
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "main.sh").write_text('echo "rank $RANK of $WORLD_SIZE"; [ "$RANK" = 0 ] || exit 3\n')
+    (tmp_path / "hostfile").write_text("node-1 slots=1\nnode-2 slots=1\n")
+    settings = f"name: {own_name()}\ntransport: compose\nimage: {image}\nenv: {{DS_ACCELERATOR: cpu}}\n"
+    (tmp_path / "hostfile.yaml").write_text(settings)
+    try:
+        done = tridock(tmp_path, "run", "--hosts", "hostfile", "--workdir", "code", "--", "bash", "main.sh")
+        output = done.stdout + done.stderr
+        assert done.returncode == 4, output
+        assert {"node-1: rank 0 of 2", "node-2: rank 1 of 2"} <= set(output.splitlines())
+        found = re.search(
+            r"^(bash-\S+): the run failed; got exit code \d, rank 1 on node-2 left with exit code 3;", output, re.M
+        )
+        assert found, output
+        assert (
+            tridock(tmp_path, "logs", "--hosts", "hostfile", "--run", found[1], "--rank", "1").stdout == "rank 1 of 2\n"
+        )
+    finally:
+        tridock(tmp_path, "down", "--hosts", "hostfile")
+
+
+def test_what_cannot_be_wrapped_says_what_it_lacks(docker: str) -> None:
+    name = f"{own_name()}:empty"
+    succeed("docker", "build", "--quiet", "--tag", name, "-", input="FROM scratch\nLABEL a=b\n")
+    done = tridock(ROOT, "image", "wrap", name, "--tag", f"{name}-wrapped")
+    execute("docker", "image", "rm", name)
+    assert done.returncode == 3
+    assert done.stderr == f"{name}: cannot be wrapped; got no sh; use an image on Debian or Ubuntu\n"

@@ -56,6 +56,12 @@ def planned(ranks: int, *overrides: str) -> Plan:
         (1, ["megatron_args=[--scaled-masked-softmax-fusion]"],
          "megatron_args: Megatron v1.1.5's fused softmax kernels do not compile since torch 1.11; "
          "got --scaled-masked-softmax-fusion; leave it out"),
+        (1, ["model.swiglu=true"],
+         "model.swiglu: Megatron-LM v1.1.5 has GPT-2's layers: the MLP has GELU; got true; "
+         "leave it out, or use engine torch or megatron-core"),
+        (1, ["train.load=hf:models/gpt2"],
+         "train.load: Megatron v1.1.5 loads its own checkpoints only; got hf:models/gpt2; "
+         "use engine torch or megatron-core"),
         (1, ["megatron_args=[--batch-size=9]"],
          "megatron_args: the experiment has a field for this; got --batch-size; set batch.micro_batch_size"),
         (1, ["train.save=false", "train.checkpoint_folder=x"],

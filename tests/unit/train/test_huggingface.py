@@ -11,13 +11,19 @@ import torch
 
 from tests.experiments import with_fields
 from tridock.data.tokenize.tokenizer import BytePairTokenizer
-from tridock.errors import RequestError
+from tridock.errors import RequestError, RunError
+from tridock.experiment import dump_experiment
 from tridock.experiment.model import Model
+from tridock.train.checkpoints.files import Entry, manifest_bytes
+from tridock.train.checkpoints.progress import PROGRESS, Progress
+from tridock.train.huggingface import export as export_program
+from tridock.train.huggingface.export import export
 from tridock.train.huggingface.families import config_of, family_of, model_fields
 from tridock.train.huggingface.generate import built, sampled
 from tridock.train.huggingface.saved import Saved
 from tridock.train.huggingface.weights import Pretrained, exported, names_of
 from tridock.train.models.gpt import GPT, Shape
+from tridock.train.rank.process_group import Ranks
 
 TOKENS = 50
 GPT2: dict[str, Any] = {
@@ -58,6 +64,7 @@ def written(gpt: GPT, folder: Path, rows: int = TOKENS) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("gpt", ["gpt2", "qwen3"], indirect=True)
 def test_text_is_the_one_of_transformers(gpt: GPT, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(2)
@@ -144,3 +151,48 @@ def test_what_is_not_supported_is_named(tmp_path: Path) -> None:
         RequestError, match=r"config.json: cannot be read; got No such file or directory; name a folder"
     ):
         Pretrained.of(tmp_path, experiment(**LLAMA), TOKENS)
+
+
+def run_of(folder: Path, gpt: GPT) -> Path:
+    """A run of engine torch that has saved these weights."""
+    run = folder / "runs" / "r"
+    checkpoint = run / "checkpoints" / "iter_0000003"
+    checkpoint.mkdir(parents=True)
+    fields = {**gpt.shape.model.model_dump(exclude_unset=True), "vocab_size": TOKENS}
+    given = experiment(**fields)
+    (run / "experiment.yaml").write_text(dump_experiment(given))
+    torch.save({"model": gpt.state_dict()}, checkpoint / "ddp.pt")
+    (checkpoint / PROGRESS).write_bytes(Progress.of(given, Ranks(0, 0, 1, torch.device("cpu")), TOKENS, 64).to_bytes())
+    entries = {file.name: Entry.of(file) for file in checkpoint.iterdir()}
+    (checkpoint / "files.json").write_bytes(manifest_bytes(3, entries))
+    return run
+
+
+def test_an_export_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    gpt = GPT(Shape.of(Model.model_validate(LLAMA), TOKENS))
+    run, output = run_of(tmp_path, gpt), tmp_path / "out"
+    monkeypatch.setattr(export_program, "FILE_BYTES", 8000)
+    export(run, output, dtype="bfloat16")
+    index = json.loads((output / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in output.glob("*.safetensors"))
+    assert len(files) > 2
+    assert files == sorted(set(index["weight_map"].values()))
+    found = dict(Pretrained.of(output, experiment(**LLAMA), TOKENS).items())
+    own = dict(gpt.named_parameters())
+    assert all(torch.equal(found[name], own[name][: len(found[name])].bfloat16()) for name in own)
+    with pytest.raises(RequestError, match="-o: exists"):
+        export(run, output)
+    with pytest.raises(RequestError, match=r"--iteration: has no checkpoint in .*; got 7; there: iter_0000003"):
+        export(run, tmp_path / "other", iteration=7)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(export_program, "save_file", full)
+    with pytest.raises(RunError, match="the weights could not be written; got No space left on device"):
+        export(run, tmp_path / "other")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "runs"]
+    (run / "checkpoints/iter_0000003/ddp.pt").write_bytes(b"x")
+    with pytest.raises(RequestError, match=r"ddp.pt: is cut short"):
+        export(run, tmp_path / "other")

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tridock.data.tokenize.huggingface import HuggingFaceTokenizer
 from tridock.data.tokenize.tokenizer import END_OF_TEXT, TOKENIZER
-from tridock.errors import Problem, RequestError, TridockError
+from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError, RunError, TridockError
 from tridock.train.huggingface.families import config_of
 from tridock.train.huggingface.saved import Saved
 from tridock.train.huggingface.weights import CONFIG, INDEX, SINGLE, exported
@@ -42,6 +44,8 @@ def main() -> int:
     except TridockError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     return 0
 
 
@@ -58,8 +62,8 @@ def export(
     config_of(saved.model, saved.tokens, "", end)  # before anything is written: whether there is such a model
     partial = output.with_name(f".{output.name}.part")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     try:
+        partial.mkdir(parents=True)
         names, size, kind = _write_weights(saved, partial, dtype)
         _write(partial / CONFIG, config_of(saved.model, saved.tokens, kind, end))
         for file in partial.glob("*.safetensors"):
@@ -68,6 +72,10 @@ def export(
         if output.exists():
             output.rmdir()
         partial.rename(output)
+    except (OSError, SafetensorError) as error:
+        got = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        todo = "free space there or mend its permissions, or name another folder"
+        raise RunError(Problem(str(output), "the weights could not be written", got, todo)) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     print(f"{saved.description}: {names} weights, {size / 1e6:,.1f} MB in {kind}, written to {output}")
@@ -77,8 +85,6 @@ def export(
 
 def _write_weights(saved: Saved, folder: Path, dtype: str | None) -> tuple[int, int, str]:
     """Returns the number of weights, their bytes and their format."""
-    from safetensors.torch import save_file
-
     files: list[list[str]] = []
     pending: dict[str, Tensor] = {}
     total, kind = 0, ""

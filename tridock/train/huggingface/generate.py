@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tridock.data.tokenize.huggingface import HuggingFaceTokenizer
-from tridock.errors import Problem, RequestError, TridockError
+from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError, TridockError
 from tridock.train.huggingface.saved import Saved
 from tridock.train.huggingface.weights import names_of
 from tridock.train.models.gpt import GPT, Shape
@@ -34,12 +34,20 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1234)
     given = parser.parse_args()
     try:
-        saved = Saved.open(given.weights, given.iteration)
-        tokenizer = _tokenizer(given.tokenizer or saved.tokenizer)
-        model = built(saved, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        generate(given)
     except TridockError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    return 0
+
+
+def generate(given: argparse.Namespace) -> None:
+    """Prints each prompt, and what follows."""
+    saved = Saved.open(given.weights, given.iteration)
+    tokenizer = _tokenizer(given.tokenizer or saved.tokenizer)
+    model = built(saved, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     torch.manual_seed(given.seed)
     for prompt in given.prompt:
         ids = tokenizer.encode([prompt])[0].tolist()
@@ -48,7 +56,6 @@ def main() -> int:
         for piece in _pieces(tokenizer, ids, tokens, given.max_new_tokens):
             print(piece, end="", flush=True)
         print()
-    return 0
 
 
 def built(saved: Saved, device: torch.device) -> GPT:

@@ -14,6 +14,8 @@ from tridock.data.tokenize.tokenizer import TOKENIZER, BytePairTokenizer
 from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment, load_experiment
 from tridock.experiment.model import Model
+from tridock.train.checkpoints.files import damage
+from tridock.train.checkpoints.files import read_manifest as read_manifest_of_files
 from tridock.train.checkpoints.progress import read_progress
 from tridock.train.checkpoints.weights import weights_in
 from tridock.train.huggingface.families import model_fields
@@ -46,6 +48,7 @@ class Saved:
         workspace = path.absolute().parent.parent
         folder = workspace / (experiment.train.checkpoint_folder or path.absolute() / CHECKPOINTS)
         checkpoint = _checkpoint(folder, iteration)
+        _check_whole(checkpoint)
         tokens = read_progress(checkpoint).vocab_size
         if tokens is None or experiment.model.is_vision:
             todo = "name a run of engine torch or megatron-core that trains a language model"
@@ -67,6 +70,14 @@ def _checkpoint(folder: Path, iteration: int | None) -> Path:
         todo = "name a run that has saved, or a folder with config.json and model.safetensors"
         raise RequestError(Problem(str(folder), "holds no whole checkpoint", "", todo))
     return last[1]
+
+
+def _check_whole(checkpoint: Path) -> None:
+    """Raises :class:`RequestError` if a file of a checkpoint is missing or cut short."""
+    manifest = read_manifest_of_files(checkpoint)
+    problems = [manifest] if isinstance(manifest, Problem) else damage(checkpoint, manifest, manifest, read=False)
+    if found := list(problems):
+        raise RequestError(found)
 
 
 def _tokenizer_of(experiment: Experiment, workspace: Path) -> Path | None:

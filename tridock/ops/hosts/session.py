@@ -20,6 +20,7 @@ from tridock.remote import Completed, Host, connect, on_all, raise_failures
 T = TypeVar("T")
 
 FACTS_TIMEOUT_S = 30.0
+_NOT_FOUND = 127  # of docker exec, as of a shell
 # -P: not the code of a folder that happens to be the current one.
 NODE = (run_folder.PYTHON, "-P", "-m", "tridock.node")
 
@@ -117,6 +118,8 @@ class Session:
         done = self.node_verb(node, *arguments, stdin=stdin, timeout=timeout)
         if done.exit_code == USAGE:
             raise self.other_version(node, f"it does not know {arguments[0]}")
+        if done.exit_code == _NOT_FOUND:
+            raise self.other_version(node, f"it has no {run_folder.PYTHON}")
         try:
             return decode(kind, done.checked(node).stdout)
         except ValueError:

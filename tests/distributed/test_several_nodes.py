@@ -65,7 +65,8 @@ def test_another_experiment_on_one_node_stops_both(tmp_path: Path) -> None:
 
 
 def test_a_failed_run_names_the_rank_that_failed(tmp_path: Path) -> None:
-    experiment = experiment_in(tmp_path, **{"train.load": "runs/none/checkpoints"})
+    (tmp_path / "empty").mkdir()
+    experiment = experiment_in(tmp_path, **{"train.load": "empty"})
     argv = [sys.executable, "-m", "tridock.cli", "train", str(experiment), "--workspace", str(tmp_path), "--nproc", "2"]
     done = subprocess.run(argv, env=rank_environment(), capture_output=True, text=True, timeout=PATIENCE, check=False)
     (run,) = [folder for folder in (tmp_path / "runs").iterdir() if folder.name != "unused"]

@@ -1,7 +1,7 @@
 """Encoders of texts: the reference (Hugging Face's tokenizers), a fast library, and a vocabulary of whole words.
 
-The fast library is used only for tokenizers like GPT-2's (byte-level BPE, GPT-2's split, no normalizer or
-post-processor). tests/unit/data/test_encoders.py compares its ids with the reference for every character. Every run
+The fast library is used only for tokenizers like GPT-2's, Qwen's and Llama 3's: byte-level BPE, one of their splits, no
+normalizer but NFC. tests/unit/data/test_encoders.py compares its ids with the reference for every character. Every run
 compares again: some hard texts at its start, and a piece of each chunk.
 """
 
@@ -52,7 +52,7 @@ _UNICODE_17: Final = re.compile(
     "\U00018d09-\U00018d1e\U00018d80-\U00018df2\U0001e6c0-\U0001e6ff\U0002b73a-\U0002b73f\U0002cea2-\U0002cead"
     "\U000323b0-\U00033479]"
 )
-_WORDS_END: Final = re.compile("(?<=[0-9A-Za-z.,;])(?=[ \n])")
+_WORDS_END: Final = re.compile("(?<=[0-9A-Za-z])(?=[ \n])")
 _PIECE_CHARACTERS: Final = 2048
 _UNICODE_17_BYTES: Final = (
     (b"\xe0", (b"\xe0\xa2\x8f", b"\xe0\xb1\x9c", b"\xe0\xb3\x9c")),
@@ -60,6 +60,17 @@ _UNICODE_17_BYTES: Final = (
     (b"\xf0", tuple(b"\xf0" + bytes([second]) for second in b"\x90\x91\x96\x98\x9e\xab\xac\xb2\xb3")),
 )
 """Their first bytes in UTF-8. A text without them needs no regular expression search, which is slow."""
+
+_CL100K: Final = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SPLITS: Final = (_CL100K % r"\p{N}", _CL100K % r"\p{N}{1,3}")
+"""Of Qwen, and of Llama 3 and GPT-4. GPT-2's is in the library."""
+_MAY_CHANGE_IN_NFC: Final = re.compile(
+    "[^\\x00-\u02ff\u0400-\u0482\u048a-\u052f\u2002-\u2027\u2030-\u2052\u20a0-\u20bf\u2190-\u2199\u2500-\u25ff"
+    "\u3001-\u3020\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3\uff01-\uff5e\U0001f300-\U0001f64f]"
+)
+"""A text without these characters is in NFC, in every version of Unicode."""
 
 
 class Encoder(Protocol):
@@ -111,7 +122,16 @@ class Fast:
     def __init__(self, reference: Reference, description: dict[str, Any] | None = None, workers: int = 1) -> None:
         """``workers``: number of processes that have one each."""
         description = description or reference.tokenizer.describe()
-        plain = _gpt2_description(description)
+        plain = _supported(description)
+        self.accepts_special = reference.accepts_special
+        added = [token for token in description["added_tokens"] if self.accepts_special or not token["special"]]
+        rules = ("lstrip", "rstrip", "single_word", *["normalized"] * (description["normalizer"] is not None))
+        if any(token[rule] for token in added for rule in rules):
+            raise ValueError("a token of texts takes white space, is a whole word only, or is normalized")
+        self._tokens: dict[str, int] = {token["content"]: token["id"] for token in added}
+        longest_first = sorted(self._tokens, key=len, reverse=True)
+        self._token = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+        self._normalized: Callable[[str], str] | None = _nfc() if description["normalizer"] is not None else None
         import gigatoken
 
         # For a large vocabulary the library's JSON is faster than ours.
@@ -124,13 +144,6 @@ class Fast:
         self._reference = reference
         self.vocab_size, self.largest_id = reference.vocab_size, reference.largest_id
         self.sha256, self.end_of_document = reference.sha256, reference.end_of_document
-        self.accepts_special = reference.accepts_special
-        added = description["added_tokens"]
-        if self.accepts_special and any(token[rule] for token in added for rule in ("lstrip", "rstrip", "single_word")):
-            raise ValueError("a special token takes white space, or is only a whole word")
-        self._special = reference.tokenizer.special_tokens if self.accepts_special else {}
-        longest_first = sorted(self._special, key=len, reverse=True)
-        self._special_split = re.compile(f"({'|'.join(map(re.escape, longest_first))})").split
         for text in HARD_TEXTS:
             self._compare(text, self._encode(text))
 
@@ -150,17 +163,18 @@ class Fast:
         self._memory = _resident()
 
     def _encode(self, text: str) -> Ids:
-        if any(token in text for token in self._special):
-            parts = [part for part in self._special_split(text) if part]
-            return np.concatenate([self._encode_part(part) for part in parts])
+        if self._tokens and self._token.search(text):
+            return np.concatenate([self._encode_part(part) for part in self._token.split(text) if part])
         return self._encode_plain(text)
 
     def _encode_part(self, part: str) -> Ids:
-        return np.array([self._special[part]], np.uint32) if part in self._special else self._encode_plain(part)
+        return np.array([self._tokens[part]], np.uint32) if part in self._tokens else self._encode_plain(part)
 
     def _encode_plain(self, text: str) -> Ids:
         if text.isascii():
             return cast(Ids, self._fast.encode(text))
+        if self._normalized is not None and _MAY_CHANGE_IN_NFC.search(text):
+            text = self._normalized(text)
         data = text.encode()
         if _may_be_newer(data) and _UNICODE_17.search(text):
             return np.concatenate([self._encode_piece(piece) for piece in _pieces(text)])
@@ -208,7 +222,7 @@ def _may_be_newer(data: bytes) -> bool:
 
 
 def _pieces(text: str) -> list[str]:
-    """Cuts a text where GPT-2's split always ends a word, so that the ids of the pieces are those of the text."""
+    """Cuts a text where every split of ``_SPLITS`` ends a word, so that the ids of the pieces are those of the text."""
     pieces, start = [], 0
     while found := _WORDS_END.search(text, start + _PIECE_CHARACTERS):
         pieces.append(text[start : found.start()])
@@ -216,31 +230,39 @@ def _pieces(text: str) -> list[str]:
     return [*pieces, text[start:]]
 
 
-def _gpt2_description(description: dict[str, Any]) -> dict[str, Any]:
-    """Returns the description without special tokens. Raises ValueError if the tokenizer is not like GPT-2's."""
-    model, split = description["model"], description["pre_tokenizer"] or {}
-    plain = {
-        "dropout",
-        "unk_token",
-        "continuing_subword_prefix",
-        "end_of_word_suffix",
-        "byte_fallback",
-        "ignore_merges",
-    }
-    gpt2 = (
-        model["type"] == "BPE"
-        and not any(model.get(name) for name in plain)
-        and (split.get("type"), split.get("add_prefix_space"), split.get("use_regex")) == ("ByteLevel", False, True)
-        and description["normalizer"] is None
-        and all(token["special"] for token in description["added_tokens"])
-        and all(token["content"] in model["vocab"] for token in description["added_tokens"])
-        and not any(
-            token[name] for token in description["added_tokens"] for name in ("lstrip", "rstrip", "single_word")
-        )
-    )
-    if not gpt2:
-        raise ValueError("the tokenizer is not like GPT-2's")
-    return description | {"added_tokens": [], "post_processor": None}
+def _nfc() -> Callable[[str], str]:
+    """The reference's own, because versions of Unicode differ."""
+    from tokenizers import normalizers
+
+    return normalizers.NFC().normalize_str
+
+
+def _supported(description: dict[str, Any]) -> dict[str, Any]:
+    """Returns what the fast library reads of a description: without added tokens and normalizer.
+
+    Raises ValueError if the tokenizer is not like those that its ids were compared for.
+    """
+    model, normalizer = description["model"], description["normalizer"]
+    unsupported = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
+    known = model["type"] == "BPE" and not any(model.get(name) for name in unsupported)
+    if not known or normalizer not in (None, {"type": "NFC"}) or not _is_known_split(description["pre_tokenizer"]):
+        raise ValueError("the tokenizer is not like GPT-2's, Qwen's or Llama 3's")
+    return description | {"added_tokens": [], "post_processor": None, "normalizer": None}
+
+
+def _is_known_split(split: object) -> bool:
+    match split:
+        case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}:
+            return True
+        case {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
+                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+            ],
+        }:
+            return pattern in _SPLITS
+    return False
 
 
 class Vocabulary:

@@ -60,19 +60,14 @@ class BytePairTokenizer:
 
     def accept_special(self) -> None:
         """Reads special tokens in texts as tokens, as today's Megatron does."""
-        if END_OF_TEXT not in self.special_tokens:
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        if END_OF_TEXT not in {token.content for token in added}:
             self._tokenizer.add_special_tokens([END_OF_TEXT])
         self._tokenizer.encode_special_tokens = False
 
     @property
     def accepts_special(self) -> bool:
         return not self._tokenizer.encode_special_tokens
-
-    @property
-    def special_tokens(self) -> dict[str, int]:
-        """The id of each special token."""
-        added = self._tokenizer.get_added_tokens_decoder()
-        return {token.content: number for number, token in added.items() if token.special}
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int, show_progress: bool = False) -> Self:

@@ -196,3 +196,37 @@ def test_an_export_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Mon
     (run / "checkpoints/iter_0000003/ddp.pt").write_bytes(b"x")
     with pytest.raises(RequestError, match=r"ddp.pt: is cut short"):
         export(run, tmp_path / "other")
+
+
+SCALING = {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3"}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "llama-3.2-1b": {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "head_dim": 64, "hidden_act": "silu",
+        "hidden_size": 2048, "intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": False,
+        "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+        "rope_scaling": {**SCALING, "original_max_position_embeddings": 8192}, "rope_theta": 500000.0,
+        "tie_word_embeddings": True, "vocab_size": 128256,
+    },
+    "qwen3-0.6b": {
+        "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "head_dim": 128, "hidden_act": "silu",
+        "hidden_size": 1024, "intermediate_size": 3072, "max_position_embeddings": 40960, "num_attention_heads": 16,
+        "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None,
+        "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True, "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "smollm2-135m": {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "hidden_act": "silu", "hidden_size": 576,
+        "intermediate_size": 1536, "max_position_embeddings": 8192, "num_attention_heads": 9, "num_hidden_layers": 30,
+        "num_key_value_heads": 3, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 100000,
+        "tie_word_embeddings": True, "vocab_size": 49152,
+    },
+}  # fmt: skip
+"""config.json on Hugging Face, what says something of the model."""
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_a_preset_is_the_published_model(preset: str) -> None:
+    theirs = Model.model_validate({"seq_length": 8, **model_fields(PUBLISHED[preset], "config.json")})
+    own = Model.model_validate({"preset": preset, "seq_length": 8, "kv_channels": theirs.kv_channels})
+    dropout = {"preset": None, "hidden_dropout": 0.1, "attention_dropout": 0.1}
+    assert own.model_copy(update=dropout) == theirs

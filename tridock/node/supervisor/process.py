@@ -61,9 +61,13 @@ def start(folder: Path, *, again: bool = False, patience_s: float = 0.0) -> int:
 @contextmanager
 def _alone(runs: Path) -> Iterator[None]:
     """Two runs start on this node one after the other."""
-    with (runs / ".starting").open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    lock = os.open(runs, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):  # NFS locks no folders
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(lock)
 
 
 def _refuse_port_in_use(folder: Path) -> None:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Copies this system's Python into FOLDER, with its libraries and loader, so that it runs on any glibc from there.
 #
-#   tools/image/interpreter.sh FOLDER
+#   tools/image-interpreter.sh FOLDER
 set -Eeuo pipefail
 
 readonly TO=$1

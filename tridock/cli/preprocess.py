@@ -118,6 +118,7 @@ def _preprocess(arguments: argparse.Namespace) -> int:
     from tridock.data.resumable_build import build_folder
     from tridock.data.tokenize.blocks import Recipe
     from tridock.data.tokenize.encoders import check_ids_fit, limit_free_memory
+    from tridock.data.tokenize.tokenizer import TOKENIZER
 
     if problems := list(_preprocess_problems(arguments)):
         raise RequestError(problems)
@@ -140,7 +141,8 @@ def _preprocess(arguments: argparse.Namespace) -> int:
         resume=arguments.resume,
     )
     files = [_tokenizer_file(arguments), arguments.merge_file, *[source.path for source in sources]]
-    check_outputs(request.outputs, [path for path in files if path is not None])
+    read = [path / TOKENIZER if path.is_dir() else path for path in files if path is not None]
+    check_outputs(request.outputs, read)
     try:
         with progress_bar("tokenizing", arguments.log_interval) as progress:
             done = preprocess(request, progress)

@@ -217,11 +217,12 @@ def test_texts_that_are_known_to_be_in_nfc() -> None:
     from tokenizers import normalizers
 
     second = set()
-    for code in range(0x110000):
+    for code in range(0x20000):
         parts = unicodedata.decomposition(chr(code)).split()
         second |= {chr(int(parts[1], 16))} if len(parts) == 2 and not parts[0].startswith("<") else set()
-    stable = [c for c in map(chr, range(0x110000)) if not encoders._MAY_CHANGE_IN_NFC.search(c)]
+    stable = [c for c in map(chr, range(0x20000)) if not encoders._MAY_CHANGE_IN_NFC.search(c)]
     assert len(stable) > 30_000
+    assert encoders._MAY_CHANGE_IN_NFC.search("\U00020000")
     assert not second.intersection(stable)
     assert not any(unicodedata.combining(c) for c in stable)
     assert normalizers.NFC().normalize_str(" ".join(stable)) == " ".join(stable)

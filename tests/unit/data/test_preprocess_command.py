@@ -124,6 +124,13 @@ def test_outputs_replace_no_input_and_no_device(folder: Path, capsys: pytest.Cap
     assert Path("a.jsonl").read_bytes() == lines
 
 
+def test_the_tokenizer_of_a_folder_is_not_replaced(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = ["--output-prefix", "o", "--vocab-file", "t", "--on-error", "skip", "--rejects", "t/tokenizer.json"]
+    assert main([*PREPROCESS, *more]) == 2
+    expected = "--rejects: would overwrite an input; got t/tokenizer.json; name another file\n"
+    assert capsys.readouterr().err.endswith(expected)
+
+
 def test_names_that_lead_nowhere(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(gpt2("--output-prefix", "d/..", "--json-keys", "a/b")) == 2
     assert capsys.readouterr().err.splitlines() == [

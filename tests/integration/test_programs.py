@@ -185,7 +185,7 @@ class Twin:
         """A run that trains, and goes on to."""
         run_id, _ = self.run(program, code, longer=True)
         log = self.folder / "runs" / run_id / "logs" / "launcher.log"
-        wait_until(lambda: re.search(program.trains, log.read_text()), f"{run_id} trains", 300)
+        wait_until(lambda: re.search(program.trains, log.read_text()), f"{run_id} trains", 900)
         return run_id
 
     def followed(self, run_id: str) -> str:

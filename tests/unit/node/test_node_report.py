@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 from tests.unit.node.conftest import answer, wait_until
 from tridock.contracts.codec import decode
 from tridock.contracts.node_answers import PROTOCOL, NodeReport, SshAnswer
+from tridock.contracts.run_folder import PYTHON
 from tridock.node.probes import ssh_mesh_probe
 from tridock.node.probes.limits_and_space import cores, space, write_error
 from tridock.node.probes.mesh_responder import shared_environment
@@ -165,6 +167,8 @@ def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "ssh").write_text(SSH)
     (tmp_path / "bin" / "ssh").chmod(0o755)
+    (tmp_path / "bin" / PYTHON).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+    (tmp_path / "bin" / PYTHON).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(Path(ssh_mesh_probe.__file__).parents[2]))
 

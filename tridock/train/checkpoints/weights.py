@@ -62,7 +62,7 @@ def _part(model: Model, name: str, whole: Tensor) -> Tensor:
 
 def _deepspeeds(file: Path) -> dict[str, Any]:
     with safe_torch_load():
-        state: dict[str, Any] = torch.load(file, map_location="cpu", mmap=True)
+        state: dict[str, Any] = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     return state
 
 

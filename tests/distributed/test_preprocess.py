@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from tests.distributed.ranks import ROOT
-from tests.unit.data.test_preprocess import TEXTS, request, work
+from tests.unit.data.test_preprocess import TEXTS, request
+from tests.unit.data.test_resumable_build import work
 from tridock.data.preprocess import preprocess
 from tridock.data.tokenize.tokenizer import BytePairTokenizer
 

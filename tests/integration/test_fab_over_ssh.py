@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.sshd import ROOT, USER, Sshd, free_port, wait_until
+from tridock.contracts.run_folder import PYTHON
 
 RUN = "tiny-20260102-030405-abcd"
 
@@ -33,7 +34,7 @@ exec)
   while [ "$1" != tridock-lab ]; do shift; done
   shift
   export PYTHONPATH={shlex.quote(str(ROOT))}
-  if [ "$1" = python ]; then exec {shlex.quote(sys.executable)} "${{@:2}}" --workspace "$WORKSPACE"; fi
+  if [ "$1" = {PYTHON} ]; then exec {shlex.quote(sys.executable)} "${{@:2}}" --workspace "$WORKSPACE"; fi
   exec "${{@//\/workspace/$WORKSPACE}}" ;;
 *) echo "not expected: $*" >&2; exit 1 ;;
 esac

@@ -25,6 +25,11 @@ class Clone:
     def image(self) -> str:
         return f"{self.name}:cpu"
 
+    @property
+    def twin(self) -> str:
+        """The Compose project of its twin."""
+        return f"tridock-{self.name}-{hashlib.sha256(str(self.folder).encode()).hexdigest()[:8]}"
+
     def run(self, *argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
         keep = {name: value for name, value in os.environ.items() if not name.startswith(("COMPOSE_", "TRIDOCK_"))}
         path = f"{self.folder}/.venv/bin:{keep['PATH']}"
@@ -42,8 +47,7 @@ class Clone:
         return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in paths}
 
     def remove(self) -> None:
-        folder = hashlib.sha256(str(self.folder).encode()).hexdigest()[:8]
-        for arguments in (["--project-name", f"tridock-{self.name}-{folder}"], []):
+        for arguments in (["--project-name", self.twin], []):
             self.run("docker", "compose", *arguments, "--profile", "twin", "down", "--timeout", "2", "--remove-orphans")
         execute("docker", "image", "rm", self.image)
 

@@ -42,7 +42,7 @@ class Twin:
     started: list[str] = field(default_factory=list)
 
     def container(self, node: str) -> str:
-        return f"tridock-{self.clone.name}-{node}-1"
+        return f"{self.clone.twin}-{node}-1"
 
     def inside(self, node: str, script: str) -> str:
         return execute("docker", "exec", self.container(node), "bash", "-c", script).stdout
@@ -74,6 +74,7 @@ class Twin:
             "hostfiles/twin",
             "--config",
             "configs/tiny.yaml",
+            "--share",
             *arguments,
         ]
         keep = {name: value for name, value in os.environ.items() if not name.startswith(("COMPOSE_", "TRIDOCK_"))}
@@ -263,7 +264,7 @@ def test_the_neighbour_continues_to_its_end(calm: Run) -> None:
 
 def test_a_node_whose_network_is_cut_and_that_comes_back(twin: Twin, calm: Run) -> None:
     """Named in time; the run continues once the node answers again, to the losses of the one that was left alone."""
-    network, container = f"tridock-{twin.clone.name}_default", twin.container(OTHER)
+    network, container = f"{twin.clone.twin}_default", twin.container(OTHER)
     with twin.launched(**LENGTH, **{"train.save": True, "train.save_interval": 20, "restart.max": 1}) as run:
         run.wait_for_training(beyond=25)
         succeed("docker", "network", "disconnect", network, container)

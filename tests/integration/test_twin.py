@@ -152,7 +152,7 @@ def test_a_run_continues_from_a_checkpoint_with_the_images_python(clone: Clone, 
 
 def test_down_leaves_runs_and_data(clone: Clone, demo: str) -> None:
     clone.succeed("fab down --hosts hostfiles/twin")
-    assert execute("docker", "ps", "--all", "--quiet", "--filter", f"name=tridock-{clone.name}-node").stdout == ""
+    assert execute("docker", "ps", "--all", "--quiet", "--filter", f"name={clone.twin}-node").stdout == ""
     assert (clone.folder / "data" / "demo" / "stdlib_text_document.bin").is_file()
     assert list((clone.folder / "runs").iterdir())
 

@@ -24,6 +24,7 @@ from tests.integration.support import ROOT, execute, own_name, succeed, wait_unt
 SOURCES = os.environ.get("TRIDOCK_PROGRAMS")
 pytestmark = [
     pytest.mark.timeout(3900),
+    pytest.mark.optional,
     pytest.mark.skipif(SOURCES is None, reason="TRIDOCK_PROGRAMS names no folder with programs"),
 ]
 NODES = ("node-1", "node-2")

@@ -6,12 +6,25 @@ all problems found, so that the user fixes them at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
 EXIT_INTERRUPTED: Final = 130
+
+
+def exit_code_of(program: Callable[[], object]) -> int:
+    """Runs a program; an error of the user's ends it with its message on standard error and its exit code."""
+    try:
+        program()
+    except TridockError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    return 0
 
 
 def count(number: int, noun: str) -> str:

@@ -19,6 +19,7 @@ import pytest
 
 from tests.distributed.ranks import ROOT, free_port, rank_environment, read_lines
 from tridock.contracts import heartbeat, run_folder
+from tridock.contracts.events import Cause, Event, append_event
 from tridock.contracts.run_state import exit_code_of, is_supervised
 from tridock.contracts.supervision import Supervision
 from tridock.errors import RequestError
@@ -249,6 +250,16 @@ def test_a_supervisor_that_stood_still_restarts_the_run(make: Make) -> None:
     lost, restarted, *_ = run.events("head_lost", "run_restarted", "run_failed", "rank_died")
     assert lost["reason"] == "heard nothing from the head for 25 s"
     assert restarted["reason"] == "here heard nothing from the head for 25 s"
+
+
+def test_another_node_that_lost_the_head_hides_no_failure(make: Make) -> None:
+    run = make()
+    run.start()
+    run.train()
+    append_event(run.folder, Event.HEAD_LOST, node="another", cause=Cause.HEAD_SILENT, reason="heard nothing")
+    run.signal(1, signal.SIGKILL)
+    assert run.end() == 4
+    assert [(died["rank"], died["node"]) for died in run.events("rank_died")] == [(1, "here")]
 
 
 # ---- hangs ---------------------------------------------------------------------------------------

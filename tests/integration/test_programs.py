@@ -183,7 +183,7 @@ class Twin:
         return found[1], output
 
     def training(self, program: Program, code: Path) -> str:
-        """A run that trains, and goes on to."""
+        """The id of a run that is training, and will not end by itself."""
         run_id, _ = self.run(program, code, longer=True)
         log = self.folder / "runs" / run_id / "logs" / "launcher.log"
         wait_until(lambda: re.search(program.trains, log.read_text()), f"{run_id} trains", 900)
@@ -247,7 +247,7 @@ def test_a_killed_node_is_named(twin: Twin, program: Program, code: Path) -> Non
     run_id = twin.training(program, code)
     succeed("docker", "kill", twin.container("node-2"))
     try:
-        assert re.search(r"got exit code \d+, node-2 ", told := twin.followed(run_id)), told
+        assert re.search(r"got exit code \d+, node-2 ", output := twin.followed(run_id)), output
         assert twin.processes(run_id) == ""
     finally:
         twin.up()

@@ -272,9 +272,13 @@ class RunSupervisor:
         return bool(ranks) and ended == ranks
 
     def _ended_by_agents(self) -> Verdict | None:
-        """Why the agents ended the run: they did not hear from this process, which stood still for so long."""
-        lost = events_of(self._folder, Event.HEAD_LOST, self._events_before)
-        return Verdict(Cause.HEAD_SILENT, lost[0]["reason"], lost[0]["node"]) if lost else None
+        """Why the agents ended the run: they did not hear from this process, which stood still for so long.
+
+        The head's own agent says so. One of another node may only have lost the network between them.
+        """
+        lost = events_of(self._folder, Event.HEAD_LOST, self._events_before) if self._supervision.on_head else []
+        own = next((event for event in lost if event["node"] == self._supervision.head), None)
+        return None if own is None else Verdict(Cause.HEAD_SILENT, own["reason"], own["node"])
 
     def _is_preempted(self) -> bool:
         return bool(events_of(self._folder, Event.RUN_PREEMPTED, self._events_before))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tridock.data.tokenize.huggingface import HuggingFaceTokenizer
 from tridock.data.tokenize.tokenizer import END_OF_TEXT, TOKENIZER
-from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError, RunError, TridockError
+from tridock.errors import Problem, RequestError, RunError, exit_code_of
 from tridock.train.huggingface.families import config_of
 from tridock.train.huggingface.saved import Saved
 from tridock.train.huggingface.weights import CONFIG, INDEX, SINGLE, exported
@@ -39,14 +39,7 @@ def main() -> int:
     parser.add_argument("--dtype", choices=DTYPES)
     parser.add_argument("--tokenizer", type=Path)
     given = parser.parse_args()
-    try:
-        export(given.run, given.output, given.iteration, given.dtype, given.tokenizer)
-    except TridockError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    return 0
+    return exit_code_of(lambda: export(given.run, given.output, given.iteration, given.dtype, given.tokenizer))
 
 
 def export(

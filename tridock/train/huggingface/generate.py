@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tridock.data.tokenize.huggingface import HuggingFaceTokenizer
-from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError, TridockError
+from tridock.errors import Problem, RequestError, exit_code_of
 from tridock.train.huggingface.saved import Saved
 from tridock.train.huggingface.weights import names_of
 from tridock.train.models.gpt import GPT, Shape
@@ -33,14 +33,7 @@ def main() -> int:
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--seed", type=int, default=1234)
     given = parser.parse_args()
-    try:
-        generate(given)
-    except TridockError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-    return 0
+    return exit_code_of(lambda: generate(given))
 
 
 def generate(given: argparse.Namespace) -> None:

@@ -68,13 +68,30 @@ RUN --mount=type=bind,source=tools/image/ca.sh,target=/tools/ca.sh \
     --mount=type=secret,id=ca \
     --mount=type=cache,target=/var/cache/apt,sharing=locked \
     --mount=type=cache,target=/var/lib/apt/lists,sharing=locked \
-    . /tools/ca.sh \
-    && apt-get update -qq \
-    && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends git
+    --mount=type=bind,source=upstream,target=/src/upstream \
+    [ ! -f /src/upstream/megatron-v1.1.5/pretrain_gpt2.py ] \
+    || { . /tools/ca.sh \
+        && apt-get update -qq \
+        && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends git; }
 RUN --mount=type=bind,source=upstream,target=/src/upstream \
     --mount=type=bind,source=patches,target=/src/patches \
     --mount=type=bind,source=tools/image-megatron.sh,target=/src/image-megatron.sh \
     /src/image-megatron.sh /src/upstream/megatron-v1.1.5 /src/patches/megatron-v1.1.5 /opt/megatron-v1.1.5
+
+# ---- trackers --------------------------------------------------------------------------------------------------------
+# The libraries of trackers and notifications, in an environment of their own; empty without TRACKERS=yes.
+# hadolint ignore=DL3006
+FROM builder AS trackers
+ARG FLAVOR
+ARG TRACKERS=
+RUN --mount=type=bind,source=tools/image,target=/src/tools/image \
+    --mount=type=bind,source=tools/python,target=/src/tools/python \
+    --mount=type=bind,source=locks,target=/src/locks \
+    --mount=type=secret,id=ca \
+    --mount=type=cache,target=/root/.cache/pip \
+    --mount=type=cache,target=/root/.cache/uv \
+    . /src/tools/image/ca.sh \
+    && /src/tools/image/trackers.sh /opt/trackers "$FLAVOR" "$TRACKERS"
 
 # ---- runtime ---------------------------------------------------------------------------------------------------------
 # hadolint ignore=DL3006
@@ -83,6 +100,7 @@ ARG FLAVOR
 ARG BASE_IMAGE
 COPY --from=builder /opt/venv /opt/venv
 COPY --from=megatron /opt/megatron-v1.1.5 /opt/megatron-v1.1.5
+COPY --from=trackers /opt/trackers /opt/trackers
 # One Include, so that every ssh inside a node, also pdsh's, finds the cluster's keys and host names.
 # The entrypoint writes to the state folder. It is world-writable because the container may start with --user.
 RUN printf 'Include /run/tridock/secrets/ssh_config\n' >/etc/ssh/ssh_config.d/tridock.conf \

@@ -48,6 +48,12 @@ LOCKS = locks/extras.txt locks/deepspeed.txt locks/torch.txt locks/dev.txt
 .venv/.docs: locks/docs.txt tools/venv.sh
 	@tools/venv.sh docs
 
+.venv/.trackers: locks/trackers.txt tools/venv.sh
+	@tools/venv.sh trackers
+
+.PHONY: trackers
+trackers: .venv/.trackers ## Install wandb, MLflow, TensorBoard and apprise for runs on this machine, in .venv/trackers
+
 .PHONY: locks
 locks: .venv/.full ## Compile locks/*.in to locks/*.txt (UPGRADE=1 for newer versions)
 	@python -m pip install --quiet --require-hashes -r locks/uv.txt
@@ -80,6 +86,9 @@ IMAGE ?= tridock:$(if $(filter cpu,$(FLAVOR)),cpu,latest)
 #             none, or auto: the one brought before, else upstream's repository, or no engine (the default with FLAVOR=cpu)
 CA ?=
 MEGATRON ?=
+# TRACKERS    yes: with wandb, MLflow, TensorBoard and apprise, for trackers and notifications
+TRACKERS ?=
+export TRACKERS
 
 .PHONY: image
 image: ## Build the image: tridock:latest on NVIDIA's PyTorch image, or tridock:cpu with FLAVOR=cpu; and .venv for fab
@@ -149,17 +158,29 @@ measure-memory: .venv/.full ## Measure the memory of CPU ranks of every engine, 
 bench-memory: .venv/.full ## Compare the planner's memory with measurements (BENCH='pp2 bf16')
 	@python -m tests.memory.compare $(BENCH)
 
+.PHONY: bench-planner
+bench-planner: .venv/.full ## Compare the planner's times with published ones (BENCH='bloom mpt')
+	@python -m tests.planner.compare $(BENCH)
+
 # ---- checks ------------------------------------------------------------------------------------------------------------
 # TESTS   more arguments for pytest, as TESTS='-k hostfile -x'
 # SELECT  the markers that decide which tests run
 TESTS ?=
 SELECT ?= not full
+CORES ?= $(shell nproc)
 # One more than cores: many of these tests wait for a process.
-WORKERS ?= $(shell echo $$(( $$(nproc) + 1 )))
+WORKERS ?= $(shell echo $$(( $(CORES) + 1 )))
 # Ranks wait for each other, for launchers and for what is stopped: two files at once, whatever the machine has.
 RANK_WORKERS ?= 2
 # The unit tests that import torch or DeepSpeed.
 TORCH_TESTS = tests/unit/train tests/unit/compat tests/unit/deepspeed tests/memory
+# Those that start Tridock's own processes and wait for them: commands of a node, supervisors, trackers, scripts.
+PROCESS_TESTS = tests/shell tests/unit/sinks tests/unit/ops/test_track.py tests/unit/test_fabfile.py \
+    tests/unit/test_user_input.py tests/unit/data/test_preprocess_command.py tests/unit/data/test_train_tokenizer.py \
+    tests/unit/ops/test_held.py tests/unit/train/test_signals.py \
+    $(addsuffix .py,$(addprefix tests/unit/ops/slurm/test_,jobs own_program supervise)) \
+    $(addsuffix .py,$(addprefix tests/unit/node/test_,evidence failover node_report node_starter processes queue rank_logs \
+    rank_output rank_starter runs))
 # What TESTS selects may all be in the other half.
 OR_NONE = $(if $(TESTS),|| [[ $$? == 5 ]])
 PYTEST = pytest -m '$(SELECT)' --junitxml=.cache/tests/$(@:test-%=%).xml
@@ -173,24 +194,28 @@ lint: .venv/.full ## Check formatting, types, shell scripts and the Dockerfile
 	hadolint Dockerfile Dockerfile.wrap $(wildcard tests/*/*/Dockerfile)
 
 .PHONY: test
-test: test-unit test-distributed test-integration ## All tests but the full matrices (those with Docker are skipped where no engine answers)
-	@python tools/slowest_tests.py $(patsubst %,.cache/tests/%.xml,unit-torch unit-others distributed integration)
+test: test-unit test-processes test-distributed test-integration ## All tests but the full matrices (those with Docker are skipped where no engine answers)
+	@python tools/slowest_tests.py $(patsubst %,.cache/tests/%.xml,unit-torch unit-others processes distributed integration)
 
 .PHONY: test-full
 test-full: ## All tests, the full matrices too
 	@$(MAKE) --no-print-directory test SELECT=
 
 .PHONY: test-unit
-test-unit: .venv/.full ## What needs neither ranks nor Docker
+test-unit: .venv/.full ## What needs no process, no ranks and no Docker
 	@$(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=target test-unit-torch test-unit-others
 	@grep -q '<testcase' .cache/tests/unit-*.xml || { echo "TESTS: selects no test" >&2; exit 5; }
 
 # One process imports torch, and no worker of the others: that takes longer than most tests together.
 .PHONY: test-unit-torch test-unit-others
 test-unit-torch: .venv/.full
-	$(PYTEST) $(TORCH_TESTS) $(TESTS) $(OR_NONE)
+	$(PYTEST) $(TORCH_TESTS) $(addprefix --ignore ,$(PROCESS_TESTS)) $(TESTS) $(OR_NONE)
 test-unit-others: .venv/.full
-	$(PYTEST) tests $(addprefix --ignore ,$(TORCH_TESTS) tests/distributed tests/integration tests/gpu tests/rehearsal) -n $(WORKERS) $(TESTS) $(OR_NONE)
+	$(PYTEST) tests $(addprefix --ignore ,$(TORCH_TESTS) $(PROCESS_TESTS) tests/distributed tests/integration tests/gpu tests/rehearsal) -n $(CORES) --dist loadgroup $(TESTS) $(OR_NONE)
+
+.PHONY: test-processes
+test-processes: .venv/.full ## Processes of Tridock's own, without ranks and Docker
+	$(PYTEST) $(PROCESS_TESTS) -n $(WORKERS) $(TESTS) $(OR_NONE)
 
 .PHONY: test-distributed
 test-distributed: .venv/.full ## Several ranks on this machine's CPU

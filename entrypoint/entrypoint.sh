@@ -278,6 +278,18 @@ prepare_node() {
         fail "$EXIT_CLUSTER" "sshd refuses its configuration" "$(one_line "$complaint")" "fix what it names ('tridock keys --rotate' replaces all keys)"
 }
 
+# What waited for slots of this node when it was killed. Ranks of other nodes are reached through their sshd, and this
+# node's own must listen first.
+start_queue() {
+    compgen -G "/workspace/runs/.queue/*.json" >/dev/null || return 0
+    local attempt
+    for attempt in {1..100}; do
+        [[ ! -s $STATE/sshd.pid ]] || break
+        sleep 0.1
+    done
+    "$OWN/tridock-python" -P -m tridock.node start-next || printf 'the queue was not started (attempt %s)\n' "$attempt" >&2
+}
+
 # ---- together --------------------------------------------------------------------------------------------------------
 
 main() {
@@ -293,6 +305,7 @@ main() {
     write_environment
     if [[ $COMMAND == node ]]; then
         prepare_node
+        start_queue &
         set -- /usr/sbin/sshd -D -e -f "$STATE/sshd_config"
     fi
     exec "$@"

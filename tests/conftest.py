@@ -1,5 +1,6 @@
 """What holds for every test."""
 
+import gc
 import os
 import signal
 
@@ -13,3 +14,9 @@ os.environ.pop("PYTHONUNBUFFERED", None)
 # How long an example takes depends on what else the machine does: a deadline would fail good code.
 settings.register_profile("tridock", deadline=None)
 settings.load_profile("tridock")
+
+
+def pytest_collection_finish() -> None:
+    """Modules stay to the end: no garbage collection has to walk through those of torch again."""
+    gc.collect()
+    gc.freeze()

@@ -1,9 +1,11 @@
 """`make bench-image`: how long an image, and an edit of one line, take to reach many hosts, and how many bytes.
 
 The hosts are containers of this machine, each with a Docker engine and an sshd of its own. The first host gets the
-whole image; the others begin as copies of its disk. The bytes are those that the hosts' network interfaces received.
-They share this machine's cores, as real hosts do not: the last columns are the processor seconds of the operator's
-command and of the busiest host.
+whole image; the others begin as copies of its disk. The bytes are those that this machine sent to the hosts, and those
+that all hosts received, from it and from each other. They share this machine's cores, as real hosts do not: the last
+columns are the processor seconds of the operator's command and of the busiest host.
+
+--links measures something else: one large layer, to 2, 4 and all hosts, over uplinks of the same rate.
 """
 
 from __future__ import annotations
@@ -101,8 +103,30 @@ class Hosts:
         (self.folder / "bench.yaml").write_text(json.dumps(settings))
         return hostfile
 
+    def limit(self, megabits: int) -> None:
+        """Gives the operator's machine and every host an uplink of so many Mbit/s, from now on."""
+        rate = ["root", "tbf", "rate", f"{megabits}mbit", "burst", "256kb", "latency", "100ms"]
+        # What this machine sends leaves by its end of the bridge; what hosts send each other does not.
+        argvs = [["tc", "qdisc", "replace", "dev", self.bridge, *rate]]
+        for name in self.names:
+            process = docker("inspect", "--format", "{{.State.Pid}}", f"{NAME}-{name}")
+            inside = ["nsenter", "--net", "--target", process, "tc", "qdisc", "replace", "dev", "eth0", *rate]
+            argvs.append(inside)
+        for argv in argvs:
+            done = subprocess.run(argv, capture_output=True, text=True, check=False)
+            if done.returncode:
+                sys.exit(f"{' '.join(argv)} ended with {done.returncode} (it needs root):\n{done.stderr}")
+
     def received(self) -> int:
         return sum(int(docker("exec", f"{NAME}-{name}", "sh", "-c", RECEIVED)) for name in self.names)
+
+    def sent(self) -> int:
+        """Bytes that this machine sent to the hosts."""
+        return int(Path(f"/sys/class/net/{self.bridge}/statistics/tx_bytes").read_text())
+
+    @property
+    def bridge(self) -> str:
+        return f"br-{docker('network', 'inspect', '--format', '{{.Id}}', NAME)[:12]}"
 
     def processor_seconds(self) -> list[float]:
         """Of each host so far."""
@@ -129,7 +153,8 @@ class Hosts:
 def bring(hosts: Hosts, what: str) -> None:
     """Brings the image to every host that lacks it, and prints a line."""
     hostfile = hosts.write_cluster()
-    before, used, own = hosts.received(), hosts.processor_seconds(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    before, sent = hosts.received(), hosts.sent()
+    used, own = hosts.processor_seconds(), resource.getrusage(resource.RUSAGE_CHILDREN)
     began = time.monotonic()
     environment = {**os.environ, "XDG_CACHE_HOME": str(hosts.folder / "cache"), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -143,8 +168,16 @@ def bring(hosts: Hosts, what: str) -> None:
     busiest = max(after - earlier for after, earlier in zip(hosts.processor_seconds(), used, strict=True))
     megabytes = (hosts.received() - before) / 1e6
     count = len(hosts.names)
-    columns = f"{count:5} {seconds:8.1f} {megabytes:8.1f} {megabytes / count:8.2f} {operator:9.1f} {busiest:8.1f}"
+    uplink = (hosts.sent() - sent) / 1e6
+    columns = f"{count:5} {seconds:8.1f} {uplink:8.1f} {megabytes:8.1f} {operator:9.1f} {busiest:8.1f}"
     print(f"{what:28} {columns}", flush=True)
+
+
+def new_layer(folder: Path, megabytes: int) -> None:
+    """A small image with a layer that does not compress."""
+    (folder / "data").write_bytes(os.urandom(megabytes * 1_000_000))
+    (folder / "Dockerfile").write_text("FROM debian:bookworm-slim\nCOPY data /data\n")
+    docker("build", "--quiet", "--tag", IMAGE, str(folder))
 
 
 def edited_image(folder: Path) -> None:
@@ -173,30 +206,54 @@ def edited_image(folder: Path) -> None:
         sys.exit(done.stdout + done.stderr)
 
 
+def edits(hosts: Hosts, count: int, repeats: int) -> None:
+    """The whole image to one host, then edits of one line to many."""
+    hosts.start("host-01")
+    bring(hosts, "the whole image, first time")
+    docker("stop", f"{NAME}-host-01")
+    others = [f"host-{number:02}" for number in range(2, count + 1)]
+    for other in others:
+        hosts.copy_of("host-01", other)
+    docker("start", f"{NAME}-host-01")
+    for other in others:
+        hosts.start(other)
+    for _ in range(repeats):
+        edited_image(Path(tempfile.mkdtemp(dir=hosts.folder)))
+        bring(hosts, "an edit of one line")
+    bring(hosts, "nothing to bring")
+
+
+def links(hosts: Hosts, count: int, megabytes: int, megabits: int) -> None:
+    """A layer that the hosts lack, to some of them and to all."""
+    for number in range(count):
+        hosts.start(f"host-{number + 1:02}")
+    everyone = hosts.names
+    bring(hosts, "the base, unlimited")
+    hosts.limit(megabits)
+    for some in sorted({2, min(4, count), count}):
+        hosts.names = everyone[:some]
+        new_layer(Path(tempfile.mkdtemp(dir=hosts.folder)), megabytes)
+        bring(hosts, f"{megabytes} MB at {megabits} Mbit/s")
+
+
 def main() -> None:
     """Prints a line a transfer."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hosts", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--links", action="store_true")
+    parser.add_argument("--mbit", type=int, default=100, help="uplink of each machine, with --links")
+    parser.add_argument("--megabytes", type=int, default=200, help="size of the layer, with --links")
     arguments = parser.parse_args()
-    docker("tag", "tridock:cpu", IMAGE)
+    docker("tag", "debian:bookworm-slim" if arguments.links else "tridock:cpu", IMAGE)
     with tempfile.TemporaryDirectory() as name:
         hosts = Hosts(Path(name))
         try:
-            print("what                         hosts  seconds       MB  MB/host  operator  busiest")
-            hosts.start("host-01")
-            bring(hosts, "the whole image, first time")
-            docker("stop", f"{NAME}-host-01")
-            others = [f"host-{number:02}" for number in range(2, arguments.hosts + 1)]
-            for other in others:
-                hosts.copy_of("host-01", other)
-            docker("start", f"{NAME}-host-01")
-            for other in others:
-                hosts.start(other)
-            for _ in range(arguments.repeats):
-                edited_image(Path(tempfile.mkdtemp(dir=name)))
-                bring(hosts, "an edit of one line")
-            bring(hosts, "nothing to bring")
+            print("what                         hosts  seconds  MB sent  MB rcvd  operator  busiest")
+            if arguments.links:
+                links(hosts, arguments.hosts, arguments.megabytes, arguments.mbit)
+            else:
+                edits(hosts, arguments.hosts, arguments.repeats)
         finally:
             hosts.remove()
 

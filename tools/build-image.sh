@@ -8,7 +8,9 @@
 # BASE_IMAGE  auto: the one for this machine's GPUs; without GPUs, the newest
 # MEGATRON    as tools/megatron-source.sh has it
 # FOLDER      whose docker compose uses the image from now on, if it has Tridock's Compose files
+# TRACKERS=yes in the environment: with the libraries of trackers and notifications (docs/trackers.md)
 # An argument that is empty has the flavor's default. KEEP_COMPOSE=1: docker compose keeps its current image.
+# LABELS has a line NAME=VALUE for each further label of the image.
 set -Eeuo pipefail
 cd "$(dirname "$0")/.."
 
@@ -101,7 +103,11 @@ build() {
     for name in http_proxy https_proxy no_proxy HTTP_PROXY HTTPS_PROXY NO_PROXY; do
         [[ -z ${!name:-} ]] || options+=(--build-arg "$name")
     done
+    [[ -z ${TRACKERS:-} ]] || options+=(--build-arg "TRACKERS=$TRACKERS")
     [[ -z $CA ]] || options+=(--secret "id=ca,src=$CA")
+    while IFS= read -r name; do
+        [[ -z $name ]] || options+=(--label "$name")
+    done <<<"${LABELS:-}"
     # An engine older than 23 builds with BuildKit only when asked.
     DOCKER_BUILDKIT=1 docker build "${options[@]}" \
         --build-arg "BASE_IMAGE=$BASE_IMAGE" --build-arg "FLAVOR=$FLAVOR" --build-arg "GIT_COMMIT=$(git_commit)" \

@@ -50,6 +50,16 @@ run_here() {
   DS_ACCELERATOR=cpu tridock train "$config" --nproc 4 --run-id-file "$run_id_file"
 }
 
+# With the torch that trained it. A small model after 60 steps has the look of the language, and little sense.
+sample() {
+  if engine_answers; then
+    # Without what Compose says of the network that it makes.
+    docker compose run --rm -T trainer tridock generate "$@" 2>.cache/demo-sample.log || { cat .cache/demo-sample.log >&2; return 3; }
+  else
+    tridock generate "$@"
+  fi
+}
+
 main() {
   local started=$SECONDS config
   export PATH="$PWD/.venv/bin:$PATH"
@@ -58,6 +68,9 @@ main() {
   if engine_answers; then run_on_twin; else run_here; fi
   step "result"
   tridock report "runs/$(<"$run_id_file")"
+  step "sample: what the model writes after \"def \""
+  sample "runs/$(<"$run_id_file")" --prompt 'def ' --max-new-tokens 60 --temperature 0.7
+  echo
   echo "all of it   tridock report runs/$(<"$run_id_file") -o report.html"
   echo "finished in $((SECONDS - started)) s"
   if engine_answers; then echo "The twin is still up: fab status --hosts hostfiles/twin; fab down --hosts hostfiles/twin"; fi

@@ -27,6 +27,7 @@ from trial_blocks import BLOCKS, COLLIDE, ROOT, SMI, Step, Train, argv_of
 
 from tridock.bench.output import versions
 from tridock.contracts import heartbeat, run_folder
+from tridock.contracts.checkpoints import newest
 from tridock.contracts.devices import listed_devices
 from tridock.contracts.events import Event, events_of
 from tridock.contracts.records import read_metrics, read_plan
@@ -159,6 +160,9 @@ class Trial:
             if train.resumes not in self.runs:
                 return Measurement(self.block, name, "failed", 0.0, f"{train.resumes} has left no checkpoint")
             checkpoint = f"runs/{self.runs[train.resumes]}/{run_folder.CHECKPOINTS}"
+            if (saved := newest(Path(checkpoint))) is None:
+                return Measurement(self.block, name, "failed", 0.0, f"{checkpoint} holds no whole checkpoint")
+            train = replace(train, changes=(*train.changes, f"train.train_iters={saved[0] + train.further}"))
         argv = argv_of(train, noted, checkpoint, tiny=self.rehearsal)
         code, output = self._execute(argv, train.env, lambda process: self._disturb(process, noted, train.signal_after))
         run = Path("runs", noted.read_text().strip()) if noted.exists() else None
@@ -190,7 +194,8 @@ class Trial:
         world = base64.urlsafe_b64encode(json.dumps({"localhost": [0, 0]}).encode()).decode()
         argv = [sys.executable, "-P", "-m", "tridock.train.allreduce", "--world", world, "--node-rank", "0"]
         argv += ["--master-addr", "127.0.0.1", "--master-port", "29511", "--limit", "90"]
-        _, output = self._execute(argv, {"PYTHONPATH": str(ROOT)})
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        _, output = self._execute(argv, {"PYTHONPATH": path})
         rule = next(rule for rule in RULES if rule.name == "duplicate-gpu")
         known = rule.says is not None and rule.says.search(output) is not None
         return Measurement(self.block, name, "passed" if known else "failed", 0.0, _last_line(output))
@@ -358,6 +363,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure_blocks(given: argparse.Namespace, rehearsal: bool) -> int:
+    given.folder = given.folder.resolve()  # tests run in another folder
     given.folder.mkdir(parents=True, exist_ok=True)
     prepare_demo(Path("data/demo"), report=lambda _: None)
     measurements, code = load(given.folder), 0

@@ -24,6 +24,8 @@ grep '^deepspeed==' train.in >deepspeed.in
 compile deepspeed.txt deepspeed.in --no-deps "$@"
 compile extras.txt operator.in data.in report.in --constraint train-cpu.txt "$@"
 compile operator.txt operator.in --constraint extras.txt "$@"
+# An environment of its own: none of the ranks' versions bind it.
+compile trackers.txt trackers.in notify.in "$@"
 compile dev.txt dev.in --constraint train-cpu.txt --constraint extras.txt "$@"
 compile docs.txt docs.in --constraint train-cpu.txt --constraint dev.txt "$@"
 compile train-gpu.txt train.in train-gpu.in "${without_torch[@]}" --no-emit-package deepspeed \

@@ -1,8 +1,9 @@
 """`make soak`: a run on the twin under random faults has to end with the losses of an undisturbed one.
 
 First a run that nobody disturbs, then, until the time is over, runs that are hit again and again: ranks, launchers and
-ssh sessions killed, ranks stopped, checkpoints spoiled, a node paused, stopped or cut off the network. Which fault
-comes when follows from the seed that is printed. A run may be restarted as often as it needs. At the end of each every
+ssh sessions killed, ranks stopped, checkpoints spoiled, a node paused, stopped, killed or cut off the network, the
+supervisor killed or stopped; for root also packets lost and a run's folder that cannot be written. Which fault comes
+when follows from the seed that is printed. A run may be restarted as often as it needs. At the end of each every
 loss is that of the undisturbed run, and no process, no container and no file is left that was not there before.
 """
 
@@ -10,11 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Final
 
@@ -41,7 +45,7 @@ _PATIENCE_S: Final = 600.0
 class Soak:
     """The twin, and what is done to it."""
 
-    def __init__(self, hostfile: Path, iterations: int, chance: random.Random) -> None:
+    def __init__(self, hostfile: Path, iterations: int, chance: random.Random, pattern: str = "*") -> None:
         self.hostfile, self.chance = hostfile, chance
         self.changes = (*CHANGES, f"train.train_iters={iterations}")
         session = Session.open(hostfile)
@@ -58,7 +62,30 @@ class Soak:
             "stop a node": lambda _: self._stopped(self.chance.choice(self.others)),
             "spoil the newest checkpoint, and SIGKILL a rank": self._spoil,
             "cut a node off": lambda _: self._cut_off(self._any(), self.chance.uniform(2, 50)),
+            "SIGKILL a node": lambda _: self._killed(self._any(), self.chance.uniform(2, 50)),
+            "SIGKILL the supervisor": lambda _: self._inside_all(f"pkill -KILL {_SUPERVISOR}"),
+            "SIGSTOP the supervisor": lambda _: self._supervisor_stopped(self.chance.uniform(2, 60)),
+            "SIGSTOP a node's sshd": lambda _: self._sshd_stopped(self._any(), self.chance.uniform(2, 40)),
         }
+        if os.geteuid() == 0 and all(map(shutil.which, ("nsenter", "iptables"))):
+            lossy = "INPUT -m statistic --mode random --probability 0.3 -j DROP"
+            self.faults |= {
+                "lose 30 % of a node's packets": lambda _: self._outside(
+                    self._any(), "-n", f"iptables -A {lossy}", f"iptables -D {lossy}", self.chance.uniform(5, 60)
+                ),
+                "make the runs read-only": lambda _: self._outside(
+                    self._any(),
+                    "-m -p",
+                    # A mount of its own: one with files that are open for writing cannot be made read-only.
+                    "mount --bind /workspace/runs /workspace/runs && mount -o remount,bind,ro /workspace/runs",
+                    "umount --lazy /workspace/runs",
+                    self.chance.uniform(2, 40),
+                ),
+            }
+        only = [name for name in self.faults if fnmatch(name, pattern)]
+        if not only:
+            sys.exit(f"--only: names no fault; got {pattern!r}; use one of: {', '.join(self.faults)}")
+        self.faults = {name: self.faults[name] for name in only}
 
     def undisturbed(self) -> dict[int, float]:
         """The losses that every other run has to have."""
@@ -143,6 +170,33 @@ class Soak:
     def _stopped(self, node: str) -> None:
         output("docker", "restart", "--time", "1", self.containers[node])
 
+    def _killed(self, node: str, seconds: float) -> None:
+        output("docker", "kill", self.containers[node])
+        time.sleep(seconds)
+        output("docker", "start", self.containers[node])
+
+    def _inside_all(self, script: str) -> None:
+        for node in self.containers:
+            self._inside(node, script)
+
+    def _supervisor_stopped(self, seconds: float) -> None:
+        self._inside_all(f"pkill -STOP {_SUPERVISOR}")
+        time.sleep(seconds)
+        self._inside_all(f"pkill -CONT {_SUPERVISOR}")
+
+    def _sshd_stopped(self, node: str, seconds: float) -> None:
+        """No new session begins there; those that are open go on."""
+        self._inside(node, "pkill -STOP -o -x sshd")
+        time.sleep(seconds)
+        self._inside(node, "pkill -CONT -o -x sshd")
+
+    def _outside(self, node: str, namespaces: str, begin: str, end: str, seconds: float) -> None:
+        """Root's command in the network or the mounts of a node, and the one that undoes it."""
+        pid = output("docker", "inspect", "--format", "{{.State.Pid}}", self.containers[node]).strip()
+        output("nsenter", "-t", pid, *namespaces.split(), "sh", "-c", begin)
+        time.sleep(seconds)
+        output("nsenter", "-t", pid, *namespaces.split(), "sh", "-c", end)
+
     def _cut_off(self, node: str, seconds: float) -> None:
         container = self.containers[node]
         (network,) = json.loads(
@@ -153,6 +207,8 @@ class Soak:
         output("docker", "network", "connect", "--alias", node, network, container)
 
 
+_SUPERVISOR: Final = "-P 1 -f 'tridock[.]node (start|agent) /workspace/runs/'"
+"""Options of pkill: the supervisor on the head, or on a node that has taken over. Node agents have other parents."""
 _NODE: Final = ("python", "-P", "-m", "tridock.node")
 
 
@@ -188,11 +244,12 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 31))
     parser.add_argument("--iterations", type=int, default=300, help="of each run (default 300)")
+    parser.add_argument("--only", default="*", metavar="PATTERN", help="of the faults' names, as '*supervisor'")
     parser.add_argument("--pause", type=float, default=60.0, help="seconds between two faults, about (default 60)")
     given = parser.parse_args()
     print(f"seed {given.seed}", flush=True)
     output(fab(), "up", "--hosts", str(given.hosts))
-    soak = Soak(given.hosts, given.iterations, random.Random(given.seed))  # noqa: S311  no secret
+    soak = Soak(given.hosts, given.iterations, random.Random(given.seed), given.only)  # noqa: S311  no secret
     record: list[dict[str, Any]] = []
     expected = soak.undisturbed()
     print(f"undisturbed: {len(expected)} iterations, last loss {expected[max(expected)]}", flush=True)

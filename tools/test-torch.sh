@@ -8,5 +8,5 @@ cd "$(dirname "$0")/.."
 readonly VERSION=$1 VENV=.cache/torch-$1
 shift
 [[ -x $VENV/bin/pip ]] || .venv/bin/python -m venv "$VENV"
-"$VENV/bin/pip" install --quiet "torch==$VERSION" numpy pydantic pyyaml tensorboard pytest pytest-timeout hypothesis
+"$VENV/bin/pip" install --quiet "torch==$VERSION" numpy pydantic pyyaml safetensors tensorboard pytest pytest-timeout hypothesis
 "$VENV/bin/python" -m pytest tests/unit/train "$@"

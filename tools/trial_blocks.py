@@ -22,6 +22,8 @@ class Train:
     env: Mapping[str, str] = field(default_factory=dict)
     resumes: str = ""
     """The step whose newest checkpoint it loads."""
+    further: int = 5
+    """The iterations after that checkpoint."""
     fails_with: str = ""
     signal_after: tuple[int, signal.Signals] | None = None
     """After so many iterations: SIGTERM to the command, as a scheduler does, or SIGKILL to the rank."""
@@ -56,7 +58,8 @@ _DDP: Final = ("engine=torch", "parallel.strategy=ddp", "parallel.zero_stage=0")
 _FSDP: Final = ("engine=torch", "parallel.strategy=fsdp", "parallel.zero_stage=0")
 _CORE: Final = ("engine=megatron-core", "parallel.strategy=ddp", "parallel.zero_stage=0")
 _MEASURED: Final = (*_QUIET, "train.train_iters=20", "train.profile_iters=3")
-_LONG: Final = (*_QUIET, "train.train_iters=400", "train.save=true", "train.save_interval=50")
+# On a GPU an iteration takes some milliseconds, and the signal is there when some hundred are over.
+_LONG: Final = (*_QUIET, "train.train_iters=50000", "train.save=true", "train.save_interval=1000")
 _LIMIT_S: Final = 520
 """Of a block. A run that it interrupts takes up to a minute to end: the whole stays below ten minutes."""
 
@@ -76,7 +79,7 @@ BLOCKS: Final[Mapping[int, tuple[str, int, tuple[Step, ...]]]] = {
             *(Step(f"ZeRO-{stage}", Train(_DEMO, (*_UNSAVED, *_zero(stage)))) for stage in range(4)),
             Step("megatron-core", Train(_DEMO, (*_UNSAVED, *_CORE))),
             Step("fsdp, saved", Train(_DEMO, (*_SAVED, *_FSDP))),
-            Step("fsdp, resumed", Train(_DEMO, (*_SAVED, *_FSDP, "train.train_iters=10"), resumes="fsdp, saved")),
+            Step("fsdp, resumed", Train(_DEMO, (*_SAVED, *_FSDP), resumes="fsdp, saved")),
             Step(
                 "no visible GPU",
                 Train(_DEMO, (*_UNSAVED, *_DDP), env={"CUDA_VISIBLE_DEVICES": ""}, fails_with="device", exit_code=4),
@@ -106,7 +109,7 @@ BLOCKS: Final[Mapping[int, tuple[str, int, tuple[Step, ...]]]] = {
         300,
         (
             Step("SIGTERM saves", Train(_DEMO, (*_LONG, *_DDP), signal_after=(20, signal.SIGTERM), exit_code=85)),
-            Step("resumed", Train(_DEMO, (*_LONG, *_DDP, "train.train_iters=60"), resumes="SIGTERM saves")),
+            Step("resumed", Train(_DEMO, (*_LONG, *_DDP), resumes="SIGTERM saves", further=20)),
             Step(
                 "out of memory",
                 Train(
@@ -121,8 +124,8 @@ BLOCKS: Final[Mapping[int, tuple[str, int, tuple[Step, ...]]]] = {
                 "killed and restarted",
                 Train(
                     _DEMO,
-                    (*_LONG, *_DDP, "train.train_iters=100", "train.save_interval=20", "restart.max=1"),
-                    signal_after=(45, signal.SIGKILL),  # the second checkpoint waits until the first is whole
+                    (*_LONG, *_DDP, "train.train_iters=600", "train.save_interval=100", "restart.max=1"),
+                    signal_after=(250, signal.SIGKILL),  # the second checkpoint waits until the first is whole
                 ),
             ),
         ),

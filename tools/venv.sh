@@ -4,6 +4,7 @@
 #   tools/venv.sh operator         what fabfile.py needs
 #   tools/venv.sh extras           that, and what the extras data and report need
 #   tools/venv.sh docs             what builds the documentation, beside what is there
+#   tools/venv.sh trackers         what sends runs to trackers and to people, in an environment of its own in .venv
 #   tools/venv.sh full [cpu|gpu]   that, and torch's CPU or CUDA build, DeepSpeed, and what tests and checks need
 #
 # Without cpu or gpu, a .venv keeps the build of torch that it has; a new one gets the CPU build.
@@ -100,6 +101,14 @@ extras)
 docs)
     install_lock docs "what builds the documentation"
     touch "$VENV/.docs"
+    exit
+    ;;
+trackers)
+    make_environment
+    "$VENV/bin/python" -m venv "$VENV/trackers"
+    printf 'venv: installing the libraries of trackers and notifications\n'
+    tools/python/install-locked.sh "$VENV/trackers/bin/python" locks/trackers.txt
+    touch "$VENV/.trackers"
     exit
     ;;
 full) install_full "${2:-$(flavor_here)}" ;;

@@ -6,11 +6,12 @@ all problems found, so that the user fixes them at once.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 EXIT_INTERRUPTED: Final = 130
 
@@ -32,8 +33,27 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
-# Of a user's value or another program's output: a terminal would obey them.
-_CONTROL: Final = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+_UNPRINTABLE: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_LONGEST: Final = 1000
+_MOST_SHOWN: Final = 50
+
+
+def printable(text: str) -> str:
+    """The text with escapes for what a terminal would obey (control characters, changes of direction) and for what
+    it cannot show (bytes of a file's name that are not UTF-8). Of a user's value or another program's output."""
+    return _UNPRINTABLE.sub(_escape, text)
+
+
+def _escape(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    if 0xDC80 <= code <= 0xDCFF:  # Python's stand-in for a byte
+        code -= 0xDC00
+    return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+
+
+def cut(text: str, most: int) -> str:
+    """The first ``most`` characters, and how long the whole is; the whole where it is no longer."""
+    return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +77,19 @@ class Problem:
         """The fields of the message, for another process, which calls :meth:`of` with them."""
         return {"where": self.where, "what": self.what, "got": self.got, "todo": self.todo}
 
+    @property
+    def document(self) -> dict[str, Any]:
+        """What ``--json`` prints of it."""
+        return {"field": printable(self.where), "message": str(self), "nearest": list(self.nearest)}
+
     @classmethod
     def of(cls, message: Mapping[str, str]) -> Problem:
         """The problem of another process."""
         return cls(message["where"], message["what"], message["got"], message["todo"])
 
     def __str__(self) -> str:
-        got = f"got {self.got}; " if self.got else ""
-        return f"{self.where}: {self.what}; {got}{self.todo}".translate(_CONTROL)
+        where, what, got, todo = (cut(part, _LONGEST) for part in (self.where, self.what, self.got, self.todo))
+        return printable(f"{where}: {what}; {f'got {got}; ' if got else ''}{todo}")
 
 
 class TridockError(Exception):
@@ -77,7 +102,11 @@ class TridockError(Exception):
         self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
         self.unaffected = tuple(unaffected)
         fine = [f"{', '.join(self.unaffected)}: no problem here; mend the others"] if self.unaffected else []
-        super().__init__("\n".join([*map(str, self.problems), *fine]))
+        super().__init__("\n".join([*self._shown(), *fine]))
+
+    def _shown(self) -> Iterator[str]:
+        """The problems' messages."""
+        yield from map(str, self.problems)
 
     def __reduce__(self) -> tuple[type[TridockError], tuple[tuple[Problem, ...], tuple[str, ...]]]:
         """Pickles the problems, not their text: errors travel out of worker processes."""
@@ -85,9 +114,14 @@ class TridockError(Exception):
 
 
 class RequestError(TridockError):
-    """The request is wrong: YAML, hostfile, arguments, an illegal plan."""
+    """The request is wrong: YAML, hostfile, arguments, an illegal plan. The message has the first 50 problems."""
 
     exit_code = 2
+
+    def _shown(self) -> Iterator[str]:
+        yield from map(str, self.problems[:_MOST_SHOWN])
+        if (more := len(self.problems) - _MOST_SHOWN) > 0:
+            yield f"and {count(more, 'more problem')}"
 
 
 class ClusterError(TridockError):
@@ -103,8 +137,10 @@ class RunError(TridockError):
 
 
 EXTRAS: Final[Mapping[str, Sequence[str]]] = {
-    "data": ("gigatoken", "numpy", "pyarrow", "simdjson", "tokenizers", "zstandard"),
+    "data": ("gigatoken", "numpy", "pyarrow", "sentencepiece", "simdjson", "tiktoken", "tokenizers", "zstandard"),
     "report": ("matplotlib",),
+    "trackers": ("mlflow", "tensorboard", "wandb"),
+    "notify": ("apprise",),
 }
 """Modules that only some commands import, by the extra that installs them (``locks/data.in``, ``locks/report.in``)."""
 

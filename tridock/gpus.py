@@ -1,15 +1,55 @@
 """GPUs by name: memory size, peak compute, memory and link bandwidth. From NVIDIA's data sheets.
 
 Memory is what ``nvidia-smi`` shows as the total; rates are dense (without sparsity), decimal, one direction.
+
+Shares of the peak are measured. ``matmul_share``: A100 0.78 over 183 shapes on PCIe (SimuMax, ``configs/system``); the
+best shape there reaches 0.81, on SXM the best reaches 0.87 (Bekman, Machine Learning Engineering, "Maximum Achievable
+Matmul FLOPS"), so 0.84. B200 0.60 over 514 shapes (SimuMax). H100 and H200 0.70: the best shape reaches 0.80 there, and
+their clock falls under long products. ``attention_share``: of causal attention, half of its FLOPs counted, heads of 128
+(SimuMax for A100 and B200; Dao, FlashAttention-2, 2023, for A100; Shah et al., FlashAttention-3, 2024, for H100).
+Others take the share of their architecture. Networks are those of NVIDIA's DGX systems.
 """
 
 import re
 from dataclasses import dataclass
 from typing import Final
 
-from tridock.errors import Problem, RequestError
+from tridock.errors import Problem, RequestError, cut
 
 MIB: Final = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """How much of a GPU's peak its kernels reach."""
+
+    units: int
+    """Streaming multiprocessors, each of which works on one tile of a matrix product at a time."""
+    matmul_share: float
+    """Of the peak, for a matrix product that keeps all units busy."""
+    attention_share: float
+    """Of the peak, for fused causal attention, forward, half of its FLOPs counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What a node with this GPU usually has."""
+
+    gbit: float = 25.0
+    """For each GPU of the node, one direction."""
+    like: str = "100 Gbit/s for 4 GPUs"
+
+
+_VOLTA: Final = Kernels(80, 0.75, 0.32)
+_TURING: Final = Kernels(40, 0.70, 0.28)
+_AMPERE: Final = Kernels(84, 0.78, 0.55)
+_A100: Final = Kernels(108, 0.84, 0.64)
+_A100_PCIE: Final = Kernels(108, 0.78, 0.64)
+_ADA: Final = Kernels(128, 0.75, 0.50)
+_HOPPER: Final = Kernels(132, 0.66, 0.50)
+_BLACKWELL: Final = Kernels(148, 0.54, 0.50)
+_DGX_A100: Final = Network(200.0, "DGX A100")
+_DGX_H100: Final = Network(400.0, "DGX H100")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +69,10 @@ class Gpu:
     """To the other GPUs of its node, GB/s in one direction: NVLink, or PCIe where there is none."""
     bf16: bool = True
     """Compute capability 8.0 and above."""
+    kernels: Kernels = _AMPERE
+    network: Network = Network()
+    watts: float | None = None
+    """The power that it may take: of the module, not of its host."""
     device: str = ""
     """A part of the name that the driver gives it; memory tells apart those that share one."""
 
@@ -45,27 +89,28 @@ class Gpu:
 
 # The more special name first: `of_device` takes the first that fits.
 _TABLE: Final = (
-    Gpu("b200", 183359, 2250.0, 75.0, 8000.0, 900.0, device="B200"),
-    Gpu("h200", 143771, 989.4, 66.9, 4800.0, 450.0, device="H200"),
-    Gpu("gh200-96gb", 97871, 989.4, 66.9, 4000.0, 450.0, device="GH200"),
-    Gpu("h100-pcie", 81559, 756.0, 51.2, 2000.0, 64.0, device="H100 PCIe"),
-    Gpu("h100-nvl", 95830, 835.0, 60.0, 3900.0, 300.0, device="H100 NVL"),
-    Gpu("h100-80gb", 81559, 989.4, 66.9, 3350.0, 450.0, device="H100"),
-    Gpu("a100-40gb", 40960, 312.0, 19.5, 1555.0, 300.0, device="A100"),
-    Gpu("a100-80gb", 81920, 312.0, 19.5, 2039.0, 300.0, device="A100"),
-    Gpu("a6000", 49140, 154.8, 38.7, 768.0, 32.0, device="RTX A6000"),
-    Gpu("a10", 23028, 125.0, 31.2, 600.0, 32.0, device="A10"),
-    Gpu("l40s", 46068, 362.0, 91.6, 864.0, 32.0, device="L40S"),
-    Gpu("l4", 23034, 121.0, 30.3, 300.0, 32.0, device="L4"),
-    Gpu("rtx-4090", 24564, 165.2, 82.6, 1008.0, 32.0, device="RTX 4090"),
-    Gpu("rtx-3090", 24576, 71.0, 35.6, 936.0, 32.0, device="RTX 3090"),
-    Gpu("v100-16gb", 16160, 125.0, 15.7, 900.0, 150.0, bf16=False, device="V100"),
-    Gpu("v100-32gb", 32510, 125.0, 15.7, 900.0, 150.0, bf16=False, device="V100"),
-    Gpu("t4", 15360, 65.0, 8.1, 320.0, 16.0, bf16=False, device="T4"),
+    Gpu("b200", 183359, 2250.0, 75.0, 8000.0, 900.0, kernels=_BLACKWELL, network=_DGX_H100, watts=1000, device="B200"),
+    Gpu("h200", 143771, 989.4, 66.9, 4800.0, 450.0, kernels=_HOPPER, network=_DGX_H100, watts=700, device="H200"),
+    Gpu("gh200-96gb", 97871, 989.4, 66.9, 4000.0, 450.0, kernels=_HOPPER, network=_DGX_H100, device="GH200"),
+    Gpu("h100-pcie", 81559, 756.0, 51.2, 2000.0, 64.0, kernels=_HOPPER, watts=350, device="H100 PCIe"),
+    Gpu("h100-nvl", 95830, 835.0, 60.0, 3900.0, 300.0, kernels=_HOPPER, watts=400, device="H100 NVL"),
+    Gpu("h100-80gb", 81559, 989.4, 66.9, 3350.0, 450.0, kernels=_HOPPER, network=_DGX_H100, watts=700, device="H100"),
+    Gpu("a100-pcie", 81920, 312.0, 19.5, 1935.0, 32.0, kernels=_A100_PCIE, watts=300, device="A100 80GB PCIe"),
+    Gpu("a100-40gb", 40960, 312.0, 19.5, 1555.0, 300.0, kernels=_A100, network=_DGX_A100, watts=400, device="A100"),
+    Gpu("a100-80gb", 81920, 312.0, 19.5, 2039.0, 300.0, kernels=_A100, network=_DGX_A100, watts=400, device="A100"),
+    Gpu("a6000", 49140, 154.8, 38.7, 768.0, 32.0, kernels=_AMPERE, watts=300, device="RTX A6000"),
+    Gpu("a10", 23028, 125.0, 31.2, 600.0, 32.0, kernels=_AMPERE, watts=150, device="A10"),
+    Gpu("l40s", 46068, 362.0, 91.6, 864.0, 32.0, kernels=_ADA, watts=350, device="L40S"),
+    Gpu("l4", 23034, 121.0, 30.3, 300.0, 32.0, kernels=_ADA, watts=72, device="L4"),
+    Gpu("rtx-4090", 24564, 165.2, 82.6, 1008.0, 32.0, kernels=_ADA, watts=450, device="RTX 4090"),
+    Gpu("rtx-3090", 24576, 71.0, 35.6, 936.0, 32.0, kernels=_AMPERE, watts=350, device="RTX 3090"),
+    Gpu("v100-16gb", 16160, 125.0, 15.7, 900.0, 150.0, bf16=False, kernels=_VOLTA, watts=300, device="V100"),
+    Gpu("v100-32gb", 32510, 125.0, 15.7, 900.0, 150.0, bf16=False, kernels=_VOLTA, watts=300, device="V100"),
+    Gpu("t4", 15360, 65.0, 8.1, 320.0, 16.0, bf16=False, kernels=_TURING, watts=70, device="T4"),
 )
 GPUS: Final = {gpu.name: gpu for gpu in _TABLE}
 _ALIASES: Final = {"h100": "h100-80gb", "a100": "a100-80gb", "v100": "v100-16gb", "v100-32g": "v100-32gb"}
-_MEMORY_ONLY: Final = re.compile(r"(\d+(?:\.\d+)?)gib")
+_MEMORY_ONLY: Final = re.compile(r"([0-9]{1,4}(?:\.[0-9]{1,6})?)gib")
 
 
 def find_gpu(name: str, where: str) -> Gpu:
@@ -76,7 +121,7 @@ def find_gpu(name: str, where: str) -> Gpu:
     gpu = GPUS.get(_ALIASES.get(lower, lower))
     if gpu is None:
         todo = f"use one of {', '.join(sorted(GPUS))}, or its memory alone, as in 24gib"
-        raise RequestError(Problem(where, "is not a known GPU", repr(name), todo))
+        raise RequestError(Problem(where, "is not a known GPU", repr(cut(name, 80)), todo))
     return gpu
 
 

@@ -1,26 +1,53 @@
-"""YAML into pydantic models, strictly: shared by every loader.
-
-PyYAML silently keeps the last of two equal keys and reads ``1e-4`` as text: both have cost people runs.
-"""
+"""Files of users, and their values as pydantic models, strictly: shared by every loader."""
 
 import difflib
-import re
+import io
+import json
 import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeVar
 
-import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, StringConstraints, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic_core import PydanticCustomError
 
-from tridock.errors import Problem, RequestError
+from tridock.errors import Problem, RequestError, cut, printable
 from tridock.project_files import project_file
+from tridock.yaml_text import shown
 
 EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 EnvValue = Annotated[str, StringConstraints(pattern=r"^[^\n\r\x00]*$")]
+LARGEST: Final = 2**31 - 1
+Count = Annotated[int, Field(ge=0, le=LARGEST)]
+Positive = Annotated[int, Field(gt=0, le=LARGEST)]
 AS_TUPLE: Final = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 """For a field that is a tuple: YAML has lists only, and strict mode does not convert one."""
+
+
+def _path(value: str) -> str:
+    if printable(value) != value or "\n" in value or "\t" in value:
+        raise ValueError("must be a path without control characters")
+    return value
+
+
+PathText = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_path)]
+
+
+def whole(value: Any) -> Any:
+    """The value, of a field whose choices are whole numbers: pydantic takes true and 1.0 for 1."""
+    if isinstance(value, bool | float):
+        raise PydanticCustomError("int_type", "no whole number")
+    return value
+
+
+def as_json(value: Any) -> Any:
+    """The value, of a field of any content that JSON can have."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        raise ValueError("must have finite numbers") from None
+    return value
 
 
 class Section(BaseModel):
@@ -32,46 +59,21 @@ class Section(BaseModel):
 Model = TypeVar("Model", bound=BaseModel)
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """SafeLoader that rejects duplicate keys and reads 1e-4 as the number it is in YAML 1.2."""
-
-
-_StrictLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
-)
-
-
-class _DuplicateKeyError(Exception):
-    def __init__(self, key: object, line: int) -> None:
-        super().__init__(str(key))
-        self.key, self.line = key, line
-
-
-def _construct_mapping(loader: _StrictLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-    seen: set[object] = set()
-    for key_node, _ in node.value:
-        key = loader.construct_object(key_node, deep=True)
-        if not isinstance(key, str | int | float | bool):
-            continue
-        if key in seen:
-            raise _DuplicateKeyError(key, key_node.start_mark.line + 1)
-        seen.add(key)
-    loader.flatten_mapping(node)
-    return {loader.construct_object(k, deep=True): loader.construct_object(v, deep=True) for k, v in node.value}
-
-
-_StrictLoader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
+MOST_BYTES: Final = 512 * 1024
 
 
 def read_text(path: Path, kind: str) -> str:
-    """Reads a UTF-8 file that the user named, or else Tridock's own of this name.
+    """Reads a UTF-8 file that the user named, or else Tridock's own of this name; at most :data:`MOST_BYTES`.
 
     ``kind`` is what it should hold ("an experiment").
     """
     try:
-        return project_file(path).read_text(encoding="utf-8")
+        with project_file(path).open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) <= MOST_BYTES:
+            # Lines end as in a file that is opened as text.
+            return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8").read()
+        got, todo = f"more than {MOST_BYTES // 1024} KiB", f"give the path of {kind} file"
     except FileNotFoundError:
         got, todo = "no such file", f"give the path of {kind} file"
     except IsADirectoryError:
@@ -80,39 +82,9 @@ def read_text(path: Path, kind: str) -> str:
         got, todo = f"byte 0x{error.object[error.start]:02x} at offset {error.start}", "save it as UTF-8"
     except OSError as error:
         got, todo = error.strerror or str(error), "make it readable"
+    except ValueError:  # of a path with a NUL
+        got, todo = "no path", f"give the path of {kind} file"
     raise RequestError(Problem(str(path), f"cannot be read as {kind}", got, todo))
-
-
-def parse_yaml(text: str, source: str) -> Mapping[str, Any]:
-    """Parses one YAML mapping; an empty document is an empty mapping."""
-    loaded = parse_value(text, source)
-    if loaded is None:
-        return {}
-    if not isinstance(loaded, dict):
-        raise RequestError(
-            Problem(source, "must be a mapping of fields", type(loaded).__name__, "write `field: value` lines")
-        )
-    return loaded
-
-
-def parse_value(text: str, source: str) -> Any:
-    """Parses one YAML value of any kind."""
-    try:
-        return yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
-    except _DuplicateKeyError as error:
-        raise RequestError(
-            Problem(f"{source}:{error.line}", "the key stands twice", repr(error.key), "keep one of the two")
-        ) from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark is not None else source
-        got = getattr(error, "problem", None) or str(error)
-        raise RequestError(Problem(where, "is not valid YAML", got, "mend the syntax at this place")) from None
-
-
-def dump_yaml(fields: Mapping[str, Any]) -> str:
-    """Block-style YAML in the order given; reads back as the same values."""
-    return yaml.safe_dump(dict(fields), sort_keys=False, default_flow_style=False, allow_unicode=True)
 
 
 def validated(model: type[Model], fields: Mapping[str, Any], source: str) -> Model:
@@ -126,18 +98,24 @@ def validated(model: type[Model], fields: Mapping[str, Any], source: str) -> Mod
 
 def _problem_of(details: Any, source: str, model: type[BaseModel]) -> Problem:
     location = [str(part) for part in details["loc"] if part != "[key]"]
-    where = f"{source}: {'.'.join(location)}" if location else source
+    where = f"{source}: {'.'.join(cut(part, 80) for part in location)}" if location else source
     kind, context = details["type"], details.get("ctx", {})
-    got = _short(details["input"])
+    value = details["input"]
+    got = shown(value)
     if kind == "missing":
         return Problem(where, "is missing", "", "add it")
     if kind == "extra_forbidden":
         return Problem(where, "is not a field", got, _known_fields(model, location))
+    if kind == "int_type" and isinstance(value, str) and not value.isdecimal():
+        return Problem(where, "must be a whole number", got, "write its digits alone, as in 1000")
     what, todo = _explained(kind, context, details["msg"])
+    if value is None:
+        todo = "give a value, or leave the line out"
     return Problem(where, what, got, todo)
 
 
 _TYPES: Mapping[str, tuple[str, str]] = {
+    "invalid_key": ("is not a field's name", "remove it"),
     "int_type": ("must be a whole number", "write it without quotes or a fraction"),
     "int_from_float": ("must be a whole number", "write it without a fraction"),
     "float_type": ("must be a number", "write it without quotes"),
@@ -156,17 +134,19 @@ def _explained(kind: str, context: Mapping[str, Any], message: str) -> tuple[str
         return _TYPES[kind]
     match kind:
         case "greater_than":
-            return f"must be greater than {context['gt']:g}", "raise it"
+            return f"must be greater than {as_number(context['gt'])}", "raise it"
         case "greater_than_equal":
-            return f"must be at least {context['ge']:g}", "raise it"
+            return f"must be at least {as_number(context['ge'])}", "raise it"
         case "less_than":
-            return f"must be less than {context['lt']:g}", "lower it"
+            return f"must be less than {as_number(context['lt'])}", "lower it"
         case "less_than_equal":
-            return f"must be at most {context['le']:g}", "lower it"
+            return f"must be at most {as_number(context['le'])}", "lower it"
         case "literal_error":
             return "is not one of the choices", f"use {context['expected']}"
         case "string_pattern_mismatch":
             return "has the wrong form", f"write text that matches {context['pattern']}"
+        case "string_too_long":
+            return f"must have at most {context['max_length']:,} characters", "shorten it"
         case "string_too_short":
             return "must not be empty", "give a value"
         case "value_error":
@@ -175,9 +155,9 @@ def _explained(kind: str, context: Mapping[str, Any], message: str) -> tuple[str
             return message[:1].lower() + message[1:], "mend it"
 
 
-def _short(value: object) -> str:
-    text = repr(value) if isinstance(value, str) else str(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+def as_number(bound: float) -> str:
+    """A bound with all its digits."""
+    return str(bound) if isinstance(bound, int) else f"{bound:g}"
 
 
 def _known_fields(model: type[BaseModel], location: list[str]) -> str:

@@ -91,6 +91,9 @@ def names_of_groups() -> dict[str, str]:
         "context": state.get_context_parallel_group(),
         "pipeline": state.get_pipeline_model_parallel_group(),
         "embedding": state.get_embedding_group(check_initialized=False),
+        "expert": state.get_expert_model_parallel_group(),
+        "expert tensor": state.get_expert_tensor_parallel_group(),
+        "expert data": state.get_expert_data_parallel_group(),
     }
     return {group.group_name: name for name, group in groups.items() if isinstance(group, dist.ProcessGroup)}
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -34,9 +34,30 @@ def prepare(engine: str) -> None:
     """Brings in what the ranks need, once for all of them."""
     if engine == "megatron-core":
         megatron_core.prepare("cpu", 1)
+        answer_counts()
     else:
         for name in SLOW:
             importlib.import_module(name)
+
+
+def answer_counts() -> None:
+    """Every rank sends as many tokens to each expert as this one: how many come decides what a rank allocates."""
+    dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    gather = dispatcher.gather_from_sequence_parallel_region
+
+    def gathered(mine: torch.Tensor, *given: Any, group: Any, **named: Any) -> torch.Tensor:
+        if mine.dtype == torch.int64:
+            return mine.repeat(group.size())
+        return gather(mine, *given, group=group, **named)  # type: ignore[no-any-return]
+
+    dispatcher.gather_from_sequence_parallel_region = gathered
+    exchange = dist.all_to_all_single
+
+    def exchanged(output: torch.Tensor, mine: torch.Tensor, *given: Any, **named: Any) -> Any:
+        # torch's fake group refuses what Gloo and NCCL do: a rank whose experts nobody wants sends nothing.
+        return exchange(output, mine, *given, **named) if mine.numel() else None
+
+    dist.all_to_all_single = exchanged
 
 
 def outcome(experiment: Experiment, world_size: int) -> str:

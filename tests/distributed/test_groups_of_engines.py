@@ -64,6 +64,28 @@ def test_megatron_core_numbers_the_ranks_so(mapping: bool) -> None:
         assert list(ours["embedding"]) == in_order(embedding)
 
 
+@pytest.mark.parametrize("mapping", ORDERS)
+def test_megatron_core_numbers_the_ranks_of_experts_so(mapping: bool) -> None:
+    state: Any = pytest.importorskip("megatron.core.parallel_state")
+    kinds: dict[Kind, str] = {"expert": "ep", "expert_tensor": "tp", "expert_data": "dp", "pipeline": "pp"}
+    seen = 0
+    for (tensor, stages, context, data), experts, shared in itertools.product(CORE_LAYOUTS, (1, 2, 4, 6), (1, 2, 4)):
+        ranks = tensor * context * data
+        if ranks % (experts * shared) or (mapping and stages > 1 and experts * shared != tensor * context):
+            continue  # refused
+        theirs = state.RankGenerator(
+            tp=shared, ep=experts, dp=ranks // (experts * shared), pp=stages, cp=1, order=ORDERS[mapping]
+        )
+        plan = laid_out(
+            tensor, stages, context, data, stages_are_neighbours=mapping, experts=experts, expert_tensor=shared
+        )
+        ours = make_groups(plan).members
+        for kind, token in kinds.items():
+            assert list(ours[kind]) == in_order(theirs.get_ranks(token)), (kind, tensor, stages, context, data, experts)
+        seen += 1
+    assert seen > 50
+
+
 @pytest.fixture
 def worlds() -> Iterator[Any]:
     """Starts torch.distributed as one rank of a world that is not there; collectives do nothing."""

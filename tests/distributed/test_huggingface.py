@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,26 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "core-pp2-vpp2": (2, {**CORE, PP: 2, VPP: 2}),
     "core-tp2-pp2": (4, {**CORE, TP: 2, PP: 2}),
 }
-KINDS = {"gpt2": {}, "llama": LLAMA, "qwen3": QWEN3}
-CASES = {f"{kind}-{layout}": (kind, layout) for kind in KINDS for layout in LAYOUTS}
-SOME_CASES = ("gpt2-zero3", "llama-core-pp2-vpp2", "qwen3-tp2", "qwen3-core-tp2")
+EP = "parallel.expert_model_parallel_size"
+LAYOUTS |= {
+    "core-ep2": (2, {**CORE, EP: 2, "parallel.use_distributed_optimizer": True}),
+    "core-tp2-ep2": (2, {**CORE, TP: 2, SP: True, EP: 2, "parallel.expert_tensor_parallel_size": 1}),
+    "core-tp2-pp2-sp": (4, {**CORE, TP: 2, SP: True, PP: 2}),
+    "core-pp2-ep2": (4, {**CORE, PP: 2, EP: 2}),
+}
+MIXTRAL = {
+    **{name: value for name, value in LLAMA.items() if not name.startswith("model.use_rope")},
+    "model.num_moe_experts": 4,
+    "model.untie_embeddings_and_output_weights": True,
+}
+KINDS = {"gpt2": {}, "llama": LLAMA, "qwen3": QWEN3, "mixtral": MIXTRAL}
+OF_MIXTRAL = {"core-one", "core-dp2", "core-tp2", "core-pp2-vpp2", "core-ep2", *list(LAYOUTS)[-4:]}
+CASES = {
+    f"{kind}-{layout}": (kind, layout)
+    for kind, (layout, (_, fields)) in product(KINDS, LAYOUTS.items())
+    if (layout in OF_MIXTRAL if kind == "mixtral" else EP not in fields)
+}
+SOME_CASES = ("gpt2-zero3", "llama-core-pp2-vpp2", "qwen3-tp2", "qwen3-core-tp2", "mixtral-core-tp2-ep2")
 STILL = {
     "model.num_layers": 4, "optimizer.lr": 1e-30, "optimizer.min_lr": 0.0, "train.train_iters": 1, "train.save": True,
     "optimizer.lr_warmup_iters": 0, "model.make_vocab_size_divisible_by": 96,
@@ -59,8 +77,13 @@ def exported(run: Path) -> Path:
 def origins(workspace: Path) -> dict[str, Path]:
     """Of each kind the folder that the other runs begin with: a run's own, with other weights than it began with."""
     moved = {**STILL, "optimizer.lr": 0.05, "train.train_iters": 2}
-    runs = {kind: make_run(workspace, f"origin-{kind}", 1, **{**moved, **own}) for kind, own in KINDS.items()}
-    run_several(list(runs.values()), 1)
+    engines = {kind: CORE if kind == "mixtral" else {} for kind in KINDS}
+    runs = {
+        kind: make_run(workspace, f"origin-{kind}", 1, **{**moved, **own, **engines[kind]})
+        for kind, own in KINDS.items()
+    }
+    for is_core in (False, True):
+        run_several([run for kind, run in runs.items() if bool(engines[kind]) == is_core], 1)
     return {kind: exported(run) for kind, run in runs.items()}
 
 

@@ -108,6 +108,42 @@ def test_kinds_of_layers() -> None:
     agree(cases, PROGRAM)
 
 
+def mixtures() -> Iterator[Case]:
+    """Experts, and how ranks share them out, in worlds of one to three replicas."""
+    chance = random.Random(4)
+    layouts = product((1, 2), (1, 2), (1, 2), (1, 2, 3, 4), (None, 1, 2, 3))
+    for (tensor, stages, context, experts, shared), count, replicas in product(layouts, (2, 3, 4), (1, 2, 3)):
+        model = {
+            "num_moe_experts": count,
+            "moe_router_topk": chance.choice((2, 2, 2, 3)),
+            "moe_ffn_hidden_size": chance.choice((None, 12, 15)),
+            "moe_aux_loss_coeff": 0.1,
+            "moe_router_load_balancing_type": chance.choice(("aux_loss", "seq_aux_loss")),
+            "swiglu": chance.choice((False, True)),
+            "add_bias_linear": experts == 1 and chance.random() < 0.2,
+        }
+        parallel = {
+            "tensor_model_parallel_size": tensor,
+            "pipeline_model_parallel_size": stages,
+            "context_parallel_size": context,
+            "expert_model_parallel_size": experts,
+            "expert_tensor_parallel_size": shared,
+            "sequence_parallel": tensor > 1 and chance.random() < 0.9,
+            "use_tp_pp_dp_mapping": chance.random() < 0.3,
+        }
+        yield case(tensor * stages * context * replicas, model, parallel)
+
+
+@pytest.mark.parametrize(
+    ("accepted", "refused", "least"), [(60, 8, 100), pytest.param(400, 60, 400, marks=pytest.mark.full)]
+)
+def test_mixtures_of_experts(accepted: int, refused: int, least: int) -> None:
+    cases = chosen(mixtures(), accepted, refused)
+    assert len(reasons_in(cases)) == 9
+    assert len(cases) > least
+    agree(cases, PROGRAM)
+
+
 @pytest.mark.parametrize("style", ["cosine", "linear", "constant"])
 def test_the_schedule_is_one_of_megatrons(style: str) -> None:
     scheduler: Any = pytest.importorskip("megatron.core.optimizer_param_scheduler").OptimizerParamScheduler

@@ -82,6 +82,45 @@ LLAMA_LAYOUTS: Layouts = {
     }.items()
 }
 SOME_LLAMA = ("llama-one", "qwen3-one", "qwen3-tp2-sp", "llama-pp2-vpp2")
+EP, ETP = "parallel.expert_model_parallel_size", "parallel.expert_tensor_parallel_size"
+MIXTRAL = {
+    **{name: value for name, value in LLAMA.items() if name != "model.use_rope_scaling"},
+    "model.num_moe_experts": 4,
+    "model.moe_aux_loss_coeff": 0.1,
+    "model.untie_embeddings_and_output_weights": True,
+    "train.save_interval": 5,
+}
+MIXTURE_LAYOUTS: Layouts = {
+    name: (ranks, {**MIXTRAL, **layout})
+    for name, (ranks, layout) in {
+        "one": (1, {}),
+        "recompute": (1, {GRANULARITY: "full", METHOD: "uniform", GROUP: 1}),
+        "dp2": (2, {}),
+        "ep2": (2, {EP: 2}),
+        "ep2-distributed-optimizer": (2, {EP: 2, DISTRIBUTED: True}),
+        "tp2-sp": (2, {TP: 2, SP: True}),
+        "tp2-sp-etp1": (2, {TP: 2, SP: True, ETP: 1, DISTRIBUTED: True}),
+        "tp2-sp-ep2": (2, {TP: 2, SP: True, EP: 2, ETP: 1}),
+        "pp2": (2, {PP: 2}),
+        "pp2-vpp2": (2, {PP: 2, VPP: 2}),
+        "cp2": (2, {CP: 2}),
+        "ep4": (4, {EP: 4}),
+        "ep2-dp2": (4, {EP: 2, DISTRIBUTED: True}),
+        "tp2-sp-ep2-dp2": (4, {TP: 2, SP: True, EP: 2, DISTRIBUTED: True}),
+        "etp2-dp2": (4, {EP: 2, ETP: 2}),
+        "pp2-ep2": (4, {PP: 2, EP: 2, DISTRIBUTED: True}),
+        "pp2-ep2-neighbours": (4, {PP: 2, TP: 2, SP: True, "parallel.use_tp_pp_dp_mapping": True}),
+        "cp2-ep4": (4, {CP: 2, EP: 4}),
+        "tp2-pp2-vpp2-ep2-dp2": (8, {TP: 2, SP: True, PP: 2, VPP: 2, EP: 2, DISTRIBUTED: True}),
+    }.items()
+}
+SOME_MIXTURES = ("one", "tp2-sp-etp1", "tp2-sp-ep2", "ep2-distributed-optimizer")
+MIXTURES_CHANGED: Mapping[str, tuple[str, int, dict[str, Any]]] = {
+    "ep2-distributed-optimizer to tp2-sp": ("ep2-distributed-optimizer", 2, {TP: 2, SP: True, DISTRIBUTED: True}),
+    "tp2-sp-ep2 to one": ("tp2-sp-ep2", 1, {}),
+    "one to pp2-ep2": ("one", 4, {PP: 2, EP: 2}),
+    "ep2-dp2 to ep4": ("ep2-dp2", 4, {EP: 4, DISTRIBUTED: True}),
+}
 SHORT: Layouts = {
     "bf16": (1, {"precision": "bf16"}),
     "fp16": (1, {"precision": "fp16", "fp16.initial_scale_power": 12}),
@@ -230,6 +269,21 @@ def test_layouts_of_a_llama_agree(llamas: Runs, layout: str) -> None:
     }
 
 
+@pytest.fixture(scope="module")
+def mixtures(workspace: Path) -> Runs:
+    return trained_together(workspace, "mixture", MIXTURE_LAYOUTS, SOME_MIXTURES)
+
+
+@pytest.mark.parametrize("layout", thinned([it for it in MIXTURE_LAYOUTS if it != "one"], SOME_MIXTURES))
+def test_layouts_of_a_mixture_of_experts_agree(mixtures: Runs, layout: str) -> None:
+    """Also in what balances the load, which is a part of every micro batch's gradient."""
+    wanted = losses(mixtures("one"))
+    assert wanted[(ITERATIONS, "train")] < wanted[(1, "train")] - 0.4
+    assert losses(mixtures(layout)) == {
+        place: pytest.approx(loss, abs=LAYOUT_TOLERANCE) for place, loss in wanted.items()
+    }
+
+
 def test_what_travels_during_the_computation_changes_no_loss(workspace: Path) -> None:
     """Of replicas that sum whole gradients, and of those with the distributed optimizer, a resumed run too."""
     found, begun = {}, {}
@@ -348,6 +402,23 @@ def changed(workspace: Path, runs: Runs) -> Runs:
 def test_a_checkpoint_continues_on_another_layout(runs: Runs, changed: Runs, change: str) -> None:
     wanted = train_losses(runs(CHANGED[change][0]))[12:]
     assert train_losses(changed(change)) == pytest.approx(wanted, abs=LAYOUT_TOLERANCE)
+
+
+@pytest.fixture(scope="module")
+def mixtures_changed(workspace: Path, mixtures: Runs) -> Runs:
+    loads = {
+        name: (ranks, MIXTRAL | own | {"train.load": f"runs/{mixtures(source).name}/checkpoints/iter_0000010"})
+        for name, (source, ranks, own) in MIXTURES_CHANGED.items()
+    }
+    some = list(MIXTURES_CHANGED)[:1]
+    return trained_together(workspace, "mixture-changed", loads, some, **{"train.save": False})
+
+
+@pytest.mark.parametrize("change", thinned(MIXTURES_CHANGED, list(MIXTURES_CHANGED)[:1]))
+def test_experts_of_a_checkpoint_continue_on_other_ranks(mixtures: Runs, mixtures_changed: Runs, change: str) -> None:
+    wanted = train_losses(mixtures(MIXTURES_CHANGED[change][0]))[10:]
+    assert len(wanted) == 10
+    assert train_losses(mixtures_changed(change)) == pytest.approx(wanted, abs=LAYOUT_TOLERANCE)
 
 
 def test_the_program_of_a_rank(workspace: Path) -> None:

@@ -101,6 +101,20 @@ def megatron_core_cases(of_each: int) -> list[Case]:
     return [one for members in kinds.values() for one in chance.sample(members, min(len(members), of_each))]
 
 
+def mixture_cases() -> Iterator[Case]:
+    """Expert parallelism, with whole experts and with experts split by tensor parallelism."""
+    sizes = {"num_layers": 4, "hidden_size": 12, "num_attention_heads": 4, "seq_length": 8, "vocab_size": 96}
+    kinds = ({"add_bias_linear": False}, KINDS[1])
+    names = (TP, PP, CP, "expert_model_parallel_size", "expert_tensor_parallel_size")
+    layouts = product((1, 2), (1, 2), (1, 2), (1, 2, 4), (None, 1, 2))
+    for layout, kind, ffn in product(layouts, kinds, (None, 20)):
+        parallel = {**dict(zip(names, layout, strict=True)), "sequence_parallel": layout[0] > 1}
+        model = {**sizes, **kind, "num_moe_experts": 8, "moe_ffn_hidden_size": ffn}
+        one = case("megatron-core", model, parallel, data=2)
+        if not layout_problems(one.experiment, one.world_size):
+            yield one
+
+
 def counted(engine: str, cases: Sequence[Case], arguments: Sequence[Sequence[str]], **env: str) -> list[list[int]]:
     """The weights of every rank of each case."""
     imports = "megatron-core" if engine == "megatron-core" else "deepspeed"
@@ -129,6 +143,14 @@ def test_megatron_core(of_each: int, least: int) -> None:
     cases = megatron_core_cases(of_each)
     assert len(cases) > least
     assert {one.world_size for one in cases} >= {1, 2, 3, 4, 6, 8, 12, 16}
+    agree(cases, counted("megatron-core", cases, [()] * len(cases)))
+
+
+@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.full)])
+def test_mixtures_of_experts(every: int) -> None:
+    pytest.importorskip("megatron.core", exc_type=ImportError)
+    cases = list(mixture_cases())[::every]
+    assert len(cases) > 50 / every
     agree(cases, counted("megatron-core", cases, [()] * len(cases)))
 
 

@@ -33,7 +33,7 @@ def tokenizer() -> BytePairTokenizer:
 DOCUMENTS = st.lists(st.one_of(st.text(max_size=12), st.lists(st.text(max_size=6), max_size=3)), max_size=14)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(documents=DOCUMENTS, split=st.integers(0, 14), size=st.integers(1, 300), eod=st.booleans())
 def test_the_same_bytes_as_the_obvious_writer(
     tokenizer: BytePairTokenizer,

@@ -255,16 +255,16 @@ def test_one_ranks_bad_data(workspace: Path) -> None:
 # ---- deaths ----------------------------------------------------------------------------------------------------------
 
 FAILING = """
-import sys
 import tridock.train.trainer as trainer
 from tridock.train.__main__ import main
+from tridock.train.rank.run import end
 step = trainer.Trainer.step
 def failing(self, iteration):
     if iteration == 3 and self.ranks.rank == 1:
         raise ValueError("a bug in rank 1")
     return step(self, iteration)
 trainer.Trainer.step = failing
-sys.exit(main())
+end(main())
 """
 
 
@@ -378,11 +378,12 @@ def test_nodes_that_share_no_folder(tmp_path: Path, layout: dict[str, object]) -
 
 
 LIMITED = """
-import resource, signal, sys
+import resource, signal
 from tridock.train.__main__ import main
+from tridock.train.rank.run import end
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
-sys.exit(main())
+end(main())
 """
 
 

@@ -21,7 +21,7 @@ def test_a_process_left_behind_that_holds_the_pipe_does_not_hold_the_rank(tmp_pa
     start = f"left = subprocess.Popen(['sh', '-c', 'echo from it; {holder}']); time.sleep(0.3)"
     end = "os.write(1, b'last words\\n'); log.close(); left.kill(); print('afterwards')"
     code, shown, kept = run(tmp_path, f"{start}; {end}")
-    assert 3.0 <= time.monotonic() - begin < 10.0
+    assert 3.0 <= time.monotonic() - begin < 50.0
     assert (code, shown) == (0, kept + "afterwards\n")
     # The copy of what never stops may end in the middle of a line.
     said = [line for line in kept.splitlines() if not "noise".startswith(line)]

@@ -29,6 +29,7 @@ TWO: dict[str, dict[str, Any]] = {
     "ddp": {},
     **{f"zero{stage}": {STRATEGY: "zero", "parallel.zero_stage": stage} for stage in range(4)},
     "fsdp": FSDP,
+    "fsdp-once": {**FSDP, "parallel.reduce_gradients_once": True},
     "tp2": TENSOR,
     "pp2": {PP: 2},
     "pp2-gpipe": {PP: 2, SCHEDULE: "gpipe"},

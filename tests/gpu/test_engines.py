@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from tests.gpu.runs import train
-from tests.megatron_source import patched_source
+from tests.megatron_source import REMEDY, patched_source
+from tridock.contracts.environment import MEGATRON
 from tridock.data.corpus import prepare_demo
 
+INSTALLED = Path("/opt/megatron-v1.1.5")
+"""Where the image has it."""
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
 
@@ -23,6 +27,10 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if (INSTALLED / "pretrain_gpt2.py").is_file():
+        return INSTALLED
+    # Not skipped: who asks for these tests has a GPU, and would take them for passed.
+    assert MEGATRON in os.environ, f"the source of Megatron-LM v1.1.5 is not at hand; {REMEDY}"
     return patched_source(tmp_path_factory.mktemp("megatron") / "source")
 
 

@@ -51,6 +51,8 @@ TINY = {
     "optimizer": {"lr": 1.0e-2, "lr_warmup_iters": 2},
     "precision": "fp32",
     "train": {"train_iters": 12, "log_interval": 1},
+    # DeepSpeed's imports torch three times more; tests of its own way choose it.
+    "launch": {"launcher": "ssh"},
 }  # fmt: skip
 
 
@@ -233,9 +235,14 @@ class Rack:
 
     def start(self) -> None:
         succeed("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / "id"))
-        public = (self.folder / "id.pub").read_text().strip()
         succeed("docker", "network", "create", self.network)
-        for name in ("host-a", "host-b"):
+        self.add("host-a", "host-b")
+        self.write_ssh_config()
+
+    def add(self, *names: str) -> None:
+        """Starts more hosts; the operator's ssh configuration does not know them yet."""
+        public = (self.folder / "id.pub").read_text().strip()
+        for name in names:
             host = self.hosts[name] = RackHost(name, f"{self.name}-{name}")
             options = ["--hostname", name, "--network", self.network, "--volume", f"{host.container}:/var/lib/docker"]
             options += ["--volume", f"{self.network}:{SHARED}"]
@@ -243,11 +250,15 @@ class Rack:
                 "docker", "run", "--detach", "--name", host.container, *options, *_NESTED,
                 "--env", f"AUTHORIZED_KEY={public}", HOST_IMAGE,
             )  # fmt: skip
-        for host in self:
+        for host in map(self.hosts.__getitem__, names):
             wait_until(lambda host=host: host.execute("docker version").returncode == 0, "its engine answers", 60)
             address = "{{range .NetworkSettings.Networks}}{{.IPAddress}}{{end}}"
             host.address = succeed("docker", "inspect", "--format", address, host.container).strip()
-        self.write_ssh_config()
+
+    def take_away(self, name: str) -> None:
+        host = self.hosts.pop(name)
+        execute("docker", "rm", "--force", "--volumes", host.container)
+        execute("docker", "volume", "rm", "--force", host.container)
 
     def write_project(self) -> None:
         copy_tree(self.project)

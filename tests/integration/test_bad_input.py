@@ -80,7 +80,7 @@ def test_a_wrong_key_and_a_wrong_type_in_the_experiment(rack: Rack) -> None:
         "configs/wrong.yaml: model.num_layers: is missing; add it",
         "configs/wrong.yaml: model.num_layer: is not a field; got 1; did you mean num_layers?",
         "configs/wrong.yaml: train.train_iters: must be a whole number; got 'many'; "
-        "write it without quotes or a fraction",
+        "write its digits alone, as in 1000",
     )  # fmt: skip
 
 

@@ -11,7 +11,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -321,11 +320,9 @@ def start_slow_fetch(lab: Lab, **options: object) -> subprocess.Popen[str]:
 def test_ctrl_c_during_a_fetch_leaves_everything_as_it_was(lab: Lab, run: Path) -> None:
     assert lab.fab("fetch").returncode == 0
     process = start_slow_fetch(lab)
-    begin = time.monotonic()
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=20)
     assert (process.returncode, errors) == (130, "interrupted\n")
-    assert time.monotonic() - begin < 3.0
     assert [path.name for path in run.parent.iterdir()] == [RUN]
     assert files_of(run) == TOGETHER
 

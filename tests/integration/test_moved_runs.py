@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -14,8 +15,8 @@ import yaml
 
 from tests.integration.clone import a_clone
 from tests.integration.rack import TINY, write_data
-from tests.integration.support import succeed, wait_until
-from tests.integration.test_faults import Run, Twin
+from tests.integration.support import pause, succeed, wait_until
+from tests.integration.test_faults import RANK, Run, Twin
 from tridock.contracts.run_folder import SUPERVISION
 
 pytestmark = pytest.mark.timeout(600)
@@ -56,15 +57,19 @@ def calm(twin: Twin) -> dict[int, float]:
         return run.losses()
 
 
-def lose(twin: Twin, run: Run) -> dict[str, Any]:
-    """Kills the other node once there is a checkpoint; what the run's own words of its move are."""
-    run.wait_for_training(beyond=25)
-    # The launch put it on every node, but thinks that all of a twin's share one.
+def copied(twin: Twin, run: Run) -> None:
+    """The launch put the run on every node, but thinks that all of a twin's share one folder."""
     own, names = twin.clone.folder / "runs-of-its-own" / run.run_id, ("experiment.yaml", "manifest.json", SUPERVISION)
     own.mkdir()
     for name in names:
         shutil.copy(run.folder / name, own)
-    succeed("docker", "kill", twin.container(OTHER))
+
+
+def lose(twin: Twin, run: Run, node: str = OTHER) -> dict[str, Any]:
+    """Kills a node once there is a checkpoint; what the run's own words of its move are."""
+    run.wait_for_training(beyond=25)
+    copied(twin, run)
+    succeed("docker", "kill", twin.container(node))
     began = time.monotonic()
     wait_until(lambda: run.events("run_restarted") != [], "the run continues", 150)
     print(f"a node that stays away: the run went on after {time.monotonic() - began:.1f} s")
@@ -124,3 +129,67 @@ def test_with_too_few_nodes_it_ends_and_says_so(twin: Twin) -> None:
             in (event["reason"])
         )
         assert "; spare node-3: ssh: " in event["reason"]
+
+
+@pytest.mark.full  # tests/distributed/test_run_supervisor.py; tests/unit/contracts/test_lease.py
+def test_another_node_takes_the_head_s_place(twin: Twin, calm: dict[int, float]) -> None:
+    """It supervises, a spare trains, and the losses are those of a run that lost nothing."""
+    twin.clone.succeed("fab up --hosts hostfiles/twin")
+    with twin.launched(**LENGTH, **RESTART) as run:
+        event = lose(twin, run, HEAD)
+        (taken,) = run.events("taken_over")
+        assert (taken["node"], taken["previous"], taken["token"]) == (OTHER, HEAD, 2)
+        assert (event["lost"], event["nodes"], event["layout"]) == ([HEAD], [OTHER, SPARE], "TP1 PP1 DP2")
+        assert event["reason"] == "node-2 leads it in the place of node-1; node-3 takes the place of node-1"
+        status = twin.clone.run("fab", "status", "--hosts", "hostfiles/twin").stdout
+        assert re.search(rf"{run.run_id} .*running", status), status
+        followed = twin.clone.run("fab", "logs", "--hosts", "hostfiles/twin", "--run", run.run_id)
+        assert followed.returncode == 0, followed.stdout
+        assert "restart 1 of at most 1, from the checkpoint of iteration " in followed.stdout
+        assert (run.folder / "exit_code").read_text() == "0\n"
+        assert run.losses() == calm
+        assert run.is_gone(OTHER)
+        assert run.is_gone(SPARE)
+        code, last = run.ends(within=60)
+        assert code == 3, last
+
+
+@pytest.mark.full
+def test_a_head_that_stood_still_leaves_the_run_to_its_successor(twin: Twin, calm: dict[int, float]) -> None:
+    twin.clone.succeed("fab up --hosts hostfiles/twin")
+    supervisor = "tridock.node start "
+    with twin.launched(**LENGTH, **RESTART) as run:
+        run.wait_for_training(beyond=25)
+        twin.signal(OTHER, "STOP", RANK)  # the run is to last until its agents end it
+        twin.signal(HEAD, "STOP", supervisor)
+        wait_until(lambda: run.events("run_restarted") != [], "the run continues", 150)
+        twin.signal(HEAD, "CONT", supervisor)
+        wait_until(lambda: not twin.inside(HEAD, f"pgrep -f '{supervisor}'"), "the old supervisor has ended")
+        assert not (run.folder / "exit_code").exists()
+        wait_until((run.folder / "exit_code").exists, "the run ends", 180)
+        assert (run.folder / "exit_code").read_text() == "0\n"
+        assert [event["node"] for event in run.events("taken_over")] == [HEAD]
+        assert run.losses() == calm
+        said = (run.folder / "logs" / "launcher.log").read_text()
+        assert said.count("tridock: the supervisor on node-1 stood still, and ") == 1
+
+
+@pytest.mark.full
+def test_a_paused_head_that_comes_back_does_not_touch_the_run(twin: Twin, calm: dict[int, float]) -> None:
+    """Its supervisor, its agent and its rank go on where they stood, while the run is long elsewhere."""
+    twin.clone.succeed("fab up --hosts hostfiles/twin")
+    with twin.launched(**LENGTH, **RESTART) as run:
+        run.wait_for_training(beyond=25)
+        copied(twin, run)
+        pause(twin.container(HEAD))
+        try:
+            wait_until(lambda: run.events("run_restarted") != [], "the run continues", 200)
+        finally:
+            succeed("docker", "unpause", twin.container(HEAD))
+        wait_until((run.folder / "exit_code").exists, "the run ends", 180)
+        assert (run.folder / "exit_code").read_text() == "0\n"
+        assert [event["node"] for event in run.events("taken_over")] == [OTHER]
+        assert run.losses() == calm
+        wait_until(lambda: run.is_gone(HEAD), "nothing of the run is left on its old head")
+        said = (run.folder / "logs" / "launcher.log").read_text()
+        assert said.count("tridock: the supervisor on node-1 stood still, and node-2 took the run over\n") == 1

@@ -257,6 +257,89 @@ def test_a_node_that_fails_costs_the_work_since_the_last_checkpoint(
         wait_until(lambda: slurm_cluster.execute("sinfo --noheader --format=%D:%t").stdout == idle, "all are back", 60)
 
 
+# ---- a program of the user's own ----
+
+PROGRAM = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+from tridock import heartbeat
+dist.init_process_group("gloo")
+rank, asked = dist.get_rank(), []
+signal.signal(signal.SIGUSR1, lambda *_: asked.append(True))
+step = int(open("saved").read()) if "--resume" in sys.argv else 0
+print(f"rank {rank} of {dist.get_world_size()} begins after {step}: {open('setup').read()}", end="", flush=True)
+while step < int(sys.argv[1]):
+    wanted = torch.tensor([float(bool(asked))])
+    dist.all_reduce(wanted)
+    if wanted.item():
+        if rank == 0:
+            open("saved", "w").write(str(step))
+        dist.barrier()
+        sys.exit(0)
+    step += 1
+    heartbeat.beat(step)
+    if rank == 0:
+        print(f"step={step} loss={1 / step}", flush=True)
+    time.sleep(0.1)
+"""
+
+
+@pytest.fixture(scope="module")
+def program(slurm_cluster: SlurmCluster) -> SlurmCluster:
+    slurm_cluster.succeed("mkdir mine")
+    slurm_cluster.write("mine/train.py", PROGRAM)
+    return slurm_cluster
+
+
+def run_program(cluster: SlurmCluster, options: str, command: str) -> Job:
+    fixed = "--slurm site.yaml --nodes 2 --slots 2 --workdir mine --metrics key=value --setup 'echo ready >setup'"
+    out = cluster.succeed(f"tridock run {fixed} {options} --detach -- {command}")
+    found = re.fullmatch(r"job (\d+)\nrun (\S+); folder (/shared/runs/\2)\n", out)
+    assert found, out
+    return Job(found[1], found[3])
+
+
+def test_a_program_of_ones_own_is_stopped_in_time_queued_again_and_goes_on(program: SlurmCluster) -> None:
+    job = run_program(program, "--resume-command 'torchrun train.py 100000 --resume'", "torchrun train.py 100000")
+    program.until(lambda: len(program.losses(job)) > 20, "the program trains", job)
+    assert {f"rank-{rank}.log" for rank in range(4)} <= set(program.succeed(f"ls {job.folder}/logs").split())
+    assert "rank 3 of 4 begins after 0: ready\n" in program.read(job, "logs/rank-3.log")
+    program.succeed(f"scancel --batch --signal=USR1 {job.id}")  # as Slurm does before the time limit
+    program.until(lambda: len(program.events(job, "job_started")) > 1, "the job is queued again", job)
+    requeued = program.events(job, "job_requeued")[0]
+    saved = int(program.read(job, "code/saved"))
+    assert (requeued["reason"], requeued["iteration"]) == ("its time was over", saved)
+    again = f"rank 3 of 4 begins after {saved}: ready\n"
+    program.until(lambda: again in program.read(job, "logs/rank-3.log"), "the program goes on", job)
+    program.until(lambda: program.lines(job, "metrics.jsonl")[-1]["iteration"] > saved, "it trains on", job)
+    program.succeed(f"tridock slurm cancel {job.id}")
+    assert program.wait(job) == 143
+    for node in ("n1", "n2"):
+        assert program.execute("pgrep -af 'train[.]py'", machine=node).stdout == ""
+
+
+def test_a_rank_of_ones_own_program_that_dies_is_named_and_the_program_restarts(program: SlurmCluster) -> None:
+    job = run_program(program, "--restarts 1", "python train.py 150")
+    program.until(lambda: len(program.losses(job)) > 5, "the program trains", job)
+    program.succeed("kill -KILL $(pgrep -f '^python train.py' | head -1)", machine="n2")
+    program.until(lambda: program.events(job, "run_restarted"), "a restart", job)
+    died = program.events(job, "rank_died")[0]
+    assert (died["rank"] in (2, 3), died["node"]) == (True, "n2")
+    assert died["reason"].startswith("was ended by SIGKILL")
+    assert program.wait(job) == 0
+    assert program.lines(job, "metrics.jsonl")[-1]["iteration"] == 150
+
+
+def test_a_program_of_ones_own_that_fails_says_why(program: SlurmCluster) -> None:
+    run = "tridock run --slurm site.yaml --nodes 2 --workdir mine --env DS_ACCELERATOR=cpu"
+    done = program.execute(f"{run} -- deepspeed train.py 5")  # no setup: its file is missing
+    assert done.returncode == 4
+    assert "FileNotFoundError: [Errno 2] No such file or directory: 'setup'" in done.stderr
+    done = program.execute(f"{run} -- bash -c 'exit 85'")
+    assert done.returncode == 4
+    assert "left with exit code 85" in done.stderr
+
+
 # ---- what cannot be ----
 
 

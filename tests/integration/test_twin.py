@@ -90,7 +90,10 @@ def test_the_demo_trains_on_two_containers(clone: Clone, demo: str) -> None:
         r"^engine: (Megatron-LM v1.1.5, which the image has$|megatron-core, because the image is )", demo, re.M
     )
     steps = [line for line in demo.splitlines() if line.startswith("== ")]
-    assert [step.split(":")[0] for step in steps] == ["== image", "== data", "== run", "== result"]
+    assert [step.split(":")[0] for step in steps] == ["== image", "== data", "== run", "== result", "== sample"]
+    sample = demo.partition("\n== sample: ")[2].splitlines()[1]
+    assert sample.startswith("def ")
+    assert len(sample) > len("def ")
     assert re.search(r"iteration +30", demo)  # progress is visible
     owners = {path.stat().st_uid for path in (folder, *folder.rglob("*"))}
     assert owners == {clone.folder.stat().st_uid}

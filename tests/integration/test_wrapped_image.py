@@ -34,7 +34,8 @@ def image(docker: str) -> Iterator[str]:
 def test_a_program_runs_on_nodes_without_python(image: str, tmp_path: Path) -> None:
     assert succeed("docker", "run", "--rm", image, "bash", "-c", "command -v python3 python || echo none") == "none\n"
     (tmp_path / "code").mkdir()
-    (tmp_path / "code" / "main.sh").write_text('echo "rank $RANK of $WORLD_SIZE"; [ "$RANK" = 0 ] || exit 3\n')
+    program = 'echo "rank $RANK of $WORLD_SIZE"\n[ "$RANK" = 0 ] && exit\nsleep 2  # for its line to arrive\nexit 3\n'
+    (tmp_path / "code" / "main.sh").write_text(program)
     (tmp_path / "hostfile").write_text("node-1 slots=1\nnode-2 slots=1\n")
     settings = f"name: {own_name()}\ntransport: compose\nimage: {image}\nenv: {{DS_ACCELERATOR: cpu}}\n"
     (tmp_path / "hostfile.yaml").write_text(settings)
@@ -52,6 +53,31 @@ def test_a_program_runs_on_nodes_without_python(image: str, tmp_path: Path) -> N
         )
     finally:
         tridock(tmp_path, "down", "--hosts", "hostfile")
+
+
+def test_an_image_of_ones_own_is_wrapped_when_it_is_named(docker: str, tmp_path: Path) -> None:
+    own = f"{own_name()}-own:1"
+    succeed("docker", "build", "--quiet", "--tag", own, "-", input=f"FROM {BASE}\nRUN echo mine >/mine\n")
+    (tmp_path / "hostfile").write_text("node-1 slots=2\nnode-2 slots=2\n")
+    (tmp_path / "hostfile.yaml").write_text(f"name: {own_name()}\ntransport: compose\nenv: {{DS_ACCELERATOR: cpu}}\n")
+    (tmp_path / "code").mkdir()
+    words = ("run", "--hosts", "hostfile", "--workdir", "code", "--image", own, "--nodes", "1", "--slots", "1")
+    program = ("--", "bash", "-c", "echo $RANK of $WORLD_SIZE: $(cat /mine)")
+    try:
+        first = tridock(tmp_path, *words, *program)
+        assert first.returncode == 0, first.stdout + first.stderr
+        assert "0 of 1: mine" in first.stdout.splitlines()
+        # Neither the image nor the node is made again, until the image changes.
+        made = succeed("docker", "image", "inspect", "--format", "{{.Id}}", f"tridock-wrapped/{own}")
+        again = tridock(tmp_path, *words, *program)
+        assert (again.returncode, again.stderr) == (0, "")
+        succeed("docker", "build", "--quiet", "--tag", own, "-", input=f"FROM {BASE}\nRUN echo new >/mine\n")
+        changed = tridock(tmp_path, *words, *program)
+        assert "0 of 1: new" in changed.stdout.splitlines(), changed.stdout + changed.stderr
+        assert succeed("docker", "image", "inspect", "--format", "{{.Id}}", f"tridock-wrapped/{own}") != made
+    finally:
+        tridock(tmp_path, "down", "--hosts", "hostfile")
+        execute("docker", "image", "rm", own, f"tridock-wrapped/{own}", made)
 
 
 def test_what_cannot_be_wrapped_says_what_it_lacks(docker: str) -> None:

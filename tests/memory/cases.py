@@ -89,6 +89,12 @@ _QWEN: Final = {
     "model.qk_layernorm": True,
     "model.untie_embeddings_and_output_weights": True,
 }
+_MIXTRAL: Final = {
+    **_LLAMA,
+    "model.num_moe_experts": 4,
+    "model.moe_aux_loss_coeff": 0.01,
+    "model.untie_embeddings_and_output_weights": True,
+}
 _DROPOUT: Final = {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}
 
 _TP, _PP = "parallel.tensor_model_parallel_size", "parallel.pipeline_model_parallel_size"
@@ -144,6 +150,9 @@ def _core() -> Iterator[tuple[str, int, Fields]]:
         ranks, fields = _CORE_LAYOUTS[layout]
         yield f"{layout}-llama", ranks, {**fields, **_BF16, **_LLAMA, _ACCUMULATED: 4}
         yield f"{layout}-qwen", ranks, {**fields, **_BF16, **_QWEN, _ACCUMULATED: 4}
+    for layout in ("one", "dp2-distributed"):
+        ranks, fields = _CORE_LAYOUTS[layout]
+        yield f"{layout}-mixtral", ranks, {**fields, **_BF16, **_MIXTRAL, _ACCUMULATED: 8}
     yield "one-block3-larger", 1, {**_BF16, **block3, **_LARGER, **_LARGER_VOCABULARY, _ACCUMULATED: 3}
     yield "one-full1-dropout", 1, {**_BF16, **_RECOMPUTED["full1"], **_DROPOUT, _ACCUMULATED: 2}
     yield "one-hidden-dropout", 1, {**_BF16, "model.hidden_dropout": 0.1, _ACCUMULATED: 2}
@@ -225,6 +234,16 @@ def _shared() -> Iterator[tuple[str, int, Fields]]:
     yield "pp2-fsdp2-bf16-wide", 4, {_PP: 2, **_FSDP, **_BF16, **_WIDE, _ACCUMULATED: 8}
     yield "fsdp1-fp32", 1, {**_FSDP, _ACCUMULATED: 2}
     yield "fsdp2-fp32-accumulated", 2, {**_FSDP, _ACCUMULATED: 8}
+    for precision in ("fp32", "bf16"):
+        once = {**_FSDP, **_PRECISIONS[precision], "parallel.reduce_gradients_once": True}
+        yield f"fsdp2-{precision}-once", 2, {**once, _ACCUMULATED: 4}
+        yield f"fsdp2-{precision}-wide-once", 2, {**once, **_WIDE, _ACCUMULATED: 4}
+        yield f"fsdp2-{precision}-wide-accumulated", 2, {**_FSDP, **_PRECISIONS[precision], **_WIDE, _ACCUMULATED: 4}
+        yield (
+            f"hybrid-{precision}-wide-accumulated",
+            4,
+            {**_FSDP, _SHARDS: 2, **_PRECISIONS[precision], **_WIDE, _ACCUMULATED: 8},
+        )
 
 
 _FIXED_SCALE: Final = {"precision": "fp16", "fp16.loss_scale": 256.0}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 
 import pytest
 
-from tridock.contracts.codec import decode, encode
+from tridock.contracts.codec import UnknownFormError, decode, encode, form_digest
 from tridock.contracts.node_answers import Evidence, MeshAnswer, PortAnswer, Route, SshAnswer
 from tridock.contracts.run_state import RunState
 from tridock.errors import Problem
@@ -56,3 +56,28 @@ def test_several_are_read_by_node() -> None:
 def test_anything_else_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"not of type|Expecting value|gone|invalid literal"):
         decode(Sample, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"state": "lost", "seconds": 1, "more": 2}', "not of type Sample: Sample has no more here"),
+        ('{"seconds": 1}', "not of type Sample: Sample lacks state"),
+        ('{"state": "lost", "seconds": "1"}', "not of type Sample: '1' is no float"),
+    ],
+)
+def test_another_form_is_told_apart(text: str, message: str) -> None:
+    with pytest.raises(UnknownFormError) as caught:
+        decode(Sample, text)
+    assert str(caught.value) == message
+
+
+def test_the_digest_of_a_form_sees_the_fields_of_its_parts() -> None:
+    def form(own: dict[str, type], part: dict[str, type]) -> str:
+        whole = [*own.items(), ("parts", tuple[make_dataclass("Part", part.items())])]  # type: ignore[misc]
+        return form_digest(make_dataclass("Whole", whole))
+
+    first = form({"a": int}, {"b": str})
+    assert form({"a": int}, {"b": str}) == first
+    others = [form({"a": float}, {"b": str}), form({"c": int}, {"b": str}), form({"a": int}, {"b": str, "c": int})]
+    assert len({first, *others}) == 4

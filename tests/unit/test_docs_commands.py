@@ -27,7 +27,8 @@ from tridock.data.corpus import collect_corpus
 from tridock.data.tokenize.tokenizer import BytePairTokenizer
 from tridock.errors import RequestError
 from tridock.experiment import Experiment
-from tridock.strict_yaml import parse_yaml, validated
+from tridock.strict_yaml import validated
+from tridock.yaml_text import parse_yaml
 
 ALL_BLOCKS = [block for page in PAGES for block in blocks(page)]
 SCRIPTS = [block for block in ALL_BLOCKS if block.language in ("sh", "bash")]
@@ -39,7 +40,7 @@ SHAPES = {
 }
 OTHER_PROGRAMS = {
     "source", "cd", "echo", "printf", "python3", "pip", "uv", "pytest", "torchrun", "sleep", "until",
-    "do", "done", "sha256sum", "sudo", "curl", "sed",
+    "do", "done", "sha256sum", "sudo", "curl", "sed", "export", "lm_eval",
 }  # fmt: skip
 REFUSED = {"tridock plan configs/jean-zay/76b-as-written.yaml --hosts hostfile"}
 """The line says that it is."""
@@ -133,12 +134,14 @@ def run_or_read(argv: list[str], where: str, *, here: bool) -> None:
 
 def expanded(arguments: list[str]) -> Iterator[str]:
     for word in arguments:
-        yield from sorted(map(str, Path().glob(word))) if "*" in word else [word]
+        yield from (sorted(map(str, Path().glob(word))) if "*" in word else []) or [word]
 
 
 def runs_here(arguments: list[str]) -> bool:
     match arguments:
-        case ["plan" | "launch" | "init", *_] | ["slurm", "render", *_]:
+        case ["plan", *_]:
+            return "--from-run" not in arguments  # a run of the user's
+        case ["launch" | "init", *_] | ["slurm", "render", *_]:
             return True
         case ["run", *_]:
             return "--workdir" not in arguments  # the user's own folder

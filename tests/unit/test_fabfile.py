@@ -18,6 +18,7 @@ from tridock.cli.fab import COMMANDS, Program, collection
 
 ROOT = Path(__file__).parents[2]
 TASKS = (
+    "cancel",
     "check",
     "data",
     "down",
@@ -28,11 +29,13 @@ TASKS = (
     "plan",
     "report",
     "reproduce",
+    "run",
     "runs",
     "status",
     "stop",
     "triage",
     "up",
+    "watch",
 )
 
 
@@ -222,7 +225,7 @@ def test_a_launch_that_does_not_fit_is_refused_unless_forced(tmp_path: Path, cap
     assert fab_here(*arguments) == 2
     assert capfd.readouterr() == (
         "",
-        f"{config}: a rank of stage 0 needs more memory than the 8.0 GiB of a 8gib; got 10.0 GiB; "
+        f"{config}: a rank of stage 0 needs more memory than the 8.0 GiB of a 8gib; got 10.1 GiB; "
         "see `tridock plan --search` for layouts that fit, or start it all the same with --force\n",
     )
     assert fab_here(*arguments, "--force") == 0
@@ -292,3 +295,17 @@ def test_status_with_no_host_that_answers(tmp_path: Path) -> None:
         "start sshd there, or give the right port (ssh.port in the settings, or Port in ~/.ssh/config)\n"
     )
     assert done.returncode == 3
+
+
+def test_a_program_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "hostfile").write_text("host-a slots=2\nhost-b slots=2\n")
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "train it.py").touch()
+    options = ("--hosts", str(tmp_path / "hostfile"), "--workdir", str(tmp_path / "code"), "--dry-run")
+    done = fab("run", *options, "--nodes", "1", "--", "torchrun", "train it.py", "--nodes", "a b")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "torchrun --nnodes 1 --node-rank 0 --nproc-per-node 2 " in done.stdout
+    assert done.stdout.splitlines()[2].endswith(" 'train it.py' --nodes 'a b'")
+    missing = fab("run", *options)
+    assert missing.returncode == 2
+    assert missing.stderr.startswith("PROGRAM: or --config says what to run; ")

@@ -242,3 +242,37 @@ def test_a_torch_without_cuda(
     todo = "install torch's CUDA build (make venv FLAVOR=gpu), or see what nvidia-smi and tridock check say"
     assert trial.main(["--folder", str(tmp_path)]) == 3
     assert capsys.readouterr().err == f"gpu-trial: torch has no GPU here; got {error}; {todo}\n"
+
+
+def test_a_resumed_run_goes_on_from_its_checkpoint_wherever_the_signal_came(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[tuple[str, ...]] = []
+
+    def argv_of(step, noted: Path, checkpoint: str | None, **_: object) -> list[str]:  # type: ignore[no-untyped-def]
+        given.append((checkpoint or "", *step.changes))
+        return [sys.executable, "-c", RUN, str(ROOT / step.config), str(noted), "0"]
+
+    monkeypatch.setattr(trial, "argv_of", argv_of)
+    of = trial.Trial(workspace, False, 5, time.monotonic() + 60)
+    first = blocks.Step("saved", blocks.Train("configs/demo.yaml"))
+    again = blocks.Step("resumed", blocks.Train("configs/demo.yaml", resumes="saved", further=20))
+    assert [one.outcome for one in of.measure([first])] == ["passed"]
+    folder = "runs/demo-20260101-000000-0001/checkpoints"
+    (missing,) = of.measure([again])
+    assert (missing.outcome, missing.detail) == ("failed", f"{folder} holds no whole checkpoint")
+    for number in (50, 173):
+        (workspace / folder / f"iter_{number:07d}").mkdir(parents=True)
+        (workspace / folder / f"iter_{number:07d}" / "files.json").touch()
+    assert [one.outcome for one in of.measure([again])] == ["passed"]
+    assert given[-1] == (folder, "train.train_iters=193")
+
+
+def test_what_a_test_starts_keeps_the_packages_that_were_carried_here(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/carried")
+    seen: list[str] = []
+    monkeypatch.setattr(trial.Trial, "_execute", lambda _, argv, env: (seen.append(env["PYTHONPATH"]), (1, ""))[1])
+    one_step(workspace, blocks.Step("two", blocks.COLLIDE))
+    assert seen == [f"{ROOT}:/carried"]

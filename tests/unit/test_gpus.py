@@ -60,7 +60,7 @@ def test_an_unknown_name() -> None:
     with pytest.raises(RequestError) as caught:
         find_gpu("v200", "lab.yaml: gpu")
     assert str(caught.value) == (
-        "lab.yaml: gpu: is not a known GPU; got 'v200'; use one of a10, a100-40gb, a100-80gb, a6000, b200, "
+        "lab.yaml: gpu: is not a known GPU; got 'v200'; use one of a10, a100-40gb, a100-80gb, a100-pcie, a6000, b200, "
         "gh200-96gb, h100-80gb, h100-nvl, h100-pcie, h200, l4, l40s, rtx-3090, rtx-4090, t4, v100-16gb, v100-32gb, "
         "or its memory alone, as in 24gib"
     )

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.sources import SOURCES, nodes, parsed
 from tridock.triage.rules import RULES
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.xdist_group("sources")
 ROOMS = ("triage", "bench", "ops")
 REGEX_CALLS = {"compile", "search", "match", "fullmatch", "findall", "finditer", "split", "sub", "regex"}
 STRING_CALLS = {"startswith", "endswith", "removeprefix", "removesuffix", "partition", "rpartition", "find", "rfind"}
@@ -57,9 +59,9 @@ def written(node: ast.expr) -> str | None:
     return None
 
 
-def matched_expressions(tree: ast.AST) -> Iterator[tuple[ast.expr, bool, bool]]:
+def matched_expressions(nodes: Iterable[ast.AST]) -> Iterator[tuple[ast.expr, bool, bool]]:
     """Every expression looked for, whether it is a regular expression, and whether even one word of it is a text."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             of_re = isinstance(node.func, ast.Name) or getattr(getattr(node.func, "value", None), "id", "") == "re"
@@ -70,9 +72,8 @@ def matched_expressions(tree: ast.AST) -> Iterator[tuple[ast.expr, bool, bool]]:
             yield node.left, False, any(TEXT.fullmatch(name) for name in names)
 
 
-def matchers(source: str, place: str) -> Iterator[Matcher]:
+def matchers(tree: ast.Module, place: str) -> Iterator[Matcher]:
     """What a module looks for, by constants of the module too."""
-    tree = ast.parse(source)
     constants = {
         target.id: node.value
         for node in tree.body
@@ -80,24 +81,24 @@ def matchers(source: str, place: str) -> Iterator[Matcher]:
         for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
         if isinstance(target, ast.Name)
     }
-    for found, is_regex, worded in matched_expressions(tree):
+    for found, is_regex, worded in matched_expressions(ast.walk(tree)):
         expression = constants.get(found.id, found) if isinstance(found, ast.Name) else found
         text = written(expression)
         if text is not None and re.search(r"[A-Za-z]{3}", text) and (worded or " " in text):
             yield Matcher(place, text, is_regex)
 
 
-def sentences(tree: ast.AST) -> Iterator[str]:
+def sentences(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Texts of several words that a module may print, raise or record: no docstrings, and not what it looks for."""
     skipped: set[int] = set()
-    for expression, *_ in matched_expressions(tree):
+    for expression, *_ in matched_expressions(nodes):
         skipped |= {id(part) for part in ast.walk(expression)}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Expr):
             skipped.add(id(node.value))
         if isinstance(node, ast.JoinedStr):
             skipped |= {id(part) for part in node.values}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.expr) and id(node) not in skipped:
             text = written(node)
             if text and re.search(r"[A-Za-z]\S* \S*[A-Za-z]", text):
@@ -108,16 +109,16 @@ def sentences(tree: ast.AST) -> Iterator[str]:
 def own_sentences() -> set[str]:
     """All texts of Tridock, except the causes and remedies that rules show to users."""
     found = set[str]()
-    for path in [*(ROOT / "tridock").rglob("*.py"), ROOT / "fabfile.py"]:
+    for path in SOURCES:
         if "triage" not in path.parts:
-            found |= set(sentences(ast.parse(path.read_text())))
+            found |= set(sentences(nodes(path)))
     return found
 
 
-def found_in(source: str, place: str, own: set[str]) -> list[str]:
+def found_in(tree: ast.Module, place: str, own: set[str]) -> list[str]:
     return [
         f"{matcher.place}: {matcher.pattern!r} matches {text!r}"
-        for matcher in matchers(source, place)
+        for matcher in matchers(tree, place)
         if matcher.pattern not in UPSTREAM
         for text in sorted(own)
         if matcher.finds(text)
@@ -129,7 +130,7 @@ def test_no_module_matches_tridocks_own_text(room: str, own_sentences: set[str])
     found = [
         line
         for path in sorted((ROOT / "tridock" / room).rglob("*.py"))
-        for line in found_in(path.read_text(), str(path.relative_to(ROOT)), own_sentences)
+        for line in found_in(parsed(path), str(path.relative_to(ROOT)), own_sentences)
     ]
     assert not found, "agree on a code, a field or an exit code in tridock/contracts:\n" + "\n".join(found)
 
@@ -157,4 +158,4 @@ def test_no_rule_about_upstream_matches_tridocks_own_text(own_sentences: set[str
 )
 def test_a_match_of_own_text_is_found(source: str, own_sentences: set[str]) -> None:
     own = own_sentences | {"tridock: restart x of at most x", "x: the run failed; x"}
-    assert found_in(source, "here", own)
+    assert found_in(ast.parse(source), "here", own)

@@ -10,33 +10,32 @@ from typing import Annotated, Any, Final
 
 from pydantic import Field, StringConstraints
 
+from tridock.contracts.limits import MOST_RANKS
 from tridock.engines import as_yaml
 from tridock.errors import RequestError, RunError
-from tridock.strict_yaml import AS_TUPLE, Section, parse_yaml, read_text, validated
+from tridock.strict_yaml import AS_TUPLE, Count, PathText, Positive, Section, read_text, validated
+from tridock.yaml_text import parse_yaml
 
 Label = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]{0,40}$")]
 Fields = dict[str, Any]
 """Fields of the experiment by their paths, as ``--set`` takes them."""
-Positive = Annotated[int, Field(gt=0)]
 
 
 class Bench(Section):
     """What is measured."""
 
-    experiment: Annotated[str, Field(min_length=1)] = Field(
-        description="The experiment's YAML file, beside this one or from the current folder."
-    )
+    experiment: PathText = Field(description="The experiment's YAML file, beside this one or from the current folder.")
     set: Fields = Field(default_factory=dict, description="Fields of the experiment that every cell changes.")
     axes: dict[Label, dict[Label, Fields]] = Field(
         default_factory=dict, description="What is varied: axis, its values by their labels, and the fields of each."
     )
-    world: Annotated[tuple[Positive, ...], AS_TUPLE] = Field(
+    world: Annotated[tuple[Annotated[Positive, Field(le=MOST_RANKS)], ...], AS_TUPLE] = Field(
         default=(1,), description="Numbers of ranks on this machine; one more axis."
     )
     iterations: Positive = Field(default=20, description="Steps that are measured, in each run.")
     warmup: Positive = Field(default=5, description="Steps before those, which pay for the start.")
     repeats: Positive = Field(default=3, description="Runs of each cell; their medians count.")
-    profiled: Annotated[int, Field(ge=0)] = Field(
+    profiled: Count = Field(
         default=5,
         description="Steps under torch's profiler, in a run of their own after the measured ones, for the share of"
         " communication; 0 for none.",

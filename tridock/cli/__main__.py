@@ -2,6 +2,15 @@
 
 import sys
 
-from tridock.cli import main
+from tridock.cli.interrupts import end_at_once
 
-sys.exit(main())
+
+def run() -> None:
+    end_at_once()
+    from tridock.cli.program import main
+
+    sys.exit(main())
+
+
+if __name__ == "__main__":
+    run()

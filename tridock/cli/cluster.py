@@ -141,14 +141,16 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _tables(session: Session) -> tuple[list[Table], TridockError | None]:
-    from tridock.ops.runs.registry import list_runs
-    from tridock.report.run_tables import status_table
+    from tridock.ops.runs.registry import list_runs, queued_runs
+    from tridock.report.run_tables import queue_table, status_table
 
     there, failure = session.reachable()
     tables = [_node_table(there)]
     try:
         if any(state.container and state.container.running for state in there.states().values()):
             tables.append(status_table(list_runs(there)[-10:]))
+            if queued := queued_runs(there):
+                tables.append(queue_table(queued))
     except ClusterError as error:  # a node that has gone away since
         return tables, failure or error
     return tables, failure

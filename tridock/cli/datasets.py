@@ -75,6 +75,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
             found.append(inspect(prefix, arguments.samples, tokenizer))
         except RequestError as error:
             problems += error.problems
+    if not found:
+        raise RequestError(problems)
     if arguments.json:
         print(json.dumps([as_json(one) for one in found], indent=2))
     else:
@@ -83,7 +85,8 @@ def _inspect(arguments: argparse.Namespace) -> int:
         for one in found:
             print_inspection(one, console)
     if problems:
-        raise RequestError(problems)
+        print(RequestError(problems), file=sys.stderr)
+        return RequestError.exit_code
     return 0
 
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    from tridock.cli.interrupts import end_at_once
+
+    end_at_once()
+
 import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,12 +23,12 @@ from invoke.exceptions import Exit, ParseError
 from invoke.parser.argument import Argument
 
 from tridock import __version__
-from tridock.cli import build_parser, main
+from tridock.cli.program import build_parser, main
 from tridock.errors import RequestError
 
 _SAME_NAME: Final = (
-    *("up", "down", "keys", "check", "plan", "launch", "logs"),
-    *("stop", "status", "runs", "triage", "fetch", "report", "reproduce"),
+    *("up", "down", "keys", "check", "plan", "launch", "run", "logs", "cancel"),
+    *("stop", "status", "runs", "triage", "fetch", "report", "reproduce", "watch"),
 )
 COMMANDS: Final = {**{name: (name,) for name in _SAME_NAME}, "data": ("data", "sync")}
 """Tasks, and the subcommand of each."""
@@ -44,6 +49,9 @@ def parser_of(task: str) -> tuple[argparse.ArgumentParser, str]:
 
 class CommandTask(Task):  # type: ignore[misc]
     """A task that has the options of a subcommand and calls it."""
+
+    words: Sequence[str] = ()
+    """What stands behind ``--``: the program of ``fab run``."""
 
     def __init__(self, name: str) -> None:
         def body(context: Context, **values: Any) -> None:
@@ -81,6 +89,8 @@ class CommandTask(Task):  # type: ignore[misc]
                 yield from [option] if value else []
             else:
                 yield from (f"{option}={one}" for one in (value if isinstance(value, list) else [value]))
+        if self.words:
+            yield from ("--", *self.words)
 
 
 def _spellings(action: argparse.Action) -> Sequence[str]:
@@ -113,6 +123,10 @@ class Program(Fab):  # type: ignore[misc]
                 raise Exit(f"fab: {option} needs a value; see fab --list, and fab --help TASK", RequestError.exit_code)
         with _request_errors():
             super().parse_tasks()
+        if self.core.remainder and any(context.name == "run" for context in self.tasks):
+            # Fabric would run it as a shell's command on every host. fabfile.py has imported this module once more.
+            type(self.collection["run"]).words = self.argv[self.argv.index("--") + 1 :]
+            self.core.remainder = ""
 
     def parse_cleanup(self) -> None:
         with _request_errors():

@@ -7,6 +7,7 @@ import json
 import shlex
 import sys
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from tridock.launchers.run import RunBundle
     from tridock.ops.hosts.session import Session
     from tridock.ops.runs.registry import Run
+    from tridock.ops.slurm.submit import Submitted
 
 
 def add(commands: Commands) -> None:
@@ -62,6 +64,11 @@ def add(commands: Commands) -> None:
     add_run(parser, default="the active run if there is only one")
     add_quiet(parser)
 
+    parser = add_command(commands, "cancel", _cancel, "remove a run from the queue", "--hosts hostfile")
+    add_cluster(parser)
+    add_run(parser, default="the only run that waits")
+    add_quiet(parser)
+
     parser = add_command(commands, "runs", _runs, "list all runs, newest first", "--hosts hostfile --json")
     add_cluster(parser)
     parser.add_argument("--json", action="store_true", help="print the runs as JSON")
@@ -77,8 +84,13 @@ def add_start(parser: argparse.ArgumentParser, dry_run: str) -> None:
     """The options of a run that starts on a cluster."""
     text = "run the doctor's quick checks first (default: true)"
     parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=True, help=text)
+    text = "use only the first N nodes"
+    parser.add_argument("--nodes", type=int, metavar="N", help=text)
+    parser.add_argument("--slots", type=int, metavar="N", help="use only the first N slots of each node")
     text = "start even if another run has slots of this one in use"
     parser.add_argument("--share", action="store_true", help=text)
+    text = "wait for the slots that other runs have in use: the run starts once they are free"
+    parser.add_argument("--queue", action="store_true", help=text)
     parser.add_argument("--detach", action="store_true", help="start the run and return at once")
     parser.add_argument("--run-id-file", type=output_file, metavar="FILE", help="write the run's id to this file")
     parser.add_argument("--dry-run", action="store_true", help=dry_run)
@@ -93,7 +105,7 @@ def _launch(arguments: argparse.Namespace) -> int:
     from tridock.ops.runs.default_experiment import choose_experiment
     from tridock.report.plan_output import headline, summary
 
-    session = open_session(arguments)
+    session = open_session(arguments, lambda cluster: cluster.first(arguments.nodes, arguments.slots))
     config, overrides, note = choose_experiment(config_of(arguments), arguments.set, session.cluster.slots)
     prepared = launch.prepare_on(session, config, overrides, force=arguments.force)
     if note and not arguments.quiet:
@@ -109,7 +121,7 @@ def _launch(arguments: argparse.Namespace) -> int:
         brought = launch.bring_demo_data(session)
         if not arguments.quiet:
             say(brought)
-    bundle = launch.launch(session, prepared, check=arguments.check, share=arguments.share)
+    bundle = launch.launch(session, prepared, check=arguments.check, share=arguments.share, queue=arguments.queue)
     if not arguments.quiet:
         plan = prepared.plan
         ranks, nodes = count(plan.world_size, "rank"), count(len(session.cluster.slots), "node")
@@ -125,12 +137,29 @@ def began(arguments: argparse.Namespace, session: Session, bundle: RunBundle) ->
         write_atomic(arguments.run_id_file, f"{bundle.run_id}\n".encode())
     if arguments.quiet:
         say(bundle.run_id)
+    if bundle.waits_for is not None:
+        if not arguments.quiet:
+            say(_how_it_waits(arguments, session, bundle))
+        return 0
     if arguments.detach:
         if not arguments.quiet:
             say(_how_to_return(arguments, bundle.run_id))
         return 0
     run = Run(bundle.run_id, session.head)
     return follow(arguments, session, run, quiet=arguments.quiet, steps=arguments.verbose)
+
+
+def _how_it_waits(arguments: argparse.Namespace, session: Session, bundle: RunBundle) -> str:
+    from tridock.ops.runs.registry import list_runs, until
+
+    now = datetime.now(UTC)
+    ends = {run.run_id: until(run, now) for run in list_runs(session)}
+    waits = "; ".join(f"{name}{ends.get(name, '')}" for name in bundle.waits_for or ()) or "its slots"
+    options = f"--hosts {shlex.quote(str(hostfile_of(arguments)))}"
+    return (
+        f"queued: it waits for {waits}\nSee the queue with: {arguments.program} status {options}\n"
+        f"Remove it with:     {arguments.program} cancel {options} --run {bundle.run_id}"
+    )
 
 
 def print_preview(bundle: RunBundle, *, verbose: bool) -> None:
@@ -216,6 +245,16 @@ def _stop(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _cancel(arguments: argparse.Namespace) -> int:
+    """Remove a run from the queue. Runs that have started continue."""
+    from tridock.ops.runs.registry import cancel
+
+    run_id = cancel(open_session(arguments), run_of(arguments))
+    if not arguments.quiet:
+        say(f"removed {run_id} from the queue")
+    return 0
+
+
 def _runs(arguments: argparse.Namespace) -> int:
     """List all runs with their state, newest first."""
     from tridock.ops.runs.registry import list_runs
@@ -228,7 +267,8 @@ def _runs(arguments: argparse.Namespace) -> int:
     else:
         print_tables(history_table(listed))
     if failure is not None:
-        raise failure
+        print(failure, file=sys.stderr)
+        return failure.exit_code
     return 0
 
 
@@ -241,3 +281,22 @@ def _fetch(arguments: argparse.Namespace) -> int:
     run = choose_run(session, run_of(arguments), active=False)
     say(str(fetch(session, run, Path("runs"), checkpoints=arguments.checkpoints)))
     return 0
+
+
+def follow_job(workspace: Path, job: Submitted) -> int:
+    """Prints the output of a job of Slurm's until it ends; the run's exit code. Raises what triage finds where it
+    fails."""
+    from tridock.contracts.run_state import RunState
+    from tridock.ops.runs.local_run import triage_here
+    from tridock.ops.slurm.jobs import show_logs
+
+    (folder,) = job.folders
+    try:
+        code = show_logs(workspace, folder.name, (), follow=True)
+    except KeyboardInterrupt:
+        logs, cancel = (f"tridock slurm {verb} {job.job_id}" for verb in ("logs --follow", "cancel"))
+        say(f"\ndetached: job {job.job_id} continues. Come back with: {logs}\nStop it with:   {cancel}")
+        return EXIT_INTERRUPTED
+    if RunState.of_exit_code(code).has_failed:
+        raise triage_here(folder)
+    return code

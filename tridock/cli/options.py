@@ -6,12 +6,13 @@ import argparse
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias, TypeVar
 
 from tridock.contracts import environment
-from tridock.errors import Problem, RequestError
+from tridock.errors import Problem, RequestError, cut, printable
 
 if TYPE_CHECKING:
+    from tridock.cluster.settings import Cluster
     from tridock.ops.hosts.session import Session
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -35,6 +36,25 @@ class HelpFormatter(argparse.HelpFormatter):
         return text if text.startswith(_EXAMPLES) else super()._fill_text(text, width, indent)
 
 
+class UsageError(SystemExit):
+    """The command line is wrong; the usage and the message have been printed."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(RequestError.exit_code)
+        self.message = message
+
+
+class Parser(argparse.ArgumentParser):
+    """Prints of a wrong word what a terminal can show, and no more than a screen holds."""
+
+    def error(self, message: str) -> NoReturn:
+        shown = printable(cut(message, 1000))
+        try:
+            super().error(shown)
+        except SystemExit:
+            raise UsageError(shown) from None
+
+
 def add_command(commands: Commands, name: str, action: Action, summary: str, *examples: str) -> argparse.ArgumentParser:
     """Adds a subcommand. ``action`` runs it and returns the exit code; its docstring is the description.
 
@@ -55,12 +75,17 @@ def add_command(commands: Commands, name: str, action: Action, summary: str, *ex
 def output_file(value: str) -> Path:
     """The type of an option that names a file to write: refused before anything starts, not when it is written."""
     path = Path(value)
-    place = next(folder for folder in path.absolute().parents if folder.exists())
-    if path.exists() and not path.is_file():
+    try:
+        place = next(folder for folder in path.absolute().parents if folder.exists())
+        exists = path.exists()
+    except (OSError, ValueError) as error:  # too long, with a NUL, or below a folder that is not ours to read
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise argparse.ArgumentTypeError(f"{value!r}: {reason}; give another file") from None
+    if exists and not path.is_file():
         raise argparse.ArgumentTypeError(f"{value!r} is a {'folder' if path.is_dir() else 'device'}; give a file")
     if not place.is_dir():
         raise argparse.ArgumentTypeError(f"{str(place)!r} is a file; give a folder's name before the last /")
-    if not os.access(path if path.exists() else place, os.W_OK):
+    if not os.access(path if exists else place, os.W_OK):
         raise argparse.ArgumentTypeError(f"{value!r} cannot be written by you; give another file")
     return path
 
@@ -173,15 +198,19 @@ def hostfile_of(arguments: argparse.Namespace) -> Path:
     return found
 
 
-def open_session(arguments: argparse.Namespace) -> Session:
-    """The cluster that the options name. Contacts no host yet."""
+def open_session(
+    arguments: argparse.Namespace, change: Callable[[Cluster], Cluster] = lambda cluster: cluster
+) -> Session:
+    """The cluster that the options name, as ``change`` leaves it. Contacts no host yet."""
     hostfile = hostfile_of(arguments)
     try:
         from tridock.ops.hosts.session import Session
     except ModuleNotFoundError as missing:
         todo = "run it on the machine from which you manage the hosts: a node has no access to them"
         raise RequestError(Problem("--hosts", "needs the package fabric", str(missing), todo)) from None
-    return Session.open(hostfile, arguments.include, arguments.exclude)
+    session = Session.open(hostfile, arguments.include, arguments.exclude, change)
+    session.quiet = getattr(arguments, "quiet", False)
+    return session
 
 
 def add_set(parser: argparse.ArgumentParser) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,6 +19,11 @@ _FOLDED: Final = 12
 def say(text: str) -> None:
     # Not through Rich, which would highlight paths and interpret brackets.
     print(text, flush=True)
+
+
+def print_problems(problems: Sequence[Mapping[str, Any]], **others: Any) -> None:
+    """Prints the one JSON object of a command that ``--json`` was given to and that is refused."""
+    say(json.dumps({"problems": problems, **others}, indent=2, allow_nan=False))
 
 
 def console() -> Console:

@@ -4,30 +4,39 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 from tridock.cli.options import (
     Commands,
     add_command,
     add_config,
     add_hosts,
+    add_quiet,
     add_set,
     add_slots,
     config_of,
     find_hostfile,
     output_file,
 )
-from tridock.cli.output import console
+from tridock.cli.output import console, print_problems
+from tridock.contracts.run_folder import EXPERIMENT
+from tridock.errors import Problem, RequestError
 
 if TYPE_CHECKING:
     from tridock.cluster.settings import Cluster
     from tridock.plan import Assumptions
+    from tridock.plan.correction import MeasuredRun
 
 
 def add(commands: Commands) -> None:
     examples = (
         "--hosts hostfile --config configs/demo-3d.yaml",
         "--config configs/jean-zay/7.5b.yaml --nodes 4 --gpus-per-node 4 --gpu v100-32gb --search",
+        "--from-run runs/demo-3d-20261122-110613-14b7",
+        "--config configs/jean-zay/7.5b.yaml --nodes 4 --gpus-per-node 4 --gpu v100-32gb --why 'TP4 PP4' 'TP2 PP4'",
         "--explain parallel.tensor_model_parallel_size",
     )
     parser = add_command(commands, "plan", _plan, "check an experiment against a cluster", *examples)
@@ -41,21 +50,49 @@ def add(commands: Commands) -> None:
     text = "slots per node, without a hostfile (default: 8)"
     cluster.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help=text)
     cluster.add_argument("--gpu", help="GPU of the nodes (v100-16gb, a100-80gb, h200, …), or its memory (24gib)")
-    text = "network bandwidth of a node (default: from the cluster's settings, or 100)"
+    text = "network bandwidth of a node (default: from the cluster's settings, or that of a DGX with this GPU)"
     cluster.add_argument("--network-gbit", type=float, metavar="GBIT_PER_S", help=text)
     add_set(parser)
-    text = "throughput of a GPU for the time estimate (default: half of its peak)"
+    text = "throughput of a GPU for the time estimate, whatever the shapes (default: by the shapes of its products)"
     parser.add_argument("--tflops", type=float, metavar="TFLOP_PER_S", help=text)
+    text = (
+        "attention of the time estimate (default: fused); unfused writes its scores to memory, as Megatron until 2023"
+    )
+    parser.add_argument("--attention", choices=("fused", "unfused"), default="fused", help=text)
+    text = "measurements of tridock calibrate (default: <hostfile>.calibration.json, if there is one)"
+    parser.add_argument("--calibration", type=Path, metavar="FILE", help=text)
     text = "estimate the time to train N tokens, e.g. 300e9 (default: the tokens of the run)"
     parser.add_argument("--tokens", type=float, metavar="N", help=text)
+    text = "what a GPU costs per hour, for the cost of these tokens"
+    parser.add_argument("--cost-per-gpu-hour", type=float, metavar="AMOUNT", help=text)
+    text = "hours between two failures of a node, for the goodput (Llama 3: 6300)"
+    parser.add_argument("--node-mtbf", type=float, metavar="HOURS", help=text)
+    text = "what the storage takes of a checkpoint per second, from all ranks together, for the goodput"
+    parser.add_argument("--checkpoint-gb-s", type=float, metavar="GB_PER_S", help=text)
+    text = "from a failure to the next step, without the reading of the checkpoint (default: 51, measured on CPUs)"
+    parser.add_argument("--restart-time", type=float, metavar="SECONDS", help=text)
+    text = (
+        "correct the plan by this run's step time and peak memory; the experiment, the nodes and the GPU are the run's"
+        " unless others are given"
+    )
+    parser.add_argument("--from-run", type=Path, metavar="RUN", help=text)
     text = "list the layouts that fit, best first, and why the others do not"
     parser.add_argument("--search", action="store_true", help=text)
+    text = (
+        "explain the layout: its terms of time and memory, and why each layout one step away is better, worse or"
+        " refused; with one or two LAYOUTs, as 'TP4 PP2 MB2' or FIELD=VALUE, compare them term by term"
+    )
+    parser.add_argument("--why", nargs="*", metavar="LAYOUT", help=text)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument(
-        "--plot", type=output_file, metavar="FILE", help="also draw the rank map to a .png or .svg file"
+        "--plot",
+        type=output_file,
+        metavar="FILE",
+        help="also draw the rank map, or with --search memory against time, to a .png or .svg file",
     )
     text = "explain a field of the experiment and its effect on the plan"
     parser.add_argument("--explain", metavar="FIELD", help=text)
+    add_quiet(parser)
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -67,19 +104,89 @@ def _plan(arguments: argparse.Namespace) -> int:
 
         print(explain(arguments.explain))
         return 0
+    try:
+        return _planned(arguments)
+    except RequestError as error:
+        if not arguments.json:
+            raise
+        print_problems([problem.document for problem in error.problems], **_NO_PLAN)
+        return error.exit_code
 
+
+_NO_PLAN: Final[Mapping[str, Any]] = {
+    "verdict": "illegal",
+    "warnings": [],
+    "notes": [],
+    "ranks": [],
+    "groups": {},
+    "memory": {"gpu": None, "limit_gib": None, "stages": []},
+    "cost": None,
+}
+"""What is left of the document where there is no plan."""
+
+
+def _planned(arguments: argparse.Namespace) -> int:
+    from tridock.ops.calibrate import beside, read_calibration
     from tridock.ops.runs.default_experiment import choose_experiment
-    from tridock.ops.runs.prepare import assumptions_for, slots_of
+    from tridock.ops.runs.prepare import assumptions_for, failures_for, slots_of
+    from tridock.report.measured_run import read_measured_run
     from tridock.report.plan_output import Show, print_plan
 
-    hosts = arguments.hosts if arguments.nodes is not None else find_hostfile(arguments)
-    cluster, slots = slots_of(hosts, arguments.include, arguments.exclude, arguments.nodes, arguments.gpus_per_node)
-    config, overrides, _ = choose_experiment(config_of(arguments), arguments.set, slots)
-    assumptions = assumptions_for(cluster, arguments.gpu, arguments.network_gbit, arguments.tflops, arguments.tokens)
+    run = None if arguments.from_run is None else read_measured_run(arguments.from_run)
+    config, cluster = config_of(arguments), None
+    if run is not None and arguments.nodes is None and arguments.hosts is None:
+        slots = run.slots
+    else:
+        hosts = arguments.hosts if arguments.nodes is not None else find_hostfile(arguments)
+        cluster, slots = slots_of(hosts, arguments.include, arguments.exclude, arguments.nodes, arguments.gpus_per_node)
+    if run is not None and config is None:
+        config = arguments.from_run / EXPERIMENT
+    config, overrides, _ = choose_experiment(config, arguments.set, slots)
+    assumptions = assumptions_for(
+        cluster,
+        arguments.gpu,
+        arguments.network_gbit,
+        arguments.tflops,
+        arguments.tokens,
+        arguments.cost_per_gpu_hour,
+    )
+    failures = failures_for(arguments.node_mtbf, arguments.checkpoint_gb_s, arguments.restart_time)
+    assumptions = replace(assumptions, attention=arguments.attention, failures=failures)
+    own = None if cluster is None else beside(cluster.hostfile_path)
+    calibration = arguments.calibration or (own if own is not None and own.exists() else None)
+    if calibration is not None:
+        read = read_calibration(calibration)
+        assumptions = replace(assumptions, calibration=read, calibration_source=str(calibration))
     if cluster is not None and assumptions.gpu is None and not arguments.offline:
         assumptions = _with_hosts_gpu(assumptions, cluster)
-    show = Show(arguments.search, arguments.json, str(arguments.plot or ""))
+    if run is not None:
+        assumptions = _corrected(assumptions, run)
+    if arguments.why is not None:
+        if len(arguments.why) > 2 or arguments.search:
+            got = "--search too" if arguments.search else str(len(arguments.why))
+            raise RequestError(Problem("--why", "takes at most two layouts, and no search", got, "leave some out"))
+        from tridock.report.why_output import print_why
+
+        return print_why(config, overrides, slots, assumptions, console(), arguments.why, arguments.json)
+    show = Show(arguments.search, arguments.json, str(arguments.plot or ""), arguments.quiet)
     return print_plan(config, overrides, slots, assumptions, console(), show)
+
+
+def _corrected(assumptions: Assumptions, run: MeasuredRun) -> Assumptions:
+    """The same with the factors of a run, and on its GPU where none is named."""
+    from tridock.plan.from_run import correction_of
+
+    if assumptions.tflops is not None:
+        todo = "leave one of the two out"
+        got = f"{assumptions.tflops:g}"
+        raise RequestError(Problem("--tflops", "gives what --from-run takes from the run", got, todo))
+    correction, gpu = correction_of(run, assumptions), assumptions.gpu
+    if correction.planned_s is None and gpu is not None and gpu != run.gpu:
+        ran = "CPUs or an unknown GPU" if run.gpu is None else f"a {run.gpu.name}"
+        what, got = f"is not what {run.source} ran on, {ran}, of which only the run's rate is known", gpu.name
+        todo = "give a run on this GPU, or leave --from-run out"
+        raise RequestError(Problem("--gpu", what, got, todo))
+    return replace(assumptions, gpu=gpu or run.gpu, correction=correction)
 
 
 def _with_hosts_gpu(assumptions: Assumptions, cluster: Cluster) -> Assumptions:

@@ -6,7 +6,7 @@ import argparse
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -18,10 +18,36 @@ if TYPE_CHECKING:
     from tridock.data.input.sources import Source
     from tridock.data.tokenize.encoders import Encoder
 
-_GPT2: Final = "GPT2BPETokenizer"
 _HUGGING_FACE: Final = "HuggingFaceTokenizer"
+_SENTENCE_PIECE: Final = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
+_TIKTOKEN: Final = "TikTokenizer"
+_NULL: Final = "NullTokenizer"
 _VOCAB: Final = "vocab"
-_TYPES: Final = (_GPT2, _HUGGING_FACE, _VOCAB)
+_NAMED_BY: Final = {
+    "GPT2BPETokenizer": "--vocab-file",
+    _HUGGING_FACE: "--tokenizer-model",
+    **dict.fromkeys((*_SENTENCE_PIECE, _TIKTOKEN), "--tokenizer-model"),
+    _NULL: "--vocab-size",
+    _VOCAB: "--vocab-file",
+}
+"""Megatron's types of tokenizers, and Tridock's own, by the option that says which one it is."""
+_OF_TYPES: Final = {
+    "--vocab-file": ("GPT2BPETokenizer", _VOCAB),
+    "--tokenizer-model": (_HUGGING_FACE, *_SENTENCE_PIECE, _TIKTOKEN),
+    "--vocab-size": (_TIKTOKEN, _NULL),
+    "--tiktoken-pattern": (_TIKTOKEN,),
+    "--tiktoken-num-special-tokens": (_TIKTOKEN,),
+    "--tokenizer-special-tokens": (_TIKTOKEN,),
+    "--null-tokenizer-eod-id": (_NULL,),
+}
+"""The types that an option is for."""
+_ALLOW_SPECIAL: Final = {
+    **dict.fromkeys((_HUGGING_FACE, _TIKTOKEN), "always reads them so"),
+    **dict.fromkeys(_SENTENCE_PIECE, "reads them as text"),
+    _NULL: "reads ids",
+    _VOCAB: "always reads words as tokens",
+}
+"""Where --allow-special has no effect, and why."""
 _MOST_TOKENS: Final = 2**31 - 1
 """Token ids are at most int32."""
 
@@ -51,14 +77,27 @@ def _add_preprocess(commands: Commands) -> None:
     text = "keep newlines between sentences; no effect without --split-sentences"
     texts.add_argument("--keep-newlines", action="store_true", help=text)
     tokenizer = parser.add_argument_group("tokenizer")
-    text = "GPT2BPETokenizer, HuggingFaceTokenizer, or vocab: split at white space, ids from a JSON file"
+    text = (
+        "GPT2BPETokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, TikTokenizer, NullTokenizer: ids as text; or"
+        " vocab: split at white space, ids from a JSON file"
+    )
     tokenizer.add_argument("--tokenizer-type", required=True, metavar="TYPE", help=text)
     text = "vocab.json of GPT-2, or a tokenizer.json"
     tokenizer.add_argument("--vocab-file", type=_path, metavar="FILE", help=text)
     tokenizer.add_argument("--merge-file", type=_path, metavar="FILE", help="merges.txt of GPT-2")
-    text = "HuggingFaceTokenizer: a folder with tokenizer.json, or that file"
-    tokenizer.add_argument("--tokenizer-model", type=_path, metavar="DIR", help=text)
-    text = "append <|endoftext|> to every document; HuggingFaceTokenizer: its eos_token"
+    text = "HuggingFaceTokenizer: a folder with tokenizer.json, or that file; else the model's file"
+    tokenizer.add_argument("--tokenizer-model", type=_path, metavar="PATH", help=text)
+    text = "NullTokenizer: number of ids; TikTokenizer: of tokens, special ones included (default: 131072)"
+    tokenizer.add_argument("--vocab-size", type=int, metavar="N", help=text)
+    text = "TikTokenizer: how texts are split into words (default: v2)"
+    tokenizer.add_argument("--tiktoken-pattern", choices=["v1", "v2"], help=text)
+    text = "TikTokenizer: ids kept for special tokens (default: 1000)"
+    tokenizer.add_argument("--tiktoken-num-special-tokens", type=int, metavar="N", help=text)
+    text = "TikTokenizer: special tokens, by id (default: <unk> <s> </s> <mask> <pad> <cls> <sep>)"
+    tokenizer.add_argument("--tokenizer-special-tokens", nargs="+", metavar="TOKEN", help=text)
+    text = "NullTokenizer: id that ends a document (default: the last)"
+    tokenizer.add_argument("--null-tokenizer-eod-id", type=int, metavar="ID", help=text)
+    text = "append the token that ends a document to every document: <|endoftext|>, eos_token or </s>"
     tokenizer.add_argument("--append-eod", action="store_true", help=text)
     text = "read <|endoftext|> and other special tokens in texts as tokens, as today's Megatron does, not as text"
     tokenizer.add_argument("--allow-special", action="store_true", help=text)
@@ -127,7 +166,7 @@ def _preprocess(arguments: argparse.Namespace) -> int:
     workers = arguments.workers or len(os.sched_getaffinity(0))
     with _gc_disabled():
         encoder, notes = _open_encoder(arguments, workers)
-    check_ids_fit(encoder, str(_tokenizer_file(arguments)))
+    check_ids_fit(encoder, str(_tokenizer_file(arguments) or "--vocab-size"))
     notes += _options_without_effect(arguments)
     for note in notes:
         print(note, file=sys.stderr)
@@ -217,16 +256,7 @@ def _preprocess_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
     if arguments.split_sentences:
         todo = "leave it out (GPT needs none), or use Megatron's tools/preprocess_data.py"
         yield Problem("--split-sentences", "is not supported: texts are not split into sentences", "", todo)
-    kind = arguments.tokenizer_type
-    if kind not in _TYPES:
-        yield Problem("--tokenizer-type", f"must be {', '.join(_TYPES[:-1])} or {_TYPES[-1]}", kind, "give one of them")
-    own, other = (
-        ("--tokenizer-model", "--vocab-file") if kind == _HUGGING_FACE else ("--vocab-file", "--tokenizer-model")
-    )
-    if _tokenizer_file(arguments) is None:
-        yield Problem(own, f"is required with --tokenizer-type {kind}", "", "name the tokenizer")
-    if (got := getattr(arguments, other[2:].replace("-", "_"))) is not None:
-        yield Problem(other, f"does not go with --tokenizer-type {kind}", str(got), f"leave it out, and give {own}")
+    yield from _type_problems(arguments)
     if arguments.dataset_impl != "mmap":
         yield Problem("--dataset-impl", "must be mmap", arguments.dataset_impl, "leave it out: the engines read mmap")
     for name in ("workers", "partitions", "log_interval"):
@@ -239,11 +269,60 @@ def _preprocess_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
         yield Problem("--resume", "cannot continue with standard input", "", todo)
 
 
+def _type_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
+    from tridock.data.tokenize.tiktoken import SPECIAL_TOKENS
+
+    kind = arguments.tokenizer_type
+    if kind not in _NAMED_BY:
+        *types, last = _NAMED_BY
+        yield Problem("--tokenizer-type", f"must be {', '.join(types)} or {last}", kind, "give one of them")
+        return
+    own = _NAMED_BY[kind]
+    if _value(arguments, own) is None:
+        yield Problem(own, f"is required with --tokenizer-type {kind}", "", "name the tokenizer")
+    for option, kinds in _OF_TYPES.items():
+        if kind not in kinds and (got := _value(arguments, option)) is not None:
+            got = " ".join(got) if isinstance(got, list) else str(got)
+            yield Problem(option, f"does not go with --tokenizer-type {kind}", got, f"leave it out, and give {own}")
+    size = arguments.vocab_size
+    if size is not None and not 1 <= size <= _MOST_TOKENS:
+        yield Problem("--vocab-size", f"must be at least 1 and at most {_MOST_TOKENS}", str(size), "change it")
+        return
+    end = arguments.null_tokenizer_eod_id
+    if kind == _NULL and size is not None and end is not None and not 0 <= end < size:
+        todo = "change it, or leave it out"
+        yield Problem("--null-tokenizer-eod-id", f"must be an id below {size}", str(end), todo)
+    if kind == _TIKTOKEN:
+        _, special, kept, most = _of_tiktoken(arguments)
+        if not len(special) <= kept < most:
+            what = f"must be at least {len(special)}, the special tokens, and below the vocabulary's {most}"
+            yield Problem("--tiktoken-num-special-tokens", what, str(kept), "change it")
+        if len(set(special)) < len(special) or not set(SPECIAL_TOKENS) <= set(special):
+            what = f"must be {', '.join(SPECIAL_TOKENS)}, and others of your own, each once"
+            yield Problem("--tokenizer-special-tokens", what, " ".join(special), "name them all")
+
+
+def _of_tiktoken(arguments: argparse.Namespace) -> tuple[str, Sequence[str], int, int]:
+    """The pattern, the special tokens, how many ids are kept for them, and the number of all."""
+    from tridock.data.tokenize.tiktoken import SPECIAL_IDS, SPECIAL_TOKENS, VOCAB_SIZE
+
+    kept = arguments.tiktoken_num_special_tokens
+    return (
+        arguments.tiktoken_pattern or "v2",
+        arguments.tokenizer_special_tokens or SPECIAL_TOKENS,
+        SPECIAL_IDS if kept is None else kept,
+        arguments.vocab_size or VOCAB_SIZE,
+    )
+
+
+def _value(arguments: argparse.Namespace, option: str) -> object:
+    return getattr(arguments, option.removeprefix("--").replace("-", "_"))
+
+
 def _tokenizer_file(arguments: argparse.Namespace) -> Path | None:
-    """What names the tokenizer: Megatron has two options for it."""
-    is_hugging_faces = arguments.tokenizer_type == _HUGGING_FACE
-    file: Path | None = arguments.tokenizer_model if is_hugging_faces else arguments.vocab_file
-    return file
+    """What names the tokenizer: Megatron has two options for it; None where it is no file."""
+    file = _value(arguments, _NAMED_BY[arguments.tokenizer_type])
+    return file if isinstance(file, Path) else None
 
 
 def _tokenizer_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
@@ -278,13 +357,22 @@ def _gc_disabled() -> Iterator[None]:
 
 def _open_encoder(arguments: argparse.Namespace, workers: int) -> tuple[Encoder, list[str]]:
     """Returns the encoder that the options name, and notes for the user."""
-    from tridock.data.tokenize.encoders import Reference, Vocabulary, fastest
+    from tridock.data.tokenize.encoders import Null, Reference, Vocabulary, fastest
     from tridock.data.tokenize.huggingface import HuggingFaceTokenizer
+    from tridock.data.tokenize.sentencepiece import SentencePieceTokenizer
+    from tridock.data.tokenize.tiktoken import TikTokenizer
     from tridock.data.tokenize.tokenizer import open_tokenizer
 
-    if arguments.tokenizer_type == _HUGGING_FACE:
-        return HuggingFaceTokenizer(arguments.tokenizer_model), []
-    if arguments.tokenizer_type == _VOCAB:
+    kind, model = arguments.tokenizer_type, arguments.tokenizer_model
+    if kind == _HUGGING_FACE:
+        return HuggingFaceTokenizer(model), []
+    if kind in _SENTENCE_PIECE:
+        return SentencePieceTokenizer(model), []
+    if kind == _TIKTOKEN:
+        return TikTokenizer(model, *_of_tiktoken(arguments)), []
+    if kind == _NULL:
+        return Null(arguments.vocab_size, arguments.null_tokenizer_eod_id), []
+    if kind == _VOCAB:
         return Vocabulary(arguments.vocab_file), []
     tokenizer = open_tokenizer(arguments.vocab_file, arguments.merge_file)
     if arguments.allow_special:
@@ -306,10 +394,8 @@ def _options_without_effect(arguments: argparse.Namespace) -> Iterator[str]:
         yield "--keep-sequential-samples: has no effect; documents always keep their order"
     if arguments.use_gigatoken and arguments.encoder == "reference":
         yield "--use-gigatoken: has no effect with --encoder reference"
-    if arguments.allow_special and arguments.tokenizer_type == _VOCAB:
-        yield "--allow-special: has no effect with --tokenizer-type vocab, which always reads words as tokens"
-    if arguments.allow_special and arguments.tokenizer_type == _HUGGING_FACE:
-        yield "--allow-special: has no effect with --tokenizer-type HuggingFaceTokenizer, which always reads them so"
+    if arguments.allow_special and (why := _ALLOW_SPECIAL.get(arguments.tokenizer_type)):
+        yield f"--allow-special: has no effect with --tokenizer-type {arguments.tokenizer_type}, which {why}"
 
 
 def _ignored_merges(merge_file: Path) -> Iterator[str]:

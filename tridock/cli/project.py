@@ -24,7 +24,7 @@ def add(commands: Commands) -> None:
     text = "base image (default: the one for this machine's GPUs; docs/gpus.md lists them)"
     parser.add_argument("--base-image", default="", metavar="IMAGE", help=text)
     text = "name of the new image (default: tridock:latest, or tridock:cpu)"
-    parser.add_argument("--tag", default="", metavar="NAME", help=text)
+    parser.add_argument("-t", "--tag", default="", metavar="NAME", help=text)
     text = "PEM certificates of a proxy to the package indexes"
     parser.add_argument("--ca", default="", metavar="FILE", help=text)
     text = "source of Megatron-LM v1.1.5: a git repository, a folder, auto (upstream, if it answers), or none"
@@ -55,7 +55,7 @@ def _image(arguments: argparse.Namespace) -> int:
 
 
 def _wrap(arguments: argparse.Namespace) -> int:
-    from tridock.ops.project import ImageOptions, build_image
+    from tridock.ops.image.wrap import wrap
 
     action, *bases = arguments.wrap
     if action != "wrap" or len(bases) != 1:
@@ -64,4 +64,4 @@ def _wrap(arguments: argparse.Namespace) -> int:
     if not arguments.tag:
         todo = "name the new image: --tag my-image:wrapped"
         raise RequestError(Problem("--tag", "is missing", "", todo))
-    return build_image(ImageOptions("wrap", bases[0], arguments.tag, arguments.ca), Path())
+    return wrap(bases[0], arguments.tag, arguments.ca)

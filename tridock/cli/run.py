@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tridock.cli.launch import add_start, began, print_preview
+from tridock.cli.launch import add_start, began, follow_job, print_preview
 from tridock.cli.options import Commands, add_cluster, add_command, open_session
 from tridock.cli.output import say
 from tridock.errors import Problem, RequestError, count
 
 if TYPE_CHECKING:
+    from tridock.cluster.settings import Cluster
     from tridock.experiment.command import CommandExperiment
 
 
@@ -22,9 +25,12 @@ def add(commands: Commands) -> None:
         "--hosts hostfile --workdir ~/nanoGPT --env WANDB_MODE=offline -- torchrun train.py config/train_gpt2.py",
         "--hosts hostfile --restarts 3 -- deepspeed train.py --deepspeed_config ds.json",
         "--hosts hostfile --dry-run -- mpirun ./a.out",
+        "--slurm site.yaml --nodes 2 -- torchrun train.py --epochs 3",
     )
     parser = add_command(commands, "run", _run, "run a program of your own on a cluster", *examples)
     add_cluster(parser)
+    text = "site profile of a Slurm cluster (docs/guides/slurm.md): the program runs there in a job, not on --hosts"
+    parser.add_argument("--slurm", type=Path, metavar="PROFILE", help=text)
     text = "YAML file with `engine: command` and the program (docs/guides/any-script.md), instead of PROGRAM"
     parser.add_argument("--config", type=Path, metavar="CONFIG", help=text)
     text = "folder with the program: its files are copied to every node, and the program runs there (default: .)"
@@ -41,6 +47,8 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--metrics", metavar="PATTERN", help=text + " with groups, as 'iter (?P<iteration>\\d+): loss (?P<loss>\\S+)'"
     )
+    text = "image of the nodes instead of the cluster's; one without Tridock's layer is wrapped first"
+    parser.add_argument("--image", metavar="NAME", help=text)
     add_start(parser, "print the command, and the names of the run's files; contact no host")
     text = "torchrun, deepspeed, `accelerate launch` or mpirun with its script and arguments; or any other program,"
     text += " which is started once per slot"
@@ -53,22 +61,68 @@ def _run(arguments: argparse.Namespace) -> int:
     Tridock copies the folder to every node, adds nodes, ranks and rendezvous to the command line, and watches the
     ranks.
     """
+    if arguments.slurm is not None:
+        return _run_under_slurm(arguments)
     from tridock.ops.runs import command
 
+    session = open_session(arguments, lambda cluster: _cluster(arguments, cluster))
     experiment = _experiment(arguments)
-    folder = arguments.config.parent if arguments.config and arguments.workdir is None else Path()
-    session = open_session(arguments)
-    prepared = command.prepare(session, experiment, folder)
+    prepared = command.prepare(session, experiment, _code_folder(arguments))
     if arguments.dry_run:
         print_preview(command.preview(session, prepared), verbose=arguments.verbose)
         return 0
-    bundle = command.launch(session, prepared, check=arguments.check, share=arguments.share)
+    bundle = command.launch(session, prepared, check=arguments.check, share=arguments.share, queue=arguments.queue)
     if not arguments.quiet:
         slots = session.cluster.slots
         what = f"{count(sum(map(len, slots.values())), 'slot')} on {count(len(slots), 'node')}"
         code = f"{count(len(prepared.code.files), 'file')} of {prepared.code.folder.resolve()}"
         say(f"run {bundle.run_id}: {shlex.join(experiment.command)}; {what}, {code}")
     return began(arguments, session, bundle)
+
+
+def _run_under_slurm(arguments: argparse.Namespace) -> int:
+    from tridock.contracts.run_folder import write_atomic
+    from tridock.ops.slurm.submit import SubmitOptions, render_script, submit
+
+    given = {"--hosts": arguments.hosts, "--share": arguments.share, "--queue": arguments.queue}
+    given |= {"--include": arguments.include, "--exclude": arguments.exclude}
+    if unused := [option for option, value in given.items() if value]:
+        todo = "leave it out: Slurm chooses the nodes, and jobs wait for them"
+        raise RequestError(Problem("--slurm", "cannot be combined with these options", ", ".join(unused), todo))
+    changes = {"nodes": arguments.nodes, "gpus_per_node": arguments.slots, "container.image": arguments.image}
+    options = SubmitOptions(
+        (),
+        profile=arguments.slurm,
+        changes={name: value for name, value in changes.items() if value is not None},
+        program=(_experiment(arguments), _code_folder(arguments)),
+    )
+    if arguments.dry_run:
+        print(render_script(options), end="")
+        return 0
+    job = submit(options, lambda line: None if arguments.quiet else print(line, file=sys.stderr))
+    (folder,) = job.folders
+    if arguments.run_id_file:
+        write_atomic(arguments.run_id_file, f"{folder.name}\n".encode())
+    say(folder.name if arguments.quiet else f"job {job.job_id}\nrun {folder.name}; folder {folder}")
+    if arguments.detach:
+        return 0
+    return follow_job(options.workspace, job)
+
+
+def _code_folder(arguments: argparse.Namespace) -> Path:
+    """The folder from which the experiment's ``code`` starts."""
+    return arguments.config.parent if arguments.config and arguments.workdir is None else Path()
+
+
+def _cluster(arguments: argparse.Namespace, cluster: Cluster) -> Cluster:
+    from tridock.cluster.schema import IMAGE_NAME
+    from tridock.ops.image.wrap import has_layer
+
+    if (image := arguments.image) is not None:
+        if not re.fullmatch(IMAGE_NAME, image):
+            raise RequestError(Problem("--image", "is not the name of an image", repr(image), "write name:tag"))
+        cluster = cluster.with_image(image, wrap=not has_layer(image))
+    return cluster.first(arguments.nodes, arguments.slots)
 
 
 def _experiment(arguments: argparse.Namespace) -> CommandExperiment:

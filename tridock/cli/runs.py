@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tridock.cli.launch import follow, reachable
+from tridock.cli.launch import follow, follow_job, reachable
 from tridock.cli.options import (
     Commands,
     add_cluster,
@@ -71,9 +71,10 @@ def add(commands: Commands) -> None:
     example = "runs/demo-3d-20261122-110613-14b7 --without host-b"
     parser = add_command(commands, "replan", _replan, "show how a run continues after it loses nodes", example)
     add_run_folder(parser)
-    parser.add_argument("--without", action="append", required=True, metavar="NODE", help="lost node; repeatable")
+    parser.add_argument("--without", action="append", default=[], metavar="NODE", help="lost node; repeatable")
     text = "spare node that may replace a lost one; repeatable"
     parser.add_argument("--spare", action="append", default=[], metavar="NODE", help=text)
+    parser.add_argument("--head", metavar="NODE", help="node that leads the run from now on (default: its head)")
     parser.add_argument("--anew", action="store_true", help="start from the beginning, not from a checkpoint")
     parser.add_argument("--json", action="store_true", help="print the new plan and the run's new files as JSON")
 
@@ -162,6 +163,8 @@ def _reproduce(arguments: argparse.Namespace) -> int:
         outcome: Outcome | None = compare_with(
             Path(_named(run)), arguments.against, _print_environment, arguments.tolerance
         )
+    elif run is not None and arguments.hosts is None and _is_slurms_program(Path(run)):
+        outcome, code = _reproduce_under_slurm(arguments, Path(run))
     elif run is not None and _is_folder(run, arguments) and arguments.hosts is None:
         options = {"tolerance": arguments.tolerance, "force": arguments.force}
         outcome, code = reproduce_here(Path(run), arguments.workspace, _print_environment, **options)
@@ -197,6 +200,30 @@ def _reproduce_on_cluster(arguments: argparse.Namespace, run: str | None) -> tup
     return reproduce_remote.finish(session, again, gate, home, arguments.tolerance), 0
 
 
+def _is_slurms_program(run: Path) -> bool:
+    from tridock.experiment import is_command
+
+    return (run / run_folder.JOB).is_file() and is_command(run / run_folder.EXPERIMENT)
+
+
+def _reproduce_under_slurm(arguments: argparse.Namespace, run: Path) -> tuple[Outcome | None, int]:
+    from tridock.ops.runs.reproduce import compare_with
+    from tridock.ops.slurm.submit import again, submit
+    from tridock.reproduction.original import read_original
+
+    original = read_original(run, losses=False)
+    options = again(run)
+    job = submit(options, say)
+    (folder,) = job.folders
+    say(f"job {job.job_id}\nrun {folder.name}: {run.name} once more; folder {folder}")
+    if code := follow_job(options.workspace, job):
+        return None, code
+    if not original.metrics[0]:
+        say("its losses are not compared: the original has none (docs/guides/any-script.md, Losses)")
+        return None, 0
+    return compare_with(run, folder, _print_environment, arguments.tolerance), 0
+
+
 def _print_environment(differences: Sequence[Difference], notes: Sequence[str]) -> None:
     from tridock.report.run_tables import environment_table
 
@@ -226,6 +253,8 @@ def _replan(arguments: argparse.Namespace) -> int:
     """
     from tridock.ops.runs.replan import replan
 
-    found = replan(arguments.run, arguments.without, arguments.spare, anew=arguments.anew)
+    if not arguments.without and arguments.head is None:
+        raise RequestError(Problem("--without", "is missing", "", "name the node that the run has lost"))
+    found = replan(arguments.run, arguments.without, arguments.spare, anew=arguments.anew, head=arguments.head)
     print(found.to_json() if arguments.json else found.summary, end="" if arguments.json else "\n")
     return 0

@@ -66,6 +66,8 @@ def add(commands: Commands) -> None:
     text = "environment variable of the ranks; repeatable"
     supervise.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help=text)
     supervise.add_argument("--no-requeue", action="store_true", help="do not requeue the job")
+    text = "start a program of your own in a container whose image has Tridock's layer"
+    supervise.add_argument("--container", action="store_true", help=text)
     supervise.add_argument("folder", type=Path, metavar="RUN", help="run folder")
     supervise.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="command that starts all ranks")
 
@@ -185,4 +187,6 @@ def _supervise(arguments: argparse.Namespace) -> int:
     env = {name: value for name, _, value in (word.partition("=") for word in arguments.env)}
     argv = arguments.argv[1:] if arguments.argv[:1] == ["--"] else arguments.argv
     folder = arguments.folder.absolute()
-    return supervise(Job(folder, argv, arguments.config, arguments.set, env, requeue=not arguments.no_requeue))
+    requeue = not arguments.no_requeue
+    job = Job(folder, argv, arguments.config, arguments.set, env, requeue=requeue, in_container=arguments.container)
+    return supervise(job)

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from tridock.cli.options import Commands, add_command, add_run_folder
+from tridock.cli.options import Commands, add_command, add_quiet, add_run_folder
 
 
 def add(commands: Commands) -> None:
@@ -20,6 +20,7 @@ def add(commands: Commands) -> None:
     text = "number format of the weights (default: the checkpoint's)"
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=text)
     _add_tokenizer(parser)
+    add_quiet(parser)
 
     parser = add_command(commands, "generate", _generate, "print text from a run's weights", f"{run} --prompt 'def '")
     text = "run folder (runs/<run-id>), or a folder of transformers'"
@@ -42,13 +43,13 @@ def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
 
 def _export(arguments: argparse.Namespace) -> int:
     """Write a run's weights as a folder that transformers loads: config.json, safetensors, the tokenizer's files. Of
-    engines torch and megatron-core, whatever their layout.
+    any engine and layout.
     """
     from tridock.ops.runs.weights import EXPORT, check_run, run_program
 
     check_run(arguments.run)
     options = _options(arguments, "output", "iteration", "dtype", "tokenizer")
-    return run_program(EXPORT, [str(arguments.run), *options])
+    return run_program(EXPORT, [str(arguments.run), *options, *["--quiet"] * arguments.quiet])
 
 
 def _generate(arguments: argparse.Namespace) -> int:

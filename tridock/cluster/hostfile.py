@@ -17,13 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from tridock.contracts.limits import MOST_SLOTS
 from tridock.errors import Problem, RequestError
 from tridock.project_files import project_file
 from tridock.strict_yaml import read_text
 
 NEVER_LOCAL: Final = "a run never falls back to this machine alone"
-# Slot numbers are written out one by one; a slip of the finger must not fill the memory.
-MOST_SLOTS: Final = 4096
 
 _LINE = re.compile(r"^(\S+)\s+slots=(\d+)")
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,251}[A-Za-z0-9_])?")

@@ -12,14 +12,18 @@ from typing import Annotated, Final, Literal
 from pydantic import Field, StringConstraints
 
 from tridock.contracts import run_folder
+from tridock.contracts.limits import LEAST_RATE, MOST_RATE
 from tridock.errors import Problem, RequestError
 from tridock.gpus import find_gpu
-from tridock.strict_yaml import AS_TUPLE, EnvName, EnvValue, Section, parse_yaml, validated
+from tridock.sink_settings import Notifications, Trackers
+from tridock.strict_yaml import AS_TUPLE, EnvName, EnvValue, Section, validated
+from tridock.yaml_text import parse_yaml
 
 ClusterName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,40}$")]
 Line = Annotated[str, StringConstraints(pattern=r"^[^\n\r\x00]+$")]
 Port = Annotated[int, Field(ge=1, le=65535)]
 
+IMAGE_NAME: Final = r"^[a-z0-9][A-Za-z0-9._/:@-]*$"
 Lines = Annotated[tuple[Line, ...], AS_TUPLE]
 Limit = Annotated[str, StringConstraints(pattern=r"^(-1|[0-9]+)(:(-1|[0-9]+))?$")]
 
@@ -104,8 +108,13 @@ class Settings(Section):
     workdir: Line | None = Field(
         default=None, description="Folder of the cluster on each host; by default ~/tridock/<name>."
     )
-    image: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][A-Za-z0-9._/:@-]*$")] = Field(
+    image: Annotated[str, StringConstraints(pattern=IMAGE_NAME)] = Field(
         default="tridock:latest", description="The image that every node runs."
+    )
+    wrap: bool = Field(
+        default=False,
+        description="Adds Tridock's layer to the image first, as tridock image wrap does: for an image of your own"
+        " and tridock run.",
     )
     image_base: Literal["auto", "pull", "send"] = Field(
         default="auto",
@@ -132,8 +141,19 @@ class Settings(Section):
         description="Nodes of the hostfile that no run begins on: one takes the place of a node that a run has lost"
         " (restart in the experiment). --include uses one as any other.",
     )
-    network_gbit: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="Between nodes, of one node, in Gbit/s, for the plan's times; 100 where left out."
+    network_gbit: Annotated[float, Field(ge=LEAST_RATE, le=MOST_RATE)] | None = Field(
+        default=None,
+        description="Between nodes, of one node, in Gbit/s, for the plan's times; where left out that of a DGX.",
+    )
+    trackers: Trackers = Field(
+        default=(),
+        description="Services that show the runs: wandb, mlflow, tensorboard, each by its name or with options"
+        " (docs/trackers.md); of experiments that name none.",
+    )
+    notify: Notifications = Field(
+        default=(),
+        description="Who hears of the runs' ends, failures and restarts, each with the variable or the file that holds"
+        " apprise's address (docs/notifications.md); of experiments that name none.",
     )
     nodes: dict[str, NodeSettings] = Field(
         default_factory=dict, description="Settings of single nodes, by their name in the hostfile."

@@ -4,11 +4,12 @@ import difflib
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tridock.cluster.hostfile import Hostfile, is_ipv6, load_hostfile
 from tridock.cluster.schema import NodeSettings, Settings, parse_settings
+from tridock.contracts.limits import refuse_too_many
 from tridock.errors import Problem, RequestError
 from tridock.project_files import project_file
 from tridock.strict_yaml import read_text
@@ -36,7 +37,8 @@ class Cluster:
     """Everything that is known of a cluster before a host is contacted.
 
     ``nodes`` holds every entry of the hostfile. ``slots`` those that the filters left, with their slot numbers, but for
-    the ``spares``, on which no run begins.
+    the ``spares``, on which no run begins. ``settings.image`` is the image of the nodes; ``wraps`` the user's own image
+    that it is Tridock's layer on, if Tridock makes it.
     """
 
     name: str
@@ -47,6 +49,28 @@ class Cluster:
     nodes: tuple[ClusterNode, ...]
     slots: Mapping[str, tuple[int, ...]]
     spares: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    wraps: str | None = None
+
+    def first(self, nodes: int | None, slots: int | None) -> "Cluster":
+        """This cluster with only its first nodes, and only the first slots of each.
+
+        Raises :class:`RequestError` where there are fewer.
+        """
+        problems = []
+        if nodes is not None and not 1 <= nodes <= len(self.slots):
+            problems.append(_beyond("--nodes", "the hostfile", nodes, len(self.slots)))
+        few = min(self.slots, key=lambda name: len(self.slots[name]))
+        if slots is not None and not 1 <= slots <= len(self.slots[few]):
+            problems.append(_beyond("--slots", few, slots, len(self.slots[few])))
+        if problems:
+            raise RequestError(problems)
+        return replace(self, slots={name: self.slots[name][:slots] for name in list(self.slots)[:nodes]})
+
+    def with_image(self, image: str, *, wrap: bool) -> "Cluster":
+        """This cluster with another image, or with Tridock's layer on it."""
+        own = wrapped_name(image) if wrap else image
+        settings = self.settings.model_copy(update={"image": own})
+        return replace(self, settings=settings, wraps=image if wrap else None)
 
     @property
     def hosts_option(self) -> str:
@@ -128,9 +152,10 @@ def load_cluster(path: Path, include: str = "", exclude: str = "", project_folde
     if not selected.keys() - spare:
         todo = "leave a node that is none; runs begin on those"
         raise RequestError(Problem(f"{settings_path}: spares", "names every node", ", ".join(selected), todo))
+    refuse_too_many(selected, str(path), "choose some with --include")
     labelled = {node_label(name): slots for name, slots in selected.items()}
     spares = {node_label(name) for name in spare}
-    return Cluster(
+    cluster = Cluster(
         name=settings.name or cluster_name(path),
         hostfile_path=path,
         hostfile=hostfile,
@@ -140,6 +165,15 @@ def load_cluster(path: Path, include: str = "", exclude: str = "", project_folde
         slots={name: slots for name, slots in labelled.items() if name not in spares},
         spares={name: slots for name, slots in labelled.items() if name in spares},
     )
+    return cluster.with_image(settings.image, wrap=True) if settings.wrap else cluster
+
+
+def wrapped_name(image: str) -> str:
+    """The name of Tridock's layer on an image: ``tridock-wrapped/NAME:TAG``, of which Docker takes every letter."""
+    name, at, digest = image.partition("@")
+    name, colon, tag = name.rpartition(":") if ":" in name.rpartition("/")[2] else (name, "", "")
+    path = "/".join(re.sub(r"[^a-z0-9._-]+", "-", part.lower()).strip("._-") or "image" for part in name.split("/"))
+    return f"tridock-wrapped/{path}:{tag if colon and not at else digest.rpartition(':')[2][:12] or 'latest'}"
 
 
 def node_label(name: str) -> str:
@@ -150,6 +184,12 @@ def node_label(name: str) -> str:
 def cluster_name(path: Path) -> str:
     """A cluster's name from its hostfile's: lower case, as Docker and Compose want it."""
     return re.sub(r"[^a-z0-9_-]+", "-", path.name.lower()).strip("-_")[:41] or "cluster"
+
+
+def _beyond(option: str, what: str, got: int, there: int) -> Problem:
+    if got < 1:
+        return Problem(option, "must be 1 or more", str(got), f"give 1 to {there}")
+    return Problem(option, f"is more than {what} has", str(got), f"give at most {there}")
 
 
 def _refuse_unknown_nodes(settings: Settings, hostfile: Hostfile, source: str) -> None:

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from tridock.cluster.schema import Container
 from tridock.cluster.settings import Cluster
 from tridock.command import Command
 from tridock.contracts import environment, run_folder
 from tridock.contracts.devices import MIG, VISIBLE
+from tridock.errors import Problem, RequestError
 from tridock.project_files import project_file
 
 CLUSTER_LABEL = "tridock.cluster"
@@ -46,6 +48,9 @@ class Transport(ABC):
     separate_hosts: ClassVar[bool]
     """Whether nodes are on machines of their own. If not, all are containers of this machine's Docker engine."""
 
+    def __post_init__(self) -> None:  # noqa: B027 - most take all settings
+        """Raises :class:`RequestError` for settings that have no effect."""
+
     @abstractmethod
     def container_name(self, node: str) -> str:
         """The name of the node's container."""
@@ -68,6 +73,10 @@ class Transport(ABC):
     def images_file(self, node: str) -> str:
         """The file on the host with the ids of the images that it was sent; may start with ``~``. One per node."""
         return f"{self.cluster.workdir}/images.{node}"
+
+    def lock_file(self) -> str:
+        """The file on the head's host that locks the cluster's nodes; may start with ``~``."""
+        return f"{self.cluster.workdir}/nodes.lock"
 
     def host_label(self, node: str) -> str:
         """The node's host as messages call it."""
@@ -183,6 +192,15 @@ class ComposeTransport(Transport):
 
     separate_hosts = False
 
+    def __post_init__(self) -> None:
+        own, usual, file = self.cluster.settings.container, Container(), self.cluster.settings.compose.file
+        changed = {name: value for name, value in own if value != getattr(usual, name)}
+        if changed:
+            where, what = f"{self.cluster.hostfile_path}.yaml: container", "has no effect with transport: compose"
+            raise RequestError(
+                [Problem(f"{where}.{name}", what, str(value), f"set it in {file}") for name, value in changed.items()]
+            )
+
     @property
     def project(self) -> str:
         """The Compose project; containers and network carry its name. Every folder has its own twin."""
@@ -197,6 +215,9 @@ class ComposeTransport(Transport):
 
     def secrets_folder(self, node: str) -> str:
         return str(self.cluster.state_folder / node)
+
+    def lock_file(self) -> str:
+        return str(self.cluster.state_folder / "nodes.lock")
 
     def recipe(self, node: str, image_id: str, facts: HostFacts, env: Mapping[str, str] = os.environ) -> str:
         """Changes with the files that Compose reads and the variables that these name."""

@@ -32,6 +32,9 @@ def prepare(device_type: str, local_world_size: int) -> list[str]:
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     torch.compile = torch_compile
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
+    dispatcher.maybe_move_tensor_to_cpu = _counts
+    _map_uneven()
     return [
         *replaced,
         "torch.cuda: the device cuda is the CPU, streams do nothing; torch.compile leaves Megatron alone",
@@ -51,6 +54,36 @@ def _quiet() -> None:
 def _as_written(function: Callable[..., Any] | None = None, **_: Any) -> Any:
     """Replaces ``torch.compile`` while Megatron decorates its functions: there may be no compiler."""
     return function if function is not None else _as_written
+
+
+def _counts(tokens: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: ARG001  megatron-core's
+    """What the ranks send each other, as megatron-core takes it from a GPU; what lies on the host it leaves alone."""
+    return tokens.numpy() if as_numpy and isinstance(tokens, torch.Tensor) else tokens
+
+
+def _map_uneven() -> None:
+    """Gloo gathers and scatters equal parts only; tokens of experts that several ranks share come in unequal ones."""
+    mappings: Any = importlib.import_module("megatron.core.tensor_parallel.mappings")
+    gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def exchanged(parts: torch.Tensor, sent: list[int], received: list[int], group: Any) -> torch.Tensor:
+        output = parts.new_empty(sum(received), *parts.shape[1:])
+        torch.distributed.all_to_all_single(output, parts.contiguous(), received, sent, group=group)
+        return output
+
+    def gathered(mine: torch.Tensor, group: Any, output_split_sizes: Any = None, *others: Any) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(mine, group, output_split_sizes, *others)
+        copies = mine.repeat(group.size(), *(1 for _ in mine.shape[1:]))
+        return exchanged(copies, [len(mine)] * group.size(), output_split_sizes, group)
+
+    def scattered(parts: torch.Tensor, group: Any, input_split_sizes: Any = None, *others: Any) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return scatter(parts, group, input_split_sizes, *others)
+        sizes = [input_split_sizes[group.rank()]] * group.size()
+        return torch.stack(exchanged(parts, input_split_sizes, sizes, group).split(sizes)).sum(0)
+
+    mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = gathered, scattered
 
 
 def _map_devices() -> None:
@@ -95,6 +128,9 @@ class _NoStream:
         return self
 
     def __exit__(self, *_: object) -> None: ...
+
+    def record_event(self, *_: object) -> _NoStream:
+        return self
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_, **__: None

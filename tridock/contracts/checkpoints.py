@@ -29,8 +29,14 @@ def newest(folder: Path, since: float = 0.0) -> tuple[int, Path] | None:
     Those from before ``since`` (a file's time) do not count. The pointer is not asked: it may be spoiled.
     """
     found = []
-    for path in folder.iterdir() if folder.is_dir() else ():
+    for iteration, path in saved_in(folder).items():
         with suppress(OSError):
-            if (match := _NAME.match(path.name)) and (path / MANIFEST).stat().st_mtime >= since:
-                found.append((int(match[1]), path))
+            if (path / MANIFEST).stat().st_mtime >= since:
+                found.append((iteration, path))
     return max(found, default=None)
+
+
+def saved_in(folder: Path) -> dict[int, Path]:
+    """The folders of all checkpoints in ``folder`` by their iteration, complete or not."""
+    paths = list(folder.iterdir()) if folder.is_dir() else []
+    return {int(match[1]): path for path in paths if (match := _NAME.match(path.name))}

@@ -1,4 +1,4 @@
-"""The options of ssh between a cluster's nodes: trust, timeouts and keepalives stand here alone."""
+"""The options of ssh between a cluster's nodes, or their hosts: trust, timeouts and keepalives stand here alone."""
 
 from typing import Final
 
@@ -28,3 +28,13 @@ SUPERVISOR: Final = ("ssh", "-T", *_QUICK, "-o", "ServerAliveInterval=5", "-o", 
 """The supervisor's ssh to another node."""
 PROBE: Final = ("ssh", "-a", "-x", *_QUICK)
 """The doctor's ssh from the head to a node, with the options of pdsh."""
+_PEER: Final = {
+    **CONFIG,
+    "ConnectionAttempts": "1",
+    "ServerAliveInterval": "5",
+    "ServerAliveCountMax": "3",
+    # Hundreds of short connections: OpenSSH 9's own choice takes ten times the client's processor time.
+    "KexAlgorithms": "curve25519-sha256@libssh.org,ecdh-sha2-nistp256",
+}
+PEER: Final = ("ssh", "-F", "/dev/null", "-T", "-a", "-x", *(f"-o{name}={value}" for name, value in _PEER.items()))
+"""A host's ssh to another host while an image travels; the keys are of that command alone."""

@@ -1,14 +1,19 @@
 """Typed data as JSON: dataclasses of plain values, written as they are and read by their annotations."""
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, is_dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from enum import StrEnum
 from functools import cache
+from hashlib import sha256
 from types import NoneType, UnionType
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
+
+
+class UnknownFormError(ValueError):
+    """JSON of another form than the type's: what wrote it is mostly another version of Tridock."""
 
 
 def encode(data: object) -> str:
@@ -17,12 +22,28 @@ def encode(data: object) -> str:
 
 
 def decode(kind: type[T], text: str | bytes) -> T:
-    """Reads what :func:`encode` has written of this type. Raises :class:`ValueError` for anything else."""
+    """Reads what :func:`encode` has written of this type. Raises :class:`ValueError` for anything else, mostly
+    :class:`UnknownFormError`."""
     try:
         decoded: T = _decoder(cast(Any, kind))(json.loads(text))
     except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"not of type {kind}: {error!r}") from None
+        raise UnknownFormError(f"not of type {getattr(kind, '__name__', kind)}: {error}") from None
     return decoded
+
+
+def form_digest(kind: type) -> str:
+    """A digest of the type's fields and theirs: writer and reader have the same form where it is the same."""
+    return sha256("\n".join(sorted(_form(kind, ""))).encode()).hexdigest()[:16]
+
+
+def _form(kind: Any, path: str) -> Iterator[str]:
+    if is_dataclass(kind):
+        for name, hint in get_type_hints(kind).items():
+            yield from _form(hint, f"{path}.{name}")
+        return
+    yield f"{path} {getattr(kind, '__name__', kind)}"
+    for number, argument in enumerate(get_args(kind)):
+        yield from _form(argument, f"{path}[{number}]")
 
 
 @cache
@@ -41,8 +62,17 @@ def _decoder(kind: Any) -> Callable[[Any], Any]:
         return lambda value: {key(name): item(it) for name, it in value.items()}
     if is_dataclass(kind):
         make: Any = kind
-        fields = {name: _decoder(hint) for name, hint in get_type_hints(kind).items()}
-        return lambda value: make(**{name: fields[name](it) for name, it in value.items()})
+        decoders = {name: _decoder(hint) for name, hint in get_type_hints(kind).items()}
+        required = {it.name for it in fields(make) if it.default is MISSING and it.default_factory is MISSING}
+
+        def read(value: Any) -> Any:
+            if unknown := value.keys() - decoders.keys():
+                raise TypeError(f"{make.__name__} has no {', '.join(sorted(unknown))} here")
+            if missing := required - value.keys():
+                raise TypeError(f"{make.__name__} lacks {', '.join(sorted(missing))}")
+            return make(**{name: decoders[name](it) for name, it in value.items()})
+
+        return read
     return lambda value: _plain(kind, value)
 
 

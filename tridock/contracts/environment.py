@@ -39,13 +39,21 @@ TURNS: Final = "TRIDOCK_TURNS"
 # The level of DeepSpeed's own log lines.
 DEEPSPEED_LOG_LEVEL: Final = "TRIDOCK_DEEPSPEED_LOG_LEVEL"
 
+# Of the operator: the token in the address of `tridock watch`, which is random where it is not set.
+WATCH_TOKEN: Final = "TRIDOCK_WATCH_TOKEN"  # noqa: S105 (a name)
+# Of a machine: a Python that has the trackers' libraries, where the usual ones lack them.
+TRACKERS_PYTHON: Final = "TRIDOCK_TRACKERS_PYTHON"
+
 OF_A_RUN: Final = (RUN_ID, WORLD_SIZE, RUN_FOLDER)
 """Never part of a node's environment: ``entrypoint.sh`` leaves them out for sshd and login shells."""
 OF_A_NODE: Final = (NODE, SSH_LISTEN, UID, GID, DEVICES)
 """Differ from node to node by design."""
 
-RANKS: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-"""What launchers call a process's rank: torchrun, deepspeed, accelerate; Open MPI; MPICH; Slurm."""
+RANKS: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+"""What launchers call a process's rank: torchrun, deepspeed, accelerate; Open MPI; MPICH.
+
+Not SLURM_PROCID, which launchers inside a job have, too: a step of Tridock's has one task per node.
+"""
 
 
 def rank_of(variables: Mapping[str, str]) -> int | None:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
@@ -21,6 +21,7 @@ class Event(StrEnum):
     WORLD_FORMED = "world_formed"  # world_size, backend
     MODEL_BUILT = "model_built"  # parameters, padded_vocab_size
     EVALUATION = "evaluation"  # iteration, split, loss, seconds
+    SAMPLES = "samples"  # iteration, samples (prompt and text of each), seconds
     CHECKPOINT_SAVED = "checkpoint_saved"  # iteration, folder, seconds, pause_seconds (for which training paused)
     CHECKPOINT_WAITED = "checkpoint_waited"  # iteration, previous (the one that was being written), seconds
     CHECKPOINT_FAILED = "checkpoint_failed"  # iteration, reason
@@ -40,6 +41,7 @@ class Event(StrEnum):
     NODE_FAILED = "node_failed"  # node, cause, reason: what a node could not do for a program of the user's own
     RUN_RESTARTED = "run_restarted"  # attempt, iteration, reason, log_bytes (of launcher.log until then)
     NOT_RESTARTED = "not_restarted"  # reason
+    TAKEN_OVER = "taken_over"  # node (that supervises from now on), previous, token, reason
     RUN_MOVED = "run_moved"  # lost, nodes, layout, world_size, reason
     # A job of Slurm's.
     JOB_STARTED = "job_started"  # job, nodes, again
@@ -122,3 +124,14 @@ def append_event(folder: Path, event: Event, /, **fields: object) -> None:
 def events_of(folder: Path, event: Event, first: int = 0) -> list[dict[str, Any]]:
     """The run's events of one name, without the ``first`` lines of the file."""
     return [entry for entry in read_lines(folder / run_folder.EVENTS)[first:] if entry.get("event") == event]
+
+
+def samples_of(events: Iterable[Mapping[str, Any]]) -> dict[int, list[tuple[str, str]]]:
+    """Prompts and texts by iteration; of one that a restarted run repeats, the last."""
+    found = {}
+    for event in events:
+        iteration, samples = event.get("iteration"), event.get("samples")
+        if event.get("event") == Event.SAMPLES and isinstance(iteration, int) and isinstance(samples, list):
+            pairs = ((it.get("prompt"), it.get("text")) for it in samples if isinstance(it, dict))
+            found[iteration] = [(str(prompt), str(text)) for prompt, text in pairs]
+    return found

@@ -7,7 +7,7 @@ from typing import Any, Final
 from tridock.contracts.run_state import RunState
 from tridock.errors import Problem
 
-PROTOCOL: Final = 5
+PROTOCOL: Final = 6
 """The version of the verbs and their answers, in every node report. To be raised with a change that a caller notices:
 an image of another version is then named as such."""
 USAGE: Final = 2
@@ -47,6 +47,53 @@ class RunInfo:
     """The node that answered; added by whoever asks several."""
     slots: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Of an active run: its slots on each node, by its plan."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedRun:
+    """``enqueue`` and ``queue``: a run that waits for its slots, or has been started."""
+
+    run_id: str
+    node: str
+    """Its head."""
+    since: float
+    """When it was queued, in seconds since the epoch."""
+    slots: Mapping[str, tuple[int, ...]]
+    waits_for: tuple[str, ...]
+    """Active runs, and runs before it in the queue, that share slots with it."""
+    started: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RankProgress:
+    """A rank by its heartbeat, and the seconds since that."""
+
+    rank: int
+    phase: str
+    iteration: int
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunNews:
+    """``news``: what is new in a run's records since the last answer."""
+
+    state: RunState
+    exit_code: int | None
+    offset: int
+    """Bytes of ``metrics.jsonl`` that are known now."""
+    inode: int
+    begins_anew: bool
+    """Whether the records replace all that were known."""
+    records: tuple[Mapping[str, Any], ...]
+    events: tuple[Mapping[str, Any], ...]
+    event_count: int
+    ranks: tuple[RankProgress, ...]
+    """The ranks of this node."""
+    plan: Mapping[str, Any]
+    """A part of the plan; empty in all answers but the first."""
+    age_s: float | None
+    """Since the last record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +190,14 @@ class PreflightAnswer:
     read: Mapping[str, Any] = field(default_factory=dict)
     loads: bool = True
     """Whether the folder of the checkpoint to load is there."""
+    has_tokenizer: bool = True
+    """Whether a tokenizer is in one of the folders where the run looks for it."""
     rendezvous: PortAnswer | None = None
     """Of the head."""
     image_manifest: object = None
     """Of the head."""
+    contract: str | None = None
+    """Of the head (:func:`tridock.contracts.supervision.contract`); None from one that is too old to have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +335,8 @@ class NodeReport(QuickReport):
     """The runs that have processes here."""
     rendezvous: PortAnswer
     nccl_ib_disable: str | None
+    no_reduction: str | None = None
+    """Why this node's image cannot run the doctor's all-reduce; None if it can."""
 
 
 @dataclass(frozen=True, slots=True)

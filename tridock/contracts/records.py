@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,8 @@ def read_metrics(folder: Path) -> tuple[list[Record], Evaluations]:
     for record in _objects(folder / run_folder.METRICS):
         if not isinstance(record.get("iteration"), int):
             continue
+        for name in _NUMBERS & record.keys():
+            record[name] = record[name] if _is_number(record[name]) else None
         if "split" in record:
             evaluations.setdefault(str(record["split"]), {})[record["iteration"]] = record
         else:
@@ -45,16 +47,36 @@ def read_metrics(folder: Path) -> tuple[list[Record], Evaluations]:
     return _in_order(iterations), {split: _in_order(records) for split, records in evaluations.items()}
 
 
+_NUMBERS = {"loss", "lr", "grad_norm", "step_time_s", "tokens_per_second", "samples_per_second", "consumed_samples"}
+_MOST = 2**1000
+
+
+def _is_number(value: object) -> bool:
+    """Whether a damaged record's value is what charts and tables can show."""
+    return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < _MOST)
+
+
 def read_plan(folder: Path) -> Record:
-    """``plan.json``, empty where the run has none."""
-    return read_object(folder / run_folder.PLAN)
+    """``plan.json``, empty where the run has none, or a damaged one."""
+    plan = read_object(folder / run_folder.PLAN)
+    ranks = plan.get("ranks", [])
+    whole = isinstance(ranks, list) and all(isinstance(rank, dict) for rank in ranks)
+    return plan if whole and all(isinstance(rank.get("node"), str) for rank in ranks) else {}
+
+
+def slots_of(plan: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The slots in use of each node, in the order of the ranks; none where the run has no plan."""
+    slots: dict[str, tuple[int, ...]] = {}
+    for rank in plan.get("ranks", ()):
+        slots[rank["node"]] = (*slots.get(rank["node"], ()), rank["slot"])
+    return slots
 
 
 def read_object(path: Path) -> Record:
     """The object of a JSON file; an empty one where there is none."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = _decoded(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -65,16 +87,27 @@ def _objects(path: Path, last_bytes: int | None = None) -> Iterator[Record]:
         file = path.open("rb")
     except FileNotFoundError:
         return
+    except OSError as error:
+        got = error.strerror or str(error)
+        raise RequestError(Problem(str(path), "cannot be read", got, "make it a file that you can read")) from None
     with file:
         if last_bytes is not None:
             file.seek(max(0, file.seek(0, os.SEEK_END) - last_bytes))
         for line in file:
             try:
-                record = json.loads(line)
-            except ValueError:
+                record = _decoded(line)
+            except (ValueError, RecursionError):
                 continue
             if isinstance(record, dict):
                 yield record
+
+
+def _decoded(data: bytes) -> Any:
+    """Half of a surrogate pair, which no file and no picture can hold, becomes a question mark."""
+    content = json.loads(data.decode())
+    if b"\\ud" not in data.lower():
+        return content
+    return json.loads(json.dumps(content, ensure_ascii=False).encode("utf-8", "replace"))
 
 
 def _in_order(records: dict[int, Record]) -> list[Record]:

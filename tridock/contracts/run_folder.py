@@ -30,10 +30,19 @@ DEEPSPEED_CONFIG: Final = "ds_config.json"
 LAUNCH_SCRIPT: Final = "launch.sh"
 SETUP_SCRIPT: Final = "setup.sh"
 RESUME_SCRIPT: Final = "launch-resume.sh"
+# What these start on every node, where DeepSpeed's launcher does not.
+RANKS_SCRIPT: Final = "launch-ranks.sh"
+RESUME_RANKS_SCRIPT: Final = "launch-resume-ranks.sh"
 SUPERVISION: Final = "supervision.json"
 # Of a run that Slurm started: its sbatch script, and what is known of the job.
 JOB_SCRIPT: Final = "job.sh"
 JOB: Final = "slurm.json"
+# What srun writes for the number of a node in a job, as in the name of a node's script.
+NODE_NUMBER: Final = "%n"
+# Of a run of the user's own program in a Slurm job: holds the package, alone, for the program's Python.
+LIBRARY: Final = ".python"
+# Of such a run: the signal that its ranks are to get.
+SIGNALLED: Final = ".signalled"
 # Of a run of the user's own program: the copy of its code in which it runs, and the code of all runs by content.
 CODE_INDEX: Final = "code.json"
 CODE_COPY: Final = "code"
@@ -52,6 +61,10 @@ EXIT_CODE: Final = "exit_code"
 EXIT_STOPPED: Final = 143
 # A run that its scheduler ended after it had saved: it can continue from there.
 EXIT_PREEMPTED: Final = 85
+# Beside the runs: a file for each run that waits for its slots.
+QUEUE: Final = ".queue"
+# The ranks of all nodes, as the supervisor sees them.
+RANKS: Final = ".ranks.json"
 # The file that says that the end of the run is wanted at once.
 STOPPED: Final = ".stopped"
 # Beside a run's output on its way to fab: a sign of life, at least every so many seconds, and the end of all.
@@ -60,6 +73,8 @@ BEAT_S: Final = 5.0
 END: Final = b"\4"
 LOSS_CURVE: Final = "loss.png"
 REPORT: Final = "report.html"
+# Of the folder of a Megatron log: the arguments that the log begins with.
+LOG_ARGUMENTS: Final = "arguments.json"
 # What became of a run that is another one done once more.
 REPRODUCTION: Final = "reproduction.json"
 
@@ -79,6 +94,11 @@ def is_run_id(text: str) -> bool:
 def launch_script(node_rank: int) -> str:
     """What a node executes; only nodes that each start their own ranks have others than the head's."""
     return LAUNCH_SCRIPT if node_rank == 0 else f"launch-{node_rank}.sh"
+
+
+def node_script(script: str, node_rank: object) -> str:
+    """The part of a node in ``script``, the head's, of a program of the user's own."""
+    return f"{script.rpartition('.')[0]}-node-{node_rank}.sh"
 
 
 def rank_log(rank: int) -> str:

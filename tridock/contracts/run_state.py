@@ -95,8 +95,8 @@ def wait_for_end(folder: Path, timeout_s: float) -> None:
 
 
 def exit_code_of(folder: Path) -> int | None:
-    """The run's exit code, or None while there is none."""
+    """The run's exit code, or None while there is none that can be read."""
     try:
         return int((folder / run_folder.EXIT_CODE).read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):
         return None

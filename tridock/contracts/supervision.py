@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Self
 
-from tridock.contracts.codec import decode
+from tridock.contracts.codec import decode, form_digest
+from tridock.contracts.node_answers import PROTOCOL
+from tridock.contracts.sinks import Notification, Tracker
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,8 @@ class Supervision:
     """Nodes that may take the place of a lost one, with their slot numbers."""
     master_addr: str = "127.0.0.1"
     """The head, as the other nodes reach it."""
+    addresses: Mapping[str, str] = field(default_factory=dict)
+    """Every node as the others reach it, spares too; a node that is missing here is reached by its name."""
     launcher: str = "local"
     """What started the ranks: a name of ``tridock.launchers``."""
     reach: Reach = Reach()
@@ -71,16 +75,29 @@ class Supervision:
     """Whether the supervisor runs on the head; from a login node that is watched from afar too."""
     metrics: str = ""
     """What finds figures in the output of a program that logs none (``tridock.contracts.output_metrics``)."""
+    save_signal: str = "SIGUSR1"
+    """What the ranks of the user's own program get when the time of their job is over."""
     observed: bool = False
     """Whether the ranks are the user's own program: found among the run's processes, for want of heartbeats."""
     begun: float | None = None
     """When the run was first prepared (a file's time), where that is not when this file was written: a job of Slurm's
     that was requeued continues from checkpoints that it wrote before."""
 
+    trackers: tuple[Tracker, ...] = ()
+    notify: tuple[Notification, ...] = ()
+
     @property
     def watched(self) -> tuple[str, ...]:
         """The nodes that the supervisor watches."""
         return (self.head, *self.remote) if self.on_head else self.remote
+
+    @property
+    def may_be_taken_over(self) -> bool:
+        """Whether another node may supervise the run if the head is gone: one that restarts by itself after a failure.
+
+        Scheduled jobs are queued again. A program of the user's own was given the head's address at its start.
+        """
+        return bool(self.max_restarts and self.remote and self.on_head) and not (self.scheduler or self.observed)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
@@ -88,6 +105,12 @@ class Supervision:
     @classmethod
     def from_json(cls, text: str) -> Self:
         return decode(cls, text)
+
+
+def contract() -> str:
+    """What an operator and a head must have in common for one to start the other's run: the nodes' protocol, and the
+    form of ``supervision.json``."""
+    return f"{PROTOCOL}-{form_digest(Supervision)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from tridock.progress import bars
+
 
 @dataclass(frozen=True, slots=True)
 class Done:
@@ -24,35 +26,18 @@ Progress = Callable[[Done], None]
 def progress_bar(what: str, log_interval: int | None = None) -> Iterator[Callable[[Done], None]]:
     """Yields a function that shows progress: MB/s, tokens/s, time left.
 
-    Without a terminal there is no bar; with ``log_interval`` a line is printed every ``log_interval`` documents.
+    Without a terminal a line is printed every ten seconds, or with ``log_interval`` every ``log_interval`` documents.
     """
-    if sys.stderr.isatty():
-        with _bar(what) as report:
-            yield report
-    else:
+    if log_interval and not sys.stderr.isatty():
         yield _lines(log_interval)
-
-
-@contextmanager
-def _bar(what: str) -> Iterator[Callable[[Done], None]]:
-    from rich.console import Console  # lazily: the import takes as long as two megabytes of text
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (
-        TextColumn(what),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TextColumn("{task.fields[tokens]}"),
-        TimeRemainingColumn(),
-    )
+        return
     started = time.monotonic()
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task(what, total=None, tokens="")
+    with bars() as begin:
+        bar = begin(what, None)
 
         def report(done: Done) -> None:
-            rate = _token_rate(done, time.monotonic() - started)
-            progress.update(task, completed=done.bytes, total=done.total or None, tokens=rate if done.tokens else "")
+            rate = _token_rate(done, time.monotonic() - started) if done.tokens else ""
+            bar.set(done.bytes, done.total or None, rate)
 
         yield report
 

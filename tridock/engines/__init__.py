@@ -2,7 +2,10 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Final
+from functools import cache
+from typing import Any, Final
+
+from pydantic import BaseModel
 
 from tridock.contracts import environment, run_folder
 from tridock.engines.deepspeed import deepspeed_config
@@ -50,13 +53,17 @@ def field_problems(experiment: Experiment) -> Iterator[Problem]:
         section, _, name = path.rpartition(".")
         fields = getattr(experiment, section) if section else experiment
         value = getattr(fields, name)
-        given = type(fields).model_fields[name].get_default(call_default_factory=True)
-        default = given if refused.default is None else refused.default
+        default = _default(type(fields), name) if refused.default is None else refused.default  # type: ignore[arg-type]
         if value != default:
             nearest = default if type(default) is int else as_yaml(default)
             names = {"engine": engine.name, "others": either(engines_with(path))}
             what, todo = refused.what.format(**names), refused.todo.format(**names)
             yield Problem(path, what, as_yaml(value), todo, (nearest,))
+
+
+@cache
+def _default(section: type[BaseModel], name: str) -> Any:
+    return section.model_fields[name].get_default(call_default_factory=True)
 
 
 def rank_program(

@@ -152,5 +152,9 @@ def zero_sent(experiment: Experiment, shape: Shape, weights: int, others: Sent) 
     reused = zero_option(experiment, "stage3_max_reuse_distance", REUSED)
     again = all_gather(size, short * max(0, weights - reused // 2))
     return replace(
-        others, gradient_bytes=(2 * gathered + again) * shape.accumulation, overlapped=float(overlaps), computing=1.0
+        others,
+        gradient_bytes=(2 * gathered + again) * shape.accumulation,
+        overlapped=float(overlaps),
+        computing=1.0,
+        messages=3 * experiment.model.num_layers * shape.accumulation,
     )

@@ -12,7 +12,17 @@ from tridock.errors import Problem
 from tridock.experiment import Experiment
 from tridock.layout import Plan
 from tridock.layout.activations import Sizes, activation_terms, head_bytes
-from tridock.layout.shape import Device, Parameters, Shape, States, Term, in_flight, parameters_of_stage, vocab_size
+from tridock.layout.shape import (
+    FORMAT_BYTES,
+    Device,
+    Parameters,
+    Shape,
+    States,
+    Term,
+    in_flight,
+    parameters_of_stage,
+    vocab_size,
+)
 from tridock.layout.split import either, nearest_multiples
 from tridock.layout.traffic import Sent, Traffic, traffic_of_stage
 
@@ -59,7 +69,7 @@ class Engine(ABC):
         """Whether it runs these tensor, pipeline and context parallel sizes, whatever stands against the rest."""
 
     def batch_problems(self, experiment: Experiment, replicas: int) -> Iterator[Problem]:
-        """Global batches that so many replicas cannot work through."""
+        """Global batches that so many replicas cannot work through, and what else their number stands against."""
         per_pass = experiment.batch.micro_batch_size * replicas
         samples = experiment.batch.samples_per_step(replicas)
         if samples % per_pass:
@@ -89,6 +99,21 @@ class Engine(ABC):
         """What the rank that copies the most holds on its host while a checkpoint is written in the background."""
         return states.weights + states.optimizer
 
+    def checkpoint_bytes(self, experiment: Experiment) -> int:
+        """Weights and optimizer states of the whole model, as a checkpoint holds them: each once."""
+        alone = {
+            "data_parallel_shard_size": None,
+            "context_parallel_size": 1,
+            "expert_model_parallel_size": 1,
+            "expert_tensor_parallel_size": None,
+        }
+        whole = experiment.model_copy(update={"parallel": experiment.parallel.model_copy(update=alone)})
+        tensor, stages = whole.parallel.tensor_model_parallel_size, whole.parallel.pipeline_model_parallel_size
+        own = (
+            self.states(whole, self.parameters(whole, stage), Shape(1, 1, tensor), "cuda") for stage in range(stages)
+        )
+        return tensor * sum(states.weights + states.optimizer for states in own)
+
     @abstractmethod
     def sizes(self, experiment: Experiment, device: Device) -> Sizes:
         """The tensors of a layer for one micro batch."""
@@ -111,6 +136,14 @@ class Engine(ABC):
         ``activations``: bytes of the activation terms.
         """
         return states.passing if shape.accumulation > 1 else 0
+
+    def summed_bytes(self, experiment: Experiment) -> float:
+        """Bytes of a weight that are read and written for each micro batch, as its gradient is added to the others."""
+        return 3.0 * FORMAT_BYTES[experiment.precision]
+
+    def kernels(self, _experiment: Experiment) -> float:
+        """Share of a layer's kernels that are started one by one."""
+        return 1.0
 
     @abstractmethod
     def sent(self, experiment: Experiment, shape: Shape, stage: int) -> Sent:
@@ -136,7 +169,7 @@ class Engine(ABC):
         """Whether tensor and pipeline parallel sizes are worth a try."""
         return True
 
-    def layout_choices(self, _tensor: int, _stages: int) -> Iterator[Choice]:
+    def layout_choices(self, _experiment: Experiment, _tensor: int, _stages: int) -> Iterator[Choice]:
         """What goes with these sizes beside the states' partition."""
         yield {}
 

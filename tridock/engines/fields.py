@@ -38,11 +38,23 @@ NO_TOKENIZER: Final = Unused("the data are tokens already: no tokenizer is read"
 COMMON: Final[Fields] = dict.fromkeys(
     (
         *("name", "engine", "model", "parallel", "batch", "data", "optimizer", "precision", "fp16", "train"),
-        *("launch", "restart", "env"),
+        *("launch", "restart", "trackers", "notify", "env"),
     ),
     HONOURED,
 )
 """What every engine honours, but for the fields that its own table names."""
+
+
+MIXTURE: Final[tuple[str, ...]] = (
+    "model.num_moe_experts",
+    "model.moe_router_topk",
+    "model.moe_ffn_hidden_size",
+    "model.moe_router_load_balancing_type",
+    "model.moe_aux_loss_coeff",
+    "parallel.expert_model_parallel_size",
+    "parallel.expert_tensor_parallel_size",
+)
+"""The fields of a mixture of experts."""
 
 
 def as_yaml(value: object) -> str:

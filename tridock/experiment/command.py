@@ -7,7 +7,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints
 
 from tridock.contracts.output_metrics import reader_of
 from tridock.experiment.schema import MasterPort, Name, Seconds
-from tridock.strict_yaml import EnvName, EnvValue, Section
+from tridock.sink_settings import Notifications, Trackers
+from tridock.strict_yaml import Count, EnvName, EnvValue, PathText, Section
 
 ENGINE: Final = "command"
 Word = Annotated[str, StringConstraints(pattern=r"^[^\x00\n\r]*$")]
@@ -26,22 +27,27 @@ Words = Annotated[tuple[Word, ...], Field(min_length=1), BeforeValidator(_words)
 
 
 class CommandLaunch(Section):
-    """How the program is started, and when it counts as hung."""
+    """How the program is started, when it counts as hung, and how it is asked to save."""
 
     master_port: MasterPort | None = Field(
         default=None, description="Port of the rendezvous on the head; a free one where left out."
     )
-    hang_timeout: Annotated[int, Field(ge=0)] = Field(
+    hang_timeout: Count = Field(
         default=1800,
         description="Seconds without output and without processor time after which a rank counts as hung and the run is"
         " ended; 0 for never.",
+    )
+    save_signal: Literal["SIGUSR1", "SIGTERM"] = Field(
+        default="SIGUSR1",
+        description="Under Slurm, the signal that every rank gets before the time limit (signal_lead of the profile):"
+        " SIGUSR1 or SIGTERM. The program saves and ends; one without a handler just ends.",
     )
 
 
 class CommandRestart(Section):
     """Restarts of a failed program."""
 
-    max: Annotated[int, Field(ge=0)] = Field(default=0, description="Restarts that are allowed; 0 for none.")
+    max: Count = Field(default=0, description="Restarts that are allowed; 0 for none.")
     node_timeout: Annotated[Seconds, Field(ge=30)] = Field(
         default=60, description="How long a lost node may take to come back before the run is given up."
     )
@@ -62,9 +68,8 @@ class CommandExperiment(Section):
     setup: Word | None = Field(
         default=None, description="A shell command that every node runs in the code folder before the program."
     )
-    code: str = Field(
+    code: PathText = Field(
         default=".",
-        min_length=1,
         description="Folder with the program, on the operator's machine: it is copied to every node, and the program"
         " runs in the copy.",
     )
@@ -75,6 +80,16 @@ class CommandExperiment(Section):
         default=None,
         description="How the program prints its losses: hf-trainer, lightning, megatron, key=value, or a regular"
         " expression with the groups (?P<iteration>…) and (?P<loss>…).",
+    )
+    trackers: Trackers = Field(
+        default=(),
+        description="Services that show the run: wandb, mlflow, tensorboard, each by its name or with options"
+        " (docs/trackers.md); the cluster's where left out.",
+    )
+    notify: Notifications = Field(
+        default=(),
+        description="Who hears of the run's end, failures and restarts, each with the variable or the file that holds"
+        " apprise's address (docs/notifications.md); the cluster's where left out.",
     )
     launch: CommandLaunch = Field(default_factory=CommandLaunch)
     restart: CommandRestart = Field(default_factory=CommandRestart)

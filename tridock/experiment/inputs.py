@@ -1,13 +1,24 @@
 """Whether the data and the tokenizer that an experiment names match it. The files are read elsewhere."""
 
+import posixpath
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 from tridock.errors import Problem
 from tridock.experiment.schema import Experiment
 
 IMAGE_SUFFIXES = ("_images.npy", "_labels.npy")
 """After ``data.data_path``, of a model of images."""
+
+TOKENIZER: Final = "tokenizer.json"
+
+
+def tokenizer_folders(experiment: Experiment) -> tuple[str, ...]:
+    """Where a run looks for its tokenizer: with the weights that it began with, or beside its data."""
+    if experiment.train.pretrained_folder is not None:
+        return (experiment.train.pretrained_folder,)
+    beside = posixpath.dirname(experiment.data.data_path)
+    return (beside or ".", posixpath.join(beside, "tokenizer"))
 
 
 def data_problems(

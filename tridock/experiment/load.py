@@ -1,7 +1,7 @@
 """YAML to :class:`Experiment`: every problem at once, each with its field path."""
 
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,8 @@ from pydantic import BaseModel
 from tridock.errors import Problem, RequestError
 from tridock.experiment.command import ENGINE, CommandExperiment
 from tridock.experiment.schema import Experiment
-from tridock.strict_yaml import dump_yaml, parse_value, parse_yaml, read_text, validated
+from tridock.strict_yaml import read_text, validated
+from tridock.yaml_text import DEEPEST, dump_yaml, parse_value, parse_yaml, shown
 
 
 def load_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
@@ -39,23 +40,24 @@ def is_command(path: Path) -> bool:
     return parse_yaml(read_text(path, "an experiment"), str(path)).get("engine") == ENGINE
 
 
-def load_command(path: Path) -> CommandExperiment:
+def load_command(path: Path, overrides: Sequence[str] = ()) -> CommandExperiment:
     """Reads an experiment with ``engine: command``. Raises :class:`RequestError` with every problem found."""
-    return validated(CommandExperiment, parse_yaml(read_text(path, "an experiment"), str(path)), str(path))
+    fields = dict(parse_yaml(read_text(path, "an experiment"), str(path)))
+    for override in overrides:
+        _override(fields, override)
+    return validated(CommandExperiment, fields, str(path))
 
 
 def _override(fields: dict[str, Any], override: str) -> None:
     path, equals, text = override.partition("=")
     names = path.split(".")
-    if not equals or not all(names):
-        raise RequestError(
-            Problem("--set", "must be a field's path, =, and a value", repr(override), "write for example train.seed=7")
-        )
+    if not equals or not all(names) or len(names) > DEEPEST:
+        what, todo = "must be a field's path, =, and a value", "write for example train.seed=7"
+        raise RequestError(Problem("--set", what, shown(override), todo))
     section = fields
     for name in names[:-1]:
-        inner = section.get(name)
-        # Copied on the way down: the value may be shared with an anchor elsewhere in the file.
-        section[name] = dict(inner) if isinstance(inner, Mapping) else {}
+        if not isinstance(section.get(name), dict):
+            section[name] = {}
         section = section[name]
     section[names[-1]] = parse_value(text, f"--set {path}")
 

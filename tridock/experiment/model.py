@@ -6,9 +6,11 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import Field, model_validator
 
 from tridock.experiment.presets import Preset, preset_fields
-from tridock.strict_yaml import Section
+from tridock.strict_yaml import Positive, Section
 
-Positive = Annotated[int, Field(gt=0)]
+Layers = Annotated[int, Field(gt=0, le=2**14)]
+Width = Annotated[int, Field(gt=0, le=2**20)]
+Many = Annotated[int, Field(gt=0, le=2**28)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 _RESNET: Final[Mapping[str, int | float]] = {
@@ -33,26 +35,43 @@ class Model(Section):
         " num_attention_heads all but kv_channels, num_query_groups and ffn_hidden_size."
         " resnet50 classifies images, with engine torch: of the model's fields it has img_h, img_w and num_classes.",
     )
-    num_layers: Positive = Field(description="Transformer layers.")
-    hidden_size: Positive = Field(description="Width of the residual stream.")
-    num_attention_heads: Positive = Field(
+    num_layers: Layers = Field(description="Transformer layers.")
+    hidden_size: Width = Field(description="Width of the residual stream.")
+    num_attention_heads: Width = Field(
         description="Attention heads; must divide hidden_size, unless kv_channels is given."
     )
-    kv_channels: Positive | None = Field(
+    kv_channels: Width | None = Field(
         default=None, description="Size of one attention head; hidden_size / num_attention_heads where left out."
     )
-    num_query_groups: Positive | None = Field(
+    num_query_groups: Width | None = Field(
         default=None,
         description="Grouped query attention: heads of keys and values, each shared by as many heads of queries;"
         " num_attention_heads where left out.",
     )
-    ffn_hidden_size: Positive | None = Field(
+    ffn_hidden_size: Many | None = Field(
         default=None,
         description="Width of the MLP; 4 x hidden_size where left out, with swiglu 8/3 x hidden_size rounded down to a"
         " multiple of 64.",
     )
-    seq_length: Positive = Field(description="Tokens of one training sample.")
-    max_position_embeddings: Positive | None = Field(
+    num_moe_experts: Annotated[int, Field(gt=1, le=2**14)] | None = Field(
+        default=None, description="Engine megatron-core: mixture of experts; so many MLPs in each layer instead of one."
+    )
+    moe_router_topk: Annotated[int, Field(gt=1, le=2**14)] = Field(
+        default=2, description="num_moe_experts: experts that each token is sent to; softmax weighs these alone."
+    )
+    moe_ffn_hidden_size: Many | None = Field(
+        default=None, description="num_moe_experts: width of each expert; that of the MLP where left out."
+    )
+    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] = Field(
+        default="aux_loss",
+        description="num_moe_experts: what balances the experts' load: a loss of each micro batch, of each sample, or"
+        " nothing.",
+    )
+    moe_aux_loss_coeff: float = Field(
+        default=0.0, ge=0.0, description="num_moe_experts: weight of that loss; it is no part of the reported one."
+    )
+    seq_length: Many = Field(description="Tokens of one training sample.")
+    max_position_embeddings: Many | None = Field(
         default=None,
         description="The most tokens that the model is made for, and the rows of its position table, if any;"
         " seq_length where left out.",
@@ -79,12 +98,12 @@ class Model(Section):
     untie_embeddings_and_output_weights: bool = Field(
         default=False, description="An output layer of its own, instead of the token embedding."
     )
-    vocab_size: Positive | None = Field(
+    vocab_size: Many | None = Field(
         default=None,
         description="Tokens of the tokenizer; read from the data where left out. Engine megatron-deepspeed trains with"
         " those of data.vocab_file in any case: there it serves the plan only.",
     )
-    make_vocab_size_divisible_by: Positive = Field(
+    make_vocab_size_divisible_by: Width = Field(
         default=128,
         description="The embedding is padded to a multiple of this times the tensor parallel size; with engine torch of"
         " this alone.",
@@ -95,7 +114,7 @@ class Model(Section):
     checkpoint_activations: bool = Field(
         default=False, description="Recompute each layer's activations in the backward pass."
     )
-    checkpoint_num_layers: Positive = Field(
+    checkpoint_num_layers: Layers = Field(
         default=1, description="Engine megatron-deepspeed: layers between two stored activations."
     )
     partition_activations: bool = Field(
@@ -121,10 +140,10 @@ class Model(Section):
         description="Granularity full: uniform (every layer, in groups of recompute_num_layers) or block (the first"
         " recompute_num_layers of a stage).",
     )
-    recompute_num_layers: Positive | None = Field(default=None, description="Granularity full: layers of a group.")
-    img_h: Positive | None = Field(default=None, description="Preset resnet50: height of its images; 224.")
-    img_w: Positive | None = Field(default=None, description="Preset resnet50: width of its images; 224.")
-    num_classes: Positive | None = Field(default=None, description="Preset resnet50: kinds of images; 1000.")
+    recompute_num_layers: Layers | None = Field(default=None, description="Granularity full: layers of a group.")
+    img_h: Width | None = Field(default=None, description="Preset resnet50: height of its images; 224.")
+    img_w: Width | None = Field(default=None, description="Preset resnet50: width of its images; 224.")
+    num_classes: Many | None = Field(default=None, description="Preset resnet50: kinds of images; 1000.")
 
     @property
     def is_vision(self) -> bool:
@@ -157,6 +176,21 @@ class Model(Section):
     def ffn_size(self) -> int:
         """Width of the MLP."""
         return self.ffn_hidden_size or self.usual_ffn_size
+
+    @property
+    def experts(self) -> int:
+        """MLPs of a layer."""
+        return self.num_moe_experts or 1
+
+    @property
+    def active_experts(self) -> int:
+        """MLPs of a layer that work on a token."""
+        return self.moe_router_topk if self.num_moe_experts else 1
+
+    @property
+    def expert_size(self) -> int:
+        """Width of an expert, or of the only MLP."""
+        return (self.moe_ffn_hidden_size if self.num_moe_experts else None) or self.ffn_size
 
     @property
     def rotary_size(self) -> int:

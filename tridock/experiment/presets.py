@@ -28,6 +28,7 @@ Preset = Literal[
     "qwen3-0.6b",
     "qwen3-8b",
     "smollm2-135m",
+    "mixtral-8x7b",
     "resnet50",
 ]
 Fields = Mapping[str, Any]
@@ -67,6 +68,14 @@ _QWEN3: Final[Fields] = {
     "kv_channels": 128,
     "qk_layernorm": True,
 }
+_MIXTRAL: Final[Fields] = {
+    "vocab_size": 32000,
+    "max_position_embeddings": 32768,
+    "rotary_base": 1000000,
+    "num_moe_experts": 8,
+    "moe_router_topk": 2,
+    "moe_aux_loss_coeff": 0.02,
+}
 _UNTIED: Final[Fields] = {"untie_embeddings_and_output_weights": True}
 
 PRESETS: Final[Mapping[str, Fields]] = {
@@ -95,8 +104,9 @@ PRESETS: Final[Mapping[str, Fields]] = {
     "qwen3-0.6b": _llama(28, 16, 8, 1024, 3072, **_QWEN3),
     "qwen3-8b": _llama(36, 32, 8, 4096, 12288, **_QWEN3, **_UNTIED),
     "smollm2-135m": _llama(30, 9, 3, 576, 1536, vocab_size=49152, max_position_embeddings=8192, rotary_base=100000),
+    "mixtral-8x7b": _llama(32, 32, 8, 4096, 14336, **_MIXTRAL, **_UNTIED),
 }
-_OF_THE_WIDTH: Final = ("kv_channels", "num_query_groups", "ffn_hidden_size")
+_OF_THE_WIDTH: Final = ("kv_channels", "num_query_groups", "ffn_hidden_size", "moe_ffn_hidden_size")
 """Sizes that go with the preset's hidden_size and heads, and not with others."""
 
 

@@ -8,11 +8,13 @@ import posixpath
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BeforeValidator, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, model_validator
 
+from tridock.contracts.limits import MOST_RANKS
 from tridock.experiment.deepspeed_json import with_fields_of
-from tridock.experiment.model import Fraction, Model, Positive
-from tridock.strict_yaml import AS_TUPLE, EnvName, EnvValue, Section
+from tridock.experiment.model import Fraction, Layers, Many, Model
+from tridock.sink_settings import Notifications, Trackers
+from tridock.strict_yaml import AS_TUPLE, Count, EnvName, EnvValue, PathText, Positive, Section, as_json, whole
 
 Engine = Literal["torch", "megatron-deepspeed", "megatron-core"]
 Strategy = Literal["ddp", "fsdp", "zero"]
@@ -22,10 +24,12 @@ DEFAULT_STRATEGY: Final[Mapping[str, Strategy]] = {
     "megatron-core": "ddp",
 }
 Precision = Literal["fp32", "bf16", "fp16"]
+Starter = Literal["deepspeed", "ssh"]
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,40}$")]
 Argument = Annotated[str, StringConstraints(pattern=r"^[^\n\r\x00']+$")]
-Count = Annotated[int, Field(ge=0)]
+ZeroStage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(whole)]
+Ranks = Annotated[int, Field(gt=0, le=MOST_RANKS)]
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -34,12 +38,12 @@ def _seconds(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     number, unit = value[:-1], value[-1:]
-    if unit not in _UNITS or not number.isdecimal():
+    if unit not in _UNITS or not number.isdecimal() or len(number) > 9:
         raise ValueError("must be a whole number of seconds, or one with its unit as in 90s, 30m, 12h, 7d")
     return int(number) * _UNITS[unit]
 
 
-Seconds = Annotated[int, Field(gt=0), BeforeValidator(_seconds)]
+Seconds = Annotated[Positive, BeforeValidator(_seconds)]
 MasterPort = Annotated[int, Field(ge=1024, le=65535)]
 
 
@@ -51,23 +55,28 @@ class Parallel(Section):
         description="ddp (the engine's own, without DeepSpeed; the only one of megatron-core, and its default), fsdp"
         " (engine torch: weights, gradients and optimizer states sharded) or zero (DeepSpeed, stages 0 to 3).",
     )
-    data_parallel_shard_size: Positive | None = Field(
+    data_parallel_shard_size: Ranks | None = Field(
         default=None,
         description="Strategy fsdp: ranks that share one copy of the states out, with copies of it over the others"
         " (hybrid sharding); all data parallel ranks where left out.",
+    )
+    reduce_gradients_once: bool = Field(
+        default=False,
+        description="Strategy fsdp without a pipeline: reduce-scatter gradients once a step, not after each"
+        " micro-batch: less traffic, and until then each rank has all gradients in fp32.",
     )
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved"] = Field(
         default="1f1b",
         description="Engine torch: the order of a pipeline's micro-batches; interleaved goes with"
         " virtual_pipeline_model_parallel_size above 1.",
     )
-    zero_stage: Literal[0, 1, 2, 3] = Field(
+    zero_stage: ZeroStage = Field(
         default=0,
         description="What DeepSpeed's ZeRO partitions: 1 optimizer states, 2 and gradients, 3 and parameters.",
     )
-    tensor_model_parallel_size: Positive = Field(default=1, description="Ranks that share one layer.")
-    pipeline_model_parallel_size: Positive = Field(default=1, description="Stages that the layers are cut into.")
-    virtual_pipeline_model_parallel_size: Positive = Field(
+    tensor_model_parallel_size: Ranks = Field(default=1, description="Ranks that share one layer.")
+    pipeline_model_parallel_size: Ranks = Field(default=1, description="Stages that the layers are cut into.")
+    virtual_pipeline_model_parallel_size: Layers = Field(
         default=1,
         description="Engines megatron-core and torch: runs of layers that a stage holds, interleaved with the others'.",
     )
@@ -76,8 +85,17 @@ class Parallel(Section):
         description="Engines megatron-core and torch: number the ranks so that the stages of a pipeline are neighbours,"
         " within a node where they fit, and its replicas lie apart; as Megatron's option of this name.",
     )
-    context_parallel_size: Positive = Field(
+    context_parallel_size: Ranks = Field(
         default=1, description="Engine megatron-core: ranks that share one sample's tokens."
+    )
+    expert_model_parallel_size: Ranks = Field(
+        default=1,
+        description="Engine megatron-core: ranks that share the experts of a layer out; tokens travel to them. They are"
+        " ranks of a pipeline stage, otherwise data, context or tensor parallel.",
+    )
+    expert_tensor_parallel_size: Ranks | None = Field(
+        default=None,
+        description="Engine megatron-core: ranks that share one expert; tensor_model_parallel_size where left out.",
     )
     sequence_parallel: bool = Field(
         default=False,
@@ -87,12 +105,17 @@ class Parallel(Section):
         default=False, description="Engine megatron-core: shard the optimizer's states over the data parallel ranks."
     )
 
+    @property
+    def expert_tensor_size(self) -> int:
+        """Ranks that share one expert."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
 
 class Batch(Section):
     """Samples per step."""
 
-    micro_batch_size: Positive = Field(description="Samples of one forward pass on one rank.")
-    global_batch_size: Positive | None = Field(
+    micro_batch_size: Many = Field(description="Samples of one forward pass on one rank.")
+    global_batch_size: Many | None = Field(
         default=None,
         description="Samples of one optimizer step: micro batch x data parallel size x accumulation steps;"
         " one micro batch a rank where left out.",
@@ -106,22 +129,19 @@ class Batch(Section):
 class Data(Section):
     """What is read: Megatron's indexed data sets; of images, arrays of numpy."""
 
-    data_path: str = Field(
-        min_length=1,
+    data_path: PathText = Field(
         description="Prefix of <prefix>.bin and <prefix>.idx, as seen in the container's /workspace; of images"
         " <prefix>_images.npy (uint8, N x 3 x height x width) and <prefix>_labels.npy (int64, N).",
     )
     split: Annotated[str, StringConstraints(pattern=r"^\d+(\.\d+)?,\d+(\.\d+)?,\d+(\.\d+)?$")] = Field(
         default="949,50,1", description="Shares of the documents (or images) for training, validation and test."
     )
-    vocab_file: str | None = Field(
+    vocab_file: PathText | None = Field(
         default=None,
-        min_length=1,
         description="GPT-2 vocabulary (vocab.json): engine megatron-deepspeed needs it, the others do not read it.",
     )
-    merge_file: str | None = Field(
+    merge_file: PathText | None = Field(
         default=None,
-        min_length=1,
         description="GPT-2 merges (merges.txt): engine megatron-deepspeed needs it, the others do not read it.",
     )
 
@@ -152,12 +172,16 @@ class LossScale(Section):
     """fp16 only. ``loss_scale: 0`` is dynamic, as in Megatron and DeepSpeed."""
 
     loss_scale: float = Field(default=0.0, ge=0.0, description="Fixed loss scale; 0 for a dynamic one.")
-    initial_scale_power: Count = Field(default=16, description="The dynamic scale starts at 2 to this power.")
+    initial_scale_power: Annotated[Count, Field(le=127)] = Field(
+        default=16, description="The dynamic scale starts at 2 to this power."
+    )
     loss_scale_window: Positive = Field(default=1000, description="Good steps before the dynamic scale doubles.")
     hysteresis: Positive = Field(default=2, description="Overflows before the dynamic scale halves.")
 
 
 _PRETRAINED: Final = "hf:"
+Prompt = Annotated[str, StringConstraints(max_length=2000)]
+Prompts = Annotated[tuple[Prompt, ...], AS_TUPLE, Field(max_length=16)]
 
 
 class Train(Section):
@@ -167,6 +191,13 @@ class Train(Section):
     log_interval: Positive = Field(default=10, description="Iterations between log lines.")
     eval_interval: Count = Field(default=0, description="Iterations between evaluations; 0 for none.")
     eval_iters: Positive = Field(default=10, description="Batches of one evaluation.")
+    sample_prompts: Prompts = Field(
+        default=(),
+        description="Texts that the model continues at every evaluation (eval_interval), or at the end without them:"
+        " shown on the report page, the live page and by trackers. With the tokenizer that made the data, as"
+        " tridock generate samples; each new token takes a forward pass.",
+    )
+    sample_tokens: Positive = Field(default=32, description="Most tokens of each sample.")
     save_interval: Count = Field(default=0, description="Iterations between checkpoints; 0: only at the end.")
     save: bool = Field(default=True, description="Write checkpoints into the run's folder.")
     keep_checkpoints: Positive | None = Field(
@@ -179,12 +210,11 @@ class Train(Section):
         description="Write checkpoints in the background: training pauses only for the copy of the state to the host's"
         " memory. The last one is written at once.",
     )
-    checkpoint_folder: str | None = Field(
+    checkpoint_folder: PathText | None = Field(
         default=None,
-        min_length=1,
         description="Where checkpoints go instead of the run's folder.",
     )
-    load: str | None = Field(
+    load: PathText | None = Field(
         default=None,
         description="Checkpoint folder to continue from (of a run: runs/<run-id>/checkpoints). The same as"
         " checkpoint_folder: the first run, which finds no checkpoint there, begins from scratch. hf:FOLDER: begin with"
@@ -222,6 +252,11 @@ class Train(Section):
 class Launch(Section):
     """How the ranks are started."""
 
+    launcher: Starter = Field(
+        default="deepspeed",
+        description="What tridock launch starts the ranks of several nodes with: deepspeed, by its pdsh; or ssh,"
+        " which imports neither torch nor DeepSpeed on every node first, so that a run starts seconds earlier.",
+    )
     master_port: MasterPort | None = Field(
         default=None, description="Port of the rendezvous on the head; a free one where left out."
     )
@@ -266,11 +301,21 @@ class Experiment(Section):
     train: Train
     launch: Launch = Field(default_factory=Launch)
     restart: Restart = Field(default_factory=Restart)
+    trackers: Trackers = Field(
+        default=(),
+        description="Services that show the run: wandb, mlflow, tensorboard, each by its name or with options"
+        " (docs/trackers.md); the cluster's where left out.",
+    )
+    notify: Notifications = Field(
+        default=(),
+        description="Who hears of the run's end, failures and restarts, each with the variable or the file that holds"
+        " apprise's address (docs/notifications.md); the cluster's where left out.",
+    )
     megatron_args: Annotated[tuple[Argument, ...], AS_TUPLE] = Field(
         default=(),
         description="Engine megatron-deepspeed: arguments for Megatron's command line that have no field here.",
     )
-    deepspeed: dict[str, Any] = Field(
+    deepspeed: Annotated[dict[str, Any], AfterValidator(as_json)] = Field(
         default_factory=dict,
         description="Strategy zero: a DeepSpeed JSON of your own. Its options that are fields here set them where they"
         " are left out; ZeRO's bucket sizes and the like reach DeepSpeed (docs/megatron.md).",

@@ -7,6 +7,7 @@ two norms of two.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tridock.experiment import resnet
 from tridock.experiment.model import Model
@@ -26,23 +27,48 @@ class Weight:
         return self.elements // tensor_parallel_size if self.is_split else self.elements
 
 
-def layer_weights(model: Model) -> Iterator[Weight]:
-    """The tensors of one layer."""
-    width, attention, ffn = model.hidden_size, model.attention_size, model.ffn_size
+@lru_cache(maxsize=64)
+def layer_weights(model: Model) -> tuple[Weight, ...]:
+    """The tensors of one layer; of a mixture of experts all but the experts'. A search asks for those of a few models,
+    again and again."""
+    return tuple(_layer_weights(model))
+
+
+def _layer_weights(model: Model) -> Iterator[Weight]:
+    width, attention = model.hidden_size, model.attention_size
     inputs = attention + 2 * model.key_size
     yield Weight(width * inputs, True, True)
     yield Weight(attention * width, True, True)
-    for _ in range(3 if model.swiglu else 2):
-        yield Weight(width * ffn, True, True)
     if model.has_qkv_bias:
         yield Weight(inputs, True, False)
     if model.add_bias_linear:
-        for _ in range(2 if model.swiglu else 1):
-            yield Weight(ffn, True, False)
-        yield from (Weight(width, False, False) for _ in range(2))
+        yield Weight(width, False, False)
+    if model.num_moe_experts:
+        yield Weight(width * model.num_moe_experts, False, True)  # the router
+        if model.add_bias_linear:
+            yield Weight(model.num_moe_experts, False, False)
+    else:
+        yield from mlp_weights(model)
     of_a_norm = [width, width, *([model.head_size] * 2 if model.qk_layernorm else [])]
     for size in of_a_norm:
         yield from (Weight(size, False, False) for _ in range(norm_vectors(model)))
+
+
+def mlp_weights(model: Model) -> Iterator[Weight]:
+    """The tensors of one expert, or of a layer's only MLP."""
+    width, ffn = model.hidden_size, model.expert_size
+    for _ in range(3 if model.swiglu else 2):
+        yield Weight(width * ffn, True, True)
+    if model.add_bias_linear:
+        for _ in range(2 if model.swiglu else 1):
+            yield Weight(ffn, True, False)
+        yield Weight(width, False, False)
+
+
+def layer_elements(model: Model, experts: int) -> int:
+    """Weights of a layer with so many of its experts, if it has any."""
+    own = sum(weight.elements for weight in layer_weights(model))
+    return own + (experts * sum(weight.elements for weight in mlp_weights(model)) if model.num_moe_experts else 0)
 
 
 def norm_vectors(model: Model) -> int:
@@ -51,8 +77,10 @@ def norm_vectors(model: Model) -> int:
 
 
 def layer_matrices(model: Model) -> int:
-    """Weights of a layer's matrices."""
-    return sum(weight.elements for weight in layer_weights(model) if weight.is_matrix)
+    """Weights of a layer's matrices that work on a token."""
+    experts = mlp_weights(model) if model.num_moe_experts else ()
+    own = sum(weight.elements for weight in layer_weights(model) if weight.is_matrix)
+    return own + model.active_experts * sum(weight.elements for weight in experts if weight.is_matrix)
 
 
 def position_rows(model: Model) -> int:
@@ -60,10 +88,13 @@ def position_rows(model: Model) -> int:
     return model.positions if model.position_embedding_type == "learned_absolute" else 0
 
 
-def model_parameters(model: Model, rows: int) -> int:
-    """Weights of the whole GPT, each once: its layers, its tables (the token table of ``rows``), and the last norm."""
+def model_parameters(model: Model, rows: int, *, active: bool = False) -> int:
+    """Weights of the whole GPT, each once: its layers, its tables (the token table of ``rows``), and the last norm.
+
+    ``active``: of a mixture of experts those alone that work on a token.
+    """
     if model.is_vision:
         return resnet.parameters(model)
     tables = rows * (2 if model.untie_embeddings_and_output_weights else 1) + position_rows(model)
-    layers = model.num_layers * sum(weight.elements for weight in layer_weights(model))
+    layers = model.num_layers * layer_elements(model, model.active_experts if active else model.experts)
     return layers + (tables + norm_vectors(model)) * model.hidden_size

@@ -6,7 +6,7 @@ import json
 import posixpath
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tridock.command import Command
 from tridock.contracts import environment, run_folder
@@ -16,9 +16,31 @@ from tridock.experiment.command import CommandExperiment
 from tridock.launchers.deepspeed import environment_file
 from tridock.launchers.programs import Place, has_rank_logs, on_node, program_of
 from tridock.launchers.run import RunBundle, hostfile_text
+from tridock.launchers.slurm.launcher import Slurm
 from tridock.launchers.ssh import Ssh
+from tridock.sink_settings import contracts
 
-_NODE = (run_folder.PYTHON, "-P", "-m", "tridock.node")
+# Of a step with one task per node: a program would take these for its own ranks.
+_OF_TASKS = (
+    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_GTIDS"),
+    *("SLURM_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class JobStep:
+    """How a program starts in a job of Slurm's."""
+
+    argv: Sequence[str]
+    """Runs a script on every node: its last word is the script's path, in which ``%n`` stands for the node's number."""
+    python: str
+    """What runs Tridock's own code on the nodes."""
+    library: str
+    """The folder that holds Tridock's package, for the program's Python."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """The site's and the job's; the experiment's wins."""
+    on_head: bool = True
+    begun: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +53,19 @@ class CommandRun:
     master_addr: str
     master_port: int
     manifest: Mapping[str, object]
+    spares: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    workspace: str = run_folder.WORKSPACE
+    job: JobStep | None = None
+    """None where Tridock starts the program over ssh."""
 
     @property
     def path(self) -> str:
         """The run's folder, the same on every node."""
-        return f"{run_folder.WORKSPACE}/runs/{self.run_id}"
+        return f"{self.workspace}/runs/{self.run_id}"
+
+    @property
+    def python(self) -> str:
+        return run_folder.PYTHON if self.job is None else self.job.python
 
     @property
     def ranks(self) -> dict[str, tuple[int, ...]]:
@@ -49,9 +79,11 @@ class CommandRun:
     @property
     def env(self) -> dict[str, str]:
         """What every rank has beside the cluster's environment."""
-        env = dict(self.experiment.env)
+        own = self.job.env if self.job else program_of(self.experiment.command)[0].env
+        env = {**own, **self.experiment.env}
         if "PYTHONPATH" in env:  # the image's own is where its python finds tridock
-            env["PYTHONPATH"] += f":{run_folder.CODE}"
+            library = self.job.library if self.job else run_folder.CODE
+            env["PYTHONPATH"] = ":".join(filter(None, (env["PYTHONPATH"], library)))
         return {
             **env,
             environment.RUN_ID: self.run_id,
@@ -64,8 +96,17 @@ class CommandRun:
         """The command line of one node; of the head for a program that reaches the other nodes by itself."""
         words = (resume and self.experiment.resume_command) or self.experiment.command
         hostfile = posixpath.join(self.path, run_folder.HOSTFILE)
-        place = Place(self.slots, node_rank, self.master_addr, self.master_port, hostfile, tuple(self.env))
+        address = (self.master_addr, self.master_port)
+        place = Place(
+            self.slots, node_rank, *address, hostfile, tuple(self.env), self.python, in_job=self.job is not None
+        )
         return on_node(words, place)
+
+    def on_nodes(self, script: str) -> tuple[str, ...]:
+        """What runs a script of the run's folder on every node; ``{node_rank}`` stands for the node's rank."""
+        if self.job is None:
+            return (self.python, "-P", "-m", "tridock.node", "start-nodes", self.path, script)
+        return (*self.job.argv[:-1], f"{self.path}/{script.format(node_rank=run_folder.NODE_NUMBER)}")
 
 
 def make_command_bundle(run: CommandRun) -> RunBundle:
@@ -92,8 +133,12 @@ def make_command_bundle(run: CommandRun) -> RunBundle:
     files[run_folder.DEEPSPEED_ENV] = environment_file(run.env)
     if experiment.setup is not None:
         # Where nodes share the folder, one after another.
-        setup = f"exec flock . bash -c {shlex.quote(experiment.setup)}"
-        files[run_folder.SETUP_SCRIPT] = _script(run, "every node", setup)
+        here, setup = "", f"flock . bash -c {shlex.quote(experiment.setup)}"
+        if run.job is not None:
+            here = f"export {environment.NODE}=${{SLURMD_NODENAME:-$(hostname)}}\n"
+            verb = shlex.join((run.python, "-P", "-m", "tridock.node", "set-up", run.path))
+            setup = f"{verb} {setup}"
+        files[run_folder.SETUP_SCRIPT] = _script(run, "every node", f"{here}exec {setup}")
     files |= _scripts(run, resume=False)
     if experiment.resume_command is not None:
         files |= _scripts(run, resume=True)
@@ -104,22 +149,21 @@ def make_command_bundle(run: CommandRun) -> RunBundle:
 def _scripts(run: CommandRun, *, resume: bool) -> dict[str, str]:
     words = (resume and run.experiment.resume_command) or run.experiment.command
     program, script = program_of(words)[0], run_folder.RESUME_SCRIPT if resume else run_folder.LAUNCH_SCRIPT
-    first = "" if run.experiment.setup is None else f"{shlex.join((*_start_nodes(run), run_folder.SETUP_SCRIPT))}\n"
-    if not program.on_every_node:
+    first = "" if run.experiment.setup is None else f"{shlex.join(run.on_nodes(run_folder.SETUP_SCRIPT))}\n"
+    if not program.runs_on_every_node(in_job=run.job is not None):
         deepspeed = f"export DS_ENV_FILE={shlex.quote(f'{run.path}/{run_folder.DEEPSPEED_ENV}')}\n"
         last = f"{deepspeed}exec {shlex.join(run.words(0, resume=resume))}"
         return {script: _script(run, "the head", f"{first}{last}")}
-    pattern = f"{script.removesuffix('.sh')}-node-{{node_rank}}.sh"
-    scripts = {script: _script(run, "the head", f"{first}exec {shlex.join((*_start_nodes(run), pattern))}")}
+    pattern = run_folder.node_script(script, "{node_rank}")
+    scripts = {script: _script(run, "the head", f"{first}exec {shlex.join(run.on_nodes(pattern))}")}
     for node_rank, (node, slots) in enumerate(run.slots.items()):
-        on_devices = shlex.join((*_NODE, "on-devices", ",".join(map(str, slots))))
+        devices = ",".join(map(str, slots)) if run.job is None else "allocated"
+        on_devices = shlex.join((run.python, "-P", "-m", "tridock.node", "on-devices", devices))
         own = shlex.join(run.words(node_rank, resume=resume))
-        scripts[pattern.format(node_rank=node_rank)] = _script(run, f"node {node}", f"exec {on_devices} \\\n  {own}")
+        job = "" if run.job is None else f"export {environment.NODE}={node}\nunset {' '.join(_OF_TASKS)}\n\n"
+        body = f"{job}exec {on_devices} \\\n  {own}"
+        scripts[pattern.format(node_rank=node_rank)] = _script(run, f"node {node_rank}", body)
     return scripts
-
-
-def _start_nodes(run: CommandRun) -> tuple[str, ...]:
-    return (*_NODE, "start-nodes", run.path)
 
 
 def _script(run: CommandRun, who: str, body: str) -> str:
@@ -135,18 +179,26 @@ def _script(run: CommandRun, who: str, body: str) -> str:
 
 
 def _supervision(run: CommandRun) -> Supervision:
-    experiment = run.experiment
+    experiment, job, nodes = run.experiment, run.job, tuple(run.slots)
+    launcher = Ssh if job is None else Slurm
     return Supervision(
-        head=next(iter(run.slots)),
+        head=nodes[0],
         ranks=run.ranks,
-        remote=tuple(run.slots)[1:],
+        remote=nodes[1:] if job is None or job.on_head else nodes,
         master_port=run.master_port,
         hang_timeout_s=experiment.launch.hang_timeout,
         max_restarts=experiment.restart.max,
         node_timeout_s=experiment.restart.node_timeout,
         master_addr=run.master_addr,
-        launcher=Ssh.name,
-        reach=Ssh.reach,
+        spares={node: tuple(numbers) for node, numbers in run.spares.items()},
+        launcher=launcher.name,
+        reach=launcher.reach,
+        scheduler=launcher.scheduler,
+        on_head=job is None or job.on_head,
+        begun=None if job is None else job.begun,
+        save_signal=experiment.launch.save_signal,
         observed=True,
         metrics=experiment.metrics or "",
+        trackers=tuple(tracker.contract for tracker in experiment.trackers),
+        notify=contracts(experiment.notify),
     )

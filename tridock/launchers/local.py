@@ -1,5 +1,6 @@
 """The launcher of ``tridock train``: each machine starts its own ranks, without ssh."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -28,15 +29,22 @@ class Local:
         return Start(self._command(run, program), resume, program.env, script=script)
 
     def _command(self, run: Run, program: RankProgram) -> Command:
-        """Imports neither torch nor DeepSpeed, unlike their own launchers, which takes seconds."""
-        request = run.request
-        (ranks,) = {len(slots) for slots in request.slots.values()}
-        return Command(
-            (
-                *("python", "-m", "tridock.node", "start-ranks"),
-                *("--nnodes", str(len(request.slots)), "--node-rank", str(self.node_rank)),
-                *("--nproc-per-node", str(ranks)),
-                *("--master-addr", request.master_addr, "--master-port", str(request.master_port)),
-                *("--module", program.module, *program.arguments),
-            )
+        slots = run.request.slots
+        (ranks,) = {len(numbers) for numbers in slots.values()}
+        nodes = ("--nnodes", str(len(slots)), "--node-rank", str(self.node_rank), "--nproc-per-node", str(ranks))
+        return start_ranks(run, program, nodes)
+
+
+def start_ranks(run: Run, program: RankProgram, nodes: Sequence[str]) -> Command:
+    """Starts a node's ranks. Imports neither torch nor DeepSpeed, unlike their own launchers, which takes seconds.
+
+    ``nodes``: the options that say which ranks these are.
+    """
+    request = run.request
+    return Command(
+        (
+            *("python", "-m", "tridock.node", "start-ranks", *nodes),
+            *("--master-addr", request.master_addr, "--master-port", str(request.master_port)),
+            *("--module", program.module, *program.arguments),
         )
+    )

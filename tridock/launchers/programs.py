@@ -9,7 +9,7 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from tridock.contracts import run_folder
@@ -31,6 +31,10 @@ class Place:
     hostfile: str
     env: Words = ()
     """Names of the variables that every rank must have."""
+    python: str = run_folder.PYTHON
+    """What runs Tridock's own code on every node."""
+    in_job: bool = False
+    """Whether a scheduler has already started something on every node: no program reaches the others by ssh."""
 
     @property
     def ranks(self) -> int:
@@ -61,6 +65,14 @@ class Program:
     """Options with which the program keeps logs by rank itself, or runs no Python."""
     alone: frozenset[str] = frozenset()
     """Options with which the program starts processes that do not know of each other."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """What it needs in a container, whose user is the operator: root, too."""
+    job_options: Callable[[Place], Sequence[str]] | None = None
+    """The options in a scheduler's job of a program that is on the head elsewhere: there it runs on every node."""
+
+    def runs_on_every_node(self, *, in_job: bool) -> bool:
+        """Whether it is started on every node, and not on the head alone."""
+        return self.on_every_node or (in_job and self.job_options is not None)
 
 
 def _torchrun(place: Place, given: frozenset[str]) -> Sequence[str]:
@@ -73,6 +85,11 @@ def _torchrun(place: Place, given: frozenset[str]) -> Sequence[str]:
 
 def _deepspeed(place: Place, _given: frozenset[str]) -> Sequence[str]:
     return deepspeed_options(place.slots, place.hostfile, place.master_addr, place.master_port)
+
+
+def _deepspeed_in_job(place: Place) -> Sequence[str]:
+    address = ("--master_addr", place.master_addr, "--master_port", str(place.master_port))
+    return ("--hostfile", place.hostfile, *address, "--no_ssh", "--node_rank", str(place.node_rank))
 
 
 def _accelerate(place: Place, given: frozenset[str]) -> Sequence[str]:
@@ -127,6 +144,7 @@ _DEEPSPEED: Final = Program(
     for_shell=True,
     module="--module",
     own_logs=frozenset(("--no-python", "--enable-each-rank-log", "--autotuning")),
+    job_options=_deepspeed_in_job,
 )
 _ACCELERATE: Final = Program(
     "accelerate launch",
@@ -141,11 +159,10 @@ _MPIRUN: Final = Program(
     _mpirun,
     frozenset(("--hostfile", "-hostfile", "--machinefile", "-machinefile", "--host", "-host", "-H", "-np", "-n")),
     on_every_node=False,
+    env={"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
 )
 _OTHER: Final = Program("any other program", _start_ranks)
 _RANK_OUTPUT: Final = "tridock.node.rank_output"
-_START_RANKS: Final = (run_folder.PYTHON, "-P", "-m", "tridock.node", "start-ranks")
-_LOG_RANK: Final = (run_folder.PYTHON, "-P", "-m", _RANK_OUTPUT, "--program")
 
 _MODULE: Final = ("-m", "--module")
 _PYTHON: Final = re.compile(r"python[0-9.]*")
@@ -159,7 +176,7 @@ def program_of(words: Sequence[str]) -> tuple[Program, int]:
     first = posixpath.basename(words[0])
     if _PYTHON.fullmatch(first) and len(words) > 2 and words[1] == "-m" and words[2] in _MODULES:
         return _MODULES[words[2]], 3
-    if first == "accelerate" and words[1:2] == ["launch"]:
+    if first == "accelerate" and tuple(words[1:2]) == ("launch",):
         return _ACCELERATE, 2
     return (_NAMES[first], 1) if first in _NAMES else (_OTHER, 0)
 
@@ -181,14 +198,19 @@ def on_node(words: Sequence[str], place: Place) -> Words:
     if program is _OTHER and len(sizes) > 1:
         got, todo = ", ".join(f"{node}: {len(it)}" for node, it in place.slots.items()), "use torchrun, or --include"
         raise RequestError(Problem("command", "starts once per slot, and nodes differ in slots", got, todo))
-    added = tuple(program.options(place, frozenset(given)))
+    for_shell = program.for_shell and len(place.slots) > 1
+    if place.in_job and program.job_options is not None:
+        added, for_shell = tuple(program.job_options(place)), False
+    else:
+        added = tuple(program.options(place, frozenset(given)))
     if program is _OTHER:
-        return (*_START_RANKS, *added, *_LOG_RANK, *words)
+        tridock = (place.python, "-P", "-m")
+        return (*tridock, "tridock.node", "start-ranks", *added, *tridock, _RANK_OUTPUT, "--program", *words)
     first, last = words[script : script + 1], words[script + 1 :]
     if has_rank_logs(words):
         last = ("-m", *last) if first[0] in _MODULE else (*first, *last)
         first = (program.module, _RANK_OUTPUT)
-    if program.for_shell and len(place.slots) > 1:
+    if for_shell:
         last = tuple(map(for_pdsh, last))
     return (*words[:named], *added, *words[named:script], *first, *last)
 

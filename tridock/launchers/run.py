@@ -17,6 +17,7 @@ from tridock.engines import RankProgram, checkpoints_folder, rank_program
 from tridock.experiment import Experiment, dump_experiment
 from tridock.launchers.deepspeed import environment_file
 from tridock.plan import Assessment
+from tridock.sink_settings import contracts
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,8 @@ class RunRequest:
     """The folder that relative paths start from, the same on every node."""
     spares: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Nodes that may replace a lost one."""
+    addresses: Mapping[str, str] = field(default_factory=dict)
+    """As in :class:`Supervision`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,8 @@ class Start:
     env: Mapping[str, str]
     remote: tuple[str, ...] = ()
     """The nodes that the supervisor reaches."""
+    ranks: tuple[Command, Command] | None = None
+    """What these start on every node, where it is a script of the run's folder: the first time, and again."""
     script: str = run_folder.LAUNCH_SCRIPT
     on_head: bool = True
     begun: float | None = None
@@ -72,6 +77,8 @@ class RunBundle:
     path: str
     command: Command
     files: Mapping[str, bytes]
+    waits_for: tuple[str, ...] | None = None
+    """Of a run in the queue: the runs that have its slots or come before it."""
 
     def with_file(self, name: str, content: bytes) -> RunBundle:
         return replace(self, files={**self.files, name: content})
@@ -116,11 +123,14 @@ def _supervision(run: Run, launcher: Launcher, start: Start) -> Supervision:
         checkpoints=checkpoints_folder(experiment, run.path) if experiment.train.save else None,
         spares={node: tuple(numbers) for node, numbers in request.spares.items()},
         master_addr=request.master_addr,
+        addresses=request.addresses,
         launcher=launcher.name,
         reach=launcher.reach,
         scheduler=launcher.scheduler,
         on_head=start.on_head,
         begun=start.begun,
+        trackers=tuple(tracker.contract for tracker in experiment.trackers),
+        notify=contracts(experiment.notify),
     )
 
 
@@ -136,8 +146,14 @@ def _files(run: Run, start: Start, supervision: Supervision) -> Mapping[str, byt
         **({run_folder.DEEPSPEED_ENV: environment_file(ranks)} if "DS_ENV_FILE" in env else {}),
         start.script: _launch_script(run, env, start.command),
     }
-    if run.experiment.train.save:
+    saves = run.experiment.train.save
+    if saves:
         texts[run_folder.RESUME_SCRIPT] = _launch_script(run, env, start.resume)
+    if start.ranks is not None:
+        first, again = start.ranks
+        texts[run_folder.RANKS_SCRIPT] = _launch_script(run, env, first, who="each node")
+        if saves:
+            texts[run_folder.RESUME_RANKS_SCRIPT] = _launch_script(run, env, again, who="each node")
     texts[run_folder.SUPERVISION] = supervision.to_json()
     return {name: text.encode() for name, text in texts.items()} | dict(run.program().files)
 
@@ -152,12 +168,12 @@ def default_port(run_id: str) -> int:
     return RENDEZVOUS_PORTS[zlib.crc32(run_id.encode()) % len(RENDEZVOUS_PORTS)]
 
 
-def _launch_script(run: Run, env: Mapping[str, str], command: Command) -> str:
+def _launch_script(run: Run, env: Mapping[str, str], command: Command, who: str = "the head") -> str:
     """A readable script: one option a line, so that two runs' scripts differ where their commands do."""
     exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in env.items())
     return (
         "#!/usr/bin/env bash\n"
-        f"# Run {run.request.run_id}: what the head executes. Started by Tridock, which records its exit code.\n"
+        f"# Run {run.request.run_id}: what {who} executes. Started by Tridock, which records its exit code.\n"
         "set -Eeuo pipefail\n\n"
         # A scheduler sends it to all processes of a job; it is for the ranks, which answer it.
         "trap '' USR1\n"

@@ -1,11 +1,15 @@
-"""The launcher of ``tridock launch``: DeepSpeed's pdsh from the head over the cluster's own ssh."""
+"""The launcher of ``tridock launch``: from the head over the cluster's own ssh, by DeepSpeed's pdsh or by itself."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Final
 
+from tridock.command import Command
 from tridock.contracts import cluster_ssh, run_folder
 from tridock.contracts.supervision import Reach
+from tridock.engines import RankProgram
 from tridock.launchers.deepspeed import deepspeed_command
+from tridock.launchers.local import start_ranks
 from tridock.launchers.run import Run, Start
 
 
@@ -18,12 +22,35 @@ class Ssh:
     reach: ClassVar[Reach] = Reach((*cluster_ssh.SUPERVISOR, "{node}"), python=run_folder.PYTHON, as_one_argument=True)
 
     def start(self, run: Run) -> Start:
-        """The ``deepspeed`` command; the supervisor reaches every node but the head."""
-        request, hostfile = run.request, f"{run.path}/{run_folder.HOSTFILE}"
-        program = run.program()
-        command, resume = (
-            deepspeed_command(it, request.slots, hostfile, request.master_addr, request.master_port)
-            for it in (program, run.program(resume=True))
-        )
-        env = {**program.env, "DS_ENV_FILE": f"{run.path}/{run_folder.DEEPSPEED_ENV}"}
-        return Start(command, resume, env, remote=tuple(request.slots)[1:])
+        """As ``launch.launcher`` says; the supervisor reaches every node but the head."""
+        return STARTERS[run.experiment.launch.launcher](run, run.program(), run.program(resume=True))
+
+
+def _by_deepspeed(run: Run, first: RankProgram, again: RankProgram) -> Start:
+    request, hostfile = run.request, f"{run.path}/{run_folder.HOSTFILE}"
+    command, resume = (
+        deepspeed_command(it, request.slots, hostfile, request.master_addr, request.master_port)
+        for it in (first, again)
+    )
+    env = {**first.env, "DS_ENV_FILE": f"{run.path}/{run_folder.DEEPSPEED_ENV}"}
+    return Start(command, resume, env, remote=tuple(request.slots)[1:])
+
+
+def _by_ssh(run: Run, first: RankProgram, again: RankProgram) -> Start:
+    places = ("--run", run.path)
+    ranks = start_ranks(run, first, places), start_ranks(run, again, places)
+    nodes = tuple(run.request.slots)
+    if len(nodes) == 1:
+        return Start(*ranks, first.env)
+    command, resume = (
+        Command.of(run_folder.PYTHON, "-P", "-m", "tridock.node", "start-nodes", run.path, script)
+        for script in (run_folder.RANKS_SCRIPT, run_folder.RESUME_RANKS_SCRIPT)
+    )
+    return Start(command, resume, first.env, remote=nodes[1:], ranks=ranks)
+
+
+STARTERS: Final[Mapping[str, Callable[[Run, RankProgram, RankProgram], Start]]] = {
+    "deepspeed": _by_deepspeed,
+    "ssh": _by_ssh,
+}
+"""By ``launch.launcher``, given the ranks' program and that of a restart."""

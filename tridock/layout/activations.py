@@ -103,7 +103,9 @@ def kept_bytes(experiment: Experiment, stage: int, sizes: Sizes) -> float:
     """What the layers of a stage keep of one micro batch for their backward pass."""
     layers = layers_of_stage(experiment, stage)
     again = recomputed_layers(experiment, layers)
-    return (layers - again) * kept_layer(experiment, sizes) + _groups(experiment, again) * sizes.residual
+    return (layers - again) * kept_layer(experiment, sizes) + _groups(experiment, again) * _kept_input(
+        experiment, sizes
+    )
 
 
 def _backward_source(again: int, last: bool) -> str:
@@ -136,26 +138,39 @@ def sizes_of(
     autocast = autocast and short == 2
     elements = tokens * model.hidden_size
     residual = 4 if autocast else short
+    dense, kept = model.num_moe_experts is None, swiglu if model.swiglu else 2
+    # Of a mixture: tokens of the rank's experts, each as often as experts take it, and as many to each.
+    routed = tokens * model.active_experts * parallel.expert_tensor_size / tensor
+    count, width = model.experts / parallel.expert_model_parallel_size, model.expert_size / parallel.expert_tensor_size
     return Sizes(
         device=device,
         tokens=tokens,
         short=short,
         hidden=elements * short,
-        ffn=tokens * model.ffn_size * short / tensor,
+        ffn=tokens * model.ffn_size * short / tensor if dense else routed * (model.hidden_size + width / count) * short,
         heads=tokens * model.attention_size * short / tensor,
         between=elements * short / spread,
         residual=elements * residual / spread,
         norm=_norm_bytes(model, tokens / spread, model.hidden_size, residual, device),
         inner=_inner_bytes(experiment, tokens, short, device) + model.seq_length * angles * short,
-        mlp=(swiglu if model.swiglu else 2) * tokens * model.ffn_size * short / tensor,
+        mlp=kept * tokens * model.ffn_size * short / tensor
+        if dense
+        else _mixture_bytes(model, tokens / spread, routed, (kept + 1) * width, short),
         inputs=(3 if model.swiglu and autocast else 2) * elements * short / spread,
         dropout=elements * (1 if device == "cuda" else short) / spread if model.hidden_dropout else 0.0,
         casts=layer_matrices(model) * short if autocast else 0.0,
         attention=_attention_bytes(experiment, tokens, short, device),
-        weight=0.0 if sums_in_place else model.hidden_size * model.ffn_size * short / tensor,
+        weight=0.0 if sums_in_place else model.hidden_size * (model.ffn_size / tensor if dense else width) * short,
         restored=elements * short / spread if restores_inputs else 0.0,
         gathered=gathered,
     )
+
+
+def _mixture_bytes(model: Model, tokens: float, routed: float, width: float, short: int) -> float:
+    """What a mixture of experts keeps: the routed tokens, the insides of experts, of ``width`` together, each token's
+    share, and where each goes; the router's scores and what is made of them."""
+    scores = tokens * model.experts * (3 * short + 2)
+    return routed * ((model.hidden_size + width) * short + 8 + 8 + 2 * short) + scores
 
 
 def _norm_bytes(model: Model, rows: float, width: int, size: int, device: Device) -> float:
@@ -213,6 +228,15 @@ def backward_bytes(experiment: Experiment, sizes: Sizes, again: int) -> float:
     selective = sizes.attention if experiment.model.recompute_granularity == "selective" else 0.0
     group = _group(experiment, again) * layer_bytes(sizes)
     return gradients + selective + (group - sizes.restored if group else 0.0) + sizes.gathered
+
+
+def _kept_input(experiment: Experiment, sizes: Sizes) -> float:
+    """The hidden state that is kept in place of a group's layers: on the host, or a part of it on each rank."""
+    model = experiment.model
+    if model.checkpoint_in_cpu:
+        return 0.0
+    shared = experiment.parallel.tensor_model_parallel_size if model.partition_activations else 1
+    return sizes.residual / shared
 
 
 def _groups(experiment: Experiment, again: int) -> int:

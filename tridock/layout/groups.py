@@ -10,7 +10,17 @@ from tridock.errors import Problem
 from tridock.layout.plan import Plan, Rank
 
 Kind = Literal[
-    "tensor", "context", "data", "data_with_context", "pipeline", "pipeline_neighbours", "embedding", "model"
+    "tensor",
+    "context",
+    "data",
+    "data_with_context",
+    "pipeline",
+    "pipeline_neighbours",
+    "embedding",
+    "model",
+    "expert",
+    "expert_tensor",
+    "expert_data",
 ]
 Group = tuple[int, ...]
 
@@ -27,6 +37,8 @@ class Groups:
     - ``pipeline``: the stages of a pipeline; ``pipeline_neighbours``: pairs of ranks that pass activations on and
       gradients back, the last stage and the first included where the pipeline is interleaved.
     - ``embedding``: the first and the last stage of a pipeline, which sum the gradients of the tied embedding.
+    - ``expert``: share the experts of a layer out, ``expert_tensor`` an expert; ``expert_data``: the same experts with
+      other samples. A plan without a mixture of experts has none of these.
     - ``model``: all that hold a part of one copy of the model and the same tokens (tensor x pipeline).
 
     ``nodes`` is the node of each rank.
@@ -39,13 +51,14 @@ class Groups:
         """The nodes that a group lies on, in the order of its ranks."""
         return tuple(dict.fromkeys(self.nodes[rank] for rank in group))
 
+    def spans(self, kind: Kind) -> list[int]:
+        """On how many nodes each group of a kind lies."""
+        node = self.nodes.__getitem__
+        return [len(set(map(node, group))) for group in self.members[kind]]
+
     def crossing(self, kind: Kind) -> tuple[Group, ...]:
         """The groups of a kind that lie on more than one node."""
-        return tuple(group for group in self.members[kind] if len(self.nodes_of(group)) > 1)
-
-    def widest(self, kind: Kind) -> int:
-        """The most nodes that one group of a kind lies on; 0 where there is no such group."""
-        return max((len(self.nodes_of(group)) for group in self.members[kind]), default=0)
+        return tuple(group for group, nodes in zip(self.members[kind], self.spans(kind), strict=True) if nodes > 1)
 
 
 def make_groups(plan: Plan) -> Groups:
@@ -62,7 +75,20 @@ def make_groups(plan: Plan) -> Groups:
         "embedding": tuple(stages[:1] + stages[1:][-1:] for stages in pipelines),
         "model": _alike(plan, lambda r: (r.data_parallel_rank, r.context_parallel_rank)),
     }
+    if plan.expert_tensor_parallel_size:
+        members |= _expert_groups(plan)
     return Groups(members, tuple(rank.node for rank in plan.ranks))
+
+
+def _expert_groups(plan: Plan) -> dict[Kind, tuple[Group, ...]]:
+    """As megatron-core numbers them: the ranks of an expert are neighbours, then come those of the other experts."""
+    tensor = plan.expert_tensor_parallel_size
+    covered = tensor * plan.expert_model_parallel_size
+    return {
+        "expert": _alike(plan, lambda r: (r.rank // covered, r.rank % tensor)),
+        "expert_tensor": _alike(plan, lambda r: r.rank // tensor),
+        "expert_data": _alike(plan, lambda r: (r.pipeline_parallel_rank, r.rank % covered)),
+    }
 
 
 def warnings(plan: Plan) -> list[str]:

@@ -1,7 +1,8 @@
 """The plan: the rank map and the batch arithmetic of an experiment on slots."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import Any, Final, Self
 
 from tridock.experiment import Experiment
@@ -46,16 +47,21 @@ class Plan:
     ranks: tuple[Rank, ...]
     virtual_pipeline_model_parallel_size: int = 1
     context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int = 0
+    """0 without a mixture of experts."""
 
     @property
     def layout(self) -> str:
-        """Short form for tables: ``TP1 PP1 DP2``; with VPP and CP where they are used."""
+        """Short form for tables: ``TP1 PP1 DP2``; with VPP, CP, EP and ETP where they are used."""
         return layout_label(self, self.data_parallel_size)
 
     def document(self) -> dict[str, Any]:
         """The plan for JSON; a rank's coordinates by their short names."""
-        plan = asdict(self)
-        ranks = [{_SHORT.get(name, name): value for name, value in rank.items()} for rank in plan["ranks"]]
+        plan = {field.name: getattr(self, field.name) for field in fields(self)}
+        names = [field.name for field in fields(Rank)]
+        keys, values = [_SHORT.get(name, name) for name in names], attrgetter(*names)
+        ranks = [dict(zip(keys, values(rank), strict=True)) for rank in self.ranks]
         return {"layout": self.layout, **plan, "ranks": ranks}
 
     @classmethod
@@ -70,9 +76,15 @@ class Plan:
 
 
 def layout_label(sizes: Plan | Parallel, data_parallel_size: int) -> str:
-    """``TP2 PP4 DP8``; with VPP and CP where they are used."""
-    optional = {"VPP": sizes.virtual_pipeline_model_parallel_size, "CP": sizes.context_parallel_size}
+    """``TP2 PP4 DP8``; with VPP, CP, EP and ETP where they are used."""
+    tensor = sizes.expert_tensor_parallel_size or sizes.tensor_model_parallel_size
+    optional = {
+        "VPP": sizes.virtual_pipeline_model_parallel_size,
+        "CP": sizes.context_parallel_size,
+        "EP": sizes.expert_model_parallel_size,
+    }
     used = "".join(f"{name}{size} " for name, size in optional.items() if size > 1)
+    used += "" if tensor == sizes.tensor_model_parallel_size else f"ETP{tensor} "
     return f"TP{sizes.tensor_model_parallel_size} PP{sizes.pipeline_model_parallel_size} {used}DP{data_parallel_size}"
 
 
@@ -97,6 +109,8 @@ def lay_out(experiment: Experiment, slots: Mapping[str, Sequence[int]]) -> Plan:
         ranks=tuple(_ranks(slots, data_parallel, parallel)),
         virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
         context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_size if experiment.model.num_moe_experts else 0,
     )
 
 

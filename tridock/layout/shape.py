@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, Literal
 
 from tridock.experiment import Experiment, resnet
-from tridock.experiment.weights import layer_weights, norm_vectors, position_rows
+from tridock.experiment.model import Model
+from tridock.experiment.weights import layer_weights, mlp_weights, norm_vectors, position_rows
 
 Device = Literal["cpu", "cuda"]
 FORMAT_BYTES: Final = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -31,11 +33,18 @@ class Term:
 
     name: str
     bytes: int
+    """At most."""
     source: str
+    least: int | None = None
+    """At least; the same where left out."""
 
 
 def total_bytes(terms: Iterable[Term]) -> int:
     return sum(term.bytes for term in terms)
+
+
+def least_bytes(terms: Iterable[Term]) -> int:
+    return sum(term.bytes if term.least is None else term.least for term in terms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +133,12 @@ class Parameters:
     final_norm: int
     head: int
     """An output layer of its own, or the copy of the tied tables that the last stage of a pipeline holds."""
+    experts: int = 0
+    """Those of a mixture of experts, beside ``layers``."""
 
     @property
     def total(self) -> int:
-        return self.layers + self.embedding + self.positions + self.final_norm + self.head
+        return self.layers + self.experts + self.embedding + self.positions + self.final_norm + self.head
 
 
 def vocab_size(experiment: Experiment) -> int:
@@ -136,11 +147,24 @@ def vocab_size(experiment: Experiment) -> int:
 
 
 def layer_parameters(experiment: Experiment) -> int:
-    """Of one layer on one tensor parallel rank; of a model of images, of its largest block."""
+    """Of one layer on one tensor parallel rank, without experts; of a model of images, of its largest block."""
     if experiment.model.is_vision:
         return resnet.largest_block(experiment.model)
-    tensor = experiment.parallel.tensor_model_parallel_size
-    return sum(weight.share(tensor) for weight in layer_weights(experiment.model))
+    return _layer_share(experiment.model, experiment.parallel.tensor_model_parallel_size)
+
+
+@lru_cache(maxsize=256)
+def _layer_share(model: Model, tensor: int) -> int:
+    return sum(weight.share(tensor) for weight in layer_weights(model))
+
+
+def expert_parameters(experiment: Experiment) -> int:
+    """Of one layer's experts on one rank."""
+    model, parallel = experiment.model, experiment.parallel
+    if not model.num_moe_experts:
+        return 0
+    each = sum(weight.share(parallel.expert_tensor_size) for weight in mlp_weights(model))
+    return model.num_moe_experts // parallel.expert_model_parallel_size * each
 
 
 def parameters_of_stage(experiment: Experiment, stage: int, rows: int, *, copies_positions: bool = False) -> Parameters:
@@ -165,4 +189,5 @@ def parameters_of_stage(experiment: Experiment, stage: int, rows: int, *, copies
         positions=positions if first else 0,
         final_norm=norm_vectors(model) * width if last else 0,
         head=table + (positions if copies_positions else 0) if has_head else 0,
+        experts=layers_of_stage(experiment, stage) * expert_parameters(experiment),
     )

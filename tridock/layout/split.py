@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from itertools import product
 
 from tridock.errors import Problem
@@ -16,7 +17,8 @@ def head_problems(experiment: Experiment, *, repeats_groups: bool = False) -> It
     model, tensor = experiment.model, experiment.parallel.tensor_model_parallel_size
     inputs = model.attention_size + 2 * model.key_size
     shared = {"num_attention_heads": model.num_attention_heads}
-    if model.kv_channels or model.ffn_hidden_size or model.swiglu:  # otherwise the heads divide it
+    # Otherwise the heads divide it.
+    if (model.kv_channels or model.ffn_hidden_size or model.swiglu) and not model.num_moe_experts:
         shared["ffn_hidden_size"] = model.ffn_size
     repeated = repeats_groups and tensor % model.query_groups == 0 and inputs % tensor == 0
     if model.query_groups < model.num_attention_heads and not repeated:
@@ -96,8 +98,12 @@ def size_of_replica(experiment: Experiment) -> int:
     return parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
 
 
-def divisors(number: int) -> list[int]:
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+@cache
+def divisors(number: int) -> tuple[int, ...]:
+    """All, in order, in the time of the number's root."""
+    small = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
+    large = [number // candidate for candidate in reversed(small)]
+    return tuple(small if small[-1] != large[0] else small[:-1]) + tuple(large)
 
 
 def around(choices: Iterable[int], wanted: int) -> tuple[int, ...]:

@@ -35,6 +35,11 @@ class Traffic:
     waits: int
     """Bytes of these that the rank waits for while it computes nothing; the same as bytes_per_rank but for the
     pipeline's, where it is what the slowest stage hands on."""
+    messages: int = 1
+    """Collectives, or messages, that a rank waits for one after the other."""
+    hideable: float = 0.0
+    """Share of ``waits`` that travels while the rank computes, as far as that takes long enough: of the tensor parallel
+    group, while it computes gradients of weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +60,19 @@ class Sent:
     """Share of gradient_bytes that travels while the rank computes."""
     computing: float = 0.0
     """Share of the computation of an iteration during which it travels."""
+    messages: int = 1
+    """Collectives that gradient_bytes go in."""
+    hides_tensor: bool = False
+    """Whether tensor parallel ranks exchange gradients of activations beside the products for those of the weights."""
+    expert_gradient_bytes: float = 0.0
+    """Likewise as gradient_bytes, of experts, in the group of ranks that have the same ones."""
+    hides_pipeline: bool = False
+    """Whether stages compute while their messages travel, but for those that fill the pipeline."""
 
 
 def traffic_of_stage(experiment: Experiment, shape: Shape, stage: int, sent: Sent) -> list[Traffic]:
     """Of every group that a rank of this stage shares with others."""
-    groups = (_tensor, _context, _pipeline, _data, _embedding)
+    groups = (_tensor, _context, _pipeline, _data, _embedding, _expert, _expert_tensor, _expert_data)
     return [one for group in groups for one in group(experiment, shape, stage, sent)]
 
 
@@ -78,13 +91,15 @@ def backward_pass(passes: int = 1) -> float:
     return 2 / 3 / passes
 
 
-def _placed(group: str, size: int, stride: int, shape: Shape, volume: float) -> Traffic:
+def _placed(
+    group: str, size: int, stride: int, shape: Shape, volume: float, messages: int = 1, hideable: float = 0.0
+) -> Traffic:
     """A group of ranks that lie ``stride`` apart."""
     inside = stride * size <= shape.slots and shape.slots % (stride * size) == 0
     together = 1 if stride >= shape.slots else min(size, shape.slots // stride)
     sharing = 1 if inside else max(1, shape.slots // together)
     link: Link = "node" if inside else "network"
-    return Traffic(group, size, link, sharing, round(volume), round(volume))
+    return Traffic(group, size, link, sharing, round(volume), round(volume), messages, hideable)
 
 
 def _tensor(experiment: Experiment, shape: Shape, stage: int, sent: Sent) -> Iterator[Traffic]:
@@ -95,19 +110,23 @@ def _tensor(experiment: Experiment, shape: Shape, stage: int, sent: Sent) -> Ite
     layers, final = layers_of_stage(experiment, stage), stage == stages - 1
     hidden = hidden_bytes(experiment)
     # Two all-reduces of a layer's forward pass, two of its backward pass, two where the forward pass is done again;
-    # one of the embedding, one of the head's backward pass.
-    reduces = 4 * layers + 2 * recomputed_layers(experiment, layers) + (stage == 0) + final
+    # one of the embedding, one of the head's backward pass. Of a mixture of experts the attention's alone.
+    halves = 1 if model.num_moe_experts else 2
+    reduces = 2 * halves * layers + halves * recomputed_layers(experiment, layers) + (stage == 0) + final
     volume = reduces * all_reduce(size, hidden)
+    hidden_volume = halves * layers * all_reduce(size, hidden) if sent.hides_tensor else 0.0
+    messages = reduces * (2 if parallel.sequence_parallel else 1) * shape.accumulation
     if parallel.sequence_parallel:
         # A gather and a scatter stand for each, but for the embedding's, after which every rank keeps its part; without
         # positions it is scattered at once. The backward pass gathers what it no longer has: the inputs of both halves
         # of a layer and of the head, and the embedding's gradient.
         embedding = stage == 0 and position_rows(model) > 0
-        volume += (2 * layers + embedding + final) * all_gather(size, hidden)
+        volume += (halves * layers + embedding + final) * all_gather(size, hidden)
     if final:
         # Of each token's logits, in fp32: the largest, the label's, and the sum of the exponentials.
         volume += 3 * all_reduce(size, 4 * tokens_of(experiment))
     volume += sent.tensor_bytes
+    hideable = hidden_volume / volume
     volume *= shape.accumulation
     # Of what they all hold, each has the gradients of its heads only, and with sequence parallelism of its tokens, in
     # fp32.
@@ -116,7 +135,7 @@ def _tensor(experiment: Experiment, shape: Shape, stage: int, sent: Sent) -> Ite
     partial = whole if parallel.sequence_parallel else 2 * norms * model.head_size * model.qk_layernorm
     last = norms * model.hidden_size if final and parallel.sequence_parallel else 0
     volume += all_reduce(size, 4 * (layers * partial + last))
-    yield _placed("tensor", size, 1, shape, volume)
+    yield _placed("tensor", size, 1, shape, volume, messages, hideable)
 
 
 def _context(experiment: Experiment, shape: Shape, stage: int, _sent: Sent) -> Iterator[Traffic]:
@@ -130,7 +149,8 @@ def _context(experiment: Experiment, shape: Shape, stage: int, _sent: Sent) -> I
     selective = experiment.model.recompute_granularity == "selective"
     again = layers if selective else recomputed_layers(experiment, layers)
     volume = (2 * layers + again) * all_gather(size, keys_and_values) * shape.accumulation
-    yield _placed("context", size, tensor, shape, volume)
+    messages = (2 * layers + again) * shape.accumulation
+    yield _placed("context", size, tensor, shape, volume, messages)
 
 
 def _pipeline(experiment: Experiment, shape: Shape, stage: int, sent: Sent) -> Iterator[Traffic]:
@@ -148,9 +168,12 @@ def _pipeline(experiment: Experiment, shape: Shape, stage: int, sent: Sent) -> I
     outputs, gradients = virtual - (stage == size - 1), virtual - (stage == 0)
     volume = (outputs * (message + mask) + gradients * message) * shape.accumulation
     # A stage waits for one message each way of each run; filling and draining, for those of the stages before it.
-    waits = (2 * message + mask) * (virtual * shape.accumulation + size - 1)
+    steady = virtual * shape.accumulation
+    waits = (2 * message + mask) * (steady + size - 1)
+    hideable = steady / (steady + size - 1) if sent.hides_pipeline else 0.0
     link: Link = "network" if network else "node"
-    yield Traffic("pipeline", size, link, min(stride, shape.slots) if network else 1, volume, waits)
+    sharing = min(stride, shape.slots) if network else 1
+    yield Traffic("pipeline", size, link, sharing, volume, waits, 2 * (steady + size - 1), hideable)
 
 
 def _data(experiment: Experiment, shape: Shape, _stage: int, sent: Sent) -> Iterator[Traffic]:
@@ -159,7 +182,8 @@ def _data(experiment: Experiment, shape: Shape, _stage: int, sent: Sent) -> Iter
     if size == 1:
         return
     between = parallel.pipeline_model_parallel_size if parallel.use_tp_pp_dp_mapping else 1
-    yield _placed("data", size, parallel.tensor_model_parallel_size * between, shape, sent.gradient_bytes)
+    stride = parallel.tensor_model_parallel_size * between
+    yield _placed("data", size, stride, shape, sent.gradient_bytes, sent.messages)
 
 
 def _embedding(experiment: Experiment, shape: Shape, stage: int, sent: Sent) -> Iterator[Traffic]:
@@ -170,6 +194,54 @@ def _embedding(experiment: Experiment, shape: Shape, stage: int, sent: Sent) -> 
         return
     volume = all_reduce(2, sent.embedding_bytes)
     yield _placed("embedding", 2, _stage_stride(parallel, shape) * (stages - 1), shape, volume)
+
+
+def _expert(experiment: Experiment, shape: Shape, stage: int, _sent: Sent) -> Iterator[Traffic]:
+    """Tokens to the ranks of their experts and back, if every expert has as many as the others."""
+    parallel, size = experiment.parallel, experiment.parallel.expert_model_parallel_size
+    if size == 1:
+        return
+    passes = _expert_passes(experiment, stage) * shape.accumulation
+    volume = passes * all_gather(size, routed_bytes(experiment))
+    yield _placed("expert", size, parallel.expert_tensor_size, shape, volume, round(passes * 1.5))
+
+
+def _expert_tensor(experiment: Experiment, shape: Shape, stage: int, _sent: Sent) -> Iterator[Traffic]:
+    """The tokens of all ranks that share an expert, gathered by each, and their results scattered."""
+    size = experiment.parallel.expert_tensor_size
+    if size == 1 or experiment.model.num_moe_experts is None:
+        return
+    passes = _expert_passes(experiment, stage) * shape.accumulation
+    volume = passes * all_gather(size, size * routed_bytes(experiment))
+    yield _placed("expert tensor", size, 1, shape, volume, round(passes * 1.5))
+
+
+def _expert_passes(experiment: Experiment, stage: int) -> int:
+    """How often the tokens of a micro batch change ranks: there and back, forward and backward, or once more."""
+    layers = layers_of_stage(experiment, stage)
+    return 4 * layers + 2 * recomputed_layers(experiment, layers)
+
+
+def routed_bytes(experiment: Experiment) -> float:
+    """Hidden states of a rank's tokens, one for each of their experts."""
+    shared = experiment.parallel.tensor_model_parallel_size  # sequence parallelism goes with it
+    return hidden_bytes(experiment) * experiment.model.active_experts / shared
+
+
+def expert_replicas(experiment: Experiment, replicas: int) -> int:
+    """Ranks of a pipeline stage that have the same experts, with so many replicas of the rest of the model."""
+    parallel = experiment.parallel
+    ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size * replicas
+    return ranks // (parallel.expert_tensor_size * parallel.expert_model_parallel_size)
+
+
+def _expert_data(experiment: Experiment, shape: Shape, _stage: int, sent: Sent) -> Iterator[Traffic]:
+    parallel = experiment.parallel
+    if experiment.model.num_moe_experts is None or (size := expert_replicas(experiment, shape.data)) == 1:
+        return
+    between = parallel.pipeline_model_parallel_size if parallel.use_tp_pp_dp_mapping else 1
+    stride = parallel.expert_tensor_size * parallel.expert_model_parallel_size * between
+    yield _placed("expert data", size, stride, shape, sent.expert_gradient_bytes, sent.messages)
 
 
 def _stage_stride(parallel: Parallel, shape: Shape) -> int:

@@ -1,6 +1,7 @@
 """``python -m tridock.node VERB``: prints its answer as JSON or plain text on stdout, and errors on stderr."""
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -9,10 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from tridock.contracts import environment, heartbeat, node_answers, run_folder, run_state
-from tridock.contracts.codec import encode
+from tridock.contracts.codec import UnknownFormError, encode
 from tridock.contracts.devices import VISIBLE, rank_devices
 from tridock.contracts.events import Cause, append_event
-from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError, RunError, TridockError
+from tridock.contracts.sinks import Reachable, keep_secrets, remove_leftover_secrets
+from tridock.errors import EXIT_INTERRUPTED, ClusterError, Problem, RequestError, RunError, TridockError
 from tridock.node.agent.processes import find_processes, stop_processes
 
 _RECORD_S = 8.0
@@ -31,6 +33,11 @@ def main() -> int:
     except TridockError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    except UnknownFormError as error:
+        todo = "build the image again with tridock image, then run tridock up, or use the Tridock that began the run"
+        what = "is from another version of Tridock than this node's"
+        print(Problem("the request", what, str(error), todo), file=sys.stderr)
+        return ClusterError.exit_code
     except (KeyboardInterrupt, BrokenPipeError):
         return EXIT_INTERRUPTED
 
@@ -48,12 +55,36 @@ def _parser() -> argparse.ArgumentParser:
     start.add_argument(
         "--patience", type=float, default=0.0, help="seconds that a previous supervisor has to end (default: 0)"
     )
+    start.add_argument("--secrets", action="store_true", help="read the run's secrets from stdin, as a JSON object")
     start.set_defaults(action=_start)
+
+    enqueue = verbs.add_parser("enqueue", parents=[folder], help="start a run once its slots are free; print its place")
+    enqueue.add_argument("--secrets", action="store_true", help="read the run's secrets from stdin, as a JSON object")
+    enqueue.set_defaults(action=_enqueue)
+
+    queue = verbs.add_parser("queue", parents=[workspace], help="print the runs that wait for slots, as JSON")
+    queue.set_defaults(action=_queue)
+
+    cancel = verbs.add_parser("cancel", parents=[folder], help="remove a run from the queue")
+    cancel.set_defaults(action=_cancel)
+
+    next_ = verbs.add_parser("start-next", parents=[workspace], help="start the runs of the queue whose slots are free")
+    next_.set_defaults(action=_start_next)
+
+    sinks = verbs.add_parser("sinks", help="print which libraries and services of sinks are missing here, as JSON")
+    sinks.add_argument("names", nargs="+", metavar="NAME", help="wandb, mlflow, tensorboard or notify")
+    sinks.add_argument("--reach", action="append", default=[], metavar="URL", help="server to connect to; repeatable")
+    sinks.add_argument("--login", action="store_true", help="also whether the user is logged in at W&B")
+    text = "read addresses to notify from stdin, as a JSON object by variable"
+    sinks.add_argument("--notify", action="store_true", help=text)
+    sinks.set_defaults(action=_sinks)
 
     ranks = verbs.add_parser("start-ranks", help="start the ranks of this node and wait for them", allow_abbrev=False)
     ranks.add_argument("--nnodes", type=int, default=1, help="number of nodes (default: 1)")
     ranks.add_argument("--node-rank", type=int, default=0, help="rank of this node (default: 0)")
-    ranks.add_argument("--nproc-per-node", type=int, required=True, help="ranks of each node")
+    number = ranks.add_mutually_exclusive_group(required=True)
+    number.add_argument("--nproc-per-node", type=int, help="ranks of each node")
+    number.add_argument("--run", type=Path, metavar="FOLDER", help="run whose plan has the ranks of all nodes")
     ranks.add_argument("--master-addr", default="127.0.0.1", help="address of node 0 (default: 127.0.0.1)")
     ranks.add_argument("--master-port", type=int, required=True, help="port of rank 0")
     ranks.add_argument("--grace", type=float, default=30.0, help="seconds between SIGTERM and SIGKILL (default: 30)")
@@ -68,8 +99,12 @@ def _parser() -> argparse.ArgumentParser:
     nodes.add_argument("script", help="file of the run's folder; {node_rank} stands for the node's rank")
     nodes.set_defaults(action=_start_nodes)
 
+    setup = verbs.add_parser("set-up", parents=[folder], help="run a run's setup command on this node")
+    setup.add_argument("command", nargs=argparse.REMAINDER, help="the command and its arguments")
+    setup.set_defaults(action=_set_up)
+
     devices = verbs.add_parser("on-devices", help="run a program on some of this node's slots", allow_abbrev=False)
-    devices.add_argument("slots", help="slot numbers, as in CUDA_VISIBLE_DEVICES")
+    devices.add_argument("slots", help="slot numbers, as in CUDA_VISIBLE_DEVICES; 'allocated' for what a job has")
     devices.add_argument("command", nargs=argparse.REMAINDER, help="the program and its arguments")
     devices.set_defaults(action=_on_devices)
 
@@ -80,6 +115,12 @@ def _parser() -> argparse.ArgumentParser:
     follow.add_argument("--offset", type=int, default=0, help="byte of the output to start from (default: 0)")
     follow.add_argument("--keepalive", action="store_true", help="print a keepalive byte every 5 s, for fab")
     follow.set_defaults(action=_follow)
+
+    news = verbs.add_parser("news", parents=[folder], help="print what is new in a run's records, as JSON")
+    news.add_argument("--offset", type=int, default=0, help="bytes of metrics.jsonl that are known (default: 0)")
+    news.add_argument("--inode", type=int, default=0, help="its inode then (default: 0)")
+    news.add_argument("--events", type=int, default=0, help="lines of events.jsonl that are known (default: 0)")
+    news.set_defaults(action=_news)
 
     processes = verbs.add_parser("processes", help="print the processes of a run, or of all runs, as JSON")
     processes.add_argument("run_id", nargs="?")
@@ -106,6 +147,9 @@ def _parser() -> argparse.ArgumentParser:
     receive.set_defaults(action=_receive_files)
 
     save = verbs.add_parser("save", parents=[folder], help="signal the ranks of a run on this node to save and end")
+    save.add_argument(
+        "--signal", type=int, default=int(signal.SIGUSR1), help="what the scheduler sent (default: SIGUSR1)"
+    )
     save.add_argument("--patience", type=float, default=0.0, help="seconds to wait for the first rank (default: 0)")
     save.set_defaults(action=_save)
 
@@ -126,6 +170,8 @@ def _parser() -> argparse.ArgumentParser:
     preflight.add_argument("files", nargs="*", metavar="FILE", help="file that the run reads")
     preflight.add_argument("--read", action="append", default=[], metavar="FILE", help="JSON file to print; repeatable")
     preflight.add_argument("--load", metavar="FOLDER", help="checkpoint that the run loads")
+    text = "tokenizer.json that the run needs, or another one; repeatable"
+    preflight.add_argument("--tokenizer", dest="tokenizers", action="append", default=[], metavar="FILE", help=text)
     preflight.add_argument("--head", action="store_true", help="also print a free port and the image's manifest")
     preflight.add_argument("--port", type=int, help="with --head: require this port")
     preflight.set_defaults(action=_preflight)
@@ -159,19 +205,64 @@ def _parser() -> argparse.ArgumentParser:
 def _start(arguments: argparse.Namespace) -> None:
     from tridock.node.supervisor import process
 
+    remove_leftover_secrets()
+    if arguments.secrets:
+        keep_secrets(arguments.folder, json.load(sys.stdin))
     process.start(arguments.folder, again=arguments.again, patience_s=arguments.patience)
 
 
+def _enqueue(arguments: argparse.Namespace) -> node_answers.QueuedRun:
+    from tridock.node.queue import enqueue
+
+    remove_leftover_secrets()
+    if arguments.secrets:
+        keep_secrets(arguments.folder, json.load(sys.stdin))
+    return enqueue(arguments.folder)
+
+
+def _queue(arguments: argparse.Namespace) -> list[node_answers.QueuedRun]:
+    from tridock.node.queue import queue_of, start_next
+
+    start_next(arguments.workspace)  # whoever should have may have been killed
+    return queue_of(arguments.workspace)
+
+
+def _cancel(arguments: argparse.Namespace) -> None:
+    from tridock.node.queue import cancel
+
+    cancel(arguments.folder)
+
+
+def _start_next(arguments: argparse.Namespace) -> None:
+    from tridock.node.queue import start_next
+
+    start_next(arguments.workspace)
+
+
+def _sinks(arguments: argparse.Namespace) -> Reachable:
+    from tridock.node.probes.services import reachable
+
+    notify = json.load(sys.stdin) if arguments.notify else {}
+    return reachable(arguments.names, arguments.reach, notify, asks_login=arguments.login)
+
+
 def _start_ranks(arguments: argparse.Namespace) -> int:
+    from tridock.contracts.records import read_plan, slots_of
     from tridock.node.rank_starter import rank_environments, start_ranks
 
-    environments = rank_environments(
-        arguments.nnodes, arguments.node_rank, arguments.nproc_per_node, arguments.master_addr, arguments.master_port
-    )
+    if arguments.run is None:
+        node_rank, slots = arguments.node_rank, [tuple(range(arguments.nproc_per_node))] * arguments.nnodes
+    else:
+        by_node, here = slots_of(read_plan(arguments.run)), os.environ.get(environment.NODE, "")
+        if here not in by_node:
+            todo = f"the run has {', '.join(by_node) or 'no plan'}"
+            raise RequestError(Problem(environment.NODE, "is not a node of the run", repr(here), todo))
+        node_rank, slots = list(by_node).index(here), list(by_node.values())
+    environments = rank_environments(list(map(len, slots)), node_rank, arguments.master_addr, arguments.master_port)
     program = [arguments.program, *arguments.arguments]
     if arguments.no_python:
         return start_ranks(environments, program, arguments.grace, _record_failure)
-    visible = {VISIBLE: ",".join(map(str, range(arguments.nproc_per_node)))}
+    visible = {VISIBLE: ",".join(map(str, slots[node_rank]))}
     python = [sys.executable, "-u", *(["-m"] if arguments.module else [])]
     return start_ranks([env | visible for env in environments], [*python, *program], arguments.grace)
 
@@ -197,9 +288,16 @@ def _start_nodes(arguments: argparse.Namespace) -> int:
     return start_nodes(arguments.folder, arguments.script)
 
 
+def _set_up(arguments: argparse.Namespace) -> int:
+    from tridock.node.node_starter import set_up
+
+    return set_up(arguments.folder, os.environ.get(environment.NODE, ""), arguments.command)
+
+
 def _on_devices(arguments: argparse.Namespace) -> None:
-    os.environ[VISIBLE] = arguments.slots
-    os.environ |= rank_devices(os.environ)
+    if arguments.slots != "allocated":
+        os.environ[VISIBLE] = arguments.slots
+        os.environ |= rank_devices(os.environ)
     program, *_ = command = arguments.command
     try:
         os.execvp(program, command)  # noqa: S606 - the user's program
@@ -221,19 +319,28 @@ def _follow(arguments: argparse.Namespace) -> int:
     return (follow_with_keepalive if arguments.keepalive else follow)(arguments.folder, arguments.offset)
 
 
+def _news(arguments: argparse.Namespace) -> node_answers.RunNews:
+    from tridock.node.agent.news import run_news
+
+    return run_news(arguments.folder, arguments.offset, arguments.inode, arguments.events)
+
+
 def _processes(arguments: argparse.Namespace) -> list[node_answers.Process]:
     if arguments.run_id is not None:
         _require_run_id(arguments.run_id)
     return find_processes(arguments.run_id)
 
 
-def _agent(arguments: argparse.Namespace) -> int:
+def _agent(arguments: argparse.Namespace) -> None:
     from tridock.contracts.supervision import Supervision
     from tridock.node.agent.node_agent import run_agent
 
     supervision = Supervision.from_json((arguments.folder / run_folder.SUPERVISION).read_text())
     ranks = supervision.ranks[arguments.node]
-    return run_agent(arguments.folder, arguments.node, ranks, observed=supervision.observed)
+    if run_agent(arguments.folder, arguments.node, ranks, observed=supervision.observed):
+        from tridock.node.supervisor.takeover import stand_in
+
+        stand_in(arguments.folder, arguments.node)
 
 
 def _stop(arguments: argparse.Namespace) -> None:
@@ -261,6 +368,13 @@ def _receive_files(arguments: argparse.Namespace) -> None:
 
 
 def _save(arguments: argparse.Namespace) -> node_answers.Signalled:
+    from tridock.contracts.supervision import Supervision
+
+    if Supervision.from_json((arguments.folder / run_folder.SUPERVISION).read_text()).observed:
+        # The supervisor tells all nodes. SIGTERM is a scheduler's to all processes of a job: the ranks have it.
+        if arguments.signal == signal.SIGUSR1:
+            (arguments.folder / run_folder.SIGNALLED).touch()
+        return node_answers.Signalled(0)
     deadline = time.monotonic() + arguments.patience
     while not (pids := _pids_of_ranks(arguments.folder)) and time.monotonic() < deadline:
         if (arguments.folder / run_folder.EXIT_CODE).exists():
@@ -294,6 +408,7 @@ def _require_run_id(text: str) -> None:
 def _runs(arguments: argparse.Namespace) -> list[node_answers.RunInfo]:
     from tridock.node.agent.runs import list_runs
 
+    remove_leftover_secrets()
     return list_runs(arguments.workspace)
 
 
@@ -314,7 +429,7 @@ def _evidence(arguments: argparse.Namespace) -> node_answers.Evidence:
 def _preflight(arguments: argparse.Namespace) -> node_answers.PreflightAnswer:
     from tridock.node.probes.preflight import preflight
 
-    asked = {"load": arguments.load, "head": arguments.head, "port": arguments.port}
+    asked = {name: getattr(arguments, name) for name in ("load", "tokenizers", "head", "port")}
     return preflight(arguments.files, arguments.read, **asked)
 
 

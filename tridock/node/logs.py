@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Final
 
 from tridock.contracts import run_folder
+from tridock.contracts.lease import newest
 from tridock.contracts.run_state import exit_code_of, is_supervised
+from tridock.contracts.supervision import Supervision
 from tridock.errors import Problem, RequestError, RunError, TridockError
 from tridock.node.agent.processes import find_processes
 
@@ -20,6 +22,8 @@ _POLL_S: Final = 0.05
 _CHUNK: Final = 1 << 16
 _RANK_POLL_S: Final = 0.2
 _SEARCH_S: Final = 1.0
+_TAKEOVER_S: Final = 90.0
+"""The time in which another supervisor has to be there for a run that may be taken over."""
 _START_S: Final = 120.0
 """The time in which a run that was just launched has to start on this node."""
 
@@ -44,7 +48,8 @@ def follow(folder: Path, offset: int = 0, keepalive_s: float = math.inf) -> int:
         raise RequestError(Problem(folder.name, "has no output here", str(folder), "see tridock status for the runs"))
     with (folder / run_folder.LAUNCHER_LOG).open("rb") as log:
         log.seek(offset)
-        last_output = time.monotonic()
+        last_output = last_alive = time.monotonic()
+        patience = _TAKEOVER_S if _may_be_taken_over(folder) else 0.0
         while True:
             # Checked before the log is read: what was written before the end is then read after it.
             alive, code = is_supervised(folder), exit_code_of(folder)
@@ -56,12 +61,20 @@ def follow(folder: Path, offset: int = 0, keepalive_s: float = math.inf) -> int:
                 last_output = time.monotonic()
             if code is not None:
                 return code
-            if not alive and exit_code_of(folder) is None:
+            if alive:
+                last_alive = time.monotonic()
+            elif exit_code_of(folder) is None and time.monotonic() - last_alive >= patience:
                 todo = "its node was restarted or its supervisor killed; launch again, with train.load to continue"
                 raise RunError(
                     Problem(folder.name, "was lost: nothing supervises it and no exit code was written", "", todo)
                 )
             time.sleep(_POLL_S)
+
+
+def _may_be_taken_over(folder: Path) -> bool:
+    if not newest(folder):
+        return False
+    return Supervision.from_json((folder / run_folder.SUPERVISION).read_text()).may_be_taken_over
 
 
 def _write(chunk: bytes) -> None:

@@ -14,13 +14,15 @@ from tridock.node.supervisor.verdict import signal_name
 
 _OTHERS_S: Final = 3.0
 """From the first failure on: the other nodes report their own."""
+_SSH_FAILED: Final = 255
+"""ssh's own exit code. What it started may still run: the node agent tells."""
 
 
 def start_nodes(folder: Path, script: str) -> int:
     """Runs ``bash script`` of the run's folder on every node; returns the exit code of the first that failed.
 
     ``{node_rank}`` in ``script`` stands for the node's rank. With several nodes each line of output starts with its
-    node. Those that still run after a failure are the supervisor's to end.
+    node. Those that still run after a failure are the supervisor's to end; a session that is lost is no failure yet.
     """
     supervision = Supervision.from_json((folder / run_folder.SUPERVISION).read_text())
     last: dict[str, str] = {}
@@ -34,19 +36,38 @@ def start_nodes(folder: Path, script: str) -> int:
     code, left = 0, len(nodes)
     while left:
         try:
-            node, returned = ended.get(timeout=_OTHERS_S if code else None)
+            node, returned = ended.get(timeout=_OTHERS_S if code not in (0, _SSH_FAILED) else None)
         except Empty:
             break
         left -= 1
         if returned:
-            how = f"was ended by {signal_name(-returned)}" if returned < 0 else f"ended with exit code {returned}"
+            how = _how(returned)
             print(f"tridock: {script.format(node_rank=nodes.index(node))} {how} on {node}", file=sys.stderr, flush=True)
-            code = code or (128 - returned if returned < 0 else returned)
+            if code in (0, _SSH_FAILED):
+                code = 128 - returned if returned < 0 else returned
             if script == run_folder.SETUP_SCRIPT:
-                reason = f"{how}: {last[node]}" if node in last else how
-                cause = Cause.SETUP_FAILED
-                append_event(folder, cause.event, node=node, cause=cause, reason=f"could not be set up: it {reason}")
+                _record_setup(folder, node, how, last)
     return code
+
+
+def set_up(folder: Path, node: str, command: list[str]) -> int:
+    """Runs the setup of a run on this node, where a scheduler has started this on every node; its exit code."""
+    ended, last = SimpleQueue[tuple[str, int]](), dict[str, str]()
+    _run(node, command, b"", ended, last)
+    _, returned = ended.get()
+    if returned:
+        _record_setup(folder, node, _how(returned), last)
+    return 128 - returned if returned < 0 else returned
+
+
+def _how(returned: int) -> str:
+    return f"was ended by {signal_name(-returned)}" if returned < 0 else f"ended with exit code {returned}"
+
+
+def _record_setup(folder: Path, node: str, how: str, last: dict[str, str]) -> None:
+    reason = f"{how}: {last[node]}" if node in last else how
+    cause = Cause.SETUP_FAILED
+    append_event(folder, cause.event, node=node, cause=cause, reason=f"could not be set up: it {reason}")
 
 
 def _run(

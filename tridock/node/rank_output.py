@@ -31,7 +31,29 @@ def main() -> None:
     folder, rank = os.environ.get(environment.RUN_FOLDER), environment.rank_of(os.environ)
     if folder is not None and rank is not None:
         copy_output(Path(folder) / run_folder.rank_log(rank))
-    os.execvp(command[0], command)  # noqa: S606 - the user's program
+    try:
+        os.execvp(command[0], command)  # noqa: S606 - the user's program
+    except OSError as error:
+        _not_started(command[0], error.strerror or str(error))
+
+
+def _not_started(program: str, why: str) -> None:
+    # Here, because the program's own Python is an older one, which has a program to run.
+    from tridock.contracts.events import Cause, append_event
+
+    cause, folder, rank = Cause.PROGRAM_NOT_STARTED, os.environ.get(environment.RUN_FOLDER), os.environ.get("RANK")
+    if folder is not None:
+        node = os.environ.get(environment.NODE, "")
+        append_event(
+            Path(folder),
+            cause.event,
+            rank=int(rank or 0),
+            node=node,
+            cause=cause,
+            reason=f"cannot start {program}: {why}",
+        )
+    print(f"{program}: cannot be started; got {why}; install it in the image", file=sys.stderr)
+    sys.exit(127)
 
 
 def copy_output(log: Path) -> None:

@@ -26,23 +26,22 @@ Failed = Callable[[int, int], object]
 """Given a rank, and how it ended, as wait(2) has it."""
 
 
-def rank_environments(
-    nnodes: int, node_rank: int, nproc_per_node: int, master_addr: str, master_port: int
-) -> list[dict[str, str]]:
+def rank_environments(ranks: Sequence[int], node_rank: int, master_addr: str, master_port: int) -> list[dict[str, str]]:
     """The variables that DeepSpeed's launcher sets for each rank of a node, torchrun's LOCAL_WORLD_SIZE, and
-    Lightning's NODE_RANK."""
+    Lightning's NODE_RANK. ``ranks``: how many each node has."""
+    own = ranks[node_rank]
     node = {
         "MASTER_ADDR": master_addr,
         "MASTER_PORT": str(master_port),
-        "WORLD_SIZE": str(nnodes * nproc_per_node),
-        "LOCAL_WORLD_SIZE": str(nproc_per_node),
-        "LOCAL_SIZE": str(nproc_per_node),
-        "CROSS_SIZE": str(nnodes),
+        "WORLD_SIZE": str(sum(ranks)),
+        "LOCAL_WORLD_SIZE": str(own),
+        "LOCAL_SIZE": str(own),
+        "CROSS_SIZE": str(len(ranks)),
         "CROSS_RANK": str(node_rank),
         "NODE_RANK": str(node_rank),
     }
-    first = node_rank * nproc_per_node
-    return [{**node, "RANK": str(first + local), "LOCAL_RANK": str(local)} for local in range(nproc_per_node)]
+    first = sum(ranks[:node_rank])
+    return [{**node, "RANK": str(first + local), "LOCAL_RANK": str(local)} for local in range(own)]
 
 
 def start_ranks(

@@ -21,6 +21,8 @@ class ImageOptions:
     image: str = ""
     ca: str = ""
     megatron: str = ""
+    labels: tuple[tuple[str, str], ...] = ()
+    """More labels of the image."""
 
 
 def init(folder: Path, *, force: bool = False) -> list[Path]:
@@ -60,8 +62,9 @@ def build_image(options: ImageOptions, folder: Path) -> int:
         str(Path(text).resolve()) if text and Path(text).exists() else text for text in (options.ca, options.megatron)
     )
     arguments = [options.flavor, options.base_image, options.image, ca, megatron, str(folder.resolve())]
+    labels = "\n".join(f"{name}={value}" for name, value in options.labels)
     if (ROOT / "tridock").is_dir():  # a checkout
-        return _run(ROOT, arguments)
+        return _run(ROOT, arguments, labels)
     place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tridock" / "image"
     place.mkdir(parents=True, exist_ok=True)
     with (place.parent / "image.lock").open("w") as lock:
@@ -69,11 +72,12 @@ def build_image(options: ImageOptions, folder: Path) -> int:
         # upstream/ and locks/wheels/ stay: what a build has fetched.
         for name, source in sources.items():
             _copy(source, place / name)
-        return _run(place, arguments)
+        return _run(place, arguments, labels)
 
 
-def _run(root: Path, arguments: list[str]) -> int:
-    return subprocess.run(["tools/build-image.sh", *arguments], cwd=root, check=False).returncode
+def _run(root: Path, arguments: list[str], labels: str) -> int:
+    environ = {**os.environ, "LABELS": labels}
+    return subprocess.run(["tools/build-image.sh", *arguments], cwd=root, env=environ, check=False).returncode
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -1,34 +1,24 @@
 """The verdict on an experiment and a cluster: every reason why it cannot run, or its plan, memory and cost."""
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from tridock.engines import engine_of
 from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment
 from tridock.gpus import Gpu
 from tridock.layout.groups import make_groups, warnings
 from tridock.layout.plan import Plan, lay_out
 from tridock.layout.shape import GPT2_TOKENS, Shape
-from tridock.plan.cost import Cost, Rates, cost_of
+from tridock.plan.assumptions import Assumptions
+from tridock.plan.cost import Cost, cost_of
+from tridock.plan.document import as_json
+from tridock.plan.goodput import Goodput, goodput_of
 from tridock.plan.legality import layout_problems
 from tridock.plan.memory import GIB, StageMemory, memory_of_stages
 
 Verdict = Literal["fits", "tight", "no-fit", "illegal"]
-
-
-@dataclass(frozen=True, slots=True)
-class Assumptions:
-    """What the plan assumes beside the experiment and the hostfile. None: not known."""
-
-    gpu: Gpu | None = None
-    network_gbit: float | None = None
-    """Between nodes, of one node."""
-    tflops: float | None = None
-    """Of one GPU while it computes, measured or wished for."""
-    tokens: float | None = None
-    """How many the model is to see in all; the run's own where left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +34,8 @@ class Assessment:
     """None where the experiment is illegal; so are the next two empty."""
     memory: tuple[StageMemory, ...] = ()
     cost: Cost | None = None
+    goodput: Goodput | None = None
+    """None where the rate of failures is not given, or the time of an iteration is not known."""
     warnings: tuple[str, ...] = ()
     """What would make the run slow: groups that cross nodes and need not."""
 
@@ -72,37 +64,42 @@ class Assessment:
         ``force`` lets one pass that does not fit.
         """
         problems = [replace(problem, where=f"{self.source}: {problem.where}") for problem in self.problems]
+        if not force:
+            problems += [replace(problem, where=self.source) for problem in self._too_large()]
+        if problems:
+            raise RequestError(problems)
+        return self.laid_out
+
+    def _too_large(self) -> Iterator[Problem]:
+        """A plan that does not fit."""
         gpu = self.assumptions.gpu
-        if self.verdict == "no-fit" and gpu is not None and not force:
+        if self.verdict == "no-fit" and gpu is not None:
             worst = self.worst
             todo = "see `tridock plan --search` for layouts that fit, or start it all the same with --force"
             has = f"{gpu.memory_mib / 1024:.1f} GiB"
             what = f"a rank of stage {worst.stage} needs more memory than the {has} of a {gpu.name}"
-            problems.append(Problem(self.source, what, f"{worst.total_bytes / GIB:.1f} GiB", todo))
-        if problems:
-            raise RequestError(problems)
-        return self.laid_out
+            yield Problem("memory", what, f"{worst.total_bytes / GIB:.1f} GiB", todo)
 
     def document(self) -> dict[str, Any]:
         """What ``--json`` prints and ``plan.json`` holds."""
         plan = {} if self.plan is None else self.plan.document()
         return {
             "verdict": self.verdict,
-            "problems": [
-                {"field": problem.where, "message": str(problem), "nearest": list(problem.nearest)}
-                for problem in self.problems
-            ],
+            "problems": [problem.document for problem in (*self.problems, *self._too_large())],
             "warnings": list(self.warnings),
             "notes": list(self.notes),
             **plan,
             "ranks": plan.get("ranks", []),
             "groups": {} if self.plan is None else _groups(self.plan),
             "memory": self._memory(),
+            "checkpoint_bytes": None if self.plan is None else self.checkpoint_bytes,
             "cost": None if self.cost is None else self._cost(self.cost),
+            **({} if self.goodput is None else {"goodput": self._goodput(self.goodput)}),
+            **({} if self.assumptions.correction is None else {"from_run": self.assumptions.correction.document()}),
         }
 
     def to_json(self) -> str:
-        return json.dumps(self.document(), indent=2) + "\n"
+        return as_json(self.document())
 
     def _memory(self) -> dict[str, Any]:
         gpu = self.assumptions.gpu
@@ -127,6 +124,7 @@ class Assessment:
                     "checkpoint_copy_bytes": stage.copied_bytes,
                     "total_bytes": stage.total_bytes,
                     "total_gib": round(stage.total_bytes / GIB, 4),
+                    "least_gib": round(stage.least_bytes / GIB, 4),
                     "share": None if stage.share is None else round(stage.share, 4),
                     "verdict": stage.fit,
                 }
@@ -140,12 +138,49 @@ class Assessment:
             tokens = self.tokens
             estimate = {
                 **asdict(cost.estimate),
+                "compute": cost.estimate.compute,
                 "iteration": cost.estimate.iteration,
                 "tokens_per_day": cost.estimate.tokens_per_second * 86400,
                 "tokens": tokens,
                 "days": cost.days(tokens),
+                "gpu_hours": self.gpu_hours,
+                "cost": self.price,
+                "energy_kwh": self.energy_kwh,
             }
         return {**asdict(cost), "estimate": estimate}
+
+    def _goodput(self, goodput: Goodput) -> dict[str, Any]:
+        share, hours, price = goodput.used.goodput, self.gpu_hours, self.price
+        assert hours is not None
+        return {
+            **goodput.document(),
+            "days": None if share == 0 else hours / self.laid_out.world_size / 24 / share,
+            "gpu_hours": None if share == 0 else hours / share,
+            "cost": None if price is None or share == 0 else price / share,
+        }
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Of one checkpoint, all its files."""
+        return engine_of(self.experiment).checkpoint_bytes(self.experiment)
+
+    @property
+    def energy_kwh(self) -> float | None:
+        """Of the GPUs at the power that they are allowed, for :attr:`gpu_hours`; their hosts and cooling aside."""
+        gpu, hours = self.assumptions.gpu, self.gpu_hours
+        return None if gpu is None or gpu.watts is None or hours is None else gpu.watts * hours / 1000
+
+    @property
+    def gpu_hours(self) -> float | None:
+        """Of all ranks together, for :attr:`tokens`; None without an estimate."""
+        days = None if self.cost is None else self.cost.days(self.tokens)
+        return None if days is None else 24 * days * self.laid_out.world_size
+
+    @property
+    def price(self) -> float | None:
+        """Of these hours; None where an hour's cost is not given."""
+        hours, each = self.gpu_hours, self.assumptions.cost_per_gpu_hour
+        return None if hours is None or each is None else hours * each
 
     @property
     def tokens(self) -> float:
@@ -159,7 +194,7 @@ def assess(
     experiment: Experiment,
     slots: Mapping[str, Sequence[int]],
     source: str,
-    assumptions: Assumptions = Assumptions(),
+    assumptions: Assumptions = Assumptions(),  # noqa: B008  frozen
 ) -> Assessment:
     """Weighs the experiment on ``slots`` (node to slot numbers, in the hostfile's order). Contacts nothing.
 
@@ -169,15 +204,17 @@ def assess(
     problems = [*layout_problems(experiment, world_size), *gpu_problems(experiment, assumptions.gpu)]
     if problems:
         return Assessment(experiment, source, tuple(problems), (), assumptions)
-    notes = tuple(_notes(experiment, assumptions))
     plan = lay_out(experiment, slots)
     shape = Shape(plan.data_parallel_size, plan.accumulation_steps, min(len(numbers) for numbers in slots.values()))
-    memory = memory_of_stages(experiment, shape, assumptions.gpu)
-    rates = Rates.of(
-        assumptions.gpu, experiment.precision, assumptions.tflops, assumptions.network_gbit, experiment.train.tf32
-    )
-    cost = cost_of(experiment, shape, max(stage.state_bytes for stage in memory), rates)
-    return Assessment(experiment, source, (), notes, assumptions, plan, memory, cost, tuple(warnings(plan)))
+    memory = memory_of_stages(experiment, shape, assumptions.gpu, assumptions.correction)
+    rates = assumptions.rates(experiment, shape.slots)
+    states = max(stage.state_bytes for stage in memory)
+    cost = cost_of(experiment, shape, states, rates, assumptions.attention)
+    notes = tuple(_notes(experiment, assumptions, cost))
+    good = None
+    if assumptions.failures is not None and cost.estimate is not None:
+        good = goodput_of(experiment, shape, cost.estimate.iteration, len(slots), assumptions.failures)
+    return Assessment(experiment, source, (), notes, assumptions, plan, memory, cost, good, tuple(warnings(plan)))
 
 
 def _groups(plan: Plan) -> dict[str, dict[str, int]]:
@@ -187,11 +224,11 @@ def _groups(plan: Plan) -> dict[str, dict[str, int]]:
         kind: {
             "count": len(members),
             "size": len(members[0]),
-            "crossing": len(groups.crossing(kind)),
-            "nodes": groups.widest(kind),
+            "crossing": sum(nodes > 1 for nodes in spans),
+            "nodes": max(spans),
         }
         for kind, members in groups.members.items()
-        if members
+        if (spans := groups.spans(kind))
     }
 
 
@@ -203,10 +240,18 @@ def gpu_problems(experiment: Experiment, gpu: Gpu | None) -> list[Problem]:
     return [Problem("precision", what, "bf16", "use fp16 or fp32", ("fp16", "fp32"))]
 
 
-def _notes(experiment: Experiment, assumptions: Assumptions) -> list[str]:
+def _notes(experiment: Experiment, assumptions: Assumptions, cost: Cost) -> list[str]:
     notes = []
     if experiment.model.vocab_size is None:
         notes.append(f"model.vocab_size is left to the data: GPT-2's {GPT2_TOKENS:,} tokens are taken for granted")
     if assumptions.gpu is None:
         notes.append("no GPU is named (--gpu, or gpu: beside the hostfile): memory is shown, and held against nothing")
+    run, gpu = assumptions.correction, assumptions.gpu
+    if run is not None and run.gpu != gpu:
+        ran, now = ("unknown devices" if one is None else one.name for one in (run.gpu, gpu))
+        notes.append(f"{run.source} ran on {ran}: its factors are taken for {now} too")
+    crossing = any(one.link == "network" for one in cost.traffic)
+    if crossing and cost.estimate is not None and assumptions.network_gbit is None:
+        text = f"the network's rate is {cost.rates.network_source}"
+        notes.append(f"{text} (--network-gbit, or network_gbit: beside the hostfile)")
     return notes

@@ -1,75 +1,43 @@
 """What an iteration costs: FLOPs, the pipeline's bubble, what goes over which link, and an estimate of its time.
 
-The estimate adds up what happens one after the other: the slowest stage's work for every micro batch at the given rate,
-the pipeline's filling and draining (Narayanan et al., 2021, section 2.2), the exchange inside layers, between stages
-and of gradients at the links' rates, and the optimizer's reading and writing of its states. Gradients that travel while
-the rank computes count only beyond what they can hide behind.
+The estimate adds up what happens one after the other: the slowest stage's work for every micro batch
+(:mod:`~tridock.layout.compute_time`), the pipeline's filling and draining with what the other stages take (Narayanan et
+al., 2021, section 2.2), the exchange inside layers, between stages and of gradients (:mod:`~tridock.plan.rates`), and
+the optimizer's reading and writing of its states. What travels while the rank computes counts only beyond what it can
+hide behind.
 """
 
 from dataclasses import dataclass
-from typing import Final, Self
+from typing import Final
 
 from tridock.engines import engine_of
 from tridock.experiment import Experiment
 from tridock.experiment.flops import (
-    attention_flops_per_token,
     causal_flops_per_token,
-    head_flops_per_token,
-    layer_flops_per_token,
     model_flops_per_token,
     recomputed_flops_per_token,
 )
 from tridock.experiment.weights import model_parameters
-from tridock.gpus import Gpu
+from tridock.layout.compute_time import Attention, StageTime, stage_time, vision_seconds
+from tridock.layout.kernels import Device, pass_seconds
 from tridock.layout.shape import Shape, layers_of_stage, recomputed_layers
 from tridock.layout.traffic import Traffic
+from tridock.plan.rates import Rates
 
-ASSUMED_SHARE: Final = 0.5
-"""Of a GPU's peak, for its matrix products, where no rate is given; Narayanan et al. (2021) report 44 to 52 %."""
-GIVEN: Final = "given"
-DEFAULT_NETWORK_GBIT: Final = 100.0
-DEFAULT_LINK_GB_S: Final = 32.0
-"""PCIe 4, for a GPU that is not listed."""
-DEFAULT_MEMORY_GB_S: Final = 900.0
-"""HBM2's, for a GPU that is not listed."""
 _DAY_S: Final = 86400.0
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """What the estimate stands on. None where it is not known: then there is no estimate."""
-
-    tflops: float | None
-    """Of one GPU, while it computes."""
-    tflops_source: str
-    link_gb_s: float
-    """Between GPUs of a node, one direction, of one GPU."""
-    network_gb_s: float
-    """Between nodes, one direction, of one node."""
-    memory_gb_s: float
-    """A GPU's own memory."""
-    peak_tflops: float | None
-
-    @classmethod
-    def of(
-        cls, gpu: Gpu | None, precision: str, tflops: float | None, network_gbit: float | None, tf32: bool = False
-    ) -> Self:
-        """A GPU's rates; ``tflops``, measured or wished for, stands in for the assumed share of the peak."""
-        network = (DEFAULT_NETWORK_GBIT if network_gbit is None else network_gbit) / 8
-        peak = None if gpu is None else gpu.tflops(precision, tf32)
-        link = (None if gpu is None else gpu.link_gb_s) or DEFAULT_LINK_GB_S
-        memory = (None if gpu is None else gpu.memory_gb_s) or DEFAULT_MEMORY_GB_S
-        if tflops is not None:
-            return cls(tflops, GIVEN, link, network, memory, peak)
-        rate = None if peak is None else ASSUMED_SHARE * peak
-        return cls(rate, f"assumed: {ASSUMED_SHARE:.0%} of the peak", link, network, memory, peak)
+_UPDATE_PASSES: Final = 3
+"""Over the gradients before the optimizer's step: for the norm, to clip them, to copy them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """Seconds of one iteration, and what follows from their sum."""
 
-    compute: float
+    products: float
+    attention: float
+    elementwise: float
+    recomputed: float
+    launches: float
     bubble: float
     tensor_and_context: float
     pipeline: float
@@ -78,6 +46,27 @@ class Estimate:
     tokens_per_second: float
     mfu: float | None
     """Model FLOPs over what the GPUs could do at best."""
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """The parts of the sum by their names."""
+        return {
+            "matrix products": self.products,
+            "attention": self.attention,
+            "other kernels": self.elementwise,
+            "recomputation": self.recomputed,
+            "launches": self.launches,
+            "bubble": self.bubble,
+            "inside layers": self.tensor_and_context,
+            "between stages": self.pipeline,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+        }
+
+    @property
+    def compute(self) -> float:
+        """Of the slowest stage, for all micro batches."""
+        return self.products + self.attention + self.elementwise + self.recomputed + self.launches
 
     @property
     def iteration(self) -> float:
@@ -89,6 +78,8 @@ class Cost:
     """Of one iteration, all ranks together unless a field says otherwise."""
 
     parameters: int
+    active: int
+    """Of these, what works on a token: the rest are other experts."""
     tokens: int
     model_flops: float
     causal_flops: float
@@ -105,7 +96,9 @@ class Cost:
         return None if self.estimate is None else tokens / self.estimate.tokens_per_second / _DAY_S
 
 
-def cost_of(experiment: Experiment, shape: Shape, state_bytes: int, rates: Rates) -> Cost:
+def cost_of(
+    experiment: Experiment, shape: Shape, state_bytes: int, rates: Rates, attention: Attention = "fused"
+) -> Cost:
     """``state_bytes``: weights, gradients and optimizer states of the fullest rank."""
     model, parallel = experiment.model, experiment.parallel
     stages, virtual = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
@@ -118,6 +111,7 @@ def cost_of(experiment: Experiment, shape: Shape, state_bytes: int, rates: Rates
     exchanged = tuple(engine_of(experiment).traffic(experiment, shape))
     return Cost(
         parameters=model_parameters(model, rows),
+        active=model_parameters(model, rows, active=True),
         tokens=tokens,
         model_flops=model_flops,
         causal_flops=tokens * causal_flops_per_token(model, rows),
@@ -125,7 +119,7 @@ def cost_of(experiment: Experiment, shape: Shape, state_bytes: int, rates: Rates
         bubble=filling / (shape.accumulation + filling),
         traffic=exchanged,
         rates=rates,
-        estimate=_estimate(experiment, shape, exchanged, model_flops, tokens, state_bytes, rates),
+        estimate=_estimate(experiment, shape, exchanged, model_flops, tokens, state_bytes, rates, attention),
     )
 
 
@@ -137,30 +131,42 @@ def _estimate(
     tokens: int,
     state_bytes: int,
     rates: Rates,
+    attention: Attention,
 ) -> Estimate | None:
     # Convolutions run at a smaller share of the peak, which nobody has set down here.
-    assumed = rates.tflops is not None and rates.tflops_source != GIVEN
-    if rates.tflops is None or (experiment.model.is_vision and assumed):
+    if rates.device is None or (experiment.model.is_vision and not rates.device.flat):
         return None
     parallel = experiment.parallel
     stages, virtual = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
-    micro = _slowest_stage_flops(experiment) / (rates.tflops * 1e12)
-    seconds = {one.group: seconds_of(one, rates) for one in exchanged}
-    inside = seconds.get("tensor", 0.0) + seconds.get("context", 0.0)
-    filling = (stages - 1) / virtual
+    times = _stage_times(experiment, rates.device, attention)
+    slowest = max(times.values(), key=lambda time: time.total)
+    everywhere = sum(times[_kind(experiment, stage)].total for stage in range(stages))
+    steps = shape.accumulation
+    seconds = {one.group: rates.seconds(one) for one in exchanged}
+    for one in exchanged:
+        behind = steps * (slowest.hides_tensor if one.group == "tensor" else slowest.total)
+        seconds[one.group] -= min(behind, rates.carried(one, one.waits * one.hideable))
     # What is exchanged inside layers is part of every micro batch's work, the filling's too.
-    compute, inside_all = shape.accumulation * micro, inside
-    bubble = filling * (micro + inside / shape.accumulation)
+    inside = sum(seconds.get(group, 0.0) for group in ("tensor", "context", "expert", "expert tensor"))
+    compute = steps * slowest.total
+    bubble = (everywhere - slowest.total) / virtual + (stages - 1) / virtual * inside / steps
     # States are read and written once; the gradients among them are read only, which the rest makes up for.
-    optimizer = 2 * state_bytes / (rates.memory_gb_s * 1e9)
-    gradients = _exposed(experiment, shape, seconds.get("data", 0.0), compute) + seconds.get("embedding", 0.0)
-    total = compute + bubble + inside_all + seconds.get("pipeline", 0.0) + gradients + optimizer
+    weights = max(engine_of(experiment).parameters(experiment, stage).total for stage in {0, stages - 1})
+    moved = 2 * state_bytes + _UPDATE_PASSES * 4 * min(weights, state_bytes / 12)
+    optimizer = pass_seconds(rates.device, moved)
+    summed = seconds.get("data", 0.0) + seconds.get("expert data", 0.0)
+    gradients = _exposed(experiment, shape, summed, compute) + seconds.get("embedding", 0.0)
+    total = compute + bubble + inside + seconds.get("pipeline", 0.0) + gradients + optimizer
     ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size * stages * shape.data
     mfu = None if rates.peak_tflops is None else model_flops / total / ranks / (rates.peak_tflops * 1e12)
     return Estimate(
-        compute=compute,
+        products=steps * slowest.products,
+        attention=steps * slowest.attention,
+        elementwise=steps * slowest.elementwise,
+        recomputed=steps * slowest.recomputed,
+        launches=steps * slowest.launches,
         bubble=bubble,
-        tensor_and_context=inside_all,
+        tensor_and_context=inside,
         pipeline=seconds.get("pipeline", 0.0),
         gradients=gradients,
         optimizer=optimizer,
@@ -175,29 +181,32 @@ def _exposed(experiment: Experiment, shape: Shape, seconds: float, compute: floa
     return seconds - min(seconds * sent.overlapped * (1 - 1 / layers), compute * sent.computing)
 
 
-def seconds_of(one: Traffic, rates: Rates) -> float:
-    """How long a group's exchange takes with nothing else on its link but its like."""
-    if one.link == "network":
-        return one.waits * one.sharing / (rates.network_gb_s * 1e9)
-    return one.waits / (rates.link_gb_s * 1e9)
+def _kind(experiment: Experiment, stage: int) -> tuple[int, bool]:
+    """Stages of a kind take as long: those with as many layers, without the output layer."""
+    last = stage == experiment.parallel.pipeline_model_parallel_size - 1
+    return layers_of_stage(experiment, stage), last
 
 
-def _slowest_stage_flops(experiment: Experiment) -> float:
-    """Forward, backward and recomputation of one micro batch on one rank of the stage that has the most to do."""
-    model, parallel = experiment.model, experiment.parallel
-    stages = parallel.pipeline_model_parallel_size
-    tokens = experiment.batch.micro_batch_size * model.seq_length
-    if model.is_vision:
-        return tokens * model_flops_per_token(model, engine_of(experiment).rows_of_vocabulary(experiment))
-    shared = parallel.tensor_model_parallel_size * parallel.context_parallel_size
-    worst = 0.0
-    for stage in {0, stages - 1}:
-        layers = layers_of_stage(experiment, stage)
-        flops = 3 * layers * layer_flops_per_token(model)
-        flops += recomputed_layers(experiment, layers) * layer_flops_per_token(model)
-        if model.recompute_granularity == "selective":
-            flops += layers * attention_flops_per_token(model)
-        if stage == stages - 1:
-            flops += 3 * head_flops_per_token(model, engine_of(experiment).rows_of_vocabulary(experiment))
-        worst = max(worst, flops)
-    return worst * tokens / shared
+def _stage_times(experiment: Experiment, device: Device, attention: Attention) -> dict[tuple[int, bool], StageTime]:
+    """Of one micro batch, for each kind of stage."""
+    engine, stages = engine_of(experiment), experiment.parallel.pipeline_model_parallel_size
+    rows = engine.rows_of_vocabulary(experiment)
+    if experiment.model.is_vision:
+        flops = experiment.batch.micro_batch_size * model_flops_per_token(experiment.model, rows)
+        return {_kind(experiment, 0): StageTime(products=vision_seconds(device, flops))}
+    sizes = engine.sizes(experiment, "cuda")
+    found: dict[tuple[int, bool], StageTime] = {}
+    for stage in range(stages):
+        if (kind := _kind(experiment, stage)) not in found:
+            found[kind] = stage_time(
+                experiment,
+                stage,
+                device,
+                sizes,
+                engine.parameters(experiment, stage),
+                rows,
+                summed_bytes=engine.summed_bytes(experiment),
+                attention=attention,
+                kernels=engine.kernels(experiment),
+            )
+    return found

@@ -17,7 +17,8 @@ from tridock.engines import ENGINES, engines_with
 from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment
 from tridock.layout.split import either
-from tridock.strict_yaml import AS_TUPLE, Section, parse_yaml, read_text, validated
+from tridock.strict_yaml import AS_TUPLE, LARGEST, Section, as_number, read_text, validated
+from tridock.yaml_text import parse_yaml
 
 _WIDTH: Final = 110
 _SCHEMAS: Final[dict[str, type[BaseModel]]] = {"experiment": Experiment, "cluster settings": Settings}
@@ -177,11 +178,14 @@ def _type_text(schema: Mapping[str, Any]) -> str:
         return f"one of {', '.join(map(str, schema['enum']))}"
     if "const" in schema:
         return str(schema["const"])
+    if "$ref" in schema:  # a section of its own
+        return "mapping of fields"
     if schema["type"] == "array":
         return f"list of {_type_text(schema['items'])}"
     if schema["type"] == "object":
         values = schema.get("additionalProperties") or next(iter(schema["patternProperties"].values()))
         return "mapping" if values is True else f"mapping of names to {_type_text(values)}"
-    bounds = [f"{phrase} {schema[name]:g}" for name, phrase in _BOUNDS.items() if name in schema]
+    given = {name: schema[name] for name in _BOUNDS if schema.get(name) not in (None, LARGEST)}
+    bounds = [f"{_BOUNDS[name]} {as_number(bound)}" for name, bound in given.items()]
     pattern = f" that matches {schema['pattern']}" if "pattern" in schema else ""
     return _TYPES[schema["type"]] + (f", {' and '.join(bounds)}" if bounds else "") + pattern

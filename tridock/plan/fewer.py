@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from tridock.experiment import Experiment
 from tridock.layout.split import size_of_replica
-from tridock.plan.assess import Assessment, Assumptions, assess
+from tridock.plan.assess import Assessment, assess
+from tridock.plan.assumptions import Assumptions
 from tridock.plan.search import layouts
 
 Slots = Mapping[str, Sequence[int]]

@@ -61,6 +61,9 @@ def _image_problems(experiment: Experiment) -> Iterator[Problem]:
     if experiment.model.checkpoint_activations:
         what, todo = "preset resnet50 keeps its activations", "leave it out"
         yield Problem("model.checkpoint_activations", what, "true", todo, ("false",))
+    if experiment.train.sample_prompts:
+        what, todo = "preset resnet50 writes no text", "leave it out"
+        yield Problem("train.sample_prompts", what, as_yaml(experiment.train.sample_prompts), todo, ("[]",))
     if experiment.train.compile:
         what, todo = "preset resnet50 is not compiled", "leave it out"
         yield Problem("train.compile", what, "true", todo, ("false",))

@@ -5,10 +5,10 @@ The engine gives what it keeps of weights, gradients and optimizer, and what a s
 never in both. Before the first step a rank may hold more than that (``States.startup``): no strategy of engine torch,
 but megatron-core's distributed optimizer moves the weights to a buffer, and ZeRO 3 of v1.1.5 begins with whole weights.
 
-A GPU rank also has a fixed overhead, which no tensor of the run accounts for. EleutherAI's calculator leaves about
-5 GiB a GPU unexplained ("Transformer Math 101", 2023). Here it is three terms, of which the last is set by the one run
-whose whole use is known: 7.5B on 16 V100, 14,659 MiB by ``nvidia-smi`` (docs/planner.md). It counts only where there is
-room: before it fails, torch's allocator gives back what it merely keeps.
+A GPU rank also uses memory that no tensor of the run accounts for, more or less of it: CUDA's context, NCCL's buffers
+for each communicator, and blocks that torch's allocator cannot use because what comes and goes in a step has other
+sizes. So the plan is an interval: a run does not fit where even the lower end is more than the GPU has, and is called
+tight where the upper end is more than 80 % of it.
 
 Bytes a weight of the states, in fp16 and bf16 (e: the format's 2; in fp32 4, without a master copy but where noted);
 r: replicas that a state is partitioned over:
@@ -33,20 +33,25 @@ less than 1e5 elements whole. FSDP2 sums the gradients of several micro-batches 
 them (:mod:`~tridock.engines.torch.fsdp`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from tridock.engines import engine_of
 from tridock.experiment import Experiment
 from tridock.gpus import Gpu
-from tridock.layout.shape import Device, Parameters, Shape, States, Term, layers_of_stage, total_bytes
+from tridock.layout.shape import Device, Parameters, Shape, States, Term, layers_of_stage, least_bytes, total_bytes
+from tridock.plan.correction import Correction
 
 Fit = Literal["fits", "tight", "no-fit"]
 TIGHT: Final = 0.8
 """Share of a GPU above which a run may not last: of 454 published runs none that was estimated below it ran out
 (Fujii et al., 2024, arXiv 2411.06465)."""
 GIB: Final = 2**30
+_LASTING: Final = ("weights", "gradients", "optimizer states", "start-up")
+"""Terms that do not come and go in each step."""
+_OVERHEAD: Final = ("CUDA context", "NCCL", "fragmentation")
+"""Terms that no tensor accounts for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,24 +75,41 @@ class StageMemory:
         return total_bytes(self.terms)
 
     @property
+    def least_bytes(self) -> int:
+        """The interval's lower end: with the least overhead, and nothing that the allocator merely keeps."""
+        return least_bytes(self.terms)
+
+    @property
     def share(self) -> float | None:
-        """Of the GPU's memory; None where that is not known."""
+        """Of the GPU's memory, at most; None where that is not known."""
         return None if self.limit_bytes is None else self.total_bytes / self.limit_bytes
 
     @property
     def fit(self) -> Fit:
         """Whether a GPU holds it; one of unknown size is taken to."""
-        return fit_of(self.share)
+        if self.limit_bytes is None or self.total_bytes <= TIGHT * self.limit_bytes:
+            return "fits"
+        return "tight" if self.least_bytes <= self.limit_bytes else "no-fit"
 
 
-def fit_of(share: float | None) -> Fit:
-    if share is None or share <= TIGHT:
-        return "fits"
-    return "tight" if share <= 1.0 else "no-fit"
+def tensor_bytes(terms: Iterable[Term]) -> int:
+    """What torch allocates at most."""
+    return total_bytes(term for term in terms if term.name not in _OVERHEAD)
 
 
-def memory_of_stage(experiment: Experiment, stage: int, shape: Shape, gpu: Gpu | None) -> StageMemory:
-    """All terms of one rank of ``stage``; without a GPU, those of a CPU rank, which has no overhead of a GPU."""
+def memory_of_stage(
+    experiment: Experiment,
+    stage: int,
+    shape: Shape,
+    gpu: Gpu | None,
+    correction: Correction | None = None,
+    groups: int | None = None,
+) -> StageMemory:
+    """All terms of one rank of ``stage``; without a GPU, those of a CPU rank, which has no overhead of a GPU.
+
+    ``groups``: the communicators of a rank, where they are known. A run's ``correction`` is a term of its own, below
+    zero where the run took less than its plan.
+    """
     device: Device = "cpu" if gpu is None else "cuda"
     train = experiment.train
     copies = train.save and train.async_save and train.save_interval > 0
@@ -96,8 +118,12 @@ def memory_of_stage(experiment: Experiment, stage: int, shape: Shape, gpu: Gpu |
     terms = [*_lasting(states, weights.total), *_passing(experiment, stage, shape, states, device)]
     beyond = max(0, states.startup - total_bytes(terms))
     terms.append(Term("start-up", beyond, "weights that are there twice, or whole, before the first step"))
+    if correction is not None and gpu is not None:
+        source = f"{correction.source} allocated {correction.memory:.3g} times what its plan has"
+        terms.append(Term("measured by a run", round((correction.memory - 1) * total_bytes(terms)), source))
     if gpu is not None:
-        terms += overhead_terms(experiment, shape, terms, gpu.memory_bytes)
+        count = communicators(experiment, shape) if groups is None else groups
+        terms += overhead_terms(count, terms, gpu.memory_bytes)
     return StageMemory(
         stage=stage,
         layers=layers_of_stage(experiment, stage),
@@ -136,34 +162,57 @@ def _passing(experiment: Experiment, stage: int, shape: Shape, states: States, d
     yield Term("optimizer's step", beyond, "its gradients and workspace, beyond the room of the above")
 
 
-def memory_of_stages(experiment: Experiment, shape: Shape, gpu: Gpu | None) -> tuple[StageMemory, ...]:
-    stages = experiment.parallel.pipeline_model_parallel_size
-    return tuple(memory_of_stage(experiment, stage, shape, gpu) for stage in range(stages))
+def memory_of_stages(
+    experiment: Experiment, shape: Shape, gpu: Gpu | None, correction: Correction | None = None
+) -> tuple[StageMemory, ...]:
+    stages, groups = experiment.parallel.pipeline_model_parallel_size, communicators(experiment, shape)
+    return tuple(memory_of_stage(experiment, stage, shape, gpu, correction, groups) for stage in range(stages))
 
 
 _MIB: Final = 2**20
-CONTEXT_BYTES: Final = 512 * _MIB
-"""CUDA's context, kernels, cuBLAS's workspaces."""
-COMMUNICATOR_BYTES: Final = 150 * _MIB
-"""NCCL's channels and buffers, for each group that a rank is in."""
-SLACK_BYTES: Final = 4480 * _MIB
-"""What torch's allocator reserves beyond what is in use, where there is room."""
+CONTEXT_BYTES: Final = (500 * _MIB, 1200 * _MIB)
+"""CUDA's context and the kernels of PyTorch and its libraries: loaded as they are needed (CUDA_MODULE_LOADING), or
+all at once, as before CUDA 11.7."""
+WORKSPACE_BYTES: Final = (8 * _MIB, 64 * _MIB)
+"""cuBLAS's workspaces: 8 MiB for a handle and stream, 32 MiB on Hopper (PyTorch, CUBLAS_WORKSPACE_CONFIG), of which the
+forward and the backward thread each have one."""
+COMMUNICATOR_BYTES: Final = (150 * _MIB, 500 * _MIB)
+"""NCCL, for each group that a rank is in: 10 MiB a connection (NCCL_BUFFSIZE's 4 MiB, and those of LL128 and LL), one
+for each of 16 channels' ring, or three with the trees' across nodes."""
+FRAGMENTED: Final = 0.25
+"""Share of what comes and goes in a step that torch's allocator may hold on top: no run estimated at 80 % of its GPU
+ran out (Fujii et al., 2024), so reality is at most a quarter above what tensors take."""
 
 
 def communicators(experiment: Experiment, shape: Shape) -> int:
-    """NCCL's groups that a rank takes part in: those of the layout, the model's (for the norm), and the world's."""
+    """NCCL's groups that a rank takes part in: those of the layout, a stage and its neighbor, the model's (for the
+    norm), and the world's."""
     parallel = experiment.parallel
     split = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size > 1
-    return 1 + (1 if split else 0) + len(engine_of(experiment).traffic(experiment, shape))
+    return (
+        1 + split + (parallel.pipeline_model_parallel_size > 1) + len(engine_of(experiment).traffic(experiment, shape))
+    )
 
 
-def overhead_terms(experiment: Experiment, shape: Shape, used: Sequence[Term], limit_bytes: int) -> list[Term]:
-    """On top of what is ``used``, on a GPU of ``limit_bytes``."""
-    count, in_use = communicators(experiment, shape), total_bytes(used)
-    fixed = [
-        Term("CUDA context", CONTEXT_BYTES, "fixed overhead: context, kernels, cuBLAS workspaces"),
-        Term("NCCL", count * COMMUNICATOR_BYTES, f"fixed overhead: {count} communicators x 150 MiB"),
-    ]
-    left = max(0, limit_bytes - in_use - total_bytes(fixed))
-    slack = Term("allocator slack", min(SLACK_BYTES, left), "fixed overhead: reserved beyond what is in use, if free")
-    return [*fixed, slack]
+def overhead_terms(count: int, used: Sequence[Term], limit_bytes: int) -> list[Term]:
+    """On top of what is ``used``, on a GPU of ``limit_bytes``, with that many communicators."""
+    passing = sum(term.bytes for term in used if term.name not in _LASTING)
+    low, high = COMMUNICATOR_BYTES
+    wanted = (
+        (
+            "CUDA context",
+            CONTEXT_BYTES[0] + WORKSPACE_BYTES[0],
+            CONTEXT_BYTES[1] + WORKSPACE_BYTES[1],
+            "context, kernels, cuBLAS's workspaces",
+        ),
+        ("NCCL", count * low, count * high, f"{count} communicators x {low // _MIB} to {high // _MIB} MiB"),
+        ("fragmentation", 0, round(FRAGMENTED * passing), f"up to {FRAGMENTED:.0%} of what comes and goes in a step"),
+    )
+    # A run that the GPU holds with the least of each does not take more than the GPU has.
+    room = max(0, limit_bytes - total_bytes(used) - sum(least for _, least, _, _ in wanted))
+    terms = []
+    for name, least, most, source in wanted:
+        more = min(most - least, room)
+        room -= more
+        terms.append(Term(name, least + more, f"fixed overhead: {source}" if least else source, least))
+    return terms

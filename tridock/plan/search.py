@@ -1,10 +1,11 @@
-"""All layouts of an experiment on a cluster: those that fit, best first by the estimated time, and why others do not.
+"""All layouts of an experiment on a cluster: those that fit, then the tight ones, the fastest first; and why others do
+not.
 
 Varied are the layout's sizes, sequence parallelism, the distributed optimizer or the ZeRO stage, the micro batch and
 recomputation; what the experiment says of the model, the engine and the global batch stays.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -15,10 +16,12 @@ from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment
 from tridock.layout.shape import Shape
 from tridock.layout.split import size_of_replica
-from tridock.plan.assess import Assumptions, gpu_problems
-from tridock.plan.cost import Cost, Rates, cost_of
+from tridock.plan.assess import gpu_problems
+from tridock.plan.assumptions import Assumptions
+from tridock.plan.cost import Cost, cost_of
 from tridock.plan.legality import layout_problems
-from tridock.plan.memory import StageMemory, memory_of_stage
+from tridock.plan.memory import StageMemory, communicators, memory_of_stage
+from tridock.plan.rates import Rates
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,19 +47,38 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What was found, best first."""
+    """What was found: what fits with room to spare before what is tight, and the fastest first."""
 
     found: tuple[Candidate, ...]
     rejected: tuple[Rejected, ...]
+    rates: Rates
+
+    @property
+    def front(self) -> tuple[Candidate, ...]:
+        """The Pareto front of time and memory, the fastest first: no other layout is as fast with less memory, nor
+        needs as little memory and is faster."""
+        best: list[Candidate] = []
+        for one in sorted(self.found, key=lambda one: (one.seconds, one.worst.total_bytes)):
+            if not best or one.worst.total_bytes < best[-1].worst.total_bytes:
+                best.append(one)
+        return tuple(best)
 
 
-def search(experiment: Experiment, slots: Mapping[str, Sequence[int]], source: str, assumptions: Assumptions) -> Search:
-    """Tries every layout. Raises :class:`RequestError` where nothing is known to judge them by."""
+def search(
+    experiment: Experiment,
+    slots: Mapping[str, Sequence[int]],
+    source: str,
+    assumptions: Assumptions,
+    tried: Callable[[int, int], None] = lambda _done, _of: None,
+) -> Search:
+    """Tries every layout; ``tried`` is told how many of how many.
+
+    Raises :class:`RequestError` where nothing is known to judge them by.
+    """
     world_size = sum(len(numbers) for numbers in slots.values())
-    rates = Rates.of(
-        assumptions.gpu, experiment.precision, assumptions.tflops, assumptions.network_gbit, experiment.train.tf32
-    )
-    if assumptions.gpu is None or rates.tflops is None:
+    per_node = min(len(numbers) for numbers in slots.values())
+    rates = assumptions.rates(experiment, per_node)
+    if assumptions.gpu is None or rates.device is None:
         todo = "give --gpu (with its memory alone, also --tflops), or gpu: in the settings beside the hostfile"
         raise RequestError(Problem(source, "a search needs to know the GPU", "", todo))
     if experiment.model.is_vision and assumptions.tflops is None:
@@ -64,18 +86,19 @@ def search(experiment: Experiment, slots: Mapping[str, Sequence[int]], source: s
         raise RequestError(Problem(source, what, "", "give a measured rate with --tflops"))
     if problems := gpu_problems(experiment, assumptions.gpu):
         raise RequestError(problems)
-    per_node = min(len(numbers) for numbers in slots.values())
-    fixed = _with_global_batch(experiment, world_size)
+    fixed = with_global_batch(experiment, world_size)
     found: list[Candidate] = []
     rejected: list[Rejected] = []
-    for choice, candidate in _candidates(fixed, world_size):
-        outcome = _judge(choice, candidate, world_size, per_node, assumptions, rates)
+    every = list(choices(fixed, world_size))
+    for number, choice in enumerate(every, start=1):
+        outcome = _judge(choice, with_choice(fixed, choice), world_size, per_node, assumptions, rates)
         if isinstance(outcome, Candidate):
             found.append(outcome)
         else:
             rejected.append(outcome)
-    found.sort(key=lambda one: (one.seconds, one.worst.total_bytes))
-    return Search(tuple(found), tuple(rejected))
+        tried(number, len(every))
+    found.sort(key=lambda one: (one.worst.fit != "fits", one.seconds, one.worst.total_bytes))
+    return Search(tuple(found), tuple(rejected), rates)
 
 
 def _judge(
@@ -93,31 +116,38 @@ def _judge(
     steps = candidate.batch.samples_per_step(data) // (candidate.batch.micro_batch_size * data)
     shape = Shape(data, steps, per_node)
     stages = {0, candidate.parallel.pipeline_model_parallel_size - 1}
-    memory = [memory_of_stage(candidate, stage, shape, assumptions.gpu) for stage in stages]
+    gpu, correction, groups = assumptions.gpu, assumptions.correction, communicators(candidate, shape)
+    memory = [memory_of_stage(candidate, stage, shape, gpu, correction, groups) for stage in stages]
     worst = max(memory, key=lambda stage: stage.total_bytes)
     if worst.fit == "no-fit":
         return Rejected(choice, "does not fit the GPU's memory")
-    cost = cost_of(candidate, shape, max(stage.state_bytes for stage in memory), rates)
+    cost = cost_of(candidate, shape, max(stage.state_bytes for stage in memory), rates, assumptions.attention)
     return Candidate(choice, candidate, data, worst, cost)
 
 
-def _with_global_batch(experiment: Experiment, world_size: int) -> Experiment:
+def with_global_batch(experiment: Experiment, world_size: int) -> Experiment:
     """With the global batch that it has now: layouts are compared on the same work."""
     replicas = world_size // size_of_replica(experiment)
     return experiment.resolved(max(1, replicas))
 
 
-def _candidates(experiment: Experiment, world_size: int) -> Iterator[tuple[Choice, Experiment]]:
-    for choice in _choices(experiment, world_size):
-        parts: dict[str, dict[str, object]] = {}
-        for path, value in choice.items():
-            section, _, field = path.partition(".")
-            parts.setdefault(section, {})[field] = value
-        update = {name: getattr(experiment, name).model_copy(update=fields) for name, fields in parts.items()}
-        yield choice, experiment.model_copy(update=update)
+def with_choice(experiment: Experiment, choice: Choice) -> Experiment:
+    parts: dict[str, dict[str, object]] = {}
+    for path, value in choice.items():
+        section, _, field = path.partition(".")
+        parts.setdefault(section, {})[field] = value
+    update = {name: getattr(experiment, name).model_copy(update=fields) for name, fields in parts.items()}
+    return experiment.model_copy(update=update)
 
 
-def _choices(experiment: Experiment, world_size: int) -> Iterator[Choice]:
+def value_of(experiment: Experiment, path: str) -> object:
+    """Of a field of a section, as ``parallel.zero_stage``."""
+    section, _, field = path.partition(".")
+    value: object = getattr(getattr(experiment, section), field)
+    return value
+
+
+def choices(experiment: Experiment, world_size: int) -> Iterator[Choice]:
     """Every combination of the engine's options; sizes that do not divide the world are left out unsaid."""
     micro_batches = _divisors_up_to(experiment.batch.samples_per_step(1), 16)
     for layout, recompute, micro in product(
@@ -140,7 +170,7 @@ def layouts(experiment: Experiment, world_size: int) -> Iterator[Choice]:
             "parallel.pipeline_model_parallel_size": stages,
         }
         for states in engine.state_choices(experiment, stages):
-            for others in engine.layout_choices(tensor, stages):
+            for others in engine.layout_choices(experiment, tensor, stages):
                 yield {**sizes, **others, **states}
 
 
@@ -158,9 +188,5 @@ def reasons(rejected: Sequence[Rejected]) -> list[tuple[str, int]]:
 
 def overrides_of(candidate: Candidate, base: Experiment) -> list[str]:
     """``--set`` overrides that turn the experiment into this one."""
-    overrides = []
-    for path, value in candidate.choice.items():
-        section, _, field = path.partition(".")
-        if getattr(getattr(base, section), field) != value:
-            overrides.append(f"{path}={as_yaml(value)}")
-    return overrides
+    choice = candidate.choice.items()
+    return [f"{path}={as_yaml(value)}" for path, value in choice if value_of(base, path) != value]

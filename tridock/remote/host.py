@@ -150,6 +150,13 @@ class Host(ABC):
         """
         return self._carry_out(command, _input_of(command), None, sink, timeout)
 
+    def exchange(self, chunks: Iterable[bytes], sink: Sink, command: Command) -> Completed:
+        """Runs a command that is given input while it runs; ``sink`` is called with each piece of its output.
+
+        Where the sink raises, the command is ended and the error is the caller's.
+        """
+        return self._carry_out(command, chunks, None, sink, None)
+
     def put(self, content: bytes, path: str, mode: int = 0o644) -> None:
         """Writes a file that appears whole or not at all; ``~`` is the user's home there, missing folders are made."""
         self._script(files_.put_command(content, path, mode), f"write {path}")

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from tridock.contracts import run_folder
 from tridock.contracts.events import Event
-from tridock.contracts.records import check_run, read_metrics
+from tridock.contracts.records import Record, check_run, read_metrics
 from tridock.errors import Problem, RequestError
 from tridock.experiment import is_command, load_command, load_experiment
 from tridock.report.columns import Curve
@@ -264,6 +264,11 @@ _MANY = 150
 """From this many logged iterations on, the curve is a running mean."""
 
 
+def _points(records: Sequence[Record]) -> list[tuple[int, float]]:
+    """Iterations and their losses, where there are any."""
+    return [(record["iteration"], record["loss"]) for record in records if record.get("loss") is not None]
+
+
 def plot_loss(folder: Path, png: Path) -> None:
     """Draws training, validation and test loss of a run to the file ``png``.
 
@@ -271,7 +276,7 @@ def plot_loss(folder: Path, png: Path) -> None:
     """
     check_run(folder)
     iterations, evaluations = read_metrics(folder)
-    points = [(record["iteration"], record["loss"]) for record in iterations if record["loss"] is not None]
+    points = _points(iterations)
     if not points:
         where = str(folder / run_folder.METRICS)
         todo = "wait for the first logged iteration, or see the run's logs"
@@ -287,12 +292,10 @@ def plot_loss(folder: Path, png: Path) -> None:
         axes.plot(steps, running_mean(losses, len(losses) // 30), color=_TRAIN, linewidth=2, label="training (mean)")
     else:
         axes.plot(steps, losses, color=_TRAIN, linewidth=2, label="training")
-    valid = evaluations.get("valid", [])
-    if valid:
-        heights = [record["loss"] for record in valid]
-        axes.plot([record["iteration"] for record in valid], heights, "o-", color=_VALID, label="validation")
-    if test := evaluations.get("test"):
-        axes.plot(test[-1]["iteration"], test[-1]["loss"], "D", color=_TEST, label="test")
+    if valid := _points(evaluations.get("valid", [])):
+        axes.plot(*zip(*valid, strict=True), "o-", color=_VALID, label="validation")
+    if test := _points(evaluations.get("test", [])):
+        axes.plot(*test[-1], "D", color=_TEST, label="test")
     name, subtitle, unit = _titles(folder)
     axes.set_title(
         f"{name}: loss {losses[0]:.2f} to {losses[-1]:.2f}",

@@ -2,25 +2,29 @@
 
 import base64
 import json
+import shlex
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
 from tridock.contracts import run_folder
-from tridock.contracts.events import Event
+from tridock.contracts.events import Event, samples_of
 from tridock.contracts.records import Record
 from tridock.differences import differences, flattened
-from tridock.errors import Problem, RequestError, TridockError
+from tridock.errors import Problem, RequestError, TridockError, count
 from tridock.report.charts import Chart, charts
 from tridock.report.drawing import as_png, as_svg
 from tridock.report.markup import element, escape, folded, marked_table, one_line, printable, section, table
+from tridock.report.plan_text import correction_rows
 from tridock.report.subject import Subject, of_log, of_run, plan_rows, stage_rows
 from tridock.report.theme import series_colour, style, themed
 
 _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 """The browser loads nothing for this page, whatever it contains."""
 _MOST_EVENTS, _FEW_EVENTS = 400, 60
+_MOST_SAMPLES: Final = 50
+"""Evaluations whose samples are on the page."""
 _DRAWN_RANKS: Final = 256
 """With more ranks the layout is a bitmap: as SVG it would have megabytes."""
 _FAULTS: Final = (
@@ -30,6 +34,7 @@ _FAULTS: Final = (
     Event.NODE_LOST,
     Event.CHECKPOINT_FAILED,
     Event.CHECKPOINT_REJECTED,
+    Event.TAKEN_OVER,
     Event.RUN_RESTARTED,
     Event.RUN_MOVED,
 )
@@ -66,6 +71,7 @@ def _still_running(subjects: Sequence[Subject]) -> str:
 def _sections(subjects: Sequence[Subject], charts: Sequence[Chart]) -> Iterator[tuple[str, str, str]]:
     yield "summary", "Summary", _summary(subjects)
     yield "charts", "Charts", _charts(charts)
+    yield "samples", "Samples", "".join(_samples(subject, len(subjects)) for subject in subjects)
     yield "plan", "Plan and measurement", "".join(_plan(subject, len(subjects)) for subject in subjects)
     yield "differences", "Differences", _differences(subjects)
     yield "layout", "Layout", "".join(_layout(subject) for subject in subjects)
@@ -95,6 +101,19 @@ def _charts(charts: Sequence[Chart]) -> str:
     return f'<div class="charts">{figures}</div>'
 
 
+def _samples(subject: Subject, subjects: int) -> str:
+    """How the model continued the prompts: at the last evaluation, and folded at those before."""
+    found = samples_of(subject.events)
+    parts = [element("h3", one_line(subject.name, 120))] if found and subjects > 1 else []
+    for iteration, rows in sorted(found.items(), reverse=True)[:_MOST_SAMPLES]:
+        text = marked_table(("prompt", "text"), ((row, "") for row in rows), kind="samples")
+        parts.append(folded(f"After iteration {iteration:,}", text, open_=iteration == max(found)))
+    if len(found) > _MOST_SAMPLES:
+        more = f"{len(found) - _MOST_SAMPLES:,} earlier evaluations are in {run_folder.EVENTS}."
+        parts.append(element("p", more, class_="soft"))
+    return "".join(parts)
+
+
 def _plan(subject: Subject, subjects: int) -> str:
     measured, stages = list(plan_rows(subject)), list(stage_rows(subject))
     if not measured and not stages:
@@ -105,6 +124,11 @@ def _plan(subject: Subject, subjects: int) -> str:
     if subject.summary is not None and subject.summary.mfu is None:
         note = "On CPU ranks the measured memory is that of the process, including torch and its libraries."
         parts.append(element("p", note, class_="soft"))
+    if (correction := subject.correction) is not None:
+        command = f"tridock plan --from-run {shlex.quote(subject.source)}"
+        text = f"Other plans take these factors over with {command}; by {count(correction.iterations, 'iteration')}."
+        factors = table(("", "its plan", "measured", "factor"), correction_rows(correction), numbers=(1, 2, 3))
+        parts += [element("p", text, class_="soft"), factors]
     if stages:
         head = ("", "layers", "planned memory per rank")
         parts.append(folded("Planned memory by stage", table(head, stages, numbers=(1, 2))))
@@ -169,7 +193,7 @@ def _time(event: Record) -> str:
 
 
 def _details(event: Record) -> str:
-    fields = {name: value for name, value in event.items() if name not in ("time", "event")}
+    fields = {name: value for name, value in event.items() if name not in ("time", "event", "samples")}
     return printable(", ".join(f"{name}: {_value(value)}" for name, value in fields.items()), 600)
 
 

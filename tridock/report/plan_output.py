@@ -1,26 +1,39 @@
 """What `tridock plan` prints, as tables or JSON, and their exit code."""
 
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tridock.errors import RequestError, count
+from tridock.errors import Problem, RequestError, count
 from tridock.experiment import load_experiment
 from tridock.experiment.model import Model
 from tridock.layout.plan import layout_label
 from tridock.plan import Assessment, Assumptions, assess
-from tridock.plan.cost import Cost, seconds_of
+from tridock.plan.correction import Correction
+from tridock.plan.cost import Cost
+from tridock.plan.document import as_json
 from tridock.plan.memory import GIB, StageMemory
 from tridock.plan.search import Candidate, Search, overrides_of, reasons, search
+from tridock.progress import bars
 from tridock.report import rank_map
+from tridock.report.front_picture import plot_front
+from tridock.report.plan_text import (
+    LABELS,
+    STYLES,
+    correction_rows,
+    count_short,
+    flops,
+    gib,
+    headed_table,
+    interval,
+    seconds,
+)
 from tridock.report.rank_picture import plot as plot_rank_map
 
 
@@ -29,6 +42,7 @@ class Show:
     search: bool = False
     json: bool = False
     plot: str = ""
+    quiet: bool = False
 
 
 def print_plan(
@@ -41,18 +55,15 @@ def print_plan(
 ) -> int:
     """Plans and prints. Returns 2 if the experiment cannot run or does not fit, else 0.
 
-    Raises :class:`RequestError` if the experiment is invalid; with JSON it prints the problems instead.
+    Raises :class:`RequestError` if the experiment is invalid.
     """
-    try:
-        experiment = load_experiment(config, overrides)
-    except RequestError as error:
-        if not show.json:
-            raise
-        sys.stdout.write(_refusal(error))
-        return error.exit_code
+    experiment = load_experiment(config, overrides)
     assessment = assess(experiment, slots, str(config), assumptions)
     if show.search:
-        return _print_search(search(experiment, slots, str(config), assumptions), assessment, console, show)
+        with bars(quiet=show.quiet) as begin:
+            bar = begin("search", None, unit="layouts")
+            found = search(experiment, slots, str(config), assumptions, bar.set)
+        return _print_search(found, assessment, console, show)
     return _print_plan(assessment, console, show)
 
 
@@ -66,8 +77,9 @@ def _print_plan(assessment: Assessment, console: Console, show: Show) -> int:
     elif assessment.plan is not None:
         # A pipe gets whole lines, a terminal lines that end between words.
         console.print(render(assessment), soft_wrap=not console.is_terminal)
-        if (line := days_line(assessment)) is not None:
-            console.print(line)
+        for line in (days_line(assessment), goodput_line(assessment)):
+            if line is not None:
+                console.print(line, soft_wrap=not console.is_terminal)
     if refused and not show.json:
         try:
             assessment.checked()
@@ -77,31 +89,28 @@ def _print_plan(assessment: Assessment, console: Console, show: Show) -> int:
 
 
 def _print_search(found: Search, assessment: Assessment, console: Console, show: Show) -> int:
+    todo = "use more GPUs, GPUs with more memory, or a smaller model"
+    none = RequestError(Problem(assessment.source, f"none of {count(len(found.rejected), 'layout')} works", "", todo))
+    if show.plot and found.found:
+        plot_front(found, assessment.experiment.name, Path(show.plot))
     if show.json:
-        sys.stdout.write(json.dumps(_document(found, assessment), indent=2) + "\n")
+        problems = () if found.found else none.problems
+        sys.stdout.write(as_json(_document(found, assessment, problems)))
     else:
         console.print(render_search(found, assessment.experiment.name))
+        if (correction := assessment.assumptions.correction) is not None:
+            console.print(correction_table(correction))
         if found.found:
             changes = overrides_of(found.found[0], assessment.experiment)
             options = " ".join(f"--set {change}" for change in changes)
             console.print(f"\nBest layout: {options or 'the experiment as it is'}", soft_wrap=True)
+        else:
+            print(none, file=sys.stderr)
     return 0 if found.found else RequestError.exit_code
 
 
-def _refusal(error: RequestError) -> str:
-    problems = [{"field": one.where, "message": str(one), "nearest": list(one.nearest)} for one in error.problems]
-    empty: dict[str, Any] = {
-        "ranks": [],
-        "groups": {},
-        "memory": {"gpu": None, "limit_gib": None, "stages": []},
-        "cost": None,
-    }
-    return (
-        json.dumps({"verdict": "illegal", "problems": problems, "warnings": [], "notes": [], **empty}, indent=2) + "\n"
-    )
-
-
-def _document(found: Search, assessment: Assessment) -> dict[str, Any]:
+def _document(found: Search, assessment: Assessment, problems: Sequence[Problem]) -> dict[str, Any]:
+    front = {id(one) for one in found.front}
     return {
         "found": [
             {
@@ -110,20 +119,28 @@ def _document(found: Search, assessment: Assessment) -> dict[str, Any]:
                 "data_parallel_size": one.data_parallel_size,
                 "verdict": one.worst.fit,
                 "total_gib": round(one.worst.total_bytes / GIB, 4),
+                "least_gib": round(one.worst.least_bytes / GIB, 4),
+                "pareto": id(one) in front,
                 "seconds": one.seconds,
                 "tokens_per_second": one.cost.estimate.tokens_per_second if one.cost.estimate else None,
                 "mfu": one.cost.estimate.mfu if one.cost.estimate else None,
             }
             for one in found.found
         ],
+        "network": found.rates.network_source,
+        **(
+            {}
+            if assessment.assumptions.correction is None
+            else {"from_run": assessment.assumptions.correction.document()}
+        ),
         "rejected": [{"fields": dict(one.choice), "reason": one.reason} for one in found.rejected],
+        "problems": [problem.document for problem in problems],
     }
 
 
-_STYLES = {"fits": "green", "tight": "dark_orange3", "no-fit": "bold red", "illegal": "bold red"}
-_LABELS = {"fits": "fits", "tight": "tight: over 80 %", "no-fit": "does not fit", "illegal": "cannot run"}
 _MOST_COLUMNS = 4
 _MOST_LAYOUTS = 12
+_LEAST_HOURS = 0.1
 _MOST_REASONS = 8
 
 
@@ -131,15 +148,15 @@ def headline(assessment: Assessment) -> Text:
     """Returns one line: verdict, layout, memory of the highest rank, time."""
     plan, gpu, text = assessment.plan, assessment.assumptions.gpu, Text()
     if plan is None:
-        return text.append(_LABELS["illegal"], _STYLES["illegal"])
+        return text.append(LABELS["illegal"], STYLES["illegal"])
     judged = gpu is not None
-    text.append(_LABELS[assessment.verdict] if judged else "can run", _STYLES[assessment.verdict])
+    text.append(LABELS[assessment.verdict] if judged else "can run", STYLES[assessment.verdict])
     ranks = count(plan.world_size, "rank")
-    text.append(f" · {plan.layout} · {ranks} · {assessment.worst.total_bytes / GIB:.2f} GiB per rank")
+    text.append(f" · {plan.layout} · {ranks} · {interval(assessment.worst)} per rank")
     if gpu is not None:
         text.append(f" of {gpu.memory_bytes / GIB:.1f} ({gpu.name})")
     if assessment.cost is not None and assessment.cost.estimate is not None:
-        text.append(f" · about {_seconds(assessment.cost.estimate.iteration)} per iteration")
+        text.append(f" · about {seconds(assessment.cost.estimate.iteration)} per iteration")
     return text
 
 
@@ -155,6 +172,8 @@ def render(assessment: Assessment) -> Group:
     parts: list[RenderableType] = [summary(assessment), _sources(assessment), "", cost_table]
     if assessment.cost.traffic:
         parts += ["", _traffic_table(assessment.cost)]
+    if (correction := assessment.assumptions.correction) is not None:
+        parts += ["", correction_table(correction)]
     parts += [Text(f"warning: {warning}", "dark_orange3") for warning in assessment.warnings]
     parts += [Text(f"note: {note}", "dim") for note in assessment.notes]
     return Group(*parts)
@@ -163,10 +182,7 @@ def render(assessment: Assessment) -> Group:
 def captions(assessment: Assessment) -> dict[int, str]:
     """Returns the text of each stage in the legend of the rank map."""
     judged = assessment.assumptions.gpu is not None
-    return {
-        stage.stage: f"{stage.total_bytes / GIB:.1f} GiB" + (f", {_LABELS[stage.fit]}" if judged else "")
-        for stage in assessment.memory
-    }
+    return {stage.stage: interval(stage) + (f", {LABELS[stage.fit]}" if judged else "") for stage in assessment.memory}
 
 
 def _facts(assessment: Assessment) -> Table:
@@ -183,6 +199,7 @@ def _facts(assessment: Assessment) -> Table:
         ("layout", plan.layout),
         ("batch", batch),
         ("parameters", f"{cost.parameters:,}"),
+        *(() if cost.active == cost.parameters else (("active a token", f"{cost.active:,}"),)),
     )
     return _pairs(rows)
 
@@ -201,23 +218,24 @@ def memory_table(assessment: Assessment) -> Table:
     stages = _columns(assessment.memory)
     gpu = assessment.assumptions.gpu
     of = f", of {gpu.memory_bytes / GIB:.1f} GiB ({gpu.name})" if gpu is not None else ""
-    table = _table(f"Memory per rank in GiB{of}")
+    table = headed_table(f"Memory per rank in GiB{of}")
     table.add_column("")
     for stage in stages:
         table.add_column(f"stage {stage.stage}", justify="right")
     for name in _names(assessment.memory):
         amounts = [next((term.bytes for term in stage.terms if term.name == name), 0) for stage in stages]
-        table.add_row(name, *(_gib(amount) for amount in amounts))
+        table.add_row(name, *(gib(amount) for amount in amounts))
     table.add_section()
-    table.add_row(Text("total", "bold"), *(Text(_gib(stage.total_bytes), "bold") for stage in stages))
+    table.add_row(Text("total", "bold"), *(Text(gib(stage.total_bytes), "bold") for stage in stages))
     if gpu is not None:
-        shares = [Text(f"{stage.share:.0%} {stage.fit.removesuffix('-fit')}", _STYLES[stage.fit]) for stage in stages]
+        table.add_row("at least", *(gib(stage.least_bytes) for stage in stages), style="dim")
+        shares = [Text(f"{stage.share:.0%} {stage.fit.removesuffix('-fit')}", STYLES[stage.fit]) for stage in stages]
         table.add_row("share of GPU", *shares)
     if any(stage.copied_bytes for stage in stages):
-        copies = (_gib(stage.copied_bytes) for stage in stages)
+        copies = (gib(stage.copied_bytes) for stage in stages)
         table.add_row("copy of a checkpoint, in the host's memory", *copies, style="dim")
     table.add_row("layers", *(str(stage.layers) for stage in stages), style="dim")
-    table.add_row("parameters", *(_count_short(stage.parameters.total) for stage in stages), style="dim")
+    table.add_row("parameters", *(count_short(stage.parameters.total) for stage in stages), style="dim")
     return table
 
 
@@ -253,10 +271,10 @@ def _columns(stages: Sequence[StageMemory]) -> list[StageMemory]:
 
 
 def _cost_table(cost: Cost, model: Model) -> Table:
-    causal = "" if model.is_vision else f" ({_flops(cost.causal_flops)} with causal attention counted as half)"
+    causal = "" if model.is_vision else f" ({flops(cost.causal_flops)} with causal attention counted as half)"
     rows = [
-        ("model FLOPs", f"{_flops(cost.model_flops)}{causal}"),
-        ("hardware FLOPs", f"{_flops(cost.hardware_flops)} with recomputation"),
+        ("model FLOPs", f"{flops(cost.model_flops)}{causal}"),
+        ("hardware FLOPs", f"{flops(cost.hardware_flops)} with recomputation"),
         ("pipeline bubble", f"{cost.bubble:.1%} of the time"),
         *_estimated(cost, model),
     ]
@@ -274,21 +292,14 @@ def _estimated(cost: Cost, model: Model) -> Iterator[tuple[str, str]]:
         )
         yield "time", f"not estimated: {convolutions if model.is_vision else products}"
         return
-    parts = {
-        "computing": estimate.compute,
-        "bubble": estimate.bubble,
-        "inside layers": estimate.tensor_and_context,
-        "between stages": estimate.pipeline,
-        "gradients": estimate.gradients,
-        "optimizer": estimate.optimizer,
-    }
-    shares = ", ".join(f"{name} {_seconds(value)}" for name, value in parts.items() if value >= 0.0005)
-    yield "time", f"about {_seconds(estimate.iteration)}: {shares}"
+    shares = ", ".join(f"{name} {seconds(value)}" for name, value in estimate.terms.items() if value >= 0.0005)
+    yield "time", f"about {seconds(estimate.iteration)}: {shares}"
     yield (
         "rates",
-        f"{rates.tflops:,.0f} TFLOP/s per GPU ({rates.tflops_source}), {rates.network_gb_s * 8:g} Gbit/s per node",
+        f"{rates.tflops or 0:,.0f} TFLOP/s per GPU ({rates.tflops_source}), {rates.network_gb_s * 8:g} Gbit/s per node"
+        f" ({rates.network_source})",
     )
-    per_day = _count_short(estimate.tokens_per_second * 86400)
+    per_day = count_short(estimate.tokens_per_second * 86400)
     yield "speed", f"about {estimate.tokens_per_second:,.0f} {model.unit}/s, {per_day} {model.unit} per day"
     if estimate.mfu is not None:
         yield "MFU", f"about {estimate.mfu:.0%}"
@@ -298,38 +309,86 @@ def days_line(assessment: Assessment) -> str | None:
     cost = assessment.cost
     if cost is None or (days := cost.days(assessment.tokens)) is None:
         return None
-    counted = f"{_count_short(assessment.tokens)} {assessment.experiment.model.unit}"
+    counted = f"{count_short(assessment.tokens)} {assessment.experiment.model.unit}"
     for length, unit in ((1.0, "days"), (1 / 24, "hours"), (1 / 1440, "minutes"), (1 / 86400, "seconds")):
         if days >= length:
-            return f"{counted} take about {days / length:,.1f} {unit}"
+            return f"{counted} take about {days / length:,.1f} {unit}{_hours(assessment)}"
     return f"{counted} take less than a second"
 
 
+def _hours(assessment: Assessment) -> str:
+    """Returns GPU hours and what they cost, from a tenth of an hour on."""
+    hours, price, each = assessment.gpu_hours, assessment.price, assessment.assumptions.cost_per_gpu_hour
+    if hours is None or (hours < _LEAST_HOURS and price is None):
+        return ""
+    cost = "" if price is None else f", which cost {price:,.2f} at {each:g} each"
+    energy = assessment.energy_kwh
+    used = "" if energy is None else f", at most {energy:,.0f} kWh of the GPUs"
+    return f": {hours:,.1f} GPU hours{cost}{used}"
+
+
+def goodput_line(assessment: Assessment) -> str | None:
+    found, size = assessment.goodput, assessment.checkpoint_bytes / 1e9
+    if found is None:
+        return None
+    failing = f"a failure every {_length(found.mtbf_hours * 3600)}"
+    saving = (
+        f"{size:,.1f} GB of a checkpoint take {_length(found.writing)}, and stop training for {_length(found.pause)}"
+    )
+    intervals = {"train.save_interval": found.own, "the best interval": found.best}
+    shown = (
+        f"{interval.goodput:.1%} with {name} {interval.iterations:,} ({_length(interval.seconds)})"
+        for name, interval in intervals.items()
+        if interval is not None
+    )
+    return f"goodput {', '.join(shown)}: {failing}; {saving}"
+
+
+def _length(seconds: float) -> str:
+    """Of time, in the largest unit of which there is one."""
+    for length, unit in ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "s")):
+        if seconds >= length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds * 1000:.0f} ms"
+
+
 def _traffic_table(cost: Cost) -> Table:
-    table = _table("Traffic per rank and iteration")
+    table = headed_table("Traffic per rank and iteration")
     for name in ("group", "ranks", "link", "GiB", "seconds"):
         table.add_column(name, justify="left" if name in ("group", "link") else "right")
     for one in cost.traffic:
-        seconds = "-" if cost.estimate is None else f"{seconds_of(one, cost.rates):.3f}"
+        seconds = "-" if cost.estimate is None else f"{cost.rates.seconds(one):.3f}"
         link = "between nodes" if one.link == "network" else "within a node"
         table.add_row(one.group, str(one.size), link, f"{one.bytes_per_rank / GIB:.3f}", seconds)
     return table
 
 
+def correction_table(correction: Correction) -> Table:
+    """Returns what a run's own plan has beside what the run measured, and the factors that this plan takes over."""
+    table = headed_table(f"Corrected by {correction.source}")
+    for name in ("", "its plan", "measured", "factor"):
+        table.add_column(name, justify="right" if name else "left")
+    for row in correction_rows(correction):
+        table.add_row(*row)
+    table.caption, table.caption_justify = f"over {count(correction.iterations, 'logged iteration')}", "left"
+    return table
+
+
 def render_search(found: Search, name: str) -> Group:
-    table = _table(f"Layouts of {name}, best first")
-    table.padding = (0, 1, 0, 0)
-    unit = next((one.experiment.model.unit for one in found.found), "tokens")
-    for column in ("", "layout", "mb", "states", "recompute", "GiB", "GPU", "time", f"{unit}/s", "MFU"):
-        left = column in ("layout", "states", "recompute")
-        table.add_column(column, justify="left" if left else "right", no_wrap=column != "layout")
-    for number, one in enumerate(found.found[:_MOST_LAYOUTS], start=1):
-        table.add_row(str(number), *_candidate_row(one))
-    legend = "mb: micro batch; states: ZeRO stage or distributed optimizer; recompute: full or selective"
+    table = _candidates(f"Layouts of {name}, best first", found.found, found.found)
+    legend = (
+        "mb: micro batch; states: ZeRO stage, distributed optimizer, reduce_gradients_once; recompute: full, selective"
+    )
     parts: list[RenderableType] = [table, Text(legend, "dim")]
+    rates = found.rates
+    parts.append(f"network: {rates.network_gb_s * 8:g} Gbit/s per node ({rates.network_source})")
     omitted = len(found.found) - _MOST_LAYOUTS
     if omitted > 0:
         parts.append(f"and {count(omitted, 'more layout')} that fit{'s' if omitted == 1 else ''}")
+    if len(front := found.front) > 1:
+        parts += ["", _candidates("Memory against time: no other layout is faster with less", front, found.found)]
+        if len(front) > _MOST_LAYOUTS:
+            parts.append(f"and {len(front) - _MOST_LAYOUTS} more with less memory (--json)")
     if found.rejected:
         parts += ["", Text(f"{len(found.rejected):,} others do not work:", "bold")]
         counted = reasons(found.rejected)
@@ -340,6 +399,20 @@ def render_search(found: Search, name: str) -> Group:
     return Group(*parts)
 
 
+def _candidates(title: str, shown: Sequence[Candidate], found: Sequence[Candidate]) -> Table:
+    """Returns the first rows of ``shown``, each with its number among all that were ``found``."""
+    table = headed_table(title)
+    table.padding = (0, 1, 0, 0)
+    unit = next((one.experiment.model.unit for one in shown), "tokens")
+    for column in ("", "layout", "mb", "states", "recompute", "GiB", "GPU", "time", f"{unit}/s", "MFU"):
+        left = column in ("layout", "states", "recompute")
+        table.add_column(column, justify="left" if left else "right", no_wrap=column != "layout")
+    numbers = {id(one): number for number, one in enumerate(found, start=1)}
+    for one in shown[:_MOST_LAYOUTS]:
+        table.add_row(str(numbers[id(one)]), *_candidate_row(one))
+    return table
+
+
 def _candidate_row(one: Candidate) -> Iterator[str | Text]:
     parallel, model = one.experiment.parallel, one.experiment.model
     estimate = one.cost.estimate
@@ -347,42 +420,18 @@ def _candidate_row(one: Candidate) -> Iterator[str | Text]:
     yield layout_label(parallel, one.data_parallel_size) + (" SP" if parallel.sequence_parallel else "")
     yield str(one.experiment.batch.micro_batch_size)
     yield (
-        f"ZeRO-{parallel.zero_stage}" if parallel.zero_stage else "dist" if parallel.use_distributed_optimizer else ""
+        f"ZeRO-{parallel.zero_stage}"
+        if parallel.zero_stage
+        else "dist"
+        if parallel.use_distributed_optimizer
+        else "once"
+        if parallel.reduce_gradients_once
+        else ""
     )
     full = model.checkpoint_activations or model.recompute_granularity == "full"
     yield "full" if full else "sel" if model.recompute_granularity else ""
     yield f"{one.worst.total_bytes / GIB:.1f}"
-    yield Text(f"{one.worst.share or 0:.0%}", _STYLES[one.worst.fit])
-    yield _seconds(one.seconds)
+    yield Text(f"{one.worst.share or 0:.0%}", STYLES[one.worst.fit])
+    yield seconds(one.seconds)
     yield f"{estimate.tokens_per_second:,.0f}"
     yield "-" if estimate.mfu is None else f"{estimate.mfu:.0%}"
-
-
-def _table(title: str) -> Table:
-    # At least as wide as its title, which would otherwise wrap.
-    width = len(title)
-    return Table(
-        title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False, min_width=width
-    )
-
-
-def _gib(amount: int) -> str:
-    return "-" if amount == 0 else f"{amount / GIB:.3f}" if amount >= GIB / 1000 else "<0.001"
-
-
-def _seconds(value: float) -> str:
-    return f"{value:,.1f} s" if value >= 10 else f"{value:.2f} s" if value >= 1 else f"{value * 1000:.0f} ms"
-
-
-def _flops(value: float) -> str:
-    for size, name in ((1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP")):
-        if value >= size:
-            return f"{value / size:,.2f} {name}"
-    return f"{value / 1e9:,.2f} GFLOP"
-
-
-def _count_short(value: float) -> str:
-    for size, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:,.1f} {name}"
-    return f"{value:,.0f}"

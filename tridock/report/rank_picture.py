@@ -198,16 +198,24 @@ def plot(plan: Plan, path: Path, title: str, captions: Mapping[int, str] | None 
 
     Raises :class:`RequestError` for any other suffix. ``captions`` are texts for the legend by stage.
     """
+    write_picture(path, "the rank map", lambda: draw(plan, title, captions or {}))
+
+
+def write_picture(path: Path, what: str, figure_of: Callable[[], Any]) -> None:
+    """Writes a figure to ``path``, as PNG or SVG by its suffix. The same figure gives the same bytes.
+
+    Raises :class:`RequestError` for any other suffix.
+    """
     picture = path.suffix.lower().removeprefix(".")
     if picture not in _METADATA:
-        what, todo = "the rank map is drawn as PNG or SVG", "end the file's name in .png or .svg"
-        raise RequestError(Problem(str(path), what, path.suffix or "no suffix", todo))
+        todo = "end the file's name in .png or .svg"
+        raise RequestError(Problem(str(path), f"{what} is drawn as PNG or SVG", path.suffix or "no suffix", todo))
 
     import matplotlib as mpl
 
     buffer = io.BytesIO()
     with mpl.rc_context({"svg.hashsalt": "tridock", "svg.fonttype": "none", "font.family": "DejaVu Sans"}):
-        figure = draw(plan, title, captions or {})
+        figure = figure_of()
         resolution = min(_DPI, _LARGEST / max(figure.get_size_inches()))
         figure.savefig(buffer, format=picture, dpi=resolution, metadata=_METADATA[picture])
     run_folder.write_atomic(path, buffer.getvalue())

@@ -1,12 +1,13 @@
 """Tables of runs for a terminal: the runs of a cluster, and what a reproduction found."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Column, Table
 
-from tridock.contracts.node_answers import RunInfo
+from tridock.contracts.node_answers import QueuedRun, RunInfo
 from tridock.differences import Difference
 from tridock.report.markup import printable
 from tridock.reproduction.outcome import Outcome, Point
@@ -26,6 +27,16 @@ def status_table(runs: Sequence[RunInfo]) -> Table:
             _speed(metrics),
             f"{_time(run.age_s, units=1)} ago" if metrics and run.age_s is not None else "",
         )
+    return table
+
+
+def queue_table(queued: Sequence[QueuedRun]) -> Table:
+    """Returns a table of the runs that wait, in their order."""
+    table = Table("queued run", "since (UTC)", "slots", "waits for", title="queue", title_justify="left")
+    for run in queued:
+        slots = "; ".join(f"{node}: {','.join(map(str, numbers))}" for node, numbers in run.slots.items())
+        since = datetime.fromtimestamp(run.since, UTC)
+        table.add_row(run.run_id, f"{since:%Y-%m-%d %H:%M}", slots, ", ".join(run.waits_for))
     return table
 
 

@@ -12,12 +12,17 @@ from tridock.contracts import run_folder
 from tridock.contracts.events import Event
 from tridock.contracts.records import Record, check_run, read_lines, read_metrics, read_object, read_plan
 from tridock.engines import engine_of
+from tridock.errors import RequestError
 from tridock.experiment import is_command, load_command, load_experiment
 from tridock.experiment.flops import model_flops_per_token
 from tridock.experiment.model import Model
-from tridock.plan import Plan
+from tridock.plan import Assumptions, Plan
+from tridock.plan.correction import Correction
+from tridock.plan.from_run import correction_of
+from tridock.plan.rates import GIVEN
 from tridock.report.columns import Columns, Curve
 from tridock.report.markup import gib, seconds
+from tridock.report.measured_run import read_measured_run
 from tridock.report.megatron_log import MegatronLog, read_log, read_phases
 from tridock.report.summary import Summary, rows_of, rows_of_command, summary_of
 
@@ -58,6 +63,8 @@ class Subject:
     is_log: bool = False
     phases_add_up: bool = False
     """Whether the phases of a step add up to its time. Megatron's timers contain each other."""
+    correction: Correction | None = None
+    """By which a plan takes over what the run measured; None where it measured too little."""
     occasions: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Duration in seconds of each evaluation and each checkpoint."""
 
@@ -108,10 +115,22 @@ def of_run(folder: Path) -> Subject:
         experiment=experiment.model_dump(mode="json"),
         plan_document=document,
         plan=plan_of(document),
+        correction=_correction(folder, document),
         memory=_memory_by_rank(iterations, events),
         peak_memory=summary.peak_memory_bytes,
         summary=summary,
     )
+
+
+def _correction(folder: Path, document: Record) -> Correction | None:
+    """With the network's rate that was given to the run's plan."""
+    rates = _of(document, "cost", "rates")
+    gb_s = _of(rates, "network_gb_s") if _of(rates, "network_source") == GIVEN else None
+    known = Assumptions(network_gbit=8 * gb_s if gb_s is not None and _positive(gb_s) else None)
+    try:
+        return correction_of(read_measured_run(folder), known)
+    except RequestError:
+        return None
 
 
 def _columns(iterations: Sequence[Record]) -> Columns:
@@ -149,7 +168,7 @@ def plan_of(document: Record) -> Plan | None:
     """Returns the plan in a run's ``plan.json``, or None if there is none."""
     try:
         return Plan.of(document) if document["ranks"] else None
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         return None
 
 

@@ -6,14 +6,18 @@ ranks. It prints one JSON object a line: rank 0's result, or the error of a rank
 
 import argparse
 import base64
+import functools
 import json
 import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any, Protocol
 
 from tridock.contracts import environment
+from tridock.contracts.codec import encode
 
 _ROUNDS = 4
 _SLOW = 0.3
@@ -21,8 +25,15 @@ _SLOW = 0.3
 _MEGABYTES = {"gloo": 8, "nccl": 256}
 
 
-def main() -> int:
-    """Runs this node's ranks; returns 0 if all succeeded, 142 after a timeout, else 1."""
+class Measure(Protocol):
+    """What a rank measures; rank 0 prints its result as JSON."""
+
+    def __call__(self, rank: int, slot: int, timeout: timedelta, nodes: int) -> object: ...
+
+
+def main(measure: Measure | None = None) -> int:
+    """Runs this node's ranks with ``measure``, by default the all-reduce; returns 0 if all succeeded, 142 after a
+    timeout, else 1."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--world", required=True, help="base64 of a JSON object: node to slots, in order")
     parser.add_argument("--node-rank", type=int, required=True)
@@ -46,14 +57,15 @@ def main() -> int:
     slow = f" (to load torch took {load_s:.0f} of {given.limit} s: its processors or its disk are busy)"
     why = slow if load_s > given.limit * _SLOW else ""
     places = enumerate(slots[given.node_rank])
-    children = [_fork(first + place, slot, max(1, int(remaining)), why) for place, slot in places]
+    of_rank = functools.partial(measure or _measure, nodes=len(slots))
+    children = [_fork(of_rank, first + place, slot, max(1, int(remaining)), why) for place, slot in places]
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     if any(code == -signal.SIGALRM for code in codes):
         return 128 + signal.SIGALRM
     return 1 if any(codes) else 0
 
 
-def _fork(rank: int, slot: int, limit: int, why: str) -> int:
+def _fork(measure: Callable[[int, int, timedelta], object], rank: int, slot: int, limit: int, why: str) -> int:
     sys.stdout.flush()
     child = os.fork()
     if child:
@@ -61,40 +73,48 @@ def _fork(rank: int, slot: int, limit: int, why: str) -> int:
     signal.alarm(limit)  # alarms are not inherited
     code = 1
     try:
-        code = _rank(rank, slot, limit, why)
+        code = _rank(measure, rank, slot, limit, why)
     finally:
         sys.stdout.flush()
         os._exit(code)  # Gloo's threads may abort a process whose work is done
 
 
-def _rank(rank: int, slot: int, limit: int, why: str) -> int:
+def _rank(measure: Callable[[int, int, timedelta], object], rank: int, slot: int, limit: int, why: str) -> int:
     """Measures, and prints the result or the error, followed by ``why``; returns the exit code."""
     from tridock.train.rank.collective_errors import reason
 
     try:
-        result = _measure(rank, slot, timedelta(seconds=max(2, limit - 3)))
+        result = measure(rank, slot, timedelta(seconds=max(2, limit - 3)))
     except Exception as error:
         print(json.dumps({"rank": rank, "error": reason(error) + why}), flush=True)
         return 1
     if rank == 0:
-        print(json.dumps(result), flush=True)
+        print(encode(result), flush=True)
     return 0
 
 
-def _measure(rank: int, slot: int, timeout: timedelta) -> dict[str, object]:
-    """Joins the group, sums, checks the sum. Bandwidth is nccl-tests' ``busbw``: 2 (n - 1) / n x bytes / seconds."""
-    import torch
+def join(rank: int, slot: int, timeout: timedelta) -> tuple[Any, str]:
+    """Joins the group of all ranks; returns this rank's device and the backend."""
     import torch.distributed as dist
 
     from tridock.train.rank.device import choose_device
 
     os.environ["CUDA_VISIBLE_DEVICES"] = _device_of(slot)
     device = choose_device(0)
-    on_gpu = device.type == "cuda"
-    backend = "nccl" if on_gpu else "gloo"
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, rank=rank, world_size=int(os.environ["WORLD_SIZE"]), timeout=timeout)
+    return device, backend
+
+
+def _measure(rank: int, slot: int, timeout: timedelta, nodes: int) -> object:  # noqa: ARG001  of other measures
+    """Joins the group, sums, checks the sum. Bandwidth is nccl-tests' ``busbw``: 2 (n - 1) / n x bytes / seconds."""
+    import torch
+    import torch.distributed as dist
+
     size = int(os.environ["WORLD_SIZE"])
     began = time.perf_counter()
-    dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout)
+    device, backend = join(rank, slot, timeout)
+    on_gpu = device.type == "cuda"
     values = torch.empty(_MEGABYTES[backend] << 18, device=device)  # of four bytes each
     seconds = []
     for _ in range(_ROUNDS):

@@ -1,11 +1,8 @@
 """The training loop of the engines ``torch`` and ``megatron-core``, which supply their own :class:`Parts`."""
 
 import math
-import os
-import shutil
-import sysconfig
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -25,6 +22,7 @@ from tridock.train.checkpoints.choice import choose, holds_checkpoint
 from tridock.train.checkpoints.files import TORCH, Names
 from tridock.train.checkpoints.progress import PROGRESS, Progress, check_fit, read_progress
 from tridock.train.checkpoints.saver import Saver, saves_in_background
+from tridock.train.compiler import compiler_problems
 from tridock.train.data.dataset import load_splits, mixed_seed
 from tridock.train.data.images import load_images
 from tridock.train.data.prefetch import Arrays, Prefetcher, Split
@@ -39,6 +37,7 @@ from tridock.train.rank.metrics import Metrics
 from tridock.train.rank.phases import DATA, EVALUATION, step_seconds
 from tridock.train.rank.process_group import AgreedError, AnyRank, PeakMemory, Ranks, agree_on_errors, mean_over_ranks
 from tridock.train.rank.profiling import Profiling
+from tridock.train.sampling import Sampler
 from tridock.train.schedule import learning_rate
 
 
@@ -78,7 +77,7 @@ def torch_parts(experiment: Experiment, run_folder: Path, workspace: Path, ranks
     experiment = experiment.resolved(replicas)
     with agree_on_errors(ranks):
         check_batch(experiment, replicas)
-        if experiment.train.compile and ranks.device.type == "cpu" and (missing := list(compiler_problems())):
+        if experiment.train.compile and (missing := list(compiler_problems(ranks.device.type))):
             raise RequestError(missing)
         splits = (load_images if experiment.model.is_vision else load_splits)(experiment, workspace)
     torch.manual_seed(experiment.train.seed)  # the same weights on all ranks
@@ -157,6 +156,10 @@ class Trainer:
         self._logged_at, self._logged_iteration = time.monotonic(), self.progress.iteration
         self._compiles_evaluation = experiment.train.compile
         self._any_rank = AnyRank(ranks)
+        self._sampler = None
+        if train.sample_prompts:
+            tokens = self.splits["train"].vocab_size
+            self._sampler = Sampler(self.experiment, workspace, self.strategy, tokens, ranks)
 
     def run(self) -> None:
         """Trains from where the run stands to its last iteration, then evaluates on the test split."""
@@ -167,6 +170,8 @@ class Trainer:
             for iteration in range(self.progress.iteration + 1, self.experiment.train.train_iters + 1):
                 self.iterate(iteration)
         self.evaluate("test")
+        if not self.experiment.train.eval_interval:
+            self.sample()
         self.metrics.close()
 
     def iterate(self, iteration: int) -> None:
@@ -182,6 +187,7 @@ class Trainer:
         is_preempted = train.save and signals.save_requested(self._any_rank)
         if train.eval_interval and not is_preempted and (last or iteration % train.eval_interval == 0):
             self.evaluate("valid")
+            self.sample()
         if train.save and (last or is_preempted or (train.save_interval and iteration % train.save_interval == 0)):
             self.save(is_last=last or is_preempted)
         if is_preempted:
@@ -255,9 +261,7 @@ class Trainer:
         total, count = torch.zeros((), device=self.ranks.device), self.experiment.train.eval_iters
         with self.phases.inside(EVALUATION):
             for number in range(count):
-                # The first evaluation compiles the layers again, without gradients, and may take as long as a start.
-                compiles, self._compiles_evaluation = self._compiles_evaluation, False
-                heartbeat.beat(heartbeat.START if compiles else heartbeat.EVAL)
+                self.begin_pass()
                 then = (number + 1) * size if number + 1 < count else None
                 total += self.strategy.evaluate(self.prefetcher.get(samples, number * size, then))
             loss = mean_over_ranks(total / count)
@@ -267,6 +271,27 @@ class Trainer:
             Event.EVALUATION, iteration=self.progress.iteration, split=split, loss=loss, seconds=round(seconds, 3)
         )
         self.say(f"{split} loss after iteration {self.progress.iteration}: {loss:.4f}")
+        self._logged_at += seconds  # not training time
+        heartbeat.beat(heartbeat.TRAIN)
+
+    def begin_pass(self) -> None:
+        """A forward pass follows. The first compiles the layers again, without gradients: as long as a start."""
+        compiles, self._compiles_evaluation = self._compiles_evaluation, False
+        heartbeat.beat(heartbeat.START if compiles else heartbeat.EVAL)
+
+    def sample(self) -> None:
+        """Records how the model continues ``train.sample_prompts``."""
+        if self._sampler is None:
+            return
+        started, iteration, prompts = time.monotonic(), self.progress.iteration, self.experiment.train.sample_prompts
+        with self.phases.inside(EVALUATION):
+            texts = self._sampler.texts(self.begin_pass)
+        seconds = time.monotonic() - started
+        samples = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=False)]
+        self.event(Event.SAMPLES, iteration=iteration, samples=samples, seconds=round(seconds, 3))
+        self.metrics.samples(iteration, samples)
+        for it in samples:
+            self.say(f"sample after iteration {iteration}: {(it['prompt'] + it['text'])!r}")
         self._logged_at += seconds  # not training time
         heartbeat.beat(heartbeat.TRAIN)
 
@@ -337,20 +362,3 @@ def check_batch(experiment: Experiment, data_parallel_size: int) -> None:
         what = f"is no multiple of micro_batch_size x data parallel ranks = {product}"
         todo = f"use a multiple of {samples}"
         raise RequestError(Problem("batch.global_batch_size", what, str(batch.global_batch_size), todo))
-
-
-_TODO = "or set it to false"
-
-
-def compiler_problems(env: Mapping[str, str] = os.environ, headers: Path | None = None) -> Iterator[Problem]:
-    """What ``torch.compile`` lacks on CPU ranks: a C++ compiler, Python's headers.
-
-    torch itself would fail with a traceback in the middle of the first step."""
-    compiler = env.get("CXX", "g++")
-    if shutil.which(compiler, path=env.get("PATH", os.defpath)) is None:
-        what, todo = "needs a C++ compiler where the ranks are on the CPU", "install g++, name another in CXX, "
-        yield Problem("train.compile", what, f"no {compiler} on the PATH", todo + _TODO)
-    header = (headers or Path(sysconfig.get_path("include"))) / "Python.h"
-    if not header.is_file():
-        what, todo = "needs Python's headers where the ranks are on the CPU", "install python3-dev, "
-        yield Problem("train.compile", what, f"no {header}", todo + _TODO)

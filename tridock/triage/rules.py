@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Final, Literal
 
 from tridock.contracts.events import Cause, Event
-from tridock.strict_yaml import parse_yaml, read_text
+from tridock.strict_yaml import read_text
+from tridock.yaml_text import parse_yaml
 
 
 @dataclass(frozen=True, slots=True)

@@ -273,6 +273,40 @@ def test_filters(hostfile: Path) -> None:
     assert load_message(hostfile, include="::1:0").startswith("--include: has more than one colon in a host; ")
 
 
+def test_the_first_nodes_and_slots(hostfile: Path) -> None:
+    settings_file(hostfile, "spares: [node-1]")
+    cluster = load_cluster(hostfile)
+    assert cluster.first(None, None) == cluster
+    few = cluster.first(2, 1)
+    assert (few.slots, few.spares) == ({"10.0.0.2": (0,), "ip6-2001-db8--3": (0,)}, {"node-1": (0, 1)})
+    assert load_cluster(hostfile, include="node-1:1").first(1, 1).slots == {"node-1": (1,)}
+    for nodes, slots, problem in (
+        (3, None, "--nodes: is more than the hostfile has; got 3; give at most 2"),
+        (0, None, "--nodes: must be 1 or more; got 0; give 1 to 2"),
+        (2, 2, "--slots: is more than 10.0.0.2 has; got 2; give at most 1"),
+        (None, -1, "--slots: must be 1 or more; got -1; give 1 to 1"),
+    ):
+        with pytest.raises(RequestError) as caught:
+            cluster.first(nodes, slots)
+        assert str(caught.value) == problem
+
+
+@pytest.mark.parametrize(
+    ("image", "name"),
+    [
+        ("mine", "tridock-wrapped/mine:latest"),
+        ("pytorch/pytorch:2.9-Cuda", "tridock-wrapped/pytorch/pytorch:2.9-Cuda"),
+        ("registry.lab:5000/team/mine:1", "tridock-wrapped/registry.lab-5000/team/mine:1"),
+        ("mine:1@sha256:0123456789abcdef", "tridock-wrapped/mine:0123456789ab"),
+    ],
+)
+def test_an_image_to_wrap(hostfile: Path, image: str, name: str) -> None:
+    settings_file(hostfile, f"image: {image}\nwrap: true")
+    cluster = load_cluster(hostfile)
+    assert (cluster.settings.image, cluster.wraps) == (name, image)
+    assert load_cluster(hostfile).with_image("other:1", wrap=False).wraps is None
+
+
 def test_a_missing_hostfile_or_an_unreadable_settings_file(hostfile: Path) -> None:
     missing = hostfile.with_name("nothing")
     assert load_message(missing) == (

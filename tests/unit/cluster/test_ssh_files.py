@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+from tests.sources import nodes
 from tridock.cluster.keys import ssh_config
 from tridock.cluster.settings import load_cluster
 from tridock.contracts import cluster_ssh
@@ -24,7 +25,7 @@ def test_no_other_module_sets_an_ssh_option() -> None:
         f"{path.relative_to(SOURCE)}: {node.value}"
         for path in sorted(SOURCE.rglob("*.py"))
         if path != SOURCE / "contracts" / "cluster_ssh.py"
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in nodes(path)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith(options)
     ]
     assert found == []

@@ -10,6 +10,7 @@ import pytest
 from tridock.cluster.settings import Cluster, load_cluster
 from tridock.cluster.transports import ComposeTransport, HostFacts, SshTransport, transport_of
 from tridock.command import Command
+from tridock.errors import RequestError
 
 FACTS = HostFacts(uid=1000, gid=100, home="/home/ada", gpus=8, infiniband=False)
 IMAGE = "sha256:0123"
@@ -117,6 +118,17 @@ def test_a_twin_is_composes(tmp_path: Path) -> None:
             "node-2": {"environment": {"A": "$$x", "B": "1"}, "labels": {"tridock.recipe": "ef"}},
         }
     }
+
+
+def test_containers_of_a_twin_are_set_in_composes_file(tmp_path: Path) -> None:
+    transport_of(cluster(tmp_path, "transport: compose\ncontainer: {ipc: host}\n"))  # as it is by default
+    with pytest.raises(RequestError) as refused:
+        transport_of(cluster(tmp_path, "transport: compose\ncontainer: {mounts: ['/a:/b'], gpus: all}\n"))
+    why = "has no effect with transport: compose"
+    assert str(refused.value).splitlines() == [
+        f"{tmp_path}/lab.yaml: container.gpus: {why}; got all; set it in docker-compose.yml",
+        f"{tmp_path}/lab.yaml: container.mounts: {why}; got ('/a:/b',); set it in docker-compose.yml",
+    ]
 
 
 def test_a_twins_recipe_changes_with_what_compose_would_read(tmp_path: Path) -> None:

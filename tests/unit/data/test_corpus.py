@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -64,9 +63,7 @@ def test_made_once_then_ready(tmp_path: Path) -> None:
     assert tokenizer.decode(first[:-1]) == next(corpus.standard_library_sources())[1]
 
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
-    started = time.monotonic()
     again = prepare(tmp_path, 512, said)
-    assert time.monotonic() - started < 1.0
     assert not again.made
     assert (again.prefix, again.tokens, again.documents) == (made.prefix, made.tokens, made.documents)
     assert said[-1] == f"data: {made.tokens:,} tokens of {made.documents:,} documents are already in {tmp_path}"

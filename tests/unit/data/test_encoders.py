@@ -45,7 +45,7 @@ def message(kind: type[TridockError], action: object) -> str:
 
 def assert_same(fast: Fast, reference: Reference, texts: list[str]) -> None:
     found, expected = fast.encode(texts), reference.encode(texts)
-    assert {ids.dtype for ids in (*found, *expected)} <= {np.dtype(np.uint32)}
+    assert {ids.dtype for ids in (*found, *expected)} <= {np.dtype(np.uint32), np.dtype(np.uint16)}
     assert [ids.tolist() for ids in found] == [ids.tolist() for ids in expected]
 
 
@@ -132,6 +132,15 @@ def test_texts_with_newer_characters_are_cut_where_a_word_ends(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encoders, "_PIECE_CHARACTERS", 3)
         assert_same(fast, reference, texts)
+
+
+@given(texts=st.lists(st.text("ab1 .,'\n\t!\u3002\u4e2d\ua7ce", max_size=60), max_size=4))
+def test_long_texts_are_cut_where_a_word_ends(fast: Fast, reference: Reference, texts: list[str]) -> None:
+    expected = reference.tokenizer.encode_batch(texts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encoders, "LONG_TEXT", 3)
+        for encoder in (fast, reference):
+            assert [ids.tolist() for ids in encoder.encode(texts)] == expected
 
 
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -9,6 +9,7 @@ import pytest
 
 from tridock.cli import main
 from tridock.data.dataset.indexed_dataset import IndexedDataset
+from tridock.data.tokenize import encoders, huggingface
 from tridock.data.tokenize.huggingface import HuggingFaceTokenizer
 from tridock.errors import RequestError
 
@@ -70,3 +71,17 @@ def test_what_is_wrong_is_named(folder: Path, tmp_path: Path, capsys: pytest.Cap
         RequestError, match="cannot be read as a tokenizer; got No such file or directory; name a folder"
     ):
         HuggingFaceTokenizer(tmp_path)
+
+
+def test_a_long_text_has_the_ids_of_the_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = ["one line and<end> another line, 12  lines\n\n and  one", "one", "", "o" * 40]
+    encoder = HuggingFaceTokenizer(folder)
+    whole = [ids.tolist() for ids in encoder.encode(texts)]
+    assert all(ids[0] == 0 for ids in whole)
+    monkeypatch.setattr(huggingface, "LONG_TEXT", 3)
+    monkeypatch.setattr(encoders, "LONG_TEXT", 3)
+    calls = []
+    encode = encoder._encode
+    monkeypatch.setattr(encoder, "_encode", lambda *given, **named: (calls.append(given), encode(*given, **named))[1])
+    assert [ids.tolist() for ids in encoder.encode(texts)] == whole
+    assert len(calls) > 12

@@ -81,7 +81,8 @@ def test_flags_that_cannot_be_done_are_told_all_at_once(folder: Path, capsys: py
     assert capsys.readouterr().err.splitlines() == [
         "--split-sentences: is not supported: texts are not split into sentences; leave it out (GPT needs none), or "
         "use Megatron's tools/preprocess_data.py",
-        "--tokenizer-type: must be GPT2BPETokenizer, HuggingFaceTokenizer or vocab; got BertWordPieceCase; "
+        "--tokenizer-type: must be GPT2BPETokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, "
+        "GPTSentencePieceTokenizer, Llama2Tokenizer, TikTokenizer, NullTokenizer or vocab; got BertWordPieceCase; "
         "give one of them",
         "--dataset-impl: must be mmap; got lazy; leave it out: the engines read mmap",
         "--workers: must be at least 1; got 0; raise it, or leave it out",

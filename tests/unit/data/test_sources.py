@@ -8,6 +8,7 @@ import json
 import lzma
 import os
 import sys
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tridock.data.dataset.manifest import Input
+from tridock.data.input import sources
 from tridock.data.input.files import find_sources, kind_of_name
 from tridock.data.input.sources import Chunk, Kind, Source, lines_of, read_again, read_chunks
 from tridock.errors import RequestError
@@ -302,3 +304,29 @@ def test_parquet(tmp_path: Path) -> None:
     text = message(lambda: list(read_chunks(0, source, ["text"], 9)))
     assert text.startswith(f"{path}: is not valid Parquet; got Parquet magic bytes not found in footer.")
     assert text.endswith("; copy the file again")
+
+
+@pytest.mark.parametrize("name", ["plain", *COMPRESSORS])
+def test_a_line_that_memory_may_not_hold_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(sources, "_LONGEST_LINE", 1 << 20)
+    path = tmp_path / "a.jsonl"
+    data = b"1\n2\n3\n" + b"x" * (3 << 20) + b"\n4\n"
+    path.write_bytes(data if name == "plain" else COMPRESSORS[name](data))
+    with pytest.raises(RequestError) as caught:
+        list(read_chunks(0, Source("a.jsonl", path, Kind.JSONL), ["text"], 100_000))
+    assert str(caught.value).startswith("a.jsonl:4: is longer than 1 MiB; put each document on a line of its own: ")
+
+
+def test_a_small_file_of_zstd_that_is_gigabytes_takes_little_memory(tmp_path: Path) -> None:
+    library = pytest.importorskip("zstandard")
+    stream, size, block = library.ZstdCompressor().compressobj(), 256, b"x" * (1 << 20) + b"\n"
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"".join([*(stream.compress(block) for _ in range(size)), stream.flush()]))
+    assert path.stat().st_size < 100_000
+    tracemalloc.start()
+    try:
+        lines = sum(chunk.lines for chunk in read_chunks(0, Source("a", path, Kind.TEXT), ["text"], 1 << 21))
+        assert tracemalloc.get_traced_memory()[1] < 200 << 20
+    finally:
+        tracemalloc.stop()
+    assert lines == size

@@ -12,12 +12,14 @@ import pytest
 from pydantic import BaseModel
 
 from tests.experiments import make_plan, with_fields
+from tests.sources import nodes
 from tridock.engines import ENGINES, RankProgram, rank_program
 from tridock.engines.fields import Declared, Fields, Honoured, Refused, Unused
 from tridock.experiment import Experiment
 from tridock.plan.legality import layout_problems
 
 ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.xdist_group("sources")
 BASE: dict[str, Any] = {
     "name": "tiny",
     "model": {"num_layers": 8, "hidden_size": 64, "num_attention_heads": 8, "seq_length": 64},
@@ -29,6 +31,7 @@ BASE: dict[str, Any] = {
 IMAGES = {"model": {"preset": "resnet50"}, "parallel.strategy": "ddp"}
 STORED = {"model.checkpoint_activations": True}
 FULL = {"model.recompute_granularity": "full", "model.recompute_method": "uniform", "model.recompute_num_layers": 1}
+MOE = {"model.num_moe_experts": 4, "model.add_bias_linear": False}
 ROPE = {"model.position_embedding_type": "rope"}
 PIPELINE = {"parallel.pipeline_model_parallel_size": 2}
 INTERLEAVED = {
@@ -48,6 +51,11 @@ CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.kv_channels": (16, {}),
     "model.num_query_groups": (2, {}),
     "model.ffn_hidden_size": (96, {}),
+    "model.num_moe_experts": (8, MOE),
+    "model.moe_router_topk": (3, MOE),
+    "model.moe_ffn_hidden_size": (96, MOE),
+    "model.moe_router_load_balancing_type": ("seq_aux_loss", MOE),
+    "model.moe_aux_loss_coeff": (0.1, MOE),
     "model.seq_length": (32, {}),
     "model.max_position_embeddings": (128, {}),
     "model.position_embedding_type": ("rope", {}),
@@ -81,6 +89,7 @@ CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.num_classes": (10, IMAGES),
     "parallel.strategy": ("zero", DDP),
     "parallel.data_parallel_shard_size": (2, FSDP),
+    "parallel.reduce_gradients_once": (True, FSDP),
     "parallel.pipeline_schedule": ("gpipe", {**DDP, **PIPELINE}),
     "parallel.zero_stage": (1, ZERO),
     "parallel.tensor_model_parallel_size": (2, DDP),
@@ -88,6 +97,8 @@ CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
     "parallel.virtual_pipeline_model_parallel_size": (4, {**DDP, **INTERLEAVED}),
     "parallel.use_tp_pp_dp_mapping": (True, {**DDP, **PIPELINE}),
     "parallel.context_parallel_size": (2, {}),
+    "parallel.expert_model_parallel_size": (2, MOE),
+    "parallel.expert_tensor_parallel_size": (2, MOE),
     "parallel.sequence_parallel": (True, {"parallel.tensor_model_parallel_size": 2}),
     "parallel.use_distributed_optimizer": (True, {}),
     "batch.micro_batch_size": (1, {}),
@@ -116,6 +127,8 @@ CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
     "train.log_interval": (5, {}),
     "train.eval_interval": (5, {}),
     "train.eval_iters": (5, {}),
+    "train.sample_prompts": (("Once",), {}),
+    "train.sample_tokens": (5, {}),
     "train.save_interval": (5, {}),
     "train.save": (False, {}),
     "train.keep_checkpoints": (2, {}),
@@ -127,12 +140,15 @@ CHANGED: dict[str, tuple[Any, dict[str, Any]]] = {
     "train.tf32": (True, {}),
     "train.tensorboard": (False, {}),
     "train.profile_iters": (5, {}),
+    "launch.launcher": ("ssh", {}),
     "launch.master_port": (29999, {}),
     "launch.hang_timeout": (99, {}),
     "restart.max": (3, {}),
     "restart.window": (99, {}),
     "restart.node_timeout": (99, {}),
     "restart.min_nodes": (2, {}),
+    "trackers": ([{"name": "wandb"}], {}),
+    "notify": ([{"variable": "A"}], {}),
     "megatron_args": (("--num-workers", "0"), {}),
     "deepspeed": ({"wall_clock_breakdown": True}, ZERO),
     "env": ({"A": "b"}, {}),
@@ -194,11 +210,6 @@ def program(given: Experiment) -> RankProgram:
     return rank_program(given, make_plan(given, {"a": range(8)}, "e.yaml"), "id", "/workspace/runs/id")
 
 
-@functools.cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
 def imported(module: str) -> Iterator[Path]:
     """The files of ``train`` and ``data`` that a rank's program imports, wherever it does."""
     seen: set[Path] = set()
@@ -212,20 +223,25 @@ def imported(module: str) -> Iterator[Path]:
         if module != "tridock.train" and name.startswith(tuple(OF_TORCH)):
             continue
         seen.add(file)
-        for node in ast.walk(parsed(file)):
+        for node in nodes(file):
             if isinstance(node, ast.ImportFrom) and node.module:
                 waiting += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
     yield from seen
 
 
 @functools.cache
+def model_functions() -> dict[str, ast.FunctionDef]:
+    found = nodes(ROOT / "tridock/experiment/model.py")
+    return {node.name: node for node in found if isinstance(node, ast.FunctionDef)}
+
+
+@functools.cache
 def behind(section: str, name: str) -> frozenset[str]:
     """The fields that a property of the model reads, or the name itself."""
-    functions = (node for node in ast.walk(parsed(ROOT / "tridock/experiment/model.py")) if hasattr(node, "body"))
-    found = [node for node in functions if isinstance(node, ast.FunctionDef) and node.name == name]
+    found = model_functions().get(name)
     if section != "model" or not found:
         return frozenset({name})
-    inner = (node for node in ast.walk(found[0]) if isinstance(node, ast.Attribute))
+    inner = (node for node in ast.walk(found) if isinstance(node, ast.Attribute))
     return frozenset().union(*(behind(section, node.attr) for node in inner if getattr(node.value, "id", "") == "self"))
 
 
@@ -236,8 +252,8 @@ def fields_read(module: str) -> frozenset[str]:
     Read is an attribute of something that is called like its section, as in ``experiment.train.seed``, or ``settings``.
     """
     rooms = (path for room in LAUNCH for path in (ROOT / "tridock" / room).rglob("*.py"))
-    nodes = (node for path in (imported(module) if module else rooms) for node in ast.walk(parsed(path)))
-    found = (node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load))
+    read_by = (node for path in (imported(module) if module else rooms) for node in nodes(path))
+    found = (node for node in read_by if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load))
     owners = ((node.value, node.attr) for node in found)
     named = ((getattr(owner, "attr", getattr(owner, "id", "")), name) for owner, name in owners)
     read = {(section, field) for section, name in named for field in behind(section, name)}
@@ -281,7 +297,7 @@ def test_a_field_is_what_the_engine_declares(engine: str, path: str) -> None:
     is_changed = started != program(after) or rows[0] != rows[1]
     differing = set(different(before, after))
     is_read = bool(differing & fields_read(started.module))
-    if path.split(".")[0] in ("name", "launch", "restart"):
+    if path.split(".")[0] in ("name", "launch", "restart", "trackers", "notify"):
         is_read = bool(differing & fields_read(""))
     if isinstance(what, Unused):
         assert not is_changed

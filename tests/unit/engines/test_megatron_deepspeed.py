@@ -95,7 +95,7 @@ def test_every_option_is_known_to_belong_to_the_experiment(layout: str) -> None:
 def test_megatron_and_deepspeed_never_disagree(
     tensor: int, stages: int, data: int, micro: int, steps: int, precision: str, zero: int
 ) -> None:
-    stage = max(min(zero, 1) if stages > 1 else zero, precision == "fp16")
+    stage = max(min(zero, 1) if stages > 1 else zero, int(precision == "fp16"))
     parallel = {
         "tensor_model_parallel_size": tensor,
         "pipeline_model_parallel_size": stages,

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
+from tests.sources import SOURCES, nodes
 from tridock.engines import ENGINES
 from tridock.experiment.schema import DEFAULT_STRATEGY, Engine
 
 ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.xdist_group("sources")
 HOME = ROOT / "tridock" / "engines"
 MODULE_NAMES = {ROOT / "tridock" / "train" / "checkpoints" / "pickles.py"}
 """Compares names of Python modules, of which torch is one."""
@@ -25,9 +27,9 @@ def named(node: ast.AST) -> bool:
     return isinstance(node, ast.Tuple | ast.List | ast.Set) and any(map(named, node.elts))
 
 
-def comparisons(source: str) -> Iterator[int]:
+def comparisons(nodes: Iterable[ast.AST]) -> Iterator[int]:
     """The lines that compare something with an engine's name."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         sides: list[ast.expr] = []
         if isinstance(node, ast.Compare):
             sides = [node.left, *node.comparators]
@@ -48,14 +50,13 @@ def comparisons(source: str) -> Iterator[int]:
     ],
 )
 def test_a_comparison_is_seen(source: str) -> None:
-    assert list(comparisons(source))
+    assert list(comparisons(ast.walk(ast.parse(source))))
 
 
 def test_only_the_engines_compare_engine_names() -> None:
-    paths = [ROOT / "fabfile.py", *sorted((ROOT / "tridock").rglob("*.py"))]
-    paths = [path for path in paths if HOME not in path.parents and path not in MODULE_NAMES]
+    paths = [path for path in SOURCES if HOME not in path.parents and path not in MODULE_NAMES]
     assert len(paths) > 200
-    found = [f"{path.relative_to(ROOT)}:{line}" for path in paths for line in comparisons(path.read_text())]
+    found = [f"{path.relative_to(ROOT)}:{line}" for path in paths for line in comparisons(nodes(path))]
     assert found == []
 
 

@@ -46,6 +46,7 @@ def test_gpt_xl_has_gpt3s_heads_unless_others_are_given() -> None:
         ("qwen3-0.6b", 596_049_920),
         ("qwen3-8b", 8_190_735_360),
         ("smollm2-135m", 134_515_008),
+        ("mixtral-8x7b", 46_702_792_704),
         ("gpt2", 124_439_808),
         ("gpt2-xl", 1_557_611_200),
     ],
@@ -53,6 +54,15 @@ def test_gpt_xl_has_gpt3s_heads_unless_others_are_given() -> None:
 def test_presets_have_the_parameters_that_are_published(preset: str, parameters: int) -> None:
     model = Model.model_validate({"preset": preset, "seq_length": 1024})
     assert model_parameters(model, model.vocab_size or 50257) == parameters
+
+
+def test_a_mixture_of_experts_works_on_a_token_with_some_of_them() -> None:
+    """Mixtral 8x7B: 12.9 B of its 46.7 B parameters (Jiang et al., 2024); the others take no FLOPs."""
+    model = Model.model_validate({"preset": "mixtral-8x7b", "seq_length": 1024})
+    assert model_parameters(model, 32000, active=True) == 12_879_925_248
+    layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 2 * 3 * 4096 * 14336 + 8 * 4096
+    wanted = 3 * 2 * (32 * (layer + 2 * 1024 * 4096) + 4096 * 32000)
+    assert model_flops_per_token(model, 32000) == pytest.approx(wanted)
 
 
 @given(groups=st.sampled_from((1, 2, 4, 8)), width=SIZES, ffn=SIZES, swiglu=st.booleans(), sequence=SIZES)

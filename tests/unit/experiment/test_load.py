@@ -75,7 +75,8 @@ fp16: 3
          "mend the syntax at this place"),
         ("- a\n", "e.yaml: must be a mapping of fields; got list; write `field: value` lines"),
         (GOOD + "zz: 1\n", "e.yaml: zz: is not a field; got 1; remove it, or use one of name, engine, model, parallel, "
-         "batch, data, optimizer, precision, fp16, train, launch, restart, megatron_args, deepspeed, env"),
+         "batch, data, optimizer, precision, fp16, train, launch, restart, trackers, notify, megatron_args, "
+         "deepspeed, env"),
         (GOOD + "launch: {master_port: 70000}\n", "e.yaml: launch.master_port: must be at most 65535; got 70000; lower it"),  # noqa: E501
         (GOOD.replace("num_layers: 2", "num_layers: 2, hidden_dropout: 1.0"),
          "e.yaml: model.hidden_dropout: must be less than 1; got 1.0; lower it"),

@@ -72,3 +72,10 @@ def test_bash_understands_the_scripts(tmp_path: Path) -> None:
         if name.endswith(".sh"):
             (tmp_path / name).write_text(text)
             subprocess.run(["bash", "-n", str(tmp_path / name)], check=True)
+
+
+def test_open_mpi_starts_as_the_operator_who_may_be_root() -> None:
+    files = texts(command=("mpirun", "./a.out"), env={"OMPI_ALLOW_RUN_AS_ROOT": "0"})
+    assert "export OMPI_ALLOW_RUN_AS_ROOT=0\nexport OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1\n" in files["launch.sh"]
+    assert "-x OMPI_ALLOW_RUN_AS_ROOT_CONFIRM " in files["launch.sh"]
+    assert "OMPI" not in texts(command=("torchrun", "t.py"))["launch.sh"]

@@ -18,7 +18,7 @@ RENDEZVOUS = "--master-addr 10.0.0.1 --master-port 29500"
 
 def line(words: str, node_rank: int = 1, slots: Mapping[str, Sequence[int]] = SLOTS) -> str:
     return shlex.join(
-        on_node(shlex.split(words), Place(slots, node_rank, "10.0.0.1", 29500, "/r/hostfile", ("A", "B")))
+        on_node(tuple(shlex.split(words)), Place(slots, node_rank, "10.0.0.1", 29500, "/r/hostfile", ("A", "B")))
     )
 
 

@@ -58,7 +58,32 @@ def bundle(cluster: str, *overrides: str, launcher: Launcher = SSH) -> RunBundle
 def test_launch_script_is_the_golden_one(
     golden: str, cluster: str, launcher: Launcher, name: str, tmp_path: Path
 ) -> None:
-    script = bundle(cluster, launcher=launcher).files[name].decode()
+    is_golden(bundle(cluster, launcher=launcher).files[name].decode(), golden, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("golden", "cluster", "name"),
+    [
+        ("two-nodes-ssh", "two-nodes", "launch.sh"),
+        ("two-nodes-ssh-ranks", "two-nodes", "launch-ranks.sh"),
+        ("one-node-ssh", "one-node", "launch.sh"),
+    ],
+)
+def test_ssh_in_place_of_deepspeeds_launcher(golden: str, cluster: str, name: str, tmp_path: Path) -> None:
+    files = bundle(cluster, "launch.launcher=ssh").files
+    is_golden(files[name].decode(), golden, tmp_path)
+    assert ("launch-ranks.sh" in files, "deepspeed_env" in files) == (cluster != "one-node", False)
+
+
+def test_a_restart_over_ssh_starts_the_ranks_from_the_runs_own_checkpoints() -> None:
+    files = {name: text.decode() for name, text in bundle("two-nodes", "launch.launcher=ssh").files.items()}
+    load = f" \\\n  --load /workspace/runs/{RUN_ID}/checkpoints\n"
+    assert files["launch-resume.sh"] == files["launch.sh"].replace("launch-ranks.sh", "launch-resume-ranks.sh")
+    assert files["launch-resume-ranks.sh"] == files["launch-ranks.sh"].rstrip() + load
+    assert Supervision.from_json(files["supervision.json"]).remote == ("node-2",)
+
+
+def is_golden(script: str, golden: str, tmp_path: Path) -> None:
     assert script == (GOLDEN / f"{golden}.sh").read_text()
     file = tmp_path / "launch.sh"
     file.write_text(script)

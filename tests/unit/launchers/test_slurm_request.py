@@ -55,7 +55,7 @@ def test_the_command_line_wins_over_the_profile() -> None:
          "p: env.SLURM_X: is a name of Tridock's or Slurm's own; got '1'; choose another name"),
         ("{gpus_per_node: 1, partition: a b}",
          r"p: partition: has the wrong form; got 'a b'; write text that matches ^[^\s\x00]+$"),
-        ("{gpus_per_node: 1, time: 6:00:00}", "p: time: must be text; got 21600; put it in quotes"),
+        ("{gpus_per_node: 1, time: 360}", "p: time: must be text; got 360; put it in quotes"),
         ("{gpus_per_node: 1, partitions: a}", "p: partitions: is not a field; got 'a'; did you mean partition?"),
     ],
 )  # fmt: skip

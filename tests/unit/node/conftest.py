@@ -19,7 +19,7 @@ from tridock.node.agent.processes import stop_processes
 FINISHED = """echo '{"event": "run_finished"}' >>"$FOLDER/events.jsonl"\n"""
 
 
-def node(*arguments: str, timeout: float = 30.0) -> subprocess.CompletedProcess[str]:
+def node(*arguments: str, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
     """``python -m tridock.node …``, to its end."""
     return subprocess.run(
         [sys.executable, "-m", "tridock.node", *arguments], capture_output=True, text=True, timeout=timeout, check=False
@@ -33,7 +33,7 @@ def answer(*arguments: str) -> Any:
     return json.loads(done.stdout)
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Polls; fails the test where the condition does not come true."""
     deadline = time.monotonic() + seconds
     while not condition():

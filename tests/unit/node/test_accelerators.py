@@ -191,6 +191,17 @@ def test_a_driver_that_does_not_answer(
     assert probe.accelerators() == expected
 
 
+def test_a_driver_that_is_loaded_at_each_question_has_the_time_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight GPUs without persistence mode take twelve seconds or more; here all times are a thirtieth."""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nsleep 0.4; echo 'No devices were found'; exit 6\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(probe, "_TIMEOUT_S", probe._TIMEOUT_S / 30)
+    assert probe.accelerators() == Accelerators((), error="No devices were found")
+
+
 def libcuda(init: int = 0, devices: int = 1) -> Callable[[str], SimpleNamespace]:
     """A stand-in for CUDA's driver."""
 

@@ -6,6 +6,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from tridock.contracts.lease import HeldLease
 from tridock.contracts.supervision import Reach, Supervision
 from tridock.launchers.slurm.launcher import Slurm
 from tridock.launchers.ssh import Ssh
@@ -32,9 +33,10 @@ def test_an_agent_in_a_step_of_a_slurm_job_takes_nothing_from_the_ranks() -> Non
     assert argv[-7:] == [sys.executable, *WATCH]
 
 
-def test_slurm_has_time_to_start_a_nodes_first_step() -> None:
+def test_slurm_has_time_to_start_a_nodes_first_step(tmp_path: Path) -> None:
     ranks = {"n1": (0,), "n2": (1,)}
-    watches = AgentConnections(FOLDER, Supervision("n1", ranks, ("n2",), 1, 30.0, reach=Slurm.reach))
+    supervision = Supervision("n1", ranks, ("n2",), 1, 30.0, reach=Slurm.reach)
+    watches = AgentConnections(FOLDER, supervision, HeldLease.first(tmp_path, "n1", 0.0))
     assert watches.silence_s()["n1"] < 1
     assert watches.silence_s()["n2"] < -50
 

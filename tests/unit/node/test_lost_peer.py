@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from tridock.contracts.events import Cause
+from tridock.contracts.lease import HeldLease
 from tridock.contracts.supervision import Supervision
 from tridock.node.supervisor.run_supervisor import RunSupervisor
+from tridock.node.supervisor.verdict import Verdict
 
 
 class Agents:
@@ -34,7 +36,32 @@ class Agents:
 @pytest.mark.parametrize(("after_s", "cause"), [(None, Cause.NODE_SILENT), (0.0, None)])
 def test_the_node_that_went_silent_is_to_blame(tmp_path: Path, after_s: float | None, cause: Cause | None) -> None:
     (tmp_path / "supervision.json").touch()
-    supervisor: Any = RunSupervisor(tmp_path, Supervision("a", {"a": (0,), "b": (1,)}, (), 20000, 30.0, observed=True))
+    supervisor: Any = RunSupervisor(
+        tmp_path,
+        Supervision("a", {"a": (0,), "b": (1,)}, (), 20000, 30.0, observed=True),
+        HeldLease.first(tmp_path, "a", 0.0),
+    )
     supervisor._agents = Agents(after_s)
     verdict = supervisor._lost_peer()
     assert (verdict and verdict.cause, verdict and verdict.node) == ((cause, "b") if cause else (None, None))
+
+
+@pytest.mark.parametrize("asked_to_end", [True, False])
+def test_a_rank_that_its_launcher_ended_may_have_lost_a_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked_to_end: bool
+) -> None:
+    """As mpirun does at once, before the node is missed."""
+    (tmp_path / "supervision.json").touch()
+    (tmp_path / "logs").mkdir()
+    supervisor: Any = RunSupervisor(
+        tmp_path,
+        Supervision("a", {"a": (0,), "b": (1,)}, (), 20000, 30.0, observed=True),
+        HeldLease.first(tmp_path, "a", 0.0),
+    )
+    supervisor._agents = Agents(None)
+    ended = Verdict(Cause.RANK_SIGNALLED, "was ended by SIGTERM", "a", 0, asked_to_end=asked_to_end)
+    monkeypatch.setattr(supervisor, "_wait", lambda: ended)
+    for name in ("_end_all", "_ended_by_agents"):
+        monkeypatch.setattr(supervisor, name, lambda: None)
+    monkeypatch.setattr(supervisor, "_wait_for_launcher", lambda _seconds: None)
+    assert supervisor._attempt()[1].node == ("b" if asked_to_end else "a")

@@ -22,7 +22,7 @@ from tridock.contracts.run_folder import PYTHON
 from tridock.node.probes import ssh_mesh_probe
 from tridock.node.probes.limits_and_space import cores, space, write_error
 from tridock.node.probes.mesh_responder import shared_environment
-from tridock.node.probes.node_report import digest
+from tridock.node.probes.node_report import digest, no_reduction
 
 TOKEN = "0123456789ab"
 
@@ -39,6 +39,26 @@ def test_the_report_of_this_machine(workspace: Path) -> None:
     assert found["disk"]["bytes"] >= found["disk"]["free"] > 0
     assert 20000 <= found["rendezvous"]["port"] < 30000
     assert found["cores"] == cores()
+
+
+@pytest.mark.parametrize(
+    ("python", "why"),
+    [
+        (None, "no python on PATH"),
+        ("echo 3.12 False", "no torch in its Python 3.12"),
+        ("echo 3.8 True", "Python 3.8, and the all-reduce needs 3.11"),
+        ("echo 3.12 True", None),
+        ("echo broken >&2; exit 1", None),
+    ],
+)
+def test_why_an_image_cannot_run_the_all_reduce(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: str | None, why: str | None
+) -> None:
+    if python is not None:
+        (tmp_path / "python").write_text(f"#!/bin/sh\n{python}\n")
+        (tmp_path / "python").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert no_reduction() == why
 
 
 def test_a_folder_that_is_missing(tmp_path: Path) -> None:

@@ -56,6 +56,14 @@ def test_a_node_that_goes_on_is_left_to_the_supervisor(run: Run) -> None:
     assert (done.returncode, done.stderr) == (137, "tridock: part-1.sh ended with exit code 137 on node-1\n")
 
 
+def test_a_lost_session_is_no_failure_of_its_node(run: Run) -> None:
+    """ssh's own exit code: what it started may still run, and so do the other nodes."""
+    done = run("sleep 3.2; echo late", "exit 255")
+    assert (done.returncode, done.stdout) == (255, "node-0: late\n")
+    assert done.stderr == "tridock: part-1.sh ended with exit code 255 on node-1\n"
+    assert run("sleep 0.2; exit 4", "exit 255").returncode == 4
+
+
 def test_a_setup_that_fails_is_explained_by_its_last_line(tmp_path: Path) -> None:
     (tmp_path / "supervision.json").write_text(Supervision("a", {"a": (0,)}, (), 20000, 30.0, observed=True).to_json())
     (tmp_path / "setup.sh").write_text("echo ERROR: no such package; echo; exit 1")

@@ -12,12 +12,15 @@ import pytest
 from tests.unit.node.conftest import answer, node
 from tridock.contracts.codec import decode
 from tridock.contracts.node_answers import PortAnswer, PreflightAnswer
+from tridock.contracts.supervision import contract
 from tridock.errors import ClusterError, Problem
 from tridock.node.probes import ports
 
 
 def test_a_free_port_is_one_that_can_be_taken() -> None:
-    port = answer("preflight", "--head")["rendezvous"]["port"]
+    head = answer("preflight", "--head")
+    assert head["contract"] == contract()
+    port = head["rendezvous"]["port"]
     assert port in range(20000, 30000)
     with socket.create_server(("", port)):
         pass

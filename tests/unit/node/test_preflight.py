@@ -19,8 +19,10 @@ def test_files_are_told_apart_by_size_and_content(tmp_path: Path) -> None:
         },
         "read": {},
         "loads": True,
+        "has_tokenizer": True,
         "rendezvous": None,
         "image_manifest": None,
+        "contract": None,
     }
 
 
@@ -43,3 +45,10 @@ def test_a_vocabulary_is_counted_and_a_json_file_is_shown_where_it_can_be_read(t
 
 def test_outside_of_an_image_there_is_no_manifest() -> None:
     assert answer("preflight", "--head")["image_manifest"] is None
+
+
+def test_a_tokenizer_may_be_in_one_of_several_folders(tmp_path: Path) -> None:
+    places = [f"--tokenizer={tmp_path / name}" for name in ("a.json", "b.json")]
+    assert answer("preflight", *places)["has_tokenizer"] is False
+    (tmp_path / "b.json").touch()
+    assert answer("preflight", *places)["has_tokenizer"] is True

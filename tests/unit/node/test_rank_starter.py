@@ -42,11 +42,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
     (tmp_path / "rank.py").write_text(RANK)
     made: list[subprocess.Popen[str]] = []
 
-    def start(*arguments: str, options: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-        argv = [sys.executable, "-m", "tridock.node", "start-ranks", "--nproc-per-node", "2", "--master-port", "20001"]
+    def start(*arguments: str, options: tuple[str, ...] = (), **node: str) -> subprocess.Popen[str]:
+        number = () if "--run" in options else ("--nproc-per-node", "2")
+        argv = [sys.executable, "-m", "tridock.node", "start-ranks", *number, "--master-port", "20001"]
         argv += [*options, "--module", "rank", *arguments]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        env = os.environ | {"PYTHONPATH": f"{Path(__file__).parents[3]}", "TRIDOCK_RUN_ID": "kept"}
+        env = os.environ | {"PYTHONPATH": f"{Path(__file__).parents[3]}", "TRIDOCK_RUN_ID": "kept"} | node
         made.append(subprocess.Popen(argv, cwd=tmp_path, env=env, text=True, start_new_session=True, **pipes))
         return made[-1]
 
@@ -89,6 +90,23 @@ def test_ranks_get_the_environment_of_their_place_and_their_arguments(start: Sta
     for local, (_, env) in enumerate(found):
         expected = {**common, "RANK": str(2 + local), "LOCAL_RANK": str(local)}
         assert {name: env[name] for name in expected} == expected
+
+
+def test_ranks_of_a_run_get_the_slots_that_its_plan_has(start: Start, tmp_path: Path) -> None:
+    places = [("a", 0), ("b", 2), ("b", 5)]
+    ranks = [{"rank": rank, "node": node, "slot": slot} for rank, (node, slot) in enumerate(places)]
+    (tmp_path / "plan.json").write_text(json.dumps({"ranks": ranks}))
+    options = ("--run", str(tmp_path))
+    assert ended(start("environment", "environment", options=options, TRIDOCK_NODE="b")) == (0, "", "")
+    for local in range(2):
+        _, env = json.loads((tmp_path / f"answer-{1 + local}").read_text())
+        expected = {
+            "RANK": str(1 + local), "LOCAL_RANK": str(local), "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2",
+            "NODE_RANK": "1", "CROSS_SIZE": "2", "CUDA_VISIBLE_DEVICES": "2,5",
+        }  # fmt: skip
+        assert {name: env[name] for name in expected} == expected
+    refused = ended(start(options=options, TRIDOCK_NODE="c"))
+    assert refused == (2, "", "TRIDOCK_NODE: is not a node of the run; got 'c'; the run has a, b\n")
 
 
 @pytest.mark.parametrize(

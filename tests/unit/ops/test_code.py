@@ -93,7 +93,7 @@ def test_what_is_no_code_is_refused(tmp_path: Path, write: Write, monkeypatch: p
 
 def test_the_archive_is_one_that_tar_reads(tmp_path: Path, write: Write) -> None:
     write(a="x" * 1500, b="")
-    packed = b"".join(code._archive({name: tmp_path / name for name in ("a", "b")}))
+    packed = b"".join(code.archive_of({name: tmp_path / name for name in ("a", "b")}))
     with tarfile.open(fileobj=io.BytesIO(packed), mode="r|") as archive:
         assert [(member.name, member.size) for member in archive] == [("a", 1500), ("b", 0)]
     index = json.loads(read_code(tmp_path).index)

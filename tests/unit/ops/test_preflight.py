@@ -11,10 +11,11 @@ import pytest
 
 from tests.experiments import make_plan
 from tridock.contracts.node_answers import Fingerprint, PreflightAnswer
+from tridock.contracts.supervision import contract
 from tridock.errors import Problem, TridockError
 from tridock.experiment import Experiment, fields_digest
 from tridock.ops.hosts.session import Session
-from tridock.ops.runs.preflight import Preflight, _differences, check_nodes
+from tridock.ops.runs.preflight import Preflight, _differences, check_nodes, mismatches, preflight_argv
 from tridock.remote import Completed
 
 BIN, IDX, VOCAB, MERGES = "data/t_document.bin", "data/t_document.idx", "data/vocab.json", "data/merges.txt"
@@ -39,7 +40,7 @@ def ask(
         asked[node] = arguments
         read = {"data/t_document.json": {"vocab_size": 9, "tokens": 100, "bin_sha256": "ee"}}
         read["runs/none/layout.json"] = {}
-        answer = {"files": GOOD, "read": read, **head} if node == "node-1" else {"files": files}
+        answer = {"files": GOOD, "read": read, "contract": contract(), **head} if node == "node-1" else {"files": files}
         return Completed(0, json.dumps(answer).encode(), b"")
 
     monkeypatch.setattr(session, "node_verb", node_verb)
@@ -64,6 +65,27 @@ def ask(
         assert "--read=data/t_document.json" in asked["node-1"]
         assert train["load"] is None or f"--load={train['load']}" in asked["node-1"]
         assert asked["node-1"][-5:] == ("--", BIN, IDX, VOCAB, MERGES)
+
+
+def test_prompts_without_the_tokenizer_of_the_data() -> None:
+    """Only the first node reads it, so only that one is asked, before any file is written."""
+    fields = {
+        "name": "t",
+        "model": {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 8},
+        "batch": {"micro_batch_size": 1},
+        "data": {"data_path": "data/t_document"},
+        "train": {"train_iters": 1, "sample_prompts": ["Once"]},
+    }
+    experiment = Experiment.model_validate(fields)
+    asked = [f"--tokenizer=data/{place}tokenizer.json" for place in ("", "tokenizer/")]
+    assert [word for word in preflight_argv(experiment, head=True) if "tokenizer" in word] == asked
+    assert not [word for word in preflight_argv(experiment, head=False) if "tokenizer" in word]
+    answer = PreflightAnswer({}, {"data/t_document.json": None}, has_tokenizer=False)
+    (problem,) = mismatches(Path("t.yaml"), experiment, make_plan(experiment, {"a": [0]}, "t.yaml"), answer)
+    assert str(problem) == (
+        "t.yaml: train.sample_prompts: needs the tokenizer of the data; got no data/tokenizer.json and no "
+        "data/tokenizer/tokenizer.json on the first node; bring it there, or leave the prompts out"
+    )
 
 
 def test_a_tokenizer_that_is_not_the_datas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,6 +146,19 @@ def test_an_image_whose_code_would_not_know_the_experiment(tmp_path: Path, monke
         f"run tridock image, then tridock up --hosts {tmp_path}/lab"
     )
     assert caught.value.exit_code == 3
+
+
+@pytest.mark.parametrize(("theirs", "shown"), [(None, "unknown"), ("5-0123", "5-0123")])
+def test_an_image_that_would_not_read_the_runs_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, theirs: str | None, shown: str
+) -> None:
+    """Told without the doctor too, and before anything is written: ``--no-check``."""
+    with pytest.raises(TridockError) as caught:
+        ask(tmp_path, monkeypatch, GOOD, {"rendezvous": {"port": 20123}, "contract": theirs})
+    assert str(caught.value) == (
+        f"node-1: its image is of another version of Tridock; got contract {shown}, {contract()} here; "
+        f"run tridock image, then tridock up --hosts {tmp_path}/lab"
+    )
 
 
 def test_every_difference_is_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,7 @@ def a_run(workspace: Path, slots: dict[str, list[int]] = THREE, **fields: Any) -
             manifest={"image": "sha256:1"},
             workspace=str(workspace),
             spares=SPARES,
+            addresses={"node-3": "10.0.0.3"},
         ),
         Ssh(),
     )
@@ -87,6 +88,23 @@ def test_a_spare_takes_the_place_of_a_lost_node(tmp_path: Path) -> None:
     for name in ("launch.sh", "launch-resume.sh", "deepspeed_env"):
         assert found.bundle.files[name] == (folder / name).read_bytes()
     assert found.bundle.files["hostfile"] == b"node-1 slots=2\nnode-5 slots=2\nnode-3 slots=2\n"
+
+
+def test_another_node_leads_it_where_the_head_is_lost(tmp_path: Path) -> None:
+    """Rank 0 and the rendezvous move there; a spare takes the place of the head as a node among others."""
+    found = replan(a_run(tmp_path), ["node-1"], ["node-5"], head="node-3")
+    assert found.summary == "node-3 leads it in the place of node-1; node-5 takes the place of node-1"
+    assert ranks_of(found) == {"node-3": (0, 1), "node-5": (2, 3), "node-2": (4, 5)}
+    supervision = Supervision.from_json(found.bundle.files["supervision.json"].decode())
+    assert (supervision.head, supervision.remote) == ("node-3", ("node-5", "node-2"))
+    assert (supervision.master_addr, supervision.addresses) == ("10.0.0.3", {"node-3": "10.0.0.3"})
+    assert b"--master_addr 10.0.0.3 " in found.bundle.files["launch.sh"].replace(b" \\\n  ", b" ")
+
+
+def test_a_head_that_has_only_lost_its_supervision_stays_a_node(tmp_path: Path) -> None:
+    found = replan(a_run(tmp_path), [], head="node-2")
+    assert found.summary == "node-2 leads it in the place of node-1"
+    assert ranks_of(found) == {"node-2": (0, 1), "node-1": (2, 3), "node-3": (4, 5)}
 
 
 def test_without_a_spare_replicas_do_with_fewer(tmp_path: Path) -> None:
@@ -187,6 +205,18 @@ def test_no_run(tmp_path: Path) -> None:
         f"{tmp_path}: has no experiment.yaml; got No such file or directory; "
         "give the folder of a run that tridock launch started"
     )
+
+
+def test_a_damaged_file_of_a_run_is_named(tmp_path: Path) -> None:
+    folder = a_run(tmp_path)
+    todo = "take it from another node of the run"
+    (folder / "plan.json").write_text('{"ranks": [3]}')
+    assert refused(folder, ["node-2"]) == f"{folder}/plan.json: is damaged; {todo}"
+    (folder / "manifest.json").write_bytes(b"{\xff")
+    got = "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"
+    assert refused(folder, ["node-2"]) == f"{folder}/manifest.json: is damaged; got {got}; {todo}"
+    (folder / "supervision.json").write_text("[" * 100_000)
+    assert refused(folder, ["node-2"]).startswith(f"{folder}/supervision.json: is damaged; got ")
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from tridock.contracts.node_answers import RunInfo
+from tridock.contracts.node_answers import QueuedRun, RunInfo
 from tridock.contracts.run_state import RunState
 from tridock.errors import RequestError
 from tridock.node.agent.runs import list_runs
 from tridock.ops.hosts.session import Session
 from tridock.ops.runs import registry
+from tridock.remote import Completed
+from tridock.report.run_tables import queue_table
 
 RUN = RunInfo("a-20260101-000000-1234", RunState.RUNNING, None, "20260101-000000", None, "a", (), 10, 1.0, 1.0)
 
@@ -34,9 +37,9 @@ def test_the_run_that_has_them_is_named(session: Session, monkeypatch: pytest.Mo
     todo = "stop it (tridock stop), leave its slots out (--exclude), or give --share"
     assert str(caught.value).splitlines() == [
         f"{RUN.run_id}: is running on slots that this run would use; got gpu-1: 0,1; "
-        f"wait for it (tridock logs {option} --run {RUN.run_id}), {todo}",
+        f"wait for it (--queue; tridock logs {option} --run {RUN.run_id}), {todo}",
         "b: is running on slots that this run would use; got gpu-2: 2; "
-        f"wait for it (tridock logs {option} --run b), {todo}",
+        f"wait for it (--queue; tridock logs {option} --run b), {todo}",
     ]
 
 
@@ -53,3 +56,54 @@ def test_a_node_tells_the_slots_of_an_active_run_only(tmp_path: Path, monkeypatc
     for state, slots in ((RunState.RUNNING, {"gpu-1": (2, 3)}), (RunState.DONE, {})):
         monkeypatch.setattr("tridock.node.agent.runs.state_of", lambda _, state=state: state)
         assert list_runs(tmp_path)[0].slots == slots
+
+
+@pytest.mark.parametrize(
+    ("metrics", "iters", "text"),
+    [
+        ({"iteration": 40, "step_time_s": 2.0}, 100, ", until about 12:02 UTC (iteration 40 of 100)"),
+        ({"iteration": 40, "step_time_s": 60.0}, 1000, ", until about 2026-01-02 04:00 UTC (iteration 40 of 1000)"),
+        ({"iteration": 40}, 100, ""),
+        ({"iteration": 40, "step_time_s": 2.0}, None, ""),
+        (None, 100, ""),
+    ],
+)
+def test_until_when_a_run_has_its_slots(metrics: dict[str, float] | None, iters: int | None, text: str) -> None:
+    now = datetime(2026, 1, 1, 12, 0, tzinfo=UTC)
+    assert registry.until(replace(RUN, metrics=metrics, train_iters=iters), now) == text
+
+
+def test_the_queue_is_on_the_first_node(session: Session, tmp_path: Path) -> None:
+    registry.require_queue_node(session)
+    with pytest.raises(RequestError) as caught:
+        registry.require_queue_node(Session.open(tmp_path / "my lab", include="gpu-2"))
+    assert str(caught.value) == (
+        "--queue: is kept on gpu-1, which this run does not use; got head gpu-2; use a slot of it, or launch without"
+        " --queue"
+    )
+
+
+def test_a_run_is_removed_by_its_name_or_as_the_only_one(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = [QueuedRun("a", "gpu-1", 0.0, {"gpu-1": (0, 1)}, ("x",)), QueuedRun("b", "gpu-1", 0.0, {}, ("a",))]
+    asked: list[tuple[str, ...]] = []
+
+    def verb(node: str, *argv: str, **_: object) -> Completed:
+        asked.append((node, *argv))
+        return Completed(2 if argv[1].endswith("c") else 0, b"", b"")
+
+    monkeypatch.setattr(session, "node_verb", verb)
+    monkeypatch.setattr(registry, "queued_runs", lambda _: waiting)
+    assert registry.cancel(session, "b") == "b"
+    assert asked == [("gpu-1", "cancel", "/workspace/runs/b")]
+    with pytest.raises(RequestError, match="--run: is needed while several runs wait; got a, b; see tridock status"):
+        registry.cancel(session, None)
+    with pytest.raises(RequestError, match="--run: is no run that waits; got c; use one of: a, b; tridock stop ends"):
+        registry.cancel(session, "c")
+    del waiting[1]
+    assert registry.cancel(session, None) == "a"
+
+
+def test_the_table_of_the_queue() -> None:
+    table = queue_table([QueuedRun("a", "gpu-1", 0.0, {"gpu-1": (0, 1), "gpu-2": (3,)}, ("x", "y"))])
+    cells = [next(iter(column.cells)) for column in table.columns]
+    assert cells == ["a", "1970-01-01 00:00", "gpu-1: 0,1; gpu-2: 3", "x, y"]

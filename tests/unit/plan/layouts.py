@@ -21,8 +21,13 @@ def laid_out(
     engine: str = "megatron-core",
     strategy: str = "ddp",
     stages_are_neighbours: bool = False,
+    experts: int = 0,
+    expert_tensor: int | None = None,
 ) -> Plan:
-    """A legal experiment of these sizes on nodes n0, n1, ... of so many slots; on one node where ``slots`` is empty."""
+    """A legal experiment of these sizes on nodes n0, n1, ... of so many slots; on one node where ``slots`` is empty.
+
+    ``experts``: the expert parallel size of a mixture of twice as many.
+    """
     world, layers = tensor * stages * context * data, stages * virtual
     fields: dict[str, Any] = {
         "name": "tiny",
@@ -32,7 +37,8 @@ def laid_out(
             "num_layers": layers,
             "hidden_size": tensor,
             "num_attention_heads": tensor,
-            "seq_length": 2 * context,
+            "seq_length": 2 * context * tensor,
+            **({"num_moe_experts": 2 * experts, "add_bias_linear": False} if experts else {}),
         },
         "parallel": {
             "strategy": strategy,
@@ -41,6 +47,8 @@ def laid_out(
             "virtual_pipeline_model_parallel_size": virtual,
             "context_parallel_size": context,
             "use_tp_pp_dp_mapping": stages_are_neighbours,
+            **({"expert_model_parallel_size": experts, "sequence_parallel": tensor > 1} if experts else {}),
+            **({"expert_tensor_parallel_size": expert_tensor} if expert_tensor else {}),
         },
         "batch": {"micro_batch_size": 1, "global_batch_size": data * stages if virtual > 1 else data},
         "data": {"data_path": "data/x", **(TOKENIZER if engine == "megatron-deepspeed" else {})},

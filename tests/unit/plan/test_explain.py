@@ -37,7 +37,7 @@ def test_a_field_whole() -> None:
         == """\
 parallel.virtual_pipeline_model_parallel_size (experiment)
   Engines megatron-core and torch: runs of layers that a stage holds, interleaved with the others'.
-  type     whole number, greater than 0
+  type     whole number, greater than 0 and at most 16384
   default  1
   rule     only with engine torch or megatron-core
   rule     torch: goes with pipeline_schedule interleaved

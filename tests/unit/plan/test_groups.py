@@ -31,7 +31,7 @@ def test_the_groups_of_a_small_plan() -> None:
     assert groups.nodes == ("n0",) * 8 + ("n1",) * 4
     assert groups.nodes_of((0, 4, 8)) == ("n0", "n1")
     assert groups.crossing("pipeline_neighbours") == ((4, 8), (5, 9), (6, 10), (7, 11))
-    assert [groups.widest(kind) for kind in ("tensor", "pipeline", "embedding")] == [1, 2, 2]
+    assert [max(groups.spans(kind)) for kind in ("tensor", "pipeline", "embedding")] == [1, 2, 2]
 
 
 def test_pipelines_within_nodes() -> None:
@@ -50,7 +50,7 @@ def test_pipelines_within_nodes() -> None:
 def test_an_interleaved_pipeline_goes_round(stages: int, pairs: tuple[tuple[int, int], ...]) -> None:
     groups = make_groups(laid_out(stages=stages, virtual=2 if stages > 1 else 1))
     assert groups.members["pipeline_neighbours"] == pairs
-    assert groups.widest("pipeline_neighbours") == (1 if pairs else 0)
+    assert max(groups.spans("pipeline_neighbours"), default=0) == (1 if pairs else 0)
 
 
 @pytest.mark.parametrize(
@@ -135,6 +135,6 @@ def test_what_is_advised_crosses_nothing_and_nothing_greater_would_do(
 def test_a_thousand_ranks_take_no_time() -> None:
     plan = laid_out(8, 16, 1, 8, slots=[8] * 128)
     begun = time.process_time()
-    assert make_groups(plan).widest("data") == 8
+    assert max(make_groups(plan).spans("data")) == 8
     assert warnings(plan) == []
     assert time.process_time() - begun < 0.2

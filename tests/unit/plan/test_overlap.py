@@ -8,7 +8,7 @@ from tests.experiments import with_fields
 from tridock.gpus import GPUS
 from tridock.layout.traffic import Traffic
 from tridock.plan import Assumptions, assess
-from tridock.plan.cost import Estimate, seconds_of
+from tridock.plan.cost import Estimate
 
 LAYERS, PASSES = 4, 5
 BASE: dict[str, Any] = {
@@ -30,7 +30,7 @@ def estimated(network_gbit: float, fields: dict[str, Any]) -> tuple[Estimate, fl
     assert assessed.cost.estimate is not None
     (data,) = (one for one in assessed.cost.traffic if one.group == "data")
     assert isinstance(data, Traffic)
-    return assessed.cost.estimate, seconds_of(data, assessed.cost.rates)
+    return assessed.cost.estimate, assessed.cost.rates.seconds(data)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ BASE: dict[str, Any] = {
 }
 TP, PP, VPP = (f"parallel.{name}_model_parallel_size" for name in ("tensor", "pipeline", "virtual_pipeline"))
 SCHEDULE, SHARDS, STRATEGY = "parallel.pipeline_schedule", "parallel.data_parallel_shard_size", "parallel.strategy"
-BATCH = "batch.global_batch_size"
+ONCE, BATCH = "parallel.reduce_gradients_once", "batch.global_batch_size"
 CORE = "leave it out, or use engine torch"
 
 
@@ -42,6 +42,12 @@ def said(slots: int, fields: dict[str, Any]) -> list[str]:
          "or strategy to zero"),
         (4, {SHARDS: 2},
          f"{SHARDS}: strategy ddp has no shards; got 2; leave it out, or set strategy to fsdp"),
+        (4, {ONCE: True},
+         f"{ONCE}: the choice is that of strategy fsdp without a pipeline; got true with strategy ddp; "
+         "leave it out"),
+        (4, {ONCE: True, STRATEGY: "fsdp", PP: 2},
+         f"{ONCE}: the choice is that of strategy fsdp without a pipeline; got true with strategy fsdp and 2 stages; "
+         "leave it out"),
         (4, {STRATEGY: "fsdp", SHARDS: 3},
          f"{SHARDS}: must divide the data parallel size 4; got 3; use 2 or 4, or leave it out"),
         (3, {TP: 3, "model.make_vocab_size_divisible_by": 129},
@@ -143,12 +149,25 @@ def test_states_are_shared_out() -> None:
             assert shared[name] == -(-alone[name] // parts), (fields, name)
 
 
-def test_gradients_of_several_micro_batches_are_there_whole() -> None:
-    """FSDP2 scatters them once a step; until then each rank has all of them in fp32."""
+def test_gradients_of_several_micro_batches() -> None:
+    """FSDP2 scatters them after each, or once a step; until then each rank has all of them in fp32."""
     weights = memory(1, {})["weights"]  # fp32 too
-    once, twice = (memory(4, {STRATEGY: "fsdp", BATCH: 4 * steps}) for steps in (1, 2))
-    assert twice["gradients of a step"] == weights
-    assert once.get("gradients of a step", 0) < weights
+    one, two, many = (memory(4, {STRATEGY: "fsdp", BATCH: 4 * steps}) for steps in (1, 2, 9))
+    once = memory(4, {STRATEGY: "fsdp", BATCH: 8, ONCE: True})
+    assert once["gradients of a step"] == weights
+    assert two == many
+    assert one.get("gradients of a step", 0) < two["gradients of a step"] < weights
+    assert memory(4, {STRATEGY: "fsdp", BATCH: 8, SHARDS: 1})["gradients of a step"] == weights
+
+
+def test_scattering_after_each_micro_batch_sends_more() -> None:
+    def sent(**fields: Any) -> float:
+        found = assess(with_fields(BASE, {STRATEGY: "fsdp", BATCH: 16, **fields}), {"a": range(4)}, "e").cost
+        assert found is not None
+        return sum(one.bytes_per_rank for one in found.traffic)
+
+    # Four micro-batches, in fp32: two gatherings and one scattering of each, or one of all.
+    assert sent() / sent(**{ONCE: True}) == pytest.approx(12 / 9)
 
 
 def test_the_last_stage_of_gpipe_has_the_logits_of_all_micro_batches() -> None:

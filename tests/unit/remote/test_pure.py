@@ -301,14 +301,17 @@ def test_outcomes_keep_the_order_of_the_hosts() -> None:
 
 @pytest.mark.parametrize(("cap", "most"), [(1, 1), (3, 3), (100, 8), (0, 1)])
 def test_the_cap(cap: int, most: int) -> None:
-    now, seen, lock = 0, [], threading.Lock()
+    now, seen, lock, full = 0, [], threading.Lock(), threading.Event()
 
     def work(*_: Any) -> None:
         nonlocal now
         with lock:
             now += 1
             seen.append(now)
-        time.sleep(0.05)
+            if now == most:
+                full.set()
+        full.wait(30)
+        time.sleep(0.01)
         with lock:
             now -= 1
 

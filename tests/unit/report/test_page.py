@@ -161,6 +161,20 @@ def test_the_plan_stands_beside_what_was_measured(tmp_path: Path) -> None:
     assert rows["stage 0"][0] == "2"
 
 
+def test_what_a_run_proposes_for_other_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The factors of ``tridock plan --from-run``."""
+    folder = a_run(tmp_path / "a run", [7.0, 6.0, 5.0])
+    main(["plan", "--from-run", str(folder), "--json"])
+    found = json.loads(capsys.readouterr().out)["from_run"]
+    seen = read([folder])
+    rows = {row[0]: row[1:] for row in seen.rows}
+    assert rows["median step"][1:] == ["250 ms", f"{found['seconds']['factor']:.3g}, kernels and messages"]
+    assert rows["tensors, fullest rank"][1:] == ["1.50 GiB", f"{found['memory']['factor']:.3g}"]
+    command = f"tridock plan --from-run '{folder}'"
+    assert f"Other plans take these factors over with {command}; by 2 iterations." in "".join(seen.text)
+    assert "Other plans" not in "".join(read([a_run(tmp_path / "short", [7.0])]).text)
+
+
 def test_two_runs_are_laid_over_each_other_and_compared(tmp_path: Path) -> None:
     runs = [a_run(tmp_path / "a-1", [7.0, 6.0, 5.0]), a_run(tmp_path / "a-2", [7.0, 6.5], seed=2)]
     found = read(runs)
@@ -381,3 +395,14 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
         write_report([a_run(tmp_path / "a-1", [])], [], output)
     todo = "free some space there, or name a writable folder"
     assert str(caught.value) == f"{output}: cannot be written; got File exists; {todo}"
+
+
+def test_samples_of_text_are_on_the_page_the_last_ones_open(tmp_path: Path) -> None:
+    shown = [{"prompt": "def f(x):", "text": "\n    return <b>x</b>"}]
+    events = tuple({"event": "samples", "iteration": it, "samples": shown, "seconds": 0.5} for it in (50, 100))
+    html = page([of_run(a_run(tmp_path / "a", [3.0], events=events))], [])
+    outline = Outline(html)
+    assert "b" not in outline.tags
+    assert outline.rows.count(["def f(x):", "\n    return <b>x</b>"]) == 2
+    assert re.findall(r"<details( open)?><summary>After iteration (\d+)", html) == [(" open", "100"), ("", "50")]
+    assert ["iteration: 50, seconds: 0.5"] in [row[-1:] for row in outline.rows]

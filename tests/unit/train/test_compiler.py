@@ -1,8 +1,8 @@
-"""What torch.compile needs on a CPU is looked for before the first step."""
+"""What torch.compile needs is looked for before the first step."""
 
 from pathlib import Path
 
-from tridock.train.trainer import compiler_problems
+from tridock.train.compiler import compiler_problems
 
 
 def _at(folder: Path, name: str, mode: int) -> Path:
@@ -14,12 +14,12 @@ def _at(folder: Path, name: str, mode: int) -> Path:
 def test_all_is_there(tmp_path: Path) -> None:
     _at(tmp_path, "Python.h", 0o644)
     compiler = _at(tmp_path, "g++", 0o755)
-    assert list(compiler_problems({"PATH": str(tmp_path)}, tmp_path)) == []
-    assert list(compiler_problems({"PATH": "/nonexistent", "CXX": str(compiler)}, tmp_path)) == []
+    assert list(compiler_problems("cpu", {"PATH": str(tmp_path)}, tmp_path)) == []
+    assert list(compiler_problems("cpu", {"PATH": "/nonexistent", "CXX": str(compiler)}, tmp_path)) == []
 
 
 def test_nothing_is_there(tmp_path: Path) -> None:
-    assert [str(problem) for problem in compiler_problems({"PATH": str(tmp_path)}, tmp_path)] == [
+    assert [str(problem) for problem in compiler_problems("cpu", {"PATH": str(tmp_path)}, tmp_path)] == [
         "train.compile: needs a C++ compiler where the ranks are on the CPU; got no g++ on the PATH; install g++, name "
         "another in CXX, or set it to false",
         "train.compile: needs Python's headers where the ranks are on the CPU; got no "
@@ -30,5 +30,17 @@ def test_nothing_is_there(tmp_path: Path) -> None:
 def test_the_compiler_that_is_named_is_looked_for(tmp_path: Path) -> None:
     _at(tmp_path, "g++", 0o755)
     _at(tmp_path, "Python.h", 0o644)
-    (problem,) = compiler_problems({"PATH": str(tmp_path), "CXX": "clang++"}, tmp_path)
+    (problem,) = compiler_problems("cpu", {"PATH": str(tmp_path), "CXX": "clang++"}, tmp_path)
     assert problem.got == "no clang++ on the PATH"
+
+
+def test_on_a_gpu_triton_needs_a_c_compiler(tmp_path: Path) -> None:
+    assert [str(problem) for problem in compiler_problems("cuda", {"PATH": str(tmp_path)}, tmp_path)] == [
+        "train.compile: needs a C compiler where the ranks are on GPUs; got no gcc or clang on the PATH; install gcc, "
+        "name another in CC, or set it to false",
+        f"train.compile: needs Python's headers where the ranks are on GPUs; got no {tmp_path}/Python.h; install "
+        "python3-dev, or set it to false",
+    ]
+    _at(tmp_path, "clang", 0o755)
+    _at(tmp_path, "Python.h", 0o644)
+    assert list(compiler_problems("cuda", {"PATH": str(tmp_path)}, tmp_path)) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ KINDS = {
     "llama-untied": {**LLAMA, **UNTIED, "kv_channels": 16},
     "qwen2": {**LLAMA, "add_qkv_bias": True},
     "qwen3": {**LLAMA, **UNTIED, "qk_layernorm": True, "kv_channels": 12},
+    "mixtral": {**LLAMA, **UNTIED, "num_moe_experts": 4},
 }
 
 
@@ -64,7 +66,7 @@ def written(gpt: GPT, folder: Path, rows: int = TOKENS) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("gpt", ["gpt2", "qwen3"], indirect=True)
+@pytest.mark.parametrize("gpt", ["gpt2", "qwen3", "mixtral"], indirect=True)
 def test_text_is_the_one_of_transformers(gpt: GPT, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(2)
@@ -140,7 +142,8 @@ def test_what_is_not_supported_is_named(tmp_path: Path) -> None:
         model_fields({"architectures": ["MambaForCausalLM"]}, "m/config.json")
     assert str(error.value) == (
         "m/config.json: is of an architecture that is not supported; got MambaForCausalLM;"
-        " use one of GPT2LMHeadModel, LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"
+        " use one of GPT2LMHeadModel, LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM,"
+        " MixtralForCausalLM"
     )
     with pytest.raises(RequestError, match=r"^model.rotary_percent: has no counterpart in transformers; got 0.5; "):
         family_of(Model.model_validate({**LLAMA, "rotary_percent": 0.5}))
@@ -168,6 +171,18 @@ def run_of(folder: Path, gpt: GPT) -> Path:
     return run
 
 
+def test_an_export_says_how_far_it_is_unless_quiet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tridock.progress.LINE_S", -1.0)
+    run = run_of(tmp_path, GPT(Shape.of(Model.model_validate(LLAMA), TOKENS)))
+    export(run, tmp_path / "a")
+    *_, last = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"export: ([\d,]+) of \1 parameters after \d+ s", last)
+    export(run, tmp_path / "b", quiet=True)
+    assert capsys.readouterr().err == ""
+
+
 def test_an_export_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(1)
     gpt = GPT(Shape.of(Model.model_validate(LLAMA), TOKENS))
@@ -183,7 +198,7 @@ def test_an_export_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Mon
     assert all(torch.equal(found[name], own[name][: len(found[name])].bfloat16()) for name in own)
     with pytest.raises(RequestError, match="-o: exists"):
         export(run, output)
-    with pytest.raises(RequestError, match=r"--iteration: has no checkpoint in .*; got 7; there: iter_0000003"):
+    with pytest.raises(RequestError, match=r"--iteration: has no checkpoint in .*; got 7; there: 3$"):
         export(run, tmp_path / "other", iteration=7)
 
     def full(*_: object, **__: object) -> None:
@@ -220,6 +235,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 3, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 100000,
         "tie_word_embeddings": True, "vocab_size": 49152,
     },
+    "mixtral-8x7b": {
+        "architectures": ["MixtralForCausalLM"], "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
+        "max_position_embeddings": 32768, "num_attention_heads": 32, "num_experts_per_tok": 2, "num_hidden_layers": 32,
+        "num_key_value_heads": 8, "num_local_experts": 8, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.02, "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 32000,
+    },
 }  # fmt: skip
 """config.json on Hugging Face, what says something of the model."""
 
@@ -228,5 +249,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 def test_a_preset_is_the_published_model(preset: str) -> None:
     theirs = Model.model_validate({"seq_length": 8, **model_fields(PUBLISHED[preset], "config.json")})
     own = Model.model_validate({"preset": preset, "seq_length": 8, "kv_channels": theirs.kv_channels})
-    dropout = {"preset": None, "hidden_dropout": 0.1, "attention_dropout": 0.1}
-    assert own.model_copy(update=dropout) == theirs
+    other = {"preset": None, "hidden_dropout": 0.1, "attention_dropout": 0.1}
+    if own.num_moe_experts:
+        assert (own.expert_size, own.moe_aux_loss_coeff) == (14336, PUBLISHED[preset]["router_aux_loss_coef"])
+        other |= {"ffn_hidden_size": None, "moe_ffn_hidden_size": 14336, "moe_aux_loss_coeff": 0.0}
+    assert own.model_copy(update=other) == theirs

@@ -70,3 +70,15 @@ def test_a_run_that_goes_back_forgets_what_comes_after(tmp_path: Path) -> None:
     assert [(line["iteration"], "split" in line) for line in lines] == [
         (2, False), (2, True), (4, False), (4, True), (5, False),
     ]  # fmt: skip
+
+
+def test_samples_of_text_are_in_tensorboard_as_they_are(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    metrics = Metrics(tmp_path, active=True, tensorboard=True)
+    metrics.samples(20, [{"prompt": "def f():", "text": "\n    pass"}, {"prompt": "a", "text": "b"}])
+    metrics.close()
+    found = EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    (shown,) = found.Tensors("samples/0/text_summary")
+    assert (shown.step, shown.tensor_proto.string_val[0]) == (20, b"    def f():\n        pass\n")

@@ -14,6 +14,8 @@ from typing import IO, Any, Final
 from tridock.errors import Problem, RequestError
 
 _BLOCK: Final = 1 << 17
+_ZSTD_INPUT: Final = 1 << 11
+"""Its package decompresses whatever it is given at once: four bytes can be a block of 128 KiB."""
 _LONGEST_WINDOW: Final = 1 << 31
 """zstd's largest window (``--long=31``). A frame takes the memory of its own."""
 _MAGIC: Final = {
@@ -49,8 +51,9 @@ class _Streams(io.RawIOBase):
     def __init__(self, file: IO[bytes], new: Callable[[], Any]) -> None:
         self._file, self._new = file, new
         self._stream = new()
+        self._limited = hasattr(self._stream, "needs_input")
         self._started = False
-        self._ready = b""
+        self._ready = memoryview(b"")
 
     def readable(self) -> bool:
         return True
@@ -60,8 +63,7 @@ class _Streams(io.RawIOBase):
             data = self._input()
             if data is None:
                 return 0
-            limited = hasattr(self._stream, "needs_input")
-            self._ready = self._stream.decompress(data, _BLOCK) if limited else self._stream.decompress(data)
+            self._ready = memoryview(self._stream.decompress(data, *[_BLOCK] * self._limited))
         taken, self._ready = self._ready[: len(buffer)], self._ready[len(buffer) :]
         buffer[: len(taken)] = taken
         return len(taken)
@@ -75,7 +77,7 @@ class _Streams(io.RawIOBase):
         elif not getattr(self._stream, "needs_input", True):
             return data
         while not data:
-            data = self._file.read(_BLOCK)
+            data = self._file.read(_BLOCK if self._limited else _ZSTD_INPUT)
             if not data:
                 if self._started:
                     raise EOFError("the last compressed stream is truncated")

@@ -22,6 +22,8 @@ from tridock.errors import Problem, RequestError
 
 _BLOCK: Final = 1 << 18
 _FIRST_LINE: Final = 1 << 20
+_LONGEST_LINE: Final = 256 << 20
+"""A line is held in memory; a small compressed file may have one of many gigabytes."""
 TODO_INPUT: Final = "give files, folders or patterns that exist, or - for standard input"
 
 
@@ -160,7 +162,7 @@ def _plain_chunks(number: int, source: Source, path: Path, size: int) -> Iterato
     try:
         with path.open("rb", buffering=0) as file:
             before = Identity.of(file.fileno())
-            while data := _lines_at(file.fileno(), offset, size):
+            while data := _lines_at(file.fileno(), offset, size, source, line):
                 if Identity.of(file.fileno()) != before:
                     raise changed(source)
                 first, lines = line, _newlines(data) + (data[-1:] != b"\n")
@@ -175,8 +177,12 @@ def _plain_chunks(number: int, source: Source, path: Path, size: int) -> Iterato
     yield Chunk(source, number, line, b"", 0, offset, content.mark(), offset, facts, before.modified_ns)
 
 
-def _lines_at(file: int, offset: int, size: int) -> bytes:
-    """Returns whole lines from ``offset`` on: at most ``size`` bytes, or one longer line; b"" at the end."""
+def _lines_at(file: int, offset: int, size: int, source: Source, line: int) -> bytes:
+    """Returns whole lines from ``offset`` on: at most ``size`` bytes, or one longer line; b"" at the end.
+
+    ``line`` is the number of the first.
+    """
+    start = offset
     data = os.pread(file, size, offset)
     if len(data) < size:
         return data
@@ -188,7 +194,15 @@ def _lines_at(file: int, offset: int, size: int) -> bytes:
         parts.append(data[: cut or None])
         if cut:
             break
+        if offset - start > _LONGEST_LINE:
+            raise _too_long(source, line)
     return b"".join(parts)
+
+
+def _too_long(source: Source, line: int) -> RequestError:
+    what = f"is longer than {_LONGEST_LINE >> 20} MiB"
+    todo = "put each document on a line of its own: jq -c '.[]' FILE does it with a JSON array"
+    return RequestError(Problem(f"{source.name}:{line}", what, "", todo))
 
 
 def _newlines(data: bytes) -> int:
@@ -251,6 +265,8 @@ def _chunks_of_blocks(number: int, source: Source, blocks: _Parquet | _Stream, s
                 rest[-1] = block[:cut]
                 yield chunk(b"".join(rest))
                 rest, held = [block[cut:]], len(block) - cut
+            elif held > size + _LONGEST_LINE:
+                raise _too_long(source, line + sum(map(_newlines, rest)))
     except damage() as error:
         data = b"".join(rest)
         cut = data.rfind(b"\n") + 1
@@ -334,10 +350,12 @@ class _Parquet:
         self._done = 0
         self.modified_ns = self._before.modified_ns
 
-    def read(self, _size: int) -> Iterator[bytes]:
-        """Yields batches of rows, because their size in bytes is unknown beforehand."""
+    def read(self, size: int) -> Iterator[bytes]:
+        """Yields batches of rows of about ``size`` bytes together."""
+        rows, held = max(self._file.metadata.num_rows, 1), self._uncompressed_bytes()
+        batch_size = max(1, min(256, size * rows // max(held, 1)))
         try:
-            for batch in self._file.iter_batches(batch_size=256, columns=self._columns):
+            for batch in self._file.iter_batches(batch_size=batch_size, columns=self._columns):
                 rows = batch.to_pylist()
                 # A value that JSON lacks becomes an object, which is not a text: the row is rejected.
                 yield b"".join(
@@ -346,6 +364,10 @@ class _Parquet:
                 self._done += len(rows)
         except ValueError as error:  # pyarrow's for damaged pages, Python's for text that is not UTF-8
             raise OSError(str(error)) from error
+
+    def _uncompressed_bytes(self) -> int:
+        groups = map(self._file.metadata.row_group, range(self._file.metadata.num_row_groups))
+        return sum(group.total_byte_size for group in groups)
 
     def position(self) -> int:
         rows: int = self._file.metadata.num_rows

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol, cast
@@ -52,8 +52,13 @@ _UNICODE_17: Final = re.compile(
     "\U00018d09-\U00018d1e\U00018d80-\U00018df2\U0001e6c0-\U0001e6ff\U0002b73a-\U0002b73f\U0002cea2-\U0002cead"
     "\U000323b0-\U00033479]"
 )
-_WORDS_END: Final = re.compile("(?<=[0-9A-Za-z])(?=[ \n])")
+_WORDS_END: Final = re.compile(
+    "(?<=[0-9A-Za-z\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3])(?=[ \n\u3001\u3002\uff0c])"
+)
+"""A letter or digit before what is neither: no split has both in one word, in this order."""
 _PIECE_CHARACTERS: Final = 2048
+LONG_TEXT: Final = 1 << 18
+"""In characters. A longer text is encoded in pieces, because the libraries take many times its memory."""
 _UNICODE_17_BYTES: Final = (
     (b"\xe0", (b"\xe0\xa2\x8f", b"\xe0\xb1\x9c", b"\xe0\xb3\x9c")),
     (b"\xea", (b"\xea\x9f",)),
@@ -89,7 +94,7 @@ class Encoder(Protocol):
     accepts_special: bool
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
-        """Returns the ids of each text, uint32[tokens]."""
+        """Returns the ids of each text, uint32[tokens] or the type of the data set."""
         ...
 
 
@@ -100,13 +105,20 @@ class Reference:
     def __init__(self, tokenizer: BytePairTokenizer, description: dict[str, Any] | None = None) -> None:
         """``description`` is ``tokenizer.describe()``, if known."""
         self.tokenizer = tokenizer
+        description = description or tokenizer.describe()
         self.vocab_size, self.largest_id = tokenizer.vocab_size, tokenizer.largest_id
-        self.sha256 = tokenizer.sha256_of(description or tokenizer.describe())
+        self.sha256 = tokenizer.sha256_of(description)
         self.end_of_document = tokenizer.end_of_text
         self.accepts_special = tokenizer.accepts_special
+        self._cuts = can_be_cut(description, self.accepts_special)
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
+        if self._cuts and any(len(text) > LONG_TEXT for text in texts):
+            return [in_pieces(text, self._encode, self.vocab_size) for text in texts]
         return [np.array(ids, np.uint32) for ids in self.tokenizer.encode_batch(texts)]
+
+    def _encode(self, text: str) -> Ids:
+        return np.array(self.tokenizer.encode(text), np.uint32)
 
 
 class Fast:
@@ -124,9 +136,9 @@ class Fast:
         description = description or reference.tokenizer.describe()
         plain = _supported(description)
         self.accepts_special = reference.accepts_special
-        added = [token for token in description["added_tokens"] if self.accepts_special or not token["special"]]
-        rules = ("lstrip", "rstrip", "single_word", *["normalized"] * (description["normalizer"] is not None))
-        if any(token[rule] for token in added for rule in rules):
+        added = _tokens_of_texts(description, self.accepts_special)
+        normalizes = description["normalizer"] is not None
+        if any(_strips(token) or (normalizes and token["normalized"]) for token in added):
             raise ValueError("a token of texts takes white space, is a whole word only, or is normalized")
         self._tokens: dict[str, int] = {token["content"]: token["id"] for token in added}
         longest_first = sorted(self._tokens, key=len, reverse=True)
@@ -148,12 +160,15 @@ class Fast:
             self._compare(text, self._encode(text))
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
-        if _resident() > self._memory + self._cache_bytes:
-            self._reload()
+        self._limit_cache()
         # One by one: its batches need a package whose import takes longer than 200,000 calls.
         found = [self._encode(text) for text in texts]
         self._spot_check(texts, found)
         return found
+
+    def _limit_cache(self) -> None:
+        if _resident() > self._memory + self._cache_bytes:
+            self._reload()
 
     def _reload(self) -> None:
         self._fast = None
@@ -171,13 +186,22 @@ class Fast:
         return np.array([self._tokens[part]], np.uint32) if part in self._tokens else self._encode_plain(part)
 
     def _encode_plain(self, text: str) -> Ids:
+        if len(text) > LONG_TEXT:
+            return in_pieces(text, self._encode_long, self.vocab_size)
+        return self._encode_words(text)
+
+    def _encode_long(self, piece: str) -> Ids:
+        self._limit_cache()
+        return self._encode_words(piece)
+
+    def _encode_words(self, text: str) -> Ids:
         if text.isascii():
             return cast(Ids, self._fast.encode(text))
         if self._normalized is not None and _MAY_CHANGE_IN_NFC.search(text):
             text = self._normalized(text)
         data = text.encode()
         if _may_be_newer(data) and _UNICODE_17.search(text):
-            return np.concatenate([self._encode_piece(piece) for piece in _pieces(text)])
+            return np.concatenate([self._encode_piece(piece) for piece in _pieces(text, _PIECE_CHARACTERS)])
         return cast(Ids, self._fast.encode(data))
 
     def _encode_piece(self, piece: str) -> Ids:
@@ -221,13 +245,20 @@ def _may_be_newer(data: bytes) -> bool:
     return any(first in data and any(begin in data for begin in begins) for first, begins in _UNICODE_17_BYTES)
 
 
-def _pieces(text: str) -> list[str]:
+def _pieces(text: str, size: int) -> Iterator[str]:
     """Cuts a text where every split of ``_SPLITS`` ends a word, so that the ids of the pieces are those of the text."""
-    pieces, start = [], 0
-    while found := _WORDS_END.search(text, start + _PIECE_CHARACTERS):
-        pieces.append(text[start : found.start()])
+    start = 0
+    while found := _WORDS_END.search(text, start + size):
+        yield text[start : found.start()]
         start = found.start()
-    return [*pieces, text[start:]]
+    yield text[start:]
+
+
+def in_pieces(text: str, encode: Callable[[str], Ids], vocab_size: int) -> Ids:
+    """Encodes a long text in pieces that end where a word does, if it has such places."""
+    dtype = token_dtype(vocab_size)
+    parts = [encode(piece).astype(dtype) for piece in _pieces(text, LONG_TEXT)]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _nfc() -> Callable[[str], str]:
@@ -235,6 +266,25 @@ def _nfc() -> Callable[[str], str]:
     from tokenizers import normalizers
 
     return normalizers.NFC().normalize_str
+
+
+def _tokens_of_texts(description: dict[str, Any], accepts_special: bool) -> list[dict[str, Any]]:
+    """The added tokens that a text may have."""
+    return [token for token in description["added_tokens"] if accepts_special or not token["special"]]
+
+
+def can_be_cut(description: dict[str, Any], accepts_special: bool) -> bool:
+    """Whether ``in_pieces`` gives the ids of a whole text: pieces end where a word does, and no token is across it."""
+    tokens = _tokens_of_texts(description, accepts_special)
+    return (
+        description["normalizer"] in (None, {"type": "NFC"})
+        and _is_known_split(description["pre_tokenizer"])
+        and not any(_strips(token) or _WORDS_END.search(token["content"]) for token in tokens)
+    )
+
+
+def _strips(token: dict[str, Any]) -> bool:
+    return any(token[rule] for rule in ("lstrip", "rstrip", "single_word"))
 
 
 def _supported(description: dict[str, Any]) -> dict[str, Any]:
@@ -289,6 +339,40 @@ class Vocabulary:
             np.array([*[known.get(word, unknown) for word in text.split()], self.end_of_document], np.uint32)
             for text in texts
         ]
+
+
+class Null:
+    """Texts are ids already, separated by single spaces, as for Megatron's NullTokenizer."""
+
+    name = "null"
+    always_closed = False
+    accepts_special = False
+
+    def __init__(self, vocab_size: int, end_of_document: int | None = None) -> None:
+        """``end_of_document``: by default the last id."""
+        self.vocab_size, self.largest_id = vocab_size, vocab_size - 1
+        self.end_of_document = self.largest_id if end_of_document is None else end_of_document
+        self.sha256 = hashlib.sha256(f"null {vocab_size} {self.end_of_document}".encode()).hexdigest()
+
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
+        return [self._ids(text) for text in texts]
+
+    def _ids(self, text: str) -> Ids:
+        """Raises :class:`RequestError` for a word that is no id."""
+        parts, start = [], 0
+        while (end := text.find(" ", start + LONG_TEXT)) >= 0:
+            parts.append(self._ids_of(text[start:end].split(" ")))
+            start = end + 1
+        return np.concatenate([*parts, self._ids_of(text[start:].split(" ") if text else [])])
+
+    def _ids_of(self, words: list[str]) -> Ids:
+        if (wrong := next((word for word in words if not self._is_id(word)), None)) is not None:
+            what, todo = f"is not a token id below {self.vocab_size}", "raise --vocab-size, or mend the text"
+            raise RequestError(Problem("--tokenizer-type NullTokenizer: a word", what, repr(wrong), todo))
+        return np.array(list(map(int, words)), np.uint32)
+
+    def _is_id(self, word: str) -> bool:
+        return word.isascii() and word.isdigit() and len(word) < 11 and int(word) < self.vocab_size
 
 
 def fastest(tokenizer: BytePairTokenizer, workers: int = 1) -> tuple[Encoder, str]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from tridock.data.tokenize.encoders import LONG_TEXT, can_be_cut, in_pieces
 from tridock.data.tokenize.tokenizer import END_OF_TEXT, TOKENIZER
 from tridock.errors import Problem, RequestError
 
@@ -55,8 +56,25 @@ class HuggingFaceTokenizer:
         self.largest_id: int = max(self._tokenizer.get_vocab().values())
         self.sha256 = hashlib.sha256(f"{json.dumps(json.loads(text), sort_keys=True)} {end}".encode()).hexdigest()
 
+        self._cuts = can_be_cut(json.loads(self._tokenizer.to_str()), True)
+
     def encode(self, texts: Sequence[str]) -> list[Ids]:
-        return [np.array(found.ids, np.uint32) for found in self._tokenizer.encode_batch_fast(list(texts))]
+        if self._cuts and any(len(text) > LONG_TEXT for text in texts):
+            return [self._encode_long(text) if len(text) > LONG_TEXT else self._encode([text])[0] for text in texts]
+        return self._encode(texts)
+
+    def _encode(self, texts: Sequence[str], around: bool = True) -> list[Ids]:
+        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=around)
+        return [np.array(each.ids, np.uint32) for each in found]
+
+    def _encode_long(self, text: str) -> Ids:
+        # What is put around a text does not depend on it.
+        (whole,), (inner,) = self._encode(["a"]), self._encode(["a"], around=False)
+        before = next(
+            start for start in range(len(whole)) if whole[start : start + len(inner)].tolist() == inner.tolist()
+        )
+        ids = in_pieces(text, lambda piece: self._encode([piece], around=False)[0], self.vocab_size)
+        return np.concatenate([whole[:before], ids, whole[before + len(inner) :]], dtype=ids.dtype, casting="unsafe")
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text without special tokens; bytes of a character that is not whole become U+FFFD."""

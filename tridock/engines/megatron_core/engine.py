@@ -5,6 +5,7 @@ from itertools import product
 
 from tridock.engines.engine import Choice, Engine, RankProgram
 from tridock.engines.megatron_core import legality
+from tridock.engines.megatron_core.experts import expert_choices, rank_problems
 from tridock.engines.megatron_core.legality import FIELDS
 from tridock.errors import Problem
 from tridock.experiment import Experiment
@@ -20,7 +21,8 @@ from tridock.layout.shape import (
     recomputed_layers,
     tokens_of,
 )
-from tridock.layout.traffic import Sent, all_gather, all_reduce, backward_pass
+from tridock.layout.split import divisors
+from tridock.layout.traffic import Sent, all_gather, all_reduce, backward_pass, expert_replicas
 
 
 class MegatronCore(Engine):
@@ -47,11 +49,13 @@ class MegatronCore(Engine):
             yield from legality.interleaved_batch_problems(experiment, replicas)
         else:
             yield from super().batch_problems(experiment, replicas)
+        yield from rank_problems(experiment, replicas)
 
     def states(self, experiment: Experiment, weights: Parameters, shape: Shape, device: Device) -> States:
         distributed, replicas = experiment.parallel.use_distributed_optimizer, self._replicas(experiment, shape)
         short, count = FORMAT_BYTES[experiment.precision], weights.total
-        owned = count // replicas if distributed else count
+        of_experts = expert_replicas(experiment, shape.data)
+        owned = (count - weights.experts) // replicas + weights.experts // of_experts if distributed else count
         # On GPUs Adam is apex's or transformer-engine's, and works in place. On CPUs Gloo scatters a copy of the
         # gradients.
         workspace = 4 * count if device == "cpu" and distributed and replicas > 1 else 0
@@ -74,15 +78,28 @@ class MegatronCore(Engine):
         )
 
     def sent(self, experiment: Experiment, shape: Shape, stage: int) -> Sent:
-        size, weights = self._replicas(experiment, shape), self.parameters(experiment, stage).total
+        weights, short = self.parameters(experiment, stage), FORMAT_BYTES[experiment.precision]
         embedding, tensor = 4 * self.parameters(experiment, 0).embedding, self._gathered_queries(experiment, stage)
-        if experiment.parallel.use_distributed_optimizer:
-            gathered = all_gather(size, FORMAT_BYTES[experiment.precision] * weights)
+        distributed = experiment.parallel.use_distributed_optimizer
+
+        def exchanged(size: int, count: int) -> float:
             # Gradients travel during the last backward pass, weights during the next forward pass.
-            volume = all_gather(size, 4 * weights) + gathered
-            return Sent(volume, embedding, tensor, overlapped=1.0, computing=1 / shape.accumulation)
-        volume, computing = all_reduce(size, 4 * weights), backward_pass(shape.accumulation)
-        return Sent(volume, embedding, tensor, overlapped=1.0, computing=computing)
+            return all_gather(size, (4 + short) * count) if distributed else all_reduce(size, 4 * count)
+
+        return Sent(
+            exchanged(self._replicas(experiment, shape), weights.total - weights.experts),
+            embedding,
+            tensor,
+            expert_gradient_bytes=exchanged(max(1, expert_replicas(experiment, shape.data)), weights.experts),
+            overlapped=1.0,
+            computing=1 / shape.accumulation if distributed else backward_pass(shape.accumulation),
+            hides_tensor=True,
+            hides_pipeline=experiment.parallel.virtual_pipeline_model_parallel_size > 1,
+        )
+
+    def summed_bytes(self, experiment: Experiment) -> float:
+        """A gradient in the format of the products is read, its sum in fp32 read and written."""
+        return FORMAT_BYTES[experiment.precision] + 8.0
 
     def _gathered_queries(self, experiment: Experiment, stage: int) -> float:
         """Where several tensor parallel ranks have the same query group, they gather queries, keys and values."""
@@ -97,11 +114,16 @@ class MegatronCore(Engine):
     def _replicas(self, experiment: Experiment, shape: Shape) -> int:
         return shape.data * experiment.parallel.context_parallel_size
 
-    def layout_choices(self, tensor: int, stages: int) -> Iterator[Choice]:
-        for virtual, sequence in product((1, 2, 4) if stages > 1 else (1,), (False, True) if tensor > 1 else (False,)):
+    def layout_choices(self, experiment: Experiment, tensor: int, stages: int) -> Iterator[Choice]:
+        layers, rest = divmod(experiment.model.num_layers, stages)
+        runs = divisors(layers) if stages > 1 and layers and not rest else [1]
+        mixture = experiment.model.num_moe_experts is not None
+        sequences = (mixture,) if tensor > 1 and mixture else (False, True) if tensor > 1 else (False,)
+        for virtual, sequence, experts in product(runs, sequences, expert_choices(experiment, tensor)):
             yield {
                 "parallel.virtual_pipeline_model_parallel_size": virtual,
                 "parallel.sequence_parallel": sequence,
+                **experts,
             }
 
     def state_choices(self, _experiment: Experiment, _stages: int) -> Iterator[Choice]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from tridock.engines.fields import COMMON, NO_TOKENIZER, Fields, Refused
+from tridock.engines.megatron_core import experts
 from tridock.errors import Problem
 from tridock.experiment import Experiment
 from tridock.layout.split import either, head_problems, nearest_divisors, nearest_multiple, nearest_multiples
@@ -19,6 +20,7 @@ FIELDS: Final[Fields] = {
     "deepspeed": Refused(_NO_DEEPSPEED, "leave it out"),
     "parallel.zero_stage": Refused(_NO_DEEPSPEED, _DISTRIBUTED),
     "parallel.data_parallel_shard_size": Refused(),
+    "parallel.reduce_gradients_once": Refused(),
     "parallel.pipeline_schedule": Refused(),
     "model.checkpoint_activations": Refused(
         _OTHER_NAME,
@@ -41,6 +43,7 @@ def problems(experiment: Experiment) -> Iterator[Problem]:
     yield from split_problems(experiment)
     yield from _virtual_problems(experiment)
     yield from _sequence_problems(experiment)
+    yield from experts.problems(experiment)
     yield from _mapping_problems(experiment)
     yield from _recompute_problems(experiment)
 
@@ -86,10 +89,15 @@ def _virtual_problems(experiment: Experiment) -> Iterator[Problem]:
 
 
 def _mapping_problems(experiment: Experiment) -> Iterator[Problem]:
-    """Its groups of experts, which no model here has, come out uneven (0.16.1)."""
+    """Its groups of experts, also of a model without any, come out uneven (0.16.1)."""
     parallel = experiment.parallel
     context = parallel.context_parallel_size
-    if parallel.use_tp_pp_dp_mapping and context > 1 and parallel.pipeline_model_parallel_size > 1:
+    if (
+        experiment.model.num_moe_experts is None
+        and parallel.use_tp_pp_dp_mapping
+        and context > 1
+        and parallel.pipeline_model_parallel_size > 1
+    ):
         todo = "leave it out, or set context_parallel_size to 1"
         what = "megatron-core does not number the ranks so with context parallelism"
         yield Problem("parallel.use_tp_pp_dp_mapping", what, "true", todo, ("false",))

@@ -71,8 +71,10 @@ class MegatronLM(Engine):
         return States(*lasting, startup=sum(lasting) - 8 * count)
 
     def sizes(self, experiment: Experiment, device: Device) -> Sizes:
-        ddp = experiment.parallel.strategy == "ddp"
-        return sizes_of(experiment, device, sums_in_place=ddp, restores_inputs=True)
+        model, ddp = experiment.model, experiment.parallel.strategy == "ddp"
+        # What is kept in parts, or on the host, is there whole while its layers are at work.
+        whole = not (model.partition_activations or model.checkpoint_in_cpu)
+        return sizes_of(experiment, device, sums_in_place=ddp, restores_inputs=whole)
 
     def sent(self, experiment: Experiment, shape: Shape, stage: int) -> Sent:
         model, parallel = experiment.model, experiment.parallel

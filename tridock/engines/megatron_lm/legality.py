@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from tridock.engines.deepspeed import zero_stage_problems
-from tridock.engines.fields import COMMON, HONOURED, Fields, Refused, Unused
+from tridock.engines.fields import COMMON, HONOURED, MIXTURE, Fields, Refused, Unused
 from tridock.errors import Problem
 from tridock.experiment import Experiment
 from tridock.layout.split import either, empty_stage_problems, head_problems, nearest_divisors
@@ -13,6 +13,7 @@ FIELDS: Final[Fields] = {
     **COMMON,
     "deepspeed": HONOURED,
     "megatron_args": HONOURED,
+    **dict.fromkeys(MIXTURE, Refused("Megatron-LM v1.1.5 has GPT-2's layers: no mixture of experts")),
     "model.vocab_size": Unused("Megatron-LM v1.1.5 counts the tokens of data.vocab_file; the plan counts with this"),
     "model.kv_channels": Refused(
         "Megatron-LM v1.1.5 divides hidden_size among the heads",
@@ -37,6 +38,7 @@ FIELDS: Final[Fields] = {
         }.items()
     },
     "parallel.data_parallel_shard_size": Refused(),
+    "parallel.reduce_gradients_once": Refused(),
     "parallel.pipeline_schedule": Refused(),
     "parallel.virtual_pipeline_model_parallel_size": Refused(),
     "parallel.use_tp_pp_dp_mapping": Refused(),
@@ -46,6 +48,8 @@ FIELDS: Final[Fields] = {
     "model.recompute_granularity": Refused(),
     "model.recompute_method": Refused(),
     "model.recompute_num_layers": Refused(),
+    "train.sample_prompts": Refused(),
+    "train.sample_tokens": Refused(),
     "train.compile": Refused(),
 }
 

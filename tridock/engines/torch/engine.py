@@ -1,9 +1,11 @@
 """Engine ``torch`` as the planner and the launchers see it."""
 
+from collections.abc import Iterator
+
 from tridock.engines.deepspeed import zero_sent, zero_states
 from tridock.engines.engine import Choice, Engine, RankProgram
 from tridock.engines.torch import legality
-from tridock.engines.torch.fsdp import is_sharded, scattered, shards_of, summed_up
+from tridock.engines.torch.fsdp import is_sharded, scattered, scatters_each, shards_of, summed_up
 from tridock.engines.torch.legality import FIELDS
 from tridock.experiment import Experiment
 from tridock.experiment.resnet import cast_elements, kept_elements
@@ -17,6 +19,7 @@ from tridock.layout.shape import (
     States,
     Term,
     layer_parameters,
+    layers_of_stage,
     recomputed_layers,
 )
 from tridock.layout.traffic import Sent, all_gather, all_reduce, backward_pass
@@ -101,22 +104,47 @@ class Torch(Engine):
             return super().accumulated_gradients(experiment, stage, shape, states, device, activations)
         weights, sizes = self.parameters(experiment, stage), self.sizes(experiment, device)
         scattering = scattered(experiment, stage, shape, weights, sizes) - activations
-        return round(max(summed_up(experiment, stage, shape.accumulation, weights, sizes), scattering))
+        return round(max(summed_up(experiment, stage, shape, weights, sizes), scattering))
 
     def sent(self, experiment: Experiment, shape: Shape, stage: int) -> Sent:
         weights = self.parameters(experiment, stage).total
         embedding = 4 * self.parameters(experiment, 0).embedding / shards_of(experiment, shape.data)
         last_backward = backward_pass(shape.accumulation)
         if is_sharded(experiment):
-            # FSDP2 gathers weights for each micro batch, and anew for its backward pass; gradients go once a step, in
-            # fp32.
+            # FSDP2 gathers weights for each micro batch, and anew for its backward pass. Gradients go in fp32, to other
+            # copies of the shards once a step.
             shards, short = shards_of(experiment, shape.data), FORMAT_BYTES[experiment.precision]
             gathered = 2 * all_gather(shards, short * weights) * shape.accumulation
-            volume = gathered + all_gather(shards, 4 * weights) + all_reduce(shape.data // shards, 4 * weights / shards)
-            return Sent(volume, embedding, overlapped=1.0, computing=1.0 if shards > 1 else last_backward)
+            scatters = shape.accumulation if scatters_each(experiment, shape.data) else 1
+            volume = (
+                gathered
+                + scatters * all_gather(shards, 4 * weights)
+                + all_reduce(shape.data // shards, 4 * weights / shards)
+            )
+            gathers = 2 * shape.accumulation + scatters if shards > 1 else 1
+            messages = gathers * layers_of_stage(experiment, stage)
+            computing = 1.0 if shards > 1 else last_backward
+            return Sent(volume, embedding, overlapped=1.0, computing=computing, messages=messages)
         if experiment.parallel.strategy == "ddp":
             return Sent(all_reduce(shape.data, 4 * weights), embedding, overlapped=1.0, computing=last_backward)
         return zero_sent(experiment, shape, weights, Sent(0.0, embedding))
+
+    def summed_bytes(self, experiment: Experiment) -> float:
+        """DDP's autocast casts fp32 weights for each micro batch, and short gradients back; FSDP2 sums them in fp32."""
+        short = FORMAT_BYTES[experiment.precision]
+        if experiment.parallel.strategy == "zero" or short == 4:
+            return super().summed_bytes(experiment)
+        return short + 8.0 + (0.0 if is_sharded(experiment) else 2 * (short + 4.0))
+
+    def kernels(self, experiment: Experiment) -> float:
+        """Compiled layers have few kernels beside their products and attention."""
+        return 0.5 if experiment.train.compile else 1.0
+
+    def state_choices(self, experiment: Experiment, stages: int) -> Iterator[Choice]:
+        if experiment.parallel.strategy != "fsdp":
+            yield from super().state_choices(experiment, stages)
+        else:
+            yield from ({"parallel.reduce_gradients_once": once} for once in (False, True)[: 1 if stages > 1 else 2])
 
     def splits_model(self, experiment: Experiment) -> bool:
         return experiment.parallel.strategy != "zero"

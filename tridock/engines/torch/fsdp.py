@@ -1,6 +1,7 @@
-"""What engine ``torch`` shards with FSDP2, and the gradients that are summed up before they are scattered.
+"""What engine ``torch`` shards with FSDP2, and the gradients of a step.
 
-These are whole on every rank, in fp32, and come layer by layer as activations go. In a pipeline torch keeps the layers
+They are scattered after each micro-batch, or summed up before (:func:`scatters_each`): then they are whole on every
+rank, in fp32, and come layer by layer as activations go. In a pipeline torch keeps the layers
 of a stage gathered from their first backward pass on, until another micro-batch comes forward. The moment when a rank
 holds most may be any of the first and the last layer's backward passes of a micro-batch, or one of those in which a
 layer's gradients are scattered: torch keeps the buffer of the layer before until then, and has gathered the next one.
@@ -27,12 +28,21 @@ def shards_of(experiment: Experiment, replicas: int) -> int:
     return (experiment.parallel.data_parallel_shard_size or replicas) if experiment.parallel.strategy == "fsdp" else 1
 
 
-def summed_up(experiment: Experiment, stage: int, accumulation: int, weights: Parameters, sizes: Sizes) -> float:
-    """Bytes on top of what a rank of ``stage`` holds as its very first backward pass begins."""
+def scatters_each(experiment: Experiment, replicas: int) -> bool:
+    """Whether the gradients of each micro-batch are scattered, instead of their sum once a step."""
     parallel = experiment.parallel
+    once = parallel.reduce_gradients_once or parallel.pipeline_model_parallel_size > 1
+    return shards_of(experiment, replicas) > 1 and not once
+
+
+def summed_up(experiment: Experiment, stage: int, shape: Shape, weights: Parameters, sizes: Sizes) -> float:
+    """Bytes on top of what a rank of ``stage`` holds as its very first backward pass begins."""
+    parallel, accumulation = experiment.parallel, shape.accumulation
     piped, virtual = parallel.pipeline_model_parallel_size > 1, parallel.virtual_pipeline_model_parallel_size
     if not piped and accumulation == 1:
         return 0.0  # each layer's gradients are scattered at once, and take less room than its activations gave back
+    if scatters_each(experiment, shape.data):
+        return _SUM_BYTES * weights.total / shards_of(experiment, shape.data)  # from the second micro-batch on
     layer, short = layer_parameters(experiment), FORMAT_BYTES[experiment.precision] if piped else 0
     runs, flights = accumulation * virtual, in_flight(experiment, stage, accumulation)
     own = layers_of_stage(experiment, stage) / virtual  # layers of a run
@@ -72,12 +82,17 @@ def scattered(experiment: Experiment, stage: int, shape: Shape, weights: Paramet
     for done in {1, min(2, layers), layers}:  # layers, this one among them
         before = _SUM_BYTES * layer if done > 1 else 0
         ahead = short * layer if shards > 1 and done < layers else 0
-        # One micro-batch's gradients are in the short format; those of several are there whole, but for what has gone.
-        single = shape.accumulation == 1
-        sums = short * ends if single else _SUM_BYTES * (weights.total - (done - 1) * layer)
+        # One micro-batch's gradients are in the short format; those of several are there whole, but for what has gone;
+        # the last micro-batch's for the table are added at its end.
+        each = scatters_each(experiment, shape.data)
+        single = shape.accumulation == 1 or each
+        sums = short * ends if single else _SUM_BYTES * (weights.total - (done - 1) * layer) + short * weights.embedding
+        scattered_before = _SUM_BYTES * weights.total / shards if each and shape.accumulation > 1 else 0.0
         held = kept * (layers - done) / layers + before + ahead + sums + _SUM_BYTES * layer * done / shards
+        held += max(0.0, scattered_before - _SUM_BYTES * layer * (done - 1) / shards)
         complete = held - _SUM_BYTES * layer / shards + short * layer * (2 if single else 1) + small
         sent = held + _SUM_BYTES * layer - (0 if single else _SUM_BYTES * layer)
+        sent += _SUM_BYTES * layer - before if sizes.device == "cpu" else 0  # Gloo sends a copy of them
         most = max(most, complete, sent)
         if done == layers and (tensor := experiment.parallel.tensor_model_parallel_size) > 1:
             # The table's gradient comes last: of all rows, of this rank's, and both uses of it added up.

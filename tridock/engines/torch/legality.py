@@ -5,7 +5,7 @@ from typing import Final
 
 from tridock.engines.deepspeed import zero_stage_problems
 from tridock.engines.engine import uneven_batch
-from tridock.engines.fields import COMMON, HONOURED, NO_TOKENIZER, Fields, Refused
+from tridock.engines.fields import COMMON, HONOURED, MIXTURE, NO_TOKENIZER, Fields, Refused
 from tridock.errors import Problem
 from tridock.experiment import Experiment
 from tridock.layout.split import either, empty_stage_problems, head_problems, nearest_divisors, nearest_multiples
@@ -13,6 +13,7 @@ from tridock.layout.split import either, empty_stage_problems, head_problems, ne
 FIELDS: Final[Fields] = {
     **COMMON,
     "deepspeed": HONOURED,
+    **dict.fromkeys(MIXTURE, Refused("engine torch has no mixture of experts")),
     "model.checkpoint_num_layers": Refused("engine torch stores every layer's"),
     "model.partition_activations": Refused(),
     "model.checkpoint_in_cpu": Refused(),
@@ -103,6 +104,11 @@ def _strategy_problems(experiment: Experiment) -> Iterator[Problem]:
     if parallel.strategy != "fsdp" and (size := parallel.data_parallel_shard_size) is not None:
         what, todo = f"strategy {parallel.strategy} has no shards", "leave it out, or set strategy to fsdp"
         yield Problem("parallel.data_parallel_shard_size", what, str(size), todo, ("null",))
+    if parallel.reduce_gradients_once and (parallel.strategy != "fsdp" or parallel.pipeline_model_parallel_size > 1):
+        what = "the choice is that of strategy fsdp without a pipeline"
+        stages = parallel.pipeline_model_parallel_size
+        got = f"true with strategy {parallel.strategy}" + (f" and {stages} stages" if stages > 1 else "")
+        yield Problem("parallel.reduce_gradients_once", what, got, "leave it out", ("false",))
 
 
 def _schedule_problems(experiment: Experiment) -> Iterator[Problem]:

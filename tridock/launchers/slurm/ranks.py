@@ -57,6 +57,8 @@ class RankLauncher:
     """Whether each rank is a Slurm task of its own; else a task starts all ranks of its node."""
     inside_step: bool = True
     """Whether the script's own srun runs it on every node, in the container; else it starts on the first node."""
+    label: bool = False
+    """Whether each line of output starts with the number of its node."""
     quote: Callable[[str], str] = str
     """An argument of the ranks as it must be written."""
 
@@ -99,6 +101,8 @@ def _srun(request: Request, launcher: RankLauncher) -> Line:
         argv.append('--cpus-per-task="$SLURM_CPUS_PER_TASK"')  # srun does not take it over since Slurm 22.05
     # The supervisor ends the others, once they have written their last lines.
     argv.append("--kill-on-bad-exit=0")
+    if launcher.label and request.nodes > 1:
+        argv.append("--label")
     return (*argv, *CONTAINERS[request.container.kind].srun_options(request), *map(shlex.quote, request.srun))
 
 
@@ -182,11 +186,29 @@ def _deepspeed_pdsh(_request: Request, program: Sequence[str]) -> list[Line]:
     return [("deepspeed", *_DEEPSPEED, _PDSH, "--no_ssh_check"), ("--no_local_rank", "--module", *program)]
 
 
+# A node's number is known in its task alone.
+_NODE_SCRIPT = ("bash", "-c", f"""'exec bash "${{1//{run_folder.NODE_NUMBER}/$SLURM_NODEID}}"'""", "bash")
+
+
+def _program(_request: Request, program: Sequence[str]) -> list[Line]:
+    return [(*_NODE_SCRIPT, *program)]
+
+
+def _mpirun(request: Request, program: Sequence[str]) -> list[Line]:
+    size = (f"--ntasks={request.nodes}", "--ntasks-per-node=1")
+    return [("srun", *size, "--kill-on-bad-exit=0", "--label"), (*_NODE_SCRIPT, *program)]
+
+
+OWN_PROGRAM: Final = "program"
+MPIRUN: Final = "mpirun"
 RANK_LAUNCHERS: Final[Mapping[str, RankLauncher]] = {
     "torchrun": RankLauncher(_torchrun),
     "srun": RankLauncher(_task_per_rank, task_per_rank=True),
     "deepspeed": RankLauncher(_deepspeed),
     "deepspeed-slurm": RankLauncher(_deepspeed_slurm, task_per_rank=True, inside_step=False),
     "deepspeed-pdsh": RankLauncher(_deepspeed_pdsh, inside_step=False, quote=for_pdsh),
+    OWN_PROGRAM: RankLauncher(_program, label=True),
+    MPIRUN: RankLauncher(_mpirun, task_per_rank=True, inside_step=False),
 }
-"""By ``launcher`` of a request."""
+"""By ``launcher`` of a request. The last two are of the user's own programs: a script that each node runs, and only
+the tasks for mpirun, which starts its ranks from the first node by srun."""

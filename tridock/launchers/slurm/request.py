@@ -7,12 +7,13 @@ from typing import Annotated, Final, Literal
 from pydantic import Field, StringConstraints
 
 from tridock.cluster.schema import Line, Lines
+from tridock.contracts.limits import MOST_RANKS, MOST_SLOTS
 from tridock.errors import Problem, RequestError
 from tridock.gpus import find_gpu
 from tridock.launchers.slurm.ranks import CONTAINERS, RANK_LAUNCHERS
-from tridock.strict_yaml import EnvName, EnvValue, Section, parse_yaml, validated
+from tridock.strict_yaml import EnvName, EnvValue, Positive, Section, validated
+from tridock.yaml_text import parse_yaml
 
-Positive = Annotated[int, Field(ge=1)]
 # What stands behind "#SBATCH --option=" is cut at a space, and no shell sees it.
 Plain = Annotated[str, StringConstraints(pattern=r"^[^\s\x00]+$")]
 Time = Annotated[str, StringConstraints(pattern=r"^([0-9]+-)?[0-9]+(:[0-9]+){0,2}$")]
@@ -45,8 +46,8 @@ class SlurmContainer(Section):
 class Request(Section):
     """A job, as a site's profile and the command line ask for it."""
 
-    nodes: Positive = Field(default=1, description="Number of nodes.")
-    gpus_per_node: Positive | None = Field(
+    nodes: Annotated[int, Field(ge=1, le=MOST_RANKS)] = Field(default=1, description="Number of nodes.")
+    gpus_per_node: Annotated[int, Field(ge=1, le=MOST_SLOTS)] | None = Field(
         default=None, description="Ranks per node, one GPU each. Required, here or on the command line."
     )
     gpu_request: Literal["gres", "gpus-per-node", "none"] = Field(
@@ -148,6 +149,9 @@ def _unusable(request: Request, source: str) -> Iterator[Problem]:
     container = request.container
     if request.gpus_per_node is None:
         yield Problem(f"{source}: gpus_per_node", "is missing", "", "add it, or give --gpus-per-node")
+    elif request.nodes * request.gpus_per_node > MOST_RANKS:
+        got = f"{request.nodes * request.gpus_per_node:,}"
+        yield Problem(f"{source}: nodes", f"have more ranks than the {MOST_RANKS:,} of a run", got, "ask for fewer")
     elif request.cpus_per_node is not None and request.cpus_per_node < tasks_per_node(request):
         todo = f"give at least {tasks_per_node(request)}, one a task"
         yield Problem(f"{source}: cpus_per_node", "is less than a CPU a task", str(request.cpus_per_node), todo)

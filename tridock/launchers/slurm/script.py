@@ -10,6 +10,7 @@ from tridock.contracts import run_folder
 from tridock.contracts.run_folder import RENDEZVOUS_PORTS as PORTS
 from tridock.engines import rank_program
 from tridock.experiment import Experiment
+from tridock.experiment.command import CommandExperiment
 from tridock.launchers.slurm.ranks import RANK_LAUNCHERS, RUN, launch_lines
 from tridock.launchers.slurm.request import Request, tasks_per_node
 from tridock.plan import Assessment
@@ -20,12 +21,12 @@ _NUMBER = {True: "%A_%a", False: "%j"}
 
 
 class Element(Protocol):
-    """One run: of a job, or of one task of a job array."""
+    """One run: of a job, or of one task of a job array. Only a program of the user's own has no assessment."""
 
     @property
-    def experiment(self) -> Experiment: ...
+    def experiment(self) -> Experiment | CommandExperiment: ...
     @property
-    def assessment(self) -> Assessment: ...
+    def assessment(self) -> Assessment | None: ...
     @property
     def run_id(self) -> str: ...
 
@@ -69,21 +70,26 @@ def render(script: Script[Any]) -> str:
 
 
 def program_argv(script: Script[Any], element: Element) -> tuple[str, ...]:
-    """Module and arguments of the element's ranks, as the launcher is to get them."""
+    """Module and arguments of the element's ranks, as the launcher is to get them; the scripts of the nodes, where
+    these are a program of the user's own."""
+    path, experiment = f"{script.workspace}/runs/{element.run_id}", element.experiment
+    if isinstance(experiment, CommandExperiment):
+        return (f"{path}/{run_folder.node_script(run_folder.LAUNCH_SCRIPT, run_folder.NODE_NUMBER)}",)
+    assert element.assessment is not None
     plan = element.assessment.laid_out
-    path = f"{script.workspace}/runs/{element.run_id}"
-    program = rank_program(element.experiment.resolved(plan.data_parallel_size), plan, element.run_id, path)
+    program = rank_program(experiment.resolved(plan.data_parallel_size), plan, element.run_id, path)
     argv = (program.module, *program.arguments)
     return tuple(map(RANK_LAUNCHERS[script.request.launcher].quote, argv))
 
 
 def _head(script: Script[Any]) -> Iterator[str]:
-    request, plan = script.request, script.first.assessment.laid_out
-    name = script.first.experiment.name
+    request, assessment = script.request, script.first.assessment
+    name, ranks = script.first.experiment.name, request.nodes * request.ranks_per_node
     runs = f"{len(script.elements)} runs, each of " if script.is_array else ""
     yield "#!/usr/bin/env bash"
     where = f"{request.nodes} nodes" if request.nodes > 1 else "1 node"
-    yield f"# {name}: {runs}{plan.world_size} ranks on {where}, {plan.layout}. Written by `tridock slurm`."
+    what = "" if assessment is None else f", {assessment.laid_out.layout}"
+    yield f"# {name}: {runs}{ranks} ranks on {where}{what}. Written by `tridock slurm`."
     if not script.in_allocation:
         yield from (f"#SBATCH --{option}" for option in _options(script, name))
         yield from (f"#SBATCH {option}" for option in request.sbatch)
@@ -163,15 +169,22 @@ def _launch(script: Script[Any]) -> Iterator[str]:
         program = [_quoted(word, script) for word in program_argv(script, script.first)]
     env = sorted({*request.env, *(name for element in script.elements for name in element.experiment.env)})
     requeues = request.requeue and not script.in_allocation
-    yield "# What follows the -- starts all ranks. The supervisor watches them on every node."
-    if requeues:
+    own = script.first.assessment is None
+    what = "runs a script of the run's folder on every node" if own else "starts all ranks"
+    yield f"# What follows the -- {what}. The supervisor watches {'the ranks' if own else 'them'} on every node."
+    if requeues and own:
+        yield "# It signals them before the time limit, and queues the job again then, or if a node is lost:"
+        yield "# the program then starts with its resume_command."
+    elif requeues:
         yield "# It queues the job again where the run has saved because its time was over, or has lost a node:"
         yield "# the run then continues from its newest checkpoint."
     lines = launch_lines(request, program, env)
-    if any("$@" in word for line in lines for word in line):
+    if any(word.startswith("'") and "$" in word for line in lines for word in line):
         yield "# shellcheck disable=SC2016  # a task alone knows the number and the GPUs of its node"
     supervise = [request.tridock, "slurm", "supervise", *(() if requeues else ("--no-requeue",))]
     supervise += [f"--env={shlex.quote(f'{name}={value}')}" for name, value in request.env.items()]
+    if own and request.container.kind != "none":
+        supervise.append("--container")
     supervise += [shlex.quote(word) for word in script.source]
     # In the place of the script: what Slurm signals is the supervisor.
     rendered = [f"exec {' '.join([*supervise, RUN, '--'])}", *(" ".join(line) for line in _short(lines))]
@@ -183,7 +196,7 @@ def _quoted(word: str, script: Script[Any]) -> str:
     run = f"{script.workspace}/runs/{script.first.run_id}"
     for folder, variable in ((run, "RUN"), (script.workspace, "WORKSPACE")):
         rest = word.removeprefix(folder)
-        if rest != word and re.fullmatch(r"(/[\w./:@+=,-]+)?", rest):
+        if rest != word and re.fullmatch(r"(/[\w./:@+=,%-]+)?", rest):
             return f'"${variable}{rest}"'
     return shlex.quote(word)
 

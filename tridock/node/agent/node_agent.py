@@ -1,8 +1,8 @@
 """``tridock.node agent``: watches and ends the ranks of one node for the supervisor, over a connection.
 
 It prints the status of the node's ranks as lines of JSON, once a second and as soon as a rank dies, and reads orders:
-``ping``, ``stacks RANK…``, ``stop GRACE``, ``bye``. When orders stop coming, the head or the network is gone: the agent
-then ends the node's part of the run, which is of no further use.
+``ping``, ``stacks RANK…``, ``signal NAME``, ``stop GRACE``, ``bye``. When orders stop coming, the head or the network
+is gone: the agent then ends the node's part of the run, which is of no further use.
 """
 
 import os
@@ -31,8 +31,8 @@ _REPORT_S: Final = 1.0
 _GRACE_S: Final = 3.0
 
 
-def run_agent(folder: Path, node: str, ranks: Sequence[int], *, observed: bool = False) -> int:
-    """Runs the agent of a node to its end; returns the exit code, which is always 0.
+def run_agent(folder: Path, node: str, ranks: Sequence[int], *, observed: bool = False) -> bool:
+    """Runs the agent of a node to its end; returns whether that is because the head was lost.
 
     ``observed``: the ranks write no heartbeats.
     """
@@ -40,6 +40,18 @@ def run_agent(folder: Path, node: str, ranks: Sequence[int], *, observed: bool =
     for number in (signal.SIGHUP, signal.SIGPIPE, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     return NodeAgent(folder, node, ranks, observed=observed).run()
+
+
+def is_replaced(folder: Path, node: str) -> bool:
+    """Whether a supervisor has started another agent of the node than this process, over a new connection."""
+    try:
+        return _pid_file(folder, node).read_bytes() != str(os.getpid()).encode()
+    except OSError:
+        return False  # somebody removed the run's folder
+
+
+def _pid_file(folder: Path, node: str) -> Path:
+    return folder / heartbeat.FOLDER / f"agent-{node}"
 
 
 class NodeAgent:
@@ -51,10 +63,10 @@ class NodeAgent:
         self._partial_line = b""
         self._connected = True
         self._released = False
-        self._pid_file = folder / heartbeat.FOLDER / f"agent-{node}"
-        run_folder.write_atomic(self._pid_file, str(os.getpid()).encode())
+        run_folder.write_atomic(_pid_file(folder, node), str(os.getpid()).encode())
 
-    def run(self) -> int:
+    def run(self) -> bool:
+        """Whether it has lost the head."""
         last_order = last_round = last_report = time.monotonic()
         dead: set[int] = set()
         while True:
@@ -65,13 +77,14 @@ class NodeAgent:
             last_round = now
             for order in orders:
                 if order == "bye":
-                    return 0
+                    return False
                 self._execute(order)
             timed_out = now - last_order > (SILENCE_S if self._connected else RECONNECT_S)
-            if (timed_out or not self._connected) and self._is_replaced():
-                return 0
+            if (timed_out or not self._connected) and is_replaced(self._folder, self._node):
+                return False
             if timed_out:
-                return self._end_all(now - last_order)
+                self._end_all(now - last_order)
+                return True
             if not self._connected:
                 continue
             statuses = self._monitor.read()
@@ -96,17 +109,12 @@ class NodeAgent:
         time.sleep(_TICK_S)
         return []
 
-    def _is_replaced(self) -> bool:
-        """Whether the supervisor has started another agent over a new connection."""
-        try:
-            return self._pid_file.read_bytes() != str(os.getpid()).encode()
-        except OSError:
-            return False  # somebody removed the run's folder
-
     def _execute(self, order: str) -> None:
         verb, *arguments = order.split()
         if verb == "stacks":
             self._print(AgentMessage(stacks=self._monitor.stacks([int(rank) for rank in arguments])))
+        elif verb == "signal":
+            self._monitor.send_signal(signal.Signals[arguments[0]])
         elif verb == "stop":
             stopped = stop_processes(self._folder.name, float(arguments[0]))
             self._monitor.reset()
@@ -116,7 +124,7 @@ class NodeAgent:
         with suppress(OSError):  # the supervisor has disconnected: the next read of orders notices
             os.write(1, f"{encode(message)}\n".encode())
 
-    def _end_all(self, silence_s: float) -> int:
+    def _end_all(self, silence_s: float) -> None:
         """Ends the run's processes here, because the head is lost."""
         if find_processes(self._folder.name):
             reason = f"heard nothing from the head for {silence_s:.0f} s"
@@ -124,4 +132,3 @@ class NodeAgent:
             stop_processes(self._folder.name, _GRACE_S)
             # A head that comes back must not mistake this for an end of the ranks' own.
             self._monitor.reset()
-        return 0

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -28,6 +29,7 @@ class RankMonitor:
         self._observed = ObservedRanks(folder.name) if observed else None
         self._oom_kills = _oom_kills()
         self._pidfds: dict[int, int] = {}
+        self._signalled: set[tuple[int, int]] = set()
         self._clear()
 
     def _clear(self) -> None:
@@ -101,6 +103,15 @@ class RankMonitor:
             self._had_processes = self._had_processes or found
             self._searched = now
         return self._all_ended
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """To the ranks of the user's own program on this node: once to each, to its outermost process."""
+        for beat in self._observed.read().values() if self._observed is not None else ():
+            process = beat.pid, beat.start_ticks
+            if process not in self._signalled and _process_state(beat)[0] is not None:
+                self._signalled.add(process)
+                with suppress(ProcessLookupError):
+                    os.kill(beat.pid, number)
 
     def stacks(self, ranks: Sequence[int]) -> dict[int, tuple[str, ...]]:
         """Asks ranks for their stacks; returns the frames of each main thread, the innermost first.

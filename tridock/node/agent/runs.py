@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tridock.contracts import run_folder
 from tridock.contracts.node_answers import RunInfo
-from tridock.contracts.records import read_lines, read_plan
+from tridock.contracts.records import read_lines, read_plan, slots_of
 from tridock.contracts.run_state import exit_code_of, is_supervised, state_of
 
 _TAIL_BYTES = 1 << 16
@@ -34,15 +34,8 @@ def _describe(folder: Path) -> RunInfo:
         train_iters=_train_iters(folder),
         duration_s=_duration(folder),
         age_s=_seconds(time.time(), _time_of(folder / run_folder.METRICS)),
-        slots=_slots(folder) if state.is_active else {},
+        slots=slots_of(read_plan(folder)) if state.is_active else {},
     )
-
-
-def _slots(folder: Path) -> dict[str, tuple[int, ...]]:
-    found: dict[str, tuple[int, ...]] = {}
-    for rank in read_plan(folder).get("ranks", ()):
-        found[rank["node"]] = (*found.get(rank["node"], ()), rank["slot"])
-    return found
 
 
 def _train_iters(folder: Path) -> int | None:

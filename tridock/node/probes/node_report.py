@@ -17,6 +17,9 @@ from tridock.node.probes.limits_and_space import cores, shared_memory, soft_limi
 from tridock.node.probes.ssh_mesh_probe import greet_nodes
 
 _TIMEOUT_S: Final = 5.0
+_PYTHON: Final = (
+    "import importlib.util as i, sys; print('%d.%d' % sys.version_info[:2], i.find_spec('torch') is not None)"
+)
 
 
 def node_report(workspace: Path, *, quick: bool, ssh_to: list[str]) -> QuickReport:
@@ -47,7 +50,28 @@ def node_report(workspace: Path, *, quick: bool, ssh_to: list[str]) -> QuickRepo
         runs=tuple(sorted({process.run_id for process in find_processes()})),
         rendezvous=ports.rendezvous_port(),
         nccl_ib_disable=os.environ.get("NCCL_IB_DISABLE"),
+        no_reduction=no_reduction(),
     )
+
+
+def no_reduction() -> str | None:
+    """Why the image's own Python cannot run the all-reduce, in an image that is the user's; it imports nothing."""
+    try:
+        done = subprocess.run(
+            ["python", "-c", _PYTHON], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+        )
+    except FileNotFoundError:
+        return "no python on PATH"
+    except subprocess.TimeoutExpired:
+        return None  # slow, and it may well be there
+    version, _, torch = done.stdout.strip().partition(" ")
+    if torch == "False":
+        return f"no torch in its Python {version}"
+    return f"Python {version}, and the all-reduce needs 3.11" if _is_old(version) else None
+
+
+def _is_old(version: str) -> bool:
+    return version != "" and tuple(map(int, version.split("."))) < (3, 11)
 
 
 def host_key() -> HostKey:

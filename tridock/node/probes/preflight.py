@@ -2,27 +2,38 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from tridock.contracts import run_folder
 from tridock.contracts.node_answers import Fingerprint, PreflightAnswer
+from tridock.contracts.supervision import contract
 from tridock.node.probes import ports
 
 
 def preflight(
-    files: Sequence[str], read: Sequence[str], *, load: str | None = None, head: bool, port: int | None
+    files: Sequence[str],
+    read: Sequence[str],
+    *,
+    load: str | None = None,
+    tokenizers: Sequence[str] = (),
+    head: bool,
+    port: int | None,
 ) -> PreflightAnswer:
     """The fingerprints of ``files`` and the content of the JSON files ``read``; None for a file that cannot be read.
 
-    With ``head`` also a port for the rendezvous (``port``, or a random one for None) and the image's manifest.
+    With ``head`` also a port for the rendezvous (``port``, or a random one for None), the image's
+    manifest, and the contract.
     """
     return PreflightAnswer(
         files={name: _fingerprint(Path(name)) for name in files},
         read={name: _json(Path(name)) for name in read},
         loads=load is None or Path(load).is_dir(),
+        has_tokenizer=not tokenizers or any(map(os.path.isfile, tokenizers)),
         rendezvous=ports.rendezvous_port(port) if head else None,
         image_manifest=_json(Path(run_folder.CODE, "manifest.json")) if head else None,
+        contract=contract() if head else None,
     )
 
 

@@ -11,6 +11,7 @@ from typing import IO, Final, TypeVar
 
 from tridock.contracts import environment
 from tridock.contracts.codec import decode
+from tridock.contracts.lease import HeldLease
 from tridock.contracts.rank_status import AgentMessage, RankStatus
 from tridock.contracts.supervision import Reach, Supervision
 from tridock.node.supervisor.verdict import StatusByNode
@@ -136,7 +137,8 @@ def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes], IO[b
 class AgentConnections:
     """The connections to the agents of all nodes that the supervisor watches."""
 
-    def __init__(self, folder: Path, supervision: Supervision) -> None:
+    def __init__(self, folder: Path, supervision: Supervision, lease: HeldLease) -> None:
+        self._lease = lease
         self._nodes = {}
         for node in supervision.watched:
             reach = supervision.reach if node in supervision.remote else Reach()
@@ -145,10 +147,16 @@ class AgentConnections:
         self._pinged, self._polled = 0.0, time.monotonic()
 
     def poll(self, seconds: float) -> None:
-        """Reads messages for at most this long, and keeps the connections open."""
+        """Reads messages for at most this long, and keeps the connections open.
+
+        Raises :class:`LeaseLostError` if another node has taken the run: its agents are then not ours to replace.
+        """
+        self._lease.renew()
         now = self._notice_pause()
         for connection in self._nodes.values():
-            connection.open(self._selector)
+            if not connection.connected:
+                self._lease.check()
+                connection.open(self._selector)
         if now - self._pinged >= _PING_S:
             self.order("ping")
             self._pinged = now

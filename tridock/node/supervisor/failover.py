@@ -16,8 +16,9 @@ from tridock.contracts.codec import decode
 from tridock.contracts.events import Event, append_event
 from tridock.contracts.node_answers import SpareStatus
 from tridock.contracts.supervision import NewLayout, Reach, Supervision
-from tridock.errors import ClusterError, Problem
+from tridock.errors import ClusterError, Problem, RequestError
 from tridock.node.agent.spare_lock import busy_with
+from tridock.node.supervisor.program_failover import on_spares
 
 _ASK_S: Final = 30.0
 _REPLAN_S: Final = 300.0
@@ -47,10 +48,9 @@ def move(folder: Path, supervision: Supervision, lost: Sequence[str], *, anew: b
     while True:
         ready = [node for node, answer in answers.items() if isinstance(answer, SpareStatus)]
         unready = "".join(f"; spare {node}: {why}" for node, why in answers.items() if isinstance(why, str))
-        done = _replan(folder, lost, ready, anew)
-        if done.returncode:
-            return FailoverResult(done.stderr.decode(errors="replace").strip() + unready)
-        found = decode(NewLayout, done.stdout)
+        found = _new_layout(folder, supervision, lost, ready, anew)
+        if isinstance(found, str):
+            return FailoverResult(found + unready)
         reserved = {node: _ask(supervision.reach, folder, node, "--reserve") for node in ready if node in found.nodes}
         answers |= reserved
         if all(isinstance(answer, SpareStatus) for answer in reserved.values()):
@@ -73,6 +73,19 @@ def move(folder: Path, supervision: Supervision, lost: Sequence[str], *, anew: b
     return FailoverResult(found.summary + unready, after)
 
 
+def _new_layout(
+    folder: Path, supervision: Supervision, lost: Sequence[str], ready: Sequence[str], anew: bool
+) -> NewLayout | str:
+    """The layout without the lost nodes; or why there is none."""
+    if supervision.observed:
+        try:
+            return on_spares(folder, supervision, lost, ready)
+        except RequestError as error:
+            return str(error)
+    done = _replan(folder, supervision.head, lost, ready, anew)
+    return done.stderr.decode(errors="replace").strip() if done.returncode else decode(NewLayout, done.stdout)
+
+
 def _ask(reach: Reach, folder: Path, node: str, *options: str) -> SpareStatus | str:
     """The answer of a spare that can be used; or why it cannot."""
     done = _run(reach.command(node, "spare-status", *options, str(folder)), timeout=_ASK_S)
@@ -85,9 +98,11 @@ def _ask(reach: Reach, folder: Path, node: str, *options: str) -> SpareStatus | 
     return f"lacks {', '.join(answer.missing)}" if answer.missing else answer
 
 
-def _replan(folder: Path, lost: Sequence[str], ready: Sequence[str], anew: bool) -> subprocess.CompletedProcess[bytes]:
+def _replan(
+    folder: Path, head: str, lost: Sequence[str], ready: Sequence[str], anew: bool
+) -> subprocess.CompletedProcess[bytes]:
     # A process of its own: the supervisor does not import the planner.
-    argv = [sys.executable, "-P", "-m", "tridock.cli", "replan", str(folder), "--json"]
+    argv = [sys.executable, "-P", "-m", "tridock.cli", "replan", str(folder), "--json", f"--head={head}"]
     argv += [*(f"--without={node}" for node in lost), *(f"--spare={node}" for node in ready)]
     return _run([*argv, "--anew"] if anew else argv, timeout=_REPLAN_S)
 

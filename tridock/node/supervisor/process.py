@@ -5,20 +5,24 @@ It holds the lock of :mod:`tridock.contracts.run_state` as long as it lives.
 
 import fcntl
 import os
+import secrets
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from tridock.contracts import appends, heartbeat, run_folder
-from tridock.contracts.run_state import LOCK, is_supervised
+from tridock.contracts.lease import HeldLease, LeaseLostError
+from tridock.contracts.run_state import LOCK, state_of
 from tridock.contracts.supervision import Supervision
 from tridock.errors import Problem, RequestError
+from tridock.node.queue import start_next
 from tridock.node.supervisor.run_supervisor import RunSupervisor
+from tridock.node.supervisor.sinks import SinkProcesses
 
 _POLL_S: Final = 0.2
 _ROOM_S: Final = 60.0
@@ -47,7 +51,7 @@ def start(folder: Path, *, again: bool = False, patience_s: float = 0.0) -> int:
     pid = os.fork()
     if pid == 0:
         os.close(read)
-        os._exit(_detached(folder, log, write, again))
+        os._exit(_detached(log, lambda: supervise(folder, write, again)))
     os.close(write)
     os.close(lock)
     with os.fdopen(read, "rb") as ready:
@@ -74,7 +78,7 @@ def _refuse_port_in_use(folder: Path) -> None:
     """A run that has started a second ago does not listen yet, so its port looks free."""
     ours = _supervision(folder)
     for other in folder.parent.iterdir():
-        if other == folder or not other.is_dir() or not is_supervised(other):
+        if other == folder or not other.is_dir() or not state_of(other).is_active:
             continue
         with suppress(OSError, ValueError):  # a run of another version
             theirs = _supervision(other)
@@ -109,7 +113,7 @@ def _taken_again(folder: Path, patience_s: float) -> int:
             raise _refused(folder.name, "is going on already", "", "wait for its end, or stop it")
         (folder / run_folder.STOPPED).touch()
         time.sleep(_POLL_S)
-    for name in (run_folder.EXIT_CODE, run_folder.STOPPED):
+    for name in (run_folder.EXIT_CODE, run_folder.STOPPED, run_folder.SIGNALLED):
         (folder / name).unlink(missing_ok=True)
     # Ranks of then must not be taken for ranks of now that have died.
     for rank in heartbeat.ranks(folder):
@@ -125,14 +129,33 @@ def _try_lock(lock: int) -> bool:
     return True
 
 
-def _detached(folder: Path, log: Path, ready: int, again: bool) -> int:
+def take_over(folder: Path, supervision: Supervision, lease: HeldLease, previous: str) -> None:
+    """Starts the supervisor on this node, which has the lease now and no lock yet, in the place of ``previous``'s."""
+
+    def work() -> int:
+        _replace_lock(folder)
+        return _see_to_end(folder, supervision, lease, lambda supervisor: supervisor.take_over(previous))
+
+    if os.fork() == 0:
+        os._exit(_detached(folder / run_folder.LAUNCHER_LOG, work))
+
+
+def _replace_lock(folder: Path) -> None:
+    """Takes a new lock until this process ends: a file server may keep that of a node that is gone for long."""
+    partial = folder / f"{LOCK}.{secrets.token_hex(8)}.part"
+    lock = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    partial.replace(folder / LOCK)
+
+
+def _detached(log: Path, work: Callable[[], int]) -> int:
     """The supervisor's whole life, in a session of its own; whatever it says goes to the run's log."""
     try:
         os.setsid()
         null, out = os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         for source, target in ((null, 0), (out, 1), (out, 2)):
             os.dup2(source, target)
-        return supervise(folder, ready, again)
+        return work()
     except BaseException:
         traceback.print_exc()
         return 1
@@ -150,8 +173,28 @@ def supervise(folder: Path, ready: int, again: bool) -> int:
 
     The lock that it inherited is open until it ends, and is not handed on to the run.
     """
+    supervision = _supervision(folder)
+    begun = supervision.begun or (folder / run_folder.SUPERVISION).stat().st_mtime
+    lease = HeldLease.first(folder, supervision.head, begun)
+
+    def begin(supervisor: RunSupervisor) -> None:
+        supervisor.begin(supervisor.script() if again else run_folder.LAUNCH_SCRIPT)
+        os.write(ready, b"started")
+        os.close(ready)
+
+    return _see_to_end(folder, supervision, lease, begin)
+
+
+def _see_to_end(
+    folder: Path, supervision: Supervision, lease: HeldLease, begin: Callable[[RunSupervisor], int | None]
+) -> int:
+    """Supervises the run to its end and records it; ends alone where another node has taken the run over meanwhile.
+
+    ``begin`` gives the exit code of a run that cannot begin.
+    """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with RunSupervisor(folder, _supervision(folder)) as supervisor:
+    sinks = SinkProcesses(folder, supervision)
+    with RunSupervisor(folder, supervision, lease) as supervisor:
 
         def note(*_: object) -> None:
             supervisor.preemption_requested = True
@@ -159,11 +202,20 @@ def supervise(folder: Path, ready: int, again: bool) -> int:
         # Somebody has to see how the run ends. Handlers, which the launcher does not inherit as it would SIG_IGN.
         signal.signal(signal.SIGTERM, note)
         signal.signal(signal.SIGUSR1, note)
-        supervisor.begin(supervisor.script() if again else run_folder.LAUNCH_SCRIPT)
-        os.write(ready, b"started")
-        os.close(ready)
-        code = supervisor.run_to_end()
+        try:
+            code = begin(supervisor)
+            sinks.start()
+            if code is None:
+                code = supervisor.run_to_end()
+            lease.check()
+        except LeaseLostError as lost:
+            print(f"tridock: {lost}", flush=True)
+            supervisor.abandon()
+            sinks.end()
+            return 0
     _record_end(folder, code)
+    sinks.close()
+    start_next(folder.parent.parent)
     return 0
 
 

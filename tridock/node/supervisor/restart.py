@@ -1,7 +1,9 @@
 """Whether and how a failed run restarts: how often, from which checkpoint, and what must be in order first."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from tridock.contracts.checkpoints import newest
@@ -23,6 +25,18 @@ class RestartAttempt:
     def helped(self) -> bool:
         """Whether it brought the run further than it had ever been."""
         return self.reached > self.before
+
+
+def previous_attempts(folder: Path, now: float) -> list[RestartAttempt]:
+    """The restarts of a run by an earlier supervisor, from its events; ``now`` is this process's clock.
+
+    What one reached is the checkpoint from which the next began.
+    """
+    events = events_of(folder, Event.RUN_RESTARTED)
+    ages = [time.time() - datetime.fromisoformat(event["time"]).timestamp() for event in events]
+    reached = [event["iteration"] for event in events]
+    following = [*reached[1:], *reached[-1:]]
+    return [RestartAttempt(now - age, *iterations) for age, *iterations in zip(ages, reached, following, strict=True)]
 
 
 def refusal(supervision: Supervision, attempts: Sequence[RestartAttempt], now: float) -> str | None:
@@ -48,10 +62,14 @@ def cannot_help(verdict: Verdict, folder: Path, events_before: int) -> str | Non
     return None
 
 
-def checkpoint_iteration(supervision: Supervision, since: float) -> int | None:
+def checkpoint_iteration(folder: Path, supervision: Supervision, since: float) -> int | None:
     """The iteration of the newest checkpoint that this run has written; None where there is none.
 
-    One from before ``since`` (a file's time) is another run's: a folder may be given for several.
+    In a folder that is given for several runs, one from before ``since`` (a file's time) is another run's. Below the
+    run's own ``folder`` all are: no time is asked there, as clocks jump.
     """
-    found = None if supervision.checkpoints is None else newest(Path(supervision.checkpoints), since)
+    if supervision.checkpoints is None:
+        return None
+    checkpoints = Path(supervision.checkpoints)
+    found = newest(checkpoints, 0.0 if checkpoints.is_relative_to(folder) else since)
     return None if found is None else found[0]

@@ -13,14 +13,24 @@ from typing import Final, Self
 from tridock.contracts import environment, heartbeat, run_folder
 from tridock.contracts.appends import append
 from tridock.contracts.events import Cause, Event, append_event, events_of
+from tridock.contracts.lease import HeldLease
 from tridock.contracts.records import read_lines
 from tridock.contracts.supervision import Supervision
+from tridock.errors import RunError
 from tridock.node.agent.processes import find_processes
 from tridock.node.probes import ports
 from tridock.node.supervisor.agent_connections import AgentConnections
 from tridock.node.supervisor.failover import move
+from tridock.node.supervisor.preemption import ProgramPreemption
 from tridock.node.supervisor.printed_metrics import PrintedMetrics
-from tridock.node.supervisor.restart import RestartAttempt, cannot_help, checkpoint_iteration, refusal
+from tridock.node.supervisor.rank_table import RankTable
+from tridock.node.supervisor.restart import (
+    RestartAttempt,
+    cannot_help,
+    checkpoint_iteration,
+    previous_attempts,
+    refusal,
+)
 from tridock.node.supervisor.verdict import (
     StatusByNode,
     Verdict,
@@ -54,18 +64,20 @@ _ROOM_BYTES: Final = 1 << 16
 class RunSupervisor:
     """One run, from its first start to its last end."""
 
-    def __init__(self, folder: Path, supervision: Supervision) -> None:
-        self._folder, self._supervision = folder, supervision
-        self._agents = AgentConnections(folder, supervision)
+    def __init__(self, folder: Path, supervision: Supervision, lease: HeldLease) -> None:
+        self._folder, self._supervision, self._lease = folder, supervision, lease
+        self._agents = AgentConnections(folder, supervision, lease)
         self._steps = StepTimes()
         self._metrics = PrintedMetrics(folder, supervision.metrics)
+        self._ranks = RankTable(folder)
         self._restarts: list[RestartAttempt] = []
         self._launcher: subprocess.Popen[bytes] | None = None
-        self._began = supervision.begun or (folder / run_folder.SUPERVISION).stat().st_mtime
+        self._must_move = False
         self._log_offset = self._events_before = 0
         self._silent: list[str] = []
         self.preemption_requested = False
         """Set where a scheduler has sent SIGTERM or SIGUSR1 to all processes of its job, of which this is one."""
+        self._preemption = ProgramPreemption(folder, supervision)
 
     def __enter__(self) -> Self:
         return self
@@ -82,8 +94,32 @@ class RunSupervisor:
             self._log_offset = log.tell()
             self._metrics.begin(self._log_offset)
             argv = ["bash", str(self._folder / script)]
+            self._lease.check()
             self._launcher = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env)
         self._agents.poll(0.0)
+
+    def take_over(self, previous: str) -> int | None:
+        """Restarts a run whose supervisor on ``previous`` is gone; the exit code of one that does not go on."""
+        if events_of(self._folder, Event.RUN_FINISHED):
+            self._agents.stop(_TERM_S, _STOP_PATIENCE_S)
+            return 0
+        self._must_move = previous != self._supervision.head
+        self._steps.reached = checkpoint_iteration(self._folder, self._supervision, self._lease.begun) or 0
+        self._restarts = previous_attempts(self._folder, time.monotonic())
+        self._events_before = len(read_lines(self._folder / run_folder.EVENTS))
+        verdict = Verdict(Cause.HEAD_SILENT, "does not supervise the run any more", previous)
+        about = {"node": self._supervision.head, "previous": previous, "token": self._lease.token}
+        append_event(self._folder, Event.TAKEN_OVER, **about, reason=str(verdict))
+        self._print(f"{verdict}: {self._supervision.head} takes over")
+        if self._restart(verdict):
+            return None
+        return run_folder.EXIT_STOPPED if self._is_stopped() else verdict.code
+
+    def abandon(self) -> None:
+        """Ends what this supervisor has started itself, once the run is another node's."""
+        if self._launcher is not None and self._returned() is None:
+            self._launcher.kill()
+            self._launcher.wait()
 
     def script(self) -> str:
         """The script that resumes from the run's newest checkpoint, or the one that starts where there is none.
@@ -93,7 +129,7 @@ class RunSupervisor:
         if self._supervision.observed:
             resumes = (self._folder / run_folder.RESUME_SCRIPT).exists()
         else:
-            resumes = checkpoint_iteration(self._supervision, self._began) is not None
+            resumes = checkpoint_iteration(self._folder, self._supervision, self._lease.begun) is not None
         return run_folder.RESUME_SCRIPT if resumes else run_folder.LAUNCH_SCRIPT
 
     def run_to_end(self) -> int:
@@ -101,14 +137,22 @@ class RunSupervisor:
         while True:
             code, verdict = self._attempt()
             if verdict is None or not self._restart(verdict):
-                return run_folder.EXIT_STOPPED if self._is_stopped() else code
+                return run_folder.EXIT_STOPPED if self._is_stopped() else self._as_failed(code)
+
+    def _as_failed(self, code: int) -> int:
+        """Where the user's own program left with a code that means something else here, it has just failed."""
+        own = () if self._is_preempted() else (run_folder.EXIT_PREEMPTED,)
+        reserved = self._supervision.observed and code in (*own, run_folder.EXIT_STOPPED)
+        return RunError.exit_code if reserved else code
 
     # ---- one attempt ----
 
     def _attempt(self) -> tuple[int, Verdict | None]:
         """Sees the ranks to their end; the run's exit code as it stands, and what went wrong."""
         verdict = self._wait()
-        if verdict is None and self.preemption_requested:
+        if verdict is None and self._is_program_preempted():
+            append_event(self._folder, Event.RUN_PREEMPTED)
+        elif verdict is None and self.preemption_requested:
             verdict = self._wait_for_ranks()
         elif not self._is_stopped() and (ended := self._ended_by_agents()) is not None:
             self._print(str(ended))
@@ -117,10 +161,11 @@ class RunSupervisor:
         if self._is_preempted():
             self._wait_for_launcher(_OWN_END_S)
             self._end_all()
+            self._metrics.read()
             return run_folder.EXIT_PREEMPTED, None
         if verdict is None and not self._is_stopped():
             verdict = self._launcher_verdict()
-        if verdict is not None and verdict.cause is Cause.RANK_EXITED:
+        if verdict is not None and (verdict.cause is Cause.RANK_EXITED or verdict.asked_to_end):
             verdict = self._lost_peer() or verdict
         if verdict is not None and verdict.cause is not Cause.LAUNCHER_EXITED:
             self._record(verdict)
@@ -148,10 +193,21 @@ class RunSupervisor:
                 return None
             seen = self._agents.statuses()
             self._steps.note(seen)
+            self._ranks.note(seen)
             self._metrics.read()
-            if (verdict := self._judge(seen)) is not None and not self._launcher_killed():
+            if self._is_program_preempted():
+                if lost := lost_node(self._agents.silence_s(), self._agents.ssh_errors()):
+                    return lost
+                if self._preemption.is_overdue(seen):
+                    return None
+            elif (verdict := self._judge(seen)) is not None and not self._launcher_killed():
                 return verdict
         return None
+
+    def _is_program_preempted(self) -> bool:
+        """Whether a scheduler has asked the user's own program to end: however it then does, it can be resumed."""
+        received = self.preemption_requested
+        return not self._is_stopped() and self._preemption.is_requested(self._agents, received=received)
 
     def _wait_for_ranks(self) -> Verdict | None:
         """Until the ranks have saved and ended: whoever asked them also asked their launcher, which does not wait."""
@@ -234,6 +290,7 @@ class RunSupervisor:
         that hits other runs as well.
         """
         assert self._launcher is not None
+        self._lease.check()
         remaining = self._agents.stop(_TERM_S, _STOP_PATIENCE_S)
         if self._returned() is None:
             self._launcher.kill()
@@ -274,10 +331,12 @@ class RunSupervisor:
     def _ended_by_agents(self) -> Verdict | None:
         """Why the agents ended the run: they did not hear from this process, which stood still for so long.
 
-        The head's own agent says so. One of another node may only have lost the network between them.
+        The head's own agent says so. One of another node may only have lost the network between them; but where its
+        SIGTERM reached ranks that then saved and ended together, as for a scheduler that did not ask, it was that.
         """
         lost = events_of(self._folder, Event.HEAD_LOST, self._events_before) if self._supervision.on_head else []
-        own = next((event for event in lost if event["node"] == self._supervision.head), None)
+        saved = self._is_preempted() and not self.preemption_requested
+        own = next((event for event in lost if saved or event["node"] == self._supervision.head), None)
         return None if own is None else Verdict(Cause.HEAD_SILENT, own["reason"], own["node"])
 
     def _is_preempted(self) -> bool:
@@ -287,6 +346,7 @@ class RunSupervisor:
         return (self._folder / run_folder.STOPPED).exists()
 
     def _record(self, verdict: Verdict) -> None:
+        self._lease.check()
         if verdict.cause is not Cause.RANK_FAILED:
             about = {"rank": verdict.rank, "node": verdict.node, "exit_code": verdict.code, "cause": verdict.cause}
             known = {name: value for name, value in about.items() if value is not None}
@@ -302,6 +362,7 @@ class RunSupervisor:
         """Starts the run once more from its last checkpoint, if that is wanted and can help."""
         if not self._supervision.max_restarts:
             return False
+        self._lease.check()
         reached = max([self._steps.reached, *(one.before for one in self._restarts)])
         if self._restarts:
             self._restarts[-1] = replace(self._restarts[-1], reached=self._steps.reached)
@@ -314,7 +375,8 @@ class RunSupervisor:
             append_event(self._folder, Event.NOT_RESTARTED, reason=why)
             self._print(f"not restarted: {why}")
             return False
-        iteration = checkpoint_iteration(self._supervision, self._began)
+        self._lease.check()
+        iteration = checkpoint_iteration(self._folder, self._supervision, self._lease.begun)
         self._restarts.append(RestartAttempt(time.monotonic(), reached))
         log_bytes = (self._folder / run_folder.LAUNCHER_LOG).stat().st_size
         fields = {"attempt": len(self._restarts), "iteration": iteration or 0, "reason": str(verdict)}
@@ -348,18 +410,21 @@ class RunSupervisor:
                     return f"{why}; {refused}"
                 deadline = time.monotonic() + _FIT_PATIENCE_S
             self._agents.poll(1.0)
-        return None
+        # The scripts and the rendezvous are the previous head's.
+        return self._move() if self._must_move else None
 
     def _move(self) -> str | None:
         """The run is laid out without the nodes that do not answer; why that cannot be."""
-        anew = checkpoint_iteration(self._supervision, self._began) is None
+        self._lease.check()
+        anew = checkpoint_iteration(self._folder, self._supervision, self._lease.begun) is None
         moved = move(self._folder, self._supervision, self._silent, anew=anew)
         if moved.supervision is None:
             return moved.reason
         self._print(moved.reason)
         self._agents.close()
         self._supervision = moved.supervision
-        self._agents = AgentConnections(self._folder, moved.supervision)
+        self._agents = AgentConnections(self._folder, moved.supervision, self._lease)
+        self._must_move = False
         return None
 
     def _obstacle(self) -> str | None:

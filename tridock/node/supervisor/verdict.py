@@ -45,6 +45,8 @@ class Verdict:
     node: str | None = None
     rank: int | None = None
     code: int = RunError.exit_code
+    asked_to_end: bool = False
+    """Whether SIGTERM ended the rank: a launcher that has lost another node sends it."""
 
     def __str__(self) -> str:
         who = f"rank {self.rank} on {self.node}" if self.rank is not None else self.node or "the launcher"
@@ -73,7 +75,8 @@ def first_death(statuses_by_node: StatusByNode) -> Verdict | None:
         return first
     if status.phase == heartbeat.FAILED:
         return Verdict(Cause.RANK_FAILED, "failed", node, status.rank, status.code or RunError.exit_code)
-    return Verdict(*ending(status), node, status.rank)
+    asked_to_end = status.wait_status == signal.SIGTERM
+    return Verdict(*ending(status), node, status.rank, asked_to_end=asked_to_end)
 
 
 def first_gone(statuses_by_node: StatusByNode, since: float = 0.0, code: int = RunError.exit_code) -> Verdict | None:

@@ -1,15 +1,13 @@
 """A short all-reduce over all ranks, started as a launch does (pdsh over ssh), and who is to blame where it fails."""
 
-import base64
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from tridock.errors import ClusterError, Problem
 from tridock.ops.doctor.finding import Finding, fail
 from tridock.ops.hosts.session import Session
-from tridock.remote import Completed, Host, on_all, raise_failures
+from tridock.ops.rank_group import Reduced, parse, reduce_command
+from tridock.remote import Host, on_all, raise_failures
 
 LIMIT_S: Final = 45
 _PAIR_LIMIT_S: Final = 30
@@ -18,17 +16,8 @@ _AT_ONCE: Final = 4
 _ALONE: Final = "the all-reduce fails among its own ranks"
 _ALONE_TODO: Final = "mend that there, or start its container anew: tridock down, then tridock up"
 _PAIR: Final = "the all-reduce of these two fails"
-_TIME_IS_UP: Final = 142  # 128 + SIGALRM
 # Above the head's free port: groups that run at the same time meet at different ones.
 _PORTS: Final = 97
-
-
-@dataclass(frozen=True, slots=True)
-class Reduced:
-    """What came of one attempt: rank 0's result, or the errors of the nodes that failed."""
-
-    result: Mapping[str, Any] | None
-    error: str = ""
 
 
 Group = tuple[str, ...]
@@ -114,40 +103,3 @@ def _attempt(session: Session, nodes: tuple[str, ...], port: int, limit: int) ->
         return parse(session.hosts[nodes[0]].run(command, timeout=limit + _MARGIN_S), limit)
     except ClusterError as error:
         return Reduced(None, error.problems[0].what)
-
-
-def reduce_command(slots: Mapping[str, Sequence[int]], address: str, port: int, limit: int) -> tuple[str, ...]:
-    """The argv that the first of the nodes runs; pdsh puts a node's number for ``%n``. One node alone needs no ssh."""
-    world = base64.urlsafe_b64encode(json.dumps({node: list(numbers) for node, numbers in slots.items()}).encode())
-    rank = "0" if len(slots) == 1 else "%n"
-    program = (
-        "python", "-P", "-m", "tridock.train.allreduce", "--world", world.decode(), "--node-rank", rank,
-        "--master-addr", address, "--master-port", str(port), "--limit", str(limit),
-    )  # fmt: skip
-    if len(slots) == 1:
-        return program
-    # As DeepSpeed's launcher calls it; every word is plain for the remote shell.
-    return ("pdsh", "-S", "-R", "ssh", "-f", "1024", "-u", str(limit + 2), "-w", ",".join(slots), *program)
-
-
-def parse(done: Completed, limit: int) -> Reduced:
-    """Reads the ranks' JSON lines, with pdsh's ``node: `` before them or without."""
-    results, failures = [], []
-    for line in done.stdout.decode(errors="replace").splitlines():
-        node, _, text = line.partition("{")
-        try:
-            result = json.loads("{" + text)
-        except ValueError:
-            continue
-        if "error" in result:
-            failures.append(f"rank {result['rank']} on {node.strip(': ')}: {result['error']}".replace(" on :", ":"))
-        else:
-            results.append(result)
-    if results and not failures and done.exit_code == 0:
-        return Reduced(results[0])
-    if failures:
-        return Reduced(None, failures[0].replace("; ", ", "))
-    if done.exit_code == _TIME_IS_UP:
-        return Reduced(None, f"no end within {limit} s")
-    lines = [line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
-    return Reduced(None, lines[-1].strip() if lines else f"no end within {limit} s")

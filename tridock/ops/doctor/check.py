@@ -75,7 +75,7 @@ def check(session: Session, request: Request | None = None) -> Report:
             _data(session, request.config, *planned, report)
         _leftovers(there, reports, report)
     if not report.fails(*_FIRST) and tuple(reports) == session.nodes:
-        _reduce(session, reports[session.head], report)
+        _reduce(session, reports, report)
     report.seconds = time.monotonic() - began
     return report
 
@@ -226,8 +226,13 @@ def _leftovers(session: Session, reports: Reports, report: Report) -> None:
     report.findings += leftover_findings(session.cluster.hosts_option, holders, states)
 
 
-def _reduce(session: Session, head: NodeReport, report: Report) -> None:
+def _reduce(session: Session, reports: Reports, report: Report) -> None:
+    head = reports[session.head]
     assert head.rendezvous.port is not None
+    if lacking := {node: why for node, own in reports.items() if (why := own.no_reduction) is not None}:
+        node, why = next(iter(lacking.items()))
+        report.skipped["all-reduce"] = f"{node}'s image has {why}"
+        return
     result, found = reduce_all(session, head.rendezvous.port)
     report.findings += found
     if result is not None:

@@ -58,6 +58,8 @@ class Report:
     session: Session
     findings: list[Finding] = field(default_factory=list)
     seen: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Why a check makes no sense here."""
     reduced: Mapping[str, Any] | None = None
     seconds: float = 0.0
 

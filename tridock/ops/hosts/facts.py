@@ -11,6 +11,10 @@ from tridock.command import Command
 from tridock.errors import ClusterError, Problem
 from tridock.gpus import Gpu, of_device
 
+DOCKER_S = 20
+"""Seconds after which an engine that accepts a question and does not answer it is said to hang."""
+_HANGS = "see journalctl -u docker and dmesg there; restarting it ends the runs on it, unless live-restore is on"
+
 # One POSIX script, one `name value` line a fact: a second round trip to a far host costs more than all of this.
 _SCRIPT = r"""
 printf 'uid %s\n' "$(id -u)"
@@ -27,11 +31,18 @@ if cd "$keys" 2>/dev/null; then printf 'keys %s\n' "$(export LC_ALL=C; sha256sum
 case $4 in '~'/*) images=$HOME/${4#*/};; *) images=$4;; esac
 if [ -e "$images" ]; then while read -r ids; do printf 'ids %s\n' "$ids"; done <"$images"; fi
 if ! command -v docker >/dev/null 2>&1; then echo 'docker_missing 1'; exit 0; fi
-if ! docker image inspect --format 'image {{.Id}}' "$1" 2>/dev/null && ! error=$(docker version 2>&1 >/dev/null); then
-  printf 'docker_error %s\n' "$(printf '%s' "$error" | tail -n 1)"
-  exit 0
-fi
-docker container inspect --format 'container {{json .}}' "$2" 2>/dev/null
+timeout "$5" docker image inspect --format 'image {{.Id}}' "$1" 2>/dev/null
+case $? in
+0) ;;
+124) printf 'docker_silent %s\n' "$5"; exit 0 ;;
+*)
+  error=$(timeout "$5" docker version 2>&1 >/dev/null) || {
+    printf 'docker_error %s\n' "$(printf '%s' "$error" | tail -n 1)"
+    exit 0
+  }
+  ;;
+esac
+timeout "$5" docker container inspect --format 'container {{json .}}' "$2" 2>/dev/null
 exit 0
 """
 
@@ -81,7 +92,7 @@ def facts_command(image: str, container: str, keys: str, images: str) -> Command
 
     The file ``images`` lists the images that the host was sent, one a line, by all their ids.
     """
-    return Command.of("sh", "-c", _SCRIPT, "facts", image, container, keys, images)
+    return Command.of("sh", "-c", _SCRIPT, "facts", image, container, keys, images, str(DOCKER_S))
 
 
 def keys_digest(files: Mapping[str, bytes]) -> str:
@@ -96,6 +107,9 @@ def parse_facts(name: str, text: str) -> HostState:
     gpus = [value for name, value in _lines(text) if name == "gpu"]
     if "docker_missing" in facts:
         raise ClusterError(Problem(name, "has no Docker", "no docker on PATH", "install Docker Engine there"))
+    if "docker_silent" in facts:
+        got = f"no answer within {facts['docker_silent']} s"
+        raise ClusterError(Problem(name, "Docker hangs", got, _HANGS))
     if "docker_error" in facts:
         raise ClusterError(Problem(name, "Docker does not answer", facts["docker_error"], _docker_remedy(facts)))
     try:

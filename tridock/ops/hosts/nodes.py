@@ -11,6 +11,7 @@ from tridock.contracts.codec import decode
 from tridock.contracts.run_folder import write_atomic
 from tridock.errors import ClusterError, Problem, RequestError
 from tridock.ops.hosts.facts import keys_digest
+from tridock.ops.hosts.held import nodes_locked
 from tridock.ops.hosts.keys import KeyStore, distribute_keys
 from tridock.ops.hosts.session import Session
 from tridock.ops.image.ensure import ensure_image
@@ -23,6 +24,13 @@ _DOCKER_TIMEOUT_S = 120.0
 def up(session: Session) -> str:
     """Keys, image and nodes: brings what is missing and leaves what is right alone. Returns the image's id."""
     image_id = ensure_image(session)
+    with nodes_locked(session):
+        _up(session, image_id)
+    session.forget_states()
+    return image_id
+
+
+def _up(session: Session, image_id: str) -> None:
     recipes = _recipes(session, image_id)
     stale = _stale(session, recipes)
     _refuse_while_runs(session, stale, "would be replaced by tridock up")
@@ -34,8 +42,6 @@ def up(session: Session) -> str:
             session.each(lambda node, host: _start(session, ssh, node, host, image_id, node in stale))
     session.forget_states()
     session.each(lambda node, host: _wait_ready(session, node, host))
-    session.forget_states()
-    return image_id
 
 
 def ensure_up(session: Session) -> str:
@@ -60,6 +66,11 @@ def outdated(session: Session, image_id: str) -> tuple[str, ...]:
 
 def down(session: Session, *, force: bool = False) -> tuple[str, ...]:
     """Removes the nodes (and their keys on the hosts); runs' folders and data stay. Returns the nodes removed."""
+    with nodes_locked(session):
+        return _down(session, force)
+
+
+def _down(session: Session, force: bool) -> tuple[str, ...]:
     there = tuple(node for node, state in session.states().items() if state.container is not None)
     running = tuple(node for node in there if (c := session.states()[node].container) and c.running)
     if not force:
@@ -135,7 +146,7 @@ def _start(session: Session, ssh: SshTransport, node: str, host: Host, image_id:
     folders = (workspace, f"{workspace}/data", f"{workspace}/runs")
     host.run(Command.of("mkdir", "-p", *folders), timeout=30.0).checked(node)
     done = host.run(ssh.run_command(node, state.id_of(image_id), state.facts), timeout=_DOCKER_TIMEOUT_S)
-    if done.exit_code:
+    if done.exit_code and b"is already in use by container" not in done.stderr:
         # A container that could not start stays behind as "created", and would be in the way of the next try.
         _remove(ssh, node, host)
     done.checked(node)

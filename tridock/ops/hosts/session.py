@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -32,12 +33,20 @@ class Session:
         self.cluster = cluster
         self.transport = transport_of(cluster)
         self.hosts: Mapping[str, Host] = connect(cluster)
+        self.quiet = False
+        """Whether long work shows no progress."""
         self._states: dict[str, HostState] | None = None
 
     @classmethod
-    def open(cls, hostfile: Path, include: str = "", exclude: str = "") -> Session:
-        """Loads the cluster and prepares its connections; nothing is contacted yet."""
-        return cls(load_cluster(hostfile, include=include, exclude=exclude))
+    def open(
+        cls,
+        hostfile: Path,
+        include: str = "",
+        exclude: str = "",
+        change: Callable[[Cluster], Cluster] = lambda cluster: cluster,
+    ) -> Session:
+        """Loads the cluster, as ``change`` leaves it, and prepares its connections; nothing is contacted yet."""
+        return cls(change(load_cluster(hostfile, include=include, exclude=exclude)))
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -53,6 +62,34 @@ class Session:
         """Runs an action on every host at once, under the cluster's cap; all failures in one error."""
         hosts = {name: host for name, host in self.hosts.items() if only is None or name in only}
         return raise_failures(on_all(hosts, action, cap=self.cluster.settings.ssh.max_connections))
+
+    def at_once(self, *questions: Callable[[], object]) -> None:
+        """Asks the hosts several things at the same time. Raises the error of the first question that failed.
+
+        Ctrl-C closes the connections in use, and reaches the caller at once.
+        """
+        errors: dict[int, BaseException] = {}
+
+        def ask(place: int, question: Callable[[], object]) -> None:
+            try:
+                question()
+            except BaseException as error:
+                errors[place] = error
+
+        threads = [threading.Thread(target=ask, args=it, daemon=True) for it in enumerate(questions)]
+        for thread in threads:
+            thread.start()
+        try:
+            for place, thread in enumerate(threads):
+                thread.join()
+                if place in errors:
+                    break
+        except BaseException:
+            for host in self.hosts.values():
+                host.close()
+            raise
+        for place in sorted(errors):
+            raise errors[place]
 
     def states(self) -> dict[str, HostState]:
         """What every host says about itself; read at the first call."""

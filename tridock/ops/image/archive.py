@@ -4,13 +4,13 @@ import hashlib
 import io
 import json
 import tarfile
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, takewhile
+from itertools import accumulate, starmap, takewhile
 from pathlib import Path
 
 _CHUNK = 1 << 20
+_SMALLEST_PIECE, _LARGEST_PIECE = 4 << 20, 64 << 20
 
 
 def digest_of(content: bytes) -> str:
@@ -50,10 +50,11 @@ class ImageParts:
         """About the size of the layers on a host's disk, without the first ``held``."""
         return sum(_unpacked_size(self.folder / digest) for digest in self.layers[held:])
 
-    def archive(self, image: str, held: int) -> "Archive":
+    def archive(self, image: str, held: int, inline: int) -> "Archive":
         """Becomes ``image`` on an engine that has the first ``held`` layers: `docker load` needs no file of those.
 
         It is a `docker save` archive and an OCI layout at once; engines with containerd's image store read the latter.
+        The smallest layers, up to ``inline`` bytes in all, go with the headers; the others in pieces.
         """
         config, manifest = self.ids
         kind = json.loads(self.manifest)["mediaType"]
@@ -73,45 +74,91 @@ class ImageParts:
             _path(config): self.config,
             _path(manifest): self.manifest,
         }
-        sources: list[bytes | Path] = []
-        for name, content in small.items():
-            sources += [_header(name, len(content)), content, bytes(-len(content) % tarfile.BLOCKSIZE)]
-        ends = []
-        sent = tuple(dict.fromkeys(self.layers[held:]))
-        for digest in sent:
-            path = self.folder / digest
-            size = path.stat().st_size
-            sources += [_header(_path(digest), size), path, bytes(-size % tarfile.BLOCKSIZE)]
-            ends.append(len(sources))
-        sources.append(bytes(2 * tarfile.BLOCKSIZE))
-        sizes = [source.stat().st_size if isinstance(source, Path) else len(source) for source in sources]
-        totals = list(accumulate(sizes))
-        name = hashlib.sha256("\n".join((tagged, config, manifest, *sent)).encode()).hexdigest()[:32]
-        return Archive(name, tuple(sources), totals[-1], tuple(totals[end - 1] for end in ends))
+        sizes = {digest: (self.folder / digest).stat().st_size for digest in self.layers[held:]}
+        by_size = sorted(sizes, key=lambda digest: sizes[digest])
+        totals = accumulate(sizes[digest] for digest in by_size)
+        small_layers = {digest for digest, total in zip(by_size, totals, strict=True) if total <= inline}
+        parts: list[bytes | Piece] = []
+        between = b"".join(starmap(_entry, small.items()))
+        for digest, size in sizes.items():
+            if digest in small_layers:
+                between += _entry(_path(digest), (self.folder / digest).read_bytes())
+            else:
+                parts += [between + _header(_path(digest), size), *pieces_of(self.folder / digest)]
+                between = bytes(-size % tarfile.BLOCKSIZE)
+        parts.append(between + bytes(2 * tarfile.BLOCKSIZE))
+        return Archive(tuple(parts), len(small_layers))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes of a compressed layer, from ``start`` on; the name is the same wherever the layer is."""
+
+    layer: Path
+    start: int
+    size: int
+
+    @property
+    def name(self) -> str:
+        """The layer's digest, a dot and the offset: no other characters than hexadecimal digits and one dot."""
+        return f"{self.layer.name.rpartition(':')[2]}.{self.start}"
+
+    def chunks(self) -> Iterator[bytes]:
+        with self.layer.open("rb") as file:
+            file.seek(self.start)
+            left = self.size
+            while left and (chunk := file.read(min(left, _CHUNK))):
+                left -= len(chunk)
+                yield chunk
+
+    def sha256(self) -> str:
+        digest = hashlib.sha256()
+        for chunk in self.chunks():
+            digest.update(chunk)
+        return digest.hexdigest()
+
+
+def pieces_of(layer: Path) -> tuple[Piece, ...]:
+    """A layer's file cut into about 32 pieces of 4 to 64 MiB: a host gives a piece to others once it has all of it."""
+    total = layer.stat().st_size
+    size = min(max(-(-total // 32), _SMALLEST_PIECE), _LARGEST_PIECE)
+    return tuple(Piece(layer, start, min(size, total - start)) for start in range(0, total, size))
 
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """A tar made while it is read; ``name`` tells apart archives of different content."""
+    """A tar for `docker load`, in the order of its bytes: those of this image alone, and pieces of layers between."""
 
-    name: str
-    sources: tuple[bytes | Path, ...]
-    size: int
-    layer_ends: tuple[int, ...]
+    parts: tuple[bytes | Piece, ...]
+    inline_layers: int
 
-    def layers_in(self, count: int) -> int:
-        """How many layers the first ``count`` bytes hold."""
-        return bisect_right(self.layer_ends, count)
+    @property
+    def files(self) -> dict[str, bytes | Piece]:
+        """The parts by the names that they have on a host; in their order they are the archive."""
+        return {
+            f"part-{number}" if isinstance(part, bytes) else part.name: part for number, part in enumerate(self.parts)
+        }
 
-    def chunks(self, start: int = 0) -> Iterator[bytes]:
-        """Its bytes from ``start`` on."""
-        for source in self.sources:
-            with source.open("rb") if isinstance(source, Path) else io.BytesIO(source) as file:
-                size = file.seek(0, io.SEEK_END)
-                file.seek(min(start, size))
-                start -= min(start, size)
-                while chunk := file.read(_CHUNK):
-                    yield chunk
+    @property
+    def inline(self) -> dict[str, bytes]:
+        return {name: part for name, part in self.files.items() if isinstance(part, bytes)}
+
+    @property
+    def pieces(self) -> dict[str, Piece]:
+        return {name: part for name, part in self.files.items() if isinstance(part, Piece)}
+
+    @property
+    def size(self) -> int:
+        return sum(len(part) if isinstance(part, bytes) else part.size for part in self.parts)
+
+    @property
+    def layers(self) -> int:
+        """How many layers it holds."""
+        return self.inline_layers + len({piece.layer for piece in self.pieces.values()})
+
+    def layers_in(self, pieces: Container[str]) -> int:
+        """How many layers a host has whole that has these pieces."""
+        return self.layers - len({piece.layer for name, piece in self.pieces.items() if name not in pieces})
 
 
 def _full_name(image: str) -> str:
@@ -124,6 +171,10 @@ def _full_name(image: str) -> str:
 
 def _path(digest: str) -> str:
     return f"blobs/{digest.replace(':', '/')}"
+
+
+def _entry(name: str, content: bytes) -> bytes:
+    return _header(name, len(content)) + content + bytes(-len(content) % tarfile.BLOCKSIZE)
 
 
 def _header(name: str, size: int) -> bytes:

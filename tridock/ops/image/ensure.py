@@ -7,26 +7,31 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Column
-
 from tridock.cluster.transports import SshTransport
 from tridock.command import Command
-from tridock.errors import ClusterError, Problem
+from tridock.errors import ClusterError, Problem, count
 from tridock.ops.hosts.session import Session
 from tridock.ops.image.archive import Archive, ImageParts
+from tridock.ops.image.distribute import Distribution, inline_bytes
 from tridock.ops.image.export import export_image, not_written
 from tridock.ops.image.registries import base_of, pull, through_registry
+from tridock.ops.image.schedule import OPERATOR
 from tridock.ops.image.transfer import Delivery, Stock
-from tridock.remote import Host, LocalHost
+from tridock.ops.image.wrap import ensure_wrapped
+from tridock.progress import bars
+from tridock.remote import LocalHost
 
 
 def ensure_image(session: Session) -> str:
-    """Brings the image to every host that lacks it and returns its id, the same on all of them."""
+    """Brings the image to every host that lacks it and returns its id, the same on all of them.
+
+    An image that is Tridock's layer on another one is built here first.
+    """
+    ensure_wrapped(session.cluster)
     wanted = wanted_image(session)
     if _lacking(session, wanted):
         with _cache(session) as folder:
@@ -77,13 +82,17 @@ def _bring(session: Session, image_id: str, nodes: tuple[str, ...], folder: Path
     """
     transport = session.transport
     assert isinstance(transport, SshTransport)  # elsewhere the hosts' engine is the operator's
-    paths = {node: transport.image_paths(node, session.states()[node].facts) for node in nodes}
+    paths = {
+        node: (f"{arrivals}/{folder.name}", notes)
+        for node in nodes
+        for arrivals, notes in [transport.image_paths(node, session.states()[node].facts)]
+    }
     if session.cluster.settings.registry is not None:
         through_registry(session, image_id, {node: notes for node, (_, notes) in paths.items()})
         return ()
     layers = Command.of("docker", "image", "inspect", "--format", "{{json .RootFS.Layers}}", image_id)
     diff_ids = json.loads(LocalHost().run(layers).checked(image_id).stdout)
-    deliveries = {node: Delivery(node, session.hosts[node], *paths[node], folder.name, image_id) for node in nodes}
+    deliveries = {node: Delivery(node, session.hosts[node], *paths[node]) for node in nodes}
 
     def ask(nodes: tuple[str, ...]) -> dict[str, Stock]:
         return session.each(lambda node, _: deliveries[node].stock(), only=nodes)
@@ -94,7 +103,7 @@ def _bring(session: Session, image_id: str, nodes: tuple[str, ...], folder: Path
             _note(f"{node}: gets the whole image, not only the layers that it lacks: {stock.whole}")
     if pulled := _pull_base(session, diff_ids, stocks):
         stocks |= ask(pulled)
-    parts = _send(session, diff_ids, deliveries, stocks, folder)
+    parts = _send(session, diff_ids, deliveries, stocks, folder, image_id)
     return parts.layers if any(stock.whole for stock in stocks.values()) else ()
 
 
@@ -127,42 +136,34 @@ def _send(
     deliveries: Mapping[str, Delivery],
     stocks: Mapping[str, Stock],
     folder: Path,
+    image_id: str,
 ) -> ImageParts:
-    """Exports the layers that a host lacks, then sends to all hosts at once."""
+    """Exports the layers that a host lacks, and brings them to all hosts."""
     image = session.cluster.settings.image
     held = {node: stock.held(diff_ids) for node, stock in stocks.items()}
-    with _progress() as progress:
-        bar = progress.add_task("compress the layers", total=None)
+    with bars(quiet=session.quiet) as begin:
+        bar = begin("compress the layers", None)
         try:
-            parts = export_image(
-                image, diff_ids, min(held.values()), folder, lambda count: progress.advance(bar, count), _note
-            )
+            parts = export_image(image, diff_ids, min(held.values()), folder, bar, _note)
         except OSError as error:
             raise not_written(image, folder, str(error)) from None
-        progress.update(bar, total=progress.tasks[bar].completed)
+        bar.end()
 
-        def show(node: str, archive: Archive, start: int) -> Callable[[int], object]:
-            return _Bar(progress, node, archive, start).advance
+        def arrived(node: str, archive: Archive) -> None:
+            if not session.quiet:
+                layers = count(archive.layers, "layer")
+                print(f"{node}: got {layers} of the image, {archive.size / 1e6:,.1f} MB")
 
-        def send(node: str, _host: Host) -> None:
-            deliveries[node].send(parts, held[node], stocks[node], image, show)
-
-        session.each(send, only=tuple(deliveries))
+        inline = inline_bytes(len(deliveries))
+        kinds = {behind: parts.archive(image, behind, inline) for behind in set(held.values())}
+        archives = {node: kinds[behind] for node, behind in held.items()}
+        ids = *parts.ids, image_id
+        distribution = Distribution(session, deliveries, archives, ids, begin, _note, arrived)
+        distribution.run(parts, held, stocks)
+    if (between := distribution.from_hosts()) and not session.quiet:
+        here = distribution.sent[OPERATOR] / 1e6
+        print(f"{here:,.1f} MB of layers went out from here, {between / 1e6:,.1f} MB from host to host")
     return parts
-
-
-class _Bar:
-    """A host's line: layers, bytes, rate."""
-
-    def __init__(self, progress: Progress, node: str, archive: Archive, start: int) -> None:
-        self._progress, self._node, self._archive, self._sent = progress, node, archive, start
-        self._task = progress.add_task("", total=archive.size, completed=start)
-        self.advance(0)
-
-    def advance(self, count: int) -> None:
-        self._sent += count
-        layers = f"{self._archive.layers_in(self._sent)}/{len(self._archive.layer_ends)} layers"
-        self._progress.update(self._task, advance=count, description=f"send to {self._node} {layers}")
 
 
 @contextmanager
@@ -203,8 +204,3 @@ def _verify(session: Session, wanted: str) -> None:
             Problem(node, f"holds another image after loading than {wanted}", str(found), "look at docker load there")
             for node, found in wrong
         )
-
-
-def _progress() -> Progress:
-    text = TextColumn("{task.description}", table_column=Column(no_wrap=True))
-    return Progress(text, BarColumn(10), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())

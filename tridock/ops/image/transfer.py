@@ -1,20 +1,16 @@
 """An image's way to a host: what the host has of it, whether there is room, the bytes, `docker load`."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from tridock.command import Command
 from tridock.errors import ClusterError, Problem
-from tridock.ops.image.archive import Archive, ImageParts, shared_layers
+from tridock.ops.image.archive import Archive, Piece, shared_layers
 from tridock.remote import Host
-
-Bars = Callable[[str, Archive, int], Callable[[int], object]]
-"""Shows an archive on its way to a node, from an offset on; the result gets the bytes of each chunk."""
 
 _TIMEOUT_S = 60.0
 _CONTAINERD = "io.containerd.snapshotter"
-# What an interrupted command has sent has the name of its sender ($2).
 _STOCK = r"""
 mkdir -p -- "$1" && cd -- "$1" || exit 1
 printf 'folder %s\n' "$(df -Pk . | tail -n 1)"
@@ -22,8 +18,8 @@ docker info --format '{{.DockerRootDir}} {{.Driver}} {{json .DriverStatus}}' | {
   read -r root store
   printf 'store %s\nroot %s\n' "$store" "$(df -Pk "$root" 2>/dev/null | tail -n 1)"
 }
-for part in *".$2.part"; do
-  if [ -e "$part" ]; then printf 'part %s %s\n' "$(wc -c <"$part")" "$part"; fi
+for file in *; do
+  if [ -f "$file" ]; then printf 'file %s %s\n' "$(wc -c <"$file" 2>/dev/null || echo 0)" "$file"; fi
 done
 images=$(docker image ls --all --quiet --no-trunc | sort -u)
 if [ -n "$images" ]; then docker image inspect --format 'layers {{json .RootFS.Layers}}' $images 2>/dev/null; fi
@@ -33,29 +29,44 @@ exit 0
 # A connection that ends early looks like the end of the input: the size tells the two apart.
 _RECEIVE = r"""
 set -eu; umask 077; cd -- "$1"
-for part in *".$2.part"; do [ "$part" = "$3" ] || rm -f -- "$part"; done
-cat >>"$3" || { rm -f -- "$3"; exit 1; }
-size=$(wc -c <"$3")
-[ "$size" -le "$4" ] || rm -f -- "$3"
-[ "$size" -eq "$4" ] || { echo "only part of the image arrived" >&2; exit 1; }
+part=$2.$$.part; trap 'rm -f -- "$part"' EXIT
+cat >"$part"
+[ "$(wc -c <"$part")" -eq "$3" ] || { echo "only part of the image arrived" >&2; exit 1; }
+mv -f -- "$part" "$2"
+"""
+
+_FETCH = r"""
+set -eu; umask 077; cd -- "$1"; name=$2 sum=$3; shift 3
+part=$name.$$.part; trap 'rm -f -- "$part"' EXIT
+"$@" "$name" >"$part"
+[ "$(sha256sum <"$part" | cut -d ' ' -f 1)" = "$sum" ] || { echo "other bytes arrived" >&2; exit 1; }
+mv -f -- "$part" "$name"
+"""
+
+# What an interrupted command has left and this image has no part in.
+_TIDY = r"""
+cd -- "$1" || exit 1
+for file in *; do grep -qxF -- "$file" order || [ "$file" = order ] || rm -rf -- "$file"; done
 """
 
 _LOAD = r"""
 set -eu; cd -- "$1"
-trap 'rm -f -- "$2"; rmdir -- "$1" 2>/dev/null || true' EXIT
-docker load --quiet <"$2" >/dev/null
-printf '%s\n' "$4" >>"$3"
+[ -z "$4" ] || trap 'rm -rf -- "$1"; rmdir -- "${1%/*}" 2>/dev/null || true' EXIT
+while read -r name; do cat -- "$name"; done <order | docker load --quiet >/dev/null
+printf '%s\n' "$3" >>"$2"
 """
+
+_CLEAR = 'rm -rf -- "$1"; rmdir -- "${1%/*}" 2>/dev/null || true'
 
 
 @dataclass(frozen=True, slots=True)
 class Stock:
-    """What a host has: the layers of each image, parts of archives, and free space by file system."""
+    """What a host has: the layers of each image, files of an interrupted command, and free space by file system."""
 
     images: tuple[tuple[str, ...], ...]
     whole: str
     """Why the host takes whole images only; empty where it takes single layers."""
-    parts: dict[str, int]
+    files: dict[str, int]
     folder: tuple[str, int] | None
     root: tuple[str, int] | None
 
@@ -67,11 +78,11 @@ class Stock:
 def parse_stock(text: str) -> Stock:
     lines = [line.partition(" ")[::2] for line in text.splitlines()]
     fields = dict(lines)
-    parts = (value.split(" ", 1) for name, value in lines if name == "part")
+    files = (value.split(" ", 1) for name, value in lines if name == "file")
     return Stock(
         images=tuple(tuple(json.loads(value)) for name, value in lines if name == "layers" and value != "null"),
         whole=_whole(fields.get("store", "")),
-        parts={name: int(size) for size, name in parts},
+        files={name: int(size) for size, name in files},
         folder=_space(fields.get("folder", "")),
         root=_space(fields.get("root", "")),
     )
@@ -91,33 +102,53 @@ def _space(line: str) -> tuple[str, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """One image on its way to one host, through ``folder`` there.
-
-    Its ids go into the file ``notes``; ``sender`` is this operator and cluster."""
+    """An image on its way to one host: its files come into ``folder`` there, its ids into the file ``notes``."""
 
     node: str
     host: Host
     folder: str
     notes: str
-    sender: str
-    image_id: str
 
     def stock(self) -> Stock:
-        done = self.host.run(Command.of("sh", "-c", _STOCK, "stock", self.folder, self.sender), timeout=_TIMEOUT_S)
+        done = self.host.run(Command.of("sh", "-c", _STOCK, "stock", self.folder), timeout=_TIMEOUT_S)
         return parse_stock(replace(done, command=f"look into {self.folder}").checked(self.node).stdout.decode())
 
-    def send(self, parts: ImageParts, held: int, stock: Stock, image: str, bars: Bars) -> None:
-        """Brings the layers after the first ``held``, from where an interrupted command ended, and loads them."""
-        archive = parts.archive(image, held)
-        part = f"{archive.name}.{self.sender}.part"
-        start = min(stock.parts.get(part, 0), archive.size)
-        self._refuse_small_disks(archive.size - start, archive.size + parts.unpacked_size(held), stock)
-        receive = Command.of("sh", "-c", _RECEIVE, "receive", self.folder, self.sender, part, str(archive.size))
-        done = self.host.pipe(archive.chunks(start), receive, progress=bars(self.node, archive, start))
+    def begin(self, archive: Archive, unpacked: int, stock: Stock) -> set[str]:
+        """Brings what goes in no piece, if there is room for all. Returns the pieces that are there already.
+
+        ``unpacked``: bytes of the layers on the host's disk."""
+        there = {name for name, piece in archive.pieces.items() if stock.files.get(name) == piece.size}
+        missing = archive.size - sum(archive.pieces[name].size for name in there)
+        self._refuse_small_disks(missing, archive.size + unpacked, stock)
+        order = "".join(f"{name}\n" for name in archive.files).encode()
+        self.host.put_tree({**archive.inline, "order": order}, self.folder, mode=0o600)
+        if stock.files:
+            self._do("remove what an interrupted command has left", _TIDY)
+        return there
+
+    def receive(self, piece: Piece, progress: Callable[[int], object]) -> None:
+        """Brings a piece from the operator's machine."""
+        script = Command.of("sh", "-c", _RECEIVE, "receive", self.folder, piece.name, str(piece.size))
+        done = self.host.pipe(piece.chunks(), script, progress=progress)
         replace(done, command="receive the image").checked(self.node)
-        ids = " ".join(dict.fromkeys((*parts.ids, self.image_id)))
-        done = self.host.run(Command.of("sh", "-c", _LOAD, "load", self.folder, part, self.notes, ids))
-        replace(done, command="docker load --quiet").checked(self.node)
+
+    def fetch(self, piece: Piece, sha256: str, command: Sequence[str]) -> str | None:
+        """Has the host fetch a piece with a command that is given its name. Returns why it could not, or None."""
+        done = self.host.run(Command.of("sh", "-c", _FETCH, "fetch", self.folder, piece.name, sha256, *command))
+        text = done.stderr.decode(errors="replace").strip().rpartition("\n")[2].strip()
+        return None if done.exit_code == 0 else text or f"exit code {done.exit_code}"
+
+    def load(self, ids: Iterable[str], *, clear: bool) -> None:
+        """Loads the image, which has these ``ids``; ``clear`` removes the folder, whether or not Docker takes it."""
+        self._do("docker load --quiet", _LOAD, self.notes, " ".join(dict.fromkeys(ids)), "clear" if clear else "")
+
+    def clear(self) -> None:
+        """Removes the folder."""
+        self._do(f"remove {self.folder}", _CLEAR)
+
+    def _do(self, what: str, script: str, *arguments: str) -> None:
+        done = self.host.run(Command.of("sh", "-c", script, what.split()[-1], self.folder, *arguments))
+        replace(done, command=what).checked(self.node)
 
     def _refuse_small_disks(self, to_receive: int, to_load: int, stock: Stock) -> None:
         """Docker keeps the archive beside the unpacked layers until they are loaded."""

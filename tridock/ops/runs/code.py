@@ -11,25 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from pathspec import GitIgnoreSpec
-
 from tridock.contracts import run_folder
 from tridock.contracts.codec import decode, encode
-from tridock.contracts.node_answers import CodeFile, PlacedCode
+from tridock.contracts.node_answers import CodeFile
 from tridock.contracts.records import read_object
 from tridock.errors import Problem, RequestError
-from tridock.ops.hosts.session import NODE
 from tridock.ops.runs.provenance import git_output
 
 if TYPE_CHECKING:
-    from tridock.ops.hosts.session import Session
-    from tridock.remote import Host
+    from pathspec import GitIgnoreSpec
 
 IGNORE_FILE: Final = ".tridockignore"
 _NEVER: Final = (".git/", "__pycache__/", ".venv/", "/runs/")
 _MOST_BYTES: Final = 500_000_000
 _DIFF_BYTES: Final = 1_000_000
-_TIMEOUT_S: Final = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,28 +105,9 @@ def code_of_run(run: Path) -> Code:
     )
 
 
-def send_code(session: Session, code: Code, run_path: str) -> None:
-    """Lays out the code in the run's folder on every node; sends only what the node lacks."""
-    by_content = {it.sha256: code.folder / name for name, it in code.files.items()}
-    store = f"{run_folder.WORKSPACE}/runs/{run_folder.CODE_STORE}"
-
-    def place(node: str) -> tuple[str, ...]:
-        argv = ("place-code", run_path)
-        return session.ask(node, PlacedCode, *argv, stdin=code.index.encode(), timeout=_TIMEOUT_S).missing
-
-    def send(node: str, host: Host) -> None:
-        if missing := place(node):
-            archive = _archive({sha256: by_content[sha256] for sha256 in missing})
-            receive = session.inside(node, *NODE, "receive-files", store, interactive=True)
-            host.pipe(archive, receive, timeout=_TIMEOUT_S).checked(node)
-            if missing := place(node):
-                got, todo = f"{len(missing)} files", "launch again: the folder has changed since it was read"
-                raise RequestError(Problem(str(code.folder), f"did not arrive whole on {node}", got, todo))
-
-    session.each(send)
-
-
 def _names(folder: Path) -> Iterator[str]:
+    from pathspec import GitIgnoreSpec  # of the operator's environment, which the jobs of other engines can do without
+
     ignored = GitIgnoreSpec.from_lines(_NEVER)
     own = folder / IGNORE_FILE
     listed = GitIgnoreSpec.from_lines(own.read_text().splitlines() if own.is_file() else ())
@@ -157,7 +133,7 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _archive(files: Mapping[str, Path]) -> Iterator[bytes]:
+def archive_of(files: Mapping[str, Path]) -> Iterator[bytes]:
     """A tar archive of the files, piece by piece."""
     for name, path in files.items():
         content, header = path.read_bytes(), tarfile.TarInfo(name)

@@ -9,21 +9,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tridock.contracts import run_folder
-from tridock.contracts.node_answers import PreflightAnswer
-from tridock.errors import ClusterError, Problem, TridockError
+from tridock.contracts.node_answers import PlacedCode, PreflightAnswer
+from tridock.errors import ClusterError, Problem, RequestError, TridockError
 from tridock.experiment import load_command
 from tridock.experiment.command import CommandExperiment
 from tridock.launchers.command import CommandRun, make_command_bundle
 from tridock.launchers.run import RunBundle, default_port
 from tridock.ops.doctor import check_quickly
 from tridock.ops.hosts.nodes import ensure_up
-from tridock.ops.hosts.session import Session
-from tridock.ops.runs.code import Code, code_of_run, read_code, send_code
-from tridock.ops.runs.launch import put_files, remove_files
+from tridock.ops.hosts.session import NODE, Session
+from tridock.ops.runs.code import Code, archive_of, code_of_run, read_code
+from tridock.ops.runs.launch import put_files, remove_files, start
+from tridock.ops.runs.preflight import refuse_other_contract
 from tridock.ops.runs.provenance import Approve, provenance
-from tridock.ops.runs.registry import refuse_slots_in_use
+from tridock.ops.runs.registry import refuse_slots_in_use, require_queue_node, slots_in_use
+from tridock.ops.runs.sinks import check_on_head, sinks_of, with_cluster_sinks
+from tridock.remote import Host
 
 _TIMEOUT_S = 60.0
+_CODE_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,7 @@ def prepare(session: Session, experiment: CommandExperiment, folder: Path) -> Pr
 
     ``experiment.code`` starts from ``folder``.
     """
+    experiment = with_cluster_sinks(experiment, session.cluster.settings)
     prepared = PreparedCommand(experiment, read_code(folder / experiment.code), run_folder.new_run_id(experiment.name))
     preview(session, prepared)
     return prepared
@@ -65,35 +70,62 @@ def launch(
     *,
     check: bool = True,
     share: bool = False,
+    queue: bool = False,
     approve: Approve = lambda *_: None,
 ) -> RunBundle:
     """Brings the nodes up, sends the code and the run's files to all of them, and starts the run on the head.
 
-    ``check``: the doctor's quick checks first. ``share``: also on slots that another run has in use. ``approve`` is
-    called with the manifest and the plan before anything is written.
+    ``check``: the doctor's quick checks first. ``share``: also on slots that another run has in use; ``queue``: the run
+    waits for them. ``approve`` is called with the manifest and the plan before anything is written.
     """
+    sinks = sinks_of(prepared.experiment)
+    if queue:
+        require_queue_node(session)
     image_id = ensure_up(session)
-    if not share:
+    if not share and not queue:
         refuse_slots_in_use(session)
-    if check:
+    if check and not (queue and slots_in_use(session)):
         check_quickly(session, on_cpu=prepared.experiment.env.get("DS_ACCELERATOR") == "cpu")
+    check_on_head(session, sinks)
     port = _free_port(session, prepared.experiment.launch.master_port)
     bundle = _bundle(session, prepared, port, image_id=image_id)
     approve(*(json.loads(bundle.files[name]) for name in (run_folder.MANIFEST, run_folder.PLAN)))
     try:
-        send_code(session, prepared.code, bundle.path)
+        _send_code(session, prepared.code, bundle.path)
         put_files(session, bundle)
-        session.node_verb(session.head, "start", bundle.path, timeout=_TIMEOUT_S).checked(session.head)
+        return start(session, bundle, sinks, queue=queue)
     except (TridockError, KeyboardInterrupt):
         with suppress(TridockError):
             remove_files(session, bundle)
         raise
-    return bundle
+
+
+def _send_code(session: Session, code: Code, run_path: str) -> None:
+    """Lays out the code in the run's folder on every node; sends only what the node lacks."""
+    by_content = {it.sha256: code.folder / name for name, it in code.files.items()}
+    store = f"{run_folder.WORKSPACE}/runs/{run_folder.CODE_STORE}"
+
+    def place(node: str) -> tuple[str, ...]:
+        argv = ("place-code", run_path)
+        return session.ask(node, PlacedCode, *argv, stdin=code.index.encode(), timeout=_CODE_TIMEOUT_S).missing
+
+    def send(node: str, host: Host) -> None:
+        if missing := place(node):
+            archive = archive_of({sha256: by_content[sha256] for sha256 in missing})
+            receive = session.inside(node, *NODE, "receive-files", store, interactive=True)
+            host.pipe(archive, receive, timeout=_CODE_TIMEOUT_S).checked(node)
+            if missing := place(node):
+                got, todo = f"{len(missing)} files", "launch again: the folder has changed since it was read"
+                raise RequestError(Problem(str(code.folder), f"did not arrive whole on {node}", got, todo))
+
+    session.each(send)
 
 
 def _free_port(session: Session, wanted: int | None) -> int:
     argv: Sequence[str] = () if wanted is None else ("--port", str(wanted))
-    found = session.ask(session.head, PreflightAnswer, "preflight", "--head", *argv, timeout=_TIMEOUT_S).rendezvous
+    answer = session.ask(session.head, PreflightAnswer, "preflight", "--head", *argv, timeout=_TIMEOUT_S)
+    refuse_other_contract(session, answer)
+    found = answer.rendezvous
     assert found is not None
     if (problem := found.problem) is not None:
         where = f"{session.head}: {problem.where}"
@@ -113,7 +145,8 @@ def _bundle(session: Session, prepared: PreparedCommand, port: int, **image: obj
         "code": dict(prepared.code.origin),
     }
     address = cluster.address_of(session.head)
-    run = CommandRun(prepared.experiment, cluster.slots, prepared.run_id, address, port, manifest)
+    about = (prepared.experiment, cluster.slots, prepared.run_id, address, port, manifest)
+    run = CommandRun(*about, spares=cluster.spares)
     bundle = make_command_bundle(run).with_file(run_folder.CODE_INDEX, prepared.code.index.encode())
     if prepared.code.diff is not None:
         return bundle.with_file(run_folder.CODE_DIFF, prepared.code.diff)

@@ -3,18 +3,16 @@
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
-
-from rich.console import Console
-from rich.progress import DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from tridock.contracts import run_folder
 from tridock.errors import ClusterError, Problem
 from tridock.ops.hosts.session import Session
 from tridock.ops.runs.registry import Run
+from tridock.progress import bars
 from tridock.remote import Host
 
 if sys.version_info < (3, 11, 4):
@@ -55,7 +53,9 @@ def _bring(session: Session, run: Run, folder: Path, checkpoints: bool) -> None:
     exclude = () if checkpoints else (f"--exclude={run.run_id}/{run_folder.CHECKPOINTS}",)
     argv = ("sh", "-c", _PACK, "sh", f"{runs}/{run.run_id}", "-C", runs, *exclude, "-cz", run.run_id)
     archives = {node: folder / f"{node}.tar.gz" for node in session.running()}
-    with ExitStack() as stack, _counter(f"fetch {run.run_id}") as count:
+    with ExitStack() as stack, bars(quiet=session.quiet) as begin:
+        # There is no end to compare it with: the nodes pack while they send.
+        count = begin(f"fetch {run.run_id}", None, hidden_below=_LARGE)
         # Opened here, not by the hosts' threads: after Ctrl-C none of them makes a file that nobody removes.
         files = {node: stack.enter_context(path.open("wb")) for node, path in archives.items()}
 
@@ -104,22 +104,3 @@ def _move(source: Path, target: Path) -> None:
             _move(entry, target / entry.name)
     else:
         source.replace(target)
-
-
-@contextmanager
-def _counter(what: str) -> Iterator[Callable[[int], None]]:
-    """Yields a function that counts received bytes; shows their sum on a terminal's standard error once it is large.
-
-    There is no end to compare it with: the nodes pack while they send.
-    """
-    console = Console(stderr=True)
-    columns = (TextColumn(what), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
-        task = progress.add_task(what, total=None, visible=False)
-
-        def count(size: int) -> None:
-            progress.advance(task, size)
-            if progress.tasks[task].completed > _LARGE:
-                progress.update(task, visible=True)
-
-        yield count

@@ -1,26 +1,29 @@
 """``tridock launch``: from an experiment and a cluster to a run on its nodes."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from tridock.command import Command
 from tridock.contracts import run_folder
+from tridock.contracts.node_answers import QueuedRun
 from tridock.errors import TridockError
 from tridock.launchers.run import RunBundle, default_port
 from tridock.launchers.ssh import Ssh
 from tridock.ops.doctor import check_quickly
 from tridock.ops.hosts.nodes import ensure_up
 from tridock.ops.hosts.session import Session
-from tridock.ops.runs.preflight import check_nodes
+from tridock.ops.runs.preflight import Preflight, check_nodes
 from tridock.ops.runs.prepare import Prepared, assumptions_for, prepare, with_hosts_gpu
 from tridock.ops.runs.provenance import Approve
-from tridock.ops.runs.registry import refuse_slots_in_use
+from tridock.ops.runs.registry import refuse_slots_in_use, require_queue_node, slots_in_use
+from tridock.ops.runs.sinks import Sinks, check_on_head, sinks_of, with_cluster_sinks
 from tridock.remote import Host
 
 _TIMEOUT_S = 60.0
+_QUEUE_TIMEOUT_S = 180.0
 DEMO_DATA = "data/demo"
 _DEMO_FILES = tuple(f"stdlib_text_document.{suffix}" for suffix in ("bin", "idx", "json"))
 
@@ -28,7 +31,8 @@ _DEMO_FILES = tuple(f"stdlib_text_document.{suffix}" for suffix in ("bin", "idx"
 def prepare_on(session: Session, config: Path, overrides: Sequence[str] = (), *, force: bool = False) -> Prepared:
     """The experiment on the cluster's slots, as the settings describe them. Contacts no host."""
     cluster = session.cluster
-    return prepare(config, cluster.slots, assumptions_for(cluster), overrides, force=force)
+    prepared = prepare(config, cluster.slots, assumptions_for(cluster), overrides, force=force)
+    return replace(prepared, experiment=with_cluster_sinks(prepared.experiment, cluster.settings))
 
 
 def on_hosts_gpus(session: Session, prepared: Prepared) -> Prepared:
@@ -75,33 +79,55 @@ def launch(
     *,
     check: bool = True,
     share: bool = False,
+    queue: bool = False,
     approve: Approve | None = None,
 ) -> RunBundle:
     """Brings the nodes up, checks what the run needs, puts its folder on every node and starts it on the head.
 
     ``check`` is the doctor's quick part; without it only the run's own files and its port are looked at. ``share``
-    allows slots that another run has in use. ``approve`` is given the run's manifest and plan before anything is
-    written, and may raise.
+    allows slots that another run has in use; with ``queue`` the run waits for them. ``approve`` is given the run's
+    manifest and plan before anything is written, and may raise.
     """
+    sinks = sinks_of(prepared.experiment)
+    if queue:
+        require_queue_node(session)
     image_id = ensure_up(session)
-    if not share:
-        refuse_slots_in_use(session)
-    if check:
-        check_quickly(session, on_cpu=prepared.experiment.env.get("DS_ACCELERATOR") == "cpu")
-    found = check_nodes(session, prepared.config, prepared.experiment, prepared.plan)
-    prepared = replace(prepared, data=found.data)
-    bundle = _bundle(session, prepared, found.port, image_id=image_id, image_manifest=found.image_manifest)
+    found: list[Preflight] = []
+    questions: list[Callable[[], object]] = []
+    if not share and not queue:
+        questions.append(lambda: refuse_slots_in_use(session))
+    if check and not (queue and slots_in_use(session)):  # busy devices would be findings
+        on_cpu = prepared.experiment.env.get("DS_ACCELERATOR") == "cpu"
+        questions.append(lambda: check_quickly(session, on_cpu=on_cpu))
+    questions.append(lambda: check_on_head(session, sinks))
+    questions.append(lambda: found.append(check_nodes(session, prepared.config, prepared.experiment, prepared.plan)))
+    session.at_once(*questions)
+    (preflight,) = found
+    prepared = replace(prepared, data=preflight.data)
+    bundle = _bundle(session, prepared, preflight.port, image_id=image_id, image_manifest=preflight.image_manifest)
     if approve is not None:
         approve(*(json.loads(bundle.files[name]) for name in (run_folder.MANIFEST, run_folder.PLAN)))
 
     try:
         put_files(session, bundle)
-        session.node_verb(session.head, "start", bundle.path, timeout=_TIMEOUT_S).checked(session.head)
+        return start(session, bundle, sinks, queue=queue)
     except TridockError:
         # A folder on some of the nodes would be a run that never starts.
         with suppress(TridockError):
             remove_files(session, bundle)
         raise
+
+
+def start(session: Session, bundle: RunBundle, sinks: Sinks, *, queue: bool = False) -> RunBundle:
+    """Starts a run on the head, or puts it into the queue; the secrets of its sinks go there by standard input."""
+    secrets = json.dumps(dict(sinks.secrets)).encode() if sinks.secrets else None
+    options = ("--secrets",) if secrets else ()
+    if queue:
+        argv = ("enqueue", bundle.path, *options)
+        queued = session.ask(session.head, QueuedRun, *argv, stdin=secrets, timeout=_QUEUE_TIMEOUT_S)
+        return replace(bundle, waits_for=None if queued.started else queued.waits_for)
+    argv = ("start", bundle.path, *options)
+    session.node_verb(session.head, *argv, stdin=secrets, timeout=_TIMEOUT_S).checked(session.head)
     return bundle
 
 
@@ -132,4 +158,5 @@ def _bundle(session: Session, prepared: Prepared, port: int, **image: object) ->
         manifest=prepared.manifest(cluster.project_folder, **about, **image),
         master_addr=cluster.address_of(session.head),
         spares=cluster.spares,
+        addresses={node.name: node.address for node in cluster.nodes},
     )

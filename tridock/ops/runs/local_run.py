@@ -13,11 +13,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from tridock.contracts import environment, run_folder
 from tridock.contracts.codec import decode
 from tridock.contracts.node_answers import Evidence
 from tridock.contracts.run_state import exit_code_of
+from tridock.contracts.sinks import wait_for_delivery
 from tridock.engines import checkpoints_folder
 from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError
 from tridock.experiment import dump_experiment
@@ -27,6 +29,7 @@ from tridock.ops.runs import rendezvous
 from tridock.ops.runs.failed_run import RunFailedError, failed, failure_text, rank_to_look_at
 from tridock.ops.runs.prepare import Prepared, prepare
 from tridock.ops.runs.provenance import Approve, image_manifest, machine, packages
+from tridock.ops.runs.sinks import Sinks, check_here, sinks_of
 from tridock.ops.runs.this_machine import (
     CODE_FOLDER,
     default_ranks,
@@ -40,6 +43,8 @@ from tridock.plan import Assumptions, Plan
 from tridock.triage import facts_of
 
 HERE = "localhost"
+_DELIVERY_S = 60.0
+"""For the sinks, which end with this machine's container or job."""
 _RENDEZVOUS_PORT = 29500
 _GRACE_S = 10.0
 _FIRST_RANK_S = 120
@@ -123,6 +128,8 @@ def run_here(
         what = "cannot be for nodes that are each started by hand"
         todo = "set it to 0, or start them with tridock launch"
         raise RequestError(Problem(f"{config}: restart.max", what, str(experiment.restart.max), todo))
+    sinks = sinks_of(experiment) if place.node_rank == 0 else Sinks()
+    check_here(sinks)
     prepared = prepared.with_files_of(workspace)
     alone = place.nnodes == 1
     port = experiment.launch.master_port or (default_port(prepared.run_id) if alone else _RENDEZVOUS_PORT)
@@ -148,7 +155,7 @@ def run_here(
         _announce(folder, prepared.plan, place)
     if place.node_rank:
         return Ended(folder, _join(folder, ranks, place.node_rank))
-    code = start_and_follow(folder, ranks, quiet=quiet)
+    code = start_and_follow(folder, ranks, quiet=quiet, secrets=sinks.secrets)
     if code == run_folder.EXIT_PREEMPTED:
         saved_in = checkpoints_folder(prepared.experiment, f"runs/{folder.name}")
         print(f"continue with --set {shlex.quote(f'train.load={saved_in}')}")
@@ -187,20 +194,29 @@ def _announce(folder: Path, plan: Plan, place: Place) -> None:
 
 
 def start_and_follow(
-    folder: Path, ranks: int, *, again: bool = False, patience_s: float = 0.0, quiet: bool = False
+    folder: Path,
+    ranks: int,
+    *,
+    again: bool = False,
+    patience_s: float = 0.0,
+    quiet: bool = False,
+    secrets: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
     """Starts the run and prints its output, unless ``quiet``, to its end; its exit code.
 
     ``again``: it continues where it stopped, once the previous supervisor has ended, within ``patience_s``.
+    ``secrets`` are those of its sinks, which are waited for at the end.
     """
     env = node_environment(ranks)
     log = folder / run_folder.LAUNCHER_LOG
     offset = log.stat().st_size if again and log.exists() else 0
     options = ["--again", "--patience", str(patience_s)] if again else []
+    options += ["--secrets"] if secrets else []
     try:
         # Each in a session of its own: Ctrl-C at the terminal is ours to answer, from here on.
         start = [*node_argv(), "start", str(folder), *options]
-        if code := subprocess.run(start, env=env, start_new_session=True, check=False).returncode:
+        given = json.dumps(dict(secrets)).encode()
+        if code := subprocess.run(start, input=given, env=env, start_new_session=True, check=False).returncode:
             return code
         with _forwarding_signals(folder, env):
             follow = [*node_argv(), "follow", str(folder), "--offset", str(offset)]
@@ -210,6 +226,8 @@ def start_and_follow(
             ).returncode
     except KeyboardInterrupt:
         return _interrupted(folder, env)
+    if unsent := wait_for_delivery(folder, _DELIVERY_S):
+        print(f"{', '.join(unsent)}: still sending; tridock track {shlex.quote(str(folder))} sends what is left")
     if code not in (0, run_folder.EXIT_STOPPED, run_folder.EXIT_PREEMPTED):
         print(_why(folder, code, env), file=sys.stderr)
     return code
@@ -256,8 +274,8 @@ def _join(folder: Path, ranks: int, node_rank: int) -> int:
 def _forwarding_signals(folder: Path, env: Mapping[str, str]) -> Iterator[None]:
     """A scheduler's signal is for the ranks of this node: they save, and their end is waited for."""
 
-    def forward(_number: int, _frame: object) -> None:
-        argv = [*node_argv(), "save", str(folder), "--patience", str(_FIRST_RANK_S)]
+    def forward(number: int, _frame: object) -> None:
+        argv = [*node_argv(), "save", str(folder), "--signal", str(number), "--patience", str(_FIRST_RANK_S)]
         subprocess.Popen(argv, env=env, stdout=subprocess.DEVNULL)
 
     previous = {number: signal.signal(number, forward) for number in _SCHEDULERS}

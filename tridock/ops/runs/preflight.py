@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 from tridock.contracts import checkpoints
 from tridock.contracts.codec import decode
 from tridock.contracts.node_answers import Fingerprint, PreflightAnswer
+from tridock.contracts.supervision import contract
 from tridock.engines import engine_of
 from tridock.errors import ClusterError, Problem, RequestError
 from tridock.experiment import Experiment, fields_digest
-from tridock.experiment.inputs import IMAGE_SUFFIXES, data_problems
+from tridock.experiment.inputs import IMAGE_SUFFIXES, TOKENIZER, data_problems, tokenizer_folders
 from tridock.ops.runs.this_machine import node_argv, node_environment
 from tridock.plan import Plan
 
@@ -48,6 +49,7 @@ def check_nodes(session: Session, config: Path, experiment: Experiment, plan: Pl
         return session.ask(node, PreflightAnswer, *preflight_argv(experiment, head=node == head), timeout=_TIMEOUT_S)
 
     answers = session.each(ask)
+    refuse_other_contract(session, answers[head])
     _refuse_other_fields(session, answers[head].image_manifest)
     bring = f"bring the data to the nodes: tridock data sync {session.cluster.hosts_option} --path "
     problems = list(_differences(config, data_files(experiment), head, answers, bring))
@@ -55,6 +57,12 @@ def check_nodes(session: Session, config: Path, experiment: Experiment, plan: Pl
     if problems:
         raise RequestError(problems)
     return _passed(head, config, experiment, answers[head])
+
+
+def refuse_other_contract(session: Session, answer: PreflightAnswer) -> None:
+    """Raises :class:`ClusterError` where the head's image could not read the files of a run that this code writes."""
+    if answer.contract != contract():
+        raise session.other_version(session.head, f"contract {answer.contract or 'unknown'}, {contract()} here")
 
 
 def _refuse_other_fields(session: Session, manifest: object) -> None:
@@ -95,6 +103,8 @@ def preflight_argv(experiment: Experiment, *, head: bool) -> tuple[str, ...]:
         train = experiment.train
         if train.load is not None and not train.loads_own_folder:
             argv.append(f"--load={train.pretrained_folder or train.load}")
+        if train.sample_prompts:
+            argv += [f"--tokenizer={folder}/{TOKENIZER}" for folder in tokenizer_folders(experiment)]
     return (*argv, "--", *data_files(experiment))
 
 
@@ -114,6 +124,10 @@ def mismatches(config: Path, experiment: Experiment, plan: Plan, answer: Preflig
         if experiment.train.pretrained_folder is not None:
             todo = "bring it there: tridock data sync copies folders of data/"
         yield Problem(f"{config}: train.load", "no such folder on the first node", repr(experiment.train.load), todo)
+    if not answer.has_tokenizer:
+        places = " and no ".join(f"{folder}/{TOKENIZER}" for folder in tokenizer_folders(experiment))
+        what, todo = "needs the tokenizer of the data", "bring it there, or leave the prompts out"
+        yield Problem(f"{config}: train.sample_prompts", what, f"no {places} on the first node", todo)
     found = [
         *data_problems(experiment, read["manifest"], vocabulary.entries if vocabulary else None),
         *engine_of(experiment).checkpoint_problems(experiment, plan.data_parallel_size, read.get("layout")),

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from tridock.cluster.settings import Cluster, load_cluster
 from tridock.contracts import run_folder
+from tridock.contracts.limits import LEAST_RATE, MOST_RANKS, MOST_RATE, MOST_SLOTS, refuse_too_many
 from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment, load_experiment
 from tridock.gpus import Gpu, find_gpu
@@ -20,6 +21,7 @@ from tridock.launchers.run import Launcher, RunBundle, RunRequest, make_bundle
 from tridock.ops.runs import preflight
 from tridock.ops.runs.provenance import provenance
 from tridock.plan import Assessment, Assumptions, Plan, assess
+from tridock.plan.goodput import RESTART_S, Failures
 
 if TYPE_CHECKING:  # `tridock plan` contacts nobody, and needs no ssh
     from tridock.ops.hosts.session import Session
@@ -70,6 +72,7 @@ class Prepared:
         master_addr: str = "127.0.0.1",
         workspace: str = run_folder.WORKSPACE,
         spares: Slots | None = None,
+        addresses: Mapping[str, str] | None = None,
     ) -> RunBundle:
         """The first command line and the first files of the run."""
         request = RunRequest(
@@ -82,6 +85,7 @@ class Prepared:
             master_addr,
             workspace,
             spares or {},
+            addresses or {},
         )
         return make_bundle(request, launcher)
 
@@ -115,10 +119,16 @@ def slots_of(
     if hosts is not None or nodes is None:
         got, todo = ("both" if hosts is not None else ""), "give a DeepSpeed hostfile, or a number of --nodes"
         raise RequestError(Problem("--hosts", "or --nodes says what the cluster is", got, todo))
-    for option, number in (("--nodes", nodes), ("--gpus-per-node", gpus_per_node)):
-        if number < 1:
-            raise RequestError(Problem(option, "must be at least 1", str(number), "give a number"))
-    return None, {f"node-{number}": range(gpus_per_node) for number in range(nodes)}
+    problems = []
+    for option, number, most in (("--nodes", nodes, MOST_RANKS), ("--gpus-per-node", gpus_per_node, MOST_SLOTS)):
+        if not 1 <= number <= most:
+            what = "must be at least 1" if number < 1 else f"must be at most {most}"
+            problems.append(Problem(option, what, str(number), "give a number"))
+    if problems:
+        raise RequestError(problems)
+    slots = {f"node-{number}": range(gpus_per_node) for number in range(nodes)}
+    refuse_too_many(slots, "--nodes", "give fewer nodes, or fewer --gpus-per-node")
+    return None, slots
 
 
 def assumptions_for(
@@ -127,16 +137,15 @@ def assumptions_for(
     network_gbit: float | None = None,
     tflops: float | None = None,
     tokens: float | None = None,
+    cost_per_gpu_hour: float | None = None,
 ) -> Assumptions:
     """What the plan assumes: options of the command line, else the cluster's settings. Contacts nobody."""
-    numbers = {"--network-gbit": network_gbit, "--tflops": tflops, "--tokens": tokens}
-    problems = [
-        Problem(option, "must be a number above 0", f"{value:g}", "give one, as in 300e9")
-        for option, value in numbers.items()
-        if value is not None and not (value > 0 and math.isfinite(value))
-    ]
-    if problems:
-        raise RequestError(problems)
+    _check_numbers(
+        ("--network-gbit", network_gbit, LEAST_RATE, MOST_RATE),
+        ("--tflops", tflops, LEAST_RATE, MOST_RATE),
+        ("--tokens", tokens, 1, 1e20),
+        ("--cost-per-gpu-hour", cost_per_gpu_hour, LEAST_RATE, MOST_RATE),
+    )
     settings = None if cluster is None else cluster.settings
     chosen: Gpu | None = None
     if gpu is not None:
@@ -145,7 +154,38 @@ def assumptions_for(
         chosen = find_gpu(settings.gpu, "gpu")
     if network_gbit is None and settings is not None:
         network_gbit = settings.network_gbit
-    return Assumptions(chosen, network_gbit, tflops, tokens)
+    return Assumptions(chosen, network_gbit, tflops, tokens, cost_per_gpu_hour)
+
+
+def failures_for(
+    node_mtbf_hours: float | None, checkpoint_gb_s: float | None, restart_s: float | None
+) -> Failures | None:
+    """What the plan assumes of failures and of the storage, where it is to count them."""
+    _check_numbers(
+        ("--node-mtbf", node_mtbf_hours, LEAST_RATE, MOST_RATE),
+        ("--checkpoint-gb-s", checkpoint_gb_s, LEAST_RATE, MOST_RATE),
+        ("--restart-time", restart_s, LEAST_RATE, MOST_RATE),
+    )
+    given = {"--node-mtbf": node_mtbf_hours, "--checkpoint-gb-s": checkpoint_gb_s}
+    missing = [option for option, value in given.items() if value is None]
+    if missing and (len(missing) == 1 or restart_s is not None):
+        what = "failures are counted with both of --node-mtbf and --checkpoint-gb-s"
+        raise RequestError([Problem(option, what, "", "give it too") for option in missing])
+    if node_mtbf_hours is None or checkpoint_gb_s is None:
+        return None
+    return Failures(node_mtbf_hours, checkpoint_gb_s, RESTART_S if restart_s is None else restart_s)
+
+
+def _check_numbers(*options: tuple[str, float | None, float, float]) -> None:
+    """Options with their values, the least and the most of each."""
+    problems = []
+    for option, value, least, most in options:
+        if value is not None and not least <= value <= most:
+            is_number = value > 0 and math.isfinite(value)
+            what = f"must be from {least:g} to {most:g}" if is_number else "must be a number above 0"
+            problems.append(Problem(option, what, f"{value:g}", "give one, as in 300e9"))
+    if problems:
+        raise RequestError(problems)
 
 
 def with_hosts_gpu(assumptions: Assumptions, session: Session) -> Assumptions:

@@ -2,16 +2,18 @@
 
 import json
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from tridock.contracts import run_folder
-from tridock.contracts.node_answers import Process, RunInfo, Stopped
+from tridock.contracts.node_answers import Process, QueuedRun, RunInfo, Stopped
 from tridock.errors import ClusterError, Problem, RequestError
 from tridock.experiment import Experiment, parse_experiment
 from tridock.ops.hosts.session import Session
 from tridock.remote import Host
 
 _VERB_TIMEOUT_S = 60.0
+_QUEUE_TIMEOUT_S = 180.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +49,72 @@ def list_runs(session: Session) -> list[RunInfo]:
     return sorted(found.values(), key=lambda run: (run.created, run.run_id))
 
 
-def refuse_slots_in_use(session: Session) -> None:
-    """Raises :class:`RequestError` with the active runs that have slots of this cluster in use."""
-    problems = []
+def slots_in_use(session: Session) -> list[tuple[RunInfo, str]]:
+    """The active runs that have slots of this cluster in use, and which."""
+    found = []
     for run in list_runs(session):
         shared = {node: sorted({*run.slots.get(node, ())} & {*slots}) for node, slots in session.cluster.slots.items()}
         if got := ", ".join(f"{node}: {','.join(map(str, slots))}" for node, slots in shared.items() if slots):
-            see = f"tridock logs {session.cluster.hosts_option} --run {run.run_id}"
-            todo = f"wait for it ({see}), stop it (tridock stop), leave its slots out (--exclude), or give --share"
-            problems.append(Problem(run.run_id, "is running on slots that this run would use", got, todo))
+            found.append((run, got))
+    return found
+
+
+def refuse_slots_in_use(session: Session) -> None:
+    """Raises :class:`RequestError` with the active runs that have slots of this cluster in use."""
+    problems = []
+    for run, slots in slots_in_use(session):
+        see = f"tridock logs {session.cluster.hosts_option} --run {run.run_id}"
+        todo = f"wait for it (--queue; {see}), stop it (tridock stop), leave its slots out (--exclude),"
+        todo += " or give --share"
+        got = slots + until(run, datetime.now(UTC))
+        problems.append(Problem(run.run_id, "is running on slots that this run would use", got, todo))
     if problems:
         raise RequestError(problems)
+
+
+def until(run: RunInfo, now: datetime) -> str:
+    """About when a run ends, by its last step's time and the iterations that are left; empty where that is unknown."""
+    metrics = run.metrics or {}
+    step, done = metrics.get("step_time_s"), metrics.get("iteration")
+    if not isinstance(step, int | float) or not isinstance(done, int) or run.train_iters is None:
+        return ""
+    end = now + timedelta(seconds=step * max(0, run.train_iters - done))
+    form = "%H:%M" if end.date() == now.date() else "%Y-%m-%d %H:%M"
+    return f", until about {end:{form}} UTC (iteration {done} of {run.train_iters})"
+
+
+def require_queue_node(session: Session) -> None:
+    """Raises :class:`RequestError` for slots without the node that holds the queue: the hostfile's first."""
+    first = session.cluster.nodes[0].name
+    if session.head != first:
+        what, todo = f"is kept on {first}, which this run does not use", "use a slot of it, or launch without --queue"
+        raise RequestError(Problem("--queue", what, f"head {session.head}", todo))
+
+
+def queued_runs(session: Session) -> list[QueuedRun]:
+    """The runs that wait for slots, in their order; starts those whose slots have become free meanwhile."""
+    node = session.cluster.nodes[0].name
+    if node not in session.hosts or node not in session.running():
+        return []
+    return list(session.ask(node, tuple[QueuedRun, ...], "queue", timeout=_QUEUE_TIMEOUT_S))
+
+
+def cancel(session: Session, run_id: str | None) -> str:
+    """Removes a run from the queue; the one named, or the only one that waits. Returns its id."""
+    waiting = [run.run_id for run in queued_runs(session)]
+    if run_id is None:
+        if len(waiting) != 1:
+            what = "no run waits" if not waiting else "is needed while several runs wait"
+            raise RequestError(Problem("--run", what, ", ".join(waiting), "see tridock status"))
+        run_id = waiting[0]
+    node = session.cluster.nodes[0].name
+    path = f"{run_folder.WORKSPACE}/runs/{run_id}"
+    done = session.node_verb(node, "cancel", path, timeout=_QUEUE_TIMEOUT_S)
+    if done.exit_code == RequestError.exit_code:
+        todo = f"use one of: {', '.join(waiting) or 'none'}; tridock stop ends one that is running"
+        raise RequestError(Problem("--run", "is no run that waits", run_id, todo))
+    done.checked(node)
+    return run_id
 
 
 def choose_run(session: Session, run_id: str | None, *, active: bool) -> Run:

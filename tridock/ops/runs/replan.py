@@ -10,6 +10,7 @@ from typing import Any, Self
 from tridock.contracts import run_folder
 from tridock.contracts.checkpoints import ZERO_RANK, newest
 from tridock.contracts.codec import encode
+from tridock.contracts.records import read_plan, slots_of
 from tridock.contracts.supervision import NewLayout, Supervision
 from tridock.engines import checkpoints_folder, engine_of
 from tridock.errors import Problem, RequestError
@@ -36,7 +37,7 @@ class Replanned:
         """For the run's supervisor, which brings the files to the nodes."""
         files = {name: content.decode() for name, content in self.bundle.files.items()}
         plan = self.assessment.laid_out
-        nodes = tuple(_slots_of(plan.document()))
+        nodes = tuple(slots_of(plan.document()))
         return encode(NewLayout(self.summary, str(plan.layout), plan.world_size, nodes, files)) + "\n"
 
 
@@ -58,13 +59,20 @@ class Run:
     def read(cls, folder: Path) -> Self:
         """Raises :class:`RequestError` where this is no run's folder."""
         try:
-            texts = {name: (folder / name).read_text() for name in _READ}
+            texts = {name: (folder / name).read_text(errors="replace") for name in _READ}
         except OSError as error:
             got = error.strerror or str(error)
             todo = "give the folder of a run that tridock launch started"
             raise RequestError(Problem(str(folder), f"has no {Path(error.filename).name}", got, todo)) from None
-        plan, manifest = json.loads(texts[run_folder.PLAN]), json.loads(texts[run_folder.MANIFEST])
-        supervision = Supervision.from_json(texts[run_folder.SUPERVISION])
+        name = run_folder.SUPERVISION
+        try:
+            supervision = Supervision.from_json(texts[name])
+            name = run_folder.MANIFEST
+            manifest = json.loads(texts[name])
+        except (ValueError, RecursionError) as error:
+            raise RequestError(Problem(str(folder / name), "is damaged", str(error), _DAMAGED)) from None
+        if not (plan := read_plan(folder)):
+            raise RequestError(Problem(str(folder / run_folder.PLAN), "is damaged", "", _DAMAGED))
         if supervision.scheduler is not None:
             todo = "let it replace the node: the job is queued again"
             raise RequestError(Problem(str(folder), "is a run of a scheduler", supervision.scheduler, todo))
@@ -81,39 +89,35 @@ class Run:
         return bool(self.plan["verdict"] == "no-fit")
 
 
+_DAMAGED = "take it from another node of the run"
 _READ = (run_folder.EXPERIMENT, run_folder.PLAN, run_folder.MANIFEST, run_folder.SUPERVISION)
 
 
-def replan(folder: Path, lost: Sequence[str], ready: Sequence[str] = (), *, anew: bool = False) -> Replanned:
+def replan(
+    folder: Path, lost: Sequence[str], ready: Sequence[str] = (), *, anew: bool = False, head: str | None = None
+) -> Replanned:
     """The run without the ``lost`` nodes; ``ready`` are the spares that may be used.
 
-    ``anew``: there is no checkpoint to continue from. Raises :class:`RequestError` with the reasons and what
-    would run.
+    ``anew``: there is no checkpoint to continue from. ``head``: the node that leads it from now on. Raises
+    :class:`RequestError` with the reasons and what would run.
     """
     run = Run.read(folder)
-    before = _slots_of(run.plan)
-    _check_names(run, before, lost, ready)
+    before = slots_of(run.plan)
+    head = head or run.supervision.head
+    _check_names(run, before, lost, ready, head)
     if not anew:
         _check_parts(run, lost)
     after, places = _with_spares(run.supervision, before, lost, ready)
+    after = {head: after[head], **after}
     if len(after) == len(before):
         assessment = assess(run.experiment, after, run.folder.name, run.assumptions)
     else:
         assessment = _with_fewer(run, after, lost, anew)
-    summary = _summary(run, before, assessment, places, lost)
-    return Replanned(_bundle(run, assessment), assessment, summary)
+    summary = _summary(run, before, assessment, places, lost, head)
+    return Replanned(_bundle(run, assessment, head), assessment, summary)
 
 
-def _slots_of(plan: Mapping[str, Any]) -> Slots:
-    """The slots in use of each node, in the order of the ranks."""
-    slots: Slots = {}
-    for rank in plan["ranks"]:
-        slots[rank["node"]] = (*slots.get(rank["node"], ()), rank["slot"])
-    return slots
-
-
-def _check_names(run: Run, before: Slots, lost: Sequence[str], ready: Sequence[str]) -> None:
-    head = run.supervision.head
+def _check_names(run: Run, before: Slots, lost: Sequence[str], ready: Sequence[str], head: str) -> None:
     problems = [
         Problem("--without", "is not a node of the run", repr(node), f"use one of {', '.join(before)}")
         for node in lost
@@ -124,6 +128,8 @@ def _check_names(run: Run, before: Slots, lost: Sequence[str], ready: Sequence[s
         for node in ready
         if node not in run.supervision.spares
     ]
+    if head not in before:
+        problems.append(Problem("--head", "is not a node of the run", repr(head), f"use one of {', '.join(before)}"))
     if head in lost:
         todo = f"start it again on the other nodes with {shlex.quote(f'train.load={run.checkpoints}')}"
         problems.append(Problem("--without", "is the run's head, without which it cannot continue", head, todo))
@@ -177,7 +183,7 @@ def _with_fewer(run: Run, after: Slots, lost: Sequence[str], anew: bool) -> Asse
         what = f"has no layout with a global batch of {experiment.batch.global_batch_size} on the nodes that are left"
         todo = f"bring {', '.join(lost)} back, and continue with {shlex.quote(f'train.load={run.checkpoints}')}"
         raise RequestError(Problem(where, what, here, todo))
-    nodes, fewest = _slots_of(found.laid_out.document()), run.supervision.min_nodes
+    nodes, fewest = slots_of(found.laid_out.document()), run.supervision.min_nodes
     if len(nodes) < fewest:
         what, todo = f"may not continue with fewer than {fewest} nodes", "lower restart.min_nodes, or add spares"
         raise RequestError(Problem(where, what, _named(nodes), todo))
@@ -188,21 +194,25 @@ def _with_fewer(run: Run, after: Slots, lost: Sequence[str], anew: bool) -> Asse
     return found
 
 
-def _bundle(run: Run, assessment: Assessment) -> RunBundle:
-    slots, supervision = _slots_of(assessment.laid_out.document()), run.supervision
+def _bundle(run: Run, assessment: Assessment, head: str) -> RunBundle:
+    slots, supervision = slots_of(assessment.laid_out.document()), run.supervision
     prepared = Prepared(run.folder, assessment.experiment, assessment, slots, run.folder.name)
     return prepared.bundle(
         LAUNCHERS[supervision.launcher](),
         master_port=supervision.master_port,
         manifest=run.manifest,
-        master_addr=supervision.master_addr,
+        master_addr=supervision.addresses.get(head, supervision.master_addr),
+        addresses=supervision.addresses,
         workspace=str(run.folder.parent.parent),
         spares={node: numbers for node, numbers in supervision.spares.items() if node not in slots},
     )
 
 
-def _summary(run: Run, before: Slots, assessment: Assessment, places: Mapping[str, str], lost: Sequence[str]) -> str:
-    return "; ".join(_changes(run, before, assessment, places, lost))
+def _summary(
+    run: Run, before: Slots, assessment: Assessment, places: Mapping[str, str], lost: Sequence[str], head: str
+) -> str:
+    led = [f"{head} leads it in the place of {run.supervision.head}"] if head != run.supervision.head else []
+    return "; ".join([*led, *_changes(run, before, assessment, places, lost)])
 
 
 def _changes(
@@ -212,7 +222,7 @@ def _changes(
         yield f"{spare} takes the place of {node}"
     if gone := [node for node in before if node in lost and node not in places]:
         plan = assessment.laid_out
-        nodes = _named(_slots_of(plan.document()))
+        nodes = _named(slots_of(plan.document()))
         yield f"without {', '.join(gone)} it continues as {plan.layout} (it was {run.plan['layout']}) on {nodes}"
         yield f"global batch {plan.global_batch_size} as before, in {plan.accumulation_steps} micro-batches a replica"
 

@@ -1,6 +1,7 @@
 """This machine as a node: its GPUs, and how a verb of ``tridock.node`` runs here."""
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -40,6 +41,14 @@ def default_ranks() -> int:
     """One rank per GPU or MIG slice of ``CUDA_VISIBLE_DEVICES``, or else of the machine; two where ranks train on the
     CPU, enough for every code path that needs company."""
     return gpu_count() or 2
+
+
+def free_port() -> int:
+    """A TCP port that nothing holds now."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port: int = held.getsockname()[1]
+        return port
 
 
 def chosen_devices() -> Sequence[str] | None:

@@ -107,7 +107,7 @@ def _follow(run: Submitted, paths: Sequence[Path]) -> int:
         if time.monotonic() - asked >= _ASK_S:
             job = scheduler.jobs().get(run.job_id)
             asked, queued = time.monotonic(), job is not None
-            if job is not None and job.state == "PENDING" and reason != job.reason:
+            if job is not None and job.state == "PENDING" and job.reason not in (reason, "None"):
                 reason = job.reason
                 print(f"tridock: job {run.job_id} waits: {reason}", file=sys.stderr)
         # After the question: what was written before the end is read after it.
@@ -159,7 +159,7 @@ def as_table(rows: Sequence[Mapping[str, Any]]) -> Table:
             f"{row['state']} ({why})" if why and why != "None" else row["state"],
             row["nodes"],
             f"{row['elapsed']} of {row['limit']}" if row["elapsed"] else "",
-            f"{row['iteration'] or 0}/{row['train_iters']}" if row["train_iters"] else "",
+            f"{row['iteration'] or 0}/{row['train_iters']}" if row["train_iters"] else str(row["iteration"] or ""),
             "" if row["loss"] is None else f"{row['loss']:.4f}",
         )
     return table

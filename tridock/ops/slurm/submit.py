@@ -5,24 +5,30 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NoReturn
 
 from tridock.contracts import run_folder
+from tridock.contracts.records import read_object
 from tridock.errors import Problem, RequestError
-from tridock.experiment import dump_experiment
+from tridock.experiment import dump_experiment, is_command, load_command
+from tridock.experiment.command import CommandExperiment
 from tridock.gpus import find_gpu
 from tridock.launchers.slurm.request import Request, make_request
 from tridock.launchers.slurm.script import PROGRAM, Script, program_argv, render
+from tridock.ops.runs.code import Code, code_of_run
 from tridock.ops.runs.prepare import Prepared, prepare
 from tridock.ops.slurm import scheduler
+from tridock.ops.slurm.program import PreparedProgram, prepare_program, request_for
 from tridock.ops.slurm.site import Group, gpu_of, idle_nodes, parse_sinfo, site_problems
 from tridock.plan import Assumptions
-from tridock.strict_yaml import parse_value, read_text
+from tridock.strict_yaml import read_text
+from tridock.yaml_text import parse_value
 
+AnyRun = Prepared | PreparedProgram
 _PLAIN_PATH = re.compile(r"/[\w./@+=,-]*")
 
 
@@ -36,6 +42,8 @@ class SubmitOptions:
     """Fields of the request, by their dotted names."""
     workspace: Path = Path()
     force: bool = False
+    program: tuple[CommandExperiment, Path | Code] | None = None
+    """A program of the user's own, in the place of ``configs``, and its code or the folder from which that starts."""
 
     @property
     def source(self) -> str:
@@ -54,7 +62,7 @@ class Submitted:
 def render_script(options: SubmitOptions) -> str:
     """The script, for a person to read or to give to sbatch. Contacts nobody."""
     script = _script(options, _request(options), [])
-    if len(script.elements) > 1:
+    if len(script.elements) > 1 or options.program is not None:
         return render(script)
     source = ["--config", str(options.configs[0])]
     source += [word for change in _changes(options)[0] for word in ("--set", change)]
@@ -80,6 +88,19 @@ def submit(options: SubmitOptions, say: Callable[[str], None]) -> Submitted:
     for number, folder in enumerate(folders):
         note_job(folder, f"{job_id}_{number}" if script.is_array else job_id, script.request)
     return Submitted(job_id, folders)
+
+
+def again(run: Path) -> SubmitOptions:
+    """The same job once more: a run's program, with the code with which it began. Raises :class:`RequestError` where
+    the folder does not say what its job was."""
+    request = read_object(run / run_folder.JOB).get("request")
+    if not isinstance(request, dict):
+        todo = "submit the program again: tridock run --slurm"
+        raise RequestError(Problem(str(run / run_folder.JOB), "does not say what the job asked for", "", todo))
+    # What starts the ranks is for the program to say.
+    changes = {name: value for name, value in request.items() if name != "launcher"}
+    program = (load_command(run / run_folder.EXPERIMENT), code_of_run(run))
+    return SubmitOptions((), changes=changes, workspace=run.absolute().parent.parent, program=program)
 
 
 def run_in_allocation(options: SubmitOptions) -> NoReturn:
@@ -129,7 +150,7 @@ def _sinfo() -> list[Group]:
     return [] if lines is None else parse_sinfo(lines)
 
 
-def _checked(options: SubmitOptions, groups: Sequence[Group]) -> Script[Prepared]:
+def _checked(options: SubmitOptions, groups: Sequence[Group]) -> Script[AnyRun]:
     """The script, weighed against what is there; all problems at once, Slurm's own errors among them."""
     request = _request(options)
     problems = list(site_problems(groups, request, options.source))
@@ -164,11 +185,13 @@ def _request(options: SubmitOptions) -> Request:
 
 def _script(
     options: SubmitOptions, request: Request, groups: Sequence[Group], *, in_allocation: bool = False
-) -> Script[Prepared]:
+) -> Script[AnyRun]:
     """The plan of every run; raises :class:`RequestError` with everything that it finds against any of them."""
     workspace = _workspace(options.workspace)
+    if programs := list(_programs(options)):
+        return _programs_script(programs, request, workspace, in_allocation=in_allocation)
     gpu = find_gpu(request.gpu, "gpu") if request.gpu is not None else gpu_of(groups, request)
-    runs: list[Prepared] = []
+    runs: list[AnyRun] = []
     problems: dict[Problem, None] = {}
     for config, changes in itertools.product(options.configs, _changes(options)):
         try:
@@ -178,6 +201,34 @@ def _script(
             continue
         run_id = _new_run_id(prepared.experiment.name, runs)
         runs.append(replace(prepared, run_id=run_id))
+    if problems:
+        raise RequestError(problems)
+    return Script(request, runs, str(workspace), in_allocation=in_allocation)
+
+
+def _programs(options: SubmitOptions) -> Iterator[tuple[CommandExperiment, Path | Code]]:
+    """The programs of the user's own that are asked for, and the code of each or where it starts from."""
+    if options.program is not None:
+        yield options.program
+    own = [config for config in options.configs if is_command(config)]
+    if own and len(own) < len(options.configs):
+        got, todo = ", ".join(map(str, own)), "submit them in another job"
+        raise RequestError(Problem("CONFIG", "are programs of your own beside experiments", got, todo))
+    for config, changes in itertools.product(own, _changes(options)):
+        yield load_command(config, changes), config.parent
+
+
+def _programs_script(
+    programs: Sequence[tuple[CommandExperiment, Path | Code]], request: Request, workspace: Path, *, in_allocation: bool
+) -> Script[AnyRun]:
+    runs: list[AnyRun] = []
+    problems: dict[Problem, None] = {}
+    for experiment, source in programs:
+        try:
+            request = request_for(experiment, request)
+            runs.append(prepare_program(experiment, source, request.slots, _new_run_id(experiment.name, runs)))
+        except RequestError as error:
+            problems |= dict.fromkeys(error.problems)
     if problems:
         raise RequestError(problems)
     return Script(request, runs, str(workspace), in_allocation=in_allocation)
@@ -195,7 +246,7 @@ def _workspace(path: Path) -> Path:
     return workspace
 
 
-def _new_run_id(name: str, others: Sequence[Prepared]) -> str:
+def _new_run_id(name: str, others: Sequence[AnyRun]) -> str:
     taken = {other.run_id for other in others}
     return next(run_id for run_id in iter(lambda: run_folder.new_run_id(name), None) if run_id not in taken)
 
@@ -216,9 +267,9 @@ def _axis(sweep: str) -> list[str]:
     return [f"{path}={json.dumps(value)}" for value in values]
 
 
-def _check_data(script: Script[Prepared]) -> None:
+def _check_data(script: Script[AnyRun]) -> None:
     problems: dict[Problem, None] = {}
-    for prepared in script.elements:
+    for prepared in (run for run in script.elements if isinstance(run, Prepared)):
         try:
             prepared.with_files_of(Path(script.workspace))
         except RequestError as error:
@@ -227,22 +278,31 @@ def _check_data(script: Script[Prepared]) -> None:
         raise RequestError(problems)
 
 
-def _write(script: Script[Prepared]) -> tuple[Path, ...]:
-    """Every run's folder, with what the job finds there."""
+def _write(script: Script[AnyRun]) -> tuple[Path, ...]:
+    """Every run's folder, with what the job finds there; none where one cannot be written."""
     text = render(script)
-    folders = []
-    for element in script.elements:
-        folder = Path(script.workspace) / "runs" / element.run_id
-        resolved = element.experiment.resolved(element.assessment.laid_out.data_parallel_size)
-        files = {
-            run_folder.EXPERIMENT: dump_experiment(resolved),
-            run_folder.PLAN: element.assessment.to_json(),
-            run_folder.JOB_SCRIPT: text,
-        }
-        if script.is_array:
-            files[PROGRAM] = "".join(f"{word}\n" for word in program_argv(script, element))
-        (folder / "logs").mkdir(parents=True)
-        for name, content in files.items():
-            run_folder.write_atomic(folder / name, content.encode())
-        folders.append(folder)
+    folders: list[Path] = []
+    try:
+        for element in script.elements:
+            folder = Path(script.workspace) / "runs" / element.run_id
+            (folder / "logs").mkdir(parents=True)
+            folders.append(folder)
+            _write_run(folder, element, script, text)
+    except BaseException:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
     return tuple(folders)
+
+
+def _write_run(folder: Path, element: AnyRun, script: Script[AnyRun], text: str) -> None:
+    files = {run_folder.JOB_SCRIPT: text}
+    if isinstance(element, Prepared):
+        resolved = element.experiment.resolved(element.assessment.laid_out.data_parallel_size)
+        files |= {run_folder.EXPERIMENT: dump_experiment(resolved), run_folder.PLAN: element.assessment.to_json()}
+    if script.is_array:
+        files[PROGRAM] = "".join(f"{word}\n" for word in program_argv(script, element))
+    for name, content in files.items():
+        run_folder.write_atomic(folder / name, content.encode())
+    if isinstance(element, PreparedProgram):
+        element.write(folder, script.request.slots)

@@ -15,14 +15,16 @@ from tridock.contracts.events import Event, append_event, events_of
 from tridock.contracts.records import read_lines
 from tridock.contracts.run_state import LOCK
 from tridock.errors import ClusterError, Problem, RequestError, TridockError
-from tridock.experiment import dump_experiment
+from tridock.experiment import dump_experiment, is_command
 from tridock.launchers.slurm.launcher import Slurm
 from tridock.launchers.slurm.ranks import starts_over_ssh
 from tridock.ops.runs.local_run import start_and_follow
 from tridock.ops.runs.prepare import Prepared, prepare
-from tridock.ops.runs.provenance import image_manifest
+from tridock.ops.runs.provenance import image_manifest, provenance
+from tridock.ops.runs.sinks import Sinks, check_here, sinks_of
 from tridock.ops.runs.this_machine import CODE_FOLDER, gpu_here
 from tridock.ops.slurm import scheduler
+from tridock.ops.slurm.program import write_job_files
 from tridock.ops.slurm.submit import note_job
 from tridock.plan import Assumptions
 
@@ -44,6 +46,8 @@ class Job:
     overrides: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     requeue: bool = True
+    in_container: bool = False
+    """Whether the ranks of a program of the user's own are in a container, which has Tridock's layer."""
 
 
 def supervise(job: Job) -> int:
@@ -53,12 +57,12 @@ def supervise(job: Job) -> int:
     # Where Slurm follows a job's processes by their parents, the supervisor outlives a job that is killed.
     patience_s = _ORPHAN_S if again and _noted_job(job.folder) == _job_name() else 0.0
     try:
-        ranks = _prepare(job, again)
+        ranks, sinks = _prepare(job, again)
     except TridockError as error:
         run_folder.write_atomic(job.folder / run_folder.EXIT_CODE, f"{error.exit_code}\n".encode())
         raise
     begun = len(read_lines(job.folder / run_folder.EVENTS))
-    code = start_and_follow(job.folder, ranks, again=again, patience_s=patience_s)
+    code = start_and_follow(job.folder, ranks, again=again, patience_s=patience_s, secrets=sinks.secrets)
     if job.requeue and (reason := _reason(job.folder, code, begun)) is not None:
         _queue_again(job.folder, reason)
     return code
@@ -82,21 +86,47 @@ def _require_job(job: Job) -> None:
         raise RequestError(problems)
 
 
-def _prepare(job: Job, again: bool) -> int:
-    """Writes what the run's folder lacks, on the nodes that the job has got; how many ranks a node has."""
+def _prepare(job: Job, again: bool) -> tuple[int, Sinks]:
+    """Writes what the run's folder lacks, on the nodes that the job has got; how many ranks a node has, its sinks."""
     folder, workspace = job.folder, job.folder.parent.parent
     pool = parse_hostfile(run_folder.read_text(folder / run_folder.HOSTFILE), str(folder / run_folder.HOSTFILE)).pool
     slots = {node: range(count) for node, count in pool.items()}
     kept = folder / run_folder.EXPERIMENT
     config, overrides = _experiment(job)
+    if is_command(config):
+        experiment = write_job_files(
+            folder,
+            config,
+            overrides,
+            job.argv,
+            slots,
+            job.env,
+            _job_manifest(job, provenance(CODE_FOLDER)),
+            on_head=_is_on(next(iter(slots))),
+            in_container=job.in_container,
+        )
+        sinks = sinks_of(experiment)
+        check_here(sinks)
+        _note_start(folder, slots, again)
+        return max(len(numbers) for numbers in slots.values()), sinks
     prepared = prepare(config, slots, Assumptions(gpu=gpu_here()), overrides, force=True, run_id=folder.name)
+    sinks = sinks_of(prepared.experiment)
+    check_here(sinks)
     prepared.with_files_of(workspace)
     if not kept.exists():
         run_folder.write_atomic(kept, dump_experiment(prepared.experiment).encode())
     _write(job, prepared)
+    _note_start(folder, slots, again)
+    return max(len(numbers) for numbers in slots.values()), sinks
+
+
+def _note_start(folder: Path, slots: Mapping[str, object], again: bool) -> None:
     note_job(folder, _job_name())
     append_event(folder, Event.JOB_STARTED, job=_job_name(), nodes=list(slots), again=again)
-    return max(len(numbers) for numbers in slots.values())
+
+
+def _is_on(node: str) -> bool:
+    return os.environ.get("SLURMD_NODENAME") == node
 
 
 def _experiment(job: Job) -> tuple[Path, Sequence[str]]:
@@ -109,7 +139,7 @@ def _write(job: Job, prepared: Prepared) -> None:
     launcher = Slurm(
         job.argv,
         {**_for_ssh(job.argv), **job.env},
-        on_head=os.environ.get("SLURMD_NODENAME") == next(iter(prepared.slots)),
+        on_head=_is_on(next(iter(prepared.slots))),
         begun=(job.folder / run_folder.EXPERIMENT).stat().st_mtime,
     )
     bundle = prepared.bundle(
@@ -136,13 +166,17 @@ def _noted_job(folder: Path) -> str | None:
 
 
 def _manifest(job: Job, prepared: Prepared) -> dict[str, object]:
+    return _job_manifest(job, prepared.manifest(CODE_FOLDER))
+
+
+def _job_manifest(job: Job, manifest: Mapping[str, object]) -> dict[str, object]:
     names = ("SLURM_CLUSTER_NAME", "SLURM_JOB_PARTITION", "SLURM_JOB_NODELIST", "SLURM_RESTART_COUNT")
-    return prepared.manifest(
-        CODE_FOLDER,
-        image_manifest=image_manifest(),
-        config=None if job.config is None else str(job.config),
-        slurm={"job": _job_name(), **{name: os.environ[name] for name in names if name in os.environ}},
-    )
+    return {
+        **manifest,
+        "image_manifest": image_manifest(),
+        "config": None if job.config is None else str(job.config),
+        "slurm": {"job": _job_name(), **{name: os.environ[name] for name in names if name in os.environ}},
+    }
 
 
 def _job_name() -> str:
@@ -157,16 +191,17 @@ def _job_name() -> str:
 def _reason(folder: Path, code: int, begun: int) -> str | None:
     """Why the job is to be queued again; None where it is not."""
     if code == run_folder.EXIT_PREEMPTED:
-        return "its time was over, and it has saved"
+        return "its time was over" if _is_program(folder) else "its time was over, and it has saved"
     lost = events_of(folder, Event.NODE_LOST, begun)
     return f"{lost[-1].get('node')} was lost" if lost and code not in (0, run_folder.EXIT_STOPPED) else None
 
 
 def _queue_again(folder: Path, reason: str) -> None:
     reached = _reached(folder)
-    continues = f"{reason}; it continues from iteration {reached}"
+    how = "starts again" if _is_program(folder) else f"continues from iteration {reached}"
+    continues = f"{reason}; it {how}"
     before = events_of(folder, Event.JOB_REQUEUED)
-    fruitless = [event for event in before if event.get("iteration") == reached]
+    fruitless = [event for event in before if event.get("iteration") == reached and reached is not None]
     try:
         state, by_slurm = _job_state_once_it_answers()
     except ClusterError as error:
@@ -229,7 +264,16 @@ def _queued_after_all() -> bool:
         return False
 
 
-def _reached(folder: Path) -> int:
-    """The iteration of the newest checkpoint that the run has recorded."""
+def _is_program(folder: Path) -> bool:
+    kept = folder / run_folder.EXPERIMENT
+    return kept.exists() and is_command(kept)
+
+
+def _reached(folder: Path) -> int | None:
+    """The iteration of the newest checkpoint that the run has recorded; of a program of the user's own, whose
+    checkpoints nobody knows, the furthest that it has printed, and None for one that prints none."""
+    if _is_program(folder):
+        printed = [record.get("iteration") for record in read_lines(folder / run_folder.METRICS)]
+        return max((number for number in printed if isinstance(number, int)), default=None)
     saved = [event.get("iteration") for event in events_of(folder, Event.CHECKPOINT_SAVED)]
     return max((int(number) for number in saved if number is not None), default=0)

@@ -6,22 +6,11 @@ import hashlib
 import posixpath
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 from rich.table import Column, Table
 
 from tridock.command import Command
@@ -39,6 +28,7 @@ from tridock.ops.sync.files import Chosen, DataFile, choose, fingerprint, of_exp
 from tridock.ops.sync.shared import OPERATOR, HostPool, Sharing, find_shared
 from tridock.ops.sync.transfer import Held, arrived, asked, drop_maps_command, held, read_command, send
 from tridock.plan import Plan
+from tridock.progress import Bars, bars
 from tridock.remote import Host
 
 
@@ -84,22 +74,22 @@ def sync(
     files here cannot be read. ``dry_run`` finds out what would be sent, and sends nothing.
     """
     project = session.cluster.project_folder
-    with _bars() as bars:
+    with bars(quiet=session.quiet) as begin:
         sizes = sum(item.source.stat().st_size for item in chosen)
-        files = fingerprint(project, chosen, bars("read here", sizes))
+        files = fingerprint(project, chosen, begin("read here", sizes))
         pool = HostPool(session, only)
         places = tuple(dict.fromkeys(file.place for file in files))
         sharing = find_shared(pool, project, places, make=not dry_run)
 
         def bring(node: str, host: Host) -> Row:
-            return _bring(node, host, pool.workspaces[node], files, sharing, bars, dry_run=dry_run)
+            return _bring(node, host, pool.workspaces[node], files, sharing, begin, dry_run=dry_run)
 
         rows = pool.each(bring)
     return Synced(tuple(rows.get(node) or Row(node, failed=True) for node in pool.nodes), pool, sharing)
 
 
 def _bring(
-    node: str, host: Host, workspace: str, files: Sequence[DataFile], sharing: Sharing, bars: Bars, *, dry_run: bool
+    node: str, host: Host, workspace: str, files: Sequence[DataFile], sharing: Sharing, begin: Bars, *, dry_run: bool
 ) -> Row:
     keepers = {file.name: sharing.keeper(node, file.place) for file in files}
     mine = [file for file in files if keepers[file.name] == node]
@@ -108,7 +98,7 @@ def _bring(
     row = Row(node, free=min(free, default=None), shared_with=others)
     if not mine:
         return row
-    bar = bars(f"look at {node}", None)
+    bar = begin(f"look at {node}", None)
     there = held(node, host, workspace, asked(mine))
     bar.end()
     missing = [file for file in mine if there.sha256.get(file.name) != file.sha256]
@@ -117,7 +107,7 @@ def _bring(
     _refuse(node, workspace, missing, there, sharing)
     if missing and not dry_run:
         started = time.monotonic()
-        send(node, host, workspace, missing, there, bars(f"send to {node}", row.bytes))
+        send(node, host, workspace, missing, there, begin(f"send to {node}", row.bytes))
         row.seconds = time.monotonic() - started
     return row
 
@@ -142,39 +132,6 @@ def _refuse(node: str, workspace: str, files: Sequence[DataFile], there: Held, s
 
 def _size(size: int) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """One line on the terminal; called with the bytes that are done."""
-
-    progress: Progress
-    task: TaskID
-
-    def __call__(self, count: int) -> None:
-        self.progress.advance(self.task, count)
-
-    def end(self) -> None:
-        self.progress.remove_task(self.task)
-
-
-Bars = Callable[[str, int | None], Bar]
-"""Begins a bar of so many bytes, or of nobody knows how many."""
-
-
-@contextmanager
-def _bars() -> Iterator[Bars]:
-    """Bars on a terminal's standard error; elsewhere they would be noise."""
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
-        yield lambda what, size: Bar(progress, progress.add_task(what, total=size))
 
 
 def run(
@@ -270,7 +227,8 @@ def _make(
         answer = decode(IndexMaps, done.stdout)
     except ValueError:
         replace(done, command="make the index maps").checked(node)
-        raise
+        what, todo = "its image is of another version of Tridock", "run tridock image, then tridock up"
+        raise ClusterError(Problem(node, what, "another form of answer to index_maps", todo)) from None
     if answer.problems:
         raise RequestError(replace(problem, where=f"{node}: {problem.where}") for problem in answer.problems)
     path = posixpath.relpath(posixpath.join(run_folder.WORKSPACE, experiment.data.data_path), run_folder.WORKSPACE)

@@ -4,6 +4,7 @@ An untrusted pickle can run any code when it is loaded.
 """
 
 import argparse
+import os
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ def safe_torch_load(more: Sequence[Any] = ()) -> Iterator[None]:
 
     DeepSpeed itself loads with ``weights_only=False``.
     """
+    # Without it, DeepSpeed prints on standard output which one it has found.
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
     from deepspeed.runtime.fp16.loss_scaler import LossScaler as StaticLossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum

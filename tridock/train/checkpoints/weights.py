@@ -5,19 +5,19 @@ Files are memory-mapped, or read by tensor. Names are those of engine torch's mo
 
 import warnings
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from tridock.contracts.checkpoints import ZERO_RANK
-from tridock.errors import Problem, RequestError
 from tridock.experiment.model import Model
+from tridock.train.checkpoints.megatron_lm import megatron_lm_weights
 from tridock.train.checkpoints.pickles import safe_metadata_load, safe_torch_load
-from tridock.train.checkpoints.zero_reshard import gather_slice
-from tridock.train.megatron_core.names import half_of, key_of
+from tridock.train.checkpoints.zero_3 import Zero3
+from tridock.train.megatron_core.names import expert_of, half_of, key_of
 
 _MODEL: Final = "mp_rank_00_model_states.pt"
 
@@ -30,15 +30,14 @@ def weights_in(folder: Path, model: Model) -> Callable[[str], Tensor]:
     if (folder / ".metadata").is_file():
         read = _distributed(folder)
         is_megatrons = (folder / "common.pt").is_file()
-        return (
-            (lambda name: _part(model, name, read(key_of(name))))
-            if is_megatrons
-            else lambda name: read(f"model.{name}")
-        )
+        return _parts(model, read) if is_megatrons else lambda name: read(f"model.{name}")
+    if (read := megatron_lm_weights(folder, model)) is not None:
+        return read
     if (folder / _MODEL).is_file():
-        module = _deepspeeds(folder / _MODEL)["module"]
+        with safe_torch_load():
+            module = torch.load(folder / _MODEL, map_location="cpu", mmap=True, weights_only=True)["module"]
         return lambda name: module[name]
-    return _zero_3(folder)
+    return Zero3(folder).read
 
 
 def _distributed(folder: Path) -> Callable[[str], Tensor]:
@@ -55,41 +54,17 @@ def _distributed(folder: Path) -> Callable[[str], Tensor]:
     return read
 
 
+def _parts(model: Model, read: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
+    """Of megatron-core's weights. A layer's experts are two tensors, which are kept until the next layer's are read."""
+    of_experts = lru_cache(maxsize=2)(read)
+
+    def part(name: str) -> Tensor:
+        expert, key = expert_of(name), key_of(model, name)
+        return _part(model, name, read(key) if expert is None else of_experts(key)[expert])
+
+    return part
+
+
 def _part(model: Model, name: str, whole: Tensor) -> Tensor:
     half = half_of(model, name)
     return whole if half is None else whole.chunk(2)[half]
-
-
-def _deepspeeds(file: Path) -> dict[str, Any]:
-    with safe_torch_load():
-        state: dict[str, Any] = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    return state
-
-
-def _zero_3(folder: Path) -> Callable[[str], Tensor]:
-    """Of ZeRO 3 each rank has a partition of each weight, one after another in flat fp32 vectors."""
-    files = sorted(folder.glob("*_optim_states.pt"), key=_rank)
-    models = sorted(folder.glob("*_model_states.pt"), key=_rank)
-    if not files or not models:
-        todo = "name a run that engine torch or megatron-core has saved"
-        raise RequestError(Problem(str(folder), "holds no checkpoint of a known format", "", todo))
-    flats = [_deepspeeds(file)["optimizer_state_dict"]["fp32_flat_groups"] for file in files]
-    groups = _deepspeeds(models[0])["param_shapes"]
-    places, offset = {}, 0
-    for group in groups:
-        for name, shape in group.items():
-            places[name] = (offset, shape)
-            offset += -(-shape.numel() // len(files))
-
-    def read(name: str) -> Tensor:
-        start, shape = places[name]
-        share = -(-shape.numel() // len(flats))
-        parts = [gather_slice(flat, start, share) for flat in flats]
-        return torch.cat(parts)[: shape.numel()].view(shape)
-
-    return read
-
-
-def _rank(file: Path) -> int:
-    found = ZERO_RANK.search(file.name)
-    return int(found[1]) if found else 0

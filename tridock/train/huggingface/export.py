@@ -18,6 +18,8 @@ from torch import Tensor
 from tridock.data.tokenize.huggingface import HuggingFaceTokenizer
 from tridock.data.tokenize.tokenizer import END_OF_TEXT, TOKENIZER
 from tridock.errors import Problem, RequestError, RunError, exit_code_of
+from tridock.experiment.weights import model_parameters
+from tridock.progress import Bars, bars
 from tridock.train.huggingface.families import config_of
 from tridock.train.huggingface.saved import Saved
 from tridock.train.huggingface.weights import CONFIG, INDEX, SINGLE, exported
@@ -38,12 +40,19 @@ def main() -> int:
     parser.add_argument("--iteration", type=int)
     parser.add_argument("--dtype", choices=DTYPES)
     parser.add_argument("--tokenizer", type=Path)
-    given = parser.parse_args()
-    return exit_code_of(lambda: export(given.run, given.output, given.iteration, given.dtype, given.tokenizer))
+    parser.add_argument("--quiet", action="store_true")
+    given = vars(parser.parse_args())
+    return exit_code_of(lambda: export(**given))
 
 
 def export(
-    run: Path, output: Path, iteration: int | None = None, dtype: str | None = None, tokenizer: Path | None = None
+    run: Path,
+    output: Path,
+    iteration: int | None = None,
+    dtype: str | None = None,
+    tokenizer: Path | None = None,
+    *,
+    quiet: bool = False,
 ) -> None:
     """Writes ``output``, whole or not at all. Raises :class:`RequestError` if it exists, or cannot be made."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -57,8 +66,9 @@ def export(
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        names, size, kind = _write_weights(saved, partial, dtype)
-        _write(partial / CONFIG, config_of(saved.model, saved.tokens, kind, end))
+        with bars(quiet=quiet) as begin:
+            names, size, kind = _write_weights(saved, partial, dtype, begin)
+        _write(partial / CONFIG, config_of(saved.model, saved.tokens, kind, end, saved.gelu))
         for file in partial.glob("*.safetensors"):
             shutil.copymode(partial / CONFIG, file)  # the library's are for their owner alone
         copied = _copy_tokenizer(tokenizer, partial)
@@ -76,11 +86,11 @@ def export(
         print("no tokenizer was found: name its folder with --tokenizer")
 
 
-def _write_weights(saved: Saved, folder: Path, dtype: str | None) -> tuple[int, int, str]:
+def _write_weights(saved: Saved, folder: Path, dtype: str | None, begin: Bars) -> tuple[int, int, str]:
     """Returns the number of weights, their bytes and their format."""
     files: list[list[str]] = []
     pending: dict[str, Tensor] = {}
-    total, kind = 0, ""
+    total, kind, bar = 0, "", begin("export", model_parameters(saved.model, saved.tokens), unit="parameters")
 
     def flush() -> None:
         files.append(list(pending))
@@ -93,6 +103,7 @@ def _write_weights(saved: Saved, folder: Path, dtype: str | None) -> tuple[int, 
             flush()
         pending[name] = given.clone() if given.data_ptr() == tensor.data_ptr() else given
         total, kind = total + given.nbytes, str(given.dtype).removeprefix("torch.")
+        bar(given.numel())
     flush()
     if len(files) == 1:
         (folder / "1.safetensors").rename(folder / SINGLE)

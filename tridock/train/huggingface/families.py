@@ -24,6 +24,14 @@ _LLAMA_NAMES: Final = {
     "dense_h_to_4h": "mlp.up_proj",
     "dense_4h_to_h": "mlp.down_proj",
 }
+_MIXTRAL_NAMES: Final = {
+    **{name: theirs for name, theirs in _LLAMA_NAMES.items() if not theirs.startswith("mlp.")},
+    "router": "block_sparse_moe.gate",
+    "experts": "block_sparse_moe.experts",
+    "experts.gate": "w1",
+    "experts.dense_h_to_4h": "w3",
+    "experts.dense_4h_to_h": "w2",
+}
 _GPT2_NAMES: Final = {
     "token_embedding": "transformer.wte",
     "position_embedding": "transformer.wpe",
@@ -78,11 +86,13 @@ GPT2: Final = Family(
     ("attn.c_attn",),
     transposes=True,
 )
+MIXTRAL: Final = Family("MixtralForCausalLM", "mixtral", _LLAMA, _MIXTRAL_NAMES, _THREE)
 FAMILIES: Final = (
     GPT2,
     Family("LlamaForCausalLM", "llama", _LLAMA, _LLAMA_NAMES, _THREE),
     Family("Qwen2ForCausalLM", "qwen2", {**_LLAMA, "add_qkv_bias": True}, _LLAMA_NAMES, _THREE),
     Family("Qwen3ForCausalLM", "qwen3", {**_LLAMA, "qk_layernorm": True}, _LLAMA_NAMES, _THREE),
+    MIXTRAL,
 )
 SUPPORTED: Final = ", ".join(family.architecture for family in FAMILIES)
 
@@ -101,13 +111,15 @@ def _odd_fields(model: Model, family: Family) -> list[tuple[str, str]]:
     odd = {name: getattr(model, name) for name, value in family.required.items() if getattr(model, name) != value}
     if family is GPT2 and model.query_groups != model.num_attention_heads:
         odd["num_query_groups"] = model.num_query_groups
+    if (family is MIXTRAL) != (model.num_moe_experts is not None):
+        odd["num_moe_experts"] = model.num_moe_experts
     if family.model_type in ("gpt2", "qwen2") and model.attention_size != model.hidden_size:
         odd["kv_channels"] = model.kv_channels
     return [(name, str(value)) for name, value in odd.items()]
 
 
-def config_of(model: Model, tokens: int, dtype: str, end_of_text: int | None) -> dict[str, Any]:
-    """``config.json`` of a model with a vocabulary of ``tokens``."""
+def config_of(model: Model, tokens: int, dtype: str, end_of_text: int | None, gelu: str = "gelu_new") -> dict[str, Any]:
+    """``config.json`` of a model with a vocabulary of ``tokens``. ``gelu`` is transformers' name of GPT-2's."""
     family = family_of(model)
     common = {
         "architectures": [family.architecture],
@@ -128,7 +140,7 @@ def config_of(model: Model, tokens: int, dtype: str, end_of_text: int | None) ->
             "n_inner": model.ffn_size,
             "n_positions": model.positions,
             "layer_norm_epsilon": model.norm_epsilon,
-            "activation_function": "gelu_new",
+            "activation_function": gelu,
             "resid_pdrop": model.hidden_dropout,
             "embd_pdrop": model.hidden_dropout,
             "attn_pdrop": model.attention_dropout,
@@ -140,14 +152,21 @@ def config_of(model: Model, tokens: int, dtype: str, end_of_text: int | None) ->
         "high_freq_factor": HIGH_FREQUENCY,
         "original_max_position_embeddings": ORIGINAL_CONTEXT,
     }
+    experts = {
+        "num_local_experts": model.num_moe_experts,
+        "num_experts_per_tok": model.moe_router_topk,
+        "router_aux_loss_coef": model.moe_aux_loss_coeff,
+        "sliding_window": None,
+    }
     return {
         **common,
+        **(experts if family is MIXTRAL else {}),
         "num_hidden_layers": model.num_layers,
         "num_attention_heads": model.num_attention_heads,
         "num_key_value_heads": model.query_groups,
         "head_dim": model.head_size,
         "hidden_size": model.hidden_size,
-        "intermediate_size": model.ffn_size,
+        "intermediate_size": model.expert_size,
         "hidden_act": "silu",
         "max_position_embeddings": model.positions,
         "rms_norm_eps": model.norm_epsilon,
@@ -197,6 +216,10 @@ def model_fields(config: Config, where: str) -> dict[str, Any]:
         }
         if kind == "llama3":
             fields["rope_scaling_factor"] = float(scaling["factor"])
+        if family is MIXTRAL:
+            fields["moe_ffn_hidden_size"] = fields.pop("ffn_hidden_size")
+            fields["num_moe_experts"] = config.get("num_local_experts", 8)
+            fields["moe_router_topk"] = config.get("num_experts_per_tok", 2)
         config = {**config, "rope_type": kind, **{f"rope.{name}": scaling.get(name) for name in _STRETCH}}
         odd = {
             "rope_type": ("default", "llama3"),
@@ -204,6 +227,7 @@ def model_fields(config: Config, where: str) -> dict[str, Any]:
             "attention_bias": (False,),
             "mlp_bias": (False,),
             "use_sliding_window": (False,),
+            **({"sliding_window": (None,), "router_jitter_noise": (0.0,)} if family is MIXTRAL else {}),
             **({f"rope.{name}": (value,) for name, value in _STRETCH.items()} if kind == "llama3" else {}),
         }
     problems = [

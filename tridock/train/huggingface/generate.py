@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from tridock.data.tokenize.huggingface import HuggingFaceTokenizer
 from tridock.errors import Problem, RequestError, exit_code_of
 from tridock.train.huggingface.saved import Saved
 from tridock.train.huggingface.weights import names_of
-from tridock.train.models.gpt import GPT, Shape
+from tridock.train.models.gpt import GPT, Layer, Shape
 from tridock.train.models.layered import fill
+from tridock.train.sampling import choose
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """Where the bytes of a character end in the next token."""
@@ -55,6 +55,9 @@ def built(saved: Saved, device: torch.device) -> GPT:
     """The model with its weights: fp32 on a processor, bf16 on a GPU."""
     with torch.device("meta"):
         model = GPT(Shape.of(saved.model, saved.tokens))
+    for layer in model.modules():
+        if isinstance(layer, Layer):
+            layer.gelu = "none" if saved.gelu == "gelu" else "tanh"
     model.given_weights = lambda: ((name, saved.read(name)) for name in names_of(saved.model))
     model.to(torch.bfloat16 if device.type == "cuda" else torch.float32).to_empty(device=device)
     fill([model], model)
@@ -70,19 +73,11 @@ def sampled(
     ids = torch.tensor([list(prompt) or [ending]], device=device)
     while True:
         logits = model(ids[:, -model.shape.model.positions :])[0, -1, :tokens].float()
-        following = int(_chosen(logits, temperature, top_k))
-        if following == ending:
+        following = int(choose(logits, temperature, top_k))
+        if following in (-1, ending):
             return
         yield following
         ids = torch.cat([ids, torch.tensor([[following]], device=device)], 1)
-
-
-def _chosen(logits: Tensor, temperature: float, top_k: int) -> Tensor:
-    if temperature <= 0:
-        return logits.argmax()
-    if 0 < top_k < len(logits):
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
-    return torch.multinomial((logits / temperature).softmax(-1), 1)
 
 
 def _pieces(tokenizer: HuggingFaceTokenizer, prompt: list[int], tokens: Iterator[int], count: int) -> Iterator[str]:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-from dataclasses import dataclass
+import tempfile
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
-from tridock.contracts.checkpoints import newest
+from tridock.contracts.checkpoints import newest, saved_in
 from tridock.contracts.run_folder import CHECKPOINTS, EXPERIMENT
-from tridock.data.dataset.manifest import read_manifest
-from tridock.data.tokenize.huggingface import HuggingFaceTokenizer
-from tridock.data.tokenize.tokenizer import TOKENIZER, BytePairTokenizer
+from tridock.data.tokenize.tokenizer import BytePairTokenizer
 from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment, load_experiment
 from tridock.experiment.model import Model
 from tridock.train.checkpoints.files import damage
 from tridock.train.checkpoints.files import read_manifest as read_manifest_of_files
-from tridock.train.checkpoints.progress import read_progress
+from tridock.train.checkpoints.progress import PROGRESS, read_progress
 from tridock.train.checkpoints.weights import weights_in
 from tridock.train.huggingface.families import model_fields
+from tridock.train.huggingface.tokenizer import tokenizer_of
 from tridock.train.huggingface.weights import CONFIG, Pretrained, Read, read_config
+
+_TANH: Final = frozenset(("--bias-gelu-fusion", "--openai-gelu"))
+"""Options of Megatron-LM v1.1.5 with which its GELU is the approximation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,10 @@ class Saved:
     tokenizer: Path | None
     """The folder of its tokenizer, if it is known."""
     description: str
+    gelu: str = "gelu_new"
+    """transformers' name of the GELU that it was trained with: ``gelu_new`` approximates it by a tanh."""
+    temporary: tempfile.TemporaryDirectory[str] | None = None
+    """Where the tokenizer lies, if its files had to be written."""
 
     @classmethod
     def open(cls, path: Path, iteration: int | None = None) -> Saved:
@@ -49,23 +56,33 @@ class Saved:
         folder = workspace / (experiment.train.checkpoint_folder or path.absolute() / CHECKPOINTS)
         checkpoint = _checkpoint(folder, iteration)
         _check_whole(checkpoint)
-        tokens = read_progress(checkpoint).vocab_size
-        if tokens is None or experiment.model.is_vision:
-            todo = "name a run of engine torch or megatron-core that trains a language model"
+        model, vocabulary, tokenizer = experiment.model, None, tokenizer_of(experiment, workspace)
+        files = _gpt2_files(experiment, workspace)
+        if files is not None and not (checkpoint / PROGRESS).is_file():
+            vocabulary = BytePairTokenizer.from_gpt2(*files)
+            tokens: int | None = vocabulary.vocab_size
+        else:
+            tokens = read_progress(checkpoint).vocab_size
+        if tokens is None or model.is_vision:
+            todo = "name a run that trains a language model"
             raise RequestError(Problem(str(checkpoint), "cannot be exported", experiment.engine, todo))
-        model = experiment.model
         description = f"{checkpoint}, {model.num_layers} layers"
-        return cls(model, tokens, weights_in(checkpoint, model), _tokenizer_of(experiment, workspace), description)
+        gelu = "gelu_new" if vocabulary is None or _TANH.intersection(experiment.megatron_args) else "gelu"
+        found = cls(model, tokens, weights_in(checkpoint, model), tokenizer, description, gelu)
+        if tokenizer is not None or vocabulary is None:
+            return found
+        place = tempfile.TemporaryDirectory(prefix="tridock-tokenizer-")
+        vocabulary.save(Path(place.name))
+        return replace(found, tokenizer=Path(place.name), temporary=place)
 
 
 def _checkpoint(folder: Path, iteration: int | None) -> Path:
     if iteration is not None:
-        found = folder / f"iter_{iteration:07d}"
-        if not found.is_dir():
-            names = ", ".join(sorted(path.name for path in folder.glob("iter_*"))) or "none"
-            todo = f"there: {names}"
+        there = saved_in(folder)
+        if iteration not in there:
+            todo = f"there: {', '.join(map(str, sorted(there))) or 'none'}"
             raise RequestError(Problem("--iteration", f"has no checkpoint in {folder}", str(iteration), todo))
-        return found
+        return there[iteration]
     if (last := newest(folder)) is None:
         todo = "name a run that has saved, or a folder with config.json and model.safetensors"
         raise RequestError(Problem(str(folder), "holds no whole checkpoint", "", todo))
@@ -80,20 +97,7 @@ def _check_whole(checkpoint: Path) -> None:
         raise RequestError(found)
 
 
-def _tokenizer_of(experiment: Experiment, workspace: Path) -> Path | None:
-    """The folder of the tokenizer that made the data: where the weights came from, or beside the data."""
-    if experiment.train.pretrained_folder is not None:
-        return workspace / experiment.train.pretrained_folder
-    prefix = workspace / experiment.data.data_path
-    manifest = read_manifest(prefix)
-    places = (place for place in (prefix.parent, prefix.parent / "tokenizer") if (place / TOKENIZER).is_file())
-    return next((place for place in places if manifest is not None and _made(place, manifest.tokenizer_sha256)), None)
-
-
-def _made(folder: Path, sha256: str) -> bool:
-    """Whether the tokenizer in a folder has this hash in a data set's manifest."""
-    for kind in (BytePairTokenizer.load, HuggingFaceTokenizer):
-        with suppress(RequestError):
-            if kind(folder).sha256 == sha256:
-                return True
-    return False
+def _gpt2_files(experiment: Experiment, workspace: Path) -> tuple[Path, Path] | None:
+    """The vocabulary and the merges that Megatron v1.1.5's ranks read, where the experiment names them."""
+    vocabulary, merges = experiment.data.vocab_file, experiment.data.merge_file
+    return None if vocabulary is None or merges is None else (workspace / vocabulary, workspace / merges)

@@ -27,6 +27,7 @@ CONFIG: Final = "config.json"
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
 _LAYER: Final = re.compile(r"^layers\.(\d+)\.(.+)$")
+_EXPERT: Final = re.compile(r"^experts\.(\d+)\.(.+)$")
 _VOCABULARY: Final = ("token_embedding.weight", "output_layer.weight")
 
 
@@ -56,6 +57,9 @@ def _targets(family: Family, name: str) -> list[str]:
     """The names of a weight, or of its three parts, in transformers."""
     layer = _LAYER.match(name)
     module, _, kind = (layer[2] if layer else name).rpartition(".")
+    if expert := _EXPERT.match(module):
+        module, prefix = f"experts.{expert[2]}", f"{family.names['experts']}.{expert[1]}."
+        return [f"{family.names['layers']}.{layer[1] if layer else ''}.{prefix}{family.names[module]}.{kind}"]
     modules = family.query_key_value if module == "attention.query_key_value" else (family.names[module],)
     prefix = f"{family.names['layers']}.{layer[1]}." if layer else ""
     return [f"{prefix}{one}.{kind}" for one in modules]
@@ -166,6 +170,7 @@ _SIZES: Final = {
     "kv_channels": "head_size",
     "num_query_groups": "query_groups",
     "ffn_hidden_size": "ffn_size",
+    "moe_ffn_hidden_size": "expert_size",
     "max_position_embeddings": "positions",
 }
 

@@ -38,6 +38,8 @@ class Layout:
             parallel.pipeline_model_parallel_size,
             virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
             context_parallel_size=parallel.context_parallel_size,
+            expert_model_parallel_size=parallel.expert_model_parallel_size,
+            expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
             order="tp-cp-ep-pp-dp" if parallel.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
             create_gloo_process_groups=False,
         )

@@ -16,6 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tridock.experiment.schema import Experiment
+from tridock.train.compiler import compiler_problems
 from tridock.train.huggingface.weights import Pretrained
 from tridock.train.megatron_core.attention import FusedAttention
 from tridock.train.megatron_core.names import parts_of
@@ -84,6 +86,12 @@ def build_chunks(
             vp_stage=stage,
             tokens=tokens,
         )
+        for name, parameter in chunk.named_parameters():
+            if ".experts." in name:
+                # 0.16.1 does it with expert parallelism only: otherwise ranks with the same experts and other tokens
+                # would not sum their gradients where tensor parallel ranks have whole experts, and a checkpoint's
+                # optimizer would not fit where there is expert parallelism.
+                parameter.allreduce = False
         if pretrained is None:
             initialize(chunk.to(device), experiment)
         else:
@@ -96,7 +104,7 @@ def transformer_config(experiment: Experiment, device: torch.device) -> Transfor
     """megatron-core's description of the model and its layout."""
     model, parallel, dtype = experiment.model, experiment.parallel, DTYPES[experiment.precision]
     virtual = parallel.virtual_pipeline_model_parallel_size
-    fused = device.type == "cuda"  # compiled where they are first used
+    fused = can_fuse(device.type)
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -124,6 +132,7 @@ def transformer_config(experiment: Experiment, device: torch.device) -> Transfor
         virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
         context_parallel_size=parallel.context_parallel_size,
         sequence_parallel=parallel.sequence_parallel,
+        **expert_settings(experiment),
         # With two stages, the next stage is also the previous one: batched messages would be mixed up.
         overlap_p2p_comm=virtual > 1,
         batch_p2p_comm=virtual == 1,
@@ -144,6 +153,30 @@ def transformer_config(experiment: Experiment, device: torch.device) -> Transfor
         bias_dropout_fusion=fused,
         finalize_model_grads_func=finalize_model_grads,
     )
+
+
+def expert_settings(experiment: Experiment) -> dict[str, Any]:
+    """megatron-core's description of a mixture of experts, if the model is one."""
+    model, parallel = experiment.model, experiment.parallel
+    if model.num_moe_experts is None:
+        return {}
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # 0.16.1 looks for it where transformer-engine, which has it, is missing
+    return {
+        "num_moe_experts": model.num_moe_experts,
+        "moe_router_topk": model.moe_router_topk,
+        "moe_ffn_hidden_size": model.expert_size,
+        "moe_router_load_balancing_type": model.moe_router_load_balancing_type,
+        "moe_aux_loss_coeff": model.moe_aux_loss_coeff,
+        "moe_token_dispatcher_type": "alltoall",
+        "expert_model_parallel_size": parallel.expert_model_parallel_size,
+        "expert_tensor_parallel_size": parallel.expert_tensor_size,
+    }
+
+
+def can_fuse(device_type: str) -> bool:
+    """Whether the kernels that torch.compile makes of biases, dropout and activations can be built here."""
+    return device_type == "cuda" and not any(compiler_problems(device_type))
 
 
 def _untouched(weight: Tensor) -> None:
@@ -168,8 +201,12 @@ def block_spec(config: TransformerConfig, device: torch.device, stage: int | Non
     Both are replaced here.
     """
     if device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None:
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    layer: Any = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm)
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm
+        )
+    layer: Any = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm)
+    if config.num_moe_experts is not None:  # a norm beside no matrix: by the name that it has with transformer-engine
+        layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = FusedAttention
@@ -200,9 +237,10 @@ def copy_weights(model: nn.Module, pretrained: Pretrained) -> None:
     """This rank's part of each weight; rows beyond the vocabulary are zeros."""
     parts = parts_of(pretrained.model, pretrained.names)
     for _, sharded in sharded_weights(model):
-        whole = torch.cat([pretrained.read(name) for name in parts[sharded.key]])
-        whole = with_rows(whole, sharded.global_shape[0])
-        share = zip(sharded.global_offset, sharded.local_shape, strict=True)
+        expert, first = expert_of(sharded)
+        whole = torch.cat([pretrained.read(name) for name in parts[sharded.key, expert]])
+        whole = with_rows(whole, sharded.global_shape[first])
+        share = zip(sharded.global_offset[first:], sharded.local_shape[-whole.dim() :], strict=True)
         sharded.data.detach().copy_(whole[tuple(slice(start, start + size) for start, size in share)])
 
 
@@ -215,14 +253,25 @@ def sharded_weights(model: nn.Module) -> Iterator[tuple[str, ShardedTensor]]:
                 yield name, sharded
 
 
+def expert_of(sharded: ShardedTensor) -> tuple[int, int]:
+    """The number of the expert whose weight it is, else 0; and how many dimensions of the whole it is not cut along.
+
+    The experts of a layer are one tensor to megatron-core's checkpoints, the first dimension of which has their number.
+    """
+    dimensions = sharded.prepend_axis_num
+    return (sharded.global_offset[0] if dimensions else 0), dimensions
+
+
 def draw(sharded: ShardedTensor, std: float, seed: int) -> None:
     """This rank's part of a matrix, from N(0, std)."""
-    (first, left), (rows, width) = sharded.global_offset, sharded.local_shape
-    columns = sharded.global_shape[1]
+    (first, left), (rows, width) = sharded.global_offset[-2:], sharded.data.shape
+    columns = sharded.global_shape[-1]
+    expert, dimensions = expert_of(sharded)
+    name = f"{sharded.key} expert {expert}" if dimensions else sharded.key
     size = max(1, BLOCK // columns)
     local = sharded.data.detach()
     for block in range(first // size, -(-(first + rows) // size)):
-        generator = torch.Generator().manual_seed(seed_of(f"{sharded.key} {block}", seed))
+        generator = torch.Generator().manual_seed(seed_of(f"{name} {block}", seed))
         # Whole, however many rows the matrix has of it: their number depends on the padding of the vocabulary.
         drawn = torch.empty(size, columns).normal_(0.0, std, generator=generator)
         start = block * size - first  # of the block, in this rank's rows

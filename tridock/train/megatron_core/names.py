@@ -7,6 +7,7 @@ from typing import Final
 from tridock.experiment.model import Model
 
 _LAYER: Final = re.compile(r"^layers\.(\d+)\.(.+)\.(weight|bias)$")
+_EXPERT: Final = re.compile(r"^experts\.(\d+)\.")
 _IN_LAYER: Final = {
     "input_norm": "self_attention.linear_qkv.layer_norm_",
     "attention.query_key_value": "self_attention.linear_qkv.",
@@ -14,6 +15,7 @@ _IN_LAYER: Final = {
     "attention.key_norm": "self_attention.k_layernorm.",
     "attention.dense": "self_attention.linear_proj.",
     "mlp_norm": "mlp.linear_fc1.layer_norm_",
+    "router": "mlp.router.",
     "gate": "mlp.linear_fc1.",
     "dense_h_to_4h": "mlp.linear_fc1.",
     "dense_4h_to_h": "mlp.linear_fc2.",
@@ -26,10 +28,22 @@ _OUTSIDE: Final = {
 }
 
 
-def key_of(name: str) -> str:
+def expert_of(name: str) -> int | None:
+    """The number of the expert whose weight it is."""
+    layer = _LAYER.match(name)
+    expert = _EXPERT.match(layer[2]) if layer else None
+    return int(expert[1]) if expert else None
+
+
+def key_of(model: Model, name: str) -> str:
     """megatron-core's name of a weight, or of the one that it is a part of."""
     if layer := _LAYER.match(name):
-        return f"decoder.layers.{layer[1]}.{_IN_LAYER[layer[2]]}{layer[3]}"
+        module, experts = _EXPERT.subn("", layer[2])
+        inside = _IN_LAYER[module]
+        if module == "mlp_norm" and model.num_moe_experts:
+            inside = "pre_mlp_layernorm."
+        inside = inside.replace("mlp.", "mlp.experts.experts.", experts)
+        return f"decoder.layers.{layer[1]}.{inside}{layer[3]}"
     module, _, kind = name.partition(".")
     return f"{_OUTSIDE[module]}.{kind}"
 
@@ -40,9 +54,9 @@ def half_of(model: Model, name: str) -> int | None:
     return parts.get(name.split(".")[-2])
 
 
-def parts_of(model: Model, names: Sequence[str]) -> dict[str, list[str]]:
-    """The parts of each weight of megatron-core's, in order, by its name."""
-    parts: dict[str, list[str]] = {}
+def parts_of(model: Model, names: Sequence[str]) -> dict[tuple[str, int], list[str]]:
+    """The parts of each weight of megatron-core's, in order, by its name and the number of the expert that has it."""
+    parts: dict[tuple[str, int], list[str]] = {}
     for name in sorted(names, key=lambda name: half_of(model, name) or 0):
-        parts.setdefault(key_of(name), []).append(name)
+        parts.setdefault((key_of(model, name), expert_of(name) or 0), []).append(name)
     return parts

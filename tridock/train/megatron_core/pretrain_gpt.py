@@ -22,7 +22,11 @@ def engine(ranks: Ranks) -> Build:
     if ranks.first:
         print("".join(f"compat: {line}\n" for line in replaced), end="", flush=True)
 
+    from tridock.train.megatron_core.model import can_fuse
     from tridock.train.megatron_core.strategy import megatron_core_parts
+
+    if ranks.first and ranks.device.type == "cuda" and not can_fuse("cuda"):
+        print("note: biases, dropout and activations are not fused: that needs gcc and Python's headers", flush=True)
 
     return megatron_core_parts
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
@@ -23,13 +23,13 @@ from tridock.train.checkpoints.progress import Progress
 from tridock.train.checkpoints.snapshot import Write
 from tridock.train.data.dataset import load_splits
 from tridock.train.huggingface.weights import Pretrained
-from tridock.train.megatron_core import checkpoint
+from tridock.train.megatron_core import checkpoint, multi_tensor
 from tridock.train.megatron_core.attention import positions
 from tridock.train.megatron_core.layout import Layout
 from tridock.train.megatron_core.model import DTYPES, build_chunks
 from tridock.train.megatron_core.samples import gpt_splits
 from tridock.train.models.gpt import Shape
-from tridock.train.parallel.strategies import Step
+from tridock.train.parallel.strategies import Step, at
 from tridock.train.rank.phases import BACKWARD, FORWARD, OPTIMIZER, SYNC, WAIT, Phases
 from tridock.train.rank.process_group import Ranks, agree_on_errors
 from tridock.train.trainer import Parts, check_batch
@@ -48,6 +48,7 @@ class MegatronCore:
         pretrained: Pretrained | None = None,
     ) -> None:
         self.experiment, self.layout, self.device = experiment, layout, ranks.device
+        multi_tensor.install()
         self.chunks = build_chunks(experiment, tokens, padded, ranks.device, pretrained)
         self.optimizer = get_megatron_optimizer(
             optimizer_config(experiment), self.chunks, use_gloo_process_groups=False
@@ -91,25 +92,51 @@ class MegatronCore:
             chunk.eval()
         return self._pass(batches, forward_only=True)
 
+    @torch.no_grad()
+    def logits(self, batches: Sequence[Tensor], last: Sequence[Tensor]) -> Tensor | None:
+        for chunk in self.chunks:
+            chunk.eval()
+        found = self._through_stages(self._ask, list(zip(batches, last, strict=True)), True, collect_non_loss_data=True)
+        return torch.cat(found) if found else None
+
     def _pass(self, batches: Sequence[Tensor], forward_only: bool) -> Tensor:
         """All micro-batches through the pipeline; their mean loss, on all ranks."""
-        losses: list[Tensor] = get_forward_backward_func()(
-            forward_step_func=self._forward,
+        losses = self._through_stages(self._forward, batches, forward_only)
+        return self.layout.share(torch.stack(losses).mean() if losses else None, self.device)
+
+    def _through_stages(
+        self, forward: Callable[..., Any], batches: Sequence[Any], forward_only: bool, **options: bool
+    ) -> list[Tensor]:
+        """What the second of what ``forward`` returns makes of each micro-batch; only the last stage has any."""
+        found: list[Tensor] = get_forward_backward_func()(
+            forward_step_func=forward,
             data_iterator=[iter(batches) for _ in self.chunks],
             model=self.chunks,
             num_microbatches=len(batches),
             seq_length=self.experiment.model.seq_length,
             micro_batch_size=self.experiment.batch.micro_batch_size,
             forward_only=forward_only,
+            **options,
         )
-        # Only the last stage has any.
-        return self.layout.share(torch.stack(losses).mean() if losses else None, self.device)
+        return found
 
     def _forward(self, batches: Iterator[Tensor], chunk: nn.Module) -> tuple[Tensor, Any]:
         batch = next(batches)
         tokens, labels = batch[:, :-1][:, self.positions], batch[:, 1:][:, self.positions]
         places = self.positions.expand_as(tokens)
         return chunk(tokens, places, None, labels=labels), mean_loss
+
+    def _ask(self, batches: Iterator[tuple[Tensor, Tensor]], chunk: nn.Module) -> tuple[Tensor, Any]:
+        batch, last = next(batches)
+        tokens, places = batch[:, self.positions], self.positions.expand(len(batch), -1)
+
+        def logits_at(output: Tensor, non_loss_data: bool) -> Tensor:  # noqa: ARG001  megatron-core names it
+            # Of a sample whose last token is a context parallel neighbour's, nothing is here.
+            here = self.positions == last.unsqueeze(1)
+            found = at(output, here.int().argmax(1)).float().masked_fill(~here.any(1, keepdim=True), math.nan)
+            return tensor_parallel.gather_from_tensor_model_parallel_region(found)
+
+        return chunk(tokens, places, None), logits_at
 
     def files(self, rank: int, saved: int) -> tuple[str, ...]:  # noqa: ARG002  each rank reads what it needs of all
         return checkpoint.FILES

@@ -132,8 +132,25 @@ class Attention(nn.Module):
             return self._attend(query, key, value, self.dropout)
 
 
+class Expert(nn.Module):
+    """One MLP of a mixture."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        width, ffn, bias = model.hidden_size, model.expert_size, model.add_bias_linear
+        self.dense_h_to_4h = nn.Linear(width, ffn, bias=bias)
+        self.gate = nn.Linear(width, ffn, bias=bias) if model.swiglu else None
+        self.dense_4h_to_h = nn.Linear(ffn, width, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = self.dense_h_to_4h(x)
+        wide = F.gelu(wide, approximate="tanh") if self.gate is None else F.silu(self.gate(x)) * wide
+        return self.dense_4h_to_h(wide)  # type: ignore[no-any-return]
+
+
 class Layer(nn.Module):
-    """One transformer layer: attention and a wider MLP, each on a residual branch."""
+    """One transformer layer: attention and a wider MLP, or several of which each token takes some, each on a residual
+    branch."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
@@ -141,18 +158,38 @@ class Layer(nn.Module):
         self.input_norm = make_norm(model, width)
         self.attention = Attention(model)
         self.mlp_norm = make_norm(model, width)
-        self.dense_h_to_4h = nn.Linear(width, ffn, bias=bias)
-        self.gate = nn.Linear(width, ffn, bias=bias) if model.swiglu else None
-        self.dense_4h_to_h = nn.Linear(ffn, width, bias=bias)
+        if model.num_moe_experts is None:
+            self.dense_h_to_4h = nn.Linear(width, ffn, bias=bias)
+            self.gate = nn.Linear(width, ffn, bias=bias) if model.swiglu else None
+            self.dense_4h_to_h = nn.Linear(ffn, width, bias=bias)
+        else:
+            self.router = nn.Linear(width, model.num_moe_experts, bias=bias)
+            self.experts = nn.ModuleDict({str(number): Expert(model) for number in range(model.num_moe_experts)})
+        self.active_experts = model.active_experts
+        self.has_experts = model.num_moe_experts is not None
         self.dropout = nn.Dropout(model.hidden_dropout)
+        self.gelu = "tanh"
+        """torch's name of the approximation; Megatron-LM v1.1.5 has none."""
 
     def forward(self, x: Tensor, rotation: Rotation | None = None) -> Tensor:
         x = x + self.dropout(self.attention(self.input_norm(x), rotation))
-        return x + self.dropout(self.dense_4h_to_h(self._wide(self.mlp_norm(x))))
+        inside = self.mlp_norm(x)
+        return x + self.dropout(self._mixture(inside) if self.has_experts else self.dense_4h_to_h(self._wide(inside)))
+
+    def _mixture(self, x: Tensor) -> Tensor:
+        """The experts that a token is sent to, weighed by the softmax of their scores."""
+        tokens = x.flatten(0, 1)
+        scores, chosen = self.router(tokens).topk(self.active_experts, dim=-1)
+        shares = scores.float().softmax(-1).to(x.dtype)
+        mixed = torch.zeros_like(tokens)
+        for number, expert in self.experts.items():
+            places, rank = (chosen == int(number)).nonzero(as_tuple=True)
+            mixed.index_add_(0, places, expert(tokens[places]) * shares[places, rank, None])
+        return mixed.view_as(x)
 
     def _wide(self, x: Tensor) -> Tensor:
         if self.gate is None:
-            return F.gelu(self.dense_h_to_4h(x), approximate="tanh")
+            return F.gelu(self.dense_h_to_4h(x), approximate=self.gelu)
         return F.silu(self.gate(x)) * self.dense_h_to_4h(x)
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tridock.experiment.schema import Experiment
@@ -25,7 +25,7 @@ from tridock.train.models.resnet import average_statistics, statistics
 from tridock.train.parallel.loss_scale import LossScaler
 from tridock.train.parallel.mesh import SHARDS, STAGES, TENSOR, Mesh
 from tridock.train.parallel.pipeline import Pipeline, layers_of_stage, stages_of_rank
-from tridock.train.parallel.strategies import DTYPES, Batch, Step, inputs_and_labels
+from tridock.train.parallel.strategies import DTYPES, Batch, Step, at, inputs_and_labels
 from tridock.train.parallel.update import clip_and_step
 from tridock.train.rank.phases import BACKWARD, FORWARD, OPTIMIZER, SYNC, WAIT, Phases
 from tridock.train.rank.process_group import Ranks
@@ -42,6 +42,8 @@ class MeshStrategy:
     def __init__(self, model: LayeredModel, experiment: Experiment, ranks: Ranks, mesh: Mesh) -> None:
         self.experiment, self.mesh, self.device = experiment, mesh, ranks.device
         self.scaler = LossScaler(experiment.fp16, experiment.precision, ranks.device)
+        # Otherwise gradients are summed up whole, and the ranks exchange them during the last backward pass.
+        self._scatters_each = mesh.size(SHARDS) > 1 and not experiment.parallel.reduce_gradients_once
         self._is_tied = not experiment.model.untie_embeddings_and_output_weights
         self.parts = list(self._parts(model))
         fill(self.parts, model)
@@ -120,8 +122,9 @@ class MeshStrategy:
         (model,) = self.parts
         total = torch.zeros((), device=self.device)
         for number, batch in enumerate(batches, start=1):
-            # Ranks exchange gradients once a step, during the last backward pass.
-            model.set_requires_gradient_sync(number == len(batches))  # type: ignore[attr-defined]
+            is_last = number == len(batches)
+            model.set_requires_gradient_sync(is_last or self._scatters_each)  # type: ignore[attr-defined]
+            model.set_requires_all_reduce(is_last)  # type: ignore[attr-defined]
             inputs, labels = inputs_and_labels(batch)
             with self.phases.inside(FORWARD):
                 loss = self._scaled_loss(model(inputs), labels)
@@ -160,10 +163,8 @@ class MeshStrategy:
             if name == _TIED and self.mesh.coordinate(STAGES) > 0:
                 continue  # equal to the first stage's
             kinds[2 * _is_split(gradient, TENSOR) + _is_split(gradient, SHARDS)].append(_local(gradient))
-        squares = torch.zeros(4, device=self.device)
-        for total, members in zip(squares.unbind(), kinds, strict=True):
-            for norm in torch._foreach_norm(members) if members else ():
-                total += norm.square()
+        zero = torch.zeros((), device=self.device)
+        squares = torch.stack([torch.stack(torch._foreach_norm(it)).square().sum() if it else zero for it in kinds])
         split = squares[1::2].contiguous()
         dist.all_reduce(split, group=self.mesh.group(SHARDS))
         whole, parts = squares[0] + split[0], squares[2] + split[1]
@@ -187,6 +188,17 @@ class MeshStrategy:
         value = self._from_last_stage(loss)
         return value if self.pipeline is None else value / self.scaler.scale.float()
 
+    @torch.no_grad()
+    def logits(self, batches: Sequence[Tensor], last: Sequence[Tensor]) -> Tensor | None:
+        for part in self.parts:
+            part.eval()
+        if self.pipeline is None:
+            (model,) = self.parts
+            found = [_whole_at(model(batch), place) for batch, place in zip(batches, last, strict=True)]
+        else:
+            found = self.pipeline.outputs(torch.cat(list(batches)), torch.cat(list(last)), _whole_at)
+        return torch.cat(found) if found else None
+
     # ---- checkpoints ----
 
     def files(self, rank: int, saved: int) -> tuple[str, ...]:  # noqa: ARG002  each rank reads what it needs of all
@@ -208,6 +220,15 @@ class MeshStrategy:
     def _statistics(self) -> dict[str, Tensor]:
         """The batch normalization statistics, by their names in the model."""
         return {name: buffer for part in self.parts for name, buffer in statistics(part)}
+
+
+def _whole_at(logits: Tensor, places: Tensor) -> Tensor:
+    """Of each sample the logits at its place, over the whole vocabulary, which tensor parallel ranks split."""
+    if not isinstance(logits, DTensor):
+        return at(logits, places)
+    size = (len(places), logits.shape[-1])
+    mesh, own = logits.device_mesh, at(logits.to_local(), places)
+    return DTensor.from_local(own, mesh, [Shard(1)], run_check=False, shape=size, stride=(size[1], 1)).full_tensor()
 
 
 def _local(tensor: Tensor) -> Tensor:

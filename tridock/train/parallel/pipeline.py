@@ -51,14 +51,20 @@ class Pipeline:
             stage.forward_one_chunk = phases.around(FORWARD, stage.forward_one_chunk)  # type: ignore[method-assign]
             stage.backward_one_chunk = phases.around(BACKWARD, stage.backward_one_chunk)  # type: ignore[method-assign]
         self.is_first, self.is_last = 0 in numbers, count - 1 in numbers
+        self._loss = loss
         self._schedule: Any
         if len(stages) > 1:
-            self._schedule = ScheduleInterleaved1F1B(stages, n_microbatches=steps, loss_fn=loss)  # type: ignore[arg-type]
+            self._schedule = ScheduleInterleaved1F1B(stages, n_microbatches=steps, loss_fn=self._applied)  # type: ignore[arg-type]
         else:
-            self._schedule = _SCHEDULES[parallel.pipeline_schedule](stages[0], n_microbatches=steps, loss_fn=loss)
+            self._schedule = _SCHEDULES[parallel.pipeline_schedule](
+                stages[0], n_microbatches=steps, loss_fn=self._applied
+            )
         # Otherwise the last stage keeps and copies the logits of all micro-batches, as older torch always does.
         has_option = "return_outputs" in inspect.signature(self._schedule.step).parameters
         self._options = {"return_outputs": False} if has_option else {}
+
+    def _applied(self, outputs: Tensor, target: Tensor) -> Tensor:
+        return self._loss(outputs, target)
 
     def run(self, batches: Sequence[Tensor], *, train: bool) -> Tensor | None:
         """Forward, and with ``train`` backward, over int64 [micro batch, seq_length + 1].
@@ -66,8 +72,28 @@ class Pipeline:
         Returns the mean loss on the last stage, None on the others.
         """
         whole = torch.cat(list(batches))
-        inputs = (whole[:, :-1].contiguous(),) if self.is_first else ()
-        losses: list[Tensor] = []
-        given: dict[str, Any] = {"target": whole[:, 1:].contiguous(), "losses": losses} if self.is_last else {}
-        (self._schedule.step if train else self._schedule.eval)(*inputs, **given, **self._options)
+        losses = self._pass(whole[:, :-1], whole[:, 1:], train=train)
         return torch.stack(losses).mean() if self.is_last else None
+
+    def outputs(self, inputs: Tensor, target: Tensor, taken: Loss) -> list[Tensor]:
+        """What ``taken`` makes of the output and the target of each micro-batch; nothing on the other stages."""
+        found: list[Tensor] = []
+
+        def take(outputs: Tensor, target: Tensor) -> Tensor:
+            found.append(taken(outputs, target))
+            return outputs.new_zeros(())
+
+        loss, self._loss = self._loss, take
+        try:
+            self._pass(inputs, target, train=False)
+        finally:
+            self._loss = loss
+        return found
+
+    def _pass(self, inputs: Tensor, target: Tensor, *, train: bool) -> list[Tensor]:
+        """The losses of the micro-batches, on the last stage."""
+        losses: list[Tensor] = []
+        here = (inputs.contiguous(),) if self.is_first else ()
+        given: dict[str, Any] = {"target": target.contiguous(), "losses": losses} if self.is_last else {}
+        (self._schedule.step if train else self._schedule.eval)(*here, **given, **self._options)
+        return losses

@@ -67,6 +67,13 @@ class Strategy(Protocol):
     def evaluate(self, batches: Sequence[Batch]) -> Tensor:
         """Mean loss of the micro-batches, without dropout or gradient."""
 
+    def logits(self, batches: Sequence[Tensor], last: Sequence[Tensor]) -> Tensor | None:
+        """The logits after the token at ``last`` [micro batch] of each sample: [samples, vocabulary].
+
+        ``batches``: int64 [micro batch, seq_length]. NaN for a sample, or None, where another rank has them. A
+        collective.
+        """
+
     def files(self, rank: int, saved: int) -> tuple[str, ...]:
         """Names of the files that a rank reads of a checkpoint which ``saved`` ranks have written."""
 
@@ -137,11 +144,14 @@ class DistributedDataParallel:
     def loss_scale(self) -> float:
         return self.scaler.scale.item()
 
-    def _loss(self, model: nn.Module, batch: Batch) -> Tensor:
+    def _forward(self, model: nn.Module, *given: Tensor) -> Tensor:
         short = self.experiment.precision != "fp32"
         with torch.autocast(self.device.type, DTYPES[self.experiment.precision]) if short else nullcontext():
-            loss: Tensor = model(*inputs_and_labels(batch))
-        return loss
+            found: Tensor = model(*given)
+        return found
+
+    def _loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return self._forward(model, *inputs_and_labels(batch))
 
     def step(self, batches: Sequence[Batch], lr: float) -> Step:
         self.model.train()
@@ -175,6 +185,11 @@ class DistributedDataParallel:
         # Not through DDP: an evaluation needs no communication.
         return _mean([self._loss(self.module, batch) for batch in batches])
 
+    @torch.no_grad()
+    def logits(self, batches: Sequence[Tensor], last: Sequence[Tensor]) -> Tensor:
+        self.model.eval()
+        return torch.cat([at(self._forward(self.module, *it), place) for *it, place in zip(batches, last, strict=True)])
+
     def files(self, rank: int, saved: int) -> tuple[str, ...]:  # noqa: ARG002  one file holds all
         return ("ddp.pt",)
 
@@ -190,7 +205,9 @@ class DistributedDataParallel:
         return partial(torch.save, state if background is None else state_on_host(state), folder / "ddp.pt")
 
     def load(self, folder: Path, saved: int) -> None:  # noqa: ARG002  all ranks have the same
-        state = torch.load(folder / "ddp.pt", map_location=self.device, weights_only=True)
+        # A GPU gets one tensor at a time: it has no room for a second copy of all states.
+        on_gpu = self.device.type == "cuda"
+        state = torch.load(folder / "ddp.pt", map_location="cpu", mmap=on_gpu, weights_only=True)
         self.module.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.scaler.restore(state["loss_scaler"])
@@ -268,6 +285,11 @@ class Zero:
         self.engine.eval()
         return _mean([self.engine(batch[:, :-1], batch[:, 1:]) for batch in batches])
 
+    @torch.no_grad()
+    def logits(self, batches: Sequence[Tensor], last: Sequence[Tensor]) -> Tensor:
+        self.engine.eval()
+        return torch.cat([at(self.engine(batch), place) for batch, place in zip(batches, last, strict=True)])
+
     def files(self, rank: int, saved: int) -> tuple[str, ...]:
         if saved != self.world_size and self.stage > 0:
             # This rank's partitions lie in several of their files.
@@ -309,6 +331,11 @@ def _partition(model: LayeredModel, zero_init: Callable[..., Any], device: torch
         zero_init(module=nn.ParameterList([parameter]))
 
     draw_weights(drawn, take)
+
+
+def at(logits: Tensor, places: Tensor) -> Tensor:
+    """Of each sample the logits at its place: [samples, vocabulary]."""
+    return logits[torch.arange(len(places), device=logits.device), places]
 
 
 def _mean(losses: list[Tensor]) -> Tensor:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,15 @@ class Metrics:
         if self._active:
             append_line(self._path, {"iteration": iteration, "split": split, "loss": loss})
             self._scalars(split, {"iteration": iteration, "loss": loss})
+
+    def samples(self, iteration: int, samples: Sequence[Mapping[str, str]]) -> None:
+        """Shows text in TensorBoard; ``events.jsonl`` has it for all others."""
+        if self._board is not None:
+            with self._ending_on_error():
+                for number, it in enumerate(samples):
+                    # Markdown shows indented text as it is.
+                    text = "".join(f"    {line}\n" for line in (it["prompt"] + it["text"]).splitlines())
+                    self._board.add_text(f"samples/{number}", text, iteration)
 
     def _scalars(self, group: str, fields: dict[str, Any]) -> None:
         if self._board is not None:

@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 from tridock.ops.doctor.allreduce import (
     Attempts,
     Group,
-    Reduced,
     blame,
-    parse,
-    reduce_command,
     reduce_findings,
 )
+from tridock.ops.rank_group import Reduced, parse, reduce_command
 from tridock.remote import Completed
 
 GOOD = Reduced({"ranks": 2})

@@ -13,9 +13,10 @@ from tridock.command import Command
 from tridock.contracts.codec import encode
 from tridock.contracts.node_answers import PROTOCOL, HostKey, QuickReport
 from tridock.errors import ClusterError, Problem
-from tridock.ops.doctor.check import ask_gpu_hosts, ask_nodes, node_report
+from tridock.ops.doctor.check import _reduce, ask_gpu_hosts, ask_nodes, node_report
 from tridock.ops.doctor.device_checks import GpuHost
 from tridock.ops.doctor.finding import Report
+from tridock.ops.doctor.output import table
 from tridock.ops.hosts.session import Session
 from tridock.remote import Completed
 
@@ -26,6 +27,16 @@ def session(folder: Path, monkeypatch: pytest.MonkeyPatch, done: Completed) -> S
     made = Session(make_cluster(folder))
     monkeypatch.setattr(made, "node_verb", lambda node, *arguments, stdin, timeout: done)
     return made
+
+
+def test_an_image_without_torch_is_asked_for_no_all_reduce(tmp_path: Path) -> None:
+    made = Session(make_cluster(tmp_path))
+    report = Report(made)
+    reports = {"host-1": full_report(), "host-2": full_report(no_reduction="no torch in its Python 3.12")}
+    _reduce(made, reports, report)  # host-1 would be contacted
+    assert (report.findings, report.reduced) == ([], None)
+    rows = [cell for column in table(report).columns for cell in column.cells]
+    assert "not tried: host-2's image has no torch in its Python 3.12" in rows
 
 
 def test_an_image_from_before_the_doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import json
 import tarfile
+from pathlib import Path
 
 import pytest
 
 from tests.unit.ops.image.three_layers import LAYERS
-from tridock.ops.image.archive import ImageParts, shared_layers
+from tridock.ops.image.archive import Archive, ImageParts, Piece, pieces_of, shared_layers
 
 
 @pytest.mark.parametrize(
@@ -28,9 +30,18 @@ def test_only_a_common_beginning_is_held(images: list[tuple[str, ...]], held: in
     assert shared_layers(("a", "b", "c"), images) == held
 
 
+INLINE = 10_000
+
+
+def content_of(archive: Archive) -> bytes:
+    return b"".join(part if isinstance(part, bytes) else b"".join(part.chunks()) for part in archive.files.values())
+
+
 @pytest.mark.parametrize("held", [0, 1, 2, 3])
-def test_an_archive_has_the_layers_behind_those_held(parts: ImageParts, held: int) -> None:
-    content = b"".join(parts.archive("lab", held).chunks())
+@pytest.mark.parametrize("inline", [0, 200, INLINE])
+def test_an_archive_has_the_layers_behind_those_held(parts: ImageParts, held: int, inline: int) -> None:
+    archive = parts.archive("lab", held, inline)
+    content = content_of(archive)
     files = [f"blobs/{digest.replace(':', '/')}" for digest in parts.layers]
     with tarfile.open(fileobj=io.BytesIO(content)) as tar:
         read = {name: extracted.read() for name in tar.getnames() if (extracted := tar.extractfile(name))}
@@ -42,6 +53,7 @@ def test_an_archive_has_the_layers_behind_those_held(parts: ImageParts, held: in
     (target,) = json.loads(read["index.json"])["manifests"]
     assert read[f"blobs/{target['digest'].replace(':', '/')}"] == parts.manifest
     assert target["annotations"] == {"io.containerd.image.name": "docker.io/library/lab:latest"}
+    assert (archive.size, archive.layers) == (len(content), 3 - held)
 
 
 @pytest.mark.parametrize(
@@ -54,26 +66,49 @@ def test_an_archive_has_the_layers_behind_those_held(parts: ImageParts, held: in
     ],
 )
 def test_containerd_gets_the_full_name(parts: ImageParts, image: str, full: str) -> None:
-    content = b"".join(parts.archive(image, 3).chunks())
+    content = content_of(parts.archive(image, 3, INLINE))
     assert f'"{full}"'.encode() in content
 
 
-def test_the_rest_of_an_archive_from_any_offset(parts: ImageParts) -> None:
-    archive = parts.archive("lab", 1)
-    whole = b"".join(archive.chunks())
-    assert archive.size == len(whole)
-    assert all(b"".join(archive.chunks(start)) == whole[start:] for start in range(0, len(whole) + 100, 37))
+def test_small_layers_go_with_the_headers_the_smallest_first(parts: ImageParts) -> None:
+    sizes = sorted((parts.folder / layer).stat().st_size for layer in parts.layers)
+    for count, inline in enumerate((0, sizes[0], sum(sizes[:2]), sum(sizes))):
+        for limit in (inline, inline + sizes[0] - 1):
+            archive = parts.archive("lab", 0, limit)
+            assert (archive.inline_layers, len(archive.pieces)) == (count, 3 - count)
 
 
-def test_layers_are_counted_as_they_arrive_whole(parts: ImageParts) -> None:
-    archive = parts.archive("lab", 1)
-    first, second = archive.layer_ends
-    counts = [archive.layers_in(count) for count in (0, first - 1, first, second, archive.size)]
-    assert counts == [0, 0, 1, 2, 2]
+@pytest.mark.parametrize(
+    ("size", "count", "last"),
+    [(1, 1, 1), (4 << 20, 1, 4 << 20), ((4 << 20) + 1, 2, 1), (320 << 20, 32, 10 << 20), (4 << 30, 64, 64 << 20)],
+)
+def test_a_layer_is_cut_into_pieces_that_its_size_alone_decides(
+    tmp_path: Path, size: int, count: int, last: int
+) -> None:
+    layer = tmp_path / "sha256:abc"
+    with layer.open("wb") as file:
+        file.truncate(size)  # a file without blocks
+    pieces = pieces_of(layer)
+    assert (len(pieces), pieces[-1].size, sum(piece.size for piece in pieces)) == (count, last, size)
+    assert [piece.name for piece in pieces] == [f"abc.{piece.start}" for piece in pieces]
 
 
-def test_other_layers_are_another_archive(parts: ImageParts) -> None:
-    assert len({parts.archive(image, held).name for image in ("lab", "other") for held in range(4)}) == 8
+def test_a_piece_is_the_bytes_from_its_start_on(tmp_path: Path) -> None:
+    layer = tmp_path / "sha256:abc"
+    layer.write_bytes(b"0123456789")
+    piece = Piece(layer, 3, 4)
+    assert (b"".join(piece.chunks()), piece.sha256()) == (b"3456", hashlib.sha256(b"3456").hexdigest())
+
+
+def test_layers_are_counted_as_they_arrive_whole(parts: ImageParts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tridock.ops.image.archive._SMALLEST_PIECE", 40)
+    archive = parts.archive("lab", 1, 0)
+    first, last = (
+        [name for name in archive.pieces if name.startswith(layer.removeprefix("sha256:"))]
+        for layer in parts.layers[1:]
+    )
+    assert len(first) > 1
+    assert [archive.layers_in(there) for there in ([], first[1:], first, [*first, *last])] == [0, 0, 1, 2]
 
 
 def test_the_size_on_a_hosts_disk_is_known_for_gzip_and_for_plain_layers(parts: ImageParts) -> None:

@@ -6,8 +6,11 @@ import gzip
 import http.client
 import io
 import json
+import random
 import socket
+import subprocess
 import tarfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +19,7 @@ import pytest
 from tests.unit.ops.image.three_layers import CONFIG, DIFF_IDS, LAYERS
 from tridock.errors import ClusterError
 from tridock.ops.image.archive import ImageParts, digest_of
-from tridock.ops.image.export import export_image
+from tridock.ops.image.export import export_image, gzipped
 from tridock.ops.image.registry import LoopbackRegistry
 
 
@@ -163,3 +166,15 @@ def test_an_engine_that_can_neither_push_nor_save(docker: Callable[[str], None],
     docker('case $1 in push|save) echo "$1: no such image" >&2; exit 1;; esac')
     with pytest.raises(ClusterError, match=r"^docker save lab: could not be written to a file; got save: no such imag"):
         export_image("lab", DIFF_IDS, 1, received, lambda _: None, lambda _: None)
+
+
+@pytest.mark.parametrize("count", [0, 1, 50])
+def test_a_layer_that_is_compressed_on_all_cores_is_one_gzip_file(tmp_path: Path, count: int) -> None:
+    chunks = [random.Random(number).randbytes(1000) * 30 for number in range(count)]
+    packed = b"".join(gzipped(chunks))
+    content = b"".join(chunks)
+    unpacker = zlib.decompressobj(wbits=31)
+    assert unpacker.decompress(packed) == content
+    assert (unpacker.eof, unpacker.unused_data) == (True, b"")
+    assert subprocess.run(["gzip", "-dc"], input=packed, capture_output=True, check=True).stdout == content
+    assert len(packed) < 100 + 2000 * count

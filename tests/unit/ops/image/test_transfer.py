@@ -32,16 +32,26 @@ def delivery(tmp_path: Path, docker: Callable[[str], None], monkeypatch: pytest.
     docker(DOCKER)
     for name, value in {"STORE": OVERLAY, "LAYERS": "", "FAILS": "", "LOADED": str(tmp_path / "loaded")}.items():
         monkeypatch.setenv(name, value)
-    return Delivery("gpu-1", LocalHost(), f"{tmp_path}/lab/image", f"{tmp_path}/lab/images", "me", "sha256:here")
+    return Delivery("gpu-1", LocalHost(), f"{tmp_path}/lab/image/me", f"{tmp_path}/lab/images")
 
 
-def show(_node: str, _archive: Archive, _start: int) -> Callable[[int], object]:
-    return lambda _count: None
+def send(delivery: Delivery, parts: ImageParts, held: int = 0, stock: Stock | None = None) -> list[str]:
+    """Brings the image as the operator's machine does alone; returns the pieces that were sent."""
+    stock, archive = stock or delivery.stock(), parts.archive("lab", held, 0)
+    missing = archive.pieces.keys() - delivery.begin(archive, parts.unpacked_size(held), stock)
+    for name in missing:
+        delivery.receive(archive.pieces[name], lambda _: None)
+    delivery.load((*parts.ids, "sha256:here"), clear=True)
+    return sorted(missing)
+
+
+def content_of(archive: Archive) -> bytes:
+    return b"".join(part if isinstance(part, bytes) else b"".join(part.chunks()) for part in archive.parts)
 
 
 def test_a_host_without_images_lacks_everything(delivery: Delivery) -> None:
     stock = delivery.stock()
-    assert (stock.images, stock.whole, stock.parts, stock.held(DIFF_IDS)) == ((), "", {}, 0)
+    assert (stock.images, stock.whole, stock.files, stock.held(DIFF_IDS)) == ((), "", {}, 0)
     assert stock.folder is not None
     assert stock.folder[1] > 0
 
@@ -61,47 +71,68 @@ def test_other_image_stores_get_the_whole_image(store: str, reason: str) -> None
 
 
 def test_the_layers_that_are_missing_are_loaded(delivery: Delivery, parts: ImageParts, tmp_path: Path) -> None:
-    delivery.send(parts, 1, delivery.stock(), "lab", show)
-    assert (tmp_path / "loaded").read_bytes() == b"".join(parts.archive("lab", 1).chunks())
+    assert len(send(delivery, parts, held=1)) == 2
+    assert (tmp_path / "loaded").read_bytes() == content_of(parts.archive("lab", 1, 0))
     assert not (tmp_path / "lab/image").exists()
     assert (tmp_path / "lab/images").read_text().split() == [*parts.ids, "sha256:here"]
 
 
 class Dropped(LocalHost):
-    """A host whose connection ends before all is sent; counts what is."""
-
-    def __init__(self, limit: int) -> None:
-        super().__init__()
-        self.limit, self.sent = limit, 0
+    """A host whose connection ends before all of a piece is sent."""
 
     def pipe(self, chunks: Iterator[bytes], command: Command, **options: object) -> Completed:  # type: ignore[override]
-        content = b"".join(chunks)[: self.limit]
-        self.sent += len(content)
-        return super().pipe([content], command, **options)  # type: ignore[arg-type]
+        return super().pipe([b"".join(chunks)[:-1]], command, **options)  # type: ignore[arg-type]
 
 
-def test_what_was_cut_off_goes_on_where_it_was(delivery: Delivery, parts: ImageParts, tmp_path: Path) -> None:
-    host = Dropped(3000)
-    cut = replace(delivery, host=host)
-    archive = parts.archive("lab", 0)
+def test_what_was_cut_off_goes_on_with_the_next_piece(delivery: Delivery, parts: ImageParts, tmp_path: Path) -> None:
+    archive = parts.archive("lab", 0, 0)
+    first, *others = archive.pieces.values()
+    delivery.begin(archive, 0, delivery.stock())
+    delivery.receive(first, lambda _: None)
     with pytest.raises(ClusterError, match=r"^gpu-1: `receive the image` failed .* got only part of the image arrived"):
-        cut.send(parts, 0, cut.stock(), "lab", show)
-    assert cut.stock().parts == {f"{archive.name}.me.part": 3000}
-    host.limit = archive.size
-    cut.send(parts, 0, cut.stock(), "lab", show)
-    assert host.sent == archive.size
-    assert (tmp_path / "loaded").read_bytes() == b"".join(archive.chunks())
+        replace(delivery, host=Dropped()).receive(others[0], lambda _: None)
+    assert send(delivery, parts) == sorted(piece.name for piece in others)
+    assert (tmp_path / "loaded").read_bytes() == content_of(archive)
 
 
-def test_a_part_of_another_image_goes_and_another_operators_stays(
+def test_pieces_of_another_image_go_and_another_operators_stay(
     delivery: Delivery, parts: ImageParts, tmp_path: Path
 ) -> None:
     folder = tmp_path / "lab/image"
-    folder.mkdir(parents=True)
-    for name in ("old.me.part", "old.you.part"):
+    for name in ("me/old.0", "me/old.0.123.part", "you/old.0"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(b"x")
-    delivery.send(parts, 0, delivery.stock(), "lab", show)
-    assert [path.name for path in folder.iterdir()] == ["old.you.part"]
+    archive = parts.archive("lab", 0, 0)
+    delivery.begin(archive, 0, delivery.stock())
+    assert {path.name for path in (folder / "me").iterdir()} == {*archive.inline, "order"}
+    send(delivery, parts)
+    assert [path.name for path in folder.iterdir()] == ["you"]
+
+
+def test_a_piece_of_the_wrong_size_comes_again(delivery: Delivery, parts: ImageParts) -> None:
+    archive = parts.archive("lab", 0, 0)
+    first = next(iter(archive.pieces))
+    Path(delivery.folder).mkdir(parents=True)
+    Path(delivery.folder, first).write_bytes(b"x")
+    assert delivery.begin(archive, 0, delivery.stock()) == set()
+
+
+def test_a_host_fetches_a_piece_with_a_command_and_checks_it(
+    delivery: Delivery, parts: ImageParts, tmp_path: Path
+) -> None:
+    archive = parts.archive("lab", 0, 0)
+    delivery.begin(archive, 0, delivery.stock())
+    piece = next(iter(archive.pieces.values()))
+    there = tmp_path / piece.name
+    give = ("sh", "-c", f'cat {tmp_path}/"$0"')
+    assert delivery.fetch(piece, piece.sha256(), give) == f"cat: {there}: No such file or directory"
+    there.write_bytes(b"other bytes")
+    assert delivery.fetch(piece, piece.sha256(), give) == "other bytes arrived"
+    assert delivery.fetch(piece, piece.sha256(), ("sh", "-c", "exit 7")) == "exit code 7"
+    assert {path.name for path in Path(delivery.folder).iterdir()} == {*archive.inline, "order"}
+    there.write_bytes(b"".join(piece.chunks()))
+    assert delivery.fetch(piece, piece.sha256(), give) is None
+    assert Path(delivery.folder, piece.name).read_bytes() == there.read_bytes()
 
 
 def test_an_archive_that_docker_refuses_is_not_kept(
@@ -109,7 +140,7 @@ def test_an_archive_that_docker_refuses_is_not_kept(
 ) -> None:
     monkeypatch.setenv("FAILS", "no space left on device")
     with pytest.raises(ClusterError) as caught:
-        delivery.send(parts, 0, delivery.stock(), "lab", show)
+        send(delivery, parts)
     assert str(caught.value) == (
         "gpu-1: `docker load --quiet` failed with exit code 1; got no space left on device; "
         "free some space there (docker system df shows Docker's share)"
@@ -118,17 +149,16 @@ def test_an_archive_that_docker_refuses_is_not_kept(
 
 
 def test_a_small_disk_is_refused_before_sending(delivery: Delivery, parts: ImageParts, tmp_path: Path) -> None:
-    size, unpacked = parts.archive("lab", 0).size, parts.unpacked_size(0)
+    size, unpacked = parts.archive("lab", 0, 0).size, parts.unpacked_size(0)
     stock = Stock((), "", {}, ("/home", size), ("/docker", size + unpacked - 1))
     with pytest.raises(ClusterError) as caught:
-        delivery.send(parts, 0, stock, "lab", show)
+        send(delivery, parts, stock=stock)
     assert str(caught.value) == (
         "gpu-1: has too little room for the image; got 0 MB to store, 0 MB free on /docker; "
         "free some space there (docker system df shows Docker's share)"
     )
     one_disk = Stock((), "", {}, ("/", 2 * size + unpacked - 1), ("/", 2 * size + unpacked - 1))
     with pytest.raises(ClusterError, match="too little room"):
-        delivery.send(parts, 0, one_disk, "lab", show)
+        send(delivery, parts, stock=one_disk)
     assert not (tmp_path / "loaded").exists()
-    delivery.stock()
-    delivery.send(parts, 0, Stock((), "", {}, ("/", 2 * size + unpacked), None), "lab", show)
+    send(delivery, parts, stock=Stock((), "", {}, ("/", 2 * size + unpacked), None))

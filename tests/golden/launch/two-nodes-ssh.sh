@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Run tiny-20260102-030405-abcd: what the head executes. Started by Tridock, which records its exit code.
+set -Eeuo pipefail
+
+trap '' USR1
+cd /workspace/runs/tiny-20260102-030405-abcd
+export NCCL_DEBUG=INFO
+export GREETING='it'"'"'s two words'
+export TRIDOCK_RUN_ID=tiny-20260102-030405-abcd
+export TRIDOCK_WORLD_SIZE=4
+
+exec tridock-python \
+  -P \
+  -m tridock.node start-nodes /workspace/runs/tiny-20260102-030405-abcd launch-ranks.sh

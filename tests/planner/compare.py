@@ -1,0 +1,152 @@
+"""What the planner predicts of an iteration's time beside what was published (``make bench-planner``)."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tests.experiments import with_fields
+from tridock.experiment.flops import model_flops_per_token
+from tridock.gpus import GPUS
+from tridock.plan import Assessment, Assumptions, assess
+from tridock.yaml_text import parse_yaml
+
+PUBLISHED = Path(__file__).parents[1] / "data" / "planner-times.yaml"
+RANKED = 6
+"""Layouts of one model from which on their order is compared."""
+_OWN = ("model", "gpus", "slots", "measured", "memory")
+_BASE: dict[str, Any] = {"name": "published", "data": {"data_path": "data/x"}, "train": {"train_iters": 1}}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One row of a table, in seconds of an iteration."""
+
+    model: str
+    label: str
+    predicted: float
+    measured: float
+    tokens: int
+    fits: bool
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+@cache
+def tables() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = parse_yaml(PUBLISHED.read_text(), str(PUBLISHED))["tables"]
+    return found
+
+
+def compared(table: Mapping[str, Any]) -> list[Compared]:
+    """Every row of a table."""
+    return [_row(table, {**table["fields"], **dict(zip(table["columns"], row, strict=True))}) for row in table["rows"]]
+
+
+def planned(table: Mapping[str, Any], row: Mapping[str, Any]) -> Assessment:
+    fields = {name: value for name, value in row.items() if name not in _OWN}
+    slots = min(row.get("slots", 8), row["gpus"])
+    nodes = {f"node-{number}": range(slots) for number in range(row["gpus"] // slots)}
+    assumed = Assumptions(GPUS[table["gpu"]], table.get("network_gbit"), attention=table.get("attention", "fused"))
+    return assess(with_fields(_BASE, fields), nodes, table["name"], assumed)
+
+
+def _row(table: Mapping[str, Any], row: Mapping[str, Any]) -> Compared:
+    assessed = planned(table, row)
+    cost, plan = assessed.cost, assessed.laid_out if assessed.plan is not None else None
+    assert cost is not None, [str(problem) for problem in assessed.problems]
+    assert cost.estimate is not None
+    assert plan is not None
+    label = f"{plan.layout} mbs {plan.micro_batch_size} gbs {plan.global_batch_size}"
+    measured = _seconds(table["unit"], row["measured"], row["gpus"], assessed)
+    fits = assessed.verdict != "no-fit"
+    return Compared(str(row["model"]), label, cost.estimate.iteration, measured, cost.tokens, fits)
+
+
+def _seconds(unit: str, value: float, gpus: int, assessed: Assessment) -> float:
+    cost = assessed.cost
+    assert cost is not None
+    if unit == "seconds":
+        return value
+    if unit == "tokens/s per GPU":
+        return cost.tokens / (value * gpus)
+    if unit == "hardware TFLOP/s per GPU":
+        return cost.hardware_flops / (value * 1e12 * gpus)
+    assert unit == "model TFLOP/s per GPU", unit
+    model = assessed.experiment.model
+    return cost.tokens * model_flops_per_token(model, model.vocab_size or 0) / (value * 1e12 * gpus)
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float:
+    """The correlation of the ranks; equal values share the mean of theirs."""
+    return statistics.correlation(_ranks(first), _ranks(second))
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    ordered = sorted(values)
+    return [ordered.index(value) + (ordered.count(value) - 1) / 2 for value in values]
+
+
+def rankings(rows: Sequence[Compared]) -> Iterator[tuple[str, int, float, float]]:
+    """Of each model with enough layouts: their number, the rank correlation of the times for a token, and how much
+    slower the planner's first choice is than the fastest."""
+    for model in dict.fromkeys(row.model for row in rows):
+        of_it = [row for row in rows if row.model == model]
+        if len(of_it) >= RANKED:
+            predicted, measured = ([seconds / row.tokens for row, seconds in pairs] for pairs in _pairs(of_it))
+            first = measured[predicted.index(min(predicted))]
+            yield model, len(of_it), spearman(predicted, measured), first / min(measured) - 1
+
+
+def _pairs(rows: Sequence[Compared]) -> Iterator[list[tuple[Compared, float]]]:
+    yield [(row, row.predicted) for row in rows]
+    yield [(row, row.measured) for row in rows]
+
+
+def median_error(rows: Sequence[Compared]) -> float:
+    return statistics.median(abs(row.error) for row in rows)
+
+
+def main(names: Sequence[str]) -> int:
+    console, every = Console(), []
+    for table in tables():
+        if names and not any(name in table["name"] for name in names):
+            continue
+        rows = compared(table)
+        every += rows
+        console.print(_shown(table, rows))
+        bias = statistics.median(row.error for row in rows)
+        console.print(f"median error {median_error(rows):.1%}, {bias:+.1%} with its sign")
+        for model, count, correlation, regret in rankings(rows):
+            console.print(f"{model}: {count} layouts, Spearman {correlation:.2f}, first choice {regret:.1%} slower")
+        console.print()
+    if every:
+        refused = sum(not row.fits for row in every)
+        console.print(
+            f"{len(every)} rows: median error {median_error(every):.1%}; {refused} called no-fit, all of which ran"
+        )
+    return 0
+
+
+def _shown(table: Mapping[str, Any], rows: Sequence[Compared]) -> Table:
+    shown = Table(title=f"{table['name']} ({table['use']})", caption=table["source"], title_justify="left")
+    for name in ("model", "layout", "predicted", "measured", "error"):
+        shown.add_column(name, justify="left" if name in ("model", "layout") else "right")
+    for row in rows:
+        error = f"{row.error:+.1%}" + ("" if row.fits else " (no-fit)")
+        shown.add_row(row.model, row.label, f"{row.predicted:.3f} s", f"{row.measured:.3f} s", error)
+    return shown
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

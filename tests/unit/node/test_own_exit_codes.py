@@ -1,0 +1,49 @@
+"""Exit codes that mean something of Tridock's own: a user's program may end with them, too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tridock.contracts.events import Cause, Event, append_event
+from tridock.contracts.lease import HeldLease
+from tridock.contracts.supervision import Supervision
+from tridock.node.supervisor.run_supervisor import RunSupervisor
+
+
+@pytest.mark.parametrize(
+    ("observed", "preempted", "code", "becomes"),
+    [
+        (True, False, 85, 4),
+        (True, False, 143, 4),
+        (True, False, 3, 3),
+        (True, False, 0, 0),
+        (True, True, 85, 85),
+        (False, False, 85, 85),
+    ],
+)
+def test_a_program_that_leaves_with_them_has_failed(
+    tmp_path: Path, observed: bool, preempted: bool, code: int, becomes: int
+) -> None:
+    (tmp_path / "supervision.json").touch()
+    if preempted:
+        append_event(tmp_path, Event.RUN_PREEMPTED)
+    supervision = Supervision("a", {"a": (0,)}, (), 20000, 30.0, observed=observed)
+    supervisor: Any = RunSupervisor(tmp_path, supervision, HeldLease.first(tmp_path, "a", 0.0))
+    assert supervisor._as_failed(code) == becomes
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_ranks_that_saved_because_an_agent_ended_them_were_not_preempted(tmp_path: Path, asked: bool) -> None:
+    """A head that was paused: the agent of another node sent SIGTERM, which the ranks take for a scheduler's."""
+    (tmp_path / "supervision.json").touch()
+    supervision = Supervision("a", {"a": (0,), "b": (1,)}, ("b",), 20000, 30.0)
+    supervisor: Any = RunSupervisor(tmp_path, supervision, HeldLease.first(tmp_path, "a", 0.0))
+    supervisor.preemption_requested = asked
+    append_event(tmp_path, Event.HEAD_LOST, node="b", cause=Cause.HEAD_SILENT, reason="heard nothing from the head")
+    assert supervisor._ended_by_agents() is None
+    append_event(tmp_path, Event.RUN_PREEMPTED, iteration=7)
+    ended = supervisor._ended_by_agents()
+    assert (ended is None) if asked else (ended.cause, ended.node) == (Cause.HEAD_SILENT, "b")

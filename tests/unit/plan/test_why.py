@@ -1,0 +1,155 @@
+"""Why a layout is better than another: terms, differences and neighbors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.experiments import with_fields
+from tridock.errors import RequestError
+from tridock.experiment import Experiment
+from tridock.gpus import GPUS
+from tridock.plan import Assumptions, assess
+from tridock.plan.why import Weighed, difference, neighbors, overrides_of_layout, weigh, with_batch_of
+
+BASE: dict[str, Any] = {
+    "name": "small",
+    "engine": "megatron-core",
+    "model": {
+        "num_layers": 12, "hidden_size": 2048, "num_attention_heads": 16, "seq_length": 2048, "vocab_size": 51200,
+    },
+    "parallel": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+    "batch": {"micro_batch_size": 2, "global_batch_size": 32},
+    "data": {"data_path": "data/x"},
+    "precision": "bf16",
+    "train": {"train_iters": 3},
+}  # fmt: skip
+SLOTS = {f"node-{number}": range(4) for number in range(2)}
+A100 = Assumptions(GPUS["a100-40gb"], network_gbit=400.0)
+
+
+def experiment(**fields: Any) -> Experiment:
+    return with_fields(BASE, fields)
+
+
+def by_change(**fields: Any) -> dict[tuple[str, ...], Weighed]:
+    return {other.changes: other for other in neighbors(experiment(**fields), SLOTS, A100).others}
+
+
+def test_a_layout_is_weighed_as_it_is_planned() -> None:
+    weighed, planned = weigh(experiment(), SLOTS, A100), assess(experiment(), SLOTS, "e", A100)
+    assert planned.cost is not None
+    assert planned.cost.estimate is not None
+    assert (weighed.label, weighed.verdict) == ("TP2 PP2 DP2 MB2", planned.verdict)
+    assert weighed.seconds == pytest.approx(planned.cost.estimate.iteration)
+    assert sum(weighed.time.values()) == pytest.approx(planned.cost.estimate.iteration)
+    assert sum(weighed.memory.values()) == planned.worst.total_bytes
+
+
+def test_neighbors_are_one_step_away() -> None:
+    changes = set(by_change())
+    sizes = "parallel.tensor_model_parallel_size={}", "parallel.pipeline_model_parallel_size={}"
+    assert {(size.format(number),) for size in sizes for number in (1, 4)} <= changes
+    assert {("batch.micro_batch_size=1",), ("batch.micro_batch_size=4",)} <= changes
+    assert ("parallel.sequence_parallel=true",) in changes
+    assert ("parallel.use_distributed_optimizer=true",) in changes
+    assert ("model.recompute_granularity=selective",) in changes
+    assert ("parallel.virtual_pipeline_model_parallel_size=2",) in changes
+    assert len(changes) == 11, sorted(changes)  # and full recomputation
+
+
+def test_a_change_takes_along_what_it_needs() -> None:
+    """Sequence parallelism needs TP; eight ranks have no TP4 PP4."""
+    changes = by_change(**{"parallel.sequence_parallel": True, "parallel.pipeline_model_parallel_size": 4})
+    assert ("parallel.tensor_model_parallel_size=1", "parallel.sequence_parallel=false") in changes
+    assert ("parallel.tensor_model_parallel_size=4", "parallel.pipeline_model_parallel_size=2") in changes
+
+
+def test_recomputation_that_the_search_does_not_try_stays_where_sizes_change() -> None:
+    every_second = {"model.recompute_granularity": "full", "model.recompute_method": "uniform"}
+    changes = by_change(**every_second, **{"model.recompute_num_layers": 2})
+    assert ("parallel.tensor_model_parallel_size=1",) in changes
+    assert changes["parallel.tensor_model_parallel_size=1",].experiment.model.recompute_num_layers == 2
+    assert ("model.recompute_num_layers=1",) in changes
+
+
+def test_neighbors_keep_the_global_batch_and_come_best_first() -> None:
+    why = neighbors(experiment(**{"batch.global_batch_size": None}), SLOTS, A100)
+    assert {other.experiment.batch.global_batch_size for other in (why.layout, *why.others)} == {4}
+    order = {"fits": 0, "tight": 1, "no-fit": 2, "illegal": 3}
+    ranks = [(order[other.verdict], other.seconds or 0.0) for other in why.others]
+    assert ranks == sorted(ranks)
+    (refused,) = {str(other.problems[0]) for other in why.others if other.changes == ("batch.micro_batch_size=4",)}
+    assert refused.startswith(
+        "batch.global_batch_size: must be a multiple of micro_batch_size 4 x data parallel size 2;"
+    )
+
+
+def test_differences_add_up() -> None:
+    why = neighbors(experiment(), SLOTS, A100)
+    for other in why.others:
+        if other.problems:
+            assert difference(why.layout.time, other.time) == {}
+            continue
+        assert why.layout.seconds is not None
+        assert other.seconds is not None
+        time, memory = difference(why.layout.time, other.time), difference(why.layout.memory, other.memory)
+        assert sum(time.values()) == pytest.approx(other.seconds - why.layout.seconds, abs=1e-9)
+        assert sum(memory.values()) == sum(other.memory.values()) - sum(why.layout.memory.values())
+        sizes = [abs(value) for value in time.values()]
+        assert sizes == sorted(sizes, reverse=True)
+        assert all(sizes)
+
+
+@pytest.mark.parametrize("engine", ["torch", "megatron-deepspeed"])
+def test_neighbors_with_the_other_engines(engine: str) -> None:
+    tokenizer = {"vocab_file": "v.json", "merge_file": "m.txt"} if engine == "megatron-deepspeed" else {}
+    fields = {"engine": engine, "precision": "fp16", "parallel": {"strategy": "zero", "zero_stage": 1}}
+    fields |= {"data": {"data_path": "data/x", **tokenizer}}
+    why = neighbors(Experiment.model_validate(BASE | fields), SLOTS, A100)
+    assert why.layout.label == "TP1 PP1 DP8 MB2 ZeRO-1"
+    stages = {change for other in why.others for change in other.changes if change.startswith("parallel.zero_stage")}
+    assert stages == {"parallel.zero_stage=0", "parallel.zero_stage=2"}
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("TP4 PP2 DP8 SP", {"TP": "4", "PP": "2", "VPP": "1", "CP": "1", "SP": "true"}),
+        ("tp2,vpp3", {"TP": "2", "VPP": "3", "CP": "1", "SP": "false"}),
+        ("MB4 ZeRO-2", {"MB": "4", "ZERO": "2"}),
+        ("parallel.zero_stage=3", {"ZERO": "3"}),
+    ],
+)
+def test_a_layout_as_a_user_names_it(text: str, sizes: dict[str, str]) -> None:
+    names = {
+        "TP": "parallel.tensor_model_parallel_size",
+        "PP": "parallel.pipeline_model_parallel_size",
+        "VPP": "parallel.virtual_pipeline_model_parallel_size",
+        "CP": "parallel.context_parallel_size",
+        "SP": "parallel.sequence_parallel",
+        "MB": "batch.micro_batch_size",
+        "ZERO": "parallel.zero_stage",
+    }
+    assert set(overrides_of_layout(text)) == {f"{names[name]}={value}" for name, value in sizes.items()}
+
+
+def test_what_is_no_layout() -> None:
+    todo = "give it as the search prints it, as in 'TP4 PP2 MB2 SP', or by fields, as in batch.micro_batch_size=2"
+    with pytest.raises(RequestError) as caught:
+        overrides_of_layout("TP4 fast configs/demo.yaml")
+    assert str(caught.value) == (
+        f"--why: is no layout; got 'fast'; {todo}\n--why: is no layout; got 'configs/demo.yaml'; {todo}"
+    )
+    with pytest.raises(RequestError, match="--why: is no layout; got ''; give"):
+        overrides_of_layout("")
+
+
+def test_layouts_are_compared_on_the_same_batch() -> None:
+    """Two replicas of two samples: as many for four replicas of one."""
+    base = experiment(**{"batch.global_batch_size": None})
+    other = experiment(**{"batch.global_batch_size": None, "parallel.tensor_model_parallel_size": 1,
+                          "batch.micro_batch_size": 1})  # fmt: skip
+    assert with_batch_of(base, SLOTS, other).batch.global_batch_size == 4
+    assert with_batch_of(base, SLOTS, experiment()).batch.global_batch_size == 32

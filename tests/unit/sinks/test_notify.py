@@ -1,0 +1,152 @@
+"""Notifications: which there are, how many, and a real run's on their way to a webhook by apprise."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.sinks.conftest import ROOT, RUN_ID, make_run
+from tridock.contracts.run_state import RunState
+from tridock.contracts.sinks import Notification
+from tridock.contracts.supervision import Supervision
+from tridock.sink_settings import OCCASIONS
+from tridock.sinks.notify import Message, Recipient, disk_message, end_message, messages
+
+SECRET = "very-secret-path"
+
+
+class Webhook(http.server.BaseHTTPRequestHandler):
+    bodies: list[dict[str, str]]
+
+    def do_POST(self) -> None:
+        assert SECRET in self.path
+        self.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def webhook() -> Iterator[tuple[str, list[dict[str, str]]]]:
+    handler = type("Own", (Webhook,), {"bodies": []})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"json://127.0.0.1:{server.server_port}/{SECRET}", handler.bodies
+        server.shutdown()
+
+
+def wait_until(condition: object, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def sinks_of(run: Path) -> list[int]:
+    """The processes that send this run's records."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if b"tridock.sinks" in (line := (folder / "cmdline").read_bytes()) and str(run).encode() in line:
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_a_run_that_fails_is_told_by_its_supervisor(
+    python: str, webhook: tuple[str, list[dict[str, str]]], tmp_path: Path
+) -> None:
+    """A sink that was killed is started again; the address is in no file of the run and on no command line."""
+    address, bodies = webhook
+    run = make_run(tmp_path / "runs", notify=(Notification("TRIDOCK_NOTIFY_0", OCCASIONS),))
+    supervision = Supervision.from_json((run / "supervision.json").read_text())
+    observed = {**json.loads(supervision.to_json()), "observed": True, "hang_timeout_s": 0.0}
+    (run / "supervision.json").write_text(json.dumps(observed))
+    (run / "launch.sh").write_text(f"while ! test -e {tmp_path}/fail; do sleep 0.1; done; exit 7\n")
+    (tmp_path / "home").mkdir()
+    env = {**os.environ, "HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT), "TRIDOCK_TRACKERS_PYTHON": python}
+    start = [sys.executable, "-P", "-m", "tridock.node", "start", str(run), "--secrets"]
+    subprocess.run(start, input=json.dumps({"TRIDOCK_NOTIFY_0": address}), env=env, text=True, check=True)
+    secrets = tmp_path / "home" / ".tridock" / "secrets" / f"{RUN_ID}.json"
+    wait_until(lambda: sinks_of(run))
+    assert secrets.stat().st_mode & 0o777 == 0o600
+    (first,) = sinks_of(run)
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: sinks_of(run) not in ([], [first]))
+    (tmp_path / "fail").touch()
+    wait_until(lambda: bodies)
+    wait_until(lambda: not sinks_of(run))
+    assert [body["title"] for body in bodies] == [f"{RUN_ID}: failed"]
+    assert "exit code 7" in bodies[0]["message"]
+    assert bodies[0]["message"].endswith(f"look: tridock logs --run {RUN_ID}; tridock watch {RUN_ID}")
+    assert (run / "exit_code").read_text() == "7\n"
+    assert not secrets.exists()
+    written = b"".join(path.read_bytes() for path in run.rglob("*") if path.is_file())
+    assert SECRET.encode() not in written
+    assert b"notify" in written
+
+
+EVENTS = (
+    {"event": "run_started"},
+    {"event": "rank_hung", "reason": "rank 3 on host-b stands still"},
+    {"event": "run_restarted", "attempt": 1, "iteration": 40, "reason": "rank 3 was killed"},
+)
+
+
+def test_events_become_messages_with_their_reasons() -> None:
+    assert [(it.occasion, it.title, it.body) for it in messages("a", EVENTS)] == [
+        ("stuck", "a: stuck", "rank 3 on host-b stands still"),
+        ("restarted", "a: restarted from iteration 40, restart 1", "rank 3 was killed"),
+    ]
+    assert [it.key for it in messages("a", EVENTS, first=2)] == ["event-2"]
+
+
+@pytest.mark.parametrize(
+    ("state", "occasion"),
+    [("done", "finished"), ("failed", "failed"), ("lost", "failed"), ("preempted", "preempted"), ("stopped", None)],
+)
+def test_how_a_run_ends_is_a_message_unless_somebody_stopped_it(state: str, occasion: str | None) -> None:
+    message = end_message("a", RunState(state), 1, "")
+    assert (message and message.occasion) == occasion
+
+
+def test_a_disk_is_nearly_full_with_less_than_a_twentieth_free() -> None:
+    assert disk_message("a", "/runs/a", 5 << 30, 100 << 30) is None
+    message = disk_message("a", "/runs/a", 4 << 30, 100 << 30)
+    assert message is not None
+    assert message.body == "/runs/a: 4.0 of 100.0 GiB are free; checkpoints need space: free some"
+
+
+def test_above_the_limit_only_the_end_is_sent_with_the_number_that_was_held_back() -> None:
+    arrived: list[tuple[str, str]] = []
+    recipient = Recipient(Notification("A", OCCASIONS, 2), lambda *it: not arrived.append(it))
+    for number in range(5):
+        assert recipient.offer(Message(f"event-{number}", "restarted", f"t{number}", "b"), now=100.0 + number)
+    recipient.offer(Message("event-0", "restarted", "t0", "b"), now=9000.0)  # sent before
+    recipient.offer(Message("end-failed", "failed", "end", "b"), now=110.0)
+    assert arrived == [("t0", "b"), ("t1", "b"), ("end", "b\n3 more messages were held back (per_hour).")]
+    recipient.offer(Message("event-9", "restarted", "t9", "b"), now=9000.0)
+    assert arrived[-1] == ("t9", "b")
+
+
+def test_an_occasion_that_is_not_wanted_is_left_out_and_one_that_did_not_arrive_is_tried_again() -> None:
+    answers = iter((False, True))
+    recipient = Recipient(Notification("A", ("failed",)), lambda *_: next(answers))
+    message = Message("end-failed", "failed", "end", "b")
+    assert recipient.offer(Message("end-done", "finished", "t", "b"), 0.0)
+    assert not recipient.offer(message, 0.0)
+    assert recipient.offer(message, 1.0)
+    assert recipient.offer(message, 2.0)

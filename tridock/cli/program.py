@@ -1,0 +1,118 @@
+"""All subcommands of ``tridock``: the parser, and what becomes of errors."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import functools
+import io
+import itertools
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from tridock import __version__
+from tridock.cli import (
+    bench,
+    calibrate,
+    cluster,
+    completion,
+    data,
+    interrupts,
+    launch,
+    plan,
+    project,
+    run,
+    runs,
+    slurm,
+    track,
+    train,
+    watch,
+    weights,
+)
+from tridock.cli.options import HelpFormatter, Parser, UsageError
+from tridock.cli.output import print_problems
+from tridock.errors import EXIT_INTERRUPTED, Problem, RequestError, TridockError, count, cut, extras_explained
+
+if TYPE_CHECKING:
+    from tridock.cli.options import Action
+
+_DESCRIPTION: Final = (
+    "Plan, run, measure and diagnose distributed training: on a cluster of Docker hosts (launch), on this machine"
+    " (train), or on a Slurm cluster (slurm)."
+)
+_EXIT_BROKEN_PIPE: Final = 141
+"""As of a program that SIGPIPE ends."""
+
+
+def main(argv: Sequence[str] | None = None, program: str = "tridock") -> int:
+    """Runs one subcommand and returns its exit code (docs/architecture.md lists the codes).
+
+    ``program`` is the name that help and hints have: ``fab`` for Fabric's tasks.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller; a file that is opened later must not take its place
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115  open until the end
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # `| tee log` shows each line as soon as it is printed. File names may be any bytes.
+        sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
+    parser = build_parser(program)
+    completion.complete(parser)
+    given = sys.argv[1:] if argv is None else argv
+    own = itertools.takewhile(lambda word: word != "--", given)  # what follows is a program's
+    as_json = any(len(word) > len("--") and "--json".startswith(word) for word in own)
+    try:
+        with interrupts.raised(), extras_explained(), _long_names_refused():
+            arguments = parser.parse_args(given)
+            action: Action = arguments.action
+            code = action(arguments)
+            sys.stdout.flush()
+    except UsageError as error:
+        if as_json:
+            print_problems([{"field": "", "message": error.message, "nearest": []}])
+        raise
+    except TridockError as error:
+        if as_json:
+            print_problems([problem.document for problem in error.problems])
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader has enough (`| head`). Python would complain at exit about what is left to write.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _EXIT_BROKEN_PIPE
+    return code
+
+
+@contextmanager
+def _long_names_refused() -> Iterator[None]:
+    """Turns the OSError of a path that no file system takes, wherever it is looked for, into a RequestError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        what, name = "is too long for a file's name", str(error.filename)
+        raise RequestError(
+            Problem(cut(name, 80), what, count(len(name), "character"), "give the path of a file")
+        ) from None
+
+
+@functools.cache
+def build_parser(program: str = "tridock") -> argparse.ArgumentParser:
+    parser = Parser(prog=program, description=_DESCRIPTION, formatter_class=HelpFormatter)
+    parser.set_defaults(program=program)
+    parser.add_argument(
+        "--version", action="version", version=f"tridock {__version__}", help="show the version and exit"
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for module in (train, plan, cluster, launch, run, runs, watch, track):
+        module.add(commands)
+    for module in (weights, data, slurm, bench, calibrate, project, completion):
+        module.add(commands)
+    return parser

@@ -1,0 +1,155 @@
+"""Who supervises a run: the newest of its leases, files of the run's folder that all nodes see where it is shared.
+
+``.lease-N``: N is the fencing token. The supervisor that holds a lease touches its file every ``RENEW_S`` seconds.
+Another node that has watched it untouched for ``EXPIRY_S``, by its own clock, first marks it as taken and then creates
+the next one with ``link``, which succeeds for one node only, on NFS too. A supervisor looks for the mark before it
+acts: one that stood still finds that it has lost the run.
+"""
+
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, Self
+
+from tridock.contracts import run_folder
+from tridock.contracts.codec import decode, encode
+
+RENEW_S: Final = 2.0
+EXPIRY_S: Final = 10.0
+_NAME: Final = ".lease-"
+
+
+class LeaseLostError(Exception):
+    """Another node has taken the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """What the file of a lease holds."""
+
+    node: str
+    """The node whose supervisor holds it."""
+    begun: float
+    """As in :class:`tridock.contracts.supervision.Supervision`, from one lease to the next."""
+    taken_by: str | None = None
+
+
+def newest(folder: Path) -> int:
+    """The token of a run's newest lease; 0 where this node sees none."""
+    return max(_tokens(folder), default=0)
+
+
+def read(folder: Path, token: int) -> Lease | None:
+    """A lease; None for one that cannot be read."""
+    try:
+        return decode(Lease, _path(folder, token).read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+class HeldLease:
+    """The lease that this process holds."""
+
+    def __init__(self, folder: Path, token: int, lease: Lease) -> None:
+        self.token, self.begun = token, lease.begun
+        self._folder, self._node = folder, lease.node
+        self._renewed = time.monotonic()
+
+    @classmethod
+    def first(cls, folder: Path, node: str, begun: float) -> Self:
+        """The lease of a run that somebody starts, the first time or again."""
+        while True:
+            held = cls._next(folder, newest(folder), node, begun)
+            if held is not None:
+                return held
+
+    @classmethod
+    def take(cls, folder: Path, token: int, node: str) -> Self | None:
+        """The lease after ``token``, which has expired; None where another node was faster."""
+        return cls._next(folder, token, node, time.time())
+
+    @classmethod
+    def _next(cls, folder: Path, token: int, node: str, begun: float) -> Self | None:
+        if token:
+            before = read(folder, token) or Lease("", begun)
+            begun = min(begun, before.begun)
+            # The mark comes first: whoever still holds that lease ends before anybody has the next.
+            run_folder.write_atomic(_path(folder, token), _encoded(replace(before, taken_by=node)))
+        lease = Lease(node, begun)
+        partial = folder / f"{_NAME}{secrets.token_hex(8)}.part"  # nodes have the same process numbers
+        run_folder.write_atomic(partial, _encoded(lease))
+        try:
+            os.link(partial, _path(folder, token + 1))
+        except FileExistsError:
+            return None
+        finally:
+            partial.unlink(missing_ok=True)
+        return cls(folder, token + 1, lease)
+
+    def check(self) -> None:
+        """Raises :class:`LeaseLostError` if another node has taken the run."""
+        found = read(self._folder, self.token)
+        if found is not None and found.taken_by is not None:
+            raise LeaseLostError(f"the supervisor on {self._node} stood still, and {found.taken_by} took the run over")
+
+    def renew(self) -> None:
+        """Shows the other nodes that this supervisor is alive, every ``RENEW_S`` seconds. Raises as :meth:`check`."""
+        now = time.monotonic()
+        if now - self._renewed >= RENEW_S:
+            self.check()
+            self._renewed = now
+            with suppress(OSError):  # a disk that is read-only; a folder that somebody removed
+                os.utime(_path(self._folder, self.token))
+
+
+class LeaseWatch:
+    """The newest lease of a run as another node sees it, and for how long nobody has touched it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._seen = self._stamp()
+        self._since = self._looked = time.monotonic()
+        self.renewed = False
+        """Whether it was touched by the supervisor that holds it."""
+
+    @property
+    def token(self) -> int:
+        return self._seen[0]
+
+    def look(self) -> float:
+        """The seconds for which the lease is known to be untouched."""
+        now, seen = time.monotonic(), self._stamp()
+        if seen[0] == self._seen[0] and seen != self._seen:
+            lease = read(self._folder, seen[0])
+            self.renewed = lease is None or lease.taken_by is None
+        if seen != self._seen or now - self._looked > EXPIRY_S / 2:  # this node itself may have stood still
+            self._since = now
+        self._seen, self._looked = seen, now
+        return now - self._since
+
+    def _stamp(self) -> tuple[int, int]:
+        """Opened, not only looked at: NFS asks its server then."""
+        token = newest(self._folder)
+        try:
+            with _path(self._folder, token).open("rb") as file:
+                return token, os.fstat(file.fileno()).st_mtime_ns
+        except OSError:
+            return token, 0
+
+
+def _tokens(folder: Path) -> Iterator[int]:
+    for path in folder.glob(f"{_NAME}*"):
+        with suppress(ValueError):
+            yield int(path.name.removeprefix(_NAME))
+
+
+def _path(folder: Path, token: int) -> Path:
+    return folder / f"{_NAME}{token}"
+
+
+def _encoded(lease: Lease) -> bytes:
+    return f"{encode(lease)}\n".encode()

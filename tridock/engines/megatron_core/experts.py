@@ -1,0 +1,96 @@
+"""Reasons why megatron-core cannot run a mixture of experts. Its groups of experts are those of its parallel_state."""
+
+import math
+from collections.abc import Iterator
+from itertools import product
+
+from tridock.engines.engine import Choice
+from tridock.engines.fields import MIXTURE, as_yaml
+from tridock.errors import Problem
+from tridock.experiment import Experiment
+from tridock.layout.split import around, divisors, either, nearest_divisors
+
+
+def problems(experiment: Experiment) -> Iterator[Problem]:
+    """What stands against the mixture, whatever the number of ranks."""
+    if experiment.model.num_moe_experts is None:
+        yield from _without_experts(experiment)
+    else:
+        yield from _size_problems(experiment, experiment.model.num_moe_experts)
+        yield from _layout_problems(experiment)
+
+
+def rank_problems(experiment: Experiment, replicas: int) -> Iterator[Problem]:
+    """Ranks of a pipeline stage that groups of experts do not fill."""
+    if (count := experiment.model.num_moe_experts) is None:
+        return
+    parallel = experiment.parallel
+    ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size * replicas
+    tensor, size = parallel.expert_tensor_size, parallel.expert_model_parallel_size
+    if ranks % tensor:
+        near = nearest_divisors(ranks, tensor)
+        what, todo = f"must divide the {ranks} ranks of a pipeline stage", f"use {either(near)}"
+        yield Problem("parallel.expert_tensor_parallel_size", what, str(tensor), todo, near)
+    elif ranks % (tensor * size):
+        near = around([one for one in divisors(ranks // tensor) if count % one == 0], size)
+        of = f"{ranks // tensor} of the " if tensor > 1 else ""
+        what = f"must divide {of}{ranks} ranks of a pipeline stage" + (
+            f" (one in expert_tensor_parallel_size {tensor})" if tensor > 1 else ""
+        )
+        yield Problem("parallel.expert_model_parallel_size", what, str(size), f"use {either(near)}", near)
+
+
+def expert_choices(experiment: Experiment, tensor: int) -> list[Choice]:
+    """Expert parallel sizes, and the ranks of an expert, that are worth a try: whole experts, or shared as the rest."""
+    if (count := experiment.model.num_moe_experts) is None:
+        return [{}]
+    names = ("parallel.expert_model_parallel_size", "parallel.expert_tensor_parallel_size")
+    sizes = product(divisors(count), (1,) if tensor == 1 else (1, tensor))
+    return [dict(zip(names, chosen, strict=True)) for chosen in sizes]
+
+
+def _without_experts(experiment: Experiment) -> Iterator[Problem]:
+    for path in MIXTURE:
+        section, _, name = path.partition(".")
+        given = getattr(experiment, section)
+        default, value = type(given).model_fields[name].default, getattr(given, name)
+        if value != default:
+            yield Problem(path, "needs model.num_moe_experts", as_yaml(value), "leave it out", (as_yaml(default),))
+
+
+def _size_problems(experiment: Experiment, count: int) -> Iterator[Problem]:
+    model, parallel = experiment.model, experiment.parallel
+    if model.moe_router_topk > count:
+        what, todo = f"must be at most num_moe_experts {count}", f"use {count} or fewer"
+        yield Problem("model.moe_router_topk", what, str(model.moe_router_topk), todo, (count,))
+    if model.moe_router_load_balancing_type == "none" and model.moe_aux_loss_coeff:
+        what = "moe_router_load_balancing_type none has no such loss"
+        yield Problem("model.moe_aux_loss_coeff", what, f"{model.moe_aux_loss_coeff:g}", "leave it out", ("0.0",))
+    size, tensor = parallel.expert_model_parallel_size, parallel.expert_tensor_size
+    if count % size:
+        near = nearest_divisors(count, size)
+        what, todo = f"must divide num_moe_experts {count}", f"use {either(near)}"
+        yield Problem("parallel.expert_model_parallel_size", what, str(size), todo, near)
+    if model.expert_size % tensor:
+        near = nearest_divisors(math.gcd(model.expert_size, parallel.tensor_model_parallel_size) or 1, tensor)
+        what, todo = f"must divide the experts' width {model.expert_size}", f"use {either(near)}"
+        yield Problem("parallel.expert_tensor_parallel_size", what, str(tensor), todo, near)
+
+
+def _layout_problems(experiment: Experiment) -> Iterator[Problem]:
+    parallel, tensor = experiment.parallel, experiment.parallel.expert_tensor_size
+    if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
+        what = "megatron-core trains a mixture of experts with tensor parallelism only so"
+        yield Problem("parallel.sequence_parallel", what, "false", "set it to true", ("true",))
+    if experiment.model.add_bias_linear:
+        # It adds them in place to what its autograd functions returned: the first step fails (0.16.1).
+        what = "megatron-core trains no experts with biases"
+        yield Problem("model.add_bias_linear", what, "true", "set it to false", ("false",))
+    ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+    covered = tensor * parallel.expert_model_parallel_size
+    if parallel.use_tp_pp_dp_mapping and parallel.pipeline_model_parallel_size > 1 and covered != ranks:
+        what = (
+            "megatron-core numbers the ranks so only where expert_tensor_parallel_size x expert_model_parallel_size"
+            f" {covered} is tensor x context parallel size {ranks}"
+        )
+        yield Problem("parallel.use_tp_pp_dp_mapping", what, "true", "leave it out, or change one of them", ("false",))

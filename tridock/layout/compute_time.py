@@ -1,0 +1,175 @@
+"""How long a rank of a pipeline stage computes on one micro batch: matrix products by their shapes, attention, what
+lies between them, and what is computed again. Pure.
+
+Between the products a layer reads and writes the residual stream and the insides of attention and MLP: two norms (read,
+written), two additions of the residual with their dropout (two read, one written), the activation function and the
+changes to queries and keys, whose kept tensors are each written or read once more. The backward pass takes twice that.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+from tridock.experiment import Experiment
+from tridock.layout.activations import Sizes
+from tridock.layout.kernels import Device, attention_seconds, pass_seconds, product_seconds
+from tridock.layout.shape import Parameters, layers_of_stage, recomputed_layers
+
+Attention = Literal["fused", "unfused"]
+_FORWARD_KERNELS: Final = 20
+"""Of one layer, as the engines start them: products, attention, norms, additions, the activation function, copies."""
+_BACKWARD_KERNELS: Final = 40
+_SCORE_PASSES: Final = 8
+"""Over the scores, of attention that is not fused: written, scaled, masked, softmax, dropout and its mask, read."""
+_LOSS_BYTES: Final = 28
+"""Of each logit, forward and backward: brought to fp32 and back (6 and 6), softmax (8), its gradient (8)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageTime:
+    """Seconds of one micro batch on one rank."""
+
+    products: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    """What is limited by the device's memory: norms, additions, activation functions, sums of gradients."""
+    recomputed: float = 0.0
+    launches: float = 0.0
+    """Starts and ends of kernels, and what the device waits for the host to start them."""
+    hides_tensor: float = 0.0
+    """Included above: products of weights' gradients beside which tensor parallel ranks may communicate."""
+
+    @property
+    def total(self) -> float:
+        return self.products + self.attention + self.elementwise + self.recomputed + self.launches
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """One layer, one way."""
+
+    products: float
+    attention: float
+    elementwise: float
+    kernels: int
+
+    def waits(self, device: Device) -> float:
+        busy = self.products + self.attention + self.elementwise + self.kernels * device.start_s
+        return max(0.0, self.kernels * device.launch_s - busy) + self.kernels * device.start_s
+
+    def total(self, device: Device) -> float:
+        return self.products + self.attention + self.elementwise + self.waits(device)
+
+
+def stage_time(
+    experiment: Experiment,
+    stage: int,
+    device: Device,
+    sizes: Sizes,
+    weights: Parameters,
+    rows: int,
+    *,
+    summed_bytes: float,
+    attention: Attention = "fused",
+    kernels: float = 1.0,
+) -> StageTime:
+    """``rows``: of the token table, over all tensor parallel ranks. ``summed_bytes``: read and written of a weight for
+    each micro batch, as its gradient is added to the others. ``kernels``: share of a layer's kernels that is left where
+    it is compiled."""
+    layers = layers_of_stage(experiment, stage)
+    forward, backward, column = _layer(experiment, device, sizes, attention, kernels)
+    again = recomputed_layers(experiment, layers) * forward.total(device)
+    if experiment.model.recompute_granularity == "selective":
+        again = layers * forward.attention
+    waits = layers * (forward.waits(device) + backward.waits(device))
+    time = StageTime(
+        products=layers * (forward.products + backward.products),
+        attention=layers * (forward.attention + backward.attention),
+        elementwise=layers * (forward.elementwise + backward.elementwise),
+        recomputed=again,
+        launches=waits,
+        hides_tensor=layers * column,
+    )
+    if not device.flat:
+        sums = pass_seconds(device, summed_bytes * weights.total)
+        time = replace(time, elementwise=time.elementwise + sums)
+    if stage < experiment.parallel.pipeline_model_parallel_size - 1:
+        return time
+    products, loss = _head(experiment, device, sizes, rows)
+    return replace(time, products=time.products + products, elementwise=time.elementwise + loss)
+
+
+def _layer(
+    experiment: Experiment, device: Device, sizes: Sizes, attention: Attention, kernels: float
+) -> tuple[_Pass, _Pass, float]:
+    """Forward, backward, and the part of the latter that tensor parallel ranks' exchange of gradients may hide behind:
+    products for the gradients of the weights whose columns they share."""
+    model, parallel = experiment.model, experiment.parallel
+    tensor = parallel.tensor_model_parallel_size
+    wide, narrow, ffn = model.hidden_size, model.attention_size // tensor, model.ffn_size // tensor
+    first = (model.attention_size + 2 * model.key_size) // tensor, ffn * (2 if model.swiglu else 1)
+    tokens, size = sizes.tokens, sizes.short
+    matrices = [(tokens, first[0], wide), (tokens, wide, narrow)]
+    if model.num_moe_experts is None:
+        matrices += [(tokens, first[1], wide), (tokens, wide, ffn)]
+    else:
+        matrices += expert_matrices(experiment, tokens)
+    one_way = sum(product_seconds(device, rows, out, into, size) for rows, out, into in matrices)
+    inputs = sum(product_seconds(device, rows, into, out, size) for rows, out, into in matrices)
+    gradients = [product_seconds(device, out, into, rows, size) for rows, out, into in matrices]
+    samples = experiment.batch.micro_batch_size / parallel.context_parallel_size
+    heads = model.num_attention_heads / tensor
+    if attention == "unfused" and not device.flat:
+        mixed = _unfused(experiment, device, size, heads)
+    else:
+        mixed = attention_seconds(device, model.seq_length, heads, model.head_size, samples)
+    between = 0.0 if device.flat else pass_seconds(device, _between_bytes(sizes))
+    return (
+        _Pass(one_way, mixed[0], between, round(_FORWARD_KERNELS * kernels)),
+        _Pass(inputs + sum(gradients), mixed[1], 2 * between, round(_BACKWARD_KERNELS * kernels)),
+        gradients[0] + (gradients[2] if model.num_moe_experts is None else 0.0),
+    )
+
+
+def expert_matrices(experiment: Experiment, tokens: int) -> list[tuple[int, int, int]]:
+    """Rows, columns and width of the products of the experts of a rank, each with as many tokens as the others.
+
+    ``tokens``: of a context parallel rank's micro batch.
+    """
+    model, parallel = experiment.model, experiment.parallel
+    count, tensor = model.experts // parallel.expert_model_parallel_size, parallel.expert_tensor_size
+    routed = tokens * model.active_experts * tensor // parallel.tensor_model_parallel_size
+    rows, ffn = max(1, routed // count), model.expert_size // tensor
+    return [(rows, ffn * (2 if model.swiglu else 1), model.hidden_size), (rows, model.hidden_size, ffn)] * count
+
+
+def _between_bytes(sizes: Sizes) -> float:
+    """Read and written between the products of a layer's forward pass."""
+    return 10 * sizes.residual + 4 * sizes.dropout + sizes.mlp + sizes.inner / 2 + sizes.casts
+
+
+def _unfused(experiment: Experiment, device: Device, size: int, heads: float) -> tuple[float, float]:
+    """Attention whose scores are written to memory: two products forward, four backward."""
+    model = experiment.model
+    samples, length = experiment.batch.micro_batch_size, model.seq_length
+    of_a_head = product_seconds(device, length, length, model.head_size, size)
+    flops = 4.0 * length * length * model.head_size
+    products = max(of_a_head / 4, flops / (device.tflops * 1e12 * device.matmul_share)) * heads * samples
+    scores = pass_seconds(device, _SCORE_PASSES * size * samples * heads * length * length)
+    return products + scores, 2 * products + scores
+
+
+def _head(experiment: Experiment, device: Device, sizes: Sizes, rows: int) -> tuple[float, float]:
+    """The output layer's products, both ways, and the passes over the logits."""
+    columns, wide = rows // experiment.parallel.tensor_model_parallel_size, experiment.model.hidden_size
+    tokens, size = sizes.tokens, sizes.short
+    products = (
+        product_seconds(device, tokens, columns, wide, size)
+        + product_seconds(device, tokens, wide, columns, size)
+        + product_seconds(device, columns, wide, tokens, size)
+    )
+    return products, 0.0 if device.flat else pass_seconds(device, _LOSS_BYTES * float(tokens) * columns)
+
+
+def vision_seconds(device: Device, flops: float) -> float:
+    """Of convolutions, at a rate that was given."""
+    return flops / (device.tflops * 1e12 * device.matmul_share)

@@ -1,0 +1,59 @@
+"""Whether this node has the libraries of trackers and notifications, and whether their servers answer."""
+
+import json
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import Final
+from urllib.parse import urlsplit
+
+from tridock.contracts.sinks import EXTRAS, NOTIFY, Reachable, find_python, has_wandb_login
+
+_PATIENCE_S: Final = 5.0
+_PORTS: Final = {"http": 80, "https": 443}
+
+
+_KNOWN: Final = """
+import apprise, json, sys
+given = json.load(sys.stdin)
+print(json.dumps([name for name, address in given.items() if apprise.Apprise.instantiate(address) is None]))
+"""
+
+
+def reachable(
+    names: Sequence[str], addresses: Sequence[str], notify: Mapping[str, str], *, asks_login: bool
+) -> Reachable:
+    """The modules of these sinks that no Python here has, and the servers that take no connection.
+
+    ``notify``: apprise's addresses by their variables; ``asks_login``: whether W&B's key has to be here.
+    """
+    modules = dict.fromkeys(EXTRAS[name][0] for name in names)
+    missing = tuple(module for module in modules if find_python(module) is None)
+    failures = {address: _failure(address) for address in dict.fromkeys(addresses)}
+    return Reachable(
+        missing,
+        {address: why for address, why in failures.items() if why is not None},
+        unknown=_unknown(notify),
+        has_login=not asks_login or has_wandb_login(),
+    )
+
+
+def _unknown(notify: Mapping[str, str]) -> tuple[str, ...]:
+    """The variables whose address apprise does not understand; what it says of them would show secrets."""
+    python = find_python(EXTRAS[NOTIFY][0]) if notify else None
+    if python is None:
+        return ()
+    done = subprocess.run(
+        [python, "-P", "-c", _KNOWN], input=json.dumps(notify).encode(), capture_output=True, check=True
+    )
+    return tuple(json.loads(done.stdout))
+
+
+def _failure(address: str) -> str | None:
+    parts = urlsplit(address)
+    try:
+        place = (parts.hostname or "", parts.port or _PORTS.get(parts.scheme, 443))
+        socket.create_connection(place, timeout=_PATIENCE_S).close()
+    except (OSError, ValueError) as error:
+        return str(getattr(error, "strerror", None) or error)
+    return None

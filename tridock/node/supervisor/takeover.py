@@ -1,0 +1,48 @@
+"""What a node does that has lost the head of a run: it waits, and supervises the run itself once the head's lease ends.
+
+All nodes of the run do that, each a little later than the one before it; the lease goes to one. The head is among them,
+as its supervisor alone may be gone.
+"""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from tridock.contracts import run_folder
+from tridock.contracts.lease import EXPIRY_S, HeldLease, LeaseWatch
+from tridock.contracts.run_state import exit_code_of
+from tridock.contracts.supervision import Supervision
+from tridock.node.agent.node_agent import is_replaced
+from tridock.node.supervisor import process
+
+_LOOK_S: Final = 1.0
+_STAGGER_S: Final = 1.5
+_LATEST_S: Final = 9.0
+
+
+def stand_in(folder: Path, node: str) -> None:
+    """Takes the run over once nobody else supervises it.
+
+    Returns when a supervisor is back, when the run is over, or when this node may not take it over.
+    """
+    supervision = Supervision.from_json((folder / run_folder.SUPERVISION).read_text())
+    watch = LeaseWatch(folder)
+    # Without a lease the folder is this node's alone, and what the head knows is not here.
+    if not supervision.may_be_taken_over or not watch.token:
+        return
+    patience = EXPIRY_S + min(_LATEST_S, _STAGGER_S * supervision.watched.index(node))
+    while not _is_over(folder) and not watch.renewed and not is_replaced(folder, node):
+        if watch.look() > patience and (held := HeldLease.take(folder, watch.token, node)) is not None:
+            process.take_over(folder, _led_by(node, supervision), held, supervision.head)
+            return
+        time.sleep(_LOOK_S)
+
+
+def _is_over(folder: Path) -> bool:
+    return exit_code_of(folder) is not None or (folder / run_folder.STOPPED).exists()
+
+
+def _led_by(node: str, supervision: Supervision) -> Supervision:
+    others = tuple(name for name in supervision.watched if name != node)
+    return replace(supervision, head=node, remote=others)

@@ -1,0 +1,108 @@
+"""Calibrations: measures the devices of this machine or of a cluster's nodes, writes and reads the result."""
+
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from tridock.contracts.calibration import SUFFIX, Calibration
+from tridock.contracts.codec import decode, encode
+from tridock.errors import ClusterError, Problem, RequestError
+from tridock.ops.rank_group import Ended, parse, reduce_command
+from tridock.ops.runs.this_machine import node_environment
+
+if TYPE_CHECKING:
+    from tridock.ops.hosts.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class _Local:
+    """A command that has ended on this machine."""
+
+    exit_code: int
+    stdout: bytes = b""
+    stderr: bytes = b""
+
+
+LIMIT_S: Final = 120
+_MARGIN_S: Final = 10.0
+_MODULE: Final = "tridock.train.calibrate"
+_TODO: Final = "tridock check --hosts names what is wrong with a cluster"
+
+
+def calibrate_here(ranks: int, port: int) -> Calibration:
+    """Measures this machine with so many ranks. Raises :class:`ClusterError` if they fail."""
+    _, *arguments = reduce_command({"localhost": range(ranks)}, "127.0.0.1", port, LIMIT_S, _MODULE)
+    argv = [sys.executable, *arguments]
+    try:
+        done = subprocess.run(argv, env=node_environment(ranks), capture_output=True, check=False, timeout=LIMIT_S + 10)
+    except subprocess.TimeoutExpired:
+        return _calibration(_Local(1), "this machine")
+    return _calibration(_Local(done.returncode, done.stdout, done.stderr), "this machine")
+
+
+def calibrate_nodes(session: "Session", port: int) -> Calibration:
+    """Measures all slots of a cluster's nodes, which must be up. Raises :class:`ClusterError` if they fail."""
+    head, slots = session.head, {node: session.cluster.everywhere[node] for node in session.nodes}
+    argv = reduce_command(slots, session.cluster.address_of(head), port, LIMIT_S, _MODULE)
+    done = session.hosts[head].run(session.inside(head, *argv), timeout=LIMIT_S + _MARGIN_S)
+    return _calibration(done, ", ".join(session.nodes))
+
+
+def _calibration(done: Ended, where: str) -> Calibration:
+    found = parse(done, LIMIT_S)
+    if found.result is None:
+        raise ClusterError(Problem(where, "the calibration failed", found.error, _TODO))
+    return _decoded(found.result)
+
+
+def _decoded(document: Mapping[str, object]) -> Calibration:
+    return decode(Calibration, encode(document))
+
+
+def write_calibration(calibration: Calibration, path: Path) -> None:
+    """Complete or not at all."""
+    partial = path.with_name(f"{path.name}.part")
+    partial.write_text(encode(calibration) + "\n")
+    partial.replace(path)
+
+
+def read_calibration(path: Path) -> Calibration:
+    """Raises :class:`RequestError` for a file that is none."""
+    todo = "write one with tridock calibrate"
+    try:
+        return decode(Calibration, path.read_text())
+    except OSError as error:
+        raise RequestError(Problem(str(path), "cannot be read", error.strerror or str(error), todo)) from None
+    except (ValueError, UnicodeDecodeError):
+        raise RequestError(Problem(str(path), "is not a calibration", "", todo)) from None
+
+
+def beside(hostfile: Path) -> Path:
+    """Where the calibration of a cluster is."""
+    return hostfile.with_name(hostfile.name + SUFFIX)
+
+
+def summary(calibration: Calibration) -> Sequence[str]:
+    """What was measured, a line each."""
+    lines = [f"{calibration.device}, {calibration.ranks} ranks at the same time"]
+    for precision in dict.fromkeys(one.precision for one in calibration.products):
+        rates = [
+            2 * one.rows * one.columns * one.inner / one.seconds / 1e12
+            for one in calibration.products
+            if one.precision == precision
+        ]
+        lines.append(f"matrix products in {precision}: {min(rates):.3g} to {max(rates):.3g} TFLOP/s")
+    for one in calibration.attention:
+        lines.append(
+            f"attention in {one.precision}, {one.length} tokens: {one.forward_s * 1e3:.3g} ms forward,"
+            f" {one.backward_s * 1e3:.3g} ms backward"
+        )
+    lines.append(f"memory: {calibration.memory_gb_s:.3g} GB/s; {calibration.launch_s * 1e6:.2g} us a kernel")
+    for summed in calibration.sums:
+        place = "within a node" if summed.nodes == 1 else f"over {summed.nodes} nodes"
+        rate = 2 * (summed.ranks - 1) / summed.ranks * summed.bytes / summed.seconds / 1e9
+        lines.append(f"all-reduce of {summed.bytes / 2**20:g} MiB, {summed.ranks} ranks {place}: {rate:.3g} GB/s")
+    return lines

@@ -1,0 +1,104 @@
+"""Commands on a host that run for as long as something here does, and a lock on a cluster's nodes made of one."""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import Empty, SimpleQueue
+from typing import Final
+
+from tridock.command import Command
+from tridock.errors import ClusterError, Problem
+from tridock.ops.hosts.session import Session
+from tridock.remote import Host
+from tridock.remote.host import remedy_of
+
+HOLD: Final = "while timeout 60 sh -c 'read -r beat'; do :; done"
+"""The end of a held command's script: a connection that is lost without a word ends it within a minute."""
+_BEAT_S: Final = 2.0
+_END_S: Final = 30.0
+
+# Without flock two commands may meet, as they always could.
+_LOCK = rf"""
+case $1 in '~'/*) lock=$HOME/${{1#*/}};; *) lock=$1;; esac
+mkdir -p -- "${{lock%/*}}" && exec 9>>"$lock" || exit 1
+if command -v flock >/dev/null 2>&1; then flock -n 9 || {{ echo waiting; flock 9; }}; fi
+echo locked
+{HOLD}
+"""
+
+
+class HeldCommand:
+    """A command that ends in :data:`HOLD`, from its start to :meth:`release`, or to the end of this process."""
+
+    def __init__(self, host: Host, command: Command, fails: str, ended: Callable[[], object] = lambda: None) -> None:
+        """``fails`` is what is wrong where it ends by itself; ``ended`` is then called, in another thread, if it had
+        printed a line."""
+        self._host, self._command, self._fails, self._ended = host, command, fails, ended
+        self._stop = threading.Event()
+        self._lines: SimpleQueue[str | ClusterError] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def line(self, timeout: float | None = None) -> str:
+        """The next line that it prints. Raises :class:`ClusterError` where it ends, or prints none in time."""
+        try:
+            line = self._lines.get(timeout=timeout)
+        except Empty:
+            todo = "see what holds it up there, then try again"
+            raise ClusterError(Problem(self._host.name, self._fails, f"no answer within {timeout:g} s", todo)) from None
+        if isinstance(line, ClusterError):
+            raise line
+        return line
+
+    def release(self) -> None:
+        """Has the command end."""
+        self._stop.set()
+
+    def end(self) -> None:
+        """Has the command end, and waits for it."""
+        self.release()
+        self._thread.join(_END_S)
+
+    def _run(self) -> None:
+        said, lines = bytearray(), 0
+
+        def hear(output: bytes) -> None:
+            nonlocal lines
+            said.extend(output)
+            while b"\n" in said:
+                line, _, rest = bytes(said).partition(b"\n")
+                said[:] = rest
+                lines += 1
+                self._lines.put(line.decode(errors="replace"))
+
+        try:
+            done = self._host.exchange(self._beats(), hear, self._command)
+            error = done.stderr.decode(errors="replace").strip().rpartition("\n")[2] or f"exit code {done.exit_code}"
+            todo = remedy_of(done.exit_code, error)
+            failure = ClusterError(Problem(self._host.name, self._fails, error, todo))
+        except ClusterError as lost:
+            failure = lost
+        if lines and not self._stop.is_set():
+            self._ended()
+        self._lines.put(failure)
+
+    def _beats(self) -> Iterator[bytes]:
+        while not self._stop.wait(_BEAT_S):
+            yield b"\n"
+
+
+@contextmanager
+def nodes_locked(session: Session) -> Iterator[None]:
+    """One command at a time changes the nodes of a cluster, from whatever machine: the head's host keeps the lock."""
+    host = session.hosts[session.head]
+    lock = Command.of("sh", "-c", _LOCK, "lock", session.transport.lock_file())
+    held = HeldCommand(host, lock, "the cluster's nodes cannot be locked")
+    try:
+        if held.line() == "waiting":
+            print(f"another command changes the nodes of {session.cluster.name}; waiting for it", file=sys.stderr)
+            held.line()
+            session.forget_states()
+        yield
+    finally:
+        held.end()

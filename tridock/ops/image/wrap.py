@@ -1,0 +1,67 @@
+"""Tridock's layer on an image of the user's own: built on this machine where it is missing or of other code."""
+
+import hashlib
+import shutil
+from pathlib import Path
+from typing import Final
+
+from tridock.cluster.settings import Cluster
+from tridock.command import Command
+from tridock.errors import ClusterError, Problem
+from tridock.ops.project import ImageOptions, build_image
+from tridock.project_files import recipe_files
+from tridock.remote import LocalHost
+
+BASE: Final = "tridock.base"
+CODE: Final = "tridock.code"
+TITLE: Final = "org.opencontainers.image.title"
+_PARTS: Final = ("Dockerfile.wrap", "entrypoint", "tridock", "tools")
+
+
+def wrap(image: str, name: str, ca: str = "") -> int:
+    """Builds ``name``, Tridock's layer on ``image``, and returns the build's exit code.
+
+    Labels say what it was made from: the id of the image, where that is here already, and a digest of Tridock's code.
+    """
+    labels = ((BASE, _label(image, "") or ""), (CODE, _code_digest()))
+    return build_image(ImageOptions("wrap", image, name, ca, labels=labels), Path())
+
+
+def ensure_wrapped(cluster: Cluster) -> None:
+    """Builds the cluster's image where it is Tridock's layer on another one, and missing here or not up to date."""
+    if cluster.wraps is None:
+        return
+    name, base = cluster.settings.image, _label(cluster.wraps, "")
+    if _label(name, CODE) == _code_digest() and base in (None, _label(name, BASE)):
+        return
+    if base is None:  # its id tells later whether it has changed
+        pulled = LocalHost().run(Command.of("docker", "pull", "--quiet", cluster.wraps))
+        if pulled.exit_code:
+            reason = pulled.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+            todo = "build or load it here, or log in to its registry"
+            raise ClusterError(Problem(cluster.wraps, "is not on this machine and cannot be pulled", reason, todo))
+    if code := wrap(cluster.wraps, name):
+        todo = "the build's messages above say why"
+        raise ClusterError(Problem(cluster.wraps, "cannot be wrapped", f"exit code {code}", todo))
+
+
+def has_layer(image: str) -> bool:
+    """Whether an image on this machine has Tridock's layer. Without Docker here, the hosts' image is taken as it is."""
+    return shutil.which("docker") is None or _label(image, TITLE) == "tridock"
+
+
+def _label(image: str, label: str) -> str | None:
+    """A label of an image on this machine, empty where it has none (without ``label``, its id); None without image."""
+    form = f'{{{{index .Config.Labels "{label}"}}}}' if label else "{{.Id}}"
+    done = LocalHost().run(Command.of("docker", "image", "inspect", "--format", form, image), timeout=30.0)
+    return done.stdout.decode().strip() if done.exit_code == 0 else None
+
+
+def _code_digest() -> str:
+    digest = hashlib.sha256()
+    recipe = recipe_files()
+    for part in _PARTS:
+        for path in sorted((recipe[part], *recipe[part].rglob("*"))) if part in recipe else ():
+            if path.is_file() and path.suffix != ".pyc":
+                digest.update(f"{part} {path.name}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]

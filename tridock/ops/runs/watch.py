@@ -1,0 +1,59 @@
+"""Who answers for a run that is watched: its folder on this machine, or its head over the SSH that is there."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from tridock.contracts import run_folder
+from tridock.contracts.codec import decode
+from tridock.contracts.node_answers import RunNews
+from tridock.contracts.records import check_run
+from tridock.errors import ClusterError, Problem
+from tridock.ops.runs.this_machine import node_argv, node_environment
+
+if TYPE_CHECKING:
+    from tridock.ops.hosts.session import Session
+    from tridock.ops.runs.registry import Run
+
+_TIMEOUT_S = 120.0
+
+
+class Position(Protocol):
+    """How far a run's records are known."""
+
+    offset: int
+    inode: int
+    event_count: int
+
+
+def ask_folder(folder: Path) -> Callable[[Position], RunNews]:
+    """News from a run's folder on this machine. Raises :class:`RequestError` where it is none."""
+    check_run(folder)
+
+    def ask(known: Position) -> RunNews:
+        argv = [*node_argv(), "news", str(folder), *_position(known)]
+        done = subprocess.run(argv, env=node_environment(1), capture_output=True, check=False)
+        if done.returncode:
+            what = "its records cannot be read"
+            got = done.stderr.decode(errors="replace").strip()[-300:]
+            raise ClusterError(Problem(str(folder), what, got, "see whether the folder is still there"))
+        return decode(RunNews, done.stdout)
+
+    return ask
+
+
+def ask_head(session: Session, run: Run) -> Callable[[Position], RunNews]:
+    """News from the head of a run."""
+    path = f"{run_folder.WORKSPACE}/runs/{run.run_id}"
+
+    def ask(known: Position) -> RunNews:
+        return session.ask(run.head, RunNews, "news", path, *_position(known), timeout=_TIMEOUT_S)
+
+    return ask
+
+
+def _position(known: Position) -> tuple[str, ...]:
+    return f"--offset={known.offset}", f"--inode={known.inode}", f"--events={known.event_count}"

@@ -1,0 +1,79 @@
+"""The correction of a plan by a run: by which factor the kernels and messages of the estimate take longer, so that the
+run's own plan gives the step time that was measured; and how much more its tensors take."""
+
+import math
+from dataclasses import replace
+from typing import Final
+
+from tridock.errors import Problem, RequestError
+from tridock.layout.shape import Shape
+from tridock.plan.assess import Assessment, assess
+from tridock.plan.assumptions import Assumptions
+from tridock.plan.correction import Correction, MeasuredRun
+from tridock.plan.cost import cost_of
+from tridock.plan.memory import tensor_bytes
+from tridock.plan.rates import GIVEN, Rates
+
+_RANGE: Final = 1e4
+"""The factor lies within this of the ratio of the times."""
+_HALVINGS: Final = 60
+
+
+def correction_of(run: MeasuredRun, assumptions: Assumptions) -> Correction:
+    """``assumptions``: the network, the calibration and the attention of the plan that is corrected.
+
+    Raises :class:`RequestError` where the run's experiment is illegal, or its messages alone would take longer over
+    a network whose rate was given.
+    """
+    assumptions = replace(assumptions, gpu=run.gpu, correction=None)
+    planned = assess(run.experiment, run.slots, run.source, assumptions)
+    planned.checked(force=True)
+    assert planned.cost is not None
+    known = None if planned.cost.estimate is None else planned.cost.estimate.iteration
+    if known is None:
+        assumptions = replace(assumptions, tflops=1.0)
+    rates = assumptions.rates(run.experiment, _shape(planned).slots)
+    used = dict.fromkeys(one.link for one in planned.cost.traffic)
+    links = tuple(link for link in used if link == "node" or rates.network_source != GIVEN)
+    correction = Correction(
+        source=run.source,
+        gpu=run.gpu,
+        iterations=run.iterations,
+        measured_s=run.step_s,
+        planned_s=known,
+        time=1.0,
+        links=links,
+        measured_bytes=run.peak_bytes,
+        planned_bytes=max(tensor_bytes(stage.terms) for stage in planned.memory),
+    )
+    return replace(correction, time=_factor(planned, rates, correction))
+
+
+def _factor(planned: Assessment, rates: Rates, correction: Correction) -> float:
+    """The one with which the estimate is what was measured, by halving an interval: the time grows with it."""
+    shape, states = _shape(planned), max(stage.state_bytes for stage in planned.memory)
+
+    def seconds(factor: float) -> float:
+        slower = rates.corrected(replace(correction, time=factor))
+        estimate = cost_of(planned.experiment, shape, states, slower, planned.assumptions.attention).estimate
+        assert estimate is not None
+        return estimate.iteration
+
+    ratio = correction.measured_s / seconds(1.0)
+    low, high = math.log(ratio / _RANGE), math.log(ratio * _RANGE)
+    if not seconds(math.exp(low)) < correction.measured_s < seconds(math.exp(high)):
+        what, got = "its step is shorter than its messages take in the plan", f"{correction.measured_s:g} s"
+        todo = "give the network's rate with --network-gbit, or leave it out"
+        raise RequestError(Problem(correction.source, what, got, todo))
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if seconds(math.exp(middle)) < correction.measured_s else (low, middle)
+    return math.exp(high)
+
+
+def _shape(planned: Assessment) -> Shape:
+    plan, slots = planned.laid_out, planned.laid_out.ranks
+    counts: dict[str, int] = {}
+    for rank in slots:
+        counts[rank.node] = counts.get(rank.node, 0) + 1
+    return Shape(plan.data_parallel_size, plan.accumulation_steps, min(counts.values()))

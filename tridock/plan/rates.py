@@ -1,0 +1,152 @@
+"""The rates that an estimate of time stands on: of a GPU's kernels, of its links, and where each figure comes from."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final, Self
+
+from tridock.contracts.calibration import Calibration
+from tridock.gpus import Gpu, Network
+from tridock.layout.kernels import Device
+from tridock.layout.traffic import Link, Traffic
+from tridock.plan.calibration import measured_device, measured_links
+from tridock.plan.correction import Correction
+
+GIVEN: Final = "given"
+DEFAULT_LINK_GB_S: Final = 32.0
+"""PCIe 4, for a GPU that is not listed."""
+DEFAULT_MEMORY_GB_S: Final = 900.0
+"""HBM2's, for a GPU that is not listed."""
+_LAUNCH_S: Final = 6e-6
+"""From one kernel to the next of eager PyTorch."""
+_START_S: Final = 8e-6
+"""Of a kernel that follows another: until all units work, from the first to the last to end, and the gap between."""
+_NVLINK_SHARE: Final = 0.8
+"""Of NVLink's rate, in a ring: 235 of 300 GB/s on A100, 367 of 450 on H200, 682 of 900 on B200 (Bekman, network)."""
+_PCIE_SHARES: Final = {4: 0.69, 8: 0.42}
+"""Of PCIe's rate, in rings of up to so many ranks (SimuMax, ``configs/system/a100_pcie.json``)."""
+_PCIE_GB_S: Final = 64.0
+"""Links that are no faster are PCIe."""
+_NETWORK_SHARE: Final = 0.85
+"""Of a network's rate, in a ring: 0.91 on four nodes with H200 (Bekman), less on more."""
+_LATENCY_S: Final[Mapping[str, float]] = {"node": 50e-6, "network": 110e-6}
+"""Of one collective, beside what its bytes take at the full rate: 40 us for 32 KiB to 95 us for 64 MiB on eight H200,
+112 us for 4 MiB on four nodes (Bekman); 66 us on eight B200 (SimuMax)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What the estimate stands on. None where it is not known: then there is no estimate."""
+
+    tflops: float | None
+    """Of one GPU in large matrix products."""
+    tflops_source: str
+    link_gb_s: float
+    """Between GPUs of a node, one direction, of one GPU."""
+    network_gb_s: float
+    """Between nodes, one direction, of one node."""
+    network_source: str
+    memory_gb_s: float
+    """A GPU's own memory."""
+    peak_tflops: float | None
+    device: Device | None
+    """What its kernels reach."""
+    links: Mapping[Link, tuple[float, float]] = field(default_factory=dict)
+    """Latency and GB/s that were measured."""
+    slower: Mapping[Link, float] = field(default_factory=dict)
+    """Factors on the time over a link, as a run measured."""
+
+    @classmethod
+    def of(
+        cls,
+        gpu: Gpu | None,
+        precision: str,
+        tflops: float | None,
+        network_gbit: float | None,
+        tf32: bool = False,
+        slots: int = 8,
+    ) -> Self:
+        """A GPU's rates, on nodes of so many ``slots``; ``tflops``, measured or wished for, holds for all products."""
+        network, source = network_of(gpu, network_gbit, slots)
+        peak = None if gpu is None else gpu.tflops(precision, tf32)
+        link = (None if gpu is None else gpu.link_gb_s) or DEFAULT_LINK_GB_S
+        memory = (None if gpu is None else gpu.memory_gb_s) or DEFAULT_MEMORY_GB_S
+        if tflops is not None:
+            flat = Device(tflops, 1, 1.0, 1.0, memory, 0.0, flat=True)
+            return cls(tflops, GIVEN, link, network, source, memory, peak, flat)
+        if gpu is None or peak is None:
+            return cls(None, "unknown", link, network, source, memory, peak, None)
+        kernels = gpu.kernels
+        device = Device(peak, kernels.units, kernels.matmul_share, kernels.attention_share, memory, _LAUNCH_S, _START_S)
+        text = f"assumed: {kernels.matmul_share:.0%} of the peak in large products"
+        return cls(kernels.matmul_share * peak, text, link, network, source, memory, peak, device)
+
+    def measured(self, calibration: Calibration, precision: str, source: str) -> Self:
+        """The same with what was measured, as far as it was; a network's rate that was given stays."""
+        device, links = measured_device(calibration, precision, source), dict(measured_links(calibration))
+        text = f"measured: {source}"
+        if self.network_source == GIVEN:
+            links.pop("network", None)
+        network = links.get("network")
+        return replace(
+            self,
+            tflops=device.tflops,
+            tflops_source=text,
+            network_gb_s=self.network_gb_s if network is None else network[1],
+            network_source=self.network_source if network is None else text,
+            memory_gb_s=calibration.memory_gb_s,
+            device=device,
+            links=links,
+        )
+
+    def corrected(self, by: Correction) -> Self:
+        """The same, with kernels and messages that take longer (or shorter) by the factor that a run measured."""
+        if self.device is None or self.tflops is None:
+            return self
+        device = replace(
+            self.device,
+            tflops=self.device.tflops / by.time,
+            memory_gb_s=self.device.memory_gb_s / by.time,
+            launch_s=self.device.launch_s * by.time,
+            start_s=self.device.start_s * by.time,
+        )
+        known, network = f"measured: {by.source}", self.network_source
+        if by.planned_s is not None:
+            known = f"{self.tflops_source}; {by.time:.3g} times the time, as {by.source} measured"
+        if "network" in by.links:
+            network = f"{network}; {by.time:.3g} times the time, as {by.source} measured"
+        return replace(
+            self,
+            tflops=self.tflops / by.time,
+            tflops_source=known,
+            network_source=network,
+            memory_gb_s=self.memory_gb_s / by.time,
+            device=device,
+            slower=dict.fromkeys(by.links, by.time),
+        )
+
+    def seconds(self, one: Traffic) -> float:
+        """How long a group's exchange takes with nothing else on its link but its like."""
+        latency = self.links[one.link][0] if one.link in self.links else _LATENCY_S[one.link]
+        return one.messages * latency * self.slower.get(one.link, 1.0) + self.carried(one, one.waits)
+
+    def carried(self, one: Traffic, moved: float) -> float:
+        """How long so many bytes of a rank of a group take, without the latency of its messages."""
+        moved *= self.slower.get(one.link, 1.0)
+        if one.link in self.links:
+            return moved * one.sharing / (self.links[one.link][1] * 1e9)
+        if one.link == "network":
+            return moved * one.sharing / (self.network_gb_s * _NETWORK_SHARE * 1e9)
+        return moved / (self.link_gb_s * self._link_share(one.size) * 1e9)
+
+    def _link_share(self, size: int) -> float:
+        if self.link_gb_s > _PCIE_GB_S:
+            return _NVLINK_SHARE
+        return next((share for most, share in _PCIE_SHARES.items() if size <= most), min(_PCIE_SHARES.values()))
+
+
+def network_of(gpu: Gpu | None, gbit: float | None, slots: int) -> tuple[float, str]:
+    """GB/s of a node of so many ``slots``, and where that comes from."""
+    if gbit is not None:
+        return gbit / 8, GIVEN
+    network = Network() if gpu is None else gpu.network
+    return network.gbit * slots / 8, f"assumed: {slots} x {network.gbit:g} Gbit/s, as {network.like}"

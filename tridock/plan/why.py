@@ -1,0 +1,254 @@
+"""Why a layout is better or worse than another: the terms of its time and memory, and what they become in a neighbor.
+
+A neighbor differs in one choice of the search by one step (the next larger or smaller size, the other way to recompute)
+and in what that choice takes along.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import log2
+from typing import Any, Final
+
+from tridock.engines.engine import Choice
+from tridock.engines.fields import as_yaml
+from tridock.errors import Problem, RequestError
+from tridock.experiment import Experiment
+from tridock.layout.plan import layout_label
+from tridock.layout.shape import Shape
+from tridock.layout.split import size_of_replica
+from tridock.plan.assess import Verdict, gpu_problems
+from tridock.plan.assumptions import Assumptions
+from tridock.plan.cost import Cost, cost_of
+from tridock.plan.legality import layout_problems
+from tridock.plan.memory import GIB, StageMemory, memory_of_stages
+from tridock.plan.search import choices, value_of, with_choice, with_global_batch
+
+Slots = Mapping[str, Sequence[int]]
+
+_SHORT: Final = {
+    "TP": "parallel.tensor_model_parallel_size",
+    "PP": "parallel.pipeline_model_parallel_size",
+    "VPP": "parallel.virtual_pipeline_model_parallel_size",
+    "CP": "parallel.context_parallel_size",
+    "MB": "batch.micro_batch_size",
+    "ZERO-": "parallel.zero_stage",
+}
+_LABEL: Final = re.compile(r"(TP|PP|VPP|CP|DP|MB|ZERO-)([0-9]{1,7})", re.IGNORECASE)
+_OFF: Final = (f"{_SHORT['VPP']}=1", f"{_SHORT['CP']}=1", "parallel.sequence_parallel=false")
+"""What a label leaves out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """A layout, and every reason against it, or its memory and time."""
+
+    changes: tuple[str, ...]
+    """``--set`` overrides that make the experiment this layout."""
+    experiment: Experiment
+    problems: tuple[Problem, ...]
+    data_parallel_size: int = 0
+    worst: StageMemory | None = None
+    """The stage that needs most; None where the layout is illegal, as is the next."""
+    cost: Cost | None = None
+
+    @property
+    def label(self) -> str:
+        """As the search prints it."""
+        parallel = self.experiment.parallel
+        sharded = f" ZeRO-{parallel.zero_stage}" if parallel.zero_stage else ""
+        sequence = " SP" if parallel.sequence_parallel else ""
+        micro = self.experiment.batch.micro_batch_size
+        return f"{layout_label(parallel, self.data_parallel_size)}{sequence} MB{micro}{sharded}"
+
+    @property
+    def verdict(self) -> Verdict:
+        return "illegal" if self.worst is None else self.worst.fit
+
+    @property
+    def seconds(self) -> float | None:
+        return None if self.cost is None or self.cost.estimate is None else self.cost.estimate.iteration
+
+    @property
+    def time(self) -> dict[str, float]:
+        """Seconds of an iteration by term; empty without an estimate."""
+        return {} if self.cost is None or self.cost.estimate is None else self.cost.estimate.terms
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes of a rank of the worst stage by term; empty where the layout is illegal."""
+        return {} if self.worst is None else {term.name: term.bytes for term in self.worst.terms}
+
+    def document(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {
+            "layout": self.label,
+            "set": list(self.changes),
+            "verdict": self.verdict,
+            "seconds": self.seconds,
+            "total_gib": None if self.worst is None else round(self.worst.total_bytes / GIB, 4),
+            "least_gib": None if self.worst is None else round(self.worst.least_bytes / GIB, 4),
+            "stage": None if self.worst is None else self.worst.stage,
+            "time": self.time,
+            "memory": {name: round(amount / GIB, 4) for name, amount in self.memory.items()},
+            "problems": [problem.document for problem in self.problems],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Why:
+    """A layout and those that it is held against."""
+
+    layout: Weighed
+    others: tuple[Weighed, ...]
+
+    def document(self) -> dict[str, Any]:
+        """For ``--json``: differences are the other's figures less the layout's."""
+        return {
+            "layout": self.layout.document(),
+            "others": [
+                {
+                    **other.document(),
+                    "time_difference": difference(self.layout.time, other.time),
+                    "memory_difference": {
+                        name: round(amount / GIB, 4)
+                        for name, amount in difference(self.layout.memory, other.memory).items()
+                    },
+                }
+                for other in self.others
+            ],
+        }
+
+
+def difference(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """``after`` less ``before`` by term, the largest change first; empty where one of the two is unknown."""
+    if not before or not after:
+        return {}
+    names = dict.fromkeys((*before, *after))
+    changes = {name: after.get(name, 0) - before.get(name, 0) for name in names}
+    return dict(sorted(((name, value) for name, value in changes.items() if value), key=lambda item: -abs(item[1])))
+
+
+def weigh(experiment: Experiment, slots: Slots, assumptions: Assumptions, changes: Sequence[str] = ()) -> Weighed:
+    """Judges one layout; its ``changes`` are only carried along."""
+    world_size = sum(len(numbers) for numbers in slots.values())
+    problems = [*layout_problems(experiment, world_size), *gpu_problems(experiment, assumptions.gpu)]
+    data = world_size // size_of_replica(experiment)
+    if problems:
+        return Weighed(tuple(changes), experiment, tuple(problems), data)
+    steps = experiment.batch.samples_per_step(data) // (experiment.batch.micro_batch_size * data)
+    shape = Shape(data, steps, min(len(numbers) for numbers in slots.values()))
+    memory = memory_of_stages(experiment, shape, assumptions.gpu, assumptions.correction)
+    rates = assumptions.rates(experiment, shape.slots)
+    states = max(stage.state_bytes for stage in memory)
+    cost = cost_of(experiment, shape, states, rates, assumptions.attention)
+    worst = max(memory, key=lambda stage: stage.total_bytes)
+    return Weighed(tuple(changes), experiment, (), data, worst, cost)
+
+
+def neighbors(experiment: Experiment, slots: Slots, assumptions: Assumptions) -> Why:
+    """The layout and its neighbors: those that fit, then tight ones, then those that do not fit or are illegal, and
+    the fastest first."""
+    world_size = sum(len(numbers) for numbers in slots.values())
+    base = with_global_batch(experiment, world_size)
+    others = [
+        weigh(with_choice(base, choice), slots, assumptions, _changes(choice)) for choice in _steps(base, world_size)
+    ]
+    order = ("fits", "tight", "no-fit", "illegal")
+    others.sort(key=lambda one: (order.index(one.verdict), one.seconds or 0.0))
+    return Why(weigh(base, slots, assumptions), tuple(others))
+
+
+def _changes(choice: Choice) -> list[str]:
+    return [f"{path}={as_yaml(value)}" for path, value in choice.items()]
+
+
+def _steps(base: Experiment, world_size: int) -> Iterator[Choice]:
+    """What each neighbor changes, once each."""
+    tried = [dict(choice) for choice in choices(base, world_size)]
+    fields = dict.fromkeys(path for choice in tried for path in choice)
+    current = {path: value_of(base, path) for path in fields}
+    # A value outside of the search, as recomputation of every second layer, stays where another section is changed.
+    own = {path for path in fields if current[path] not in [choice[path] for choice in tried if path in choice]}
+    found: list[dict[str, object]] = []
+    for path in fields:
+        section = path.partition(".")[0]
+        kept = {name for name in own if name.partition(".")[0] != section}
+        for group in _directions(current[path], path, tried):
+            changed = [
+                {name: new for name, new in choice.items() if new != current[name] and name not in kept}
+                for choice in group
+            ]
+            nearest = min(changed, key=lambda change: (len(change), _distance(change, current)))
+            if nearest not in found:
+                found.append(nearest)
+    yield from found
+
+
+def _directions(value: object, path: str, tried: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
+    """What the search tries with a smaller and with a larger size; of what is no size, with each other value."""
+    others = [choice for choice in tried if path in choice and choice[path] != value]
+    if _is_size(value) and all(_is_size(choice[path]) for choice in others):
+        groups = [[choice for choice in others if (choice[path] < value) == smaller] for smaller in (True, False)]
+    else:
+        values = dict.fromkeys(choice[path] for choice in others)
+        groups = [[choice for choice in others if choice[path] == other] for other in values]
+    yield from (group for group in groups if group)
+
+
+def _distance(change: Mapping[str, Any], current: Mapping[str, Any]) -> float:
+    """Doublings and halvings of all sizes together."""
+    sizes = ((new, current[name]) for name, new in change.items() if _is_size(new) and _is_size(current[name]))
+    return sum(abs(log2(max(new, 0.5) / max(old, 0.5))) for new, old in sizes)
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+# ---- layouts that a user names ---------------------------------------------------------------------------------------
+
+
+def overrides_of_layout(text: str) -> list[str]:
+    """``--set`` overrides of a layout as the search prints it (``TP4 PP2 DP2 SP MB2 ZeRO-1``), or of its fields
+    (``parallel.zero_stage=1``), separated by spaces or commas.
+
+    With TP or PP, what is not named of VPP, CP and SP is off. Raises :class:`RequestError` with every other word.
+    """
+    found: dict[str, str] = {}
+    wrong = []
+    words = text.replace(",", " ").split()
+    if any(word.upper().startswith(("TP", "PP")) for word in words):
+        found = {override.partition("=")[0]: override for override in _OFF}
+    for word in words:
+        field, equals, _ = word.partition("=")
+        if label := _LABEL.fullmatch(word):
+            if (name := label[1].upper()) != "DP":
+                found[_SHORT[name]] = f"{_SHORT[name]}={int(label[2])}"
+        elif word.upper() == "SP":
+            found["parallel.sequence_parallel"] = "parallel.sequence_parallel=true"
+        elif equals and "." in field:
+            found[field] = word
+        else:
+            wrong.append(word)
+    if wrong or not words:
+        todo = "give it as the search prints it, as in 'TP4 PP2 MB2 SP', or by fields, as in batch.micro_batch_size=2"
+        raise RequestError([Problem("--why", "is no layout", repr(word), todo) for word in wrong or [text]])
+    return list(found.values())
+
+
+def check_data_parallel(text: str, weighed: Weighed) -> None:
+    """Raises :class:`RequestError` where a layout names another data parallel size than it has on these slots."""
+    named = [int(label[2]) for word in text.replace(",", " ").split() if (label := _LABEL.fullmatch(word)) and
+             label[1].upper() == "DP"]  # fmt: skip
+    if not weighed.problems and any(size != weighed.data_parallel_size for size in named):
+        what = f"follows from the slots: it is DP{weighed.data_parallel_size} with the other sizes"
+        raise RequestError(Problem("--why", what, text, "leave DP out"))
+
+
+def with_batch_of(base: Experiment, slots: Slots, other: Experiment) -> Experiment:
+    """``other`` with the global batch that ``base`` has on these slots, where it says none: the same work."""
+    if other.batch.global_batch_size is not None:
+        return other
+    fixed = with_global_batch(base, sum(len(numbers) for numbers in slots.values())).batch.global_batch_size
+    return other.model_copy(update={"batch": other.batch.model_copy(update={"global_batch_size": fixed})})

@@ -1,0 +1,150 @@
+"""Progress of long work on standard error: bars in a terminal, elsewhere a line now and then."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+LINE_S: Final = 10.0
+"""Seconds between two lines about the same work; shorter work has none."""
+
+
+class Bar(Protocol):
+    """Some work with a size in bytes, or in units. Called with what is done since the last call."""
+
+    def __call__(self, count: int, note: str | None = None) -> None: ...
+
+    def set(self, done: int, total: int | None, note: str = "") -> None:
+        """What is done in all; ``note`` stands beside it."""
+
+    def end(self) -> None:
+        """Takes it away: the work is done."""
+
+
+Bars = Callable[..., Bar]
+"""``begin(what, size, *, done=0, hidden_below=0, unit="")`` begins a bar of ``size`` bytes, or of so many ``unit``.
+
+None: nobody knows how many. It is shown from ``hidden_below`` bytes on."""
+
+
+@contextmanager
+def bars(*, quiet: bool = False) -> Iterator[Bars]:
+    """Yields a function that begins bars. ``quiet`` shows none, neither in a terminal nor elsewhere."""
+    if quiet:
+        yield lambda what, *_, **__: _Line(what, None, 0, silent=True)
+    elif sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import Progress
+
+        with Progress(*_columns(), console=Console(stderr=True), transient=True) as progress:
+
+            def begin(what: str, size: int | None, *, done: int = 0, hidden_below: int = 0, unit: str = "") -> Bar:
+                shown = done >= hidden_below
+                task = progress.add_task(what, total=size, completed=done, visible=shown, note="", unit=unit)
+                return _Shown(progress, task, hidden_below)
+
+            yield begin
+    else:
+        yield lambda what, size, *, done=0, unit="", **_: _Line(what, size, done, unit)
+
+
+def _columns() -> tuple[Any, ...]:
+    from rich.progress import BarColumn, DownloadColumn, Task, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.table import Column
+    from rich.text import Text
+
+    class Amount(DownloadColumn):
+        def render(self, task: Task) -> Text:
+            whole = "?" if task.total is None else f"{task.total:,.0f}"
+            unit = task.fields["unit"]
+            return Text(f"{task.completed:,.0f}/{whole} {unit}") if unit else super().render(task)
+
+    class Speed(TransferSpeedColumn):
+        def render(self, task: Task) -> Text:
+            speed = task.finished_speed or task.speed
+            return super().render(task) if not task.fields["unit"] else Text(f"{speed:,.0f}/s" if speed else "?")
+
+    text = TextColumn("{task.description}", table_column=Column(no_wrap=True))
+    note = TextColumn("{task.fields[note]}")
+    return text, BarColumn(20), Amount(), Speed(), note, TimeRemainingColumn()
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """A bar of a terminal."""
+
+    progress: Progress
+    task: TaskID
+    hidden_below: int
+
+    def __call__(self, count: int, note: str | None = None) -> None:
+        if note is None:
+            self.progress.update(self.task, advance=count)
+        else:
+            self.progress.update(self.task, advance=count, note=note)
+        self._show()
+
+    def set(self, done: int, total: int | None, note: str = "") -> None:
+        self.progress.update(self.task, completed=done, total=total, note=note)
+        self._show()
+
+    def _show(self) -> None:
+        if self.hidden_below:
+            done = next(it.completed for it in self.progress.tasks if it.id == self.task)
+            self.progress.update(self.task, visible=done >= self.hidden_below)
+
+    def end(self) -> None:
+        self.progress.remove_task(self.task)
+
+
+@dataclass(slots=True)
+class _Line:
+    """Lines of a pipe: the first after ten seconds, then one every ten."""
+
+    what: str
+    size: int | None
+    done: int
+    unit: str = ""
+    silent: bool = False
+    began: float = field(default_factory=lambda: time.monotonic())
+    printed: float = field(default_factory=lambda: time.monotonic())
+    note: str = ""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __call__(self, count: int, note: str | None = None) -> None:
+        with self.lock:  # several hosts' threads
+            self.done += count
+            self.note = self.note if note is None else note
+            self._print()
+
+    def set(self, done: int, total: int | None, note: str = "") -> None:
+        with self.lock:
+            self.done, self.size, self.note = done, total, note
+            self._print()
+
+    def end(self) -> None:
+        """The command itself says what has come of it."""
+
+    def _print(self) -> None:
+        now = time.monotonic()
+        if self.silent or now - self.printed < LINE_S:
+            return
+        self.printed = now
+        if self.unit:
+            amount = f"{self.done:,}" + (f" of {self.size:,}" if self.size else "") + f" {self.unit}"
+        else:
+            amount = _size(self.done) + (f" of {_size(self.size)}" if self.size else "")
+        note = f", {self.note}" if self.note else ""
+        print(f"{self.what}: {amount} after {now - self.began:.0f} s{note}", file=sys.stderr, flush=True)
+
+
+def _size(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"

@@ -1,0 +1,67 @@
+"""What a run measured, from its folder: for a plan that it corrects."""
+
+import re
+import statistics
+from pathlib import Path
+from typing import Final
+
+from tridock.contracts import run_folder
+from tridock.contracts.records import Record, check_run, read_lines, read_metrics, read_plan, slots_of
+from tridock.errors import Problem, RequestError
+from tridock.experiment import is_command, load_experiment
+from tridock.gpus import Gpu, find_gpu, of_device
+from tridock.plan.correction import MeasuredRun
+
+_CPU: Final = "cpu"
+_LONGEST_S: Final = 1e6
+"""A step; a record with more is damaged."""
+_MOST_BYTES: Final = 2**50
+"""A GPU's memory, likewise."""
+
+
+def read_measured_run(folder: Path) -> MeasuredRun:
+    """Raises :class:`RequestError` where this is no run's folder, or one without a plan or a step time."""
+    check_run(folder)
+    if is_command(folder / run_folder.EXPERIMENT):
+        what, todo = "is a run of a program of its own, which has no plan", "give a run of tridock launch or train"
+        raise RequestError(Problem(str(folder), what, "", todo))
+    plan = read_plan(folder)
+    try:
+        slots = slots_of(plan)
+    except (KeyError, TypeError):
+        slots = {}
+    if not slots:
+        todo = "give a run of tridock launch or train"
+        raise RequestError(Problem(str(folder), f"has no {run_folder.PLAN}, or a damaged one", "", todo))
+    logged = [time for record in read_metrics(folder)[0] if (time := record.get("step_time_s")) is not None]
+    times = [time for time in logged[1:] if 0 < time <= _LONGEST_S]
+    if not times:
+        what = "has logged too few iterations: the first includes the run's start"
+        todo = "train at least 2 * train.log_interval iterations"
+        raise RequestError(Problem(str(folder), what, str(len(logged)), todo))
+    events = read_lines(folder / run_folder.EVENTS)
+    device = next((str(event["device"]) for event in reversed(events) if "device" in event), "")
+    peak = next((event["peak_memory_bytes"] for event in reversed(events) if "peak_memory_bytes" in event), None)
+    on_gpu = device not in ("", _CPU) and isinstance(peak, int) and 0 < peak <= _MOST_BYTES
+    return MeasuredRun(
+        source=str(folder),
+        experiment=load_experiment(folder / run_folder.EXPERIMENT),
+        slots=slots,
+        gpu=None if device == _CPU else _planned_gpu(plan, folder) or _named_gpu(device),
+        iterations=len(times),
+        step_s=statistics.median(times),
+        peak_bytes=peak if on_gpu else None,
+    )
+
+
+def _named_gpu(device: str) -> Gpu | None:
+    """The GPU that a driver names, by the memory in the name where several share it: ``NVIDIA A100-SXM4-80GB``."""
+    memory = re.search(r"(\d+)GB", device)
+    return of_device(device, None if memory is None else int(memory[1]) * 1024)
+
+
+def _planned_gpu(plan: Record, folder: Path) -> Gpu | None:
+    """The GPU that the run was planned for."""
+    memory = plan.get("memory")
+    name = memory.get("gpu") if isinstance(memory, dict) else None
+    return find_gpu(name, f"{folder / run_folder.PLAN}: memory.gpu") if isinstance(name, str) else None

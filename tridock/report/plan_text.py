@@ -1,0 +1,59 @@
+"""Figures of a plan as text, and its tables' common look."""
+
+from collections.abc import Iterator
+from typing import Final
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from tridock.plan.correction import Correction
+from tridock.plan.memory import GIB, StageMemory
+
+STYLES: Final = {"fits": "green", "tight": "dark_orange3", "no-fit": "bold red", "illegal": "bold red"}
+LABELS: Final = {"fits": "fits", "tight": "tight: over 80 %", "no-fit": "does not fit", "illegal": "cannot run"}
+
+
+def headed_table(title: str) -> Table:
+    # At least as wide as its title, which would otherwise wrap.
+    width = len(title)
+    return Table(
+        title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False, min_width=width
+    )
+
+
+def interval(stage: StageMemory) -> str:
+    low, high = f"{stage.least_bytes / GIB:.1f}", f"{stage.total_bytes / GIB:.1f}"
+    return f"{high} GiB" if low == high else f"{low} to {high} GiB"
+
+
+def gib(amount: int) -> str:
+    return "-" if amount == 0 else f"{amount / GIB:.3f}" if abs(amount) >= GIB / 1000 else "<0.001"
+
+
+def seconds(value: float) -> str:
+    return f"{value:,.1f} s" if value >= 10 else f"{value:.2f} s" if value >= 1 else f"{value * 1000:.0f} ms"
+
+
+def flops(value: float) -> str:
+    for size, name in ((1e18, "EFLOP"), (1e15, "PFLOP"), (1e12, "TFLOP")):
+        if value >= size:
+            return f"{value / size:,.2f} {name}"
+    return f"{value / 1e9:,.2f} GFLOP"
+
+
+def count_short(value: float) -> str:
+    for size, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:,.1f} {name}"
+    return f"{value:,.0f}"
+
+
+def correction_rows(correction: Correction) -> Iterator[tuple[str, str, str, str]]:
+    """Each figure of a run: its own plan's, what was measured, and the factor that other plans take over."""
+    planned = "unknown" if correction.planned_s is None else seconds(correction.planned_s)
+    times = "kernels and messages" if correction.links else "kernels"
+    rate = f"{1 / correction.time:,.3g} TFLOP/s" if correction.planned_s is None else f"{correction.time:.3g}, {times}"
+    yield "median step", planned, seconds(correction.measured_s), rate
+    if correction.measured_bytes is not None:
+        amounts = [f"{amount / GIB:.2f} GiB" for amount in (correction.planned_bytes, correction.measured_bytes)]
+        yield "tensors, fullest rank", amounts[0], amounts[1], f"{correction.memory:.3g}"

@@ -1,0 +1,198 @@
+"""What `tridock plan --why` prints: a layout's terms, and what they become in others."""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from tridock.errors import Problem, RequestError
+from tridock.experiment import load_experiment
+from tridock.plan.assumptions import Assumptions
+from tridock.plan.memory import GIB
+from tridock.plan.why import (
+    Slots,
+    Weighed,
+    Why,
+    check_data_parallel,
+    difference,
+    neighbors,
+    overrides_of_layout,
+    weigh,
+    with_batch_of,
+)
+from tridock.report.plan_text import LABELS, STYLES, gib, headed_table, interval, seconds
+
+_MOST_TERMS = 2
+_LEAST_S = 0.0005
+
+
+def print_why(
+    config: Path,
+    overrides: Sequence[str],
+    slots: Slots,
+    assumptions: Assumptions,
+    console: Console,
+    named: Sequence[str],
+    as_json: bool,
+) -> int:
+    """Explains the experiment's layout by its neighbors; or compares it with a named one; or two named ones.
+
+    Returns 2 if the layout that is explained cannot run or does not fit, else 0. Raises :class:`RequestError`.
+    """
+    experiment = load_experiment(config, overrides)
+    if not named:
+        why = neighbors(experiment, slots, assumptions)
+    else:
+        layouts = []
+        for text in named:
+            changes = overrides_of_layout(text)
+            other = with_batch_of(experiment, slots, load_experiment(config, [*overrides, *changes]))
+            layouts.append(weigh(other, slots, assumptions, changes))
+            check_data_parallel(text, layouts[-1])
+        if len(layouts) == 1:
+            layouts.insert(0, weigh(with_batch_of(experiment, slots, experiment), slots, assumptions))
+        why = Why(layouts[0], tuple(layouts[1:]))
+    problems = (*why.layout.problems, *_too_large(why.layout, assumptions))
+    if as_json:
+        sys.stdout.write(json.dumps(_document(why, problems, assumptions), indent=2, allow_nan=False) + "\n")
+    else:
+        tables = comparison(why.layout, why.others[0]) if named else explanation(why)
+        console.print(tables, soft_wrap=not console.is_terminal)
+        if problems:
+            named_file = [replace(problem, where=f"{config}: {problem.where}") for problem in problems]
+            print(RequestError(named_file), file=sys.stderr)
+    return RequestError.exit_code if problems else 0
+
+
+def _document(why: Why, problems: Sequence[Problem], assumptions: Assumptions) -> dict[str, Any]:
+    correction = assumptions.correction
+    return {
+        "verdict": why.layout.verdict,
+        "problems": [problem.document for problem in problems],
+        "why": why.document(),
+        **({} if correction is None else {"from_run": correction.document()}),
+    }
+
+
+def _too_large(layout: Weighed, assumptions: Assumptions) -> Iterator[Problem]:
+    if layout.worst is not None and layout.verdict == "no-fit" and assumptions.gpu is not None:
+        what = f"{layout.label} does not fit the {assumptions.gpu.memory_bytes / GIB:.1f} GiB of a GPU"
+        got = f"{layout.worst.total_bytes / GIB:.1f} GiB"
+        yield Problem("memory", what, got, "see the others of --why, or tridock plan --search")
+
+
+def explanation(why: Why) -> Group:
+    """Returns the layout's terms, largest first, and a row for each neighbor."""
+    layout = why.layout
+    parts: list[RenderableType] = [_head(layout), ""]
+    if layout.time:
+        parts += [_shares("Time of an iteration", layout.time, seconds, _LEAST_S), ""]
+    if layout.worst is not None:
+        title = f"Memory of a rank of stage {layout.worst.stage}, the fullest"
+        parts += [_shares(title, layout.memory, lambda value: f"{gib(round(value))} GiB", GIB / 1000), ""]
+    return Group(*parts, _neighbors(why))
+
+
+def _head(layout: Weighed) -> Text:
+    text = Text(f"{layout.label}: ").append(LABELS[layout.verdict], STYLES[layout.verdict])
+    if layout.worst is not None:
+        text.append(f" · {interval(layout.worst)} per rank")
+    if layout.seconds is not None:
+        text.append(f" · about {seconds(layout.seconds)} per iteration")
+    return text
+
+
+def _shares(title: str, terms: Mapping[str, float], form: Any, least: float) -> Table:
+    table, total = headed_table(title), sum(terms.values())
+    for name in ("", "amount", "share"):
+        table.add_column(name, justify="right" if name else "left")
+    for name, value in sorted(terms.items(), key=lambda item: -item[1]):
+        if abs(value) >= least:
+            table.add_row(name, form(value), f"{value / total:.0%}")
+    return table
+
+
+def _neighbors(why: Why) -> Table:
+    table = headed_table(f"One step from {why.layout.label}, best first")
+    for name in ("change", "", "time", "GiB", "because"):
+        table.add_column(name, justify="right" if name in ("time", "GiB") else "left", overflow="fold")
+    before = why.layout
+    for other in why.others:
+        change = "\n".join(change.partition(".")[2] for change in other.changes)
+        verdict = Text(LABELS[other.verdict], STYLES[other.verdict])
+        if other.worst is None:
+            table.add_row(change, verdict, "-", "-", "\n".join(_reason(problem) for problem in other.problems[:2]))
+            continue
+        time, memory = _relative(before.seconds, other.seconds), f"{other.worst.total_bytes / GIB:.1f}"
+        table.add_row(change, verdict, time, memory, "\n".join(_because(before, other)))
+    return table
+
+
+def _reason(problem: Problem) -> str:
+    return f"{problem.where} {problem.what}"
+
+
+def _relative(before: float | None, after: float | None) -> str:
+    return "-" if not before or after is None else f"{after / before - 1:+.1%}"
+
+
+def _because(before: Weighed, other: Weighed) -> Iterator[str]:
+    """Yields the largest changes of time and of memory."""
+    time = [(name, value) for name, value in difference(before.time, other.time).items() if abs(value) >= _LEAST_S]
+    if time:
+        yield "time: " + ", ".join(f"{name} {_signed_seconds(value)}" for name, value in time[:_MOST_TERMS])
+    memory = difference(before.memory, other.memory).items()
+    if large := [(name, value) for name, value in memory if abs(value) >= GIB / 20]:
+        yield "memory: " + ", ".join(f"{name} {_signed_gib(value)}" for name, value in large[:_MOST_TERMS])
+
+
+def comparison(first: Weighed, second: Weighed) -> Group:
+    """Returns the terms of two layouts side by side, the largest difference first."""
+    parts: list[RenderableType] = [Text("A  ") + _head(first), Text("B  ") + _head(second), ""]
+    for name, layout in (("A", first), ("B", second)):
+        parts += [f"{name} cannot run: {problem}" for problem in layout.problems]
+    if first.time and second.time:
+        table = _columns("Time of an iteration")
+        for name, change in difference(first.time, second.time).items():
+            if abs(change) >= _LEAST_S:
+                amounts = (seconds(one.time.get(name, 0.0)) for one in (first, second))
+                table.add_row(name, *amounts, _signed_seconds(change))
+        total = sum(second.time.values()) - sum(first.time.values())
+        _add_total(table, seconds(first.seconds or 0), seconds(second.seconds or 0), _signed_seconds(total))
+        parts += [table, ""]
+    if first.worst is not None and second.worst is not None:
+        stages = f"stage {first.worst.stage} of A and {second.worst.stage} of B, the fullest"
+        table = _columns(f"Memory per rank in GiB, {stages}")
+        for name, change in difference(first.memory, second.memory).items():
+            if abs(change) >= GIB / 1000:
+                table.add_row(name, *(gib(one.memory.get(name, 0)) for one in (first, second)), _signed_gib(change))
+        totals = first.worst.total_bytes, second.worst.total_bytes
+        _add_total(table, gib(totals[0]), gib(totals[1]), _signed_gib(totals[1] - totals[0]))
+        parts.append(table)
+    return Group(*parts)
+
+
+def _columns(title: str) -> Table:
+    table = headed_table(title)
+    for name in ("", "A", "B", "B - A"):
+        table.add_column(name, justify="right" if name else "left")
+    return table
+
+
+def _add_total(table: Table, *cells: str) -> None:
+    table.add_section()
+    table.add_row(*(Text(cell, "bold") for cell in ("total", *cells)))
+
+
+def _signed_seconds(value: float) -> str:
+    return f"{'-' if value < 0 else '+'}{seconds(abs(value))}"
+
+
+def _signed_gib(value: float) -> str:
+    return f"{value / GIB:+.3f}" if abs(value) < GIB else f"{value / GIB:+.1f}"

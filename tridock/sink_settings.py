@@ -1,0 +1,79 @@
+"""``trackers`` and ``notify`` of YAML: fields that experiments and clusters share."""
+
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, model_validator
+
+from tridock.contracts import sinks
+from tridock.strict_yaml import AS_TUPLE, EnvName, Section
+
+Occasion = Literal["failed", "restarted", "finished", "stuck", "preempted", "disk"]
+OCCASIONS: Final[tuple[Occasion, ...]] = ("failed", "restarted", "finished", "stuck", "preempted", "disk")
+Text = Annotated[str, StringConstraints(pattern=r"^[^\n\r\x00]+$")]
+
+
+class Tracker(Section):
+    """A service that shows runs: its name, or its name with options."""
+
+    name: Literal["wandb", "mlflow", "tensorboard"]
+    project: Text = Field(default="tridock", description="Project of W&B, or experiment of MLflow.")
+    entity: Text | None = Field(default=None, description="W&B's user or team.")
+    address: Text | None = Field(
+        default=None,
+        description="Server (http…), or for mlflow and tensorboard a folder that the head sees; by default W&B's own"
+        " server, $MLFLOW_TRACKING_URI, and a folder of the run.",
+    )
+    offline: bool = Field(default=False, description="Keep everything in the run's folder, for tridock track.")
+    variable: EnvName | None = Field(
+        default=None, description="Variable of your shell with the key or token; by default the library's own."
+    )
+    file: Text | None = Field(default=None, description="File on your machine with the key or token.")
+
+    @model_validator(mode="after")
+    def _one_secret(self) -> "Tracker":
+        if self.variable is not None and self.file is not None:
+            raise ValueError("has a variable and a file for its key: keep one of them")
+        if self.name == "wandb" and self.address is not None and not self.address.startswith(("http://", "https://")):
+            raise ValueError(f"has an address that is no server, {self.address!r}: write http:// or https:// before it")
+        return self
+
+    @property
+    def contract(self) -> sinks.Tracker:
+        return sinks.Tracker(self.name, self.project, self.entity, self.address, self.offline)
+
+
+class Notification(Section):
+    """An address to notify, in apprise's form; it holds secrets, so it is named and not written here."""
+
+    variable: EnvName | None = Field(default=None, description="Variable of your shell with the address.")
+    file: Text | None = Field(default=None, description="File on your machine with the address.")
+    events: Annotated[tuple[Occasion, ...], AS_TUPLE] = Field(default=OCCASIONS, min_length=1)
+    per_hour: Annotated[int, Field(ge=1)] = Field(default=6, description="Messages per hour at most.")
+
+    @model_validator(mode="after")
+    def _one_address(self) -> "Notification":
+        if (self.variable is None) == (self.file is None):
+            raise ValueError("needs either a variable or a file that holds the address")
+        return self
+
+
+def _by_name(value: Any) -> Any:
+    return tuple({"name": it} if isinstance(it, str) else it for it in value) if isinstance(value, list) else value
+
+
+def _named_once(trackers: tuple[Tracker, ...]) -> tuple[Tracker, ...]:
+    names = [tracker.name for tracker in trackers]
+    if len({*names}) < len(names):
+        raise ValueError("names a tracker twice: keep one of the two")
+    return trackers
+
+
+Trackers = Annotated[tuple[Tracker, ...], BeforeValidator(_by_name), AfterValidator(_named_once)]
+Notifications = Annotated[tuple[Notification, ...], AS_TUPLE]
+
+
+def contracts(notify: tuple[Notification, ...]) -> tuple[sinks.Notification, ...]:
+    """What ``supervision.json`` holds: an address is found in the environment of the process that needs it."""
+    return tuple(
+        sinks.Notification(f"TRIDOCK_NOTIFY_{number}", it.events, it.per_hour) for number, it in enumerate(notify)
+    )

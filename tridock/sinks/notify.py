@@ -1,0 +1,184 @@
+"""Notifications of a run, by apprise: what happened, why, what to do, and how to look."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from tridock.contracts import run_folder
+from tridock.contracts.events import Event
+from tridock.contracts.records import Record, read_lines, read_object
+from tridock.contracts.run_folder import write_atomic
+from tridock.contracts.run_state import RunState, exit_code_of, state_of
+from tridock.contracts.sinks import NOTIFY, Notification, find_python, position_file
+from tridock.sinks.subject import say
+
+_POLL_S: Final = 1.0
+_HOUR_S: Final = 3600.0
+_TRIAGE_S: Final = 60.0
+_TRIES: Final = (0.0, 5.0, 30.0, 120.0)
+_LEAST_FREE: Final = 0.05
+"""Share of the run's file system: with less of it free the disk is nearly full."""
+_OCCASIONS: Final[Mapping[str, str]] = {
+    Event.RUN_RESTARTED: "restarted",
+    Event.RUN_MOVED: "restarted",
+    Event.RANK_HUNG: "stuck",
+}
+_ENDS: Final[Mapping[RunState, str]] = {
+    RunState.DONE: "finished",
+    RunState.FAILED: "failed",
+    RunState.LOST: "failed",
+    RunState.PREEMPTED: "preempted",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What is sent. ``key`` is its identity: each is sent once."""
+
+    key: str
+    occasion: str
+    title: str
+    body: str
+
+
+def messages(run_id: str, events: Sequence[Record], first: int = 0) -> Iterator[Message]:
+    """Yields the messages about the events from line ``first`` on."""
+    for number, event in enumerate(events[first:], start=first):
+        if (occasion := _OCCASIONS.get(event.get("event", ""))) is not None:
+            title = f"{run_id}: {occasion}"
+            if event["event"] == Event.RUN_RESTARTED:
+                title += f" from iteration {event.get('iteration', 0)}, restart {event.get('attempt', '?')}"
+            yield Message(f"event-{number}", occasion, title, str(event.get("reason", "")))
+
+
+def end_message(run_id: str, state: RunState, exit_code: int | None, why: str) -> Message | None:
+    """The message about a run's end; None for one that somebody stopped."""
+    if (occasion := _ENDS.get(state)) is None:
+        return None
+    lost = "its supervisor is gone and left no exit code" if state is RunState.LOST else f"exit code {exit_code}"
+    return Message(f"end-{state}", occasion, f"{run_id}: {occasion}", why or lost)
+
+
+def disk_message(run_id: str, folder: str, free: int, total: int) -> Message | None:
+    """The message about a disk with less than a twentieth free."""
+    if not total or free / total >= _LEAST_FREE:
+        return None
+    body = f"{folder}: {free / 2**30:.1f} of {total / 2**30:.1f} GiB are free; checkpoints need space: free some"
+    return Message("disk", "disk", f"{run_id}: the disk is nearly full", body)
+
+
+@dataclass(slots=True)
+class Recipient:
+    """One address: what it has been sent, and what its limit holds back."""
+
+    settings: Notification
+    send: Callable[[str, str], bool]
+    sent: list[str] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    """When its last messages were sent, in seconds since the epoch."""
+    held_back: int = 0
+
+    def offer(self, message: Message, now: float) -> bool:
+        """Sends a message that it wants and has not got; whether there is nothing to try again.
+
+        Above the messages per hour only the end of a run is sent, with the number of those that were held back.
+        """
+        if message.key in self.sent or message.occasion not in self.settings.events:
+            return True
+        self.times = [it for it in self.times if now - it < _HOUR_S]
+        if len(self.times) >= self.settings.per_hour and not message.key.startswith("end-"):
+            self.held_back += 1
+            self.sent.append(message.key)
+            return True
+        more = f"\n{self.held_back} more messages were held back (per_hour)." if self.held_back else ""
+        if not self.send(message.title, message.body + more):
+            return False
+        self.sent.append(message.key)
+        self.times.append(now)
+        self.held_back = 0
+        return True
+
+
+def notify(folder: Path, settings: Sequence[Notification], clock: Callable[[], float] = time.time) -> int:
+    """Sends the messages of a run until it has ended; returns 1 where some could not be sent."""
+    recipients = list(_recipients(settings, read_object(position_file(folder, NOTIFY))))
+    handled, failed = 0, False
+    while True:
+        state = state_of(folder)
+        events = read_lines(folder / run_folder.EVENTS)
+        found = [*messages(folder.name, events, handled)]
+        disk = shutil.disk_usage(folder)
+        found += filter(None, [disk_message(folder.name, str(folder), disk.free, disk.total)])
+        if state.is_over:
+            why = explained(folder) if state.has_failed else _reached(folder)
+            found += filter(None, [end_message(folder.name, state, exit_code_of(folder), why)])
+        handled = len(events)
+        for message in found:
+            failed |= not _deliver(folder, recipients, _with_look(message), clock)
+        if state.is_over:
+            return int(failed)
+        time.sleep(_POLL_S)
+
+
+def _deliver(folder: Path, recipients: Iterable[Recipient], message: Message, clock: Callable[[], float]) -> bool:
+    done = True
+    for number, recipient in enumerate(recipients):
+        for wait in _TRIES:
+            time.sleep(wait)
+            if arrived := recipient.offer(message, clock()):
+                break
+            say(f"notify[{number}]: {message.title}: the service did not take it")
+        done &= arrived
+    state = {it.settings.variable: {"sent": it.sent, "times": it.times, "held_back": it.held_back} for it in recipients}
+    write_atomic(position_file(folder, NOTIFY), json.dumps(state).encode())
+    return done
+
+
+def _recipients(settings: Sequence[Notification], position: Mapping[str, Any]) -> Iterator[Recipient]:
+    import apprise
+
+    for number, it in enumerate(settings):
+        service = apprise.Apprise()
+        if not service.add(os.environ.get(it.variable, "")):  # its log would print the address
+            say(f"notify[{number}]: is not an address that apprise knows; see docs/notifications.md")
+            continue
+
+        def send(title: str, body: str, service: Any = service) -> bool:
+            return bool(service.notify(title=title, body=body))
+
+        yield Recipient(it, send, **position.get(it.variable, {}))
+
+
+def _with_look(message: Message) -> Message:
+    run_id = message.title.partition(":")[0]
+    look = f"look: tridock logs --run {run_id}; tridock watch {run_id}"
+    return Message(message.key, message.occasion, message.title, f"{message.body}\n{look}".strip())
+
+
+def _reached(folder: Path) -> str:
+    last = [record for record in read_lines(folder / run_folder.METRICS, 1 << 16) if "split" not in record]
+    if not last:
+        return ""
+    loss = last[-1].get("loss")
+    return f"iteration {last[-1].get('iteration')}" + (f", loss {loss:.4f}" if isinstance(loss, float) else "")
+
+
+def explained(folder: Path) -> str:
+    """The cause and the remedy of a failed run, as ``tridock triage`` has them; else the last reason of its events."""
+    python = find_python("pydantic") or sys.executable
+    argv = [python, "-P", "-m", "tridock.cli", "triage", str(folder.absolute())]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=_TRIAGE_S, check=False)
+        if done.returncode == 0 and done.stdout.strip():
+            return done.stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        pass
+    reasons = [event["reason"] for event in read_lines(folder / run_folder.EVENTS) if event.get("reason")]
+    return str(reasons[-1]) if reasons else ""

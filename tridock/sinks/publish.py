@@ -1,0 +1,138 @@
+"""A tracker and a run: points as they come, documents at the end, and again from where the tracker stands."""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+from tridock.contracts import run_folder
+from tridock.contracts.records import read_object
+from tridock.contracts.sinks import FOLDER, position_file
+from tridock.sinks.points import Lines, Point, Samples, unsent, unsent_samples
+from tridock.sinks.subject import Subject, say, write_report
+
+_POLL_S: Final = 1.0
+_BATCH: Final = 500
+_WAITS_S: Final = (2.0, 5.0, 15.0, 60.0)
+AFTER_S: Final = 900.0
+"""How long a service may be away after the run has ended before the rest is left to ``tridock track``."""
+
+
+class Tracker(Protocol):
+    """A service under its own library. Any call may raise: it is then opened anew."""
+
+    name: str
+    destination: str
+
+    def open(self, subject: Subject) -> Mapping[str, int] | None:
+        """Continues the run of this id, or creates it; the highest iteration that it holds of each series.
+
+        None where the service cannot tell: the position in the run's folder then counts.
+        """
+
+    def log(self, points: Sequence[Point]) -> None:
+        """Sends points, each beyond what it held."""
+
+    def show(self, samples: Samples) -> None:
+        """Sends the samples of text of an iteration, beyond what it held."""
+
+    def finish(self, subject: Subject, documents: Iterable[Path]) -> None:
+        """Sends the documents and the summary, and marks the run as ended."""
+
+    def close(self) -> None:
+        """Lets go of the service, whatever state it is in."""
+
+
+@dataclass(slots=True)
+class Delivered:
+    """What a call has sent."""
+
+    points: int = 0
+    reason: str | None = None
+    """Why the rest could not be sent."""
+
+
+def publish(
+    subject: Subject,
+    tracker: Tracker,
+    *,
+    follow: bool = True,
+    patience_s: float = AFTER_S,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Delivered:
+    """Sends the run's points until it has ended and everything is delivered; without ``follow`` those that are there.
+
+    While the service is away it tries again; once the run is over for at most ``patience_s`` seconds.
+    """
+    delivered, failures, deadline = Delivered(), 0, None
+    while True:
+        try:
+            _session(subject, tracker, delivered, sleep if follow else None)
+            delivered.reason = None
+            return delivered
+        except Exception as error:  # of any library: the run goes on without it
+            delivered.reason = f"{type(error).__name__}: {str(error).strip()[:500]}"
+            say(f"{tracker.name}: {delivered.reason}")
+        finally:
+            tracker.close()
+        failures += 1
+        if not follow or subject.state().is_over:
+            deadline = deadline or time.monotonic() + patience_s
+            if time.monotonic() >= deadline:
+                return delivered
+        sleep(_WAITS_S[min(failures, len(_WAITS_S)) - 1])
+
+
+def _session(subject: Subject, tracker: Tracker, delivered: Delivered, sleep: Callable[[float], None] | None) -> None:
+    position = position_file(subject.folder, tracker.name)
+    held = tracker.open(subject)
+    before = read_object(position)
+    if held is None:
+        held = before["sent"] if before.get("to") == tracker.destination else {}
+    sent = dict(held)
+    lines, events = Lines(subject.folder / run_folder.METRICS), Lines(subject.folder / run_folder.EVENTS)
+    while True:
+        # Asked before the file is read: what was written before the end is then read after it.
+        over = sleep is None or subject.state().is_over
+        for batch in _batches(unsent(lines.new(), sent)):
+            tracker.log(batch)
+            delivered.points += len(batch)
+            _note(position, tracker, sent)
+        for samples in unsent_samples(events.new(), sent):
+            tracker.show(samples)
+            _note(position, tracker, sent)
+        if over:
+            break
+        assert sleep is not None
+        sleep(_POLL_S)
+    tracker.finish(subject, _documents(subject))
+    _note(position, tracker, sent)
+
+
+def _batches(points: Iterator[Point]) -> Iterator[list[Point]]:
+    batch: list[Point] = []
+    for point in points:
+        batch.append(point)
+        if len(batch) == _BATCH:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _note(position: Path, tracker: Tracker, sent: Mapping[str, int]) -> None:
+    content = json.dumps({"to": tracker.destination, "sent": dict(sent)}) + "\n"
+    run_folder.write_atomic(position, content.encode())
+
+
+def _documents(subject: Subject) -> Iterator[Path]:
+    yield from subject.documents()
+    page = subject.folder / FOLDER / run_folder.REPORT
+    if not (subject.folder / run_folder.EXPERIMENT).exists():
+        return
+    if (why := write_report(subject.folder, page)) is None:
+        yield page
+    else:
+        say(f"the report page is left out: {why}")

@@ -1,0 +1,137 @@
+"""Weights & Biases, by its own library, online or offline."""
+
+import json
+import os
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+import wandb
+from wandb.proto import wandb_internal_pb2
+
+from tridock.contracts.sinks import Tracker, has_wandb_login
+from tridock.sinks.points import EVALUATIONS, SAMPLES, TRAIN, Point, Samples, axis_of, series_of
+from tridock.sinks.subject import Subject
+
+_INIT_S: Final = 60.0
+_BLOCK, _HEADER, _FILE_HEADER = 32768, 7, 7
+_WHOLE, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
+
+
+class WandbTracker:
+    """A W&B run with the id of the run: started again, it is the same run there."""
+
+    name = "wandb"
+
+    def __init__(self, settings: Tracker) -> None:
+        self._settings, self.destination = settings, settings.destination
+        self._run: Any = None
+
+    def open(self, subject: Subject) -> Mapping[str, int] | None:
+        offline = self._settings.offline or os.environ.get("WANDB_MODE") == "offline"
+        own = self._settings.address
+        options: dict[str, Any] = {} if own is None else {"base_url": own}
+        settings = wandb.Settings(
+            silent=True,
+            console="off",
+            disable_git=True,
+            disable_code=True,
+            x_disable_stats=True,  # of this process, not of the ranks
+            x_disable_meta=True,
+            init_timeout=_INIT_S,
+            login_timeout=1,
+            **options,
+        )
+        if not offline and not os.environ.get("WANDB_API_KEY") and not has_wandb_login():
+            raise ValueError("no API key: export WANDB_API_KEY where you launch, or set offline: true")
+        held = _highest(_rows(subject.folder)) if offline else None
+        self._run = run = wandb.init(
+            project=self._settings.project,
+            entity=self._settings.entity,
+            id=subject.run_id,
+            name=subject.run_id,
+            dir=str(subject.folder),
+            resume="allow",
+            mode="offline" if offline else "online",
+            config=dict(subject.config),
+            settings=settings,
+        )
+        run.define_metric(axis_of(TRAIN))
+        run.define_metric("*", step_metric=axis_of(TRAIN))
+        for series in (*EVALUATIONS, SAMPLES):
+            run.define_metric(f"{series}/*", step_metric=axis_of(series))
+        return held if offline else _highest([dict(run.summary)]) or None
+
+    def log(self, points: Sequence[Point]) -> None:
+        assert self._run is not None
+        for point in points:
+            self._run.log({axis_of(point.series): point.iteration, **point.values})
+
+    def show(self, samples: Samples) -> None:
+        assert self._run is not None
+        rows = [[samples.iteration, prompt, text] for prompt, text in samples.rows]
+        table = wandb.Table(columns=["iteration", "prompt", "text"], data=rows)
+        self._run.log({axis_of(SAMPLES): samples.iteration, f"{SAMPLES}/text": table})
+
+    def finish(self, subject: Subject, documents: Iterable[Path]) -> None:
+        assert self._run is not None
+        artifact = wandb.Artifact(f"run-{subject.run_id}", type="run")
+        for path in documents:
+            artifact.add_file(str(path))
+        self._run.log_artifact(artifact)
+        self._run.summary.update({**subject.summary(), "state": str(subject.state())})
+        run, self._run = self._run, None
+        run.finish(exit_code=subject.exit_code())
+
+    def close(self) -> None:
+        if self._run is not None:
+            run, self._run = self._run, None
+            with suppress(Exception):  # the connection may be what has failed
+                run.finish(exit_code=1)
+
+
+def _highest(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """The highest iteration of each series among rows of a run's history."""
+    found: dict[str, int] = {}
+    for row in rows:
+        for name, value in row.items():
+            series = series_of(name)
+            if name == axis_of(series) and isinstance(value, int | float):
+                found[series] = max(found.get(series, -1), int(value))
+    return found
+
+
+def _rows(place: Path) -> list[dict[str, Any]]:
+    """The history that W&B's library has written below a folder, of all its processes.
+
+    A process that was killed had points in memory that no file holds.
+    """
+    return [row for path in sorted(place.glob("wandb/*run-*/run-*.wandb")) for row in history(path)]
+
+
+def history(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of one ``.wandb`` file: W&B's records in LevelDB's log format; a torn end is left out."""
+    for data in _records(path.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        if record.HasField("history"):
+            yield {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+
+
+def _records(content: bytes) -> Iterator[bytes]:
+    """LevelDB's log format: blocks of 32 KiB, records of checksum, length, kind and data, split over blocks."""
+    at, parts = _FILE_HEADER, b""
+    while at + _HEADER <= len(content):
+        if (rest := _BLOCK - at % _BLOCK) < _HEADER:
+            at += rest
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, at)
+        part = content[at + _HEADER : at + _HEADER + length]
+        at += _HEADER + length
+        if len(part) < length or kind not in (_WHOLE, _FIRST, _MIDDLE, _LAST):
+            return
+        parts = part if kind in (_WHOLE, _FIRST) else parts + part
+        if kind in (_WHOLE, _LAST):
+            yield parts

@@ -1,0 +1,38 @@
+"""The kernels over many tensors that megatron-core takes from transformer-engine or apex, for images with neither.
+
+Its own stand-ins launch a kernel for each tensor, and read each tensor's norm from the GPU: as many waits a step as the
+rank has weights.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from megatron.core import utils
+from megatron.core.optimizer import clip_grads, optimizer
+from torch import Tensor
+
+
+def install() -> None:
+    """Puts torch's foreach kernels where megatron-core has its stand-ins; does nothing where it has others."""
+    if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl = l2_norm
+    for module in (clip_grads, optimizer):
+        if module.multi_tensor_scale_impl is utils.local_multi_tensor_scale:
+            module.multi_tensor_scale_impl = scale
+
+
+def l2_norm(
+    _chunk_size: int, _overflow: Tensor, tensors: Sequence[Sequence[Tensor]], _per_tensor: bool
+) -> tuple[Tensor, None]:
+    """The 2-norm of all tensors as one vector, fp32 [1], on their device."""
+    norms = torch._foreach_norm([tensor for group in tensors for tensor in group])
+    return torch.linalg.vector_norm(torch.stack(norms).float()).view(1), None
+
+
+def scale(_chunk_size: int, _overflow: Tensor, tensors: Sequence[Sequence[Tensor]], factor: float) -> None:
+    """Sets the second list's tensors to ``factor`` times those of the first."""
+    sources, targets = map(list, tensors)
+    if any(a is not b for a, b in zip(sources, targets, strict=True)):
+        torch._foreach_copy_(targets, sources)
+    if factor != 1.0:
+        torch._foreach_mul_(targets, factor)

@@ -36,7 +36,7 @@ _SERVE = r"""
 set -eu; umask 077; cd -- "$1"; shift
 PATH=$PATH:/usr/sbin:/usr/local/sbin:/sbin
 pid=
-trap 'rm -rf -- ssh; [ -z "$pid" ] || kill "$pid" 2>/dev/null || true' EXIT
+trap 'rm -rf -- ssh; [ -z "$pid" ] || { kill "$pid" && wait "$pid"; } 2>/dev/null || true' EXIT
 trap 'exit 1' HUP INT TERM PIPE
 # Its keys stay where it cannot give: with them it fetches.
 sshd=$(command -v sshd) || { trap - EXIT; echo "it has no sshd program" >&2; exit 1; }

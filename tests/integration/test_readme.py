@@ -113,7 +113,7 @@ def test_the_three_commands(machine: Machine) -> None:
 
 
 def test_afterwards(machine: Machine) -> None:
-    *_, fetch, down = lines_after("[Commands](docs/commands.md)")
+    *_, fetch, down = lines_after("[all commands](docs/commands.md)")
     assert (fetch, down) == ("fab fetch --hosts hostfile", "fab down --hosts hostfile")
     shown = machine.succeed("./fab status; .venv/bin/tridock runs")  # ./hostfile is the default
     assert shown.count(" done ") == 4

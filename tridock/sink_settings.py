@@ -68,8 +68,23 @@ def _named_once(trackers: tuple[Tracker, ...]) -> tuple[Tracker, ...]:
     return trackers
 
 
-Trackers = Annotated[tuple[Tracker, ...], BeforeValidator(_by_name), AfterValidator(_named_once)]
-Notifications = Annotated[tuple[Notification, ...], AS_TUPLE]
+Trackers = Annotated[
+    tuple[Tracker, ...],
+    BeforeValidator(_by_name),
+    AfterValidator(_named_once),
+    Field(
+        description="Services that show the run: wandb, mlflow, tensorboard, each by its name or with options"
+        " (docs/trackers.md); the cluster's where left out."
+    ),
+]
+Notifications = Annotated[
+    tuple[Notification, ...],
+    AS_TUPLE,
+    Field(
+        description="Who hears of the run's end, failures and restarts, each with the variable or the file that holds"
+        " apprise's address (docs/notifications.md); the cluster's where left out."
+    ),
+]
 
 
 def contracts(notify: tuple[Notification, ...]) -> tuple[sinks.Notification, ...]:

@@ -340,6 +340,26 @@ def test_a_program_of_ones_own_that_fails_says_why(program: SlurmCluster) -> Non
     assert "left with exit code 85" in done.stderr
 
 
+@pytest.mark.full
+def test_a_program_of_ones_own_runs_again_with_the_code_of_then(program: SlurmCluster) -> None:
+    job = run_program(program, "--env WORD=then", "torchrun train.py 20")
+    assert program.wait(job) == 0
+    program.write("mine/train.py", "raise SystemExit('changed since')")
+    try:
+        done = program.execute(f"tridock reproduce --run {job.folder}")
+    finally:
+        program.write("mine/train.py", PROGRAM)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.search(rf"^run (\S+): {Path(job.folder).name} once more; folder (/shared/runs/\1)$", done.stdout, re.M)
+    assert found, done.stdout
+    again = Job("", found[2])
+    assert program.losses(again) == program.losses(job) == [1 / step for step in range(1, 21)]
+    assert json.loads(program.read(again, "reproduction.json"))["verdict"] == "identical"
+    scripts = [program.read(it, "job.sh").replace(Path(it.folder).name, "RUN") for it in (job, again)]
+    assert scripts[0] == scripts[1]
+    assert [program.execute("pgrep -af 'train[.]py'", machine=node).stdout for node in ("n1", "n2")] == ["", ""]
+
+
 # ---- what cannot be ----
 
 

@@ -81,16 +81,8 @@ class CommandExperiment(Section):
         description="How the program prints its losses: hf-trainer, lightning, megatron, key=value, or a regular"
         " expression with the groups (?P<iteration>…) and (?P<loss>…).",
     )
-    trackers: Trackers = Field(
-        default=(),
-        description="Services that show the run: wandb, mlflow, tensorboard, each by its name or with options"
-        " (docs/trackers.md); the cluster's where left out.",
-    )
-    notify: Notifications = Field(
-        default=(),
-        description="Who hears of the run's end, failures and restarts, each with the variable or the file that holds"
-        " apprise's address (docs/notifications.md); the cluster's where left out.",
-    )
+    trackers: Trackers = ()
+    notify: Notifications = ()
     launch: CommandLaunch = Field(default_factory=CommandLaunch)
     restart: CommandRestart = Field(default_factory=CommandRestart)
 

@@ -301,16 +301,8 @@ class Experiment(Section):
     train: Train
     launch: Launch = Field(default_factory=Launch)
     restart: Restart = Field(default_factory=Restart)
-    trackers: Trackers = Field(
-        default=(),
-        description="Services that show the run: wandb, mlflow, tensorboard, each by its name or with options"
-        " (docs/trackers.md); the cluster's where left out.",
-    )
-    notify: Notifications = Field(
-        default=(),
-        description="Who hears of the run's end, failures and restarts, each with the variable or the file that holds"
-        " apprise's address (docs/notifications.md); the cluster's where left out.",
-    )
+    trackers: Trackers = ()
+    notify: Notifications = ()
     megatron_args: Annotated[tuple[Argument, ...], AS_TUPLE] = Field(
         default=(),
         description="Engine megatron-deepspeed: arguments for Megatron's command line that have no field here.",

@@ -188,9 +188,10 @@ def test_the_one_who_asks_is_not_stopped(make_run: MakeRun) -> None:
 def test_one_that_cannot_be_killed_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     from tridock.errors import RunError
     from tridock.node import __main__ as main
+    from tridock.node import verbs
 
     run_id = run_folder.new_run_id("stuck")
-    monkeypatch.setattr(main, "stop_processes", lambda *_: Stopped(3, 1))
+    monkeypatch.setattr(verbs, "stop_processes", lambda *_: Stopped(3, 1))
     arguments = main._parser().parse_args(["stop", run_id, "--workspace", "/nonexistent"])
     with pytest.raises(RunError) as caught:
         arguments.action(arguments)

@@ -1,16 +1,13 @@
 """The supervisor of a run: starts it, watches all nodes, ends it everywhere and restarts it."""
 
-import os
-import subprocess
 import time
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from tridock.contracts import environment, heartbeat, run_folder
+from tridock.contracts import heartbeat, run_folder
 from tridock.contracts.appends import append
 from tridock.contracts.events import Cause, Event, append_event, events_of
 from tridock.contracts.lease import HeldLease
@@ -21,6 +18,7 @@ from tridock.node.agent.processes import find_processes
 from tridock.node.probes import ports
 from tridock.node.supervisor.agent_connections import AgentConnections
 from tridock.node.supervisor.failover import move
+from tridock.node.supervisor.launcher_process import LauncherProcess
 from tridock.node.supervisor.preemption import ProgramPreemption
 from tridock.node.supervisor.printed_metrics import PrintedMetrics
 from tridock.node.supervisor.rank_table import RankTable
@@ -31,6 +29,7 @@ from tridock.node.supervisor.restart import (
     previous_attempts,
     refusal,
 )
+from tridock.node.supervisor.step_times import StepTimes
 from tridock.node.supervisor.verdict import (
     StatusByNode,
     Verdict,
@@ -38,14 +37,11 @@ from tridock.node.supervisor.verdict import (
     first_gone,
     hung,
     lost_node,
-    lost_session,
     overdue_ranks,
     rank_without_peer,
-    signal_name,
 )
 
 _TICK_S: Final = 0.1
-_SSH_FAILED: Final = 255
 _OWN_END_S: Final = 3.0
 """Time for the other ranks and the launcher to say why they end, once one has failed."""
 _TERM_S: Final = 2.5
@@ -71,9 +67,9 @@ class RunSupervisor:
         self._metrics = PrintedMetrics(folder, supervision.metrics)
         self._ranks = RankTable(folder)
         self._restarts: list[RestartAttempt] = []
-        self._launcher: subprocess.Popen[bytes] | None = None
+        self._launcher: LauncherProcess | None = None
         self._must_move = False
-        self._log_offset = self._events_before = 0
+        self._events_before = 0
         self._silent: list[str] = []
         self.preemption_requested = False
         """Set where a scheduler has sent SIGTERM or SIGUSR1 to all processes of its job, of which this is one."""
@@ -86,16 +82,11 @@ class RunSupervisor:
         self._agents.close()
 
     def begin(self, script: str) -> None:
-        # Only the run itself carries the marker: stopping the run must not end the one who records its end.
-        env = {**os.environ, environment.RUN_ID: self._folder.name}
         self._steps = StepTimes()
         self._events_before = len(read_lines(self._folder / run_folder.EVENTS))
-        with (self._folder / run_folder.LAUNCHER_LOG).open("ab") as log:
-            self._log_offset = log.tell()
-            self._metrics.begin(self._log_offset)
-            argv = ["bash", str(self._folder / script)]
-            self._lease.check()
-            self._launcher = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env)
+        self._lease.check()
+        self._launcher = LauncherProcess(self._folder, script)
+        self._metrics.begin(self._launcher.log_offset)
         self._agents.poll(0.0)
 
     def take_over(self, previous: str) -> int | None:
@@ -117,9 +108,8 @@ class RunSupervisor:
 
     def abandon(self) -> None:
         """Ends what this supervisor has started itself, once the run is another node's."""
-        if self._launcher is not None and self._returned() is None:
+        if self._launcher is not None:
             self._launcher.kill()
-            self._launcher.wait()
 
     def script(self) -> str:
         """The script that resumes from the run's newest checkpoint, or the one that starts where there is none.
@@ -180,13 +170,13 @@ class RunSupervisor:
         if verdict is None:
             return 0, None
         if verdict.cause is Cause.LAUNCHER_EXITED:
-            verdict = self._lost_session() or self._silent_node() or verdict
+            verdict = self._started.lost_session() or self._silent_node() or verdict
             self._record(verdict)
         return verdict.code, verdict
 
     def _wait(self) -> Verdict | None:
         """Until the launcher has ended, the run is to be stopped, or something is wrong."""
-        while self._returned() is None:
+        while self._started.exit_code is None:
             self._agents.poll(_TICK_S)
             if self._is_stopped():
                 self._wait_for_launcher(_STOPPED_PATIENCE_S)
@@ -200,7 +190,7 @@ class RunSupervisor:
                     return lost
                 if self._preemption.is_overdue(seen):
                     return None
-            elif (verdict := self._judge(seen)) is not None and not self._launcher_killed():
+            elif (verdict := self._judge(seen)) is not None and not self._started.was_killed:
                 return verdict
         return None
 
@@ -239,32 +229,13 @@ class RunSupervisor:
         deadline = time.monotonic() + _LAST_WORD_S
         while not self._is_done():
             if time.monotonic() > deadline:
-                end = self._launchers_end()
-                # A signal, or ssh's own failure, tells nothing of the ranks.
-                own = self._launcher_killed() or end.code == _SSH_FAILED
-                return (None if own else first_gone(self._agents.statuses(), code=end.code)) or end
+                end = self._started.verdict()
+                told = self._started.tells_of_ranks
+                return (first_gone(self._agents.statuses(), code=end.code) if told else None) or end
             self._agents.poll(_TICK_S)
-            if (dead := first_death(self._agents.statuses())) is not None and not self._launcher_killed():
+            if (dead := first_death(self._agents.statuses())) is not None and not self._started.was_killed:
                 return dead
         return None
-
-    def _launcher_killed(self) -> bool:
-        """Whether a signal ended the launcher: the ranks that it started on this node die with it."""
-        return (self._returned() or 0) < 0
-
-    def _launchers_end(self) -> Verdict:
-        returned = self._returned() or 0
-        if returned < 0:
-            return Verdict(Cause.LAUNCHER_EXITED, f"was ended by {signal_name(-returned)}", code=128 - returned)
-        if returned == 0:
-            # DeepSpeed's runner exits 0 where its own child was killed by a signal.
-            return Verdict(Cause.LAUNCHER_EXITED, "ended with 0, but rank 0 never finished")
-        return Verdict(Cause.LAUNCHER_EXITED, f"ended with exit code {returned}", code=returned)
-
-    def _lost_session(self) -> Verdict | None:
-        with (self._folder / run_folder.LAUNCHER_LOG).open("rb") as log:
-            log.seek(self._log_offset)
-            return lost_session(log.read())
 
     def _lost_peer(self) -> Verdict | None:
         """The node that was lost with its ranks: those of the others end with an error at once, before it is missed."""
@@ -289,18 +260,15 @@ class RunSupervisor:
         The head's own watch ends the launcher on the way, and not as DeepSpeed would: with a ``pkill`` on every node
         that hits other runs as well.
         """
-        assert self._launcher is not None
         self._lease.check()
         remaining = self._agents.stop(_TERM_S, _STOP_PATIENCE_S)
-        if self._returned() is None:
-            self._launcher.kill()
-            self._launcher.wait()
+        self._started.kill()
         if any(remaining.values()):
             self._print(f"processes that do not end: {_counted(remaining)}")
 
     def _wait_for_launcher(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while self._returned() is None and time.monotonic() < deadline:
+        while self._started.exit_code is None and time.monotonic() < deadline:
             self._agents.poll(_TICK_S)
 
     def _wait_for_the_last(self, seconds: float) -> None:
@@ -309,9 +277,10 @@ class RunSupervisor:
         while find_processes(self._folder.name) and time.monotonic() < deadline:
             self._agents.poll(_TICK_S)
 
-    def _returned(self) -> int | None:
+    @property
+    def _started(self) -> LauncherProcess:
         assert self._launcher is not None
-        return self._launcher.poll()
+        return self._launcher
 
     def _is_done(self) -> bool:
         """Whether the run came to its end: by the launcher's word, or by that of every rank.
@@ -319,10 +288,10 @@ class RunSupervisor:
         A launcher that lost the connection to a node says that it failed, whatever its ranks did there.
         """
         if self._supervision.observed:
-            return self._returned() == 0
+            return self._started.exit_code == 0
         if not events_of(self._folder, Event.RUN_FINISHED):
             return False
-        if self._returned() == 0:
+        if self._started.exit_code == 0:
             return True
         ended = {v.rank for statuses in self._agents.statuses().values() for v in statuses if v.phase == heartbeat.END}
         ranks = {rank for numbers in self._supervision.ranks.values() for rank in numbers}
@@ -456,30 +425,3 @@ def _no_room(folder: Path) -> str | None:
 
 def _counted(remaining: Mapping[str, int]) -> str:
     return ", ".join(f"{count} on {node}" for node, count in remaining.items() if count)
-
-
-class StepTimes:
-    """How long a step takes, by the ranks' own clocks, and how far they have come."""
-
-    def __init__(self) -> None:
-        self.reached = 0
-        self._last: dict[int, tuple[int, float]] = {}
-        self._times: deque[float] = deque(maxlen=64)
-
-    def note(self, seen: StatusByNode) -> None:
-        """Takes in what was seen."""
-        now = time.monotonic()
-        for status in (status for statuses in seen.values() for status in statuses if status.phase == heartbeat.TRAIN):
-            at = now - status.age_s
-            iteration, before = self._last.get(status.rank, (status.iteration, at))
-            if status.iteration > iteration:
-                self._times.append((at - before) / (status.iteration - iteration))
-            if status.iteration != iteration or status.rank not in self._last:
-                self._last[status.rank] = status.iteration, at
-            self.reached = max(self.reached, status.iteration)
-
-    @property
-    def median(self) -> float | None:
-        """Seconds; None before the second step."""
-        # Not statistics.median: its module takes longer to import than all of this package.
-        return sorted(self._times)[len(self._times) // 2] if self._times else None

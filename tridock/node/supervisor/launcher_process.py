@@ -1,0 +1,61 @@
+"""The launcher of one attempt of a run: a script on the head, whose output is the run's log."""
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Final
+
+from tridock.contracts import environment, run_folder
+from tridock.contracts.events import Cause
+from tridock.node.supervisor.verdict import Verdict, lost_session, signal_name
+
+_SSH_FAILED: Final = 255
+
+
+class LauncherProcess:
+    """Begins at once, and is the parent of what runs on this node."""
+
+    def __init__(self, folder: Path, script: str) -> None:
+        # Only the run itself carries the marker: stopping the run must not end the one who records its end.
+        env = {**os.environ, environment.RUN_ID: folder.name}
+        self._log = folder / run_folder.LAUNCHER_LOG
+        with self._log.open("ab") as log:
+            self.log_offset = log.tell()
+            argv = ["bash", str(folder / script)]
+            self._process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env)
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative where a signal ended it."""
+        return self._process.poll()
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether a signal ended it: the ranks that it started on this node die with it."""
+        return (self.exit_code or 0) < 0
+
+    @property
+    def tells_of_ranks(self) -> bool:
+        """A signal, or ssh's own failure, tells nothing of them."""
+        return not self.was_killed and self.exit_code != _SSH_FAILED
+
+    def kill(self) -> None:
+        if self.exit_code is None:
+            self._process.kill()
+            self._process.wait()
+
+    def verdict(self) -> Verdict:
+        """Its end, before the run was done."""
+        code = self.exit_code or 0
+        if code < 0:
+            return Verdict(Cause.LAUNCHER_EXITED, f"was ended by {signal_name(-code)}", code=128 - code)
+        if code == 0:
+            # DeepSpeed's runner exits 0 where its own child was killed by a signal.
+            return Verdict(Cause.LAUNCHER_EXITED, "ended with 0, but rank 0 never finished")
+        return Verdict(Cause.LAUNCHER_EXITED, f"ended with exit code {code}", code=code)
+
+    def lost_session(self) -> Verdict | None:
+        """The node whose session it says it has lost."""
+        with self._log.open("rb") as log:
+            log.seek(self.log_offset)
+            return lost_session(log.read())

@@ -7,7 +7,9 @@ best shape there reaches 0.81, on SXM the best reaches 0.87 (Bekman, Machine Lea
 Matmul FLOPS"), so 0.84. B200 0.60 over 514 shapes (SimuMax). H100 and H200 0.70: the best shape reaches 0.80 there, and
 their clock falls under long products. ``attention_share``: of causal attention, half of its FLOPs counted, heads of 128
 (SimuMax for A100 and B200; Dao, FlashAttention-2, 2023, for A100; Shah et al., FlashAttention-3, 2024, for H100).
-Others take the share of their architecture. Networks are those of NVIDIA's DGX systems.
+Others take the share of their architecture. Networks are those of NVIDIA's DGX systems. ``host_gb_s``: CUDA's
+bandwidthTest, 11 over PCIe 3 (V100; router-gao/cuda-demo), 26 over PCIe 4 (A100; jdh4/della-gpu-A100), 52 to 55 over
+PCIe 5 (H100).
 """
 
 import re
@@ -21,7 +23,7 @@ MIB: Final = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """How much of a GPU's peak its kernels reach."""
+    """How much of a GPU's peak its kernels reach, and its link to the host."""
 
     units: int
     """Streaming multiprocessors, each of which works on one tile of a matrix product at a time."""
@@ -29,6 +31,8 @@ class Kernels:
     """Of the peak, for a matrix product that keeps all units busy."""
     attention_share: float
     """Of the peak, for fused causal attention, forward, half of its FLOPs counted."""
+    host_gb_s: float = 26.0
+    """From the GPU to page-locked memory of its host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +44,14 @@ class Network:
     like: str = "100 Gbit/s for 4 GPUs"
 
 
-_VOLTA: Final = Kernels(80, 0.75, 0.32)
-_TURING: Final = Kernels(40, 0.70, 0.28)
+_VOLTA: Final = Kernels(80, 0.75, 0.32, 11.0)
+_TURING: Final = Kernels(40, 0.70, 0.28, 11.0)
 _AMPERE: Final = Kernels(84, 0.78, 0.55)
 _A100: Final = Kernels(108, 0.84, 0.64)
 _A100_PCIE: Final = Kernels(108, 0.78, 0.64)
 _ADA: Final = Kernels(128, 0.75, 0.50)
-_HOPPER: Final = Kernels(132, 0.66, 0.50)
-_BLACKWELL: Final = Kernels(148, 0.54, 0.50)
+_HOPPER: Final = Kernels(132, 0.66, 0.50, 52.0)
+_BLACKWELL: Final = Kernels(148, 0.54, 0.50, 52.0)
 _DGX_A100: Final = Network(200.0, "DGX A100")
 _DGX_H100: Final = Network(400.0, "DGX H100")
 

@@ -57,7 +57,12 @@ def planned(table: Mapping[str, Any], row: Mapping[str, Any]) -> Assessment:
     fields = {name: value for name, value in row.items() if name not in _OWN}
     slots = min(row.get("slots", 8), row["gpus"])
     nodes = {f"node-{number}": range(slots) for number in range(row["gpus"] // slots)}
-    assumed = Assumptions(GPUS[table["gpu"]], table.get("network_gbit"), attention=table.get("attention", "fused"))
+    assumed = Assumptions(
+        GPUS[table["gpu"]],
+        table.get("network_gbit"),
+        attention=table.get("attention", "fused"),
+        overlaps=table.get("overlaps", True),
+    )
     return assess(with_fields(_BASE, fields), nodes, table["name"], assumed)
 
 

@@ -175,7 +175,7 @@ def test_the_goodput_of_a_cluster_that_fails(capsys: pytest.CaptureFixture[str])
     assert main(["plan", *arguments, *failing]) == 0
     line = capsys.readouterr().out.splitlines()[-1]
     assert line.startswith(f"goodput {own['goodput']:.1%} with train.save_interval 200 (")
-    assert "; 107.5 GB of a checkpoint take 1.8 minutes, and stop training for 1." in line
+    assert "; 107.5 GB of a checkpoint take 1.8 minutes, and stop training for 646 ms" in line
     assert refused(capsys, *arguments, "--node-mtbf", "1000") == (
         "--checkpoint-gb-s: failures are counted with both of --node-mtbf and --checkpoint-gb-s; give it too\n"
     )

@@ -59,6 +59,8 @@ def add(commands: Commands) -> None:
         "attention of the time estimate (default: fused); unfused writes its scores to memory, as Megatron until 2023"
     )
     parser.add_argument("--attention", choices=("fused", "unfused"), default="fused", help=text)
+    text = "assume a program that computes nothing while it communicates, whatever the engine overlaps"
+    parser.add_argument("--no-overlap", action="store_true", help=text)
     text = "measurements of tridock calibrate (default: <hostfile>.calibration.json, if there is one)"
     parser.add_argument("--calibration", type=Path, metavar="FILE", help=text)
     text = "estimate the time to train N tokens, e.g. 300e9 (default: the tokens of the run)"
@@ -151,7 +153,9 @@ def _planned(arguments: argparse.Namespace) -> int:
         arguments.cost_per_gpu_hour,
     )
     failures = failures_for(arguments.node_mtbf, arguments.checkpoint_gb_s, arguments.restart_time)
-    assumptions = replace(assumptions, attention=arguments.attention, failures=failures)
+    assumptions = replace(
+        assumptions, attention=arguments.attention, overlaps=not arguments.no_overlap, failures=failures
+    )
     own = None if cluster is None else beside(cluster.hostfile_path)
     calibration = arguments.calibration or (own if own is not None and own.exists() else None)
     if calibration is not None:

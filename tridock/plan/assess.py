@@ -209,11 +209,11 @@ def assess(
     memory = memory_of_stages(experiment, shape, assumptions.gpu, assumptions.correction)
     rates = assumptions.rates(experiment, shape.slots)
     states = max(stage.state_bytes for stage in memory)
-    cost = cost_of(experiment, shape, states, rates, assumptions.attention)
+    cost = cost_of(experiment, shape, states, rates)
     notes = tuple(_notes(experiment, assumptions, cost))
     good = None
     if assumptions.failures is not None and cost.estimate is not None:
-        good = goodput_of(experiment, shape, cost.estimate.iteration, len(slots), assumptions.failures)
+        good = goodput_of(experiment, shape, cost.estimate.iteration, len(slots), assumptions.failures, assumptions.gpu)
     return Assessment(experiment, source, (), notes, assumptions, plan, memory, cost, good, tuple(warnings(plan)))
 
 

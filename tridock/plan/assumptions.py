@@ -1,6 +1,6 @@
 """What a plan assumes beside the experiment and the hostfile."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tridock.contracts.calibration import Calibration
 from tridock.experiment import Experiment
@@ -26,6 +26,8 @@ class Assumptions:
     """In a currency of the user's."""
     attention: Attention = "fused"
     """Unfused: it writes its scores to memory, as Megatron's did until 2023."""
+    overlaps: bool = True
+    """False: a program that computes nothing while it communicates."""
 
     calibration: Calibration | None = None
     """What ``tridock calibrate`` measured; ``tflops`` wins over it."""
@@ -41,6 +43,7 @@ class Assumptions:
         if self.correction is not None and self.correction.planned_s is None:
             tflops = 1.0
         rates = Rates.of(self.gpu, precision, tflops, self.network_gbit, experiment.train.tf32, slots=slots)
+        rates = replace(rates, attention=self.attention, overlaps=self.overlaps)
         if self.calibration is not None and tflops is None:
             rates = rates.measured(self.calibration, precision, self.calibration_source)
         return rates if self.correction is None else rates.corrected(self.correction)

@@ -18,7 +18,7 @@ from tridock.experiment.flops import (
     recomputed_flops_per_token,
 )
 from tridock.experiment.weights import model_parameters
-from tridock.layout.compute_time import Attention, StageTime, stage_time, vision_seconds
+from tridock.layout.compute_time import StageTime, stage_time, vision_seconds
 from tridock.layout.kernels import Device, pass_seconds
 from tridock.layout.shape import Shape, layers_of_stage, recomputed_layers
 from tridock.layout.traffic import Traffic
@@ -96,9 +96,7 @@ class Cost:
         return None if self.estimate is None else tokens / self.estimate.tokens_per_second / _DAY_S
 
 
-def cost_of(
-    experiment: Experiment, shape: Shape, state_bytes: int, rates: Rates, attention: Attention = "fused"
-) -> Cost:
+def cost_of(experiment: Experiment, shape: Shape, state_bytes: int, rates: Rates) -> Cost:
     """``state_bytes``: weights, gradients and optimizer states of the fullest rank."""
     model, parallel = experiment.model, experiment.parallel
     stages, virtual = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
@@ -119,7 +117,7 @@ def cost_of(
         bubble=filling / (shape.accumulation + filling),
         traffic=exchanged,
         rates=rates,
-        estimate=_estimate(experiment, shape, exchanged, model_flops, tokens, state_bytes, rates, attention),
+        estimate=_estimate(experiment, shape, exchanged, model_flops, tokens, state_bytes, rates),
     )
 
 
@@ -131,21 +129,21 @@ def _estimate(
     tokens: int,
     state_bytes: int,
     rates: Rates,
-    attention: Attention,
 ) -> Estimate | None:
     # Convolutions run at a smaller share of the peak, which nobody has set down here.
     if rates.device is None or (experiment.model.is_vision and not rates.device.flat):
         return None
     parallel = experiment.parallel
     stages, virtual = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
-    times = _stage_times(experiment, rates.device, attention)
+    times = _stage_times(experiment, rates, rates.device)
     slowest = max(times.values(), key=lambda time: time.total)
     everywhere = sum(times[_kind(experiment, stage)].total for stage in range(stages))
     steps = shape.accumulation
     seconds = {one.group: rates.seconds(one) for one in exchanged}
     for one in exchanged:
         behind = steps * (slowest.hides_tensor if one.group == "tensor" else slowest.total)
-        seconds[one.group] -= min(behind, rates.carried(one, one.waits * one.hideable))
+        hidden = min(behind, rates.carried(one, one.waits * one.hideable))
+        seconds[one.group] -= hidden if rates.overlaps else 0.0
     # What is exchanged inside layers is part of every micro batch's work, the filling's too.
     inside = sum(seconds.get(group, 0.0) for group in ("tensor", "context", "expert", "expert tensor"))
     compute = steps * slowest.total
@@ -155,7 +153,8 @@ def _estimate(
     moved = 2 * state_bytes + _UPDATE_PASSES * 4 * min(weights, state_bytes / 12)
     optimizer = pass_seconds(rates.device, moved)
     summed = seconds.get("data", 0.0) + seconds.get("expert data", 0.0)
-    gradients = _exposed(experiment, shape, summed, compute) + seconds.get("embedding", 0.0)
+    exposed = _exposed(experiment, shape, summed, compute) if rates.overlaps else summed
+    gradients = exposed + seconds.get("embedding", 0.0)
     total = compute + bubble + inside + seconds.get("pipeline", 0.0) + gradients + optimizer
     ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size * stages * shape.data
     mfu = None if rates.peak_tflops is None else model_flops / total / ranks / (rates.peak_tflops * 1e12)
@@ -187,7 +186,7 @@ def _kind(experiment: Experiment, stage: int) -> tuple[int, bool]:
     return layers_of_stage(experiment, stage), last
 
 
-def _stage_times(experiment: Experiment, device: Device, attention: Attention) -> dict[tuple[int, bool], StageTime]:
+def _stage_times(experiment: Experiment, rates: Rates, device: Device) -> dict[tuple[int, bool], StageTime]:
     """Of one micro batch, for each kind of stage."""
     engine, stages = engine_of(experiment), experiment.parallel.pipeline_model_parallel_size
     rows = engine.rows_of_vocabulary(experiment)
@@ -206,7 +205,7 @@ def _stage_times(experiment: Experiment, device: Device, attention: Attention) -
                 engine.parameters(experiment, stage),
                 rows,
                 summed_bytes=engine.summed_bytes(experiment),
-                attention=attention,
+                attention=rates.attention,
                 kernels=engine.kernels(experiment),
             )
     return found

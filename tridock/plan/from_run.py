@@ -55,7 +55,7 @@ def _factor(planned: Assessment, rates: Rates, correction: Correction) -> float:
 
     def seconds(factor: float) -> float:
         slower = rates.corrected(replace(correction, time=factor))
-        estimate = cost_of(planned.experiment, shape, states, slower, planned.assumptions.attention).estimate
+        estimate = cost_of(planned.experiment, shape, states, slower).estimate
         assert estimate is not None
         return estimate.iteration
 

@@ -13,14 +13,15 @@ from typing import Any, Final
 
 from tridock.engines import engine_of
 from tridock.experiment import Experiment
+from tridock.gpus import Gpu
 from tridock.layout.shape import Shape
 
 GB: Final = 1e9
 RESTART_S: Final = 51.0
-"""From a failure to the next step, without the reading of the checkpoint: the longest that was measured, of a node that
-a spare replaced (docs/results.md)."""
-COPY_GB_S: Final = 5.0
-"""Assumed: from a GPU to its host's pageable memory."""
+"""Assumed: from a failure to the next step, without the reading of the checkpoint. The longest that was measured with
+CPU ranks, of a node that a spare replaced (docs/results.md); GPU ranks also start CUDA and NCCL."""
+PCIE_3_GB_S: Final = 11.0
+"""From a GPU that is not known to page-locked memory of its host (:mod:`tridock.gpus`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +85,14 @@ class Goodput:
         }
 
 
-def goodput_of(experiment: Experiment, shape: Shape, step: float, nodes: int, failures: Failures) -> Goodput:
+def goodput_of(
+    experiment: Experiment, shape: Shape, step: float, nodes: int, failures: Failures, gpu: Gpu | None = None
+) -> Goodput:
     """Of a run on so many nodes, each iteration of which takes ``step`` seconds."""
     train, mtbf = experiment.train, failures.node_mtbf_hours * 3600 / nodes
     writing = engine_of(experiment).checkpoint_bytes(experiment) / (failures.checkpoint_gb_s * GB)
-    pause = min(writing, _copied_bytes(experiment, shape) / (COPY_GB_S * GB)) if train.async_save else writing
+    copying = PCIE_3_GB_S if gpu is None else gpu.kernels.host_gb_s
+    pause = min(writing, _copied_bytes(experiment, shape) / (copying * GB)) if train.async_save else writing
     lost = failures.restart_s + writing + (writing - pause)
 
     def interval(iterations: int) -> Interval:

@@ -6,6 +6,7 @@ from typing import Final, Self
 
 from tridock.contracts.calibration import Calibration
 from tridock.gpus import Gpu, Network
+from tridock.layout.compute_time import Attention
 from tridock.layout.kernels import Device
 from tridock.layout.traffic import Link, Traffic
 from tridock.plan.calibration import measured_device, measured_links
@@ -54,6 +55,9 @@ class Rates:
     """Latency and GB/s that were measured."""
     slower: Mapping[Link, float] = field(default_factory=dict)
     """Factors on the time over a link, as a run measured."""
+    attention: Attention = "fused"
+    overlaps: bool = True
+    """What an engine sends while it computes travels then."""
 
     @classmethod
     def of(

@@ -121,7 +121,7 @@ def _judge(
     worst = max(memory, key=lambda stage: stage.total_bytes)
     if worst.fit == "no-fit":
         return Rejected(choice, "does not fit the GPU's memory")
-    cost = cost_of(candidate, shape, max(stage.state_bytes for stage in memory), rates, assumptions.attention)
+    cost = cost_of(candidate, shape, max(stage.state_bytes for stage in memory), rates)
     return Candidate(choice, candidate, data, worst, cost)
 
 

@@ -141,7 +141,7 @@ def weigh(experiment: Experiment, slots: Slots, assumptions: Assumptions, change
     memory = memory_of_stages(experiment, shape, assumptions.gpu, assumptions.correction)
     rates = assumptions.rates(experiment, shape.slots)
     states = max(stage.state_bytes for stage in memory)
-    cost = cost_of(experiment, shape, states, rates, assumptions.attention)
+    cost = cost_of(experiment, shape, states, rates)
     worst = max(memory, key=lambda stage: stage.total_bytes)
     return Weighed(tuple(changes), experiment, (), data, worst, cost)
 

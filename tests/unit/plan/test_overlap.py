@@ -22,9 +22,9 @@ ZERO1, ZERO2, ZERO3 = ({"parallel.strategy": "zero", "parallel.zero_stage": stag
 CORE = {"engine": "megatron-core"}
 
 
-def estimated(network_gbit: float, fields: dict[str, Any]) -> tuple[Estimate, float]:
+def estimated(network_gbit: float, fields: dict[str, Any], *, overlaps: bool = True) -> tuple[Estimate, float]:
     """The estimate on two nodes of one GPU, and the seconds of the exchange of gradients by itself."""
-    assumed = Assumptions(GPUS["a100-80gb"], network_gbit=network_gbit)
+    assumed = Assumptions(GPUS["a100-80gb"], network_gbit=network_gbit, overlaps=overlaps)
     assessed = assess(with_fields(BASE, fields), {"a": range(1), "b": range(1)}, "overlap", assumed)
     assert assessed.cost is not None
     assert assessed.cost.estimate is not None
@@ -83,3 +83,22 @@ def test_weights_are_gathered_after_the_step(fields: dict[str, Any], window: flo
 def test_who_waits_for_all_of_it(fields: dict[str, Any]) -> None:
     found, alone = estimated(100.0, {"precision": "fp16", **fields})
     assert found.gradients == pytest.approx(alone)
+
+
+@pytest.mark.parametrize("fields", [{"parallel.strategy": "fsdp"}, CORE], ids=["fsdp", "megatron-core"])
+def test_a_program_that_overlaps_nothing(fields: dict[str, Any]) -> None:
+    found, alone = estimated(100.0, fields, overlaps=False)
+    assert found.gradients == pytest.approx(alone)
+
+
+def test_tensor_parallel_ranks_that_overlap_nothing() -> None:
+    fields = {**CORE, "parallel.tensor_model_parallel_size": 2}
+    assumed = [Assumptions(GPUS["a100-80gb"], overlaps=overlaps) for overlaps in (True, False)]
+    with_it, without = (assess(with_fields(BASE, fields), {"a": range(2)}, "e", one).cost for one in assumed)
+    assert with_it is not None
+    assert without is not None
+    assert with_it.estimate is not None
+    assert without.estimate is not None
+    (tensor,) = (one for one in without.traffic if one.group == "tensor")
+    assert without.estimate.tensor_and_context == pytest.approx(without.rates.seconds(tensor))
+    assert with_it.estimate.tensor_and_context < without.estimate.tensor_and_context

@@ -77,6 +77,17 @@ def test_deepspeed_hands_every_word_to_the_ranks(rack_up: Up, code: Path) -> Non
     assert sorted(words) == [(str(rank), repr(WORDS)) for rank in range(2)]
 
 
+@pytest.mark.full  # tests/unit/launchers/test_programs.py, tests/unit/train/test_torchrun_variables.py
+def test_a_script_with_torchrun_runs_once_per_node(rack_up: Up, code: Path) -> None:
+    (code / "train.sh").write_text('echo "node $NODE_RANK of $NNODES"\nexec torchrun main.py --raise\n')
+    exit_code, output, run_id = run(rack_up.rack, code, "--name main --per node -- bash train.sh")
+    assert exit_code == 4
+    assert {f"host-{'ab'[node]}: node {node} of 2" for node in range(2)} <= set(output.splitlines())
+    assert {f"rank {rank} of 2: ['--raise'] None" for rank in range(2)} == set(re.findall(r"rank \d of 2: .*", output))
+    assert re.search(rf"{run_id}: the run failed; got exit code \d, rank 1 on host-b left with exit code 1; ", output)
+    assert [host.processes(run_id) for host in rack_up.rack] == [[], []]
+
+
 def test_the_first_rank_that_fails_is_named(rack_up: Up, code: Path) -> None:
     exit_code, output, run_id = run(rack_up.rack, code, "-- python main.py --raise")
     assert exit_code == 4

@@ -526,3 +526,35 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     done = capsys.readouterr()
     assert "others do not work:" in done.out
     assert done.err == f"{message}\n"
+
+
+# ---- a program of the user's own ----
+
+
+def test_a_program_has_its_slots_planned_and_no_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("{name: mine, engine: command, command: [torchrun, train.py], launch: {master_port: 29500}}\n")
+    where = (str(path), "--nodes", "2", "--gpus-per-node", "2")
+    assert main(["plan", *where]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "mine: 4 ranks on 2 nodes; what a program needs of memory and time is not known"
+    assert lines[1].startswith("node-0: slots 0, 1; ranks 0, 1; torchrun --nnodes 2 --node-rank 0 --nproc-per-node 2 ")
+    assert lines[2].startswith("node-1: slots 0, 1; ranks 2, 3; torchrun --nnodes 2 --node-rank 1 --nproc-per-node 2 ")
+    found = document(capsys, *where, "--set", "command=[deepspeed, t.py]")
+    assert (found["verdict"], found["memory"]["stages"], found["cost"]) == ("fits", [], None)
+    assert found["ranks"][3] == {"rank": 3, "node": "node-1", "slot": 1}
+    what = "command: torchrun gets these options from Tridock; got --nnodes=2; "
+    assert refused(capsys, *where, "--set", "command=[torchrun, --nnodes=2, t.py]").startswith(what)
+    todo = "leave them out: they are about a model"
+    assert refused(capsys, *where, "--search", "--why") == (
+        f"{path}: is a program of your own, without a model; got --search, --why; {todo}\n"
+    )
+
+
+def test_a_program_on_the_head_is_planned_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("{name: mine, engine: command, command: [mpirun, ./a.out]}\n")
+    assert main(["plan", str(path), "--nodes", "2", "--gpus-per-node", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("node-0: slots 0; ranks 0; mpirun --hostfile ")
+    assert lines[2] == "node-1: slots 0; ranks 1; started by node-0"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
+import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -23,10 +25,11 @@ from tridock.cli.options import (
 )
 from tridock.cli.output import console, print_problems
 from tridock.contracts.run_folder import EXPERIMENT
-from tridock.errors import Problem, RequestError
+from tridock.errors import Problem, RequestError, count
 
 if TYPE_CHECKING:
     from tridock.cluster.settings import Cluster
+    from tridock.experiment.command import CommandExperiment
     from tridock.plan import Assumptions
     from tridock.plan.correction import MeasuredRun
 
@@ -128,6 +131,7 @@ _NO_PLAN: Final[Mapping[str, Any]] = {
 
 
 def _planned(arguments: argparse.Namespace) -> int:
+    from tridock.experiment import is_command, load_command
     from tridock.ops.calibrate import beside, read_calibration
     from tridock.ops.runs.default_experiment import choose_experiment
     from tridock.ops.runs.prepare import assumptions_for, failures_for, slots_of
@@ -143,6 +147,8 @@ def _planned(arguments: argparse.Namespace) -> int:
         cluster, slots = slots_of(hosts, arguments.include, arguments.exclude, arguments.nodes, arguments.gpus_per_node)
     if run is not None and config is None:
         config = arguments.from_run / EXPERIMENT
+    if config is not None and is_command(config):
+        return _print_program(arguments, load_command(config, arguments.set), slots, str(config))
     config, overrides, _ = choose_experiment(config, arguments.set, slots)
     assumptions = assumptions_for(
         cluster,
@@ -174,6 +180,38 @@ def _planned(arguments: argparse.Namespace) -> int:
         return print_why(config, overrides, slots, assumptions, console(), arguments.why, arguments.json)
     show = Show(arguments.search, arguments.json, str(arguments.plot or ""), arguments.quiet)
     return print_plan(config, overrides, slots, assumptions, console(), show)
+
+
+def _print_program(
+    arguments: argparse.Namespace, program: CommandExperiment, slots: Mapping[str, Sequence[int]], source: str
+) -> int:
+    """A program of the user's own on its slots; what it needs of memory and time is not known."""
+    from tridock.contracts.run_folder import PLAN, new_run_id
+    from tridock.launchers.command import CommandRun, make_command_bundle
+    from tridock.launchers.run import default_port
+
+    of_model = {"--search": arguments.search, "--why": arguments.why is not None, "--plot": arguments.plot is not None}
+    if given := [option for option, value in of_model.items() if value]:
+        what, todo = "is a program of your own, without a model", "leave them out: they are about a model"
+        raise RequestError(Problem(source, what, ", ".join(given), todo))
+    run_id = new_run_id(program.name)
+    port = program.launch.master_port or default_port(run_id)
+    run = CommandRun(program, slots, run_id, next(iter(slots)), port, {})
+    plan = json.loads(make_command_bundle(run).files[PLAN])
+    if arguments.json:
+        print(json.dumps({**_NO_PLAN, "problems": [], **plan, "verdict": "fits"}, indent=2))
+        return 0
+    ranks = f"{count(plan['world_size'], 'rank')} on {count(len(slots), 'node')}"
+    print(f"{program.name}: {ranks}; what a program needs of memory and time is not known")
+    for number, (node, numbers) in enumerate(run.ranks.items()):
+        is_started = number == 0 or run.on_every_node
+        words = shlex.join(run.words(number)) if is_started else f"started by {run.master_addr}"
+        print(f"{node}: slots {_listed(slots[node])}; ranks {_listed(numbers)}; {words}")
+    return 0
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _corrected(assumptions: Assumptions, run: MeasuredRun) -> Assumptions:

@@ -43,6 +43,8 @@ def add(commands: Commands) -> None:
     parser.add_argument("--restarts", type=int, metavar="N", help="restart a failed run up to N times (default: 0)")
     text = "command line of a restart, as one argument (default: the same as the first)"
     parser.add_argument("--resume-command", metavar="COMMAND", help=text)
+    text = "where a program is started that is no launcher: once per slot (default), or per node, where it starts the"
+    parser.add_argument("--per", choices=("slot", "node"), help=text + " ranks itself, e.g. a script with torchrun")
     text = "how the program prints its losses: hf-trainer, lightning, megatron, key=value, or a regular expression"
     parser.add_argument(
         "--metrics", metavar="PATTERN", help=text + " with groups, as 'iter (?P<iteration>\\d+): loss (?P<loss>\\S+)'"
@@ -139,6 +141,7 @@ def _experiment(arguments: argparse.Namespace) -> CommandExperiment:
     if program:
         fields = {"name": name_of(tuple(program)), "engine": ENGINE, "command": program}
     given = {"name": arguments.name, "code": arguments.workdir, "setup": arguments.setup, "metrics": arguments.metrics}
+    given |= {"per": arguments.per}
     fields |= {name: value for name, value in given.items() if value is not None}
     if arguments.resume_command is not None:
         fields["resume_command"] = _split(arguments.resume_command)

@@ -62,6 +62,11 @@ class CommandExperiment(Section):
         description="The command line: torchrun, deepspeed, accelerate launch or mpirun with its script; or any other"
         " program, which is started once per slot."
     )
+    per: Literal["slot", "node"] = Field(
+        default="slot",
+        description="Where any other program is started: once per slot, or once per node, where it starts the ranks"
+        " itself, as a shell script with torchrun does.",
+    )
     resume_command: Words | None = Field(
         default=None, description="The command line of a restart; the same as the first where left out."
     )

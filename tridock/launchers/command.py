@@ -92,13 +92,20 @@ class CommandRun:
             "MASTER_PORT": str(self.master_port),
         }
 
+    @property
+    def on_every_node(self) -> bool:
+        """Whether the program is started on every node, and not on the head alone."""
+        return program_of(self.experiment.command)[0].runs_on_every_node(in_job=self.job is not None)
+
     def words(self, node_rank: int, *, resume: bool = False) -> tuple[str, ...]:
         """The command line of one node; of the head for a program that reaches the other nodes by itself."""
         words = (resume and self.experiment.resume_command) or self.experiment.command
         hostfile = posixpath.join(self.path, run_folder.HOSTFILE)
         address = (self.master_addr, self.master_port)
         place = Place(
-            self.slots, node_rank, *address, hostfile, tuple(self.env), self.python, in_job=self.job is not None
+            *(self.slots, node_rank, *address, hostfile, tuple(self.env), self.python),
+            in_job=self.job is not None,
+            per_node=self.experiment.per == "node",
         )
         return on_node(words, place)
 
@@ -125,7 +132,7 @@ def make_command_bundle(run: CommandRun) -> RunBundle:
         "engine": experiment.engine,
         "world_size": len(ranks),
         "ranks": ranks,
-        "rank_logs": has_rank_logs(experiment.command),
+        "rank_logs": has_rank_logs(experiment.command, per_node=experiment.per == "node"),
     }
     files[run_folder.PLAN] = json.dumps(plan, indent=2) + "\n"
     files[run_folder.MANIFEST] = json.dumps({**run.manifest, "run_id": run.run_id}, indent=2) + "\n"

@@ -35,6 +35,8 @@ class Place:
     """What runs Tridock's own code on every node."""
     in_job: bool = False
     """Whether a scheduler has already started something on every node: no program reaches the others by ssh."""
+    per_node: bool = False
+    """Whether the program is started once on every node, and starts the ranks there itself."""
 
     @property
     def ranks(self) -> int:
@@ -166,16 +168,24 @@ _RANK_OUTPUT: Final = "tridock.node.rank_output"
 
 _MODULE: Final = ("-m", "--module")
 _PYTHON: Final = re.compile(r"python[0-9.]*")
+_FLAGS: Final = re.compile(r"-[bBdEiIOPqsSuvx]+")
+_FLAGS_WITH_VALUE: Final = ("-W", "-X")
 _MODULES: Final = {"torch.distributed.run": _TORCHRUN, "torch.distributed.launch": _TORCHRUN,
                    "deepspeed.launcher.runner": _DEEPSPEED, "accelerate.commands.launch": _ACCELERATE}  # fmt: skip
 _NAMES: Final = {"torchrun": _TORCHRUN, "deepspeed": _DEEPSPEED, "mpirun": _MPIRUN, "mpiexec": _MPIRUN}
+_BEHIND: Final = ("torchrun", "deepspeed", "mpirun", "accelerate")
 
 
 def program_of(words: Sequence[str]) -> tuple[Program, int]:
     """The launcher at the beginning of a command line, and how many words its name takes."""
     first = posixpath.basename(words[0])
-    if _PYTHON.fullmatch(first) and len(words) > 2 and words[1] == "-m" and words[2] in _MODULES:
-        return _MODULES[words[2]], 3
+    if _PYTHON.fullmatch(first):
+        option = 1
+        while option < len(words) and (_FLAGS.fullmatch(words[option]) or words[option] in _FLAGS_WITH_VALUE):
+            option += 2 if words[option] in _FLAGS_WITH_VALUE else 1
+        match tuple(words[option : option + 2]):
+            case ("-m", module) if module in _MODULES:
+                return _MODULES[module], option + 2
     if first == "accelerate" and tuple(words[1:2]) == ("launch",):
         return _ACCELERATE, 2
     return (_NAMES[first], 1) if first in _NAMES else (_OTHER, 0)
@@ -184,6 +194,8 @@ def program_of(words: Sequence[str]) -> tuple[Program, int]:
 def on_node(words: Sequence[str], place: Place) -> Words:
     """The command line of one node. Raises :class:`RequestError` for options that are the cluster's to decide."""
     program, named, script = _parts(words)
+    if place.per_node:
+        return ("env", *_of_node(program, place), *words)
     given = _options(words[named:script])
     if alone := [word for option, word in given.items() if option in program.alone]:
         what, todo = f"{program.name} starts no ranks with it", "leave it out, or give it behind the script"
@@ -194,6 +206,9 @@ def on_node(words: Sequence[str], place: Place) -> Words:
             "leave them out: the hostfile and --restarts decide",
         )
         raise RequestError(Problem("command", what, " ".join(refused), todo))
+    if program is _OTHER and (behind := next((word for word in words[:script] if word in _BEHIND), None)):
+        what, todo = f"starts {behind} once per slot, each alone", f"begin with {behind}, or add --per node"
+        raise RequestError(Problem("command", what, " ".join(words), todo))
     sizes = {len(slots) for slots in place.slots.values()}
     if program is _OTHER and len(sizes) > 1:
         got, todo = ", ".join(f"{node}: {len(it)}" for node, it in place.slots.items()), "use torchrun, or --include"
@@ -215,11 +230,29 @@ def on_node(words: Sequence[str], place: Place) -> Words:
     return (*words[:named], *added, *words[named:script], *first, *last)
 
 
-def has_rank_logs(words: Sequence[str]) -> bool:
+def _of_node(program: Program, place: Place) -> Sequence[str]:
+    """The variables of a program that starts the ranks of its node; ``PET_…`` are what torchrun reads itself."""
+    if program is not _OTHER:
+        what, todo = (
+            "node is for programs that start the ranks of their node",
+            f"leave it out: Tridock starts {program.name}",
+        )
+        raise RequestError(Problem("per", what, program.name, f"{todo} where it belongs"))
+    variables = {
+        "NNODES": len(place.slots),
+        "NODE_RANK": place.node_rank,
+        "NPROC_PER_NODE": place.ranks,
+        "MASTER_ADDR": place.master_addr,
+        "MASTER_PORT": place.master_port,
+    }
+    return [f"{prefix}{name}={value}" for prefix in ("", "PET_") for name, value in variables.items()]
+
+
+def has_rank_logs(words: Sequence[str], *, per_node: bool = False) -> bool:
     """Whether Tridock can copy the output of each rank to its log: it has to know where the script begins."""
     program, named, script = _parts(words)
-    if program is _OTHER:
-        return True
+    if per_node or program is _OTHER:
+        return not per_node
     is_known = script < len(words) and words[script] != "--"
     return bool(program.module) and is_known and not program.own_logs & _options(words[named:script]).keys()
 

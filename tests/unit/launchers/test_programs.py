@@ -16,10 +16,9 @@ LOG = "tridock.node.rank_output"
 RENDEZVOUS = "--master-addr 10.0.0.1 --master-port 29500"
 
 
-def line(words: str, node_rank: int = 1, slots: Mapping[str, Sequence[int]] = SLOTS) -> str:
-    return shlex.join(
-        on_node(tuple(shlex.split(words)), Place(slots, node_rank, "10.0.0.1", 29500, "/r/hostfile", ("A", "B")))
-    )
+def line(words: str, node_rank: int = 1, slots: Mapping[str, Sequence[int]] = SLOTS, *, per_node: bool = False) -> str:
+    place = Place(slots, node_rank, "10.0.0.1", 29500, "/r/hostfile", ("A", "B"), per_node=per_node)
+    return shlex.join(on_node(tuple(shlex.split(words)), place))
 
 
 @pytest.mark.parametrize(
@@ -38,6 +37,11 @@ def line(words: str, node_rank: int = 1, slots: Mapping[str, Sequence[int]] = SL
             "python3.12 -m torch.distributed.run train.py",
             "python3.12 -m torch.distributed.run --nnodes 2 --node-rank 1 --nproc-per-node 2"
             f" {RENDEZVOUS} -m {LOG} train.py",
+        ),
+        (
+            "python -u -W ignore -X dev -m deepspeed.launcher.runner train.py",
+            "python -u -W ignore -X dev -m deepspeed.launcher.runner --hostfile /r/hostfile --master_addr 10.0.0.1"
+            f" --master_port 29500 --launcher pdsh --no_ssh_check --module {LOG} train.py",
         ),
         (
             "accelerate launch --mixed_precision bf16 train.py",
@@ -116,3 +120,40 @@ def test_one_process_per_slot_needs_nodes_of_the_same_size() -> None:
     assert str(refusal.value) == (
         "command: starts once per slot, and nodes differ in slots; got a: 1, b: 2; use torchrun, or --include"
     )
+
+
+def test_a_program_per_node_has_the_variables_of_its_node_and_those_of_torchrun() -> None:
+    rendezvous = {
+        "NNODES": "2",
+        "NODE_RANK": "1",
+        "NPROC_PER_NODE": "3",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "29500",
+    }
+    variables = [f"{prefix}{name}={value}" for prefix in ("", "PET_") for name, value in rendezvous.items()]
+    slots = {"a": (0,), "b": (0, 1, 2)}
+    assert line("bash run.sh 'a b'", slots=slots, per_node=True) == shlex.join(
+        ["env", *variables, "bash", "run.sh", "a b"]
+    )
+    assert not has_rank_logs(["bash", "run.sh"], per_node=True)
+
+
+@pytest.mark.parametrize("words", ["torchrun train.py", "deepspeed train.py", "mpirun ./a.out"])
+def test_a_launcher_is_started_as_it_needs_and_not_per_node(words: str) -> None:
+    with pytest.raises(RequestError) as refusal:
+        line(words, per_node=True)
+    name = words.split()[0]
+    todo = f"leave it out: Tridock starts {name} where it belongs"
+    assert str(refusal.value) == f"per: node is for programs that start the ranks of their node; got {name}; {todo}"
+
+
+@pytest.mark.parametrize(
+    ("words", "named"), [("uv run torchrun train.py", "torchrun"), ("env A=b accelerate launch x.py", "accelerate")]
+)
+def test_a_launcher_behind_another_program_is_not_started_once_per_slot(words: str, named: str) -> None:
+    with pytest.raises(RequestError) as refusal:
+        line(words)
+    todo = f"begin with {named}, or add --per node"
+    assert str(refusal.value) == f"command: starts {named} once per slot, each alone; got {words}; {todo}"
+    assert line("python launch.py torchrun")
+    assert line(words, per_node=True).endswith(words)

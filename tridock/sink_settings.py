@@ -16,16 +16,17 @@ class Tracker(Section):
     """A service that shows runs: its name, or its name with options."""
 
     name: Literal["wandb", "mlflow", "tensorboard"]
-    project: Text = Field(default="tridock", description="Project of W&B, or experiment of MLflow.")
-    entity: Text | None = Field(default=None, description="W&B's user or team.")
+    project: Text = Field(default="tridock", description="W&B project or MLflow experiment.")
+    entity: Text | None = Field(default=None, description="W&B user or team.")
     address: Text | None = Field(
         default=None,
-        description="Server (http…), or for mlflow and tensorboard a folder that the head sees; by default W&B's own"
-        " server, $MLFLOW_TRACKING_URI, and a folder of the run.",
+        description="Server URL; for mlflow and tensorboard also a folder on the head. Default: W&B's own"
+        " server, $MLFLOW_TRACKING_URI, and the run folder.",
     )
-    offline: bool = Field(default=False, description="Keep everything in the run's folder, for tridock track.")
+    offline: bool = Field(default=False, description="Write everything to the run folder, for tridock track.")
     variable: EnvName | None = Field(
-        default=None, description="Variable of your shell with the key or token; by default the library's own."
+        default=None,
+        description="Environment variable on your machine with the key or token. Default: the library's own.",
     )
     file: Text | None = Field(default=None, description="File on your machine with the key or token.")
 
@@ -45,10 +46,10 @@ class Tracker(Section):
 class Notification(Section):
     """An address to notify, in apprise's form; it holds secrets, so it is named and not written here."""
 
-    variable: EnvName | None = Field(default=None, description="Variable of your shell with the address.")
+    variable: EnvName | None = Field(default=None, description="Environment variable on your machine with the address.")
     file: Text | None = Field(default=None, description="File on your machine with the address.")
     events: Annotated[tuple[Occasion, ...], AS_TUPLE] = Field(default=OCCASIONS, min_length=1)
-    per_hour: Annotated[int, Field(ge=1)] = Field(default=6, description="Messages per hour at most.")
+    per_hour: Annotated[int, Field(ge=1)] = Field(default=6, description="Maximum number of messages per hour.")
 
     @model_validator(mode="after")
     def _one_address(self) -> "Notification":
@@ -73,16 +74,16 @@ Trackers = Annotated[
     BeforeValidator(_by_name),
     AfterValidator(_named_once),
     Field(
-        description="Services that show the run: wandb, mlflow, tensorboard, each by its name or with options"
-        " (docs/trackers.md); the cluster's where left out."
+        description="Trackers to send runs to: wandb, mlflow, tensorboard, each by name or with options"
+        " (docs/trackers.md). An experiment without any uses those of its cluster."
     ),
 ]
 Notifications = Annotated[
     tuple[Notification, ...],
     AS_TUPLE,
     Field(
-        description="Who hears of the run's end, failures and restarts, each with the variable or the file that holds"
-        " apprise's address (docs/notifications.md); the cluster's where left out."
+        description="Where to report the end, failures and restarts of runs: the variable or file that holds each"
+        " address, in apprise's form (docs/notifications.md). An experiment without any uses those of its cluster.",
     ),
 ]
 

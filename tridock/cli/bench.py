@@ -12,11 +12,11 @@ from tridock.errors import EXIT_INTERRUPTED
 
 def add(commands: Commands) -> None:
     examples = ("--config configs/bench/small.yaml", "--config configs/bench/engines.yaml --world 4 --gpu a100-80gb")
-    parser = add_command(commands, "bench", _bench, "measure a matrix of experiments on this machine", *examples)
+    parser = add_command(commands, "bench", _bench, "benchmark a matrix of experiments on this machine", *examples)
     add_config(parser, kind="benchmark")
-    text = "folder for the results (default: runs/bench-<name>)"
+    text = "results folder (default: runs/bench-<name>)"
     parser.add_argument("-o", "--output", type=Path, metavar="DIR", help=text)
-    text = "world sizes to measure, instead of the benchmark's world"
+    text = "world sizes to measure (default: world of the benchmark file)"
     parser.add_argument("--world", type=int, nargs="+", metavar="N", help=text)
     parser.add_argument("--gpu", help="GPU of this machine (h200, a100-80gb, …), or its memory (24gib), for the plan")
 

@@ -12,15 +12,15 @@ def add(commands: Commands) -> None:
     summary = "measure devices and links for the plan's time estimates"
     parser = add_command(commands, "calibrate", _calibrate, summary, *examples)
     add_cluster(parser)
-    text = "ranks on this machine, without --hosts (default: one per GPU, else 2)"
+    text = "ranks on this machine, without --hosts (default: one per GPU; 2 without a GPU)"
     parser.add_argument("--nproc", type=int, metavar="N", help=text)
-    text = "file to write (default: <hostfile>.calibration.json, without --hosts calibration.json)"
+    text = "file to write (default: <hostfile>.calibration.json; calibration.json without --hosts)"
     parser.add_argument("-o", "--output", type=output_file, metavar="FILE", help=text)
 
 
 def _calibrate(arguments: argparse.Namespace) -> int:
-    """Measure matrix products, attention, memory and all-reduces on every slot at the same time, in at most two
-    minutes: of this machine, or with --hosts of a cluster whose nodes are up. tridock plan uses the result if it lies
+    """Measure matrix products, attention, memory and all-reduces on all slots at the same time, in at most two
+    minutes: on this machine, or with --hosts on a cluster whose nodes are up. tridock plan uses the result if it is
     beside the hostfile, or with --calibration.
     """
     from tridock.ops.calibrate import beside, calibrate_here, calibrate_nodes, summary, write_calibration

@@ -33,7 +33,7 @@ _WATCH_S: Final = 2.0
 def add(commands: Commands) -> None:
     parser = add_command(commands, "up", _up, "start one node per host", "--hosts hostfile", "--hosts hostfiles/twin")
     add_cluster(parser)
-    text = "then remove the older images that Tridock brought to the hosts of this cluster"
+    text = "afterwards, remove the cluster's older images from its hosts"
     parser.add_argument("--prune", action="store_true", help=text)
     add_quiet(parser)
 
@@ -52,9 +52,9 @@ def add(commands: Commands) -> None:
     examples = ("--hosts hostfile", "--hosts hostfile --fix", "--hosts hostfile --config configs/demo-3d.yaml --json")
     parser = add_command(commands, "check", _check, "check hosts, nodes and devices", *examples)
     add_cluster(parser)
-    add_config(parser, "none; if given, its data and its port are checked too")
+    add_config(parser, "none; if given, also check its data and port")
     add_set(parser)
-    text = "fix what is safe to fix (keys, image, stopped nodes, leftovers of dead runs), and print each fix"
+    text = "apply the safe fixes (keys, image, stopped nodes, leftovers of dead runs), and print each of them"
     parser.add_argument("--fix", action="store_true", help=text)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
@@ -92,7 +92,7 @@ def _down(arguments: argparse.Namespace) -> int:
 
 
 def _keys(arguments: argparse.Namespace) -> int:
-    """Create and distribute the SSH keys with which the nodes reach each other."""
+    """Create and distribute the SSH keys that the nodes use to reach each other."""
     from tridock.ops.hosts.keys import distribute_keys
 
     session = open_session(arguments)

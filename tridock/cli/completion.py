@@ -14,8 +14,8 @@ def add(commands: Commands) -> None:
         "bash >~/.local/share/bash-completion/completions/tridock",
         "fish >~/.config/fish/completions/tridock.fish",
     )
-    parser = add_command(commands, "completion", _completion, "print a script for your shell's completion", *examples)
-    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="shell that reads the script")
+    parser = add_command(commands, "completion", _completion, "print a completion script for your shell", *examples)
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="your shell")
 
 
 def complete(parser: argparse.ArgumentParser) -> None:

@@ -31,14 +31,14 @@ def add(commands: Commands) -> None:
     text = "folder to write to (default: data/demo)"
     demo.add_argument("--folder", type=Path, default=Path("data/demo"), metavar="DIR", help=text)
     examples = ("gpt2", "--folder raw --mirror /mnt/share/datasets https://example.org/corpus-0.parquet")
-    fetch = add_command(data, "fetch", _fetch, "download files: GPT-2's vocabulary, a corpus", *examples)
-    text = "gpt2 (gpt2-vocab.json and gpt2-merges.txt), or the address of a file"
+    fetch = add_command(data, "fetch", _fetch, "download GPT-2's vocabulary or any files", *examples)
+    text = "gpt2 (gpt2-vocab.json and gpt2-merges.txt), or the URL of a file"
     fetch.add_argument("sources", nargs="+", metavar="SOURCE", help=text)
     text = "folder to write to (default: data)"
     fetch.add_argument("--folder", type=Path, default=Path("data"), metavar="DIR", help=text)
-    text = "what the file's SHA-256 must be (default: its line in DIR/SHA256SUMS, if any)"
+    text = "expected SHA-256 of the file (default: its line in DIR/SHA256SUMS, if any)"
     fetch.add_argument("--sha256", metavar="HASH", help=text)
-    text = f"folder or address with the same files, tried first; repeatable (default: {DATA_MIRRORS})"
+    text = f"folder or URL with the same files, tried first; repeatable (default: ${DATA_MIRRORS})"
     fetch.add_argument("--mirror", action="append", default=[], metavar="PLACE", help=text)
     preprocess.add(data)
     datasets.add(data)
@@ -46,9 +46,9 @@ def add(commands: Commands) -> None:
     examples = ("--hosts hostfile --config configs/demo-3d.yaml", "--hosts hostfile --path data/mine_text_document")
     sync = add_command(data, "sync", _sync, "copy data to every host that lacks it", *examples)
     add_cluster(sync)
-    text = "prefix of a data set, file or folder in the project folder; repeatable (default: what the experiment reads)"
+    text = "data set prefix, file or folder in the project folder; repeatable (default: what the experiment reads)"
     sync.add_argument("--path", action="append", default=[], help=text)
-    add_config(sync, "that of tridock launch")
+    add_config(sync, "as for tridock launch")
     add_set(sync)
     sync.add_argument("--dry-run", action="store_true", help="print what would be sent, and send nothing")
 
@@ -62,7 +62,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _fetch(arguments: argparse.Namespace) -> int:
-    """Download files, or continue where a download was cut off, and compare their SHA-256."""
+    """Download files, resume interrupted downloads, and check the SHA-256 of each file."""
     from tridock.data.fetch import fetch, wanted_files
     from tridock.data.progress import progress_bar
 
@@ -81,7 +81,7 @@ def _show(shown: str | Table) -> None:
 
 
 def _sync(arguments: argparse.Namespace) -> int:
-    """Copy data to every host that lacks it, and compare hashes; Megatron's index maps too."""
+    """Copy data, and Megatron's index maps, to every host that lacks them. Files are compared by hash."""
     session = open_session(arguments)
     from tridock.ops.sync.operation import run
 

@@ -29,7 +29,7 @@ def add(commands: Commands) -> None:
 
     verify = add_command(commands, "verify", _verify, "check structure, token ids, counts and checksums", "data")
     _add_prefixes(verify)
-    text = "upper bound of the token ids, exclusive (default: from the manifest)"
+    text = "vocabulary size: every token id must be below it (default: from the manifest)"
     verify.add_argument("--vocab-size", type=int, metavar="N", help=text)
 
     example = "--input data/one_text_document data/two_text_document --output-prefix data/both_text_document"
@@ -40,14 +40,14 @@ def add(commands: Commands) -> None:
     merge.add_argument("--output-prefix", type=Path, required=True, metavar="PREFIX", help=text)
 
     summary, example = (
-        "divide a data set into train, valid and test, or equal parts",
+        "split a data set into train, valid and test, or into equal parts",
         "data/mine_text_document --split 969,30,1",
     )
     split = add_command(commands, "split", _split, summary, example)
     split.add_argument("prefix", type=Path, metavar="PREFIX", help="data set, without .bin")
     how = split.add_mutually_exclusive_group(required=True)
     how.add_argument("--split", metavar="SHARES", help="shares of train, valid and test, e.g. 969,30,1")
-    how.add_argument("--parts", type=int, metavar="N", help="number of parts with equally many documents")
+    how.add_argument("--parts", type=int, metavar="N", help="number of parts, with the same number of documents each")
     text = "write OUT_train, … or OUT_0, … (default: the prefix of the data set)"
     split.add_argument("--output-prefix", type=Path, metavar="OUT", help=text)
 

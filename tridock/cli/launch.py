@@ -44,9 +44,9 @@ def add(commands: Commands) -> None:
     )
     parser = add_command(commands, "launch", _launch, "run an experiment on a cluster", *examples)
     add_cluster(parser)
-    add_config(parser, "a small GPT on the demo's data, in 3D where the slots allow it")
+    add_config(parser, "a small GPT on the demo data, in 3D if the number of slots allows it")
     add_set(parser)
-    parser.add_argument("--force", action="store_true", help="run even if the plan does not fit into GPU memory")
+    parser.add_argument("--force", action="store_true", help="run even if the plan does not fit in GPU memory")
     add_start(parser, "print the plan, the command and the names of the run's files; contact no host")
 
     examples = ("--hosts hostfile", "--hosts hostfile --rank 0,3", "--hosts hostfile --node host-b --follow")
@@ -66,7 +66,7 @@ def add(commands: Commands) -> None:
 
     parser = add_command(commands, "cancel", _cancel, "remove a run from the queue", "--hosts hostfile")
     add_cluster(parser)
-    add_run(parser, default="the only run that waits")
+    add_run(parser, default="the only queued run")
     add_quiet(parser)
 
     parser = add_command(commands, "runs", _runs, "list all runs, newest first", "--hosts hostfile --json")
@@ -87,14 +87,14 @@ def add_start(parser: argparse.ArgumentParser, dry_run: str) -> None:
     text = "use only the first N nodes"
     parser.add_argument("--nodes", type=int, metavar="N", help=text)
     parser.add_argument("--slots", type=int, metavar="N", help="use only the first N slots of each node")
-    text = "start even if another run has slots of this one in use"
+    text = "start even if another run is using the same slots"
     parser.add_argument("--share", action="store_true", help=text)
-    text = "wait for the slots that other runs have in use: the run starts once they are free"
+    text = "queue the run if other runs are using its slots; it starts when they are free"
     parser.add_argument("--queue", action="store_true", help=text)
-    parser.add_argument("--detach", action="store_true", help="start the run and return at once")
-    parser.add_argument("--run-id-file", type=output_file, metavar="FILE", help="write the run's id to this file")
+    parser.add_argument("--detach", action="store_true", help="start the run without following its output")
+    parser.add_argument("--run-id-file", type=output_file, metavar="FILE", help="write the run id to this file")
     parser.add_argument("--dry-run", action="store_true", help=dry_run)
-    text = "print the steps of DeepSpeed's launcher too, as tridock logs does; with --dry-run, every file"
+    text = "also print the output of DeepSpeed's launcher, as tridock logs does; with --dry-run, print every file"
     parser.add_argument("--verbose", action="store_true", help=text)
     add_quiet(parser)
 

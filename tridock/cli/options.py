@@ -169,7 +169,7 @@ def add_run_folder(parser: argparse.ArgumentParser) -> None:
 
 def add_hosts(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     text = (
-        "DeepSpeed hostfile, lines of `host slots=N`; the cluster's settings are in HOSTFILE.yaml"
+        "DeepSpeed hostfile (`host slots=N` per line); the cluster's settings are in HOSTFILE.yaml"
         f" (default: ${environment.HOSTS}, or ./{DEFAULT_HOSTFILE})"
     )
     parser.add_argument("--hosts", type=Path, metavar="HOSTFILE", help=text)

@@ -43,11 +43,11 @@ def add(commands: Commands) -> None:
         "--explain parallel.tensor_model_parallel_size",
     )
     parser = add_command(commands, "plan", _plan, "check an experiment against a cluster", *examples)
-    add_config(parser, "that of tridock launch")
-    cluster = parser.add_argument_group("cluster", "A hostfile, or a number of equal nodes.")
+    add_config(parser, "as for tridock launch")
+    cluster = parser.add_argument_group("cluster", "A hostfile, or a number of identical nodes.")
     add_hosts(cluster)
     add_slots(cluster)
-    text = "contact no host; otherwise they are asked for their GPU if neither --gpu nor the settings name one"
+    text = "contact no host, not even to detect its GPU (done if neither --gpu nor the settings name one)"
     cluster.add_argument("--offline", action="store_true", help=text)
     cluster.add_argument("--nodes", type=int, metavar="N", help="number of nodes, without a hostfile")
     text = "slots per node, without a hostfile (default: 8)"
@@ -56,36 +56,36 @@ def add(commands: Commands) -> None:
     text = "network bandwidth of a node (default: from the cluster's settings, or that of a DGX with this GPU)"
     cluster.add_argument("--network-gbit", type=float, metavar="GBIT_PER_S", help=text)
     add_set(parser)
-    text = "throughput of a GPU for the time estimate, whatever the shapes (default: by the shapes of its products)"
+    text = "GPU throughput for the time estimate (default: estimated from the shapes of the matrix products)"
     parser.add_argument("--tflops", type=float, metavar="TFLOP_PER_S", help=text)
     text = (
-        "attention of the time estimate (default: fused); unfused writes its scores to memory, as Megatron until 2023"
+        "attention kernel in the time estimate (default: fused); unfused stores the scores, as Megatron did until 2023"
     )
     parser.add_argument("--attention", choices=("fused", "unfused"), default="fused", help=text)
-    text = "assume a program that computes nothing while it communicates, whatever the engine overlaps"
+    text = "assume that no communication overlaps with computation, whatever the engine does"
     parser.add_argument("--no-overlap", action="store_true", help=text)
-    text = "measurements of tridock calibrate (default: <hostfile>.calibration.json, if there is one)"
+    text = "output of tridock calibrate (default: <hostfile>.calibration.json, if it exists)"
     parser.add_argument("--calibration", type=Path, metavar="FILE", help=text)
     text = "estimate the time to train N tokens, e.g. 300e9 (default: the tokens of the run)"
     parser.add_argument("--tokens", type=float, metavar="N", help=text)
-    text = "what a GPU costs per hour, for the cost of these tokens"
+    text = "price of a GPU hour, to estimate the cost of these tokens"
     parser.add_argument("--cost-per-gpu-hour", type=float, metavar="AMOUNT", help=text)
-    text = "hours between two failures of a node, for the goodput (Llama 3: 6300)"
+    text = "mean time between failures of a node, to estimate goodput (Llama 3: 6300)"
     parser.add_argument("--node-mtbf", type=float, metavar="HOURS", help=text)
-    text = "what the storage takes of a checkpoint per second, from all ranks together, for the goodput"
+    text = "total write bandwidth of the checkpoint storage, to estimate goodput"
     parser.add_argument("--checkpoint-gb-s", type=float, metavar="GB_PER_S", help=text)
-    text = "from a failure to the next step, without the reading of the checkpoint (default: 51, measured on CPUs)"
+    text = "time from a failure to the next step, excluding loading the checkpoint (default: 51, measured on CPUs)"
     parser.add_argument("--restart-time", type=float, metavar="SECONDS", help=text)
     text = (
-        "correct the plan by this run's step time and peak memory; the experiment, the nodes and the GPU are the run's"
-        " unless others are given"
+        "correct the plan with this run's step time and peak memory; experiment, nodes and GPU are the run's"
+        " unless you give others"
     )
     parser.add_argument("--from-run", type=Path, metavar="RUN", help=text)
     text = "list the layouts that fit, best first, and why the others do not"
     parser.add_argument("--search", action="store_true", help=text)
     text = (
-        "explain the layout: its terms of time and memory, and why each layout one step away is better, worse or"
-        " refused; with one or two LAYOUTs, as 'TP4 PP2 MB2' or FIELD=VALUE, compare them term by term"
+        "explain the layout: its time and memory term by term, and why each neighboring layout is better, worse or"
+        " refused; with one or two LAYOUTs ('TP4 PP2 MB2', or FIELD=VALUE), compare them term by term"
     )
     parser.add_argument("--why", nargs="*", metavar="LAYOUT", help=text)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
@@ -93,7 +93,7 @@ def add(commands: Commands) -> None:
         "--plot",
         type=output_file,
         metavar="FILE",
-        help="also draw the rank map, or with --search memory against time, to a .png or .svg file",
+        help="also draw the rank map, or with --search memory against time, into a .png or .svg file",
     )
     text = "explain a field of the experiment and its effect on the plan"
     parser.add_argument("--explain", metavar="FIELD", help=text)
@@ -101,7 +101,7 @@ def add(commands: Commands) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    """Check an experiment against a cluster before you launch it: print the rank map, the batch arithmetic, and the
+    """Check an experiment against a cluster before you launch it: print the rank map, the batch sizes, and the
     memory and time that it needs, or why it cannot run.
     """
     if arguments.explain is not None:

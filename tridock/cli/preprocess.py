@@ -71,35 +71,35 @@ def _add_preprocess(commands: Commands) -> None:
     summary = "tokenize texts into Megatron's .bin and .idx files"
     parser = add_command(commands, "preprocess", _preprocess, summary, example)
     texts = parser.add_argument_group("input")
-    _add_texts(texts, "JSON keys to tokenize, each into a data set of its own (default: text)")
+    _add_texts(texts, "JSON keys to tokenize, one data set per key (default: text)")
     text = "not supported: texts are not split into sentences"
     texts.add_argument("--split-sentences", action="store_true", help=text)
     text = "keep newlines between sentences; no effect without --split-sentences"
     texts.add_argument("--keep-newlines", action="store_true", help=text)
     tokenizer = parser.add_argument_group("tokenizer")
     text = (
-        "GPT2BPETokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, TikTokenizer, NullTokenizer: ids as text; or"
-        " vocab: split at white space, ids from a JSON file"
+        "GPT2BPETokenizer, HuggingFaceTokenizer, SentencePieceTokenizer, TikTokenizer, NullTokenizer (ids as text), or"
+        " vocab (words split at white space, ids from a JSON file)"
     )
     tokenizer.add_argument("--tokenizer-type", required=True, metavar="TYPE", help=text)
     text = "vocab.json of GPT-2, or a tokenizer.json"
     tokenizer.add_argument("--vocab-file", type=_path, metavar="FILE", help=text)
     tokenizer.add_argument("--merge-file", type=_path, metavar="FILE", help="merges.txt of GPT-2")
-    text = "HuggingFaceTokenizer: a folder with tokenizer.json, or that file; else the model's file"
+    text = "tokenizer model file; for HuggingFaceTokenizer: tokenizer.json, or its folder"
     tokenizer.add_argument("--tokenizer-model", type=_path, metavar="PATH", help=text)
-    text = "NullTokenizer: number of ids; TikTokenizer: of tokens, special ones included (default: 131072)"
+    text = "vocabulary size of NullTokenizer; of TikTokenizer with special tokens (default: 131072)"
     tokenizer.add_argument("--vocab-size", type=int, metavar="N", help=text)
-    text = "TikTokenizer: how texts are split into words (default: v2)"
+    text = "TikTokenizer: pattern that splits texts into words (default: v2)"
     tokenizer.add_argument("--tiktoken-pattern", choices=["v1", "v2"], help=text)
-    text = "TikTokenizer: ids kept for special tokens (default: 1000)"
+    text = "TikTokenizer: ids reserved for special tokens (default: 1000)"
     tokenizer.add_argument("--tiktoken-num-special-tokens", type=int, metavar="N", help=text)
-    text = "TikTokenizer: special tokens, by id (default: <unk> <s> </s> <mask> <pad> <cls> <sep>)"
+    text = "TikTokenizer: special tokens in the order of their ids (default: <unk> <s> </s> <mask> <pad> <cls> <sep>)"
     tokenizer.add_argument("--tokenizer-special-tokens", nargs="+", metavar="TOKEN", help=text)
-    text = "NullTokenizer: id that ends a document (default: the last)"
+    text = "NullTokenizer: id of the end-of-document token (default: the last)"
     tokenizer.add_argument("--null-tokenizer-eod-id", type=int, metavar="ID", help=text)
-    text = "append the token that ends a document to every document: <|endoftext|>, eos_token or </s>"
+    text = "append the end-of-document token to every document: <|endoftext|>, eos_token or </s>"
     tokenizer.add_argument("--append-eod", action="store_true", help=text)
-    text = "read <|endoftext|> and other special tokens in texts as tokens, as today's Megatron does, not as text"
+    text = "read <|endoftext|> and other special tokens in texts as tokens, as today's Megatron does"
     tokenizer.add_argument("--allow-special", action="store_true", help=text)
     text = "no effect: the fast encoder is used where it supports the tokenizer"
     tokenizer.add_argument("--use-gigatoken", action="store_true", help=text)
@@ -113,10 +113,10 @@ def _add_preprocess(commands: Commands) -> None:
     _add_rejects(output)
     run = parser.add_argument_group("run")
     run.add_argument("--workers", type=int, metavar="N", help="number of processes (default: one per core)")
-    text = "no effect: --workers share every input, and the output has its order"
+    text = "no effect: --workers process every input together, and the output keeps its order"
     run.add_argument("--partitions", type=int, metavar="N", help=text)
     run.add_argument("--keep-sequential-samples", action="store_true", help=text)
-    text = "print progress every N documents when standard error is not a terminal"
+    text = "print progress every N documents if standard error is not a terminal"
     run.add_argument("--log-interval", type=int, metavar="N", help=text)
     run.add_argument("--resume", action="store_true", help="continue an interrupted run")
 

@@ -16,8 +16,8 @@ def add(commands: Commands) -> None:
     parser.add_argument("--force", action="store_true", help="replace files that exist and differ")
 
     examples = ("", "--flavor cpu", "wrap pytorch/pytorch:latest --tag mine:latest")
-    parser = add_command(commands, "image", _image, "build the image of the nodes", *examples)
-    text = "wrap BASE: put Tridock's layer on an image of your own, under the name --tag, for tridock run"
+    parser = add_command(commands, "image", _image, "build the node image", *examples)
+    text = "wrap BASE: add Tridock's layer to your own image, for tridock run; --tag names the result"
     parser.add_argument("wrap", nargs="*", metavar="wrap BASE", help=text)
     text = "gpu: on NVIDIA's PyTorch image; cpu: on Debian, for the twin (default: gpu)"
     parser.add_argument("--flavor", choices=("gpu", "cpu"), default="gpu", help=text)
@@ -25,14 +25,14 @@ def add(commands: Commands) -> None:
     parser.add_argument("--base-image", default="", metavar="IMAGE", help=text)
     text = "name of the new image (default: tridock:latest, or tridock:cpu)"
     parser.add_argument("-t", "--tag", default="", metavar="NAME", help=text)
-    text = "PEM certificates of a proxy to the package indexes"
+    text = "PEM file with the CA certificates of your package proxy"
     parser.add_argument("--ca", default="", metavar="FILE", help=text)
     text = "source of Megatron-LM v1.1.5: a git repository, a folder, auto (upstream, if it answers), or none"
     parser.add_argument("--megatron", default="", metavar="WHERE", help=text)
 
 
 def _init(arguments: argparse.Namespace) -> int:
-    """Copy configs, hostfiles and Compose files into a folder. Files that are there are kept."""
+    """Copy configs, hostfiles and Compose files into a folder. Existing files are kept."""
     from tridock.ops.project import init
 
     folder = arguments.folder
@@ -45,7 +45,7 @@ def _init(arguments: argparse.Namespace) -> int:
 
 
 def _image(arguments: argparse.Namespace) -> int:
-    """Build the image of the nodes, as make image does in a checkout. Needs a Docker engine on this machine."""
+    """Build the node image, as make image does in a checkout. Needs Docker on this machine."""
     from tridock.ops.project import ImageOptions, build_image
 
     if arguments.wrap:

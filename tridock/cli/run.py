@@ -27,40 +27,40 @@ def add(commands: Commands) -> None:
         "--hosts hostfile --dry-run -- mpirun ./a.out",
         "--slurm site.yaml --nodes 2 -- torchrun train.py --epochs 3",
     )
-    parser = add_command(commands, "run", _run, "run a program of your own on a cluster", *examples)
+    parser = add_command(commands, "run", _run, "run your own program on a cluster", *examples)
     add_cluster(parser)
-    text = "site profile of a Slurm cluster (docs/guides/slurm.md): the program runs there in a job, not on --hosts"
+    text = "site profile of a Slurm cluster (docs/guides/slurm.md): run the program in a job there, not on --hosts"
     parser.add_argument("--slurm", type=Path, metavar="PROFILE", help=text)
     text = "YAML file with `engine: command` and the program (docs/guides/any-script.md), instead of PROGRAM"
     parser.add_argument("--config", type=Path, metavar="CONFIG", help=text)
-    text = "folder with the program: its files are copied to every node, and the program runs there (default: .)"
+    text = "folder to copy to every node and to run the program in (default: .)"
     parser.add_argument("--workdir", metavar="DIR", help=text)
     text = "environment variable of every rank; repeatable"
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help=text)
-    text = "shell command that every node runs in the copied folder first, e.g. 'pip install -r requirements.txt'"
+    text = "shell command that every node runs first, in that folder, e.g. 'pip install -r requirements.txt'"
     parser.add_argument("--setup", metavar="COMMAND", help=text)
-    parser.add_argument("--name", help="short name that the run id begins with (default: the script's)")
+    parser.add_argument("--name", help="first part of the run id (default: the script's name)")
     parser.add_argument("--restarts", type=int, metavar="N", help="restart a failed run up to N times (default: 0)")
-    text = "command line of a restart, as one argument (default: the same as the first)"
+    text = "command line for restarts, as one argument (default: the original command line)"
     parser.add_argument("--resume-command", metavar="COMMAND", help=text)
     text = "where a program is started that is no launcher: once per slot (default), or per node, where it starts the"
     parser.add_argument("--per", choices=("slot", "node"), help=text + " ranks itself, e.g. a script with torchrun")
     text = "how the program prints its losses: hf-trainer, lightning, megatron, key=value, or a regular expression"
     parser.add_argument(
-        "--metrics", metavar="PATTERN", help=text + " with groups, as 'iter (?P<iteration>\\d+): loss (?P<loss>\\S+)'"
+        "--metrics", metavar="PATTERN", help=text + " with groups, e.g. 'iter (?P<iteration>\\d+): loss (?P<loss>\\S+)'"
     )
-    text = "image of the nodes instead of the cluster's; one without Tridock's layer is wrapped first"
+    text = "node image, instead of the cluster's; wrapped first if it lacks Tridock's layer"
     parser.add_argument("--image", metavar="NAME", help=text)
     add_start(parser, "print the command, and the names of the run's files; contact no host")
-    text = "torchrun, deepspeed, `accelerate launch` or mpirun with its script and arguments; or any other program,"
+    text = "torchrun, deepspeed, `accelerate launch` or mpirun with script and arguments, or any other program,"
     text += " which is started once per slot"
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="-- PROGRAM", help=text)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    """Run a program of your own on the cluster and follow its output. Ctrl-C detaches, and the run continues.
+    """Run your own program on the cluster and follow its output. Ctrl-C detaches, and the run continues.
 
-    Tridock copies the folder to every node, adds nodes, ranks and rendezvous to the command line, and watches the
+    Tridock copies the folder to every node, adds the nodes, ranks and rendezvous to the command line, and watches the
     ranks.
     """
     if arguments.slurm is not None:

@@ -39,19 +39,19 @@ def add(commands: Commands) -> None:
     parser = add_command(commands, "report", _report, "summarize runs: a table, a loss curve, an HTML page", *examples)
     add_run(parser, which, several=True)
     add_cluster(parser)
-    text = "where to write the loss curve (default: loss.png in the run folder)"
+    text = "file for the loss curve (default: loss.png in the run folder)"
     parser.add_argument("--png", type=output_file, metavar="FILE", help=text)
     text = (
-        "write everything as one HTML page, with its charts as PNG files"
+        "write one HTML page, and its charts as PNG files"
         " (default for runs of a cluster: report.html in the folder of the first)"
     )
     parser.add_argument("-o", "--output", type=output_file, metavar="FILE.html", help=text)
-    text = "add a log of Megatron to the page; repeatable"
+    text = "add a Megatron log to the page; repeatable"
     parser.add_argument("--log", type=Path, action="append", default=[], metavar="FILE", help=text)
 
     examples = ("--run runs/demo-3d-20261122-110613-14b7", "--hosts hostfile --run demo-3d-20261122-110613-14b7")
     parser = add_command(commands, "reproduce", _reproduce, "repeat a run and compare the losses", *examples)
-    add_run(parser, f"{which}; a folder is repeated on this machine unless --hosts is given")
+    add_run(parser, f"{which}; a folder runs on this machine unless --hosts is given")
     add_cluster(parser)
     add_workspace(parser)
     text = "compare with this existing run instead of repeating RUN"
@@ -65,7 +65,7 @@ def add(commands: Commands) -> None:
 
     examples = ("--hosts hostfile", "--run runs/demo-3d-20261122-110613-14b7")
     parser = add_command(commands, "triage", _triage, "explain why a run failed", *examples)
-    add_run(parser, which, "the last that failed")
+    add_run(parser, which, "the last failed run")
     add_cluster(parser)
 
     example = "runs/demo-3d-20261122-110613-14b7 --without host-b"
@@ -74,7 +74,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--without", action="append", default=[], metavar="NODE", help="lost node; repeatable")
     text = "spare node that may replace a lost one; repeatable"
     parser.add_argument("--spare", action="append", default=[], metavar="NODE", help=text)
-    parser.add_argument("--head", metavar="NODE", help="node that leads the run from now on (default: its head)")
+    parser.add_argument("--head", metavar="NODE", help="new head of the run (default: its head)")
     parser.add_argument("--anew", action="store_true", help="start from the beginning, not from a checkpoint")
     parser.add_argument("--json", action="store_true", help="print the new plan and the run's new files as JSON")
 

@@ -18,7 +18,7 @@ _TEXTS: Final = {
     "account": "Slurm account",
     "qos": "quality of service",
     "constraint": "features that the nodes must have",
-    "time": "time limit in a format of Slurm, e.g. 20:00:00",
+    "time": "time limit in Slurm's format, e.g. 20:00:00",
     "mem": "memory per node, e.g. 160G",
     "hint": "Slurm's --hint, e.g. nomultithread",
     "gpu": "GPU for the plan (v100-32gb, a100-80gb, …), or its memory (24gib)",
@@ -28,8 +28,8 @@ _NUMBERS: Final = {
     "nodes": "number of nodes",
     "gpus_per_node": "GPUs per node; each has one rank",
     "cpus_per_node": "CPUs per node, divided among its tasks",
-    "signal_lead": "seconds before the time limit at which Slurm signals the run to save",
-    "array_tasks": "tasks of a job array that run at the same time",
+    "signal_lead": "seconds before the time limit at which Slurm tells the run to save",
+    "array_tasks": "maximum number of array tasks that run at the same time",
 }
 
 
@@ -66,7 +66,7 @@ def add(commands: Commands) -> None:
     text = "environment variable of the ranks; repeatable"
     supervise.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help=text)
     supervise.add_argument("--no-requeue", action="store_true", help="do not requeue the job")
-    text = "start a program of your own in a container whose image has Tridock's layer"
+    text = "start your own program in a container whose image has Tridock's layer"
     supervise.add_argument("--container", action="store_true", help=text)
     supervise.add_argument("folder", type=Path, metavar="RUN", help="run folder")
     supervise.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="command that starts all ranks")
@@ -75,7 +75,7 @@ def add(commands: Commands) -> None:
 def _add_submit_options(parser: argparse.ArgumentParser) -> None:
     add_config(parser, several=True)
     add_set(parser)
-    text = "job array with a task per value, e.g. optimizer.lr=1e-3,3e-4; repeat for all combinations"
+    text = "job array with one task per value, e.g. optimizer.lr=1e-3,3e-4; repeat for all combinations"
     parser.add_argument("--sweep", action="append", default=[], metavar="FIELD=VALUES", help=text)
     parser.add_argument("--profile", type=Path, metavar="FILE", help="site profile, e.g. configs/slurm/jean-zay.yaml")
     job = parser.add_argument_group("job", "Each option overrides the site profile.")
@@ -85,10 +85,10 @@ def _add_submit_options(parser: argparse.ArgumentParser) -> None:
         job.add_argument(f"--{name}", help=text)
     text = "container runtime of the ranks"
     job.add_argument("--container", choices=("none", "apptainer", "pyxis", "docker"), help=text)
-    job.add_argument("--image", help="image of the container: a .sif or .sqsh file, or a name")
+    job.add_argument("--image", help="container image: a .sif or .sqsh file, or a name")
     job.add_argument("--no-requeue", action="store_true", help="do not requeue the job at its time limit")
     _add_shared_workspace(parser)
-    parser.add_argument("--force", action="store_true", help="submit even if the plan does not fit into GPU memory")
+    parser.add_argument("--force", action="store_true", help="submit even if the plan does not fit in GPU memory")
 
 
 def _add_shared_workspace(parser: argparse.ArgumentParser) -> None:
@@ -142,7 +142,7 @@ def _submit(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    """Start a run inside an existing allocation, as salloc gives it."""
+    """Start a run inside an existing allocation, for example from salloc."""
     from tridock.ops.slurm.submit import run_in_allocation
 
     run_in_allocation(_submit_options_of(arguments))

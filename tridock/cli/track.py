@@ -20,21 +20,21 @@ def add(commands: Commands) -> None:
     summary = "send runs or Megatron logs to W&B, MLflow or TensorBoard"
     parser = add_command(commands, "track", _track, summary, *examples)
     parser.add_argument("run", type=Path, nargs="*", metavar="RUN", help="run folder: runs/<run-id>")
-    text = "log of Megatron-LM; repeatable"
+    text = "Megatron-LM log; repeatable"
     parser.add_argument("--log", type=Path, action="append", default=[], metavar="FILE", help=text)
-    text = "where to send them; repeatable (default: the trackers of the run's experiment)"
+    text = "tracker to send to; repeatable (default: the trackers of the run's experiment)"
     parser.add_argument("--tracker", action="append", default=[], choices=_NAMES, help=text)
-    text = "W&B's project or MLflow's experiment (default: the run's own, or tridock)"
+    text = "W&B project or MLflow experiment (default: from the run, or tridock)"
     parser.add_argument("--project", metavar="NAME", help=text)
-    parser.add_argument("--entity", metavar="NAME", help="W&B's user or team")
-    text = "server, or for mlflow and tensorboard a folder (default: the run's own, or the library's)"
+    parser.add_argument("--entity", metavar="NAME", help="W&B user or team")
+    text = "server URL; for mlflow and tensorboard also a folder (default: from the run, or the library's)"
     parser.add_argument("--address", metavar="URL", help=text)
-    text = "keep everything in the run's folder, and contact no server"
+    text = "write everything to the run folder; contact no server"
     parser.add_argument("--offline", action="store_true", help=text)
 
 
 def _track(arguments: argparse.Namespace) -> int:
-    """Send runs to trackers: points, settings, and the report page. What a tracker has already is not sent again. A run
+    """Send runs to trackers: metrics, settings and the report page. Nothing is sent twice. A run
     that is active on this machine is followed to its end.
     """
     from tridock.ops.runs.track import track

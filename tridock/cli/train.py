@@ -22,17 +22,17 @@ def add(commands: Commands) -> None:
         "--config configs/demo.yaml --nnodes 2 --node-rank 1 --master-addr 10.0.0.1",
     )
     parser = add_command(commands, "train", _train, "run an experiment on this machine", *examples)
-    add_config(parser, "a small GPT on the demo's data, in 3D where the ranks allow it")
+    add_config(parser, "a small GPT on the demo data, in 3D if the number of ranks allows it")
     parser.add_argument("--nproc", type=int, metavar="N", help="ranks to start (default: one per GPU; 2 without a GPU)")
     add_workspace(parser)
     add_set(parser)
-    parser.add_argument("--force", action="store_true", help="run even if the plan does not fit into GPU memory")
+    parser.add_argument("--force", action="store_true", help="run even if the plan does not fit in GPU memory")
     add_quiet(parser)
-    parser.add_argument("--run-id-file", type=output_file, metavar="FILE", help="write the run's id to this file")
-    nodes = parser.add_argument_group("several machines", "Start the command on each of them.")
+    parser.add_argument("--run-id-file", type=output_file, metavar="FILE", help="write the run id to this file")
+    nodes = parser.add_argument_group("several machines", "Run the command on each of them.")
     nodes.add_argument("--nnodes", type=int, default=1, metavar="N", help="number of machines (default: 1)")
     nodes.add_argument("--node-rank", type=int, default=0, metavar="N", help="rank of this machine (default: 0)")
-    text = "address at which the others reach the machine of rank 0; the port is launch.master_port"
+    text = "address of the machine with node rank 0; the port is launch.master_port"
     nodes.add_argument("--master-addr", metavar="HOST", help=text)
 
 

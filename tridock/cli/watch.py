@@ -24,16 +24,16 @@ def add(commands: Commands) -> None:
         "runs/demo-3d-20261122-110613-14b7 runs/demo-3d-20261122-120204-9c1e",
         "--hosts hostfile --port 8642",
     )
-    parser = add_command(commands, "watch", _watch, "show runs as a live page in your browser", *examples)
+    parser = add_command(commands, "watch", _watch, "show runs live in your browser", *examples)
     add_cluster(parser)
     add_run(parser, "run id, or run folder", RUNS, several=True)
     parser.add_argument("--port", type=int, default=0, metavar="N", help="port on 127.0.0.1 (default: a free one)")
 
 
 def _watch(arguments: argparse.Namespace) -> int:
-    """Show runs as a page on this machine's loopback: curves, ranks, phases, memory and events as they come, and
-    Prometheus' metrics at metrics. Several runs are drawn into the same charts. Nothing listens on the hosts. Ctrl-C
-    ends it; the runs continue.
+    """Serve a live page about runs on this machine's loopback: curves, ranks, phases, memory and events, and
+    Prometheus metrics. Several runs share the charts. Nothing listens on the hosts. Ctrl-C
+    stops the page; the runs continue.
     """
     from tridock.report.live_server import LiveServer
 

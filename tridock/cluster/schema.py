@@ -29,23 +29,23 @@ Limit = Annotated[str, StringConstraints(pattern=r"^(-1|[0-9]+)(:(-1|[0-9]+))?$"
 
 
 class Ssh(Section):
-    """How the operator's machine reaches the hosts. What is left out comes from the ssh configuration."""
+    """How your machine reaches the hosts. The defaults come from your ssh configuration."""
 
     user: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*\$?$")] | None = Field(
-        default=None, description="User on the hosts; by default from the ssh configuration."
+        default=None, description="User on the hosts. Default: from the ssh configuration."
     )
-    port: Port | None = Field(default=None, description="Port of the hosts' sshd; by default the ssh configuration's.")
+    port: Port | None = Field(default=None, description="Port of the hosts' sshd. Default: from the ssh configuration.")
     identity_file: Line | None = Field(
-        default=None, description="Your private key; by default those of the ssh configuration and the agent."
+        default=None, description="Your private key. Default: those of the ssh configuration and of ssh-agent."
     )
     config_file: Line | None = Field(
-        default=None, description="The ssh configuration to read; by default ~/.ssh/config and the system's."
+        default=None, description="The ssh configuration to read. Default: ~/.ssh/config and the system's."
     )
     connect_timeout: Annotated[float, Field(gt=0, le=600)] = Field(
         default=10.0, description="Seconds to wait for a host to answer."
     )
     max_connections: Annotated[int, Field(ge=1, le=256)] = Field(
-        default=8, description="Hosts to connect to at the same time."
+        default=8, description="Maximum number of hosts to connect to at the same time."
     )
     retries: Annotated[int, Field(ge=0, le=20)] = Field(
         default=4, description="Retries after a refused or dropped connection."
@@ -73,90 +73,90 @@ class Container(Section):
         default="auto", description="auto: all GPUs on hosts where nvidia-smi finds some, else none."
     )
     devices: Lines = Field(default=(), description="Docker's --device; InfiniBand devices are added where they exist.")
-    mounts: Lines = Field(default=(), description="More mounts: source:target or source:target:ro.")
+    mounts: Lines = Field(default=(), description="Additional mounts: source:target or source:target:ro.")
     cap_add: Lines = Field(default=("IPC_LOCK",), description="Docker's --cap-add.")
-    extra_args: Lines = Field(default=(), description="More options of docker run.")
+    extra_args: Lines = Field(default=(), description="Additional options for docker run.")
 
 
 class Compose(Section):
     """Only with ``transport: compose``."""
 
-    file: Line = Field(default="docker-compose.yml", description="Compose file, from the project's folder.")
+    file: Line = Field(default="docker-compose.yml", description="Compose file, relative to the project folder.")
     project: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]*$")] | None = Field(
-        default=None, description="Compose project; by default tridock-<name>-<hash of the folder>."
+        default=None, description="Compose project. Default: tridock-<name>-<hash of the folder>."
     )
 
 
 class NodeSettings(Section):
-    """What one node has of its own."""
+    """Settings of one node."""
 
     address: Line | None = Field(
-        default=None, description="Address at which the other nodes reach it; by default its name in the hostfile."
+        default=None, description="Address at which the other nodes reach it. Default: its name in the hostfile."
     )
-    listen: Lines | None = Field(default=None, description="Like listen above, for this node.")
-    env: dict[EnvName, EnvValue] = Field(default_factory=dict, description="Added to env above, and wins over it.")
+    listen: Lines | None = Field(default=None, description="Replaces listen above for this node.")
+    env: dict[EnvName, EnvValue] = Field(default_factory=dict, description="Added to env above, which it overrides.")
 
 
 class Settings(Section):
     """The settings of one cluster."""
 
-    name: ClusterName | None = Field(default=None, description="Name of the cluster; by default the hostfile's name.")
+    name: ClusterName | None = Field(default=None, description="Name of the cluster. Default: the hostfile's name.")
     transport: Literal["ssh", "compose"] = Field(
-        default="ssh", description="ssh to hosts, or compose: the twin on this machine's own Docker engine."
+        default="ssh", description="ssh: hosts over SSH; compose: the twin on this machine's Docker engine."
     )
     ssh: Ssh = Field(default_factory=Ssh)
     workdir: Line | None = Field(
-        default=None, description="Folder of the cluster on each host; by default ~/tridock/<name>."
+        default=None, description="Folder of the cluster on each host. Default: ~/tridock/<name>."
     )
     image: Annotated[str, StringConstraints(pattern=IMAGE_NAME)] = Field(
         default="tridock:latest", description="The image that every node runs."
     )
     wrap: bool = Field(
         default=False,
-        description="Adds Tridock's layer to the image first, as tridock image wrap does: for an image of your own"
-        " and tridock run.",
+        description="Add Tridock's layer to the image first, as tridock image wrap does: for tridock run with your own"
+        " image.",
     )
     image_base: Literal["auto", "pull", "send"] = Field(
         default="auto",
-        description="How hosts get the image's base: they pull it by digest from its registry, with their own"
-        " credentials; the operator's machine sends it; or auto: it is sent to those that cannot pull it.",
+        description="How hosts get the base image: pull (by digest from its registry, with their own"
+        " credentials), send (from your machine), or auto (send it to the hosts that cannot pull it).",
     )
     registry: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][A-Za-z0-9._/:-]*[A-Za-z0-9]$")] | None = Field(
         default=None,
-        description="A registry for the image, as host:port/path: docker push here, docker pull on the hosts.",
+        description="Registry for the image, as host:port/path: Tridock pushes it there, and the hosts pull it.",
     )
     container: Container = Field(default_factory=Container)
     ssh_port: Annotated[int, Field(ge=1024, le=65535)] = Field(
-        default=run_folder.SSH_PORT, description="Port of the nodes' sshd, which runs without root."
+        default=run_folder.SSH_PORT, description="Port of the nodes' sshd, which does not run as root."
     )
-    listen: Lines = Field(default=(), description="Addresses that the nodes' sshd listens on; by default all.")
-    env: dict[EnvName, EnvValue] = Field(default_factory=dict, description="Environment of every node.")
+    listen: Lines = Field(default=(), description="Addresses that the nodes' sshd listens on. Default: all.")
+    env: dict[EnvName, EnvValue] = Field(default_factory=dict, description="Environment variables of every node.")
     gpu: Line | None = Field(
         default=None,
-        description="The nodes' GPU, for the plan: its name (v100-16gb, a100-80gb, h200, …) or its memory (24gib);"
-        " fab asks the hosts where it is left out.",
+        description="The nodes' GPU, for the plan: its name (v100-16gb, a100-80gb, h200, …) or its memory (24gib)."
+        " Default: ask the hosts.",
     )
     spares: Lines = Field(
         default=(),
-        description="Nodes of the hostfile that no run begins on: one takes the place of a node that a run has lost"
-        " (restart in the experiment). --include uses one as any other.",
+        description="Nodes of the hostfile on which no run starts; one replaces a node that a run has lost"
+        " (restart in the experiment). --include uses a spare like any other node.",
     )
     network_gbit: Annotated[float, Field(ge=LEAST_RATE, le=MOST_RATE)] | None = Field(
         default=None,
-        description="Between nodes, of one node, in Gbit/s, for the plan's times; where left out that of a DGX.",
+        description="Network bandwidth of one node in Gbit/s, for the plan's times. Default: that of a DGX.",
     )
     trackers: Trackers = Field(
         default=(),
-        description="Services that show the runs: wandb, mlflow, tensorboard, each by its name or with options"
-        " (docs/trackers.md); of experiments that name none.",
+        description="Trackers to send runs to: wandb, mlflow, tensorboard, each by name or with options"
+        " (docs/trackers.md); for experiments that name none.",
     )
     notify: Notifications = Field(
         default=(),
-        description="Who hears of the runs' ends, failures and restarts, each with the variable or the file that holds"
-        " apprise's address (docs/notifications.md); of experiments that name none.",
+        description="Where to report the end, failures and restarts of runs: the variable or file that holds each"
+        " address, in apprise's form (docs/notifications.md); for experiments that name none.",
     )
     nodes: dict[str, NodeSettings] = Field(
-        default_factory=dict, description="Settings of single nodes, by their name in the hostfile."
+        default_factory=dict, description="Settings of single nodes, by name in the hostfile."
     )
     compose: Compose = Field(default_factory=Compose)
 

@@ -27,39 +27,39 @@ Words = Annotated[tuple[Word, ...], Field(min_length=1), BeforeValidator(_words)
 
 
 class CommandLaunch(Section):
-    """How the program is started, when it counts as hung, and how it is asked to save."""
+    """How the program starts, when it counts as hung, and the signal that asks it to save."""
 
     master_port: MasterPort | None = Field(
-        default=None, description="Port of the rendezvous on the head; a free one where left out."
+        default=None, description="Rendezvous port on the head. Default: a free port."
     )
     hang_timeout: Count = Field(
         default=1800,
-        description="Seconds without output and without processor time after which a rank counts as hung and the run is"
+        description="Seconds without output or CPU time after which a rank counts as hung and the run is"
         " ended; 0 for never.",
     )
     save_signal: Literal["SIGUSR1", "SIGTERM"] = Field(
         default="SIGUSR1",
-        description="Under Slurm, the signal that every rank gets before the time limit (signal_lead of the profile):"
-        " SIGUSR1 or SIGTERM. The program saves and ends; one without a handler just ends.",
+        description="Signal that every rank gets under Slurm before the time limit (signal_lead of the profile):"
+        " SIGUSR1 or SIGTERM. The program should save and exit; without a handler it just ends.",
     )
 
 
 class CommandRestart(Section):
     """Restarts of a failed program."""
 
-    max: Count = Field(default=0, description="Restarts that are allowed; 0 for none.")
+    max: Count = Field(default=0, description="Maximum number of restarts.")
     node_timeout: Annotated[Seconds, Field(ge=30)] = Field(
-        default=60, description="How long a lost node may take to come back before the run is given up."
+        default=60, description="How long to wait for a lost node to come back before the run ends."
     )
 
 
 class CommandExperiment(Section):
-    """A command line of the user's own, and what it needs on every node."""
+    """The user's own command line, and what it needs on every node."""
 
-    name: Name = Field(description="Short name; begins every run id.")
+    name: Name = Field(description="Short name; every run id starts with it.")
     engine: Literal["command"]
     command: Words = Field(
-        description="The command line: torchrun, deepspeed, accelerate launch or mpirun with its script; or any other"
+        description="Command line: torchrun, deepspeed, accelerate launch or mpirun with its script, or any other"
         " program, which is started once per slot."
     )
     per: Literal["slot", "node"] = Field(
@@ -68,18 +68,18 @@ class CommandExperiment(Section):
         " itself, as a shell script with torchrun does.",
     )
     resume_command: Words | None = Field(
-        default=None, description="The command line of a restart; the same as the first where left out."
+        default=None, description="Command line for restarts. Default: the same as command."
     )
     setup: Word | None = Field(
-        default=None, description="A shell command that every node runs in the code folder before the program."
+        default=None, description="Shell command that every node runs in the code folder before the program."
     )
     code: PathText = Field(
         default=".",
-        description="Folder with the program, on the operator's machine: it is copied to every node, and the program"
+        description="Folder with the program on your machine: it is copied to every node, and the program"
         " runs in the copy.",
     )
     env: dict[EnvName, EnvValue] = Field(
-        default_factory=dict, description="Environment of every rank; wins over the cluster's."
+        default_factory=dict, description="Environment variables of every rank; they override the cluster's."
     )
     metrics: Annotated[str, AfterValidator(_pattern)] | None = Field(
         default=None,

@@ -27,13 +27,13 @@ _IMAGES: Final[Mapping[str, int]] = {"img_h": 224, "img_w": 224, "num_classes": 
 
 
 class Model(Section):
-    """The shape of the GPT, with Megatron's names, or of the image model."""
+    """The shape of the GPT (with Megatron's names) or of the image model."""
 
     preset: Preset | None = Field(
         default=None,
-        description="A known model: gives its fields where they are left out; with another hidden_size or"
-        " num_attention_heads all but kv_channels, num_query_groups and ffn_hidden_size."
-        " resnet50 classifies images, with engine torch: of the model's fields it has img_h, img_w and num_classes.",
+        description="A known model, whose fields are the defaults; with another hidden_size or"
+        " num_attention_heads, all but kv_channels, num_query_groups and ffn_hidden_size."
+        " resnet50 classifies images, with engine torch; its only fields are img_h, img_w and num_classes.",
     )
     num_layers: Layers = Field(description="Transformer layers.")
     hidden_size: Width = Field(description="Width of the residual stream.")
@@ -41,72 +41,75 @@ class Model(Section):
         description="Attention heads; must divide hidden_size, unless kv_channels is given."
     )
     kv_channels: Width | None = Field(
-        default=None, description="Size of one attention head; hidden_size / num_attention_heads where left out."
+        default=None, description="Size of one attention head. Default: hidden_size / num_attention_heads."
     )
     num_query_groups: Width | None = Field(
         default=None,
-        description="Grouped query attention: heads of keys and values, each shared by as many heads of queries;"
-        " num_attention_heads where left out.",
+        description="Grouped query attention: number of key and value heads, each shared by a group of query heads."
+        " Default: num_attention_heads.",
     )
     ffn_hidden_size: Many | None = Field(
         default=None,
-        description="Width of the MLP; 4 x hidden_size where left out, with swiglu 8/3 x hidden_size rounded down to a"
+        description="Width of the MLP. Default: 4 x hidden_size; with swiglu, 8/3 x hidden_size rounded down to a"
         " multiple of 64.",
     )
     num_moe_experts: Annotated[int, Field(gt=1, le=2**14)] | None = Field(
-        default=None, description="Engine megatron-core: mixture of experts; so many MLPs in each layer instead of one."
+        default=None, description="Engine megatron-core: mixture of experts; number of experts (MLPs) in each layer."
     )
     moe_router_topk: Annotated[int, Field(gt=1, le=2**14)] = Field(
-        default=2, description="num_moe_experts: experts that each token is sent to; softmax weighs these alone."
+        default=2, description="num_moe_experts: experts per token; the softmax is over these only."
     )
     moe_ffn_hidden_size: Many | None = Field(
-        default=None, description="num_moe_experts: width of each expert; that of the MLP where left out."
+        default=None, description="num_moe_experts: width of each expert. Default: ffn_hidden_size."
     )
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] = Field(
         default="aux_loss",
-        description="num_moe_experts: what balances the experts' load: a loss of each micro batch, of each sample, or"
-        " nothing.",
+        description="num_moe_experts: load balancing: an auxiliary loss per micro batch, per sample, or none.",
     )
     moe_aux_loss_coeff: float = Field(
-        default=0.0, ge=0.0, description="num_moe_experts: weight of that loss; it is no part of the reported one."
+        default=0.0, ge=0.0, description="num_moe_experts: weight of that loss; the reported loss does not include it."
     )
-    seq_length: Many = Field(description="Tokens of one training sample.")
+    seq_length: Many = Field(description="Tokens per training sample.")
     max_position_embeddings: Many | None = Field(
         default=None,
-        description="The most tokens that the model is made for, and the rows of its position table, if any;"
-        " seq_length where left out.",
+        description="Maximum context length, and the number of learned position embeddings, if any."
+        " Default: seq_length.",
     )
     position_embedding_type: Literal["learned_absolute", "rope"] = Field(
-        default="learned_absolute", description="A table of positions, or rotary position embeddings."
+        default="learned_absolute", description="Learned position embeddings, or rotary ones."
     )
-    rotary_base: Positive = Field(default=10000, description="rope: base of the rotations' periods (theta).")
-    rotary_percent: float = Field(default=1.0, gt=0.0, le=1.0, description="rope: share of each head that is rotated.")
+    rotary_base: Positive = Field(default=10000, description="rope: base of the rotation periods (theta).")
+    rotary_percent: float = Field(
+        default=1.0, gt=0.0, le=1.0, description="rope: fraction of each head that is rotated."
+    )
     use_rope_scaling: bool = Field(
         default=False, description="rope: scale long periods, for contexts of more than 8192 tokens, as Llama 3.1 does."
     )
     rope_scaling_factor: float = Field(
         default=8.0, ge=1.0, description="use_rope_scaling: factor of the longest periods."
     )
-    normalization: Literal["LayerNorm", "RMSNorm"] = Field(default="LayerNorm", description="Kind of the norms.")
-    norm_epsilon: float = Field(default=1e-5, gt=0.0, description="Added to the variance in the norms.")
-    qk_layernorm: bool = Field(default=False, description="Norms of each head's queries and keys, as in Qwen 3.")
+    normalization: Literal["LayerNorm", "RMSNorm"] = Field(default="LayerNorm", description="Type of normalization.")
+    norm_epsilon: float = Field(default=1e-5, gt=0.0, description="Added to the variance in normalization.")
+    qk_layernorm: bool = Field(
+        default=False, description="Normalize the queries and keys of each head, as Qwen 3 does."
+    )
     swiglu: bool = Field(default=False, description="SwiGLU in the MLP instead of GELU.")
-    add_bias_linear: bool = Field(default=True, description="Biases of the linear layers.")
+    add_bias_linear: bool = Field(default=True, description="Linear layers have biases.")
     add_qkv_bias: bool = Field(
-        default=False, description="Biases of queries, keys and values, also where add_bias_linear is false."
+        default=False, description="Queries, keys and values have biases, even if add_bias_linear is false."
     )
     untie_embeddings_and_output_weights: bool = Field(
-        default=False, description="An output layer of its own, instead of the token embedding."
+        default=False, description="Use a separate output layer instead of the token embedding."
     )
     vocab_size: Many | None = Field(
         default=None,
-        description="Tokens of the tokenizer; read from the data where left out. Engine megatron-deepspeed trains with"
-        " those of data.vocab_file in any case: there it serves the plan only.",
+        description="Tokens of the tokenizer. Default: read from the data. Engine megatron-deepspeed always trains with"
+        " those of data.vocab_file; there, this field is only used by the plan.",
     )
     make_vocab_size_divisible_by: Width = Field(
         default=128,
-        description="The embedding is padded to a multiple of this times the tensor parallel size; with engine torch of"
-        " this alone.",
+        description="The embedding is padded to a multiple of this times the tensor parallel size; with engine torch,"
+        " to a multiple of this.",
     )
     hidden_dropout: Fraction = Field(default=0.1, description="Dropout on the residual branches and the embedding.")
     attention_dropout: Fraction = Field(default=0.1, description="Dropout on the attention weights.")
@@ -122,28 +125,28 @@ class Model(Section):
         description="Engine megatron-deepspeed: partition the stored activations over the tensor parallel ranks.",
     )
     checkpoint_in_cpu: bool = Field(
-        default=False, description="Engine megatron-deepspeed: keep what is stored in the host's memory."
+        default=False, description="Engine megatron-deepspeed: keep stored activations in host memory."
     )
     contiguous_checkpointing: bool = Field(
-        default=False, description="Engine megatron-deepspeed: keep what is stored in one piece of memory."
+        default=False, description="Engine megatron-deepspeed: keep stored activations in one contiguous buffer."
     )
     synchronize_each_layer: bool = Field(
-        default=False, description="Engine megatron-deepspeed: wait for the device around each stored layer."
+        default=False, description="Engine megatron-deepspeed: synchronize with the device around each stored layer."
     )
     recompute_granularity: Literal["full", "selective"] | None = Field(
         default=None,
-        description="Engine megatron-core: what the backward pass computes again: full (layers) or selective"
-        " (the attention's inside).",
+        description="Engine megatron-core: what the backward pass recomputes: full (whole layers) or selective"
+        " (core attention).",
     )
     recompute_method: Literal["uniform", "block"] | None = Field(
         default=None,
         description="Granularity full: uniform (every layer, in groups of recompute_num_layers) or block (the first"
         " recompute_num_layers of a stage).",
     )
-    recompute_num_layers: Layers | None = Field(default=None, description="Granularity full: layers of a group.")
-    img_h: Width | None = Field(default=None, description="Preset resnet50: height of its images; 224.")
-    img_w: Width | None = Field(default=None, description="Preset resnet50: width of its images; 224.")
-    num_classes: Many | None = Field(default=None, description="Preset resnet50: kinds of images; 1000.")
+    recompute_num_layers: Layers | None = Field(default=None, description="Granularity full: layers per group.")
+    img_h: Width | None = Field(default=None, description="Preset resnet50: image height (default: 224).")
+    img_w: Width | None = Field(default=None, description="Preset resnet50: image width (default: 224).")
+    num_classes: Many | None = Field(default=None, description="Preset resnet50: number of classes (default: 1000).")
 
     @property
     def is_vision(self) -> bool:

@@ -48,58 +48,60 @@ MasterPort = Annotated[int, Field(ge=1024, le=65535)]
 
 
 class Parallel(Section):
-    """How the model and its state are laid out over the ranks."""
+    """How the model and its state are distributed over the ranks."""
 
     strategy: Strategy = Field(
         default="zero",
-        description="ddp (the engine's own, without DeepSpeed; the only one of megatron-core, and its default), fsdp"
+        description="ddp (the engine's own, without DeepSpeed; the only strategy of megatron-core), fsdp"
         " (engine torch: weights, gradients and optimizer states sharded) or zero (DeepSpeed, stages 0 to 3).",
     )
     data_parallel_shard_size: Ranks | None = Field(
         default=None,
-        description="Strategy fsdp: ranks that share one copy of the states out, with copies of it over the others"
-        " (hybrid sharding); all data parallel ranks where left out.",
+        description="Strategy fsdp: number of ranks that shard one replica of the states; the other ranks hold replicas"
+        " (hybrid sharding). Default: all data parallel ranks.",
     )
     reduce_gradients_once: bool = Field(
         default=False,
-        description="Strategy fsdp without a pipeline: reduce-scatter gradients once a step, not after each"
-        " micro-batch: less traffic, and until then each rank has all gradients in fp32.",
+        description="Strategy fsdp without a pipeline: reduce-scatter gradients once per step, not after each"
+        " micro-batch. Less traffic, but each rank keeps all gradients in fp32 until then.",
     )
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved"] = Field(
         default="1f1b",
-        description="Engine torch: the order of a pipeline's micro-batches; interleaved goes with"
+        description="Engine torch: the pipeline schedule; interleaved needs"
         " virtual_pipeline_model_parallel_size above 1.",
     )
     zero_stage: ZeroStage = Field(
         default=0,
-        description="What DeepSpeed's ZeRO partitions: 1 optimizer states, 2 and gradients, 3 and parameters.",
+        description="What DeepSpeed's ZeRO partitions: 1 optimizer states, 2 also gradients, 3 also parameters.",
     )
-    tensor_model_parallel_size: Ranks = Field(default=1, description="Ranks that share one layer.")
-    pipeline_model_parallel_size: Ranks = Field(default=1, description="Stages that the layers are cut into.")
+    tensor_model_parallel_size: Ranks = Field(default=1, description="Ranks that split each layer.")
+    pipeline_model_parallel_size: Ranks = Field(
+        default=1, description="Pipeline stages that the layers are divided into."
+    )
     virtual_pipeline_model_parallel_size: Layers = Field(
         default=1,
-        description="Engines megatron-core and torch: runs of layers that a stage holds, interleaved with the others'.",
+        description="Engines megatron-core and torch: model chunks per pipeline stage, for the interleaved schedule.",
     )
     use_tp_pp_dp_mapping: bool = Field(
         default=False,
-        description="Engines megatron-core and torch: number the ranks so that the stages of a pipeline are neighbours,"
-        " within a node where they fit, and its replicas lie apart; as Megatron's option of this name.",
+        description="Engines megatron-core and torch: number the ranks so that the stages of a pipeline are adjacent,"
+        " within a node where they fit, and data parallel replicas are not; like Megatron's option of this name.",
     )
     context_parallel_size: Ranks = Field(
-        default=1, description="Engine megatron-core: ranks that share one sample's tokens."
+        default=1, description="Engine megatron-core: ranks that split the tokens of each sample."
     )
     expert_model_parallel_size: Ranks = Field(
         default=1,
-        description="Engine megatron-core: ranks that share the experts of a layer out; tokens travel to them. They are"
-        " ranks of a pipeline stage, otherwise data, context or tensor parallel.",
+        description="Engine megatron-core: ranks over which the experts of a layer are distributed (all-to-all): data,"
+        " context or tensor parallel ranks of a pipeline stage.",
     )
     expert_tensor_parallel_size: Ranks | None = Field(
         default=None,
-        description="Engine megatron-core: ranks that share one expert; tensor_model_parallel_size where left out.",
+        description="Engine megatron-core: ranks that split each expert. Default: tensor_model_parallel_size.",
     )
     sequence_parallel: bool = Field(
         default=False,
-        description="Engine megatron-core: partition tokens over the tensor parallel ranks between the split layers.",
+        description="Engine megatron-core: partition tokens between tensor parallel layers.",
     )
     use_distributed_optimizer: bool = Field(
         default=False, description="Engine megatron-core: shard the optimizer's states over the data parallel ranks."
@@ -114,11 +116,11 @@ class Parallel(Section):
 class Batch(Section):
     """Samples per step."""
 
-    micro_batch_size: Many = Field(description="Samples of one forward pass on one rank.")
+    micro_batch_size: Many = Field(description="Samples per forward pass on one rank.")
     global_batch_size: Many | None = Field(
         default=None,
-        description="Samples of one optimizer step: micro batch x data parallel size x accumulation steps;"
-        " one micro batch a rank where left out.",
+        description="Samples per optimizer step: micro batch x data parallel size x accumulation steps."
+        " Default: no accumulation.",
     )
 
     def samples_per_step(self, data_parallel_size: int) -> int:
@@ -127,27 +129,27 @@ class Batch(Section):
 
 
 class Data(Section):
-    """What is read: Megatron's indexed data sets; of images, arrays of numpy."""
+    """Input data: Megatron's indexed data sets; NumPy arrays for images."""
 
     data_path: PathText = Field(
-        description="Prefix of <prefix>.bin and <prefix>.idx, as seen in the container's /workspace; of images"
+        description="Prefix of <prefix>.bin and <prefix>.idx, relative to /workspace in the container; for images"
         " <prefix>_images.npy (uint8, N x 3 x height x width) and <prefix>_labels.npy (int64, N).",
     )
     split: Annotated[str, StringConstraints(pattern=r"^\d+(\.\d+)?,\d+(\.\d+)?,\d+(\.\d+)?$")] = Field(
-        default="949,50,1", description="Shares of the documents (or images) for training, validation and test."
+        default="949,50,1", description="Proportions of documents (or images) for training, validation and test."
     )
     vocab_file: PathText | None = Field(
         default=None,
-        description="GPT-2 vocabulary (vocab.json): engine megatron-deepspeed needs it, the others do not read it.",
+        description="GPT-2 vocabulary (vocab.json); only read by engine megatron-deepspeed, which needs it.",
     )
     merge_file: PathText | None = Field(
         default=None,
-        description="GPT-2 merges (merges.txt): engine megatron-deepspeed needs it, the others do not read it.",
+        description="GPT-2 merges (merges.txt); only read by engine megatron-deepspeed, which needs it.",
     )
 
 
 class Optimizer(Section):
-    """AdamW, and its schedule."""
+    """AdamW and its learning rate schedule."""
 
     lr: float = Field(default=1.5e-4, gt=0.0, description="Peak learning rate.")
     min_lr: float = Field(default=1.0e-5, ge=0.0, description="Learning rate at the end of the decay.")
@@ -155,17 +157,17 @@ class Optimizer(Section):
     lr_warmup_iters: Count = Field(default=0, description="Iterations of linear warm-up from zero.")
     lr_warmup_fraction: Fraction | None = Field(
         default=None,
-        description="Warm-up as a fraction of lr_decay_iters, as Megatron's --lr-warmup-fraction and v1.1.5's --warmup;"
-        " instead of lr_warmup_iters.",
+        description="Warm-up as a fraction of lr_decay_iters, like Megatron's --lr-warmup-fraction and --warmup in"
+        " v1.1.5; instead of lr_warmup_iters.",
     )
     lr_decay_iters: Positive | None = Field(
-        default=None, description="Iteration at which min_lr is reached; train_iters where left out."
+        default=None, description="Iteration at which the learning rate reaches min_lr. Default: train_iters."
     )
     weight_decay: float = Field(default=0.01, ge=0.0, description="Decoupled weight decay; not on biases and norms.")
     adam_beta1: Fraction = Field(default=0.9, description="Decay of the first moment.")
     adam_beta2: Fraction = Field(default=0.999, description="Decay of the second moment.")
     adam_eps: float = Field(default=1e-8, gt=0.0, description="Added to the denominator.")
-    clip_grad: float = Field(default=1.0, ge=0.0, description="Largest global gradient norm; 0 turns clipping off.")
+    clip_grad: float = Field(default=1.0, ge=0.0, description="Maximum global gradient norm; 0 turns clipping off.")
 
 
 class LossScale(Section):
@@ -175,7 +177,9 @@ class LossScale(Section):
     initial_scale_power: Annotated[Count, Field(le=127)] = Field(
         default=16, description="The dynamic scale starts at 2 to this power."
     )
-    loss_scale_window: Positive = Field(default=1000, description="Good steps before the dynamic scale doubles.")
+    loss_scale_window: Positive = Field(
+        default=1000, description="Steps without overflow before the dynamic scale doubles."
+    )
     hysteresis: Positive = Field(default=2, description="Overflows before the dynamic scale halves.")
 
 
@@ -185,55 +189,57 @@ Prompts = Annotated[tuple[Prompt, ...], AS_TUPLE, Field(max_length=16)]
 
 
 class Train(Section):
-    """Length of the run and what is reported and kept."""
+    """Length of the run, logging, evaluation and checkpoints."""
 
     train_iters: Positive = Field(description="Optimizer steps.")
     log_interval: Positive = Field(default=10, description="Iterations between log lines.")
     eval_interval: Count = Field(default=0, description="Iterations between evaluations; 0 for none.")
-    eval_iters: Positive = Field(default=10, description="Batches of one evaluation.")
+    eval_iters: Positive = Field(default=10, description="Batches per evaluation.")
     sample_prompts: Prompts = Field(
         default=(),
-        description="Texts that the model continues at every evaluation (eval_interval), or at the end without them:"
-        " shown on the report page, the live page and by trackers. With the tokenizer that made the data, as"
-        " tridock generate samples; each new token takes a forward pass.",
+        description="Texts that the model continues at every evaluation, or at the end if eval_interval is 0:"
+        " shown on the report page, on the live page and by trackers. Uses the tokenizer of the data, as"
+        " tridock generate does; each new token takes a forward pass.",
     )
-    sample_tokens: Positive = Field(default=32, description="Most tokens of each sample.")
+    sample_tokens: Positive = Field(default=32, description="Maximum number of tokens to generate per prompt.")
     save_interval: Count = Field(default=0, description="Iterations between checkpoints; 0: only at the end.")
-    save: bool = Field(default=True, description="Write checkpoints into the run's folder.")
+    save: bool = Field(default=True, description="Write checkpoints to the run folder.")
     keep_checkpoints: Positive | None = Field(
         default=None,
-        description="How many whole checkpoints to keep, the newest; older ones are removed once a new one is whole."
-        " All where left out.",
+        description="Number of complete checkpoints to keep; older ones are removed once a new one is complete."
+        " Default: all.",
     )
     async_save: bool = Field(
         default=True,
-        description="Write checkpoints in the background: training pauses only for the copy of the state to the host's"
-        " memory. The last one is written at once.",
+        description="Write checkpoints in the background: training pauses only while the state is copied to host"
+        " memory. The last checkpoint is written synchronously.",
     )
     checkpoint_folder: PathText | None = Field(
         default=None,
-        description="Where checkpoints go instead of the run's folder.",
+        description="Folder for checkpoints, instead of the run folder.",
     )
     load: PathText | None = Field(
         default=None,
-        description="Checkpoint folder to continue from (of a run: runs/<run-id>/checkpoints). The same as"
-        " checkpoint_folder: the first run, which finds no checkpoint there, begins from scratch. hf:FOLDER: begin with"
-        " the weights in a folder of transformers'.",
+        description="Checkpoint folder to resume from (of a run: runs/<run-id>/checkpoints). May be the same as"
+        " checkpoint_folder: the first run then starts from scratch, later ones resume. hf:FOLDER: start from"
+        " the weights of a transformers model folder.",
     )
-    seed: Count = Field(default=1234, description="Seed of the weights, dropout and the order of the data.")
+    seed: Count = Field(
+        default=1234, description="Random seed of the weights, of dropout and of the order of the data."
+    )
     compile: bool = Field(
-        default=False, description="Engine torch: compile the layers (torch.compile) in the first step."
+        default=False, description="Engine torch: compile the layers with torch.compile, in the first step."
     )
     tf32: bool = Field(
         default=False,
-        description="On GPUs that have it, compute fp32 matrix products and convolutions in TensorFloat-32: faster,"
-        " with 10 bits of mantissa. Set for every run, whatever the image's environment says.",
+        description="Compute fp32 matrix products and convolutions in TensorFloat-32, on GPUs that support it: faster,"
+        " with 10 bits of mantissa. Overrides the environment of the image.",
     )
-    tensorboard: bool = Field(default=True, description="Write TensorBoard files into the run's folder.")
+    tensorboard: bool = Field(default=True, description="Write TensorBoard files to the run folder.")
     profile_iters: Count = Field(
         default=0,
-        description="Run the last so many iterations under torch's profiler: traces in the run's profile/, and the"
-        " share of their time that goes into communication. 0 for none.",
+        description="Run the last N iterations under torch's profiler: traces in the run's profile/, and the"
+        " share of their time that is communication. 0 for none.",
     )
 
     @property
@@ -250,53 +256,53 @@ class Train(Section):
 
 
 class Launch(Section):
-    """How the ranks are started."""
+    """How the ranks start."""
 
     launcher: Starter = Field(
         default="deepspeed",
-        description="What tridock launch starts the ranks of several nodes with: deepspeed, by its pdsh; or ssh,"
-        " which imports neither torch nor DeepSpeed on every node first, so that a run starts seconds earlier.",
+        description="How tridock launch starts ranks on several nodes: deepspeed (DeepSpeed's launcher over pdsh), or"
+        " ssh, which starts seconds earlier because it does not first import torch and DeepSpeed on every node.",
     )
     master_port: MasterPort | None = Field(
-        default=None, description="Port of the rendezvous on the head; a free one where left out."
+        default=None, description="Rendezvous port on the head. Default: a free port."
     )
     hang_timeout: Count = Field(
         default=30,
-        description="Seconds without progress after which a rank counts as hung and the run is ended, though at least"
-        " three step times; 0 for never (a debugger holds a rank).",
+        description="Seconds without progress after which a rank counts as hung and the run is ended, but at least"
+        " three step times; 0 for never (for a debugger).",
     )
 
 
 class Restart(Section):
     """Restarts of a failed run from its last checkpoint."""
 
-    max: Count = Field(default=0, description="Restarts that are allowed; 0 for none.")
+    max: Count = Field(default=0, description="Maximum number of restarts.")
     window: Seconds | None = Field(
         default=None,
-        description="The time in which so many are allowed: in seconds, or as 90s, 30m, 12h, 7d; the whole run where"
-        " left out.",
+        description="Period over which restarts are counted: in seconds, or as 90s, 30m, 12h, 7d. Default: the whole"
+        " run.",
     )
     node_timeout: Annotated[Seconds, Field(ge=30)] = Field(
         default=60,
-        description="How long a lost node may take to come back, from the end of the run on, before a spare takes its"
+        description="How long to wait for a lost node to come back, from the end of the run, before a spare takes its"
         " place or the run continues with fewer data parallel replicas.",
     )
     min_nodes: Positive = Field(
-        default=1, description="The fewest nodes with which the run may continue; with fewer it ends."
+        default=1, description="Minimum number of nodes to continue with; with fewer, the run ends."
     )
 
 
 class Experiment(Section):
-    """What is trained, how, and for how long."""
+    """What to train, how, and for how long."""
 
-    name: Name = Field(description="Short name; begins every run id.")
+    name: Name = Field(description="Short name; every run id starts with it.")
     engine: Engine = Field(default="torch", description="The training code.")
     model: Model
     parallel: Parallel = Field(default_factory=Parallel)
     batch: Batch
     data: Data
     optimizer: Optimizer = Field(default_factory=Optimizer)
-    precision: Precision = Field(default="bf16", description="Number format of the forward and backward pass.")
+    precision: Precision = Field(default="bf16", description="Precision of the forward and backward pass.")
     fp16: LossScale = Field(default_factory=LossScale)
     train: Train
     launch: Launch = Field(default_factory=Launch)
@@ -305,15 +311,15 @@ class Experiment(Section):
     notify: Notifications = ()
     megatron_args: Annotated[tuple[Argument, ...], AS_TUPLE] = Field(
         default=(),
-        description="Engine megatron-deepspeed: arguments for Megatron's command line that have no field here.",
+        description="Engine megatron-deepspeed: Megatron command line arguments that have no field here.",
     )
     deepspeed: Annotated[dict[str, Any], AfterValidator(as_json)] = Field(
         default_factory=dict,
-        description="Strategy zero: a DeepSpeed JSON of your own. Its options that are fields here set them where they"
-        " are left out; ZeRO's bucket sizes and the like reach DeepSpeed (docs/megatron.md).",
+        description="Strategy zero: your own DeepSpeed JSON. Options that are also fields here set those that you left"
+        " out; others, such as ZeRO's bucket sizes, go to DeepSpeed (docs/megatron.md).",
     )
     env: dict[EnvName, EnvValue] = Field(
-        default_factory=dict, description="Environment of every rank; wins over the cluster's."
+        default_factory=dict, description="Environment variables of every rank; they override the cluster's."
     )
 
     @model_validator(mode="before")

@@ -1,4 +1,4 @@
-"""What a job asks of Slurm: a site's profile (``configs/slurm/*.yaml``), with the command line's options over it."""
+"""A job's request to Slurm: a site profile (``configs/slurm/*.yaml``), overridden by the command line."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -27,7 +27,7 @@ _SECONDS: Final = (86400, 3600, 60, 1)
 
 
 class SlurmContainer(Section):
-    """What the ranks run in."""
+    """The container that the ranks run in."""
 
     kind: Kind = Field(
         default="none",
@@ -35,16 +35,18 @@ class SlurmContainer(Section):
     )
     image: Plain | None = Field(
         default=None,
-        description="A .sif file (apptainer), a .sqsh file or registry#image:tag (pyxis), an image's name (docker).",
+        description="A .sif file (apptainer), a .sqsh file or registry#image:tag (pyxis), or an image name (docker).",
     )
     mounts: Lines = Field(
         default=(), description="Folders to mount beside the workspace: /source, /source:/target or /source:/target:ro."
     )
-    extra_args: Lines = Field(default=(), description="More options of apptainer exec, docker run, or srun (pyxis).")
+    extra_args: Lines = Field(
+        default=(), description="Additional options for apptainer exec, docker run, or srun (pyxis)."
+    )
 
 
 class Request(Section):
-    """A job, as a site's profile and the command line ask for it."""
+    """A job, as the site profile and the command line request it."""
 
     nodes: Annotated[int, Field(ge=1, le=MOST_RANKS)] = Field(default=1, description="Number of nodes.")
     gpus_per_node: Annotated[int, Field(ge=1, le=MOST_SLOTS)] | None = Field(
@@ -56,8 +58,8 @@ class Request(Section):
     gpu_type: Plain | None = Field(default=None, description="GPU type, as in --gres=gpu:<type>:<number>.")
     gpu: Line | None = Field(
         default=None,
-        description="GPU for the plan: its name (v100-32gb, a100-80gb, …) or its memory (24gib);"
-        " by default what sinfo reports.",
+        description="GPU for the plan: its name (v100-32gb, a100-80gb, …) or its memory (24gib)."
+        " Default: what sinfo reports.",
     )
     cpus_per_node: Positive | None = Field(
         default=None, description="CPUs per node, divided among its tasks (--cpus-per-task)."
@@ -65,7 +67,7 @@ class Request(Section):
     mem: Memory | None = Field(default=None, description="--mem: memory per node, for example 160G.")
     launcher: RankLauncherName = Field(
         default="torchrun",
-        description="What starts the ranks: torchrun or deepspeed (one task per node), srun (one task per rank),"
+        description="How the ranks start: torchrun or deepspeed (one task per node), srun (one task per rank),"
         " deepspeed-slurm or deepspeed-pdsh (DeepSpeed's own launchers, from the first node).",
     )
     partition: Plain | None = Field(default=None, description="--partition.")
@@ -83,20 +85,20 @@ class Request(Section):
     )
     requeue: bool = Field(
         default=True,
-        description="Queue the job again after its time limit or a lost node; the run continues from its checkpoint.",
+        description="Requeue the job after its time limit or a lost node; the run resumes from its checkpoint.",
     )
     container: SlurmContainer = Field(default_factory=SlurmContainer)
     setup: Lines = Field(
         default=(), description="Shell lines at the start of the script: module load …, source …/activate."
     )
-    env: dict[EnvName, EnvValue] = Field(default_factory=dict, description="Environment of every rank.")
-    sbatch: Lines = Field(default=(), description="More options of sbatch, for example --mail-type=END.")
+    env: dict[EnvName, EnvValue] = Field(default_factory=dict, description="Environment variables of every rank.")
+    sbatch: Lines = Field(default=(), description="Additional sbatch options, for example --mail-type=END.")
     srun: Lines = Field(
-        default=(), description="More options of the srun that starts the ranks, for example --mpi=none."
+        default=(), description="Additional options for the srun that starts the ranks, for example --mpi=none."
     )
     tridock: Line = Field(default="tridock", description="The tridock command on the nodes, outside any container.")
     array_tasks: Positive | None = Field(
-        default=None, description="Runs of a job array at the same time; all by default."
+        default=None, description="Maximum number of tasks of a job array that run at the same time. Default: all."
     )
 
     @property

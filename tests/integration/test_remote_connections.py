@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.integration.sshd import USER, Sshd, fingerprint, free_port, make_key, message, public, wait_until
@@ -134,8 +135,23 @@ def test_something_else_than_sshd() -> None:
 
 def test_an_sshd_that_opens_no_session(make_sshd: Callable[..., Sshd]) -> None:
     assert message(lambda: make_sshd("MaxSessions 0").host().run(Command.of("true"))) == (
-        "node-1: its sshd opens no session; got connect failed; raise MaxSessions in its sshd_config"
+        "node-1: its sshd opens no session; raise MaxSessions in its sshd_config"
     )
+
+
+def test_an_sshd_with_few_sessions_gets_more_connections(make_sshd: Callable[..., Sshd]) -> None:
+    """Five commands wait for each other: with fewer at once none would end."""
+    sshd = make_sshd("MaxSessions 2")
+    host, folder = sshd.host(), sshd.folder
+    script = f'touch {folder}/ran-"$1"; until [ "$(ls {folder}/ran-* | wc -l)" = 5 ]; do sleep 0.05; done'
+    numbers = [str(number) for number in range(5)]
+    with ThreadPoolExecutor(5) as pool:
+        done = list(pool.map(lambda number: host.run(Command.of("sh", "-c", script, "wait", number), 60), numbers))
+    assert [one.exit_code for one in done] == [0] * 5
+    assert sshd.log.count("Accepted publickey") == 3
+    assert host.run(Command.of("true")).exit_code == 0  # on one of them
+    assert sshd.log.count("Accepted publickey") == 3
+    host.close()
 
 
 def test_an_sshd_with_which_nothing_is_in_common(make_sshd: Callable[..., Sshd]) -> None:

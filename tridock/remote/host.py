@@ -29,9 +29,9 @@ def lost(where: str, doing: str, text: str) -> Problem:
     return Problem(where, f"the connection was lost while {doing}", text, "see whether the host is up, then try again")
 
 
-def no_session(where: str, text: str) -> Problem:
+def no_session(where: str) -> Problem:
     """A login that was let in, and may run nothing."""
-    return Problem(where, "its sshd opens no session", text.lower(), "raise MaxSessions in its sshd_config")
+    return Problem(where, "its sshd opens no session", "", "raise MaxSessions in its sshd_config")
 
 
 def killed(where: str, command: Command) -> Problem:

@@ -1,5 +1,7 @@
 """A host over ssh: one Fabric connection, opened at the first use, with a channel for each command.
 
+An sshd that allows fewer channels (MaxSessions) gets more connections.
+
 Commands run on paramiko's channels: Invoke's runner would send Ctrl-C to the other side.
 """
 
@@ -7,7 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, Final, Generic, TypeVar, cast
 
 import paramiko
@@ -218,7 +220,7 @@ class SshHost(Host):
         self._connector = ssh_connection.Connector(name, self.address, wanted, connect_timeout, retries)
         self._timeout = connect_timeout
         self._lock = threading.Lock()
-        self._connection: Connection | None = None
+        self._connections: tuple[Connection, ...] = ()
 
     def _carry_out(
         self,
@@ -260,9 +262,8 @@ class SshHost(Host):
 
     def close(self) -> None:
         # Takes no lock: whoever holds it may be waiting for this very connection.
-        connection = self._connection
-        if connection is not None:
-            run_in_thread(lambda: ssh_connection.close(connection))
+        for connection in self._connections:
+            run_in_thread(lambda connection=connection: ssh_connection.close(connection))  # type: ignore[misc]
 
     def exit_code_of(self, channel: Any, command: Command) -> int:
         """How the command of a channel that has ended did so; raises where nobody knows."""
@@ -274,24 +275,51 @@ class SshHost(Host):
         raise ClusterError(lost(self.name, f"`{shortened(command)}` ran", _last_error(channel.transport)))
 
     def _start(self, command: Command, line: str, *, merged: bool = False) -> Any:
-        connection = self._open()
-        transport = connection.transport
+        full: list[Connection] = []
+        while True:
+            connection, channel = self._open(command, full)
+            with self._named(command, connection.transport):
+                channel = channel or self._session(connection.transport)
+                if channel is not None:
+                    channel.set_combine_stderr(merged)
+                    channel.exec_command(line)
+                    return channel
+            full.append(connection)
+
+    def _open(self, command: Command, full: list[Connection]) -> tuple[Connection, Any]:
+        """A connection that is not full; where it is a new one, with its first channel."""
+        with self._lock:
+            self._connections = tuple(one for one in self._connections if one.is_connected)
+            for one in self._connections:
+                if not any(one is other for other in full):  # Fabric's connections to one host are equal
+                    return one, None
+            new = self._connector.connect()
+            self._connections = *self._connections, new
+            with self._named(command, new.transport):
+                channel = self._session(new.transport)
+            if channel is None:
+                ssh_connection.close(new)
+                raise ClusterError(no_session(self.name))
+            return new, channel
+
+    def _session(self, transport: Any) -> Any:
+        """A new channel, or None where the sshd allows no more of them on this connection."""
         try:
-            channel = transport.open_session(timeout=self._timeout)
-            channel.set_combine_stderr(merged)
-            channel.exec_command(line)
-        except paramiko.ChannelException as error:
-            raise ClusterError(no_session(self.name, error.text)) from None
+            return transport.open_session(timeout=self._timeout)
+        except paramiko.SSHException as error:
+            # The second text comes where several were refused at once: paramiko keeps the reason of one.
+            if isinstance(error, paramiko.ChannelException) or str(error) == "Unable to open channel.":
+                return None
+            raise
+
+    @contextmanager
+    def _named(self, command: Command, transport: Any) -> Iterator[None]:
+        """What goes wrong with a connection, as the error of a command that was to start on it."""
+        try:
+            yield
         except (paramiko.SSHException, OSError, EOFError) as error:
             reason = str(error) or _last_error(transport)
             raise ClusterError(lost(self.name, f"`{shortened(command)}` was started", reason)) from None
-        return channel
-
-    def _open(self) -> Connection:
-        with self._lock:
-            if self._connection is None or not self._connection.is_connected:
-                self._connection = self._connector.connect()
-            return self._connection
 
 
 class _SshStream:

@@ -15,6 +15,14 @@ from tests.integration.support import ROOT, execute, own_name, succeed
 pytestmark = pytest.mark.timeout(900)
 
 BASE = "debian:bookworm-slim"
+# An image with a user of its own, whose home holds the programs and is closed to others.
+OWN = f"""
+FROM {BASE}
+RUN useradd --create-home app && chmod 700 /home/app
+USER app
+RUN mkdir -p ~/venv/bin ~/.local/lib && printf '#!/bin/sh\\necho WORD\\n' >~/venv/bin/mine && chmod 755 ~/venv/bin/mine
+ENV PATH=/home/app/venv/bin:$PATH
+"""
 
 
 def tridock(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -57,23 +65,27 @@ def test_a_program_runs_on_nodes_without_python(image: str, tmp_path: Path) -> N
 
 def test_an_image_of_ones_own_is_wrapped_when_it_is_named(docker: str, tmp_path: Path) -> None:
     own = f"{own_name()}-own:1"
-    succeed("docker", "build", "--quiet", "--tag", own, "-", input=f"FROM {BASE}\nRUN echo mine >/mine\n")
+    succeed("docker", "build", "--quiet", "--tag", own, "-", input=OWN.replace("WORD", "first"))
     (tmp_path / "hostfile").write_text("node-1 slots=2\nnode-2 slots=2\n")
     (tmp_path / "hostfile.yaml").write_text(f"name: {own_name()}\ntransport: compose\nenv: {{DS_ACCELERATOR: cpu}}\n")
     (tmp_path / "code").mkdir()
     words = ("run", "--hosts", "hostfile", "--workdir", "code", "--image", own, "--nodes", "1", "--slots", "1")
-    program = ("--", "bash", "-c", "echo $RANK of $WORLD_SIZE: $(cat /mine)")
+    program = ("--", "bash", "-c", "echo $RANK of $WORLD_SIZE: $(mine)")
     try:
         first = tridock(tmp_path, *words, *program)
         assert first.returncode == 0, first.stdout + first.stderr
-        assert "0 of 1: mine" in first.stdout.splitlines()
+        assert "0 of 1: first" in first.stdout.splitlines()
+        # The operator has another uid than the image's user, but that user's programs and packages.
+        options = ("--rm", "--env", "TRIDOCK_UID=4321", "--env", "TRIDOCK_GID=4321", f"tridock-wrapped/{own}")
+        script = "id -u && mine && cd ~/.local/lib && touch a && pwd -P"
+        assert succeed("docker", "run", *options, "bash", "-c", script) == "4321\nfirst\n/home/app/.local/lib\n"
         # Neither the image nor the node is made again, until the image changes.
         made = succeed("docker", "image", "inspect", "--format", "{{.Id}}", f"tridock-wrapped/{own}")
         again = tridock(tmp_path, *words, *program)
         assert (again.returncode, again.stderr) == (0, "")
-        succeed("docker", "build", "--quiet", "--tag", own, "-", input=f"FROM {BASE}\nRUN echo new >/mine\n")
+        succeed("docker", "build", "--quiet", "--tag", own, "-", input=OWN.replace("WORD", "second"))
         changed = tridock(tmp_path, *words, *program)
-        assert "0 of 1: new" in changed.stdout.splitlines(), changed.stdout + changed.stderr
+        assert "0 of 1: second" in changed.stdout.splitlines(), changed.stdout + changed.stderr
         assert succeed("docker", "image", "inspect", "--format", "{{.Id}}", f"tridock-wrapped/{own}") != made
     finally:
         tridock(tmp_path, "down", "--hosts", "hostfile")

@@ -73,3 +73,16 @@ def test_why_no_spare_can(tmp_path: Path, nodes: Path, changes: dict[str, Any], 
         says(nodes, node, {}, {})
     moved = move(folder, supervision_of(folder), ["node-2"], anew=True)
     assert (moved.supervision, moved.reason) == (None, f"{RUN_ID}: {what}")
+
+
+def test_a_spare_that_has_another_version_of_tridock_by_now_is_passed_over(
+    tmp_path: Path,
+    nodes: Path,  # noqa: F811
+) -> None:
+    """`tridock up` replaces a node without a run while the run goes on."""
+    folder = a_run(tmp_path)
+    says(nodes, "node-3", {"another": "field"}, {})
+    says(nodes, "node-4", {"another": "field"}, {})
+    moved = move(folder, supervision_of(folder), ["node-2"], anew=True)
+    assert moved.supervision is None
+    assert moved.reason.endswith("; spare node-4: its image is of another version of Tridock")

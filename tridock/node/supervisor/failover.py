@@ -92,7 +92,10 @@ def _ask(reach: Reach, folder: Path, node: str, *options: str) -> SpareStatus | 
     if done.returncode:
         stderr = done.stderr.decode(errors="replace").strip().splitlines()
         return stderr[-1] if stderr else f"exit code {done.returncode}"
-    answer = decode(SpareStatus, done.stdout)
+    try:
+        answer = decode(SpareStatus, done.stdout)
+    except ValueError:
+        return "its image is of another version of Tridock"
     if answer.busy:
         return f"is busy with {', '.join(answer.busy)}"
     return f"lacks {', '.join(answer.missing)}" if answer.missing else answer

@@ -56,7 +56,8 @@ def page(chromium: str, server: LiveServer, tmp_path_factory: pytest.TempPathFac
     with open_page(chromium, tmp_path_factory.mktemp("browser")) as made:
         made.look(1280)
         made.call("Page.navigate", url=server.url)
-        made.wait("document.body?.dataset.drawn && document.querySelectorAll('tr').length > 8")
+        reached = "[...document.querySelectorAll('#summary td:nth-child(3)')].map((cell) => cell.textContent).join()"
+        made.wait(f"{reached} === '300,300'")
         yield made
         own = server.url
         assert all(url.startswith((own, "data:", "about:")) for url in made.asked), made.asked

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tridock import progress
+from tridock.cli import main
 from tridock.data.progress import Done, progress_bar
 
 
@@ -109,3 +112,23 @@ def test_data_has_the_same_lines_and_with_an_interval_megatrons(
     assert capsys.readouterr().err == "Processed 5 documents (0.5 docs/s, 0.3 MB/s, 2000 tokens/s).\n".replace(
         "2000", "2,000"
     )
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_work_on_data_is_quiet_where_that_is_wanted(
+    quiet: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "LINE_S", 0.0)
+    (tmp_path / "a.jsonl").write_text('{"text": "1 2 3"}\n' * 50)
+    prefix, null = tmp_path / "a", ["--tokenizer-type", "NullTokenizer", "--vocab-size", "100", "--workers", "1"]
+    tokens = tmp_path / "a_text_document"
+    commands: list[list[str | Path]] = [
+        ["preprocess", "--input", tmp_path / "a.jsonl", "--output-prefix", prefix, *null, "--log-interval", "10"],
+        ["verify", tokens],
+        ["split", tokens, "--parts", "2"],
+        ["merge", "--input", tokens, "--output-prefix", tmp_path / "both"],
+        ["train-tokenizer", "--input", tmp_path / "a.jsonl", "--vocab-size", "258", "--output", tmp_path / "t"],
+    ]
+    for command in commands:
+        assert main(["data", *map(str, command), *["--quiet"] * quiet]) == 0, capsys.readouterr()
+        assert (capsys.readouterr().err == "") is quiet, command

@@ -14,6 +14,7 @@ from tridock.cli.options import (
     add_command,
     add_config,
     add_group,
+    add_quiet,
     add_set,
     config_of,
     open_session,
@@ -40,6 +41,7 @@ def add(commands: Commands) -> None:
     fetch.add_argument("--sha256", metavar="HASH", help=text)
     text = f"folder or URL with the same files, tried first; repeatable (default: ${DATA_MIRRORS})"
     fetch.add_argument("--mirror", action="append", default=[], metavar="PLACE", help=text)
+    add_quiet(fetch)
     preprocess.add(data)
     datasets.add(data)
 
@@ -51,6 +53,7 @@ def add(commands: Commands) -> None:
     add_config(sync, "as for tridock launch")
     add_set(sync)
     sync.add_argument("--dry-run", action="store_true", help="print what would be sent, and send nothing")
+    add_quiet(sync)
 
 
 def _demo(arguments: argparse.Namespace) -> int:
@@ -68,7 +71,7 @@ def _fetch(arguments: argparse.Namespace) -> int:
 
     files = wanted_files(arguments.sources, arguments.sha256)
     mirrors = arguments.mirror or os.environ.get(DATA_MIRRORS, "").split()
-    with progress_bar("fetching") as progress:
+    with progress_bar("fetching", quiet=arguments.quiet) as progress:
         fetch(files, arguments.folder, mirrors, progress, print)
     return 0
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tridock.cli.options import Commands, add_command
+from tridock.cli.options import Commands, add_command, add_quiet
 from tridock.errors import Problem, RequestError
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ def add(commands: Commands) -> None:
     _add_prefixes(verify)
     text = "vocabulary size: every token id must be below it (default: from the manifest)"
     verify.add_argument("--vocab-size", type=int, metavar="N", help=text)
+    add_quiet(verify)
 
     example = "--input data/one_text_document data/two_text_document --output-prefix data/both_text_document"
     merge = add_command(commands, "merge", _merge, "join data sets into one", example)
@@ -38,6 +39,7 @@ def add(commands: Commands) -> None:
     merge.add_argument("--input", nargs="+", required=True, metavar="PREFIX", help=text)
     text = "write PREFIX.bin, .idx and .json"
     merge.add_argument("--output-prefix", type=Path, required=True, metavar="PREFIX", help=text)
+    add_quiet(merge)
 
     summary, example = (
         "split a data set into train, valid and test, or into equal parts",
@@ -50,6 +52,7 @@ def add(commands: Commands) -> None:
     how.add_argument("--parts", type=int, metavar="N", help="number of parts, with the same number of documents each")
     text = "write OUT_train, … or OUT_0, … (default: the prefix of the data set)"
     split.add_argument("--output-prefix", type=Path, metavar="OUT", help=text)
+    add_quiet(split)
 
 
 def _add_prefixes(parser: argparse.ArgumentParser) -> None:
@@ -110,7 +113,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     prefixes = find_prefixes(arguments.prefixes)
     sizes = [bin_path(prefix).stat().st_size if bin_path(prefix).is_file() else 0 for prefix in prefixes]
     found: list[Verified] = []
-    with progress_bar("verifying") as progress:
+    with progress_bar("verifying", quiet=arguments.quiet) as progress:
 
         def report(done: int) -> None:
             progress(Done(sum(sizes[: len(found)]) + done, sum(sizes), 0, 0))
@@ -135,7 +138,7 @@ def _merge(arguments: argparse.Namespace) -> int:
     if problems := list(output_problems(arguments.output_prefix)):
         raise RequestError(problems)
     prefixes = find_prefixes(arguments.input)
-    with progress_bar("merging") as progress:
+    with progress_bar("merging", quiet=arguments.quiet) as progress:
         done, missing = merge(prefixes, arguments.output_prefix, lambda done, total: progress(Done(done, total, 0, 0)))
     print(f"{done}, of {len(prefixes)} data sets")
     if missing:
@@ -152,7 +155,7 @@ def _split(arguments: argparse.Namespace) -> int:
 
     if arguments.output_prefix is not None and (problems := list(output_problems(arguments.output_prefix))):
         raise RequestError(problems)
-    with progress_bar("splitting") as progress:
+    with progress_bar("splitting", quiet=arguments.quiet) as progress:
         parts = split(
             arguments.prefix,
             arguments.split,

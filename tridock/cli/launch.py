@@ -78,6 +78,7 @@ def add(commands: Commands) -> None:
     add_cluster(parser)
     add_run(parser)
     parser.add_argument("--checkpoints", action="store_true", help="fetch the checkpoints too")
+    add_quiet(parser)
 
 
 def add_start(parser: argparse.ArgumentParser, dry_run: str) -> None:

@@ -224,7 +224,7 @@ def add_slots(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None
     parser.add_argument("--exclude", default="", metavar="NODES", help="use all nodes and slots except these")
 
 
-def add_quiet(parser: argparse.ArgumentParser) -> None:
+def add_quiet(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     parser.add_argument("-q", "--quiet", action="store_true", help="print results and errors, but no progress")
 
 

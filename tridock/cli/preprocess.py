@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from tridock.cli.options import Commands, add_command
+from tridock.cli.options import Commands, add_command, add_quiet
 from tridock.errors import Problem, RequestError
 
 if TYPE_CHECKING:
@@ -119,6 +119,7 @@ def _add_preprocess(commands: Commands) -> None:
     text = "print progress every N documents if standard error is not a terminal"
     run.add_argument("--log-interval", type=int, metavar="N", help=text)
     run.add_argument("--resume", action="store_true", help="continue an interrupted run")
+    add_quiet(run)
 
 
 def _add_train_tokenizer(commands: Commands) -> None:
@@ -131,6 +132,7 @@ def _add_train_tokenizer(commands: Commands) -> None:
     text = "folder for tokenizer.json, vocab.json and merges.txt"
     output.add_argument("--output", type=_path, required=True, metavar="DIR", help=text)
     _add_rejects(output)
+    add_quiet(parser)
 
 
 def _add_texts(group: argparse._ArgumentGroup, keys: str) -> None:
@@ -183,7 +185,7 @@ def _preprocess(arguments: argparse.Namespace) -> int:
     read = [path / TOKENIZER if path.is_dir() else path for path in files if path is not None]
     check_outputs(request.outputs, read)
     try:
-        with progress_bar("tokenizing", arguments.log_interval) as progress:
+        with progress_bar("tokenizing", arguments.log_interval, quiet=arguments.quiet) as progress:
             done = preprocess(request, progress)
     except BaseException:
         if (folder := build_folder(request.output_prefix)).exists():
@@ -209,8 +211,9 @@ def _train_tokenizer(arguments: argparse.Namespace) -> int:
         rejects=arguments.rejects,
     )
     check_outputs(request.outputs, [source.path for source in request.sources if source.path is not None])
-    with progress_bar("reading") as progress:
-        done = train_tokenizer(request, progress, lambda line: print(line, file=sys.stderr))
+    steps = (lambda _: None) if arguments.quiet else (lambda line: print(line, file=sys.stderr))
+    with progress_bar("reading", quiet=arguments.quiet) as progress:
+        done = train_tokenizer(request, progress, steps)
     print(done)
     return 0
 

@@ -1,6 +1,7 @@
 """Appending to a run's files on a disk that may be full: what finds no room waits in memory for the next append."""
 
 import errno
+import fcntl
 import os
 import threading
 import time
@@ -11,6 +12,9 @@ NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """The errors of a file system that is full or read-only, which may have room again later."""
 _KEPT_BYTES: Final = 1 << 20
 _RETRY_S: Final = 0.5
+_POLL_S: Final = 0.001
+_LOCK_S: Final = 1.0
+"""Longest wait for another writer; one that is suspended with the lock holds up nobody."""
 
 _waiting: dict[Path, bytes] = {}
 _lock = threading.Lock()  # a thread that writes checkpoints and the training loop both append
@@ -47,6 +51,7 @@ def _append(path: Path, data: bytes) -> int:
             return 0
         raise
     try:
+        _wait_for_lock(descriptor)  # another writer may be about to take back what was cut off
         if (written := os.write(descriptor, data)) == len(data):
             return written
         whole = data.rfind(b"\n", 0, written) + 1
@@ -60,3 +65,18 @@ def _append(path: Path, data: bytes) -> int:
         raise
     finally:
         os.close(descriptor)
+
+
+def _wait_for_lock(descriptor: int) -> None:
+    """Locks the open file, as long as nobody else holds it for long; a file server may have no locks."""
+    deadline = time.monotonic() + _LOCK_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+                continue
+        except OSError:
+            pass
+        return

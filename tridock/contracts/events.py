@@ -39,6 +39,7 @@ class Event(StrEnum):
     NODE_LOST = "node_lost"  # node, exit_code, cause, reason
     LAUNCHER_ENDED = "launcher_ended"  # exit_code, cause, reason
     NODE_FAILED = "node_failed"  # node, cause, reason: what a node could not do for a program of the user's own
+    DISK_NEARLY_FULL = "disk_nearly_full"  # node, free_bytes, total_bytes
     RUN_RESTARTED = "run_restarted"  # attempt, iteration, reason, log_bytes (of launcher.log until then)
     NOT_RESTARTED = "not_restarted"  # reason
     TAKEN_OVER = "taken_over"  # node (that supervises from now on), previous, token, reason

@@ -220,6 +220,11 @@ class Space:
     bytes: int
     free: int
 
+    @property
+    def is_nearly_full(self) -> bool:
+        """Whether less than a twentieth is free."""
+        return 20 * self.free < self.bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Gpu:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tridock.contracts.node_answers import Stopped
+from tridock.contracts.node_answers import Space, Stopped
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,8 @@ class AgentMessage:
     """One line: the status of the ranks, or the answer to an order."""
 
     ranks: tuple[RankStatus, ...] | None = None
+    disk: Space | None = None
+    """With the ranks: the node's own disk with the run's folder; None where that is the head's."""
     stacks: Mapping[int, tuple[str, ...]] | None = None
     """The frames of each rank's main thread as ``file:line in function``, the innermost first."""
     stopped: Stopped | None = None

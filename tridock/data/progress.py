@@ -23,16 +23,18 @@ Progress = Callable[[Done], None]
 
 
 @contextmanager
-def progress_bar(what: str, log_interval: int | None = None) -> Iterator[Callable[[Done], None]]:
-    """Yields a function that shows progress: MB/s, tokens/s, time left.
+def progress_bar(
+    what: str, log_interval: int | None = None, *, quiet: bool = False
+) -> Iterator[Callable[[Done], None]]:
+    """Yields a function that shows progress: MB/s, tokens/s, time left; nothing where ``quiet``.
 
     Without a terminal a line is printed every ten seconds, or with ``log_interval`` every ``log_interval`` documents.
     """
-    if log_interval and not sys.stderr.isatty():
+    if log_interval and not quiet and not sys.stderr.isatty():
         yield _lines(log_interval)
         return
     started = time.monotonic()
-    with bars() as begin:
+    with bars(quiet=quiet) as begin:
         bar = begin(what, None)
 
         def report(done: Done) -> None:

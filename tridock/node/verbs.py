@@ -159,7 +159,8 @@ def agent(arguments: argparse.Namespace) -> None:
 
     supervision = Supervision.from_json((arguments.folder / run_folder.SUPERVISION).read_text())
     ranks = supervision.ranks[arguments.node]
-    if run_agent(arguments.folder, arguments.node, ranks, observed=supervision.observed):
+    on_head = arguments.node == supervision.head
+    if run_agent(arguments.folder, arguments.node, ranks, on_head=on_head, observed=supervision.observed):
         from tridock.node.supervisor.takeover import stand_in
 
         stand_in(arguments.folder, arguments.node)

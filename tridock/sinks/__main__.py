@@ -61,7 +61,7 @@ def _follow(name: str, folder: Path, supervision: Supervision) -> int:
     if name == NOTIFY:
         from tridock.sinks.notify import notify
 
-        return notify(folder, supervision.notify)
+        return notify(folder, supervision)
     (settings,) = (tracker for tracker in supervision.trackers if tracker.name == name)
     return _publish(settings, folder, follow=True)
 

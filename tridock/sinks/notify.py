@@ -7,24 +7,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from tridock.contracts import run_folder
 from tridock.contracts.events import Event
+from tridock.contracts.node_answers import Space
 from tridock.contracts.records import Record, read_lines, read_object
 from tridock.contracts.run_folder import write_atomic
 from tridock.contracts.run_state import RunState, exit_code_of, state_of
 from tridock.contracts.sinks import NOTIFY, Notification, find_python, position_file
+from tridock.contracts.supervision import Supervision
 from tridock.sinks.subject import say
 
 _POLL_S: Final = 1.0
 _HOUR_S: Final = 3600.0
 _TRIAGE_S: Final = 60.0
 _TRIES: Final = (0.0, 5.0, 30.0, 120.0)
-_LEAST_FREE: Final = 0.05
-"""Share of the run's file system: with less of it free the disk is nearly full."""
 _OCCASIONS: Final[Mapping[str, str]] = {
     Event.RUN_RESTARTED: "restarted",
     Event.RUN_MOVED: "restarted",
@@ -48,10 +49,15 @@ class Message:
     body: str
 
 
-def messages(run_id: str, events: Sequence[Record], first: int = 0) -> Iterator[Message]:
-    """Yields the messages about the events from line ``first`` on."""
+def messages(run_id: str, events: Sequence[Record], first: int = 0, here: str = "") -> Iterator[Message]:
+    """Yields the messages about the events from line ``first`` on; the disk of the node ``here`` is asked itself."""
     for number, event in enumerate(events[first:], start=first):
-        if (occasion := _OCCASIONS.get(event.get("event", ""))) is not None:
+        node = str(event.get("node", ""))
+        if event.get("event") == Event.DISK_NEARLY_FULL:
+            if node != here:
+                disk = Space(event.get("total_bytes", 0), event.get("free_bytes", 0))
+                yield disk_message(run_id, f"event-{number}", node, disk)
+        elif (occasion := _OCCASIONS.get(event.get("event", ""))) is not None:
             title = f"{run_id}: {occasion}"
             if event["event"] == Event.RUN_RESTARTED:
                 title += f" from iteration {event.get('iteration', 0)}, restart {event.get('attempt', '?')}"
@@ -66,12 +72,10 @@ def end_message(run_id: str, state: RunState, exit_code: int | None, why: str) -
     return Message(f"end-{state}", occasion, f"{run_id}: {occasion}", why or lost)
 
 
-def disk_message(run_id: str, folder: str, free: int, total: int) -> Message | None:
-    """The message about a disk with less than a twentieth free."""
-    if not total or free / total >= _LEAST_FREE:
-        return None
-    body = f"{folder}: {free / 2**30:.1f} of {total / 2**30:.1f} GiB are free; checkpoints need space: free some"
-    return Message("disk", "disk", f"{run_id}: the disk is nearly full", body)
+def disk_message(run_id: str, key: str, where: str, disk: Space) -> Message:
+    """The message about a disk with the run's folder that is nearly full."""
+    body = f"{where}: {disk.free / 2**30:.1f} of {disk.bytes / 2**30:.1f} GiB are free; checkpoints need space"
+    return Message(key, "disk", f"{run_id}: the disk is nearly full", f"{body}: free some")
 
 
 @dataclass(slots=True)
@@ -106,28 +110,52 @@ class Recipient:
         return True
 
 
-def notify(folder: Path, settings: Sequence[Notification], clock: Callable[[], float] = time.time) -> int:
+def notify(folder: Path, supervision: Supervision, clock: Callable[[], float] = time.time) -> int:
     """Sends the messages of a run until it has ended; returns 1 where some could not be sent."""
-    recipients = list(_recipients(settings, read_object(position_file(folder, NOTIFY))))
+    position = _Position(position_file(folder, NOTIFY))
+    recipients = list(_recipients(supervision.notify, read_object(position.path)))
     handled, failed = 0, False
     while True:
         state = state_of(folder)
         events = read_lines(folder / run_folder.EVENTS)
-        found = [*messages(folder.name, events, handled)]
-        disk = shutil.disk_usage(folder)
-        found += filter(None, [disk_message(folder.name, str(folder), disk.free, disk.total)])
+        found = [*messages(folder.name, events, handled, supervision.head)]
+        if (disk := _disk_of(folder)).is_nearly_full:
+            found.append(disk_message(folder.name, "disk", str(folder), disk))
         if state.is_over:
             why = explained(folder) if state.has_failed else _reached(folder)
             found += filter(None, [end_message(folder.name, state, exit_code_of(folder), why)])
         handled = len(events)
         for message in found:
-            failed |= not _deliver(folder, recipients, _with_look(message), clock)
+            failed |= not _deliver(recipients, _with_look(message), clock)
+            position.write(recipients)
+        position.write(recipients)
         if state.is_over:
             return int(failed)
         time.sleep(_POLL_S)
 
 
-def _deliver(folder: Path, recipients: Iterable[Recipient], message: Message, clock: Callable[[], float]) -> bool:
+def _disk_of(folder: Path) -> Space:
+    usage = shutil.disk_usage(folder)
+    return Space(usage.total, usage.free)
+
+
+class _Position:
+    """What each address has been sent, in a file; of a disk that is full it is written once there is room."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._written = path, b""
+
+    def write(self, recipients: Iterable[Recipient]) -> None:
+        state = {
+            it.settings.variable: {"sent": it.sent, "times": it.times, "held_back": it.held_back} for it in recipients
+        }
+        if (content := json.dumps(state).encode()) != self._written:
+            with suppress(OSError):
+                write_atomic(self.path, content)
+                self._written = content
+
+
+def _deliver(recipients: Iterable[Recipient], message: Message, clock: Callable[[], float]) -> bool:
     done = True
     for number, recipient in enumerate(recipients):
         for wait in _TRIES:
@@ -136,8 +164,6 @@ def _deliver(folder: Path, recipients: Iterable[Recipient], message: Message, cl
                 break
             say(f"notify[{number}]: {message.title}: the service did not take it")
         done &= arrived
-    state = {it.settings.variable: {"sent": it.sent, "times": it.times, "held_back": it.held_back} for it in recipients}
-    write_atomic(position_file(folder, NOTIFY), json.dumps(state).encode())
     return done
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import os
@@ -16,11 +17,12 @@ from pathlib import Path
 import pytest
 
 from tests.unit.sinks.conftest import ROOT, RUN_ID, make_run
+from tridock.contracts.node_answers import Space
 from tridock.contracts.run_state import RunState
 from tridock.contracts.sinks import Notification
 from tridock.contracts.supervision import Supervision
 from tridock.sink_settings import OCCASIONS
-from tridock.sinks.notify import Message, Recipient, disk_message, end_message, messages
+from tridock.sinks.notify import Message, Recipient, end_message, messages
 
 SECRET = "very-secret-path"
 
@@ -124,10 +126,15 @@ def test_how_a_run_ends_is_a_message_unless_somebody_stopped_it(state: str, occa
 
 
 def test_a_disk_is_nearly_full_with_less_than_a_twentieth_free() -> None:
-    assert disk_message("a", "/runs/a", 5 << 30, 100 << 30) is None
-    message = disk_message("a", "/runs/a", 4 << 30, 100 << 30)
-    assert message is not None
-    assert message.body == "/runs/a: 4.0 of 100.0 GiB are free; checkpoints need space: free some"
+    assert [Space(100 << 30, free << 30).is_nearly_full for free in (5, 4)] == [False, True]
+
+
+def test_the_disk_of_another_node_is_told_by_its_event() -> None:
+    """That of the head is asked by who sends the messages."""
+    about = {"event": "disk_nearly_full", "free_bytes": 4 << 30, "total_bytes": 100 << 30}
+    found = list(messages("a", [{**about, "node": "n1"}, {**about, "node": "n2"}], here="n1"))
+    assert [(it.key, it.occasion, it.title) for it in found] == [("event-1", "disk", "a: the disk is nearly full")]
+    assert found[0].body == "n2: 4.0 of 100.0 GiB are free; checkpoints need space: free some"
 
 
 def test_above_the_limit_only_the_end_is_sent_with_the_number_that_was_held_back() -> None:
@@ -150,3 +157,36 @@ def test_an_occasion_that_is_not_wanted_is_left_out_and_one_that_did_not_arrive_
     assert not recipient.offer(message, 0.0)
     assert recipient.offer(message, 1.0)
     assert recipient.offer(message, 2.0)
+
+
+def test_a_disk_that_is_full_is_told_once_also_where_no_file_can_be_written(
+    python: str, webhook: tuple[str, list[dict[str, str]]], tmp_path: Path
+) -> None:
+    """What it has sent is then known to the process alone, until there is room again."""
+    address, bodies = webhook
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a tmpfs takes root")
+    try:
+        run = make_run(disk, losses=3, notify=(Notification("TRIDOCK_NOTIFY_0", OCCASIONS),))
+        with (disk / "filler").open("wb", buffering=0) as file:
+            for size in (1 << 16, 1 << 12, 1):
+                with contextlib.suppress(OSError):
+                    while True:
+                        file.write(bytes(size))
+        argv = [python, "-P", "-m", "tridock.sinks", "notify", str(run)]
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "TRIDOCK_NOTIFY_0": address}
+        with subprocess.Popen(argv, env=env, stderr=subprocess.PIPE, text=True) as process:
+            wait_until(lambda: bodies)
+            time.sleep(3)  # it looks once a second
+            (disk / "filler").unlink()
+            (run / "exit_code").write_text("0\n")
+            _, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+        assert [body["title"].partition(": ")[2] for body in bodies] == ["the disk is nearly full", "finished"]
+        sent = json.loads((run / ".sinks" / "notify.json").read_text())
+        assert sent["TRIDOCK_NOTIFY_0"]["sent"] == ["disk", "end-done"]
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)

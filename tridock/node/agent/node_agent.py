@@ -17,10 +17,13 @@ from typing import Final
 from tridock.contracts import heartbeat, run_folder
 from tridock.contracts.codec import encode
 from tridock.contracts.events import Cause, Event, append_event
+from tridock.contracts.lease import newest
+from tridock.contracts.node_answers import Space
 from tridock.contracts.rank_status import AgentMessage
 from tridock.node.agent.processes import find_processes, stop_processes
 from tridock.node.agent.rank_status import RankMonitor
 from tridock.node.agent.spare_lock import release
+from tridock.node.probes.limits_and_space import space
 
 SILENCE_S: Final = 25.0
 """After this time without an order the head counts as lost."""
@@ -31,7 +34,7 @@ _REPORT_S: Final = 1.0
 _GRACE_S: Final = 3.0
 
 
-def run_agent(folder: Path, node: str, ranks: Sequence[int], *, observed: bool = False) -> bool:
+def run_agent(folder: Path, node: str, ranks: Sequence[int], *, on_head: bool = False, observed: bool = False) -> bool:
     """Runs the agent of a node to its end; returns whether that is because the head was lost.
 
     ``observed``: the ranks write no heartbeats.
@@ -39,7 +42,12 @@ def run_agent(folder: Path, node: str, ranks: Sequence[int], *, observed: bool =
     # A scheduler sends the latter two to all processes of its job; the agent ends when its supervisor does.
     for number in (signal.SIGHUP, signal.SIGPIPE, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    return NodeAgent(folder, node, ranks, observed=observed).run()
+    return NodeAgent(folder, node, ranks, on_head=on_head, observed=observed).run()
+
+
+def own_disk(folder: Path, *, on_head: bool) -> Space | None:
+    """The disk with a run's folder; None on a node that sees the head's lease, and so its disk."""
+    return space(folder) if on_head or not newest(folder) else None
 
 
 def is_replaced(folder: Path, node: str) -> bool:
@@ -57,8 +65,8 @@ def _pid_file(folder: Path, node: str) -> Path:
 class NodeAgent:
     """Watches a node's ranks until ``bye``, until another agent replaces it, or until it has ended the ranks."""
 
-    def __init__(self, folder: Path, node: str, ranks: Sequence[int], *, observed: bool = False) -> None:
-        self._folder, self._node = folder, node
+    def __init__(self, folder: Path, node: str, ranks: Sequence[int], *, on_head: bool, observed: bool) -> None:
+        self._folder, self._node, self._on_head = folder, node, on_head
         self._monitor = RankMonitor(folder, ranks, observed=observed)
         self._partial_line = b""
         self._connected = True
@@ -93,7 +101,7 @@ class NodeAgent:
                 release(self._folder.name)
                 self._released = True
             if gone - dead or now - last_report >= _REPORT_S:
-                self._print(AgentMessage(ranks=tuple(statuses)))
+                self._print(AgentMessage(ranks=tuple(statuses), disk=own_disk(self._folder, on_head=self._on_head)))
                 last_report, dead = now, gone
 
     def _read_orders(self) -> list[str]:

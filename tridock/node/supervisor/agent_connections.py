@@ -12,6 +12,7 @@ from typing import IO, Final, TypeVar
 from tridock.contracts import environment
 from tridock.contracts.codec import decode
 from tridock.contracts.lease import HeldLease
+from tridock.contracts.node_answers import Space
 from tridock.contracts.rank_status import AgentMessage, RankStatus
 from tridock.contracts.supervision import Reach, Supervision
 from tridock.node.supervisor.verdict import StatusByNode
@@ -38,6 +39,7 @@ class _Connection:
         self.ssh_error = ""
         """The last line of ssh's stderr."""
         self.statuses: tuple[RankStatus, ...] = ()
+        self.disk: Space | None = None
         self.answers: list[AgentMessage] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._partial_line = b""
@@ -92,7 +94,7 @@ class _Connection:
             with suppress(ValueError):  # a login banner
                 message = decode(AgentMessage, line)
                 if message.ranks is not None:
-                    self.statuses = message.ranks
+                    self.statuses, self.disk = message.ranks, message.disk
                 else:
                     self.answers.append(message)
 
@@ -183,6 +185,10 @@ class AgentConnections:
     def statuses(self) -> StatusByNode:
         """The last status of the ranks, by node."""
         return {node: connection.statuses for node, connection in self._nodes.items()}
+
+    def disks(self) -> dict[str, Space]:
+        """The disk with the run's folder, of each node with one of its own."""
+        return {node: connection.disk for node, connection in self._nodes.items() if connection.disk is not None}
 
     def silence_s(self) -> dict[str, float]:
         """The time since each node's last message."""

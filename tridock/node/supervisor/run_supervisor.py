@@ -17,6 +17,7 @@ from tridock.errors import RunError
 from tridock.node.agent.processes import find_processes
 from tridock.node.probes import ports
 from tridock.node.supervisor.agent_connections import AgentConnections
+from tridock.node.supervisor.disks import Disks
 from tridock.node.supervisor.failover import move
 from tridock.node.supervisor.launcher_process import LauncherProcess
 from tridock.node.supervisor.preemption import ProgramPreemption
@@ -65,7 +66,7 @@ class RunSupervisor:
         self._agents = AgentConnections(folder, supervision, lease)
         self._steps = StepTimes()
         self._metrics = PrintedMetrics(folder, supervision.metrics)
-        self._ranks = RankTable(folder)
+        self._ranks, self._disks = RankTable(folder), Disks(folder)
         self._restarts: list[RestartAttempt] = []
         self._launcher: LauncherProcess | None = None
         self._must_move = False
@@ -184,6 +185,7 @@ class RunSupervisor:
             seen = self._agents.statuses()
             self._steps.note(seen)
             self._ranks.note(seen)
+            self._disks.note(self._agents.disks())
             self._metrics.read()
             if self._is_program_preempted():
                 if lost := lost_node(self._agents.silence_s(), self._agents.ssh_errors()):

@@ -1,0 +1,26 @@
+"""Disks of the nodes that a run fills: one that is nearly full is an event, before a checkpoint fails."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from tridock.contracts.events import Event, append_event
+from tridock.contracts.node_answers import Space
+
+
+class Disks:
+    """Notes each node's disk once as nearly full, and again after it had room in between."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._full: set[str] = set()
+
+    def note(self, seen: Mapping[str, Space]) -> None:
+        """Takes in what the agents have seen."""
+        for node, disk in seen.items():
+            if disk.is_nearly_full and node not in self._full:
+                self._full.add(node)
+                append_event(
+                    self._folder, Event.DISK_NEARLY_FULL, node=node, free_bytes=disk.free, total_bytes=disk.bytes
+                )
+            elif not disk.is_nearly_full:
+                self._full.discard(node)

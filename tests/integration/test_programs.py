@@ -1,4 +1,4 @@
-"""Training scripts that nobody here wrote, unmodified, on two nodes: nanoGPT, DeepSpeed's CIFAR, accelerate, Lightning.
+"""Training scripts that nobody here wrote, unmodified: nanoGPT, DeepSpeed's CIFAR, accelerate, Lightning, torchtune.
 
 ``TRIDOCK_PROGRAMS`` names a folder with their repositories and with the wheels of what they import, in ``wheels/``;
 without it these tests are skipped. Nothing is downloaded: images and weights are random ones.
@@ -86,6 +86,45 @@ for name, images in (("training.pt", 60000), ("test.pt", 64)):
     pictures = torch.zeros(images, 28, 28, dtype=torch.uint8)
     torch.save((pictures, torch.zeros(images, dtype=torch.long)), folder / name)
 """
+# torchtune's recipe for one GPU, with its own test's texts and tokenizer, on a small Llama 2.
+TORCHTUNE_MODEL = """
+import pathlib, torch
+from torchtune.models.llama2 import llama2
+pathlib.Path("ckpt").mkdir(exist_ok=True)
+torch.manual_seed(0)
+sizes = {"vocab_size": 2000, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "embed_dim": 64, "max_seq_len": 512}
+torch.save(llama2(**sizes, norm_eps=1e-5).state_dict(), "ckpt/model.pt")
+"""
+TORCHTUNE = """
+model: {_component_: torchtune.models.llama2.llama2, vocab_size: 2000, num_layers: 2, num_heads: 4, num_kv_heads: 4,
+  embed_dim: 64, max_seq_len: 512, norm_eps: 1.0e-5}
+tokenizer: {_component_: torchtune.models.llama2.llama2_tokenizer, path: tests/assets/m.model, max_seq_len: 256}
+dataset: {_component_: torchtune.datasets.alpaca_dataset, source: json, data_files: tests/assets/alpaca_tiny.json,
+  split: train, packed: false}
+checkpointer: {_component_: torchtune.training.FullModelTorchTuneCheckpointer, checkpoint_dir: ckpt,
+  checkpoint_files: [model.pt], output_dir: out, model_type: LLAMA2}
+optimizer: {_component_: torch.optim.AdamW, lr: 0.001}
+loss: {_component_: torchtune.modules.loss.LinearCrossEntropyLoss}
+metric_logger: {_component_: torchtune.training.metric_logging.StdoutLogger}
+device: cpu
+dtype: fp32
+seed: 1
+shuffle: true
+batch_size: 2
+epochs: 1
+max_steps_per_epoch: 20
+gradient_accumulation_steps: 1
+optimizer_in_bwd: false
+clip_grad_norm: null
+compile: false
+enable_activation_checkpointing: false
+enable_activation_offloading: false
+resume_from_checkpoint: false
+output_dir: out
+log_every_n_steps: 1
+log_peak_memory_stats: false
+log_level: INFO
+"""
 
 
 @dataclass(frozen=True)
@@ -107,10 +146,13 @@ class Program:
     files: tuple[tuple[str, str], ...] = ()
     env: tuple[str, ...] = ()
     metrics: str = ""
+    nodes: int = 2
 
 
 LIMITS = "".join(f" --trainer.limit_{kind}_batches=2" for kind in ("val", "test", "predict"))
 WEB = "requests urllib3 certifi charset-normalizer"
+TUNE = f"{WEB} torchvision torchao torchdata datasets kagglehub kagglesdk blobfile omegaconf antlr4-python3-runtime"
+TUNE += " dill multiprocess xxhash pandas pytz lxml pycryptodomex"
 PROGRAMS = {
     "nanoGPT": Program(
         "nanoGPT", WEB, "torchrun train.py config/cpu.py", "--max_iters=100000", r"iter 3:", r"iter 30: loss \d",
@@ -136,6 +178,12 @@ PROGRAMS = {
         f" --trainer.limit_train_batches=60{LIMITS} --trainer.max_epochs=1", "--trainer.max_epochs=1000",
         r"Epoch 0", r"test_loss", "autoencoder.py --trainer", "python prepare.py",
         (("prepare.py", MNIST), ("sitecustomize.py", TORCHVISION)), ("PL_USE_MOCKED_MNIST=1",),
+    ),
+    "torchtune": Program(
+        "torchtune", TUNE, "python recipes/full_finetune_single_device.py --config cpu.yaml", "epochs=100000",
+        r"Step 3 ", r"Step 20 ", "recipes/full_finetune", "LOCAL_RANK=0 python prepare.py",
+        (("prepare.py", TORCHTUNE_MODEL), ("cpu.yaml", TORCHTUNE), ("sitecustomize.py", TORCHVISION)),
+        metrics=r"Step (?P<iteration>\d+) \| loss:(?P<loss>[\d.]+)", nodes=1,
     ),
 }  # fmt: skip
 
@@ -171,7 +219,7 @@ class Twin:
 
     def run(self, program: Program, code: Path, *options: str, longer: bool) -> tuple[str, str]:
         """The id of the run, and its output."""
-        words = ["--workdir", str(code), "--env", "PYTHONPATH=deps:.", *options]
+        words = ["--workdir", str(code), "--env", "PYTHONPATH=deps:.", "--nodes", str(program.nodes), *options]
         words += [word for variable in program.env for word in ("--env", variable)]
         words += ["--metrics", program.metrics] if program.metrics else []
         words += ["--setup", f"{INSTALL} {program.wheels} && {program.prepare}", *(["--detach"] if longer else [])]
@@ -238,12 +286,15 @@ def test_it_runs_unmodified_and_again(twin: Twin, program: Program, code: Path) 
 
 def test_a_killed_rank_is_named(twin: Twin, program: Program, code: Path) -> None:
     run_id = twin.training(program, code)
-    twin.sh("node-2", f"pkill -9 -f -- '-u .*{program.process}'")
-    assert "rank 1 on node-2 was ended by SIGKILL" in twin.followed(run_id)
+    node = NODES[program.nodes - 1]
+    twin.sh(node, f"pkill -9 -f -- '^[^ ]*python[^ ]* .*{program.process}'")
+    assert f"rank {program.nodes - 1} on {node} was ended by SIGKILL" in twin.followed(run_id)
     assert twin.processes(run_id) == ""
 
 
 def test_a_killed_node_is_named(twin: Twin, program: Program, code: Path) -> None:
+    if program.nodes == 1:
+        pytest.skip("it has one rank, on the head")
     run_id = twin.training(program, code)
     succeed("docker", "kill", twin.container("node-2"))
     try:

@@ -163,6 +163,31 @@ _MPIRUN: Final = Program(
     on_every_node=False,
     env={"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
 )
+_MPIRUN_FLAGS: Final = frozenset(
+    (
+        *(
+            "allow-run-as-root",
+            "oversubscribe",
+            "nooversubscribe",
+            "report-bindings",
+            "display-map",
+            "nolocal",
+            "q",
+            "v",
+        ),
+        *(
+            "display-allocation",
+            "tag-output",
+            "timestamp-output",
+            "use-hwthread-cpus",
+            "quiet",
+            "verbose",
+            "disable-recovery",
+        ),
+        *("bynode", "byslot", "bycore", "bysocket", "bind-to-core", "bind-to-socket", "bind-to-none", "pernode"),
+    )
+)
+_MPIRUN_PAIRS: Final = frozenset(("mca", "gmca"))
 _OTHER: Final = Program("any other program", _start_ranks)
 _RANK_OUTPUT: Final = "tridock.node.rank_output"
 
@@ -260,8 +285,21 @@ def has_rank_logs(words: Sequence[str], *, per_node: bool = False) -> bool:
 def _parts(words: Sequence[str]) -> tuple[Program, int, int]:
     """The launcher, where its own options begin, and where they end: at the script, or at ``-m``."""
     program, named = program_of(words)
+    if program is _MPIRUN:
+        return program, named, _end_of_mpirun(words, named)
     ends = (n for n in range(named, len(words)) if words[n].endswith(".py") or words[n] in (*_MODULE, "--"))
     return program, named, next(ends, len(words))
+
+
+def _end_of_mpirun(words: Sequence[str], place: int) -> int:
+    """Where the options of mpirun end: its program may be any, and have options of the same names."""
+    while place < len(words) and words[place].startswith("-") and words[place] != "--":
+        option = words[place].lstrip("-")
+        values = 0 if option in _MPIRUN_FLAGS else 2 if option in _MPIRUN_PAIRS else 1
+        place += 1
+        while values and place < len(words) and not words[place].startswith("-"):
+            place, values = place + 1, values - 1
+    return place
 
 
 def _options(words: Sequence[str]) -> dict[str, str]:

@@ -86,6 +86,7 @@ def test_chosen_slots() -> None:
         ("deepspeed --num_gpus 2 train.py", "deepspeed", "--num_gpus"),
         ("accelerate launch --num_machines 2 train.py", "accelerate launch", "--num_machines"),
         ("mpirun -np 4 ./a.out", "mpirun", "-np"),
+        ("mpirun --mca btl tcp,self --oversubscribe --bind-to none --unknown -n 4 ./a.out -n 5", "mpirun", "-n"),
     ],
 )
 def test_options_that_the_cluster_decides_are_refused(words: str, name: str, refused: str) -> None:
@@ -95,6 +96,14 @@ def test_options_that_the_cluster_decides_are_refused(words: str, name: str, ref
         f"command: {name} gets these options from Tridock; got {refused}; leave them out: the hostfile and --restarts"
         " decide"
     )
+
+
+@pytest.mark.parametrize(
+    "own",
+    ["", "--oversubscribe ", "--bind-to none ", "--mca btl tcp,self ", "-x A=b --tag-output -mca a b ", "-- "],
+)
+def test_the_options_of_a_program_under_mpirun_are_its_own(own: str) -> None:
+    assert line(f"mpirun {own}./a.out -n 5 -H x").endswith(f" {own}./a.out -n 5 -H x")
 
 
 def test_what_kind_of_ranks_accelerate_starts_is_the_users_to_say() -> None:

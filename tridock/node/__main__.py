@@ -54,6 +54,11 @@ def _parser() -> argparse.ArgumentParser:
     enqueue.add_argument("--secrets", action="store_true", help="read the run's secrets from stdin, as a JSON object")
     enqueue.set_defaults(action=verbs.enqueue)
 
+    keep = commands.add_parser(
+        "keep-secrets", parents=[folder], help="keep a run's secrets from stdin, on a node that sees the head's files"
+    )
+    keep.set_defaults(action=verbs.keep_secrets_of_a_shared_run)
+
     queue = commands.add_parser("queue", parents=[workspace], help="print the runs that wait for slots, as JSON")
     queue.set_defaults(action=verbs.queue)
 

@@ -42,6 +42,14 @@ def enqueue(arguments: argparse.Namespace) -> node_answers.QueuedRun:
     return enqueue(arguments.folder)
 
 
+def keep_secrets_of_a_shared_run(arguments: argparse.Namespace) -> None:
+    from tridock.contracts.lease import newest
+
+    secrets, queue = json.load(sys.stdin), arguments.folder.parent / run_folder.QUEUE
+    if newest(arguments.folder) or any(queue.glob(f"*-{arguments.folder.name}.json")):
+        keep_secrets(arguments.folder, secrets)
+
+
 def queue(arguments: argparse.Namespace) -> list[node_answers.QueuedRun]:
     from tridock.node.queue import queue_of, start_next
 

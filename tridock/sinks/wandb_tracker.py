@@ -32,6 +32,8 @@ class WandbTracker:
     def open(self, subject: Subject) -> Mapping[str, int] | None:
         offline = self._settings.offline or os.environ.get("WANDB_MODE") == "offline"
         own = self._settings.address
+        # What it copies for artifacts stays with the run, else it would be in the home of whoever runs it.
+        os.environ.setdefault("WANDB_DATA_DIR", str(subject.folder.absolute() / "wandb"))
         options: dict[str, Any] = {} if own is None else {"base_url": own}
         settings = wandb.Settings(
             silent=True,
@@ -79,7 +81,7 @@ class WandbTracker:
         assert self._run is not None
         artifact = wandb.Artifact(f"run-{subject.run_id}", type="run")
         for path in documents:
-            artifact.add_file(str(path))
+            artifact.add_file(str(path.absolute()), policy="immutable", skip_cache=True)
         self._run.log_artifact(artifact)
         self._run.summary.update({**subject.summary(), "state": str(subject.state())})
         run, self._run = self._run, None
@@ -112,15 +114,21 @@ def _rows(place: Path) -> list[dict[str, Any]]:
 
 
 def history(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of one ``.wandb`` file: W&B's records in LevelDB's log format; a torn end is left out."""
-    for data in _records(path.read_bytes()):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
+    """The rows of one ``.wandb`` file."""
+    for record in records(path):
         if record.HasField("history"):
             yield {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
 
 
-def _records(content: bytes) -> Iterator[bytes]:
+def records(path: Path) -> Iterator[Any]:
+    """W&B's records of one ``.wandb`` file, in LevelDB's log format; a torn end is left out."""
+    for data in _parts(path.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        yield record
+
+
+def _parts(content: bytes) -> Iterator[bytes]:
     """LevelDB's log format: blocks of 32 KiB, records of checksum, length, kind and data, split over blocks."""
     at, parts = _FILE_HEADER, b""
     while at + _HEADER <= len(content):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +12,14 @@ from tests.unit.report.test_page import BASE
 from tests.unit.sinks.conftest import python  # noqa: F401 - a fixture
 from tridock.cli import main
 from tridock.cluster.schema import parse_settings
+from tridock.contracts.supervision import Supervision
 from tridock.errors import ClusterError, RequestError
 from tridock.experiment import dump_experiment, parse_experiment
+from tridock.ops.hosts.session import Session
 from tridock.ops.runs import sinks
-from tridock.ops.runs.sinks import check_here, sinks_of, with_cluster_sinks
+from tridock.ops.runs.launch import start
+from tridock.ops.runs.sinks import Sinks, check_here, sinks_of, with_cluster_sinks
+from tridock.remote import Completed
 from tridock.sink_settings import contracts
 from tridock.yaml_text import dump_yaml
 
@@ -138,3 +143,22 @@ def test_track_says_what_it_cannot_do(tmp_path: Path, capsys: pytest.CaptureFixt
         "RUN: is missing; give runs/<run-id>, or a Megatron log with --log",
         f"{tmp_path}: is not a run's folder; got no experiment.yaml in it; give runs/<run-id>",
     ]
+
+
+@pytest.mark.parametrize(("restarts", "told"), [(1, ["b"]), (0, [])])
+def test_the_node_that_may_take_the_run_over_gets_the_secrets(
+    restarts: int, told: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lab").write_text("a slots=1\nb slots=1\n")
+    session, asked = Session.open(tmp_path / "lab"), []
+
+    def verb(node: str, *argv: str, stdin: bytes | None = None, **_: object) -> Completed:
+        asked.append((node, argv[0], stdin))
+        return Completed(0, b"", b"")
+
+    monkeypatch.setattr(session, "node_verb", verb)
+    supervision = Supervision("a", {"a": (0,), "b": (1,)}, ("b",), 20000, 30.0, max_restarts=restarts)
+    bundle = SimpleNamespace(path="/workspace/runs/t", files={"supervision.json": supervision.to_json().encode()})
+    start(session, bundle, Sinks(secrets={"A": "hunter2"}))  # type: ignore[arg-type]
+    secrets = b'{"A": "hunter2"}'
+    assert asked == [("a", "start", secrets), *((node, "keep-secrets", secrets) for node in told)]

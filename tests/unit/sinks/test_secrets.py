@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.unit.node.conftest import answer
+from tridock.contracts.lease import HeldLease
 from tridock.contracts.sinks import keep_secrets, read_secrets, secrets_file
 
 
@@ -38,3 +41,20 @@ def test_a_request_removes_the_secrets_of_runs_that_are_over(tmp_path: Path, mon
     assert there == {folder.name for folder in (waiting, again, elsewhere)}
     assert read_secrets(waiting.name) == {"A": "waiting"}
     assert read_secrets(failed.name) == {}
+
+
+@pytest.mark.parametrize("seen", ["lease", "ticket", "nothing"])
+def test_a_node_that_could_take_the_run_over_has_its_secrets_too(seen: str, tmp_path: Path) -> None:
+    """It is one that sees the head's files; another node would never know when the run is over."""
+    folder = tmp_path / "runs" / "t-20261123-195500-abcd"
+    (folder.parent / ".queue").mkdir(parents=True)
+    folder.mkdir()
+    if seen == "lease":
+        HeldLease.first(folder, "n1", 0.0)
+    elif seen == "ticket":
+        (folder.parent / ".queue" / f"00000000-{folder.name}.json").write_text("{}")
+    argv = [sys.executable, "-P", "-m", "tridock.node", "keep-secrets", str(folder)]
+    env = {**os.environ, "HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[3])}
+    subprocess.run(argv, input=b'{"A": "hunter2"}', env=env, check=True)
+    kept = tmp_path / ".tridock" / "secrets" / f"{folder.name}.json"
+    assert kept.exists() is (seen != "nothing")

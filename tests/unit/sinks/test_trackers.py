@@ -18,13 +18,20 @@ OFFLINE = {name: Tracker(name, offline=True) for name in ("wandb", "mlflow", "te
 READ = {
     "wandb": """
 import sys, json, pathlib
-from tridock.sinks.wandb_tracker import history
+from tridock.sinks.wandb_tracker import history, records
 rows = [r for p in sorted(pathlib.Path(sys.argv[1]).glob("wandb/*run-*/run-*.wandb")) for r in history(p)]
 print(json.dumps([[r["iteration"], r["loss"]] for r in rows if "loss" in r]))
 print(json.dumps([[r["valid/iteration"], r["valid/loss"]] for r in rows if "valid/iteration" in r]))
 files = {p.name: p for p in pathlib.Path(sys.argv[1]).glob("wandb/*run-*/files/media/table/**/*.json")}
 paths = [pathlib.Path(r["samples/text.path"]) for r in rows if "samples/text.path" in r]
 print(json.dumps([row for path in paths for row in json.loads(files[path.name].read_text())["data"]]))
+found = [r for p in sorted(pathlib.Path(sys.argv[1]).glob("wandb/*run-*/run-*.wandb")) for r in records(p)]
+said = {u.key or u.nested_key[0]: json.loads(u.value_json) for r in found for u in r.summary.update}
+kept = [r.artifact for r in found if r.HasField("artifact")]
+paths = {c.path: pathlib.Path(c.local_path) for a in kept if a.type == "run" for c in a.manifest.contents}
+places = [pathlib.Path(c.local_path) for a in kept for c in a.manifest.contents]
+assert all(pathlib.Path(sys.argv[1]) in place.parents for place in places), places
+print(json.dumps([said["state"], round(said["memory/planned_gib"], 2), {p: f.stat().st_size for p, f in paths.items()}]))
 """,
     "mlflow": """
 import os, sys, json
@@ -119,6 +126,12 @@ def test_a_killed_tracker_goes_on_where_it_stopped(name: str, start: Start, pyth
     assert dict(train)[31] == 69.0
     assert dict(train)[21] in (3.0, 79.0)  # before, or (of W&B, which had it in memory only) after the return
     assert len(valid) == (0 if name == "wandb" and dict(train)[21] == 79.0 else 1)
+    if name == "wandb":
+        ((state, planned, sizes),) = about
+        assert (state, planned) == ("done", 3.74)
+        names = ("events.jsonl", "experiment.yaml", "manifest.json", "plan.json")
+        page = (run / ".sinks" / "report.html").stat().st_size
+        assert sizes == {**{it: (run / it).stat().st_size for it in names}, "report.html": page}
     if name == "mlflow":
         files = ["events.jsonl", "experiment.yaml", "manifest.json", "plan.json", "report.html", "samples"]
         assert about == [[RUN_ID, "FINISHED", "4", files, None]]

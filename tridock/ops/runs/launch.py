@@ -1,6 +1,7 @@
 """``tridock launch``: from an experiment and a cluster to a run on its nodes."""
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from tridock.command import Command
 from tridock.contracts import run_folder
 from tridock.contracts.node_answers import QueuedRun
+from tridock.contracts.supervision import Supervision
 from tridock.errors import TridockError
 from tridock.launchers.run import RunBundle, default_port
 from tridock.launchers.ssh import Ssh
@@ -125,10 +127,27 @@ def start(session: Session, bundle: RunBundle, sinks: Sinks, *, queue: bool = Fa
     if queue:
         argv = ("enqueue", bundle.path, *options)
         queued = session.ask(session.head, QueuedRun, *argv, stdin=secrets, timeout=_QUEUE_TIMEOUT_S)
+        _share_secrets(session, bundle, secrets)
         return replace(bundle, waits_for=None if queued.started else queued.waits_for)
     argv = ("start", bundle.path, *options)
     session.node_verb(session.head, *argv, stdin=secrets, timeout=_TIMEOUT_S).checked(session.head)
+    _share_secrets(session, bundle, secrets)
     return bundle
+
+
+def _share_secrets(session: Session, bundle: RunBundle, secrets: bytes | None) -> None:
+    """Gives the secrets of a run that has started to the nodes that may supervise it if the head is lost."""
+    supervision = Supervision.from_json(bundle.files[run_folder.SUPERVISION].decode())
+    if secrets is None or not supervision.may_be_taken_over:
+        return
+
+    def keep(node: str, _: Host) -> None:
+        session.node_verb(node, "keep-secrets", bundle.path, stdin=secrets, timeout=_TIMEOUT_S).checked(node)
+
+    try:
+        session.each(keep, only=supervision.remote)
+    except TridockError as error:
+        print(f"warning: without the head this run would be sent to no tracker or address: {error}", file=sys.stderr)
 
 
 def put_files(session: Session, bundle: RunBundle) -> None:

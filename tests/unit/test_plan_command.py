@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.unit.plan.test_from_run import write_run
 from tridock.cli import main
@@ -444,6 +445,68 @@ def test_the_front_of_memory_and_time(capsys: pytest.CaptureFixture[str], tmp_pa
     rows = [line.split() for line in shown.splitlines() if line.rstrip().endswith("%")]
     assert len(rows) == min(len(front), 12)
     assert rows[0][0] == str(fastest + 1)
+
+
+def searched(capsys: pytest.CaptureFixture[str], path: Path, fields: dict[str, Any], *options: str) -> list[set[str]]:
+    """The options of every layout that was found, the best first."""
+    base = {"name": "e", "data": {"data_path": "data/x"}, "train": {"train_iters": 3}}
+    path.write_text(yaml.safe_dump({**base, **fields}))
+    return [set(one["set"]) for one in document(capsys, str(path), "--search", *options)["found"]]
+
+
+WIDE = {"num_layers": 8, "hidden_size": 4096, "num_attention_heads": 32, "vocab_size": 32000}
+
+
+def test_a_search_recomputes_as_few_layers_as_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    fields = {
+        "engine": "megatron-core",
+        "precision": "bf16",
+        "model": {**WIDE, "seq_length": 4096},
+        "batch": {"micro_batch_size": 1, "global_batch_size": 8},
+    }
+    options = ("--nodes", "1", "--gpus-per-node", "1", "--gpu", "48gib", "--tflops", "100")
+    found = searched(capsys, tmp_path / "e.yaml", fields, *options)
+    blocks = [one for one in found if "model.recompute_method=block" in one]
+    (least,) = (one for one in blocks if "batch.micro_batch_size=2" in one)
+    (word,) = (word for word in least if word.startswith("model.recompute_num_layers="))
+    count = int(word.partition("=")[2])
+
+    def verdict(layers: int) -> str:
+        options_of = {*(least - {word}), f"model.recompute_num_layers={layers}"}
+        words = [part for option in sorted(options_of) for part in ("--set", option)]
+        return str(document(capsys, str(tmp_path / "e.yaml"), *options, *words)["verdict"])
+
+    assert 1 < count < 8
+    assert [verdict(layers) for layers in (count - 1, count)] == ["tight", "fits"]
+    assert all("batch.micro_batch_size" in " ".join(one) for one in blocks)  # a micro batch of 1 fits without
+
+
+def test_a_search_has_each_layout_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """With one micro batch, gradients are reduced once either way."""
+    fields = {
+        "parallel": {"strategy": "fsdp"},
+        "model": {**WIDE, "seq_length": 128},
+        "batch": {"micro_batch_size": 1, "global_batch_size": 8},
+    }
+    found = searched(capsys, tmp_path / "e.yaml", fields, "--nodes", "1", "--gpu", "h100")
+    twice = {"parallel.reduce_gradients_once=true"}
+    once = [one for one in found if twice <= one]
+    assert once
+    assert set() in found
+    assert twice not in found
+    assert {"parallel.tensor_model_parallel_size=8", *twice} not in found
+
+
+def test_a_search_splits_long_samples_over_ranks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    fields = {"engine": "megatron-core", "precision": "bf16", "batch": {"micro_batch_size": 1, "global_batch_size": 8}}
+    options = ("--nodes", "1", "--gpu", "h100")
+
+    def tried(length: int) -> set[str]:
+        found = searched(capsys, tmp_path / "e.yaml", {**fields, "model": {**WIDE, "seq_length": length}}, *options)
+        return {word for one in found for word in one if word.startswith("parallel.context_parallel_size")}
+
+    assert tried(2048) == set()
+    assert tried(8192) == {f"parallel.context_parallel_size={size}" for size in (2, 4)}
 
 
 def test_the_words_of_a_layout_that_was_found_ask_for_it(capsys: pytest.CaptureFixture[str]) -> None:

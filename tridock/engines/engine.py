@@ -184,6 +184,18 @@ class Engine(ABC):
     def recompute_choices(self) -> tuple[Choice, ...]:
         """Ways to recompute activations."""
 
+    def partial_recompute_choices(self, _experiment: Experiment) -> tuple[Choice, ...]:
+        """Of an experiment that recomputes all layers: ways to recompute fewer, the fewest first."""
+        return ()
+
+    def context_sizes(self, experiment: Experiment) -> tuple[int, ...]:
+        """Context parallel sizes that are worth a try."""
+        return (experiment.parallel.context_parallel_size,)
+
+    def is_repeated(self, _choice: Choice, _replicas: int, _accumulation: int) -> bool:
+        """Whether another choice does the same with so many replicas and micro batches."""
+        return False
+
     # The rank and its checkpoints
 
     @abstractmethod

@@ -2,7 +2,8 @@
 not.
 
 Varied are the layout's sizes, sequence parallelism, the distributed optimizer or the ZeRO stage, the micro batch and
-recomputation; what the experiment says of the model, the engine and the global batch stays.
+recomputation; what the experiment says of the model, the engine and the global batch stays. Of the layouts that fit
+only if all layers are recomputed, those that recompute as few as fit are there too.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from tridock.engines.engine import Choice
 from tridock.engines.fields import as_yaml
 from tridock.errors import Problem, RequestError
 from tridock.experiment import Experiment
-from tridock.layout.shape import Shape
+from tridock.layout.shape import Shape, recomputed_layers
 from tridock.layout.split import size_of_replica
 from tridock.plan.assess import gpu_problems
 from tridock.plan.assumptions import Assumptions
@@ -97,6 +98,7 @@ def search(
         else:
             rejected.append(outcome)
         tried(number, len(every))
+    found += list(_with_less_recomputed(fixed, found, world_size, per_node, assumptions, rates))
     found.sort(key=lambda one: (one.worst.fit != "fits", one.seconds, one.worst.total_bytes))
     return Search(tuple(found), tuple(rejected), rates)
 
@@ -125,6 +127,44 @@ def _judge(
     return Candidate(choice, candidate, data, worst, cost)
 
 
+def _with_less_recomputed(
+    fixed: Experiment,
+    found: Sequence[Candidate],
+    world_size: int,
+    per_node: int,
+    assumptions: Assumptions,
+    rates: Rates,
+) -> Iterator[Candidate]:
+    """Of each layout the fewest recomputed layers with which its verdict is that of all, by halving."""
+    without = {(_layout_of(one.choice), one.worst.fit) for one in found if not _recomputes_layers(one)}
+    for one in found:
+        if {(_layout_of(one.choice), fit) for fit in ("fits", one.worst.fit)} & without:
+            continue
+        ways = engine_of(one.experiment).partial_recompute_choices(one.experiment)
+        least: Candidate | None = None
+        low, high = 0, len(ways)
+        while low < high:
+            middle = (low + high) // 2
+            choice = {**one.choice, **ways[middle]}
+            judged = _judge(choice, with_choice(fixed, choice), world_size, per_node, assumptions, rates)
+            if isinstance(judged, Candidate) and judged.worst.fit == one.worst.fit:
+                least, high = judged, middle
+            else:
+                low = middle + 1
+        if least is not None:
+            yield least
+
+
+def _layout_of(choice: Choice) -> tuple[tuple[str, object], ...]:
+    """Without what is said of recomputation."""
+    return tuple((path, value) for path, value in choice.items() if not path.startswith("model."))
+
+
+def _recomputes_layers(candidate: Candidate) -> bool:
+    experiment = candidate.experiment
+    return recomputed_layers(experiment, experiment.model.num_layers) > 0
+
+
 def with_global_batch(experiment: Experiment, world_size: int) -> Experiment:
     """With the global batch that it has now: layouts are compared on the same work."""
     replicas = world_size // size_of_replica(experiment)
@@ -149,25 +189,29 @@ def value_of(experiment: Experiment, path: str) -> object:
 
 def choices(experiment: Experiment, world_size: int) -> Iterator[Choice]:
     """Every combination of the engine's options; sizes that do not divide the world are left out unsaid."""
-    micro_batches = _divisors_up_to(experiment.batch.samples_per_step(1), 16)
-    for layout, recompute, micro in product(
-        layouts(experiment, world_size), engine_of(experiment).recompute_choices(), micro_batches
-    ):
-        yield {**layout, **recompute, "batch.micro_batch_size": micro}
+    engine, samples = engine_of(experiment), experiment.batch.samples_per_step(1)
+    for layout in layouts(experiment, world_size):
+        replicas = max(1, world_size // size_of_replica(with_choice(experiment, layout)))
+        for recompute, micro in product(engine.recompute_choices(), _divisors_up_to(samples, 16)):
+            if not engine.is_repeated(layout, replicas, samples // (micro * replicas)):
+                yield {**layout, **recompute, "batch.micro_batch_size": micro}
 
 
 def layouts(experiment: Experiment, world_size: int) -> Iterator[Choice]:
     """Every way to split the model and partition its states; sizes that do not divide the world are left out unsaid."""
-    engine, context = engine_of(experiment), experiment.parallel.context_parallel_size
+    engine = engine_of(experiment)
     if not engine.splits_model(experiment):
         yield from engine.state_choices(experiment, 1)
         return
-    for tensor, stages in product(_divisors_up_to(world_size, 64), _divisors_up_to(world_size, 128)):
+    for tensor, stages, context in product(
+        _divisors_up_to(world_size, 64), _divisors_up_to(world_size, 128), engine.context_sizes(experiment)
+    ):
         if world_size % (tensor * stages * context):
             continue
         sizes = {
             "parallel.tensor_model_parallel_size": tensor,
             "parallel.pipeline_model_parallel_size": stages,
+            "parallel.context_parallel_size": context,
         }
         for states in engine.state_choices(experiment, stages):
             for others in engine.layout_choices(experiment, tensor, stages):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import product
+from typing import Final
 
 from tridock.engines.engine import Choice, Engine, RankProgram
 from tridock.engines.megatron_core import legality
@@ -23,6 +24,9 @@ from tridock.layout.shape import (
 )
 from tridock.layout.split import divisors
 from tridock.layout.traffic import Sent, all_gather, all_reduce, backward_pass, expert_replicas
+
+_CONTEXT_TOKENS: Final = 2048
+"""Of a sample, at least, for a rank of a context parallel group; Megatron Bridge's recipes for Llama 3 leave 4,096."""
 
 
 class MegatronCore(Engine):
@@ -133,6 +137,22 @@ class MegatronCore(Engine):
         names = ("recompute_granularity", "recompute_method", "recompute_num_layers")
         values = ((None, None, None), ("selective", None, None), ("full", "uniform", 1))
         return tuple({f"model.{name}": value for name, value in zip(names, given, strict=True)} for given in values)
+
+    def partial_recompute_choices(self, experiment: Experiment) -> tuple[Choice, ...]:
+        model, parallel = experiment.model, experiment.parallel
+        if model.recompute_granularity != "full":
+            return ()
+        runs = parallel.pipeline_model_parallel_size * parallel.virtual_pipeline_model_parallel_size
+        return tuple(
+            {"model.recompute_method": "block", "model.recompute_num_layers": count}
+            for count in range(1, model.num_layers // runs)
+        )
+
+    def context_sizes(self, experiment: Experiment) -> tuple[int, ...]:
+        """Those that leave a rank enough tokens of a sample to compute while it exchanges keys and values."""
+        tokens, own = experiment.model.seq_length, experiment.parallel.context_parallel_size
+        worth = {size for size in divisors(tokens // 2) if tokens // size >= _CONTEXT_TOKENS}
+        return tuple(sorted(worth | {1, own}))
 
     def program(self, _experiment: Experiment, _plan: Plan, run_path: str, load: str | None) -> RankProgram:
         arguments = ("--run-folder", run_path, *(() if load is None else ("--load", load)))

@@ -146,6 +146,10 @@ class Torch(Engine):
         else:
             yield from ({"parallel.reduce_gradients_once": once} for once in (False, True)[: 1 if stages > 1 else 2])
 
+    def is_repeated(self, choice: Choice, replicas: int, accumulation: int) -> bool:
+        """One micro batch is reduced once either way, and one replica reduces nothing."""
+        return 1 in (replicas, accumulation) and choice.get("parallel.reduce_gradients_once") is True
+
     def splits_model(self, experiment: Experiment) -> bool:
         return experiment.parallel.strategy != "zero"
 

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# open-base.sh HOME: opens the base image's environment to the operator, who is another user than the image's own, with
-# HOME: the folders on PATH, the interpreters there, and what `pip install --user` has put into HOME/.local.
+# Opens the base image's environment to the operator, who is another user than the image's own, with the home HOME: the
+# folders on PATH, the interpreters there, and what `pip install --user` has put into HOME/.local.
+#
+#   tools/image-open-base.sh HOME
 set -Eeuo pipefail
 home=$1
 

@@ -161,7 +161,7 @@ class Trial:
                 return Measurement(self.block, name, "failed", 0.0, f"{train.resumes} has left no checkpoint")
             checkpoint = f"runs/{self.runs[train.resumes]}/{run_folder.CHECKPOINTS}"
             if (saved := newest(Path(checkpoint))) is None:
-                return Measurement(self.block, name, "failed", 0.0, f"{checkpoint} holds no whole checkpoint")
+                return Measurement(self.block, name, "failed", 0.0, f"{checkpoint} contains no complete checkpoint")
             train = replace(train, changes=(*train.changes, f"train.train_iters={saved[0] + train.further}"))
         argv = argv_of(train, noted, checkpoint, tiny=self.rehearsal)
         code, output = self._execute(argv, train.env, lambda process: self._disturb(process, noted, train.signal_after))

@@ -101,7 +101,7 @@ class TridockError(Exception):
         """``unaffected``: the hosts without a problem; the message names them last."""
         self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
         self.unaffected = tuple(unaffected)
-        fine = [f"{', '.join(self.unaffected)}: no problem here; mend the others"] if self.unaffected else []
+        fine = [f"{', '.join(self.unaffected)}: no problem here; fix the others"] if self.unaffected else []
         super().__init__("\n".join([*self._shown(), *fine]))
 
     def _shown(self) -> Iterator[str]:

@@ -107,7 +107,7 @@ def _problem_of(details: Any, source: str, model: type[BaseModel]) -> Problem:
     if kind == "extra_forbidden":
         return Problem(where, "is not a field", got, _known_fields(model, location))
     if kind == "int_type" and isinstance(value, str) and not value.isdecimal():
-        return Problem(where, "must be a whole number", got, "write its digits alone, as in 1000")
+        return Problem(where, "must be a whole number", got, "write only digits, as in 1000")
     what, todo = _explained(kind, context, details["msg"])
     if value is None:
         todo = "give a value, or leave the line out"
@@ -150,9 +150,9 @@ def _explained(kind: str, context: Mapping[str, Any], message: str) -> tuple[str
         case "string_too_short":
             return "must not be empty", "give a value"
         case "value_error":
-            return str(context["error"]), "mend it"
+            return str(context["error"]), "correct it"
         case _:
-            return message[:1].lower() + message[1:], "mend it"
+            return message[:1].lower() + message[1:], "correct it"
 
 
 def as_number(bound: float) -> str:

@@ -61,7 +61,7 @@ def parse_value(text: str, source: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         where = f"{source}:{mark.line + 1}:{mark.column + 1}" if mark is not None else source
         got = getattr(error, "problem", None) or str(error)
-        problem = Problem(where, "is not valid YAML", got, "mend the syntax at this place")
+        problem = Problem(where, "is not valid YAML", got, "correct the syntax here")
     raise RequestError(problem)
 
 

@@ -463,7 +463,7 @@ def test_a_checkpoint_that_cannot_be_written(workspace: Path, tmp_path: Path) ->
         finished = started.wait()
     assert finished.codes == [4]
     assert f"{folder}/checkpoints/iter_0000006: the checkpoint could not be written; got " in finished.out[0]
-    assert "free space there or mend its permissions" in finished.out[0]
+    assert "free space there or fix its permissions" in finished.out[0]
     assert "Traceback" not in finished.out[0]
     assert list((folder / "checkpoints").iterdir()) == []
 

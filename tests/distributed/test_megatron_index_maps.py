@@ -119,15 +119,15 @@ def test_what_cannot_be_done_is_said_in_one_line(workspace: Path, source: Path, 
     assert done.returncode == 2
     answer = json.loads(done.stdout)
     assert (answer["made"], answer["files"]) == (0, [])
-    assert [problem["what"] for problem in answer["problems"]] == ["Megatron-LM v1.1.5 is not here"]
+    assert [problem["what"] for problem in answer["problems"]] == ["Megatron-LM v1.1.5 is not installed"]
     assert done.stderr.strip().splitlines()[-1] == (
-        f"engine: Megatron-LM v1.1.5 is not here; got {tmp_path}/nothing; "
+        f"engine: Megatron-LM v1.1.5 is not installed; got {tmp_path}/nothing; "
         "build the image with its source (tridock image --megatron WHERE), or name its folder in TRIDOCK_MEGATRON"
     )
     done = make(workspace, source, 1, ("--nonsense",))
     assert done.returncode == 4
     assert done.stderr.strip().splitlines()[-1] == (
-        "index maps: Megatron gave up; got exit code 2; see megatron_args of the experiment"
+        "index maps: Megatron exited; got exit code 2; see megatron_args of the experiment"
     )
     shutil.rmtree(workspace / DATA)
     assert make(workspace, source, 1).returncode == 2

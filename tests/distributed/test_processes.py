@@ -278,7 +278,7 @@ def test_a_rank_that_raises_ends_all(workspace: Path, layout: dict[str, object],
     assert finished.codes == [4, 4]
     assert "rank 1 failed:\nTraceback" in finished.out[1]
     assert finished.out[1].endswith("ValueError: a bug in rank 1\n\n")
-    assert finished.out[0].splitlines()[-1].startswith("rank 0: collective: another rank has gone; got ")
+    assert finished.out[0].splitlines()[-1].startswith("rank 0: collective: lost the connection to another rank; got ")
     reasons = {line["rank"]: line["reason"] for line in read_lines(folder / "events.jsonl") if "reason" in line}
     assert reasons[1] == "ValueError('a bug in rank 1')"
 
@@ -294,7 +294,7 @@ def test_a_killed_rank_ends_all(workspace: Path, layout: dict[str, object]) -> N
     assert (
         finished.out[0]
         .splitlines()[-1]
-        .endswith("; look for the rank that failed first: its message stands in logs/rank-<N>.log")
+        .endswith("; look for the rank that failed first: its message is in logs/rank-<N>.log")
     )
 
 
@@ -324,7 +324,7 @@ def test_a_checkpoint_that_does_not_fit(workspace: Path) -> None:
     assert_clean(run(saved, 2))
     load = {"train.load": "runs/saved/checkpoints"}
     where = f"the checkpoint {saved}/checkpoints/iter_0000002 was saved with"
-    todo = "use the same, or start anew"
+    todo = "use the same, or start from scratch"
     fields = load | {"model.num_layers": 3, "parallel.strategy": "zero", "parallel.zero_stage": 2}
     message = (
         f"model.num_layers: {where} 2; got 3; {todo}\n"
@@ -399,6 +399,6 @@ def test_a_checkpoint_that_cannot_be_written(workspace: Path, tmp_path: Path, la
     assert 4 in finished.codes
     text = "".join(finished.out)
     assert f"{folder}/checkpoints/iter_0000002: the checkpoint could not be written; got " in text
-    assert "free space there or mend its permissions; continue from the last whole checkpoint with train.load" in text
+    assert "free space there or fix its permissions; continue from the last whole checkpoint with train.load" in text
     assert "Traceback" not in text
     assert list((folder / "checkpoints").glob("[!z]*")) == []  # DeepSpeed puts its zero_to_fp32.py there

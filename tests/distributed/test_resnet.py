@@ -127,7 +127,7 @@ def test_images_of_another_size(workspace: Path) -> None:
     data = workspace / "data"
     assert finished.out[0].splitlines()[-2:] == [
         f"{data}/tiny_images.npy: must be uint8 of [N, 3, 32, 48]; got uint8 of [60, 3, 48, 48]; set model.img_h and "
-        "model.img_w, or mend it",
+        "model.img_w, or correct it",
         f"{data}/tiny_labels.npy: has labels outside 0 to 2; got 0 to 3; raise model.num_classes",
     ]
     assert "model_built" not in events(folder)

@@ -286,7 +286,7 @@ def test_a_supervisor_that_has_lost_the_run_ends_alone(make: Make) -> None:
     }
     os.kill(supervisor, signal.SIGCONT)
     run.until(lambda: not run.others("start"))
-    assert run.said() == ["tridock: the supervisor on here stood still, and there took the run over"]
+    assert run.said() == ["tridock: the supervisor on here was suspended, and there took over the run"]
     assert run.events() == before
     assert exit_code_of(run.folder) is None
     assert ranks <= {process.pid for process in find_processes(run.folder.name)}

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(900)
 RACK = f"hostfiles/{CLUSTER}"
 TINY = ("--config", "configs/tiny.yaml")
 RUNS = f"/home/{USER}/tridock/{CLUSTER}/workspace/runs"
-FINE_A = "host-a: no problem here; mend the others"
+FINE_A = "host-a: no problem here; fix the others"
 
 
 def traces(rack: Rack) -> dict[str, object]:
@@ -80,7 +80,7 @@ def test_a_wrong_key_and_a_wrong_type_in_the_experiment(rack: Rack) -> None:
         "configs/wrong.yaml: model.num_layers: is missing; add it",
         "configs/wrong.yaml: model.num_layer: is not a field; got 1; did you mean num_layers?",
         "configs/wrong.yaml: train.train_iters: must be a whole number; got 'many'; "
-        "write its digits alone, as in 1000",
+        "write only digits, as in 1000",
     )  # fmt: skip
 
 
@@ -370,7 +370,7 @@ def test_data_that_differ_on_one_node(rack: Rack) -> None:
         done = rack.fab("launch", *TINY)
     refused(
         done, 2,
-        "configs/tiny.yaml: data.data_path: has another content on node host-b than on the head; "
+        "configs/tiny.yaml: data.data_path: has different content on node host-b than on the head; "
         f"got {digest}  data/tiny/text_document.idx; "
         "bring the data to the nodes: tridock data sync --hosts hostfiles/rack --path data/tiny/text_document",
     )  # fmt: skip

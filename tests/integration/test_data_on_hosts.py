@@ -102,9 +102,9 @@ def test_a_host_without_room_is_named_and_the_other_gets_it(rack: Rack, data: Pa
         assert listed(rack, "host-b", folder) == []
     assert done.returncode == 3
     assert done.stderr.splitlines() == [
-        f"host-b: has too little room for the data; got 6.0 MB to send, 2.1 MB free in {folder}; "
+        f"host-b: has too little disk space for the data; got 6.0 MB to send, 2.1 MB free in {folder}; "
         "free some space there, or choose another folder (workdir in the settings)",
-        "host-a: no problem here; mend the others",
+        "host-a: no problem here; fix the others",
     ]
     assert rows(done)["host-b"] == ["", "", "", "failed"]
     assert digests(rack, "host-a", folder) == expected(rack.project / "data" / "full", "z.bin")
@@ -191,7 +191,7 @@ def test_a_host_that_cannot_be_reached_is_named_and_the_other_gets_it(rack: Rack
     assert digests(rack, "host-a") == expected(data)
     first, second = done.stderr.splitlines()
     assert first.startswith("host-b: its host key is not known here; ")
-    assert second == "host-a: no problem here; mend the others"
+    assert second == "host-a: no problem here; fix the others"
 
 
 def test_the_twin_has_it_all(rack: Rack, data: Path) -> None:

@@ -148,7 +148,7 @@ def test_an_image_goes_only_to_the_host_that_lacks_it(rack_up: Up) -> None:
     assert [f"{name}: got 1 layer of " in edited.stdout for name in HOSTS] == [True, True], edited.stderr
     assert len({host.image_id(small) for host in rack} - {""}) == 1
     text = r"\[FATAL tini \(\d+\)\] exec node failed: No such file or directory"
-    said = f"its node ended at once; got {text}; mend that, then run tridock up again"
+    said = f"its node ended at once; got {text}; fix that, then run tridock up again"
     for host in rack:
         host.sh('docker image rm "$1"', small)
     assert re.fullmatch(f"host-a: {said}\nhost-b: {said}\n", done.stderr), done.stderr
@@ -243,7 +243,7 @@ def test_each_rank_logs_where_it_ran(rack_up: Up, finished: Finished) -> None:
         assert (shown.returncode, shown.stdout) == (0, host.sh(f"cat {RUNS}/{run_id}/logs/rank-{rank}.log"))
     assert "iteration" in rack.fab("logs", "--run", run_id, "--rank", "0").stdout
     unknown = rack.fab("logs", "--run", run_id, "--rank", "2")
-    assert (unknown.returncode, unknown.stderr) == (2, "--rank: is no rank of this run; got 2; use 0 to 1\n")
+    assert (unknown.returncode, unknown.stderr) == (2, "--rank: is not a rank of this run; got 2; use 0 to 1\n")
 
 
 def test_what_a_run_writes_belongs_to_the_ssh_user(rack_up: Up, finished: Finished) -> None:
@@ -408,7 +408,7 @@ def test_stopping_one_of_two_runs_leaves_the_other_alone(held: Held) -> None:
     listed = f"{held.run_id}, {second}"
     assert (unclear.returncode, unclear.stderr) == (
         2,
-        f"--run: is needed while several runs are active; got {listed}; name one of them\n",
+        f"--run: is required because several runs are active; got {listed}; name one of them\n",
     )
     before = {host.name: set(host.processes(held.run_id)) for host in rack}
     assert all(before.values())

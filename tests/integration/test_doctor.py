@@ -108,7 +108,7 @@ def test_a_wrong_host_key_and_a_port_that_is_taken_are_named_and_the_key_is_mend
     assert found["todo"] == f"give all nodes the cluster's keys again: tridock keys --hosts hostfiles/{CLUSTER}"
     done = rack.fab("check", "--fix")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr == "mended: give all nodes the cluster's keys again\n"
+    assert done.stderr == "fixed: give all nodes the cluster's keys again\n"
     rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in done.stdout.splitlines() if "│" in line]
     assert ["hosts", "ok", "2 of 2 answer"] in rows
     assert re.fullmatch(r"cluster rack: fit, 2 nodes \(\d+\.\d s\)", done.stdout.splitlines()[-1])
@@ -129,8 +129,8 @@ def test_a_node_that_is_down_and_what_a_dead_run_left_are_mended(rack: Rack) -> 
         done = rack.fab("check", "--fix")
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stderr.splitlines() == [
-            f"mended: end what run {DEAD_RUN} left behind",
-            "mended: bring the nodes up: keys, image, containers",
+            f"fixed: end what run {DEAD_RUN} left behind",
+            "fixed: bring the nodes up: keys, image, containers",
         ]
         assert rack["host-a"].processes(DEAD_RUN) == []
         assert rack["host-b"].containers() == {NODE: "running"}
@@ -252,13 +252,13 @@ def test_everything_that_is_wrong_is_said_at_once(rack: Rack, sick: dict[str, An
     expected = {
         ("host-a", small): "fail",
         ("host-b", small): "fail",
-        ("host-a", "has no room for a run's files"): "fail",
-        ("host-b", "runs another image than the head"): "fail",
-        ("host-b", "has other code in /opt/tridock than the head"): "fail",
-        ("host-b", "its environment is not the head's"): "fail",
+        ("host-a", "has no disk space for a run's files"): "fail",
+        ("host-b", "runs a different image than the head"): "fail",
+        ("host-b", "has different code in /opt/tridock than the head"): "fail",
+        ("host-b", "its environment differs from the head's"): "fail",
         ("host-b", "its clock is ahead of the others'"): "fail",
         ("host-b", "Gloo would use an interface of its own"): "fail",
-        ("configs/tiny.yaml: data.data_path", "has another content on node host-b than on the head"): "fail",
+        ("configs/tiny.yaml: data.data_path", "has different content on node host-b than on the head"): "fail",
     }
     assert expected.items() <= {key: finding["severity"] for key, finding in found.items()}.items()
     others = {key: finding for key, finding in found.items() if key not in expected}
@@ -279,7 +279,7 @@ def test_the_values_that_were_seen(rack: Rack, sick: dict[str, Any]) -> None:
 
 
 def test_variables_are_named_and_secrets_are_not_shown(rack: Rack, sick: dict[str, Any]) -> None:
-    got = problems_of(sick["report"])["host-b", "its environment is not the head's"]["got"]
+    got = problems_of(sick["report"])["host-b", "its environment differs from the head's"]["got"]
     assert re.fullmatch(r"HF_TOKEN=\(secret [0-9a-f]{12}\), not set on host-a; OMP_NUM_THREADS=2, 1 on host-a", got)
     assert "hf_abc" not in json.dumps(sick["report"])
 

@@ -136,7 +136,7 @@ def test_status_with_a_host_away_shows_the_others_and_their_runs(lab: Lab) -> No
     assert done.stderr == (
         f"gpu-1: nothing listens at 127.0.0.1 port {port}; got connection refused; "
         "start sshd there, or give the right port (ssh.port in the settings, or Port in ~/.ssh/config)\n"
-        "gpu-2: no problem here; mend the others\n"
+        "gpu-2: no problem here; fix the others\n"
     )
     assert done.returncode == 3
 
@@ -162,7 +162,7 @@ def test_status_with_a_wrong_request_shows_no_table(lab: Lab) -> None:
     got = f"{lab.folder}/ssh_config: line 1: Bad configuration option: prot"
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines() == [
-        f"{name}: ssh cannot read its configuration; got {got}; mend what it names" for name in ("gpu-1", "gpu-2")
+        f"{name}: ssh cannot read its configuration; got {got}; fix what it names" for name in ("gpu-1", "gpu-2")
     ]
 
 
@@ -237,7 +237,8 @@ def test_logs_of_ranks(lab: Lab) -> None:
     ("arguments", "message"),
     [
         (("--rank", "4,9"),
-         "--rank: is no rank of this run; got 4; use 0 to 3\n--rank: is no rank of this run; got 9; use 0 to 3\n"),
+         "--rank: is not a rank of this run; got 4; use 0 to 3\n"
+         "--rank: is not a rank of this run; got 9; use 0 to 3\n"),
         (("--rank", "x"), "--rank: must be a whole number; got 'x'; give a rank's number\n"),
         (("--node", "gpu-3"), "--node: has no rank of this run; got gpu-3; use one of: gpu-1, gpu-2\n"),
         (("--node", "gpu-1", "--rank", "2"), "--rank: is not on node gpu-1; got 2; it runs on gpu-2\n"),
@@ -367,7 +368,7 @@ def test_a_fetch_that_tar_refuses(lab: Lab, run: Path) -> None:
     assert done.returncode == 3
     lines = done.stderr.splitlines()
     assert [line.split(":")[0] for line in lines] == ["gpu-1", "gpu-2"]
-    ending = " failed with exit code 1; got tar: no such thing; mend that there, then try again"
+    ending = " failed with exit code 1; got tar: no such thing; fix that there, then try again"
     assert all(line.endswith(ending) for line in lines)
 
 

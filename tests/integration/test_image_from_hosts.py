@@ -153,7 +153,7 @@ def test_a_host_that_dies_in_the_middle_fails_alone(lab: Lab) -> None:
         lab.distribute()
     assert str(caught.value).splitlines()[0] == (
         "host-b: the connection was lost while the image arrived; got reset by peer; "
-        "see whether the host is up, then try again"
+        "check whether the host is up, then try again"
     )
     assert sorted(lab.arrived) == ["host-a", "host-c"]
     assert [lab.loaded(node) for node in HOSTS] == [True, False, True]

@@ -192,4 +192,4 @@ def test_a_paused_head_that_comes_back_does_not_touch_the_run(twin: Twin, calm: 
         assert run.losses() == calm
         wait_until(lambda: run.is_gone(HEAD), "nothing of the run is left on its old head")
         said = (run.folder / "logs" / "launcher.log").read_text()
-        assert said.count("tridock: the supervisor on node-1 stood still, and node-2 took the run over\n") == 1
+        assert said.count("tridock: the supervisor on node-1 was suspended, and node-2 took over the run\n") == 1

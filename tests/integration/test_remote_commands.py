@@ -113,7 +113,7 @@ def test_putting_where_it_cannot_be(host: Host, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     assert message(lambda: host.put(b"x", str(tmp_path / "folder"))) == (
         f"node-1: `write {tmp_path}/folder` failed with exit code 1; got {tmp_path}/folder is a folder; "
-        "mend that there, then try again"
+        "fix that there, then try again"
     )
     (tmp_path / "file").touch()
     text = message(lambda: host.put(b"x", str(tmp_path / "file" / "below")))
@@ -141,7 +141,7 @@ def test_getting_what_is_not_there(host: Host, tmp_path: Path) -> None:
     text = message(lambda: host.get(str(path)))
     assert text == (
         f"node-1: `read {path}` failed with exit code 1; got cat: {path}: No such file or directory; "
-        "mend that there, then try again"
+        "fix that there, then try again"
     )
 
 
@@ -226,7 +226,7 @@ def test_a_command_that_fails(host: Host) -> None:
     done = host.run(Command.of("sh", "-c", "echo one; echo two >&2; echo three >&2; exit 4"))
     assert message(lambda: done.checked("node-1")) == (
         "node-1: `sh -c 'echo one; echo two >&2; echo three >&2; exit 4'` failed with exit code 4; "
-        "got two | three; mend that there, then try again"
+        "got two | three; fix that there, then try again"
     )
 
 

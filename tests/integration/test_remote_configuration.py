@@ -163,7 +163,7 @@ def test_files_that_the_settings_name_must_be_there(shared: Sshd, tmp_path: Path
     for field in ("identity_file", "config_file"):
         host = shared.host(**{field: str(missing)})
         assert message(lambda host=host: host.run(Command.of("true")), RequestError) == (  # type: ignore[misc]
-            f"ssh.{field}: names a file that is not there; got {missing}; correct the path"
+            f"ssh.{field}: names a file that does not exist; got {missing}; correct the path"
         )
 
 
@@ -171,7 +171,7 @@ def test_a_broken_ssh_configuration(shared: Sshd, tmp_path: Path) -> None:
     text = message(lambda: configured(shared, tmp_path, "Prot 22\n").run(Command.of("true")), RequestError)
     assert text == (
         "node-1: ssh cannot read its configuration; "
-        f"got {tmp_path}/config: line 1: Bad configuration option: prot; mend what it names"
+        f"got {tmp_path}/config: line 1: Bad configuration option: prot; fix what it names"
     )
 
 

@@ -167,7 +167,7 @@ def test_a_connection_that_breaks_under_a_command(make_sshd: Callable[..., Sshd]
     timer.start()
     text = message(lambda: host.run(Command.of("sleep", "98")))
     assert text.startswith("node-1: the connection was lost while `sleep 98` ran; got ")
-    assert text.endswith("; see whether the host is up, then try again")
+    assert text.endswith("; check whether the host is up, then try again")
     # The next use connects again.
     assert host.run(Command.of("echo", "back")).stdout == b"back\n"
 

@@ -121,8 +121,8 @@ def test_every_failing_host_is_named_and_the_others_too(shared: Sshd, tmp_path: 
         f"denied: refuses the login as {USER}@127.0.0.1 port {shared.port}; got permission denied with key files "
         f"{other}; make `ssh -p {shared.port} {USER}@127.0.0.1` work without a password: ssh-copy-id, ssh-add, "
         "or ssh.user and ssh.identity_file\n"
-        "failing: `sh -c 'exit 3'` failed with exit code 3; got no output; mend that there, then try again\n"
-        "fine, fine-too: no problem here; mend the others"
+        "failing: `sh -c 'exit 3'` failed with exit code 3; got no output; fix that there, then try again\n"
+        "fine, fine-too: no problem here; fix the others"
     )
 
 
@@ -136,4 +136,4 @@ def test_a_host_that_takes_too_long_is_given_up(shared: Sshd) -> None:
     outcomes = on_all(hosts, work, cap=8, timeout=2.0)
     assert time.monotonic() - begin < 25.0
     assert outcomes["quick"].value == 0
-    assert str(outcomes["slow"].error) == "slow: was given up after 2 s; see what holds it up there, then try again"
+    assert str(outcomes["slow"].error) == "slow: did not finish within 2 s; see what holds it up there, then try again"

@@ -73,4 +73,4 @@ def test_other_data_is_refused_before_anything_starts(twin: Clone, first: Path) 
 
 def test_a_run_that_there_is_not(twin: Clone) -> None:
     done = twin.run("bash", "-c", f"fab report {HOSTS} --run none-20260101-000000-0000")
-    assert (done.returncode, done.stderr.partition(";")[0]) == (2, "--run: is no run of this cluster")
+    assert (done.returncode, done.stderr.partition(";")[0]) == (2, "--run: is not a run of this cluster")

@@ -124,8 +124,8 @@ def test_what_cannot_run_leaves_nothing(rack_up: Up, code: Path) -> None:
             "command: torchrun gets these options from Tridock",
         ),
         ([str(code), "--env", "WORD", "--", "true"], "--env: must be a name, =, and a value; got 'WORD'"),
-        ([str(code / "none"), "--", "true"], "is no folder with code"),
-        ([str(code)], "PROGRAM: or --config says what to run; write it after --"),
+        ([str(code / "none"), "--", "true"], "is not a folder with code"),
+        ([str(code)], "PROGRAM: or --config must name the program, but not both; write it after --"),
     ):
         done = execute(*argv, *words, cwd=rack.project, env=rack.environment(), timeout=60)
         assert (done.returncode, message in done.stderr) == (2, True), done.stderr

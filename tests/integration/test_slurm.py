@@ -350,7 +350,7 @@ def test_a_program_of_ones_own_runs_again_with_the_code_of_then(program: SlurmCl
     finally:
         program.write("mine/train.py", PROGRAM)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = re.search(rf"^run (\S+): {Path(job.folder).name} once more; folder (/shared/runs/\1)$", done.stdout, re.M)
+    found = re.search(rf"^run (\S+): repeats {Path(job.folder).name}; folder (/shared/runs/\1)$", done.stdout, re.M)
     assert found, done.stdout
     again = Job("", found[2])
     assert program.losses(again) == program.losses(job) == [1 / step for step in range(1, 21)]
@@ -365,7 +365,7 @@ def test_a_program_of_ones_own_runs_again_with_the_code_of_then(program: SlurmCl
 
 def test_a_bad_request_has_our_words_and_slurms(slurm_cluster: SlurmCluster) -> None:
     before = slurm_cluster.succeed("ls runs 2>/dev/null || true")
-    todo = "mend the request, or ask `sinfo` what there is"
+    todo = "correct the request; sinfo shows what the cluster has"
     done = slurm_cluster.execute("tridock slurm submit tiny.yaml --profile site.yaml --nodes 4")
     assert (done.returncode, done.stdout) == (2, "")
     ours, slurms = done.stderr.splitlines()

@@ -181,17 +181,17 @@ def test_neither_the_healthcheck_nor_a_command_over_ssh_asks_nvidia_smi(
 
 
 def test_an_error_has_the_projects_form() -> None:
-    done = call("fail 3 'it is broken' 'this' 'mend it'")
-    assert (done.returncode, done.stderr) == (3, "node-1: it is broken; got this; mend it\n")
+    done = call("fail 3 'it is broken' 'this' 'correct it'")
+    assert (done.returncode, done.stderr) == (3, "node-1: it is broken; got this; correct it\n")
     assert done.stdout == ""
-    assert call("fail 2 'it is broken' '' 'mend it'").stderr == "node-1: it is broken; mend it\n"
+    assert call("fail 2 'it is broken' '' 'correct it'").stderr == "node-1: it is broken; correct it\n"
     assert call("one_line $'a\\nb\\r\\nc'").stdout == "a | b | c\n"
 
 
 def test_fab_up_reads_a_nodes_error_as_data() -> None:
-    done = call("COMMAND=node; fail 3 'it is broken' 'a \"this\"' 'mend it'")
-    assert (done.returncode, done.stderr) == (3, 'node-1: it is broken; got a "this"; mend it\n')
-    assert decode(Problem, done.stdout) == Problem("node-1", "it is broken", 'a "this"', "mend it")
+    done = call("COMMAND=node; fail 3 'it is broken' 'a \"this\"' 'correct it'")
+    assert (done.returncode, done.stderr) == (3, 'node-1: it is broken; got a "this"; correct it\n')
+    assert decode(Problem, done.stdout) == Problem("node-1", "it is broken", 'a "this"', "correct it")
 
 
 def test_a_step_that_fails_without_a_message_is_named() -> None:

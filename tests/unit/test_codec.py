@@ -24,7 +24,7 @@ class Sample:
 SAMPLE = Sample(
     RunState.LOST,
     2.5,
-    (PortAnswer(1), PortAnswer(problem=Problem("a", "is wrong", "b", "mend it", (1, "x")))),
+    (PortAnswer(1), PortAnswer(problem=Problem("a", "is wrong", "b", "correct it", (1, "x")))),
     {0: None, 1: Route("10.0.0.1", "10.0.0.2", "eth0")},
 )
 

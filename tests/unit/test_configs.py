@@ -97,6 +97,6 @@ def test_the_plan_of_76b_is_refused_as_it_was_written() -> None:
 
 
 def test_76b_differs_from_what_was_written_in_its_stages_alone() -> None:
-    written, mended = (load_experiment(CONFIGS / f"jean-zay/{name}.yaml") for name in ("76b-as-written", "76b"))
+    written, corrected = (load_experiment(CONFIGS / f"jean-zay/{name}.yaml") for name in ("76b-as-written", "76b"))
     parallel = written.parallel.model_copy(update={"pipeline_model_parallel_size": 30})
-    assert mended == written.model_copy(update={"name": "76b", "parallel": parallel})
+    assert corrected == written.model_copy(update={"name": "76b", "parallel": parallel})

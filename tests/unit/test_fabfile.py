@@ -83,7 +83,7 @@ def test_a_hostfile_is_required(
     if task == "plan":
         assert (
             done.err
-            == "--hosts: or --nodes says what the cluster is; give a DeepSpeed hostfile, or a number of --nodes\n"
+            == "--hosts: or --nodes must describe the cluster; give a DeepSpeed hostfile, or a number of --nodes\n"
         )
     elif task == "report":
         todo = "give runs/<run-id>, a Megatron log with --log, or a cluster with --hosts"
@@ -263,7 +263,7 @@ def test_a_plan_is_made_without_a_host_that_does_not_answer(tmp_path: Path, capf
 
 def test_a_check_wants_an_experiment_before_it_changes_one(capfd: pytest.CaptureFixture[str]) -> None:
     assert fab_here("check", "--hosts", "hostfiles/twin", "--set", "train.seed=7") == 2
-    assert capfd.readouterr().err == "--set: changes an experiment, and none is named; name one with --config\n"
+    assert capfd.readouterr().err == "--set: needs an experiment, but none is named; name one with --config\n"
 
 
 def test_all_problems_of_an_experiment_at_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -308,4 +308,4 @@ def test_a_program_of_ones_own(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[2].endswith(" 'train it.py' --nodes 'a b'")
     missing = fab("run", *options)
     assert missing.returncode == 2
-    assert missing.stderr.startswith("PROGRAM: or --config says what to run; ")
+    assert missing.stderr.startswith("PROGRAM: or --config must name the program, but not both; ")

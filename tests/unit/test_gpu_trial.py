@@ -260,7 +260,7 @@ def test_a_resumed_run_goes_on_from_its_checkpoint_wherever_the_signal_came(
     assert [one.outcome for one in of.measure([first])] == ["passed"]
     folder = "runs/demo-20260101-000000-0001/checkpoints"
     (missing,) = of.measure([again])
-    assert (missing.outcome, missing.detail) == ("failed", f"{folder} holds no whole checkpoint")
+    assert (missing.outcome, missing.detail) == ("failed", f"{folder} contains no complete checkpoint")
     for number in (50, 173):
         (workspace / folder / f"iter_{number:07d}").mkdir(parents=True)
         (workspace / folder / f"iter_{number:07d}" / "files.json").touch()

@@ -206,11 +206,11 @@ def test_a_picture(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
     [
         (
             ("configs/demo.yaml",),
-            "--hosts: or --nodes says what the cluster is; give a DeepSpeed hostfile, or a number of --nodes",
+            "--hosts: or --nodes must describe the cluster; give a DeepSpeed hostfile, or a number of --nodes",
         ),
         (
             ("configs/demo.yaml", "--hosts", "hostfiles/twin", "--nodes", "2"),
-            "--hosts: or --nodes says what the cluster is; got both; give a DeepSpeed hostfile, or a number of --nodes",
+            "--hosts: or --nodes must describe the cluster; got both; give a DeepSpeed hostfile, or a number of --nodes",
         ),
         (("configs/demo.yaml", "--nodes", "0"), "--nodes: must be at least 1; got 0; give a number"),
         (
@@ -304,7 +304,7 @@ def test_a_run_on_cpus_gives_the_rate_of_its_devices(capsys: pytest.CaptureFixtu
     [
         (
             ("--tflops", "50"),
-            "--tflops: gives what --from-run takes from the run; got 50; leave one of the two out",
+            "--tflops: sets what --from-run takes from the run; got 50; leave one of the two out",
         ),
         (
             ("--gpu", "h200"),
@@ -377,8 +377,8 @@ def test_why_an_illegal_layout(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("layouts", "message"),
     [
-        (("TP4", "TP2", "TP1"), "--why: takes at most two layouts, and no search; got 3; leave some out"),
-        (("TP4", "--search"), "--why: takes at most two layouts, and no search; got --search too; leave some out"),
+        (("TP4", "TP2", "TP1"), "--why: takes at most two layouts, and no --search; got 3; leave some out"),
+        (("TP4", "--search"), "--why: takes at most two layouts, and no --search; got --search too; leave some out"),
         (
             ("TP4 DP8",),
             "--why: follows from the slots: it is DP1 with the other sizes; got TP4 DP8; leave DP out",
@@ -610,7 +610,7 @@ def test_a_program_has_its_slots_planned_and_no_memory(tmp_path: Path, capsys: p
     assert refused(capsys, *where, "--set", "command=[torchrun, --nnodes=2, t.py]").startswith(what)
     todo = "leave them out: they are about a model"
     assert refused(capsys, *where, "--search", "--why") == (
-        f"{path}: is a program of your own, without a model; got --search, --why; {todo}\n"
+        f"{path}: is your own program, without a model; got --search, --why; {todo}\n"
     )
 
 

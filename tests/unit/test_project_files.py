@@ -161,6 +161,6 @@ def test_neither_works_inside_the_image(
     for command in ("init", "image"):
         assert main([command]) == 2
         assert capsys.readouterr().err == (
-            f"tridock {command}: finds no files of the project; got none in {empty}; "
+            f"tridock {command}: cannot find the project files; got none in {empty}; "
             "run it where Tridock is installed\n"
         )

@@ -97,7 +97,7 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
         ('"\\ud800"', "e.yaml:1:1: has a character that no text can have; got U+D800; remove it"),
         ("a: 1\nb: \x1b[2J", "e.yaml:2: is not valid YAML; got character U+001B; remove it"),
         ("a\n---\nb", "e.yaml:2:1: begins a second document; got ---; keep one"),
-        ("[1", "e.yaml:1:3: is not valid YAML; got expected ',' or ']', but got '<stream end>'; mend the syntax at this place"),  # noqa: E501
+        ("[1", "e.yaml:1:3: is not valid YAML; got expected ',' or ']', but got '<stream end>'; correct the syntax here"),  # noqa: E501
     ],
 )  # fmt: skip
 def test_what_is_refused_is_named_with_its_place(text: str, message: str) -> None:

@@ -63,7 +63,7 @@ def measure(bench: Bench, cell: Cell, config: Path, gpu: Gpu | None, gpus: int |
     try:
         experiment = load_experiment(config, overrides)
         if gpus is not None and cell.world > gpus and experiment.env.get("DS_ACCELERATOR") != "cpu":
-            what, todo = "each rank needs a GPU of its own", f"this machine has {gpus}"
+            what, todo = "each rank needs its own GPU", f"this machine has {gpus}"
             raise RequestError(Problem("world", what, str(cell.world), todo))
         assessment = assess(experiment, {"localhost": range(cell.world)}, str(config), Assumptions(gpu=gpu))
         plan = assessment.checked()

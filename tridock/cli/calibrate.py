@@ -32,7 +32,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         session = open_session(arguments)
         port = node_report(session, session.head, NodeReport).rendezvous.port
         if port is None:
-            raise ClusterError(Problem(session.head, "has no free port", "", "end what holds its ports"))
+            raise ClusterError(Problem(session.head, "has no free port", "", "stop the programs that use its ports"))
         calibration = calibrate_nodes(session, port)
         output = arguments.output or beside(arguments.hosts)
     else:

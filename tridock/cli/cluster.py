@@ -110,10 +110,10 @@ def _check(arguments: argparse.Namespace) -> int:
 
     config = config_of(arguments)
     if arguments.set and config is None:
-        raise RequestError(Problem("--set", "changes an experiment, and none is named", "", "name one with --config"))
+        raise RequestError(Problem("--set", "needs an experiment, but none is named", "", "name one with --config"))
     session = open_session(arguments)
     report = doctor.check(session, doctor.Request(config, arguments.set) if config else None)
-    if arguments.fix and doctor.mend(session, report, lambda line: print(line, file=sys.stderr, flush=True)):
+    if arguments.fix and doctor.apply_fixes(session, report, lambda line: print(line, file=sys.stderr, flush=True)):
         report = doctor.check(session, doctor.Request(config, arguments.set) if config else None)
     if arguments.json:
         say(json.dumps(doctor.to_json(report), indent=2))

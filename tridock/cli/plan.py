@@ -174,7 +174,7 @@ def _planned(arguments: argparse.Namespace) -> int:
     if arguments.why is not None:
         if len(arguments.why) > 2 or arguments.search:
             got = "--search too" if arguments.search else str(len(arguments.why))
-            raise RequestError(Problem("--why", "takes at most two layouts, and no search", got, "leave some out"))
+            raise RequestError(Problem("--why", "takes at most two layouts, and no --search", got, "leave some out"))
         from tridock.report.why_output import print_why
 
         return print_why(config, overrides, slots, assumptions, console(), arguments.why, arguments.json)
@@ -192,7 +192,7 @@ def _print_program(
 
     of_model = {"--search": arguments.search, "--why": arguments.why is not None, "--plot": arguments.plot is not None}
     if given := [option for option, value in of_model.items() if value]:
-        what, todo = "is a program of your own, without a model", "leave them out: they are about a model"
+        what, todo = "is your own program, without a model", "leave them out: they are about a model"
         raise RequestError(Problem(source, what, ", ".join(given), todo))
     run_id = new_run_id(program.name)
     port = program.launch.master_port or default_port(run_id)
@@ -221,7 +221,7 @@ def _corrected(assumptions: Assumptions, run: MeasuredRun) -> Assumptions:
     if assumptions.tflops is not None:
         todo = "leave one of the two out"
         got = f"{assumptions.tflops:g}"
-        raise RequestError(Problem("--tflops", "gives what --from-run takes from the run", got, todo))
+        raise RequestError(Problem("--tflops", "sets what --from-run takes from the run", got, todo))
     correction, gpu = correction_of(run, assumptions), assumptions.gpu
     if correction.planned_s is None and gpu is not None and gpu != run.gpu:
         ran = "CPUs or an unknown GPU" if run.gpu is None else f"a {run.gpu.name}"

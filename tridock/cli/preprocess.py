@@ -301,7 +301,7 @@ def _type_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
             what = f"must be at least {len(special)}, the special tokens, and below the vocabulary's {most}"
             yield Problem("--tiktoken-num-special-tokens", what, str(kept), "change it")
         if len(set(special)) < len(special) or not set(SPECIAL_TOKENS) <= set(special):
-            what = f"must be {', '.join(SPECIAL_TOKENS)}, and others of your own, each once"
+            what = f"must be {', '.join(SPECIAL_TOKENS)}, and then your own, each once"
             yield Problem("--tokenizer-special-tokens", what, " ".join(special), "name them all")
 
 

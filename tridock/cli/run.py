@@ -136,7 +136,7 @@ def _experiment(arguments: argparse.Namespace) -> CommandExperiment:
     program = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
     if bool(program) == (arguments.config is not None):
         got, todo = ("both" if program else ""), "write it after --, as in: tridock run -- torchrun train.py"
-        raise RequestError(Problem("PROGRAM", "or --config says what to run", got, todo))
+        raise RequestError(Problem("PROGRAM", "or --config must name the program, but not both", got, todo))
     fields = {} if arguments.config is None else load_command(arguments.config).model_dump(mode="json")
     if program:
         fields = {"name": name_of(tuple(program)), "engine": ENGINE, "command": program}
@@ -155,7 +155,9 @@ def _split(text: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise RequestError(Problem("--resume-command", "is no command line", str(error), "close the quote")) from None
+        raise RequestError(
+            Problem("--resume-command", "is not a valid command line", str(error), "close the quote")
+        ) from None
 
 
 def _variable(text: str) -> tuple[str, str]:

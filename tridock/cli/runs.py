@@ -191,7 +191,7 @@ def _reproduce_on_cluster(arguments: argparse.Namespace, run: str | None) -> tup
     original = reproduce_remote.original_of(session, None if run is None else Path(run).name, home)
     bundle, gate = reproduce_remote.start(session, original, _print_environment, force=arguments.force)
     again = registry.Run(bundle.run_id, session.head)
-    say(f"run {bundle.run_id}: {original.name} once more")
+    say(f"run {bundle.run_id}: repeats {original.name}")
     if code := follow(arguments, session, again):
         return None, code
     if not gate.original.metrics[0]:
@@ -215,7 +215,7 @@ def _reproduce_under_slurm(arguments: argparse.Namespace, run: Path) -> tuple[Ou
     options = again(run)
     job = submit(options, say)
     (folder,) = job.folders
-    say(f"job {job.job_id}\nrun {folder.name}: {run.name} once more; folder {folder}")
+    say(f"job {job.job_id}\nrun {folder.name}: repeats {run.name}; folder {folder}")
     if code := follow_job(options.workspace, job):
         return None, code
     if not original.metrics[0]:

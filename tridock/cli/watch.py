@@ -40,7 +40,7 @@ def _watch(arguments: argparse.Namespace) -> int:
     token = os.environ.get(environment.WATCH_TOKEN)
     if token is not None and (len(token) < 16 or not token.replace("-", "").replace("_", "").isalnum()):
         todo = "use at least 16 letters, digits, - and _"
-        raise RequestError(Problem(environment.WATCH_TOKEN, "is no token", f"{len(token)} characters", todo))
+        raise RequestError(Problem(environment.WATCH_TOKEN, "is not a valid token", f"{len(token)} characters", todo))
     with LiveServer(_asks(arguments), arguments.port, token) as server:
         server.watch()
         say(f"{', '.join(server.runs)}\npage        {server.url}\nmetrics     {server.url}metrics")

@@ -201,16 +201,16 @@ def _mount_problems(mounts: tuple[str, ...], where: str) -> Iterator[Problem]:
             todo = "write /source:/target or /source:/target:ro (a volume's name may stand for the source)"
             yield Problem(where, "is not a mount", repr(mount), todo)
         elif mount.split(":")[1].rstrip("/") in (run_folder.WORKSPACE, run_folder.SECRETS, run_folder.CODE):
-            yield Problem(where, "covers a folder of Tridock's own", repr(mount), "choose another target")
+            yield Problem(where, "covers one of Tridock's own folders", repr(mount), "choose another target")
 
 
 def _env_problems(env: Mapping[str, str], where: str) -> Iterator[Problem]:
     for name, value in env.items():
         here = f"{where}.{name}"
         if name.startswith("TRIDOCK_"):
-            yield Problem(here, "is a name of Tridock's own", repr(value), "choose a name without TRIDOCK_")
+            yield Problem(here, "is reserved for Tridock", repr(value), "choose a name without TRIDOCK_")
         elif name in _OWNED:
-            yield Problem(here, "is set by the image", repr(value), "remove it; `mounts` brings further programs")
+            yield Problem(here, "is set by the image", repr(value), "remove it; use `mounts` to add programs")
         elif name.startswith(_RESENT) and _EXPANDED.search(value):
             todo = "write it without these, or set it in the experiment's env, which is quoted"
             what = 'has one of " $ ` \\, which DeepSpeed passes to a shell unquoted'

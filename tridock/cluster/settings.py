@@ -150,7 +150,7 @@ def load_cluster(path: Path, include: str = "", exclude: str = "", project_folde
     # Who asks for a spare by its name gets it.
     spare = set() if include else set(settings.spares)
     if not selected.keys() - spare:
-        todo = "leave a node that is none; runs begin on those"
+        todo = "keep at least one node that is not a spare: runs start there"
         raise RequestError(Problem(f"{settings_path}: spares", "names every node", ", ".join(selected), todo))
     refuse_too_many(selected, str(path), "choose some with --include")
     labelled = {node_label(name): slots for name, slots in selected.items()}
@@ -214,7 +214,7 @@ def _refuse_shared_addresses(nodes: Sequence[ClusterNode], source: str) -> None:
         first = owners.setdefault(node.address.lower(), node)
         if first is not node:
             what = f"has the address of {first.host}"
-            todo = "give each node an address of its own"
+            todo = "give each node its own address"
             problems.append(Problem(f"{source}: nodes.{node.host}", what, node.address, todo))
     if problems:
         raise RequestError(problems)

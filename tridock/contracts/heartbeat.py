@@ -17,7 +17,7 @@ from typing import Final
 FOLDER: Final = ".heartbeat"
 
 # The phases of a rank: before its first step, training, evaluating, saving a checkpoint; finished, failed by itself,
-# or ending because another rank has gone or because it was asked to.
+# or ending because it lost another rank or was asked to end.
 START, TRAIN, EVAL, SAVE, END, FAILED, LOST = PHASES = ("start", "train", "eval", "save", "end", "failed", "lost")
 # Of a rank that writes no heartbeat: its agent sees whether it computes or writes something.
 OBSERVED: Final = "observed"

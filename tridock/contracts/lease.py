@@ -94,7 +94,9 @@ class HeldLease:
         """Raises :class:`LeaseLostError` if another node has taken the run."""
         found = read(self._folder, self.token)
         if found is not None and found.taken_by is not None:
-            raise LeaseLostError(f"the supervisor on {self._node} stood still, and {found.taken_by} took the run over")
+            raise LeaseLostError(
+                f"the supervisor on {self._node} was suspended, and {found.taken_by} took over the run"
+            )
 
     def renew(self) -> None:
         """Shows the other nodes that this supervisor is alive, every ``RENEW_S`` seconds. Raises as :meth:`check`."""

@@ -74,13 +74,13 @@ def wanted_files(sources: Sequence[str], sha256: str | None) -> list[Wanted]:
             found.extend(KNOWN[source])
         elif address.scheme not in ("http", "https") or not name or name == SUMS or name.startswith("."):
             todo = f"give http(s)://…/FILE, or a known name: {', '.join(KNOWN)}"
-            problems.append(Problem("SOURCE", "is no address of a file", repr(source), todo))
+            problems.append(Problem("SOURCE", "is not the URL of a file", repr(source), todo))
         else:
             found.append(Wanted(source, name, sha256))
     twice = sorted({one.name for one in found if sum(one.name == other.name for other in found) > 1})
     problems += [Problem("SOURCE", "is the name of two files", name, "fetch them to two folders") for name in twice]
     if sha256 is not None and (len(sources) > 1 or sources[0] in KNOWN):
-        problems.append(Problem("--sha256", "is the hash of one file", " ".join(sources), "give one address"))
+        problems.append(Problem("--sha256", "is the hash of one file", " ".join(sources), "give one URL"))
     if sha256 is not None and not _HASH.fullmatch(sha256):
         problems.append(Problem("--sha256", "is not a SHA-256", repr(sha256), "give 64 hexadecimal digits"))
     if problems:
@@ -95,11 +95,15 @@ def fetch(
     schemes = [mirror for mirror in mirrors if "://" in mirror and not mirror.startswith(("http://", "https://"))]
     if schemes:
         todo = "give a folder, or http(s)://…"
-        raise RequestError([Problem("--mirror", "is no place of files", repr(mirror), todo) for mirror in schemes])
+        raise RequestError(
+            [Problem("--mirror", "is neither a folder nor a URL", repr(mirror), todo) for mirror in schemes]
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RequestError(Problem("--folder", "cannot be made", str(folder), error.strerror or str(error))) from None
+        raise RequestError(
+            Problem("--folder", "cannot be created", str(folder), error.strerror or str(error))
+        ) from None
     problems: list[Problem] = []
     for one in files:
         try:
@@ -193,7 +197,7 @@ def _download(source: str, file: BinaryIO, part: Path, expected: str | None, pro
             continued = False  # the beginning was another file's
         except _CutOffError as cut:
             if pause is None:
-                todo = "run it again: it continues where it was cut off"
+                todo = "run it again to resume"
                 raise RequestError(Problem(_shown(source), "was cut off", str(cut), todo)) from None
             if file.seek(0, 2) <= before:
                 time.sleep(pause)
@@ -231,7 +235,7 @@ def _receive(source: str, file: BinaryIO, part: Path, progress: Progress, *, con
             raise _CutOffError(str(error)) from None
         if error.code in (http.client.TOO_MANY_REQUESTS, *range(500, 600)):
             raise _CutOffError(f"{error.code} {error.reason}") from None
-        todo = "correct the address, or name a mirror"
+        todo = "correct the URL, or name a mirror"
         raise RequestError(Problem(_shown(source), "is refused", f"{error.code} {error.reason}", todo)) from None
     except urllib.error.URLError as error:
         todo = "check the network, the proxy (HTTPS_PROXY) and the certificates (SSL_CERT_FILE)"

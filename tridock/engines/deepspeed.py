@@ -85,7 +85,7 @@ def zero_stage_problems(experiment: Experiment) -> Iterator[Problem]:
         todo = "leave it out, or set parallel.strategy to zero"
         yield Problem(
             "deepspeed",
-            f"strategy {parallel.strategy} is without DeepSpeed",
+            f"strategy {parallel.strategy} does not use DeepSpeed",
             as_yaml(experiment.deepspeed),
             todo,
             ("{}",),

@@ -92,7 +92,7 @@ def json_problems(experiment: Experiment, replicas: int) -> Iterator[Problem]:
 
 def _format_problems(experiment: Experiment, _replicas: int, path: str, value: object) -> Iterator[Problem]:
     if value is not (experiment.precision == FORMATS[path]):
-        what = f"is about precision, which is {experiment.precision}"
+        what = f"sets the precision, which is {experiment.precision}"
         yield Problem(f"deepspeed.{path}", what, as_yaml(value), "leave one of the two out")
 
 

@@ -31,7 +31,7 @@ def parse_experiment(text: str, source: str, overrides: Sequence[str] = ()) -> E
         _override(fields, override)
     if fields.get("engine") == ENGINE:
         todo = f"start it with tridock run --config {shlex.quote(source)}; tridock logs has the output of its runs"
-        raise RequestError(Problem(f"{source}: engine", "is a program of your own, without a model", ENGINE, todo))
+        raise RequestError(Problem(f"{source}: engine", "is your own program, without a model", ENGINE, todo))
     return validated(Experiment, fields, source)
 
 

@@ -92,7 +92,7 @@ def _expert_groups(plan: Plan) -> dict[Kind, tuple[Group, ...]]:
 
 
 def warnings(plan: Plan) -> list[str]:
-    """What a plan does that runs, but slowly: groups that talk in every layer and cross nodes, and how to mend it.
+    """What a plan does that runs, but slowly: groups that talk in every layer and cross nodes, and how to correct it.
 
     Each reads as a :class:`Problem` does. A size that is named to be used divides the one in use, and so the heads and
     the world as well.

@@ -93,4 +93,4 @@ def _same(own: Path, there: Path) -> bool:
 
 
 def _inside_the_image(command: str) -> Problem:
-    return Problem(command, "finds no files of the project", f"none in {ROOT}", "run it where Tridock is installed")
+    return Problem(command, "cannot find the project files", f"none in {ROOT}", "run it where Tridock is installed")

@@ -245,7 +245,9 @@ def _notes(experiment: Experiment, assumptions: Assumptions, cost: Cost) -> list
     if experiment.model.vocab_size is None:
         notes.append(f"model.vocab_size is left to the data: GPT-2's {GPT2_TOKENS:,} tokens are taken for granted")
     if assumptions.gpu is None:
-        notes.append("no GPU is named (--gpu, or gpu: beside the hostfile): memory is shown, and held against nothing")
+        notes.append(
+            "no GPU is named (--gpu, or gpu: beside the hostfile): memory is shown, but not compared with a limit"
+        )
     run, gpu = assumptions.correction, assumptions.gpu
     if run is not None and run.gpu != gpu:
         ran, now = ("unknown devices" if one is None else one.name for one in (run.gpu, gpu))

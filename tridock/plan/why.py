@@ -233,7 +233,7 @@ def overrides_of_layout(text: str) -> list[str]:
             wrong.append(word)
     if wrong or not words:
         todo = "give it as the search prints it, as in 'TP4 PP2 MB2 SP', or by fields, as in batch.micro_batch_size=2"
-        raise RequestError([Problem("--why", "is no layout", repr(word), todo) for word in wrong or [text]])
+        raise RequestError([Problem("--why", "is not a layout", repr(word), todo) for word in wrong or [text]])
     return list(found.values())
 
 

@@ -60,7 +60,7 @@ def on_all(
             for name in _overdue(begun, timeout):
                 del begun[name]
                 todo = "see what holds it up there, then try again"
-                problem = Problem(name, f"was given up after {timeout:g} s", "", todo)
+                problem = Problem(name, f"did not finish within {timeout:g} s", "", todo)
                 outcomes[name] = Outcome(error=ClusterError(problem))
                 hosts[name].close()
     except BaseException:

@@ -26,7 +26,9 @@ def timed_out(where: str, command: Command, timeout: float) -> Problem:
 
 def lost(where: str, doing: str, text: str) -> Problem:
     """A connection that was good and then broke."""
-    return Problem(where, f"the connection was lost while {doing}", text, "see whether the host is up, then try again")
+    return Problem(
+        where, f"the connection was lost while {doing}", text, "check whether the host is up, then try again"
+    )
 
 
 def no_session(where: str) -> Problem:
@@ -59,7 +61,7 @@ def remedy_of(exit_code: int, text: str) -> str:
     if exit_code == 127:
         return "install it there, or put it on the PATH that ssh commands have"
     low = text.lower()
-    return next((todo for mark, todo in _REMEDIES if mark in low), "mend that there, then try again")
+    return next((todo for mark, todo in _REMEDIES if mark in low), "fix that there, then try again")
 
 
 Progress = Callable[[int], object]

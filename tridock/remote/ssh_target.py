@@ -77,7 +77,7 @@ def resolve(name: str, address: str, wanted: Wanted) -> Target:
     if done.returncode:
         stderr = done.stderr.strip().splitlines()
         raise RequestError(
-            Problem(name, "ssh cannot read its configuration", stderr[0] if stderr else "", "mend what it names")
+            Problem(name, "ssh cannot read its configuration", stderr[0] if stderr else "", "fix what it names")
         )
     return parse(done.stdout, address)
 
@@ -172,7 +172,7 @@ def _expanded(text: str, tokens: Mapping[str, str]) -> str:
 def _existing(path: str, field: str) -> str:
     full = Path(path).expanduser()
     if not full.is_file():
-        raise RequestError(Problem(field, "names a file that is not there", str(full), "correct the path"))
+        raise RequestError(Problem(field, "names a file that does not exist", str(full), "correct the path"))
     return str(full)
 
 

@@ -69,7 +69,7 @@ def read_original(folder: Path, *, losses: bool = True) -> Original:
         problems.append(Problem(where, "has no losses to compare with", "no logged iteration", todo))
     if original.world_size is None:
         where, todo = str(folder / run_folder.PLAN), "fetch the run's folder whole: tridock fetch"
-        problems.append(Problem(where, "does not say on how many ranks the run was", "no world_size", todo))
+        problems.append(Problem(where, "does not record the number of ranks", "no world_size", todo))
     if problems:
         raise RequestError(problems)
     return original
@@ -90,7 +90,7 @@ def data_problems(original: Original, manifest: Mapping[str, Any]) -> Iterator[P
             here = now.get(name, ABSENT)
             if ABSENT not in (value, here) and value != here:
                 what = f"is not the data that the run has read: {section} was {value}"
-                yield Problem(name, what, here, "bring that data back, or compare all the same with --force")
+                yield Problem(name, what, here, "restore that data, or compare anyway with --force")
 
 
 def knows_data(original: Original) -> bool:

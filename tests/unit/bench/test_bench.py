@@ -98,7 +98,7 @@ def test_more_ranks_than_gpus_are_refused(tmp_path: Path) -> None:
     (cell,) = run_bench(bench, tmp_path, None, 1, said.append)
     assert (cell.state, cell.reason) == (
         "refused",
-        "world: each rank needs a GPU of its own; got 2; this machine has 1",
+        "world: each rank needs its own GPU; got 2; this machine has 1",
     )
     assert said[1] == f"  refused: {cell.reason}"
 

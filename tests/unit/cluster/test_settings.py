@@ -119,8 +119,8 @@ def test_spares_that_cannot_be(hostfile: Path) -> None:
     )
     settings_file(hostfile, "spares: [node-1, 10.0.0.2, '2001:DB8::3']")
     assert load_message(hostfile) == (
-        f"{path}: spares: names every node; got node-1, 10.0.0.2, 2001:DB8::3; leave a node that is none; runs begin "
-        "on those"
+        f"{path}: spares: names every node; got node-1, 10.0.0.2, 2001:DB8::3; keep at least one node "
+        "that is not a spare: runs start there"
     )
 
 
@@ -193,11 +193,11 @@ nodes: {node-1: {env: {HOME: /x}}}
         "write it without these, or set it in the experiment's env, which is quoted"
     )
     assert message(text) == (
-        "lab.yaml: env.TRIDOCK_RUN_ID: is a name of Tridock's own; got 'x'; choose a name without TRIDOCK_\n"
-        "lab.yaml: env.PATH: is set by the image; got '/bin'; remove it; `mounts` brings further programs\n"
+        "lab.yaml: env.TRIDOCK_RUN_ID: is reserved for Tridock; got 'x'; choose a name without TRIDOCK_\n"
+        "lab.yaml: env.PATH: is set by the image; got '/bin'; remove it; use `mounts` to add programs\n"
         f"lab.yaml: env.PYTHONSTARTUP: {quoting.format(repr('$(id)'))}\n"
         f"lab.yaml: env.NCCL_DEBUG: {quoting.format(repr('a' + chr(34) + 'b'))}\n"
-        "lab.yaml: nodes.node-1.env.HOME: is set by the image; got '/x'; remove it; `mounts` brings further programs"
+        "lab.yaml: nodes.node-1.env.HOME: is set by the image; got '/x'; remove it; use `mounts` to add programs"
     )
 
 
@@ -230,7 +230,7 @@ nodes:
 @pytest.mark.parametrize("target", ["/workspace", "/workspace/", "/run/tridock/secrets", "/opt/tridock"])
 def test_mounts_that_cover_our_own_folders(target: str) -> None:
     assert message(f"container: {{mounts: ['/x:{target}:ro']}}") == (
-        f"lab.yaml: container.mounts: covers a folder of Tridock's own; got '/x:{target}:ro'; choose another target"
+        f"lab.yaml: container.mounts: covers one of Tridock's own folders; got '/x:{target}:ro'; choose another target"
     )
 
 
@@ -255,7 +255,7 @@ def test_two_nodes_at_one_address(hostfile: Path) -> None:
     settings_file(hostfile, "nodes: {node-1: {address: 10.0.0.2}}")
     assert load_message(hostfile) == (
         f"{hostfile.with_name('lab.yaml')}: nodes.10.0.0.2: has the address of node-1; got 10.0.0.2; "
-        "give each node an address of its own"
+        "give each node its own address"
     )
 
 

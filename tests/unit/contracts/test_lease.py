@@ -44,7 +44,7 @@ def test_whoever_has_lost_the_lease_is_told_who_has_it(tmp_path: Path, clock: li
     first = HeldLease.first(tmp_path, "a", 7.0)
     first.renew()
     assert HeldLease.take(tmp_path, 1, "b") is not None
-    with pytest.raises(LeaseLostError, match="the supervisor on a stood still, and b took the run over"):
+    with pytest.raises(LeaseLostError, match="the supervisor on a was suspended, and b took over the run"):
         first.check()
     first.renew()  # too soon to look
     clock[0] += 2.0

@@ -135,7 +135,7 @@ def test_the_next_call_continues_unless_the_file_has_changed(
 ) -> None:
     site.cut_off = [1000, 0, 0]
     assert fetched(f"{site.address}/c.jsonl", "--folder", str(tmp_path)) == 2
-    todo = "run it again: it continues where it was cut off"
+    todo = "run it again to resume"
     assert f"{site.address}/c.jsonl: was cut off; got 1,000 of 1,048,576 bytes; {todo}\n" in capsys.readouterr().err
     content = CONTENT[::-1] if changed else CONTENT
     site.files["/c.jsonl"] = content
@@ -215,7 +215,7 @@ def test_no_network(site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[st
         f"{address}: cannot be reached; got [Errno 111] Connection refused; "
         "check the network, the proxy (HTTPS_PROXY) and the certificates (SSL_CERT_FILE)",
         f"{tmp_path}/c.jsonl: no source has it; {todo}",
-        f"{site.address}/none.txt: is refused; got 404 Not Found; correct the address, or name a mirror",
+        f"{site.address}/none.txt: is refused; got 404 Not Found; correct the URL, or name a mirror",
         f"{tmp_path}/none.txt: no source has it; {todo}",
     ]
 
@@ -224,15 +224,15 @@ def test_no_network(site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[st
     ("argv", "expected"),
     [
         (["gpt3", "ftp://a/b", "http://a/"],
-         ["SOURCE: is no address of a file; got 'gpt3'; give http(s)://…/FILE, or a known name: gpt2",
-          "SOURCE: is no address of a file; got 'ftp://a/b'; give http(s)://…/FILE, or a known name: gpt2",
-          "SOURCE: is no address of a file; got 'http://a/'; give http(s)://…/FILE, or a known name: gpt2"]),
+         ["SOURCE: is not the URL of a file; got 'gpt3'; give http(s)://…/FILE, or a known name: gpt2",
+          "SOURCE: is not the URL of a file; got 'ftp://a/b'; give http(s)://…/FILE, or a known name: gpt2",
+          "SOURCE: is not the URL of a file; got 'http://a/'; give http(s)://…/FILE, or a known name: gpt2"]),
         (["http://a/x.txt", "http://b/x.txt", "--sha256", "12"],
          ["SOURCE: is the name of two files; got x.txt; fetch them to two folders",
-          "--sha256: is the hash of one file; got http://a/x.txt http://b/x.txt; give one address",
+          "--sha256: is the hash of one file; got http://a/x.txt http://b/x.txt; give one URL",
           "--sha256: is not a SHA-256; got '12'; give 64 hexadecimal digits"]),
         (["http://a/x.txt", "--mirror", "file:///srv"],
-         ["--mirror: is no place of files; got 'file:///srv'; give a folder, or http(s)://…"]),
+         ["--mirror: is neither a folder nor a URL; got 'file:///srv'; give a folder, or http(s)://…"]),
     ],
 )  # fmt: skip
 def test_wrong_requests(argv: list[str], expected: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,7 +69,7 @@ def test_what_is_no_id_ends_the_run(text: str, tmp_path: Path, capsys: pytest.Ca
     wrong = next(word for word in text.split(" ") if word not in ("1", "2"))
     assert capsys.readouterr().err.splitlines()[0] == (
         f"--tokenizer-type NullTokenizer: a word: is not a token id below 11; got {wrong!r}; "
-        "raise --vocab-size, or mend the text"
+        "raise --vocab-size, or correct the text"
     )
 
 
@@ -85,7 +85,7 @@ def test_options_that_do_not_go_together(tmp_path: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().err.splitlines() == [
         "--tiktoken-num-special-tokens: must be at least 2, the special tokens, and below the vocabulary's 131072; "
         "got 0; change it",
-        "--tokenizer-special-tokens: must be <unk>, <s>, </s>, <mask>, <pad>, <cls>, <sep>, and others of your own, "
+        "--tokenizer-special-tokens: must be <unk>, <s>, </s>, <mask>, <pad>, <cls>, <sep>, and then your own, "
         "each once; got <unk> <s>; name them all",
     ]
     options = ("--vocab-size", "5", "--null-tokenizer-eod-id", "5")

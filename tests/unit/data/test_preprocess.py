@@ -254,10 +254,10 @@ def test_a_workers_error_comes_with_its_message(
     source.write_bytes(lines("one"))
 
     def fail(*_: object) -> None:
-        raise RunError(Problem("a", "is wrong", "b", "mend it"))
+        raise RunError(Problem("a", "is wrong", "b", "correct it"))
 
     monkeypatch.setattr(Recipe, "encode", fail)
-    expected = "a: is wrong; got b; mend it"
+    expected = "a: is wrong; got b; correct it"
     assert message(lambda: preprocess(request(tokenizer, tmp_path / "o", source, workers=2)), RunError) == expected
 
 

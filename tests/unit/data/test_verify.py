@@ -220,7 +220,7 @@ def test_many_places_are_counted(command: Command) -> None:
     assert found == [
         f"d.idx: has more negative lengths; got 15 more; {COPY_OR_REBUILD}",
         f"d.idx: has more sequences that do not begin where the one before them ends; got 15 more; {COPY_OR_REBUILD}",
-        f"d.idx: has more documents that begin before the one before them; got 14 more; {COPY_OR_REBUILD}",
+        f"d.idx: has more documents that begin before the previous one; got 14 more; {COPY_OR_REBUILD}",
     ]
 
 

@@ -110,7 +110,7 @@ def test_what_the_experiment_says_otherwise_is_refused_at_once() -> None:
         "set it to 48, or leave this out",
         "e.yaml: deepspeed.zero_optimization.stage: is parallel.zero_stage, which is 2; got 1; "
         "leave one of the two out",
-        "e.yaml: deepspeed.fp16.enabled: is about precision, which is bf16; got true; leave one of the two out",
+        "e.yaml: deepspeed.fp16.enabled: sets the precision, which is bf16; got true; leave one of the two out",
         "e.yaml: deepspeed.fp16.min_loss_scale: is 1 in every engine; got 2; leave it out",
         "e.yaml: deepspeed.optimizer.type: is AdamW or Adam in every engine; got Lamb; leave it out",
         "e.yaml: deepspeed.optimizer.params.betas.1: is optimizer.adam_beta2, which is 0.95; got 0.9; "
@@ -153,7 +153,7 @@ def test_what_hugging_face_leaves_to_the_program() -> None:
 
 def test_without_deepspeed_it_is_refused() -> None:
     assert refused({"wall_clock_breakdown": True}, parallel={"strategy": "ddp"}) == [
-        'e.yaml: deepspeed: strategy ddp is without DeepSpeed; got {"wall_clock_breakdown": true}; '
+        'e.yaml: deepspeed: strategy ddp does not use DeepSpeed; got {"wall_clock_breakdown": true}; '
         "leave it out, or set parallel.strategy to zero"
     ]
     assert refused({"wall_clock_breakdown": True}, engine="megatron-core") == [

@@ -42,6 +42,6 @@ def test_what_needs_a_model_says_how_to_start_a_program(tmp_path: Path) -> None:
     with pytest.raises(RequestError) as refusal:
         load_experiment(path)
     assert str(refusal.value) == (
-        f"{path}: engine: is a program of your own, without a model; got command; start it with tridock run --config"
+        f"{path}: engine: is your own program, without a model; got command; start it with tridock run --config"
         f" '{path}'; tridock logs has the output of its runs"
     )

@@ -72,7 +72,7 @@ fp16: 3
     [
         (GOOD + "name: other\n", "e.yaml:6: the key stands twice; got 'name'; keep one of the two"),
         ("a: [1", "e.yaml:1:6: is not valid YAML; got expected ',' or ']', but got '<stream end>'; "
-         "mend the syntax at this place"),
+         "correct the syntax here"),
         ("- a\n", "e.yaml: must be a mapping of fields; got list; write `field: value` lines"),
         (GOOD + "zz: 1\n", "e.yaml: zz: is not a field; got 1; remove it, or use one of name, engine, model, parallel, "
          "batch, data, optimizer, precision, fp16, train, launch, restart, trackers, notify, megatron_args, "
@@ -146,7 +146,7 @@ def test_a_window_in_words(text: str, seconds: int | None) -> None:
 def test_a_window_that_is_none(text: str) -> None:
     stderr = "must be a whole number of seconds, or one with its unit as in 90s, 30m, 12h, 7d"
     got = repr(text.strip("'"))
-    assert message(GOOD, f"restart.window={text}") == f"e.yaml: restart.window: {stderr}; got {got}; mend it"
+    assert message(GOOD, f"restart.window={text}") == f"e.yaml: restart.window: {stderr}; got {got}; correct it"
 
 
 def test_a_window_of_no_time() -> None:

@@ -62,4 +62,4 @@ def test_fields_of_the_other_kind(model: str, said: str) -> None:
     with pytest.raises(RequestError) as caught:
         parse_experiment(text, "here")
     (problem,) = caught.value.problems
-    assert (problem.where, problem.what, problem.todo) == ("here: model", said, "mend it")
+    assert (problem.where, problem.what, problem.todo) == ("here: model", said, "correct it")

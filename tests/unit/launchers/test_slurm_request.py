@@ -52,7 +52,7 @@ def test_the_command_line_wins_over_the_profile() -> None:
         ("{gpus_per_node: 1, sbatch: [mail]}", "p: sbatch: is not an option; got 'mail'; write --name or --name=value"),
         ("{gpus_per_node: 1, srun: [mpi]}", "p: srun: is not an option; got 'mpi'; write --name or --name=value"),
         ("{gpus_per_node: 1, env: {SLURM_X: '1'}}",
-         "p: env.SLURM_X: is a name of Tridock's or Slurm's own; got '1'; choose another name"),
+         "p: env.SLURM_X: is reserved for Tridock or Slurm; got '1'; choose another name"),
         ("{gpus_per_node: 1, partition: a b}",
          r"p: partition: has the wrong form; got 'a b'; write text that matches ^[^\s\x00]+$"),
         ("{gpus_per_node: 1, time: 360}", "p: time: must be text; got 360; put it in quotes"),

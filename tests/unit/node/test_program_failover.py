@@ -85,4 +85,4 @@ def test_a_spare_that_has_another_version_of_tridock_by_now_is_passed_over(
     says(nodes, "node-4", {"another": "field"}, {})
     moved = move(folder, supervision_of(folder), ["node-2"], anew=True)
     assert moved.supervision is None
-    assert moved.reason.endswith("; spare node-4: its image is of another version of Tridock")
+    assert moved.reason.endswith("; spare node-4: its image has another version of Tridock")

@@ -79,7 +79,7 @@ def test_the_digest_is_that_of_names_contents_and_nothing_else(tmp_path: Path, w
 
 
 def test_what_is_no_code_is_refused(tmp_path: Path, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RequestError, match="is no folder with code"):
+    with pytest.raises(RequestError, match="is not a folder with code"):
         read_code(tmp_path / "nowhere")
     write(small="1", large="x" * 2000)
     monkeypatch.setattr(code, "_MOST_BYTES", 1000)

@@ -137,5 +137,5 @@ def test_docker_that_does_not_answer(tmp_path: Path, stderr: str, remedy: str) -
 
 def test_a_login_shell_that_spoils_the_answer() -> None:
     assert message("Welcome!\n") == (
-        "gpu-1: gave no facts; got 'uid' in 'Welcome!\\n'; make its login shell print nothing of its own"
+        "gpu-1: sent an unreadable answer; got 'uid' in 'Welcome!\\n'; make its login shell print nothing of its own"
     )

@@ -61,7 +61,7 @@ def test_a_held_command_that_ends_by_itself_says_why() -> None:
     assert held.line(10) == "one"
     with pytest.raises(ClusterError) as caught:
         held.line(10)
-    assert str(caught.value) == "gpu-1: it fails; got no room; mend that there, then try again"
+    assert str(caught.value) == "gpu-1: it fails; got no room; fix that there, then try again"
     assert ended == [True]
 
 
@@ -105,6 +105,6 @@ def test_a_host_where_nothing_can_be_written_cannot_be_locked(tmp_path: Path) ->
         pass
     assert re.fullmatch(
         "gpu-1: the cluster's nodes cannot be locked; got mkdir: cannot create directory .*/there.: File exists; "
-        "mend that there, then try again",
+        "fix that there, then try again",
         str(caught.value),
     )

@@ -1,4 +1,4 @@
-"""The keys on the operator's disk: made once, mended, rotated, private."""
+"""The keys on the operator's disk: made once, repaired, rotated, private."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_keys_that_others_can_read_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError) as caught:
         store(tmp_path).ensure()
     assert str(caught.value) == (
-        f"{keys}: can be read by others than you; got mode 644; make new keys: tridock keys --rotate; "
+        f"{keys}: can be read by other users; got mode 644; make new keys: tridock keys --rotate; "
         f"to keep these: chmod 600 {keys}"
     )
     store(tmp_path).rotate()
@@ -142,10 +142,12 @@ def test_an_interrupted_rotation_is_finished_by_the_next_command(
         patch.setattr("tridock.ops.hosts.keys.node_files", interrupted)
         with pytest.raises(KeyboardInterrupt):
             rotating.rotate()
-    mended = store(tmp_path)
-    assert mended.fingerprint() != old
+    repaired = store(tmp_path)
+    assert repaired.fingerprint() != old
     for node in "ab":
-        assert mended.node_files(node) == {name: (mended.node_folder(node) / name).read_bytes() for name in NODE_FILES}
+        assert repaired.node_files(node) == {
+            name: (repaired.node_folder(node) / name).read_bytes() for name in NODE_FILES
+        }
 
 
 def test_a_new_node_gets_a_key_and_one_that_left_loses_its_folder(tmp_path: Path) -> None:
@@ -195,7 +197,7 @@ def test_a_place_that_cannot_hold_them(tmp_path: Path) -> None:
     (tmp_path / ".tridock").write_text("a file")
     todo = f"make {tmp_path / '.tridock'} and all in it yours to write, and leave room on its disk"
     assert message(store(tmp_path)) == (
-        f"{tmp_path / '.tridock'}: the cluster's keys cannot be kept here; got file exists; {todo}"
+        f"{tmp_path / '.tridock'}: the cluster's keys cannot be stored here; got file exists; {todo}"
     )
 
 

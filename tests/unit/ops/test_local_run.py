@@ -89,7 +89,7 @@ def test_more_ranks_than_gpus(config: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for name in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR"):
         monkeypatch.delenv(name, raising=False)
     message = (
-        "--nproc: each rank needs a GPU of its own; got 2; "
+        "--nproc: each rank needs its own GPU; got 2; "
         "this machine has 1: give as many or fewer, or train on the CPU with DS_ACCELERATOR=cpu\n"
     )
     assert train(config, "--nproc", "2") == (2, message)

@@ -141,7 +141,7 @@ def test_an_image_whose_code_would_not_know_the_experiment(tmp_path: Path, monke
     with pytest.raises(TridockError) as caught:
         ask(tmp_path, monkeypatch, GOOD, {"rendezvous": {"port": 20123}, "image_manifest": manifest})
     assert str(caught.value) == (
-        "node-1: its image is of another version of Tridock; "
+        "node-1: its image has another version of Tridock; "
         "got its experiments have other fields; its commit is 0123456789ab; "
         f"run tridock image, then tridock up --hosts {tmp_path}/lab"
     )
@@ -156,7 +156,7 @@ def test_an_image_that_would_not_read_the_runs_files(
     with pytest.raises(TridockError) as caught:
         ask(tmp_path, monkeypatch, GOOD, {"rendezvous": {"port": 20123}, "contract": theirs})
     assert str(caught.value) == (
-        f"node-1: its image is of another version of Tridock; got contract {shown}, {contract()} here; "
+        f"node-1: its image has another version of Tridock; got contract {shown}, {contract()} here; "
         f"run tridock image, then tridock up --hosts {tmp_path}/lab"
     )
 
@@ -167,10 +167,10 @@ def test_every_difference_is_named_at_once(tmp_path: Path, monkeypatch: pytest.M
         ask(tmp_path, monkeypatch, files, {"rendezvous": {"port": 1}})
     bring = f"bring the data to the nodes: tridock data sync --hosts {tmp_path}/lab --path data"
     assert str(caught.value) == (
-        "t.yaml: data.data_path: has another content on node node-2 than on the head; "
+        "t.yaml: data.data_path: has different content on node node-2 than on the head; "
         f"got 99 bytes  data/t_document.bin; {bring}/t_document\n"
         f"t.yaml: data.vocab_file: is not on node node-2; got data/vocab.json; {bring}/vocab.json\n"
-        "t.yaml: data.merge_file: has another content on node node-2 than on the head; "
+        "t.yaml: data.merge_file: has different content on node node-2 than on the head; "
         f"got dd  data/merges.txt; {bring}/merges.txt"
     )
     assert caught.value.exit_code == 2

@@ -134,6 +134,6 @@ def test_a_port_that_is_taken(port: int) -> None:
     with socket.create_server(("", port)), pytest.raises(TridockError) as caught:
         lead(port, FIRST, "run-1", silent, 0.2)
     assert str(caught.value) == (
-        f"port {port}: cannot be listened on; got address already in use; "
+        f"port {port}: cannot be opened for listening; got address already in use; "
         "end what listens there, or set launch.master_port (MASTER_PORT) to another, on every node"
     )

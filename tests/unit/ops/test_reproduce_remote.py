@@ -16,7 +16,7 @@ def test_a_run_that_was_fetched_before_is_enough(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[RequestError] | type[ClusterError]
 ) -> None:
     def unknown(*given: object, **named: object) -> None:
-        raise error(Problem("--run", "is no run of this cluster", "a-1", "see tridock status"))
+        raise error(Problem("--run", "is not a run of this cluster", "a-1", "see tridock status"))
 
     monkeypatch.setattr(reproduce_remote, "choose_run", unknown)
     (tmp_path / "lab").write_text("node-1 slots=1\n")
@@ -24,6 +24,6 @@ def test_a_run_that_was_fetched_before_is_enough(
     for wanted in ("a-1", None):
         with pytest.raises(error) as caught:
             reproduce_remote.original_of(session, wanted, tmp_path / "runs")
-        assert str(caught.value) == "--run: is no run of this cluster; got a-1; see tridock status"
+        assert str(caught.value) == "--run: is not a run of this cluster; got a-1; see tridock status"
     (tmp_path / "runs" / "a-1").mkdir(parents=True)
     assert reproduce_remote.original_of(session, "a-1", tmp_path / "runs") == tmp_path / "runs" / "a-1"

@@ -70,9 +70,9 @@ def test_every_secret_that_is_missing_is_named_at_once(monkeypatch: pytest.Monke
         env={"WANDB_API_KEY": "abc"},
     )
     assert found.splitlines() == [
-        "env.WANDB_API_KEY: would be in the run's folder for all to read; got a secret; remove it, and export it in the"
-        " shell in which you launch",
-        "trackers[0].variable: is not set; got MY_KEY; export it in the shell in which you launch",
+        "env.WANDB_API_KEY: would be readable by everyone in the run folder; got a secret; remove it,"
+        " and export it in the shell that you launch from",
+        "trackers[0].variable: is not set; got MY_KEY; export it in the shell that you launch from",
         "trackers[1].file: cannot be read; got /none: No such file or directory; name a text file on this machine",
         "notify[0].variable: holds no address; got HOOK; write apprise's form, as json://host/path, mailtos://… or"
         " slack://…",

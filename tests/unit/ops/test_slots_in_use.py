@@ -97,7 +97,7 @@ def test_a_run_is_removed_by_its_name_or_as_the_only_one(session: Session, monke
     assert asked == [("gpu-1", "cancel", "/workspace/runs/b")]
     with pytest.raises(RequestError, match="--run: is needed while several runs wait; got a, b; see tridock status"):
         registry.cancel(session, None)
-    with pytest.raises(RequestError, match="--run: is no run that waits; got c; use one of: a, b; tridock stop ends"):
+    with pytest.raises(RequestError, match="--run: is not a queued run; got c; use one of: a, b; tridock stop ends"):
         registry.cancel(session, "c")
     del waiting[1]
     assert registry.cancel(session, None) == "a"

@@ -268,14 +268,14 @@ def test_all_that_is_wrong_with_the_paths_at_once(lab: Lab) -> None:
     with pytest.raises(RequestError) as caught:
         choose(lab.project, ["..", ".", "data/none", "data/x", "data/photos", "empty", "tabs", "links"])
     assert str(caught.value).splitlines() == [
-        f"--path: lies outside the project's folder; got ..; {outside}",
-        f"--path: lies outside the project's folder; got .; {outside}",
+        f"--path: is outside the project folder; got ..; {outside}",
+        f"--path: is outside the project folder; got .; {outside}",
         f"--path: is not here; got data/none; {make}",
         f"--path: is half of a data set: there is no .idx; got data/x; {make}",
         f"--path: is half of a data set: there is no _labels.npy; got data/photos; {make}",
         f"--path: holds no file; got empty; {make}",
         "--path: has a file with a tab or a line break in its name; got 'tabs/a\\tb'; rename it",
-        "--path: has a link that leads nowhere, or no file; got links/a; remove it or mend it",
+        "--path: has a dangling link, or something that is not a file; got links/a; remove it or fix it",
     ]
 
 

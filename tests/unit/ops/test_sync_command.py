@@ -122,9 +122,9 @@ def test_data_that_are_not_here_or_not_below_the_workspace(files: Lab) -> None:
     elsewhere = MEGATRON["data"] | {"data_path": "/corpus/x", "vocab_file": "../vocab.json"}
     todo = "what is mounted there is the hosts' own; name a path below /workspace to have it copied"
     assert run(files, [], "configs/t.yaml", **{**MEGATRON, "data": elsewhere}).splitlines() == [
-        f"configs/t.yaml: data.data_path: lies outside the workspace; got /corpus/x.bin; {todo}",
-        f"configs/t.yaml: data.data_path: lies outside the workspace; got /corpus/x.idx; {todo}",
-        f"configs/t.yaml: data.vocab_file: lies outside the workspace; got ../vocab.json; {todo}",
+        f"configs/t.yaml: data.data_path: is outside the workspace; got /corpus/x.bin; {todo}",
+        f"configs/t.yaml: data.data_path: is outside the workspace; got /corpus/x.idx; {todo}",
+        f"configs/t.yaml: data.vocab_file: is outside the workspace; got ../vocab.json; {todo}",
     ]
 
 
@@ -209,12 +209,12 @@ def test_the_error_of_a_head_that_can_make_no_maps(nodes: Lab, tmp_path: Path) -
     assert run(nodes, [], "configs/t.yaml", **MEGATRON).splitlines()[-3:] == [
         "index maps: not made, see the error of node-1",
         "node-1: engine: is not here; got /opt; build it",
-        "node-2: no problem here; mend the others",
+        "node-2: no problem here; fix the others",
     ]
     (tmp_path / "out").write_text("")
     (tmp_path / "err").write_text("Trace\nboom\n")
     assert run(nodes, [], "configs/t.yaml", **MEGATRON).splitlines()[-2] == (
-        "node-1: `make the index maps` failed with exit code 2; got Trace | boom; mend that there, then try again"
+        "node-1: `make the index maps` failed with exit code 2; got Trace | boom; fix that there, then try again"
     )
     assert "data/x.idx" in nodes.below("node-2")
 

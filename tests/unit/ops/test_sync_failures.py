@@ -96,10 +96,10 @@ def test_there_is_no_room(lab: Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     lines, code = refused(lab, "data")
     assert lines == [
-        "node-2: has too little room for the data; "
+        "node-2: has too little disk space for the data; "
         f"got 2.0 MB to send, 1.0 MB free in {lab.workspace('node-2')}/data; "
         "free some space there, or choose another folder (workdir in the settings)",
-        "node-1: no problem here; mend the others",
+        "node-1: no problem here; fix the others",
     ]
     assert code == 3
     assert (len(lab.below("node-1")), lab.below("node-2")) == (1, {})

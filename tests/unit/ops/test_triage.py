@@ -31,5 +31,5 @@ def test_a_preempted_run_continues_where_it_has_saved(
     with pytest.raises(PreemptedError) as caught:
         check_exit(lab.session, Run("t-1", "node-1"), 85)
     assert str(caught.value) == (
-        f"t-1: the run was asked to end, and has saved; continue with --set train.load={saved_in}"
+        f"t-1: the run was preempted and has saved a checkpoint; continue with --set train.load={saved_in}"
     )

@@ -42,17 +42,17 @@ def planned(ranks: int, *overrides: str) -> Plan:
          "batch.global_batch_size: Megatron v1.1.5 without DeepSpeed does not accumulate gradients; got 8; "
          "use 4, or strategy zero"),
         (1, ["precision=bf16"],
-         "precision: Megatron v1.1.5 knows fp16 and fp32; got 'bf16'; use fp16 on GPUs, or fp32"),
+         "precision: Megatron v1.1.5 supports fp16 and fp32; got 'bf16'; use fp16 on GPUs, or fp32"),
         (1, ["data.merge_file=null"],
          "data.merge_file: Megatron v1.1.5 reads GPT-2's tokenizer; got nothing; "
-         "name the file that the data was tokenized with (the demo's lie in data/demo/tokenizer)"),
+         "name the file that the data was tokenized with (the demo's are in data/demo/tokenizer)"),
         (1, ["optimizer.lr_warmup_iters=16", "optimizer.lr_decay_iters=31"],
          "optimizer.lr_warmup_iters: Megatron v1.1.5 reaches lr only in a warm-up of at most half of"
          " lr_decay_iters 31; got 16; use 15 or less"),
         (1, ["optimizer.lr_warmup_fraction=0.6", "optimizer.lr_decay_iters=31"],
          "optimizer.lr_warmup_fraction: Megatron v1.1.5 reaches lr only in a warm-up of at most half of"
          " lr_decay_iters 31; got 0.6; use 0.5 or less"),
-        (1, ["train.seed=0"], "train.seed: Megatron v1.1.5 wants a positive seed; got 0; use 1 or more"),
+        (1, ["train.seed=0"], "train.seed: Megatron v1.1.5 needs a positive seed; got 0; use 1 or more"),
         (1, ["megatron_args=[--scaled-masked-softmax-fusion]"],
          "megatron_args: Megatron v1.1.5's fused softmax kernels do not compile since torch 1.11; "
          "got --scaled-masked-softmax-fusion; leave it out"),
@@ -79,7 +79,7 @@ def planned(ranks: int, *overrides: str) -> Plan:
          "model.contiguous_checkpointing: needs partition_activations; got true; "
          "set model.partition_activations to true, or leave it out"),
         (1, ["parallel.strategy=ddp", "model.checkpoint_activations=true", "model.checkpoint_in_cpu=true"],
-         "model.checkpoint_in_cpu: is DeepSpeed's, and strategy ddp is without it; got true; "
+         "model.checkpoint_in_cpu: needs DeepSpeed, which strategy ddp does not use; got true; "
          "set it to false, or strategy to zero"),
     ],
 )  # fmt: skip

@@ -46,20 +46,20 @@ def refused(ranks: int, *overrides: str) -> str:
         (2, [f"{PP}=2", f"{VPP}=5", "batch.global_batch_size=8"],
          f"{VPP}: must divide the 12 layers of a stage; got 5; use 4 or 6"),
         (4, [f"{PP}=2", f"{VPP}=2", "batch.global_batch_size=12"],
-         "batch.global_batch_size: an interleaved pipeline wants a multiple of micro_batch_size 2 x"
+         "batch.global_batch_size: an interleaved pipeline needs a multiple of micro_batch_size 2 x"
          " data parallel size 2 x pipeline_model_parallel_size 2; got 12; use 8 or 16"),
         (2, [f"{PP}=2", f"{VPP}=2"],
-         "batch.global_batch_size: an interleaved pipeline wants a multiple of micro_batch_size 2 x"
+         "batch.global_batch_size: an interleaved pipeline needs a multiple of micro_batch_size 2 x"
          " data parallel size 1 x pipeline_model_parallel_size 2; got 2; use 4"),
         (4, [f"{CP}=4", "model.seq_length=36"],
          "model.seq_length: must be a multiple of 2 x context_parallel_size 4; got 36; use 32 or 40"),
         (4, [f"{TP}=4", f"{SP}=true", "model.seq_length=30"],
-         "model.seq_length: sequence_parallel wants a multiple of tensor_model_parallel_size 4; got 30; use 28 or 32"),
+         "model.seq_length: sequence_parallel needs a multiple of tensor_model_parallel_size 4; got 30; use 28 or 32"),
         (8, [f"{TP}=4", f"{CP}=2", f"{SP}=true", "model.seq_length=36"],
-         "model.seq_length: sequence_parallel wants a multiple of tensor_model_parallel_size 4 x"
+         "model.seq_length: sequence_parallel needs a multiple of tensor_model_parallel_size 4 x"
          " context_parallel_size 2; got 36; use 32 or 40"),
         (1, [f"{SP}=true"],
-         f"{SP}: there are no tensor parallel ranks to share tokens; got true; "
+         f"{SP}: there are no tensor parallel ranks to split tokens; got true; "
          "leave it out, or set tensor_model_parallel_size to 2 or more"),
         (6, [f"{CP}=4"],
          "parallel: tensor x pipeline x context size 4 must divide the 6 slots of the hostfile; got 6 slots; "
@@ -69,10 +69,10 @@ def refused(ranks: int, *overrides: str) -> str:
         (8, [f"{TP}=4", f"{CP}=2", f"{SP}=true", "model.seq_length=34"],
          "model.seq_length: must be a multiple of 2 x context_parallel_size 2; got 34; use 32 or 40"),
         (1, ["model.recompute_method=block"],
-         "model.recompute_method: is about recompute_granularity full; got block; "
+         "model.recompute_method: applies only to recompute_granularity full; got block; "
          "set model.recompute_granularity to full, or leave it out"),
         (1, ["model.recompute_granularity=selective", "model.recompute_num_layers=1"],
-         "model.recompute_num_layers: is about recompute_granularity full; got 1; "
+         "model.recompute_num_layers: applies only to recompute_granularity full; got 1; "
          "set model.recompute_granularity to full, or leave it out"),
         (1, ["model.recompute_granularity=full", "model.recompute_num_layers=1"],
          "model.recompute_method: recompute_granularity full needs it; got nothing; use uniform or block"),
@@ -80,7 +80,7 @@ def refused(ranks: int, *overrides: str) -> str:
          "model.recompute_num_layers: recompute_granularity full needs it; got nothing; use 1 or more"),
         (2, [f"{PP}=2", "model.recompute_granularity=full", "model.recompute_method=uniform",
              "model.recompute_num_layers=5"],
-         "model.recompute_num_layers: recompute_method uniform wants groups that divide the 12 layers of a stage; "
+         "model.recompute_num_layers: recompute_method uniform needs groups that divide the 12 layers of a stage; "
          "got 5; use 4 or 6"),
         (1, ["parallel.strategy=zero"],
          f"parallel.strategy: megatron-core runs without DeepSpeed; got zero; {SHARE}"),

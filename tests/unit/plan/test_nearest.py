@@ -86,8 +86,8 @@ def test_the_nearest_values_do_away_with_the_problem(engine: str) -> None:
         for problem in layout_problems(build(overrides), world_size):
             assert problem.nearest or problem.where in WITHOUT, str(problem)
             for value in problem.nearest:
-                mended = build([*overrides, *replaced(problem, value)])
-                left = [str(other) for other in layout_problems(mended, world_size) if other.where == problem.where]
+                corrected = build([*overrides, *replaced(problem, value)])
+                left = [str(other) for other in layout_problems(corrected, world_size) if other.where == problem.where]
                 assert not left, f"{value} for {problem}: {left}"
 
     check()

@@ -80,7 +80,7 @@ def said(slots: int, fields: dict[str, Any]) -> list[str]:
          f"{VPP}: an interleaved pipeline wants pipeline x virtual size to divide num_layers 4; got 2 x "
          "3; use sizes whose product is 4"),
         (4, {PP: 4, BATCH: 3},
-         f"{BATCH}: schedule 1f1b wants at least micro_batch_size 1 x data parallel size 1 x "
+         f"{BATCH}: schedule 1f1b needs at least micro_batch_size 1 x data parallel size 1 x "
          "pipeline_model_parallel_size 4; got 3; use 4 or more, or parallel.pipeline_schedule gpipe"),
         (2, {PP: 2, VPP: 2, SCHEDULE: "interleaved", BATCH: 5},
          f"{BATCH}: schedule interleaved wants a multiple of micro_batch_size 1 x data parallel size 1 x "

@@ -140,9 +140,9 @@ def test_what_is_no_layout() -> None:
     with pytest.raises(RequestError) as caught:
         overrides_of_layout("TP4 fast configs/demo.yaml")
     assert str(caught.value) == (
-        f"--why: is no layout; got 'fast'; {todo}\n--why: is no layout; got 'configs/demo.yaml'; {todo}"
+        f"--why: is not a layout; got 'fast'; {todo}\n--why: is not a layout; got 'configs/demo.yaml'; {todo}"
     )
-    with pytest.raises(RequestError, match="--why: is no layout; got ''; give"):
+    with pytest.raises(RequestError, match="--why: is not a layout; got ''; give"):
         overrides_of_layout("")
 
 

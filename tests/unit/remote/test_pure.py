@@ -118,14 +118,14 @@ def test_a_failed_command() -> None:
     done = Completed(0, b"", b"noise")
     assert done.checked("node-1") is done
     assert text(1, b"on stdout\n", b"") == (
-        "node-1: `docker load` failed with exit code 1; got on stdout; mend that there, then try again"
+        "node-1: `docker load` failed with exit code 1; got on stdout; fix that there, then try again"
     )
     assert text(1, b"ignored", b"1\n2\n\n 3 \n4\n") == (
-        "node-1: `docker load` failed with exit code 1; got 3 | 4; mend that there, then try again"
+        "node-1: `docker load` failed with exit code 1; got 3 | 4; fix that there, then try again"
     )
     assert (
         text(9, b"", b"")
-        == "node-1: `docker load` failed with exit code 9; got no output; mend that there, then try again"
+        == "node-1: `docker load` failed with exit code 9; got no output; fix that there, then try again"
     )
     assert text(1, b"", b"\xff\n").startswith("node-1: `docker load` failed with exit code 1; got \ufffd; ")
 
@@ -142,7 +142,7 @@ def test_a_failed_command() -> None:
         ("bind: address already in use", "end what holds the port there, or choose another"),
         ("container name is already in use", "remove what has that name there, or choose another"),
         ("only part of /x arrived", "see whether the connection is sound, then try again"),
-        ("anything else", "mend that there, then try again"),
+        ("anything else", "fix that there, then try again"),
     ],
 )  # fmt: skip
 def test_remedies(text: str, todo: str) -> None:
@@ -331,15 +331,15 @@ def failing(error: Exception) -> Outcome[int]:
 
 
 def test_failures_of_one_kind_keep_it() -> None:
-    problems = [Problem(name, "is wrong", "", "mend it") for name in "ab"]
+    problems = [Problem(name, "is wrong", "", "correct it") for name in "ab"]
     with pytest.raises(RequestError) as wrong:
         raise_failures({p.where: failing(RequestError(p)) for p in problems})
-    assert str(wrong.value) == "a: is wrong; mend it\nb: is wrong; mend it"
+    assert str(wrong.value) == "a: is wrong; correct it\nb: is wrong; correct it"
     with pytest.raises(ClusterError) as mixed:
         raise_failures(
             {"a": failing(RequestError(problems[0])), "b": failing(ClusterError(problems[1])), "c": Outcome(1)}
         )
-    assert str(mixed.value) == "a: is wrong; mend it\nb: is wrong; mend it\nc: no problem here; mend the others"
+    assert str(mixed.value) == "a: is wrong; correct it\nb: is wrong; correct it\nc: no problem here; fix the others"
 
 
 def test_a_bug_is_raised_as_it_is() -> None:
@@ -362,7 +362,9 @@ def test_a_host_given_up_is_closed_and_its_place_goes_to_the_next() -> None:
 
     outcomes = on_all(hosts, work, cap=1, timeout=0.4)
     release.set()
-    assert str(outcomes["stuck"].error) == "stuck: was given up after 0.4 s; see what holds it up there, then try again"
+    assert (
+        str(outcomes["stuck"].error) == "stuck: did not finish within 0.4 s; see what holds it up there, then try again"
+    )
     assert outcomes["next"] == Outcome("next")
     assert (hosts["stuck"].closed, hosts["next"].closed) == (True, False)
 

@@ -55,4 +55,4 @@ def test_it_has_a_page(run: Path) -> None:
 
 def test_it_is_repeated_on_a_cluster_only(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reproduce", str(run)]) == 2
-    assert "is of a program of your own, which runs on a cluster; name the cluster: --hosts" in capsys.readouterr().err
+    assert "is a run of your own program, which needs a cluster; name the cluster: --hosts" in capsys.readouterr().err

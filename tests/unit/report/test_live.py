@@ -154,7 +154,7 @@ def test_a_port_in_use_and_a_weak_token_are_told(
     monkeypatch.setenv("TRIDOCK_WATCH_TOKEN", "short")
     assert main(["watch", str(folder)]) == 2
     assert capsys.readouterr().err == (
-        "TRIDOCK_WATCH_TOKEN: is no token; got 5 characters; use at least 16 letters, digits, - and _\n"
+        "TRIDOCK_WATCH_TOKEN: is not a valid token; got 5 characters; use at least 16 letters, digits, - and _\n"
     )
 
 

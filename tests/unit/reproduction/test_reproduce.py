@@ -161,7 +161,7 @@ def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reproduce", str(then), "--against", str(other)]) == 4
     assert main(["reproduce", str(then), "--against", str(other), "--tolerance", "0.1"]) == 0
     assert main(["reproduce", str(then), "--against", str(other), "--tolerance", "nan"]) == 2
-    assert capsys.readouterr().err == "--tolerance: is no distance; got nan; give a number of 0 or more, as 1e-4\n"
+    assert capsys.readouterr().err == "--tolerance: is not a tolerance; got nan; give a number of 0 or more, as 1e-4\n"
 
 
 # ---- the environment -----------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def test_what_weakens_the_comparison(tmp_path: Path) -> None:
     assert notes(read_original(folder)) == [
         "the run's manifest does not say what its data was: whether it is the same is not known",
         "the run's code had changes that its commit does not hold",
-        "the run went on elsewhere on its way: its first losses are of another layout",
+        "the run moved to other nodes: its first losses are from another layout",
     ]
     assert notes(read_original(a_run(tmp_path / "t-2", [7.0]))) == []
 
@@ -218,7 +218,7 @@ def test_other_data_is_refused_unless_forced(
         gate(folder).pass_through(now, {"world_size": 2, "data_parallel_size": 2})
     assert str(caught.value) == (
         f"{where}: is not the data that the run has read: {section} was {was}; got {got}; "
-        "bring that data back, or compare all the same with --force"
+        "restore that data, or compare anyway with --force"
     )
     forced = gate(folder, force=True)
     forced.pass_through(now, {"world_size": 2, "data_parallel_size": 2})
@@ -241,7 +241,7 @@ def test_a_run_that_cannot_be_done_again(tmp_path: Path) -> None:
     assert str(caught.value) == (
         f"{folder}/metrics.jsonl: has no losses to compare with; got no logged iteration; "
         "name a run that has logged losses\n"
-        f"{folder}/plan.json: does not say on how many ranks the run was; got no world_size; "
+        f"{folder}/plan.json: does not record the number of ranks; got no world_size; "
         "fetch the run's folder whole: tridock fetch"
     )
     with pytest.raises(RequestError) as caught:

@@ -67,6 +67,6 @@ def test_another_launcher_than_torchrun() -> None:
     with pytest.raises(RequestError) as caught:
         agree_on_run(Place(0, 4, 4, 0), {"MASTER_ADDR": "a"}, dict)
     assert str(caught.value) == (
-        "tridock.train: finds no store of torchrun's; got 4 ranks; start it with torchrun; under another launcher use "
+        "tridock.train: cannot find torchrun's store; got 4 ranks; start it with torchrun; under another launcher use "
         "tridock train, tridock launch or tridock slurm"
     )

@@ -52,7 +52,7 @@ def test_every_difference_is_named(tmp_path: Path) -> None:
     wanted = progress(**{"model.hidden_size": 32, "model.seq_length": 64, **ZERO, "parallel.zero_stage": 1})
     with pytest.raises(RequestError) as caught:
         check_fit(tmp_path, saved, replace(wanted, precision="fp32"))
-    where, todo = f"the checkpoint {tmp_path} was saved with", "use the same, or start anew"
+    where, todo = f"the checkpoint {tmp_path} was saved with", "use the same, or start from scratch"
     assert str(caught.value).splitlines() == [
         f"model.hidden_size: {where} 16; got 32; {todo}",
         f"model.max_position_embeddings: {where} 8; got 64; {todo}",
@@ -87,7 +87,7 @@ def test_megatron_core_may_change_its_layout_and_not_its_optimizer(tmp_path: Pat
     wanted = progress(**core, **{"parallel.use_distributed_optimizer": True})
     with pytest.raises(RequestError) as caught:
         check_fit(tmp_path, saved, replace(wanted, precision="bf16"))
-    where, todo = f"the checkpoint {tmp_path} was saved with", "use the same, or start anew"
+    where, todo = f"the checkpoint {tmp_path} was saved with", "use the same, or start from scratch"
     assert str(caught.value).splitlines() == [
         f"precision: {where} fp16; got bf16; {todo}",
         f"parallel.use_distributed_optimizer: {where} False; got True; {todo}",
@@ -99,7 +99,8 @@ def test_a_checkpoint_of_another_engine(tmp_path: Path) -> None:
     with pytest.raises(RequestError) as caught:
         check_fit(tmp_path, saved, progress(engine="megatron-core", precision="fp32"))
     assert str(caught.value) == (
-        f"engine: the checkpoint {tmp_path} was saved with torch; got megatron-core; use the same, or start anew"
+        f"engine: the checkpoint {tmp_path} was saved with torch; got megatron-core;"
+        " use the same, or start from scratch"
     )
 
 
@@ -204,7 +205,7 @@ def test_what_is_not_whole_is_passed_over(tmp_path: Path, ranks: Ranks) -> None:
     (tmp_path / "iter_0000003/files.json").unlink()
     (tmp_path / "iter_0000002").rename(tmp_path / "gone")
     (tmp_path / "latest").write_text("")
-    got = "got ''; the newest whole one is taken"
+    got = "got ''; the newest complete one is used"
     assert choose(checkpoints, tmp_path) == (
         "iter_0000001",
         {
@@ -304,7 +305,7 @@ def test_a_failed_save_leaves_the_one_before(tmp_path: Path, ranks: Ranks, error
     assert caught.value.error.exit_code == 4
     assert str(caught.value) == (
         f"{tmp_path}/iter_0000002: the checkpoint could not be written; got {got}; "
-        "free space there or mend its permissions; continue from the last whole checkpoint with train.load"
+        "free space there or fix its permissions; continue from the last whole checkpoint with train.load"
     )
     assert listing(tmp_path) == ["iter_0000001", "latest"]
     assert choose(checkpoints, tmp_path) == ("iter_0000001", {})

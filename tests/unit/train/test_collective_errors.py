@@ -148,8 +148,8 @@ def test_a_lost_rank(text: str, got: str | None) -> None:
     assert problem is not None
     assert problem.cause == Cause.PEER_LOST
     assert str(problem) == (
-        f"collective: another rank has gone; got {got or text}; "
-        "look for the rank that failed first: its message stands in logs/rank-<N>.log"
+        f"collective: lost the connection to another rank; got {got or text}; "
+        "look for the rank that failed first: its message is in logs/rank-<N>.log"
     )
 
 

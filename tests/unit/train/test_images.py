@@ -67,12 +67,12 @@ def test_every_second_training_image_is_turned(tmp_path: Path) -> None:
             np.zeros((30, 3, 2, 2), np.uint8),
             None,
             "{}_images.npy: must be uint8 of [N, 3, 2, 3]; got uint8 of [30, 3, 2, 2]; set model.img_h and "
-            "model.img_w, or mend it",
+            "model.img_w, or correct it",
         ),
         (
             None,
             np.zeros(29, np.int64),
-            "{}_labels.npy: must be int64 of [30]; got int64 of [29]; make it anew: one label an image",
+            "{}_labels.npy: must be int64 of [30]; got int64 of [29]; create it again, with one label per image",
         ),
         (
             None,

@@ -46,6 +46,6 @@ def test_an_image_without_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(RequestError) as caught:
         source_folder()
     assert str(caught.value) == (
-        f"engine: Megatron-LM v1.1.5 is not here; got {tmp_path}; build the image with its source "
+        f"engine: Megatron-LM v1.1.5 is not installed; got {tmp_path}; build the image with its source "
         "(tridock image --megatron WHERE), or name its folder in TRIDOCK_MEGATRON"
     )

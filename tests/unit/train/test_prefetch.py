@@ -34,7 +34,7 @@ class Reader:
         self.seen.append((samples.name, first))
         self.threads.add(threading.get_ident())
         if first == 13:
-            raise RequestError(Problem("data", "is spoilt", "13", "mend it"))
+            raise RequestError(Problem("data", "is spoilt", "13", "correct it"))
         yield np.full((2, 3), first)
         yield np.full((2, 3), first + 1)
         self.done.release()
@@ -68,7 +68,7 @@ def test_an_error_comes_with_its_batch() -> None:
     assert prefetcher.get(TRAIN, 5, 13)[0][0, 0] == 5
     with pytest.raises(RequestError) as caught:
         prefetcher.get(TRAIN, 13, None)
-    assert str(caught.value) == "data: is spoilt; got 13; mend it"
+    assert str(caught.value) == "data: is spoilt; got 13; correct it"
     assert prefetcher.get(TRAIN, 21, None)[0][0, 0] == 21  # the thread lives on
 
 

@@ -96,9 +96,9 @@ def test_what_all_ranks_find_is_said_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_what_some_ranks_find_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = Problem("x", "is wrong", "1", "mend it")
+    other = Problem("x", "is wrong", "1", "correct it")
     found = agreed_by(monkeypatch, [None, (2, (PROBLEM,)), None, (4, (PROBLEM, other))])
-    assert found == "4 ranks 1, 3: data.data_path: is missing; make it\nrank 3: x: is wrong; got 1; mend it"
+    assert found == "4 ranks 1, 3: data.data_path: is missing; make it\nrank 3: x: is wrong; got 1; correct it"
 
 
 def test_agree_on_errors_lets_everything_else_pass(alone: Ranks) -> None:

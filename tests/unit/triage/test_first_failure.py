@@ -17,7 +17,7 @@ def failed(rank: int, second: int, reason: str = "boom", **kind: object) -> str:
 
 
 def test_a_rank_that_lost_another_is_not_first_whatever_its_clock_says() -> None:
-    lost = failed(0, 1, "collective: another rank has gone", consequence=True)
+    lost = failed(0, 1, "collective: lost the connection to another rank", consequence=True)
     own = failed(3, 9, "RuntimeError('boom')\nand a trace")
     expected = FirstFailure(3, "b", "RuntimeError('boom')")
     assert first_failure({"a": lost, "b": own}, NODES) == expected
@@ -33,7 +33,10 @@ def test_a_rank_that_lost_another_is_not_first_whatever_its_clock_says() -> None
     ],
 )
 def test_a_rank_that_a_signal_ended_says_nothing_itself(lost: tuple[int, ...], message: str) -> None:
-    text = "collective: another rank has gone; got Connection reset by peer; look for the rank that failed first"
+    text = (
+        "collective: lost the connection to another rank; got Connection reset by peer;"
+        " look for the rank that failed first"
+    )
     found = first_failure({"a": "".join(failed(rank, rank, text, consequence=True) for rank in lost)}, NODES)
     assert str(found) == f"{message}(killed by a signal, perhaps because memory ran out: see dmesg there)"
 
@@ -74,7 +77,7 @@ DIED = {"rank": 3, "node": "b", "reason": "was ended by SIGKILL after iteration 
 
 
 def test_what_the_supervisor_saw_comes_before_what_ranks_said() -> None:
-    lost = failed(0, 1, "collective: another rank has gone", consequence=True)
+    lost = failed(0, 1, "collective: lost the connection to another rank", consequence=True)
     found = first_failure({"a": lost + failed(1, 1) + seen("rank_died", 2, **DIED), "b": lost}, NODES)
     assert found is not None
     assert (found.rank, str(found)) == (3, "rank 3 on b was ended by SIGKILL after iteration 7")

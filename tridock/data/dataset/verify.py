@@ -96,7 +96,7 @@ def _documents(index: Index) -> Iterator[Problem]:
 
     if entries[0] > 0:
         yield Problem(f"{index.path}, document 0", "does not begin at sequence 0", str(entries[0]), COPY_OR_REBUILD)
-    what = "documents that begin before the one before them"
+    what = "documents that begin before the previous one"
     yield from found.problems(index.path, what, COPY_OR_REBUILD, problem)
     if last != sequences:
         what = f"ends at another sequence than the last of {sequences}"

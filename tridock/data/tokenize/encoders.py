@@ -367,7 +367,7 @@ class Null:
 
     def _ids_of(self, words: list[str]) -> Ids:
         if (wrong := next((word for word in words if not self._is_id(word)), None)) is not None:
-            what, todo = f"is not a token id below {self.vocab_size}", "raise --vocab-size, or mend the text"
+            what, todo = f"is not a token id below {self.vocab_size}", "raise --vocab-size, or correct the text"
             raise RequestError(Problem("--tokenizer-type NullTokenizer: a word", what, repr(wrong), todo))
         return np.array(list(map(int, words)), np.uint32)
 

@@ -91,5 +91,5 @@ def _read(file: Path) -> list[bytes]:
         or len(set(tokens)) < len(tokens)
     ):
         what = "must have all bytes first, every token once, and ranks that count up"
-        raise RequestError(Problem(str(file), what, f"{len(tokens)} tokens", "make it anew"))
+        raise RequestError(Problem(str(file), what, f"{len(tokens)} tokens", "create it again"))
     return tokens

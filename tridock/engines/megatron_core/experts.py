@@ -84,7 +84,7 @@ def _layout_problems(experiment: Experiment) -> Iterator[Problem]:
         yield Problem("parallel.sequence_parallel", what, "false", "set it to true", ("true",))
     if experiment.model.add_bias_linear:
         # It adds them in place to what its autograd functions returned: the first step fails (0.16.1).
-        what = "megatron-core trains no experts with biases"
+        what = "megatron-core does not train experts with biases"
         yield Problem("model.add_bias_linear", what, "true", "set it to false", ("false",))
     ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     covered = tensor * parallel.expert_model_parallel_size

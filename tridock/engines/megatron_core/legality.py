@@ -68,7 +68,7 @@ def interleaved_batch_problems(experiment: Experiment, replicas: int) -> Iterato
     if samples % (micro * replicas * stages):
         near = nearest_multiples(micro * replicas * stages, samples)
         sizes = f"micro_batch_size {micro} x data parallel size {replicas} x pipeline_model_parallel_size {stages}"
-        what = f"an interleaved pipeline wants a multiple of {sizes}"
+        what = f"an interleaved pipeline needs a multiple of {sizes}"
         yield Problem("batch.global_batch_size", what, str(samples), f"use {either(near)}", near)
 
 
@@ -114,10 +114,10 @@ def _sequence_problems(experiment: Experiment) -> Iterator[Problem]:
         yield Problem("model.seq_length", what, str(length), f"use {either(near)}", near)
     elif length % parts:
         also = f" x context_parallel_size {context}" if context > 1 else ""
-        what = f"sequence_parallel wants a multiple of tensor_model_parallel_size {tensor}{also}"
+        what = f"sequence_parallel needs a multiple of tensor_model_parallel_size {tensor}{also}"
         yield Problem("model.seq_length", what, str(length), f"use {either(near)}", near)
     if parallel.sequence_parallel and tensor == 1:
-        what, todo = "there are no tensor parallel ranks to share tokens", "set tensor_model_parallel_size to 2 or more"
+        what, todo = "there are no tensor parallel ranks to split tokens", "set tensor_model_parallel_size to 2 or more"
         yield Problem("parallel.sequence_parallel", what, "true", f"leave it out, or {todo}", ("false",))
 
 
@@ -131,7 +131,7 @@ def _recompute_problems(experiment: Experiment) -> Iterator[Problem]:
         for field in details:
             if (value := getattr(model, field)) is not None:
                 todo = "set model.recompute_granularity to full, or leave it out"
-                what = "is about recompute_granularity full"
+                what = "applies only to recompute_granularity full"
                 yield Problem(f"model.{field}", what, str(value), todo, ("null",))
         return
     for field, choices in details.items():
@@ -143,5 +143,5 @@ def _recompute_problems(experiment: Experiment) -> Iterator[Problem]:
     )
     if model.recompute_method == "uniform" and number is not None and not rest and layers % number:
         near = nearest_divisors(layers, number)
-        what = f"recompute_method uniform wants groups that divide the {layers} layers of a stage"
+        what = f"recompute_method uniform needs groups that divide the {layers} layers of a stage"
         yield Problem("model.recompute_num_layers", what, str(number), f"use {either(near)}", near)

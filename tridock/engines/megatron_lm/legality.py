@@ -131,14 +131,14 @@ def problems(experiment: Experiment) -> Iterator[Problem]:
     yield from _layout_problems(experiment)
     yield from _checkpointing_problems(experiment)
     if experiment.precision == "bf16":
-        what, todo = "Megatron v1.1.5 knows fp16 and fp32", "use fp16 on GPUs, or fp32"
+        what, todo = "Megatron v1.1.5 supports fp16 and fp32", "use fp16 on GPUs, or fp32"
         yield Problem("precision", what, "'bf16'", todo, ("fp16", "fp32"))
     for field in ("vocab_file", "merge_file"):
         if getattr(experiment.data, field) is None:
-            todo = "name the file that the data was tokenized with (the demo's lie in data/demo/tokenizer)"
+            todo = "name the file that the data was tokenized with (the demo's are in data/demo/tokenizer)"
             yield Problem(f"data.{field}", "Megatron v1.1.5 reads GPT-2's tokenizer", "nothing", todo)
     if experiment.train.seed == 0:
-        yield Problem("train.seed", "Megatron v1.1.5 wants a positive seed", "0", "use 1 or more", (1,))
+        yield Problem("train.seed", "Megatron v1.1.5 needs a positive seed", "0", "use 1 or more", (1,))
     if experiment.train.pretrained_folder is not None:
         what, todo = "Megatron v1.1.5 loads its own checkpoints only", "use engine torch or megatron-core"
         yield Problem("train.load", what, str(experiment.train.load), todo)
@@ -204,7 +204,9 @@ def _checkpointing_problems(experiment: Experiment) -> Iterator[Problem]:
             yield Problem(f"model.{field}", _NONE_STORED, "true", _STORE, ("false",))
         elif experiment.parallel.strategy == "ddp":
             todo = "set it to false, or strategy to zero"
-            yield Problem(f"model.{field}", "is DeepSpeed's, and strategy ddp is without it", "true", todo, ("false",))
+            yield Problem(
+                f"model.{field}", "needs DeepSpeed, which strategy ddp does not use", "true", todo, ("false",)
+            )
     if model.contiguous_checkpointing and not model.partition_activations:
         todo = "set model.partition_activations to true, or leave it out"
         yield Problem("model.contiguous_checkpointing", "needs partition_activations", "true", todo, ("false",))

@@ -80,7 +80,7 @@ def _even_batch_problems(experiment: Experiment, replicas: int) -> Iterator[Prob
     if parallel.pipeline_schedule == "1f1b" and steps < stages:
         near = (stages * per_pass,)
         todo = f"use {near[0]} or more, or parallel.pipeline_schedule gpipe"
-        yield Problem(where, f"schedule 1f1b wants at least {sizes}", str(samples), todo, near)
+        yield Problem(where, f"schedule 1f1b needs at least {sizes}", str(samples), todo, near)
     if parallel.pipeline_schedule == "interleaved" and steps % max(1, steps // stages):
         multiples = nearest_multiples(stages * per_pass, samples)
         what = f"schedule interleaved wants a multiple of {sizes}"

@@ -181,9 +181,7 @@ def _unusable(request: Request, source: str) -> Iterator[Problem]:
     for name in request.env:
         if name.startswith(("TRIDOCK_", "SLURM_")):
             todo = "choose another name"
-            yield Problem(
-                f"{source}: env.{name}", "is a name of Tridock's or Slurm's own", repr(request.env[name]), todo
-            )
+            yield Problem(f"{source}: env.{name}", "is reserved for Tridock or Slurm", repr(request.env[name]), todo)
     if request.gpu is not None:
         try:
             find_gpu(request.gpu, f"{source}: gpu")

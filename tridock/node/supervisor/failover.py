@@ -95,7 +95,7 @@ def _ask(reach: Reach, folder: Path, node: str, *options: str) -> SpareStatus | 
     try:
         answer = decode(SpareStatus, done.stdout)
     except ValueError:
-        return "its image is of another version of Tridock"
+        return "its image has another version of Tridock"
     if answer.busy:
         return f"is busy with {', '.join(answer.busy)}"
     return f"lacks {', '.join(answer.missing)}" if answer.missing else answer
@@ -162,8 +162,8 @@ def _send(reach: Reach, node: str, folder: Path, files: Iterable[tuple[str, byte
             pass  # its own error says more
         stderr = process.stderr.read().decode(errors="replace").strip()
     if process.returncode:
-        todo = "see that its disk has room and its sshd answers"
-        raise ClusterError(Problem(node, f"did not take the run's files in {folder}", stderr, todo))
+        todo = "check its disk space and its sshd answers"
+        raise ClusterError(Problem(node, f"could not store the run's files in {folder}", stderr, todo))
 
 
 def _pack(files: Iterable[tuple[str, bytes | Path]], stream: IO[bytes]) -> None:

@@ -14,7 +14,7 @@ _PAIR_LIMIT_S: Final = 30
 _MARGIN_S: Final = 10.0
 _AT_ONCE: Final = 4
 _ALONE: Final = "the all-reduce fails among its own ranks"
-_ALONE_TODO: Final = "mend that there, or start its container anew: tridock down, then tridock up"
+_ALONE_TODO: Final = "fix that there, or restart its container: tridock down, then tridock up"
 _PAIR: Final = "the all-reduce of these two fails"
 # Above the head's free port: groups that run at the same time meet at different ones.
 _PORTS: Final = 97

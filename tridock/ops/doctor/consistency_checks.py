@@ -21,7 +21,7 @@ def image_findings(hosts: str, images: Mapping[str, str]) -> Iterator[Finding]:
     for node in others:
         if images[node] != images[head]:
             got = f"{images[node][:19]}, {images[head][:19]} on {head}"
-            problem = Problem(node, "runs another image than the head", got, f"run tridock up {hosts}")
+            problem = Problem(node, "runs a different image than the head", got, f"run tridock up {hosts}")
             yield fail("image", problem, "other versions of torch or NCCL do not understand each other", UP)
 
 
@@ -37,7 +37,7 @@ def code_findings(hosts: str, reports: Reports) -> Iterator[Finding]:
             if here != there:
                 got = f"{_short(here)}, {_short(there)} on {head}"
                 todo = f"start its container anew: tridock down, then tridock up {hosts}"
-                problem = Problem(node, f"has other code in {path} than the head", got, todo)
+                problem = Problem(node, f"has different code in {path} than the head", got, todo)
                 yield fail("image", problem, "ranks that run other code disagree in the middle of a step")
 
 
@@ -56,7 +56,7 @@ def environment_findings(cluster: Cluster, environments: Mapping[str, Mapping[st
             got = "; ".join(_difference(name, here.get(name), there.get(name), head) for name in names[:_LISTED])
             got += f"; and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
             todo = "set them for all nodes (env in the settings), then tridock up"
-            problem = Problem(node, "its environment is not the head's", got, todo)
+            problem = Problem(node, "its environment differs from the head's", got, todo)
             yield fail("environment", problem, "ranks that are set up differently hang or disagree", UP)
 
 

@@ -27,12 +27,12 @@ def space_findings(cluster: Cluster, node: str, report: QuickReport) -> Iterator
     disk = report.disk
     todo = "free some space there (docker system df shows Docker's share)"
     if disk is not None and disk.free < DISK_BYTES:
-        yield fail("space", Problem(node, "has no room for a run's files", _free(disk), todo), _DISK_WHY)
+        yield fail("space", Problem(node, "has no disk space for a run's files", _free(disk), todo), _DISK_WHY)
     elif report.unwritable is not None:
         todo = "give the folder to the ssh user there, on a disk that can be written"
         yield fail("space", Problem(node, "cannot write into /workspace/runs", report.unwritable, todo), _DISK_WHY)
     elif disk is not None and disk.free < DISK_COMFORT_BYTES:
-        yield warn("space", Problem(node, "has little room for checkpoints", _free(disk), todo), _DISK_WHY)
+        yield warn("space", Problem(node, "has little disk space for checkpoints", _free(disk), todo), _DISK_WHY)
 
 
 def _shared_memory(cluster: Cluster, node: str, shm: Space) -> Iterator[Finding]:

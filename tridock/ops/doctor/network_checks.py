@@ -71,7 +71,7 @@ def _route(cluster: Cluster, node: str, probe: PeerProbe) -> Iterator[Finding]:
         yield fail("network", problem, why)
     elif route.interface == "lo":
         got = f"{route.target} through {route.interface}"
-        yield fail("network", Problem(node, f"takes itself for the head at {address}", got, todo), why)
+        yield fail("network", Problem(node, f"resolves the head's name to itself at {address}", got, todo), why)
 
 
 def _unreached(
@@ -100,5 +100,5 @@ def _mtu(networks: Mapping[str, Network], library: str) -> Iterator[Finding]:
         if own.mtu != chosen[head].mtu:
             got = f"{own.mtu} on {own.name}, {chosen[head].mtu} on {chosen[head].name} of {head}"
             todo = "give both interfaces the same (ip link set mtu), the switch between them included"
-            problem = Problem(node, "its network packets have another size (MTU) than the head's", got, todo)
+            problem = Problem(node, "its MTU differs from the head's", got, todo)
             yield warn("network", problem, "large packets are cut or lost; collectives crawl or hang")

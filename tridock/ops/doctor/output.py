@@ -21,7 +21,7 @@ def table(report: Report) -> Table:
         if not found and check not in report.seen:
             if check == "data":
                 continue  # nobody named an experiment
-            shown.add_row(check, "-", f"not tried: {report.skipped.get(check, 'mend the others first')}")
+            shown.add_row(check, "-", f"not tried: {report.skipped.get(check, 'fix the others first')}")
             continue
         state = "fail" if failed else "warn" if found else "ok"
         where = ", ".join(dict.fromkeys(finding.problem.where for finding in found))

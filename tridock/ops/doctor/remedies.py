@@ -11,7 +11,7 @@ from tridock.ops.hosts.session import Session
 from tridock.ops.runs import registry
 
 
-def mend(session: Session, report: Report, say: Callable[[str], object]) -> bool:
+def apply_fixes(session: Session, report: Report, say: Callable[[str], object]) -> bool:
     """Applies the remedies of the findings and prints each result; returns whether there were any."""
     wanted = {finding.remedy for finding in report.findings if finding.remedy}
     for run_id in sorted(remedy[1] for remedy in wanted if remedy[0] == "stop"):
@@ -32,8 +32,8 @@ def _try(say: Callable[[str], object], what: str, action: Callable[[], object]) 
     try:
         action()
     except TridockError as error:
-        say(f"not mended: {what}")
+        say(f"not fixed: {what}")
         for problem in error.problems:
             say(f"    {problem}")
     else:
-        say(f"mended: {what}")
+        say(f"fixed: {what}")

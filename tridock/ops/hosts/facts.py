@@ -122,7 +122,7 @@ def parse_facts(name: str, text: str) -> HostState:
         )
     except (KeyError, ValueError) as error:
         todo = "make its login shell print nothing of its own"
-        raise ClusterError(Problem(name, "gave no facts", f"{error} in {text[-200:]!r}", todo)) from None
+        raise ClusterError(Problem(name, "sent an unreadable answer", f"{error} in {text[-200:]!r}", todo)) from None
     same = {id_: ids for name, value in _lines(text) if name == "ids" for ids in [value.split()] for id_ in ids}
     container = _container(json.loads(facts["container"])) if "container" in facts else None
     if container is not None and container.image_id in same:

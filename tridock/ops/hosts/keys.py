@@ -35,12 +35,12 @@ class KeyStore:
         self._keys: ClusterKeys | None = None
 
     def on_file(self, node: str) -> dict[str, bytes] | None:
-        """As :meth:`node_files`, and nothing is made or mended: None where this node has no keys yet."""
+        """As :meth:`node_files`, but creates and repairs nothing: None where this node has no keys yet."""
         keys = self._read()
         return None if keys is None or node not in keys.hosts else node_files(self._cluster, keys, node)
 
     def ensure(self) -> None:
-        """Makes what is missing and mends modes and folders; what is right stays byte for byte."""
+        """Creates missing keys and repairs modes and folders; keys that are right stay the same."""
         with self._locked():
             found = self._read()
             names = [node.name for node in self._cluster.nodes]
@@ -88,14 +88,16 @@ class KeyStore:
         except OSError as error:
             where = f"{error.filename or self.folder}"
             todo = f"make {self.folder.parent} and all in it yours to write, and leave room on its disk"
-            raise RequestError(Problem(where, "the cluster's keys cannot be kept here", _reason(error), todo)) from None
+            raise RequestError(
+                Problem(where, "the cluster's keys cannot be stored here", _reason(error), todo)
+            ) from None
 
     def _read(self) -> ClusterKeys | None:
         path = self.folder / _KEYS
         try:
             if (mode := path.stat().st_mode & 0o7777) & 0o077:
                 todo = f"make new keys: tridock keys --rotate; to keep these: chmod 600 {shlex.quote(str(path))}"
-                raise RequestError(Problem(str(path), "can be read by others than you", f"mode {mode:03o}", todo))
+                raise RequestError(Problem(str(path), "can be read by other users", f"mode {mode:03o}", todo))
             return ClusterKeys.from_json(path.read_bytes())
         except FileNotFoundError:
             return None

@@ -174,7 +174,7 @@ def _not_ready(session: Session, node: str, host: Host, name: str, running: bool
     if not running and isinstance(session.transport, SshTransport):
         # Nothing half-started stays behind: a dead container would only be in the way of the next try.
         _remove(session.transport, node, host)
-        todo = "mend that, then run tridock up again"
+        todo = "fix that, then run tridock up again"
         with suppress(ValueError):  # another program's output
             return decode(Problem, logs.stdout)  # the entrypoint's error
     what = "its sshd did not answer in time" if running else "its node ended at once"

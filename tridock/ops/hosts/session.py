@@ -165,7 +165,7 @@ class Session:
     def other_version(self, node: str, got: str) -> ClusterError:
         """The error of a node whose image is of another version of Tridock."""
         todo = f"run tridock image, then tridock up {self.cluster.hosts_option}"
-        return ClusterError(Problem(node, "its image is of another version of Tridock", got, todo))
+        return ClusterError(Problem(node, "its image has another version of Tridock", got, todo))
 
     def running(self) -> tuple[str, ...]:
         """The nodes that are running. Raises :class:`ClusterError` where there is none."""

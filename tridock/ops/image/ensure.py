@@ -114,7 +114,9 @@ def _pull_base(session: Session, diff_ids: Sequence[str], stocks: Mapping[str, S
     if base is None:
         if policy == "pull" and not all(stock.held(diff_ids) for stock in stocks.values()):
             todo = "docker pull the base image here and build again, or set image_base: auto"
-            raise ClusterError(Problem("image_base: pull", "the engine here has no base image of a registry", "", todo))
+            raise ClusterError(
+                Problem("image_base: pull", "the local Docker engine has no base image from a registry", "", todo)
+            )
         return ()
     nodes = tuple(node for node, stock in stocks.items() if not stock.whole and stock.held(diff_ids) < base.layers)
     if not nodes:

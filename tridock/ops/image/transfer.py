@@ -162,7 +162,7 @@ class Delivery:
         problems = [
             Problem(
                 self.node,
-                "has too little room for the image",
+                "has too little disk space for the image",
                 f"{size / 1e6:,.0f} MB to store, {free[name] / 1e6:,.0f} MB free on {name}",
                 "free some space there (docker system df shows Docker's share)",
             )

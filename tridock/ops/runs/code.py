@@ -53,7 +53,9 @@ def read_code(folder: Path) -> Code:
     Raises :class:`RequestError` if it is no folder, or too large to be code.
     """
     if not folder.is_dir():
-        raise RequestError(Problem(str(folder), "is no folder with code", "", "give the program's folder: --workdir"))
+        raise RequestError(
+            Problem(str(folder), "is not a folder with code", "", "give the program's folder: --workdir")
+        )
     try:
         return _read(folder)
     except OSError as error:

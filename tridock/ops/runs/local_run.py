@@ -117,7 +117,7 @@ def run_here(
     experiment = prepared.experiment
     if experiment.env.get("DS_ACCELERATOR") != "cpu" and (gpus := gpu_count()) is not None and ranks > gpus:
         todo = f"this machine has {gpus}: give as many or fewer, or train on the CPU with DS_ACCELERATOR=cpu"
-        raise RequestError(Problem("--nproc", "each rank needs a GPU of its own", str(ranks), todo))
+        raise RequestError(Problem("--nproc", "each rank needs its own GPU", str(ranks), todo))
     if experiment.env.get("DS_ACCELERATOR") != "cpu" and (hidden := hidden_gpus()):
         print(
             f"note: this machine has {hidden} NVIDIA GPUs, and nvidia-smi does not answer here: training on the CPU."
@@ -240,7 +240,7 @@ def triage_here(folder: Path) -> RunFailedError:
         raise RequestError(Problem(str(folder), "is not a run's folder", "", todo))
     code = exit_code_of(folder)
     if code in (0, run_folder.EXIT_STOPPED):
-        raise RequestError(Problem(str(folder), "is of a run that did not fail", f"exit code {code}", todo))
+        raise RequestError(Problem(str(folder), "is the folder of a run that did not fail", f"exit code {code}", todo))
     return _why(folder, code, node_environment(1))
 
 

@@ -94,7 +94,7 @@ def choose_ranks(session: Session, run: Run, ranks: str, node: str) -> dict[str,
     wanted = [parse_rank(word) for word in ranks.split(",")] if ranks else list(places)
     if unknown := [rank for rank in wanted if rank not in places]:
         raise RequestError(
-            Problem("--rank", "is no rank of this run", str(rank), f"use 0 to {len(places) - 1}") for rank in unknown
+            Problem("--rank", "is not a rank of this run", str(rank), f"use 0 to {len(places) - 1}") for rank in unknown
         )
     chosen: dict[str, list[int]] = {}
     for rank in dict.fromkeys(wanted):

@@ -160,7 +160,7 @@ def _differences(
                 yield Problem(where, f"is not on node {node}", ", ".join(missing), todo)
             elif other:
                 got = ", ".join(_label(name, there[name]) for name in other)
-                yield Problem(where, f"has another content on node {node} than on the head", got, todo)
+                yield Problem(where, f"has different content on node {node} than on the head", got, todo)
 
 
 def _label(name: str, found: Fingerprint | None) -> str:

@@ -118,7 +118,7 @@ def slots_of(
         return cluster, cluster.slots
     if hosts is not None or nodes is None:
         got, todo = ("both" if hosts is not None else ""), "give a DeepSpeed hostfile, or a number of --nodes"
-        raise RequestError(Problem("--hosts", "or --nodes says what the cluster is", got, todo))
+        raise RequestError(Problem("--hosts", "or --nodes must describe the cluster", got, todo))
     problems = []
     for option, number, most in (("--nodes", nodes, MOST_RANKS), ("--gpus-per-node", gpus_per_node, MOST_SLOTS)):
         if not 1 <= number <= most:

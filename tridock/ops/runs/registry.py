@@ -112,7 +112,7 @@ def cancel(session: Session, run_id: str | None) -> str:
     done = session.node_verb(node, "cancel", path, timeout=_QUEUE_TIMEOUT_S)
     if done.exit_code == RequestError.exit_code:
         todo = f"use one of: {', '.join(waiting) or 'none'}; tridock stop ends one that is running"
-        raise RequestError(Problem("--run", "is no run that waits", run_id, todo))
+        raise RequestError(Problem("--run", "is not a queued run", run_id, todo))
     done.checked(node)
     return run_id
 
@@ -128,12 +128,12 @@ def choose_run(session: Session, run_id: str | None, *, active: bool) -> Run:
     if run_id is not None:
         if run_id not in known:
             last = ", ".join(list(known)[-5:]) or "none"
-            raise RequestError(Problem(where, "is no run of this cluster", run_id, f"use one of: {last}"))
+            raise RequestError(Problem(where, "is not a run of this cluster", run_id, f"use one of: {last}"))
         return Run(run_id, known[run_id])
     running = [run.run_id for run in runs if run.state.is_active]
     if len(running) > 1:
         got = ", ".join(running)
-        raise RequestError(Problem(where, "is needed while several runs are active", got, "name one of them"))
+        raise RequestError(Problem(where, "is required because several runs are active", got, "name one of them"))
     if running:
         return Run(running[0], known[running[0]])
     if active or not known:

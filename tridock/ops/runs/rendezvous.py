@@ -121,7 +121,7 @@ def _listen(port: int) -> socket.socket:
         return socket.create_server(("", port))
     except OSError as error:
         todo = "end what listens there, or set launch.master_port (MASTER_PORT) to another, on every node"
-        raise ClusterError(Problem(f"port {port}", "cannot be listened on", _reason(error), todo)) from None
+        raise ClusterError(Problem(f"port {port}", "cannot be opened for listening", _reason(error), todo)) from None
 
 
 def _accept(server: socket.socket, deadline: float, missing: set[int], port: int) -> socket.socket:

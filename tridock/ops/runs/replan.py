@@ -75,7 +75,7 @@ class Run:
             raise RequestError(Problem(str(folder / run_folder.PLAN), "is damaged", "", _DAMAGED))
         if supervision.scheduler is not None:
             todo = "let it replace the node: the job is queued again"
-            raise RequestError(Problem(str(folder), "is a run of a scheduler", supervision.scheduler, todo))
+            raise RequestError(Problem(str(folder), "is a run under a scheduler", supervision.scheduler, todo))
         return cls(folder.resolve(), load_experiment(folder / run_folder.EXPERIMENT), plan, manifest, supervision)
 
     @property

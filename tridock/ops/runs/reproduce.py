@@ -45,7 +45,7 @@ def reproduce_here(
     check_tolerance(tolerance)
     check_run(run)
     if is_command(run / EXPERIMENT):
-        what, todo = "is of a program of your own, which runs on a cluster", "name the cluster: --hosts"
+        what, todo = "is a run of your own program, which needs a cluster", "name the cluster: --hosts"
         raise RequestError(Problem(str(run), what, "", todo))
     original = read_original(run)
     gate = Gate(original, tell, force)
@@ -85,7 +85,7 @@ def check_tolerance(tolerance: float | None) -> None:
     """Raises :class:`RequestError` for one that is no distance."""
     if tolerance is not None and not 0 <= tolerance < float("inf"):
         todo = "give a number of 0 or more, as 1e-4"
-        raise RequestError(Problem("--tolerance", "is no distance", str(tolerance), todo))
+        raise RequestError(Problem("--tolerance", "is not a tolerance", str(tolerance), todo))
 
 
 def notes(original: Original) -> list[str]:
@@ -96,5 +96,5 @@ def notes(original: Original) -> list[str]:
     if original.manifest.get("git_dirty"):
         found.append("the run's code had changes that its commit does not hold")
     if original.moved:
-        found.append("the run went on elsewhere on its way: its first losses are of another layout")
+        found.append("the run moved to other nodes: its first losses are from another layout")
     return found

@@ -90,14 +90,14 @@ def key_of(where: str, tracker: Tracker) -> str | None:
 def _exposed(env: Mapping[str, str], names: tuple[str, ...]) -> Iterator[Problem]:
     for name in names:
         if name in env:
-            todo = "remove it, and export it in the shell in which you launch"
-            yield Problem(f"env.{name}", "would be in the run's folder for all to read", "a secret", todo)
+            todo = "remove it, and export it in the shell that you launch from"
+            yield Problem(f"env.{name}", "would be readable by everyone in the run folder", "a secret", todo)
 
 
 def _secret(where: str, variable: str | None, file: str | None) -> str | Problem | None:
     if variable is not None:
         if not (value := os.environ.get(variable)):
-            return Problem(f"{where}.variable", "is not set", variable, "export it in the shell in which you launch")
+            return Problem(f"{where}.variable", "is not set", variable, "export it in the shell that you launch from")
         return value
     if file is None:
         return None

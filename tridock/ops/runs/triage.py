@@ -30,7 +30,7 @@ def check_exit(session: Session, run: Run, exit_code: int) -> None:
     if exit_code == run_folder.EXIT_PREEMPTED:
         saved_in = checkpoints_folder(experiment_of(session, run), f"runs/{run.run_id}")
         todo = f"continue with --set {shlex.quote(f'train.load={saved_in}')}"
-        raise PreemptedError(Problem(run.run_id, "the run was asked to end, and has saved", "", todo))
+        raise PreemptedError(Problem(run.run_id, "the run was preempted and has saved a checkpoint", "", todo))
     if exit_code:
         raise _failed(session, run, collect(session, run, exit_code))
 
@@ -66,7 +66,7 @@ def triage(session: Session, run_id: str | None) -> RunFailedError:
         raise RequestError(Problem("--run", "no run of this cluster has failed", "", "see tridock runs"))
     if chosen not in failed_ones:
         got = listed[chosen].state if chosen in listed else chosen
-        what = "did not fail" if chosen in listed else "is no run of this cluster"
+        what = "did not fail" if chosen in listed else "is not a run of this cluster"
         raise RequestError(Problem("--run", what, got, f"use one of: {', '.join(failed_ones[-5:]) or 'none'}"))
     run = Run(chosen, listed[chosen].head)
     return _failed(session, run, collect(session, run, listed[chosen].exit_code))

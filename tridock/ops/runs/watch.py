@@ -39,7 +39,7 @@ def ask_folder(folder: Path) -> Callable[[Position], RunNews]:
         if done.returncode:
             what = "its records cannot be read"
             got = done.stderr.decode(errors="replace").strip()[-300:]
-            raise ClusterError(Problem(str(folder), what, got, "see whether the folder is still there"))
+            raise ClusterError(Problem(str(folder), what, got, "check whether the folder still exists"))
         return decode(RunNews, done.stdout)
 
     return ask

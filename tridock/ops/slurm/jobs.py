@@ -51,7 +51,7 @@ def find(workspace: Path, name: str | None) -> Submitted:
     chosen = [run for run in runs if name is None or name in (run.folder.name, run.job_id)]
     if not chosen:
         got = "none was submitted from here" if name is None else repr(name)
-        raise RequestError(Problem("RUN", "is no run that was submitted", got, "see tridock slurm status"))
+        raise RequestError(Problem("RUN", "is not a submitted run", got, "see tridock slurm status"))
     return chosen[-1]
 
 

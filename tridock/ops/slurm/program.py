@@ -102,7 +102,7 @@ def _node(words: Sequence[str], stdin: bytes) -> bytes:
     )
     if done.returncode:
         stderr = done.stderr.decode(errors="replace").strip()
-        raise ClusterError(Problem(words[1], "does not take the code", stderr, "see that its disk has room"))
+        raise ClusterError(Problem(words[1], "cannot receive the code", stderr, "check its disk space"))
     return done.stdout
 
 

@@ -49,7 +49,7 @@ def submit(script: Path) -> str:
     """Submits and returns the job's id. Raises :class:`RequestError` with Slurm's error where it refuses."""
     done = _run("sbatch", "--parsable", str(script))
     if done.returncode:
-        todo = "mend the request, or ask `sinfo` what there is"
+        todo = "correct the request; sinfo shows what the cluster has"
         raise RequestError(Problem("sbatch", "Slurm refuses the job", _message(done.stderr), todo))
     return done.stdout.strip().partition(";")[0]
 
@@ -103,7 +103,7 @@ def _checked(*argv: str) -> str:
         todo = "see whether Slurm's controller answers: scontrol ping"
         message = _message(done.stderr)
         error = BusyError if is_busy(message) else ClusterError
-        raise error(Problem(argv[0], "Slurm does not do that", message, todo))
+        raise error(Problem(argv[0], "Slurm refuses this", message, todo))
     return done.stdout
 
 

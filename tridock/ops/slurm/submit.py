@@ -96,7 +96,7 @@ def again(run: Path) -> SubmitOptions:
     request = read_object(run / run_folder.JOB).get("request")
     if not isinstance(request, dict):
         todo = "submit the program again: tridock run --slurm"
-        raise RequestError(Problem(str(run / run_folder.JOB), "does not say what the job asked for", "", todo))
+        raise RequestError(Problem(str(run / run_folder.JOB), "does not contain the job's request", "", todo))
     # What starts the ranks is for the program to say.
     changes = {name: value for name, value in request.items() if name != "launcher"}
     program = (load_command(run / run_folder.EXPERIMENT), code_of_run(run))
@@ -171,7 +171,7 @@ def _checked(options: SubmitOptions, groups: Sequence[Group]) -> Script[AnyRun]:
     finally:
         trial.unlink()
     if refusal is not None:
-        todo = "mend the request, or ask `sinfo` what there is"
+        todo = "correct the request; sinfo shows what the cluster has"
         problems.append(Problem("sbatch", "Slurm refuses the job", refusal, todo))
     if problems:
         raise RequestError(problems)
@@ -213,7 +213,7 @@ def _programs(options: SubmitOptions) -> Iterator[tuple[CommandExperiment, Path 
     own = [config for config in options.configs if is_command(config)]
     if own and len(own) < len(options.configs):
         got, todo = ", ".join(map(str, own)), "submit them in another job"
-        raise RequestError(Problem("CONFIG", "are programs of your own beside experiments", got, todo))
+        raise RequestError(Problem("CONFIG", "mix your own programs with experiments", got, todo))
     for config, changes in itertools.product(own, _changes(options)):
         yield load_command(config, changes), config.parent
 

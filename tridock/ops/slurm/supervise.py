@@ -81,7 +81,7 @@ def _require_job(job: Job) -> None:
             problems.append(Problem(name, "is not set", "", "let Slurm run the script of tridock slurm submit"))
     if run_folder.read_text(job.folder / run_folder.EXIT_CODE).strip() == "0":
         todo = "submit it anew, with train.load to train further"
-        problems.append(Problem(job.folder.name, "has come to its end", "exit code 0", todo))
+        problems.append(Problem(job.folder.name, "has already finished", "exit code 0", todo))
     if problems:
         raise RequestError(problems)
 

@@ -74,7 +74,7 @@ def of_experiment(project: Path, config: Path, data_path: str, files: Mapping[st
         below = _below_workspace(name)
         if below is None:
             todo = f"what is mounted there is the hosts' own; name a path below {WORKSPACE} to have it copied"
-            problems.append(Problem(f"{config}: {field}", "lies outside the workspace", name, todo))
+            problems.append(Problem(f"{config}: {field}", "is outside the workspace", name, todo))
         else:
             found.append((f"{config}: {field}", below))
     if problems:
@@ -97,7 +97,7 @@ def _chosen(project: Path, wanted: Iterable[tuple[str, str]]) -> tuple[Chosen, .
         full = Path(os.path.normpath(project / text))
         if full == project or not full.is_relative_to(project):
             todo = f"give a file, a folder or a data set's prefix below {project}"
-            problems.append(Problem(where, "lies outside the project's folder", text, todo))
+            problems.append(Problem(where, "is outside the project folder", text, todo))
             continue
         place = full if full.is_dir() else full.parent
         for source in _below(full):
@@ -142,7 +142,7 @@ def _unfit(where: str, source: Path, name: str) -> Iterator[Problem]:
     if any(sign in name for sign in "\n\t"):
         yield Problem(where, "has a file with a tab or a line break in its name", repr(name), "rename it")
     elif not source.is_file():
-        yield Problem(where, "has a link that leads nowhere, or no file", name, "remove it or mend it")
+        yield Problem(where, "has a dangling link, or something that is not a file", name, "remove it or fix it")
     elif not os.access(source, os.R_OK):
         yield Problem(where, "cannot be read", name, "make it readable")
 

@@ -125,7 +125,7 @@ def _refuse(node: str, workspace: str, files: Sequence[DataFile], there: Held, s
         if need > free:
             got = f"{_size(need)} to send, {_size(free)} free in {workspace}/{place}"
             todo = "free some space there, or choose another folder (workdir in the settings)"
-            problems.append(Problem(node, "has too little room for the data", got, todo))
+            problems.append(Problem(node, "has too little disk space for the data", got, todo))
     if problems:
         raise ClusterError(problems)
 
@@ -227,7 +227,7 @@ def _make(
         answer = decode(IndexMaps, done.stdout)
     except ValueError:
         replace(done, command="make the index maps").checked(node)
-        what, todo = "its image is of another version of Tridock", "run tridock image, then tridock up"
+        what, todo = "its image has another version of Tridock", "run tridock image, then tridock up"
         raise ClusterError(Problem(node, what, "another form of answer to index_maps", todo)) from None
     if answer.problems:
         raise RequestError(replace(problem, where=f"{node}: {problem.where}") for problem in answer.problems)

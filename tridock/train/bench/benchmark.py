@@ -86,7 +86,7 @@ def agree_on_run(place: Place, env: Mapping[str, str], name: Callable[[], dict[s
         return name()
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         todo = "start it with torchrun; under another launcher use tridock train, tridock launch or tridock slurm"
-        raise RequestError(Problem("tridock.train", "finds no store of torchrun's", f"{place.world_size} ranks", todo))
+        raise RequestError(Problem("tridock.train", "cannot find torchrun's store", f"{place.world_size} ranks", todo))
     import torch.distributed as dist
 
     store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), is_master=False, timeout=_PATIENCE)

@@ -60,7 +60,7 @@ def _candidates(source: Path, names: Names, ranks: Ranks, tried: dict[Path, tupl
     iterations = {number for _, _, found in seen for number in found}
     if texts and not pointed and iterations:
         tried[pointer] = (
-            Problem(str(pointer), "names no checkpoint", repr(texts[0]), "the newest whole one is taken"),
+            Problem(str(pointer), "names no checkpoint", repr(texts[0]), "the newest complete one is used"),
         )
     elif iterations and max(pointed, default=0) < max(iterations) and pointed:
         older, newest = names.folder(max(pointed)), names.folder(max(iterations))

@@ -94,7 +94,7 @@ def check_fit(folder: Path, saved: Progress, wanted: Progress) -> None:
             name,
             f"the checkpoint {folder} was saved with {there}",
             str(here),
-            "use the same, or start anew",
+            "use the same, or start from scratch",
             cause=Cause.CHECKPOINT_MISMATCH,
         )
         for name, there, here in pairs

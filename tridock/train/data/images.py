@@ -73,10 +73,12 @@ def load_images(experiment: Experiment, workspace: Path) -> dict[str, ImageSampl
     shape = (3, model.img_h, model.img_w)
     if images.dtype != np.uint8 or images.shape[1:] != shape:
         what, todo = f"must be uint8 of [N, {', '.join(map(str, shape))}]", "set model.img_h and model.img_w"
-        problems.append(Problem(str(paths[0]), what, f"{images.dtype} of {list(images.shape)}", f"{todo}, or mend it"))
+        problems.append(
+            Problem(str(paths[0]), what, f"{images.dtype} of {list(images.shape)}", f"{todo}, or correct it")
+        )
     if labels.dtype != np.int64 or labels.shape != images.shape[:1]:
         what, got = f"must be int64 of [{len(images)}]", f"{labels.dtype} of {list(labels.shape)}"
-        problems.append(Problem(str(paths[1]), what, got, "make it anew: one label an image"))
+        problems.append(Problem(str(paths[1]), what, got, "create it again, with one label per image"))
     elif len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < (model.num_classes or 0):
         what, got = f"has labels outside 0 to {(model.num_classes or 0) - 1}", f"{labels.min()} to {labels.max()}"
         problems.append(Problem(str(paths[1]), what, got, "raise model.num_classes"))

@@ -77,7 +77,7 @@ def export(
         partial.rename(output)
     except (OSError, SafetensorError) as error:
         got = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        todo = "free space there or mend its permissions, or name another folder"
+        todo = "free space there or fix its permissions, or name another folder"
         raise RunError(Problem(str(output), "the weights could not be written", got, todo)) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)

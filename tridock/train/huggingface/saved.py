@@ -85,7 +85,7 @@ def _checkpoint(folder: Path, iteration: int | None) -> Path:
         return there[iteration]
     if (last := newest(folder)) is None:
         todo = "name a run that has saved, or a folder with config.json and model.safetensors"
-        raise RequestError(Problem(str(folder), "holds no whole checkpoint", "", todo))
+        raise RequestError(Problem(str(folder), "contains no complete checkpoint", "", todo))
     return last[1]
 
 

@@ -138,7 +138,7 @@ class Pretrained:
         for name in (target, target.partition(".")[2]):
             if name in self._files:
                 return name, self._files[name]
-        raise RequestError(Problem(str(self.folder), "lacks a weight", target, "download all of the model"))
+        raise RequestError(Problem(str(self.folder), "lacks a weight", target, "download the complete model"))
 
     def _tensor(self, target: str) -> Tensor:
         name, file = self._file_of(target)

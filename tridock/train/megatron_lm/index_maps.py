@@ -136,7 +136,7 @@ def _upstream(argv: list[str], source: Path, data_parallel_size: int) -> list[st
         runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as left:  # argparse, where megatron_args of the experiment are wrong
         todo = "see megatron_args of the experiment"
-        raise RunError(Problem("index maps", "Megatron gave up", f"exit code {left.code}", todo)) from None
+        raise RunError(Problem("index maps", "Megatron exited", f"exit code {left.code}", todo)) from None
     finally:
         process_group.leave()
     opened = (getattr(dataset, part) for dataset in datasets if dataset is not None for part in _PARTS)

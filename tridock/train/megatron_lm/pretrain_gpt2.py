@@ -37,7 +37,7 @@ def source_folder() -> Path:
     if not (folder / "pretrain_gpt2.py").is_file():
         todo = "build the image with its source (tridock image --megatron WHERE), or name its folder in "
         todo += environment.MEGATRON
-        raise RequestError(Problem("engine", "Megatron-LM v1.1.5 is not here", str(folder), todo))
+        raise RequestError(Problem("engine", "Megatron-LM v1.1.5 is not installed", str(folder), todo))
     return folder
 
 
@@ -79,7 +79,7 @@ def _train(run_folder: Path, argv: list[str]) -> None:
         runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as left:  # from Megatron when it gives up, or from argparse
         if left.code not in (0, None):
-            what, todo = "Megatron gave up", "see the lines above; megatron_args of the experiment may be wrong"
+            what, todo = "Megatron exited", "see the lines above; megatron_args of the experiment may be wrong"
             raise RunError(Problem("megatron", what, f"exit code {left.code}", todo)) from None
     recorder.metrics.close()
     record_end(run_folder, ranks, recorder.iteration)

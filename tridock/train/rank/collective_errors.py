@@ -20,14 +20,14 @@ _LOST: Final = (
 
 
 def collective_error(error: RuntimeError) -> Problem | None:
-    """The problem to report for a failed collective: its cause is :attr:`Cause.PEER_LOST` if another rank has gone,
-    and :attr:`Cause.NCCL_FAILED` if NCCL failed of itself. None for any other error.
+    """The problem to report for a failed collective: its cause is :attr:`Cause.PEER_LOST` if the connection to another
+    rank was lost, and :attr:`Cause.NCCL_FAILED` if NCCL itself failed. None for any other error.
     """
     got = reason(error)
     if any(mark in str(error) for mark in _LOST):
         # A traceback would only bury the message of the rank that failed first.
-        todo = "look for the rank that failed first: its message stands in logs/rank-<N>.log"
-        return Problem("collective", "another rank has gone", got, todo, cause=Cause.PEER_LOST)
+        todo = "look for the rank that failed first: its message is in logs/rank-<N>.log"
+        return Problem("collective", "lost the connection to another rank", got, todo, cause=Cause.PEER_LOST)
     if isinstance(error, dist.DistBackendError):
         todo = "set NCCL_DEBUG: INFO in the experiment's env, and read the lines before this one"
         return Problem("collective", "NCCL failed", got, todo, cause=Cause.NCCL_FAILED)

@@ -197,7 +197,7 @@ def _report(
 ) -> None:
     """Prints why the rank ends and records it: ``reason`` is a text, or the problems of one of Tridock's errors.
 
-    ``consequence=True``: not the run's own failure; another rank has gone or this one was terminated.
+    ``consequence=True``: not the rank's own failure; another rank was lost, or this one was terminated.
     ``agreed=True``: every rank found the same.
     """
 

@@ -104,7 +104,7 @@ def test_what_is_said_of_it() -> None:
     found = reduce_findings(["a", "b", "c", "d"], "no end", blamed)
     assert [finding.why for finding in found] == [why] * 3
     assert [str(finding.problem) for finding in found] == [
-        f"b, c: {alone}; got no; mend that there, or start its container anew: tridock down, then tridock up",
+        f"b, c: {alone}; got no; fix that there, or restart its container: tridock down, then tridock up",
         f"a and d: {PAIR}; got no end; {look}",
         f"a: all; got why; {look}",
     ]

@@ -44,7 +44,7 @@ def test_an_image_from_before_the_doctor(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(ClusterError) as caught:
         node_report(old, "host-1", QuickReport, "--quick")
     assert str(caught.value) == (
-        "host-1: its image is of another version of Tridock; got it does not know node-report; "
+        "host-1: its image has another version of Tridock; got it does not know node-report; "
         f"run tridock image, then tridock up --hosts {tmp_path}/lab"
     )
 
@@ -79,7 +79,7 @@ def test_an_answer_is_read_and_a_failure_has_its_stderr(tmp_path: Path, monkeypa
     with pytest.raises(ClusterError) as caught:
         failing.ask("host-1", HostKey, "node-report")
     assert str(caught.value) == (
-        "host-1: `docker exec ...` failed with exit code 1; got No such file; mend that there, then try again"
+        "host-1: `docker exec ...` failed with exit code 1; got No such file; fix that there, then try again"
     )
 
 
@@ -90,13 +90,13 @@ def test_one_node_that_does_not_answer_leaves_the_others(tmp_path: Path) -> None
     def ask(node: str, _: Any) -> str:
         if node == "host-2":
             raise ClusterError(
-                Problem(node, "was given up after 20 s", "", "see what holds it up there, then try again")
+                Problem(node, "did not finish within 20 s", "", "see what holds it up there, then try again")
             )
         return "well"
 
     assert ask_nodes(made, report, made.nodes, ask) == {"host-1": "well"}
     assert shown(report.findings) == [
-        "fail  host-2: was given up after 20 s; see what holds it up there, then try again"
+        "fail  host-2: did not finish within 20 s; see what holds it up there, then try again"
     ]
 
 

@@ -18,7 +18,7 @@ IMAGE, OTHER = f"sha256:{'1' * 64}", f"sha256:{'2' * 64}"
 def test_another_image() -> None:
     assert shown(consistency_checks.image_findings("--hosts lab", {"host-1": IMAGE, "host-2": IMAGE})) == []
     assert shown(consistency_checks.image_findings("--hosts lab", {"host-1": IMAGE, "host-2": OTHER})) == [
-        "fail  host-2: runs another image than the head; got sha256:222222222222, sha256:111111111111 on host-1; "
+        "fail  host-2: runs a different image than the head; got sha256:222222222222, sha256:111111111111 on host-1; "
         "run tridock up --hosts lab"
     ]
 
@@ -28,9 +28,9 @@ def test_other_code() -> None:
     there = node_report(code=Code("c" * 64, None))
     assert shown(consistency_checks.code_findings("--hosts lab", {"host-1": here, "host-2": here})) == []
     assert shown(consistency_checks.code_findings("--hosts lab", {"host-1": here, "host-2": there})) == [
-        "fail  host-2: has other code in /opt/tridock than the head; got cccccccccccc, aaaaaaaaaaaa on host-1; "
+        "fail  host-2: has different code in /opt/tridock than the head; got cccccccccccc, aaaaaaaaaaaa on host-1; "
         "start its container anew: tridock down, then tridock up --hosts lab",
-        "fail  host-2: has other code in /opt/megatron-v1.1.5 than the head; got none, bbbbbbbbbbbb on host-1; "
+        "fail  host-2: has different code in /opt/megatron-v1.1.5 than the head; got none, bbbbbbbbbbbb on host-1; "
         "start its container anew: tridock down, then tridock up --hosts lab",
     ]
 
@@ -44,9 +44,9 @@ def test_variables_that_differ_are_listed_by_name(tmp_path: Path) -> None:
     )
     todo = "set them for all nodes (env in the settings), then tridock up"
     assert shown(found) == [
-        "fail  host-2: its environment is not the head's; got HF_TOKEN=(secret 2), (secret 1) on host-1; "
+        "fail  host-2: its environment differs from the head's; got HF_TOKEN=(secret 2), (secret 1) on host-1; "
         f"NCCL_DEBUG=INFO, WARN on host-1; UCX_TLS=tcp, not set on host-1; {todo}",
-        "fail  host-3: its environment is not the head's; got HF_TOKEN is not set, (secret 1) on host-1; "
+        "fail  host-3: its environment differs from the head's; got HF_TOKEN is not set, (secret 1) on host-1; "
         f"NCCL_DEBUG is not set, WARN on host-1; {todo}",
     ]
 

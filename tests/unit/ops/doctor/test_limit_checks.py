@@ -57,11 +57,11 @@ def test_a_disk_that_is_full_or_nearly(tmp_path: Path) -> None:
     cluster, todo = make_cluster(tmp_path), "free some space there (docker system df shows Docker's share)"
     full = node_report(disk=Space(64_000, 0), unwritable="no space left on device")
     assert shown(limit_checks.space_findings(cluster, "host-2", full)) == [
-        f"fail  host-2: has no room for a run's files; got 0 kB of 64 kB free; {todo}"
+        f"fail  host-2: has no disk space for a run's files; got 0 kB of 64 kB free; {todo}"
     ]
     little = node_report(disk=Space(900 * GB, 5 * GB))
     assert shown(limit_checks.space_findings(cluster, "host-2", little)) == [
-        f"warn  host-2: has little room for checkpoints; got 5.0 GB of 900.0 GB free; {todo}"
+        f"warn  host-2: has little disk space for checkpoints; got 5.0 GB of 900.0 GB free; {todo}"
     ]
 
 

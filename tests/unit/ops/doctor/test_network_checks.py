@@ -116,7 +116,7 @@ def test_a_head_that_is_not_found_or_taken_for_oneself(cluster: Cluster, mesh: d
     assert found(cluster, mesh, on_gpus=False) == [
         "fail  host-2: does not find the head at host-1; got name or service not known; "
         "give its address (nodes.host-1.address)",
-        "fail  host-3: takes itself for the head at host-1; got 127.0.1.1 through lo; "
+        "fail  host-3: resolves the head's name to itself at host-1; got 127.0.1.1 through lo; "
         "give its address (nodes.host-1.address)",
     ]
 
@@ -124,7 +124,7 @@ def test_a_head_that_is_not_found_or_taken_for_oneself(cluster: Cluster, mesh: d
 def test_packets_of_another_size(cluster: Cluster, mesh: dict[str, Any]) -> None:
     mesh["host-3"]["hello"]["network"]["chosen"]["gloo"]["mtu"] = 9000
     assert found(cluster, mesh, on_gpus=False) == [
-        "warn  host-3: its network packets have another size (MTU) than the head's; "
+        "warn  host-3: its MTU differs from the head's; "
         "got 9000 on eth0, 1500 on eth0 of host-1; "
         "give both interfaces the same (ip link set mtu), the switch between them included"
     ]

@@ -10,13 +10,13 @@ from rich.console import Console
 
 from tests.unit.ops.doctor.lab import make_cluster
 from tridock.errors import ClusterError, Problem, RequestError
-from tridock.ops.doctor import lines, mend, remedies, table, to_json
+from tridock.ops.doctor import apply_fixes, lines, remedies, table, to_json
 from tridock.ops.doctor.finding import KEYS, UP, Report, fail, warn
 from tridock.ops.hosts.session import Session
 from tridock.ops.runs import registry
 
 DOWN = Problem("host-2", "its node is not running", "exited with 137", "run tridock up --hosts lab")
-LITTLE = Problem("host-1", "has little room for checkpoints", "5.0 GB free", "free some space there")
+LITTLE = Problem("host-1", "has little disk space for checkpoints", "5.0 GB free", "free some space there")
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_a_line_for_each_check(report: Report) -> None:
     assert shown["hosts"] == ["ok", "2 of 2 answer"]
     assert shown["nodes"] == ["fail", "host-2"]
     assert shown["space"] == ["warn", "at least 5.0 GB"]
-    assert shown["all-reduce"] == ["-", "not tried: mend the others first"]
+    assert shown["all-reduce"] == ["-", "not tried: fix the others first"]
     assert "data" not in shown
 
 
@@ -49,7 +49,7 @@ def test_each_finding_with_its_reason_failures_first(report: Report) -> None:
     assert list(lines(report)) == [
         "fail  host-2: its node is not running; got exited with 137; run tridock up --hosts lab",
         "      ranks start there",
-        "warn  host-1: has little room for checkpoints; got 5.0 GB free; free some space there",
+        "warn  host-1: has little disk space for checkpoints; got 5.0 GB free; free some space there",
         "      logs go there",
         "cluster lab: not fit, 1 failure, 1 warning (1.2 s)",
     ]
@@ -95,21 +95,21 @@ def test_what_is_asked_for_is_mended_and_refusals_are_said(report: Report, monke
     monkeypatch.setattr(remedies, "distribute_keys", lambda session: did.append("keys"))
     monkeypatch.setattr(registry, "stop", lambda session, run: did.append(run.run_id))
     said: list[str] = []
-    assert not mend(report.session, report, said.append)
+    assert not apply_fixes(report.session, report, said.append)
     report.findings += [fail("ssh", DOWN, "", KEYS), warn("devices", DOWN, "", ("stop", "r-1"))]
-    assert mend(report.session, report, said.append)
+    assert apply_fixes(report.session, report, said.append)
     assert (did, said) == (
         ["r-1", "keys"],
-        ["mended: end what run r-1 left behind", "mended: give all nodes the cluster's keys again"],
+        ["fixed: end what run r-1 left behind", "fixed: give all nodes the cluster's keys again"],
     )
     report.findings.append(fail("nodes", DOWN, "", UP))  # which gives the keys, too
     del did[:], said[:]
-    assert mend(report.session, report, said.append)
+    assert apply_fixes(report.session, report, said.append)
     assert (did, said) == (
         ["r-1"],
         [
-            "mended: end what run r-1 left behind",
-            "not mended: bring the nodes up: keys, image, containers",
+            "fixed: end what run r-1 left behind",
+            "not fixed: bring the nodes up: keys, image, containers",
             "    host-2: its node would be replaced by tridock up while a run is active; got r; "
             "stop the run first: tridock stop",
         ],
@@ -124,5 +124,5 @@ def test_what_cannot_be_mended_stops_nothing_else(report: Report, monkeypatch: p
     monkeypatch.setattr(registry, "stop", stop)
     monkeypatch.setattr(remedies, "distribute_keys", lambda session: did.append("keys"))
     report.findings += [warn("devices", DOWN, "", ("stop", "r-1")), fail("ssh", DOWN, "", KEYS)]
-    assert mend(report.session, report, lambda _: None)
+    assert apply_fixes(report.session, report, lambda _: None)
     assert did == ["keys"]

@@ -64,6 +64,6 @@ def test_where_the_base_must_be_pulled_it_is_never_sent(tmp_path: Path, monkeypa
     with pytest.raises(ClusterError) as caught:
         pulled(tmp_path, monkeypatch, "pull", None, {})
     assert str(caught.value) == (
-        "image_base: pull: the engine here has no base image of a registry; "
+        "image_base: pull: the local Docker engine has no base image from a registry; "
         "docker pull the base image here and build again, or set image_base: auto"
     )

@@ -154,11 +154,11 @@ def test_a_small_disk_is_refused_before_sending(delivery: Delivery, parts: Image
     with pytest.raises(ClusterError) as caught:
         send(delivery, parts, stock=stock)
     assert str(caught.value) == (
-        "gpu-1: has too little room for the image; got 0 MB to store, 0 MB free on /docker; "
+        "gpu-1: has too little disk space for the image; got 0 MB to store, 0 MB free on /docker; "
         "free some space there (docker system df shows Docker's share)"
     )
     one_disk = Stock((), "", {}, ("/", 2 * size + unpacked - 1), ("/", 2 * size + unpacked - 1))
-    with pytest.raises(ClusterError, match="too little room"):
+    with pytest.raises(ClusterError, match="too little disk space"):
         send(delivery, parts, stock=one_disk)
     assert not (tmp_path / "loaded").exists()
     send(delivery, parts, stock=Stock((), "", {}, ("/", 2 * size + unpacked), None))

@@ -76,7 +76,7 @@ def test_all_that_is_wrong_is_said_at_once(slurm: Slurm, workspace: Path, answer
         f"t.yaml: data.data_path: is not on this machine; got data/t.bin; "
         f"bring it into {workspace}, or make it: tridock data\n"
         "sbatch: Slurm refuses the job; got allocation failure: Requested node configuration is not available; "
-        "mend the request, or ask `sinfo` what there is\n",
+        "correct the request; sinfo shows what the cluster has\n",
     )
     assert list((workspace / "runs").iterdir()) == []
 
@@ -112,7 +112,7 @@ def test_slurm_may_refuse_at_last(slurm: Slurm, workspace: Path, answer: Answer)
     assert slurm(*SUBMIT) == (
         2, "", "nodes: 2 of 2 in partition debug are idle; the job needs 1\n"
         "sbatch: Slurm refuses the job; got Batch job submission failed: Invalid account or account/partition "
-        "combination specified; mend the request, or ask `sinfo` what there is\n",
+        "combination specified; correct the request; sinfo shows what the cluster has\n",
     )  # fmt: skip
     assert list((workspace / "runs").iterdir()) == []
 
@@ -236,13 +236,13 @@ def test_logs(slurm: Slurm, workspace: Path, answer: Answer) -> None:
         f"look at Slurm's own output in {folder}/logs\n",
     )  # fmt: skip
     assert slurm("logs", "16") == (
-        2, "", "RUN: is no run that was submitted; got '16'; see tridock slurm status\n",
+        2, "", "RUN: is not a submitted run; got '16'; see tridock slurm status\n",
     )  # fmt: skip
 
 
 def test_cancel(slurm: Slurm, workspace: Path, tmp_path: Path, answer: Answer) -> None:
     assert slurm("cancel") == (
-        2, "", "RUN: is no run that was submitted; got none was submitted from here; see tridock slurm status\n",
+        2, "", "RUN: is not a submitted run; got none was submitted from here; see tridock slurm status\n",
     )  # fmt: skip
     folder = submitted(workspace, slurm, answer)
     answer("squeue", "17|PENDING|Resources|0:00|10:00|")
@@ -260,7 +260,7 @@ def test_cancel(slurm: Slurm, workspace: Path, tmp_path: Path, answer: Answer) -
 def test_a_controller_that_does_not_answer(slurm: Slurm, workspace: Path, answer: Answer) -> None:
     answer("squeue", err="slurm_load_jobs error: Unable to contact slurm controller (connect failure)", code=1)
     assert slurm("status") == (
-        3, "", "squeue: Slurm does not do that; got slurm_load_jobs error: Unable to contact slurm controller "
+        3, "", "squeue: Slurm refuses this; got slurm_load_jobs error: Unable to contact slurm controller "
         "(connect failure); see whether Slurm's controller answers: scontrol ping\n",
     )  # fmt: skip
 

@@ -170,7 +170,7 @@ def test_reproduce_submits_the_same_job_with_the_code_of_then_and_compares(
     assert main(["reproduce", "--run", str(first)]) == 0, capsys.readouterr()
     out = capsys.readouterr().out
     (second,) = (path for path in (program / "runs").glob("mine-*") if path != first)
-    assert f"run {second.name}: {first.name} once more; folder {second}\n" in out
+    assert f"run {second.name}: repeats {first.name}; folder {second}\n" in out
     assert (second / "code" / "train.py").read_text() == "print('hello')"
     then, now = ((folder / "job.sh").read_text().replace(folder.name, "RUN") for folder in (first, second))
     assert then == now
@@ -199,7 +199,7 @@ def test_reproduce_of_a_job_whose_request_is_not_known(
     folder = Path(out.split()[-1])
     (folder / "slurm.json").write_text('{"job_id": "17"}')
     assert main(["reproduce", "--run", str(folder)]) == 2
-    what, todo = "does not say what the job asked for", "submit the program again: tridock run --slurm"
+    what, todo = "does not contain the job's request", "submit the program again: tridock run --slurm"
     assert capsys.readouterr().err == f"{folder}/slurm.json: {what}; {todo}\n"
     assert len(list((program / "runs").glob("mine-*"))) == 1
 
@@ -223,5 +223,5 @@ def test_what_the_cluster_decides_is_refused_before_anything_is_written(slurm: S
     assert "command: torchrun gets these options from Tridock; got --nnodes" in err
     assert not list((program / "runs").glob("bad-*"))
     code, _, err = slurm("submit", "mine.yaml", "t.yaml", "--profile", "site.yaml")
-    what, todo = "are programs of your own beside experiments", "submit them in another job"
+    what, todo = "mix your own programs with experiments", "submit them in another job"
     assert (code, err) == (2, f"CONFIG: {what}; got mine.yaml; {todo}\n")

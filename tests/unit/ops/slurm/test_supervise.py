@@ -63,7 +63,7 @@ def test_a_run_to_its_end(folder: Path, answer: Answer, capfd: pytest.CaptureFix
     assert events(folder, "job_started") == [{"job": "17", "nodes": ["n1"], "again": False}]
     capfd.readouterr()
     assert run(folder, "run_started") == 2
-    message = f"{RUN}: has come to its end; got exit code 0; submit it anew, with train.load to train further\n"
+    message = f"{RUN}: has already finished; got exit code 0; submit it anew, with train.load to train further\n"
     assert capfd.readouterr().err == message
     assert (folder / "exit_code").read_text() == "0\n"
 
@@ -146,9 +146,7 @@ def test_a_controller_that_does_not_answer_queues_nothing_again(
     answer("scontrol", err="slurm_load_jobs error: Unable to contact slurm controller", code=1)
     assert run(folder, "run_preempted") == 85
     reason = events(folder, "job_not_requeued")[0]["reason"]
-    assert str(reason).startswith(
-        "scontrol: Slurm does not do that; got slurm_load_jobs error: Unable to contact slurm"
-    )
+    assert str(reason).startswith("scontrol: Slurm refuses this; got slurm_load_jobs error: Unable to contact slurm")
 
 
 def test_slurm_may_not_want_to(folder: Path, answer: Answer, capfd: pytest.CaptureFixture[str]) -> None:

@@ -80,7 +80,8 @@ class Chart {
     this.y = (value) => HEIGHT - BOTTOM - (form(value) - bottom) / (top - bottom) * (HEIGHT - TOP - BOTTOM);
     const parts = [];
     for (const tick of ticks(bottom, top, 4)) {
-      const value = logarithmic ? 10 ** tick : tick, y = this.y(value);
+      const value = logarithmic ? Number((10 ** tick).toPrecision(1)) : tick, y = this.y(value);
+      if (y < TOP || y > HEIGHT - BOTTOM) continue;
       parts.push(shape("line", { class: "grid", x1: LEFT, x2: this.width - RIGHT, y1: y, y2: y }));
       const text = shape("text", { x: LEFT - 6, y: y + 4, "text-anchor": "end" });
       text.textContent = figure(Number(value.toPrecision(4)));

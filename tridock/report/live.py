@@ -31,6 +31,8 @@ FAULTS: Final = (
     Event.TAKEN_OVER,
 )
 _SHOWN_EVENTS: Final = 60
+_UNSHOWN: Final = ("samples", "problem", "log_bytes")
+"""Fields of events for programs: a problem's ``reason`` says the same, samples have a section of their own."""
 _POINTS: Final = 800
 _ROWS: Final = 20_000
 """Rows that are kept of a run; the oldest half is thinned above."""
@@ -132,7 +134,7 @@ class LiveRun:
             "planned_memory": self.planned_memory,
             "samples": self.samples,
             "events": [
-                {name: value for name, value in event.items() if name != "samples"}
+                {name: value for name, value in event.items() if name not in _UNSHOWN}
                 | {"fault": event.get("event") in FAULTS}
                 for event in self.events[-_SHOWN_EVENTS:]
             ],

@@ -40,7 +40,7 @@ def test_the_page_gets_the_samples_of_the_last_evaluation(tmp_path: Path) -> Non
 def test_the_page_gets_curves_marks_and_what_is_not_a_number_as_null(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "a", [3.0, None, 2.0])
     with (folder / "events.jsonl").open("a") as file:
-        file.write(json.dumps({"event": "run_restarted", "iteration": 2}) + "\n")
+        file.write(json.dumps({"event": "run_restarted", "iteration": 2, "log_bytes": 7, "reason": "r"}) + "\n")
     data = live(folder).as_data()
     assert data["curves"]["loss"] == [[1.0, 3.0], [2.0, None], [3.0, 2.0]]
     assert data["curves"]["valid loss"] == [[3.0, 3.5]]
@@ -48,6 +48,7 @@ def test_the_page_gets_curves_marks_and_what_is_not_a_number_as_null(tmp_path: P
     assert [event["event"] for event in data["events"] if event["fault"]] == [
         "rank_died", "run_restarted", "run_restarted"
     ]  # fmt: skip
+    assert data["events"][-1] == {"event": "run_restarted", "iteration": 2, "reason": "r", "fault": True}
     assert len(data["planned_memory"]) == 2
     json.dumps(data, allow_nan=False)
 

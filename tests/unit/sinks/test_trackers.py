@@ -31,7 +31,8 @@ kept = [r.artifact for r in found if r.HasField("artifact")]
 paths = {c.path: pathlib.Path(c.local_path) for a in kept if a.type == "run" for c in a.manifest.contents}
 places = [pathlib.Path(c.local_path) for a in kept for c in a.manifest.contents]
 assert all(pathlib.Path(sys.argv[1]) in place.parents for place in places), places
-print(json.dumps([said["state"], round(said["memory/planned_gib"], 2), {p: f.stat().st_size for p, f in paths.items()}]))
+sizes = {name: path.stat().st_size for name, path in paths.items()}
+print(json.dumps([said["state"], round(said["memory/planned_gib"], 2), sizes]))
 """,
     "mlflow": """
 import os, sys, json

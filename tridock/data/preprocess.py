@@ -21,12 +21,14 @@ from tridock.data.digest import sha256_of
 from tridock.data.input.documents import Rejection, remedy
 from tridock.data.input.sources import Chunk, Source, read_chunks
 from tridock.data.progress import Done, Progress
-from tridock.data.resumable_build import Journal, ResumableBuild
+from tridock.data.resumable_build import Finished, ResumableBuild
 from tridock.data.tokenize.blocks import Encoded, Recipe
 from tridock.data.tokenize.workers import encode_in_order
 from tridock.errors import Problem, RequestError
 
 CHUNK_BYTES: Final = 2 << 20
+_LISTED: Final = 20
+"""Inputs that the facts of a run name one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class Request:
     def facts(self) -> dict[str, str]:
         """What the output depends on: a run resumes only with the same facts."""
         return {
-            "inputs": ", ".join(f"{source.name} ({source.kind}, {source.bytes} bytes)" for source in self.sources),
+            "inputs": _listed([f"{source.name} ({source.kind}, {source.bytes} bytes)" for source in self.sources]),
             "keys": " ".join(self.recipe.keys),
             "tokenizer": self.recipe.encoder.sha256,
             # An encoder that was found wrong may have been wrong before: no other one continues its work.
@@ -71,6 +73,13 @@ class Request:
             "level": self.level,
             "on-error": "stop" if self.rejects is None else "skip",
         }
+
+
+def _listed(inputs: list[str]) -> str:
+    if len(inputs) <= _LISTED:
+        return ", ".join(inputs)
+    digest = hashlib.sha256("\0".join(inputs).encode(errors="surrogateescape")).hexdigest()
+    return f"{len(inputs)} files (SHA-256 of names, formats and sizes: {digest})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +118,7 @@ def preprocess(request: Request, progress: Progress | None = None) -> Preprocess
     facts = request.facts()
     try:
         with ResumableBuild(request.output_prefix, len(request.recipe.keys), facts, request.resume) as work:
-            _check_finished(request.sources, work.journal)
+            _check_finished(request.sources, work.finished)
             if not work.journal.whole:
                 _work(request, work, dtype.itemsize, progress)
             for prefix in request.prefixes:
@@ -135,13 +144,13 @@ def preprocess(request: Request, progress: Progress | None = None) -> Preprocess
     )
 
 
-def _check_finished(sources: tuple[Source, ...], journal: Journal) -> None:
+def _check_finished(sources: tuple[Source, ...], finished: list[Finished]) -> None:
     """Raises :class:`RequestError` with every input that has changed since an interrupted run finished it."""
     problems = []
-    for source, before, modified_ns in zip(sources, journal.finished, journal.modified_ns, strict=False):
+    for source, before in zip(sources, finished, strict=False):
         assert source.path is not None  # no journal is saved with standard input
-        same = (source.bytes, source.path.stat().st_mtime_ns) == (before.bytes, modified_ns)
-        if not same and not (source.path.is_file() and sha256_of(source.path) == before.sha256):
+        same = (source.bytes, source.path.stat().st_mtime_ns) == (before.input.bytes, before.modified_ns)
+        if not same and not (source.path.is_file() and sha256_of(source.path) == before.input.sha256):
             problems.append(_changed_since(source))
     if problems:
         raise RequestError(problems)
@@ -216,9 +225,7 @@ def _append(request: Request, work: ResumableBuild, chunk: Chunk, encoded: Encod
         journal.documents_in += 1
     journal.source, journal.offset = chunk.number, chunk.offset
     if chunk.finished is not None:
-        journal.finished.append(chunk.finished)
-        journal.modified_ns.append(chunk.modified_ns)
-        journal.finished_bytes += chunk.finished.bytes
+        work.finish(Finished(input=chunk.finished, modified_ns=chunk.modified_ns))
         journal.source, journal.offset = chunk.number + 1, 0
 
 
@@ -232,7 +239,7 @@ def _write_manifests(request: Request, work: ResumableBuild, width: int) -> None
             tokens=counts.bytes // width,
             tokenizer_sha256=encoder.sha256,
             end_of_document=encoder.end_of_document if closed else None,
-            inputs=tuple(journal.finished),
+            inputs=tuple(it.input for it in work.finished),
             json_key=key,
             sequences=counts.sequences,
             empty_documents=counts.empty,

@@ -1,8 +1,9 @@
 """A data set under construction: a hidden folder beside the output, and a journal from which a run resumes.
 
 ``.<output prefix>.unfinished/`` has for each key ``<k>.bin`` (tokens), ``<k>.lengths`` (int32 per sequence)
-and ``<k>.documents`` (int64 per document, Megatron's document index), and also ``rejects`` and ``journal.json``. The
-journal is saved after the data that it counts. A resumed run truncates the files to its counts.
+and ``<k>.documents`` (int64 per document, Megatron's document index), and also ``rejects``, ``finished`` (a line of
+JSON per input that has been read) and ``journal.json``. The journal is saved after the data that it counts. A resumed
+run truncates the files to its counts.
 """
 
 import contextlib
@@ -38,6 +39,13 @@ class Counts(BaseModel):
     idx_sha256: str | None = None
 
 
+class Finished(BaseModel):
+    """An input that has been read, and when it was last modified."""
+
+    input: Input
+    modified_ns: int
+
+
 class Journal(BaseModel):
     """The state from which a run resumes.
 
@@ -50,10 +58,10 @@ class Journal(BaseModel):
     source: int = 0
     offset: int = 0
     digest: str = ""
-    finished: list[Input] = []
-    modified_ns: list[int] = []
-    """When each of ``finished`` was last modified."""
+    finished_size: int = 0
+    """Bytes of the file ``finished``."""
     finished_bytes: int = 0
+    """Bytes of the inputs that it names."""
     documents_in: int = 0
     rejected: int = 0
     empty: int = 0
@@ -84,6 +92,7 @@ class ResumableBuild:
             self.resumed = found is not None
             self._digests: list[Digest] = []
             self.journal = found or Journal(request=request, keys=[Counts() for _ in range(keys)])
+            self.finished = self._load_finished()
             self._open()
         except BaseException:  # Ctrl-C too
             self._close()
@@ -115,6 +124,14 @@ class ResumableBuild:
             raise RequestError(problems)
         return journal
 
+    def _load_finished(self) -> list[Finished]:
+        path, size = self.folder / "finished", self.journal.finished_size
+        if not size:
+            return []
+        if not path.exists() or path.stat().st_size < size:
+            raise _lost(path)
+        return [Finished.model_validate_json(line) for line in path.read_bytes()[:size].splitlines()]
+
     def _open(self) -> None:
         if not self.resumed:
             for path in self.folder.iterdir():
@@ -127,7 +144,8 @@ class ResumableBuild:
             for part, size in zip(_PARTS, sizes, strict=True):
                 self._files.append(_open_at(self.folder / f"{number}.{part}", size, not self.resumed))
             self._digests.append(Digest(self.folder / f"{number}.bin"))
-        self._files.append(_open_at(self.folder / "rejects", self.journal.rejects_bytes, not self.resumed))
+        for name, size in (("finished", self.journal.finished_size), ("rejects", self.journal.rejects_bytes)):
+            self._files.append(_open_at(self.folder / name, size, not self.resumed))
 
     def add(self, number: int, block: Block) -> None:
         """Appends the documents of a block to key ``number``."""
@@ -141,6 +159,14 @@ class ResumableBuild:
         counts.sequences += len(block.lengths) // 4
         counts.documents += len(block.sequences)
         counts.empty += int((block.sequences == 0).sum())
+
+    def finish(self, finished: Finished) -> None:
+        """Notes an input that has been read to its end."""
+        self.finished.append(finished)
+        line = f"{finished.model_dump_json()}\n".encode()
+        self._files[-2].write(line)
+        self.journal.finished_size += len(line)
+        self.journal.finished_bytes += finished.input.bytes
 
     def reject(self, record: bytes) -> None:
         self._files[-1].write(record)

@@ -107,7 +107,7 @@ def _session(subject: Subject, tracker: Tracker, delivered: Delivered, sleep: Ca
             break
         assert sleep is not None
         sleep(_POLL_S)
-    tracker.finish(subject, _documents(subject))
+    tracker.finish(subject, _documents(subject, tracker.name))
     _note(position, tracker, sent)
 
 
@@ -127,11 +127,13 @@ def _note(position: Path, tracker: Tracker, sent: Mapping[str, int]) -> None:
     run_folder.write_atomic(position, content.encode())
 
 
-def _documents(subject: Subject) -> Iterator[Path]:
+def _documents(subject: Subject, name: str) -> Iterator[Path]:
+    """The run's own, and the report page: one for each tracker, as another process writes another's meanwhile."""
     yield from subject.documents()
-    page = subject.folder / FOLDER / run_folder.REPORT
+    page = subject.folder / FOLDER / name / run_folder.REPORT
     if not (subject.folder / run_folder.EXPERIMENT).exists():
         return
+    page.parent.mkdir(exist_ok=True)
     if (why := write_report(subject.folder, page)) is None:
         yield page
     else:

@@ -125,13 +125,14 @@ def test_a_killed_tracker_goes_on_where_it_stopped(name: str, start: Start, pyth
     ]
     assert [step for step, _ in train] == list(range(1, 41))
     assert dict(train)[31] == 69.0
-    assert dict(train)[21] in (3.0, 79.0)  # before, or (of W&B, which had it in memory only) after the return
-    assert len(valid) == (0 if name == "wandb" and dict(train)[21] == 79.0 else 1)
+    # W&B's process had the last points before the return in memory only, or had written any number of them.
+    assert dict(train)[21] in ((3.0, 79.0) if name == "wandb" else (3.0,))
+    assert len(valid) in ((0, 1) if name == "wandb" else (1,))
     if name == "wandb":
         ((state, planned, sizes),) = about
         assert (state, planned) == ("done", 3.74)
         names = ("events.jsonl", "experiment.yaml", "manifest.json", "plan.json")
-        page = (run / ".sinks" / "report.html").stat().st_size
+        page = (run / ".sinks" / "wandb" / "report.html").stat().st_size
         assert sizes == {**{it: (run / it).stat().st_size for it in names}, "report.html": page}
     if name == "mlflow":
         files = ["events.jsonl", "experiment.yaml", "manifest.json", "plan.json", "report.html", "samples"]

@@ -202,6 +202,26 @@ def test_a_driver_that_is_loaded_at_each_question_has_the_time_for_it(
     assert probe.accelerators() == Accelerators((), error="No devices were found")
 
 
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, False),
+        ({"proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06"}, False),
+        ({"proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06"}, True),
+        ({"sys/module/nvidia_peermem/refcnt": "0"}, True),
+    ],
+    ids=["no driver", "closed driver", "open driver", "module"],
+)
+def test_peer_memory_is_of_a_module_or_of_the_open_driver(
+    files: dict[str, str], expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(probe, "Path", lambda name: tmp_path / name.removeprefix("/"))
+    assert probe._has_peer_memory() == expected
+
+
 def libcuda(init: int = 0, devices: int = 1) -> Callable[[str], SimpleNamespace]:
     """A stand-in for CUDA's driver."""
 

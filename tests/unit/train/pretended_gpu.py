@@ -34,6 +34,7 @@ from tridock.train.parallel import strategies
 from tridock.train.rank.process_group import Ranks
 
 GPU = torch.device("cuda", 0)
+CAPABILITY = (9, 0)
 _SOURCE = Path(__file__).with_suffix(".cpp")
 _BUILT = Path(__file__).parents[3] / ".cache" / "tests"
 
@@ -212,7 +213,7 @@ def pretended_gpu(
         "default_generators": (generator,),
         "get_rng_state": lambda *_, **__: generator.get_state(),
         "set_rng_state": lambda *_, **__: None,
-        "get_device_capability": lambda *_: (9, 0),
+        "get_device_capability": lambda *_: CAPABILITY,
         "is_bf16_supported": lambda *_: True,
         "is_current_stream_capturing": lambda: False,
         "empty_cache": lambda: None,

@@ -195,12 +195,12 @@ class Norm:
 
 
 def block_spec(config: TransformerConfig, device: torch.device, stage: int | None) -> Any:
-    """The modules of a layer: transformer-engine's if the image has it, else megatron-core's own.
+    """The modules of a layer: transformer-engine's where its attention is fused, else megatron-core's own.
 
     megatron-core's norm refuses sequence parallelism; its attention refuses context parallelism and keeps every score.
     Both are replaced here.
     """
-    if device.type == "cuda" and importlib.util.find_spec("transformer_engine") is not None:
+    if device.type == "cuda" and has_transformer_engine() and fuses_attention(config.params_dtype):
         return get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm
         )
@@ -214,6 +214,15 @@ def block_spec(config: TransformerConfig, device: torch.device, stage: int | Non
         attention.q_layernorm = attention.k_layernorm = Norm
     layers = get_num_layers_to_build(config, vp_stage=stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=Norm)
+
+
+def has_transformer_engine() -> bool:
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def fuses_attention(dtype: torch.dtype) -> bool:
+    """Whether transformer-engine does: otherwise it keeps every score, and refuses context parallelism."""
+    return dtype != torch.float32 and torch.cuda.get_device_capability() >= (8, 0)
 
 
 def initialize(model: nn.Module, experiment: Experiment) -> None:

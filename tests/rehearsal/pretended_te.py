@@ -1,0 +1,122 @@
+"""transformer-engine without its compiled parts: its own Python code, and torch's operations for its CUDA kernels.
+
+The stand-ins compute nothing worth knowing. They take what the kernels take, and return tensors of the same shape,
+dtype and device, also where the tensors are fake ones on a pretended GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import types
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+VERSION = "2.10.0"
+"""That of NVIDIA's image 25.12."""
+_TRITON = ("", ".cross_entropy", ".permutation", ".pad")
+"""Kernels in Triton's language, which torch's CPU build does not come with."""
+
+
+def import_transformer_engine(folder: Path) -> None:
+    """Imports transformer-engine from where its wheel was unpacked. For the rest of the process it is installed."""
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # its word for: do not load CUDA's libraries
+    sys.path.append(str(folder))
+    package = types.ModuleType("transformer_engine")
+    package.__path__ = [str(folder / "transformer_engine")]
+    package.__dict__["__version__"] = VERSION
+    package.__spec__ = ModuleSpec("transformer_engine", None, is_package=True)
+    sys.modules |= {"transformer_engine": package, "transformer_engine_torch": Kernels("transformer_engine_torch")}
+    of_torch = "transformer_engine.pytorch"
+    for name in (f"{of_torch}.onnx_extensions", *(f"{of_torch}.triton{module}" for module in _TRITON)):
+        sys.modules[name] = mock.MagicMock(name=name)
+    common: Any = importlib.import_module("transformer_engine.common")
+    common.load_framework_extension = lambda _: None
+    importlib.import_module(of_torch)
+    _take_fake_tensors_for_tensors()
+
+
+def _take_fake_tensors_for_tensors() -> None:
+    """Its choice of an attention goes by the class of the queries."""
+    utils: Any = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.utils")
+    choose = utils.get_attention_backend
+
+    def chosen(parameters: Any) -> Any:
+        parameters.qkv_type = Tensor
+        return choose(parameters)
+
+    utils.get_attention_backend = chosen
+
+
+class Kernels(types.ModuleType):
+    """The module of transformer-engine's kernels; what has no stand-in is a mock."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__all__":  # of `import *`
+            return [it for it in vars(Kernels) if not it.startswith("_")]
+        if name.startswith("__"):
+            raise AttributeError(name)
+        found = mock.MagicMock(name=name)
+        setattr(self, name, found)
+        return found
+
+    @staticmethod
+    def get_cudnn_version() -> int:
+        return 91700
+
+    @staticmethod
+    def layernorm_fwd(x: Tensor, _weight: Tensor, _bias: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+        rows = x.new_zeros(x.numel() // x.shape[-1], dtype=torch.float32)
+        return torch.zeros_like(x), rows, torch.zeros_like(rows)
+
+    @staticmethod
+    def layernorm_bwd(gradient: Tensor, _x: Tensor, _mean: Tensor, _deviation: Tensor, weight: Tensor, *_: Any) -> Any:
+        return torch.zeros_like(gradient), torch.zeros_like(weight), torch.zeros_like(weight)
+
+    @staticmethod
+    def rmsnorm_fwd(x: Tensor, _weight: Tensor, *_: Any) -> tuple[Tensor, None, Tensor]:
+        return torch.zeros_like(x), None, x.new_zeros(x.numel() // x.shape[-1], dtype=torch.float32)
+
+    @staticmethod
+    def rmsnorm_bwd(gradient: Tensor, _x: Tensor, _deviation: Tensor, weight: Tensor, *_: Any) -> Any:
+        return torch.zeros_like(gradient), torch.zeros_like(weight)
+
+    @staticmethod
+    def generic_gemm(
+        a: Tensor, transposed_a: bool, b: Tensor, transposed_b: bool, out: Tensor | None, *rest: Any, **_: Any
+    ) -> tuple[Tensor, Tensor | None, None, None]:
+        """cuBLAS's products, by columns: ``b`` comes first."""
+        _, _, bias, _, _, _, for_gradient, *_ = rest
+        width = a.shape[0] if transposed_a else a.shape[-1]
+        rows = [b.shape[-1]] if transposed_b else list(b.shape[:-1])
+        made = a.new_zeros(*rows, width) if out is None else out
+        return made, (torch.zeros_like(bias) if for_gradient and bias is not None else None), None, None
+
+    @staticmethod
+    def get_fused_attn_backend(*_: Any) -> Any:
+        return sys.modules["transformer_engine_torch"].NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
+
+    @staticmethod
+    def fused_attn_fwd(*given: Any) -> list[Tensor]:
+        query, value = given[13], given[15]
+        tokens, samples, heads, _ = query.shape  # megatron-core's order, which transformer-engine names sbhd
+        out = query.new_zeros(tokens, samples, heads, value.shape[-1])
+        sums = query.new_zeros(samples, heads, tokens, 1, dtype=torch.float32)
+        return [out, sums, query.new_zeros(2, dtype=torch.int64)]
+
+    @staticmethod
+    def fused_attn_bwd(*given: Any) -> list[Tensor | None]:
+        query, key, value = [it for it in given if isinstance(it, Tensor) and it.dim() == 4][:3]
+        return [torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value), None]
+
+    @staticmethod
+    def multi_tensor_l2norm(_chunk: int, _overflow: Tensor, lists: Sequence[Sequence[Tensor]], _each: bool) -> Any:
+        first = lists[0][0]
+        return first.new_zeros(1, dtype=torch.float32), first.new_zeros(0, dtype=torch.float32)

@@ -1,0 +1,133 @@
+"""Engine megatron-core with transformer-engine's layers and Adam, on a pretended GPU and without its kernels.
+
+transformer-engine's own Python code runs: it chooses attention, cuts weights, and keeps the states of Adam.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.rehearsal.pretended_te import VERSION, import_transformer_engine
+from tests.unit.train import pretended_gpu
+from tests.unit.train.pretended_gpu import GPU, REASON, Transfers
+
+pytestmark = [
+    pytest.mark.skipif(bool(REASON), reason=REASON),
+    pytest.mark.filterwarnings("ignore"),  # megatron-core's, of what is missing
+]
+ROOT = Path(__file__).parents[2]
+MIXTURE = {
+    "model.num_moe_experts": 4,
+    "model.add_bias_linear": False,
+    "model.normalization": "RMSNorm",
+    "model.swiglu": True,
+    "model.position_embedding_type": "rope",
+    "model.untie_embeddings_and_output_weights": True,
+    "parallel.expert_model_parallel_size": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def on_gpu() -> Callable[..., Any]:
+    """Two strategies and the batches of a step, of a case by its name; transformer-engine is installed."""
+    folder = ROOT / ".cache" / f"transformer-engine-{VERSION}"
+    if not folder.exists():
+        argv = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--require-hashes", "--target"]
+        subprocess.run([*argv, folder, "-r", ROOT / "tests/rehearsal/transformer-engine.txt"], check=True)
+    import_transformer_engine(folder)
+    from tests.unit.train import test_megatron_core_on_a_gpu as layouts
+
+    layouts.CASES |= {
+        "mixture": (MIXTURE, 2, 1),
+        "normed heads": ({"model.qk_layernorm": True, "model.normalization": "RMSNorm"}, 1, 0),
+    }
+    return layouts.on_gpu
+
+
+LAYOUTS = [
+    "alone", "fp16", "distributed optimizer", "tensor and sequence", "last stage", "context", "recomputed", "Llama",
+    "normed heads",
+]  # fmt: skip
+
+
+def modules(strategy: Any) -> set[str]:
+    """The names of its modules' classes."""
+    return {type(it).__name__ for chunk in strategy.chunks for it in chunk.modules()}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_step_reads_the_norm_of_the_gradient_and_nothing_else(on_gpu: Callable[..., Any], name: str) -> None:
+    with on_gpu(name) as (strategy, _, batches):
+        assert {"TELayerNormColumnParallelLinear", "TERowParallelLinear", "TEDotProductAttention"} <= modules(strategy)
+        strategy.step(batches, 0.1)
+        with Transfers(on_host=1) as transfers:
+            step = strategy.step(batches, 0.1)
+        assert step.loss.device == GPU
+        assert {it.device for chunk in strategy.chunks for it in chunk.parameters()} == {GPU}
+        assert transfers.all() == {"read": 2 if name == "fp16" else 1}
+
+
+@pytest.mark.parametrize(("name", "capability"), [("fp32", (9, 0)), ("fp16", (7, 0))])
+def test_where_it_has_no_fused_attention_it_is_not_used(
+    on_gpu: Callable[..., Any], name: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would keep every score, which the plan does not count."""
+    monkeypatch.setattr(pretended_gpu, "CAPABILITY", capability)
+    with on_gpu(name) as (strategy, _, batches):
+        assert "FusedAttention" in modules(strategy)
+        assert not any(it.startswith("TE") for it in modules(strategy))
+        strategy.step(batches, 0.1)
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, "mixture"])
+def test_a_checkpoint_has_the_names_and_shapes_of_one_without_it(on_gpu: Callable[..., Any], name: str) -> None:
+    """So it continues on an image without transformer-engine, and the other way round."""
+    from tridock.train.megatron_core import model
+
+    def weights() -> dict[str, Any]:
+        with on_gpu(name) as (strategy, _, _batches):
+            found = (it for _, part in strategy._named() for _, it in model.sharded_weights(part))
+            return {f"{it.key} {it.global_offset}": (it.global_shape, it.local_shape, it.dtype) for it in found}
+
+    with_it = weights()
+    with mock.patch.object(model, "has_transformer_engine", return_value=False):
+        assert with_it == weights()
+    assert len(with_it) > 10
+
+
+@pytest.mark.parametrize("name", ["alone", "fp16", "distributed optimizer"])
+def test_its_adam_resumes(on_gpu: Callable[..., Any], name: str) -> None:
+    from tests.unit.train.test_megatron_core_on_a_gpu import kinds
+    from tridock.train.megatron_core import checkpoint
+
+    with on_gpu(name) as (strategy, resumed, batches):
+        strategy.step(batches, 0.1)
+        saved = strategy._state(is_loading=False)
+        with mock.patch.object(checkpoint, "load", lambda state, _: read_back(saved, state)):
+            resumed.load(Path(), 1)
+        assert kinds(resumed) == kinds(strategy)
+        assert kinds(resumed)
+        resumed.step(batches, 0.1)
+        counts = [group["step"] for it in resumed.optimizer.chained_optimizers for group in it.optimizer.param_groups]
+        assert set(counts) == {2}
+
+
+def read_back(saved: Any, state: Any) -> Any:
+    """As dist_checkpointing.load: what is not sharded comes from the file, what is, into the tensors that there are."""
+    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, extract_matching_values, merge
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase, apply_factory_merges
+    from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+
+    _, common = extract_matching_values(saved, lambda it: isinstance(it, (ShardedBase, LocalNonpersistentObject)))
+    sharded, own, factories = load_preprocess(state)
+    sharded, _ = extract_matching_values(sharded, lambda it: isinstance(it, ShardedBase))
+    merge(common, own)
+    merge(common, dict_list_map_inplace(lambda it: it.data, sharded))
+    return apply_factory_merges(common, factories)

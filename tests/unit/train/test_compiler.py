@@ -1,6 +1,12 @@
 """What torch.compile needs is looked for before the first step."""
 
+import importlib.util
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
 
 from tridock.train.compiler import compiler_problems
 
@@ -44,3 +50,16 @@ def test_on_a_gpu_triton_needs_a_c_compiler(tmp_path: Path) -> None:
     _at(tmp_path, "clang", 0o755)
     _at(tmp_path, "Python.h", 0o644)
     assert list(compiler_problems("cuda", {"PATH": str(tmp_path)}, tmp_path)) == []
+
+
+def test_the_model_imports_with_the_older_torch_of_base_image_24_12(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.6 has no ``reason``. `make test-torch` runs the tests with that version itself."""
+
+    def disable(fn: Callable[..., Any] | None = None, recursive: bool = True) -> Any:  # noqa: ARG001  its signature
+        return fn or (lambda wrapped: wrapped)
+
+    monkeypatch.setattr(torch.compiler, "disable", disable)
+    spec = importlib.util.find_spec("tridock.train.models.gpt")
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))

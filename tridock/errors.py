@@ -102,9 +102,9 @@ class TridockError(Exception):
         self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
         self.unaffected = tuple(unaffected)
         fine = [f"{', '.join(self.unaffected)}: no problem here; fix the others"] if self.unaffected else []
-        super().__init__("\n".join([*self._shown(), *fine]))
+        super().__init__("\n".join([*self._lines(), *fine]))
 
-    def _shown(self) -> Iterator[str]:
+    def _lines(self) -> Iterator[str]:
         """The problems' messages."""
         yield from map(str, self.problems)
 
@@ -118,7 +118,7 @@ class RequestError(TridockError):
 
     exit_code = 2
 
-    def _shown(self) -> Iterator[str]:
+    def _lines(self) -> Iterator[str]:
         yield from map(str, self.problems[:_MOST_SHOWN])
         if (more := len(self.problems) - _MOST_SHOWN) > 0:
             yield f"and {count(more, 'more problem')}"

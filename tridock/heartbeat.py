@@ -1,4 +1,4 @@
-"""For a program of your own under ``tridock run``: says after each step that the rank makes progress.
+"""For your own program under ``tridock run``: says after each step that the rank makes progress.
 
 ::
 

@@ -28,7 +28,7 @@ from tridock.ops.image.archive import ImageParts, digest_of
 from tridock.ops.image.distribute import Distribution
 from tridock.ops.image.peers import KEYS, Peers
 from tridock.ops.image.schedule import OPERATOR, SLOTS
-from tridock.ops.image.transfer import Delivery, Stock
+from tridock.ops.image.transfer import Delivery, Inventory
 from tridock.progress import bars
 from tridock.remote import Completed, LocalHost
 from tridock.remote.host import lost
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(SSHD is None, reason="no sshd on this machine")
 
 HOSTS = ("host-a", "host-b", "host-c")
 PIECE = 60_000
-STOCK = Stock((), "", {}, None, None)
+STOCK = Inventory((), "", {}, None, None)
 # The engine of the host whose folder it runs in.
 DOCKER = '#!/bin/sh\ncat >"${PWD%/*/*}/loaded"\n'
 
@@ -70,7 +70,7 @@ class Lab:
 
     def distribute(self) -> None:
         deliveries = {node: self.delivery(node) for node in self.session.hosts}
-        stocks = {node: delivery.stock() for node, delivery in deliveries.items()}
+        inventories = {node: delivery.inventory() for node, delivery in deliveries.items()}
         whole = self.parts.archive("lab", 0, 10)
         with bars(quiet=True) as begin:
             made = Distribution(
@@ -83,7 +83,7 @@ class Lab:
                 lambda node, _: self.arrived.append(node),
             )
             self.sent = made.sent
-            made.run(self.parts, dict.fromkeys(deliveries, 0), stocks)
+            made.run(self.parts, dict.fromkeys(deliveries, 0), inventories)
 
     @property
     def archive(self) -> bytes:
@@ -261,7 +261,7 @@ def test_the_sshd_of_a_host_gives_pieces_and_nothing_else(lab: Lab) -> None:
 
     def ask(*words: str, key: str = "", options: tuple[str, ...] = ()) -> tuple[int, str, str]:
         keys = f"{folders['host-b']}/{KEYS}"
-        program, *rest = peers.givers["host-a"].command(keys)
+        program, *rest = peers.piece_servers["host-a"].command(keys)
         argv = [program, *options, *(word.replace(f"{keys}/id", key or f"{keys}/id") for word in rest), *words]
         done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=30, stdin=subprocess.DEVNULL)
         return done.returncode, done.stdout, done.stderr.strip()
@@ -290,4 +290,4 @@ def test_ports_that_are_taken_are_passed_over(lab: Lab) -> None:
         socket.create_server(("", lab.session.cluster.settings.ssh_port)) as _,
         Peers(lab.session, folders, lambda _: None) as peers,
     ):
-        assert peers.givers["host-a"].port in RENDEZVOUS_PORTS
+        assert peers.piece_servers["host-a"].port in RENDEZVOUS_PORTS

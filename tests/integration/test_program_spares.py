@@ -1,4 +1,4 @@
-"""A program of the user's own that loses a node for good: a spare takes its place, in an image without any Python."""
+"""The user's own program that loses a node for good: a spare takes its place, in an image without any Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tridock run` on two Docker hosts: programs of the user's own, as torchrun, deepspeed and alone."""
+"""`tridock run` on two Docker hosts: the user's own programs, as torchrun, deepspeed and alone."""
 
 from __future__ import annotations
 

@@ -257,7 +257,7 @@ def test_a_node_that_fails_costs_the_work_since_the_last_checkpoint(
         wait_until(lambda: slurm_cluster.execute("sinfo --noheader --format=%D:%t").stdout == idle, "all are back", 60)
 
 
-# ---- a program of the user's own ----
+# ---- the user's own program ----
 
 PROGRAM = """
 import os, signal, sys, time

@@ -1,4 +1,4 @@
-"""What a program of the user's own imports runs in that program's Python, from 3.8 on."""
+"""What the user's own program imports runs in that program's Python, from 3.8 on."""
 
 from __future__ import annotations
 

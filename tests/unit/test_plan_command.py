@@ -210,7 +210,8 @@ def test_a_picture(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
         ),
         (
             ("configs/demo.yaml", "--hosts", "hostfiles/twin", "--nodes", "2"),
-            "--hosts: or --nodes must describe the cluster; got both; give a DeepSpeed hostfile, or a number of --nodes",
+            "--hosts: or --nodes must describe the cluster; got both; "
+            "give a DeepSpeed hostfile, or a number of --nodes",
         ),
         (("configs/demo.yaml", "--nodes", "0"), "--nodes: must be at least 1; got 0; give a number"),
         (
@@ -591,7 +592,7 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert done.err == f"{message}\n"
 
 
-# ---- a program of the user's own ----
+# ---- the user's own program ----
 
 
 def test_a_program_has_its_slots_planned_and_no_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

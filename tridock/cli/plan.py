@@ -185,7 +185,7 @@ def _planned(arguments: argparse.Namespace) -> int:
 def _print_program(
     arguments: argparse.Namespace, program: CommandExperiment, slots: Mapping[str, Sequence[int]], source: str
 ) -> int:
-    """A program of the user's own on its slots; what it needs of memory and time is not known."""
+    """The user's own program on its slots; what it needs of memory and time is not known."""
     from tridock.contracts.run_folder import PLAN, new_run_id
     from tridock.launchers.command import CommandRun, make_command_bundle
     from tridock.launchers.run import default_port

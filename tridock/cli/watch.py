@@ -15,7 +15,7 @@ from tridock.contracts import environment
 from tridock.errors import Problem, RequestError
 
 if TYPE_CHECKING:
-    from tridock.contracts.node_answers import RunNews
+    from tridock.contracts.node_answers import RunUpdate
 
 
 def add(commands: Commands) -> None:
@@ -49,11 +49,11 @@ def _watch(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _asks(arguments: argparse.Namespace) -> dict[str, Callable[[Any], RunNews]]:
+def _asks(arguments: argparse.Namespace) -> dict[str, Callable[[Any], RunUpdate]]:
     from tridock.ops.runs.watch import ask_folder, ask_head
 
     names: list[str | None] = [*arguments.run] or [None]
-    asks: dict[str, Callable[[Any], RunNews]] = {}
+    asks: dict[str, Callable[[Any], RunUpdate]] = {}
     session = None
     for name in names:
         if name is not None and ("/" in name or Path(name).is_dir() or find_hostfile(arguments) is None):

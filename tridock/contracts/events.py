@@ -38,7 +38,7 @@ class Event(StrEnum):
     RANK_HUNG = "rank_hung"  # rank, node, exit_code, cause, reason
     NODE_LOST = "node_lost"  # node, exit_code, cause, reason
     LAUNCHER_ENDED = "launcher_ended"  # exit_code, cause, reason
-    NODE_FAILED = "node_failed"  # node, cause, reason: what a node could not do for a program of the user's own
+    NODE_FAILED = "node_failed"  # node, cause, reason: what a node could not do for the user's own program
     DISK_NEARLY_FULL = "disk_nearly_full"  # node, free_bytes, total_bytes
     RUN_RESTARTED = "run_restarted"  # attempt, iteration, reason, log_bytes (of launcher.log until then)
     NOT_RESTARTED = "not_restarted"  # reason
@@ -83,7 +83,7 @@ class Cause(StrEnum):
     SSH_SESSION_LOST = "ssh_session_lost"
     LAUNCHER_EXITED = "launcher_exited"
     HEAD_SILENT = "head_silent"
-    # A node, of a program of the user's own.
+    # A node, of the user's own program.
     SETUP_FAILED = "setup_failed"
     PROGRAM_NOT_STARTED = "program_not_started"
 

@@ -75,8 +75,8 @@ class RankProgress:
 
 
 @dataclass(frozen=True, slots=True)
-class RunNews:
-    """``news``: what is new in a run's records since the last answer."""
+class RunUpdate:
+    """``run-update``: what is new in a run's records since the last answer."""
 
     state: RunState
     exit_code: int | None

@@ -1,4 +1,4 @@
-"""Figures in the output of a program of the user's own: the pattern that finds them in a line. Pure."""
+"""Figures in the output of the user's own program: the pattern that finds them in a line. Pure."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator

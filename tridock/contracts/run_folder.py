@@ -97,7 +97,7 @@ def launch_script(node_rank: int) -> str:
 
 
 def node_script(script: str, node_rank: object) -> str:
-    """The part of a node in ``script``, the head's, of a program of the user's own."""
+    """The part of a node in ``script``, the head's, of the user's own program."""
     return f"{script.rpartition('.')[0]}-node-{node_rank}.sh"
 
 

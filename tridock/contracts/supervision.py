@@ -95,7 +95,7 @@ class Supervision:
     def may_be_taken_over(self) -> bool:
         """Whether another node may supervise the run if the head is gone: one that restarts by itself after a failure.
 
-        Scheduled jobs are queued again. A program of the user's own was given the head's address at its start.
+        Scheduled jobs are queued again. The user's own program was given the head's address at its start.
         """
         return bool(self.max_restarts and self.remote and self.on_head) and not (self.scheduler or self.observed)
 

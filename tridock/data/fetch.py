@@ -133,7 +133,7 @@ def _fetch(one: Wanted, folder: Path, mirrors: Sequence[str], progress: Progress
                 if expected not in (None, found):
                     file.truncate(0)
                     what, todo = f"has another content than SHA-256 {expected}", f"name another source of {one.name}"
-                    raise RequestError(Problem(_shown(source), what, found, todo))
+                    raise RequestError(Problem(_source_name(source), what, found, todo))
             except RequestError as error:
                 problems += error.problems
                 continue
@@ -141,7 +141,7 @@ def _fetch(one: Wanted, folder: Path, mirrors: Sequence[str], progress: Progress
             _origin(part).unlink(missing_ok=True)
         _record(folder, one.name, found)
         how = "as expected" if expected else f"recorded in {folder / SUMS}: compare it with its publisher's"
-        return f"{target}: {target.stat().st_size:,} bytes from {_shown(source)}, SHA-256 {found}, {how}"
+        return f"{target}: {target.stat().st_size:,} bytes from {_source_name(source)}, SHA-256 {found}, {how}"
     todo = f"see above, name a mirror with --mirror or {DATA_MIRRORS}, or copy the file there yourself"
     raise RequestError([*problems, Problem(str(target), "no source has it", "", todo)])
 
@@ -181,7 +181,7 @@ def _bring(source: str, file: BinaryIO, part: Path, expected: str | None, progre
                 file.flush()
     except OSError as error:
         todo = "free space there" if error.errno == errno.ENOSPC else "name another mirror"
-        where = str(part) if error.errno == errno.ENOSPC else _shown(source)
+        where = str(part) if error.errno == errno.ENOSPC else _source_name(source)
         raise RequestError(Problem(where, "cannot be copied", error.strerror or str(error), todo)) from None
 
 
@@ -198,7 +198,7 @@ def _download(source: str, file: BinaryIO, part: Path, expected: str | None, pro
         except _CutOffError as cut:
             if pause is None:
                 todo = "run it again to resume"
-                raise RequestError(Problem(_shown(source), "was cut off", str(cut), todo)) from None
+                raise RequestError(Problem(_source_name(source), "was cut off", str(cut), todo)) from None
             if file.seek(0, 2) <= before:
                 time.sleep(pause)
             continued = True
@@ -236,16 +236,16 @@ def _receive(source: str, file: BinaryIO, part: Path, progress: Progress, *, con
         if error.code in (http.client.TOO_MANY_REQUESTS, *range(500, 600)):
             raise _CutOffError(f"{error.code} {error.reason}") from None
         todo = "correct the URL, or name a mirror"
-        raise RequestError(Problem(_shown(source), "is refused", f"{error.code} {error.reason}", todo)) from None
+        raise RequestError(Problem(_source_name(source), "is refused", f"{error.code} {error.reason}", todo)) from None
     except urllib.error.URLError as error:
         todo = "check the network, the proxy (HTTPS_PROXY) and the certificates (SSL_CERT_FILE)"
-        raise RequestError(Problem(_shown(source), "cannot be reached", str(error.reason), todo)) from None
+        raise RequestError(Problem(_source_name(source), "cannot be reached", str(error.reason), todo)) from None
     except (http.client.HTTPException, TimeoutError, ConnectionError) as error:
         file.flush()
         raise _CutOffError(str(error) or type(error).__name__) from None
 
 
-def _shown(source: str) -> str:
+def _source_name(source: str) -> str:
     """Without the query, which may hold a signature or a token."""
     return source.partition("?")[0]
 

@@ -1,4 +1,4 @@
-"""A program of the user's own as an experiment (``engine: command``): what runs on the slots, with what code. Pure."""
+"""The user's own program as an experiment (``engine: command``): what runs on the slots, with what code. Pure."""
 
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Final, Literal

@@ -36,7 +36,7 @@ def parse_experiment(text: str, source: str, overrides: Sequence[str] = ()) -> E
 
 
 def is_command(path: Path) -> bool:
-    """Whether an experiment is a program of the user's own."""
+    """Whether an experiment is the user's own program."""
     return parse_yaml(read_text(path, "an experiment"), str(path)).get("engine") == ENGINE
 
 

@@ -77,18 +77,18 @@ def activation_terms(experiment: Experiment, stage: int, accumulation: int, size
     """The terms of a stage's rank. ``head``: bytes of the output layer and the loss, on the last stage."""
     layers, stages = layers_of_stage(experiment, stage), experiment.parallel.pipeline_model_parallel_size
     virtual = experiment.parallel.virtual_pipeline_model_parallel_size
-    again, flights = recomputed_layers(experiment, layers), in_flight(experiment, stage, accumulation)
+    again, passes_in_flight = recomputed_layers(experiment, layers), in_flight(experiment, stage, accumulation)
     kept_layers = (layers - again) * kept_layer(experiment, sizes)
     kept = kept_bytes(experiment, stage, sizes)
     first, last = stage == 0, stage == stages - 1
-    runs = f"{flights} runs of {layers // virtual} layers" if stages > 1 else f"{layers} layers"
-    terms = [Term("activations", round(kept * flights / virtual), f"{runs}; Korthikanti et al. 2022, 4.1")]
+    runs = f"{passes_in_flight} runs of {layers // virtual} layers" if stages > 1 else f"{layers} layers"
+    terms = [Term("activations", round(kept * passes_in_flight / virtual), f"{runs}; Korthikanti et al. 2022, 4.1")]
     if first:
-        held = (sizes.tokens * _TOKEN_BYTES + sizes.dropout) * min(flights, accumulation)
+        held = (sizes.tokens * _TOKEN_BYTES + sizes.dropout) * min(passes_in_flight, accumulation)
         terms.append(Term("embedding", round(held), "tokens and dropout, each micro batch in flight"))
     if stages > 1:
         # On a GPU megatron-core frees what it has sent; what is on its way remains.
-        count = (flights - 1 if last else flights) if sizes.device == "cpu" else 2
+        count = (passes_in_flight - 1 if last else passes_in_flight) if sizes.device == "cpu" else 2
         terms.append(Term("stage inputs and outputs", round(count * sizes.between), "hidden states on their way"))
     head = head if last else 0.0
     # Backward, the layers that are computed again come after those that were kept: these have gone by then.

@@ -119,11 +119,11 @@ def _parser() -> argparse.ArgumentParser:
     follow.add_argument("--keepalive", action="store_true", help="print a keepalive byte every 5 s, for fab")
     follow.set_defaults(action=verbs.follow)
 
-    news = commands.add_parser("news", parents=[folder], help="print what is new in a run's records, as JSON")
-    news.add_argument("--offset", type=int, default=0, help="bytes of metrics.jsonl that are known (default: 0)")
-    news.add_argument("--inode", type=int, default=0, help="its inode then (default: 0)")
-    news.add_argument("--events", type=int, default=0, help="lines of events.jsonl that are known (default: 0)")
-    news.set_defaults(action=verbs.news)
+    update = commands.add_parser("run-update", parents=[folder], help="print what is new in a run's records, as JSON")
+    update.add_argument("--offset", type=int, default=0, help="bytes of metrics.jsonl that are known (default: 0)")
+    update.add_argument("--inode", type=int, default=0, help="its inode then (default: 0)")
+    update.add_argument("--events", type=int, default=0, help="lines of events.jsonl that are known (default: 0)")
+    update.set_defaults(action=verbs.run_update)
 
     processes = commands.add_parser("processes", help="print the processes of a run, or of all runs, as JSON")
     processes.add_argument("run_id", nargs="?")

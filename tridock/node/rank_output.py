@@ -1,4 +1,4 @@
-"""Copies the output of a rank that is a program of the user's own to its log: ``logs/rank-<N>.log``.
+"""Copies the output of a rank that is the user's own program to its log: ``logs/rank-<N>.log``.
 
 The launcher starts this module in place of the program, as in ``torchrun -m tridock.node.rank_output train.py``. It
 replaces itself with the program, so that process id, signals and exit code stay the program's.

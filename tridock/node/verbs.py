@@ -149,10 +149,10 @@ def follow(arguments: argparse.Namespace) -> int:
     return (follow_with_keepalive if arguments.keepalive else follow)(arguments.folder, arguments.offset)
 
 
-def news(arguments: argparse.Namespace) -> node_answers.RunNews:
-    from tridock.node.agent.news import run_news
+def run_update(arguments: argparse.Namespace) -> node_answers.RunUpdate:
+    from tridock.node.agent.run_update import run_update as update_of
 
-    return run_news(arguments.folder, arguments.offset, arguments.inode, arguments.events)
+    return update_of(arguments.folder, arguments.offset, arguments.inode, arguments.events)
 
 
 def processes(arguments: argparse.Namespace) -> list[node_answers.Process]:

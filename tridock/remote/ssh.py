@@ -129,7 +129,7 @@ def limited(command: Command, timeout: float | None) -> str:
 
 
 class _Bell:
-    """What paramiko's buffers set when there is something to read; their clearing would hide the other one's news."""
+    """What paramiko's buffers set when there is something to read; their clearing would hide the other one's data."""
 
     def __init__(self) -> None:
         self.rung = threading.Event()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from tridock.contracts.events import Event, samples_of
-from tridock.contracts.node_answers import RunNews
+from tridock.contracts.node_answers import RunUpdate
 from tridock.contracts.records import Record
 from tridock.contracts.run_state import RunState
 from tridock.report.columns import Columns, Curve
@@ -59,15 +59,15 @@ class LiveRun:
     problem: str = ""
     """Why it could not be asked the last time."""
 
-    def take(self, news: RunNews) -> None:
-        if news.begins_anew:
+    def take(self, update: RunUpdate) -> None:
+        if update.begins_anew:
             self.columns, self.phases, self.evaluations = Columns(), Columns(), {}
-        self.state, self.exit_code, self.age_s = news.state, news.exit_code, news.age_s
-        self.offset, self.inode, self.event_count = news.offset, news.inode, news.event_count
-        self.ranks, self.problem = news.ranks, ""
-        self.plan = news.plan or self.plan
-        self.events += map(dict, news.events)
-        for record in news.records:
+        self.state, self.exit_code, self.age_s = update.state, update.exit_code, update.age_s
+        self.offset, self.inode, self.event_count = update.offset, update.inode, update.event_count
+        self.ranks, self.problem = update.ranks, ""
+        self.plan = update.plan or self.plan
+        self.events += map(dict, update.events)
+        for record in update.records:
             self._add(record)
         if len(self.columns) > _ROWS:
             self.columns, self.phases = _thinned(self.columns), _thinned(self.phases)

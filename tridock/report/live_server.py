@@ -12,13 +12,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Final
 
-from tridock.contracts.node_answers import RunNews
+from tridock.contracts.node_answers import RunUpdate
 from tridock.errors import Problem, RequestError, TridockError
 from tridock.report.live import QUANTITIES, LiveRun, prometheus
 from tridock.report.markup import element, escape
 from tridock.report.theme import style
 
-Ask = Callable[[LiveRun], RunNews]
+Ask = Callable[[LiveRun], RunUpdate]
 """Asks a run's node for what is new."""
 ADDRESS: Final = "127.0.0.1"
 _NAMES: Final = (ADDRESS, "localhost")
@@ -49,16 +49,16 @@ class LiveServer(ThreadingHTTPServer):
         return f"http://{ADDRESS}:{self.server_port}/{self.token}/"
 
     def watch(self) -> None:
-        """Starts a thread for each run that asks for news every two seconds, while the run goes on and after it."""
+        """Starts a thread for each run that asks for updates every two seconds, during the run and after it."""
         for run_id, ask in self._asks.items():
             threading.Thread(target=self._follow, args=(self.runs[run_id], ask), daemon=True).start()
 
     def _follow(self, run: LiveRun, ask: Ask) -> None:
         while True:
             try:
-                news = ask(run)
+                update = ask(run)
                 with self._lock:
-                    run.take(news)
+                    run.take(update)
             except TridockError as error:
                 run.problem = str(error)
             with self._lock:  # another run's thread must not change what is read here

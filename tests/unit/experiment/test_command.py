@@ -1,4 +1,4 @@
-"""A program of the user's own as an experiment."""
+"""The user's own program as an experiment."""
 
 from __future__ import annotations
 

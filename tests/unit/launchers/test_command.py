@@ -1,4 +1,4 @@
-"""The files of a run that is a program of the user's own."""
+"""The files of a run that is the user's own program."""
 
 from __future__ import annotations
 

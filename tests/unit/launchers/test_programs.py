@@ -1,4 +1,4 @@
-"""What Tridock adds to the command line of a program of the user's own, and what it refuses there."""
+"""What Tridock adds to the command line of the user's own program, and what it refuses there."""
 
 from __future__ import annotations
 

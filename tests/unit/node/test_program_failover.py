@@ -1,4 +1,4 @@
-"""A program of the user's own that has lost a node: a spare takes its place, or the reason why none can."""
+"""The user's own program that has lost a node: a spare takes its place, or the reason why none can."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from tests.unit.report.test_page import a_run
 from tests.unit.sinks.conftest import python  # noqa: F401 - a fixture
 from tests.unit.sinks.test_trackers import READ, read
 from tridock.cli import main
-from tridock.contracts.node_answers import RunNews
+from tridock.contracts.node_answers import RunUpdate
 from tridock.contracts.run_state import RunState
 from tridock.ops.runs.registry import Run
 from tridock.ops.runs.watch import ask_head
@@ -78,18 +78,18 @@ def test_a_run_without_trackers_and_a_missing_library_are_told(
 def test_the_head_of_a_run_is_asked_for_what_is_new() -> None:
     asked: list[tuple[object, ...]] = []
     records, events = ({"iteration": 3, "loss": 1.5},), ({"event": "x"},)
-    news = RunNews(RunState.RUNNING, None, 70, 5, True, records, events, 1, (), {}, 1.0)
+    update = RunUpdate(RunState.RUNNING, None, 70, 5, True, records, events, 1, (), {}, 1.0)
 
     class Session:
-        def ask(self, *arguments: object, **_: object) -> RunNews:
+        def ask(self, *arguments: object, **_: object) -> RunUpdate:
             asked.append(arguments)
-            return news
+            return update
 
     run = LiveRun("r")
     ask = ask_head(Session(), Run("r", "node-2"))  # type: ignore[arg-type]
     for _ in range(2):
         run.take(ask(run))
-    verb = ("node-2", RunNews, "news", "/workspace/runs/r")
+    verb = ("node-2", RunUpdate, "run-update", "/workspace/runs/r")
     positions = (("--offset=0", "--inode=0", "--events=0"), ("--offset=70", "--inode=5", "--events=1"))
     assert asked == [(*verb, *position) for position in positions]
     assert (run.columns.last, run.as_data()["state"]) == (3, "running")

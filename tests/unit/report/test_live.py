@@ -14,14 +14,14 @@ import pytest
 from tests.unit.report.test_page import a_run
 from tridock.cli import main
 from tridock.errors import ClusterError, Problem
-from tridock.node.agent.news import run_news
+from tridock.node.agent.run_update import run_update
 from tridock.report.live import LiveRun, prometheus
 from tridock.report.live_server import LiveServer
 
 
 def live(folder: Path) -> LiveRun:
     run = LiveRun(folder.name)
-    run.take(run_news(folder, 0, 0, 0))
+    run.take(run_update(folder, 0, 0, 0))
     return run
 
 
@@ -59,7 +59,7 @@ def test_rows_of_a_run_that_goes_on_for_ever_are_bounded(tmp_path: Path) -> None
     for part in range(20):
         with (folder / "metrics.jsonl").open("a") as file:
             file.writelines(f'{{"iteration": {part * 2500 + n}, "loss": {n}.5}}\n' for n in range(2500))
-        run.take(run_news(folder, run.offset, run.inode, run.event_count))
+        run.take(run_update(folder, run.offset, run.inode, run.event_count))
     assert len(run.columns) <= 20_000
     assert (run.columns.last, len(run.as_data()["curves"]["loss"])) == (49_999, 800)
 
@@ -91,7 +91,7 @@ def server(tmp_path: Path) -> Iterator[LiveServer]:
     def broken(_: LiveRun) -> object:
         raise ClusterError(Problem("host-b", "does not answer", "", "see whether it is on"))
 
-    asks = {"a": lambda run: run_news(folder, run.offset, run.inode, run.event_count), "b": broken}
+    asks = {"a": lambda run: run_update(folder, run.offset, run.inode, run.event_count), "b": broken}
     with LiveServer(asks, 0) as made:  # type: ignore[arg-type]
         made.watch()
         threading.Thread(target=made.serve_forever, args=(0.05,), daemon=True).start()

@@ -44,20 +44,20 @@ def summed_up(experiment: Experiment, stage: int, shape: Shape, weights: Paramet
     if scatters_each(experiment, shape.data):
         return _SUM_BYTES * weights.total / shards_of(experiment, shape.data)  # from the second micro-batch on
     layer, short = layer_parameters(experiment), FORMAT_BYTES[experiment.precision] if piped else 0
-    runs, flights = accumulation * virtual, in_flight(experiment, stage, accumulation)
+    runs, passes_in_flight = accumulation * virtual, in_flight(experiment, stage, accumulation)
     own = layers_of_stage(experiment, stage) / virtual  # layers of a run
     run = kept_bytes(experiment, stage, sizes) / virtual
     whole, freed, gathered = _SUM_BYTES * weights.total, run * (own - 1) / own, short * (own - 1) * layer
     # Of an interleaved pipeline the first backward passes are those of one run, the last stage's with the table.
     is_last = stage == parallel.pipeline_model_parallel_size - 1
     ends = weights.total - weights.layers if is_last else 0
-    is_whole = virtual == 1 or runs - flights > (virtual - 1) * parallel.pipeline_model_parallel_size
+    is_whole = virtual == 1 or runs - passes_in_flight > (virtual - 1) * parallel.pipeline_model_parallel_size
     summed = whole if is_whole else _SUM_BYTES * (own * layer + ends)
     others = short * (virtual - 1) * own * layer if is_whole else 0.0  # gathered since their backward passes
     moments = [0.0, _SUM_BYTES * (own - 1) * layer + gathered - freed]
-    if runs > flights:  # a backward pass with gradients there, and as much in flight as ever
+    if runs > passes_in_flight:  # a backward pass with gradients there, and as much in flight as ever
         moments += [summed + others, summed + others + gathered - freed]
-    if flights > 1:  # the next run's, with the first one's gradients
+    if passes_in_flight > 1:  # the next run's, with the first one's gradients
         moments.append(summed - run + gathered + (0.0 if virtual == 1 else short * layer))
     if piped and stage == 0:
         # The embeddings' gradients come last; DTensor makes the table's of all rows, on each rank, in both formats.

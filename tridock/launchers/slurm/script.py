@@ -21,7 +21,7 @@ _NUMBER = {True: "%A_%a", False: "%j"}
 
 
 class Element(Protocol):
-    """One run: of a job, or of one task of a job array. Only a program of the user's own has no assessment."""
+    """One run: of a job, or of one task of a job array. Only the user's own program has no assessment."""
 
     @property
     def experiment(self) -> Experiment | CommandExperiment: ...
@@ -71,7 +71,7 @@ def render(script: Script[Any]) -> str:
 
 def program_argv(script: Script[Any], element: Element) -> tuple[str, ...]:
     """Module and arguments of the element's ranks, as the launcher is to get them; the scripts of the nodes, where
-    these are a program of the user's own."""
+    these are the user's own program."""
     path, experiment = f"{script.workspace}/runs/{element.run_id}", element.experiment
     if isinstance(experiment, CommandExperiment):
         return (f"{path}/{run_folder.node_script(run_folder.LAUNCH_SCRIPT, run_folder.NODE_NUMBER)}",)

@@ -1,4 +1,4 @@
-"""``metrics.jsonl`` of a program of the user's own, from what it prints."""
+"""``metrics.jsonl`` of the user's own program, from what it prints."""
 
 from pathlib import Path
 

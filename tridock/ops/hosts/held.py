@@ -63,7 +63,7 @@ class HeldCommand:
     def _run(self) -> None:
         said, lines = bytearray(), 0
 
-        def hear(output: bytes) -> None:
+        def on_output(output: bytes) -> None:
             nonlocal lines
             said.extend(output)
             while b"\n" in said:
@@ -73,7 +73,7 @@ class HeldCommand:
                 self._lines.put(line.decode(errors="replace"))
 
         try:
-            done = self._host.exchange(self._beats(), hear, self._command)
+            done = self._host.exchange(self._beats(), on_output, self._command)
             error = done.stderr.decode(errors="replace").strip().rpartition("\n")[2] or f"exit code {done.exit_code}"
             todo = remedy_of(done.exit_code, error)
             failure = ClusterError(Problem(self._host.name, self._fails, error, todo))

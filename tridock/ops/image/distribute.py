@@ -9,9 +9,9 @@ from queue import SimpleQueue
 from tridock.errors import ClusterError
 from tridock.ops.hosts.session import Session
 from tridock.ops.image.archive import Archive, ImageParts, Piece
-from tridock.ops.image.peers import KEYS, Giver, Peers
+from tridock.ops.image.peers import KEYS, Peers, PieceServer
 from tridock.ops.image.schedule import OPERATOR, Schedule, Transfer
-from tridock.ops.image.transfer import Delivery, Stock
+from tridock.ops.image.transfer import Delivery, Inventory
 from tridock.progress import Bar, Bars
 from tridock.remote import Outcome, on_all, raise_failures
 
@@ -46,18 +46,18 @@ class Distribution:
         self._events: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._pieces: dict[str, Piece] = {}
         self._sums: dict[str, str] = {}
-        self._shown: dict[str, Bar] = {}
+        self._progress_bars: dict[str, Bar] = {}
         self._left: set[str] = set()
-        self._givers: Mapping[str, Giver] = {}
+        self._piece_servers: Mapping[str, PieceServer] = {}
         self._schedule = Schedule({}, {}, (), 0)
         self._alone = False
 
-    def run(self, parts: ImageParts, held: Mapping[str, int], stocks: Mapping[str, Stock]) -> None:
+    def run(self, parts: ImageParts, held: Mapping[str, int], inventories: Mapping[str, Inventory]) -> None:
         """``held``: how many leading layers each host has. Raises :class:`ClusterError` with all failures."""
 
         def begin(node: str, _host: object) -> set[str]:
             delivery, archive = self.deliveries[node], self.archives[node]
-            there = delivery.begin(archive, parts.unpacked_size(held[node]), stocks[node])
+            there = delivery.begin(archive, parts.unpacked_size(held[node]), inventories[node])
             if not archive.pieces:
                 delivery.load(self.ids, clear=True)
                 self.arrived(node, archive)
@@ -92,14 +92,14 @@ class Distribution:
         for node in there:
             self._pieces |= pieces[node]
             done = self.archives[node].size - sum(self._pieces[name].size for name in lacking[node])
-            self._shown[node] = self.bars(f"send to {node}", self.archives[node].size, done=done)
+            self._progress_bars[node] = self.bars(f"send to {node}", self.archives[node].size, done=done)
         with ExitStack() as stack:
             if len(there) > 1 and any(lacking.values()):
                 folders = {node: self.deliveries[node].folder for node in there}
                 peers = stack.enter_context(Peers(self.session, folders, self._gone))
-                self._givers = peers.givers
+                self._piece_servers = peers.piece_servers
                 self._tell_of_givers(peers.problems)
-            self._schedule = Schedule(lacking, there, self._givers, self._cap)
+            self._schedule = Schedule(lacking, there, self._piece_servers, self._cap)
             self._left = set(there)
             for node in there:
                 self._progress(node, 0)
@@ -133,7 +133,7 @@ class Distribution:
             return lambda: self._ended(transfer, None)
 
         def from_a_host() -> Callable[[], object]:
-            command = self._givers[transfer.source].command(f"{delivery.folder}/{KEYS}")
+            command = self._piece_servers[transfer.source].command(f"{delivery.folder}/{KEYS}")
             failure = delivery.fetch(piece, self._sum(piece), command)
             if failure is None:
                 self._progress(node, piece.size)
@@ -149,7 +149,7 @@ class Distribution:
     def _progress(self, node: str, count: int) -> None:
         archive = self.archives[node]
         has = self._schedule.has.get(node, ())
-        self._shown[node](count, f"{archive.layers_in(has)}/{archive.layers} layers")
+        self._progress_bars[node](count, f"{archive.layers_in(has)}/{archive.layers} layers")
 
     def _ended(self, transfer: Transfer, failure: str | None) -> None:
         """A transfer has ended, and its host is well."""
@@ -188,7 +188,7 @@ class Distribution:
         self._events.put(lambda: self._schedule.drop_source(node))
 
     def _tell_of_givers(self, problems: Mapping[str, str]) -> None:
-        self._alone = not self._givers
+        self._alone = not self._piece_servers
         if self._alone:
             reason = next(iter(problems.values()))
             self.note(f"the hosts cannot fetch from each other, each gets all layers from here: {reason}")
@@ -198,7 +198,7 @@ class Distribution:
             self.note(f"{names}: gives no layers to other hosts: {reason}")
 
     def _tell_the_end(self) -> None:
-        if self._givers and not self._alone:
+        if self._piece_servers and not self._alone:
             alone = [node for node in self._schedule.has if not self._schedule.sources_of(node)]
             for (_, target), reason in self._schedule.failures.items():
                 if target in alone:

@@ -20,7 +20,7 @@ from tridock.ops.image.distribute import Distribution, inline_bytes
 from tridock.ops.image.export import export_image, not_written
 from tridock.ops.image.registries import base_of, pull, through_registry
 from tridock.ops.image.schedule import OPERATOR
-from tridock.ops.image.transfer import Delivery, Stock
+from tridock.ops.image.transfer import Delivery, Inventory
 from tridock.ops.image.wrap import ensure_wrapped
 from tridock.progress import bars
 from tridock.remote import LocalHost
@@ -94,31 +94,35 @@ def _bring(session: Session, image_id: str, nodes: tuple[str, ...], folder: Path
     diff_ids = json.loads(LocalHost().run(layers).checked(image_id).stdout)
     deliveries = {node: Delivery(node, session.hosts[node], *paths[node]) for node in nodes}
 
-    def ask(nodes: tuple[str, ...]) -> dict[str, Stock]:
-        return session.each(lambda node, _: deliveries[node].stock(), only=nodes)
+    def ask(nodes: tuple[str, ...]) -> dict[str, Inventory]:
+        return session.each(lambda node, _: deliveries[node].inventory(), only=nodes)
 
-    stocks = ask(nodes)
-    for node, stock in stocks.items():
-        if stock.whole:
-            _note(f"{node}: gets the whole image, not only the layers that it lacks: {stock.whole}")
-    if pulled := _pull_base(session, diff_ids, stocks):
-        stocks |= ask(pulled)
-    parts = _send(session, diff_ids, deliveries, stocks, folder, image_id)
-    return parts.layers if any(stock.whole for stock in stocks.values()) else ()
+    inventories = ask(nodes)
+    for node, inventory in inventories.items():
+        if inventory.whole:
+            _note(f"{node}: gets the whole image, not only the layers that it lacks: {inventory.whole}")
+    if pulled := _pull_base(session, diff_ids, inventories):
+        inventories |= ask(pulled)
+    parts = _send(session, diff_ids, deliveries, inventories, folder, image_id)
+    return parts.layers if any(inventory.whole for inventory in inventories.values()) else ()
 
 
-def _pull_base(session: Session, diff_ids: Sequence[str], stocks: Mapping[str, Stock]) -> tuple[str, ...]:
+def _pull_base(session: Session, diff_ids: Sequence[str], inventories: Mapping[str, Inventory]) -> tuple[str, ...]:
     """Has the hosts without the base image pull it from its registry, and returns those that did."""
     policy = session.cluster.settings.image_base
     base = base_of(diff_ids) if policy != "send" else None
     if base is None:
-        if policy == "pull" and not all(stock.held(diff_ids) for stock in stocks.values()):
+        if policy == "pull" and not all(inventory.held(diff_ids) for inventory in inventories.values()):
             todo = "docker pull the base image here and build again, or set image_base: auto"
             raise ClusterError(
                 Problem("image_base: pull", "the local Docker engine has no base image from a registry", "", todo)
             )
         return ()
-    nodes = tuple(node for node, stock in stocks.items() if not stock.whole and stock.held(diff_ids) < base.layers)
+    nodes = tuple(
+        node
+        for node, inventory in inventories.items()
+        if not inventory.whole and inventory.held(diff_ids) < base.layers
+    )
     if not nodes:
         return ()
     _note(f"{', '.join(nodes)}: docker pull {base.reference}")
@@ -136,13 +140,13 @@ def _send(
     session: Session,
     diff_ids: Sequence[str],
     deliveries: Mapping[str, Delivery],
-    stocks: Mapping[str, Stock],
+    inventories: Mapping[str, Inventory],
     folder: Path,
     image_id: str,
 ) -> ImageParts:
     """Exports the layers that a host lacks, and brings them to all hosts."""
     image = session.cluster.settings.image
-    held = {node: stock.held(diff_ids) for node, stock in stocks.items()}
+    held = {node: inventory.held(diff_ids) for node, inventory in inventories.items()}
     with bars(quiet=session.quiet) as begin:
         bar = begin("compress the layers", None)
         try:
@@ -161,7 +165,7 @@ def _send(
         archives = {node: kinds[behind] for node, behind in held.items()}
         ids = *parts.ids, image_id
         distribution = Distribution(session, deliveries, archives, ids, begin, _note, arrived)
-        distribution.run(parts, held, stocks)
+        distribution.run(parts, held, inventories)
     if (between := distribution.from_hosts()) and not session.quiet:
         here = distribution.sent[OPERATOR] / 1e6
         print(f"{here:,.1f} MB of layers went out from here, {between / 1e6:,.1f} MB from host to host")

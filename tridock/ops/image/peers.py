@@ -61,7 +61,7 @@ exit 1
 
 
 @dataclass(frozen=True, slots=True)
-class Giver:
+class PieceServer:
     """How other hosts reach a host's sshd; ``alias`` is its name in their ``known_hosts``."""
 
     alias: str
@@ -79,12 +79,12 @@ class Giver:
 
 
 class Peers:
-    """The sshd of each host, for as long as the block runs: ``givers`` has those that listen."""
+    """The sshd of each host, for as long as the block runs: ``piece_servers`` has those that listen."""
 
     def __init__(self, session: Session, folders: Mapping[str, str], ended: Callable[[str], object]) -> None:
         """``folders``: by node, the absolute path where its pieces are. ``ended`` is called with a node whose sshd
         ends too early."""
-        self.givers: dict[str, Giver] = {}
+        self.piece_servers: dict[str, PieceServer] = {}
         self.problems: dict[str, str] = {}
         """Why a host cannot give pieces."""
         self._session, self._folders, self._ended = session, folders, ended
@@ -100,7 +100,7 @@ class Peers:
             raise
         for node, outcome in outcomes.items():
             if outcome.value is not None:
-                self.givers[node] = outcome.value
+                self.piece_servers[node] = outcome.value
             else:
                 self.problems[node] = _reason(outcome.error)
         return self
@@ -111,7 +111,7 @@ class Peers:
         for held in self._held:
             held.end()
 
-    def _open(self, node: str, host: Host) -> Giver:
+    def _open(self, node: str, host: Host) -> PieceServer:
         cluster, folder = self._session.cluster, self._folders[node]
         host.put_tree(key_files(cluster, self._keys, folder, node), f"{folder}/{KEYS}", mode=0o600)
         ports = (cluster.settings.ssh_port, *random.sample(RENDEZVOUS_PORTS, _PORTS))
@@ -119,7 +119,7 @@ class Peers:
         held = HeldCommand(host, serve, "its sshd cannot give pieces", lambda: self._ended(node))
         self._held.append(held)
         port, _, user = held.line(_START_S).partition(" ")
-        return Giver(alias(self._folders, node), cluster.address_of(node), int(port), user)
+        return PieceServer(alias(self._folders, node), cluster.address_of(node), int(port), user)
 
 
 def alias(nodes: Mapping[str, object], node: str) -> str:

@@ -11,7 +11,7 @@ from tridock.remote import Host
 
 _TIMEOUT_S = 60.0
 _CONTAINERD = "io.containerd.snapshotter"
-_STOCK = r"""
+_INVENTORY = r"""
 mkdir -p -- "$1" && cd -- "$1" || exit 1
 printf 'folder %s\n' "$(df -Pk . | tail -n 1)"
 docker info --format '{{.DockerRootDir}} {{.Driver}} {{json .DriverStatus}}' | {
@@ -60,7 +60,7 @@ _CLEAR = 'rm -rf -- "$1"; rmdir -- "${1%/*}" 2>/dev/null || true'
 
 
 @dataclass(frozen=True, slots=True)
-class Stock:
+class Inventory:
     """What a host has: the layers of each image, files of an interrupted command, and free space by file system."""
 
     images: tuple[tuple[str, ...], ...]
@@ -75,11 +75,11 @@ class Stock:
         return 0 if self.whole else shared_layers(diff_ids, self.images)
 
 
-def parse_stock(text: str) -> Stock:
+def parse_inventory(text: str) -> Inventory:
     lines = [line.partition(" ")[::2] for line in text.splitlines()]
     fields = dict(lines)
     files = (value.split(" ", 1) for name, value in lines if name == "file")
-    return Stock(
+    return Inventory(
         images=tuple(tuple(json.loads(value)) for name, value in lines if name == "layers" and value != "null"),
         whole=_whole(fields.get("store", "")),
         files={name: int(size) for size, name in files},
@@ -109,20 +109,20 @@ class Delivery:
     folder: str
     notes: str
 
-    def stock(self) -> Stock:
-        done = self.host.run(Command.of("sh", "-c", _STOCK, "stock", self.folder), timeout=_TIMEOUT_S)
-        return parse_stock(replace(done, command=f"look into {self.folder}").checked(self.node).stdout.decode())
+    def inventory(self) -> Inventory:
+        done = self.host.run(Command.of("sh", "-c", _INVENTORY, "inventory", self.folder), timeout=_TIMEOUT_S)
+        return parse_inventory(replace(done, command=f"look into {self.folder}").checked(self.node).stdout.decode())
 
-    def begin(self, archive: Archive, unpacked: int, stock: Stock) -> set[str]:
+    def begin(self, archive: Archive, unpacked: int, inventory: Inventory) -> set[str]:
         """Brings what goes in no piece, if there is room for all. Returns the pieces that are there already.
 
         ``unpacked``: bytes of the layers on the host's disk."""
-        there = {name for name, piece in archive.pieces.items() if stock.files.get(name) == piece.size}
+        there = {name for name, piece in archive.pieces.items() if inventory.files.get(name) == piece.size}
         missing = archive.size - sum(archive.pieces[name].size for name in there)
-        self._refuse_small_disks(missing, archive.size + unpacked, stock)
+        self._refuse_small_disks(missing, archive.size + unpacked, inventory)
         order = "".join(f"{name}\n" for name in archive.files).encode()
         self.host.put_tree({**archive.inline, "order": order}, self.folder, mode=0o600)
-        if stock.files:
+        if inventory.files:
             self._do("remove what an interrupted command has left", _TIDY)
         return there
 
@@ -150,11 +150,11 @@ class Delivery:
         done = self.host.run(Command.of("sh", "-c", script, what.split()[-1], self.folder, *arguments))
         replace(done, command=what).checked(self.node)
 
-    def _refuse_small_disks(self, to_receive: int, to_load: int, stock: Stock) -> None:
+    def _refuse_small_disks(self, to_receive: int, to_load: int, inventory: Inventory) -> None:
         """Docker keeps the archive beside the unpacked layers until they are loaded."""
         needed: dict[str, int] = {}
         free: dict[str, int] = {}
-        for space, size in ((stock.folder, to_receive), (stock.root, to_load)):
+        for space, size in ((inventory.folder, to_receive), (inventory.root, to_load)):
             if space is not None:
                 name, there = space
                 needed[name] = needed.get(name, 0) + size

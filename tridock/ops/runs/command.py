@@ -1,4 +1,4 @@
-"""``tridock run``: a program of the user's own on a cluster's nodes."""
+"""``tridock run``: the user's own program on a cluster's nodes."""
 
 from __future__ import annotations
 

@@ -27,12 +27,12 @@ class LogStream:
         self._stream, self._head, self._run_id = stream, head, run_id
 
     def __iter__(self) -> Iterator[bytes]:
-        news: SimpleQueue[bytes | TridockError | None] = SimpleQueue()
+        chunks: SimpleQueue[bytes | TridockError | None] = SimpleQueue()
         # In a thread: a dead connection can block its reader for longer than the timeout.
-        threading.Thread(target=self._read, args=(news,), daemon=True).start()
+        threading.Thread(target=self._read, args=(chunks,), daemon=True).start()
         ended = False
         try:
-            while (part := self._next(news)) is not None:
+            while (part := self._next(chunks)) is not None:
                 ended = ended or run_folder.END in part
                 if text := part.replace(run_folder.BEAT, b"").replace(run_folder.END, b""):
                     yield text
@@ -44,18 +44,18 @@ class LogStream:
             raise self._gone("its node ended", f"exit code {self._stream.exit_code}")
         self.exit_code = self._stream.exit_code
 
-    def _read(self, news: SimpleQueue[bytes | TridockError | None]) -> None:
+    def _read(self, chunks: SimpleQueue[bytes | TridockError | None]) -> None:
         try:
             for part in self._stream:
-                news.put(part)
+                chunks.put(part)
         except TridockError as error:
-            news.put(error)
+            chunks.put(error)
         finally:
-            news.put(None)
+            chunks.put(None)
 
-    def _next(self, news: SimpleQueue[bytes | TridockError | None]) -> bytes | None:
+    def _next(self, chunks: SimpleQueue[bytes | TridockError | None]) -> bytes | None:
         try:
-            part = news.get(timeout=SILENCE_S)
+            part = chunks.get(timeout=SILENCE_S)
         except Empty:
             raise self._gone(f"has said nothing for {SILENCE_S:.0f} s") from None
         if isinstance(part, TridockError):
@@ -137,19 +137,19 @@ def _check(node: str, stream: Stream) -> None:
 
 def _mixed(streams: Mapping[str, Stream]) -> Iterator[bytes]:
     """Lines as they come, never a part of one between those of others."""
-    news: SimpleQueue[tuple[str, bytes | TridockError | None]] = SimpleQueue()
+    chunks: SimpleQueue[tuple[str, bytes | TridockError | None]] = SimpleQueue()
 
     def pump(node: str, stream: Stream) -> None:
         rest = b""
         try:
             for part in stream:
                 *lines, rest = (rest + part).split(b"\n")
-                news.put((node, b"".join(line + b"\n" for line in lines)))
-            news.put((node, rest))
+                chunks.put((node, b"".join(line + b"\n" for line in lines)))
+            chunks.put((node, rest))
             _check(node, stream)
-            news.put((node, None))
+            chunks.put((node, None))
         except TridockError as error:
-            news.put((node, error))
+            chunks.put((node, error))
 
     for node, stream in streams.items():
         threading.Thread(target=pump, args=(node, stream), daemon=True).start()
@@ -157,7 +157,7 @@ def _mixed(streams: Mapping[str, Stream]) -> Iterator[bytes]:
     unfinished = set(streams)
     try:
         while unfinished:
-            node, part = news.get()
+            node, part = chunks.get()
             if isinstance(part, bytes):
                 yield part
                 continue

@@ -76,7 +76,7 @@ def compare_with(run: Path, other: Path, tell: Tell, tolerance: float | None = N
 
 def compare(original: Original, folder: Path, differing: Sequence[Difference], tolerance: float | None) -> Outcome:
     """The new run in ``folder`` beside the original."""
-    # The precision of a program of the user's own is not known.
+    # The precision of the user's own program is not known.
     precision = "bf16" if is_command(original.experiment) else load_experiment(original.experiment).precision
     return judge(original, folder, differing, precision, tolerance)
 

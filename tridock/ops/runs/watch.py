@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from tridock.contracts import run_folder
 from tridock.contracts.codec import decode
-from tridock.contracts.node_answers import RunNews
+from tridock.contracts.node_answers import RunUpdate
 from tridock.contracts.records import check_run
 from tridock.errors import ClusterError, Problem
 from tridock.ops.runs.this_machine import node_argv, node_environment
@@ -29,28 +29,28 @@ class Position(Protocol):
     event_count: int
 
 
-def ask_folder(folder: Path) -> Callable[[Position], RunNews]:
+def ask_folder(folder: Path) -> Callable[[Position], RunUpdate]:
     """News from a run's folder on this machine. Raises :class:`RequestError` where it is none."""
     check_run(folder)
 
-    def ask(known: Position) -> RunNews:
-        argv = [*node_argv(), "news", str(folder), *_position(known)]
+    def ask(known: Position) -> RunUpdate:
+        argv = [*node_argv(), "run-update", str(folder), *_position(known)]
         done = subprocess.run(argv, env=node_environment(1), capture_output=True, check=False)
         if done.returncode:
             what = "its records cannot be read"
             got = done.stderr.decode(errors="replace").strip()[-300:]
             raise ClusterError(Problem(str(folder), what, got, "check whether the folder still exists"))
-        return decode(RunNews, done.stdout)
+        return decode(RunUpdate, done.stdout)
 
     return ask
 
 
-def ask_head(session: Session, run: Run) -> Callable[[Position], RunNews]:
+def ask_head(session: Session, run: Run) -> Callable[[Position], RunUpdate]:
     """News from the head of a run."""
     path = f"{run_folder.WORKSPACE}/runs/{run.run_id}"
 
-    def ask(known: Position) -> RunNews:
-        return session.ask(run.head, RunNews, "news", path, *_position(known), timeout=_TIMEOUT_S)
+    def ask(known: Position) -> RunUpdate:
+        return session.ask(run.head, RunUpdate, "run-update", path, *_position(known), timeout=_TIMEOUT_S)
 
     return ask
 

@@ -1,4 +1,4 @@
-"""A program of the user's own in a job of Slurm's: its code and its files in the run's folder, which nodes share."""
+"""The user's own program in a job of Slurm's: its code and its files in the run's folder, which nodes share."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class SubmitOptions:
     workspace: Path = Path()
     force: bool = False
     program: tuple[CommandExperiment, Path | Code] | None = None
-    """A program of the user's own, in the place of ``configs``, and its code or the folder from which that starts."""
+    """The user's own program, in the place of ``configs``, and its code or the folder from which that starts."""
 
     @property
     def source(self) -> str:
@@ -207,7 +207,7 @@ def _script(
 
 
 def _programs(options: SubmitOptions) -> Iterator[tuple[CommandExperiment, Path | Code]]:
-    """The programs of the user's own that are asked for, and the code of each or where it starts from."""
+    """The user's own programs that are asked for, and the code of each or where it starts from."""
     if options.program is not None:
         yield options.program
     own = [config for config in options.configs if is_command(config)]

@@ -47,7 +47,7 @@ class Job:
     env: Mapping[str, str] = field(default_factory=dict)
     requeue: bool = True
     in_container: bool = False
-    """Whether the ranks of a program of the user's own are in a container, which has Tridock's layer."""
+    """Whether the ranks of the user's own program are in a container, which has Tridock's layer."""
 
 
 def supervise(job: Job) -> int:
@@ -270,7 +270,7 @@ def _is_program(folder: Path) -> bool:
 
 
 def _reached(folder: Path) -> int | None:
-    """The iteration of the newest checkpoint that the run has recorded; of a program of the user's own, whose
+    """The iteration of the newest checkpoint that the run has recorded; of the user's own program, whose
     checkpoints nobody knows, the furthest that it has printed, and None for one that prints none."""
     if _is_program(folder):
         printed = [record.get("iteration") for record in read_lines(folder / run_folder.METRICS)]

@@ -11,14 +11,14 @@ from tridock.errors import ClusterError
 from tridock.ops.hosts.session import Session
 from tridock.ops.image import ensure
 from tridock.ops.image.registries import Base
-from tridock.ops.image.transfer import Stock
+from tridock.ops.image.transfer import Inventory
 
 LAYERS = ("a", "b", "c")
 STOCKS = {
-    "empty": Stock((), "", {}, None, None),
-    "part": Stock((("a",),), "", {}, None, None),
-    "based": Stock((("a", "b", "x"),), "", {}, None, None),
-    "whole": Stock((), "its Docker uses containerd's image store", {}, None, None),
+    "empty": Inventory((), "", {}, None, None),
+    "part": Inventory((("a",),), "", {}, None, None),
+    "based": Inventory((("a", "b", "x"),), "", {}, None, None),
+    "whole": Inventory((), "its Docker uses containerd's image store", {}, None, None),
 }
 
 

@@ -12,7 +12,7 @@ from tests.unit.ops.image.three_layers import DIFF_IDS
 from tridock.command import Command
 from tridock.errors import ClusterError
 from tridock.ops.image.archive import Archive, ImageParts
-from tridock.ops.image.transfer import Delivery, Stock, parse_stock
+from tridock.ops.image.transfer import Delivery, Inventory, parse_inventory
 from tridock.remote import Completed, LocalHost
 
 OVERLAY = 'overlay2 [["Backing Filesystem","extfs"]]'
@@ -35,10 +35,10 @@ def delivery(tmp_path: Path, docker: Callable[[str], None], monkeypatch: pytest.
     return Delivery("gpu-1", LocalHost(), f"{tmp_path}/lab/image/me", f"{tmp_path}/lab/images")
 
 
-def send(delivery: Delivery, parts: ImageParts, held: int = 0, stock: Stock | None = None) -> list[str]:
+def send(delivery: Delivery, parts: ImageParts, held: int = 0, inventory: Inventory | None = None) -> list[str]:
     """Brings the image as the operator's machine does alone; returns the pieces that were sent."""
-    stock, archive = stock or delivery.stock(), parts.archive("lab", held, 0)
-    missing = archive.pieces.keys() - delivery.begin(archive, parts.unpacked_size(held), stock)
+    inventory, archive = inventory or delivery.inventory(), parts.archive("lab", held, 0)
+    missing = archive.pieces.keys() - delivery.begin(archive, parts.unpacked_size(held), inventory)
     for name in missing:
         delivery.receive(archive.pieces[name], lambda _: None)
     delivery.load((*parts.ids, "sha256:here"), clear=True)
@@ -50,15 +50,15 @@ def content_of(archive: Archive) -> bytes:
 
 
 def test_a_host_without_images_lacks_everything(delivery: Delivery) -> None:
-    stock = delivery.stock()
-    assert (stock.images, stock.whole, stock.files, stock.held(DIFF_IDS)) == ((), "", {}, 0)
-    assert stock.folder is not None
-    assert stock.folder[1] > 0
+    inventory = delivery.inventory()
+    assert (inventory.images, inventory.whole, inventory.files, inventory.held(DIFF_IDS)) == ((), "", {}, 0)
+    assert inventory.folder is not None
+    assert inventory.folder[1] > 0
 
 
 def test_a_host_names_the_layers_that_it_has(delivery: Delivery, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAYERS", f'["{DIFF_IDS[0]}","{DIFF_IDS[1]}","sha256:other"]')
-    assert delivery.stock().held(DIFF_IDS) == 2
+    assert delivery.inventory().held(DIFF_IDS) == 2
 
 
 @pytest.mark.parametrize(
@@ -66,8 +66,8 @@ def test_a_host_names_the_layers_that_it_has(delivery: Delivery, monkeypatch: py
     [(CONTAINERD, "its Docker uses containerd's image store"), ("", "its docker info names no storage driver")],
 )
 def test_other_image_stores_get_the_whole_image(store: str, reason: str) -> None:
-    stock = parse_stock(f'store {store}\nlayers ["{DIFF_IDS[0]}"]\n')
-    assert (stock.whole, stock.held(DIFF_IDS)) == (reason, 0)
+    inventory = parse_inventory(f'store {store}\nlayers ["{DIFF_IDS[0]}"]\n')
+    assert (inventory.whole, inventory.held(DIFF_IDS)) == (reason, 0)
 
 
 def test_the_layers_that_are_missing_are_loaded(delivery: Delivery, parts: ImageParts, tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ class Dropped(LocalHost):
 def test_what_was_cut_off_goes_on_with_the_next_piece(delivery: Delivery, parts: ImageParts, tmp_path: Path) -> None:
     archive = parts.archive("lab", 0, 0)
     first, *others = archive.pieces.values()
-    delivery.begin(archive, 0, delivery.stock())
+    delivery.begin(archive, 0, delivery.inventory())
     delivery.receive(first, lambda _: None)
     with pytest.raises(ClusterError, match=r"^gpu-1: `receive the image` failed .* got only part of the image arrived"):
         replace(delivery, host=Dropped()).receive(others[0], lambda _: None)
@@ -103,7 +103,7 @@ def test_pieces_of_another_image_go_and_another_operators_stay(
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(b"x")
     archive = parts.archive("lab", 0, 0)
-    delivery.begin(archive, 0, delivery.stock())
+    delivery.begin(archive, 0, delivery.inventory())
     assert {path.name for path in (folder / "me").iterdir()} == {*archive.inline, "order"}
     send(delivery, parts)
     assert [path.name for path in folder.iterdir()] == ["you"]
@@ -114,14 +114,14 @@ def test_a_piece_of_the_wrong_size_comes_again(delivery: Delivery, parts: ImageP
     first = next(iter(archive.pieces))
     Path(delivery.folder).mkdir(parents=True)
     Path(delivery.folder, first).write_bytes(b"x")
-    assert delivery.begin(archive, 0, delivery.stock()) == set()
+    assert delivery.begin(archive, 0, delivery.inventory()) == set()
 
 
 def test_a_host_fetches_a_piece_with_a_command_and_checks_it(
     delivery: Delivery, parts: ImageParts, tmp_path: Path
 ) -> None:
     archive = parts.archive("lab", 0, 0)
-    delivery.begin(archive, 0, delivery.stock())
+    delivery.begin(archive, 0, delivery.inventory())
     piece = next(iter(archive.pieces.values()))
     there = tmp_path / piece.name
     give = ("sh", "-c", f'cat {tmp_path}/"$0"')
@@ -150,15 +150,15 @@ def test_an_archive_that_docker_refuses_is_not_kept(
 
 def test_a_small_disk_is_refused_before_sending(delivery: Delivery, parts: ImageParts, tmp_path: Path) -> None:
     size, unpacked = parts.archive("lab", 0, 0).size, parts.unpacked_size(0)
-    stock = Stock((), "", {}, ("/home", size), ("/docker", size + unpacked - 1))
+    inventory = Inventory((), "", {}, ("/home", size), ("/docker", size + unpacked - 1))
     with pytest.raises(ClusterError) as caught:
-        send(delivery, parts, stock=stock)
+        send(delivery, parts, inventory=inventory)
     assert str(caught.value) == (
         "gpu-1: has too little disk space for the image; got 0 MB to store, 0 MB free on /docker; "
         "free some space there (docker system df shows Docker's share)"
     )
-    one_disk = Stock((), "", {}, ("/", 2 * size + unpacked - 1), ("/", 2 * size + unpacked - 1))
+    one_disk = Inventory((), "", {}, ("/", 2 * size + unpacked - 1), ("/", 2 * size + unpacked - 1))
     with pytest.raises(ClusterError, match="too little disk space"):
-        send(delivery, parts, stock=one_disk)
+        send(delivery, parts, inventory=one_disk)
     assert not (tmp_path / "loaded").exists()
-    send(delivery, parts, stock=Stock((), "", {}, ("/", 2 * size + unpacked), None))
+    send(delivery, parts, inventory=Inventory((), "", {}, ("/", 2 * size + unpacked), None))

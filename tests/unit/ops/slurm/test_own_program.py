@@ -1,4 +1,4 @@
-"""A program of the user's own in a job: its script, its code, its end, and when it is queued again."""
+"""The user's own program in a job: its script, its code, its end, and when it is queued again."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tridock.contracts import heartbeat, run_folder
-from tridock.contracts.node_answers import RankProgress, RunNews
+from tridock.contracts.node_answers import RankProgress, RunUpdate
 from tridock.contracts.records import Record, read_lines, read_plan
 from tridock.contracts.run_state import exit_code_of, state_of
 
@@ -18,7 +18,7 @@ _MOST: Final = 3000
 _MOST_EVENTS: Final = 200
 
 
-def run_news(folder: Path, offset: int, inode: int, events: int) -> RunNews:
+def run_update(folder: Path, offset: int, inode: int, events: int) -> RunUpdate:
     """The records of ``metrics.jsonl`` after byte ``offset``, of ``events.jsonl`` after line ``events``, and the state.
 
     ``inode`` is that of the file that was read before: a run that resumes writes another, which is read from its start.
@@ -40,7 +40,7 @@ def run_news(folder: Path, offset: int, inode: int, events: int) -> RunNews:
     except FileNotFoundError:
         pass
     known = read_lines(folder / run_folder.EVENTS)
-    return RunNews(
+    return RunUpdate(
         state=state,
         exit_code=exit_code_of(folder),
         offset=offset,

@@ -55,7 +55,7 @@ def test_on_a_gpu_triton_needs_a_c_compiler(tmp_path: Path) -> None:
 def test_the_model_imports_with_the_older_torch_of_base_image_24_12(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.6 has no ``reason``. `make test-torch` runs the tests with that version itself."""
 
-    def disable(fn: Callable[..., Any] | None = None, recursive: bool = True) -> Any:  # noqa: ARG001  its signature
+    def disable(fn: Callable[..., Any] | None = None, recursive: bool = True) -> Any:
         return fn or (lambda wrapped: wrapped)
 
     monkeypatch.setattr(torch.compiler, "disable", disable)

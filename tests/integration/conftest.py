@@ -40,12 +40,14 @@ CLUSTERS = {
     "test_docker_hosts": "rack",
     "test_doctor": "rack",
     "test_megatron": "rack",
+    "test_queue_over_ssh": "rack",
     "test_slurm": "slurm",
     "test_guide_slurm": "slurm",
 }
 # These begin first: the rack, whose worker builds the image; what needs no image meanwhile; then the longest.
 FIRST = (
-    *("test_bad_input", "test_data_on_hosts", "test_docker_hosts", "test_doctor", "test_megatron"),
+    *("test_bad_input", "test_data_on_hosts", "test_queue_over_ssh", "test_docker_hosts", "test_doctor"),
+    "test_megatron",
     *("test_remote_commands", "test_fab_over_ssh", "test_slurm", "test_guide_slurm", "test_faults", "test_twin"),
     *("test_moved_runs", "test_image", "test_node"),
 )

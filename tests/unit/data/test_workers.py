@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing
@@ -77,7 +79,7 @@ def test_large_lines_and_results_never_wait_for_each_other(monkeypatch: pytest.M
 
 
 def test_a_worker_that_is_killed_between_two_chunks() -> None:
-    chunk = Chunk(Source("a", None, Kind.TEXT), 0, 1, b"a", 1, 0, Future(), 0)
+    chunk = Chunk(Source("a", None, Kind.TEXT), 0, 1, b"a" * 50_000, 1, 0, Future(), 0)
 
     def chunks() -> Iterator[Chunk]:
         yield from [chunk] * 4
@@ -93,7 +95,46 @@ def test_a_worker_that_is_killed_between_two_chunks() -> None:
 
 def test_an_unexpected_error_of_a_worker_names_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Characters, "encode", lambda self, texts: 1 / 0)
-    chunk = Chunk(Source("a", None, Kind.TEXT), 0, 1, b"a", 1, 0, Future(), 0)
+    chunk = Chunk(Source("a", None, Kind.TEXT), 0, 1, b"a" * 50_000, 1, 0, Future(), 0)
     with pytest.raises(ZeroDivisionError) as caught:
         list(encode_in_order(Recipe(Characters(), ("text",), False), iter([chunk]), 2))
     assert "in encode\n" in caught.value.__notes__[0]
+
+
+class Slow(Characters):
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
+        time.sleep(0.002)
+        return super().encode(texts)
+
+
+@pytest.mark.parametrize("encoder", [Characters, Slow])
+def test_a_chunk_that_costs_less_than_to_send_it_is_encoded_here(
+    encoder: type[Characters], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[object] = []
+    call = workers_module._Worker.call
+    monkeypatch.setattr(workers_module._Worker, "call", lambda *arguments: (sent.append(1), call(*arguments))[1])
+    monkeypatch.setattr(workers_module, "_SEND_S", 0.001)
+    monkeypatch.setattr(workers_module.time, "process_time", lambda: clock.__next__())
+    # Each reading is one later of this clock: an encoder takes what its name says, also on a busy machine.
+    clock = itertools.count(0.0, 0.002 if encoder is Slow else 0.0)
+    source = Source("a", None, Kind.TEXT)
+    chunks = (Chunk(source, 0, n, b"%d" % n, 1, 0, Future(), 0) for n in range(50))
+    with closing(encode_in_order(Recipe(encoder(), ("text",), False), chunks, 2)) as encoded:
+        found = [
+            (chunk.first_line, done.blocks[0].tokens.astype(np.uint8).tobytes()) for chunk, done in encoded if done
+        ]
+    assert found == [(n, b"%d" % n) for n in range(50)]
+    assert len(sent) == (42 if encoder is Slow else 0)
+
+
+def test_an_error_comes_at_its_place_also_from_here() -> None:
+    source = Source("a", None, Kind.TEXT)
+    chunks = (Chunk(source, 0, n, b"\xc3\xa4" if n == 5 else b"a", 1, 0, Future(), 0) for n in range(9))
+    found = []
+    with closing(encode_in_order(Recipe(Characters(), ("text",), False), chunks, 2)) as encoded:
+        for number in range(5):
+            found.append(next(encoded)[0].first_line)
+            assert found[-1] == number
+        with pytest.raises(UnicodeEncodeError):
+            next(encoded)

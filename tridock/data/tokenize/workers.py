@@ -1,10 +1,12 @@
 """Encodes chunks in several processes and in order. Lines and token ids travel through shared memory."""
 
 import ctypes
+import math
 import multiprocessing
 import os
 import signal
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
@@ -24,6 +26,11 @@ from tridock.errors import Problem, RunError, TridockError
 _PR_SET_PDEATHSIG: Final = 1
 _SLOT_BYTES: Final = 6 << 20
 """Larger than a chunk and its tokens; a very long line and its tokens go through a pipe."""
+_SEND_S: Final = 3e-4
+"""Processor time of sending a chunk to a worker and of receiving the result."""
+_SMALL: Final = 16 << 10
+_TRIES: Final = 8
+"""Small chunks that show how fast the encoder is; the first may load something."""
 _recipe: Recipe
 _slots: Slots
 Result = tuple[Encoded, SlotArrays | None]
@@ -33,7 +40,8 @@ def encode_in_order(recipe: Recipe, chunks: Iterator[Chunk], workers: int) -> Ge
     """Yields each chunk with its documents; None for a chunk without lines, or with a truncated line.
 
     With one worker this process encodes. At most two chunks per worker are in flight. Workers read the lines of
-    uncompressed files themselves. Close it to end the workers.
+    uncompressed files themselves; what costs less than to send it, such as a small file, is encoded here. Close it to
+    end the workers.
     """
     if workers == 1:
         for chunk in chunks:
@@ -43,10 +51,11 @@ def encode_in_order(recipe: Recipe, chunks: Iterator[Chunk], workers: int) -> Ge
     slots = Slots(2 * workers + 4, _SLOT_BYTES)
     pool: list[_Worker] = []
     in_flight: deque[_Task] = deque()
+    here = _Here(recipe)
     try:
         _start_workers(lambda: pool.extend(_Worker(recipe, slots) for _ in range(workers)))
         for chunk in chunks:
-            in_flight.append(_submit(chunk, pool, slots))
+            in_flight.append(here.encode(chunk) if here.is_quicker(chunk) else _submit(chunk, pool, slots))
             if len(in_flight) >= 2 * workers:
                 yield _result(in_flight.popleft(), slots)
         while in_flight:
@@ -57,6 +66,31 @@ def encode_in_order(recipe: Recipe, chunks: Iterator[Chunk], workers: int) -> Ge
             worker.process.kill()
         for worker in pool:
             worker.process.join()
+
+
+class _Here:
+    """Encodes small chunks in this process, if the encoder has proved to be fast enough."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._tries, self._seconds_per_byte = 0, math.inf
+
+    def is_quicker(self, chunk: Chunk) -> bool:
+        size = len(chunk.data)
+        if size > _SMALL or _has_no_lines(chunk):
+            return False
+        return self._tries < _TRIES or size * self._seconds_per_byte < _SEND_S
+
+    def encode(self, chunk: Chunk) -> "_Task":
+        began = time.process_time()
+        result: Result | Exception
+        try:
+            result = self._recipe.encode(chunk.data, chunk.source.kind), None
+        except Exception as error:
+            result = error
+        self._tries += 1
+        self._seconds_per_byte = min(self._seconds_per_byte, (time.process_time() - began) / len(chunk.data))
+        return _Task(replace(chunk, data=b""), result=result)
 
 
 class _Worker:
@@ -158,9 +192,9 @@ def _has_no_lines(chunk: Chunk) -> bool:
 
 
 def _result(task: _Task, slots: Slots) -> tuple[Chunk, Encoded | None]:
-    if task.worker is None:
-        return task.chunk, None
     while task.result is None:
+        if task.worker is None:
+            return task.chunk, None
         task.worker.receive()
     if isinstance(task.result, Exception):
         raise task.result

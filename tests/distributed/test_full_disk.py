@@ -1,4 +1,4 @@
-"""A disk that is full for a while costs a run checkpoints, and nothing else."""
+"""A disk that is full or read-only for a while costs a run checkpoints, and nothing else."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from tridock.contracts import heartbeat, run_folder
 from tridock.contracts.run_state import exit_code_of
 
 pytestmark = pytest.mark.distributed
-ITERATIONS = 400
+ITERATIONS = 500
 EXPERIMENT = {
     "name": "t",
     "model": {
@@ -53,6 +54,17 @@ def fill(path: Path) -> None:
                 continue
 
 
+@contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """While whatever opens a file there to write it finds a read-only file system; open files are not affected."""
+    subprocess.run(["mount", "--bind", str(folder), str(folder)], check=True)
+    try:
+        subprocess.run(["mount", "-o", "remount,ro,bind", str(folder)], check=True)
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
 def reached(run: Path) -> int:
     """The last iteration by the heartbeats, which take no room."""
     beat = heartbeat.read(run, 0)
@@ -67,7 +79,7 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) ->
         time.sleep(0.05)
 
 
-def test_a_disk_that_is_full_for_a_while(tmp_path: Path, runs: Path) -> None:
+def test_a_disk_that_is_full_and_then_read_only_for_a_while(tmp_path: Path, runs: Path) -> None:
     make_data(tmp_path)
     (tmp_path / "t.yaml").write_text(json.dumps(EXPERIMENT))
     fields = {
@@ -85,6 +97,12 @@ def test_a_disk_that_is_full_for_a_while(tmp_path: Path, runs: Path) -> None:
         first = reached(run)
         wait_until(lambda: reached(run) > first + 60, process)
         (runs / "filler").unlink()
+        freed = reached(run)
+        wait_until(lambda: reached(run) > freed + 60, process)
+        with read_only(runs):
+            first = reached(run)
+            wait_until(lambda: reached(run) > first + 60, process)
+            assert process.poll() is None
         output, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, output + errors
     assert exit_code_of(run) == 0
@@ -93,7 +111,10 @@ def test_a_disk_that_is_full_for_a_while(tmp_path: Path, runs: Path) -> None:
     logged = [line["iteration"] for line in read_lines(run / run_folder.METRICS) if "split" not in line]
     assert logged == list(range(1, ITERATIONS + 1))
     events = [event["event"] for event in read_lines(run / run_folder.EVENTS)]
-    assert "checkpoint_failed" in events
+    reasons = [
+        event["reason"] for event in read_lines(run / run_folder.EVENTS) if event["event"] == "checkpoint_failed"
+    ]
+    assert "read-only file system" in str(reasons).lower()
     assert events[-1] == "run_finished"
     assert (run / "checkpoints" / "latest").read_text() == f"iter_{ITERATIONS:07d}"
     assert "bytes found no room on the disk]" in (run / run_folder.rank_log(0)).read_text()

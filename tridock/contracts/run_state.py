@@ -67,7 +67,7 @@ def state_of(folder: Path) -> RunState:
 
 def is_supervised(folder: Path) -> bool:
     try:
-        descriptor = os.open(folder / LOCK, os.O_RDWR)
+        descriptor = os.open(folder / LOCK, os.O_RDONLY)  # the disk may be read-only
     except FileNotFoundError:
         return False
     try:

@@ -163,16 +163,16 @@ def test_an_input_that_somebody_writes_to(tokenizer: BytePairTokenizer, tmp_path
 
 def test_an_input_that_is_replaced_while_workers_read_it(tokenizer: BytePairTokenizer, tmp_path: Path) -> None:
     source = tmp_path / "a.jsonl"
-    source.write_bytes(lines(*["four"] * 100))
+    source.write_bytes(lines(*["four"] * 10_000))
     status = source.stat()
 
     def replace(_: module.Done) -> None:
         other = tmp_path / "other"
-        other.write_bytes(lines(*["ruof"] * 100))
+        other.write_bytes(lines(*["ruof"] * 10_000))
         os.utime(other, ns=(status.st_atime_ns, status.st_mtime_ns))
         other.replace(source)
 
-    wanted = request(tokenizer, tmp_path / "out", source, workers=2, chunk_bytes=50)
+    wanted = request(tokenizer, tmp_path / "out", source, workers=2, chunk_bytes=20_000)
     changed = f"{source}: changed while it was read; stop all writers, and start from the beginning"
     assert message(lambda: preprocess(wanted, replace)) == changed
 
@@ -263,7 +263,7 @@ def test_a_workers_error_comes_with_its_message(
 
 def test_a_killed_worker_is_told(tokenizer: BytePairTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "a.jsonl"
-    source.write_bytes(lines("one", "two"))
+    source.write_bytes(lines(*["one"] * 10_000))
 
     def die(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)

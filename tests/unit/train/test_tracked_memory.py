@@ -33,10 +33,13 @@ MODEL: dict[str, Any] = {
 class Total(MemTracker):
     """Without the statistics of modules, for which each may run only once in a step."""
 
-    def _pre_fw_hook(self, *_: Any) -> None:
+    def _ignored(self, *_: Any) -> None:
         pass
 
-    _post_fw_hook = _pre_bw_hook = _post_bw_hook = _pre_fw_hook
+    _pre_fw_hook: Any = _ignored
+    _post_fw_hook: Any = _ignored
+    _pre_bw_hook: Any = _ignored
+    _post_bw_hook: Any = _ignored
 
 
 def tracked_and_planned(fields: dict[str, Any], ranks: int, micro_batches: int) -> tuple[float, float]:

@@ -30,7 +30,7 @@ MODEL: dict[str, Any] = {
 }
 
 
-class Total(MemTracker):
+class Total(MemTracker):  # type: ignore[no-untyped-call]
     """Without the statistics of modules, for which each may run only once in a step."""
 
     def _ignored(self, *_: Any) -> None:

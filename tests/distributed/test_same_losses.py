@@ -24,6 +24,7 @@ FORMATS = [f"{layout}-{precision}" for layout, precision in product(LAYOUTS, PRE
 SHORT = ("ddp-bf16", "ddp-fp16", "zero0-bf16", "zero1-fp16", "zero2-bf16", "zero3-fp16")
 RESUMED = ("ddp-fp32", "ddp-fp16", "zero0-bf16", "zero1-fp32", "zero2-fp16", "zero3-bf16")
 SOME = ("ddp", "zero1", "zero3")
+OFFLOADED = {"zero1": ("optimizer",), "zero2": ("optimizer",), "zero3": ("optimizer", "param")}
 DROPOUT = {"model.hidden_dropout": 0.1, "model.attention_dropout": 0.1}
 SAVED_AT, ITERATIONS = 5, 9
 
@@ -147,6 +148,40 @@ def test_accumulation_does_not_matter(two_ranks: Trained, layout: str) -> None:
 @pytest.mark.parametrize("layout", RECOMPUTED)
 def test_recomputed_activations_do_not_matter(two_ranks: Trained, layout: str) -> None:
     assert losses(two_ranks[f"{layout}-recomputed"]) == losses(two_ranks[f"{layout}-fp32"])
+
+
+@pytest.fixture(scope="module")
+def offloaded(workspace: Path) -> Trained:
+    """Runs with states in the host's memory, and two that continue each: with them there, and on the device.
+
+    Stage 3 last: DeepSpeed leaves its own linear layer in the process, with sums of another order.
+    """
+    batches: dict[tuple[bool, str], dict[str, Path]] = defaultdict(dict)
+    for layout, parts in OFFLOADED.items():
+        options = {"zero_optimization": {f"offload_{part}": {"device": "cpu"} for part in parts}}
+        common = {**LAYOUTS[layout], "precision": "bf16"}
+        saving = {"train.save": True, "train.save_interval": 4}
+        source = {"train.load": f"runs/{layout}-offloaded/checkpoints/iter_0000004"}
+        for name, fields in {
+            "offloaded": {**saving, "deepspeed": options},
+            "resumed-offloaded": {**source, "deepspeed": options},
+            "resumed-on-device": source,
+        }.items():
+            run = make_run(workspace, f"{layout}-{name}", 2, **common, **fields)
+            batches[layout in SOME, name.partition("-")[0]][run.name] = run
+    return Trained(*((2, batch) for batch in batches.values()))
+
+
+@pytest.mark.parametrize("layout", thinned(OFFLOADED, SOME))
+def test_states_in_the_hosts_memory_do_not_matter(two_ranks: Trained, offloaded: Trained, layout: str) -> None:
+    """Sums on the host come in another order. A checkpoint continues with the same losses."""
+    whole = offloaded[f"{layout}-offloaded"]
+    assert_close(whole, two_ranks[f"{layout}-bf16"], SHORT_TOLERANCE)
+    assert grad_norms(whole) == pytest.approx(grad_norms(two_ranks[f"{layout}-bf16"]), rel=1e-2)
+    expected = {place: loss for place, loss in losses(whole).items() if place[0] > 4}
+    assert losses(offloaded[f"{layout}-resumed-offloaded"]) == expected
+    on_device = losses(offloaded[f"{layout}-resumed-on-device"])
+    assert on_device == pytest.approx(expected, abs=SHORT_TOLERANCE, rel=0)
 
 
 def test_every_field_of_a_logged_iteration(two_ranks: Trained) -> None:

@@ -6,11 +6,12 @@ from typing import Any, Final
 
 from tridock.engines.deepspeed_options import PASSED, zero_option
 from tridock.engines.fields import as_yaml
+from tridock.engines.offload import Offload
 from tridock.errors import Problem
 from tridock.experiment import Experiment
 from tridock.experiment.deepspeed_json import options
 from tridock.experiment.weights import layer_weights
-from tridock.layout.shape import FORMAT_BYTES, Parameters, Shape, States
+from tridock.layout.shape import FORMAT_BYTES, Device, HostWork, Parameters, Shape, States
 from tridock.layout.traffic import Sent, all_gather, all_reduce, backward_pass
 
 
@@ -33,6 +34,9 @@ def deepspeed_config(experiment: Experiment, data_parallel_size: int) -> dict[st
         # It fills one bucket while the other travels: two of half the size take the memory of one. Stage 3 does so by
         # itself, with room of its own.
         config["zero_optimization"] |= {"overlap_comm": True, "reduce_bucket_size": _BUCKET // 2}
+    if Offload.of(experiment).optimizer:
+        # torch's fused AdamW is as fast on a CPU as DeepSpeed's own (docs/results.md), and needs no compiler.
+        config["zero_force_ds_cpu_optimizer"] = False
     for path, value in options(experiment.deepspeed):
         if path in PASSED:
             section, _, name = path.rpartition(".")
@@ -95,8 +99,20 @@ def zero_stage_problems(experiment: Experiment) -> Iterator[Problem]:
         yield Problem("parallel.zero_stage", what, str(parallel.zero_stage), todo, (0,))
 
 
-def zero_states(experiment: Experiment, weights: Parameters, replicas: int) -> States:
-    """What a rank with these weights keeps under ZeRO, by its stage."""
+def zero_states(experiment: Experiment, weights: Parameters, shape: Shape, device: Device) -> States:
+    """What a rank with these weights keeps under ZeRO, by its stage. On CPUs host and device are one."""
+    found = _on_device(experiment, weights, shape.data)
+    if device == "cpu":
+        return found
+    return Offload.of(experiment).states(found, experiment, -(-weights.total // shape.data), shape.accumulation)
+
+
+def zero_host_work(experiment: Experiment, weights: int, shape: Shape) -> HostWork:
+    return Offload.of(experiment).moved(experiment, shape, -(-weights // shape.data))
+
+
+def _on_device(experiment: Experiment, weights: Parameters, replicas: int) -> States:
+    """Where nothing is offloaded."""
     short, stage, count = FORMAT_BYTES[experiment.precision], experiment.parallel.zero_stage, weights.total
     owned = -(-count // replicas)
     if stage == 0:

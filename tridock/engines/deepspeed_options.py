@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 from tridock.engines.fields import as_yaml
+from tridock.engines.offload import OFFLOAD, offload_problems
 from tridock.errors import Problem
 from tridock.experiment import Experiment
 from tridock.experiment.deepspeed_json import AUTO, FIELDS, FORMATS, options
@@ -47,6 +48,7 @@ PASSED: Final[Mapping[str, type | tuple[type, ...]]] = {
     "flops_profiler": dict,
     "comms_logger": dict,
     **{f"zero_optimization.{name}": kind for name, kind in _ZERO.items()},
+    **dict.fromkeys(OFFLOAD, dict),
 }
 """Options of a user's own JSON that reach DeepSpeed as they are, with their types."""
 _NAMES: Final = {bool: "true or false", str: "text", dict: "a mapping"}
@@ -55,10 +57,7 @@ _REFUSED: Final[Mapping[str, tuple[str, str]]] = {
         "the training loop has the learning rate, not DeepSpeed",
         "leave it out, and set optimizer.lr_warmup_iters and lr_decay_style",
     ),
-    **dict.fromkeys(
-        ("zero_optimization.offload_optimizer", "zero_optimization.offload_param", "zero_optimization.cpu_offload"),
-        ("the training loop's Adam runs on the device, and DeepSpeed offloads only its own", "leave it out"),
-    ),
+    "zero_optimization.cpu_offload": ("is an option of older versions", "write offload_optimizer: {device: cpu}"),
 }
 
 
@@ -107,6 +106,10 @@ def _accumulation_problems(experiment: Experiment, replicas: int, path: str, val
         yield Problem(f"deepspeed.{path}", what, str(value), f"{wanted}leave this out")
 
 
+def _offload_problems(experiment: Experiment, _replicas: int, path: str, value: object) -> Iterator[Problem]:
+    yield from offload_problems(experiment, path, value)
+
+
 def _constant_problems(_experiment: Experiment, _replicas: int, path: str, value: object) -> Iterator[Problem]:
     if value not in _CONSTANTS[path]:
         needed = either([str(choice) for choice in _CONSTANTS[path]])
@@ -118,4 +121,5 @@ _CHECKED: Final[Mapping[str, Callable[[Experiment, int, str, object], Iterator[P
     **dict.fromkeys(FORMATS, _format_problems),
     **dict.fromkeys(_CONSTANTS, _constant_problems),
     "gradient_accumulation_steps": _accumulation_problems,
+    **dict.fromkeys(OFFLOAD, _offload_problems),
 }

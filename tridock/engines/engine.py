@@ -15,6 +15,7 @@ from tridock.layout.activations import Sizes, activation_terms, head_bytes
 from tridock.layout.shape import (
     FORMAT_BYTES,
     Device,
+    HostWork,
     Parameters,
     Shape,
     States,
@@ -97,7 +98,7 @@ class Engine(ABC):
 
     def copied_bytes(self, _experiment: Experiment, weights: Parameters, states: States) -> int:  # noqa: ARG002  of some engines
         """What the rank that copies the most holds on its host while a checkpoint is written in the background."""
-        return states.weights + states.optimizer
+        return states.saved
 
     def checkpoint_bytes(self, experiment: Experiment) -> int:
         """Weights and optimizer states of the whole model, as a checkpoint holds them: each once."""
@@ -112,7 +113,11 @@ class Engine(ABC):
         own = (
             self.states(whole, self.parameters(whole, stage), Shape(1, 1, tensor), "cuda") for stage in range(stages)
         )
-        return tensor * sum(states.weights + states.optimizer for states in own)
+        return tensor * sum(states.saved for states in own)
+
+    def host_work(self, _experiment: Experiment, _shape: Shape) -> HostWork:
+        """Of states that are offloaded to the host's memory, on the fullest rank."""
+        return HostWork()
 
     @abstractmethod
     def sizes(self, experiment: Experiment, device: Device) -> Sizes:

@@ -32,6 +32,8 @@ def parse_experiment(text: str, source: str, overrides: Sequence[str] = ()) -> E
     if fields.get("engine") == ENGINE:
         todo = f"start it with tridock run --config {shlex.quote(source)}; tridock logs has the output of its runs"
         raise RequestError(Problem(f"{source}: engine", "is your own program, without a model", ENGINE, todo))
+    if isinstance(file := fields.get("deepspeed"), str):
+        fields["deepspeed"] = parse_yaml(read_text(Path(file), "a DeepSpeed JSON"), file)
     return validated(Experiment, fields, source)
 
 

@@ -315,8 +315,8 @@ class Experiment(Section):
     )
     deepspeed: Annotated[dict[str, Any], AfterValidator(as_json)] = Field(
         default_factory=dict,
-        description="Strategy zero: your own DeepSpeed JSON. Options that are also fields here set those that you left"
-        " out; others, such as ZeRO's bucket sizes, go to DeepSpeed (docs/megatron.md).",
+        description="Strategy zero: your own DeepSpeed JSON, or the path of one. Options that are also fields here set"
+        " those that you left out; others, such as ZeRO's bucket sizes, go to DeepSpeed (docs/megatron.md).",
     )
     env: dict[EnvName, EnvValue] = Field(
         default_factory=dict, description="Environment variables of every rank; they override the cluster's."

@@ -65,10 +65,31 @@ class States:
     """While the optimizer steps, when the activations are gone."""
     startup: int = 0
     """The most that the rank holds before its first step, while weights, gradients and optimizer come to be."""
+    offloaded: int = 0
+    """Weights and optimizer states that the host's memory has instead."""
+    host_buffers: int = 0
+    """What else the host's memory has for them."""
 
     @property
     def lasting(self) -> int:
         return self.weights + self.gradients + self.optimizer
+
+    @property
+    def saved(self) -> int:
+        """Weights and optimizer states, wherever they are: what a checkpoint holds."""
+        return self.weights + self.optimizer + self.offloaded
+
+
+@dataclass(frozen=True, slots=True)
+class HostWork:
+    """Bytes of one rank in an iteration, of states that its host keeps."""
+
+    updated: int = 0
+    """Read and written in the host's memory by the optimizer."""
+    gradients: int = 0
+    """Between GPU and host, during the backward passes."""
+    weights: int = 0
+    """Between host and GPU, before the GPU can compute with them."""
 
 
 def layers_of_stage(experiment: Experiment, stage: int) -> int:

@@ -20,11 +20,18 @@ from tridock.experiment.flops import (
 from tridock.experiment.weights import model_parameters
 from tridock.layout.compute_time import StageTime, stage_time, vision_seconds
 from tridock.layout.kernels import Device, pass_seconds
-from tridock.layout.shape import Shape, layers_of_stage, recomputed_layers
+from tridock.layout.shape import HostWork, Shape, layers_of_stage, recomputed_layers
 from tridock.layout.traffic import Traffic
 from tridock.plan.rates import Rates
 
 _DAY_S: Final = 86400.0
+_BACKWARD: Final = 2 / 3
+"""Of the computation."""
+HOST_LINK_GB_S: Final = 25.0
+"""Assumed: between a GPU and its host's page-locked memory, one direction, over PCIe 4 with 16 lanes (31.5 GB/s)."""
+HOST_MEMORY_GB_S: Final = 38.0
+"""Assumed: of the host's memory, for each of its 8 GPUs. Two sockets with 8 channels of DDR4-3200 have 410 GB/s, of
+which STREAM reaches three quarters."""
 _UPDATE_PASSES: Final = 3
 """Over the gradients before the optimizer's step: for the norm, to clip them, to copy them."""
 
@@ -43,6 +50,7 @@ class Estimate:
     pipeline: float
     gradients: float
     optimizer: float
+    offload: float
     tokens_per_second: float
     mfu: float | None
     """Model FLOPs over what the GPUs could do at best."""
@@ -61,6 +69,7 @@ class Estimate:
             "between stages": self.pipeline,
             "gradients": self.gradients,
             "optimizer": self.optimizer,
+            "offload": self.offload,
         }
 
     @property
@@ -70,7 +79,7 @@ class Estimate:
 
     @property
     def iteration(self) -> float:
-        return self.compute + self.bubble + self.tensor_and_context + self.pipeline + self.gradients + self.optimizer
+        return sum(self.terms.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +164,8 @@ def _estimate(
     summed = seconds.get("data", 0.0) + seconds.get("expert data", 0.0)
     exposed = _exposed(experiment, shape, summed, compute) if rates.overlaps else summed
     gradients = exposed + seconds.get("embedding", 0.0)
-    total = compute + bubble + inside + seconds.get("pipeline", 0.0) + gradients + optimizer
+    offload = _offloading(engine_of(experiment).host_work(experiment, shape), _BACKWARD * compute)
+    total = compute + bubble + inside + seconds.get("pipeline", 0.0) + gradients + optimizer + offload
     ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size * stages * shape.data
     mfu = None if rates.peak_tflops is None else model_flops / total / ranks / (rates.peak_tflops * 1e12)
     return Estimate(
@@ -169,9 +179,16 @@ def _estimate(
         pipeline=seconds.get("pipeline", 0.0),
         gradients=gradients,
         optimizer=optimizer,
+        offload=offload,
         tokens_per_second=tokens / total,
         mfu=mfu,
     )
+
+
+def _offloading(work: HostWork, backward: float) -> float:
+    """Gradients move to the host beside the backward passes; weights and the optimizer's work there are waited for."""
+    gradients, weights = (moved / (HOST_LINK_GB_S * 1e9) for moved in (work.gradients, work.weights))
+    return max(0.0, gradients - backward) + weights + work.updated / (HOST_MEMORY_GB_S * 1e9)
 
 
 def _exposed(experiment: Experiment, shape: Shape, seconds: float, compute: float) -> float:

@@ -68,6 +68,8 @@ class StageMemory:
     """The most that it holds before its first step; included in the terms where that is more than a step takes."""
     copied_bytes: int
     """Memory of its host, not of its GPU, at most: the copy that is written as a checkpoint in the background."""
+    offloaded_bytes: int
+    """Memory of its host, too: weights and optimizer states that it keeps in place of its GPU, and their buffers."""
     limit_bytes: int | None
 
     @property
@@ -132,6 +134,7 @@ def memory_of_stage(
         state_bytes=states.lasting + states.passing,
         startup_bytes=states.startup,
         copied_bytes=engine_of(experiment).copied_bytes(experiment, weights, states) if copies else 0,
+        offloaded_bytes=states.offloaded + states.host_buffers,
         limit_bytes=None if gpu is None else gpu.memory_bytes,
     )
 

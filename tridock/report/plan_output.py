@@ -231,9 +231,12 @@ def memory_table(assessment: Assessment) -> Table:
         table.add_row("at least", *(gib(stage.least_bytes) for stage in stages), style="dim")
         shares = [Text(f"{stage.share:.0%} {stage.fit.removesuffix('-fit')}", STYLES[stage.fit]) for stage in stages]
         table.add_row("share of GPU", *shares)
-    if any(stage.copied_bytes for stage in stages):
-        copies = (gib(stage.copied_bytes) for stage in stages)
-        table.add_row("copy of a checkpoint, in the host's memory", *copies, style="dim")
+    for name, amounts in (
+        ("offloaded, in the host's memory", [stage.offloaded_bytes for stage in stages]),
+        ("copy of a checkpoint, in the host's memory", [stage.copied_bytes for stage in stages]),
+    ):
+        if any(amounts):
+            table.add_row(name, *map(gib, amounts), style="dim")
     table.add_row("layers", *(str(stage.layers) for stage in stages), style="dim")
     table.add_row("parameters", *(count_short(stage.parameters.total) for stage in stages), style="dim")
     return table

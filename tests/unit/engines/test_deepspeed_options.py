@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,10 @@ from tridock.engines import engine_of
 from tridock.engines.deepspeed import deepspeed_config
 from tridock.errors import RequestError
 from tridock.experiment import Experiment, dump_experiment, parse_experiment
+from tridock.gpus import find_gpu
 from tridock.layout.shape import Shape
+from tridock.plan.assess import assess
+from tridock.plan.assumptions import Assumptions
 
 UPSTREAM = """{
   "train_batch_size": 48,
@@ -83,6 +87,35 @@ def test_the_nine_options_of_upstreams_file() -> None:
     }
 
 
+def test_the_json_may_be_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(UPSTREAM)
+    given = parse_experiment(json.dumps(BASE | {"deepspeed": str(file)}), "e.yaml")
+    assert given == parse_experiment(json.dumps(BASE), "e.yaml", [f"deepspeed={UPSTREAM}"])
+    missing = str(tmp_path / "missing.json")
+    with pytest.raises(RequestError, match=r"missing.json: .* a DeepSpeed JSON"):
+        parse_experiment(json.dumps(BASE), "e.yaml", [f"deepspeed={missing}"])
+
+
+def test_an_offload_takes_time_and_no_memory_of_the_gpu() -> None:
+    """13B parameters fit on eight GPUs of 40 GB with the optimizer's states on their host only."""
+    model = {"preset": "gpt3-13b", "seq_length": 2048, "checkpoint_activations": True}
+    fields = {"model": model, "parallel": {"zero_stage": 2}, "batch": {"micro_batch_size": 1}}
+    assumed = Assumptions(gpu=find_gpu("a100-40gb", "--gpu"))
+    plain, offloaded = (
+        assess(experiment(given, **fields), {"node-1": range(8)}, "e.yaml", assumed)
+        for given in ({}, {"zero_optimization": {"offload_optimizer": CPU}})
+    )
+    assert [found.memory[0].fit for found in (plain, offloaded)] == ["no-fit", "fits"]
+    assert offloaded.memory[0].offloaded_bytes == pytest.approx(18 * 12.9e9 / 8, rel=0.01)
+    assert plain.cost
+    assert offloaded.cost
+    estimates = [cost.estimate for cost in (plain.cost, offloaded.cost)]
+    assert estimates[0].offload == 0.0
+    # Adam: 30 bytes of each of the eighth at 38 GB/s, and the new weights, 2 bytes, at 25 GB/s.
+    assert estimates[1].offload == pytest.approx(12.9e9 / 8 * (30 / 38e9 + 2 / 25e9), rel=0.01)
+
+
 def test_a_runs_folder_reads_back_and_may_continue_with_fewer_replicas() -> None:
     given = parse_experiment(json.dumps(BASE), "e.yaml", [f"deepspeed={UPSTREAM}"]).resolved(4)
     again = parse_experiment(dump_experiment(given), "e.yaml")
@@ -122,7 +155,7 @@ def test_what_does_not_reach_deepspeed_is_refused_with_the_reason() -> None:
     found = refused(
         {
             "scheduler": {"type": "WarmupLR"},
-            "zero_optimization": {"offload_optimizer": {"device": "cpu"}, "overlap_com": True, "sub_group_size": "big"},
+            "zero_optimization": {"cpu_offload": True, "overlap_com": True, "sub_group_size": "big"},
             "amp": {"enabled": False},
             "wall_clock_breakdown": 1,
         }
@@ -130,8 +163,8 @@ def test_what_does_not_reach_deepspeed_is_refused_with_the_reason() -> None:
     assert found == [
         "e.yaml: deepspeed.scheduler: the training loop has the learning rate, not DeepSpeed; "
         "got {'type': 'WarmupLR'}; leave it out, and set optimizer.lr_warmup_iters and lr_decay_style",
-        "e.yaml: deepspeed.zero_optimization.offload_optimizer: the training loop's Adam runs on the device, and "
-        "DeepSpeed offloads only its own; got {'device': 'cpu'}; leave it out",
+        "e.yaml: deepspeed.zero_optimization.cpu_offload: is an option of older versions; got True; "
+        "write offload_optimizer: {device: cpu}",
         "e.yaml: deepspeed.zero_optimization.overlap_com: does not reach DeepSpeed; got True; leave it out",
         "e.yaml: deepspeed.zero_optimization.sub_group_size: must be a number; got 'big'; write one",
         "e.yaml: deepspeed.amp: does not reach DeepSpeed; got {'enabled': False}; leave it out",
@@ -175,3 +208,68 @@ def test_the_plan_knows_the_buckets(options: dict[str, Any], elements: int) -> N
     engine = engine_of(given)
     states = engine.states(given, engine.parameters(given, 0), Shape(data=4, accumulation=1, slots=4), "cuda")
     assert states.bucket == 2 * elements
+
+
+CPU = {"device": "cpu"}
+
+
+def test_offloads_that_do_not_work_are_refused() -> None:
+    wrong = {
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/local", "pin_memory": 1},
+        "offload_param": CPU,
+    }
+    assert refused({"zero_optimization": wrong}, parallel={"zero_stage": 2}) == [
+        "e.yaml: deepspeed.zero_optimization.offload_optimizer.device: DeepSpeed reads and writes NVMe by its op "
+        "async_io, which the images lack; got nvme; set it to cpu",
+        "e.yaml: deepspeed.zero_optimization.offload_optimizer.nvme_path: does not reach DeepSpeed; got /local; "
+        "leave it out",
+        "e.yaml: deepspeed.zero_optimization.offload_optimizer.pin_memory: must be true or false; got 1; write one",
+        "e.yaml: deepspeed.zero_optimization.offload_param: needs ZeRO stage 3; got parallel.zero_stage 2; "
+        "set it to 3, or leave this out",
+    ]
+    assert refused({"zero_optimization": {"offload_optimizer": "cpu"}}) == [
+        "e.yaml: deepspeed.zero_optimization.offload_optimizer: must be a mapping; got 'cpu'; write {device: cpu}"
+    ]
+    assert refused({"zero_optimization": {"offload_optimizer": CPU}}, parallel={"zero_stage": 0}) == [
+        "e.yaml: deepspeed.zero_optimization.offload_optimizer: needs a ZeRO stage from 1 to 3; "
+        "got parallel.zero_stage 0; set it to 1, 2 or 3, or leave this out"
+    ]
+    megatron = {"data": {"data_path": "data/x", "vocab_file": "v", "merge_file": "m"}, "precision": "fp16"}
+    given = {"zero_optimization": {"stage": 1, "offload_optimizer": CPU}}
+    assert refused(given, engine="megatron-deepspeed", **megatron) == [
+        "e.yaml: deepspeed.zero_optimization: Megatron v1.1.5's Adam on the host ignores adam_beta1, adam_beta2 and "
+        "adam_eps; got an offload; leave it out, or use engine torch"
+    ]
+
+
+def test_an_offload_reaches_deepspeed_with_torchs_adam() -> None:
+    given = experiment({"zero_optimization": {"stage": 2, "offload_optimizer": CPU | {"pin_memory": False}}})
+    found = deepspeed_config(given, 4)
+    assert found["zero_optimization"]["offload_optimizer"] == {"device": "cpu", "pin_memory": False}
+    assert found["zero_force_ds_cpu_optimizer"] is False
+    assert "zero_force_ds_cpu_optimizer" not in deepspeed_config(experiment({}), 4)
+
+
+@pytest.mark.parametrize(
+    ("stage", "parts", "on_gpu", "on_host"),
+    [
+        (1, ("optimizer",), 2.0, 4.5),
+        (2, ("optimizer",), 2.0, 4.5),
+        (3, ("optimizer",), 0.5, 4.5),
+        (3, ("optimizer", "param"), 0.0, 5.0),
+        (3, ("param",), 3.5, 0.5),
+    ],
+)
+def test_the_plan_knows_where_the_states_are(stage: int, parts: tuple[str, ...], on_gpu: float, on_host: float) -> None:
+    """Bytes a parameter on 4 replicas in bf16, of what lasts. On a CPU rank host and device are one."""
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0} | {f"offload_{part}": CPU for part in parts}
+    given = experiment({"zero_optimization": zero})
+    engine, shape = engine_of(given), Shape(data=4, accumulation=1, slots=4)
+    weights = engine.parameters(given, 0)
+    small = 2 * weights.final_norm  # which stays whole
+    states = engine.states(given, weights, shape, "cuda")
+    assert (states.lasting - (small if stage == 3 else 0)) / weights.total == pytest.approx(on_gpu, abs=1e-2)
+    assert (states.offloaded + states.host_buffers) / weights.total == pytest.approx(on_host, abs=1e-2)
+    plain = experiment({"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}})
+    assert states.saved == engine.states(plain, weights, shape, "cuda").saved
+    assert engine.states(given, weights, shape, "cpu") == engine.states(plain, weights, shape, "cpu")

@@ -10,6 +10,7 @@ import ctypes
 import shutil
 import subprocess
 import tempfile
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -27,6 +28,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import _utils as pipelining
 from torch.nn.parallel import distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tridock.train.models import layered
@@ -89,6 +91,29 @@ class Transfers(TorchDispatchMode):
                 waits = not kwargs.get("non_blocking") and not (len(args) > 2 and args[2])
                 self.counts[f"{places[0]} to {places[1]}" + ("" if waits else ", asynchronous")] += 1
         return out
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the storages that are made while it is on and still there, by device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live: Counter[str] = Counter()
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(out):
+            if isinstance(tensor, Tensor) and (key := tensor.untyped_storage()._cdata) not in self._seen:
+                storage, device = tensor.untyped_storage(), tensor.device.type
+                self._seen.add(key)
+                self.live[device] += storage.nbytes()
+                weakref.finalize(storage, self._free, key, device, storage.nbytes())
+        return out
+
+    def _free(self, key: int, device: str, size: int) -> None:
+        self._seen.discard(key)
+        self.live[device] -= size
 
 
 class _Event:

@@ -22,9 +22,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from tests.unit.train.experiments import experiment
-from tests.unit.train.pretended_gpu import GPU, REASON, Transfers, pretended_gpu
+from tests.unit.train.pretended_gpu import GPU, REASON, LiveBytes, Transfers, pretended_gpu
+from tridock.engines import engine_of
 from tridock.engines.deepspeed import deepspeed_config
 from tridock.experiment import Experiment
+from tridock.layout.shape import Shape as PlanShape
 from tridock.train import trainer as trainer_module
 from tridock.train.checkpoints.progress import Progress
 from tridock.train.checkpoints.snapshot import tensor_on_host
@@ -264,6 +266,39 @@ def test_zero_is_saved_and_resumed(stage: int, tmp_path: Path) -> None:
         assert zero_states(run.resumed) == before
         run.resumed.step(run.batches(), 0.1)
         assert zero_states(run.resumed) == before
+
+
+@pytest.mark.usefixtures("deepspeed_on_gpus")
+@pytest.mark.parametrize(
+    ("stage", "parts"),
+    [
+        pytest.param(1, ("optimizer",), marks=pytest.mark.full),
+        (2, ("optimizer",)),
+        pytest.param(3, ("optimizer",), marks=pytest.mark.full),
+        pytest.param(3, ("optimizer", "param"), marks=pytest.mark.full),
+    ],
+)
+def test_offloaded_states_are_in_the_hosts_memory(stage: int, parts: tuple[str, ...]) -> None:
+    """As many bytes as the plan says, of a model whose largest weight is a small part."""
+    zero = {"reduce_bucket_size": 1000} | {f"offload_{part}": {"device": "cpu"} for part in parts}
+    if stage == 3:
+        zero |= {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 1000}
+    fields = {"parallel.strategy": "zero", "parallel.zero_stage": stage, "deepspeed": {"zero_optimization": zero}}
+    size = {"model.num_layers": 4, "model.hidden_size": 128}
+    case = Case(fields | size | {"model.vocab_size": 96, "model.make_vocab_size_divisible_by": 96}, 2)
+    live = LiveBytes()
+    with mock.patch.object(Tensor, "pin_memory", lambda it: it), live, on_gpu(case) as run, Transfers(on_host=1):
+        made = dict(live.live)
+        run.strategy.step(run.batches(), 0.1)  # DeepSpeed finds an overflow, as a value read on the host is 1
+        stepped = dict(live.live)
+    engine, shape = engine_of(run.experiment), PlanShape(data=2, accumulation=2, slots=2)
+    weights = engine.parameters(run.experiment, 0)
+    plan = engine.states(run.experiment, weights, shape, "cuda")
+    # Adam's moments come with the first update.
+    host = plan.offloaded + plan.host_buffers - 8 * -(-weights.total // 2)
+    largest = 2 * 128 * 4 * 128
+    assert made["cuda"] / 2 == pytest.approx(plan.weights, abs=2 * largest)
+    assert stepped["cpu"] - made["cpu"] / 2 == pytest.approx(host, abs=2 * largest)
 
 
 def zero_states(strategy: Any) -> list[tuple[Any, ...]]:

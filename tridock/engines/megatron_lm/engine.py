@@ -61,9 +61,9 @@ class MegatronLM(Engine):
         """The last stage is handed the embedding whole, with the positions that it has no use for."""
         return parameters_of_stage(experiment, stage, self.rows_of_vocabulary(experiment), copies_positions=True)
 
-    def states(self, experiment: Experiment, weights: Parameters, shape: Shape, _device: Device) -> States:
+    def states(self, experiment: Experiment, weights: Parameters, shape: Shape, device: Device) -> States:
         if experiment.parallel.strategy == "zero":
-            states = zero_states(experiment, weights, shape.data)
+            states = zero_states(experiment, weights, shape, device)
             return replace(states, startup=max(states.startup, FORMAT_BYTES[experiment.precision] * weights.total))
         short, count = FORMAT_BYTES[experiment.precision], weights.total
         again = 4 if short == 2 else 0  # gradients, and weights, once more in fp32

@@ -5,6 +5,7 @@ from typing import Final
 
 from tridock.engines.deepspeed import zero_stage_problems
 from tridock.engines.fields import COMMON, HONOURED, MIXTURE, Fields, Refused, Unused
+from tridock.engines.offload import Offload
 from tridock.errors import Problem
 from tridock.experiment import Experiment
 from tridock.layout.split import either, empty_stage_problems, head_problems, nearest_divisors
@@ -144,6 +145,9 @@ def problems(experiment: Experiment) -> Iterator[Problem]:
         yield Problem("train.load", what, str(experiment.train.load), todo)
     yield from _warmup_problems(experiment)
     yield from zero_stage_problems(experiment)
+    if Offload.of(experiment).optimizer or Offload.of(experiment).parameters:
+        what = "Megatron v1.1.5's Adam on the host ignores adam_beta1, adam_beta2 and adam_eps"
+        yield Problem("deepspeed.zero_optimization", what, "an offload", "leave it out, or use engine torch")
     for word in experiment.megatron_args:
         option = word.partition("=")[0]
         if option in OWNED:

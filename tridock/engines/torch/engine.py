@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from tridock.engines.deepspeed import zero_sent, zero_states
+from tridock.engines.deepspeed import zero_host_work, zero_sent, zero_states
 from tridock.engines.engine import Choice, Engine, RankProgram
 from tridock.engines.torch import legality
 from tridock.engines.torch.fsdp import is_sharded, scattered, scatters_each, shards_of, summed_up
@@ -14,6 +14,7 @@ from tridock.layout.activations import Sizes, head_bytes, sizes_of
 from tridock.layout.shape import (
     FORMAT_BYTES,
     Device,
+    HostWork,
     Parameters,
     Shape,
     States,
@@ -49,9 +50,9 @@ class Torch(Engine):
         multiple = experiment.model.make_vocab_size_divisible_by
         return -(-tokens // multiple) * multiple
 
-    def states(self, experiment: Experiment, weights: Parameters, shape: Shape, _device: Device) -> States:
+    def states(self, experiment: Experiment, weights: Parameters, shape: Shape, device: Device) -> States:
         if experiment.parallel.strategy == "zero":
-            return zero_states(experiment, weights, shape.data)
+            return zero_states(experiment, weights, shape, device)
         count = weights.total
         if not is_sharded(experiment):  # the fused AdamW works in place
             return States(4 * count, 4 * count, 8 * count, startup=8 * count)
@@ -60,6 +61,9 @@ class Torch(Engine):
         owned, short = -(-count // shards_of(experiment, shape.data)), FORMAT_BYTES[experiment.precision]
         gathered = short * (count - weights.layers)
         return States(4 * owned, 0, 8 * owned, 4 * owned, gathered=gathered, startup=4 * owned)
+
+    def host_work(self, experiment: Experiment, shape: Shape) -> HostWork:
+        return zero_host_work(experiment, self.parameters(experiment, 0).total, shape)
 
     def sizes(self, experiment: Experiment, device: Device) -> Sizes:
         parallel = experiment.parallel

@@ -1,0 +1,101 @@
+"""ZeRO-Offload: weights and optimizer states that DeepSpeed keeps in the host's memory, and what moves between. Pure.
+
+The bytes were counted with DeepSpeed 0.19.8 on a pretended GPU (tests/unit/train/test_on_a_gpu.py).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, Self
+
+from tridock.errors import Problem
+from tridock.experiment import Experiment
+from tridock.layout.shape import FORMAT_BYTES, HostWork, Shape, States
+
+OPTIMIZER, PARAM = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
+OFFLOAD: Final = (OPTIMIZER, PARAM)
+"""Options of a DeepSpeed JSON, each a mapping."""
+_KINDS: Final = {"device": ("cpu", "none"), "pin_memory": (True, False)}
+_NVME: Final = "DeepSpeed reads and writes NVMe by its op async_io, which the images lack"
+_ADAM_BYTES: Final = 30
+"""Read and written of each weight by Adam on the host: fp32 weight, gradient and two moments (16), all but the gradient
+back (12), and the weight in the short format (2)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """What the host keeps."""
+
+    optimizer: bool
+    parameters: bool
+
+    @classmethod
+    def of(cls, experiment: Experiment) -> Self:
+        given = experiment.deepspeed.get("zero_optimization")
+        section = given if isinstance(given, Mapping) else {}
+        return cls(*(_is_offloaded(section.get(path.rpartition(".")[2])) for path in OFFLOAD))
+
+    def states(self, states: States, experiment: Experiment, owned: int, steps: int) -> States:
+        """``states`` of a rank that owns so many elements, without what the host keeps.
+
+        The host has the master weights (4 bytes), Adam's moments (8), gradients of the master weights (4), and the
+        weights in the short format on their way; in stage 2 also the gradients of earlier micro-batches.
+        """
+        short, stage = FORMAT_BYTES[experiment.precision], experiment.parallel.zero_stage
+        if self.optimizer:
+            gathering = short if stage == 2 and steps > 1 else 0
+            states = replace(
+                states,
+                gradients=0,
+                optimizer=0,
+                passing=states.passing if stage == 1 else 0,
+                workspace=0,
+                startup=states.weights + short * owned,
+                offloaded=12 * owned,
+                host_buffers=(4 + short + gathering) * owned,
+            )
+        if self.parameters:
+            kept = states.weights - short * owned
+            offloaded = states.offloaded + short * owned
+            states = replace(states, weights=kept, startup=states.startup - short * owned, offloaded=offloaded)
+        return states
+
+    def moved(self, experiment: Experiment, shape: Shape, owned: int) -> HostWork:
+        """In an iteration of a rank that owns so many elements."""
+        short, steps = FORMAT_BYTES[experiment.precision] * owned, shape.accumulation
+        work = HostWork()
+        if self.optimizer:
+            # Stage 1 sends gradients once. The others add each micro-batch's to those before on the GPU.
+            sent = short * (1 if experiment.parallel.zero_stage == 1 else 2 * steps - 1)
+            work = HostWork(_ADAM_BYTES * owned, gradients=sent, weights=short)
+        if self.parameters:
+            work = replace(work, weights=work.weights + 2 * steps * short)
+        return work
+
+
+def offload_problems(experiment: Experiment, path: str, value: object) -> Iterator[Problem]:
+    """What stands against one of :data:`OFFLOAD`."""
+    where, stage = f"deepspeed.{path}", experiment.parallel.zero_stage
+    if not isinstance(value, Mapping):
+        yield Problem(where, "must be a mapping", repr(value), "write {device: cpu}")
+        return
+    for name, given in value.items():
+        if name == "device" and given == "nvme":
+            yield Problem(f"{where}.device", _NVME, "nvme", "set it to cpu", ("cpu",))
+        elif name not in _KINDS:
+            yield Problem(f"{where}.{name}", "does not reach DeepSpeed", str(given), "leave it out")
+        elif not any(given is choice or (given == choice and isinstance(given, str)) for choice in _KINDS[name]):
+            choices = "cpu or none" if name == "device" else "true or false"
+            yield Problem(f"{where}.{name}", f"must be {choices}", repr(given), "write one")
+    if not _is_offloaded(value):
+        return
+    if path == PARAM and stage != 3:
+        yield Problem(
+            where, "needs ZeRO stage 3", f"parallel.zero_stage {stage}", "set it to 3, or leave this out", (3,)
+        )
+    elif stage == 0:
+        todo = "set it to 1, 2 or 3, or leave this out"
+        yield Problem(where, "needs a ZeRO stage from 1 to 3", "parallel.zero_stage 0", todo, (1, 2, 3))
+
+
+def _is_offloaded(value: Any) -> bool:
+    return isinstance(value, Mapping) and value.get("device", "none") != "none"

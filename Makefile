@@ -193,8 +193,11 @@ lint: .venv/.full ## Check formatting, types, shell scripts and the Dockerfile
 	tools/shell-scripts.sh | xargs shellcheck --external-sources
 	hadolint Dockerfile Dockerfile.wrap $(wildcard tests/*/*/Dockerfile)
 
+# Ranks wait for each other and containers for each other: side by side they leave no core idle.
 .PHONY: test
-test: test-unit test-processes test-distributed test-integration ## All tests but the full matrices (those with Docker are skipped where no engine answers)
+test: test-unit test-processes ## All tests but the full matrices (those with Docker are skipped where no engine answers)
+	@echo 'make test-distributed test-integration, at once: each prints its output when it ends'
+	@$(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=target RANK_WORKERS=1 test-distributed test-integration
 	@python tools/slowest_tests.py $(patsubst %,.cache/tests/%.xml,unit-torch unit-others processes distributed integration)
 
 .PHONY: test-full

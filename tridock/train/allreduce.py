@@ -20,6 +20,8 @@ from tridock.contracts import environment
 from tridock.contracts.codec import encode
 
 _ROUNDS = 4
+_REPORT_S = 4.0
+"""What a rank has left of the limit to report why the others did not come."""
 _SLOW = 0.3
 """The share of the limit above which importing torch counts as slow; on an idle machine it takes a twentieth."""
 _MEGABYTES = {"gloo": 8, "nccl": 256}
@@ -73,18 +75,21 @@ def _fork(measure: Callable[[int, int, timedelta], object], rank: int, slot: int
     signal.alarm(limit)  # alarms are not inherited
     code = 1
     try:
-        code = _rank(measure, rank, slot, limit, why)
+        code = _rank(measure, rank, slot, why)
     finally:
         sys.stdout.flush()
         os._exit(code)  # Gloo's threads may abort a process whose work is done
 
 
-def _rank(measure: Callable[[int, int, timedelta], object], rank: int, slot: int, limit: int, why: str) -> int:
+def _rank(measure: Callable[[int, int, timedelta], object], rank: int, slot: int, why: str) -> int:
     """Measures, and prints the result or the error, followed by ``why``; returns the exit code."""
+    # Imported before the time that is left is read: on a busy machine that takes seconds, too.
+    from tridock.train.rank import device  # noqa: F401
     from tridock.train.rank.collective_errors import reason
 
+    remaining = signal.getitimer(signal.ITIMER_REAL)[0]
     try:
-        result = measure(rank, slot, timedelta(seconds=max(2, limit - 3)))
+        result = measure(rank, slot, timedelta(seconds=max(2.0, remaining - _REPORT_S)))
     except Exception as error:
         print(json.dumps({"rank": rank, "error": reason(error) + why}), flush=True)
         return 1

@@ -36,7 +36,7 @@ def test_a_field_whole() -> None:
         explain("parallel.virtual_pipeline_model_parallel_size")
         == """\
 parallel.virtual_pipeline_model_parallel_size (experiment)
-  Engines megatron-core and torch: runs of layers that a stage holds, interleaved with the others'.
+  Engines megatron-core and torch: model chunks per pipeline stage, for the interleaved schedule.
   type     whole number, greater than 0 and at most 16384
   default  1
   rule     only with engine torch or megatron-core
@@ -58,9 +58,9 @@ def test_a_section_whole() -> None:
         == """\
 batch (experiment)
   Samples per step.
-  micro_batch_size   Samples of one forward pass on one rank.
-  global_batch_size  Samples of one optimizer step: micro batch x data parallel size x accumulation steps; one
-                     micro batch a rank where left out.
+  micro_batch_size   Samples per forward pass on one rank.
+  global_batch_size  Samples per optimizer step: micro batch x data parallel size x accumulation steps.
+                     Default: no accumulation.
 """
     )
 
@@ -70,12 +70,12 @@ def test_a_name_of_both_schemas_gives_both() -> None:
         explain("name")
         == """\
 name (experiment)
-  Short name; begins every run id.
+  Short name; every run id starts with it.
   type     text that matches ^[a-z0-9][a-z0-9._-]{0,40}$
   default  none: it must be given
 
 name (cluster settings)
-  Name of the cluster; by default the hostfile's name.
+  Name of the cluster. Default: the hostfile's name.
   type     text that matches ^[a-z0-9][a-z0-9_-]{0,40}$ or null
   default  null
 """

@@ -69,6 +69,13 @@ def test_it_has_the_environment_of_the_job_and_not_that_of_tridock(
     assert [entry.name for entry in (folder / ".python").iterdir()] == ["tridock"]
 
 
+def test_a_program_per_node_has_the_variables_of_its_node(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = "echo node $NODE_RANK of $NNODES: $NPROC_PER_NODE at $MASTER_ADDR:$PET_MASTER_PORT ${RANK-}"
+    assert run(folder, "bash", "-c", script, per="node") == 0
+    assert "node 0 of 1: 1 at n1:20017\n" in capfd.readouterr().out
+    assert not (folder / "logs" / "rank-0.log").exists()
+
+
 def test_a_code_that_means_something_else_here_is_a_failure(folder: Path, tmp_path: Path) -> None:
     assert run(folder, "bash", "-c", "exit 85") == 4
     assert (folder / "exit_code").read_text() == "4\n"

@@ -31,6 +31,7 @@ def twin(docker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twin
     settings = f"name: {own_name()}\ntransport: compose\nimage: {own}\nwrap: true\nenv: {{DS_ACCELERATOR: cpu}}\n"
     (made.folder / "hostfile.yaml").write_text(settings)
     (made.folder / "code").mkdir()
+    (made.folder / "code" / "note").write_text("of the run\n")
     try:
         made.up()
         yield made

@@ -156,19 +156,20 @@ TUNE += " dill multiprocess xxhash pandas pytz lxml pycryptodomex"
 PROGRAMS = {
     "nanoGPT": Program(
         "nanoGPT", WEB, "torchrun train.py config/cpu.py", "--max_iters=100000", r"iter 3:", r"iter 30: loss \d",
-        "train.py config", "cp README.md data/shakespeare_char/input.txt && python data/shakespeare_char/prepare.py",
+        "-u .*train.py config",
+        "cp README.md data/shakespeare_char/input.txt && python data/shakespeare_char/prepare.py",
         (("config/cpu.py", NANOGPT),), metrics=r"iter (?P<iteration>\d+): loss (?P<loss>[\d.]+)",
     ),
     "cifar": Program(
         "DeepSpeedExamples/training/cifar", "torchvision",
         "deepspeed cifar10_deepspeed.py --dtype fp32 --stage 2 --log-interval 5 --epochs 2", "--epochs 100000",
-        r"\[ 1, +5\] loss:", r"Accuracy of the network on the 64 test images", "cifar10_deepspeed.py --local_rank",
+        r"\[ 1, +5\] loss:", r"Accuracy of the network on the 64 test images", "-u .*cifar10_deepspeed.py --local_rank",
         "python prepare.py", (("prepare.py", CIFAR), ("sitecustomize.py", TORCHVISION)),
     ),
     "accelerate": Program(
         "accelerate/examples", "torchvision accelerate timm safetensors",
         "python -m accelerate.commands.launch cv_example.py --data_dir images --cpu", "", r"epoch 0:", r"epoch 2: \d",
-        "cv_example.py --data_dir", "LOCAL_RANK=0 python prepare.py",
+        "-u .*cv_example.py --data_dir", "LOCAL_RANK=0 python prepare.py",
         (("prepare.py", PETS), ("sitecustomize.py", TORCHVISION)), ("HF_HUB_CACHE=hub", "HF_HUB_OFFLINE=1"),
     ),
     "lightning": Program(
@@ -176,12 +177,12 @@ PROGRAMS = {
         f"{WEB} torchvision lightning lightning-utilities torchmetrics jsonargparse docstring-parser typeshed-client",
         "torchrun pytorch/basics/autoencoder.py --trainer.num_nodes=2 --trainer.devices=1 --trainer.accelerator=cpu"
         f" --trainer.limit_train_batches=60{LIMITS} --trainer.max_epochs=1", "--trainer.max_epochs=1000",
-        r"Epoch 0", r"test_loss", "autoencoder.py --trainer", "python prepare.py",
+        r"Epoch 0", r"test_loss", "-u .*autoencoder.py --trainer", "python prepare.py",
         (("prepare.py", MNIST), ("sitecustomize.py", TORCHVISION)), ("PL_USE_MOCKED_MNIST=1",),
     ),
     "torchtune": Program(
         "torchtune", TUNE, "python recipes/full_finetune_single_device.py --config cpu.yaml", "epochs=100000",
-        r"Step 3 ", r"Step 20 ", "recipes/full_finetune", "LOCAL_RANK=0 python prepare.py",
+        r"Step 3 ", r"Step 20 ", "^python recipes/full_finetune", "LOCAL_RANK=0 python prepare.py",
         (("prepare.py", TORCHTUNE_MODEL), ("cpu.yaml", TORCHTUNE), ("sitecustomize.py", TORCHVISION)),
         metrics=r"Step (?P<iteration>\d+) \| loss:(?P<loss>[\d.]+)", nodes=1,
     ),
@@ -287,7 +288,7 @@ def test_it_runs_unmodified_and_again(twin: Twin, program: Program, code: Path) 
 def test_a_killed_rank_is_named(twin: Twin, program: Program, code: Path) -> None:
     run_id = twin.training(program, code)
     node = NODES[program.nodes - 1]
-    twin.sh(node, f"pkill -9 -f -- '^[^ ]*python[^ ]* .*{program.process}'")
+    twin.sh(node, f"pkill -9 -f -- '{program.process}'")
     assert f"rank {program.nodes - 1} on {node} was ended by SIGKILL" in twin.followed(run_id)
     assert twin.processes(run_id) == ""
 

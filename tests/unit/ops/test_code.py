@@ -117,3 +117,15 @@ def test_a_run_remembers_the_code_with_which_it_began(tmp_path: Path) -> None:
 def test_a_run_that_does_not_know_its_code(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="fetch the run's folder whole"):
         code_of_run(tmp_path)
+
+
+def test_a_program_of_the_image_may_have_no_code(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    none = read_code(tmp_path / "empty")
+    (tmp_path / "manifest.json").write_text(json.dumps({"code": dict(none.origin)}))
+    (tmp_path / "code.json").write_text(none.index)
+    assert code_of_run(tmp_path).files == {}
+    (tmp_path / "code.json").unlink()
+    (tmp_path / "manifest.json").write_text(json.dumps({"code": {"files": 2}}))
+    with pytest.raises(RequestError, match="fetch the run's folder whole"):
+        code_of_run(tmp_path)

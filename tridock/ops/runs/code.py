@@ -92,11 +92,11 @@ def _origin(folder: Path, files: Mapping[str, CodeFile], size: int) -> dict[str,
 def code_of_run(run: Path) -> Code:
     """The code with which a run began, from its folder. Raises :class:`RequestError` where that is not known."""
     index = read_object(run / run_folder.CODE_INDEX)
-    if not index:
+    origin = read_object(run / run_folder.MANIFEST).get("code") or {}
+    if len(index) != origin.get("files"):  # a program of the image may come without any
         todo = "fetch the run's folder whole: tridock fetch"
         raise RequestError(Problem(str(run / run_folder.CODE_INDEX), "cannot be read", "", todo))
     files = {name: decode(CodeFile, json.dumps(entry)) for name, entry in index.items()}
-    origin = read_object(run / run_folder.MANIFEST).get("code") or {}
     diff = run / run_folder.CODE_DIFF
     return Code(
         run / run_folder.CODE_COPY,

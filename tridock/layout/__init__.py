@@ -1,4 +1,4 @@
-"""Arithmetic of a layout that all engines share: rank map, groups, shape of a stage, nearest legal sizes. Pure."""
+"""Layout arithmetic that all engines share: rank map, groups, shape of a stage, nearest legal sizes. Pure."""
 
 from tridock.layout.plan import Plan, Rank
 

@@ -1,13 +1,14 @@
-"""What a step holds for its backward passes, on one rank of a stage, at the moment when it holds most.
+"""Peak memory of a step's activations on one rank of a pipeline stage.
 
 A layer's terms are those of Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022),
 section 4, counted tensor by tensor as the engines keep them: the inputs of both norms, of the four matrices and of the
-activation function, and what attention and dropout keep. Attention is torch's fused one: queries, keys, values, output,
-and one fp32 number a row.
+activation function, and what attention and dropout keep. Attention is torch's fused attention, which keeps queries,
+keys, values, output, and one fp32 number a row.
 
-The moment is either the loss, with the logits, or the first backward pass of a layer, with what is computed again and
-the gradients on their way. The numbers were held against every tensor that CPU ranks allocate (docs/planner.md). A GPU
-differs in what its kernels keep: a byte an element for dropout, fp32 statistics of norms, attention fused with dropout.
+The peak is either at the loss, with the logits, or in the first backward pass of a layer, with recomputed activations
+and the gradients in flight. The numbers were checked against every tensor that CPU ranks allocate (docs/planner.md).
+GPU kernels keep different tensors: a byte an element for dropout, fp32 statistics of norms, attention fused with
+dropout.
 """
 
 from dataclasses import dataclass
@@ -29,52 +30,52 @@ from tridock.layout.shape import (
 _TOKEN_BYTES: Final = 8  # int64
 LOSS_BYTES: Final = 4  # the loss is computed in fp32
 LOSS_CHUNK_BYTES: Final = 1 << 25
-"""Logits that are in fp32 at a time where the loss is computed in chunks: what a GPU's cache holds."""
+"""Logits that are in fp32 at a time where the loss is computed in chunks: the size of a GPU's cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes of the tensors that a layer is made of, for one micro batch on one rank."""
+    """Bytes of a layer's tensors, for one micro batch on one rank."""
 
     device: Device
     tokens: int
-    """Of this rank."""
+    """Tokens of this rank's micro batch."""
     short: int
-    """Of a number in the matrix products."""
+    """Bytes of one number in the matrix products."""
     hidden: float
-    """[tokens, hidden] in that format, whole."""
+    """[tokens, hidden] in the format of the matrix products, unsplit."""
     ffn: float
-    """[tokens, width of the MLP], as tensor parallel ranks share it out inside a layer."""
+    """[tokens, width of the MLP], split over the tensor parallel ranks inside a layer."""
     heads: float
-    """[tokens, heads x their size], likewise."""
+    """[tokens, heads x head size], split likewise."""
     between: float
-    """The same between the split parts, where sequence parallelism shares it out."""
+    """[tokens, hidden] between the split parts; sequence parallelism splits it."""
     residual: float
-    """The residual stream there: fp32 under autocast."""
+    """The residual stream between the split parts: fp32 under autocast."""
     norm: float
-    """What a norm of the residual stream keeps: its input, and numbers of each token."""
+    """Tensors that a norm of the residual stream keeps: its input, and statistics of each token."""
     inner: float
-    """What keeps the attention's inside: queries, keys and values, their normed or rotated copies, and its output."""
+    """Tensors inside attention: queries, keys and values, their normed or rotated copies, and the output."""
     mlp: float
-    """What keeps the MLP's inside: the activation function's inputs and outputs."""
+    """Tensors inside the MLP: the activation function's inputs and outputs."""
     inputs: float
     """Inputs of the first matrices of attention and MLP."""
     dropout: float
-    """What dropout of the residual stream's width keeps."""
+    """Tensors that dropout on the residual stream keeps."""
     casts: float
-    """Short copies that autocast makes of a layer's matrices."""
+    """Copies of a layer's matrices that autocast makes in the short format."""
     attention: float
-    """What the attention keeps besides queries, keys, values and its output."""
+    """Tensors that attention keeps besides queries, keys, values and output."""
     weight: float
-    """The gradient of the widest matrix of a layer, before it is added to the others."""
+    """The gradient of a layer's widest matrix, before it is accumulated."""
     restored: float
-    """What a group of recomputed layers does not hold twice: its own input, which was kept."""
+    """The input of a group of recomputed layers, which is kept anyway and so is not held twice."""
     gathered: float
-    """Weights of the layer at work that are gathered for it."""
+    """Weights gathered for the layer that is computing."""
 
 
 def activation_terms(experiment: Experiment, stage: int, accumulation: int, sizes: Sizes, head: float) -> list[Term]:
-    """The terms of a stage's rank. ``head``: bytes of the output layer and the loss, on the last stage."""
+    """Returns the terms of one rank of a stage. ``head``: bytes of the output layer and the loss, on the last stage."""
     layers, stages = layers_of_stage(experiment, stage), experiment.parallel.pipeline_model_parallel_size
     virtual = experiment.parallel.virtual_pipeline_model_parallel_size
     again, passes_in_flight = recomputed_layers(experiment, layers), in_flight(experiment, stage, accumulation)
@@ -87,11 +88,11 @@ def activation_terms(experiment: Experiment, stage: int, accumulation: int, size
         held = (sizes.tokens * _TOKEN_BYTES + sizes.dropout) * min(passes_in_flight, accumulation)
         terms.append(Term("embedding", round(held), "tokens and dropout, each micro batch in flight"))
     if stages > 1:
-        # On a GPU megatron-core frees what it has sent; what is on its way remains.
+        # On a GPU megatron-core frees an output once it is sent; outputs in flight remain.
         count = (passes_in_flight - 1 if last else passes_in_flight) if sizes.device == "cpu" else 2
         terms.append(Term("stage inputs and outputs", round(count * sizes.between), "hidden states on their way"))
     head = head if last else 0.0
-    # Backward, the layers that are computed again come after those that were kept: these have gone by then.
+    # The backward pass reaches recomputed layers after the layers that were kept: those are freed by then.
     inside = max(backward_bytes(experiment, sizes, 0), backward_bytes(experiment, sizes, again) - kept_layers / virtual)
     if last:
         terms.append(Term("logits and loss", round(head), "probabilities in fp32, logits or their gradients"))
@@ -100,7 +101,7 @@ def activation_terms(experiment: Experiment, stage: int, accumulation: int, size
 
 
 def kept_bytes(experiment: Experiment, stage: int, sizes: Sizes) -> float:
-    """What the layers of a stage keep of one micro batch for their backward pass."""
+    """Returns the bytes that a stage's layers keep of one micro batch for the backward pass."""
     layers = layers_of_stage(experiment, stage)
     again = recomputed_layers(experiment, layers)
     return (layers - again) * kept_layer(experiment, sizes) + _groups(experiment, again) * _kept_input(
@@ -124,12 +125,12 @@ def sizes_of(
     swiglu: int = 4,
     angles: float = 0.0,
 ) -> Sizes:
-    """The tensors of a micro batch, as an engine keeps them.
+    """Returns the tensors of a micro batch, as an engine keeps them.
 
-    ``autocast``: weights are fp32, cast for each product. ``sums_in_place``: a weight's first gradient becomes its own.
-    ``restores_inputs``: recomputed layers begin with the input that was kept. ``gathered``: bytes of weights that are
-    gathered for the layer at work. ``swiglu``: tensors of the MLP's width that it keeps. ``angles``: numbers for each
-    position that a layer keeps of its rotation.
+    ``autocast``: weights are fp32 and cast for each product. ``sums_in_place``: a weight's first gradient becomes its
+    accumulated gradient. ``restores_inputs``: recomputed layers begin with the kept input. ``gathered``: bytes of
+    weights gathered for the layer that is computing. ``swiglu``: tensors of the MLP's width that SwiGLU keeps.
+    ``angles``: numbers that a layer keeps of its rotation for each position.
     """
     model, parallel = experiment.model, experiment.parallel
     tensor = parallel.tensor_model_parallel_size
@@ -139,7 +140,7 @@ def sizes_of(
     elements = tokens * model.hidden_size
     residual = 4 if autocast else short
     dense, kept = model.num_moe_experts is None, swiglu if model.swiglu else 2
-    # Of a mixture: tokens of the rank's experts, each as often as experts take it, and as many to each.
+    # Mixture of experts: each token counts once for each expert that takes it; all experts take equally many tokens.
     routed = tokens * model.active_experts * parallel.expert_tensor_size / tensor
     count, width = model.experts / parallel.expert_model_parallel_size, model.expert_size / parallel.expert_tensor_size
     return Sizes(
@@ -167,31 +168,31 @@ def sizes_of(
 
 
 def _mixture_bytes(model: Model, tokens: float, routed: float, width: float, short: int) -> float:
-    """What a mixture of experts keeps: the routed tokens, the insides of experts, of ``width`` together, each token's
-    share, and where each goes; the router's scores and what is made of them."""
+    """Returns the bytes that a mixture of experts keeps: the routed tokens, the tensors inside the experts (``width``:
+    of all together), each token's weight and destination, the router's scores and the tensors derived from them."""
     scores = tokens * model.experts * (3 * short + 2)
     return routed * ((model.hidden_size + width) * short + 8 + 8 + 2 * short) + scores
 
 
 def _norm_bytes(model: Model, rows: float, width: int, size: int, device: Device) -> float:
-    """A norm of ``rows`` of that width, in numbers of ``size`` bytes."""
+    """Returns the bytes that a norm of ``rows`` x ``width`` numbers of ``size`` bytes keeps."""
     if model.normalization == "LayerNorm":
         return rows * (width * size + 2 * (4 if device == "cuda" else size))
-    # torch has no kernel of its own for RMSNorm on CPUs: input and output stay, in fp32.
+    # torch has no RMSNorm kernel for CPUs: input and output stay, in fp32.
     return rows * (2 * width * 4 if device == "cpu" else width * size) + rows * 4
 
 
 def _inner_bytes(experiment: Experiment, tokens: int, short: int, device: Device) -> float:
-    """Queries, keys and values in one piece, copies of queries and keys, and the output."""
+    """Returns the bytes of the fused queries, keys and values, of copies of queries and keys, and of the output."""
     model, tensor = experiment.model, experiment.parallel.tensor_model_parallel_size
     heads, keys = (tokens * size * short / tensor for size in (model.attention_size, model.key_size))
-    grouped = heads if keys < heads else 0.0  # the queries of all groups are taken out of that piece
+    grouped = heads if keys < heads else 0.0  # the queries of all groups are copied out of the fused tensor
     changed = heads + keys if model.qk_layernorm or model.rotary_size else grouped
     normed = 0.0
     if model.qk_layernorm:
         rows = tokens * (model.num_attention_heads + model.query_groups) / tensor
         normed = _norm_bytes(model, rows, model.head_size, short, device)
-        if model.normalization == "LayerNorm" or device == "cuda":  # the keys that went in lie in the piece
+        if model.normalization == "LayerNorm" or device == "cuda":  # the norms' input keys are part of the fused tensor
             normed -= heads + keys - grouped
     return heads + 2 * keys + changed + normed + heads
 
@@ -203,26 +204,26 @@ def _attention_bytes(experiment: Experiment, tokens: int, short: int, device: De
     scores = tokens * heads * model.seq_length
     gathered = 2 * context * tokens * model.key_size * short / tensor if context > 1 else 0.0
     if device == "cpu" and model.attention_dropout > 0.0:
-        # Not fused there: probabilities, noise and their product in fp32, and a mask.
+        # Unfused attention on CPUs: probabilities, dropout noise and their product in fp32, and a mask.
         return scores * (4 + 4 + 4 + 1) + gathered
     return tokens * heads * 4.0 + gathered
 
 
 def layer_bytes(sizes: Sizes) -> float:
-    """One layer, nothing of it computed again: Korthikanti et al. 2022, equation 2, term by term."""
+    """Returns the bytes of one layer without recomputation: Korthikanti et al. 2022, equation 2, term by term."""
     inside = sizes.inputs + sizes.inner + sizes.mlp
     return 2 * sizes.norm + inside + sizes.attention + 2 * sizes.dropout + sizes.casts
 
 
 def kept_layer(experiment: Experiment, sizes: Sizes) -> float:
-    """A layer that is not computed again as a whole; selective recomputation leaves out the attention's inside."""
+    """Returns the bytes of a layer that is not fully recomputed; selective recomputation omits attention's inside."""
     selective = experiment.model.recompute_granularity == "selective"
     return layer_bytes(sizes) - (sizes.attention if selective else 0.0)
 
 
 def backward_bytes(experiment: Experiment, sizes: Sizes, again: int) -> float:
-    """A layer's backward pass at its fullest: the MLP's second matrix, whose both gradients have just been made, on top
-    of what was computed again before."""
+    """Returns the peak of a layer's backward pass: at the MLP's second matrix, when both of its gradients have just
+    been made, on top of the recomputed activations."""
     gathered = sizes.hidden if sizes.between < sizes.hidden else 0.0
     gradients = sizes.between + gathered + sizes.ffn + sizes.weight
     selective = sizes.attention if experiment.model.recompute_granularity == "selective" else 0.0
@@ -231,7 +232,7 @@ def backward_bytes(experiment: Experiment, sizes: Sizes, again: int) -> float:
 
 
 def _kept_input(experiment: Experiment, sizes: Sizes) -> float:
-    """The hidden state that is kept in place of a group's layers: on the host, or a part of it on each rank."""
+    """Returns the bytes of the hidden state kept for a group of layers; offloading or partitioning reduces them."""
     model = experiment.model
     if model.checkpoint_in_cpu:
         return 0.0
@@ -240,12 +241,12 @@ def _kept_input(experiment: Experiment, sizes: Sizes) -> float:
 
 
 def _groups(experiment: Experiment, again: int) -> int:
-    """How many hidden states are kept in place of the layers that are computed again."""
+    """Returns how many hidden states are kept instead of the activations of recomputed layers."""
     return -(-again // _group(experiment, again)) if again else 0
 
 
 def _group(experiment: Experiment, again: int) -> int:
-    """Layers that are computed again together."""
+    """Returns how many layers are recomputed together."""
     if again == 0:
         return 0
     model = experiment.model
@@ -255,15 +256,15 @@ def _group(experiment: Experiment, again: int) -> int:
 
 
 def head_inputs(sizes: Sizes) -> float:
-    """What the last norm and the output layer keep: their inputs, the tokens and the loss mask."""
+    """Returns the bytes that the last norm and the output layer keep: their inputs, the tokens and the loss mask."""
     return sizes.norm + sizes.between + sizes.tokens * (_TOKEN_BYTES + 1)
 
 
 def head_bytes(experiment: Experiment, sizes: Sizes, rows: int, *, chunked: bool, forward: float = 0.0) -> float:
-    """The last norm, the output layer and the loss, at the fuller of two moments: the loss, or the first backward pass
-    after it, with the gradient of the table of ``rows``.
+    """Returns the peak of the last norm, the output layer and the loss. It is at the loss, or in the first backward
+    pass after it, with the gradient of the table of ``rows``.
 
-    ``chunked``: whether logits come into fp32 in chunks. ``forward``: other bytes that go when the forward pass ends.
+    ``chunked``: logits are converted to fp32 in chunks. ``forward``: other bytes, freed at the end of the forward pass.
     """
     rows_of_rank, width = rows / experiment.parallel.tensor_model_parallel_size, experiment.model.hidden_size
     logits, table = sizes.tokens * rows_of_rank, rows_of_rank * width * sizes.short

@@ -1,9 +1,10 @@
-"""How long a rank of a pipeline stage computes on one micro batch: matrix products by their shapes, attention, what
-lies between them, and what is computed again. Pure.
+"""Computation time of one micro batch on a rank of a pipeline stage: matrix products by their shapes, attention, the
+kernels between them, and recomputation. Pure.
 
-Between the products a layer reads and writes the residual stream and the insides of attention and MLP: two norms (read,
-written), two additions of the residual with their dropout (two read, one written), the activation function and the
-changes to queries and keys, whose kept tensors are each written or read once more. The backward pass takes twice that.
+Between the products a layer reads and writes the residual stream and the tensors inside attention and MLP: two norms
+(read, written), two additions of the residual with their dropout (two read, one written), the activation function and
+the changes to queries and keys. Each tensor that these keep is written or read a second time. The backward pass takes
+twice as long.
 """
 
 from dataclasses import dataclass, replace
@@ -16,12 +17,12 @@ from tridock.layout.shape import Parameters, layers_of_stage, recomputed_layers
 
 Attention = Literal["fused", "unfused"]
 _FORWARD_KERNELS: Final = 20
-"""Of one layer, as the engines start them: products, attention, norms, additions, the activation function, copies."""
+"""Kernels of one layer's forward pass: products, attention, norms, additions, the activation function, copies."""
 _BACKWARD_KERNELS: Final = 40
 _SCORE_PASSES: Final = 8
-"""Over the scores, of attention that is not fused: written, scaled, masked, softmax, dropout and its mask, read."""
+"""Passes over the scores of unfused attention: written, scaled, masked, softmax, dropout and its mask, read."""
 _LOSS_BYTES: Final = 28
-"""Of each logit, forward and backward: brought to fp32 and back (6 and 6), softmax (8), its gradient (8)."""
+"""Bytes moved for each logit, forward and backward: to fp32 and back (6 and 6), softmax (8), its gradient (8)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +32,12 @@ class StageTime:
     products: float = 0.0
     attention: float = 0.0
     elementwise: float = 0.0
-    """What is limited by the device's memory: norms, additions, activation functions, sums of gradients."""
+    """Memory-bound kernels: norms, additions, activation functions, sums of gradients."""
     recomputed: float = 0.0
     launches: float = 0.0
-    """Starts and ends of kernels, and what the device waits for the host to start them."""
+    """Starts and ends of kernels, and the time that the device waits for the host to launch them."""
     hides_tensor: float = 0.0
-    """Included above: products of weights' gradients beside which tensor parallel ranks may communicate."""
+    """Weight-gradient products beside which tensor parallel ranks may communicate; included in the fields above."""
 
     @property
     def total(self) -> float:
@@ -45,7 +46,7 @@ class StageTime:
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """One layer, one way."""
+    """One layer in one direction."""
 
     products: float
     attention: float
@@ -72,9 +73,9 @@ def stage_time(
     attention: Attention = "fused",
     kernels: float = 1.0,
 ) -> StageTime:
-    """``rows``: of the token table, over all tensor parallel ranks. ``summed_bytes``: read and written of a weight for
-    each micro batch, as its gradient is added to the others. ``kernels``: share of a layer's kernels that is left where
-    it is compiled."""
+    """Returns the time of one micro batch. ``rows``: of the token table, over all tensor parallel ranks.
+    ``summed_bytes``: bytes read and written of a weight for each micro batch, as its gradient is accumulated.
+    ``kernels``: share of a layer's kernels that remains when the layer is compiled."""
     layers = layers_of_stage(experiment, stage)
     forward, backward, column = _layer(experiment, device, sizes, attention, kernels)
     again = recomputed_layers(experiment, layers) * forward.total(device)
@@ -101,8 +102,8 @@ def stage_time(
 def _layer(
     experiment: Experiment, device: Device, sizes: Sizes, attention: Attention, kernels: float
 ) -> tuple[_Pass, _Pass, float]:
-    """Forward, backward, and the part of the latter that tensor parallel ranks' exchange of gradients may hide behind:
-    products for the gradients of the weights whose columns they share."""
+    """Returns the forward pass, the backward pass, and the part of the latter that can hide the exchange of gradients
+    between tensor parallel ranks: weight-gradient products of the column-parallel matrices."""
     model, parallel = experiment.model, experiment.parallel
     tensor = parallel.tensor_model_parallel_size
     wide, narrow, ffn = model.hidden_size, model.attention_size // tensor, model.ffn_size // tensor
@@ -131,7 +132,7 @@ def _layer(
 
 
 def expert_matrices(experiment: Experiment, tokens: int) -> list[tuple[int, int, int]]:
-    """Rows, columns and width of the products of the experts of a rank, each with as many tokens as the others.
+    """Returns rows, columns and width of the products of a rank's experts, each with an equal number of tokens.
 
     ``tokens``: of a context parallel rank's micro batch.
     """
@@ -143,12 +144,12 @@ def expert_matrices(experiment: Experiment, tokens: int) -> list[tuple[int, int,
 
 
 def _between_bytes(sizes: Sizes) -> float:
-    """Read and written between the products of a layer's forward pass."""
+    """Returns the bytes read and written between the products of a layer's forward pass."""
     return 10 * sizes.residual + 4 * sizes.dropout + sizes.mlp + sizes.inner / 2 + sizes.casts
 
 
 def _unfused(experiment: Experiment, device: Device, size: int, heads: float) -> tuple[float, float]:
-    """Attention whose scores are written to memory: two products forward, four backward."""
+    """Returns the time of attention that writes its scores to memory: two products forward, four backward."""
     model = experiment.model
     samples, length = experiment.batch.micro_batch_size, model.seq_length
     of_a_head = product_seconds(device, length, length, model.head_size, size)
@@ -159,7 +160,7 @@ def _unfused(experiment: Experiment, device: Device, size: int, heads: float) ->
 
 
 def _head(experiment: Experiment, device: Device, sizes: Sizes, rows: int) -> tuple[float, float]:
-    """The output layer's products, both ways, and the passes over the logits."""
+    """Returns the time of the output layer's products, both ways, and of the passes over the logits."""
     columns, wide = rows // experiment.parallel.tensor_model_parallel_size, experiment.model.hidden_size
     tokens, size = sizes.tokens, sizes.short
     products = (
@@ -171,5 +172,5 @@ def _head(experiment: Experiment, device: Device, sizes: Sizes, rows: int) -> tu
 
 
 def vision_seconds(device: Device, flops: float) -> float:
-    """Of convolutions, at a rate that was given."""
+    """Returns the time of convolutions, at a given rate."""
     return flops / (device.tflops * 1e12 * device.matmul_share)

@@ -1,4 +1,4 @@
-"""Who talks to whom: the communication groups of a plan, and which of them cross nodes. Pure."""
+"""The communication groups of a plan, and which of them cross nodes. Pure."""
 
 import itertools
 from collections import Counter
@@ -29,17 +29,19 @@ Group = tuple[int, ...]
 class Groups:
     """The communication groups of a plan.
 
-    ``members`` holds the groups of every kind, by their first ranks; a group's ranks ascend. Every rank is in one group
-    of a kind (groups of one rank included, as the engines make them), but for the neighbours and the embedding's:
+    ``members`` holds the groups of every kind, ordered by their first ranks; a group's ranks ascend. Every rank is in
+    one group of each kind (including groups of one rank, as the engines make them), except ``pipeline_neighbours`` and
+    ``embedding``:
 
-    - ``tensor``: share every layer. ``context``: share a sample's tokens. ``data``: the same part of the model with
-      other samples; ``data_with_context``: the same part of the model, over which megatron-core sums gradients.
-    - ``pipeline``: the stages of a pipeline; ``pipeline_neighbours``: pairs of ranks that pass activations on and
-      gradients back, the last stage and the first included where the pipeline is interleaved.
+    - ``tensor``: ranks that split every layer. ``context``: ranks that split a sample's tokens. ``data``: ranks with
+      the same part of the model and other samples; ``data_with_context``: ranks with the same part of the model, over
+      which megatron-core sums gradients.
+    - ``pipeline``: the stages of a pipeline; ``pipeline_neighbours``: pairs of ranks that send activations forward and
+      gradients back, including the last stage and the first if the pipeline is interleaved.
     - ``embedding``: the first and the last stage of a pipeline, which sum the gradients of the tied embedding.
-    - ``expert``: share the experts of a layer out, ``expert_tensor`` an expert; ``expert_data``: the same experts with
-      other samples. A plan without a mixture of experts has none of these.
-    - ``model``: all that hold a part of one copy of the model and the same tokens (tensor x pipeline).
+    - ``expert``: ranks that divide a layer's experts, ``expert_tensor``: ranks that split one expert; ``expert_data``:
+      ranks with the same experts and other samples. A plan without a mixture of experts has none of these.
+    - ``model``: all ranks that hold a part of one copy of the model and the same tokens (tensor x pipeline).
 
     ``nodes`` is the node of each rank.
     """
@@ -48,21 +50,21 @@ class Groups:
     nodes: tuple[str, ...]
 
     def nodes_of(self, group: Group) -> tuple[str, ...]:
-        """The nodes that a group lies on, in the order of its ranks."""
+        """Returns the nodes of a group, in the order of its ranks."""
         return tuple(dict.fromkeys(self.nodes[rank] for rank in group))
 
     def spans(self, kind: Kind) -> list[int]:
-        """On how many nodes each group of a kind lies."""
+        """Returns the number of nodes of each group of a kind."""
         node = self.nodes.__getitem__
         return [len(set(map(node, group))) for group in self.members[kind]]
 
     def crossing(self, kind: Kind) -> tuple[Group, ...]:
-        """The groups of a kind that lie on more than one node."""
+        """Returns the groups of a kind that have ranks on more than one node."""
         return tuple(group for group, nodes in zip(self.members[kind], self.spans(kind), strict=True) if nodes > 1)
 
 
 def make_groups(plan: Plan) -> Groups:
-    """The groups of a plan, as its engine makes them; in time that grows with the number of ranks."""
+    """Returns the groups of a plan, as its engine makes them. The time grows linearly with the number of ranks."""
     pipelines = _alike(plan, lambda r: (r.data_parallel_rank, r.context_parallel_rank, r.tensor_parallel_rank))
     interleaved = plan.virtual_pipeline_model_parallel_size > 1
     members: dict[Kind, tuple[Group, ...]] = {
@@ -81,7 +83,7 @@ def make_groups(plan: Plan) -> Groups:
 
 
 def _expert_groups(plan: Plan) -> dict[Kind, tuple[Group, ...]]:
-    """As megatron-core numbers them: the ranks of an expert are neighbours, then come those of the other experts."""
+    """Returns the groups in megatron-core's order: ranks of one expert are neighbours, then those of other experts."""
     tensor = plan.expert_tensor_parallel_size
     covered = tensor * plan.expert_model_parallel_size
     return {
@@ -92,17 +94,17 @@ def _expert_groups(plan: Plan) -> dict[Kind, tuple[Group, ...]]:
 
 
 def warnings(plan: Plan) -> list[str]:
-    """What a plan does that runs, but slowly: groups that talk in every layer and cross nodes, and how to correct it.
+    """Returns what makes a legal plan slow: groups that communicate in every layer and cross nodes, with a remedy.
 
-    Each reads as a :class:`Problem` does. A size that is named to be used divides the one in use, and so the heads and
-    the world as well.
+    Each reads as a :class:`Problem` does. A suggested size divides the size in use, and therefore the heads and the
+    world too.
     """
     groups = make_groups(plan)
     return [str(problem) for problem in (*_crossing_problems(plan, groups), *_uneven_problems(plan, groups))]
 
 
 def _alike(plan: Plan, place: Callable[[Rank], Hashable]) -> tuple[Group, ...]:
-    """Ranks at the same place of the layout; the plan's ranks ascend, and so do the groups and their ranks."""
+    """Groups the ranks by ``place``. The plan's ranks ascend, and so do the groups and their ranks."""
     found: dict[Hashable, list[int]] = {}
     for rank in plan.ranks:
         found.setdefault(place(rank), []).append(rank.rank)
@@ -111,17 +113,17 @@ def _alike(plan: Plan, place: Callable[[Rank], Hashable]) -> tuple[Group, ...]:
 
 def _neighbours(stages: Group, interleaved: bool) -> Iterator[Group]:
     yield from itertools.pairwise(stages)
-    if interleaved and len(stages) > 2:  # of two stages the way back is the way there
+    if interleaved and len(stages) > 2:  # with two stages, the wrap-around pair is the same pair
         yield stages[0], stages[-1]
 
 
 def _crossing_problems(plan: Plan, groups: Groups) -> Iterator[Problem]:
-    """Tensor and context parallel groups that cross nodes, each with the greatest size that does not.
+    """Yields tensor and context parallel groups that cross nodes, each with the largest size that does not.
 
-    Ranks of a tensor parallel group are neighbours, those of a context parallel one lie that size apart: neither
-    crosses a node where all nodes begin at a multiple of what they cover.
+    Ranks of a tensor parallel group are neighbours; ranks of a context parallel group are a tensor parallel size apart.
+    Neither crosses a node if every node begins at a multiple of tensor x context.
     """
-    begins = [rank.rank for rank in plan.ranks if rank.local_rank == 0]  # the first of every node
+    begins = [rank.rank for rank in plan.ranks if rank.local_rank == 0]  # the first rank of every node
     tensor, context = plan.tensor_model_parallel_size, plan.context_parallel_size
     fitting = _greatest_divisor(tensor, lambda size: all(first % size == 0 for first in begins))
     if crossing := groups.crossing("tensor"):
@@ -145,7 +147,8 @@ def _crossing_problems(plan: Plan, groups: Groups) -> Iterator[Problem]:
 
 
 def _uneven_problems(plan: Plan, groups: Groups) -> Iterator[Problem]:
-    """Uneven nodes that cut through the tensor x context ranks of a replica's stage, though one could hold them."""
+    """Yields uneven nodes that split the tensor x context ranks of a replica's stage, though one node could hold
+    them."""
     slots = Counter(groups.nodes)
     covered = plan.tensor_model_parallel_size * plan.context_parallel_size
     blocks = [tuple(range(first, first + covered)) for first in range(0, plan.world_size, covered)]
@@ -167,7 +170,7 @@ def _greatest_divisor(number: int, fits: Callable[[int], bool]) -> int:
 
 
 def _places(groups: Groups, crossing: Iterable[Group], shown: int = 3) -> str:
-    """``a + b, c + d and 6 more``: the sets of nodes that groups lie on."""
+    """Returns ``a + b, c + d and 6 more``: the sets of nodes that the groups span."""
     places = list(dict.fromkeys(" + ".join(groups.nodes_of(group)) for group in crossing))
     more = f" and {len(places) - shown} more" if len(places) > shown else ""
     return ", ".join(places[:shown]) + more

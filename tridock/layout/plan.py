@@ -12,7 +12,7 @@ from tridock.layout.split import size_of_replica
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One process: its number in the world, where it runs and its place in the layout."""
+    """One process: its global rank, where it runs and its coordinates in the layout."""
 
     rank: int
     node: str
@@ -25,14 +25,14 @@ class Rank:
 
 
 _SHORT: Final = {f"{name}_parallel_rank": f"{name[0]}p" for name in ("pipeline", "data", "context", "tensor")}
-"""Names in ``plan.json``."""
+"""Short names of the coordinates in ``plan.json``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """An experiment laid out on slots.
 
-    ``accumulation_steps`` is the number of micro batches that one rank works through in one optimizer step;
+    ``accumulation_steps`` is the number of micro batches that one rank processes in one optimizer step;
     ``tokens_per_step`` counts the tokens of the global batch.
     """
 
@@ -53,11 +53,11 @@ class Plan:
 
     @property
     def layout(self) -> str:
-        """Short form for tables: ``TP1 PP1 DP2``; with VPP, CP, EP and ETP where they are used."""
+        """Short form for tables: ``TP1 PP1 DP2``; with VPP, CP, EP and ETP if they are used."""
         return layout_label(self, self.data_parallel_size)
 
     def document(self) -> dict[str, Any]:
-        """The plan for JSON; a rank's coordinates by their short names."""
+        """Returns the plan for JSON, a rank's coordinates under their short names."""
         plan = {field.name: getattr(self, field.name) for field in fields(self)}
         names = [field.name for field in fields(Rank)]
         keys, values = [_SHORT.get(name, name) for name in names], attrgetter(*names)
@@ -66,7 +66,7 @@ class Plan:
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Self:
-        """Reads :meth:`document`. Raises KeyError, TypeError or ValueError for anything else."""
+        """Parses :meth:`document`. Raises KeyError, TypeError or ValueError for anything else."""
         ranks = (
             {name: entry[_SHORT.get(name, name)] for name in (field.name for field in fields(Rank))}
             for entry in document["ranks"]
@@ -76,7 +76,7 @@ class Plan:
 
 
 def layout_label(sizes: Plan | Parallel, data_parallel_size: int) -> str:
-    """``TP2 PP4 DP8``; with VPP, CP, EP and ETP where they are used."""
+    """Returns ``TP2 PP4 DP8``; with VPP, CP, EP and ETP if they are used."""
     tensor = sizes.expert_tensor_parallel_size or sizes.tensor_model_parallel_size
     optional = {
         "VPP": sizes.virtual_pipeline_model_parallel_size,
@@ -89,7 +89,7 @@ def layout_label(sizes: Plan | Parallel, data_parallel_size: int) -> str:
 
 
 def lay_out(experiment: Experiment, slots: Mapping[str, Sequence[int]]) -> Plan:
-    """The plan of an experiment that is legal on ``slots`` (node name to slot numbers, in the hostfile's order).
+    """Returns the plan of a legal experiment on ``slots`` (node name to slot numbers, in the hostfile's order).
 
     Ranks go node by node and slot by slot, as DeepSpeed's and torch's launchers number them.
     """
@@ -117,8 +117,8 @@ def lay_out(experiment: Experiment, slots: Mapping[str, Sequence[int]]) -> Plan:
 def _ranks(slots: Mapping[str, Sequence[int]], data_parallel: int, parallel: Parallel) -> Iterator[Rank]:
     """Numbers the ranks as DeepSpeed's ``PipeModelDataParallelTopology`` does, and megatron-core (tp-cp-ep-dp-pp).
 
-    Tensor parallel ranks are neighbours, and so on one node where they fit; a pipeline's stages lie furthest apart, or
-    the replicas (``use_tp_pp_dp_mapping``, tp-cp-ep-pp-dp).
+    Tensor parallel ranks are neighbours, so they share a node if they fit. The stages of a pipeline are furthest
+    apart, or the replicas are (``use_tp_pp_dp_mapping``, tp-cp-ep-pp-dp).
     """
     rank = 0
     for node, numbers in slots.items():

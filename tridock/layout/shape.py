@@ -12,31 +12,31 @@ from tridock.experiment.weights import layer_weights, mlp_weights, norm_vectors,
 Device = Literal["cpu", "cuda"]
 FORMAT_BYTES: Final = {"fp32": 4, "bf16": 2, "fp16": 2}
 GPT2_TOKENS: Final = 50257
-"""The vocabulary that is assumed where the experiment leaves it to its data."""
+"""The vocabulary size that the plan assumes if the experiment leaves it to its data."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a layout on nodes that all have as many slots."""
+    """Sizes of a layout on nodes with equally many slots."""
 
     data: int
     """Replicas of the model."""
     accumulation: int
-    """Micro batches of an iteration, of each replica."""
+    """Micro batches of one replica in an iteration."""
     slots: int
-    """Of one node."""
+    """Slots of one node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """Something that a rank holds: its name, its bytes, and where the formula comes from."""
+    """One term of a rank's memory: its name, its bytes, and the source of the formula."""
 
     name: str
     bytes: int
-    """At most."""
+    """Upper bound."""
     source: str
     least: int | None = None
-    """At least; the same where left out."""
+    """Lower bound; None: the same as ``bytes``."""
 
 
 def total_bytes(terms: Iterable[Term]) -> int:
@@ -49,26 +49,26 @@ def least_bytes(terms: Iterable[Term]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """Bytes of one rank's weights, gradients and optimizer."""
+    """Bytes of one rank's weights, gradients and optimizer states."""
 
     weights: int
     gradients: int
-    """Kept between steps; the engine's buffers for them."""
+    """Gradients kept between steps, in the engine's buffers."""
     optimizer: int
     passing: int = 0
-    """Gradients that come with the first backward pass of a step and go with its end."""
+    """Gradients that the first backward pass of a step allocates and the end of the step frees."""
     bucket: int = 0
-    """What gradients are reduced through, during the backward passes."""
+    """Buckets through which the backward passes reduce gradients."""
     gathered: int = 0
-    """Weights that are there whole for a while."""
+    """Weights that are gathered for a part of the step."""
     workspace: int = 0
-    """While the optimizer steps, when the activations are gone."""
+    """Temporary buffers of the optimizer step, when the activations are freed."""
     startup: int = 0
-    """The most that the rank holds before its first step, while weights, gradients and optimizer come to be."""
+    """The rank's peak before its first step, while weights, gradients and optimizer states are created."""
     offloaded: int = 0
-    """Weights and optimizer states that the host's memory has instead."""
+    """Weights and optimizer states in the host's memory instead of the GPU's."""
     host_buffers: int = 0
-    """What else the host's memory has for them."""
+    """Further buffers in the host's memory for offloaded states."""
 
     @property
     def lasting(self) -> int:
@@ -76,26 +76,26 @@ class States:
 
     @property
     def saved(self) -> int:
-        """Weights and optimizer states, wherever they are: what a checkpoint holds."""
+        """Returns the bytes of weights and optimizer states, wherever they are: the contents of a checkpoint."""
         return self.weights + self.optimizer + self.offloaded
 
 
 @dataclass(frozen=True, slots=True)
 class HostWork:
-    """Bytes of one rank in an iteration, of states that its host keeps."""
+    """Bytes that one rank moves in an iteration for states kept in its host's memory."""
 
     updated: int = 0
-    """Read and written in the host's memory by the optimizer."""
+    """Bytes that the optimizer reads and writes in the host's memory."""
     gradients: int = 0
-    """Between GPU and host, during the backward passes."""
+    """Bytes between GPU and host during the backward passes."""
     weights: int = 0
-    """Between host and GPU, before the GPU can compute with them."""
+    """Bytes from host to GPU before the GPU can compute with the weights."""
 
 
 def layers_of_stage(experiment: Experiment, stage: int) -> int:
-    """Layers of one stage, all its runs of an interleaved pipeline together.
+    """Returns the number of layers of one stage, over all virtual stages of an interleaved pipeline.
 
-    Where the stages cannot hold the same number, the first ones have one more
+    If the layers do not divide evenly, the first stages have one more
     (DeepSpeed's ``partition_method="type:transformer"``, and engine torch).
     """
     each, rest = divmod(experiment.model.num_layers, experiment.parallel.pipeline_model_parallel_size)
@@ -103,7 +103,7 @@ def layers_of_stage(experiment: Experiment, stage: int) -> int:
 
 
 def recomputed_layers(experiment: Experiment, layers: int) -> int:
-    """How many of a stage's layers the backward pass computes again, whole."""
+    """Returns how many of a stage's layers the backward pass recomputes fully."""
     model = experiment.model
     if model.checkpoint_activations:
         return layers
@@ -116,10 +116,10 @@ def recomputed_layers(experiment: Experiment, layers: int) -> int:
 
 
 def in_flight(experiment: Experiment, stage: int, accumulation: int) -> int:
-    """Runs of a stage's layers whose backward pass is still to come, at most.
+    """Returns the maximum number of forward passes of a stage (or virtual stage) whose backward pass is outstanding.
 
-    GPipe: all. 1F1B: as many as there are stages from here to the last (Narayanan et al., 2021, section 2.2).
-    Interleaved: Megatron's warm-up of 2 (p - stage - 1) + (v - 1) p runs, and one.
+    GPipe: all. 1F1B: one for each stage from this one to the last (Narayanan et al., 2021, section 2.2).
+    Interleaved: Megatron's 2 (p - stage - 1) + (v - 1) p warm-up passes, and one more.
     """
     parallel = experiment.parallel
     stages, virtual = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
@@ -133,29 +133,30 @@ def in_flight(experiment: Experiment, stage: int, accumulation: int) -> int:
 
 
 def tokens_of(experiment: Experiment) -> int:
-    """Tokens of one micro batch on one context parallel rank."""
+    """Returns the tokens of one micro batch on one context parallel rank."""
     share = experiment.model.seq_length // experiment.parallel.context_parallel_size
     return share * experiment.batch.micro_batch_size
 
 
 def hidden_bytes(experiment: Experiment) -> int:
-    """One micro batch of hidden states on one context parallel rank, [seq_length / cp, micro batch, hidden]."""
+    """Returns the bytes of a micro batch's hidden states on one context parallel rank: [seq_length / cp, micro batch,
+    hidden]."""
     return tokens_of(experiment) * experiment.model.hidden_size * FORMAT_BYTES[experiment.precision]
 
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Weights of one rank, by what they are for."""
+    """Number of weights of one rank, by purpose."""
 
     layers: int
     embedding: int
-    """The token table, this rank's rows."""
+    """This rank's rows of the token table."""
     positions: int
     final_norm: int
     head: int
-    """An output layer of its own, or the copy of the tied tables that the last stage of a pipeline holds."""
+    """A separate output layer, or the copy of the tied tables on the last stage of a pipeline."""
     experts: int = 0
-    """Those of a mixture of experts, beside ``layers``."""
+    """Weights of the experts, which ``layers`` does not include."""
 
     @property
     def total(self) -> int:
@@ -163,12 +164,12 @@ class Parameters:
 
 
 def vocab_size(experiment: Experiment) -> int:
-    """Tokens of the tokenizer; GPT-2's where the experiment does not say."""
+    """Returns the tokenizer's vocabulary size; GPT-2's if the experiment does not give one."""
     return experiment.model.vocab_size or GPT2_TOKENS
 
 
 def layer_parameters(experiment: Experiment) -> int:
-    """Of one layer on one tensor parallel rank, without experts; of a model of images, of its largest block."""
+    """Returns the weights of one layer on one tensor parallel rank, without experts; of resnet50, its largest block."""
     if experiment.model.is_vision:
         return resnet.largest_block(experiment.model)
     return _layer_share(experiment.model, experiment.parallel.tensor_model_parallel_size)
@@ -180,7 +181,7 @@ def _layer_share(model: Model, tensor: int) -> int:
 
 
 def expert_parameters(experiment: Experiment) -> int:
-    """Of one layer's experts on one rank."""
+    """Returns the weights of one layer's experts on one rank."""
     model, parallel = experiment.model, experiment.parallel
     if not model.num_moe_experts:
         return 0
@@ -189,17 +190,17 @@ def expert_parameters(experiment: Experiment) -> int:
 
 
 def parameters_of_stage(experiment: Experiment, stage: int, rows: int, *, copies_positions: bool = False) -> Parameters:
-    """Of each rank of a stage, whatever its place in the tensor, context and data parallel groups.
+    """Returns the weights of each rank of a stage; they do not depend on the rank's place in the other groups.
 
     ``rows``: of the token table, over all tensor parallel ranks. ``copies_positions``: the last stage of a pipeline
-    holds a copy of the position table too.
+    also holds a copy of the position table.
     """
     model, stages = experiment.model, experiment.parallel.pipeline_model_parallel_size
     if model.is_vision:
         head = resnet.head_parameters(model)
         return Parameters(resnet.parameters(model) - head, 0, 0, 0, head)
     width = model.hidden_size
-    # Where the rows do not divide evenly, the first rank has the most.
+    # If the rows do not divide evenly, the first rank has the most.
     rows = -(-rows // experiment.parallel.tensor_model_parallel_size)
     table, positions = rows * width, position_rows(model) * width
     first, last = stage == 0, stage == stages - 1

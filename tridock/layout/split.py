@@ -1,4 +1,4 @@
-"""How a model may be split over ranks, whichever engine does it, and the legal choices nearest to an illegal one."""
+"""How a model may be split over ranks by any engine, and the legal values nearest to an illegal one."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -10,14 +10,14 @@ from tridock.experiment import Experiment
 
 
 def head_problems(experiment: Experiment, *, repeats_groups: bool = False) -> Iterator[Problem]:
-    """Attention heads, query groups and MLP columns that the tensor parallel ranks cannot share equally.
+    """Yields attention heads, query groups and MLP columns that the tensor parallel ranks cannot split evenly.
 
     ``repeats_groups``: a query group may lie on several ranks.
     """
     model, tensor = experiment.model, experiment.parallel.tensor_model_parallel_size
     inputs = model.attention_size + 2 * model.key_size
     shared = {"num_attention_heads": model.num_attention_heads}
-    # Otherwise the heads divide it.
+    # Otherwise the MLP width is a multiple of the heads.
     if (model.kv_channels or model.ffn_hidden_size or model.swiglu) and not model.num_moe_experts:
         shared["ffn_hidden_size"] = model.ffn_size
     repeated = repeats_groups and tensor % model.query_groups == 0 and inputs % tensor == 0
@@ -32,7 +32,7 @@ def head_problems(experiment: Experiment, *, repeats_groups: bool = False) -> It
 
 
 def empty_stage_problems(experiment: Experiment) -> Iterator[Problem]:
-    """More stages than layers; DeepSpeed's pipeline breaks where a stage has none, and so does engine torch's."""
+    """Yields more stages than layers: the pipelines of DeepSpeed and engine torch fail if a stage has no layer."""
     layers, stages = experiment.model.num_layers, experiment.parallel.pipeline_model_parallel_size
     if layers < stages:
         what, todo = f"must be at most num_layers {layers}", f"use {layers} or fewer"
@@ -40,7 +40,8 @@ def empty_stage_problems(experiment: Experiment) -> Iterator[Problem]:
 
 
 def world_problems(experiment: Experiment, world_size: int, takes: Callable[[Experiment], bool]) -> Iterator[Problem]:
-    """Slots that whole replicas of the model do not fill. ``takes``: whether the engine runs an experiment's sizes."""
+    """Yields a world size that whole replicas do not fill. ``takes``: whether the engine supports the parallel
+    sizes."""
     size = size_of_replica(experiment)
     if world_size % size == 0:
         return
@@ -59,7 +60,7 @@ def world_problems(experiment: Experiment, world_size: int, takes: Callable[[Exp
 
 
 def nearest_layouts(experiment: Experiment, world_size: int, takes: Callable[[Experiment], bool]) -> tuple[str, ...]:
-    """Up to two layouts of the model, as ``TP4 PP8``, that fill the slots, the most alike first."""
+    """Returns up to two layouts of the model, as ``TP4 PP8``, that fill the slots, the most similar first."""
     parallel = experiment.parallel
     wanted = (
         parallel.tensor_model_parallel_size,
@@ -88,26 +89,26 @@ def _with_sizes(experiment: Experiment, tensor: int, stages: int, context: int) 
 
 
 def _distance(layout: tuple[int, ...], wanted: tuple[int, ...]) -> float:
-    """Doublings and halvings from one layout to another."""
+    """Returns the distance of two layouts, in doublings and halvings."""
     return sum(abs(math.log2(size / other)) for size, other in zip(layout, wanted, strict=True))
 
 
 def size_of_replica(experiment: Experiment) -> int:
-    """Ranks that work on the same samples."""
+    """Returns the number of ranks that process the same samples."""
     parallel = experiment.parallel
     return parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
 
 
 @cache
 def divisors(number: int) -> tuple[int, ...]:
-    """All, in order, in the time of the number's root."""
+    """Returns all divisors in ascending order, in O(sqrt(number))."""
     small = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
     large = [number // candidate for candidate in reversed(small)]
     return tuple(small if small[-1] != large[0] else small[:-1]) + tuple(large)
 
 
 def around(choices: Iterable[int], wanted: int) -> tuple[int, ...]:
-    """The choices next to ``wanted``: the greatest below it and the least above it, as far as there are any."""
+    """Returns the choices next to ``wanted``: the greatest below it and the least above it, if any."""
     ordered = sorted(choices)
     below = [choice for choice in ordered if choice < wanted]
     above = [choice for choice in ordered if choice > wanted]
@@ -115,19 +116,19 @@ def around(choices: Iterable[int], wanted: int) -> tuple[int, ...]:
 
 
 def nearest_divisors(number: int, wanted: int, multiple_of: int = 1) -> tuple[int, ...]:
-    """The divisors of ``number`` next to ``wanted``, where there are any only those that ``multiple_of`` divides."""
+    """Returns the divisors of ``number`` next to ``wanted``; if possible, only multiples of ``multiple_of``."""
     found = divisors(number)
     return around([d for d in found if d % multiple_of == 0], wanted) or around(found, wanted)
 
 
 def nearest_multiples(number: int, wanted: int) -> tuple[int, ...]:
-    """The multiples of ``number`` next to ``wanted``: the greatest below it, if any, and the least above it."""
+    """Returns the multiples of ``number`` next to ``wanted``: the greatest below it, if any, and the least above it."""
     below = wanted // number * number
     return (below, below + number) if below else (number,)
 
 
 def nearest_multiple(number: int, wanted: int) -> int:
-    """The one of them that is nearer; the greater where both are as near."""
+    """Returns the nearer of the two; the greater on a tie."""
     return min(nearest_multiples(number, wanted), key=lambda multiple: (abs(multiple - wanted), -multiple))
 
 

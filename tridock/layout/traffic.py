@@ -1,9 +1,9 @@
-"""What the ranks of a layout send each other in one iteration, by group, and over which link.
+"""Communication volume of a layout's groups in one iteration, and the link that carries it.
 
-Volumes are those of ring collectives, which nothing can undercut: of n bytes over g ranks, each sends 2 (g - 1) / g n
+Volumes are those of ring collectives, which are the lower bound: of n bytes over g ranks, each sends 2 (g - 1) / g n
 for an all-reduce and (g - 1) / g n for an all-gather or a reduce-scatter (Patarasuk and Yuan, 2009). Tensor parallel
-volumes are those of Megatron (Shoeybi et al., 2019, section 3; Korthikanti et al., 2022, section 4.2.2). All are held
-against what the engines were seen to send (``tests/distributed/test_traffic.py``), but for a few bytes: norms, losses,
+volumes are those of Megatron (Shoeybi et al., 2019, section 3; Korthikanti et al., 2022, section 4.2.2). All were
+checked against what the engines send (``tests/distributed/test_traffic.py``), except a few bytes: norms, losses,
 and the padding of buffers.
 """
 
@@ -21,80 +21,81 @@ Link = Literal["node", "network"]
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What one group exchanges."""
+    """Communication of one group."""
 
     group: str
     size: int
     """Ranks of the group."""
     link: Link
-    """network where a group has ranks on more than one node."""
+    """``network`` if a group has ranks on more than one node."""
     sharing: int
     """Groups of this kind that use a node's network at the same time; 1 inside a node."""
     bytes_per_rank: int
-    """Sent by one rank in one iteration."""
+    """Bytes that one rank sends in one iteration."""
     waits: int
-    """Bytes of these that the rank waits for while it computes nothing; the same as bytes_per_rank but for the
-    pipeline's, where it is what the slowest stage hands on."""
+    """The part of bytes_per_rank that the rank waits for while it computes nothing. The two are equal except for the
+    pipeline's, where it is what the slowest stage sends."""
     messages: int = 1
-    """Collectives, or messages, that a rank waits for one after the other."""
+    """Sequential collectives, or messages, that a rank waits for."""
     hideable: float = 0.0
-    """Share of ``waits`` that travels while the rank computes, as far as that takes long enough: of the tensor parallel
-    group, while it computes gradients of weights."""
+    """Share of ``waits`` that computation can hide if it takes long enough: for the tensor parallel group, the
+    computation of weight gradients."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What a rank of a stage sends in one iteration, as its engine does it."""
+    """Bytes that a rank of a stage sends in one iteration, as its engine does it."""
 
     gradient_bytes: float
-    """In the data parallel group, weights that are gathered from it included."""
+    """Bytes in the data parallel group, including gathered weights."""
     embedding_bytes: float
-    """Of the tied table's gradient, all tensor parallel ranks of a stage summing theirs."""
+    """Bytes of the tied table's gradient, summed over all tensor parallel ranks of a stage."""
     tensor_bytes: float = 0.0
-    """Of one micro batch, in the tensor parallel group, beside what Megatron's split of a layer takes."""
+    """Bytes of one micro batch in the tensor parallel group, besides those of Megatron's split of a layer."""
     splits_messages: bool = False
-    """Each tensor parallel rank sends its part of what goes between stages."""
+    """Each tensor parallel rank sends only its part of the tensors between stages."""
     mask_bytes: int = 0
-    """Goes with every output of a stage."""
+    """Bytes of the attention mask that is sent with every output of a stage."""
     overlapped: float = 0.0
-    """Share of gradient_bytes that travels while the rank computes."""
+    """Share of gradient_bytes that is sent while the rank computes."""
     computing: float = 0.0
-    """Share of the computation of an iteration during which it travels."""
+    """Share of an iteration's computation that overlaps with it."""
     messages: int = 1
-    """Collectives that gradient_bytes go in."""
+    """Number of collectives that carry gradient_bytes."""
     hides_tensor: bool = False
-    """Whether tensor parallel ranks exchange gradients of activations beside the products for those of the weights."""
+    """Whether tensor parallel ranks exchange gradients of activations while they compute those of the weights."""
     expert_gradient_bytes: float = 0.0
-    """Likewise as gradient_bytes, of experts, in the group of ranks that have the same ones."""
+    """The counterpart of gradient_bytes for experts, in the group of ranks with the same experts."""
     hides_pipeline: bool = False
-    """Whether stages compute while their messages travel, but for those that fill the pipeline."""
+    """Whether stages compute while they send, except while the pipeline fills."""
 
 
 def traffic_of_stage(experiment: Experiment, shape: Shape, stage: int, sent: Sent) -> list[Traffic]:
-    """Of every group that a rank of this stage shares with others."""
+    """Returns the traffic of every group that a rank of this stage shares with other ranks."""
     groups = (_tensor, _context, _pipeline, _data, _embedding, _expert, _expert_tensor, _expert_data)
     return [one for group in groups for one in group(experiment, shape, stage, sent)]
 
 
 def all_reduce(size: int, volume: float) -> float:
-    """Bytes that each of ``size`` ranks sends to reduce ``volume`` bytes to all."""
+    """Returns the bytes that each of ``size`` ranks sends to all-reduce ``volume`` bytes."""
     return 2 * (size - 1) / size * volume
 
 
 def all_gather(size: int, volume: float) -> float:
-    """Bytes that each of ``size`` ranks sends to gather ``volume`` bytes in all; a reduce-scatter's too."""
+    """Returns the bytes that each of ``size`` ranks sends to all-gather ``volume`` bytes, or to reduce-scatter them."""
     return (size - 1) / size * volume
 
 
 def backward_pass(passes: int = 1) -> float:
-    """The share of the computation that one backward pass of ``passes`` has: it costs twice a forward pass."""
+    """Returns the share of the computation that one of ``passes`` backward passes has: it costs twice a forward
+    pass."""
     return 2 / 3 / passes
 
 
 def _placed(
     group: str, size: int, stride: int, shape: Shape, volume: float, messages: int = 1, hideable: float = 0.0
 ) -> Traffic:
-    """A group of ranks that lie ``stride`` apart."""
+    """Places a group of ranks that are ``stride`` apart."""
     inside = stride * size <= shape.slots and shape.slots % (stride * size) == 0
     together = 1 if stride >= shape.slots else min(size, shape.slots // stride)
     sharing = 1 if inside else max(1, shape.slots // together)
@@ -109,27 +110,27 @@ def _tensor(experiment: Experiment, shape: Shape, stage: int, sent: Sent) -> Ite
         return
     layers, final = layers_of_stage(experiment, stage), stage == stages - 1
     hidden = hidden_bytes(experiment)
-    # Two all-reduces of a layer's forward pass, two of its backward pass, two where the forward pass is done again;
-    # one of the embedding, one of the head's backward pass. Of a mixture of experts the attention's alone.
+    # Two all-reduces in a layer's forward pass, two in its backward pass, two if the forward pass is recomputed; one
+    # for the embedding, one for the head's backward pass. With a mixture of experts only the attention's.
     halves = 1 if model.num_moe_experts else 2
     reduces = 2 * halves * layers + halves * recomputed_layers(experiment, layers) + (stage == 0) + final
     volume = reduces * all_reduce(size, hidden)
     hidden_volume = halves * layers * all_reduce(size, hidden) if sent.hides_tensor else 0.0
     messages = reduces * (2 if parallel.sequence_parallel else 1) * shape.accumulation
     if parallel.sequence_parallel:
-        # A gather and a scatter stand for each, but for the embedding's, after which every rank keeps its part; without
-        # positions it is scattered at once. The backward pass gathers what it no longer has: the inputs of both halves
-        # of a layer and of the head, and the embedding's gradient.
+        # An all-gather and a reduce-scatter replace each, except the embedding's, after which every rank keeps its
+        # part; without a position table it is scattered at once. The backward pass gathers what it no longer has: the
+        # inputs of both halves of a layer and of the head, and the embedding's gradient.
         embedding = stage == 0 and position_rows(model) > 0
         volume += (halves * layers + embedding + final) * all_gather(size, hidden)
     if final:
-        # Of each token's logits, in fp32: the largest, the label's, and the sum of the exponentials.
+        # For each token, in fp32: the largest logit, the label's logit, and the sum of the exponentials.
         volume += 3 * all_reduce(size, 4 * tokens_of(experiment))
     volume += sent.tensor_bytes
     hideable = hidden_volume / volume
     volume *= shape.accumulation
-    # Of what they all hold, each has the gradients of its heads only, and with sequence parallelism of its tokens, in
-    # fp32.
+    # Of replicated weights, each rank has the gradients of its heads only, and with sequence parallelism of its tokens,
+    # in fp32.
     whole = sum(weight.elements for weight in layer_weights(model) if not weight.is_split)
     norms = norm_vectors(model)
     partial = whole if parallel.sequence_parallel else 2 * norms * model.head_size * model.qk_layernorm
@@ -145,7 +146,7 @@ def _context(experiment: Experiment, shape: Shape, stage: int, _sent: Sent) -> I
     layers = layers_of_stage(experiment, stage)
     model = experiment.model
     keys_and_values = 2 * hidden_bytes(experiment) * size / tensor * model.key_size / model.hidden_size
-    # Gathered in the forward pass, and where it is done again; their gradients scattered in the backward pass.
+    # Gathered in the forward pass and its recomputation; their gradients are scattered in the backward pass.
     selective = experiment.model.recompute_granularity == "selective"
     again = layers if selective else recomputed_layers(experiment, layers)
     volume = (2 * layers + again) * all_gather(size, keys_and_values) * shape.accumulation
@@ -163,11 +164,12 @@ def _pipeline(experiment: Experiment, shape: Shape, stage: int, sent: Sent) -> I
         message //= parallel.tensor_model_parallel_size
     stride = _stage_stride(parallel, shape)
     network = stride * size > shape.slots
-    # Each run of layers sends its output forward and the gradient of its input back, but for the model's
+    # Each virtual stage sends its output forward and the gradient of its input back, except the model's
     # last output and first input.
     outputs, gradients = virtual - (stage == size - 1), virtual - (stage == 0)
     volume = (outputs * (message + mask) + gradients * message) * shape.accumulation
-    # A stage waits for one message each way of each run; filling and draining, for those of the stages before it.
+    # A stage waits for one message each way of each virtual stage; to fill and drain, for those of the stages before
+    # it.
     steady = virtual * shape.accumulation
     waits = (2 * message + mask) * (steady + size - 1)
     hideable = steady / (steady + size - 1) if sent.hides_pipeline else 0.0
@@ -187,7 +189,7 @@ def _data(experiment: Experiment, shape: Shape, _stage: int, sent: Sent) -> Iter
 
 
 def _embedding(experiment: Experiment, shape: Shape, stage: int, sent: Sent) -> Iterator[Traffic]:
-    """The tied table's gradient, which the first and the last stage both have a part of."""
+    """Yields the tied table's gradient: the first and the last stage each compute a part of it."""
     parallel = experiment.parallel
     stages = parallel.pipeline_model_parallel_size
     if stages == 1 or stage not in (0, stages - 1) or experiment.model.untie_embeddings_and_output_weights:
@@ -197,7 +199,7 @@ def _embedding(experiment: Experiment, shape: Shape, stage: int, sent: Sent) -> 
 
 
 def _expert(experiment: Experiment, shape: Shape, stage: int, _sent: Sent) -> Iterator[Traffic]:
-    """Tokens to the ranks of their experts and back, if every expert has as many as the others."""
+    """Yields the all-to-all of tokens to their experts' ranks and back, if every expert takes equally many tokens."""
     parallel, size = experiment.parallel, experiment.parallel.expert_model_parallel_size
     if size == 1:
         return
@@ -207,7 +209,7 @@ def _expert(experiment: Experiment, shape: Shape, stage: int, _sent: Sent) -> It
 
 
 def _expert_tensor(experiment: Experiment, shape: Shape, stage: int, _sent: Sent) -> Iterator[Traffic]:
-    """The tokens of all ranks that share an expert, gathered by each, and their results scattered."""
+    """Yields the tokens of all ranks that split an expert, gathered by each, and their results, scattered."""
     size = experiment.parallel.expert_tensor_size
     if size == 1 or experiment.model.num_moe_experts is None:
         return
@@ -217,19 +219,20 @@ def _expert_tensor(experiment: Experiment, shape: Shape, stage: int, _sent: Sent
 
 
 def _expert_passes(experiment: Experiment, stage: int) -> int:
-    """How often the tokens of a micro batch change ranks: there and back, forward and backward, or once more."""
+    """Returns how often a micro batch's tokens move between ranks: to and from the experts, forward, backward, and in a
+    recomputed forward pass."""
     layers = layers_of_stage(experiment, stage)
     return 4 * layers + 2 * recomputed_layers(experiment, layers)
 
 
 def routed_bytes(experiment: Experiment) -> float:
-    """Hidden states of a rank's tokens, one for each of their experts."""
-    shared = experiment.parallel.tensor_model_parallel_size  # sequence parallelism goes with it
+    """Returns the bytes of a rank's hidden states, one for each token and expert."""
+    shared = experiment.parallel.tensor_model_parallel_size  # sequence parallelism is always on
     return hidden_bytes(experiment) * experiment.model.active_experts / shared
 
 
 def expert_replicas(experiment: Experiment, replicas: int) -> int:
-    """Ranks of a pipeline stage that have the same experts, with so many replicas of the rest of the model."""
+    """Returns how many ranks of a pipeline stage have the same experts, given the replicas of the other weights."""
     parallel = experiment.parallel
     ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size * replicas
     return ranks // (parallel.expert_tensor_size * parallel.expert_model_parallel_size)
@@ -245,6 +248,6 @@ def _expert_data(experiment: Experiment, shape: Shape, _stage: int, sent: Sent) 
 
 
 def _stage_stride(parallel: Parallel, shape: Shape) -> int:
-    """How many ranks lie from one stage of a pipeline to the next."""
+    """Returns the rank offset from one stage of a pipeline to the next."""
     neighbours = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     return neighbours if parallel.use_tp_pp_dp_mapping else neighbours * shape.data

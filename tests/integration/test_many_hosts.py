@@ -86,7 +86,11 @@ def test_32_hosts_are_brought_up_under_the_cap(lab: dict[str, Sshd], tmp_path: P
     for name in names[:2]:
         (tmp_path / name / "recipe").unlink()
     many = up(tmp_path, names)
+    before = [sshd.log.count("Starting session") for sshd in lab.values()]
     again = up(tmp_path, names)
+    # What is right costs a host two commands: its facts, and whether the node answers. The head keeps the lock.
+    counts = [sshd.log.count("Starting session") - earlier for sshd, earlier in zip(lab.values(), before, strict=True)]
+    assert counts == [3] + [2] * 31
     # One login a command, whatever the number of steps.
     for number, name in enumerate(names):
         wait_until(

@@ -9,16 +9,21 @@ import os
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from tridock.cluster.keys import NODE_FILES, ClusterKeys, node_files
 from tridock.cluster.settings import Cluster
+from tridock.command import Command
 from tridock.contracts import run_folder
 from tridock.contracts.run_folder import write_atomic
 from tridock.errors import Problem, RequestError
+from tridock.ops.hosts.facts import keys_digest
 from tridock.ops.hosts.session import Session
 from tridock.remote import Host
+from tridock.remote.files import put_tree_command
+from tridock.remote.host import FILES_TIMEOUT_S
 
 _KEYS: Final = ".keys.json"
 _LOCK: Final = ".lock"
@@ -150,10 +155,11 @@ def _reason(error: OSError) -> str:
     return (error.strerror or str(error)).lower()
 
 
-def distribute_keys(session: Session, *, rotate: bool = False) -> KeyStore:
+def distribute_keys(session: Session, *, rotate: bool = False, where_right: bool = True) -> KeyStore:
     """Makes what is missing (or, with ``rotate``, everything anew) and puts each node's files on its host.
 
-    A running node's sshd reads its host key again; its sessions, and so its runs, continue.
+    A running node's sshd reads its host key again; its sessions, and so its runs, continue. Without ``where_right``
+    hosts that hold exactly these files are left alone: whatever wrote them had the node's sshd read them.
     """
     store = KeyStore(session.cluster)
     if rotate:
@@ -163,13 +169,19 @@ def distribute_keys(session: Session, *, rotate: bool = False) -> KeyStore:
     states = session.states()
 
     def push(node: str, host: Host) -> None:
-        files = store.node_files(node)
+        files, state, steps, what = store.node_files(node), states[node], [], "have sshd read its keys again"
         if session.transport.separate_hosts:  # on this machine the containers mount the store's own folders
-            host.put_tree(files, session.transport.secrets(node, states[node].facts), mode=0o600)
-        container = states[node].container
-        if container is not None and container.running:
-            reload = session.inside(node, "sh", "-c", f"kill -HUP $(cat {run_folder.SSHD_PID})")
-            host.run(reload, timeout=30.0).checked(node)
+            if not where_right and state.keys == keys_digest(files):
+                return
+            folder = session.transport.secrets(node, state.facts)
+            what = f"write into {folder}"
+            steps.append(put_tree_command(files, folder, 0o600))
+        if state.container is not None and state.container.running:
+            steps.append(session.inside(node, "sh", "-c", f"kill -HUP $(cat {run_folder.SSHD_PID})"))
+        if steps:  # in one command, which a lost connection does not end
+            line = " && ".join(step.render() for step in steps)
+            done = host.run(Command.of("sh", "-c", line, stdin=steps[0].stdin), timeout=FILES_TIMEOUT_S)
+            replace(done, command=what).checked(node)
 
     session.each(push)
     return store

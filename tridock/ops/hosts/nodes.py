@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 
 from tridock.cluster.transports import ComposeTransport, SshTransport
 from tridock.command import Command
@@ -16,9 +17,14 @@ from tridock.ops.hosts.keys import KeyStore, distribute_keys
 from tridock.ops.hosts.session import Session
 from tridock.ops.image.ensure import ensure_image
 from tridock.remote import Completed, Host, LocalHost
+from tridock.remote.host import shortened
 
 READY_TIMEOUT_S = 60.0
 _DOCKER_TIMEOUT_S = 120.0
+
+# Made here, as the operator: Docker would make a missing folder as root.
+_RUN = 'mkdir -p -- "$1/data" "$1/runs" && shift && exec "$@"'
+_DOWN = '[ -z "$1" ] || docker rm --force "$1" || exit; shift; rm -rf -- "$@"'
 
 
 def up(session: Session) -> str:
@@ -34,7 +40,7 @@ def _up(session: Session, image_id: str) -> None:
     recipes = _recipes(session, image_id)
     stale = _stale(session, recipes)
     _refuse_while_runs(session, stale, "would be replaced by tridock up")
-    distribute_keys(session)
+    distribute_keys(session, where_right=False)
     match session.transport:
         case ComposeTransport() as twin:
             _compose(session, twin, recipes, "up", "--detach", "--no-build", "--quiet-pull", *session.nodes)
@@ -82,10 +88,10 @@ def _down(session: Session, force: bool) -> tuple[str, ...]:
 
     def remove(node: str, host: Host) -> None:
         state = session.states()[node]
-        if state.container is not None:
-            _remove(transport, node, host).checked(node)
         remains = (transport.secrets(node, state.facts), transport.image_paths(node, state.facts)[0])
-        host.run(Command.of("rm", "-rf", *remains), timeout=30.0).checked(node)
+        name = transport.container_name(node) if state.container is not None else ""
+        done = host.run(Command.of("sh", "-c", _DOWN, "down", name, *remains), timeout=_DOCKER_TIMEOUT_S)
+        replace(done, command="remove the node").checked(node)
 
     session.each(remove)
     return there
@@ -141,11 +147,9 @@ def _start(session: Session, ssh: SshTransport, node: str, host: Host, image_id:
         return
     if state.container is not None:
         _remove(ssh, node, host).checked(node)
-    # Made here, as the operator: Docker would make a missing folder as root.
-    workspace = ssh.workspace(state.facts)
-    folders = (workspace, f"{workspace}/data", f"{workspace}/runs")
-    host.run(Command.of("mkdir", "-p", *folders), timeout=30.0).checked(node)
-    done = host.run(ssh.run_command(node, state.id_of(image_id), state.facts), timeout=_DOCKER_TIMEOUT_S)
+    start = ssh.run_command(node, state.id_of(image_id), state.facts)
+    run = Command.of("sh", "-c", _RUN, "run", ssh.workspace(state.facts)).extended(start.argv)
+    done = replace(host.run(run, timeout=_DOCKER_TIMEOUT_S), command=shortened(start))
     if done.exit_code and b"is already in use by container" not in done.stderr:
         # A container that could not start stays behind as "created", and would be in the way of the next try.
         _remove(ssh, node, host)

@@ -8,8 +8,14 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, starmap, takewhile
 from pathlib import Path
+from typing import Final
+
+import zstandard
 
 _CHUNK = 1 << 20
+_LONGEST_ZSTD_HEADER = 18
+COMPRESSED: Final = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+"""How a compressed layer begins."""
 _SMALLEST_PIECE, _LARGEST_PIECE = 4 << 20, 64 << 20
 
 
@@ -184,11 +190,15 @@ def _header(name: str, size: int) -> bytes:
 
 
 def _unpacked_size(path: Path) -> int:
-    """What gzip's trailer says, which counts up to 4 GiB; never less than the file's own size."""
+    """What a layer's file says of its content: gzip at its end, up to 4 GiB; zstd at its beginning, if at all."""
     packed = path.stat().st_size
     with path.open("rb") as file:
-        if file.read(2) != b"\x1f\x8b":
-            return packed
-        file.seek(-4, io.SEEK_END)
-        size = int.from_bytes(file.read(4), "little")
-    return size + max(0, -(-(packed - size) // (1 << 32))) * (1 << 32)
+        start = file.read(_LONGEST_ZSTD_HEADER)
+        match COMPRESSED.get(start[:2]) or COMPRESSED.get(start[:4]):
+            case "gzip":
+                file.seek(-4, io.SEEK_END)
+                size = int.from_bytes(file.read(4), "little")
+                return size + max(0, -(-(packed - size) // (1 << 32))) * (1 << 32)
+            case "zstd":
+                return max(packed, zstandard.frame_content_size(start))
+    return packed

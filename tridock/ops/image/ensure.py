@@ -150,7 +150,8 @@ def _send(
     with bars(quiet=session.quiet) as begin:
         bar = begin("compress the layers", None)
         try:
-            parts = export_image(image, diff_ids, min(held.values()), folder, bar, _note)
+            zstd = all(inventory.zstd for inventory in inventories.values())
+            parts = export_image(image, diff_ids, min(held.values()), folder, bar, _note, zstd=zstd)
         except OSError as error:
             raise not_written(image, folder, str(error)) from None
         bar.end()

@@ -15,30 +15,39 @@ from itertools import chain
 from pathlib import Path
 from typing import IO
 
+import zstandard
+
 from tridock.command import Command
 from tridock.errors import ClusterError, Problem
-from tridock.ops.image.archive import ImageParts, digest_of
+from tridock.ops.image.archive import COMPRESSED, ImageParts, digest_of
 from tridock.ops.image.registry import LoopbackRegistry
 from tridock.remote import LocalHost
 
 _CHUNK = 1 << 20
-_MANIFEST = "application/vnd.docker.distribution.manifest.v2+json"
-_CONFIG = "application/vnd.docker.container.image.v1+json"
-_LAYER = "application/vnd.docker.image.rootfs.diff.tar.gzip"
-_GZIP = b"\x1f\x8b"
-_GZIP_HEADER = _GZIP + b"\x08\x00\x00\x00\x00\x00\x00\xff"
+_OCI = "application/vnd.oci.image"
+_MANIFEST, _CONFIG, _LAYER = f"{_OCI}.manifest.v1+json", f"{_OCI}.config.v1+json", f"{_OCI}.layer.v1.tar"
+_ZSTD_LEVEL = 3
+_GZIP_HEADER = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
 _LAST_BLOCK = b"\x03\x00"  # of deflate: final, and empty
 
 Progress = Callable[[int], object]
+Layer = dict[str, object]
 
 
 def export_image(
-    image: str, diff_ids: Sequence[str], held: int, folder: Path, progress: Progress, note: Callable[[str], object]
+    image: str,
+    diff_ids: Sequence[str],
+    held: int,
+    folder: Path,
+    progress: Progress,
+    note: Callable[[str], object],
+    *,
+    zstd: bool = False,
 ) -> ImageParts:
     """Puts the layers of ``image`` after the first ``held`` into ``folder``; ``progress`` gets their compressed bytes.
 
     An engine that cannot reach this machine's loopback (a remote one, Docker Desktop) saves the whole image instead;
-    ``note`` is called with the reason.
+    ``note`` is called with the reason. Its layers are then compressed here, by ``zstd`` where all hosts can load that.
     """
     local = LocalHost()
     with LoopbackRegistry(folder, progress, local.close) as registry:
@@ -48,7 +57,7 @@ def export_image(
     if parts is not None:
         return parts
     note(f"docker push cannot give single layers away ({reason}); docker save takes the whole image")
-    return _save(image, folder, progress)
+    return _save(image, folder, progress, zstd)
 
 
 def _push(
@@ -77,9 +86,9 @@ def _push(
         local.run(Command.of("docker", "image", "rm", name), timeout=60.0)
 
 
-def _save(image: str, folder: Path, progress: Progress) -> ImageParts:
+def _save(image: str, folder: Path, progress: Progress, zstd: bool) -> ImageParts:
     """Compresses the layers while `docker save` writes them; every release has a manifest.json."""
-    layers: dict[str, dict[str, object]] = {}
+    layers: dict[str, Layer] = {}
     small: dict[str, bytes] = {}
     with subprocess.Popen(["docker", "save", image], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as save:
         assert save.stdout is not None
@@ -93,7 +102,8 @@ def _save(image: str, folder: Path, progress: Progress) -> ImageParts:
                     if entry.size <= _CHUNK:
                         small[entry.name] = start
                     if entry.name.endswith(".tar") or entry.name.startswith("blobs/"):
-                        layers[entry.name] = _compress(chain([start], _chunks(content)), folder, progress)
+                        size = entry.size if zstd else None
+                        layers[entry.name] = _compress(chain([start], _chunks(content)), folder, progress, size)
         except (OSError, tarfile.TarError) as error:
             save.kill()
             reason = save.stderr.read().decode(errors="replace").strip().rpartition("\n")[2]
@@ -103,31 +113,44 @@ def _save(image: str, folder: Path, progress: Progress) -> ImageParts:
     diff_ids = json.loads(config)["rootfs"]["diff_ids"]
     # A layer that an image has twice is in the archive once.
     known = {diff: layers[path] for diff, path in zip(diff_ids, item["Layers"], strict=True) if path in layers}
-    manifest = {
-        "schemaVersion": 2,
-        "mediaType": _MANIFEST,
-        "config": {"mediaType": _CONFIG, "size": len(config), "digest": digest_of(config)},
-        "layers": [known[diff] for diff in diff_ids],
-    }
-    return ImageParts(config, json.dumps(manifest).encode(), folder)
+    return ImageParts(config, _manifest(config, [known[diff] for diff in diff_ids]), folder)
 
 
-def _compress(content: Iterable[bytes], folder: Path, progress: Progress) -> dict[str, object]:
-    """Writes a gzip file under its digest, and returns it as a manifest names it; gzip stays as it is."""
+def _manifest(config: bytes, layers: Sequence[Layer]) -> bytes:
+    named = {"mediaType": _CONFIG, "size": len(config), "digest": digest_of(config)}
+    return json.dumps({"schemaVersion": 2, "mediaType": _MANIFEST, "config": named, "layers": layers}).encode()
+
+
+def _compress(content: Iterable[bytes], folder: Path, progress: Progress, size: int | None) -> Layer:
+    """Writes a compressed layer under its digest, and returns it as a manifest names it.
+
+    By zstd if its ``size`` is given, else by gzip; what is compressed already stays as it is.
+    """
     chunks = iter(content)
     first = next(chunks)
     chunks = chain([first], chunks)
-    digest, size = hashlib.sha256(), 0
+    kind = next((name for magic, name in COMPRESSED.items() if first.startswith(magic)), None)
+    if kind is None:
+        kind, chunks = ("gzip", gzipped(chunks)) if size is None else ("zstd", _zstd(chunks, size))
+    digest, written = hashlib.sha256(), 0
     part = folder / "saved.part"
     with part.open("wb") as file:
-        for packed in chunks if first.startswith(_GZIP) else gzipped(chunks):
+        for packed in chunks:
             file.write(packed)
             digest.update(packed)
-            size += len(packed)
+            written += len(packed)
             progress(len(packed))
     name = f"sha256:{digest.hexdigest()}"
     part.rename(folder / name)
-    return {"mediaType": _LAYER, "size": size, "digest": name}
+    return {"mediaType": f"{_LAYER}+{kind}", "size": written, "digest": name}
+
+
+def _zstd(chunks: Iterable[bytes], size: int) -> Iterator[bytes]:
+    """A frame that says how large its content is, compressed on all cores."""
+    packer = zstandard.ZstdCompressor(_ZSTD_LEVEL, threads=-1).compressobj(size)
+    for chunk in chunks:
+        yield packer.compress(chunk)
+    yield packer.flush()
 
 
 def gzipped(chunks: Iterable[bytes]) -> Iterator[bytes]:

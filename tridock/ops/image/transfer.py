@@ -11,12 +11,14 @@ from tridock.remote import Host
 
 _TIMEOUT_S = 60.0
 _CONTAINERD = "io.containerd.snapshotter"
+_FIRST_WITH_ZSTD = 23
+"""Docker's release; podman's own, which it names where it stands for Docker, are lower."""
 _INVENTORY = r"""
 mkdir -p -- "$1" && cd -- "$1" || exit 1
 printf 'folder %s\n' "$(df -Pk . | tail -n 1)"
-docker info --format '{{.DockerRootDir}} {{.Driver}} {{json .DriverStatus}}' | {
-  read -r root store
-  printf 'store %s\nroot %s\n' "$store" "$(df -Pk "$root" 2>/dev/null | tail -n 1)"
+docker info --format '{{.ServerVersion}} {{.DockerRootDir}} {{.Driver}} {{json .DriverStatus}}' | {
+  read -r version root store
+  printf 'version %s\nstore %s\nroot %s\n' "$version" "$store" "$(df -Pk "$root" 2>/dev/null | tail -n 1)"
 }
 for file in *; do
   if [ -f "$file" ]; then printf 'file %s %s\n' "$(wc -c <"$file" 2>/dev/null || echo 0)" "$file"; fi
@@ -69,6 +71,8 @@ class Inventory:
     files: dict[str, int]
     folder: tuple[str, int] | None
     root: tuple[str, int] | None
+    zstd: bool = False
+    """Whether its Docker can load layers that are compressed by zstd."""
 
     def held(self, diff_ids: Sequence[str]) -> int:
         """How many leading layers need not be sent."""
@@ -85,6 +89,7 @@ def parse_inventory(text: str) -> Inventory:
         files={name: int(size) for size, name in files},
         folder=_space(fields.get("folder", "")),
         root=_space(fields.get("root", "")),
+        zstd=_takes_zstd(fields.get("version", "")),
     )
 
 
@@ -92,6 +97,11 @@ def _whole(store: str) -> str:
     if _CONTAINERD in store:
         return "its Docker uses containerd's image store"
     return "" if store else "its docker info names no storage driver"
+
+
+def _takes_zstd(version: str) -> bool:
+    major = version.partition(".")[0]
+    return major.isdecimal() and int(major) >= _FIRST_WITH_ZSTD
 
 
 def _space(line: str) -> tuple[str, int] | None:

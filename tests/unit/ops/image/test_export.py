@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from tests.unit.ops.image.three_layers import CONFIG, DIFF_IDS, LAYERS
 from tridock.errors import ClusterError
@@ -146,19 +147,27 @@ def saved(folder: Path, names: Callable[[int], str], contents: list[bytes]) -> P
 
 
 @pytest.mark.parametrize("names", [lambda n: f"{n}/layer.tar", lambda n: f"blobs/sha256/{n}"], ids=["20.10", "25"])
-@pytest.mark.parametrize("packed", [False, True], ids=["tar", "gzip"])
+@pytest.mark.parametrize(
+    ("packed", "zstd"), [(False, False), (True, False), (False, True)], ids=["tar", "gzip", "zstd"]
+)
 def test_an_engine_that_cannot_push_saves(
-    docker: Callable[[str], None], tmp_path: Path, received: Path, names: Callable[[int], str], packed: bool
-) -> None:
+    docker: Callable[[str], None], tmp_path: Path, received: Path, names: Callable[[int], str], packed: bool,
+    zstd: bool,
+) -> None:  # fmt: skip
     file = saved(tmp_path, names, [gzip.compress(layer) if packed else layer for layer in LAYERS])
     docker(f'case $1 in push) echo "dial tcp: refused" >&2; exit 1;; save) cat {file};; esac')
     notes: list[str] = []
-    parts = export_image("lab", DIFF_IDS, 1, received, lambda _: None, notes.append)
+    parts = export_image("lab", DIFF_IDS, 1, received, lambda _: None, notes.append, zstd=zstd)
     assert notes == [
         "docker push cannot give single layers away (dial tcp: refused); docker save takes the whole image"
     ]
     assert parts.config == CONFIG
-    assert [gzip.decompress((received / digest).read_bytes()) for digest in parts.layers] == list(LAYERS)
+    unpack = zstandard.ZstdDecompressor().decompress if zstd else gzip.decompress
+    assert [unpack((received / digest).read_bytes()) for digest in parts.layers] == list(LAYERS)
+    assert {layer["mediaType"] for layer in json.loads(parts.manifest)["layers"]} == {
+        f"application/vnd.oci.image.layer.v1.tar+{'zstd' if zstd else 'gzip'}"
+    }
+    assert parts.unpacked_size(1) == sum(map(len, LAYERS[1:]))
     assert all(digest_of((received / digest).read_bytes()) == digest for digest in parts.layers)
 
 

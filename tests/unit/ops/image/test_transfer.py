@@ -19,7 +19,7 @@ OVERLAY = 'overlay2 [["Backing Filesystem","extfs"]]'
 CONTAINERD = 'overlayfs [["driver-type","io.containerd.snapshotter.v1"]]'
 DOCKER = r"""
 case "$1 $2" in
-"info "*) printf '%s\n' "/ $STORE" ;;
+"info "*) printf '%s\n' "20.10.24+dfsg1 / $STORE" ;;
 "image ls") [ -z "$LAYERS" ] || printf 'one\none\n' ;;
 "image inspect") printf 'layers %s\n' "$LAYERS" ;;
 "load --quiet") [ -z "$FAILS" ] || { echo "$FAILS" >&2; exit 1; }; cat >"$LOADED" ;;
@@ -68,6 +68,21 @@ def test_a_host_names_the_layers_that_it_has(delivery: Delivery, monkeypatch: py
 def test_other_image_stores_get_the_whole_image(store: str, reason: str) -> None:
     inventory = parse_inventory(f'store {store}\nlayers ["{DIFF_IDS[0]}"]\n')
     assert (inventory.whole, inventory.held(DIFF_IDS)) == (reason, 0)
+
+
+@pytest.mark.parametrize(
+    ("version", "takes"),
+    [
+        ("20.10.24+dfsg1", False),
+        ("22.06.0-beta", False),
+        ("23.0.6", True),
+        ("29.1.0", True),
+        ("", False),
+        ("4.9", False),
+    ],
+)
+def test_dockers_since_23_take_zstd(version: str, takes: bool) -> None:
+    assert parse_inventory(f"version {version}\nstore {OVERLAY}\n").zstd is takes
 
 
 def test_the_layers_that_are_missing_are_loaded(delivery: Delivery, parts: ImageParts, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""NVIDIA's PyTorch images that Tridock builds on, and which of them runs on a machine's GPUs.
+"""NVIDIA's PyTorch images that Tridock builds on, and the choice of one for a machine's GPUs.
 
-``python3 tridock/base_images.py`` prints the one for this machine. ``make image`` calls it before there is an
-environment: only the standard library, and Python 3.8.
+``python3 tridock/base_images.py`` prints the image for this machine. ``make image`` calls it before a virtual
+environment exists, so it uses only the standard library and runs on Python 3.8.
 """
 
 import re
@@ -13,16 +13,16 @@ Capability = Tuple[int, int]  # noqa: UP006 (Python 3.8)
 
 
 class BaseImage(NamedTuple):
-    """One image. None stands for a version that is not known here: the image's own manifest has it."""
+    """One base image. A version of None is not recorded here; the image's own manifest has it."""
 
     name: str
     python: str
     torch: str
     cuda: str
     driver: int
-    """The first branch of NVIDIA's driver that runs its CUDA without forward compatibility."""
+    """The oldest branch of NVIDIA's driver that runs the image's CUDA without forward compatibility."""
     least: Capability
-    """The least compute capability that its torch has kernels for."""
+    """The lowest compute capability that the image's torch has kernels for."""
     transformer_engine: Optional[str] = None  # noqa: UP045 (Python 3.8)
     nccl: Optional[str] = None  # noqa: UP045 (Python 3.8)
     numpy: Optional[str] = None  # noqa: UP045 (Python 3.8)
@@ -30,11 +30,11 @@ class BaseImage(NamedTuple):
 
     @property
     def build(self) -> str:
-        """The command that builds on it."""
+        """The command that builds Tridock's image on this base."""
         return f"tridock image --base-image {self.name}"
 
 
-# The newest first.
+# Newest first.
 BASE_IMAGES = (
     BaseImage("nvcr.io/nvidia/pytorch:25.12-py3", "3.12", "2.10.0a0", "13.1", 580, (7, 5), "2.10", "2.28.9"),
     BaseImage("nvcr.io/nvidia/pytorch:24.12-py3", "3.12", "2.6.0a0", "12.6", 525, (7, 0)),
@@ -42,8 +42,9 @@ BASE_IMAGES = (
 
 
 def base_for(capabilities: Sequence[Capability], cuda: Optional[str] = None) -> Optional[BaseImage]:  # noqa: UP045
-    """The newest image that has kernels for all GPUs and whose CUDA is not of a later major version than ``cuda``,
-    that of the driver; None if there is none.
+    """Returns the newest image that has kernels for all GPUs and whose CUDA major version the driver supports.
+
+    ``cuda`` is the driver's CUDA version. Returns None if no image fits.
     """
     for image in BASE_IMAGES:
         fits = all(capability >= image.least for capability in capabilities)
@@ -53,8 +54,10 @@ def base_for(capabilities: Sequence[Capability], cuda: Optional[str] = None) -> 
 
 
 def has_kernels(architectures: Sequence[str], capability: Capability) -> bool:
-    """Whether code for ``architectures`` (``sm_90``, ``compute_90``) runs on a GPU: machine code on a later minor
-    version of its own major one, PTX (``compute_``) on everything later. ``sm_90a`` runs on its own version alone.
+    """Whether code for ``architectures`` (``sm_90``, ``compute_90``) runs on a GPU.
+
+    Machine code (``sm_``) also runs on later minor versions of the same major version, PTX (``compute_``) on every
+    later version, and ``sm_90a`` only on exactly that version.
     """
     for kind, major, minor, own in re.findall(r"(sm|compute)_(\d+)(\d)([a-z]?)", " ".join(architectures)):
         built = (int(major), int(minor))
@@ -68,7 +71,7 @@ def has_kernels(architectures: Sequence[str], capability: Capability) -> bool:
 
 
 def parse_capability(text: str) -> Optional[Capability]:  # noqa: UP045 (Python 3.8)
-    """``9.0`` as ``nvidia-smi --query-gpu=compute_cap`` prints it; None for anything else."""
+    """Parses ``9.0`` as ``nvidia-smi --query-gpu=compute_cap`` prints it; returns None for anything else."""
     found = re.fullmatch(r"(\d+)\.(\d)", text.strip())
     return (int(found[1]), int(found[2])) if found else None
 
@@ -78,7 +81,7 @@ def _major(version: str) -> int:
 
 
 def main() -> None:
-    """Prints the image for this machine's GPUs; without GPUs, the newest."""
+    """Prints the image for this machine's GPUs, or the newest image on a machine without GPUs."""
     try:
         argv = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
         listed = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False).stdout.decode()

@@ -1,4 +1,4 @@
-"""A command as data: composed here, executed elsewhere.
+"""A command as data. It is composed here and executed elsewhere.
 
 ``Command`` holds an argv, its environment, working folder and standard input. ``render()`` returns a shell line that
 runs exactly that argv; ``str()`` returns the same line with secrets masked, for logs and dry runs.
@@ -17,8 +17,8 @@ MASK = "*****"
 class Command:
     """An argv with its environment, working folder and standard input.
 
-    ``secrets`` are the values (whole or as parts of an argument) that ``str()`` masks.
-    Standard input is the place for secret bytes: it is never rendered.
+    ``str()`` masks every value in ``secrets``, also within an argument. Secret bytes go to standard input, which is
+    never rendered.
     """
 
     argv: tuple[str, ...]
@@ -33,15 +33,15 @@ class Command:
 
     @classmethod
     def of(cls, *argv: str, env: Mapping[str, str] | None = None, stdin: bytes | None = None) -> Command:
-        """Builds a command from its arguments: ``Command.of("docker", "ps")``."""
+        """Builds a command from separate arguments: ``Command.of("docker", "ps")``."""
         return cls(tuple(argv), env=dict(env or {}), stdin=stdin)
 
     def extended(self, arguments: Iterable[str]) -> Command:
-        """The same command with more arguments at its end."""
+        """Returns the command with ``arguments`` appended."""
         return replace(self, argv=(*self.argv, *arguments))
 
     def inside(self, prefix: Command) -> Command:
-        """This command as the last arguments of another: ``docker exec NODE`` + this argv.
+        """Returns ``prefix`` with this argv appended, as in ``docker exec NODE`` + this argv.
 
         ``env`` in front of the argv sets the environment and the working folder.
         """
@@ -59,14 +59,14 @@ class Command:
         )
 
     def render(self) -> str:
-        """One shell line that runs exactly this command (POSIX quoting)."""
+        """Returns one shell line that runs exactly this command (POSIX quoting)."""
         quoted = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
         quoted += [shlex.quote(argument) for argument in self.argv]
         line = " ".join(quoted)
         return f"cd {shlex.quote(self.cwd)} && {line}" if self.cwd is not None else line
 
     def __str__(self) -> str:
-        # Secrets are masked before quoting: a quoted secret no longer reads as itself.
+        # Secrets are masked before quoting, because quoting can change their text.
         def masked(text: str) -> str:
             for secret in sorted(self.secrets, key=len, reverse=True):
                 text = text.replace(secret, MASK) if secret else text

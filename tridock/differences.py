@@ -1,4 +1,4 @@
-"""Documents compared field by field: manifests, experiments, the arguments of a log."""
+"""Field-by-field comparison of documents: manifests, experiments, the arguments in a log."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,22 +6,22 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 ABSENT: Final = "-"
-"""Shown where a document has no such field."""
+"""Stands for a field that a document lacks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A field in which documents differ: its path, and what each of them has, as text."""
+    """A field in which documents differ: its path, and its value in each document as text."""
 
     field: str
     values: tuple[str, ...]
 
 
 def differences(documents: Sequence[Mapping[str, Any]], ignored: Sequence[str] = ()) -> list[Difference]:
-    """The fields that are not the same in all documents, in the order in which they first appear.
+    """Returns the fields that differ between the documents, in order of first appearance.
 
-    A field's path joins the names with dots (``data_sha256.data/x.idx``); ``ignored`` fields are left out
-    with everything below them. Lists are values. 1 equals 1.0; true does not equal 1.
+    A field's path joins the names with dots (``data_sha256.data/x.idx``). Fields in ``ignored`` are left out with
+    everything below them. Lists are compared as single values. 1 equals 1.0; true does not equal 1.
     """
     flat = [dict(flattened(document)) for document in documents]
     fields = dict.fromkeys(field for fields in flat for field in fields)
@@ -36,7 +36,7 @@ def differences(documents: Sequence[Mapping[str, Any]], ignored: Sequence[str] =
 
 
 def flattened(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Every value with its path; an empty section is a value too."""
+    """Yields every value with its path. An empty section counts as a value."""
     for name, value in document.items():
         path = f"{prefix}{name}"
         if isinstance(value, Mapping) and value:
@@ -46,7 +46,7 @@ def flattened(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
 
 
 def shown(value: Any) -> str:
-    """A value as text: equal values give equal texts."""
+    """Formats a value; equal values give equal texts."""
     if isinstance(value, str):
         return value
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:

@@ -1,7 +1,7 @@
-"""User-facing errors: one small tree, an exit code for each branch.
+"""User-facing errors: a small class hierarchy with one exit code per branch.
 
-Every message reads ``<where>: <what is wrong>; got <value>; <what to do>``. An error carries
-all problems found, so that the user fixes them at once.
+Every message reads ``<where>: <what is wrong>; got <value>; <what to do>``. An error carries all problems found, so
+that the user can fix them in one go.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ EXIT_INTERRUPTED: Final = 130
 
 
 def exit_code_of(program: Callable[[], object]) -> int:
-    """Runs a program; an error of the user's ends it with its message on standard error and its exit code."""
+    """Runs a program. A :class:`TridockError` is printed to standard error; its exit code is returned."""
     try:
         program()
     except TridockError as error:
@@ -39,8 +39,8 @@ _MOST_SHOWN: Final = 50
 
 
 def printable(text: str) -> str:
-    """The text with escapes for what a terminal would obey (control characters, changes of direction) and for what
-    it cannot show (bytes of a file's name that are not UTF-8). Of a user's value or another program's output."""
+    """Escapes what a terminal would interpret (control and bidirectional characters) or cannot show (bytes of a file
+    name that are not UTF-8). For a user's value or another program's output."""
     return _UNPRINTABLE.sub(_escape, text)
 
 
@@ -52,17 +52,17 @@ def _escape(found: re.Match[str]) -> str:
 
 
 def cut(text: str, most: int) -> str:
-    """The first ``most`` characters, and how long the whole is; the whole where it is no longer."""
+    """Cuts the text to ``most`` characters and appends its full length; returns a shorter text unchanged."""
     return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong: where, what, the value got, and what to do.
+    """One problem: where it is, what is wrong, the value found, and what to do.
 
-    The message leaves out an empty ``got`` (a host that did not answer has no value).
-    The message has neither ``nearest``, the closest legal values of the field, nor ``cause``, the
-    :class:`tridock.contracts.events.Cause` that a run which fails of it records.
+    The message omits an empty ``got`` (a host that did not answer has no value). It also omits ``nearest``, the closest
+    legal values of the field, and ``cause``, the :class:`tridock.contracts.events.Cause` that a run failing with this
+    problem records.
     """
 
     where: str
@@ -74,17 +74,17 @@ class Problem:
 
     @property
     def message(self) -> dict[str, str]:
-        """The fields of the message, for another process, which calls :meth:`of` with them."""
+        """Returns the message's fields, from which another process rebuilds the problem with :meth:`of`."""
         return {"where": self.where, "what": self.what, "got": self.got, "todo": self.todo}
 
     @property
     def document(self) -> dict[str, Any]:
-        """What ``--json`` prints of it."""
+        """Returns what ``--json`` prints."""
         return {"field": printable(self.where), "message": str(self), "nearest": list(self.nearest)}
 
     @classmethod
     def of(cls, message: Mapping[str, str]) -> Problem:
-        """The problem of another process."""
+        """Rebuilds a problem that another process reported."""
         return cls(message["where"], message["what"], message["got"], message["todo"])
 
     def __str__(self) -> str:
@@ -93,12 +93,12 @@ class Problem:
 
 
 class TridockError(Exception):
-    """Base of every error that a user can cause or fix. ``exit_code`` is that of the process."""
+    """Base of every error that a user can cause or fix. ``exit_code`` is the process's exit code."""
 
     exit_code: ClassVar[int] = 1
 
     def __init__(self, problems: Problem | Iterable[Problem], unaffected: Sequence[str] = ()) -> None:
-        """``unaffected``: the hosts without a problem; the message names them last."""
+        """``unaffected``: hosts without a problem, which the message names last."""
         self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
         self.unaffected = tuple(unaffected)
         fine = [f"{', '.join(self.unaffected)}: no problem here; fix the others"] if self.unaffected else []
@@ -109,12 +109,12 @@ class TridockError(Exception):
         yield from map(str, self.problems)
 
     def __reduce__(self) -> tuple[type[TridockError], tuple[tuple[Problem, ...], tuple[str, ...]]]:
-        """Pickles the problems, not their text: errors travel out of worker processes."""
+        """Pickles the problems, not their text, because worker processes pass errors to their parent."""
         return type(self), (self.problems, self.unaffected)
 
 
 class RequestError(TridockError):
-    """The request is wrong: YAML, hostfile, arguments, an illegal plan. The message has the first 50 problems."""
+    """The request is invalid: YAML, hostfile, arguments or plan. The message lists the first 50 problems."""
 
     exit_code = 2
 
@@ -125,7 +125,7 @@ class RequestError(TridockError):
 
 
 class ClusterError(TridockError):
-    """The cluster cannot run this: a host, ssh, Docker, the image."""
+    """The cluster cannot do this because of a host, ssh, Docker or the image."""
 
     exit_code = 3
 
@@ -142,12 +142,12 @@ EXTRAS: Final[Mapping[str, Sequence[str]]] = {
     "trackers": ("mlflow", "tensorboard", "wandb"),
     "notify": ("apprise",),
 }
-"""Modules that only some commands import, by the extra that installs them (``locks/data.in``, ``locks/report.in``)."""
+"""Optional modules by the extra that installs them (``locks/data.in``, ``locks/report.in``)."""
 
 
 @contextmanager
 def extras_explained() -> Iterator[None]:
-    """Turns the ImportError of a module that an extra installs into a :class:`ClusterError` that names the extra."""
+    """Converts the ImportError of an optional module into a :class:`ClusterError` that names its extra."""
     try:
         yield
     except ModuleNotFoundError as error:

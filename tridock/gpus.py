@@ -23,24 +23,24 @@ MIB: Final = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """How much of a GPU's peak its kernels reach, and its link to the host."""
+    """The share of a GPU's peak that its kernels reach, and the bandwidth of its link to the host."""
 
     units: int
-    """Streaming multiprocessors, each of which works on one tile of a matrix product at a time."""
+    """Streaming multiprocessors; each computes one tile of a matrix product at a time."""
     matmul_share: float
-    """Of the peak, for a matrix product that keeps all units busy."""
+    """Share of the peak that a matrix product reaches when it keeps all units busy."""
     attention_share: float
-    """Of the peak, for fused causal attention, forward, half of its FLOPs counted."""
+    """Share of the peak that the forward pass of fused causal attention reaches, with half of its FLOPs counted."""
     host_gb_s: float = 26.0
-    """From the GPU to page-locked memory of its host."""
+    """GB/s from the GPU to page-locked memory of its host."""
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """What a node with this GPU usually has."""
+    """The network that a node with this GPU usually has."""
 
     gbit: float = 25.0
-    """For each GPU of the node, one direction."""
+    """Per GPU of the node, in one direction."""
     like: str = "100 Gbit/s for 4 GPUs"
 
 
@@ -58,40 +58,40 @@ _DGX_H100: Final = Network(400.0, "DGX H100")
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One kind of GPU. None where the figure is not known."""
+    """One GPU model. A field of None is an unknown figure."""
 
     name: str
     memory_mib: int
-    """What ``nvidia-smi`` shows as the total."""
+    """Total memory as ``nvidia-smi`` shows it."""
     tflops_16: float | None = None
-    """Dense TFLOP/s of fp16 and (where there is any) bf16 matrix products, accumulated in fp32."""
+    """Dense TFLOP/s of fp16 and, if supported, bf16 matrix products, accumulated in fp32."""
     tflops_32: float | None = None
     """TFLOP/s of fp32, without TF32."""
     memory_gb_s: float | None = None
-    """Reading or writing its own memory, GB/s."""
+    """Bandwidth of its own memory in GB/s, reading or writing."""
     link_gb_s: float | None = None
-    """To the other GPUs of its node, GB/s in one direction: NVLink, or PCIe where there is none."""
+    """Bandwidth to the other GPUs of its node in GB/s, one direction: NVLink, or PCIe on GPUs without NVLink."""
     bf16: bool = True
-    """Compute capability 8.0 and above."""
+    """Supported from compute capability 8.0."""
     kernels: Kernels = _AMPERE
     network: Network = Network()
     watts: float | None = None
-    """The power that it may take: of the module, not of its host."""
+    """Power limit of the GPU module, without its host."""
     device: str = ""
-    """A part of the name that the driver gives it; memory tells apart those that share one."""
+    """A part of the driver's name for it. GPUs with the same name differ in memory."""
 
     @property
     def memory_bytes(self) -> int:
         return self.memory_mib * MIB
 
     def tflops(self, precision: str, tf32: bool = False) -> float | None:
-        """Peak TFLOP/s in ``fp32``, ``bf16`` or ``fp16``; TF32, where there is any, is half as fast as bf16."""
+        """Peak TFLOP/s in ``fp32``, ``bf16`` or ``fp16``. TF32, if supported, is half as fast as bf16."""
         if precision != "fp32":
             return self.tflops_16
         return self.tflops_16 / 2 if tf32 and self.bf16 and self.tflops_16 else self.tflops_32
 
 
-# The more special name first: `of_device` takes the first that fits.
+# More specific names come first, because `of_device` takes the first match.
 _TABLE: Final = (
     Gpu("b200", 183359, 2250.0, 75.0, 8000.0, 900.0, kernels=_BLACKWELL, network=_DGX_H100, watts=1000, device="B200"),
     Gpu("h200", 143771, 989.4, 66.9, 4800.0, 450.0, kernels=_HOPPER, network=_DGX_H100, watts=700, device="H200"),
@@ -118,7 +118,7 @@ _MEMORY_ONLY: Final = re.compile(r"([0-9]{1,4}(?:\.[0-9]{1,6})?)gib")
 
 
 def find_gpu(name: str, where: str) -> Gpu:
-    """The GPU of this name; ``24gib`` is one of which only the memory is known. Raises :class:`RequestError`."""
+    """Returns the GPU of this name. ``24gib`` is a GPU with only its memory known. Raises :class:`RequestError`."""
     lower = name.lower()
     if (match := _MEMORY_ONLY.fullmatch(lower)) and (memory_mib := round(float(match[1]) * 1024)):
         return Gpu(lower, memory_mib)
@@ -130,9 +130,9 @@ def find_gpu(name: str, where: str) -> Gpu:
 
 
 def of_device(device: str, memory_mib: int | None = None) -> Gpu | None:
-    """The GPU that a driver names, for example ``Tesla V100-SXM2-16GB``; where several share the name, by its memory.
+    """Returns the GPU for a driver's name such as ``Tesla V100-SXM2-16GB``; ``memory_mib`` decides between variants.
 
-    None for one that is not listed.
+    Returns None for a GPU that is not listed.
     """
     fitting = [gpu for gpu in _TABLE if re.search(rf"\b{gpu.device}\b", device)]
     fitting = [gpu for gpu in fitting if gpu.device == fitting[0].device]

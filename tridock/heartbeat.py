@@ -1,4 +1,4 @@
-"""For your own program under ``tridock run``: says after each step that the rank makes progress.
+"""Heartbeats for your own program under ``tridock run``: report after each step that the rank makes progress.
 
 ::
 
@@ -6,8 +6,8 @@
 
     heartbeat.beat(iteration)
 
-The supervisor then tells a rank that hangs from one that waits for the others, and names the iteration after which a
-rank died. Outside of a run, the call does nothing.
+With heartbeats the supervisor can distinguish a rank that hangs from one that waits for the others, and can name the
+iteration after which a rank died. Outside a run, the call does nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _started = False
 
 
 def beat(iteration: int) -> None:
-    """Records that this rank (``RANK``) has finished the iteration; takes microseconds."""
+    """Records that this rank (``RANK``) has finished the iteration. Takes microseconds."""
     global _started  # one process is one rank
     folder, rank = os.environ.get(environment.RUN_FOLDER), os.environ.get("RANK", "")
     if not folder or not rank.isdecimal():

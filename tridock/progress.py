@@ -1,4 +1,4 @@
-"""Progress of long work on standard error: bars in a terminal, elsewhere a line now and then."""
+"""Progress of long work on standard error: bars in a terminal, otherwise occasional lines."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 LINE_S: Final = 10.0
-"""Seconds between two lines about the same work; shorter work has none."""
+"""Seconds between two lines about the same work. Shorter work prints no line."""
 
 
 class Bar(Protocol):
-    """Some work with a size in bytes, or in units. Called with what is done since the last call."""
+    """Work measured in bytes or units. A call adds what was done since the last call."""
 
     def __call__(self, count: int, note: str | None = None) -> None: ...
 
     def set(self, done: int, total: int | None, note: str = "") -> None:
-        """What is done in all; ``note`` stands beside it."""
+        """Sets the total done so far, with ``note`` beside it."""
 
     def end(self) -> None:
-        """Takes it away: the work is done."""
+        """Removes the bar when the work is done."""
 
 
 Bars = Callable[..., Bar]
-"""``begin(what, size, *, done=0, hidden_below=0, unit="")`` begins a bar of ``size`` bytes, or of so many ``unit``.
+"""``begin(what, size, *, done=0, hidden_below=0, unit="")`` begins a bar of ``size`` bytes, or of ``size`` units.
 
-None: nobody knows how many. It is shown from ``hidden_below`` bytes on."""
+A size of None is unknown. The bar is shown from ``hidden_below`` bytes."""
 
 
 @contextmanager
 def bars(*, quiet: bool = False) -> Iterator[Bars]:
-    """Yields a function that begins bars. ``quiet`` shows none, neither in a terminal nor elsewhere."""
+    """Yields a function that begins bars. ``quiet`` suppresses all progress."""
     if quiet:
         yield lambda what, *_, **__: _Line(what, None, 0, silent=True)
     elif sys.stderr.isatty():
@@ -79,7 +79,7 @@ def _columns() -> tuple[Any, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Shown:
-    """A bar of a terminal."""
+    """A bar in a terminal."""
 
     progress: Progress
     task: TaskID
@@ -107,7 +107,7 @@ class _Shown:
 
 @dataclass(slots=True)
 class _Line:
-    """Lines of a pipe: the first after ten seconds, then one every ten."""
+    """Progress as lines, for a pipe or file: one every ten seconds."""
 
     what: str
     size: int | None
@@ -131,7 +131,7 @@ class _Line:
             self._print()
 
     def end(self) -> None:
-        """The command itself says what has come of it."""
+        """Prints nothing: the command itself reports the result."""
 
     def _print(self) -> None:
         now = time.monotonic()

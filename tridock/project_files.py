@@ -1,6 +1,6 @@
 """The repository's files that commands use: configs, hostfiles, Compose files, the image's recipe.
 
-In a checkout and in the image they stand beside the package; the wheel has them inside (``pyproject.toml`` lists them).
+A checkout and the image have them beside the package, a wheel inside it (``pyproject.toml`` lists them).
 """
 
 from pathlib import Path
@@ -9,21 +9,22 @@ from typing import Final
 _PACKAGE: Final = Path(__file__).parent
 _IN_THE_WHEEL: Final = _PACKAGE / "_project"
 ROOT: Final = _IN_THE_WHEEL if _IN_THE_WHEEL.is_dir() else _PACKAGE.parent
-"""The folder that holds them."""
+"""The folder with these files."""
 
 STARTER: Final = ("configs", "hostfiles", "docker-compose.yml", "docker-compose.gpu.yml", "fabfile.py")
-"""What a folder of one's own begins with: ``tridock init``."""
+"""The files that ``tridock init`` copies into a new folder."""
 
 
 def project_file(path: Path, folder: Path = Path()) -> Path:
-    """The file ``path`` of ``folder``; if there is none, Tridock's own file of this name (``configs/demo.yaml``)."""
+    """Returns the file ``path`` in ``folder`` if it exists, else Tridock's own file of this name
+    (``configs/demo.yaml``)."""
     here, own = folder / path, ROOT / path
     named = not path.is_absolute() and ".." not in path.parts and path.parts[:1] and path.parts[0] in STARTER
     return own if named and not here.exists() and own.is_file() else here
 
 
 def recipe_files() -> dict[str, Path]:
-    """The image's recipe: what ``tools/build-image.sh`` needs, by its path in a checkout. Empty inside the image."""
+    """Returns the files that ``tools/build-image.sh`` needs, by their path in a checkout. Empty inside the image."""
     if not (ROOT / "Dockerfile").is_file():
         return {}
     names = ("Dockerfile", "Dockerfile.wrap", ".dockerignore", "configs", "entrypoint", "locks", "patches", "tools")
@@ -31,6 +32,6 @@ def recipe_files() -> dict[str, Path]:
 
 
 def starter_files() -> dict[Path, Path]:
-    """The files of :data:`STARTER` by their path in a checkout. Empty inside the image."""
+    """Returns the files of :data:`STARTER` by their path in a checkout. Empty inside the image."""
     found = (path for name in STARTER for path in ((ROOT / name), *(ROOT / name).rglob("*")))
     return {path.relative_to(ROOT): path for path in found if path.is_file() and path.name[0] != "."}

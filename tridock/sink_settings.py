@@ -89,7 +89,7 @@ Notifications = Annotated[
 
 
 def contracts(notify: tuple[Notification, ...]) -> tuple[sinks.Notification, ...]:
-    """What ``supervision.json`` holds: an address is found in the environment of the process that needs it."""
+    """Converts to the form of ``supervision.json``, where an address is the name of an environment variable."""
     return tuple(
         sinks.Notification(f"TRIDOCK_NOTIFY_{number}", it.events, it.per_hour) for number, it in enumerate(notify)
     )

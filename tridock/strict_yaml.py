@@ -1,4 +1,4 @@
-"""Files of users, and their values as pydantic models, strictly: shared by every loader."""
+"""Strict reading of users' files into pydantic models, shared by every loader."""
 
 import difflib
 import io
@@ -22,7 +22,7 @@ LARGEST: Final = 2**31 - 1
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
 Positive = Annotated[int, Field(gt=0, le=LARGEST)]
 AS_TUPLE: Final = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
-"""For a field that is a tuple: YAML has lists only, and strict mode does not convert one."""
+"""For a tuple field: YAML has only lists, and pydantic's strict mode does not convert them."""
 
 
 def _path(value: str) -> str:
@@ -35,14 +35,14 @@ PathText = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_
 
 
 def whole(value: Any) -> Any:
-    """The value, of a field whose choices are whole numbers: pydantic takes true and 1.0 for 1."""
+    """Validates a field whose choices are integers: pydantic alone accepts true and 1.0 for 1."""
     if isinstance(value, bool | float):
         raise PydanticCustomError("int_type", "no whole number")
     return value
 
 
 def as_json(value: Any) -> Any:
-    """The value, of a field of any content that JSON can have."""
+    """Validates a field with any content that JSON can represent."""
     try:
         json.dumps(value, allow_nan=False)
     except ValueError:
@@ -51,7 +51,7 @@ def as_json(value: Any) -> Any:
 
 
 class Section(BaseModel):
-    """A mapping of a YAML file: unknown keys are errors, nothing is coerced, nothing changes."""
+    """A mapping in a YAML file: unknown keys are errors, values are not coerced, instances are immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -63,15 +63,15 @@ MOST_BYTES: Final = 512 * 1024
 
 
 def read_text(path: Path, kind: str) -> str:
-    """Reads a UTF-8 file that the user named, or else Tridock's own of this name; at most :data:`MOST_BYTES`.
+    """Reads the UTF-8 file that the user named, or Tridock's own file of this name; at most :data:`MOST_BYTES`.
 
-    ``kind`` is what it should hold ("an experiment").
+    ``kind`` names the expected content ("an experiment").
     """
     try:
         with project_file(path).open("rb") as file:
             content = file.read(MOST_BYTES + 1)
         if len(content) <= MOST_BYTES:
-            # Lines end as in a file that is opened as text.
+            # Normalizes line ends, as opening in text mode does.
             return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8").read()
         got, todo = f"more than {MOST_BYTES // 1024} KiB", f"give the path of {kind} file"
     except FileNotFoundError:
@@ -82,13 +82,13 @@ def read_text(path: Path, kind: str) -> str:
         got, todo = f"byte 0x{error.object[error.start]:02x} at offset {error.start}", "save it as UTF-8"
     except OSError as error:
         got, todo = error.strerror or str(error), "make it readable"
-    except ValueError:  # of a path with a NUL
+    except ValueError:  # a path with a NUL
         got, todo = "no path", f"give the path of {kind} file"
     raise RequestError(Problem(str(path), f"cannot be read as {kind}", got, todo))
 
 
 def validated(model: type[Model], fields: Mapping[str, Any], source: str) -> Model:
-    """The fields as a model. Raises :class:`RequestError` with every problem, in the order of the file's fields."""
+    """Builds the model. Raises :class:`RequestError` with every problem, in the order of the file's fields."""
     try:
         return model.model_validate(fields)
     except ValidationError as error:
@@ -156,7 +156,7 @@ def _explained(kind: str, context: Mapping[str, Any], message: str) -> tuple[str
 
 
 def as_number(bound: float) -> str:
-    """A bound with all its digits."""
+    """Formats a bound with all its digits."""
     return str(bound) if isinstance(bound, int) else f"{bound:g}"
 
 
@@ -170,13 +170,13 @@ def _known_fields(model: type[BaseModel], location: list[str]) -> str:
 
 
 def _model_at(annotation: Any, path: list[str]) -> type[BaseModel] | None:
-    """The model that validates ``path``, which leads through fields, keys of mappings and indices of lists."""
+    """Returns the model that validates ``path``, a path of fields, mapping keys and list indices."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         if not path:
             return annotation
         field = annotation.model_fields.get(path[0])
         return None if field is None else _model_at(field.annotation, path[1:])
-    # An optional adds no step to the path; a mapping's key and a list's index do.
+    # Optional adds no step to the path; a mapping key or list index does.
     rest = path if typing.get_origin(annotation) in _SAME_PLACE else path[1:]
     found = (_model_at(argument, rest) for argument in typing.get_args(annotation))
     return next((inner for inner in found if inner is not None), None)

@@ -1,7 +1,7 @@
-"""YAML 1.2 as text: to values and back, by its core schema, within bounds. PyYAML scans and parses, no more.
+"""Reads and writes YAML 1.2 by its core schema, with size limits. PyYAML only scans and parses.
 
-PyYAML's own values are YAML 1.1: it reads ``010`` as 8, ``12:48`` as 768, ``no`` as false and ``1e-4`` as text, keeps
-the last of two equal keys, and multiplies aliases of aliases without a limit. All of these have cost people runs.
+PyYAML's own values follow YAML 1.1: it reads ``010`` as 8, ``12:48`` as 768, ``no`` as false and ``1e-4`` as text,
+keeps the last of two equal keys, and expands nested aliases without a limit. Each of these has spoiled runs.
 """
 
 import re
@@ -18,7 +18,7 @@ from yaml.scanner import Scanner
 from tridock.errors import Problem, RequestError, cut
 
 MOST_VALUES: Final = 50_000
-"""Keys and values of a document, aliases counted as what they stand for."""
+"""Maximum number of keys and values in a document, with aliases expanded."""
 DEEPEST: Final = 64
 _LARGEST: Final = 2**63 - 1
 
@@ -46,10 +46,9 @@ def parse_yaml(text: str, source: str) -> Mapping[str, Any]:
 
 
 def parse_value(text: str, source: str) -> Any:
-    """Parses one YAML value of any kind: text, int, float, bool, None, lists and dicts. No value is shared.
+    """Parses one YAML value: text, int, float, bool, None, list or dict. No value is shared.
 
-    Raises :class:`RequestError` with the place of what is no YAML, of a key that stands twice, and of what goes beyond
-    the bounds.
+    Raises :class:`RequestError` with the position of invalid YAML, a duplicate key or an exceeded limit.
     """
     try:
         return _Document(text, source).read()
@@ -66,12 +65,12 @@ def parse_value(text: str, source: str) -> Any:
 
 
 def dump_yaml(fields: Mapping[str, Any]) -> str:
-    """Block-style YAML in the order given; :func:`parse_yaml` reads the same values, and so does YAML 1.1."""
+    """Writes block-style YAML in the given order. :func:`parse_yaml` and YAML 1.1 parsers read the same values."""
     return yaml.dump(dict(fields), Dumper=_Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that YAML 1.2 would read as a number, too, and escapes other ends of lines than a newline."""
+    """Also quotes text that YAML 1.2 would read as a number, and escapes line breaks other than a newline."""
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
@@ -95,7 +94,7 @@ class _Events(Reader, Scanner, Parser):
 
 
 class _Document:
-    """One document, as its values are read."""
+    """One document while its values are read."""
 
     def __init__(self, text: str, source: str) -> None:
         self._events: Any = _Events(text)
@@ -180,7 +179,7 @@ class _Document:
         return {**merged, **own} if merged else own
 
     def _merged(self, event: Any) -> dict[Any, Any]:
-        """The mapping, or the mappings, of which the first wins, that stand behind ``<<:``."""
+        """Returns the value of ``<<:``: one mapping, or several merged, where the first wins."""
         value = self._value(self._events.get_event())
         several = value if isinstance(value, list) else [value]
         if not several or not all(isinstance(one, dict) for one in several):
@@ -206,13 +205,13 @@ class _Document:
         return value
 
     def _core(self, event: Any, text: str) -> Any:
-        """A plain scalar by YAML 1.2's core schema."""
+        """Resolves a plain scalar by YAML 1.2's core schema."""
         if text in _NULL:
             return None
         if text in _BOOL:
             return _BOOL[text]
         if _INTEGER.fullmatch(text):
-            # Digits are counted first: Python converts some thousands of them in seconds, and refuses more.
+            # The digits are counted first: Python takes seconds for thousands of digits, and refuses more.
             number = int(text, _BASES.get(text[:2], 10)) if len(text) <= _DIGITS else None
             if number is None or abs(number) > _LARGEST:
                 self._refuse(event, "is a number of more than 64 bits", cut(text, 40), "write a smaller one")
@@ -239,7 +238,7 @@ def _copy(value: Any) -> Any:
 
 
 class _Shown(reprlib.Repr):
-    """Of a value whatever its size a part, with YAML's words."""
+    """A bounded excerpt of a value of any size, in YAML's notation."""
 
     def repr_NoneType(self, _value: None, _level: int) -> str:  # noqa: N802  reprlib finds it by the type's name
         return "null"
@@ -254,7 +253,7 @@ _SHOWN.maxlevel, _SHOWN.maxdict, _SHOWN.maxlist, _SHOWN.maxtuple, _SHOWN.maxstri
 
 
 def shown(value: object) -> str:
-    """A value as messages have it: at most 80 characters, and how long it is if that is longer."""
+    """Formats a value for messages: at most 80 characters, with the full length if it is longer."""
     if isinstance(value, str):
         return repr(value) if len(value) <= _LONGEST else f"{value[:_LONGEST]!r}… ({len(value):,} characters)"
     return cut(_SHOWN.repr(value), _LONGEST)

@@ -1,1 +1,1 @@
-"""What two processes or two rooms agree on, as typed data. Standard library only; imports nothing above it."""
+"""Typed data that two processes or two packages share. Standard library only; imports nothing above it."""

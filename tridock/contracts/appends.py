@@ -1,4 +1,4 @@
-"""Appending to a run's files on a disk that may be full: what finds no room waits in memory for the next append."""
+"""Appends to a run's files on a disk that may be full: lines that do not fit wait in memory for the next append."""
 
 import errno
 import fcntl
@@ -9,21 +9,21 @@ from pathlib import Path
 from typing import Final
 
 NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-"""The errors of a file system that is full or read-only, which may have room again later."""
+"""Errors of a full or read-only file system, which may become writable again."""
 _KEPT_BYTES: Final = 1 << 20
 _RETRY_S: Final = 0.5
 _POLL_S: Final = 0.001
 _LOCK_S: Final = 1.0
-"""Longest wait for another writer; one that is suspended with the lock holds up nobody."""
+"""Longest wait for another writer, so that a writer suspended with the lock blocks nobody."""
 
 _waiting: dict[Path, bytes] = {}
-_lock = threading.Lock()  # a thread that writes checkpoints and the training loop both append
+_lock = threading.Lock()  # the checkpoint thread and the training loop both append
 
 
 def append(path: Path, data: bytes) -> None:
-    """Appends ``data``, whole lines, after what is still waiting for this file.
+    """Appends ``data``, complete lines, after any lines still waiting for this file.
 
-    A line is in the file whole or not at all. At most 1 MiB waits for each file; then the oldest lines are dropped.
+    A line is written completely or not at all. At most 1 MiB waits per file; beyond that the oldest lines are dropped.
     """
     with _lock:
         waiting = _waiting.pop(path, b"") + data
@@ -32,7 +32,7 @@ def append(path: Path, data: bytes) -> None:
 
 
 def flush(patience_s: float) -> bool:
-    """Appends what is waiting, for at most ``patience_s`` seconds; returns whether nothing is left."""
+    """Appends waiting lines, for at most ``patience_s`` seconds; returns whether all are written."""
     deadline = time.monotonic() + patience_s
     while True:
         for path in list(_waiting):
@@ -43,7 +43,7 @@ def flush(patience_s: float) -> bool:
 
 
 def _append(path: Path, data: bytes) -> int:
-    """Appends in one write, so that lines of several processes never mix; returns how many bytes found room."""
+    """Appends in one write, so that lines of several processes never mix; returns the number of bytes written."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError as error:
@@ -51,7 +51,7 @@ def _append(path: Path, data: bytes) -> int:
             return 0
         raise
     try:
-        _wait_for_lock(descriptor)  # another writer may be about to take back what was cut off
+        _wait_for_lock(descriptor)  # another writer may be about to truncate its partial line
         if (written := os.write(descriptor, data)) == len(data):
             return written
         whole = data.rfind(b"\n", 0, written) + 1
@@ -68,7 +68,7 @@ def _append(path: Path, data: bytes) -> int:
 
 
 def _wait_for_lock(descriptor: int) -> None:
-    """Locks the open file, as long as nobody else holds it for long; a file server may have no locks."""
+    """Locks the open file, or gives up after a short wait; a file server may not support locks."""
     deadline = time.monotonic() + _LOCK_S
     while True:
         try:

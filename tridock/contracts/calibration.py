@@ -1,10 +1,10 @@
-"""What ``tridock calibrate`` measures on a device and between devices, and the planner's estimates use."""
+"""Measurements of ``tridock calibrate`` on and between devices, which the planner's estimates use."""
 
 from dataclasses import dataclass
 from typing import Final
 
 SUFFIX: Final = ".calibration.json"
-"""After a hostfile's name, for the calibration of its cluster."""
+"""Suffix of a hostfile's name that gives its cluster's calibration file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +43,17 @@ class Summed:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Of one device while all ranks of the calibration were busy; and of the ranks together."""
+    """Measurements of one device while all ranks were busy, and of the ranks together."""
 
     device: str
-    """As the driver names a GPU; ``cpu``."""
+    """The driver's name for the GPU, or ``cpu``."""
     ranks: int
     units: int
-    """Streaming multiprocessors, or threads of a CPU rank."""
+    """Streaming multiprocessors of the GPU, or threads of a CPU rank."""
     memory_gb_s: float
-    """Read and written by an addition of large tensors."""
+    """Memory bandwidth, reads and writes together, during an addition of large tensors."""
     launch_s: float
-    """From one kernel to the next."""
+    """Time from the start of one kernel to the next."""
     products: tuple[Product, ...]
     attention: tuple[Attended, ...]
     sums: tuple[Summed, ...]

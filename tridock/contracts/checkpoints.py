@@ -1,4 +1,4 @@
-"""The names of files in a checkpoint folder, which the engines write and the supervisor, a launch and a replan read."""
+"""File names in a checkpoint folder. Engines write them; the supervisor, launch and replan read them."""
 
 import re
 from contextlib import suppress
@@ -6,27 +6,27 @@ from pathlib import Path
 from typing import Final
 
 MANIFEST: Final = "files.json"
-"""In every checkpoint: its files with their sizes and hashes. It is written last."""
+"""In every checkpoint: lists its files with sizes and hashes. Written last."""
 LAYOUT: Final = "layout.json"
-"""In a checkpoint folder of Megatron v1.1.5: the layout that it loads on."""
+"""In a checkpoint folder of Megatron v1.1.5: the layout that can load it."""
 LATEST: Final = "latest"
-"""The pointer of DeepSpeed and of engine ``torch``: the newest checkpoint's folder."""
+"""Pointer of DeepSpeed and of engine ``torch`` to the newest checkpoint's folder."""
 TRACKER: Final = "latest_checkpointed_iteration.txt"
-"""The pointer of Megatron: the newest checkpoint's iteration."""
+"""Megatron's pointer: the newest checkpoint's iteration."""
 _NAME: Final = re.compile(r"^(?:iter_|global_step)(\d+)$")
 ZERO_RANK: Final = re.compile(r"^(?:.*_)?zero_pp_rank_(\d+)_")
 """A file that DeepSpeed writes for one data-parallel rank."""
 
 
 def zero_file(rank: int, states: str, prefix: str = "") -> str:
-    """DeepSpeed's file of one data-parallel rank: ``states`` is ``model`` or ``optim``."""
+    """DeepSpeed's file for one data-parallel rank; ``states`` is ``model`` or ``optim``."""
     return f"{prefix}zero_pp_rank_{rank}_mp_rank_00_{states}_states.pt"
 
 
 def newest(folder: Path, since: float = 0.0) -> tuple[int, Path] | None:
-    """The iteration and the folder of the newest complete checkpoint in ``folder``, by its manifest; None without one.
+    """Returns iteration and folder of the newest checkpoint in ``folder`` with a manifest, or None.
 
-    Those from before ``since`` (a file's time) do not count. The pointer is not asked: it may be spoiled.
+    Ignores checkpoints older than ``since`` (a file's time). Does not read the pointer, which may be damaged.
     """
     found = []
     for iteration, path in saved_in(folder).items():
@@ -37,6 +37,6 @@ def newest(folder: Path, since: float = 0.0) -> tuple[int, Path] | None:
 
 
 def saved_in(folder: Path) -> dict[int, Path]:
-    """The folders of all checkpoints in ``folder`` by their iteration, complete or not."""
+    """Returns the folders of all checkpoints in ``folder`` by iteration, complete or not."""
     paths = list(folder.iterdir()) if folder.is_dir() else []
     return {int(match[1]): path for path in paths if (match := _NAME.match(path.name))}

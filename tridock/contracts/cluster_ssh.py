@@ -1,4 +1,4 @@
-"""The options of ssh between a cluster's nodes, or their hosts: trust, timeouts and keepalives stand here alone."""
+"""All ssh options between a cluster's nodes or hosts: trust, timeouts and keepalives."""
 
 from typing import Final
 
@@ -20,9 +20,9 @@ CONFIG: Final = {
     "ForwardAgent": "no",
     "LogLevel": "ERROR",
 }
-"""Of every node's ``ssh_config``: what pdsh, DeepSpeed's launcher and a user's own ssh go by."""
+"""For every node's ``ssh_config``, which pdsh, DeepSpeed's launcher and a user's own ssh read."""
 
-# The supervisor and the doctor try again by themselves: they want to hear of a node that is away within seconds.
+# The supervisor and the doctor retry by themselves, so an unreachable node must fail within seconds.
 _QUICK: Final = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-o", "ConnectionAttempts=1")
 SUPERVISOR: Final = ("ssh", "-T", *_QUICK, "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
 """The supervisor's ssh to another node."""
@@ -33,8 +33,8 @@ _PEER: Final = {
     "ConnectionAttempts": "1",
     "ServerAliveInterval": "5",
     "ServerAliveCountMax": "3",
-    # Hundreds of short connections: OpenSSH 9's own choice takes ten times the client's processor time.
+    # For hundreds of short connections: OpenSSH 9's default key exchange costs the client ten times the CPU time.
     "KexAlgorithms": "curve25519-sha256@libssh.org,ecdh-sha2-nistp256",
 }
 PEER: Final = ("ssh", "-F", "/dev/null", "-T", "-a", "-x", *(f"-o{name}={value}" for name, value in _PEER.items()))
-"""A host's ssh to another host while an image travels; the keys are of that command alone."""
+"""A host's ssh to another host during an image transfer, with keys made for that command only."""

@@ -1,4 +1,4 @@
-"""Typed data as JSON: dataclasses of plain values, written as they are and read by their annotations."""
+"""Typed data as JSON: encodes dataclasses of plain values, and decodes them by their annotations."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -13,17 +13,17 @@ T = TypeVar("T")
 
 
 class UnknownFormError(ValueError):
-    """JSON of another form than the type's: what wrote it is mostly another version of Tridock."""
+    """JSON that does not match the type, usually written by another version of Tridock."""
 
 
 def encode(data: object) -> str:
-    """One line of JSON: a dataclass, or lists and dicts of them."""
+    """Encodes a dataclass, or lists and dicts of them, as one line of JSON."""
     return json.dumps(data, default=asdict)
 
 
 def decode(kind: type[T], text: str | bytes) -> T:
-    """Reads what :func:`encode` has written of this type. Raises :class:`ValueError` for anything else, mostly
-    :class:`UnknownFormError`."""
+    """Decodes a value of type ``kind`` that :func:`encode` wrote. Raises :class:`ValueError` for anything else,
+    usually :class:`UnknownFormError`."""
     try:
         decoded: T = _decoder(cast(Any, kind))(json.loads(text))
     except (AttributeError, KeyError, TypeError) as error:
@@ -32,7 +32,7 @@ def decode(kind: type[T], text: str | bytes) -> T:
 
 
 def form_digest(kind: type) -> str:
-    """A digest of the type's fields and theirs: writer and reader have the same form where it is the same."""
+    """Returns a digest of the type's fields, nested ones included. Equal digests mean that writer and reader agree."""
     return sha256("\n".join(sorted(_form(kind, ""))).encode()).hexdigest()[:16]
 
 
@@ -48,7 +48,7 @@ def _form(kind: Any, path: str) -> Iterator[str]:
 
 @cache
 def _decoder(kind: Any) -> Callable[[Any], Any]:
-    """The function from a JSON value to a value of the type. Cached: the supervisor decodes every second."""
+    """Returns the function that decodes a JSON value to the type. Cached: the supervisor decodes every second."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is UnionType:
         several = [it for it in arguments if it is not NoneType]

@@ -1,4 +1,4 @@
-"""GPUs and MIG slices as CUDA counts them: the list of ``nvidia-smi``, and ``CUDA_VISIBLE_DEVICES`` of a rank."""
+"""GPUs and MIG slices as CUDA numbers them: ``nvidia-smi``'s list, and a rank's ``CUDA_VISIBLE_DEVICES``."""
 
 import re
 from collections.abc import Mapping
@@ -8,12 +8,12 @@ from tridock.contracts import environment
 
 VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 MIG: Final = "MIG-"
-"""How the UUID of a slice begins. A process sees one slice at most."""
+"""Prefix of a MIG slice's UUID. A process sees at most one slice."""
 _LISTED: Final = re.compile(r"^( *)(?:GPU|MIG) .*\(UUID: ([^)]+)\)$", re.MULTILINE)
 
 
 def listed_devices(listing: str) -> tuple[str, ...]:
-    """The UUIDs of ``nvidia-smi --list-gpus``; a GPU that is divided by MIG counts as its slices."""
+    """Returns the UUIDs in the output of ``nvidia-smi --list-gpus``. A GPU in MIG mode is listed as its slices."""
     found: list[str] = []
     whole = ""
     for indent, uuid in _LISTED.findall(listing):
@@ -26,10 +26,10 @@ def listed_devices(listing: str) -> tuple[str, ...]:
 
 
 def rank_devices(env: Mapping[str, str]) -> dict[str, str]:
-    """``CUDA_VISIBLE_DEVICES`` of a rank whose node has devices of its own (``TRIDOCK_DEVICES``); else nothing.
+    """Returns ``CUDA_VISIBLE_DEVICES`` for a rank on a node with a device list (``TRIDOCK_DEVICES``), else nothing.
 
-    DeepSpeed's launcher sets it to slot numbers, whatever it was before: these are places in the node's list. Of MIG
-    slices a rank gets its own alone.
+    DeepSpeed's launcher overwrites the variable with slot numbers, which are indices into the node's list. With MIG
+    each rank gets only its own slice.
     """
     if environment.DEVICES not in env or VISIBLE not in env:
         return {}

@@ -1,4 +1,4 @@
-"""``events.jsonl``: the events of a run, the cause codes of its failures, and how a line is written and read."""
+"""``events.jsonl``: a run's events, the cause codes of its failures, and the functions that write and read them."""
 
 import json
 import math
@@ -14,9 +14,9 @@ from tridock.contracts.records import read_lines
 
 
 class Event(StrEnum):
-    """Every event. A line is an object with ``time``, ``event`` and the fields named here; ``?``: where known."""
+    """Every event. A line is an object with ``time``, ``event`` and the fields listed here; ``?``: optional."""
 
-    # The ranks.
+    # Written by the ranks.
     RUN_STARTED = "run_started"  # run
     WORLD_FORMED = "world_formed"  # world_size, backend
     MODEL_BUILT = "model_built"  # parameters, padded_vocab_size
@@ -33,32 +33,32 @@ class Event(StrEnum):
     RUN_FINISHED = "run_finished"  # iteration, device, peak_memory_bytes, peak_memory_by_rank
     RUN_PREEMPTED = "run_preempted"  # iteration
     RUN_FAILED = "run_failed"  # rank, cause, reason, problem? (where, what, got, todo), agreed?, consequence?
-    # The supervisor.
+    # Written by the supervisor.
     RANK_DIED = "rank_died"  # rank, node, exit_code, cause, reason
     RANK_HUNG = "rank_hung"  # rank, node, exit_code, cause, reason
     NODE_LOST = "node_lost"  # node, exit_code, cause, reason
     LAUNCHER_ENDED = "launcher_ended"  # exit_code, cause, reason
-    NODE_FAILED = "node_failed"  # node, cause, reason: what a node could not do for the user's own program
+    NODE_FAILED = "node_failed"  # node, cause, reason: what a node could not do for your own program
     DISK_NEARLY_FULL = "disk_nearly_full"  # node, free_bytes, total_bytes
     RUN_RESTARTED = "run_restarted"  # attempt, iteration, reason, log_bytes (of launcher.log until then)
     NOT_RESTARTED = "not_restarted"  # reason
     TAKEN_OVER = "taken_over"  # node (that supervises from now on), previous, token, reason
     RUN_MOVED = "run_moved"  # lost, nodes, layout, world_size, reason
-    # A job of Slurm's.
+    # Written in a Slurm job.
     JOB_STARTED = "job_started"  # job, nodes, again
     JOB_REQUEUED = "job_requeued"  # iteration, reason
     JOB_NOT_REQUEUED = "job_not_requeued"  # reason
-    # A node that no longer hears the supervisor; a user who stops the run.
+    # A node lost contact with the supervisor; a user stopped the run.
     HEAD_LOST = "head_lost"  # node, cause, reason
     RUN_STOPPED = "run_stopped"
 
 
 class Cause(StrEnum):
-    """Why a run failed, for programs; ``reason`` says the same to people."""
+    """Why a run failed, as a code for programs; ``reason`` is the text for people."""
 
-    # A rank, of itself.
-    EXCEPTION = "exception"  # not Tridock's own: `reason` holds what Python, torch or the system said
-    REFUSED = "refused"  # an error of Tridock's without a code of its own: `problem` holds it
+    # A rank's own failure.
+    EXCEPTION = "exception"  # not raised by Tridock: `reason` holds the message of Python, torch or the system
+    REFUSED = "refused"  # raised by Tridock, without a specific code: `problem` holds it
     LOSS_NOT_FINITE = "loss_not_finite"
     TOKEN_OUTSIDE_VOCABULARY = "token_outside_vocabulary"  # noqa: S105 (no password)
     CHECKPOINT_MISMATCH = "checkpoint_mismatch"
@@ -68,9 +68,9 @@ class Cause(StrEnum):
     NCCL_FAILED = "nccl_failed"
     TERMINATED = "terminated"
     INTERRUPTED = "interrupted"
-    # A rank, because of another.
+    # A rank that failed because of another.
     PEER_LOST = "peer_lost"
-    # What the supervisor sees.
+    # Seen by the supervisor.
     RANK_FAILED = "rank_failed"  # the rank has recorded its own RUN_FAILED
     RANK_KILLED_FOR_MEMORY = "rank_killed_for_memory"
     RANK_SIGNALLED = "rank_signalled"
@@ -83,13 +83,13 @@ class Cause(StrEnum):
     SSH_SESSION_LOST = "ssh_session_lost"
     LAUNCHER_EXITED = "launcher_exited"
     HEAD_SILENT = "head_silent"
-    # A node, of the user's own program.
+    # A node of a run of your own program.
     SETUP_FAILED = "setup_failed"
     PROGRAM_NOT_STARTED = "program_not_started"
 
     @property
     def event(self) -> Event:
-        """The event that records it."""
+        """The event that records this cause."""
         return _EVENTS.get(self, Event.RUN_FAILED)
 
 
@@ -117,18 +117,18 @@ def append_line(path: Path, fields: Mapping[str, object]) -> None:
 
 
 def append_event(folder: Path, event: Event, /, **fields: object) -> None:
-    """One line of ``events.jsonl``: ``time`` (UTC, ISO 8601), ``event``, and the event's own fields."""
+    """Appends a line to ``events.jsonl``: ``time`` (UTC, ISO 8601), ``event`` and the event's fields."""
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     append_line(folder / run_folder.EVENTS, {"time": now, "event": event, **fields})
 
 
 def events_of(folder: Path, event: Event, first: int = 0) -> list[dict[str, Any]]:
-    """The run's events of one name, without the ``first`` lines of the file."""
+    """Returns the run's events with this name, skipping the ``first`` lines of the file."""
     return [entry for entry in read_lines(folder / run_folder.EVENTS)[first:] if entry.get("event") == event]
 
 
 def samples_of(events: Iterable[Mapping[str, Any]]) -> dict[int, list[tuple[str, str]]]:
-    """Prompts and texts by iteration; of one that a restarted run repeats, the last."""
+    """Returns prompts and texts by iteration. If a restarted run repeats an iteration, the last one counts."""
     found = {}
     for event in events:
         iteration, samples = event.get("iteration"), event.get("samples")

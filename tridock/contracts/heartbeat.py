@@ -1,7 +1,7 @@
-"""A rank's heartbeat: its progress, in a small file that it writes at every step and that its node's agent reads.
+"""Heartbeats: each rank writes its progress to a small file at every step, and its node's agent reads it.
 
 ``<run>/.heartbeat/rank-<N>`` holds one line of fixed size, overwritten in place: a write takes microseconds and is
-never synced to disk. An agent that finds a heartbeat old asks the rank for its stacks with :data:`STACKS_SIGNAL`.
+never synced to disk. When a heartbeat is too old, the agent requests the rank's stacks with :data:`STACKS_SIGNAL`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Final
 
 FOLDER: Final = ".heartbeat"
 
-# The phases of a rank: before its first step, training, evaluating, saving a checkpoint; finished, failed by itself,
+# The phases of a rank: before its first step, training, evaluating, saving a checkpoint, finished, failed by itself,
 # or ending because it lost another rank or was asked to end.
 START, TRAIN, EVAL, SAVE, END, FAILED, LOST = PHASES = ("start", "train", "eval", "save", "end", "failed", "lost")
-# Of a rank that writes no heartbeat: its agent sees whether it computes or writes something.
+# For a rank without heartbeats: its agent observes whether it computes or writes.
 OBSERVED: Final = "observed"
-# Of such a rank that has ended, without anybody having seen how: its launcher has its exit code.
+# For such a rank that ended unobserved: only its launcher has the exit code.
 GONE: Final = "gone"
 
-# A signal that no launcher and no library sends.
+# No launcher or library sends this signal.
 STACKS_SIGNAL: Final = signal.SIGRTMIN + 1
 
 _SIZE: Final = 96
@@ -34,7 +34,7 @@ _SIZE: Final = 96
 class Heartbeat:
     """The last heartbeat of a rank.
 
-    ``pid`` and ``start_ticks`` (clock ticks since boot) tell its process from a later one with the same number.
+    ``pid`` and ``start_ticks`` (clock ticks since boot) distinguish its process from a later one with the same pid.
     ``count`` is the number of heartbeats: ranks run in step, so the one with fewer is behind. ``time_s`` is the node's
     monotonic clock in seconds.
     """
@@ -90,12 +90,12 @@ def ranks(folder: Path) -> list[int]:
 
 
 def stacks_path(folder: Path, rank: int) -> Path:
-    """The file to which a rank writes its stacks at :data:`STACKS_SIGNAL`."""
+    """The file to which a rank writes its stacks on :data:`STACKS_SIGNAL`."""
     return folder / FOLDER / f"stacks-{rank}"
 
 
 def read(folder: Path, rank: int) -> Heartbeat | None:
-    """The rank's last heartbeat; None if there is none yet, or if it is being written."""
+    """Returns the rank's last heartbeat, or None before the first one or while it is being written."""
     try:
         pid, ticks, count, iteration, phase, code, time_s = path_of(folder, rank).read_bytes()[:_SIZE].decode().split()
         return Heartbeat(int(pid), int(ticks), int(count), int(iteration), phase, int(code), float(time_s))
@@ -104,5 +104,5 @@ def read(folder: Path, rank: int) -> Heartbeat | None:
 
 
 def start_ticks(pid: int) -> int:
-    """The start time of a process in clock ticks since boot (proc(5), field 22). Raises OSError if there is none."""
+    """Returns a process's start time in clock ticks since boot (proc(5), field 22). Raises OSError if it is gone."""
     return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19])

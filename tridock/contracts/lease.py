@@ -1,9 +1,9 @@
-"""Who supervises a run: the newest of its leases, files of the run's folder that all nodes see where it is shared.
+"""Leases: the holder of the newest lease in a run's folder supervises the run. All nodes see a shared folder's leases.
 
-``.lease-N``: N is the fencing token. The supervisor that holds a lease touches its file every ``RENEW_S`` seconds.
-Another node that has watched it untouched for ``EXPIRY_S``, by its own clock, first marks it as taken and then creates
-the next one with ``link``, which succeeds for one node only, on NFS too. A supervisor looks for the mark before it
-acts: one that stood still finds that it has lost the run.
+In ``.lease-N``, N is the fencing token. The supervisor that holds a lease touches its file every ``RENEW_S`` seconds.
+A node that has seen the file untouched for ``EXPIRY_S``, by its own clock, marks the lease as taken. It then creates
+the next lease with ``link``, which succeeds on one node only, also on NFS. A supervisor checks for the mark before it
+acts, so one that was suspended notices that it has lost the run.
 """
 
 import os
@@ -29,22 +29,22 @@ class LeaseLostError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """What the file of a lease holds."""
+    """The content of a lease file."""
 
     node: str
     """The node whose supervisor holds it."""
     begun: float
-    """As in :class:`tridock.contracts.supervision.Supervision`, from one lease to the next."""
+    """As in :class:`tridock.contracts.supervision.Supervision`; each lease copies it from the previous one."""
     taken_by: str | None = None
 
 
 def newest(folder: Path) -> int:
-    """The token of a run's newest lease; 0 where this node sees none."""
+    """Returns the token of the run's newest lease, or 0 if this node sees no lease."""
     return max(_tokens(folder), default=0)
 
 
 def read(folder: Path, token: int) -> Lease | None:
-    """A lease; None for one that cannot be read."""
+    """Returns the lease, or None if it cannot be read."""
     try:
         return decode(Lease, _path(folder, token).read_bytes())
     except (OSError, ValueError):
@@ -61,7 +61,7 @@ class HeldLease:
 
     @classmethod
     def first(cls, folder: Path, node: str, begun: float) -> Self:
-        """The lease of a run that somebody starts, the first time or again."""
+        """Creates the lease of a run that is being started or restarted."""
         while True:
             held = cls._next(folder, newest(folder), node, begun)
             if held is not None:
@@ -69,7 +69,7 @@ class HeldLease:
 
     @classmethod
     def take(cls, folder: Path, token: int, node: str) -> Self | None:
-        """The lease after ``token``, which has expired; None where another node was faster."""
+        """Takes the lease after ``token``, which has expired. Returns None if another node was faster."""
         return cls._next(folder, token, node, time.time())
 
     @classmethod
@@ -77,10 +77,10 @@ class HeldLease:
         if token:
             before = read(folder, token) or Lease("", begun)
             begun = min(begun, before.begun)
-            # The mark comes first: whoever still holds that lease ends before anybody has the next.
+            # The mark comes first, so that the current holder ends before anybody takes the next lease.
             run_folder.write_atomic(_path(folder, token), _encoded(replace(before, taken_by=node)))
         lease = Lease(node, begun)
-        partial = folder / f"{_NAME}{secrets.token_hex(8)}.part"  # nodes have the same process numbers
+        partial = folder / f"{_NAME}{secrets.token_hex(8)}.part"  # pids can be equal on several nodes
         run_folder.write_atomic(partial, _encoded(lease))
         try:
             os.link(partial, _path(folder, token + 1))
@@ -99,7 +99,7 @@ class HeldLease:
             )
 
     def renew(self) -> None:
-        """Shows the other nodes that this supervisor is alive, every ``RENEW_S`` seconds. Raises as :meth:`check`."""
+        """Touches the lease every ``RENEW_S`` seconds. Raises like :meth:`check`."""
         now = time.monotonic()
         if now - self._renewed >= RENEW_S:
             self.check()
@@ -109,32 +109,32 @@ class HeldLease:
 
 
 class LeaseWatch:
-    """The newest lease of a run as another node sees it, and for how long nobody has touched it."""
+    """Watches a run's newest lease from another node, and measures for how long it has been untouched."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._seen = self._stamp()
         self._since = self._looked = time.monotonic()
         self.renewed = False
-        """Whether it was touched by the supervisor that holds it."""
+        """Whether the supervisor that holds the lease has touched it."""
 
     @property
     def token(self) -> int:
         return self._seen[0]
 
     def look(self) -> float:
-        """The seconds for which the lease is known to be untouched."""
+        """Returns the seconds for which the lease has been untouched."""
         now, seen = time.monotonic(), self._stamp()
         if seen[0] == self._seen[0] and seen != self._seen:
             lease = read(self._folder, seen[0])
             self.renewed = lease is None or lease.taken_by is None
-        if seen != self._seen or now - self._looked > EXPIRY_S / 2:  # this node itself may have stood still
+        if seen != self._seen or now - self._looked > EXPIRY_S / 2:  # this node itself may have been suspended
             self._since = now
         self._seen, self._looked = seen, now
         return now - self._since
 
     def _stamp(self) -> tuple[int, int]:
-        """Opened, not only looked at: NFS asks its server then."""
+        """Opens the file, not only stats it, because NFS then asks its server."""
         token = newest(self._folder)
         try:
             with _path(self._folder, token).open("rb") as file:

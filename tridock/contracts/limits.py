@@ -1,4 +1,4 @@
-"""Sizes that no cluster has: a request beyond them is a slip of the finger, and is refused before it fills memory."""
+"""Upper limits beyond any real cluster: a larger request is a typing error, refused before it fills memory."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -6,15 +6,15 @@ from typing import Final
 from tridock.errors import Problem, RequestError
 
 MOST_SLOTS: Final = 4096
-"""Of a node."""
+"""Per node."""
 MOST_RANKS: Final = 2**16
-"""Of a run."""
+"""Per run."""
 LEAST_RATE: Final = 1e-3
 MOST_RATE: Final = 1e6
-"""Of a network in Gbit/s, and of a GPU in TFLOP/s."""
+"""For a network in Gbit/s and a GPU in TFLOP/s."""
 
 
 def refuse_too_many(slots: Mapping[str, Sequence[int]], where: str, todo: str) -> None:
-    """Raises :class:`RequestError` for more slots than :data:`MOST_RANKS`; ``todo`` says what leaves some out."""
+    """Raises :class:`RequestError` for more slots than :data:`MOST_RANKS`; ``todo`` says how to exclude some."""
     if (number := sum(map(len, slots.values()))) > MOST_RANKS:
         raise RequestError(Problem(where, f"has more slots than the {MOST_RANKS:,} of a run", f"{number:,}", todo))

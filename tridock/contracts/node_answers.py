@@ -1,4 +1,4 @@
-"""What ``python -m tridock.node VERB`` answers, as JSON: one dataclass a verb, for the node and for whoever asks."""
+"""JSON answers of ``python -m tridock.node VERB``: one dataclass per verb, shared by the node and its callers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,15 +8,15 @@ from tridock.contracts.run_state import RunState
 from tridock.errors import Problem
 
 PROTOCOL: Final = 6
-"""The version of the verbs and their answers, in every node report. To be raised with a change that a caller notices:
-an image of another version is then named as such."""
+"""Version of the verbs and their answers, part of every node report. Increase it with every change that a caller
+notices; a node whose image has another version is then reported."""
 USAGE: Final = 2
-"""argparse's exit code: the image does not know the verb or an option. No verb of the doctor refuses a request."""
+"""argparse's exit code: the image does not know the verb or an option. No verb of the doctor exits with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PortAnswer:
-    """A port of the node for the rendezvous, or why there is none."""
+    """A port of the node for the rendezvous, or the reason why none is free."""
 
     port: int | None = None
     problem: Problem | None = None
@@ -27,7 +27,7 @@ class PortAnswer:
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """``runs``: one run of the workspace; None stands for what is unknown."""
+    """``runs``: one run in the workspace. None stands for an unknown value."""
 
     run_id: str
     state: RunState
@@ -40,33 +40,33 @@ class RunInfo:
     nodes: tuple[str, ...]
     train_iters: int | None
     duration_s: float | None
-    """Until its end, or until now."""
+    """Seconds until its end, or until now."""
     age_s: float | None
-    """Since its last step."""
+    """Seconds since its last step."""
     head: str = ""
-    """The node that answered; added by whoever asks several."""
+    """The node that answered, added by a caller that asks several."""
     slots: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Of an active run: its slots on each node, by its plan."""
+    """An active run's slots on each node, from its plan."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueuedRun:
-    """``enqueue`` and ``queue``: a run that waits for its slots, or has been started."""
+    """``enqueue`` and ``queue``: a run that is queued for its slots, or has been started."""
 
     run_id: str
     node: str
-    """Its head."""
+    """The run's head."""
     since: float
-    """When it was queued, in seconds since the epoch."""
+    """Time of queueing, in seconds since the epoch."""
     slots: Mapping[str, tuple[int, ...]]
     waits_for: tuple[str, ...]
-    """Active runs, and runs before it in the queue, that share slots with it."""
+    """Active runs and earlier queued runs that use some of its slots."""
     started: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class RankProgress:
-    """A rank by its heartbeat, and the seconds since that."""
+    """A rank's last heartbeat and its age in seconds."""
 
     rank: int
     phase: str
@@ -76,29 +76,29 @@ class RankProgress:
 
 @dataclass(frozen=True, slots=True)
 class RunUpdate:
-    """``run-update``: what is new in a run's records since the last answer."""
+    """``run-update``: a run's new records since the last answer."""
 
     state: RunState
     exit_code: int | None
     offset: int
-    """Bytes of ``metrics.jsonl`` that are known now."""
+    """Bytes of ``metrics.jsonl`` read so far."""
     inode: int
     begins_anew: bool
-    """Whether the records replace all that were known."""
+    """Whether the records replace all earlier ones."""
     records: tuple[Mapping[str, Any], ...]
     events: tuple[Mapping[str, Any], ...]
     event_count: int
     ranks: tuple[RankProgress, ...]
-    """The ranks of this node."""
+    """This node's ranks."""
     plan: Mapping[str, Any]
-    """A part of the plan; empty in all answers but the first."""
+    """An excerpt of the plan; only in the first answer."""
     age_s: float | None
-    """Since the last record."""
+    """Seconds since the last record."""
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """``processes``: one process of a run; ``cpu_s`` is its processor time, ``age_s`` the time since its start."""
+    """``processes``: one process of a run; ``cpu_s`` is its CPU time, ``age_s`` the time since its start."""
 
     run_id: str
     pid: int
@@ -111,14 +111,14 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class PlacedCode:
-    """``place-code``: the files of a run's code that this node lacks, by their SHA-256; empty once all are in place."""
+    """``place-code``: SHA-256 of the code files that this node lacks; empty once all are in place."""
 
     missing: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CodeFile:
-    """A file of a run's code: its content by SHA-256, and whether it may be executed."""
+    """A file of a run's code: its SHA-256, and whether it is executable."""
 
     sha256: str
     executable: bool
@@ -126,7 +126,7 @@ class CodeFile:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """``stop``: how many processes the run had, and how many remain (0 unless the kernel holds one back)."""
+    """``stop``: the number of the run's processes before, and after (0 unless one is stuck in the kernel)."""
 
     stopped: int
     remaining: int
@@ -134,40 +134,40 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True)
 class Signalled:
-    """``save``: how many ranks have received the signal to save and end."""
+    """``save``: the number of ranks that received the signal to save and end."""
 
     ranks: int
 
 
 @dataclass(frozen=True, slots=True)
 class SpareStatus:
-    """``spare-status``: the runs that a spare is busy with, the data files that it lacks, the checkpoint it sees."""
+    """``spare-status``: the runs that keep a spare busy, the data files that it lacks, and the checkpoint it sees."""
 
     busy: tuple[str, ...]
     missing: tuple[str, ...]
     checkpoint: str | None
-    """A fingerprint of the newest checkpoint."""
+    """Fingerprint of the newest checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """``evidence``: what a node knows of a run that failed; a node that had no part in it knows nothing."""
+    """``evidence``: a node's evidence about a failed run; empty on a node that took no part in it."""
 
     events: str = ""
     logs: Mapping[int, str] = field(default_factory=dict)
     """The end of each rank's log."""
     printed: Mapping[int, str] = field(default_factory=dict)
-    """What torch has printed of each rank's exception into the launcher's output, for ranks without a log."""
+    """Each rank's exception as torch printed it to the launcher's output, for ranks without a log."""
     launcher: str = ""
-    """The end of the launcher's output since the last start."""
+    """The end of the launcher's output, since the last start."""
     metrics: tuple[Mapping[str, Any], ...] = ()
     """The last logged iterations."""
     plan: Mapping[str, Any] = field(default_factory=dict)
-    """``ranks`` and ``memory`` of the plan."""
+    """``ranks`` and ``memory`` from the plan."""
     kernel: tuple[str, ...] = ()
     """The kernel's messages about memory during the run."""
     last_collectives: Mapping[int, int] = field(default_factory=dict)
-    """The number of the last collective that each rank began, from the flight recorders."""
+    """Sequence number of the last collective that each rank began, from torch's flight recorder."""
 
 
 # ---- before a launch -------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """A file's size and SHA-256; of tokens and images the size alone. ``entries`` counts those of a vocabulary."""
+    """A file's size and SHA-256; only the size for token files and images. ``entries`` is a vocabulary's size."""
 
     bytes: int
     sha256: str | None
@@ -184,29 +184,29 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True)
 class PreflightAnswer:
-    """``preflight``: fingerprints of the run's files, and the content of JSON files; None for one that is missing."""
+    """``preflight``: fingerprints of the run's files and content of its JSON files; None for a missing file."""
 
     files: Mapping[str, Fingerprint | None]
     read: Mapping[str, Any] = field(default_factory=dict)
     loads: bool = True
-    """Whether the folder of the checkpoint to load is there."""
+    """Whether the folder of the checkpoint to load exists."""
     has_tokenizer: bool = True
-    """Whether a tokenizer is in one of the folders where the run looks for it."""
+    """Whether one of the folders that the run searches has a tokenizer."""
     rendezvous: PortAnswer | None = None
     """Of the head."""
     image_manifest: object = None
     """Of the head."""
     contract: str | None = None
-    """Of the head (:func:`tridock.contracts.supervision.contract`); None from one that is too old to have it."""
+    """From the head (:func:`tridock.contracts.supervision.contract`); None from an image too old to have it."""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexMaps:
-    """``tridock.train.megatron_lm.index_maps``: how many maps it made, and all that a run needs; or its problems."""
+    """``tridock.train.megatron_lm.index_maps``: the number of maps made, and all that a run needs; or the problems."""
 
     made: int = 0
     files: tuple[str, ...] = ()
-    """File names beside the data; the mark that says what the maps are of comes last."""
+    """File names beside the data. The marker file that identifies the maps comes last."""
     problems: tuple[Problem, ...] = ()
 
 
@@ -228,31 +228,31 @@ class Space:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU or a MIG slice of one; its memory in MiB (None where it shares the machine's), and what uses it."""
+    """A GPU or MIG slice: memory in MiB (None if shared with the machine's), and the processes that use it."""
 
     index: int
     name: str
     total: int | None
     used: int | None
     processes: tuple[str, ...] = ()
-    """Number, name and memory of each."""
+    """Pid, name and memory of each process."""
     uuid: str = ""
     uncorrectable_errors: int = 0
-    """Of its memory, since the driver was loaded."""
+    """Uncorrectable memory errors since the driver was loaded."""
     row_remapping: str = ""
-    """Of its memory: ``pending`` until the GPU is reset, or ``failed``."""
+    """Row remapping: ``pending`` until the GPU is reset, or ``failed``."""
     slowdowns: tuple[str, ...] = ()
-    """Why its clocks are lowered, in NVIDIA's words: heat, power."""
+    """NVIDIA's reason for lowered clocks, such as heat or power."""
     fabric: str = ""
-    """The state of NVSwitch's fabric for it, if that is not complete."""
+    """State of its NVSwitch fabric registration, if not complete."""
     recovery: str = ""
-    """What the driver asks for after an error: Reset, Reboot, …"""
+    """The driver's recovery action after an error: Reset, Reboot, …"""
     persistent: bool = True
-    """Whether the driver stays loaded while nobody uses it."""
+    """Persistence mode: whether the driver stays loaded while the GPU is unused."""
     nvlinks: int | None = None
-    """Active NVLinks; None where it has none."""
+    """Number of active NVLinks; None on a GPU without NVLink."""
     capability: str = ""
-    """Compute capability, such as ``9.0``; empty where the driver does not tell."""
+    """Compute capability, such as ``9.0``; empty if the driver does not report it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,21 +265,21 @@ class Infiniband:
 
 @dataclass(frozen=True, slots=True)
 class Accelerators:
-    """``gpus`` is None without ``nvidia-smi``; ``error`` is its message where it fails."""
+    """``gpus`` is None without ``nvidia-smi``; ``error`` is its message if it fails."""
 
     gpus: tuple[Gpu, ...] | None = None
     driver: str | None = None
     cuda: str | None = None
-    """The newest CUDA that the driver supports, with forward compatibility where a rank has it."""
+    """The newest CUDA that the driver supports, including forward compatibility available to a rank."""
     error: str = ""
     timed_out: bool = False
     peer_memory: bool = False
-    """Whether InfiniBand devices may read the GPUs' memory."""
+    """GPUDirect RDMA: whether InfiniBand devices may access the GPUs' memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """SHA-256 of Tridock's code and of the patched Megatron-LM (None if absent), and what the image's manifest says."""
+    """SHA-256 of Tridock's code and of the patched Megatron-LM (None if absent), versions from the image's manifest."""
 
     tridock: str | None
     megatron: str | None
@@ -290,7 +290,7 @@ class Code:
 
 @dataclass(frozen=True, slots=True)
 class SshAnswer:
-    """What the head's ssh to a node printed, and its exit code (None after a timeout)."""
+    """Output and exit code (None after a timeout) of the head's ssh to a node."""
 
     exit: int | None
     out: str
@@ -299,27 +299,27 @@ class SshAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuickReport:
-    """``node-report --quick``: what every launch checks."""
+    """``node-report --quick``: the facts that every launch checks."""
 
     protocol: int
     shm: Space | None
     disk: Space | None
     unwritable: str | None
-    """The error of writing into ``runs/``."""
+    """The error on writing to ``runs/``."""
     built_for: str | None
-    """What the image was built for: ``cuda`` or ``cpu``."""
+    """The image's flavor: ``cuda`` or ``cpu``."""
     cuda_error: str | None
-    """Why CUDA's driver gives a process no device, in an image for GPUs."""
+    """In an image for GPUs: why the CUDA driver gives a process no device."""
     capabilities: tuple[str, ...] = ()
-    """The compute capability of each device that it gives, such as ``9.0``."""
+    """Compute capability of each device that the driver gives, such as ``9.0``."""
     architectures: tuple[str, ...] = ()
-    """What the image's torch has kernels for, such as ``sm_90``; empty in an image for the CPU."""
+    """Architectures that the image's torch has kernels for, such as ``sm_90``; empty in an image for the CPU."""
     ssh: Mapping[str, SshAnswer] = field(default_factory=dict)
-    """By node; only the head is asked."""
+    """Answers by node; only in the head's report."""
 
     @property
     def on_gpus(self) -> bool:
-        """Whether the ranks of this node run on GPUs."""
+        """Whether this node's ranks run on GPUs."""
         return self.built_for != "cpu"
 
 
@@ -328,25 +328,25 @@ class NodeReport(QuickReport):
     """``node-report``."""
 
     memlock: int | None
-    """The limit of locked bytes; None if unlimited, as of ``files``."""
+    """Limit of locked memory in bytes; None if unlimited, as for ``files``."""
     files: int | None
-    """The limit of open files."""
+    """Limit of open files."""
     cores: int
-    """The cores that a process may use."""
+    """Cores available to a process."""
     accelerators: Accelerators
     infiniband: Infiniband
     code: Code
     runs: tuple[str, ...]
-    """The runs that have processes here."""
+    """Runs with processes on this node."""
     rendezvous: PortAnswer
     nccl_ib_disable: str | None
     no_reduction: str | None = None
-    """Why this node's image cannot run the doctor's all-reduce; None if it can."""
+    """Why this node's image cannot run the doctor's all-reduce, or None if it can."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostKey:
-    """``host-key``: the fingerprint of the key that the node's sshd presents; None if it does not answer."""
+    """``host-key``: fingerprint of the host key that the node's sshd presents; None if sshd does not answer."""
 
     fingerprint: str | None
 
@@ -365,7 +365,7 @@ class Interface:
 
 @dataclass(frozen=True, slots=True)
 class ChosenInterface:
-    """The interface and the address that a library uses."""
+    """The interface and address that a library uses."""
 
     name: str
     mtu: int
@@ -374,7 +374,7 @@ class ChosenInterface:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """The interfaces of a node; for ``gloo`` and ``nccl`` the one it chooses and the value of its variable."""
+    """A node's interfaces; for ``gloo`` and ``nccl`` the chosen interface and the value of its variable."""
 
     interfaces: tuple[Interface, ...]
     chosen: Mapping[str, ChosenInterface | None]
@@ -383,17 +383,17 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A responder's first line."""
+    """The first line of a responder."""
 
     environment: Mapping[str, str]
     network: Network
     port: int
-    """Where it listens for the other nodes."""
+    """The port where it listens for the other nodes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Another node: the address at which it is reached, and where its responder listens."""
+    """Another node: its address, and where its responder listens."""
 
     address: str
     port: int
@@ -402,7 +402,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class MeshRequest:
-    """What the head asks a responder: to probe these peers, or for the time if there are none."""
+    """The head's request to a responder: probe these peers, or report the time if the list is empty."""
 
     peers: Mapping[str, Peer] | None = None
 
@@ -416,7 +416,7 @@ class Time:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The address that a name resolves to, the source address of the route there and its interface; or the error."""
+    """The address of a name, the source address and interface of the route to it; or the error."""
 
     target: str = ""
     source: str = ""
@@ -426,7 +426,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class Unreached:
-    """A peer's address that does not answer."""
+    """An address of a peer that does not answer."""
 
     node: str
     address: str
@@ -435,17 +435,17 @@ class Unreached:
 
 @dataclass(frozen=True, slots=True)
 class PeerProbe:
-    """What a responder finds out about its peers."""
+    """A responder's findings about its peers."""
 
     unreached: tuple[Unreached, ...] = ()
     routes: Mapping[str, Route] = field(default_factory=dict)
     sees: tuple[str, ...] = ()
-    """The peers whose probe files lie in this node's workspace, which they therefore share."""
+    """The peers whose probe files appear in this node's workspace, which they therefore share."""
 
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """A node's time minus the head's, and the error bound of that, in seconds."""
+    """A node's clock offset from the head's, and its error bound, in seconds."""
 
     offset: float
     error: float
@@ -453,7 +453,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class MeshAnswer:
-    """``mesh-probe``: what came of one node; ``hello``, ``clock`` and ``peers`` only where its responder answered."""
+    """``mesh-probe``: the result for one node; ``hello``, ``clock`` and ``peers`` only if its responder answered."""
 
     ssh: SshAnswer
     hello: Hello | None = None

@@ -1,4 +1,4 @@
-"""Figures in the output of the user's own program: the pattern that finds them in a line. Pure."""
+"""Metrics in the output of your own program: patterns that extract them from a line. Pure."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -53,7 +53,8 @@ PRESETS: Final[dict[str, Callable[[str], Figures]]] = {
 
 
 def reader_of(pattern: str) -> Callable[[str], Figures]:
-    """Finds the figures of a line: by the name of a format, or a regular expression with named groups.
+    """Returns a function that extracts a line's metrics. ``pattern`` is the name of a format, or a regular expression
+    with named groups.
 
     Raises :class:`ValueError` for an expression that cannot give a loss.
     """
@@ -74,7 +75,7 @@ def reader_of(pattern: str) -> Callable[[str], Figures]:
 
 
 def _known(pairs: Iterable[tuple[str, str]]) -> Figures:
-    """The first of each column."""
+    """Keeps the first value of each metric."""
     found: Figures = {}
     for name, text in pairs:
         column = _COLUMN_OF.get(name)
@@ -87,7 +88,7 @@ def _known(pairs: Iterable[tuple[str, str]]) -> Figures:
 
 
 class OutputMetrics:
-    """Lines of output to records of ``metrics.jsonl``; several ranks may print the same iteration."""
+    """Converts output lines to records of ``metrics.jsonl``. Several ranks may print the same iteration."""
 
     def __init__(self, pattern: str) -> None:
         self._read = reader_of(pattern)
@@ -95,7 +96,7 @@ class OutputMetrics:
         self._evaluated = -1
 
     def records(self, line: str) -> Iterator[dict[str, object]]:
-        """What a line adds. Without an iteration in it, its lines are counted."""
+        """Yields the records that a line adds. If lines have no iteration, they are counted."""
         figures = self._read(line)
         iteration = int(figures.pop("iteration", max(self._last, 0) + ("loss" in figures)))
         valid = figures.pop("valid_loss", None)

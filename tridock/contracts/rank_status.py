@@ -1,4 +1,4 @@
-"""What a node's agent reports to the supervisor of a run, a line of JSON each."""
+"""Messages from a node's agent to the supervisor of a run, one line of JSON each."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,34 +8,34 @@ from tridock.contracts.node_answers import Space, Stopped
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """What an agent sees of one rank; times in seconds, as of the moment of the report."""
+    """An agent's view of one rank; times in seconds before the report."""
 
     rank: int
     phase: str
     iteration: int
     heartbeats: int
     code: int
-    """The exit code that the rank is about to leave with, once it has failed."""
+    """The exit code with which a failed rank is about to exit."""
     age_s: float
-    """Since its last heartbeat."""
+    """Seconds since its last heartbeat."""
     alive: bool
     gone_s: float = 0.0
-    """Since it was seen dead."""
+    """Seconds since it was first seen dead."""
     wait_status: int | None = None
-    """How it ended, as wait(2) has it; None if nobody saw."""
+    """Its wait status as in wait(2); None if nobody saw it."""
     stopped_s: float = 0.0
-    """Since it was seen stopped by a signal or a debugger."""
+    """Seconds since it was first seen stopped by a signal or a debugger."""
     killed_for_memory: bool = False
-    """Whether the kernel has killed for memory on its node since the agent started."""
+    """Whether the OOM killer has acted on its node since the agent started."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentMessage:
-    """One line: the status of the ranks, or the answer to an order."""
+    """One message: the status of the ranks, or the answer to an order."""
 
     ranks: tuple[RankStatus, ...] | None = None
     disk: Space | None = None
-    """With the ranks: the node's own disk with the run's folder; None where that is the head's."""
+    """Sent with the ranks: the node's disk that holds the run's folder; None if it is the head's disk."""
     stacks: Mapping[int, tuple[str, ...]] | None = None
-    """The frames of each rank's main thread as ``file:line in function``, the innermost first."""
+    """Frames of each rank's main thread as ``file:line in function``, innermost first."""
     stopped: Stopped | None = None

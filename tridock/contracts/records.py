@@ -1,4 +1,4 @@
-"""Reading a run's records: ``metrics.jsonl``, ``events.jsonl``, ``plan.json``, ``manifest.json``."""
+"""Reads a run's records: ``metrics.jsonl``, ``events.jsonl``, ``plan.json``, ``manifest.json``."""
 
 import json
 import os
@@ -14,24 +14,24 @@ Evaluations = dict[str, list[Record]]
 
 
 def check_run(folder: Path) -> None:
-    """Raises :class:`RequestError` where ``folder`` is no run's."""
+    """Raises :class:`RequestError` if ``folder`` is not a run's folder."""
     if not (folder / run_folder.EXPERIMENT).is_file():
         got = f"no {run_folder.EXPERIMENT} in it" if folder.is_dir() else "no such folder"
         raise RequestError(Problem(str(folder), "is not a run's folder", got, "give runs/<run-id>"))
 
 
 def read_lines(path: Path, last_bytes: int | None = None) -> list[Record]:
-    """The objects of a JSON lines file; none if it is missing. Skips a line that is still being written.
+    """Returns the objects of a JSON lines file, or none if it is missing. Skips a line that is still being written.
 
-    ``last_bytes`` reads only the end of the file: a long run's metrics are long.
+    ``last_bytes`` reads only the end of the file, because the metrics of a long run are large.
     """
     return list(_objects(path, last_bytes))
 
 
 def read_metrics(folder: Path) -> tuple[list[Record], Evaluations]:
-    """Logged iterations in order, and evaluations by split.
+    """Returns the logged iterations in order, and the evaluations by split.
 
-    A run that went back to a checkpoint in its own folder logs some iterations twice: the later record counts.
+    A run that resumed from a checkpoint in its own folder logs some iterations twice; the later record counts.
     """
     iterations: dict[int, Record] = {}
     evaluations: dict[str, dict[int, Record]] = {}
@@ -52,12 +52,12 @@ _MOST = 2**1000
 
 
 def _is_number(value: object) -> bool:
-    """Whether a damaged record's value is what charts and tables can show."""
+    """Whether charts and tables can show the value, which may come from a damaged record."""
     return isinstance(value, float) or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < _MOST)
 
 
 def read_plan(folder: Path) -> Record:
-    """``plan.json``, empty where the run has none, or a damaged one."""
+    """Returns ``plan.json``, or an empty object if it is missing or damaged."""
     plan = read_object(folder / run_folder.PLAN)
     ranks = plan.get("ranks", [])
     whole = isinstance(ranks, list) and all(isinstance(rank, dict) for rank in ranks)
@@ -65,7 +65,7 @@ def read_plan(folder: Path) -> Record:
 
 
 def slots_of(plan: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The slots in use of each node, in the order of the ranks; none where the run has no plan."""
+    """Returns the slots in use on each node, in rank order; empty without a plan."""
     slots: dict[str, tuple[int, ...]] = {}
     for rank in plan.get("ranks", ()):
         slots[rank["node"]] = (*slots.get(rank["node"], ()), rank["slot"])
@@ -73,7 +73,7 @@ def slots_of(plan: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def read_object(path: Path) -> Record:
-    """The object of a JSON file; an empty one where there is none."""
+    """Returns the object in a JSON file, or an empty one if it is missing or damaged."""
     try:
         content = _decoded(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -82,7 +82,7 @@ def read_object(path: Path) -> Record:
 
 
 def _objects(path: Path, last_bytes: int | None = None) -> Iterator[Record]:
-    # Line by line: the metrics of a long run are long.
+    # Line by line, because the metrics of a long run are large.
     try:
         file = path.open("rb")
     except FileNotFoundError:
@@ -103,7 +103,7 @@ def _objects(path: Path, last_bytes: int | None = None) -> Iterator[Record]:
 
 
 def _decoded(data: bytes) -> Any:
-    """Half of a surrogate pair, which no file and no picture can hold, becomes a question mark."""
+    """Decodes JSON; replaces lone surrogates, which no file or chart can hold, with question marks."""
     content = json.loads(data.decode())
     if b"\\ud" not in data.lower():
         return content

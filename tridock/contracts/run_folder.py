@@ -1,4 +1,4 @@
-"""Names that the operator's side and the container's side agree on: paths, files of a run, the run marker."""
+"""Names shared by the operator's machine and the containers: paths, files of a run, the run marker."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Final
 WORKSPACE: Final = "/workspace"
 CODE: Final = "/opt/tridock"
 PYTHON: Final = "tridock-python"
-"""What runs Tridock's own code in a container: `python` may be the user's, of any version."""
+"""The interpreter for Tridock's own code in a container; `python` may be the user's, of any version."""
 MEGATRON: Final = "/opt/megatron-v1.1.5"
 SECRETS: Final = "/run/tridock/secrets"
 SSHD_PID: Final = "/run/tridock/state/sshd.pid"
 USER: Final = "tridock"
 SSH_PORT: Final = 2222
-# The ports at which ranks meet: below the range from which the kernel gives out its own (32768 by default).
+# Rendezvous ports, below the kernel's ephemeral range (from 32768 by default).
 RENDEZVOUS_PORTS: Final = range(20000, 30000)
 
 EXPERIMENT: Final = "experiment.yaml"
@@ -30,26 +30,26 @@ DEEPSPEED_CONFIG: Final = "ds_config.json"
 LAUNCH_SCRIPT: Final = "launch.sh"
 SETUP_SCRIPT: Final = "setup.sh"
 RESUME_SCRIPT: Final = "launch-resume.sh"
-# What these start on every node, where DeepSpeed's launcher does not.
+# The scripts that these start on every node when DeepSpeed's launcher does not.
 RANKS_SCRIPT: Final = "launch-ranks.sh"
 RESUME_RANKS_SCRIPT: Final = "launch-resume-ranks.sh"
 SUPERVISION: Final = "supervision.json"
-# Of a run that Slurm started: its sbatch script, and what is known of the job.
+# In a run that Slurm started: its sbatch script, and the facts about the job.
 JOB_SCRIPT: Final = "job.sh"
 JOB: Final = "slurm.json"
-# What srun writes for the number of a node in a job, as in the name of a node's script.
+# srun's placeholder for the node's number in a job, as in the name of a node's script.
 NODE_NUMBER: Final = "%n"
-# Of a run of the user's own program in a Slurm job: holds the package, alone, for the program's Python.
+# In a run of your own program under Slurm: a folder with only the package, for the program's Python.
 LIBRARY: Final = ".python"
-# Of such a run: the signal that its ranks are to get.
+# In such a run: the signal to send to its ranks.
 SIGNALLED: Final = ".signalled"
-# Of a run of the user's own program: the copy of its code in which it runs, and the code of all runs by content.
+# In a run of your own program: the copy of the code that it runs in, and the store of all runs' code by content.
 CODE_INDEX: Final = "code.json"
 CODE_COPY: Final = "code"
 CODE_STORE: Final = ".code"
 CODE_DIFF: Final = "code.diff"
 LAUNCHER_LOG: Final = "logs/launcher.log"
-# torch's flight recorder adds the rank's number to it.
+# torch's flight recorder appends the rank's number.
 FLIGHT: Final = "logs/flight-rank-"
 EVENTS: Final = "events.jsonl"
 METRICS: Final = "metrics.jsonl"
@@ -57,47 +57,47 @@ TENSORBOARD: Final = "tensorboard"
 PROFILE: Final = "profile"
 CHECKPOINTS: Final = "checkpoints"
 EXIT_CODE: Final = "exit_code"
-# What exit_code holds for a run that was stopped: 128 + SIGTERM.
+# exit_code of a run that was stopped: 128 + SIGTERM.
 EXIT_STOPPED: Final = 143
-# A run that its scheduler ended after it had saved: it can continue from there.
+# exit_code of a run that its scheduler ended after it had saved: it can resume from there.
 EXIT_PREEMPTED: Final = 85
-# Beside the runs: a file for each run that waits for its slots.
+# Beside the runs: one file for each queued run.
 QUEUE: Final = ".queue"
-# The ranks of all nodes, as the supervisor sees them.
+# The status of the ranks on all nodes, written by the supervisor.
 RANKS: Final = ".ranks.json"
-# The file that says that the end of the run is wanted at once.
+# Its presence asks the supervisor to end the run at once.
 STOPPED: Final = ".stopped"
-# Beside a run's output on its way to fab: a sign of life, at least every so many seconds, and the end of all.
+# Control bytes in a run's output for fab: a keepalive, at least every so many seconds, and the end of the output.
 BEAT: Final = b"\0"
 BEAT_S: Final = 5.0
 END: Final = b"\4"
 LOSS_CURVE: Final = "loss.png"
 REPORT: Final = "report.html"
-# Of the folder of a Megatron log: the arguments that the log begins with.
+# In the folder of a Megatron log: the arguments at its beginning.
 LOG_ARGUMENTS: Final = "arguments.json"
-# What became of a run that is another one done once more.
+# The result of a run that reproduces another.
 REPRODUCTION: Final = "reproduction.json"
 
 _RUN_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,40}-\d{8}-\d{6}-[0-9a-f]{4}")
 
 
 def new_run_id(name: str) -> str:
-    """``<name>-<UTC yyyymmdd-hhmmss>-<4 hex>``: sorts by time within a name, and two in one second differ."""
+    """Returns ``<name>-<UTC yyyymmdd-hhmmss>-<4 hex>``. Ids of one name sort by time; two in one second differ."""
     return f"{name}-{datetime.now(timezone.utc):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"  # noqa: UP017 - Python 3.8
 
 
 def is_run_id(text: str) -> bool:
-    """Whether the text has the form of a run id (and so is safe as a folder's name)."""
+    """Whether the text has the form of a run id, and so is safe as a folder name."""
     return _RUN_ID.fullmatch(text) is not None
 
 
 def launch_script(node_rank: int) -> str:
-    """What a node executes; only nodes that each start their own ranks have others than the head's."""
+    """The script that a node executes. It differs from the head's only if each node starts its own ranks."""
     return LAUNCH_SCRIPT if node_rank == 0 else f"launch-{node_rank}.sh"
 
 
 def node_script(script: str, node_rank: object) -> str:
-    """The part of a node in ``script``, the head's, of the user's own program."""
+    """The script of one node for ``script``, the head's, in a run of your own program."""
     return f"{script.rpartition('.')[0]}-node-{node_rank}.sh"
 
 
@@ -107,7 +107,7 @@ def rank_log(rank: int) -> str:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file; empty if it is missing."""
+    """Returns the text of a file, or an empty text if it is missing."""
     try:
         return path.read_text(errors="replace")
     except FileNotFoundError:
@@ -115,7 +115,7 @@ def read_text(path: Path) -> str:
 
 
 def write_atomic(path: Path, content: bytes, mode: int = 0o644) -> None:
-    """Writes a file that appears whole, with its final mode, or not at all."""
+    """Writes a file atomically, with its final mode."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.part")
     try:

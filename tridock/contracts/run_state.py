@@ -1,7 +1,7 @@
 """The state of a run, as its folder shows it.
 
 A run's supervisor holds a lock on ``.supervisor`` as long as it lives. A run with neither a held lock nor an exit code
-is lost. No process number is needed, which a restarted container could reuse.
+is lost. This needs no pid, which a restarted container could reuse.
 """
 
 import fcntl
@@ -18,7 +18,7 @@ LOCK: Final = ".supervisor"
 
 
 class RunState(StrEnum):
-    """Every state of a run. Where nodes disagree the later member counts: only the head knows more than ``ready``."""
+    """Every state of a run. If nodes disagree, the later member counts: only the head knows more than ``ready``."""
 
     READY = "ready"
     LOST = "lost"
@@ -35,7 +35,7 @@ class RunState(StrEnum):
 
     @property
     def is_over(self) -> bool:
-        """Whether it was started and has ended, however."""
+        """Whether it was started and has ended, with or without success."""
         return self not in (RunState.READY, RunState.RUNNING)
 
     @property
@@ -45,7 +45,7 @@ class RunState(StrEnum):
 
     @property
     def precedence(self) -> int:
-        """The rank of this node's answer among those of several nodes."""
+        """Orders the answers of several nodes; the highest counts."""
         return list(RunState).index(self)
 
     @classmethod
@@ -71,7 +71,7 @@ def is_supervised(folder: Path) -> bool:
     except FileNotFoundError:
         return False
     try:
-        # Shared: two who look at the same moment must not take each other for the supervisor.
+        # A shared lock: two readers at the same moment must not take each other for the supervisor.
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -81,21 +81,21 @@ def is_supervised(folder: Path) -> bool:
 
 
 def mark_stopped(folder: Path) -> None:
-    """Lets the supervisor know that the end of the run is wanted; a node without the folder has nothing to tell."""
+    """Asks the supervisor to end the run. Does nothing on a node without the run's folder."""
     if folder.is_dir() and not (folder / run_folder.EXIT_CODE).exists():
         (folder / run_folder.STOPPED).touch()
         append_event(folder, Event.RUN_STOPPED)
 
 
 def wait_for_end(folder: Path, timeout_s: float) -> None:
-    """Waits until the supervisor, where there is one, has recorded the end of a run whose processes are gone."""
+    """Waits until the supervisor, if any, has recorded the end of a run whose processes are gone."""
     deadline = time.monotonic() + timeout_s
     while is_supervised(folder) and exit_code_of(folder) is None and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
 def exit_code_of(folder: Path) -> int | None:
-    """The run's exit code, or None while there is none that can be read."""
+    """Returns the run's exit code, or None while it is missing or unreadable."""
     try:
         return int((folder / run_folder.EXIT_CODE).read_text())
     except (FileNotFoundError, ValueError):

@@ -1,4 +1,4 @@
-"""What sends a run's records to services outside of its ranks: trackers and notifications.
+"""Sinks send a run's records to services outside its ranks: trackers and notifications.
 
 Each is a process on the head, ``python -m tridock.sinks NAME FOLDER``, which the supervisor starts. It reads
 ``metrics.jsonl`` and ``events.jsonl``, and outlives the run until everything is delivered.
@@ -24,24 +24,24 @@ from tridock.contracts.run_state import state_of
 FOLDER: Final = ".sinks"
 NOTIFY: Final = "notify"
 TRACKERS_PYTHON: Final = "/opt/trackers/bin/python"
-"""Of an image that was built with the trackers' libraries: an environment beside that of the ranks."""
+"""In an image built with the trackers' libraries: a virtual environment separate from the ranks'."""
 EXTRAS: Final[Mapping[str, tuple[str, str]]] = {
     "wandb": ("wandb", "trackers"),
     "mlflow": ("mlflow", "trackers"),
     "tensorboard": ("tensorboard", "trackers"),
     NOTIFY: ("apprise", "notify"),
 }
-"""By a sink's name: the module that it imports, and the extra that installs it."""
+"""The module that each sink imports, and the extra that installs it."""
 CREDENTIALS: Final[Mapping[str, tuple[str, ...]]] = {
     "wandb": ("WANDB_API_KEY",),
     "mlflow": ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"),
 }
-"""The variables from which a tracker's library reads its credentials; the first takes a key of another name."""
+"""The variables from which a tracker's library reads credentials; a key under another name is passed in the first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tracker:
-    """A tracker of ``supervision.json``, as ``trackers`` of the experiment or of the cluster has it."""
+    """A tracker in ``supervision.json``, from ``trackers`` of the experiment or the cluster."""
 
     name: str
     project: str = "tridock"
@@ -51,13 +51,13 @@ class Tracker:
 
     @property
     def destination(self) -> str:
-        """Where it sends a run to: a position counts for the same destination only."""
+        """Where it sends a run. A saved position is valid only for the same destination."""
         return json.dumps([self.project, self.entity, self.address, self.offline])
 
 
 @dataclass(frozen=True, slots=True)
 class Notification:
-    """An address of ``supervision.json`` to notify: the variable that holds it, the occasions, messages per hour."""
+    """An address to notify, in ``supervision.json``: the variable with it, the occasions, messages per hour."""
 
     variable: str
     events: tuple[str, ...]
@@ -66,14 +66,14 @@ class Notification:
 
 @dataclass(frozen=True, slots=True)
 class Reachable:
-    """``sinks``, the node's answer: modules that no Python there has, and addresses that do not answer, with why."""
+    """A node's answer to ``sinks``: modules that no Python there has, and unreachable addresses with the reason."""
 
     missing: tuple[str, ...]
     unreachable: Mapping[str, str]
     unknown: tuple[str, ...] = ()
-    """Variables whose address apprise does not understand."""
+    """Variables with an address that apprise cannot parse."""
     has_login: bool = True
-    """Whether the node's user is logged in at W&B, where that was asked."""
+    """Whether the node's user is logged in to W&B, if asked."""
 
 
 def has_wandb_login() -> bool:
@@ -82,7 +82,7 @@ def has_wandb_login() -> bool:
 
 
 def position_file(folder: Path, name: str) -> Path:
-    """How far a sink has come; it begins there when it is started again."""
+    """The file with a sink's position, from which it continues after a restart."""
     return folder / FOLDER / f"{name}.json"
 
 
@@ -91,7 +91,7 @@ def log_file(folder: Path, name: str) -> Path:
 
 
 def find_python(module: str) -> str | None:
-    """The first Python of this node that is recent enough and has the module; None where there is none."""
+    """Returns the first Python on this node that is recent enough and has the module, or None."""
     beside = os.environ.get(environment.TRACKERS_PYTHON, str(Path(sys.prefix, "trackers", "bin", "python")))
     found = [TRACKERS_PYTHON, beside, sys.executable, *filter(None, map(shutil.which, ("python", "python3")))]
     script = "import sys, importlib.util as u; sys.exit(sys.version_info < (3, 11) or u.find_spec(sys.argv[1]) is None)"
@@ -106,7 +106,7 @@ def find_python(module: str) -> str | None:
 
 @contextmanager
 def locked(folder: Path, name: str) -> Iterator[bool]:
-    """Holds a sink's lock, so that two do not send the same; yields whether it was free."""
+    """Holds a sink's lock, so that no two send the same records; yields whether it was free."""
     path = folder / FOLDER / f"{name}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
@@ -119,7 +119,7 @@ def locked(folder: Path, name: str) -> Iterator[bool]:
 
 
 def wait_for_delivery(folder: Path, timeout_s: float) -> tuple[str, ...]:
-    """Waits until the sinks of a run that has ended have ended too; the names of those that have not."""
+    """Waits until the sinks of an ended run have ended; returns the names of those that have not."""
     deadline = time.monotonic() + timeout_s
     while busy := tuple(_busy(folder)):
         if time.monotonic() >= deadline:
@@ -141,12 +141,12 @@ _STARTED_S: Final = 60.0
 
 
 def secrets_file(run_id: str) -> Path:
-    """The values of a run's secrets, for its sinks alone: on the head, outside of every run's folder."""
+    """The file with a run's secrets for its sinks, on the head, outside every run's folder."""
     return Path.home() / ".tridock" / "secrets" / f"{run_id}.json"
 
 
 def keep_secrets(folder: Path, secrets: Mapping[str, str]) -> None:
-    """Writes the secrets of the run in ``folder``, readable by their owner only."""
+    """Writes the secrets of the run in ``folder``, readable only by their owner."""
     path = secrets_file(folder.name)
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     content = {"folder": str(folder.absolute()), "values": dict(secrets)}
@@ -154,16 +154,16 @@ def keep_secrets(folder: Path, secrets: Mapping[str, str]) -> None:
 
 
 def read_secrets(run_id: str) -> dict[str, str]:
-    """The secrets of a run; none where it has none."""
+    """Returns the run's secrets, or an empty dict."""
     return dict(read_object(secrets_file(run_id)).get("values", {}))
 
 
 def remove_leftover_secrets() -> None:
-    """Removes what a killed supervisor has left: the secrets of runs that are over, or whose folder is gone."""
+    """Removes secrets that a killed supervisor left: those of runs that are over or whose folder is gone."""
     for path in secrets_file("any").parent.glob("*.json"):
         with suppress(OSError):
             folder = Path(str(read_object(path).get("folder", "")))
             gone = not folder.exists() and folder.parent.is_dir()
-            # A run that starts again has its secrets before its supervisor.
+            # A run that is restarting has its secrets before it has a supervisor.
             if time.time() - path.stat().st_mtime > _STARTED_S and (gone or state_of(folder).is_over):
                 path.unlink()

@@ -1,4 +1,4 @@
-"""What an experiment becomes on a cluster: legality, rank map, memory, cost, and the search for a better one. Pure."""
+"""Plans an experiment on a cluster: legality, rank map, memory, cost, and the search for a better layout. Pure."""
 
 from tridock.layout.plan import Plan, Rank
 from tridock.plan.assess import Assessment, assess

@@ -23,7 +23,7 @@ Verdict = Literal["fits", "tight", "no-fit", "illegal"]
 
 @dataclass(frozen=True, slots=True)
 class Assessment:
-    """What is known of a run before it starts."""
+    """What the planner knows of a run before it starts."""
 
     experiment: Experiment
     source: str
@@ -31,17 +31,17 @@ class Assessment:
     notes: tuple[str, ...]
     assumptions: Assumptions
     plan: Plan | None = None
-    """None where the experiment is illegal; so are the next two empty."""
+    """None if the experiment is illegal; the next two are then empty."""
     memory: tuple[StageMemory, ...] = ()
     cost: Cost | None = None
     goodput: Goodput | None = None
-    """None where the rate of failures is not given, or the time of an iteration is not known."""
+    """None if the failure rate is not given, or the time of an iteration is unknown."""
     warnings: tuple[str, ...] = ()
-    """What would make the run slow: groups that cross nodes and need not."""
+    """What would make the run slow: groups that cross nodes although another layout avoids it."""
 
     @property
     def verdict(self) -> Verdict:
-        """``fits`` where the GPU is not known: nothing speaks against the run."""
+        """``fits`` if the GPU is unknown: nothing rules the run out."""
         if self.problems:
             return "illegal"
         fits = [stage.fit for stage in self.memory]
@@ -54,14 +54,15 @@ class Assessment:
 
     @property
     def laid_out(self) -> Plan:
-        """The plan of an experiment that is legal."""
+        """Returns the plan of a legal experiment."""
         assert self.plan is not None
         return self.plan
 
     def checked(self, *, force: bool = False) -> Plan:
-        """The plan. Raises :class:`RequestError` with every reason against the run: it is illegal, or does not fit.
+        """Returns the plan. Raises :class:`RequestError` with every reason against the run: it is illegal, or does not
+        fit.
 
-        ``force`` lets one pass that does not fit.
+        ``force`` accepts a plan that does not fit.
         """
         problems = [replace(problem, where=f"{self.source}: {problem.where}") for problem in self.problems]
         if not force:
@@ -71,7 +72,7 @@ class Assessment:
         return self.laid_out
 
     def _too_large(self) -> Iterator[Problem]:
-        """A plan that does not fit."""
+        """Yields the problem of a plan that does not fit."""
         gpu = self.assumptions.gpu
         if self.verdict == "no-fit" and gpu is not None:
             worst = self.worst
@@ -81,7 +82,7 @@ class Assessment:
             yield Problem("memory", what, f"{worst.total_bytes / GIB:.1f} GiB", todo)
 
     def document(self) -> dict[str, Any]:
-        """What ``--json`` prints and ``plan.json`` holds."""
+        """Returns what ``--json`` prints and ``plan.json`` holds."""
         plan = {} if self.plan is None else self.plan.document()
         return {
             "verdict": self.verdict,
@@ -162,30 +163,30 @@ class Assessment:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Of one checkpoint, all its files."""
+        """Returns the bytes of one checkpoint, all its files together."""
         return engine_of(self.experiment).checkpoint_bytes(self.experiment)
 
     @property
     def energy_kwh(self) -> float | None:
-        """Of the GPUs at the power that they are allowed, for :attr:`gpu_hours`; their hosts and cooling aside."""
+        """Returns the energy of the GPUs at their power limit for :attr:`gpu_hours`, without hosts and cooling."""
         gpu, hours = self.assumptions.gpu, self.gpu_hours
         return None if gpu is None or gpu.watts is None or hours is None else gpu.watts * hours / 1000
 
     @property
     def gpu_hours(self) -> float | None:
-        """Of all ranks together, for :attr:`tokens`; None without an estimate."""
+        """Returns the GPU hours of all ranks together for :attr:`tokens`; None without an estimate."""
         days = None if self.cost is None else self.cost.days(self.tokens)
         return None if days is None else 24 * days * self.laid_out.world_size
 
     @property
     def price(self) -> float | None:
-        """Of these hours; None where an hour's cost is not given."""
+        """Returns the price of the GPU hours; None if the price of an hour is not given."""
         hours, each = self.gpu_hours, self.assumptions.cost_per_gpu_hour
         return None if hours is None or each is None else hours * each
 
     @property
     def tokens(self) -> float:
-        """The tokens that the cost is for."""
+        """Returns the number of tokens that the cost is for."""
         if self.assumptions.tokens is not None:
             return self.assumptions.tokens
         return float(self.experiment.train.train_iters * (self.cost.tokens if self.cost is not None else 0))
@@ -197,9 +198,9 @@ def assess(
     source: str,
     assumptions: Assumptions = Assumptions(),  # noqa: B008  frozen
 ) -> Assessment:
-    """Weighs the experiment on ``slots`` (node to slot numbers, in the hostfile's order). Contacts nothing.
+    """Assesses the experiment on ``slots`` (node to slot numbers, in the hostfile's order). Contacts no host.
 
-    ``source`` (the experiment's file) begins the messages of :meth:`Assessment.checked`.
+    ``source`` (the experiment's file) is the prefix of the messages of :meth:`Assessment.checked`.
     """
     world_size = sum(len(numbers) for numbers in slots.values())
     problems = [*layout_problems(experiment, world_size), *gpu_problems(experiment, assumptions.gpu)]
@@ -219,7 +220,7 @@ def assess(
 
 
 def _groups(plan: Plan) -> dict[str, dict[str, int]]:
-    """Of each kind: how many groups there are, of how many ranks, how many cross nodes, and over how many."""
+    """Returns for each kind the number of groups, their ranks, how many cross nodes, and over how many nodes."""
     groups = make_groups(plan)
     return {
         kind: {
@@ -234,7 +235,7 @@ def _groups(plan: Plan) -> dict[str, dict[str, int]]:
 
 
 def gpu_problems(experiment: Experiment, gpu: Gpu | None) -> list[Problem]:
-    """What the GPU cannot do of what is asked."""
+    """Returns the requested features that the GPU does not support."""
     if gpu is None or gpu.bf16 or experiment.precision != "bf16":
         return []
     what = f"a {gpu.name} has no bf16: its compute capability is below 8.0"

@@ -1,4 +1,4 @@
-"""What a plan assumes beside the experiment and the hostfile."""
+"""What a plan assumes besides the experiment and the hostfile."""
 
 from dataclasses import dataclass, replace
 
@@ -13,32 +13,33 @@ from tridock.plan.rates import Rates
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """None: not known."""
+    """The user's assumptions. None: unknown."""
 
     gpu: Gpu | None = None
     network_gbit: float | None = None
-    """Between nodes, of one node; what is usual with the GPU where left out."""
+    """Bandwidth between nodes, of one node; the usual one for the GPU if omitted."""
     tflops: float | None = None
-    """Of one GPU while it computes, measured or wished for."""
+    """Rate of one GPU while it computes, measured or desired."""
     tokens: float | None = None
-    """How many the model is to see in all; the run's own where left out."""
+    """Tokens to train on in all; the run's own number if omitted."""
     cost_per_gpu_hour: float | None = None
-    """In a currency of the user's."""
+    """In the user's currency."""
     attention: Attention = "fused"
-    """Unfused: it writes its scores to memory, as Megatron's did until 2023."""
+    """Unfused attention writes its scores to memory, as Megatron's did until 2023."""
     overlaps: bool = True
-    """False: a program that computes nothing while it communicates."""
+    """False: the program does not overlap computation and communication."""
 
     calibration: Calibration | None = None
-    """What ``tridock calibrate`` measured; ``tflops`` wins over it."""
+    """The measurements of ``tridock calibrate``; ``tflops`` takes precedence."""
     calibration_source: str = ""
-    """The file that it was read from."""
+    """The file that holds the calibration."""
     correction: Correction | None = None
-    """By the measurements of a run."""
+    """The correction by a run's measurements."""
     failures: Failures | None = None
 
     def rates(self, experiment: Experiment, slots: int) -> Rates:
-        """Of nodes of so many slots. Raises :class:`RequestError` where the calibration lacks the precision."""
+        """Returns the rates of nodes of ``slots``. Raises :class:`RequestError` if the calibration lacks the
+        precision."""
         precision, tflops = experiment.precision, self.tflops
         if self.correction is not None and self.correction.planned_s is None:
             tflops = 1.0

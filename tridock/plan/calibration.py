@@ -1,4 +1,4 @@
-"""A device's and its links' rates from what ``tridock calibrate`` measured."""
+"""The rates of a device and its links, from the measurements of ``tridock calibrate``."""
 
 import statistics
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ CPU = "cpu"
 
 
 def measured_device(calibration: Calibration, precision: str, source: str) -> Device:
-    """Raises :class:`RequestError` for a format that was not measured."""
+    """Returns the measured device. Raises :class:`RequestError` for a format that was not measured."""
     products = [one for one in calibration.products if one.precision == precision]
     attention = [one for one in calibration.attention if one.precision == precision]
     if not products or not attention:
@@ -45,7 +45,7 @@ def measured_device(calibration: Calibration, precision: str, source: str) -> De
 
 
 def measured_links(calibration: Calibration) -> Mapping[Link, tuple[float, float]]:
-    """Latency of a message and GB/s of one rank's bytes, within a node and between nodes, as far as measured."""
+    """Returns message latency and GB/s of one rank, within a node and between nodes, for the measured links."""
     found: dict[Link, tuple[float, float]] = {}
     for nodes in {one.nodes for one in calibration.sums}:
         few, many = _ends([one for one in calibration.sums if one.nodes == nodes])

@@ -1,4 +1,4 @@
-"""What a run measured, and the factors by which it corrects a plan."""
+"""A run's measurements, and the factors by which they correct a plan."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,46 +16,46 @@ class MeasuredRun:
     """A run with its measurements."""
 
     source: str
-    """Its folder."""
+    """The run's folder."""
     experiment: Experiment
     slots: Mapping[str, Sequence[int]]
     """Node to slot numbers, in the order of the ranks."""
     gpu: Gpu | None
-    """None on CPUs, or where nobody named it."""
+    """None on CPUs, or if the GPU is unknown."""
     iterations: int
-    """That count: the logged ones without the first."""
+    """The iterations that count: the logged ones without the first."""
     step_s: float
-    """Median over them."""
+    """Median over the iterations."""
     peak_bytes: int | None
-    """The most that torch allocated on the GPU of any rank; None on CPUs, where only the process's memory is known."""
+    """Peak of torch's allocator on the GPU of any rank; None on CPUs, where only the process's memory is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """Measured over planned, of one run; the plan of another layout or cluster takes the factors over."""
+    """Measured over planned values of one run; the factors apply to plans of other layouts and clusters."""
 
     source: str
     gpu: Gpu | None
     iterations: int
     measured_s: float
     planned_s: float | None
-    """None where the plan knows no rates of the run's devices."""
+    """None if the rates of the run's devices are unknown."""
     time: float
-    """Factor on the time of every kernel, and of every message over ``links``. Without ``planned_s``: of those that
-    1 TFLOP/s gives."""
+    """Factor on the time of every kernel, and of every message over ``links``. Without ``planned_s`` it applies to the
+    time at 1 TFLOP/s."""
     links: tuple[Link, ...]
-    """Those that the run used, whose rates were not given."""
+    """The links that the run used and whose rates were not given."""
     measured_bytes: int | None
     planned_bytes: int
-    """Tensors of the fullest rank."""
+    """Tensors of the rank with the highest peak."""
 
     @property
     def memory(self) -> float:
-        """Factor on what tensors take; 1 where it was not measured."""
+        """Returns the factor on the memory of tensors; 1 if it was not measured."""
         return 1.0 if self.measured_bytes is None else self.measured_bytes / self.planned_bytes
 
     def document(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Returns the correction for ``--json``."""
         measured = self.measured_bytes
         return {
             "run": self.source,

@@ -1,10 +1,10 @@
-"""What an iteration costs: FLOPs, the pipeline's bubble, what goes over which link, and an estimate of its time.
+"""Cost of an iteration: FLOPs, the pipeline's bubble, traffic by link, and an estimate of the time.
 
-The estimate adds up what happens one after the other: the slowest stage's work for every micro batch
-(:mod:`~tridock.layout.compute_time`), the pipeline's filling and draining with what the other stages take (Narayanan et
-al., 2021, section 2.2), the exchange inside layers, between stages and of gradients (:mod:`~tridock.plan.rates`), and
-the optimizer's reading and writing of its states. What travels while the rank computes counts only beyond what it can
-hide behind.
+The estimate adds up sequential parts: the slowest stage's work for every micro batch
+(:mod:`~tridock.layout.compute_time`), the time in which the pipeline fills and drains at the other stages' rates
+(Narayanan et al., 2021, section 2.2), the communication inside layers, between stages and of gradients
+(:mod:`~tridock.plan.rates`), and the optimizer's reads and writes of its states. Communication that overlaps with
+computation counts only as far as the computation does not hide it.
 """
 
 from dataclasses import dataclass
@@ -26,19 +26,19 @@ from tridock.plan.rates import Rates
 
 _DAY_S: Final = 86400.0
 _BACKWARD: Final = 2 / 3
-"""Of the computation."""
+"""Share of the backward pass in the computation."""
 HOST_LINK_GB_S: Final = 25.0
-"""Assumed: between a GPU and its host's page-locked memory, one direction, over PCIe 4 with 16 lanes (31.5 GB/s)."""
+"""Assumed rate between a GPU and its host's page-locked memory, one way, over PCIe 4 with 16 lanes (31.5 GB/s)."""
 HOST_MEMORY_GB_S: Final = 38.0
-"""Assumed: of the host's memory, for each of its 8 GPUs. Two sockets with 8 channels of DDR4-3200 have 410 GB/s, of
-which STREAM reaches three quarters."""
+"""Assumed rate of the host's memory for each of its 8 GPUs. Two sockets with 8 channels of DDR4-3200 have 410 GB/s;
+STREAM reaches three quarters of that."""
 _UPDATE_PASSES: Final = 3
-"""Over the gradients before the optimizer's step: for the norm, to clip them, to copy them."""
+"""Passes over the gradients before the optimizer step: for the norm, to clip them, to copy them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Seconds of one iteration, and what follows from their sum."""
+    """Seconds of one iteration, and the figures derived from their sum."""
 
     products: float
     attention: float
@@ -53,11 +53,11 @@ class Estimate:
     offload: float
     tokens_per_second: float
     mfu: float | None
-    """Model FLOPs over what the GPUs could do at best."""
+    """Model FLOPs over the GPUs' peak."""
 
     @property
     def terms(self) -> dict[str, float]:
-        """The parts of the sum by their names."""
+        """Returns the parts of the sum by their names."""
         return {
             "matrix products": self.products,
             "attention": self.attention,
@@ -74,7 +74,7 @@ class Estimate:
 
     @property
     def compute(self) -> float:
-        """Of the slowest stage, for all micro batches."""
+        """Returns the slowest stage's computation for all micro batches."""
         return self.products + self.attention + self.elementwise + self.recomputed + self.launches
 
     @property
@@ -84,19 +84,19 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one iteration, all ranks together unless a field says otherwise."""
+    """Cost of one iteration, of all ranks together unless a field says otherwise."""
 
     parameters: int
     active: int
-    """Of these, what works on a token: the rest are other experts."""
+    """The weights that work on one token; the others belong to experts that do not."""
     tokens: int
     model_flops: float
     causal_flops: float
-    """The same with half of the attention, as causal attention needs it."""
+    """The same with half of the attention FLOPs, as causal attention needs."""
     hardware_flops: float
-    """With what is computed again."""
+    """The FLOPs including recomputation."""
     bubble: float
-    """Share of the iteration in which a stage waits for the pipeline to fill and drain, communication aside."""
+    """Share of the iteration in which a stage waits for the pipeline to fill and drain, without communication."""
     traffic: tuple[Traffic, ...]
     rates: Rates
     estimate: Estimate | None
@@ -106,7 +106,7 @@ class Cost:
 
 
 def cost_of(experiment: Experiment, shape: Shape, state_bytes: int, rates: Rates) -> Cost:
-    """``state_bytes``: weights, gradients and optimizer states of the fullest rank."""
+    """Returns the cost. ``state_bytes``: weights, gradients and optimizer states of the fullest rank."""
     model, parallel = experiment.model, experiment.parallel
     stages, virtual = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
     rows, micro = engine_of(experiment).rows_of_vocabulary(experiment), experiment.batch.micro_batch_size
@@ -139,7 +139,7 @@ def _estimate(
     state_bytes: int,
     rates: Rates,
 ) -> Estimate | None:
-    # Convolutions run at a smaller share of the peak, which nobody has set down here.
+    # Convolutions reach a smaller share of the peak, for which no figure is known.
     if rates.device is None or (experiment.model.is_vision and not rates.device.flat):
         return None
     parallel = experiment.parallel
@@ -153,11 +153,11 @@ def _estimate(
         behind = steps * (slowest.hides_tensor if one.group == "tensor" else slowest.total)
         hidden = min(behind, rates.carried(one, one.waits * one.hideable))
         seconds[one.group] -= hidden if rates.overlaps else 0.0
-    # What is exchanged inside layers is part of every micro batch's work, the filling's too.
+    # Communication inside layers is part of every micro batch's work, also while the pipeline fills.
     inside = sum(seconds.get(group, 0.0) for group in ("tensor", "context", "expert", "expert tensor"))
     compute = steps * slowest.total
     bubble = (everywhere - slowest.total) / virtual + (stages - 1) / virtual * inside / steps
-    # States are read and written once; the gradients among them are read only, which the rest makes up for.
+    # States count as read and written once. Gradients are only read, which compensates for the other passes.
     weights = max(engine_of(experiment).parameters(experiment, stage).total for stage in {0, stages - 1})
     moved = 2 * state_bytes + _UPDATE_PASSES * 4 * min(weights, state_bytes / 12)
     optimizer = pass_seconds(rates.device, moved)
@@ -186,25 +186,26 @@ def _estimate(
 
 
 def _offloading(work: HostWork, backward: float) -> float:
-    """Gradients move to the host beside the backward passes; weights and the optimizer's work there are waited for."""
+    """Gradients move to the host during the backward passes. The update on the host and the weights' way back do not
+    overlap."""
     gradients, weights = (moved / (HOST_LINK_GB_S * 1e9) for moved in (work.gradients, work.weights))
     return max(0.0, gradients - backward) + weights + work.updated / (HOST_MEMORY_GB_S * 1e9)
 
 
 def _exposed(experiment: Experiment, shape: Shape, seconds: float, compute: float) -> float:
-    """The time of the data parallel exchange in which the rank does not compute: the last layer's, at least."""
+    """Returns the exposed time of the data parallel communication: at least the last layer's."""
     sent, layers = engine_of(experiment).sent(experiment, shape, 0), layers_of_stage(experiment, 0)
     return seconds - min(seconds * sent.overlapped * (1 - 1 / layers), compute * sent.computing)
 
 
 def _kind(experiment: Experiment, stage: int) -> tuple[int, bool]:
-    """Stages of a kind take as long: those with as many layers, without the output layer."""
+    """Returns a key of stages that take equally long: the number of layers, and whether it has the output layer."""
     last = stage == experiment.parallel.pipeline_model_parallel_size - 1
     return layers_of_stage(experiment, stage), last
 
 
 def _stage_times(experiment: Experiment, rates: Rates, device: Device) -> dict[tuple[int, bool], StageTime]:
-    """Of one micro batch, for each kind of stage."""
+    """Returns the time of one micro batch for each kind of stage."""
     engine, stages = engine_of(experiment), experiment.parallel.pipeline_model_parallel_size
     rows = engine.rows_of_vocabulary(experiment)
     if experiment.model.is_vision:

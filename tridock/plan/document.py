@@ -1,4 +1,4 @@
-"""The JSON of a plan, which has a rank for every slot."""
+"""The JSON of a plan, which has one rank for every slot."""
 
 import json
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def as_json(document: Mapping[str, Any]) -> str:
-    """A line for each element of a list, as of ranks or layouts, which takes a third of the time of indented ones."""
+    """Formats each element of a list (ranks, layouts) on one line, in a third of the time of indented JSON."""
     return "{\n" + ",\n".join(f"  {json.dumps(name)}: {_value(value)}" for name, value in document.items()) + "\n}\n"
 
 

@@ -23,9 +23,9 @@ from tridock.yaml_text import parse_yaml
 _WIDTH: Final = 110
 _SCHEMAS: Final[dict[str, type[BaseModel]]] = {"experiment": Experiment, "cluster settings": Settings}
 _ANY: Final = "NAME"
-"""Stands in a path for a name that the user gives, as a node's."""
+"""Placeholder in a path for a name that the user chooses, such as a node's."""
 COMPLETE: Final = ("model.", "parallel.", "batch.", "precision")
-"""Beginnings of the paths of fields that affect memory or time, or could be thought to."""
+"""Prefixes of the fields that affect, or seem to affect, memory or time."""
 LETTERS: Final = (
     "s tokens of a sample, b samples of a micro-batch, h hidden size, a heads, V rows of the vocabulary; t, p, c, d"
     " tensor, pipeline, context and data parallel size; m micro-batches of a step"
@@ -34,7 +34,7 @@ LETTERS: Final = (
 
 
 class Effect(Section):
-    """The rules of a field beside the engines that have it, and its effect on a rank's memory and time."""
+    """A field's rules, besides the engines that support it, and its effect on a rank's memory and time."""
 
     rules: Annotated[tuple[str, ...], AS_TUPLE] = ()
     memory: str = ""
@@ -51,7 +51,7 @@ def effects() -> Mapping[str, Effect]:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A field, or a section with fields of its own, in one of the schemas."""
+    """A field, or a section with fields, in one of the schemas."""
 
     schema: str
     path: str
@@ -60,10 +60,10 @@ class _Place:
 
 
 def explain(field_path: str) -> str:
-    """What a field is: description, type, default, the rules that it stands under, what it does to memory and time.
+    """Explains a field: description, type, default, its rules, its effect on memory and time.
 
-    A section gives its fields in one line each; a name that both schemas have gives both. For fields of a node
-    ``nodes.NAME.listen`` stands, with any name. Raises :class:`RequestError` for an unknown one, with the nearest.
+    A section lists its fields in one line each; a name that both schemas have explains both. ``nodes.NAME.listen``,
+    with any name, is a field of a node. Raises :class:`RequestError` for an unknown field, with the nearest names.
     """
     known = [place for schema, model in _SCHEMAS.items() for place in _places(schema, model, "")]
     found = [place for place in known if _matches(place.path, field_path)]
@@ -87,7 +87,7 @@ def _places(schema: str, model: type[BaseModel], prefix: str) -> Iterator[_Place
 
 
 def _section_of(annotation: Any) -> tuple[type[BaseModel] | None, str]:
-    """The section behind a field's type, and what the path has between the two: a mapping's key, or nothing."""
+    """Returns the section behind a field's type, and the path between the two: a mapping's key, or nothing."""
     values = get_args(annotation)[1:] if get_origin(annotation) is dict else (annotation,)
     for value in values:
         if isinstance(value, type) and issubclass(value, BaseModel):
@@ -120,7 +120,7 @@ def _lines(place: _Place, known: list[_Place]) -> Iterator[str]:
 
 
 def rules_of(path: str) -> tuple[str, ...]:
-    """What legality asks of a field of an experiment: the engines that have it, then what :func:`effects` says."""
+    """Returns an experiment field's rules: the engines that support it, then those of :func:`effects`."""
     names, rules = engines_with(path), effects().get(path, Effect()).rules
     return rules if len(names) == len(ENGINES) else (f"only with engine {either(names)}", *rules)
 
@@ -141,7 +141,7 @@ def _wrapped(head: str, text: str) -> list[str]:
 
 
 def _default(field: FieldInfo) -> str:
-    """As YAML has it."""
+    """Returns the default as YAML."""
     if field.is_required():
         return "none: it must be given"
     value = field.get_default(call_default_factory=True)
@@ -171,14 +171,14 @@ _BOUNDS: Final = {
 
 
 def _type_text(schema: Mapping[str, Any]) -> str:
-    """A type as plain text, from its JSON schema."""
+    """Returns a type as plain text, from its JSON schema."""
     if "anyOf" in schema:
         return " or ".join(_type_text(choice) for choice in schema["anyOf"])
     if "enum" in schema:
         return f"one of {', '.join(map(str, schema['enum']))}"
     if "const" in schema:
         return str(schema["const"])
-    if "$ref" in schema:  # a section of its own
+    if "$ref" in schema:  # a nested section
         return "mapping of fields"
     if schema["type"] == "array":
         return f"list of {_type_text(schema['items'])}"

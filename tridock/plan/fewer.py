@@ -1,7 +1,7 @@
-"""What a run that has lost a node continues as: fewer data parallel replicas, or (megatron-core) another layout.
+"""How a run continues after a node loss: with fewer data parallel replicas, or (megatron-core) on another layout.
 
-The global batch, the micro batch and the optimizer stay: a replica works through more micro batches, and the run has
-the mathematics that it had.
+The global batch, the micro batch and the optimizer stay: a replica processes more micro batches, and the mathematics of
+the run is unchanged.
 """
 
 import math
@@ -19,9 +19,9 @@ Slots = Mapping[str, Sequence[int]]
 def fewer_replicas(
     experiment: Experiment, slots: Slots, source: str, assumptions: Assumptions, *, force: bool = False
 ) -> Assessment | None:
-    """The same replica as often as ``slots`` and the global batch allow; None where not even one fits.
+    """Returns as many unchanged replicas as ``slots`` and the global batch allow; None if not even one fits.
 
-    ``slots`` come in the order of the ranks; the last are left over. ``force``: the GPU's memory does not count.
+    ``slots`` are in the order of the ranks; the last stay unused. ``force`` ignores the GPU's memory.
     """
     size = size_of_replica(experiment)
     for replicas in range(_count(slots) // size, 0, -1):
@@ -34,10 +34,10 @@ def fewer_replicas(
 def other_layout(
     experiment: Experiment, slots: Slots, source: str, assumptions: Assumptions, *, force: bool = False
 ) -> Assessment | None:
-    """megatron-core: the best layout on as many of ``slots`` as there is one for; None where there is none.
+    """megatron-core: returns the best layout on the most ``slots`` that have a legal one; None if there is no layout.
 
-    Best by the estimated time, or where nobody knows that, the one with the smallest replica. What its checkpoints
-    ask for stays: whether the ranks shard the optimizer's states.
+    Layouts are ordered by estimated time, or without an estimate by replica size, the smallest first. What the
+    checkpoints require is kept: whether the ranks shard the optimizer states.
     """
     for count in range(_count(slots), 0, -1):
         taken = first_slots(slots, count)
@@ -49,7 +49,7 @@ def other_layout(
 
 
 def first_slots(slots: Slots, count: int) -> dict[str, tuple[int, ...]]:
-    """The first ``count`` slots, node by node."""
+    """Returns the first ``count`` slots, node by node."""
     taken: dict[str, tuple[int, ...]] = {}
     for node, numbers in slots.items():
         if own := tuple(numbers)[: count - _count(taken)]:
@@ -66,7 +66,8 @@ def _runs(assessment: Assessment, force: bool) -> bool:
 
 
 def _candidates(experiment: Experiment, slots: Slots) -> Iterator[Experiment]:
-    """None of which has tensor parallel groups that cross nodes: those would be slower than any other layout."""
+    """Yields layouts whose tensor parallel groups do not cross nodes: such groups would be slower than any other
+    layout."""
     smallest = min(map(len, slots.values()))
     for choice in layouts(experiment, _count(slots)):
         update = {path.removeprefix("parallel."): value for path, value in choice.items()}

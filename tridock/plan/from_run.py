@@ -1,5 +1,5 @@
-"""The correction of a plan by a run: by which factor the kernels and messages of the estimate take longer, so that the
-run's own plan gives the step time that was measured; and how much more its tensors take."""
+"""Corrects a plan by a run: the factor on the estimated kernels and messages with which the run's own plan has the
+measured step time, and the factor on the memory of its tensors."""
 
 import math
 from dataclasses import replace
@@ -15,15 +15,15 @@ from tridock.plan.memory import tensor_bytes
 from tridock.plan.rates import GIVEN, Rates
 
 _RANGE: Final = 1e4
-"""The factor lies within this of the ratio of the times."""
+"""The factor is within this range of the ratio of the times."""
 _HALVINGS: Final = 60
 
 
 def correction_of(run: MeasuredRun, assumptions: Assumptions) -> Correction:
-    """``assumptions``: the network, the calibration and the attention of the plan that is corrected.
+    """Returns the correction. ``assumptions``: network, calibration and attention of the plan to correct.
 
-    Raises :class:`RequestError` where the run's experiment is illegal, or its messages alone would take longer over
-    a network whose rate was given.
+    Raises :class:`RequestError` if the run's experiment is illegal, or if its messages alone would take longer over a
+    network whose rate was given.
     """
     assumptions = replace(assumptions, gpu=run.gpu, correction=None)
     planned = assess(run.experiment, run.slots, run.source, assumptions)
@@ -50,7 +50,7 @@ def correction_of(run: MeasuredRun, assumptions: Assumptions) -> Correction:
 
 
 def _factor(planned: Assessment, rates: Rates, correction: Correction) -> float:
-    """The one with which the estimate is what was measured, by halving an interval: the time grows with it."""
+    """Returns the factor that makes the estimate equal the measurement, by bisection: the time increases with it."""
     shape, states = _shape(planned), max(stage.state_bytes for stage in planned.memory)
 
     def seconds(factor: float) -> float:

@@ -1,9 +1,9 @@
-"""The share of its time in which a run makes progress, with nodes that fail and checkpoints that take time.
+"""Goodput: the share of time in which a run makes progress, given node failures and the cost of checkpoints.
 
 Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps" (2006): failures come at random, M
 seconds apart on average; a run computes for an interval, pauses to save, and after a failure restarts from the last
-checkpoint. A checkpoint that is written in the background pauses the run only for its copy, but a failure before it is
-complete costs the time of its writing too, and the next one has to wait for it.
+checkpoint. A checkpoint written in the background pauses the run only for its copy. A failure before the checkpoint is
+complete also costs the time of its writing, and the next checkpoint has to wait for it.
 """
 
 import math
@@ -18,25 +18,25 @@ from tridock.layout.shape import Shape
 
 GB: Final = 1e9
 RESTART_S: Final = 51.0
-"""Assumed: from a failure to the next step, without the reading of the checkpoint. The longest that was measured with
-CPU ranks, of a node that a spare replaced (docs/results.md); GPU ranks also start CUDA and NCCL."""
+"""Assumed time from a failure to the next step, without reading the checkpoint. It is the longest measured with CPU
+ranks, when a spare replaced a node (docs/results.md); GPU ranks also start CUDA and NCCL."""
 PCIE_3_GB_S: Final = 11.0
-"""From a GPU that is not known to page-locked memory of its host (:mod:`tridock.gpus`)."""
+"""Rate from an unknown GPU to its host's page-locked memory (:mod:`tridock.gpus`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """What is assumed of the cluster and its storage."""
+    """Assumptions about the cluster and its storage."""
 
     node_mtbf_hours: float
     checkpoint_gb_s: float
-    """What the storage takes from all ranks together, and gives to them."""
+    """Rate at which all ranks together write to, and read from, the storage."""
     restart_s: float = RESTART_S
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Between two checkpoints."""
+    """The time between two checkpoints, and its goodput."""
 
     iterations: int
     seconds: float
@@ -45,28 +45,28 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """Of a run; seconds unless a name says otherwise."""
+    """Goodput of a run; seconds unless a name says otherwise."""
 
     failures: Failures
     mtbf_hours: float
-    """Of the cluster: that of a node, divided by their number."""
+    """MTBF of the cluster: that of a node divided by the number of nodes."""
     writing: float
-    """A checkpoint, from its copy to its completion."""
+    """Time of a checkpoint, from its copy to its completion."""
     pause: float
-    """For which training stands still."""
+    """Time for which a checkpoint pauses training."""
     lost: float
-    """For each failure, beside what was computed since the last checkpoint: the restart, and the reading."""
+    """Time that each failure costs besides the computation since the last checkpoint: restart and reading."""
     own: Interval | None
-    """That of the experiment; None where it saves only at its end."""
+    """The experiment's interval; None if it saves only at its end."""
     best: Interval
 
     @property
     def used(self) -> Interval:
-        """The experiment's, or the best one where it has none."""
+        """Returns the experiment's interval, or the best one if it has none."""
         return self.own or self.best
 
     def document(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Returns the goodput for ``--json``."""
 
         def shown(interval: Interval | None) -> Mapping[str, float] | None:
             if interval is None:
@@ -88,7 +88,7 @@ class Goodput:
 def goodput_of(
     experiment: Experiment, shape: Shape, step: float, nodes: int, failures: Failures, gpu: Gpu | None = None
 ) -> Goodput:
-    """Of a run on so many nodes, each iteration of which takes ``step`` seconds."""
+    """Returns the goodput of a run on a number of nodes. ``step``: seconds of one iteration."""
     train, mtbf = experiment.train, failures.node_mtbf_hours * 3600 / nodes
     writing = engine_of(experiment).checkpoint_bytes(experiment) / (failures.checkpoint_gb_s * GB)
     copying = PCIE_3_GB_S if gpu is None else gpu.kernels.host_gb_s
@@ -106,7 +106,7 @@ def goodput_of(
 
 
 def _copied_bytes(experiment: Experiment, shape: Shape) -> int:
-    """By the rank that copies most to its host."""
+    """Returns the bytes of the rank that copies the most to its host."""
     engine = engine_of(experiment)
     stages = range(experiment.parallel.pipeline_model_parallel_size)
     weights = [engine.parameters(experiment, stage) for stage in stages]
@@ -114,8 +114,8 @@ def _copied_bytes(experiment: Experiment, shape: Shape) -> int:
 
 
 def best_interval(pause: float, mtbf: float) -> float:
-    """Seconds of computation between two checkpoints that lose the least time: Daly's equation 37, whose first term is
-    Young's (1974)."""
+    """Returns the seconds of computation between two checkpoints that lose the least time: Daly's equation 37, whose
+    first term is Young's (1974)."""
     if pause >= 2 * mtbf:
         return mtbf
     ratio = pause / (2 * mtbf)
@@ -123,7 +123,8 @@ def best_interval(pause: float, mtbf: float) -> float:
 
 
 def goodput(interval: float, pause: float, lost: float, mtbf: float) -> float:
-    """Computation over time: Daly's equation 20. ``lost``: for each failure; another one may come during it."""
-    if max(lost, interval + pause) > 700 * mtbf:  # e to this power has no number
+    """Returns computation over total time: Daly's equation 20. ``lost``: for each failure, which another may
+    interrupt."""
+    if max(lost, interval + pause) > 700 * mtbf:  # the exponential would overflow
         return 0.0
     return interval / (mtbf * math.exp(lost / mtbf) * math.expm1((interval + pause) / mtbf))

@@ -1,4 +1,4 @@
-"""Reasons why an experiment cannot run on a number of ranks: all of them, each with the nearest choice that can."""
+"""All reasons why an experiment cannot run on a number of ranks, each with the nearest legal value."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from tridock.layout.split import either, nearest_divisors, size_of_replica, worl
 
 
 def layout_problems(experiment: Experiment, world_size: int) -> list[Problem]:
-    """Every problem of the experiment on ``world_size`` ranks; ``where`` is the field's path."""
+    """Returns every problem of the experiment on ``world_size`` ranks; ``where`` is the field's path."""
     engine = engine_of(experiment)
     replicas, rest = divmod(world_size, size_of_replica(experiment))
     return [
@@ -30,7 +30,7 @@ def layout_problems(experiment: Experiment, world_size: int) -> list[Problem]:
 
 
 def _saving_problems(experiment: Experiment) -> Iterator[Problem]:
-    """A folder for checkpoints without checkpoints."""
+    """Yields a folder for checkpoints although the run saves none."""
     train = experiment.train
     if train.checkpoint_folder is not None and not train.save:
         todo = "set train.save to true, or leave it out"
@@ -38,7 +38,7 @@ def _saving_problems(experiment: Experiment) -> Iterator[Problem]:
 
 
 def _device_problems(experiment: Experiment) -> Iterator[Problem]:
-    """GPUs are of a node, and an experiment runs on many: the launchers would overwrite the variable."""
+    """GPUs belong to a node, and an experiment runs on many: the launchers would overwrite the variable."""
     if (devices := experiment.env.get(VISIBLE)) is not None:
         todo = (
             "set it in the shell for tridock train, or in nodes.<name>.env of the cluster's settings for tridock launch"
@@ -47,7 +47,7 @@ def _device_problems(experiment: Experiment) -> Iterator[Problem]:
 
 
 def _image_problems(experiment: Experiment) -> Iterator[Problem]:
-    """What stands against preset resnet50."""
+    """Yields the problems of preset resnet50."""
     parallel = experiment.parallel
     if not engine_of(experiment).trains_images:
         what, todo = f"engine {experiment.engine} has no model of images", "use engine torch"
@@ -90,7 +90,7 @@ def _model_problems(experiment: Experiment) -> Iterator[Problem]:
 
 
 def _rotary_problems(model: Model) -> Iterator[Problem]:
-    """Rotations by halves of an odd size, or without rope."""
+    """Yields rotary problems: an odd size, which has no halves, or rotary fields without rope."""
     if model.position_embedding_type == "rope":
         if model.rotary_size % 2 or not model.rotary_size:
             what = f"must rotate an even number of the {model.head_size} elements of a head"
@@ -107,7 +107,7 @@ def _rotary_problems(model: Model) -> Iterator[Problem]:
 
 
 def _schedule_problems(experiment: Experiment) -> Iterator[Problem]:
-    """What Megatron's ``OptimizerParamScheduler`` refuses; every engine's schedule is that one."""
+    """Yields what Megatron's ``OptimizerParamScheduler`` refuses; every engine uses its schedule."""
     optimizer, iterations = experiment.optimizer, experiment.train.train_iters
     decay, warmup = optimizer.lr_decay_iters or iterations, optimizer.lr_warmup_iters
     if warmup and optimizer.lr_warmup_fraction is not None:

@@ -1,16 +1,16 @@
-"""Memory of a rank, stage by stage, term by term, against what its GPU has.
+"""Memory of a rank, stage by stage, term by term, compared with its GPU's.
 
-The engine gives what it keeps of weights, gradients and optimizer, and what a step holds on top of that
-(:mod:`~tridock.layout.activations`). A step holds most either in its backward passes or while the optimizer works,
-never in both. Before the first step a rank may hold more than that (``States.startup``): no strategy of engine torch,
-but megatron-core's distributed optimizer moves the weights to a buffer, and ZeRO 3 of v1.1.5 begins with whole weights.
+The engine gives the bytes of weights, gradients and optimizer states, and the peak of a step on top of them
+(:mod:`~tridock.layout.activations`). A step peaks either in its backward passes or in the optimizer step, never in
+both. Before the first step a rank may hold more (``States.startup``): no strategy of engine torch does, but
+megatron-core's distributed optimizer moves the weights to a buffer, and ZeRO 3 of v1.1.5 begins with whole weights.
 
-A GPU rank also uses memory that no tensor of the run accounts for, more or less of it: CUDA's context, NCCL's buffers
-for each communicator, and blocks that torch's allocator cannot use because what comes and goes in a step has other
-sizes. So the plan is an interval: a run does not fit where even the lower end is more than the GPU has, and is called
-tight where the upper end is more than 80 % of it.
+A GPU rank also uses a varying amount of memory that no tensor of the run accounts for: CUDA's context, NCCL's buffers
+for each communicator, and blocks that torch's allocator cannot reuse because a step's temporary tensors have other
+sizes. The plan is therefore an interval. A run does not fit if even the lower end exceeds the GPU's memory. It is
+tight if the upper end exceeds 80 % of it.
 
-Bytes a weight of the states, in fp16 and bf16 (e: the format's 2; in fp32 4, without a master copy but where noted);
+Bytes a weight of the states, in fp16 and bf16 (e: the format's 2; in fp32 4, without a master copy unless noted);
 r: replicas that a state is partitioned over:
 
 ========================================  =========  ==============  ====================================
@@ -27,10 +27,10 @@ DeepSpeed, ZeRO 3                         e / r      e / r           (4 + 8) / r
 Megatron v1.1.5, ddp                      e          e + 4, fp32: 4  4 + 8
 ========================================  =========  ==============  ====================================
 
-Read in the engines' sources and counted on CPU ranks (docs/planner.md). DeepSpeed's ZeRO 1 to 3 reduce gradients
-through a bucket of 5e8 elements, which is there whole; ZeRO 3 holds up to 1e9 gathered weights, and keeps those of
-less than 1e5 elements whole. FSDP2 sums the gradients of several micro-batches up whole, in fp32, before it scatters
-them (:mod:`~tridock.engines.torch.fsdp`).
+Taken from the engines' sources and counted on CPU ranks (docs/planner.md). DeepSpeed's ZeRO 1 to 3 reduce gradients
+through a bucket of 5e8 elements, which is allocated whole. ZeRO 3 holds up to 1e9 gathered weights, and does not
+partition tensors of fewer than 1e5 elements. FSDP2 accumulates the gradients of several micro-batches unsharded, in
+fp32, before it scatters them (:mod:`~tridock.engines.torch.fsdp`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -45,18 +45,18 @@ from tridock.plan.correction import Correction
 
 Fit = Literal["fits", "tight", "no-fit"]
 TIGHT: Final = 0.8
-"""Share of a GPU above which a run may not last: of 454 published runs none that was estimated below it ran out
+"""Share of a GPU's memory above which a run may run out: of 454 published runs, none with an estimate below it did
 (Fujii et al., 2024, arXiv 2411.06465)."""
 GIB: Final = 2**30
 _LASTING: Final = ("weights", "gradients", "optimizer states", "start-up")
-"""Terms that do not come and go in each step."""
+"""Terms that are not temporary within a step."""
 _OVERHEAD: Final = ("CUDA context", "NCCL", "fragmentation")
 """Terms that no tensor accounts for."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """Of one rank of a pipeline stage."""
+    """Memory of one rank of a pipeline stage."""
 
     stage: int
     layers: int
@@ -65,11 +65,11 @@ class StageMemory:
     state_bytes: int
     """Weights, gradients and optimizer states: the terms that last from step to step."""
     startup_bytes: int
-    """The most that it holds before its first step; included in the terms where that is more than a step takes."""
+    """The rank's peak before its first step; the terms include it if it exceeds the peak of a step."""
     copied_bytes: int
-    """Memory of its host, not of its GPU, at most: the copy that is written as a checkpoint in the background."""
+    """Host memory, not GPU memory, at most: the copy of a checkpoint that is written in the background."""
     offloaded_bytes: int
-    """Memory of its host, too: weights and optimizer states that it keeps in place of its GPU, and their buffers."""
+    """Host memory too: weights and optimizer states kept there instead of on the GPU, and their buffers."""
     limit_bytes: int | None
 
     @property
@@ -78,24 +78,24 @@ class StageMemory:
 
     @property
     def least_bytes(self) -> int:
-        """The interval's lower end: with the least overhead, and nothing that the allocator merely keeps."""
+        """Returns the interval's lower end: the least overhead, and no memory that the allocator merely caches."""
         return least_bytes(self.terms)
 
     @property
     def share(self) -> float | None:
-        """Of the GPU's memory, at most; None where that is not known."""
+        """Returns the maximum share of the GPU's memory; None if its size is unknown."""
         return None if self.limit_bytes is None else self.total_bytes / self.limit_bytes
 
     @property
     def fit(self) -> Fit:
-        """Whether a GPU holds it; one of unknown size is taken to."""
+        """Returns whether the GPU's memory suffices; a GPU of unknown size counts as large enough."""
         if self.limit_bytes is None or self.total_bytes <= TIGHT * self.limit_bytes:
             return "fits"
         return "tight" if self.least_bytes <= self.limit_bytes else "no-fit"
 
 
 def tensor_bytes(terms: Iterable[Term]) -> int:
-    """What torch allocates at most."""
+    """Returns the most that torch allocates."""
     return total_bytes(term for term in terms if term.name not in _OVERHEAD)
 
 
@@ -107,10 +107,10 @@ def memory_of_stage(
     correction: Correction | None = None,
     groups: int | None = None,
 ) -> StageMemory:
-    """All terms of one rank of ``stage``; without a GPU, those of a CPU rank, which has no overhead of a GPU.
+    """Returns all terms of one rank of ``stage``; without a GPU, those of a CPU rank, which has no GPU overhead.
 
-    ``groups``: the communicators of a rank, where they are known. A run's ``correction`` is a term of its own, below
-    zero where the run took less than its plan.
+    ``groups``: the communicators of a rank, if known. A run's ``correction`` is a separate term, negative if the run
+    took less memory than its plan.
     """
     device: Device = "cpu" if gpu is None else "cuda"
     train = experiment.train
@@ -140,7 +140,7 @@ def memory_of_stage(
 
 
 def _lasting(states: States, count: int) -> Iterator[Term]:
-    """What the engine keeps from step to step, with its bytes a parameter: they differ (docs/planner.md)."""
+    """Yields what the engine keeps from step to step, with its bytes a parameter, which differ (docs/planner.md)."""
     for name, value in (
         ("weights", states.weights),
         ("gradients", states.gradients),
@@ -150,7 +150,7 @@ def _lasting(states: States, count: int) -> Iterator[Term]:
 
 
 def _passing(experiment: Experiment, stage: int, shape: Shape, states: States, device: Device) -> Iterator[Term]:
-    """What a step takes on top: in its backward passes or, where that is more, while the optimizer works."""
+    """Yields the temporary memory of a step: of its backward passes or, if larger, of the optimizer step."""
     held = engine_of(experiment).activation_terms(experiment, stage, shape.accumulation, device)
     yield from held
     yield Term(
@@ -174,22 +174,22 @@ def memory_of_stages(
 
 _MIB: Final = 2**20
 CONTEXT_BYTES: Final = (500 * _MIB, 1200 * _MIB)
-"""CUDA's context and the kernels of PyTorch and its libraries: loaded as they are needed (CUDA_MODULE_LOADING), or
-all at once, as before CUDA 11.7."""
+"""CUDA's context and the kernels of PyTorch and its libraries: loaded lazily (CUDA_MODULE_LOADING), or all at once,
+as before CUDA 11.7."""
 WORKSPACE_BYTES: Final = (8 * _MIB, 64 * _MIB)
-"""cuBLAS's workspaces: 8 MiB for a handle and stream, 32 MiB on Hopper (PyTorch, CUBLAS_WORKSPACE_CONFIG), of which the
-forward and the backward thread each have one."""
+"""cuBLAS's workspaces: 8 MiB for a handle and stream, 32 MiB on Hopper (PyTorch, CUBLAS_WORKSPACE_CONFIG). The
+forward and the backward thread have one each."""
 COMMUNICATOR_BYTES: Final = (150 * _MIB, 500 * _MIB)
-"""NCCL, for each group that a rank is in: 10 MiB a connection (NCCL_BUFFSIZE's 4 MiB, and those of LL128 and LL), one
+"""NCCL's memory for each group of a rank: 10 MiB a connection (NCCL_BUFFSIZE's 4 MiB, and those of LL128 and LL), one
 for each of 16 channels' ring, or three with the trees' across nodes."""
 FRAGMENTED: Final = 0.25
-"""Share of what comes and goes in a step that torch's allocator may hold on top: no run estimated at 80 % of its GPU
-ran out (Fujii et al., 2024), so reality is at most a quarter above what tensors take."""
+"""Share of a step's temporary tensors that torch's allocator may hold in addition: no run estimated at 80 % of its
+GPU ran out (Fujii et al., 2024), so the real peak is at most a quarter above the tensors."""
 
 
 def communicators(experiment: Experiment, shape: Shape) -> int:
-    """NCCL's groups that a rank takes part in: those of the layout, a stage and its neighbor, the model's (for the
-    norm), and the world's."""
+    """Returns the number of a rank's NCCL communicators: those of the layout, of a stage and its neighbor, of the model
+    (for the norm), and of the world."""
     parallel = experiment.parallel
     split = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size > 1
     return (
@@ -198,7 +198,7 @@ def communicators(experiment: Experiment, shape: Shape) -> int:
 
 
 def overhead_terms(count: int, used: Sequence[Term], limit_bytes: int) -> list[Term]:
-    """On top of what is ``used``, on a GPU of ``limit_bytes``, with that many communicators."""
+    """Returns the overhead besides the ``used`` terms, on a GPU of ``limit_bytes``, with ``count`` communicators."""
     passing = sum(term.bytes for term in used if term.name not in _LASTING)
     low, high = COMMUNICATOR_BYTES
     wanted = (
@@ -211,7 +211,7 @@ def overhead_terms(count: int, used: Sequence[Term], limit_bytes: int) -> list[T
         ("NCCL", count * low, count * high, f"{count} communicators x {low // _MIB} to {high // _MIB} MiB"),
         ("fragmentation", 0, round(FRAGMENTED * passing), f"up to {FRAGMENTED:.0%} of what comes and goes in a step"),
     )
-    # A run that the GPU holds with the least of each does not take more than the GPU has.
+    # A run that fits with the least of each overhead never exceeds the GPU's memory.
     room = max(0, limit_bytes - total_bytes(used) - sum(least for _, least, _, _ in wanted))
     terms = []
     for name, least, most, source in wanted:

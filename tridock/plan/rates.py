@@ -1,4 +1,4 @@
-"""The rates that an estimate of time stands on: of a GPU's kernels, of its links, and where each figure comes from."""
+"""The rates of a GPU's kernels and of its links that an estimate of time uses, and the source of each figure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -18,28 +18,30 @@ DEFAULT_LINK_GB_S: Final = 32.0
 DEFAULT_MEMORY_GB_S: Final = 900.0
 """HBM2's, for a GPU that is not listed."""
 _LAUNCH_S: Final = 6e-6
-"""From one kernel to the next of eager PyTorch."""
+"""Time between kernels of eager PyTorch."""
 _START_S: Final = 8e-6
-"""Of a kernel that follows another: until all units work, from the first to the last to end, and the gap between."""
+"""Start-up and tail of a kernel that follows another: until all units work, from the first to end to the last, and
+the gap between kernels."""
 _NVLINK_SHARE: Final = 0.8
-"""Of NVLink's rate, in a ring: 235 of 300 GB/s on A100, 367 of 450 on H200, 682 of 900 on B200 (Bekman, network)."""
+"""Share of NVLink's rate in a ring: 235 of 300 GB/s on A100, 367 of 450 on H200, 682 of 900 on B200 (Bekman,
+network)."""
 _PCIE_SHARES: Final = {4: 0.69, 8: 0.42}
-"""Of PCIe's rate, in rings of up to so many ranks (SimuMax, ``configs/system/a100_pcie.json``)."""
+"""Share of PCIe's rate in rings of up to this many ranks (SimuMax, ``configs/system/a100_pcie.json``)."""
 _PCIE_GB_S: Final = 64.0
-"""Links that are no faster are PCIe."""
+"""Links up to this rate are PCIe."""
 _NETWORK_SHARE: Final = 0.85
-"""Of a network's rate, in a ring: 0.91 on four nodes with H200 (Bekman), less on more."""
+"""Share of a network's rate in a ring: 0.91 on four nodes with H200 (Bekman), less on more."""
 _LATENCY_S: Final[Mapping[str, float]] = {"node": 50e-6, "network": 110e-6}
-"""Of one collective, beside what its bytes take at the full rate: 40 us for 32 KiB to 95 us for 64 MiB on eight H200,
-112 us for 4 MiB on four nodes (Bekman); 66 us on eight B200 (SimuMax)."""
+"""Time of one collective besides that of its bytes at the full rate: 40 us for 32 KiB to 95 us for 64 MiB on eight
+H200, 112 us for 4 MiB on four nodes (Bekman); 66 us on eight B200 (SimuMax)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the estimate stands on. None where it is not known: then there is no estimate."""
+    """The rates that the estimate uses. None: unknown, and then there is no estimate."""
 
     tflops: float | None
-    """Of one GPU in large matrix products."""
+    """Rate of one GPU in large matrix products."""
     tflops_source: str
     link_gb_s: float
     """Between GPUs of a node, one direction, of one GPU."""
@@ -47,17 +49,17 @@ class Rates:
     """Between nodes, one direction, of one node."""
     network_source: str
     memory_gb_s: float
-    """A GPU's own memory."""
+    """Rate of a GPU's own memory."""
     peak_tflops: float | None
     device: Device | None
-    """What its kernels reach."""
+    """The rates of the GPU's kernels."""
     links: Mapping[Link, tuple[float, float]] = field(default_factory=dict)
-    """Latency and GB/s that were measured."""
+    """Measured latency and GB/s."""
     slower: Mapping[Link, float] = field(default_factory=dict)
-    """Factors on the time over a link, as a run measured."""
+    """Factors on the time over a link, measured by a run."""
     attention: Attention = "fused"
     overlaps: bool = True
-    """What an engine sends while it computes travels then."""
+    """Whether engines overlap communication with computation."""
 
     @classmethod
     def of(
@@ -69,7 +71,7 @@ class Rates:
         tf32: bool = False,
         slots: int = 8,
     ) -> Self:
-        """A GPU's rates, on nodes of so many ``slots``; ``tflops``, measured or wished for, holds for all products."""
+        """Returns a GPU's rates on nodes of ``slots``; ``tflops``, measured or desired, applies to all products."""
         network, source = network_of(gpu, network_gbit, slots)
         peak = None if gpu is None else gpu.tflops(precision, tf32)
         link = (None if gpu is None else gpu.link_gb_s) or DEFAULT_LINK_GB_S
@@ -85,7 +87,7 @@ class Rates:
         return cls(kernels.matmul_share * peak, text, link, network, source, memory, peak, device)
 
     def measured(self, calibration: Calibration, precision: str, source: str) -> Self:
-        """The same with what was measured, as far as it was; a network's rate that was given stays."""
+        """Returns these rates with the measured ones where available; a given network rate stays."""
         device, links = measured_device(calibration, precision, source), dict(measured_links(calibration))
         text = f"measured: {source}"
         if self.network_source == GIVEN:
@@ -103,7 +105,7 @@ class Rates:
         )
 
     def corrected(self, by: Correction) -> Self:
-        """The same, with kernels and messages that take longer (or shorter) by the factor that a run measured."""
+        """Returns these rates with kernel and message times multiplied by a run's measured factor."""
         if self.device is None or self.tflops is None:
             return self
         device = replace(
@@ -129,12 +131,12 @@ class Rates:
         )
 
     def seconds(self, one: Traffic) -> float:
-        """How long a group's exchange takes with nothing else on its link but its like."""
+        """Returns the time of a group's communication if only groups of its kind use its link."""
         latency = self.links[one.link][0] if one.link in self.links else _LATENCY_S[one.link]
         return one.messages * latency * self.slower.get(one.link, 1.0) + self.carried(one, one.waits)
 
     def carried(self, one: Traffic, moved: float) -> float:
-        """How long so many bytes of a rank of a group take, without the latency of its messages."""
+        """Returns the time to move a rank's bytes in a group, without the latency of its messages."""
         moved *= self.slower.get(one.link, 1.0)
         if one.link in self.links:
             return moved * one.sharing / (self.links[one.link][1] * 1e9)
@@ -149,7 +151,7 @@ class Rates:
 
 
 def network_of(gpu: Gpu | None, gbit: float | None, slots: int) -> tuple[float, str]:
-    """GB/s of a node of so many ``slots``, and where that comes from."""
+    """Returns the GB/s of a node of ``slots``, and the source of the figure."""
     if gbit is not None:
         return gbit / 8, GIVEN
     network = Network() if gpu is None else gpu.network

@@ -1,9 +1,9 @@
-"""All layouts of an experiment on a cluster: those that fit, then the tight ones, the fastest first; and why others do
-not.
+"""Searches all layouts of an experiment on a cluster: first those that fit, then the tight ones, each the fastest
+first, and the reasons against the others.
 
-Varied are the layout's sizes, sequence parallelism, the distributed optimizer or the ZeRO stage, the micro batch and
-recomputation; what the experiment says of the model, the engine and the global batch stays. Of the layouts that fit
-only if all layers are recomputed, those that recompute as few as fit are there too.
+The search varies parallel sizes, sequence parallelism, the distributed optimizer or the ZeRO stage, the micro batch and
+recomputation. The model, the engine and the global batch stay as the experiment gives them. If a layout fits only
+with recomputation, the search also lists it with the fewest recomputed layers that fit.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ class Candidate:
     experiment: Experiment
     data_parallel_size: int
     worst: StageMemory
-    """Of the stages that can need most: the first and the last."""
+    """The stage that needs the most memory; only the first and the last can."""
     cost: Cost
 
     @property
@@ -48,7 +48,7 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What was found: what fits with room to spare before what is tight, and the fastest first."""
+    """The result: layouts that fit with room to spare before tight ones, the fastest first."""
 
     found: tuple[Candidate, ...]
     rejected: tuple[Rejected, ...]
@@ -56,8 +56,8 @@ class Search:
 
     @property
     def front(self) -> tuple[Candidate, ...]:
-        """The Pareto front of time and memory, the fastest first: no other layout is as fast with less memory, nor
-        needs as little memory and is faster."""
+        """Returns the Pareto front of time and memory, the fastest first: no other layout is as fast with less memory,
+        nor needs as little memory and is faster."""
         best: list[Candidate] = []
         for one in sorted(self.found, key=lambda one: (one.seconds, one.worst.total_bytes)):
             if not best or one.worst.total_bytes < best[-1].worst.total_bytes:
@@ -72,9 +72,9 @@ def search(
     assumptions: Assumptions,
     tried: Callable[[int, int], None] = lambda _done, _of: None,
 ) -> Search:
-    """Tries every layout; ``tried`` is told how many of how many.
+    """Tries every layout; ``tried`` receives the number done and the total.
 
-    Raises :class:`RequestError` where nothing is known to judge them by.
+    Raises :class:`RequestError` if neither memory nor time can be judged.
     """
     world_size = sum(len(numbers) for numbers in slots.values())
     per_node = min(len(numbers) for numbers in slots.values())
@@ -135,7 +135,7 @@ def _with_less_recomputed(
     assumptions: Assumptions,
     rates: Rates,
 ) -> Iterator[Candidate]:
-    """Of each layout the fewest recomputed layers with which its verdict is that of all, by halving."""
+    """Finds for each layout, by bisection, the fewest recomputed layers with the same verdict as all."""
     without = {(_layout_of(one.choice), one.worst.fit) for one in found if not _recomputes_layers(one)}
     for one in found:
         if {(_layout_of(one.choice), fit) for fit in ("fits", one.worst.fit)} & without:
@@ -156,7 +156,7 @@ def _with_less_recomputed(
 
 
 def _layout_of(choice: Choice) -> tuple[tuple[str, object], ...]:
-    """Without what is said of recomputation."""
+    """Returns the choice without its recomputation fields."""
     return tuple((path, value) for path, value in choice.items() if not path.startswith("model."))
 
 
@@ -166,7 +166,7 @@ def _recomputes_layers(candidate: Candidate) -> bool:
 
 
 def with_global_batch(experiment: Experiment, world_size: int) -> Experiment:
-    """With the global batch that it has now: layouts are compared on the same work."""
+    """Fixes the present global batch, so that all layouts do the same work."""
     replicas = world_size // size_of_replica(experiment)
     return experiment.resolved(max(1, replicas))
 
@@ -181,14 +181,14 @@ def with_choice(experiment: Experiment, choice: Choice) -> Experiment:
 
 
 def value_of(experiment: Experiment, path: str) -> object:
-    """Of a field of a section, as ``parallel.zero_stage``."""
+    """Returns the value of a field of a section, such as ``parallel.zero_stage``."""
     section, _, field = path.partition(".")
     value: object = getattr(getattr(experiment, section), field)
     return value
 
 
 def choices(experiment: Experiment, world_size: int) -> Iterator[Choice]:
-    """Every combination of the engine's options; sizes that do not divide the world are left out unsaid."""
+    """Yields every combination of the engine's options; skips sizes that do not divide the world."""
     engine, samples = engine_of(experiment), experiment.batch.samples_per_step(1)
     for layout in layouts(experiment, world_size):
         replicas = max(1, world_size // size_of_replica(with_choice(experiment, layout)))
@@ -198,7 +198,7 @@ def choices(experiment: Experiment, world_size: int) -> Iterator[Choice]:
 
 
 def layouts(experiment: Experiment, world_size: int) -> Iterator[Choice]:
-    """Every way to split the model and partition its states; sizes that do not divide the world are left out unsaid."""
+    """Yields every way to split the model and partition its states; skips sizes that do not divide the world."""
     engine = engine_of(experiment)
     if not engine.splits_model(experiment):
         yield from engine.state_choices(experiment, 1)
@@ -223,7 +223,7 @@ def _divisors_up_to(number: int, most: int) -> tuple[int, ...]:
 
 
 def reasons(rejected: Sequence[Rejected]) -> list[tuple[str, int]]:
-    """Each reason with the number of layouts that it stands against, the most frequent first."""
+    """Returns each reason with the number of layouts that it rules out, the most frequent first."""
     counts: dict[str, int] = {}
     for one in rejected:
         counts[one.reason] = counts.get(one.reason, 0) + 1
@@ -231,6 +231,6 @@ def reasons(rejected: Sequence[Rejected]) -> list[tuple[str, int]]:
 
 
 def overrides_of(candidate: Candidate, base: Experiment) -> list[str]:
-    """``--set`` overrides that turn the experiment into this one."""
+    """Returns the ``--set`` overrides that turn the base experiment into the candidate."""
     choice = candidate.choice.items()
     return [f"{path}={as_yaml(value)}" for path, value in choice if value_of(base, path) != value]

@@ -1,7 +1,7 @@
-"""Why a layout is better or worse than another: the terms of its time and memory, and what they become in a neighbor.
+"""Why a layout is better or worse than another: the terms of its time and memory, and those of its neighbors.
 
-A neighbor differs in one choice of the search by one step (the next larger or smaller size, the other way to recompute)
-and in what that choice takes along.
+A neighbor differs in one choice of the search by one step (the next larger or smaller size, another way to recompute)
+and in the fields that this choice implies.
 """
 
 import re
@@ -36,25 +36,25 @@ _SHORT: Final = {
 }
 _LABEL: Final = re.compile(r"(TP|PP|VPP|CP|DP|MB|ZERO-)([0-9]{1,7})", re.IGNORECASE)
 _OFF: Final = (f"{_SHORT['VPP']}=1", f"{_SHORT['CP']}=1", "parallel.sequence_parallel=false")
-"""What a label leaves out."""
+"""The overrides for words that a label omits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """A layout, and every reason against it, or its memory and time."""
+    """A layout with every reason against it, or its memory and time."""
 
     changes: tuple[str, ...]
-    """``--set`` overrides that make the experiment this layout."""
+    """``--set`` overrides that turn the experiment into this layout."""
     experiment: Experiment
     problems: tuple[Problem, ...]
     data_parallel_size: int = 0
     worst: StageMemory | None = None
-    """The stage that needs most; None where the layout is illegal, as is the next."""
+    """The stage that needs the most memory; None, as is the next, if the layout is illegal."""
     cost: Cost | None = None
 
     @property
     def label(self) -> str:
-        """As the search prints it."""
+        """Returns the label that the search prints."""
         parallel = self.experiment.parallel
         sharded = f" ZeRO-{parallel.zero_stage}" if parallel.zero_stage else ""
         sequence = " SP" if parallel.sequence_parallel else ""
@@ -71,16 +71,16 @@ class Weighed:
 
     @property
     def time(self) -> dict[str, float]:
-        """Seconds of an iteration by term; empty without an estimate."""
+        """Returns the seconds of an iteration by term; empty without an estimate."""
         return {} if self.cost is None or self.cost.estimate is None else self.cost.estimate.terms
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes of a rank of the worst stage by term; empty where the layout is illegal."""
+        """Returns the bytes of a rank of the worst stage by term; empty if the layout is illegal."""
         return {} if self.worst is None else {term.name: term.bytes for term in self.worst.terms}
 
     def document(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """Returns the layout for ``--json``."""
         return {
             "layout": self.label,
             "set": list(self.changes),
@@ -97,13 +97,13 @@ class Weighed:
 
 @dataclass(frozen=True, slots=True)
 class Why:
-    """A layout and those that it is held against."""
+    """A layout and the layouts that it is compared with."""
 
     layout: Weighed
     others: tuple[Weighed, ...]
 
     def document(self) -> dict[str, Any]:
-        """For ``--json``: differences are the other's figures less the layout's."""
+        """Returns the comparison for ``--json``: differences are the other's figures minus the layout's."""
         return {
             "layout": self.layout.document(),
             "others": [
@@ -121,7 +121,7 @@ class Why:
 
 
 def difference(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
-    """``after`` less ``before`` by term, the largest change first; empty where one of the two is unknown."""
+    """Returns ``after`` minus ``before`` by term, the largest change first; empty if one of the two is unknown."""
     if not before or not after:
         return {}
     names = dict.fromkeys((*before, *after))
@@ -130,7 +130,7 @@ def difference(before: Mapping[str, float], after: Mapping[str, float]) -> dict[
 
 
 def weigh(experiment: Experiment, slots: Slots, assumptions: Assumptions, changes: Sequence[str] = ()) -> Weighed:
-    """Judges one layout; its ``changes`` are only carried along."""
+    """Judges one layout; ``changes`` are only recorded."""
     world_size = sum(len(numbers) for numbers in slots.values())
     problems = [*layout_problems(experiment, world_size), *gpu_problems(experiment, assumptions.gpu)]
     data = world_size // size_of_replica(experiment)
@@ -147,8 +147,8 @@ def weigh(experiment: Experiment, slots: Slots, assumptions: Assumptions, change
 
 
 def neighbors(experiment: Experiment, slots: Slots, assumptions: Assumptions) -> Why:
-    """The layout and its neighbors: those that fit, then tight ones, then those that do not fit or are illegal, and
-    the fastest first."""
+    """Returns the layout and its neighbors: those that fit, then tight ones, then those that do not fit or are illegal,
+    each the fastest first."""
     world_size = sum(len(numbers) for numbers in slots.values())
     base = with_global_batch(experiment, world_size)
     others = [
@@ -164,11 +164,11 @@ def _changes(choice: Choice) -> list[str]:
 
 
 def _steps(base: Experiment, world_size: int) -> Iterator[Choice]:
-    """What each neighbor changes, once each."""
+    """Yields the change of each neighbor, without duplicates."""
     tried = [dict(choice) for choice in choices(base, world_size)]
     fields = dict.fromkeys(path for choice in tried for path in choice)
     current = {path: value_of(base, path) for path in fields}
-    # A value outside of the search, as recomputation of every second layer, stays where another section is changed.
+    # A value outside the search, such as recomputation of every second layer, stays if another section is changed.
     own = {path for path in fields if current[path] not in [choice[path] for choice in tried if path in choice]}
     found: list[dict[str, object]] = []
     for path in fields:
@@ -186,7 +186,7 @@ def _steps(base: Experiment, world_size: int) -> Iterator[Choice]:
 
 
 def _directions(value: object, path: str, tried: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
-    """What the search tries with a smaller and with a larger size; of what is no size, with each other value."""
+    """Yields the search's changes to a smaller and to a larger size; for other fields, to each other value."""
     others = [choice for choice in tried if path in choice and choice[path] != value]
     if _is_size(value) and all(_is_size(choice[path]) for choice in others):
         groups = [[choice for choice in others if (choice[path] < value) == smaller] for smaller in (True, False)]
@@ -197,7 +197,7 @@ def _directions(value: object, path: str, tried: Sequence[Mapping[str, Any]]) ->
 
 
 def _distance(change: Mapping[str, Any], current: Mapping[str, Any]) -> float:
-    """Doublings and halvings of all sizes together."""
+    """Returns the distance in doublings and halvings, summed over all sizes."""
     sizes = ((new, current[name]) for name, new in change.items() if _is_size(new) and _is_size(current[name]))
     return sum(abs(log2(max(new, 0.5) / max(old, 0.5))) for new, old in sizes)
 
@@ -210,10 +210,10 @@ def _is_size(value: object) -> bool:
 
 
 def overrides_of_layout(text: str) -> list[str]:
-    """``--set`` overrides of a layout as the search prints it (``TP4 PP2 DP2 SP MB2 ZeRO-1``), or of its fields
-    (``parallel.zero_stage=1``), separated by spaces or commas.
+    """Returns the ``--set`` overrides of a layout as the search prints it (``TP4 PP2 DP2 SP MB2 ZeRO-1``), or of its
+    fields (``parallel.zero_stage=1``), separated by spaces or commas.
 
-    With TP or PP, what is not named of VPP, CP and SP is off. Raises :class:`RequestError` with every other word.
+    With TP or PP given, omitted VPP, CP and SP are off. Raises :class:`RequestError` with every word it does not know.
     """
     found: dict[str, str] = {}
     wrong = []
@@ -238,7 +238,7 @@ def overrides_of_layout(text: str) -> list[str]:
 
 
 def check_data_parallel(text: str, weighed: Weighed) -> None:
-    """Raises :class:`RequestError` where a layout names another data parallel size than it has on these slots."""
+    """Raises :class:`RequestError` if a layout names another data parallel size than it has on these slots."""
     named = [int(label[2]) for word in text.replace(",", " ").split() if (label := _LABEL.fullmatch(word)) and
              label[1].upper() == "DP"]  # fmt: skip
     if not weighed.problems and any(size != weighed.data_parallel_size for size in named):
@@ -247,7 +247,7 @@ def check_data_parallel(text: str, weighed: Weighed) -> None:
 
 
 def with_batch_of(base: Experiment, slots: Slots, other: Experiment) -> Experiment:
-    """``other`` with the global batch that ``base`` has on these slots, where it says none: the same work."""
+    """Returns ``other`` with ``base``'s global batch on these slots if it gives none: the same work."""
     if other.batch.global_batch_size is not None:
         return other
     fixed = with_global_batch(base, sum(len(numbers) for numbers in slots.values())).batch.global_batch_size

@@ -1,4 +1,4 @@
-"""The engines, by the name that an experiment gives; nothing outside this package compares that name. Pure."""
+"""The engines, by the name in the experiment; nothing outside this package compares that name. Pure."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -39,13 +39,13 @@ def engine_of(experiment: Experiment) -> Engine:
 
 
 def engines_with(path: str) -> list[str]:
-    """Names of the engines that take a field; of one that they default differently, all."""
+    """Returns the names of the engines that support a field; an engine with its own default for the field counts."""
     tables = {name: engine.fields.get(path) for name, engine in ENGINES.items()}
     return [name for name, it in tables.items() if not isinstance(it, Refused) or it.default is not None]
 
 
 def field_problems(experiment: Experiment) -> Iterator[Problem]:
-    """Fields that are set, and that the experiment's engine refuses."""
+    """Yields fields that are set although the experiment's engine refuses them."""
     engine = engine_of(experiment)
     for path, refused in engine.fields.items():
         if not isinstance(refused, Refused):
@@ -69,9 +69,9 @@ def _default(section: type[BaseModel], name: str) -> Any:
 def rank_program(
     experiment: Experiment, plan: Plan, run_id: str, run_path: str, *, resume: bool = False
 ) -> RankProgram:
-    """The program of one rank; the same on every rank, which read their number from the launcher's environment.
+    """Returns the program of a rank, the same for every rank: a rank reads its number from the launcher's environment.
 
-    ``resume``: it continues from the run's own checkpoints.
+    ``resume``: continue from the run's own checkpoints.
     """
     load = checkpoints_folder(experiment, run_path) if resume else None
     program = engine_of(experiment).program(experiment, plan, run_path, load)

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO, which engines ``torch`` and ``megatron-deepspeed`` share: configuration, memory, traffic. Pure."""
+"""DeepSpeed's ZeRO, shared by engines ``torch`` and ``megatron-deepspeed``: configuration, memory, traffic. Pure."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,9 +16,9 @@ from tridock.layout.traffic import Sent, all_gather, all_reduce, backward_pass
 
 
 def deepspeed_config(experiment: Experiment, data_parallel_size: int) -> dict[str, Any]:
-    """What ``ds_config.json`` of a run holds. The optimizer and the learning rate are the training loop's own.
+    """Returns the run's ``ds_config.json``. The training loop owns the optimizer and the learning rate.
 
-    A ``global_batch_size`` that is given must be a multiple of ``micro_batch_size * data_parallel_size``: the plan
+    A ``global_batch_size``, if given, must be a multiple of ``micro_batch_size * data_parallel_size``; the plan
     checks it.
     """
     batch, fp16 = experiment.batch, experiment.fp16
@@ -31,8 +31,8 @@ def deepspeed_config(experiment: Experiment, data_parallel_size: int) -> dict[st
         "zero_optimization": {"stage": experiment.parallel.zero_stage},
     }
     if overlaps_gradients(experiment, data_parallel_size) and experiment.parallel.zero_stage < 3:
-        # It fills one bucket while the other travels: two of half the size take the memory of one. Stage 3 does so by
-        # itself, with room of its own.
+        # One bucket fills while the other is sent: two of half the size take the memory of one. Stage 3 does so by
+        # itself, with separate memory.
         config["zero_optimization"] |= {"overlap_comm": True, "reduce_bucket_size": _BUCKET // 2}
     if Offload.of(experiment).optimizer:
         # torch's fused AdamW is as fast on a CPU as DeepSpeed's own (docs/results.md), and needs no compiler.
@@ -41,7 +41,7 @@ def deepspeed_config(experiment: Experiment, data_parallel_size: int) -> dict[st
         if path in PASSED:
             section, _, name = path.rpartition(".")
             within = config[section] if section else config
-            # DeepSpeed wants whole numbers of what YAML and JSON write as 5e8.
+            # DeepSpeed requires integers; YAML and JSON write them as 5e8.
             within[name] = int(value) if isinstance(value, float) and value.is_integer() else value
     if experiment.precision == "bf16":
         config["bf16"] = {"enabled": True}
@@ -58,7 +58,8 @@ def deepspeed_config(experiment: Experiment, data_parallel_size: int) -> dict[st
 
 
 def overlaps_gradients(experiment: Experiment, data_parallel_size: int) -> bool:
-    """Whether gradients travel during the backward pass. DeepSpeed's pipelines cannot, stage 0 has no option for it."""
+    """Returns whether gradients are sent during the backward pass. DeepSpeed's pipelines and ZeRO stage 0 cannot do
+    so."""
     parallel = experiment.parallel
     if not zero_option(experiment, "overlap_comm", True):
         return False
@@ -71,19 +72,19 @@ _LIVE: Final = 1_000_000_000
 _PREFETCHED: Final = 50_000_000
 _PERSISTENT: Final = 100_000
 REUSED: Final = 1_000_000_000
-"""stage3_max_reuse_distance: weights that are used again before so many others stay gathered."""
+"""stage3_max_reuse_distance: weights stay gathered if they are used again before this many others."""
 
 
 def _bucket_elements(experiment: Experiment, replicas: int) -> int:
-    """Elements of the buckets that gradients are reduced through: two where one fills while the other travels."""
-    # In a pipeline there are two of them in any case.
+    """Returns the elements of the gradient buckets: two buckets if one fills while the other is sent."""
+    # A pipeline always has two.
     fills_another = overlaps_gradients(experiment, replicas) and experiment.parallel.zero_stage < 3
     number = 2 if experiment.parallel.pipeline_model_parallel_size > 1 or fills_another else 1
     return number * zero_option(experiment, "reduce_bucket_size", _BUCKET // 2 if fills_another else _BUCKET)
 
 
 def zero_stage_problems(experiment: Experiment) -> Iterator[Problem]:
-    """A ZeRO stage or DeepSpeed's options without ZeRO."""
+    """Yields a ZeRO stage, or DeepSpeed options, without ZeRO."""
     parallel = experiment.parallel
     if parallel.strategy != "zero" and experiment.deepspeed:
         todo = "leave it out, or set parallel.strategy to zero"
@@ -100,7 +101,7 @@ def zero_stage_problems(experiment: Experiment) -> Iterator[Problem]:
 
 
 def zero_states(experiment: Experiment, weights: Parameters, shape: Shape, device: Device) -> States:
-    """What a rank with these weights keeps under ZeRO, by its stage. On CPUs host and device are one."""
+    """Returns the states that a rank with these weights keeps, by ZeRO stage. On CPUs host and device are one."""
     found = _on_device(experiment, weights, shape.data)
     if device == "cpu":
         return found
@@ -112,18 +113,18 @@ def zero_host_work(experiment: Experiment, weights: int, shape: Shape) -> HostWo
 
 
 def _on_device(experiment: Experiment, weights: Parameters, replicas: int) -> States:
-    """Where nothing is offloaded."""
+    """Returns the states if nothing is offloaded."""
     short, stage, count = FORMAT_BYTES[experiment.precision], experiment.parallel.zero_stage, weights.total
     owned = -(-count // replicas)
     if stage == 0:
         master = 4 if short == 2 else 0
-        # In a short format DeepSpeed makes Adam's states by a step.
+        # In a short format DeepSpeed allocates Adam's states with a step.
         startup = (short + master + 8 + short + master) * count if master else short * count
         return States(short * count, 0, (master + 8) * count, short * count, workspace=master * count, startup=startup)
     optimizer, bucket = 12 * owned, short * _bucket_elements(experiment, replicas)
     if stage < 3:
         passing = short * (count if stage == 1 else owned)
-        startup = short * count + 8 * owned  # the master weights, and gradients of them
+        startup = short * count + 8 * owned  # the master weights, and their gradients
         return States(short * count, 0, optimizer, passing, bucket, workspace=(4 + short) * owned, startup=startup)
     small = sum(_small_tensors(experiment, weights))
     kept = small + owned if replicas > 1 else count
@@ -135,7 +136,7 @@ def _on_device(experiment: Experiment, weights: Parameters, replicas: int) -> St
 
 
 def _small_tensors(experiment: Experiment, weights: Parameters) -> Iterator[int]:
-    """Elements of the weights that ZeRO 3 leaves whole on every rank."""
+    """Yields the elements of each tensor that ZeRO 3 does not partition."""
     model, tensor = experiment.model, experiment.parallel.tensor_model_parallel_size
     layer = [weight.share(tensor) for weight in layer_weights(model)]
     tables = [weights.embedding, weights.positions, weights.head]
@@ -146,13 +147,13 @@ def _small_tensors(experiment: Experiment, weights: Parameters) -> Iterator[int]
 
 
 def zero_sent(experiment: Experiment, shape: Shape, weights: int, others: Sent) -> Sent:
-    """With what a replica sends for the gradients of its weights, and to gather the weights."""
+    """Adds to ``others`` what a replica sends to reduce the gradients and to gather the weights."""
     stage, short, size = experiment.parallel.zero_stage, FORMAT_BYTES[experiment.precision], shape.data
     gradients, gathered = all_reduce(size, short * weights), all_gather(size, short * weights)
     overlaps = overlaps_gradients(experiment, size)
     if stage == 0:
         return replace(others, gradient_bytes=gradients)
-    # Stages 1 and 2 sum gradients everywhere, and each rank keeps its part; stage 2 after each micro batch.
+    # Stages 1 and 2 all-reduce gradients, and each rank keeps its part; stage 2 does so after each micro batch.
     if stage < 3:
         passes = shape.accumulation if stage == 2 else 1
         volume = gradients * passes + gathered
@@ -163,8 +164,8 @@ def zero_sent(experiment: Experiment, shape: Shape, weights: int, others: Sent) 
             overlapped=overlapped,
             computing=backward_pass(shape.accumulation // passes),
         )
-    # Stage 3 gathers weights for each micro batch, anew for the backward pass where it is long until then, and
-    # scatters the gradients. Tensors of less than 1e5 elements stay; here they are counted as if they did not.
+    # Stage 3 gathers the weights for each micro batch, again for the backward pass if that is far off, and
+    # scatters the gradients. Tensors of fewer than 1e5 elements stay; here they count as if they did not.
     reused = zero_option(experiment, "stage3_max_reuse_distance", REUSED)
     again = all_gather(size, short * max(0, weights - reused // 2))
     return replace(

@@ -1,4 +1,4 @@
-"""A user's own DeepSpeed JSON: which options reach DeepSpeed, and what stands against the others. Pure."""
+"""A user's own DeepSpeed JSON: the options that DeepSpeed receives, and the problems of the others. Pure."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
@@ -12,7 +12,7 @@ from tridock.layout.split import either
 
 
 def zero_option(experiment: Experiment, name: str, default: int) -> int:
-    """An option of ``zero_optimization`` that the experiment's own DeepSpeed JSON may give."""
+    """Returns an option of ``zero_optimization`` from the experiment's own DeepSpeed JSON, or the default."""
     given = experiment.deepspeed.get("zero_optimization")
     value = given.get(name, default) if isinstance(given, Mapping) else default
     return int(value) if isinstance(value, int | float) else default
@@ -50,7 +50,7 @@ PASSED: Final[Mapping[str, type | tuple[type, ...]]] = {
     **{f"zero_optimization.{name}": kind for name, kind in _ZERO.items()},
     **dict.fromkeys(OFFLOAD, dict),
 }
-"""Options of a user's own JSON that reach DeepSpeed as they are, with their types."""
+"""Options of a user's own JSON that DeepSpeed receives unchanged, with their types."""
 _NAMES: Final = {bool: "true or false", str: "text", dict: "a mapping"}
 _REFUSED: Final[Mapping[str, tuple[str, str]]] = {
     "scheduler": (
@@ -62,12 +62,12 @@ _REFUSED: Final[Mapping[str, tuple[str, str]]] = {
 
 
 def json_problems(experiment: Experiment, replicas: int) -> Iterator[Problem]:
-    """What stands against the experiment's own DeepSpeed JSON: options that say otherwise, or do not reach it.
+    """Yields problems of the experiment's own DeepSpeed JSON: options that contradict it, or do not reach DeepSpeed.
 
-    ``replicas``: 0 where the ranks do not come out even.
+    ``replicas``: 0 if the model's ranks do not divide the world size.
     """
     if experiment.parallel.strategy != "zero":
-        return  # the engine refuses all of it
+        return  # the engine refuses the whole JSON
     for path, value in options(experiment.deepspeed):
         if value == AUTO and (path in FIELDS or path in _CHECKED):
             continue

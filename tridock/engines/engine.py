@@ -1,4 +1,4 @@
-"""What Tridock asks of an engine: one :class:`Engine` for each name of ``engine:`` in an experiment. Pure."""
+"""The interface of an engine: one :class:`Engine` for each name of ``engine:`` in an experiment. Pure."""
 
 import posixpath
 from abc import ABC, abstractmethod
@@ -28,7 +28,7 @@ from tridock.layout.split import either, nearest_multiples
 from tridock.layout.traffic import Sent, Traffic, traffic_of_stage
 
 Choice = Mapping[str, object]
-"""Fields by their paths, as ``--set`` takes them."""
+"""Field paths with values, as ``--set`` takes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,27 +50,27 @@ class Engine(ABC):
     has_plain_loop: ClassVar[bool] = False
     """Whether ``tridock bench`` can compare it with a plain PyTorch loop."""
     tokenizer_fields: ClassVar[tuple[str, ...]] = ()
-    """Fields of ``data`` that name the tokenizer files which every rank reads."""
+    """Fields of ``data`` that name the tokenizer files, which every rank reads."""
     chunks_loss: ClassVar[bool] = True
-    """Whether the loss takes logits to fp32 in chunks, not whole."""
+    """Whether the loss converts logits to fp32 in chunks instead of all at once."""
     prints_timers: ClassVar[bool] = False
-    """Whether the first rank's log has the phases of a step, as Megatron-LM prints its timers."""
+    """Whether the first rank logs the phases of a step, as Megatron-LM's timers do."""
     checkpoints_load_on: ClassVar[Literal["any layout", "other replicas", "same layout"]]
     checkpoint_fields: ClassVar[tuple[str, ...]] = ()
-    """Fields of the experiment, beside model and strategy, that a checkpoint must agree on to be loaded."""
+    """Fields, besides model and strategy, in which a checkpoint must match the experiment to be loaded."""
 
     # Legality
 
     @abstractmethod
     def problems(self, experiment: Experiment) -> Iterator[Problem]:
-        """What the engine cannot run, whatever the number of ranks; refused fields aside."""
+        """Yields what the engine cannot run on any number of ranks, except refused fields."""
 
     @abstractmethod
     def takes_sizes(self, experiment: Experiment) -> bool:
-        """Whether it runs these tensor, pipeline and context parallel sizes, whatever stands against the rest."""
+        """Returns whether it supports the tensor, pipeline and context parallel sizes, regardless of other problems."""
 
     def batch_problems(self, experiment: Experiment, replicas: int) -> Iterator[Problem]:
-        """Global batches that so many replicas cannot work through, and what else their number stands against."""
+        """Yields global batches that ``replicas`` cannot process, and other problems of this number of replicas."""
         per_pass = experiment.batch.micro_batch_size * replicas
         samples = experiment.batch.samples_per_step(replicas)
         if samples % per_pass:
@@ -81,12 +81,13 @@ class Engine(ABC):
     # Parameters, memory, traffic
 
     def padded_vocab_size(self, tokens: int, experiment: Experiment) -> int:
-        """Rows of the token table for that many tokens: Megatron's multiple, for the tensor parallel ranks to share."""
+        """Returns the rows of the token table for ``tokens``: a multiple of Megatron's that tensor parallel ranks
+        split."""
         multiple = experiment.model.make_vocab_size_divisible_by * experiment.parallel.tensor_model_parallel_size
         return -(-tokens // multiple) * multiple
 
     def rows_of_vocabulary(self, experiment: Experiment) -> int:
-        """Rows of the token table, the padding included, over all tensor parallel ranks."""
+        """Returns the rows of the token table, including padding, over all tensor parallel ranks."""
         return self.padded_vocab_size(vocab_size(experiment), experiment)
 
     def parameters(self, experiment: Experiment, stage: int) -> Parameters:
@@ -94,14 +95,14 @@ class Engine(ABC):
 
     @abstractmethod
     def states(self, experiment: Experiment, weights: Parameters, shape: Shape, device: Device) -> States:
-        """What a rank with these weights keeps from step to step, and in one."""
+        """Returns the memory of a rank with these weights, between steps and within a step."""
 
     def copied_bytes(self, _experiment: Experiment, weights: Parameters, states: States) -> int:  # noqa: ARG002  of some engines
-        """What the rank that copies the most holds on its host while a checkpoint is written in the background."""
+        """Returns the host memory of the rank that copies the most while a checkpoint is written in the background."""
         return states.saved
 
     def checkpoint_bytes(self, experiment: Experiment) -> int:
-        """Weights and optimizer states of the whole model, as a checkpoint holds them: each once."""
+        """Returns the bytes of the whole model's weights and optimizer states in a checkpoint, each once."""
         alone = {
             "data_parallel_shard_size": None,
             "context_parallel_size": 1,
@@ -116,19 +117,19 @@ class Engine(ABC):
         return tensor * sum(states.saved for states in own)
 
     def host_work(self, _experiment: Experiment, _shape: Shape) -> HostWork:
-        """Of states that are offloaded to the host's memory, on the fullest rank."""
+        """Returns the work on states offloaded to the host's memory, on the fullest rank."""
         return HostWork()
 
     @abstractmethod
     def sizes(self, experiment: Experiment, device: Device) -> Sizes:
-        """The tensors of a layer for one micro batch."""
+        """Returns the tensors of a layer for one micro batch."""
 
     def head_bytes(self, experiment: Experiment, sizes: Sizes, _runs_in_flight: int) -> float:
-        """The output layer and the loss, on the last stage."""
+        """Returns the bytes of the output layer and the loss, on the last stage."""
         return head_bytes(experiment, sizes, self.rows_of_vocabulary(experiment), chunked=self.chunks_loss)
 
     def activation_terms(self, experiment: Experiment, stage: int, accumulation: int, device: Device) -> list[Term]:
-        """What a step holds for its backward passes, on a rank of this stage."""
+        """Returns the activation memory of a step, on a rank of this stage."""
         sizes = self.sizes(experiment, device)
         head = self.head_bytes(experiment, sizes, in_flight(experiment, stage, accumulation))
         return activation_terms(experiment, stage, accumulation, sizes, head)
@@ -136,33 +137,34 @@ class Engine(ABC):
     def accumulated_gradients(
         self, _experiment: Experiment, _stage: int, shape: Shape, states: States, _device: Device, _activations: int
     ) -> int:
-        """Gradients on top of what a step's first backward pass finds: with a single one they grow as activations go.
+        """Returns the gradients beyond those at a step's first backward pass. With one micro batch they are allocated
+        as activations are freed.
 
         ``activations``: bytes of the activation terms.
         """
         return states.passing if shape.accumulation > 1 else 0
 
     def summed_bytes(self, experiment: Experiment) -> float:
-        """Bytes of a weight that are read and written for each micro batch, as its gradient is added to the others."""
+        """Returns the bytes read and written of a weight for each micro batch, as its gradient is accumulated."""
         return 3.0 * FORMAT_BYTES[experiment.precision]
 
     def kernels(self, _experiment: Experiment) -> float:
-        """Share of a layer's kernels that are started one by one."""
+        """Returns the share of a layer's kernels that are launched one by one."""
         return 1.0
 
     @abstractmethod
     def sent(self, experiment: Experiment, shape: Shape, stage: int) -> Sent:
-        """What a rank of this stage sends that depends on the engine."""
+        """Returns the engine-specific part of what a rank of this stage sends."""
 
     def traffic_of_stage(self, experiment: Experiment, shape: Shape, stage: int) -> list[Traffic]:
-        """Of every group that a rank of this stage shares with others."""
+        """Returns the traffic of every group that a rank of this stage shares with other ranks."""
         return traffic_of_stage(experiment, shape, stage, self.sent(experiment, shape, stage))
 
     def traffic(self, experiment: Experiment, shape: Shape) -> list[Traffic]:
-        """Of every group that has more than one rank, on the stage that sends most in it."""
+        """Returns the traffic of every group of more than one rank, at the stage that sends the most in it."""
         last = experiment.parallel.pipeline_model_parallel_size - 1
         busiest: dict[str, Traffic] = {}
-        for stage in sorted({0, min(1, last), last}):  # those in between are like the second, or have a layer less
+        for stage in sorted({0, min(1, last), last}):  # stages in between equal the second, or have a layer less
             for one in self.traffic_of_stage(experiment, shape, stage):
                 if one.group not in busiest or one.bytes_per_rank > busiest[one.group].bytes_per_rank:
                     busiest[one.group] = one
@@ -171,15 +173,15 @@ class Engine(ABC):
     # Axes of `tridock plan --search`
 
     def splits_model(self, _experiment: Experiment) -> bool:
-        """Whether tensor and pipeline parallel sizes are worth a try."""
+        """Returns whether the search varies the tensor and pipeline parallel sizes."""
         return True
 
     def layout_choices(self, _experiment: Experiment, _tensor: int, _stages: int) -> Iterator[Choice]:
-        """What goes with these sizes beside the states' partition."""
+        """Yields the options for these sizes, besides the partition of the states."""
         yield {}
 
     def state_choices(self, experiment: Experiment, stages: int) -> Iterator[Choice]:
-        """Ways to partition the optimizer's states."""
+        """Yields the ways to partition the optimizer states."""
         if experiment.parallel.strategy != "zero":
             yield {}
         else:
@@ -187,42 +189,43 @@ class Engine(ABC):
 
     @abstractmethod
     def recompute_choices(self) -> tuple[Choice, ...]:
-        """Ways to recompute activations."""
+        """Returns the ways to recompute activations."""
 
     def partial_recompute_choices(self, _experiment: Experiment) -> tuple[Choice, ...]:
-        """Of an experiment that recomputes all layers: ways to recompute fewer, the fewest first."""
+        """Returns, for an experiment that recomputes all layers, the ways to recompute fewer, the fewest first."""
         return ()
 
     def context_sizes(self, experiment: Experiment) -> tuple[int, ...]:
-        """Context parallel sizes that are worth a try."""
+        """Returns the context parallel sizes that the search tries."""
         return (experiment.parallel.context_parallel_size,)
 
     def is_repeated(self, _choice: Choice, _replicas: int, _accumulation: int) -> bool:
-        """Whether another choice does the same with so many replicas and micro batches."""
+        """Returns whether another choice is equivalent with this many replicas and micro batches."""
         return False
 
     # The rank and its checkpoints
 
     @abstractmethod
     def program(self, experiment: Experiment, plan: Plan, run_path: str, load: str | None) -> RankProgram:
-        """What a rank executes; ``env`` beside what every engine's has. ``load``: checkpoints to continue from."""
+        """Returns a rank's program; ``env`` adds to the variables of every engine. ``load``: checkpoints to continue
+        from."""
 
     def index_map_program(self, _experiment: Experiment, _plan: Plan, _workspace: str) -> tuple[str, ...] | None:
-        """Module and arguments that make the index maps of the samples; None where the ranks find them in memory."""
+        """Returns module and arguments that build the samples' index maps; None if the ranks build them in memory."""
         return None
 
     def checkpoint_strategy(self, experiment: Experiment) -> str:
-        """The strategy whose checkpoints the experiment loads and writes."""
+        """Returns the strategy of the checkpoints that the experiment loads and writes."""
         return experiment.parallel.strategy
 
     def splits_checkpoint_by_rank(self, _experiment: Experiment) -> bool:
-        """Whether a checkpoint holds a file of every rank, all of which it takes to load it."""
+        """Returns whether a checkpoint has one file for every rank, and loads only with all of them."""
         return False
 
     def checkpoint_problems(
         self, _experiment: Experiment, _data_parallel_size: int, _written: Mapping[str, Any] | None
     ) -> Iterator[Problem]:
-        """What stands against the checkpoint of ``train.load``; ``written``: the layout beside it, if any."""
+        """Yields the problems of the checkpoint of ``train.load``; ``written``: the layout beside it, if any."""
         yield from ()
 
 
@@ -233,6 +236,6 @@ def uneven_batch(experiment: Experiment, replicas: int, todo: str, near: tuple[i
 
 
 def checkpoints_folder(experiment: Experiment, run_path: str) -> str:
-    """Where the run's checkpoints go, as an absolute path."""
+    """Returns the absolute path of the run's checkpoints."""
     workspace = posixpath.dirname(posixpath.dirname(run_path))
     return posixpath.join(workspace, experiment.train.checkpoint_folder or f"{run_path}/{run_folder.CHECKPOINTS}")

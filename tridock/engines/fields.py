@@ -1,4 +1,4 @@
-"""What an engine declares of each field: its ranks honour it or never read it, or the plan refuses it."""
+"""An engine's declaration of each field: its ranks honour it, never read it, or the plan refuses it."""
 
 import json
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ class Honoured:
 
 @dataclass(frozen=True, slots=True)
 class Unused:
-    """The field is accepted, and no rank reads it."""
+    """The field is accepted, but no rank reads it."""
 
     reason: str
 
@@ -26,12 +26,12 @@ class Refused:
     todo: str = "leave it out, or use engine {others}"
     """``others``: the engines that honour the field."""
     default: object = None
-    """Where it is not the schema's own."""
+    """The engine's default, if it differs from the schema's."""
 
 
 Declared = Honoured | Unused | Refused
 Fields = Mapping[str, Declared]
-"""By a field's path, or by a section's for those of its fields that have no line of their own."""
+"""Declarations by field path; a section's path covers its fields without a declaration."""
 
 HONOURED: Final = Honoured()
 NO_TOKENIZER: Final = Unused("the data are tokens already: no tokenizer is read")
@@ -42,7 +42,7 @@ COMMON: Final[Fields] = dict.fromkeys(
     ),
     HONOURED,
 )
-"""What every engine honours, but for the fields that its own table names."""
+"""Fields that every engine honours unless its own table declares otherwise."""
 
 
 MIXTURE: Final[tuple[str, ...]] = (
@@ -58,7 +58,7 @@ MIXTURE: Final[tuple[str, ...]] = (
 
 
 def as_yaml(value: object) -> str:
-    """A field's value as YAML has it; a list's items with spaces between."""
+    """Returns a field's value as YAML, a list's items separated by spaces."""
     if value is None:
         return "null"
     if isinstance(value, Mapping):

@@ -1,6 +1,6 @@
-"""ZeRO-Offload: weights and optimizer states that DeepSpeed keeps in the host's memory, and what moves between. Pure.
+"""ZeRO-Offload: weights and optimizer states that DeepSpeed keeps in the host's memory, and the transfers. Pure.
 
-The bytes were counted with DeepSpeed 0.19.8 on a pretended GPU (tests/unit/train/test_on_a_gpu.py).
+The bytes were counted with DeepSpeed 0.19.8 on a simulated GPU (tests/unit/train/test_on_a_gpu.py).
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,13 +17,13 @@ OFFLOAD: Final = (OPTIMIZER, PARAM)
 _KINDS: Final = {"device": ("cpu", "none"), "pin_memory": (True, False)}
 _NVME: Final = "DeepSpeed reads and writes NVMe by its op async_io, which the images lack"
 _ADAM_BYTES: Final = 30
-"""Read and written of each weight by Adam on the host: fp32 weight, gradient and two moments (16), all but the gradient
-back (12), and the weight in the short format (2)."""
+"""Bytes that Adam reads and writes on the host for each weight: fp32 weight, gradient and two moments (16), all but
+the gradient written back (12), and the weight in the short format (2)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """What the host keeps."""
+    """The states that the host keeps."""
 
     optimizer: bool
     parameters: bool
@@ -35,10 +35,10 @@ class Offload:
         return cls(*(_is_offloaded(section.get(path.rpartition(".")[2])) for path in OFFLOAD))
 
     def states(self, states: States, experiment: Experiment, owned: int, steps: int) -> States:
-        """``states`` of a rank that owns so many elements, without what the host keeps.
+        """Returns ``states`` without those kept on the host, for a rank that owns ``owned`` elements.
 
-        The host has the master weights (4 bytes), Adam's moments (8), gradients of the master weights (4), and the
-        weights in the short format on their way; in stage 2 also the gradients of earlier micro-batches.
+        The host holds the master weights (4 bytes), Adam's moments (8), gradients of the master weights (4), and a
+        buffer of weights in the short format; in stage 2 also the gradients of earlier micro-batches.
         """
         short, stage = FORMAT_BYTES[experiment.precision], experiment.parallel.zero_stage
         if self.optimizer:
@@ -60,11 +60,11 @@ class Offload:
         return states
 
     def moved(self, experiment: Experiment, shape: Shape, owned: int) -> HostWork:
-        """In an iteration of a rank that owns so many elements."""
+        """Returns the transfers in an iteration of a rank that owns ``owned`` elements."""
         short, steps = FORMAT_BYTES[experiment.precision] * owned, shape.accumulation
         work = HostWork()
         if self.optimizer:
-            # Stage 1 sends gradients once. The others add each micro-batch's to those before on the GPU.
+            # Stage 1 sends gradients once. The others add each micro-batch's gradients to the earlier ones on the GPU.
             sent = short * (1 if experiment.parallel.zero_stage == 1 else 2 * steps - 1)
             work = HostWork(_ADAM_BYTES * owned, gradients=sent, weights=short)
         if self.parameters:
@@ -73,7 +73,7 @@ class Offload:
 
 
 def offload_problems(experiment: Experiment, path: str, value: object) -> Iterator[Problem]:
-    """What stands against one of :data:`OFFLOAD`."""
+    """Yields the problems of one of :data:`OFFLOAD`."""
     where, stage = f"deepspeed.{path}", experiment.parallel.zero_stage
     if not isinstance(value, Mapping):
         yield Problem(where, "must be a mapping", repr(value), "write {device: cpu}")

@@ -1,1 +1,1 @@
-"""Engine ``megatron-core``: NVIDIA's package under the training loop of tridock.train."""
+"""Engine ``megatron-core``: NVIDIA's package in the training loop of tridock.train."""

@@ -26,7 +26,8 @@ from tridock.layout.split import divisors
 from tridock.layout.traffic import Sent, all_gather, all_reduce, backward_pass, expert_replicas
 
 _CONTEXT_TOKENS: Final = 2048
-"""Of a sample, at least, for a rank of a context parallel group; Megatron Bridge's recipes for Llama 3 leave 4,096."""
+"""Minimum tokens of a sample for a rank of a context parallel group; Megatron Bridge's recipes for Llama 3 leave
+4,096."""
 
 
 class MegatronCore(Engine):
@@ -35,7 +36,7 @@ class MegatronCore(Engine):
     name = "megatron-core"
     fields = FIELDS
     checkpoints_load_on = "any layout"
-    # What lies where is no matter to its checkpoints; what the optimizer holds is.
+    # Its checkpoints do not depend on the layout, only on what the optimizer holds.
     checkpoint_fields = ("precision", "parallel.use_distributed_optimizer")
 
     problems = staticmethod(legality.problems)
@@ -64,19 +65,19 @@ class MegatronCore(Engine):
         # gradients.
         workspace = 4 * count if device == "cpu" and distributed and replicas > 1 else 0
         master = 4 * owned if short == 2 else 0
-        # Before that, the distributed optimizer's buffer of the weights of a run of layers, beside these.
+        # At start-up also the distributed optimizer's buffer for the weights of a virtual stage.
         moved = short * count // experiment.parallel.virtual_pipeline_model_parallel_size if distributed else 0
         startup = (short + 4) * count + max(master, moved)
         return States(short * count, 4 * count, master + 8 * owned, workspace=workspace, startup=startup)
 
     def copied_bytes(self, experiment: Experiment, weights: Parameters, states: States) -> int:
-        """The distributed optimizer's states, with fp32 weights in any precision, are gathered by the first replica."""
+        """The first replica gathers the distributed optimizer's states, with fp32 weights in any precision."""
         if experiment.parallel.use_distributed_optimizer:
             return states.weights + 12 * weights.total
         return super().copied_bytes(experiment, weights, states)
 
     def sizes(self, experiment: Experiment, device: Device) -> Sizes:
-        # Fused on GPUs, SwiGLU keeps the first matrix's output; otherwise what is made of its halves, too.
+        # Fused on GPUs, SwiGLU keeps the first matrix's output; otherwise also the tensors derived from its halves.
         return sizes_of(
             experiment, device, swiglu=3 if device == "cuda" else 5, angles=4.0 * experiment.model.rotary_size
         )
@@ -87,7 +88,7 @@ class MegatronCore(Engine):
         distributed = experiment.parallel.use_distributed_optimizer
 
         def exchanged(size: int, count: int) -> float:
-            # Gradients travel during the last backward pass, weights during the next forward pass.
+            # Gradients are sent during the last backward pass, weights during the next forward pass.
             return all_gather(size, (4 + short) * count) if distributed else all_reduce(size, 4 * count)
 
         return Sent(
@@ -102,11 +103,12 @@ class MegatronCore(Engine):
         )
 
     def summed_bytes(self, experiment: Experiment) -> float:
-        """A gradient in the format of the products is read, its sum in fp32 read and written."""
+        """The gradient is read in the format of the products; its fp32 sum is read and written."""
         return FORMAT_BYTES[experiment.precision] + 8.0
 
     def _gathered_queries(self, experiment: Experiment, stage: int) -> float:
-        """Where several tensor parallel ranks have the same query group, they gather queries, keys and values."""
+        """Returns the bytes that tensor parallel ranks gather of queries, keys and values if several have the same
+        query group."""
         model, size = experiment.model, experiment.parallel.tensor_model_parallel_size
         if model.query_groups >= size:
             return 0.0
@@ -149,13 +151,13 @@ class MegatronCore(Engine):
         )
 
     def context_sizes(self, experiment: Experiment) -> tuple[int, ...]:
-        """Those that leave a rank enough tokens of a sample to compute while it exchanges keys and values."""
+        """Returns the sizes that leave a rank enough tokens to compute while it exchanges keys and values."""
         tokens, own = experiment.model.seq_length, experiment.parallel.context_parallel_size
         worth = {size for size in divisors(tokens // 2) if tokens // size >= _CONTEXT_TOKENS}
         return tuple(sorted(worth | {1, own}))
 
     def program(self, _experiment: Experiment, _plan: Plan, run_path: str, load: str | None) -> RankProgram:
         arguments = ("--run-folder", run_path, *(() if load is None else ("--load", load)))
-        # GPUs before Blackwell then start work and communication in the order in which Megatron asks for them.
+        # GPUs before Blackwell then start computation and communication in Megatron's order.
         env = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
         return RankProgram("tridock.train.megatron_core.pretrain_gpt", arguments, env)

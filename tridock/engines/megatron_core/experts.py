@@ -1,4 +1,4 @@
-"""Reasons why megatron-core cannot run a mixture of experts. Its groups of experts are those of its parallel_state."""
+"""Reasons why megatron-core cannot run a mixture of experts. The expert groups are those of its parallel_state."""
 
 import math
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from tridock.layout.split import around, divisors, either, nearest_divisors
 
 
 def problems(experiment: Experiment) -> Iterator[Problem]:
-    """What stands against the mixture, whatever the number of ranks."""
+    """Yields the problems of the mixture that do not depend on the number of ranks."""
     if experiment.model.num_moe_experts is None:
         yield from _without_experts(experiment)
     else:
@@ -21,7 +21,7 @@ def problems(experiment: Experiment) -> Iterator[Problem]:
 
 
 def rank_problems(experiment: Experiment, replicas: int) -> Iterator[Problem]:
-    """Ranks of a pipeline stage that groups of experts do not fill."""
+    """Yields a number of ranks in a pipeline stage that expert groups do not fill."""
     if (count := experiment.model.num_moe_experts) is None:
         return
     parallel = experiment.parallel
@@ -41,7 +41,7 @@ def rank_problems(experiment: Experiment, replicas: int) -> Iterator[Problem]:
 
 
 def expert_choices(experiment: Experiment, tensor: int) -> list[Choice]:
-    """Expert parallel sizes, and the ranks of an expert, that are worth a try: whole experts, or shared as the rest."""
+    """Returns the expert parallel sizes to try, with experts whole or split like the other weights."""
     if (count := experiment.model.num_moe_experts) is None:
         return [{}]
     names = ("parallel.expert_model_parallel_size", "parallel.expert_tensor_parallel_size")
@@ -83,7 +83,7 @@ def _layout_problems(experiment: Experiment) -> Iterator[Problem]:
         what = "megatron-core trains a mixture of experts with tensor parallelism only so"
         yield Problem("parallel.sequence_parallel", what, "false", "set it to true", ("true",))
     if experiment.model.add_bias_linear:
-        # It adds them in place to what its autograd functions returned: the first step fails (0.16.1).
+        # It adds the biases in place to outputs of its autograd functions: the first step fails (0.16.1).
         what = "megatron-core does not train experts with biases"
         yield Problem("model.add_bias_linear", what, "true", "set it to false", ("false",))
     ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size

@@ -1,4 +1,4 @@
-"""What megatron-core does with each field of an experiment, and reasons why it cannot run one."""
+"""How megatron-core treats each field of an experiment, and reasons why it cannot run an experiment."""
 
 import math
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ FIELDS: Final[Fields] = {
 
 
 def problems(experiment: Experiment) -> Iterator[Problem]:
-    """What stands against the engine, whatever the number of ranks; refused fields aside."""
+    """Yields the engine's problems that do not depend on the number of ranks, except refused fields."""
     yield from split_problems(experiment)
     yield from _virtual_problems(experiment)
     yield from _sequence_problems(experiment)
@@ -49,7 +49,7 @@ def problems(experiment: Experiment) -> Iterator[Problem]:
 
 
 def split_problems(experiment: Experiment) -> Iterator[Problem]:
-    """Heads that the ranks cannot share, and layers that do not divide evenly over the stages."""
+    """Yields heads that the ranks cannot split, and layers that do not divide evenly over the stages."""
     yield from head_problems(experiment, repeats_groups=True)
     layers, parallel = experiment.model.num_layers, experiment.parallel
     stages = parallel.pipeline_model_parallel_size
@@ -62,7 +62,7 @@ def split_problems(experiment: Experiment) -> Iterator[Problem]:
 
 
 def interleaved_batch_problems(experiment: Experiment, replicas: int) -> Iterator[Problem]:
-    """Micro batches that do not fill an interleaved pipeline."""
+    """Yields a number of micro batches that does not fill an interleaved pipeline."""
     micro, stages = experiment.batch.micro_batch_size, experiment.parallel.pipeline_model_parallel_size
     samples = experiment.batch.samples_per_step(replicas)
     if samples % (micro * replicas * stages):
@@ -89,7 +89,7 @@ def _virtual_problems(experiment: Experiment) -> Iterator[Problem]:
 
 
 def _mapping_problems(experiment: Experiment) -> Iterator[Problem]:
-    """Its groups of experts, also of a model without any, come out uneven (0.16.1)."""
+    """Its expert groups are uneven, even for a model without experts (0.16.1)."""
     parallel = experiment.parallel
     context = parallel.context_parallel_size
     if (

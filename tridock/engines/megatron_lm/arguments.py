@@ -1,4 +1,5 @@
-"""Engine ``megatron-deepspeed``: Megatron-LM v1.1.5's command line, out of what also gives DeepSpeed's JSON.
+"""Engine ``megatron-deepspeed``: the command line of Megatron-LM v1.1.5, from the fields that also give DeepSpeed's
+JSON.
 
 Pure. :data:`tridock.engines.megatron_lm.legality.OWNED` names the field that gives each option.
 """
@@ -18,7 +19,7 @@ _SPELLED = {"contiguous_checkpointing": "--contigious-checkpointing"}  # upstrea
 
 
 def megatron_arguments(experiment: Experiment, plan: Plan, run_path: str) -> tuple[str, ...]:
-    """The arguments after ``pretrain_gpt2.py``. Relative paths of the experiment start two folders above the run's."""
+    """Returns the arguments after ``pretrain_gpt2.py``. Relative paths start two folders above the run's folder."""
     argv: list[str] = []
     for option, value in _options(experiment, plan, run_path):
         argv += [option] if value is None else [option, str(value)]
@@ -26,9 +27,9 @@ def megatron_arguments(experiment: Experiment, plan: Plan, run_path: str) -> tup
 
 
 def index_map_arguments(experiment: Experiment, plan: Plan, workspace: str) -> tuple[str, ...]:
-    """The arguments after ``python -m tridock.train.megatron_lm.index_maps``: those that decide a run's samples.
+    """Returns the arguments after ``python -m tridock.train.megatron_lm.index_maps``, which determine a run's samples.
 
-    One process makes the maps, without the model; ``--data-parallel-size`` is the number of replicas of the run.
+    One process builds the maps, without the model; ``--data-parallel-size`` is the number of replicas of the run.
     """
     alone = replace(plan, tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
     plain = experiment.model_copy(
@@ -66,7 +67,7 @@ def _model(experiment: Experiment) -> Iterator[tuple[str, object]]:
         yield "--checkpoint-num-layers", model.checkpoint_num_layers
         chosen = [field for field in CHECKPOINT_OPTIONS if getattr(model, field)]
         if chosen:
-            # Upstream's scripts give the options below without this one, and so without any effect.
+            # Upstream's scripts give the options below without this one, so that they have no effect.
             yield "--deepspeed-activation-checkpointing", None
         for field in chosen:
             yield _SPELLED.get(field, "--" + field.replace("_", "-")), None
@@ -75,7 +76,7 @@ def _model(experiment: Experiment) -> Iterator[tuple[str, object]]:
 def _layout(plan: Plan) -> Iterator[tuple[str, object]]:
     stages = plan.pipeline_model_parallel_size
     yield "--model-parallel-size", plan.tensor_model_parallel_size
-    # 0 is upstream's word for no pipeline; with 1 it would build one of a single stage.
+    # 0 means no pipeline to upstream; 1 would build a pipeline of one stage.
     yield "--pipe-parallel-size", stages if stages > 1 else 0
     yield "--batch-size", plan.micro_batch_size
     yield "--gas", plan.accumulation_steps

@@ -1,4 +1,4 @@
-"""The layout that a checkpoint of Megatron-LM v1.1.5 fits."""
+"""The layout of a checkpoint of Megatron-LM v1.1.5."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -12,7 +12,7 @@ _SHAPE = ("num_layers", "hidden_size", "num_attention_heads")
 
 @dataclass(frozen=True, slots=True)
 class CheckpointLayout:
-    """What a checkpoint of Megatron-LM v1.1.5 fits: it loads on the layout that wrote it, and on no other."""
+    """The layout of a checkpoint of Megatron-LM v1.1.5, which loads only on the layout that wrote it."""
 
     tensor_model_parallel_size: int
     pipeline_model_parallel_size: int
@@ -25,7 +25,7 @@ class CheckpointLayout:
 
     @classmethod
     def of(cls, experiment: Experiment, data_parallel_size: int) -> Self:
-        """That of an experiment's own checkpoints."""
+        """Returns the layout of the checkpoints that an experiment writes."""
         parallel, model = experiment.parallel, experiment.model
         return cls(
             parallel.tensor_model_parallel_size,
@@ -37,7 +37,7 @@ class CheckpointLayout:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """What the file beside the checkpoint holds."""
+        """Returns the content of the file beside the checkpoint."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -49,14 +49,14 @@ class CheckpointLayout:
 def checkpoint_problems(
     experiment: Experiment, data_parallel_size: int, written: Mapping[str, Any] | None
 ) -> Iterator[Problem]:
-    """``written`` is the layout beside the checkpoint of ``train.load``.
+    """Yields layout differences. ``written`` is the layout beside the checkpoint of ``train.load``.
 
-    Without one (upstream's own checkpoints) nobody knows before the ranks read it.
+    Without one (upstream's own checkpoints) the layout is unknown until the ranks read the checkpoint.
     """
     if not isinstance(written, Mapping):
         return
     ours = CheckpointLayout.of(experiment, data_parallel_size)
-    # What a file of another release leaves out is taken for the same.
+    # Fields that another release's file leaves out count as equal.
     theirs = replace(ours, **{name: written[name] for name in ours.to_json() if name in written})
     shape = [name for name in _SHAPE if getattr(theirs, name) != getattr(ours, name)]
     for name in shape:

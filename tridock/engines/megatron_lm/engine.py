@@ -29,7 +29,7 @@ from tridock.layout.traffic import Sent, all_gather, all_reduce
 
 
 class MegatronLM(Engine):
-    """Megatron-LM v1.1.5 on DeepSpeed, or on its own data parallelism."""
+    """Megatron-LM v1.1.5 on DeepSpeed, or with its own data parallelism."""
 
     name = "megatron-deepspeed"
     fields = FIELDS
@@ -58,7 +58,7 @@ class MegatronLM(Engine):
             yield Problem("batch.global_batch_size", what, str(samples), todo, (per_pass,))
 
     def parameters(self, experiment: Experiment, stage: int) -> Parameters:
-        """The last stage is handed the embedding whole, with the positions that it has no use for."""
+        """The last stage receives the whole embedding, including the positions that it does not use."""
         return parameters_of_stage(experiment, stage, self.rows_of_vocabulary(experiment), copies_positions=True)
 
     def states(self, experiment: Experiment, weights: Parameters, shape: Shape, device: Device) -> States:
@@ -66,13 +66,13 @@ class MegatronLM(Engine):
             states = zero_states(experiment, weights, shape, device)
             return replace(states, startup=max(states.startup, FORMAT_BYTES[experiment.precision] * weights.total))
         short, count = FORMAT_BYTES[experiment.precision], weights.total
-        again = 4 if short == 2 else 0  # gradients, and weights, once more in fp32
+        again = 4 if short == 2 else 0  # gradients, and weights, again in fp32
         lasting = (short * count, (short + again) * count, (again + 8) * count)
         return States(*lasting, startup=sum(lasting) - 8 * count)
 
     def sizes(self, experiment: Experiment, device: Device) -> Sizes:
         model, ddp = experiment.model, experiment.parallel.strategy == "ddp"
-        # What is kept in parts, or on the host, is there whole while its layers are at work.
+        # Activations that are partitioned, or on the host, are whole while their layers compute.
         whole = not (model.partition_activations or model.checkpoint_in_cpu)
         return sizes_of(experiment, device, sums_in_place=ddp, restores_inputs=whole)
 
@@ -80,8 +80,8 @@ class MegatronLM(Engine):
         model, parallel = experiment.model, experiment.parallel
         size, final = parallel.tensor_model_parallel_size, stage == parallel.pipeline_model_parallel_size - 1
         short, weights = FORMAT_BYTES[experiment.precision], self.parameters(experiment, stage).total
-        # Between stages DeepSpeed sends each rank's part; who receives an output gathers it, and who sent it does so
-        # for the backward pass, with its gradient.
+        # Between stages DeepSpeed sends each rank's part. The receiver of an output gathers it; the sender gathers it
+        # too, for the backward pass, with its gradient.
         gathers = (stage > 0) + 2 * (not final)
         if model.checkpoint_activations and model.partition_activations:
             gathers += math.ceil(layers_of_stage(experiment, stage) / model.checkpoint_num_layers)
@@ -95,7 +95,7 @@ class MegatronLM(Engine):
         return sent if parallel.strategy == "ddp" else zero_sent(experiment, shape, weights, sent)
 
     def recompute_choices(self) -> tuple[Choice, ...]:
-        # What is about stored activations goes with them.
+        # The options for stored activations depend on recomputation.
         off: Choice = {f"model.{name}": False for name in ("checkpoint_activations", *legality.CHECKPOINT_OPTIONS)}
         return ({**off, "model.checkpoint_num_layers": 1}, {"model.checkpoint_activations": True})
 

@@ -1,4 +1,4 @@
-"""What Megatron-LM v1.1.5 does with each field of an experiment, and reasons why it cannot run one."""
+"""How Megatron-LM v1.1.5 treats each field of an experiment, and reasons why it cannot run an experiment."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -60,7 +60,7 @@ CHECKPOINT_OPTIONS: Final = (
     "contiguous_checkpointing",
     "synchronize_each_layer",
 )
-"""What DeepSpeed does with stored activations, by the names of the fields."""
+"""DeepSpeed's options for stored activations, by the names of the fields."""
 
 SAME: Final = {
     "--num-layers": "model.num_layers",
@@ -86,7 +86,7 @@ SAME: Final = {
     "--eval-iters": "train.eval_iters",
     "--seed": "train.seed",
 }
-"""Megatron's options whose value is that of a field."""
+"""Megatron's options that have the value of a field."""
 OWNED: Final = {
     **SAME,
     "--max-position-embeddings": "model.max_position_embeddings",
@@ -121,14 +121,14 @@ OWNED: Final = {
     "--load": "train.load",
     "--tensorboard-dir": "train.tensorboard",
 }
-"""Megatron's options that the experiment gives, and the field that gives each."""
+"""Megatron's options that the experiment gives, with the field that gives each."""
 
 FUSED_KERNELS: Final = ("--scaled-upper-triang-masked-softmax-fusion", "--scaled-masked-softmax-fusion")
-"""They include a header that is gone, and name a GPU generation that CUDA 13 has dropped."""
+"""Options of kernels that include a removed header, and name a GPU generation that CUDA 13 has dropped."""
 
 
 def problems(experiment: Experiment) -> Iterator[Problem]:
-    """What stands against the engine, whatever the number of ranks; refused fields aside."""
+    """Yields the engine's problems that do not depend on the number of ranks, except refused fields."""
     yield from _layout_problems(experiment)
     yield from _checkpointing_problems(experiment)
     if experiment.precision == "bf16":
@@ -158,7 +158,7 @@ def problems(experiment: Experiment) -> Iterator[Problem]:
 
 
 def _warmup_problems(experiment: Experiment) -> Iterator[Problem]:
-    """Its rate rises as long as is left after the warm-up, and no longer."""
+    """Its rate increases for as many steps as are left after the warm-up, and no longer."""
     warmup, fraction = experiment.optimizer.lr_warmup_iters, experiment.optimizer.lr_warmup_fraction
     decay = experiment.optimizer.lr_decay_iters or experiment.train.train_iters
     if fraction is not None:
@@ -171,7 +171,7 @@ def _warmup_problems(experiment: Experiment) -> Iterator[Problem]:
 
 
 def split_problems(experiment: Experiment) -> Iterator[Problem]:
-    """Heads and layers that the ranks cannot share."""
+    """Yields heads and layers that the ranks cannot split."""
     yield from head_problems(experiment)
     if experiment.parallel.strategy == "zero":
         yield from empty_stage_problems(experiment)
@@ -192,7 +192,7 @@ def _layout_problems(experiment: Experiment) -> Iterator[Problem]:
         what, todo = "Megatron v1.1.5 without DeepSpeed has no pipeline", "set it to 1, or strategy to zero"
         yield Problem("parallel.pipeline_model_parallel_size", what, str(stages), todo, (1,))
     if zero == 0 and parallel.strategy == "zero" and experiment.precision == "fp16":
-        # It unscales the gradients all the same (0.19.8), and lacks the name by which Megatron asks for the scale.
+        # It unscales the gradients nevertheless (0.19.8), and lacks the attribute from which Megatron reads the scale.
         what = "DeepSpeed does not scale Megatron v1.1.5's fp16 loss at stage 0"
         yield Problem("parallel.zero_stage", what, "0", "use 1, which has the same losses, or strategy ddp", (1,))
 
@@ -221,7 +221,7 @@ _STORE: Final = "set model.checkpoint_activations to true, or leave it out"
 
 
 def _interval_problems(experiment: Experiment) -> Iterator[Problem]:
-    """Groups of layers that the model cannot be cut into. DeepSpeed's pipeline cuts as it likes."""
+    """Yields groups of layers that do not divide the model. DeepSpeed's pipeline has no such limit."""
     layers, number = experiment.model.num_layers, experiment.model.checkpoint_num_layers
     if experiment.parallel.pipeline_model_parallel_size == 1 and layers % number:
         near = nearest_divisors(layers, number)

@@ -46,7 +46,7 @@ class Torch(Engine):
     batch_problems = staticmethod(legality.batch_problems)
 
     def padded_vocab_size(self, tokens: int, experiment: Experiment) -> int:
-        """The same on every layout: these rows take part in the loss."""
+        """The same on every layout, because padding rows take part in the loss."""
         multiple = experiment.model.make_vocab_size_divisible_by
         return -(-tokens // multiple) * multiple
 
@@ -56,8 +56,8 @@ class Torch(Engine):
         count = weights.total
         if not is_sharded(experiment):  # the fused AdamW works in place
             return States(4 * count, 4 * count, 8 * count, startup=8 * count)
-        # FSDP2 gathers layer by layer, and the embeddings and the last norm for the whole step. Gradients come with the
-        # first backward pass, and go after the optimizer, which works in place.
+        # FSDP2 gathers layer by layer, and the embeddings and the last norm for the whole step. The first backward pass
+        # allocates gradients; they are freed after the optimizer step, which works in place.
         owned, short = -(-count // shards_of(experiment, shape.data)), FORMAT_BYTES[experiment.precision]
         gathered = short * (count - weights.layers)
         return States(4 * owned, 0, 8 * owned, 4 * owned, gathered=gathered, startup=4 * owned)
@@ -71,7 +71,8 @@ class Torch(Engine):
         angles = 2.0 * experiment.model.rotary_size if experiment.precision != "fp32" else 0.0
         if not is_sharded(experiment):
             return sizes_of(experiment, device, autocast=parallel.strategy == "ddp", angles=angles)
-        # FSDP2's weights of the layer at work; where they come from others, the buffer for the next one's too.
+        # FSDP2's gathered weights of the current layer; if other ranks hold shards, also the buffer for the next
+        # layer's.
         buffers = 2 if parallel.strategy == "fsdp" and parallel.data_parallel_shard_size != 1 else 1
         gathered = FORMAT_BYTES[experiment.precision] * layer_parameters(experiment) * buffers
         return sizes_of(experiment, device, gathered=gathered, angles=angles)
@@ -80,7 +81,7 @@ class Torch(Engine):
         """With GPipe the last stage of a pipeline holds the logits of every micro batch."""
         parallel, rows = experiment.parallel, self.rows_of_vocabulary(experiment)
         local_rows = rows / parallel.tensor_model_parallel_size
-        # Autocast's cache keeps the casts of layers that are computed again, too, until the forward pass ends.
+        # Autocast's cache also keeps the casts of recomputed layers, until the forward pass ends.
         cached = recomputed_layers(experiment, experiment.model.num_layers) * sizes.casts
         cast = local_rows * experiment.model.hidden_size * sizes.short if sizes.casts else 0.0
         gpipe = parallel.pipeline_model_parallel_size > 1 and parallel.pipeline_schedule == "gpipe"
@@ -90,7 +91,7 @@ class Torch(Engine):
     def activation_terms(self, experiment: Experiment, stage: int, accumulation: int, device: Device) -> list[Term]:
         if not experiment.model.is_vision:
             return super().activation_terms(experiment, stage, accumulation, device)
-        # Within 2 % of what a CPU rank keeps (tests/unit/train).
+        # Within 2 % of a CPU rank's memory (tests/unit/train).
         short = FORMAT_BYTES[experiment.precision]
         kept = kept_elements(experiment.model) * experiment.batch.micro_batch_size * short
         terms = [Term("activations", kept, "each convolution's input and output")]
@@ -115,8 +116,8 @@ class Torch(Engine):
         embedding = 4 * self.parameters(experiment, 0).embedding / shards_of(experiment, shape.data)
         last_backward = backward_pass(shape.accumulation)
         if is_sharded(experiment):
-            # FSDP2 gathers weights for each micro batch, and anew for its backward pass. Gradients go in fp32, to other
-            # copies of the shards once a step.
+            # FSDP2 gathers weights for each micro batch, and again for its backward pass. Gradients are sent in fp32,
+            # to other copies of the shards once a step.
             shards, short = shards_of(experiment, shape.data), FORMAT_BYTES[experiment.precision]
             gathered = 2 * all_gather(shards, short * weights) * shape.accumulation
             scatters = shape.accumulation if scatters_each(experiment, shape.data) else 1
@@ -134,14 +135,15 @@ class Torch(Engine):
         return zero_sent(experiment, shape, weights, Sent(0.0, embedding))
 
     def summed_bytes(self, experiment: Experiment) -> float:
-        """DDP's autocast casts fp32 weights for each micro batch, and short gradients back; FSDP2 sums them in fp32."""
+        """DDP's autocast casts fp32 weights, and short gradients back, for each micro batch; FSDP2 accumulates in
+        fp32."""
         short = FORMAT_BYTES[experiment.precision]
         if experiment.parallel.strategy == "zero" or short == 4:
             return super().summed_bytes(experiment)
         return short + 8.0 + (0.0 if is_sharded(experiment) else 2 * (short + 4.0))
 
     def kernels(self, experiment: Experiment) -> float:
-        """Compiled layers have few kernels beside their products and attention."""
+        """Compiled layers have few kernels besides their products and attention."""
         return 0.5 if experiment.train.compile else 1.0
 
     def state_choices(self, experiment: Experiment, stages: int) -> Iterator[Choice]:
@@ -164,11 +166,11 @@ class Torch(Engine):
         return RankProgram("tridock.train", ("--run-folder", run_path, *(() if load is None else ("--load", load))))
 
     def checkpoint_strategy(self, experiment: Experiment) -> str:
-        """One that splits the model writes what fsdp writes."""
+        """A strategy that splits the model writes fsdp's checkpoints."""
         parallel = experiment.parallel
         split = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size > 1
         return "fsdp" if split else parallel.strategy
 
     def splits_checkpoint_by_rank(self, experiment: Experiment) -> bool:
-        """ZeRO's from stage 1 on."""
+        """True for ZeRO from stage 1 on."""
         return experiment.parallel.strategy == "zero" and experiment.parallel.zero_stage > 0

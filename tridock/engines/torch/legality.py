@@ -1,4 +1,4 @@
-"""What engine ``torch`` does with each field of an experiment, and reasons why it cannot run one."""
+"""How engine ``torch`` treats each field of an experiment, and reasons why it cannot run an experiment."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -32,7 +32,7 @@ FIELDS: Final[Fields] = {
 
 
 def problems(experiment: Experiment) -> Iterator[Problem]:
-    """What stands against the engine, whatever the number of ranks; refused fields aside."""
+    """Yields the engine's problems that do not depend on the number of ranks, except refused fields."""
     yield from _strategy_problems(experiment)
     if experiment.parallel.strategy != "zero":
         yield from split_problems(experiment)
@@ -41,13 +41,13 @@ def problems(experiment: Experiment) -> Iterator[Problem]:
 
 
 def split_problems(experiment: Experiment) -> Iterator[Problem]:
-    """Heads and layers that the ranks cannot share."""
+    """Yields heads and layers that the ranks cannot split."""
     yield from head_problems(experiment)
     yield from empty_stage_problems(experiment)
 
 
 def batch_problems(experiment: Experiment, replicas: int) -> Iterator[Problem]:
-    """Global batches that so many replicas, the schedule or the shards cannot work through."""
+    """Yields global batches that the replicas, the schedule or the shards cannot process."""
     parallel = experiment.parallel
     samples, per_pass = experiment.batch.samples_per_step(replicas), experiment.batch.micro_batch_size * replicas
     stages = parallel.pipeline_model_parallel_size
@@ -64,7 +64,7 @@ def batch_problems(experiment: Experiment, replicas: int) -> Iterator[Problem]:
 
 
 def _even_batch_problems(experiment: Experiment, replicas: int) -> Iterator[Problem]:
-    """The micro-batches that a schedule wants, and the replicas that shards want; the batch comes out even."""
+    """Yields what the schedule requires of micro-batches, and shards of replicas. The batch divides evenly."""
     parallel, micro = experiment.parallel, experiment.batch.micro_batch_size
     shards = parallel.data_parallel_shard_size
     if shards is not None and replicas % shards:

@@ -1,4 +1,4 @@
-"""The code of a run: laid out from the files that this node has by their content."""
+"""Lays out a run's code from this node's content-addressed store."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from tridock.contracts.node_answers import CodeFile, PlacedCode
 from tridock.errors import Problem, RequestError
 
 _KEPT_S: Final = 30 * 86400.0
-"""How long a file is kept that no run was started with."""
+"""How long the store keeps a file that no run has used."""
 
 
 def place_code(folder: Path, index: str) -> PlacedCode:
@@ -42,7 +42,7 @@ def place_code(folder: Path, index: str) -> PlacedCode:
 
 
 def _has(path: Path, sha256: str) -> bool:
-    """Whether the content is there and whole; notes that it is in use."""
+    """Whether the store has the content undamaged; marks it as used."""
     try:
         with path.open("rb") as file:
             whole = hashlib.file_digest(file, "sha256").hexdigest() == sha256

@@ -1,4 +1,4 @@
-"""The processes of a run on this node: those whose environment names the run. Nothing else is ever touched."""
+"""The processes of a run on this node: those whose environment names the run. No other process is ever signaled."""
 
 import os
 import signal

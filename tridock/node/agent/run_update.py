@@ -1,4 +1,4 @@
-"""What is new in a run's records on this node, thinned where it is long: for who watches the run from afar."""
+"""The new records of a run on this node for remote watchers, downsampled if there are many."""
 
 import json
 import math

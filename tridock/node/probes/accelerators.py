@@ -1,4 +1,4 @@
-"""The GPUs and InfiniBand devices that the container sees, and what NVIDIA's driver says of them."""
+"""The GPUs and InfiniBand devices that the container sees, and the NVIDIA driver's report on them."""
 
 import ctypes
 import re
@@ -13,7 +13,7 @@ from tridock.contracts.node_answers import Accelerators, Gpu, Infiniband
 
 _LIBRARY: Final = "libcuda.so.1"
 _TIMEOUT_S: Final = 30.0
-"""Without persistence mode the driver is loaded anew for each call: some seconds a GPU."""
+"""Without persistence mode each call reloads the driver, which takes some seconds per GPU."""
 _SLOWDOWN: Final = re.compile(r"clocks_(?:event|throttle)_reason_(hw_slowdown|\w+_(?:thermal|power_brake)_slowdown)")
 # Since driver 610: KMD Version, CUDA UMD Version.
 _VERSIONS: Final = re.compile(r"(?:Driver|KMD) Version:\s*([\d.]+)\s+CUDA (?:UMD )?Version:\s*(\d+\.\d+)")
@@ -44,7 +44,7 @@ def accelerators() -> Accelerators:
 
 @dataclass(frozen=True, slots=True)
 class CudaDriver:
-    """What CUDA's driver says to a process."""
+    """The CUDA driver's answers to a process."""
 
     error: str | None = None
     """Why it gives a rank no device."""

@@ -27,7 +27,7 @@ _BEFORE: Final = "before-{}"
 
 @dataclass(frozen=True, slots=True)
 class FailoverResult:
-    """How the run continues; ``supervision`` is None where it cannot, and ``reason`` says why."""
+    """How the run continues. ``supervision`` is None if it cannot, and ``reason`` gives the cause."""
 
     reason: str
     supervision: Supervision | None = None

@@ -36,7 +36,7 @@ class LauncherProcess:
 
     @property
     def tells_of_ranks(self) -> bool:
-        """A signal, or ssh's own failure, tells nothing of them."""
+        """Whether its exit code is the ranks': not after a signal or a failure of ssh itself."""
         return not self.was_killed and self.exit_code != _SSH_FAILED
 
     def kill(self) -> None:
@@ -55,7 +55,7 @@ class LauncherProcess:
         return Verdict(Cause.LAUNCHER_EXITED, f"ended with exit code {code}", code=code)
 
     def lost_session(self) -> Verdict | None:
-        """The node whose session it says it has lost."""
+        """The node whose ssh session it reports as lost."""
         with self._log.open("rb") as log:
             log.seek(self.log_offset)
             return lost_session(log.read())

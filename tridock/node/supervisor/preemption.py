@@ -1,4 +1,4 @@
-"""The signal of a scheduler that wants its nodes back, on its way to the ranks of the user's own program."""
+"""Preemption: forwards a scheduler's signal to the ranks of your own program."""
 
 import time
 from pathlib import Path
@@ -16,7 +16,7 @@ _AGAIN_S: Final = 1.0
 
 
 class ProgramPreemption:
-    """Of a program that a scheduler started: elsewhere, and for ranks with heartbeats, it is never requested."""
+    """For a program that a scheduler started. Never requested elsewhere or for ranks with heartbeats."""
 
     def __init__(self, folder: Path, supervision: Supervision) -> None:
         self._marker, self._signal = folder / run_folder.SIGNALLED, supervision.save_signal

@@ -1,4 +1,4 @@
-"""``metrics.jsonl`` of the user's own program, from what it prints."""
+"""Writes ``metrics.jsonl`` for your own program, from its output."""
 
 from pathlib import Path
 

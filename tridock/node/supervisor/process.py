@@ -64,7 +64,7 @@ def start(folder: Path, *, again: bool = False, patience_s: float = 0.0) -> int:
 
 @contextmanager
 def _alone(runs: Path) -> Iterator[None]:
-    """Two runs start on this node one after the other."""
+    """Serializes the starts of runs on this node."""
     lock = os.open(runs, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with suppress(OSError):  # NFS locks no folders
@@ -75,7 +75,7 @@ def _alone(runs: Path) -> Iterator[None]:
 
 
 def _refuse_port_in_use(folder: Path) -> None:
-    """A run that has started a second ago does not listen yet, so its port looks free."""
+    """A run that started a second ago does not listen yet, so its port looks free."""
     ours = _supervision(folder)
     for other in folder.parent.iterdir():
         if other == folder or not other.is_dir() or not state_of(other).is_active:
@@ -104,7 +104,7 @@ def _taken(folder: Path) -> int:
 
 
 def _taken_again(folder: Path, patience_s: float) -> int:
-    """The lock, once nothing of the folder says any more how the run ended before."""
+    """Takes the lock and removes the records of the run's previous end."""
     lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     deadline = time.monotonic() + patience_s
     while not _try_lock(lock):
@@ -115,7 +115,7 @@ def _taken_again(folder: Path, patience_s: float) -> int:
         time.sleep(_POLL_S)
     for name in (run_folder.EXIT_CODE, run_folder.STOPPED, run_folder.SIGNALLED):
         (folder / name).unlink(missing_ok=True)
-    # Ranks of then must not be taken for ranks of now that have died.
+    # Heartbeats of the previous attempt must not look like dead ranks of this one.
     for rank in heartbeat.ranks(folder):
         heartbeat.path_of(folder, rank).unlink(missing_ok=True)
     return lock
@@ -141,7 +141,7 @@ def take_over(folder: Path, supervision: Supervision, lease: HeldLease, previous
 
 
 def _replace_lock(folder: Path) -> None:
-    """Takes a new lock until this process ends: a file server may keep that of a node that is gone for long."""
+    """Takes a new lock until this process ends: a file server may keep a lost node's lock for a long time."""
     partial = folder / f"{LOCK}.{secrets.token_hex(8)}.part"
     lock = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -169,7 +169,7 @@ def _refused(where: str, what: str, got: str, todo: str) -> RequestError:
 
 
 def supervise(folder: Path, ready: int, again: bool) -> int:
-    """What the supervisor does; ``ready`` is the pipe that tells :func:`start` that the run is going.
+    """Runs the supervisor; ``ready`` is the pipe that signals :func:`start` that the run is running.
 
     The lock that it inherited is open until it ends, and is not handed on to the run.
     """
@@ -220,7 +220,7 @@ def _see_to_end(
 
 
 def _record_end(folder: Path, code: int) -> None:
-    """Writes the exit code, once a disk that is full has room for it: without it the run would count as lost."""
+    """Writes the exit code, waiting for space on a full disk: without the code the run would count as lost."""
     while True:
         try:
             if appends.flush(_ROOM_S):

@@ -1,4 +1,4 @@
-"""The ranks of all nodes in one file of the head, for who watches a run from afar."""
+"""The status of the ranks on all nodes in one file on the head, for remote watchers."""
 
 import json
 import time

@@ -40,7 +40,7 @@ def previous_attempts(folder: Path, now: float) -> list[RestartAttempt]:
 
 
 def refusal(supervision: Supervision, attempts: Sequence[RestartAttempt], now: float) -> str | None:
-    """Why there is to be no further restart; None where there may be one.
+    """Returns why the run may not be restarted again, or None if it may.
 
     One that did not bring the run further never falls out of the window: what fails at once, fails at once again.
     """
@@ -52,7 +52,7 @@ def refusal(supervision: Supervision, attempts: Sequence[RestartAttempt], now: f
 
 
 def cannot_help(verdict: Verdict, folder: Path, events_before: int) -> str | None:
-    """Why the same would happen again; None where it need not."""
+    """Returns why a restart would fail in the same way, or None if it may succeed."""
     if verdict.code == RequestError.exit_code:
         return "the request is wrong"
     if events_of(folder, Event.RUN_FINISHED):
@@ -63,7 +63,7 @@ def cannot_help(verdict: Verdict, folder: Path, events_before: int) -> str | Non
 
 
 def checkpoint_iteration(folder: Path, supervision: Supervision, since: float) -> int | None:
-    """The iteration of the newest checkpoint that this run has written; None where there is none.
+    """Returns the iteration of the newest checkpoint that this run has written, or None.
 
     In a folder that is given for several runs, one from before ``since`` (a file's time) is another run's. Below the
     run's own ``folder`` all are: no time is asked there, as clocks jump.

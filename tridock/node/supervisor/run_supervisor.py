@@ -91,7 +91,7 @@ class RunSupervisor:
         self._agents.poll(0.0)
 
     def take_over(self, previous: str) -> int | None:
-        """Restarts a run whose supervisor on ``previous`` is gone; the exit code of one that does not go on."""
+        """Restarts a run whose supervisor on ``previous`` is gone; returns its exit code if it cannot continue."""
         if events_of(self._folder, Event.RUN_FINISHED):
             self._agents.stop(_TERM_S, _STOP_PATIENCE_S)
             return 0
@@ -108,14 +108,14 @@ class RunSupervisor:
         return run_folder.EXIT_STOPPED if self._is_stopped() else verdict.code
 
     def abandon(self) -> None:
-        """Ends what this supervisor has started itself, once the run is another node's."""
+        """Ends the processes that this supervisor started, once another node has taken the run."""
         if self._launcher is not None:
             self._launcher.kill()
 
     def script(self) -> str:
-        """The script that resumes from the run's newest checkpoint, or the one that starts where there is none.
+        """Returns the script that resumes from the run's newest checkpoint, or the start script without a checkpoint.
 
-        Of the user's own program, which has its own checkpoints: its resume command where it has one.
+        A run of your own program, which manages its own checkpoints, uses its resume command if it has one.
         """
         if self._supervision.observed:
             resumes = (self._folder / run_folder.RESUME_SCRIPT).exists()
@@ -124,7 +124,7 @@ class RunSupervisor:
         return run_folder.RESUME_SCRIPT if resumes else run_folder.LAUNCH_SCRIPT
 
     def run_to_end(self) -> int:
-        """The run's exit code, once all its processes have ended."""
+        """Waits until all processes of the run have ended; returns its exit code."""
         while True:
             code, verdict = self._attempt()
             if verdict is None or not self._restart(verdict):
@@ -300,7 +300,7 @@ class RunSupervisor:
         return bool(ranks) and ended == ranks
 
     def _ended_by_agents(self) -> Verdict | None:
-        """Why the agents ended the run: they did not hear from this process, which stood still for so long.
+        """Returns why the agents ended the run: this process was suspended, so they received no orders.
 
         The head's own agent says so. One of another node may only have lost the network between them; but where its
         SIGTERM reached ranks that then saved and ended together, as for a scheduler that did not ask, it was that.
@@ -330,7 +330,7 @@ class RunSupervisor:
     # ---- and another ----
 
     def _restart(self, verdict: Verdict) -> bool:
-        """Starts the run once more from its last checkpoint, if that is wanted and can help."""
+        """Restarts the run from its last checkpoint, if restarts are allowed and can help."""
         if not self._supervision.max_restarts:
             return False
         self._lease.check()
@@ -361,7 +361,7 @@ class RunSupervisor:
         return True
 
     def _left_to_scheduler(self, verdict: Verdict) -> str | None:
-        """A scheduler replaces a lost node, and ends the job for that."""
+        """Returns a reason if a scheduler is to replace the lost node by ending the job."""
         if self._supervision.scheduler is not None and verdict.cause.event is Event.NODE_LOST:
             return f"{self._supervision.scheduler} gives the job other nodes"
         return None
@@ -385,7 +385,7 @@ class RunSupervisor:
         return self._move() if self._must_move else None
 
     def _move(self) -> str | None:
-        """The run is laid out without the nodes that do not answer; why that cannot be."""
+        """Lays the run out without the nodes that do not answer; returns why it cannot, or None."""
         self._lease.check()
         anew = checkpoint_iteration(self._folder, self._supervision, self._lease.begun) is None
         moved = move(self._folder, self._supervision, self._silent, anew=anew)
@@ -415,7 +415,7 @@ class RunSupervisor:
 
 
 def _no_room(folder: Path) -> str | None:
-    """Why nothing can be written in the run's folder; None where it can."""
+    """Returns why the run's folder cannot be written, or None if it can."""
     probe = folder / ".room"
     try:
         run_folder.write_atomic(probe, bytes(_ROOM_BYTES))

@@ -46,7 +46,7 @@ class SinkProcesses:
             process.terminate()
 
     def _watch(self) -> None:
-        # The run goes on whatever happens here: each sink has a log of its own.
+        # An error here must not affect the run. Each sink has its own log.
         while not self._closed.wait(_POLL_S if self._processes else 0.0):
             for name in self._names:
                 process = self._processes.get(name)

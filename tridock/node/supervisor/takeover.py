@@ -1,4 +1,4 @@
-"""What a node does that has lost the head of a run: it waits, and supervises the run itself once the head's lease ends.
+"""Takeover: a node that has lost the head waits until the head's lease expires, then supervises the run itself.
 
 All nodes of the run do that, each a little later than the one before it; the lease goes to one. The head is among them,
 as its supervisor alone may be gone.

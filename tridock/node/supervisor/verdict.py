@@ -13,7 +13,7 @@ from tridock.contracts.rank_status import RankStatus
 from tridock.errors import RunError
 
 NODE_SILENCE_S: Final = 20.0
-"""A node that says nothing for so long is lost."""
+"""Seconds of silence after which a node counts as lost."""
 START_S: Final = 1800.0
 """To import, meet, read the data, build the model, load a checkpoint and make the first step."""
 SAVE_S: Final = 1800.0
@@ -219,7 +219,7 @@ def hung(
 def _odd_ones(
     ranks: Sequence[tuple[str, RankStatus]], stacks: Mapping[int, Sequence[str]]
 ) -> list[tuple[str, RankStatus]]:
-    """The ranks that do not wait; none where that is true of all of them, as it then tells nothing."""
+    """Returns the ranks that do not wait, or none if no rank waits, because that identifies nobody."""
     found = [entry for entry in ranks if (frames := stacks.get(entry[1].rank)) and not waits(frames)]
     return found if len(found) < len(ranks) else []
 

@@ -1,4 +1,4 @@
-"""Commands on a host that run for as long as something here does, and a lock on a cluster's nodes made of one."""
+"""Commands that a host runs only as long as this process holds them, and a lock on a cluster's nodes made of one."""
 
 import sys
 import threading
@@ -14,8 +14,8 @@ from tridock.remote import Host
 from tridock.remote.host import remedy_of
 
 HOLD: Final = "while timeout 60 sh -c 'read -r beat'; do :; done"
-"""The end of a held command's script: a connection that is lost without a word ends it within a minute."""
-_BEAT_S: Final = 2.0
+"""The end of a held command's script: without keepalives from here it exits within a minute."""
+_KEEPALIVE_S: Final = 2.0
 _END_S: Final = 30.0
 
 # Without flock two commands may meet, as they always could.
@@ -41,7 +41,7 @@ class HeldCommand:
         self._thread.start()
 
     def line(self, timeout: float | None = None) -> str:
-        """The next line that it prints. Raises :class:`ClusterError` where it ends, or prints none in time."""
+        """Returns the next line of output. Raises :class:`ClusterError` if it ends, or prints no line in time."""
         try:
             line = self._lines.get(timeout=timeout)
         except Empty:
@@ -52,11 +52,11 @@ class HeldCommand:
         return line
 
     def release(self) -> None:
-        """Has the command end."""
+        """Lets the command end."""
         self._stop.set()
 
     def end(self) -> None:
-        """Has the command end, and waits for it."""
+        """Lets the command end, and waits for it."""
         self.release()
         self._thread.join(_END_S)
 
@@ -73,7 +73,7 @@ class HeldCommand:
                 self._lines.put(line.decode(errors="replace"))
 
         try:
-            done = self._host.exchange(self._beats(), on_output, self._command)
+            done = self._host.exchange(self._keepalives(), on_output, self._command)
             error = done.stderr.decode(errors="replace").strip().rpartition("\n")[2] or f"exit code {done.exit_code}"
             todo = remedy_of(done.exit_code, error)
             failure = ClusterError(Problem(self._host.name, self._fails, error, todo))
@@ -83,14 +83,14 @@ class HeldCommand:
             self._ended()
         self._lines.put(failure)
 
-    def _beats(self) -> Iterator[bytes]:
-        while not self._stop.wait(_BEAT_S):
+    def _keepalives(self) -> Iterator[bytes]:
+        while not self._stop.wait(_KEEPALIVE_S):
             yield b"\n"
 
 
 @contextmanager
 def nodes_locked(session: Session) -> Iterator[None]:
-    """One command at a time changes the nodes of a cluster, from whatever machine: the head's host keeps the lock."""
+    """Allows one command at a time, from any machine, to change a cluster's nodes. The head's host keeps the lock."""
     host = session.hosts[session.head]
     lock = Command.of("sh", "-c", _LOCK, "lock", session.transport.lock_file())
     held = HeldCommand(host, lock, "the cluster's nodes cannot be locked")

@@ -183,7 +183,8 @@ PROCESS_TESTS = tests/shell tests/unit/sinks tests/unit/ops/test_track.py tests/
     rank_output rank_starter runs))
 # What TESTS selects may all be in the other half.
 OR_NONE = $(if $(TESTS),|| [[ $$? == 5 ]])
-PYTEST = pytest -m '$(SELECT)' --junitxml=.cache/tests/$(@:test-%=%).xml
+# Tests that call make themselves do not share the jobs of this one.
+PYTEST = env -u MAKEFLAGS -u MFLAGS pytest -m '$(SELECT)' --junitxml=.cache/tests/$(@:test-%=%).xml
 
 .PHONY: lint
 lint: .venv/.full ## Check formatting, types, shell scripts and the Dockerfile
@@ -197,7 +198,7 @@ lint: .venv/.full ## Check formatting, types, shell scripts and the Dockerfile
 .PHONY: test
 test: test-unit test-processes ## All tests but the full matrices (those with Docker are skipped where no engine answers)
 	@echo 'make test-distributed test-integration, at once: each prints its output when it ends'
-	@$(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=target RANK_WORKERS=1 test-distributed test-integration
+	@$(MAKE) --no-print-directory --jobs 2 --keep-going --output-sync=target test-distributed test-integration
 	@python tools/slowest_tests.py $(patsubst %,.cache/tests/%.xml,unit-torch unit-others processes distributed integration)
 
 .PHONY: test-full

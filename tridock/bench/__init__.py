@@ -1,1 +1,1 @@
-"""Benchmarks: a matrix of experiments on one machine, each measured several times beside a bare loop of PyTorch."""
+"""Benchmarks: a matrix of experiments on one machine, each measured several times alongside a bare PyTorch loop."""

@@ -1,4 +1,4 @@
-"""The YAML of a benchmark, the cells of its matrix, and what was measured of each. No I/O but the loader."""
+"""The YAML of a benchmark, the cells of its matrix, and their measurements. No I/O except the loader."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ from tridock.yaml_text import parse_yaml
 
 Label = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]{0,40}$")]
 Fields = dict[str, Any]
-"""Fields of the experiment by their paths, as ``--set`` takes them."""
+"""Experiment fields by their paths, as ``--set`` takes them."""
 
 
 class Bench(Section):
@@ -49,7 +49,7 @@ class Bench(Section):
 
 
 def load_bench(path: Path, world: Sequence[int] | None = None) -> Bench:
-    """Reads it, with other numbers of ranks where ``world`` is given; every problem in one :class:`RequestError`."""
+    """Reads a benchmark; ``world`` overrides the numbers of ranks. All problems are in one :class:`RequestError`."""
     fields = dict(parse_yaml(read_text(path, "a benchmark"), str(path)))
     if world is not None:
         fields["world"] = list(world)
@@ -57,12 +57,12 @@ def load_bench(path: Path, world: Sequence[int] | None = None) -> Bench:
 
 
 def overrides_of(fields: Mapping[str, Any]) -> list[str]:
-    """As ``--set`` takes them."""
+    """Returns the fields as ``--set`` overrides."""
     return [f"{name}={as_yaml(value)}" for name, value in fields.items()]
 
 
 _FEW: Final = 5
-"""Turns that tell something of how far they scatter."""
+"""Minimum number of turns for a meaningful spread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +73,16 @@ class Cell:
     """The value's label on each axis."""
     world: int
     fields: Mapping[str, Any]
-    """What differs from the experiment."""
+    """Fields that differ from the experiment."""
 
     @property
     def name(self) -> str:
-        """For people: ``fsdp · gpt-small · 2 ranks``."""
+        """The display name: ``fsdp · gpt-small · 2 ranks``."""
         return " · ".join([*self.labels.values(), f"{self.world} rank{'s' * (self.world > 1)}"])
 
 
 def cells_of(bench: Bench) -> Iterator[Cell]:
-    """Every product of the axes' values, the numbers of ranks changing fastest."""
+    """Yields the product of the axes' values; the number of ranks changes fastest."""
     axes = [[(axis, label, fields) for label, fields in values.items()] for axis, values in bench.axes.items()]
     for values in itertools.product(*axes):
         fields = dict(bench.set)
@@ -94,7 +94,7 @@ def cells_of(bench: Bench) -> Iterator[Cell]:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What became of a cell. Times in seconds, memory in bytes; None where it is not known."""
+    """The measurements of a cell. Times in seconds, memory in bytes; None if unknown."""
 
     cell: Cell
     state: str
@@ -104,23 +104,23 @@ class Measured:
     """The median step of each run."""
     tokens_per_step: int = 0
     unit: str = "tokens"
-    """What a step works through: images, of a model of those."""
+    """What a step processes: images, for an image model."""
     model_tflops_per_rank: float | None = None
     mfu: float | None = None
     peak_bytes: int | None = None
     predicted_bytes: int | None = None
     device: str = ""
     over_bare: tuple[float, ...] = ()
-    """For each turn of the engine and the bare loop: the time of the one over that of the other."""
+    """For each turn of the engine and the bare loop: the engine's time over the bare loop's."""
     no_bare: str = ""
-    """Why that is not known."""
+    """Why ``over_bare`` is unknown."""
     communication: float | None = None
     """Share of a step in which a rank communicates and computes nothing, the mean over the ranks."""
     no_communication: str = ""
-    """Why that is not known."""
+    """Why ``communication`` is unknown."""
     runs: tuple[str, ...] = field(default=())
     profiled_run: str = ""
-    """Whose folder has the traces."""
+    """The run whose folder has the traces."""
 
     @property
     def median_s(self) -> float | None:
@@ -132,17 +132,17 @@ class Measured:
 
     @property
     def spread(self) -> float | None:
-        """How far the slowest run lies above the fastest, as a share of the median."""
+        """The difference between the slowest and the fastest run, as a share of the median."""
         return None if self.median_s is None else (max(self.step_s) - min(self.step_s)) / self.median_s
 
     @property
     def overhead(self) -> float | None:
-        """How much longer the engine's step takes than the bare loop's, as a share of that: the median of the turns."""
+        """The engine's step time minus the bare loop's, as a share of the latter: the median of the turns."""
         return statistics.median(self.over_bare) - 1.0 if self.over_bare else None
 
     @property
     def overhead_error(self) -> float | None:
-        """The standard error of that median, as that of a normal distribution with the turns' quartiles."""
+        """The standard error of that median, assuming a normal distribution with the turns' quartiles."""
         if len(self.over_bare) < _FEW:
             return None
         first, _, third = statistics.quantiles(self.over_bare, n=4)
@@ -151,7 +151,7 @@ class Measured:
 
 
 def exit_code_of(measured: Sequence[Measured]) -> int:
-    """0 where anything was measured; else that of a run that failed, or of a request that cannot be."""
+    """Returns 0 if any cell was measured; otherwise the exit code of a failed run, or of an impossible request."""
     states = {one.state for one in measured}
     if "ok" in states:
         return 0
@@ -159,7 +159,7 @@ def exit_code_of(measured: Sequence[Measured]) -> int:
 
 
 def scaling(measured: Measured, others: Sequence[Measured]) -> float | None:
-    """Tokens/s of each rank, over those of the smallest world with the same labels: 1 where nothing is lost."""
+    """Returns tokens/s per rank relative to the smallest world with the same labels: 1 is perfect scaling."""
     same = [one for one in others if one.cell.labels == measured.cell.labels and one.tokens_per_second is not None]
     if not same or measured.tokens_per_second is None:
         return None

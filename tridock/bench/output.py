@@ -66,7 +66,7 @@ def table(measured: Sequence[Measured]) -> Table:
 
 
 def markdown(measured: Sequence[Measured]) -> str:
-    """The same, and why what is missing is missing."""
+    """Returns the table in Markdown, and the reasons for missing values."""
     lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
     lines += [f"| {' | '.join(row(one, measured))} |" for one in measured]
     devices = sorted({one.device for one in measured if one.device})
@@ -79,7 +79,7 @@ def markdown(measured: Sequence[Measured]) -> str:
 
 
 def versions() -> dict[str, str]:
-    """What was measured with."""
+    """Returns the versions of the software under test."""
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -99,7 +99,7 @@ def document(measured: Sequence[Measured], bench: Bench) -> dict[str, Any]:
 
 
 def record(measured: Sequence[Measured], bench: Bench, folder: Path) -> None:
-    """Writes all of it, each file whole."""
+    """Writes all results, each file atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     write_atomic(folder / "results.json", (json.dumps(document(measured, bench), indent=2) + "\n").encode())
     write_atomic(folder / "results.md", markdown(measured).encode())
@@ -109,7 +109,7 @@ def record(measured: Sequence[Measured], bench: Bench, folder: Path) -> None:
 
 
 def plots_of(done: Sequence[Measured]) -> dict[str, tuple[str, str, list[Bar]]]:
-    """Title, unit and bars of each; a figure that is not known has no bar."""
+    """Returns title, unit and bars of each plot; an unknown figure has no bar."""
     worked = " or ".join(sorted({one.unit for one in done}))
     return {
         "step": ("time of a step", "ms", [_ranged(one, [step * 1e3 for step in one.step_s]) for one in done]),
@@ -139,7 +139,7 @@ def plots_of(done: Sequence[Measured]) -> dict[str, tuple[str, str, list[Bar]]]:
 
 
 def _ranged(one: Measured, values: Sequence[float], middle: float | None = None) -> Bar:
-    """The median of the runs' values, or what is in its place, from the least of them to the greatest."""
+    """Returns a bar of the runs' median, or of ``middle``, with the range of the values."""
     return Bar(one.cell.name, statistics.median(values) if middle is None else middle, min(values), max(values))
 
 
@@ -148,7 +148,7 @@ def _bars(
     value: Callable[[Measured], float | None],
     expected: Callable[[Measured], float | None] = lambda _: None,
 ) -> list[Bar]:
-    """What was measured once, or is of all runs together."""
+    """Returns bars of figures that were measured once, or that apply to all runs together."""
     return [Bar(one.cell.name, found, expected=expected(one)) for one in done if (found := value(one)) is not None]
 
 

@@ -1,4 +1,4 @@
-"""Runs a benchmark, cell after cell, the engine's runs and the bare loop's in turn. A cell that fails is noted."""
+"""Runs a benchmark cell by cell; the engine and the bare loop take turns. A failed cell is recorded."""
 
 import os
 import signal
@@ -26,14 +26,14 @@ from tridock.triage.first_failure import first_failure
 Say = Callable[[str], None]
 _STOP_S = 60.0
 _TURN = 2
-"""Steps until the engine and the bare loop change places: soon, for a machine's speed changes within seconds."""
+"""Steps until the engine and the bare loop change places: few, because a machine's speed changes within seconds."""
 
 
 def run_bench(bench: Bench, folder: Path, gpu: Gpu | None, gpus: int | None, say: Say) -> Iterator[Measured]:
-    """Yields each cell as it is measured; ``folder`` is where the benchmark's file lies, ``gpus`` how many ranks can
-    have a GPU of this machine (None: they train on the CPU).
+    """Yields each cell as it is measured; ``folder`` contains the benchmark's file, ``gpus`` is the number of ranks
+    that can have a GPU of this machine (None: they train on the CPU).
 
-    Raises :class:`RequestError` where the experiment is not there at all.
+    Raises :class:`RequestError` if the experiment does not exist.
     """
     config = folder / bench.experiment
     config = config if config.is_file() else Path(bench.experiment)
@@ -48,14 +48,14 @@ def run_bench(bench: Bench, folder: Path, gpu: Gpu | None, gpus: int | None, say
 
 
 def measure(bench: Bench, cell: Cell, config: Path, gpu: Gpu | None, gpus: int | None) -> Measured:
-    """One cell: planned, then run as often as asked."""
+    """Measures one cell: plans it, then runs it the requested number of times."""
     length = {
         "train.train_iters": bench.warmup + bench.iterations,
         "train.log_interval": 1,
         "train.eval_interval": 0,
         "train.save": False,
         "train.tensorboard": False,
-        # So few steps have no room for the experiment's schedule.
+        # So few steps do not fit the experiment's schedule.
         "optimizer.lr_warmup_iters": 0,
         "optimizer.lr_decay_iters": None,
     }
@@ -86,7 +86,7 @@ def measure(bench: Bench, cell: Cell, config: Path, gpu: Gpu | None, gpus: int |
 
 
 def _has_bare(experiment: Experiment) -> bool:
-    """The loop that a user would write knows one process a device, DDP, and the GPT."""
+    """The bare loop supports one process a device, DDP, and the GPT."""
     parallel = experiment.parallel
     split = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size > 1
     plain = parallel.strategy == "ddp" and not split and experiment.precision != "fp16"
@@ -94,14 +94,14 @@ def _has_bare(experiment: Experiment) -> bool:
 
 
 def _run_once(world: int, timeout: int, config: Path, overrides: Sequence[str], turns: str = "") -> Path | str:
-    """The run's folder, or why it failed. ``turns``: as ``tridock.train.bench.baseline_loop`` reads them."""
+    """Returns the run's folder, or why it failed. ``turns``: as ``tridock.train.bench.baseline_loop`` parses them."""
     with tempfile.TemporaryDirectory() as folder:
         noted = Path(folder, "run-id")
         argv = [sys.executable, "-m", "tridock.cli", "train", str(config), "--run-id-file", str(noted)]
         argv += ["--nproc", str(world), *(argument for override in overrides for argument in ("--set", override))]
         try:
             failure = _execute(argv, timeout, {environment.TURNS: turns} if turns else {})
-        except subprocess.TimeoutExpired:  # its ranks record that they were stopped, and not why
+        except subprocess.TimeoutExpired:  # its ranks record that they were stopped, but not why
             return f"no end after {timeout} s"
         run = Path("runs", noted.read_text().strip()) if noted.exists() else None
         if failure is None:
@@ -111,7 +111,7 @@ def _run_once(world: int, timeout: int, config: Path, overrides: Sequence[str], 
 
 
 def _failure_of(run: Path) -> str | None:
-    """The first failure that the run has recorded."""
+    """Returns the first failure that the run has recorded."""
     nodes = {rank["rank"]: rank["node"] for rank in read_plan(run).get("ranks", ())}
     found = first_failure({"": run_folder.read_text(run / run_folder.EVENTS)}, nodes)
     return f"{run.name}: {found}; see {run}/logs" if found else None
@@ -125,7 +125,7 @@ def _run_measured(measured: Measured, bench: Bench, config: Path, overrides: Seq
     summary = summarize(run)
     end = events_of(run, Event.RUN_FINISHED)[-1]
     step = statistics.median(steps)
-    # The summary's figures are of all its steps: these of the measured ones.
+    # The summary's figures include all steps: these only the measured ones.
     share = (summary.tokens_per_second or 0.0) / (measured.tokens_per_step / step)
     tflops = summary.model_tflops_per_rank
     return replace(
@@ -140,7 +140,7 @@ def _run_measured(measured: Measured, bench: Bench, config: Path, overrides: Seq
 
 
 def _run_profiled(measured: Measured, bench: Bench, config: Path, overrides: Sequence[str]) -> Measured:
-    """Steps under the profiler, which slows them down: their times count nowhere. One rank has nobody to talk to."""
+    """Runs steps under the profiler, which slows them down: their times are not used. One rank does not communicate."""
     if measured.cell.world == 1:
         return replace(measured, communication=0.0)
     length = {"train.train_iters": bench.warmup + bench.profiled, "train.profile_iters": bench.profiled}
@@ -154,9 +154,9 @@ def _run_profiled(measured: Measured, bench: Bench, config: Path, overrides: Seq
 
 
 def _run_bare(measured: Measured, bench: Bench, config: Path, overrides: Sequence[str]) -> Measured:
-    """A run that takes turns with a loop without Tridock. Apart from the others: it holds two models."""
+    """Alternates a run with a bare loop without Tridock, apart from the other runs: it holds two models."""
     turns = f"{bench.warmup},{min(_TURN, bench.iterations)}"
-    # Turns are timed by themselves: the line of every step, which is for the other runs' figures, is not needed.
+    # Turns have their own timers: the line of every step, which serves the other runs' figures, is not needed.
     own = load_experiment(config, overrides_of(measured.cell.fields)).train.log_interval
     overrides = [*overrides, *overrides_of({"train.log_interval": own})]
     run = _run_once(measured.cell.world, bench.timeout, config, overrides, turns)
@@ -165,15 +165,16 @@ def _run_bare(measured: Measured, bench: Bench, config: Path, overrides: Sequenc
     events = events_of(run, Event.BESIDE_BARE)
     if not events:
         return replace(measured, no_bare=f"{run} has not recorded it")
-    # The first is the warm-up.
+    # The first turn is the warm-up.
     ratios = [engine / bare for engine, bare in zip(events[-1]["engine_s"], events[-1]["bare_s"], strict=True)][1:]
     return replace(measured, over_bare=(*measured.over_bare, *ratios))
 
 
 def _execute(argv: Sequence[str], timeout: int, env: Mapping[str, str]) -> str | None:
-    """The last line of output if it fails; None if it succeeds. Raises ``TimeoutExpired`` once it has stopped it."""
+    """Returns the last line of output if it fails; None if it succeeds. Raises ``TimeoutExpired`` once it has stopped
+    the process."""
     env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **env}
-    # A session of its own: Ctrl-C at the terminal is ours to answer, with time for the run to be stopped on all ranks.
+    # A separate session: this process handles Ctrl-C, so that the run has time to stop on all ranks.
     with subprocess.Popen(
         argv, env=env, text=True, start_new_session=True,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -190,8 +191,9 @@ def _execute(argv: Sequence[str], timeout: int, env: Mapping[str, str]) -> str |
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
-    """As Ctrl-C does: `tridock train` stops its ranks and their supervisor, which a killed one would leave behind."""
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # an impatient second Ctrl-C
+    """Sends SIGINT, as Ctrl-C does: `tridock train` stops its ranks and their supervisor, which SIGKILL would leave
+    behind."""
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignores an impatient second Ctrl-C
     try:
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=_STOP_S)

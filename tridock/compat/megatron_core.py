@@ -57,12 +57,12 @@ def _as_written(function: Callable[..., Any] | None = None, **_: Any) -> Any:
 
 
 def _counts(tokens: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:  # noqa: ARG001  megatron-core's
-    """What the ranks send each other, as megatron-core takes it from a GPU; what lies on the host it leaves alone."""
+    """Returns the split sizes that megatron-core copies from a GPU; values on the host stay unchanged."""
     return tokens.numpy() if as_numpy and isinstance(tokens, torch.Tensor) else tokens
 
 
 def _map_uneven() -> None:
-    """Gloo gathers and scatters equal parts only; tokens of experts that several ranks share come in unequal ones."""
+    """Gloo gathers and scatters equal parts only; the tokens of experts on several ranks come in unequal parts."""
     mappings: Any = importlib.import_module("megatron.core.tensor_parallel.mappings")
     gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 

@@ -1,1 +1,1 @@
-"""What a run left behind, for people: a table and a picture. No torch here."""
+"""The results of a run for the user: a table and a picture. No torch here."""

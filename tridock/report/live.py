@@ -1,4 +1,4 @@
-"""Runs that are watched: what has come of each so far, as data for the page and as Prometheus' metrics."""
+"""Watched runs: the state of each, as data for the page and as Prometheus' metrics."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ FAULTS: Final = (
 )
 _SHOWN_EVENTS: Final = 60
 _UNSHOWN: Final = ("samples", "problem", "log_bytes")
-"""Fields of events for programs: a problem's ``reason`` says the same, samples have a section of their own."""
+"""Fields of events that only programs need: ``reason`` repeats a problem, and samples have their own section."""
 _POINTS: Final = 800
 _ROWS: Final = 20_000
-"""Rows that are kept of a run; the oldest half is thinned above."""
+"""Maximum number of a run's rows; above it the oldest half is thinned."""
 
 
 @dataclass
 class LiveRun:
-    """A run as it is known so far. ``take`` adds what a node has answered."""
+    """The known state of a run. ``take`` adds a node's answer."""
 
     run_id: str
     state: RunState = RunState.READY
@@ -57,7 +57,7 @@ class LiveRun:
     evaluations: dict[str, Columns] = field(default_factory=dict)
     memory: list[float] = field(default_factory=list)
     problem: str = ""
-    """Why it could not be asked the last time."""
+    """Why the last request for updates failed."""
 
     def take(self, update: RunUpdate) -> None:
         if update.begins_anew:
@@ -85,7 +85,7 @@ class LiveRun:
             self.memory = [_number(peak) for peak in peaks]
 
     def last(self, name: str) -> float | None:
-        """The last value of a column that is finite."""
+        """Returns the last finite value of a column."""
         values = self.columns.curve(name).finite
         return values[-1] if values else None
 
@@ -95,19 +95,19 @@ class LiveRun:
 
     @property
     def samples(self) -> dict[str, Any] | None:
-        """How the model continued the prompts at the last evaluation."""
+        """Returns the model's continuations of the prompts at the last evaluation."""
         found = samples_of(self.events)
         return {"iteration": max(found), "rows": found[max(found)]} if found else None
 
     @property
     def planned_memory(self) -> list[float]:
-        """Bytes of each rank by the plan; empty without one."""
+        """Returns the planned bytes of each rank; empty without a plan."""
         totals = {it["stage"]: it["total_bytes"] for it in self.plan.get("stages") or ()}
         found = [totals.get(rank.get("pp")) for rank in self.plan.get("ranks") or ()]
         return [float(size) for size in found if size is not None]
 
     def as_data(self) -> dict[str, Any]:
-        """What the page shows, as JSON has it."""
+        """Returns the page's content for JSON."""
         nodes = {rank.get("rank"): rank.get("node") for rank in self.plan.get("ranks") or ()}
         curves = {name: _points(self.columns.curve(name)) for name in QUANTITIES}
         for split, columns in self.evaluations.items():
@@ -160,7 +160,7 @@ def _points(curve: Curve) -> list[list[float | None]]:
 
 
 def _thinned(columns: Columns) -> Columns:
-    """Every second row of all but the last quarter."""
+    """Keeps every second row of all but the last quarter."""
     names = columns.names()
     curves = {name: columns.curve(name) for name in names}
     rows = len(columns)
@@ -184,7 +184,7 @@ _GAUGES: Final = {
 
 
 def prometheus(runs: Sequence[LiveRun]) -> str:
-    """The metrics of all runs in Prometheus' text format, version 0.0.4."""
+    """Returns the metrics of all runs in Prometheus' text format, version 0.0.4."""
     return "".join(f"{line}\n" for line in _metrics(runs))
 
 

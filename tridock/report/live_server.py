@@ -19,7 +19,7 @@ from tridock.report.markup import element, escape
 from tridock.report.theme import style
 
 Ask = Callable[[LiveRun], RunUpdate]
-"""Asks a run's node for what is new."""
+"""Requests a run's updates from its node."""
 ADDRESS: Final = "127.0.0.1"
 _NAMES: Final = (ADDRESS, "localhost")
 _POLL_S: Final = 2.0
@@ -61,7 +61,7 @@ class LiveServer(ThreadingHTTPServer):
                     run.take(update)
             except TridockError as error:
                 run.problem = str(error)
-            with self._lock:  # another run's thread must not change what is read here
+            with self._lock:  # another run's thread must not change the data meanwhile
                 self._data = json.dumps([it.as_data() for it in self.runs.values()]).encode()
             if self._ended.wait(_POLL_S):
                 return
@@ -111,7 +111,7 @@ class LiveServer(ThreadingHTTPServer):
 
     @property
     def policy(self) -> str:
-        """What a browser may load for the page: nothing but its own data."""
+        """Returns the page's content security policy: the browser may load only the page's own data."""
         return (
             f"default-src 'none'; style-src 'unsafe-inline'; script-src 'nonce-{self.nonce}'; connect-src 'self';"
             " img-src data:; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
@@ -142,7 +142,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _reply(self, *, with_body: bool) -> None:
         name = (self.headers.get("Host") or "").rpartition(":")[0]
         _, token, *rest = *self.path.partition("?")[0].split("/", 2), ""
-        # A page of somebody else's whose name leads to this address has another Host.
+        # A foreign page whose domain resolves to this address sends another Host.
         if name not in _NAMES or not hmac.compare_digest(token.encode(), self.server.token.encode()):
             self._send(404, "text/plain; charset=utf-8", b"no such page\n", with_body)
             return
@@ -168,4 +168,4 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
-        """The terminal shows the address alone."""
+        """Silent: the terminal shows only the address."""

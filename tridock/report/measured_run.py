@@ -1,4 +1,4 @@
-"""What a run measured, from its folder: for a plan that it corrects."""
+"""Reads a run's measurements from its folder, to correct a plan."""
 
 import re
 import statistics
@@ -14,13 +14,14 @@ from tridock.plan.correction import MeasuredRun
 
 _CPU: Final = "cpu"
 _LONGEST_S: Final = 1e6
-"""A step; a record with more is damaged."""
+"""Maximum seconds of a step; a record with more is damaged."""
 _MOST_BYTES: Final = 2**50
-"""A GPU's memory, likewise."""
+"""Maximum memory of a GPU; a record with more is damaged."""
 
 
 def read_measured_run(folder: Path) -> MeasuredRun:
-    """Raises :class:`RequestError` where this is no run's folder, or one without a plan or a step time."""
+    """Reads a run's measurements. Raises :class:`RequestError` if the folder is not a run's, or lacks a plan or step
+    time."""
     check_run(folder)
     if is_command(folder / run_folder.EXPERIMENT):
         what, todo = "is a run of a program of its own, which has no plan", "give a run of tridock launch or train"
@@ -55,13 +56,13 @@ def read_measured_run(folder: Path) -> MeasuredRun:
 
 
 def _named_gpu(device: str) -> Gpu | None:
-    """The GPU that a driver names, by the memory in the name where several share it: ``NVIDIA A100-SXM4-80GB``."""
+    """Returns the GPU of a driver's name, distinguished by memory if several match: ``NVIDIA A100-SXM4-80GB``."""
     memory = re.search(r"(\d+)GB", device)
     return of_device(device, None if memory is None else int(memory[1]) * 1024)
 
 
 def _planned_gpu(plan: Record, folder: Path) -> Gpu | None:
-    """The GPU that the run was planned for."""
+    """Returns the GPU of the run's plan."""
     memory = plan.get("memory")
     name = memory.get("gpu") if isinstance(memory, dict) else None
     return find_gpu(name, f"{folder / run_folder.PLAN}: memory.gpu") if isinstance(name, str) else None

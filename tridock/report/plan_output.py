@@ -348,7 +348,7 @@ def goodput_line(assessment: Assessment) -> str | None:
 
 
 def _length(seconds: float) -> str:
-    """Of time, in the largest unit of which there is one."""
+    """Formats a time in days, hours, minutes, s or ms: in the largest unit that gives at least 1."""
     for length, unit in ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "s")):
         if seconds >= length:
             return f"{seconds / length:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""The rank map: which rank runs on which slot of which node. Its labels and colours, and its text for a terminal."""
+"""The rank map: each rank with its slot and node, as labels and colours, and as text for a terminal."""
 
 import itertools
 from collections.abc import Hashable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Why a run failed: the first failure, the rule that knows it, and what to do. Pure."""
+"""Why a run failed: the first failure, the rule that matches it, and the remedy. Pure."""
 
 from tridock.triage.diagnosis import Diagnosis, diagnose, report
 from tridock.triage.facts import Facts, facts_of

@@ -1,4 +1,4 @@
-"""From the facts to the rule that knows them, and to the report that people read. Pure."""
+"""Matches the facts to a rule, and writes the report for the user. Pure."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ _CONTROL: Final = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What a rule makes of the facts. ``rule`` is its name; ``seen`` the line that it knew, and where that stands."""
+    """The diagnosis of a rule. ``rule`` is its name; ``seen`` the line that it matched, and where that line is."""
 
     rule: str
     cause: str
@@ -24,7 +24,7 @@ class Diagnosis:
 
 
 def diagnose(facts: Facts) -> Diagnosis:
-    """The first rule that knows the failure's cause code or its text; then the rest."""
+    """Returns the first rule that matches the failure's cause code or its text; then the remaining rules."""
     for where, text in _texts(facts):
         for rule in RULES:
             if rule.last:
@@ -50,7 +50,7 @@ def _is_about(rule: Rule, facts: Facts) -> bool:
 
 
 def _texts(facts: Facts) -> Iterator[tuple[str, str]]:
-    """Where a rule's text is searched, the failed rank's own reason first."""
+    """Yields the texts that rules search, the failed rank's own reason first."""
     yield "", facts.upstream
     if facts.log:
         assert facts.failure is not None
@@ -80,20 +80,20 @@ def _node(facts: Facts) -> str:
 
 
 def _line(match: re.Match[str]) -> str:
-    """The whole line in which it was found."""
+    """Returns the whole line of the match."""
     text = match.string
     begin, end = text.rfind("\n", 0, match.start()) + 1, text.find("\n", match.start())
     return text[begin : end if end >= 0 else len(text)].strip()
 
 
 def printable(text: str) -> str:
-    """Without what a terminal would obey; cut to the length of a few lines."""
+    """Removes terminal control sequences; truncates to a few lines."""
     clean = _CONTROL.sub("", text)
     return clean if len(clean) <= _LENGTH else f"{clean[:_LENGTH]}…"
 
 
 def report(facts: Facts, diagnosis: Diagnosis) -> str:
-    """A line each for who, what it said, the last steps, the cause, what to do."""
+    """Returns a line each for the failed rank, its message, the last steps, the cause and the remedy."""
     return "\n".join(f"  {name:<8} {text}" for name, text in _lines(facts, diagnosis))
 
 

@@ -16,12 +16,12 @@ _RAISED: Final = re.compile(
     r"^(?P<rank>(?:\[rank\d+\]: )?)Traceback \(most recent call last\):\n(?:(?P=rank)(?: .*)?\n)*(?P=rank)(\S.*)",
     re.MULTILINE,
 )
-"""A traceback up to its last line; torch begins each line with the rank."""
+"""A traceback up to its last line; torch prefixes each line with the rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A logged iteration; the loss is None where it was no finite number."""
+    """A logged iteration; the loss is None if it was not finite."""
 
     iteration: int
     loss: float | None
@@ -32,44 +32,44 @@ class Facts:
     """All that a rule may use."""
 
     exit_code: int | None
-    """None if the run was lost: nothing wrote it."""
+    """None if nothing recorded one, because the run was lost."""
     failure: FirstFailure | None = None
     reason: str = ""
-    """What the failed rank said, whole; or what the supervisor saw of it."""
+    """The failed rank's complete message, or the supervisor's observation of it."""
     log: str = ""
-    """The end of its log, or what torch printed of its exception."""
+    """The end of the rank's log, or torch's output of its exception."""
     launcher: str = ""
     """The end of the launcher's output since the last start."""
     steps: tuple[Step, ...] = ()
     planned: str = ""
-    """What the plan expects for that rank, as text; empty where it has no memory."""
+    """The planned memory of the rank, as text; empty if the plan has none."""
     kernel: tuple[str, ...] = ()
-    """What the kernel of its node said of memory during the run, where it can be read."""
+    """Memory messages of the node's kernel during the run, if they can be read."""
     stuck: str = ""
-    """The rank that the others wait for, by the flight recorders of all of them."""
+    """The rank that the others wait for, according to all flight recorders."""
     has_log: bool = True
-    """Whether the rank has a log of its own; else all output is the launcher's."""
+    """Whether the rank has its own log; otherwise all output is the launcher's."""
 
     @property
     def kind(self) -> str:
-        """The name of the event that tells of the failure; empty where none does."""
+        """The name of the event that records the failure; empty if there is none."""
         return "" if self.failure is None else str(self.failure.event.get("event", ""))
 
     @property
     def cause(self) -> str:
-        """The code of the failure; empty where no event tells of it."""
+        """The cause code of the failure; empty if no event records it."""
         return "" if self.failure is None else str(self.failure.event.get("cause", ""))
 
     @property
     def own_error(self) -> Problem | None:
-        """The error of Tridock's own that the run failed of; it says what to do itself. None for a consequence."""
+        """The Tridock error that made the run fail, which includes a remedy; None if it is only a consequence."""
         if self.failure is None or self.failure.event.get("consequence"):
             return None
         return self.failure.problem
 
     @property
     def upstream(self) -> str:
-        """What of the reason is not Tridock's text: an exception, or the value in an error of its own."""
+        """The upstream part of the reason: an exception, or the value in a Tridock error."""
         if self.failure is None or self.failure.seen:
             return ""
         return self.reason if self.failure.problem is None else self.failure.problem.got
@@ -111,11 +111,11 @@ def _reason(first: FirstFailure | None, log: str) -> str:
     if first is None:
         return ""
     reason = str(first.event.get("reason") or first.reason)
-    if first.event.get("rank") != first.rank:  # the event is of a rank that waited for it
+    if first.event.get("rank") != first.rank:  # the event is from a rank that waited for it
         return f"{first.reason}\n{reason}"
     if first.event.get("cause") == Cause.RANK_EXITED and (raised := _RAISED.findall(log)):
         return str(raised[-1][1])
-    # An exception's repr leaves a file's name out; the last line of its traceback has it.
+    # An exception's repr omits a file's name; the last line of its traceback includes it.
     name = re.match(r"(\w+)\(", reason)
     traced = name and re.findall(rf"^(?:\w+\.)*{name[1]}: .+", log, re.MULTILINE)
     return str(traced[-1]) if traced else reason
@@ -145,7 +145,7 @@ def _size(count: int) -> str:
 
 
 def stuck_rank(last_collectives: Sequence[Mapping[int, int]], nodes: Mapping[int, str]) -> str:
-    """The rank that the others wait for: ``last_collectives`` has each node's numbers by rank."""
+    """Returns the rank that the others wait for: ``last_collectives`` has each node's numbers by rank."""
     reached = {rank: number for numbers in last_collectives for rank, number in numbers.items()}
     if len(reached) < 2 or min(reached.values()) == max(reached.values()):
         return ""

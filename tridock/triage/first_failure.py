@@ -1,4 +1,4 @@
-"""What a failed run failed of: the supervisor's verdict, or the rank that failed first. Pure."""
+"""The first failure of a run: the supervisor's verdict, or the rank that failed first. Pure."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,7 +9,7 @@ from tridock.contracts.events import Event
 from tridock.errors import Problem
 
 _LENGTH = 300
-# The supervisor's verdicts, and what a node says that heard no more of it: that tells where there is none of these.
+# The supervisor's verdicts; without any, the message of a node that lost contact with the supervisor.
 _SEEN = (
     *(Event.NODE_FAILED, Event.RANK_DIED, Event.RANK_HUNG, Event.NODE_LOST),
     *(Event.LAUNCHER_ENDED, Event.HEAD_LOST),
@@ -18,9 +18,9 @@ _SEEN = (
 
 @dataclass(frozen=True, slots=True)
 class FirstFailure:
-    """A rank, its node and the first line of what it said; ``agreed`` where every rank would have said the same.
+    """A rank, its node and the first line of its message; ``agreed``: every rank would have had the same message.
 
-    ``seen``: not what it said, but what the supervisor saw of it; without a rank of its node or of the launcher.
+    ``seen``: the supervisor's observation instead of a message; without a rank, of its node or of the launcher.
     """
 
     rank: int | None
@@ -29,11 +29,11 @@ class FirstFailure:
     agreed: bool = False
     seen: bool = False
     event: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    """What ``events.jsonl`` holds of it; of a rank that ended without a message, what another says that lost it."""
+    """The record in ``events.jsonl``; for a rank that ended without a message, that of another rank that lost it."""
 
     @property
     def problem(self) -> Problem | None:
-        """The error of Tridock's own that the event records."""
+        """The Tridock error in the event."""
         recorded = self.event.get("problem")
         return Problem.of(recorded) if recorded else None
 
@@ -44,10 +44,11 @@ class FirstFailure:
 
 
 def first_failure(events: Mapping[str, str], nodes: Mapping[int, str]) -> FirstFailure | None:
-    """Reads what each node holds of ``events.jsonl``; ``nodes`` maps all ranks to their nodes.
+    """Parses each node's part of ``events.jsonl``; ``nodes`` maps all ranks to their nodes.
 
-    Nodes may share the file, and their clocks may differ: a rank that failed of itself comes before any that lost
-    another or was asked to end, whatever the time says. Where all only lost another, it was one that said nothing.
+    Nodes may share the file, and their clocks may differ: a rank that failed by itself precedes any that lost another
+    rank or was asked to end, regardless of the time. If all only lost another rank, a rank without a message failed
+    first.
     """
     attempt = _last_attempt(events.values())
     if found := sorted((event for event in attempt if event["event"] in _SEEN), key=_weight):
@@ -68,20 +69,20 @@ def first_failure(events: Mapping[str, str], nodes: Mapping[int, str]) -> FirstF
 
 
 def _without_a_word(others: Sequence[int]) -> str:
-    """Of ranks that the others lost: a signal ended them, from the kernel where memory ran out."""
+    """Returns the reason for ranks that the others lost: a signal ended them, from the kernel if memory ran out."""
     too = f", as did {', '.join(str(rank) for rank in others)}" if others else ""
     return f"ended without a message{too} (killed by a signal, perhaps because memory ran out: see dmesg there)"
 
 
 def _essence(event: Mapping[str, Any]) -> str:
-    """The first line of a reason, and of one of Tridock's errors what is wrong; the log has the rest."""
+    """Returns the first line of a reason; of a Tridock error, what is wrong. The log has the rest."""
     lines = str(event.get("reason") or "").strip().splitlines() or ["no reason on record"]
     problem = event.get("problem")
     return (f"{problem['where']}: {problem['what']}" if problem else lines[0])[:_LENGTH]
 
 
 def _weight(event: Mapping[str, Any]) -> int:
-    """A lost node tells more than the ranks that lost it, they more than their launcher, and that more than a node
+    """Ranks events by how much they explain: a lost node, then the ranks that lost it, then their launcher, then a node
     without its head."""
     order = {Event.NODE_LOST: -1, Event.LAUNCHER_ENDED: 1, Event.HEAD_LOST: 2}
     return order.get(Event(event["event"]), 0)
@@ -92,7 +93,7 @@ def _is_failure(event: Mapping[str, Any]) -> bool:
 
 
 def _last_attempt(files: Iterable[str]) -> list[dict[str, Any]]:
-    """The events since the run was last started again, by the clock: only the head's file says that it was."""
+    """Returns the events since the run's last start, by the clock: only the head's file records the start."""
     events = [event for content in files for event in _events(content)]
     restarts = [str(event.get("time")) for event in events if event["event"] == Event.RUN_RESTARTED]
     return [event for event in events if not restarts or str(event.get("time")) > max(restarts)]
@@ -103,6 +104,6 @@ def _events(content: str) -> Iterator[dict[str, Any]]:
         try:
             event = json.loads(line)
         except ValueError:
-            continue  # the last line of a node that died while it wrote
+            continue  # the last line of a node that died during the write
         if isinstance(event, dict) and "event" in event:
             yield event

@@ -13,7 +13,7 @@ from tridock.yaml_text import parse_yaml
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One known way to fail: a cause code of Tridock's own, or what upstream's messages say of it.
+    """One known failure: a cause code of Tridock's, or a pattern of upstream's messages.
 
     ``cause`` and ``remedy`` may name ``{who}``, ``{node}`` and the named groups of ``says``.
     """
@@ -22,25 +22,25 @@ class Rule:
     cause: str
     remedy: str
     origin: str
-    """Where the text or the event comes from."""
+    """The source of the text or the event."""
     causes: Set[Cause] = frozenset()
-    """The codes that the failure's event may carry."""
+    """The cause codes that the failure's event may have."""
     says: re.Pattern[str] | None = None
-    """Upstream's text: in the reason of the failed rank, then at the end of its log, then of the launcher's."""
+    """Pattern of upstream's text, searched in the failed rank's reason, then its log's end, then the launcher's."""
     own: bool = False
-    """Also searched in the value (``got``) of one of Tridock's own errors, which has a remedy itself."""
+    """Also search the value (``got``) of a Tridock error, which has its own remedy."""
     last: bool = False
-    """Tried only when no text is known."""
+    """Try the rule only if no text matches another."""
     events: Set[Event] = frozenset()
-    """The events that a rule without codes is about; none: all."""
+    """The events that a rule without codes applies to; empty: all."""
     kernel: bool = False
-    """Only where the kernel has logged that it killed for memory."""
+    """Only if the kernel has logged an out-of-memory kill."""
     memory: bool = False
     """Adds the planner's memory of the rank to the cause."""
     waits: bool = False
-    """Ranks wait for one: adds the rank that the flight recorders name."""
+    """Ranks wait for one rank: adds the rank that the flight recorders identify."""
     proof: Literal["provoked", "recorded"] = "provoked"
-    """How the tests reach it: a real fault, or upstream's text on record."""
+    """How the tests cover the rule: with a real fault, or with recorded upstream text."""
 
 
 def _read() -> Iterator[Rule]:
@@ -53,4 +53,4 @@ def _read() -> Iterator[Rule]:
 
 
 RULES: Final = tuple(_read())
-"""The last one fits every failure."""
+"""The last rule matches every failure."""

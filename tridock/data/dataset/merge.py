@@ -11,7 +11,7 @@ from tridock.errors import Problem, RequestError
 
 
 def merge(prefixes: Sequence[Path], output: Path, progress: Progress | None = None) -> tuple[Written, list[Path]]:
-    """Writes ``output``. Returns it, and the missing manifests because of which it has none.
+    """Writes ``output``. Returns it, and the manifests whose absence leaves it without one.
 
     Raises :class:`RequestError` with all reasons against merging, before anything is written.
     """

@@ -219,7 +219,7 @@ def lines_of(chunk: Chunk) -> tuple[Identity, int, int]:
 
 
 def read_again(source: Source, identity: Identity, offset: int, size: int) -> bytes:
-    """Reads the lines of a plain chunk once more, in another process."""
+    """Reads the lines of a plain chunk again, in another process."""
     assert source.path is not None
     try:
         with source.path.open("rb", buffering=0) as file:

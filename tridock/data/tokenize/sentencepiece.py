@@ -47,5 +47,5 @@ class SentencePieceTokenizer:
         self.sha256 = hashlib.sha256(content).hexdigest()
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
-        # Its threads would be as many as the machine has cores, in each of the workers.
+        # By default each worker would start as many threads as the machine has cores.
         return [np.array(ids, np.uint32) for ids in self._model.encode(list(texts), out_type=int, num_threads=1)]

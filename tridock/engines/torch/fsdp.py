@@ -56,9 +56,7 @@ def summed_up(experiment: Experiment, stage: int, shape: Shape, weights: Paramet
     summed = whole if is_whole else _SUM_BYTES * (own * layer + ends)
     others = short * (virtual - 1) * own * layer if is_whole else 0.0  # gathered since their backward passes
     moments = [0.0, _SUM_BYTES * (own - 1) * layer + gathered - freed]
-    if (
-        runs > passes_in_flight
-    ):  # a backward pass with all gradients allocated, and as many micro-batches in flight as before
+    if runs > passes_in_flight:  # all gradients are allocated, and the pipeline is still full
         moments += [summed + others, summed + others + gathered - freed]
     if passes_in_flight > 1:  # the next virtual stage's, with the first one's gradients
         moments.append(summed - run + gathered + (0.0 if virtual == 1 else short * layer))

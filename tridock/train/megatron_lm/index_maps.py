@@ -95,7 +95,8 @@ def make(argv: list[str], data_parallel_size: int) -> IndexMaps:
 
 
 def _link(prefix: Path, folder: Path) -> None:
-    """The data, and maps of which no part is missing: of others upstream makes all parts anew, through the links."""
+    """Links the data and the complete index maps. Upstream would rebuild every part of an incomplete one, through the
+    links."""
     names = [f"{prefix.name}.bin", f"{prefix.name}.idx"]
     for first in prefix.parent.glob(f"*_{_PARTS[0]}.npy"):
         parts = [f"{first.name.removesuffix(f'{_PARTS[0]}.npy')}{part}.npy" for part in _PARTS]

@@ -1,4 +1,4 @@
-"""Calibrations: measures the devices of this machine or of a cluster's nodes, writes and reads the result."""
+"""Calibration: measures the devices of this machine or of a cluster's nodes; writes and reads the result."""
 
 import subprocess
 import sys
@@ -33,7 +33,7 @@ _TODO: Final = "tridock check --hosts names what is wrong with a cluster"
 
 
 def calibrate_here(ranks: int, port: int) -> Calibration:
-    """Measures this machine with so many ranks. Raises :class:`ClusterError` if they fail."""
+    """Measures this machine with ``ranks`` ranks. Raises :class:`ClusterError` if they fail."""
     _, *arguments = reduce_command({"localhost": range(ranks)}, "127.0.0.1", port, LIMIT_S, _MODULE)
     argv = [sys.executable, *arguments]
     try:
@@ -63,14 +63,14 @@ def _decoded(document: Mapping[str, object]) -> Calibration:
 
 
 def write_calibration(calibration: Calibration, path: Path) -> None:
-    """Complete or not at all."""
+    """Writes the file atomically."""
     partial = path.with_name(f"{path.name}.part")
     partial.write_text(encode(calibration) + "\n")
     partial.replace(path)
 
 
 def read_calibration(path: Path) -> Calibration:
-    """Raises :class:`RequestError` for a file that is none."""
+    """Reads a calibration. Raises :class:`RequestError` for any other file."""
     todo = "write one with tridock calibrate"
     try:
         return decode(Calibration, path.read_text())
@@ -81,12 +81,12 @@ def read_calibration(path: Path) -> Calibration:
 
 
 def beside(hostfile: Path) -> Path:
-    """Where the calibration of a cluster is."""
+    """Returns the path of a cluster's calibration."""
     return hostfile.with_name(hostfile.name + SUFFIX)
 
 
 def summary(calibration: Calibration) -> Sequence[str]:
-    """What was measured, a line each."""
+    """Formats the measurements, one per line."""
     lines = [f"{calibration.device}, {calibration.ranks} ranks at the same time"]
     for precision in dict.fromkeys(one.precision for one in calibration.products):
         rates = [

@@ -1,4 +1,4 @@
-"""The doctor: proves a cluster before a run needs it, names what is wrong, and applies the safe fixes."""
+"""The doctor: tests a cluster before a run needs it, reports problems, and applies safe fixes."""
 
 from tridock.ops.doctor.check import Request, check, check_quickly
 from tridock.ops.doctor.finding import Report

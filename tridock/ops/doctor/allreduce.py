@@ -1,4 +1,4 @@
-"""A short all-reduce over all ranks, started as a launch does (pdsh over ssh), and who is to blame where it fails."""
+"""A short all-reduce over all ranks, started as in a launch (pdsh over ssh); finds the nodes that make it fail."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -16,17 +16,17 @@ _AT_ONCE: Final = 4
 _ALONE: Final = "the all-reduce fails among its own ranks"
 _ALONE_TODO: Final = "fix that there, or restart its container: tridock down, then tridock up"
 _PAIR: Final = "the all-reduce of these two fails"
-# Above the head's free port: groups that run at the same time meet at different ones.
+# Offsets from the head's free port, so that concurrent groups use different rendezvous ports.
 _PORTS: Final = 97
 
 
 Group = tuple[str, ...]
 Attempts = Callable[[Sequence[Group]], Mapping[Group, Reduced]]
-"""Tries some groups of nodes, several at the same time; the first of each leads."""
+"""Runs the all-reduce on groups of nodes, several at a time; the first node of a group leads."""
 
 
 def reduce_all(session: Session, port: int) -> tuple[Mapping[str, Any] | None, list[Finding]]:
-    """All ranks of all nodes; where that fails, pairs of nodes until the bad ones are named."""
+    """Runs the all-reduce on all nodes. If it fails, tries smaller groups until the bad nodes are known."""
     nodes = session.nodes
     whole = _attempt(session, nodes, port, LIMIT_S)
     if whole.result is not None:
@@ -50,7 +50,7 @@ Blame = tuple[Group, str, str]
 
 
 def reduce_findings(nodes: Sequence[str], error: str, blamed: Sequence[Blame]) -> list[Finding]:
-    """The findings of an all-reduce that failed with this error; nodes that fail alike share one."""
+    """Returns the findings for a failed all-reduce. Nodes with the same error share a finding."""
     why = "the first step of a run would hang or fail here"
     todo = "look at their network with NCCL_DEBUG=INFO and TORCH_DISTRIBUTED_DEBUG=DETAIL in env"
     if not blamed:
@@ -66,10 +66,10 @@ def reduce_findings(nodes: Sequence[str], error: str, blamed: Sequence[Blame]) -
 
 
 def blame(nodes: Sequence[str], attempts: Attempts) -> list[Blame]:
-    """Who is to blame for an all-reduce that fails: nodes, what was seen, the error of the attempt.
+    """Finds the nodes that make an all-reduce fail: the nodes, the symptom, the error of the attempt.
 
-    Each node alone first; then the head with each of those that pass; where it fails with all of them, and they pass
-    among themselves, it is the head.
+    It tries each node alone, then the head with each node that passed. If the head fails with all of them, and they
+    pass among themselves, the head is to blame.
     """
     alone = attempts([(node,) for node in nodes])
     bad: list[Blame] = [((node,), _ALONE, done.error) for (node,), done in alone.items() if done.result is None]

@@ -50,16 +50,16 @@ _MESH_TIMEOUT_S: Final = 40.0
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """An experiment whose data is checked, too."""
+    """An experiment whose data is also checked."""
 
     config: Path
     overrides: Sequence[str] = ()
 
 
 def check(session: Session, request: Request | None = None) -> Report:
-    """All checks, on all hosts at once; changes nothing.
+    """Runs all checks, on all hosts at once. Changes nothing.
 
-    Raises :class:`RequestError` for an experiment that is wrong, before it contacts a host.
+    Raises :class:`RequestError` for an invalid experiment before it contacts a host.
     """
     began = time.monotonic()
     planned = _planned(session, request) if request is not None else None
@@ -81,10 +81,10 @@ def check(session: Session, request: Request | None = None) -> Report:
 
 
 def check_quickly(session: Session, *, on_cpu: bool = False) -> None:
-    """What each launch checks: ssh from the head to every node, the same image, space on disk and in /dev/shm, and
-    unless ``on_cpu`` that CUDA starts on nodes with a GPU image, whose torch has kernels for their GPUs.
+    """Runs the checks of every launch: ssh from the head to every node, the same image, space on disk and in /dev/shm.
 
-    Raises :class:`ClusterError` with all that fails. The preflight checks the rendezvous port.
+    Unless ``on_cpu``, also checks that CUDA starts on nodes with a GPU image and that torch has kernels for their GPUs.
+    Raises :class:`ClusterError` with all failures. The preflight checks the rendezvous port.
     """
     others = list(session.nodes) if len(session.nodes) > 1 else []
 
@@ -103,7 +103,7 @@ def check_quickly(session: Session, *, on_cpu: bool = False) -> None:
 
 
 def node_report(session: Session, node: str, kind: type[R], *arguments: str) -> R:
-    """The report of a node. Raises :class:`ClusterError` if its image has another protocol."""
+    """Returns a node's report. Raises :class:`ClusterError` if its image has another protocol version."""
     report = session.ask(node, kind, "node-report", *arguments, timeout=REPORT_TIMEOUT_S)
     if report.protocol != PROTOCOL:
         raise session.other_version(node, f"protocol {report.protocol}, {PROTOCOL} here")
@@ -111,7 +111,7 @@ def node_report(session: Session, node: str, kind: type[R], *arguments: str) -> 
 
 
 def ask_nodes(session: Session, report: Report, nodes: Sequence[str], ask: Callable[[str, Host], T]) -> dict[str, T]:
-    """The answers of the nodes that answer; a finding for each of the others."""
+    """Returns the answers by node; adds a finding for each node that does not answer."""
     hosts = {node: session.hosts[node] for node in nodes}
     outcomes = on_all(hosts, ask, cap=session.cluster.settings.ssh.max_connections)
     for outcome in outcomes.values():
@@ -122,7 +122,7 @@ def ask_nodes(session: Session, report: Report, nodes: Sequence[str], ask: Calla
 
 
 def ask_gpu_hosts(session: Session, reports: Reports) -> dict[str, GpuHost]:
-    """What the hosts of nodes with GPUs say of them."""
+    """Asks the hosts of nodes with GPUs about their GPUs."""
     on_gpus = tuple(node for node, report in reports.items() if report.on_gpus)
 
     def ask(_: str, host: Host) -> GpuHost:
@@ -199,7 +199,7 @@ def _planned(session: Session, request: Request) -> tuple[Experiment, Plan]:
 
 
 def _data(session: Session, config: Path, experiment: Experiment, plan: Plan, report: Report) -> None:
-    """What a launch would check: the same files everywhere, and a port for the rendezvous."""
+    """Checks what a launch would: the same files everywhere, and a port for the rendezvous."""
     why = "every rank reads it; a launch refuses to start"
     try:
         found = check_nodes(session, config, experiment, plan)

@@ -1,4 +1,4 @@
-"""What has to be the same on all nodes: image, code, environment, clock, workspace. Pure."""
+"""Checks of what must be equal on all nodes: image, code, environment, clock, workspace. Pure."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -67,7 +67,7 @@ def _difference(name: str, here: str | None, there: str | None, head: str) -> st
 
 
 def clock_findings(clocks: Mapping[str, Clock]) -> Iterator[Finding]:
-    """Clocks that differ. Of three or more the median counts as right, so that a head's wrong clock is found."""
+    """Yields clocks that differ. Of three or more the median is the reference, so a wrong clock on the head shows."""
     if len(clocks) < 2:
         return
     offsets = [clock.offset for clock in clocks.values()]
@@ -84,7 +84,7 @@ def clock_findings(clocks: Mapping[str, Clock]) -> Iterator[Finding]:
 
 
 def sharing(sees: Mapping[str, Sequence[str]]) -> list[list[str]]:
-    """Groups of nodes that see one folder; ``sees`` has for each node the others whose file it found."""
+    """Groups the nodes that share one folder. ``sees`` lists, for each node, the others whose files it found."""
     groups: list[list[str]] = []
     for node, others in sees.items():
         met = next((group for group in groups if any(it in others or node in sees[it] for it in group)), None)
@@ -96,7 +96,7 @@ def sharing(sees: Mapping[str, Sequence[str]]) -> list[list[str]]:
 
 
 def sharing_findings(groups: list[list[str]]) -> Iterator[Finding]:
-    """All nodes share /workspace/runs or none: some is likely a mount that is missing."""
+    """Checks that all nodes or none share /workspace/runs; if only some do, a mount is probably missing."""
     if len(groups) > 1 and (shared := [group for group in groups if len(group) > 1]):
         most = max(shared, key=len)
         for group in groups:

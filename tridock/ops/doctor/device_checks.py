@@ -16,11 +16,11 @@ from tridock.errors import Problem, count
 from tridock.ops.doctor.finding import UP, Finding, Reports, fail, warn
 
 _BUSY_MIB: Final = 1024
-"""A driver and a display hold less."""
+"""A driver and a display use less memory than this."""
 _FAULTY: Final = "a rank on it ends with an error, or its results are wrong"
 _SLOWEST: Final = "the slowest GPU sets the pace of all, and the smallest one the memory"
 _XID: Final = re.compile(r"NVRM: (Xid \((?:PCI:)?[^)]+\): (\d+).*)")
-# Of the hardware or the driver. Others, as 13, 31 and 43, are mostly of a program.
+# Xid errors of the hardware or the driver. Others, such as 13, 31 and 43, usually come from a program.
 _HARDWARE_XIDS: Final = frozenset((48, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140))
 _PROCESS: Final = re.compile(r"^((?:GPU|MIG)-\S+), (\d+), (.+), ([^,\n]+)$", re.MULTILINE)
 _HOST_SCRIPT: Final = """\
@@ -31,7 +31,7 @@ nvidia-smi --query-compute-apps=gpu_uuid,pid,process_name,used_memory --format=c
 
 @dataclass(frozen=True, slots=True)
 class GpuHost:
-    """What a host says of its GPUs: the last error in the kernel's log, and processes by the GPU's UUID."""
+    """A host's report on its GPUs: the last error in the kernel log, and processes by GPU UUID."""
 
     xids: tuple[str, ...] = ()
     processes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -43,7 +43,7 @@ def gpu_host_command() -> Command:
 
 
 def parse_gpu_host(output: str) -> GpuHost:
-    """Reads the host's answer; empty where it may not read the log or has no ``nvidia-smi``."""
+    """Parses the host's answer; empty if the log is not readable or ``nvidia-smi`` is missing."""
     xids = [found[1] for found in _XID.finditer(output) if int(found[2]) in _HARDWARE_XIDS]
     processes: dict[str, tuple[str, ...]] = {}
     for uuid, number, name, memory in _PROCESS.findall(output):
@@ -52,9 +52,9 @@ def parse_gpu_host(output: str) -> GpuHost:
 
 
 def cuda_findings(node: str, slots: Sequence[int], report: QuickReport) -> Iterator[Finding]:
-    """What a rank would end with: the error of CUDA's driver, or a GPU that the image's torch has no kernels for.
+    """Yields what would make a rank fail: a CUDA driver error, or a GPU that the image's torch has no kernels for.
 
-    A GPU outside the slots, as one for a display, may be of any kind.
+    A GPU outside the slots, such as one for a display, may be of any model.
     """
     yield from _cuda_error(node, report)
     capabilities = [report.capabilities[slot] for slot in slots if slot < len(report.capabilities)]
@@ -240,7 +240,7 @@ def _infiniband(node: str, report: NodeReport) -> Iterator[Finding]:
 def leftover_findings(
     hosts: str, holders: Mapping[str, Sequence[str]], states: Mapping[str, RunState]
 ) -> Iterator[Finding]:
-    """``holders`` names the nodes with processes of each run: of a run that is over, ``--fix`` ends them."""
+    """``holders``: by run, the nodes with its processes. ``--fix`` ends those of runs that are over."""
     for run_id, nodes in holders.items():
         state = states.get(run_id)
         if state is not None and state.is_over and is_run_id(run_id):

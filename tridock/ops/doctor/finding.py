@@ -10,7 +10,7 @@ from tridock.ops.hosts.session import Session
 
 Severity = Literal["fail", "warn"]
 Remedy = tuple[str, ...]
-"""What may be done without asking: ("up",), ("keys",), ("stop", run id). Empty if a person has to decide."""
+"""A fix that is safe without asking: ("up",), ("keys",), ("stop", run id). Empty if a person has to decide."""
 
 Reports = Mapping[str, NodeReport]
 """By node, the head first."""
@@ -29,7 +29,7 @@ CHECKS = (
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is not as it should be; ``problem.where`` is the node, ``problem.todo`` the one fix."""
+    """One problem: ``problem.where`` is the node, ``problem.todo`` the fix."""
 
     severity: Severity
     check: str
@@ -59,7 +59,7 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
     seen: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
-    """Why a check makes no sense here."""
+    """Why a check does not apply here."""
     reduced: Mapping[str, Any] | None = None
     seconds: float = 0.0
 

@@ -12,7 +12,7 @@ _STYLES: Final = {"ok": "green", "warn": "dark_orange3", "fail": "bold red"}
 
 
 def table(report: Report) -> Table:
-    """A line a check: how it ended, and what was seen."""
+    """One line per check: its result, and what it saw."""
     cluster = report.session.cluster
     shown = Table("check", "", Column("seen", overflow="fold"), title=f"cluster {cluster.name}", title_justify="left")
     for check in CHECKS:
@@ -30,7 +30,7 @@ def table(report: Report) -> Table:
 
 
 def lines(report: Report) -> Iterator[str]:
-    """Each finding with its reason, and a last line that says it all."""
+    """Each finding with its reason, then a summary line."""
     for finding in sorted(report.findings, key=lambda it: (it.severity, CHECKS.index(it.check))):
         yield str(finding)
         yield f"      {finding.why}"

@@ -1,4 +1,4 @@
-"""What each host says about itself, in one round trip: ids, home, devices, keys, Docker, image and container."""
+"""The facts of each host, read in one round trip: ids, home, devices, keys, Docker, image and container."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ from tridock.errors import ClusterError, Problem
 from tridock.gpus import Gpu, of_device
 
 DOCKER_S = 20
-"""Seconds after which an engine that accepts a question and does not answer it is said to hang."""
+"""Seconds after which a Docker engine that accepts a request without answering counts as hung."""
 _HANGS = "see journalctl -u docker and dmesg there; restarting it ends the runs on it, unless live-restore is on"
 
 # One POSIX script, one `name value` line a fact: a second round trip to a far host costs more than all of this.
@@ -58,7 +58,7 @@ class Container:
     exit_code: int
     health: str | None
     workspace: str | None = None
-    """The folder on the host that it was started for."""
+    """The folder on the host for which it was started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def facts_command(image: str, container: str, keys: str, images: str) -> Command
 
 
 def keys_digest(files: Mapping[str, bytes]) -> str:
-    """What a host says of its keys' folder where it holds exactly ``files``."""
+    """Returns the digest that a host reports if its keys' folder holds exactly ``files``."""
     lines = "".join(f"{hashlib.sha256(files[name]).hexdigest()}  {name}\n" for name in sorted(files))
     return hashlib.sha256(lines.encode()).hexdigest()
 

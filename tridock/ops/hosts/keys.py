@@ -32,7 +32,7 @@ _FILE_MODE: Final = 0o600
 
 
 class KeyStore:
-    """The keys of one cluster; made at the first use."""
+    """The keys of one cluster, created on first use."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -78,7 +78,7 @@ class KeyStore:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """One command at a time; the operating system's complaints become ours."""
+        """Serializes commands, and converts OSError into Tridock's errors."""
         try:
             self._make_folder(self.folder.parent)
             self._make_folder(self.folder)
@@ -156,7 +156,7 @@ def _reason(error: OSError) -> str:
 
 
 def distribute_keys(session: Session, *, rotate: bool = False, where_right: bool = True) -> KeyStore:
-    """Makes what is missing (or, with ``rotate``, everything anew) and puts each node's files on its host.
+    """Creates missing keys (with ``rotate``, replaces all) and copies each node's files to its host.
 
     A running node's sshd reads its host key again; its sessions, and so its runs, continue. Without ``where_right``
     hosts that hold exactly these files are left alone: whatever wrote them had the node's sshd read them.

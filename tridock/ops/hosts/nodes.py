@@ -28,7 +28,7 @@ _DOWN = '[ -z "$1" ] || docker rm --force "$1" || exit; shift; rm -rf -- "$@"'
 
 
 def up(session: Session) -> str:
-    """Keys, image and nodes: brings what is missing and leaves what is right alone. Returns the image's id."""
+    """Provides missing or outdated keys, images and nodes; leaves current ones alone. Returns the image's id."""
     image_id = ensure_image(session)
     with nodes_locked(session):
         _up(session, image_id)
@@ -51,7 +51,7 @@ def _up(session: Session, image_id: str) -> None:
 
 
 def ensure_up(session: Session) -> str:
-    """As :func:`up`; where every node is as it should be, all that this costs is the hosts' facts."""
+    """Like :func:`up`. If every node is current, it only reads the hosts' facts."""
     image_id = ensure_image(session)
     store = KeyStore(session.cluster)
     store.ensure()
@@ -114,13 +114,13 @@ def _compose(session: Session, twin: ComposeTransport, recipes: Mapping[str, str
 
 
 def _recipes(session: Session, image_id: str) -> dict[str, str]:
-    """What each node's container should be made of."""
+    """Returns the recipe that each node's container should have."""
     states = session.states()
     return {node: session.transport.recipe(node, state.id_of(image_id), state.facts) for node, state in states.items()}
 
 
 def _stale(session: Session, recipes: Mapping[str, str]) -> tuple[str, ...]:
-    """The nodes whose container is not the one that the settings ask for."""
+    """Returns the nodes whose container does not match the settings."""
     return tuple(
         node
         for node, state in session.states().items()

@@ -98,9 +98,9 @@ class Session:
         return self._states
 
     def reachable(self) -> tuple[Session, ClusterError | None]:
-        """This session with only the nodes whose host says how it is, and what is wrong with the others.
+        """Returns this session with only the hosts that report their facts, and the error of the others.
 
-        For those who show what there is: they are wanted most while a host is away.
+        For commands that show state, which users need most while a host is unreachable.
         """
         outcomes = on_all(self.hosts, self.read_state, cap=self.cluster.settings.ssh.max_connections)
         there = copy.copy(self)
@@ -148,7 +148,7 @@ class Session:
     def ask(
         self, node: str, kind: type[T], *arguments: str, stdin: bytes | None = None, timeout: float | None = None
     ) -> T:
-        """The answer of ``python -m tridock.node …`` inside a node.
+        """Returns the answer of ``python -m tridock.node …`` inside a node.
 
         Raises :class:`ClusterError` if the verb fails, or if the node's image is of another version of Tridock.
         """

@@ -1,4 +1,4 @@
-"""Hosts that give pieces of an image to each other: each runs an sshd for as long as one command runs.
+"""Peer-to-peer transfer of image pieces between hosts: each host runs an sshd while one command runs.
 
 It runs as the ssh user, listens on a free port, knows one key, made for this command alone, and executes nothing but
 the script that prints a piece. It ends with the operator's connection, and its keys are removed with it.

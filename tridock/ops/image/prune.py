@@ -1,4 +1,4 @@
-"""Older images of a cluster: those that Tridock brought to its hosts, and no others."""
+"""Removes older images of a cluster that Tridock brought to its hosts, and no others."""
 
 from dataclasses import dataclass, replace
 

@@ -1,4 +1,4 @@
-"""Tridock's layer on an image of the user's own: built on this machine where it is missing or of other code."""
+"""Builds Tridock's layer on your own image, on this machine, if it is missing or has other code."""
 
 import hashlib
 import shutil

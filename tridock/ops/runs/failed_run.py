@@ -1,4 +1,4 @@
-"""A run that failed, as an error: one line that says so, and beneath it why. Needs no host."""
+"""The error of a failed run: one line, and its cause below. Contacts no host."""
 
 from tridock.errors import Problem, RunError
 from tridock.triage import Facts, diagnose, report
@@ -28,5 +28,5 @@ def failure_text(facts: Facts) -> str:
 
 
 def rank_to_look_at(facts: Facts) -> int:
-    """The rank whose log tells most: the one that failed first, or else the one that speaks for all."""
+    """Returns the rank with the most useful log: the first to fail, or else the one that logs for all."""
     return (facts.failure.rank if facts.failure else None) or 0

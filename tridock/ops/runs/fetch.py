@@ -1,4 +1,4 @@
-"""A run's folder brought home from every node that has a part of it."""
+"""Copies a run's folder from every node that has a part of it to this machine."""
 
 import sys
 import tempfile
@@ -27,10 +27,10 @@ _PACK = 'if [ -d "$1" ]; then shift; exec tar "$@"; fi'
 
 
 def fetch(session: Session, run: Run, destination: Path, *, checkpoints: bool = False) -> Path:
-    """Brings the run's folder home, the ranks' logs from every node that is up; checkpoints only when asked for.
+    """Copies the run's folder to this machine, with the ranks' logs from every running node; checkpoints are optional.
 
-    All of it comes to a folder beside its place first, and takes that place at the very end: what breaks off on the
-    way, or is interrupted, changes nothing, and a file there is at any moment a whole old or a whole new one.
+    Everything is first written to a temporary folder and moved into place at the end. A transfer that fails or is
+    interrupted changes nothing, and each file is replaced atomically.
     """
     home = destination / run.run_id
     there = Path(session.workspace(run.head), "runs", run.run_id)

@@ -1,7 +1,7 @@
-"""Downloads named files and addresses: resumed where they were cut off, from mirrors first, checked by SHA-256.
+"""Downloads named files and addresses: resumes interrupted downloads, prefers mirrors, checks SHA-256.
 
-The hash of a file is the one given, that of a known file, or its line in ``SHA256SUMS`` beside it. Where nobody knows
-it, the first download is recorded there, and every later one must be the same.
+The expected hash of a file is the given one, that of a known file, or its line in ``SHA256SUMS`` beside it. Without
+any of these, the first download records its hash there, and every later one must match it.
 """
 
 import errno
@@ -28,13 +28,13 @@ from tridock.errors import Problem, RequestError
 _BLOCK: Final = 1 << 20
 _TIMEOUT_S: Final = 60.0
 _PAUSES_S: Final = (1.0, 3.0, 10.0)
-"""Before each new attempt of a download that was cut off."""
+"""Pause before each new attempt of an interrupted download."""
 _HASH: Final = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A file: where it comes from, the name that it gets here, its SHA-256 if known."""
+    """A file: its sources, its local name, and its SHA-256 if known."""
 
     url: str
     name: str
@@ -56,15 +56,15 @@ KNOWN: Final[Mapping[str, tuple[Wanted, ...]]] = {
         ),
     ),
 }
-"""Files by a name for all of them."""
+"""Known groups of files by name."""
 
 
 class _CutOffError(Exception):
-    """A download that may be continued."""
+    """An interrupted download that may be continued."""
 
 
 def wanted_files(sources: Sequence[str], sha256: str | None) -> list[Wanted]:
-    """The files of names and addresses. Raises :class:`RequestError` with all that is wrong."""
+    """Returns the files of names and addresses. Raises :class:`RequestError` with all problems."""
     found: list[Wanted] = []
     problems: list[Problem] = []
     for source in sources:
@@ -91,7 +91,7 @@ def wanted_files(sources: Sequence[str], sha256: str | None) -> list[Wanted]:
 def fetch(
     files: Iterable[Wanted], folder: Path, mirrors: Sequence[str], progress: Progress, say: Callable[[str], None]
 ) -> None:
-    """Brings the files into the folder. Raises :class:`RequestError` with the problems of all that failed."""
+    """Downloads the files into the folder. Raises :class:`RequestError` with the problems of all that failed."""
     schemes = [mirror for mirror in mirrors if "://" in mirror and not mirror.startswith(("http://", "https://"))]
     if schemes:
         todo = "give a folder, or http(s)://…"
@@ -148,7 +148,7 @@ def _fetch(one: Wanted, folder: Path, mirrors: Sequence[str], progress: Progress
 
 @contextmanager
 def _part_file(part: Path) -> Iterator[tuple[BinaryIO, Path]]:
-    """What is there of the file so far, for this process alone; a wrong one is removed."""
+    """Opens the partial file for this process alone; removes a wrong one."""
     try:
         file = part.open("ab")
     except OSError as error:
@@ -169,7 +169,7 @@ def _part_file(part: Path) -> Iterator[tuple[BinaryIO, Path]]:
 
 
 def _bring(source: str, file: BinaryIO, part: Path, expected: str | None, progress: Progress) -> None:
-    """Completes the part file from a source. Raises :class:`RequestError`; what is there by then stays."""
+    """Completes the partial file from a source. Raises :class:`RequestError`; the bytes received so far stay."""
     try:
         if "://" in source:
             _download(source, file, part, expected, progress)
@@ -194,7 +194,7 @@ def _download(source: str, file: BinaryIO, part: Path, expected: str | None, pro
             _receive(source, file, part, progress, continued=continued)
             if expected is None or not continued or sha256_of(part) == expected:
                 return
-            continued = False  # the beginning was another file's
+            continued = False  # the beginning belongs to another file
         except _CutOffError as cut:
             if pause is None:
                 todo = "run it again to resume"
@@ -205,7 +205,7 @@ def _download(source: str, file: BinaryIO, part: Path, expected: str | None, pro
 
 
 def _receive(source: str, file: BinaryIO, part: Path, progress: Progress, *, continued: bool) -> None:
-    """Appends the rest of the file, or writes it anew. Raises :class:`_CutOffError` or :class:`RequestError`."""
+    """Appends the rest of the file, or rewrites it. Raises :class:`_CutOffError` or :class:`RequestError`."""
     start = file.seek(0, 2) if continued else 0
     headers = {"User-Agent": "tridock"}
     address, validator = _read_origin(part)
@@ -246,7 +246,7 @@ def _receive(source: str, file: BinaryIO, part: Path, progress: Progress, *, con
 
 
 def _source_name(source: str) -> str:
-    """Without the query, which may hold a signature or a token."""
+    """Returns the source without the query, which may hold a signature or a token."""
     return source.partition("?")[0]
 
 
@@ -255,7 +255,7 @@ def _origin(part: Path) -> Path:
 
 
 def _read_origin(part: Path) -> tuple[str, str]:
-    """Where the part file comes from, and what tells whether it is still the same there."""
+    """Returns the source of the partial file, and a validator that shows whether that source is unchanged."""
     try:
         source, validator = _origin(part).read_text().splitlines()
     except (OSError, ValueError):

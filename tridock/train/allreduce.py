@@ -21,14 +21,14 @@ from tridock.contracts.codec import encode
 
 _ROUNDS = 4
 _REPORT_S = 4.0
-"""What a rank has left of the limit to report why the others did not come."""
+"""Time that a rank reserves within the limit, to report why the others did not come."""
 _SLOW = 0.3
 """The share of the limit above which importing torch counts as slow; on an idle machine it takes a twentieth."""
 _MEGABYTES = {"gloo": 8, "nccl": 256}
 
 
 class Measure(Protocol):
-    """What a rank measures; rank 0 prints its result as JSON."""
+    """A rank's measurement; rank 0 prints its result as JSON."""
 
     def __call__(self, rank: int, slot: int, timeout: timedelta, nodes: int) -> object: ...
 

@@ -59,7 +59,7 @@ def _measure(rank: int, slot: int, timeout: timedelta, nodes: int) -> object:
 
 
 def _seconds(work: Callable[[], object], device: Any) -> float:
-    """The fastest of a few runs, after one that is not counted: the others met something else on the machine."""
+    """Returns the fastest of a few runs after an uncounted one: other work may slow the rest."""
     import torch
 
     def once() -> float:
@@ -132,7 +132,8 @@ def _launch(device: Any, kernels: int = 500) -> float:
 
 
 def _sums(device: Any, backend: str, nodes: int) -> Iterator[Summed]:
-    """Of all ranks and, where there are several nodes, of the ranks of one; of two sizes, for latency and rate."""
+    """Yields sums over all ranks and, with several nodes, over the ranks of one, each of two sizes, for latency and
+    rate."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""What ``torch.compile`` builds with: without it torch fails with a traceback in the middle of the first step."""
+"""The prerequisites of ``torch.compile``: without them torch fails with a traceback in the middle of the first step."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ _TODO: Final = "or set it to false"
 def compiler_problems(
     device_type: str, env: Mapping[str, str] = os.environ, headers: Path | None = None
 ) -> Iterator[Problem]:
-    """What it lacks here for ranks on ``cpu`` or ``cuda``: a compiler, Python's headers."""
+    """Yields what this machine lacks for ranks on ``cpu`` or ``cuda``: a compiler, Python's headers."""
     kind, variable, usual, where = _COMPILERS[device_type]
     names = (env[variable],) if variable in env else usual
     if not any(shutil.which(name, path=env.get("PATH", os.defpath)) for name in names):

@@ -1,4 +1,4 @@
-"""What the programs of engines ``torch`` and ``megatron-core`` share: a rank's command line, and its training."""
+"""The common part of engines ``torch`` and ``megatron-core``: a rank's command line, and its training."""
 
 from __future__ import annotations
 

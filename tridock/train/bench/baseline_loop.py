@@ -81,7 +81,7 @@ class Turns:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """As many steps of each, in seconds."""
+    """Seconds of ``steps`` engine steps and of the same number of bare steps."""
 
     steps: int
     engine_s: float

@@ -160,7 +160,8 @@ def overrides(mode: str | None, ndevice_per_proc: int, world_size: int) -> list[
 
 
 def _whole_pipeline(experiment: Experiment, world_size: int) -> Iterator[str]:
-    """Where the experiment leaves its global batch out: a micro-batch for each stage, with fewer of which one waits."""
+    """If the experiment omits its global batch: yields one with a micro-batch for each stage; with fewer, a stage
+    waits."""
     stages = experiment.parallel.pipeline_model_parallel_size
     if stages > 1 and experiment.batch.global_batch_size is None:
         replicas = world_size // (stages * experiment.parallel.tensor_model_parallel_size)

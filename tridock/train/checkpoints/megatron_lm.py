@@ -87,7 +87,7 @@ def _of_models(models: Sequence[Mapping[str, Any]]) -> Shards:
 
 
 def _of_stages(folder: Path, model: Model, name: str) -> list[Tensor]:
-    """Of a pipeline each layer has a file, as ``GPT2ModelPipe`` numbers its modules."""
+    """A pipeline's checkpoint has a file for each layer, numbered as ``GPT2ModelPipe`` numbers its modules."""
     number, key = 0, name.removeprefix("embedding.")
     if layer := re.match(r"transformer\.layers\.(\d+)\.(.+)", name):
         number, key = int(layer[1]) + 2, layer[2]

@@ -92,7 +92,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 def safe_metadata_load() -> Iterator[None]:
     """Inside, torch refuses foreign classes in the ``.metadata`` of a distributed checkpoint.
 
-    Raises :class:`ForeignObjectError`, of which torch itself keeps only the text.
+    Raises :class:`ForeignObjectError`; torch itself keeps only its text.
     """
     from torch.distributed.checkpoint import CheckpointException, filesystem
 

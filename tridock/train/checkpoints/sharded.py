@@ -25,7 +25,7 @@ Buffers = Mapping[str, Tensor]
 
 
 def state_of(named: Named, buffers: Buffers, optimizer: torch.optim.Optimizer, scaler: LossScaler) -> dict[str, Tensor]:
-    """What a checkpoint holds, by its names in the whole model."""
+    """Returns the contents of a checkpoint, by the names in the whole model."""
     return {**tensors_of(named, buffers, optimizer), "loss_scaler": _values(scaler)}
 
 

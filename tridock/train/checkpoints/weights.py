@@ -55,7 +55,7 @@ def _distributed(folder: Path) -> Callable[[str], Tensor]:
 
 
 def _parts(model: Model, read: Callable[[str], Tensor]) -> Callable[[str], Tensor]:
-    """Of megatron-core's weights. A layer's experts are two tensors, which are kept until the next layer's are read."""
+    """Reads megatron-core's weights. A layer's experts are two tensors, which are kept until the next layer is read."""
     of_experts = lru_cache(maxsize=2)(read)
 
     def part(name: str) -> Tensor:

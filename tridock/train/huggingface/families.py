@@ -54,7 +54,7 @@ class Family:
     required: Mapping[str, Any]
     """Fields of the experiment's model that it has no choice of."""
     names: Mapping[str, str]
-    """Of its modules, by those of engine torch."""
+    """The family's module names, by those of engine torch."""
     query_key_value: tuple[str, ...]
     """One module for the three, or one for each."""
     transposes: bool = False

@@ -1,4 +1,4 @@
-"""What a run has saved, or a folder of transformers' holds: the model, its vocabulary, its weights, its tokenizer."""
+"""The contents of a run's checkpoint, or of a transformers folder: model, vocabulary, weights, tokenizer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Saved:
 
     model: Model
     tokens: int
-    """Of the vocabulary, without padding."""
+    """Size of the vocabulary, without padding."""
     read: Read
     tokenizer: Path | None
     """The folder of its tokenizer, if it is known."""

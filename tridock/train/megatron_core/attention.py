@@ -36,7 +36,7 @@ def positions(seq_length: int, rank: int, size: int) -> Tensor:
 # convert a boolean mask, and keep the result, for each layer.
 @lru_cache(maxsize=1)
 def causal_bias(seq_length: int, rank: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What is added to a context parallel rank's scores: -inf where a key comes after the query, else 0.
+    """The addend for a context parallel rank's scores: -inf if a key comes after the query, else 0.
 
     [seq_length / size, seq_length]; the columns are in the order in which the ranks' keys are gathered.
     """

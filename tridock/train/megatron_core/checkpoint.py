@@ -27,7 +27,7 @@ from tridock.train.checkpoints.snapshot import Write, tensor_on_host, wait_for_c
 from tridock.train.checkpoints.write_errors import defer_write_errors
 
 FILES = (".metadata", "common.pt", "metadata.json")
-"""What every rank reads of a checkpoint, besides the tensors that it needs."""
+"""The files of a checkpoint that every rank reads, besides the tensors that it needs."""
 _FORMAT: Final = ("torch_dist", 1)
 
 
@@ -126,7 +126,7 @@ def _padded(states: Tensor, buffer: Any) -> Tensor:
 
 
 def before_load(optimizer: Any) -> None:
-    """Makes the states that the first step would make, and keeps their count out of what is loaded beside it."""
+    """Creates the states that the first step would create, and keeps their step count beside the loaded states."""
     if not isinstance(optimizer, DistributedOptimizer) or not isinstance(optimizer.optimizer, torch.optim.AdamW):
         return
     states = optimizer.optimizer.state

@@ -205,7 +205,7 @@ def block_spec(config: TransformerConfig, device: torch.device, stage: int | Non
             num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm
         )
     layer: Any = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm)
-    if config.num_moe_experts is not None:  # a norm beside no matrix: by the name that it has with transformer-engine
+    if config.num_moe_experts is not None:  # a norm without a matrix to fuse: its name is that of transformer-engine
         layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
     attention = layer.submodules.self_attention.submodules
@@ -265,7 +265,7 @@ def sharded_weights(model: nn.Module) -> Iterator[tuple[str, ShardedTensor]]:
 def expert_of(sharded: ShardedTensor) -> tuple[int, int]:
     """The number of the expert whose weight it is, else 0; and how many dimensions of the whole it is not cut along.
 
-    The experts of a layer are one tensor to megatron-core's checkpoints, the first dimension of which has their number.
+    megatron-core's checkpoints store a layer's experts as one tensor, whose first dimension is the number of experts.
     """
     dimensions = sharded.prepend_axis_num
     return (sharded.global_offset[0] if dimensions else 0), dimensions

@@ -107,7 +107,7 @@ class MegatronCore:
     def _through_stages(
         self, forward: Callable[..., Any], batches: Sequence[Any], forward_only: bool, **options: bool
     ) -> list[Tensor]:
-        """What the second of what ``forward`` returns makes of each micro-batch; only the last stage has any."""
+        """Applies the function that ``forward`` returns second to each micro-batch; only the last stage has results."""
         found: list[Tensor] = get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=[iter(batches) for _ in self.chunks],
@@ -164,7 +164,7 @@ class MegatronCore:
             yield f"model{number}" if len(self.chunks) > 1 else "model", model
 
     def _state(self, is_loading: bool) -> dict[str, Any]:
-        """What a checkpoint holds, each part with its place in the whole: it fits any layout."""
+        """Returns the contents of a checkpoint, each part with its place in the whole: it fits any layout."""
         metadata = {
             "non_homogeneous_layers": True,
             "distrib_optim_sharding_type": "fully_reshardable",

@@ -23,7 +23,7 @@ from tridock.contracts.run_folder import write_atomic
 from tridock.errors import Problem, RunError, TridockError
 
 MARK = "_indexmap.sha256"
-"""After the data's prefix: the file that says which data the maps beside it belong to."""
+"""Suffix of the data's prefix: the file that identifies the data of the maps beside it."""
 
 
 def remove_stale(prefix: Path, split: str) -> int:

@@ -86,7 +86,7 @@ def _train(run_folder: Path, argv: list[str]) -> None:
 
 
 def check_files(argv: list[str]) -> None:
-    """What the command line names must be here; raises :class:`RequestError` with all that is not.
+    """Checks that all files of the command line exist; raises :class:`RequestError` with all that do not.
 
     Upstream would end in a trace, and where there is no checkpoint continue with random weights.
     """

@@ -216,7 +216,7 @@ class Recorder:
         self._saved = iteration
 
     def _note_layout(self, folder: Path) -> None:
-        """What the checkpoint fits, for the next launch to tell; once a node, as nodes may not share the folder."""
+        """Records the layout of the checkpoint for the next launch; once a node, as nodes may not share the folder."""
         if os.environ.get("LOCAL_RANK", "0") == "0":
             args = self._upstream.get_args()
             replicas = args.world_size // (args.model_parallel_size * max(1, args.pipe_parallel_size))
@@ -274,7 +274,7 @@ _INSTRUCTIONS = {
     "ReduceTiedGrads": SYNC,
     "OptimizerStep": OPTIMIZER,
 }
-"""Of DeepSpeed's pipeline; the others send and receive."""
+"""Instructions of DeepSpeed's pipeline; the others send and receive."""
 
 
 def time_phases(model: Any, phases: Phases) -> None:

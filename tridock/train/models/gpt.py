@@ -60,7 +60,7 @@ def make_norm(model: Model, size: int) -> nn.Module:
 
 
 class HeadRMSNorm(nn.RMSNorm):
-    """Over each head. All tensor parallel ranks have its weights, and each the gradients of its own heads."""
+    """RMSNorm over each head. All tensor parallel ranks have its weights; each has the gradients of its own heads."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.normalized_shape, _for_own_heads(self.weight, x), self.eps)
@@ -211,7 +211,7 @@ class GPT(LayeredModel):
         if self.has_positions:
             self.position_embedding = nn.Embedding(model.positions, model.hidden_size)
         self.dropout = nn.Dropout(model.hidden_dropout)
-        # Keyed by their numbers in the whole model, whatever stage they end up in.
+        # Keyed by their numbers in the whole model, on every stage.
         self.layers = nn.ModuleDict({str(number): Layer(model) for number in range(model.num_layers)})
         self.final_norm = make_norm(model, model.hidden_size)
         self.is_tied = not model.untie_embeddings_and_output_weights

@@ -1,4 +1,4 @@
-"""What the models of engine ``torch`` have in common: layers, and initial weights that come module by module."""
+"""The common part of engine ``torch``'s models: layers, and initial weights, which are drawn module by module."""
 
 import copy
 from collections.abc import Callable, Iterable

@@ -42,7 +42,7 @@ class MeshStrategy:
     def __init__(self, model: LayeredModel, experiment: Experiment, ranks: Ranks, mesh: Mesh) -> None:
         self.experiment, self.mesh, self.device = experiment, mesh, ranks.device
         self.scaler = LossScaler(experiment.fp16, experiment.precision, ranks.device)
-        # Otherwise gradients are summed up whole, and the ranks exchange them during the last backward pass.
+        # Otherwise gradients accumulate unsharded, and the ranks exchange them during the last backward pass.
         self._scatters_each = mesh.size(SHARDS) > 1 and not experiment.parallel.reduce_gradients_once
         self._is_tied = not experiment.model.untie_embeddings_and_output_weights
         self.parts = list(self._parts(model))
@@ -223,7 +223,7 @@ class MeshStrategy:
 
 
 def _whole_at(logits: Tensor, places: Tensor) -> Tensor:
-    """Of each sample the logits at its place, over the whole vocabulary, which tensor parallel ranks split."""
+    """Returns each sample's logits at its place, over the whole vocabulary, which tensor parallel ranks split."""
     if not isinstance(logits, DTensor):
         return at(logits, places)
     size = (len(places), logits.shape[-1])

@@ -76,7 +76,7 @@ class Pipeline:
         return torch.stack(losses).mean() if self.is_last else None
 
     def outputs(self, inputs: Tensor, target: Tensor, taken: Loss) -> list[Tensor]:
-        """What ``taken`` makes of the output and the target of each micro-batch; nothing on the other stages."""
+        """Returns ``taken`` of each micro-batch's output and target; nothing on the other stages."""
         found: list[Tensor] = []
 
         def take(outputs: Tensor, target: Tensor) -> Tensor:

@@ -321,7 +321,7 @@ class Zero:
 
 
 def _partition(model: LayeredModel, zero_init: Callable[..., Any], device: torch.device) -> None:
-    """Draws the initial weights; DeepSpeed takes one at a time, of which it keeps this rank's partition."""
+    """Draws the initial weights; DeepSpeed takes one at a time, and keeps this rank's partition of it."""
     drawn = copy.deepcopy(model)
 
     def take(name: str, whole: Tensor) -> None:
@@ -334,7 +334,7 @@ def _partition(model: LayeredModel, zero_init: Callable[..., Any], device: torch
 
 
 def at(logits: Tensor, places: Tensor) -> Tensor:
-    """Of each sample the logits at its place: [samples, vocabulary]."""
+    """Returns each sample's logits at its place: [samples, vocabulary]."""
     return logits[torch.arange(len(places), device=logits.device), places]
 
 

@@ -1,7 +1,7 @@
 """The logs of this node, whole or as they grow until the run ends: the launcher's, and those of the ranks.
 
-Two bytes that no log contains tell a remote reader more: BEAT, that this end is alive, and END, that the output is
-complete.
+Two bytes that no log contains are control signals for a remote reader: BEAT is a keepalive, and END marks the end of
+the output.
 """
 
 import math

@@ -15,7 +15,7 @@ from tridock.node.supervisor.verdict import signal_name
 _OTHERS_S: Final = 3.0
 """From the first failure on: the other nodes report their own."""
 _SSH_FAILED: Final = 255
-"""ssh's own exit code. What it started may still run: the node agent tells."""
+"""ssh's own exit code. The remote command may still run; the node agent reports that."""
 
 
 def start_nodes(folder: Path, script: str) -> int:

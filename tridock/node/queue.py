@@ -1,6 +1,6 @@
-"""Runs that wait for their slots: a file each on the head, first come, first served per set of slots.
+"""The queue of runs: one file per queued run on the head; first come, first served for each set of slots.
 
-No process waits: whoever puts a run into the queue, ends a run, removes one or starts the node starts what can start.
+No process waits. Every command that queues, ends or removes a run, or starts the node, starts the runs that can start.
 """
 
 import fcntl
@@ -28,7 +28,7 @@ _START_S: Final = 120.0
 
 
 def enqueue(folder: Path) -> QueuedRun:
-    """Puts a run at the end of the queue, and starts it at once where its slots are free."""
+    """Appends a run to the queue, and starts it at once if its slots are free."""
     if (folder / LOCK).exists():
         raise RequestError(Problem(folder.name, "has been started already", "", "launch again"))
     with _queue(folder) as queue:
@@ -41,14 +41,14 @@ def enqueue(folder: Path) -> QueuedRun:
 
 
 def start_next(workspace: Path) -> None:
-    """Starts every run of the queue whose slots no active run and no earlier run of the queue needs."""
+    """Starts every queued run whose slots are not needed by an active or earlier queued run."""
     if (workspace / "runs" / run_folder.QUEUE).is_dir():
         with _queue(workspace / "runs" / "any") as queue:
             _start_next(queue)
 
 
 def queue_of(workspace: Path) -> list[QueuedRun]:
-    """The runs that wait, in their order."""
+    """Returns the queued runs in order."""
     if not (workspace / "runs" / run_folder.QUEUE).is_dir():
         return []
     with _queue(workspace / "runs" / "any") as queue:
@@ -56,7 +56,7 @@ def queue_of(workspace: Path) -> list[QueuedRun]:
 
 
 def cancel(folder: Path) -> None:
-    """Removes a run from the queue. Raises :class:`RequestError` for one that does not wait there."""
+    """Removes a run from the queue. Raises :class:`RequestError` if it is not queued."""
     with _queue(folder) as queue:
         found = [ticket for ticket, waiting in _tickets(queue) if waiting == folder]
         if not found:
@@ -81,7 +81,7 @@ def _queue(folder: Path) -> Iterator[Path]:
 
 
 def _tickets(queue: Path) -> Iterator[tuple[Path, Path]]:
-    """Each file and the folder of its run, in order; a run that somebody removed is no longer waited for."""
+    """Yields each file with its run's folder, in order. Drops runs whose folder was removed."""
     for path in sorted(queue.glob("*.json")):
         folder = queue.parent / str(read_object(path).get("run_id"))
         if (folder / run_folder.SUPERVISION).is_file() and not (folder / LOCK).exists():
@@ -105,7 +105,7 @@ def _start_next(queue: Path) -> None:
 
 
 def _start(folder: Path) -> bool:
-    """Whether the run has started; one that could not has failed, and its folder says why."""
+    """Starts the run; returns whether it started. A run that cannot start is recorded as failed, with the reason."""
     argv = [sys.executable, "-P", "-m", "tridock.node", "start", str(folder)]
     try:
         done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=_START_S, check=False)
@@ -122,7 +122,7 @@ def _start(folder: Path) -> bool:
 
 
 def _described(queue: Path, folder: Path) -> QueuedRun:
-    """What a run waits for: active runs, and runs before it."""
+    """Describes a queued run with what it waits for: active runs and earlier queued ones."""
     waits: list[str] = []
     slots, since, node = _slots_of(folder), 0.0, ""
     for active in _active(queue):

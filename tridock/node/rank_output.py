@@ -1,4 +1,4 @@
-"""Copies the output of a rank that is the user's own program to its log: ``logs/rank-<N>.log``.
+"""Copies the output of a rank of your own program to its log: ``logs/rank-<N>.log``.
 
 The launcher starts this module in place of the program, as in ``torchrun -m tridock.node.rank_output train.py``. It
 replaces itself with the program, so that process id, signals and exit code stay the program's.
@@ -57,7 +57,7 @@ def _not_started(program: str, why: str) -> None:
 
 
 def copy_output(log: Path) -> None:
-    """From here on, what this process and its children print goes to ``log`` too."""
+    """Also copies all further output of this process and its children to ``log``."""
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
         log.touch()

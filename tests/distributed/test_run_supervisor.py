@@ -22,6 +22,7 @@ from tridock.contracts import heartbeat, run_folder
 from tridock.contracts.events import Cause, Event, append_event
 from tridock.contracts.lease import HeldLease, newest
 from tridock.contracts.run_state import exit_code_of, is_supervised
+from tridock.contracts.sinks import Tracker, find_python
 from tridock.contracts.supervision import Reach, Supervision
 from tridock.errors import RequestError
 from tridock.node.agent.processes import find_processes, stop_processes
@@ -35,6 +36,13 @@ STARTER = (
     "exec {python} -m tridock.node start-ranks --nproc-per-node {ranks} --master-port 1 {program} {folder} rank 9999"
 )
 ENDED_S = 60.0
+POINTS = """
+import sys
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+found = EventAccumulator(sys.argv[1] + "/trackers/tensorboard", size_guidance={"scalars": 0})
+found.Reload()
+print([event.step for event in found.Scalars("loss")])
+"""
 
 
 @dataclass
@@ -255,10 +263,21 @@ def test_a_supervisor_that_stood_still_restarts_the_run(make: Make) -> None:
 
 
 def test_a_supervisor_that_is_killed_has_a_successor(make: Make) -> None:
-    """The head's own agent is the first in line. Every node is this machine here."""
-    run = make(max_restarts=2, steps=900, remote=("there",), reach=Reach())
+    """The head's own agent is the first in line. Every node is this machine here. A tracker has each point once."""
+    python = find_python("tensorboard")
+    trackers = (Tracker("tensorboard", offline=True),) if python else ()
+    run = make(max_restarts=2, steps=900, remote=("there",), reach=Reach(), trackers=trackers)
+    metrics = run.folder / run_folder.METRICS
+
+    def log(*iterations: int) -> None:
+        with metrics.open("a") as file:
+            file.writelines(json.dumps({"iteration": it, "loss": 1 / it}) + "\n" for it in iterations)
+
     run.start()
+    log(*range(1, 21))
     run.train(beyond=20)
+    sent = run.folder / ".sinks" / "tensorboard.json"
+    run.until(lambda: not trackers or (sent.exists() and '"train": 20' in sent.read_text()))
     (supervisor,) = run.others("start")
     os.kill(supervisor, signal.SIGKILL)
     run.until(lambda: run.events("run_restarted"), 60.0)
@@ -269,7 +288,12 @@ def test_a_supervisor_that_is_killed_has_a_successor(make: Make) -> None:
     (restarted,) = run.events("run_restarted")
     assert (restarted["attempt"], restarted["reason"]) == (1, reason)
     assert restarted["iteration"] >= 20
+    log(*range(15, 31))  # from the checkpoint on
     assert run.end(60.0) == 0
+    if python:
+        run.until(lambda: '"train": 30' in sent.read_text())
+        points = subprocess.run([python, "-c", POINTS, run.folder], capture_output=True, text=True, check=True)
+        assert json.loads(points.stdout) == [*range(1, 31)]
 
 
 def test_a_supervisor_that_has_lost_the_run_ends_alone(make: Make) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # nothing is imported before Ctrl-C has its answer in __main__
+TYPE_CHECKING = False  # nothing is imported before __main__ handles Ctrl-C
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None, program: str = "tridock") -> int:
     """Runs one subcommand and returns its exit code (docs/architecture.md lists the codes).
 
-    ``program`` is the name that help and hints have: ``fab`` for Fabric's tasks.
+    ``program`` is the name shown in help and hints: ``fab`` for Fabric's tasks.
     """
     from tridock.cli.program import main
 
@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None, program: str = "tridock") -> int:
 
 
 def build_parser(program: str = "tridock") -> argparse.ArgumentParser:
-    """The parser of all subcommands."""
+    """Returns the parser of all subcommands."""
     from tridock.cli.program import build_parser
 
     return build_parser(program)

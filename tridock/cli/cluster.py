@@ -132,7 +132,7 @@ def _status(arguments: argparse.Namespace) -> int:
         if failure is not None:
             raise failure
         return 0
-    with suppress(KeyboardInterrupt):  # how a watch ends: no failure
+    with suppress(KeyboardInterrupt):  # the normal end of a watch
         while True:
             tables, failure = _tables(session)
             redraw_tables(*tables, note="" if failure is None else f"{failure}\n")
@@ -151,7 +151,7 @@ def _tables(session: Session) -> tuple[list[Table], TridockError | None]:
             tables.append(status_table(list_runs(there)[-10:]))
             if queued := queued_runs(there):
                 tables.append(queue_table(queued))
-    except ClusterError as error:  # a node that has gone away since
+    except ClusterError as error:  # a node that has disappeared since
         return tables, failure or error
     return tables, failure
 

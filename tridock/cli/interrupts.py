@@ -1,6 +1,6 @@
-"""Ctrl-C outside a command: while modules load, and while the process ends. Exit code 130, and no traceback.
+"""Handles Ctrl-C outside a command, while modules load and while the process exits: exit code 130, no traceback.
 
-Imports nothing that takes time.
+Imports nothing slow.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from types import FrameType
 
 _ANSWER = b"interrupted\n"
 _EXIT_INTERRUPTED = 130
-"""As in tridock.errors, whose import takes time."""
+"""Equals the constant in tridock.errors, which is slow to import."""
 
 
 def _end(_number: int, _frame: FrameType | None) -> None:
@@ -22,14 +22,14 @@ def _end(_number: int, _frame: FrameType | None) -> None:
 
 
 def end_at_once() -> None:
-    """Ctrl-C ends this process at once from now on. Call it first. Does nothing where Ctrl-C is ignored (``nohup``)."""
+    """Makes Ctrl-C end this process at once. Call it first. Does nothing if Ctrl-C is ignored (``nohup``)."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
 
 
 @contextmanager
 def raised() -> Iterator[None]:
-    """Ctrl-C is a KeyboardInterrupt inside, so that a command can clean up; ``end_at_once`` holds again afterwards."""
+    """Makes Ctrl-C raise KeyboardInterrupt inside the block, for cleanup; afterwards it ends the process again."""
     if signal.getsignal(signal.SIGINT) is not _end:
         yield
         return

@@ -82,7 +82,7 @@ def add(commands: Commands) -> None:
 
 
 def add_start(parser: argparse.ArgumentParser, dry_run: str) -> None:
-    """The options of a run that starts on a cluster."""
+    """Adds the options of a run that starts on a cluster."""
     text = "run the doctor's quick checks first (default: true)"
     parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=True, help=text)
     text = "use only the first N nodes"
@@ -131,7 +131,7 @@ def _launch(arguments: argparse.Namespace) -> int:
 
 
 def began(arguments: argparse.Namespace, session: Session, bundle: RunBundle) -> int:
-    """Follows a run that has started, or returns at once where that is wanted; the exit code."""
+    """Follows a run that has started, or returns at once if detached; returns the exit code."""
     from tridock.ops.runs.registry import Run
 
     if arguments.run_id_file:
@@ -175,9 +175,9 @@ def print_preview(bundle: RunBundle, *, verbose: bool) -> None:
 def follow(
     arguments: argparse.Namespace, session: Session, run: Run, *, quiet: bool = False, steps: bool = True
 ) -> int:
-    """Prints the run's output to its end; its exit code. Raises :class:`RunError` where it failed.
+    """Prints the run's output to its end; returns its exit code. Raises :class:`RunError` if the run failed.
 
-    ``steps``: with what DeepSpeed's launcher says of its own steps.
+    ``steps``: includes DeepSpeed's launcher's log of its own steps.
     """
     from tridock.launchers.deepspeed import without_steps
     from tridock.ops.runs.logs import follow as follow_output
@@ -205,7 +205,7 @@ def _how_to_return(arguments: argparse.Namespace, run_id: str) -> str:
 
 
 def reachable(session: Session) -> tuple[Session, TridockError | None]:
-    """The session with the hosts that answer, once the others are named; an error where none does."""
+    """Returns a session with the hosts that answer and the error of the others. Raises if no host answers."""
     there, failure = session.reachable()
     if failure is not None:
         if not there.nodes:
@@ -285,8 +285,7 @@ def _fetch(arguments: argparse.Namespace) -> int:
 
 
 def follow_job(workspace: Path, job: Submitted) -> int:
-    """Prints the output of a job of Slurm's until it ends; the run's exit code. Raises what triage finds where it
-    fails."""
+    """Follows a Slurm job's output until it ends; returns the run's exit code. Raises triage's error if it fails."""
     from tridock.contracts.run_state import RunState
     from tridock.ops.runs.local_run import triage_here
     from tridock.ops.slurm.jobs import show_logs

@@ -1,4 +1,4 @@
-"""What the subcommands print: text that can be copied as it is, and tables of which nothing is cut."""
+"""Output of the subcommands: text that can be copied, and tables whose cells are never truncated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def say(text: str) -> None:
 
 
 def print_problems(problems: Sequence[Mapping[str, Any]], **others: Any) -> None:
-    """Prints the one JSON object of a command that ``--json`` was given to and that is refused."""
+    """Prints the JSON object of a command with ``--json`` that is refused."""
     say(json.dumps({"problems": problems, **others}, indent=2, allow_nan=False))
 
 
@@ -38,7 +38,7 @@ def print_tables(*tables: Table) -> None:
 
 
 def redraw_tables(*tables: Table, note: str) -> None:
-    """Prints the tables and a note in place of what the terminal shows, in one write: it does not flicker."""
+    """Replaces the terminal's content with the tables and a note, in one write to avoid flicker."""
     shown = console()
     with shown.capture() as captured:
         shown.clear()
@@ -75,7 +75,7 @@ def _set_widths(table: Table, shown: Console) -> int:
     widths = [min(width, _FOLDED) if fold else width for width, fold in zip(widths, folded, strict=True)]
 
     def missing(number: int) -> tuple[bool, float]:
-        """How urgently a column needs room: one that is not folded first, then that with the most lines."""
+        """Sort key of a column's need for width: unfolded columns first, then those with the most lines."""
         return (not folded[number] and natural[number] > widths[number], natural[number] / max(widths[number], 1))
 
     def frame() -> int:

@@ -127,7 +127,7 @@ _NO_PLAN: Final[Mapping[str, Any]] = {
     "memory": {"gpu": None, "limit_gib": None, "stages": []},
     "cost": None,
 }
-"""What is left of the document where there is no plan."""
+"""The fields of the JSON document if there is no plan."""
 
 
 def _planned(arguments: argparse.Namespace) -> int:
@@ -185,7 +185,7 @@ def _planned(arguments: argparse.Namespace) -> int:
 def _print_program(
     arguments: argparse.Namespace, program: CommandExperiment, slots: Mapping[str, Sequence[int]], source: str
 ) -> int:
-    """The user's own program on its slots; what it needs of memory and time is not known."""
+    """Prints your own program on its slots; its memory and time are unknown."""
     from tridock.contracts.run_folder import PLAN, new_run_id
     from tridock.launchers.command import CommandRun, make_command_bundle
     from tridock.launchers.run import default_port
@@ -215,7 +215,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def _corrected(assumptions: Assumptions, run: MeasuredRun) -> Assumptions:
-    """The same with the factors of a run, and on its GPU where none is named."""
+    """Returns the assumptions with a run's correction factors, and with its GPU if none is named."""
     from tridock.plan.from_run import correction_of
 
     if assumptions.tflops is not None:
@@ -232,7 +232,7 @@ def _corrected(assumptions: Assumptions, run: MeasuredRun) -> Assumptions:
 
 
 def _with_hosts_gpu(assumptions: Assumptions, cluster: Cluster) -> Assumptions:
-    """The same on the GPUs that the hosts report. A plan needs no host: those that do not answer are named."""
+    """Returns the assumptions with the GPUs that the hosts report. A plan needs no host; unreachable ones are named."""
     try:
         from tridock.ops.hosts.session import Session
     except ModuleNotFoundError:  # in a container, which reaches no host

@@ -30,7 +30,7 @@ _NAMED_BY: Final = {
     _NULL: "--vocab-size",
     _VOCAB: "--vocab-file",
 }
-"""Megatron's types of tokenizers, and Tridock's own, by the option that says which one it is."""
+"""The option that names the tokenizer, by tokenizer type: Megatron's types and Tridock's own."""
 _OF_TYPES: Final = {
     "--vocab-file": ("GPT2BPETokenizer", _VOCAB),
     "--tokenizer-model": (_HUGGING_FACE, *_SENTENCE_PIECE, _TIKTOKEN),
@@ -40,7 +40,7 @@ _OF_TYPES: Final = {
     "--tokenizer-special-tokens": (_TIKTOKEN,),
     "--null-tokenizer-eod-id": (_NULL,),
 }
-"""The types that an option is for."""
+"""The tokenizer types that an option applies to."""
 _ALLOW_SPECIAL: Final = {
     **dict.fromkeys((_HUGGING_FACE, _TIKTOKEN), "always reads them so"),
     **dict.fromkeys(_SENTENCE_PIECE, "reads them as text"),
@@ -219,7 +219,7 @@ def _train_tokenizer(arguments: argparse.Namespace) -> int:
 
 
 def _find_sources(arguments: argparse.Namespace, default: str) -> tuple[Source, ...]:
-    """Returns the inputs; ``default`` is the format of those whose name does not tell it."""
+    """Returns the inputs; ``default`` is the format of files whose name does not determine it."""
     from tridock.data.input.files import find_sources
     from tridock.data.input.sources import Kind
 
@@ -306,7 +306,7 @@ def _type_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
 
 
 def _of_tiktoken(arguments: argparse.Namespace) -> tuple[str, Sequence[str], int, int]:
-    """The pattern, the special tokens, how many ids are kept for them, and the number of all."""
+    """Returns the pattern, the special tokens, the number of ids reserved for them, and the total number of ids."""
     from tridock.data.tokenize.tiktoken import SPECIAL_IDS, SPECIAL_TOKENS, VOCAB_SIZE
 
     kept = arguments.tiktoken_num_special_tokens
@@ -323,7 +323,7 @@ def _value(arguments: argparse.Namespace, option: str) -> object:
 
 
 def _tokenizer_file(arguments: argparse.Namespace) -> Path | None:
-    """What names the tokenizer: Megatron has two options for it; None where it is no file."""
+    """Returns the tokenizer's file, for which Megatron has two options; None if it is not a file."""
     file = _value(arguments, _NAMED_BY[arguments.tokenizer_type])
     return file if isinstance(file, Path) else None
 
@@ -347,8 +347,8 @@ def _tokenizer_problems(arguments: argparse.Namespace) -> Iterator[Problem]:
 def _gc_disabled() -> Iterator[None]:
     """Disables the garbage collector while a vocabulary is read, and freezes what was read.
 
-    A vocabulary is 100,000 small objects that stay. A collection would visit each of them, and in a forked worker
-    copy their pages.
+    A vocabulary is 100,000 small long-lived objects. A collection would visit each, and copy their pages in a forked
+    worker.
     """
     gc.disable()
     try:
@@ -388,7 +388,7 @@ def _open_encoder(arguments: argparse.Namespace, workers: int) -> tuple[Encoder,
 
 
 def _options_without_effect(arguments: argparse.Namespace) -> Iterator[str]:
-    """Yields a note for each of Megatron's options that changes nothing here."""
+    """Yields a note for each Megatron option that has no effect here."""
     if arguments.keep_newlines:
         yield "--keep-newlines: has no effect without --split-sentences"
     if arguments.partitions is not None:

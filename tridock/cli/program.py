@@ -1,4 +1,4 @@
-"""All subcommands of ``tridock``: the parser, and what becomes of errors."""
+"""The parser of all ``tridock`` subcommands, and the handling of their errors."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ _DESCRIPTION: Final = (
     " (train), or on a Slurm cluster (slurm)."
 )
 _EXIT_BROKEN_PIPE: Final = 141
-"""As of a program that SIGPIPE ends."""
+"""As for a program that SIGPIPE ends."""
 
 
 def main(argv: Sequence[str] | None = None, program: str = "tridock") -> int:
     """Runs one subcommand and returns its exit code (docs/architecture.md lists the codes).
 
-    ``program`` is the name that help and hints have: ``fab`` for Fabric's tasks.
+    ``program`` is the name shown in help and hints: ``fab`` for Fabric's tasks.
     """
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by the caller; a file that is opened later must not take its place
+        if getattr(sys, name) is None:  # closed by the caller; a file opened later must not get its descriptor
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115  open until the end
     if isinstance(sys.stdout, io.TextIOWrapper):
         # `| tee log` shows each line as soon as it is printed. File names may be any bytes.
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None, program: str = "tridock") -> int:
     parser = build_parser(program)
     completion.complete(parser)
     given = sys.argv[1:] if argv is None else argv
-    own = itertools.takewhile(lambda word: word != "--", given)  # what follows is a program's
+    own = itertools.takewhile(lambda word: word != "--", given)  # the rest belongs to a program
     as_json = any(len(word) > len("--") and "--json".startswith(word) for word in own)
     try:
         with interrupts.raised(), extras_explained(), _long_names_refused():
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None, program: str = "tridock") -> int:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader has enough (`| head`). Python would complain at exit about what is left to write.
+        # The reader has closed the pipe (`| head`). Python would report the unwritten rest at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _EXIT_BROKEN_PIPE
     return code
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None, program: str = "tridock") -> int:
 
 @contextmanager
 def _long_names_refused() -> Iterator[None]:
-    """Turns the OSError of a path that no file system takes, wherever it is looked for, into a RequestError."""
+    """Converts the OSError of a path name that is too long into a RequestError, wherever it is raised."""
     try:
         yield
     except OSError as error:

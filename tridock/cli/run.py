@@ -112,7 +112,7 @@ def _run_under_slurm(arguments: argparse.Namespace) -> int:
 
 
 def _code_folder(arguments: argparse.Namespace) -> Path:
-    """The folder from which the experiment's ``code`` starts."""
+    """Returns the folder that the experiment's ``code`` is relative to."""
     return arguments.config.parent if arguments.config and arguments.workdir is None else Path()
 
 
@@ -128,7 +128,7 @@ def _cluster(arguments: argparse.Namespace, cluster: Cluster) -> Cluster:
 
 
 def _experiment(arguments: argparse.Namespace) -> CommandExperiment:
-    """The experiment of the file, or of the options; options replace fields of the file."""
+    """Returns the experiment from the file or the options; options override fields of the file."""
     from tridock.experiment import load_command
     from tridock.experiment.command import ENGINE, CommandExperiment, name_of
     from tridock.strict_yaml import validated

@@ -113,12 +113,12 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _is_folder(run: str, arguments: argparse.Namespace) -> bool:
-    """Whether a run is named by its folder: without a cluster it can only be that."""
+    """Whether a run is named by its folder, which is the only way without a cluster."""
     return "/" in run or Path(run).is_dir() or find_hostfile(arguments) is None
 
 
 def _folders(arguments: argparse.Namespace) -> tuple[list[Path], bool]:
-    """The folders of the runs, and whether some were fetched. Of a cluster, the last run if none is named."""
+    """Returns the folders of the runs and whether any was fetched. On a cluster the default is the last run."""
     runs: list[str | None] = [*arguments.run]
     if not runs and not arguments.log and find_hostfile(arguments) is not None:
         runs = [None]

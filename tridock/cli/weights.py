@@ -1,4 +1,4 @@
-"""``tridock export`` and ``tridock generate``: what becomes of a run's weights."""
+"""``tridock export`` and ``tridock generate``: use the weights of a run."""
 
 import argparse
 from pathlib import Path
@@ -67,6 +67,6 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _options(arguments: argparse.Namespace, *names: str) -> list[str]:
-    """Those that were given."""
+    """Returns the options that were given."""
     given = {name.replace("_", "-"): getattr(arguments, name) for name in names}
     return [f"--{name}={value}" for name, value in given.items() if value is not None]

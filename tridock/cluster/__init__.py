@@ -1,1 +1,1 @@
-"""The cluster: hostfile, settings, key material and ssh's files. Nothing here contacts a host."""
+"""The cluster: hostfile, settings, keys and ssh files. Contacts no host."""

@@ -1,7 +1,7 @@
-"""DeepSpeed's hostfile: its grammar exactly, and beside it the stricter checks that a cluster needs. Pure.
+"""DeepSpeed's hostfile: its exact grammar, and stricter checks for use as a cluster. Pure.
 
-``parse_hostfile`` and ``Hostfile.select`` take and refuse what DeepSpeed 0.19 takes and refuses (a property test
-compares them). ``Hostfile.validate`` refuses more, where DeepSpeed would start a run that cannot work:
+``parse_hostfile`` and ``Hostfile.select`` accept and reject the same input as DeepSpeed 0.19 (a property test compares
+them). ``Hostfile.validate`` rejects more, where DeepSpeed would start a run that cannot work:
 
 * ``slots=0``: DeepSpeed counts the node but starts no rank there; were it the first, rank 0 would wait elsewhere;
 * more than 4096 slots, and digits with something stuck to them (``slots=4,5``, ``slots=8x``), which DeepSpeed drops;
@@ -33,7 +33,7 @@ _EXAMPLE = "write for example `node-1 slots=8`"
 class Node:
     """One entry: a host's name or address and its number of slots.
 
-    ``line`` and ``rest`` (what follows the digits, which the grammar ignores) serve the messages only.
+    ``line`` and ``rest`` (the ignored text after the digits) are for messages only.
     """
 
     name: str
@@ -44,32 +44,32 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Hostfile:
-    """The entries in the file's order. There is always at least one."""
+    """The entries in file order; at least one."""
 
     nodes: tuple[Node, ...]
     source: str = field(default="hostfile", compare=False)
 
     @property
     def head(self) -> Node:
-        """The first node: launchers run there."""
+        """The first node, where launchers run."""
         return self.nodes[0]
 
     @property
     def pool(self) -> dict[str, int]:
-        """Names to numbers of slots, as DeepSpeed's own parser returns them."""
+        """Slot counts by name, as DeepSpeed's parser returns them."""
         return {node.name: node.slots for node in self.nodes}
 
     def render(self) -> str:
-        """Text that parses to the same entries."""
+        """Returns text that parses to the same entries."""
         return "".join(f"{node.name} slots={node.slots}\n" for node in self.nodes)
 
     def validate(self) -> None:
-        """Raises :class:`RequestError` with every entry that the grammar takes but no run can use."""
+        """Raises :class:`RequestError` with every entry that is valid grammar but unusable for a run."""
         if problems := list(_unusable(self)):
             raise RequestError(problems)
 
     def select(self, include: str = "", exclude: str = "") -> dict[str, tuple[int, ...]]:
-        """The slots in use of each node, in the file's order, under DeepSpeed's ``host[:slot,slot]@host`` filters."""
+        """Returns each node's slots in use, in file order, under DeepSpeed's ``host[:slot,slot]@host`` filters."""
         if include and exclude:
             raise RequestError(
                 Problem(
@@ -94,7 +94,7 @@ class Hostfile:
 
 
 def load_hostfile(path: Path) -> Hostfile:
-    """Reads, parses and validates a hostfile; every bad line in one :class:`RequestError`."""
+    """Reads, parses and validates a hostfile. Raises :class:`RequestError` with every bad line."""
     if not project_file(path).exists():
         todo = f"give the path of a hostfile; {NEVER_LOCAL}"
         raise RequestError(Problem(str(path), "the hostfile is missing", "no such file", todo))
@@ -107,7 +107,7 @@ def load_hostfile(path: Path) -> Hostfile:
 
 
 def parse_hostfile(text: str, source: str) -> Hostfile:
-    """Parses hostfile text by DeepSpeed's grammar alone; ``source`` is the name that messages begin with."""
+    """Parses hostfile text by DeepSpeed's grammar alone; ``source`` is the prefix of messages."""
     nodes, problems = _scan(text, source)
     if problems:
         raise RequestError(problems)
@@ -123,7 +123,7 @@ def _not_empty(nodes: tuple[Node, ...], source: str) -> Hostfile:
 def _scan(text: str, source: str) -> tuple[tuple[Node, ...], list[Problem]]:
     nodes: dict[str, Node] = {}
     problems = []
-    # StringIO ends lines where an opened file does: str.splitlines would also cut at form feeds and the like.
+    # StringIO splits lines as an open file does: str.splitlines also splits at form feeds and similar.
     for number, raw in enumerate(io.StringIO(text, newline=None), start=1):
         line = raw.strip()
         if not line or line.startswith("#"):
@@ -139,7 +139,7 @@ def _scan(text: str, source: str) -> tuple[tuple[Node, ...], list[Problem]]:
         else:
             try:
                 nodes[name] = Node(name, int(digits), number, line[match.end() :])
-            except ValueError:  # Python's own limit on digits, which ends DeepSpeed's parser too
+            except ValueError:  # Python's limit on digits, which fails DeepSpeed's parser too
                 problems.append(Problem(where, "has a number too long to read", f"{len(digits)} digits", _EXAMPLE))
     return tuple(nodes.values()), problems
 
@@ -179,7 +179,7 @@ def _safe_ipv6(name: str) -> bool:
 
 
 def _parse_filter(text: str, option: str, hostfile: Hostfile) -> Mapping[str, Sequence[int]]:
-    """Names to slot numbers, sorted; an empty list stands for the whole node."""
+    """Returns sorted slot numbers by name; an empty list means the whole node."""
     pool, named, problems = hostfile.pool, dict[str, set[int]](), []
     for part in text.split("@"):
         name, colon, slots = part.partition(":")

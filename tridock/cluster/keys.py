@@ -1,7 +1,7 @@
 """A cluster's keys, and the files of a node's ``/run/tridock/secrets``: keys, ``known_hosts``, ``ssh_config``. Pure.
 
-One client key, and one host key per node, all ed25519 in OpenSSH's format. The objects hold private keys: printing
-them shows fingerprints only.
+One client key and one host key per node, all ed25519 in OpenSSH's format. The objects hold private keys; their repr
+shows only fingerprints.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tridock.contracts import cluster_ssh, run_folder
 
 @dataclass(frozen=True, slots=True, repr=False)
 class KeyPair:
-    """An ed25519 key: ``private`` as the content of a key file, ``public`` as ``ssh-ed25519 AAAA…``."""
+    """An ed25519 key: ``private`` is the content of a key file, ``public`` is ``ssh-ed25519 AAAA…``."""
 
     private: bytes
     public: str
@@ -40,14 +40,16 @@ class KeyPair:
 
     @classmethod
     def from_private(cls, private: bytes) -> KeyPair:
-        """The pair of a private key file. Raises ValueError for anything but an ed25519 key without a passphrase."""
+        """Returns the pair of a private key file. Raises ValueError for anything but an ed25519 key without a
+        passphrase.
+        """
         try:
             key = load_ssh_private_key(private, password=None)
         except (UnsupportedAlgorithm, TypeError) as error:  # TypeError: it has a passphrase
             raise ValueError(str(error)) from None
         if not isinstance(key, Ed25519PrivateKey):
             raise ValueError(f"not an ed25519 key but {type(key).__name__}")
-        # The bytes stay as they are: written anew they would differ each time, by the format's random check number.
+        # The bytes are kept: OpenSSH's format has a random check number, so serializing again changes them.
         return cls(private, cls._of(key).public)
 
     @classmethod
@@ -59,7 +61,7 @@ class KeyPair:
 
     @property
     def fingerprint(self) -> str:
-        """As ``ssh-keygen -l`` shows it: ``SHA256:…``."""
+        """The fingerprint as ``ssh-keygen -l`` shows it: ``SHA256:…``."""
         blob = base64.b64decode(self.public.split()[1])
         return "SHA256:" + base64.b64encode(hashlib.sha256(blob).digest()).decode().rstrip("=")
 
@@ -69,7 +71,7 @@ class KeyPair:
 
 @dataclass(frozen=True, slots=True)
 class ClusterKeys:
-    """The client key that every node holds, and each node's own host key."""
+    """The client key, which every node holds, and each node's host key."""
 
     client: KeyPair
     hosts: Mapping[str, KeyPair]
@@ -79,11 +81,11 @@ class ClusterKeys:
         return cls(KeyPair.generate(), {name: KeyPair.generate() for name in nodes})
 
     def for_nodes(self, nodes: Iterable[str]) -> ClusterKeys:
-        """Keys for exactly these nodes: known ones keep theirs, new ones get one, the others' are dropped."""
+        """Returns keys for exactly these nodes: keeps existing ones, creates missing ones, drops the rest."""
         return ClusterKeys(self.client, {name: self.hosts.get(name) or KeyPair.generate() for name in nodes})
 
     def to_json(self) -> bytes:
-        """For the operator's disk; holds the private keys."""
+        """Serializes the keys for the operator's disk, private keys included."""
         fields = {
             "client": self.client.private.decode(),
             "hosts": {name: pair.private.decode() for name, pair in self.hosts.items()},
@@ -126,12 +128,12 @@ def node_files(cluster: Cluster, keys: ClusterKeys, node: str) -> dict[str, byte
 
 
 def authorized_keys(cluster: Cluster, keys: ClusterKeys) -> str:
-    """Lets the cluster's key in, to run commands (with a terminal if asked for one) and nothing else."""
+    """Returns authorized_keys: the cluster's key may run commands, with a terminal if requested, and nothing else."""
     return f"restrict,pty {keys.client.public} tridock-{cluster.name}\n"
 
 
 def known_hosts(cluster: Cluster, keys: ClusterKeys) -> str:
-    """Every node's host key, under every name by which another node may call it."""
+    """Returns known_hosts: every node's host key under every name that other nodes use."""
     return "".join(
         f"{','.join(_known_names(cluster, node))} {keys.hosts[node.name].public}\n" for node in cluster.nodes
     )
@@ -139,7 +141,7 @@ def known_hosts(cluster: Cluster, keys: ClusterKeys) -> str:
 
 def _known_names(cluster: Cluster, node: ClusterNode) -> Mapping[str, None]:
     port = cluster.settings.ssh_port
-    # ssh asks for [name]:port, other programs that read the file for the bare name; both in lower case.
+    # ssh looks up [name]:port, other programs the bare name; both in lower case.
     names = [name.lower() for name in _names(node)]
     return dict.fromkeys(form for name in names for form in (name, f"[{name}]:{port}"))
 
@@ -149,9 +151,9 @@ def _names(node: ClusterNode) -> Mapping[str, None]:
 
 
 def ssh_config(cluster: Cluster, secrets: str = run_folder.SECRETS) -> str:
-    """How a node's ssh reaches the others. Says nothing about hosts outside the cluster.
+    """Returns the ssh_config with which a node reaches the others. Omits hosts outside the cluster.
 
-    ``secrets`` is the folder that holds the node's files.
+    ``secrets`` is the folder with the node's files.
     """
     blocks = [_addressed(node, _names(node)) for node in cluster.nodes]
     everyone = " ".join(name for node in cluster.nodes for name in _names(node))
@@ -167,6 +169,6 @@ def ssh_config(cluster: Cluster, secrets: str = run_folder.SECRETS) -> str:
 
 
 def _addressed(node: ClusterNode, names: Mapping[str, None]) -> str:
-    # A % begins an escape in HostName; a zone's (fe80::1%eth0) is meant as it stands.
+    # % starts an escape in HostName; that of a zone (fe80::1%eth0) is literal.
     address = node.address.replace("%", "%%")
     return f"Host {' '.join(names)}\n    HostName {address}\n"

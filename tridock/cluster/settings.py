@@ -1,4 +1,4 @@
-"""A cluster: a hostfile, the settings beside it, and what follows from the two."""
+"""A cluster: a hostfile, its settings file, and the values derived from both."""
 
 import difflib
 import re
@@ -19,11 +19,11 @@ STATE: str = ".tridock"
 
 @dataclass(frozen=True, slots=True)
 class ClusterNode:
-    """A node by its names.
+    """The names of a node.
 
-    ``name`` is what Tridock, the run's hostfile and the other nodes call it: the hostfile's entry, or a label for an
-    IPv6 address (pdsh takes the part before a colon for a module's name, Docker for a mount's). ``host`` is the entry
-    itself, which the operator's ssh is given; ``address`` is where the other nodes reach it.
+    ``name`` is used by Tridock, the run's hostfile and the other nodes: the hostfile's entry, or a label for an IPv6
+    address (pdsh reads the part before a colon as a module, Docker as a mount's source). ``host`` is the entry itself,
+    passed to the operator's ssh; ``address`` is where the other nodes reach it.
     """
 
     name: str
@@ -34,11 +34,11 @@ class ClusterNode:
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Everything that is known of a cluster before a host is contacted.
+    """Everything known about a cluster before a host is contacted.
 
-    ``nodes`` holds every entry of the hostfile. ``slots`` those that the filters left, with their slot numbers, but for
-    the ``spares``, on which no run begins. ``settings.image`` is the image of the nodes; ``wraps`` the user's own image
-    that it is Tridock's layer on, if Tridock makes it.
+    ``nodes`` holds every entry of the hostfile. ``slots`` holds the slot numbers of those that the filters select,
+    without the ``spares``, on which no run starts. ``settings.image`` is the nodes' image; ``wraps`` is your own image
+    that Tridock's layer is built on, if there is one.
     """
 
     name: str
@@ -52,9 +52,9 @@ class Cluster:
     wraps: str | None = None
 
     def first(self, nodes: int | None, slots: int | None) -> "Cluster":
-        """This cluster with only its first nodes, and only the first slots of each.
+        """Returns this cluster with only its first nodes, and only the first slots of each.
 
-        Raises :class:`RequestError` where there are fewer.
+        Raises :class:`RequestError` if there are fewer.
         """
         problems = []
         if nodes is not None and not 1 <= nodes <= len(self.slots):
@@ -67,29 +67,29 @@ class Cluster:
         return replace(self, slots={name: self.slots[name][:slots] for name in list(self.slots)[:nodes]})
 
     def with_image(self, image: str, *, wrap: bool) -> "Cluster":
-        """This cluster with another image, or with Tridock's layer on it."""
+        """Returns this cluster with another image, or with Tridock's layer on it."""
         own = wrapped_name(image) if wrap else image
         settings = self.settings.model_copy(update={"image": own})
         return replace(self, settings=settings, wraps=image if wrap else None)
 
     @property
     def hosts_option(self) -> str:
-        """``--hosts HOSTFILE``, as a shell takes it."""
+        """``--hosts HOSTFILE``, quoted for a shell."""
         return f"--hosts {shlex.quote(str(self.hostfile_path))}"
 
     @property
     def everywhere(self) -> Mapping[str, tuple[int, ...]]:
-        """The nodes in use and the spares behind them, with their slot numbers."""
+        """The slot numbers of the nodes in use, then of the spares."""
         return {**self.slots, **self.spares}
 
     @property
     def head(self) -> str:
-        """The first node in use: launchers run there."""
+        """The first node in use, where launchers run."""
         return next(iter(self.slots))
 
     @property
     def state_folder(self) -> Path:
-        """Where the operator's machine keeps the cluster's keys."""
+        """The folder on the operator's machine with the cluster's keys."""
         return self.project_folder / STATE / self.name
 
     @property
@@ -101,15 +101,15 @@ class Cluster:
         return next(node for node in self.nodes if node.name == name)
 
     def host_of(self, name: str) -> str:
-        """What the operator's ssh is given for a node."""
+        """Returns the name of a node for the operator's ssh."""
         return self.node(name).host
 
     def address_of(self, name: str) -> str:
-        """Where the other nodes reach a node."""
+        """Returns the address at which the other nodes reach a node."""
         return self.node(name).address
 
     def listen_of(self, name: str) -> tuple[str, ...]:
-        """Where a node's sshd listens; empty for every address."""
+        """Returns the addresses that a node's sshd listens on; empty means all."""
         own = self._own(name).listen
         return self.settings.listen if own is None else own
 
@@ -121,10 +121,10 @@ class Cluster:
 
 
 def load_cluster(path: Path, include: str = "", exclude: str = "", project_folder: Path | None = None) -> Cluster:
-    """Reads a hostfile and, where it exists, the settings file beside it (``lab`` and ``lab.yaml``).
+    """Reads a hostfile and the settings file beside it, if there is one (``lab`` and ``lab.yaml``).
 
-    ``include`` and ``exclude`` are DeepSpeed's filters, on the hostfile's own names. The project's folder is the one
-    with the fabfile, above the hostfile or else above the current folder.
+    ``include`` and ``exclude`` are DeepSpeed's filters on the hostfile's names. The project folder is the one with the
+    fabfile, above the hostfile or else above the current folder.
     """
     hostfile = load_hostfile(path)
     settings_path, beside = (it.with_name(f"{it.name}.yaml") for it in (path, project_file(path)))
@@ -147,7 +147,7 @@ def load_cluster(path: Path, include: str = "", exclude: str = "", project_folde
         got = repr(include or exclude)
         option = "--include" if include else "--exclude"
         raise RequestError(Problem(option, "leaves no slot of the hostfile", got, "leave some in"))
-    # Who asks for a spare by its name gets it.
+    # A spare that is requested by name is used.
     spare = set() if include else set(settings.spares)
     if not selected.keys() - spare:
         todo = "keep at least one node that is not a spare: runs start there"
@@ -169,7 +169,9 @@ def load_cluster(path: Path, include: str = "", exclude: str = "", project_folde
 
 
 def wrapped_name(image: str) -> str:
-    """The name of Tridock's layer on an image: ``tridock-wrapped/NAME:TAG``, of which Docker takes every letter."""
+    """Returns the name of Tridock's layer on an image: ``tridock-wrapped/NAME:TAG``, with only characters that Docker
+    allows.
+    """
     name, at, digest = image.partition("@")
     name, colon, tag = name.rpartition(":") if ":" in name.rpartition("/")[2] else (name, "", "")
     path = "/".join(re.sub(r"[^a-z0-9._-]+", "-", part.lower()).strip("._-") or "image" for part in name.split("/"))
@@ -177,12 +179,12 @@ def wrapped_name(image: str) -> str:
 
 
 def node_label(name: str) -> str:
-    """A hostfile's entry as a name that is safe everywhere; only IPv6 addresses change."""
+    """Returns a hostfile's entry as a name that is safe everywhere; only IPv6 addresses change."""
     return "ip6-" + re.sub(r"[:%]", "-", name.lower()) if is_ipv6(name) else name
 
 
 def cluster_name(path: Path) -> str:
-    """A cluster's name from its hostfile's: lower case, as Docker and Compose want it."""
+    """Returns a cluster's name, derived from its hostfile's: lower case, as Docker and Compose require."""
     return re.sub(r"[^a-z0-9_-]+", "-", path.name.lower()).strip("-_")[:41] or "cluster"
 
 
@@ -207,7 +209,7 @@ def _refuse_unknown_nodes(settings: Settings, hostfile: Hostfile, source: str) -
 
 
 def _refuse_shared_addresses(nodes: Sequence[ClusterNode], source: str) -> None:
-    # Each node has a host key of its own; at one address, the pin of one would let the other in.
+    # Each node has its own host key; at one address, one node's pin would accept the other.
     owners: dict[str, ClusterNode] = {}
     problems = []
     for node in nodes:

@@ -1,6 +1,6 @@
-"""How a cluster's hosts are reached: what each transport calls, mounts and starts. Pure: commands run elsewhere.
+"""Transports to a cluster's hosts: their names, mounts and commands. Pure: commands run elsewhere.
 
-``transport`` in a cluster's settings names one of :data:`TRANSPORTS`; nothing else compares its name.
+``transport`` in a cluster's settings names one of :data:`TRANSPORTS`; no other code compares it.
 """
 
 import hashlib
@@ -25,13 +25,13 @@ CLUSTER_LABEL = "tridock.cluster"
 NODE_LABEL = "tridock.node"
 RECIPE_LABEL = "tridock.recipe"
 WORKSPACE_LABELS = ("tridock.workspace", "com.docker.compose.project.working_dir")
-"""The folder on the host that a container was started for: Tridock's own label, and Compose's."""
+"""Labels of the host folder that a container was started for: Tridock's own and Compose's."""
 _COMPOSE_VARIABLE = re.compile(r"\$\{?([A-Za-z_][A-Za-z0-9_]*)")
 
 
 @dataclass(frozen=True, slots=True)
 class HostFacts:
-    """What a host reports: the operator's ids and home there, its GPUs and InfiniBand."""
+    """Facts that a host reports: the operator's ids and home, its GPUs and InfiniBand."""
 
     uid: int
     gid: int
@@ -42,11 +42,11 @@ class HostFacts:
 
 @dataclass(frozen=True)
 class Transport(ABC):
-    """What differs between clusters on ssh hosts and the twin, for one cluster."""
+    """The differences between ssh hosts and the twin, for one cluster."""
 
     cluster: Cluster
     separate_hosts: ClassVar[bool]
-    """Whether nodes are on machines of their own. If not, all are containers of this machine's Docker engine."""
+    """Whether each node has its own machine. If not, all are containers of the local Docker engine."""
 
     def __post_init__(self) -> None:  # noqa: B027 - most take all settings
         """Raises :class:`RequestError` for settings that have no effect."""
@@ -65,13 +65,13 @@ class Transport(ABC):
 
     @abstractmethod
     def recipe(self, node: str, image_id: str, facts: HostFacts, env: Mapping[str, str] = os.environ) -> str:
-        """Identifies how the node's container is made: a running one with another label is outdated.
+        """Returns a digest of the node's container configuration: a running container with another label is outdated.
 
         ``env`` is the operator's environment.
         """
 
     def images_file(self, node: str) -> str:
-        """The file on the host with the ids of the images that it was sent; may start with ``~``. One per node."""
+        """The file on the host that lists the ids of images sent to it; may start with ``~``. One per node."""
         return f"{self.cluster.workdir}/images.{node}"
 
     def lock_file(self) -> str:
@@ -79,23 +79,23 @@ class Transport(ABC):
         return f"{self.cluster.workdir}/nodes.lock"
 
     def host_label(self, node: str) -> str:
-        """The node's host as messages call it."""
+        """Returns the name of the node's host in messages."""
         return node if self.separate_hosts else "this machine"
 
     def path_label(self, node: str, path: str) -> str:
-        """A path on the node's host as messages show it."""
+        """Returns a path on the node's host for messages."""
         return f"{node}:{path}" if self.separate_hosts else path
 
     @abstractmethod
     def shared_memory_remedy(self) -> str:
-        """How to give a node more shared memory."""
+        """Returns the remedy for too little shared memory on a node."""
 
     def secrets(self, node: str, facts: HostFacts) -> str:
         """:meth:`secrets_folder` as an absolute path."""
         return _expanded(self.secrets_folder(node), facts)
 
     def exec_command(self, node: str, facts: HostFacts, command: Command, *, interactive: bool = False) -> Command:
-        """``docker exec`` as the operator's uid in the node's workspace, with the home that sshd's sessions have."""
+        """Returns ``docker exec`` as the operator's uid in the node's workspace, with the HOME of sshd's sessions."""
         argv = ["docker", "exec", "--user", f"{facts.uid}:{facts.gid}", "--workdir", run_folder.WORKSPACE]
         argv += ["--env", f"HOME=/home/{run_folder.USER}"]
         if interactive or command.stdin is not None:
@@ -104,7 +104,7 @@ class Transport(ABC):
 
 
 class SshTransport(Transport):
-    """One container per host, over the operator's ssh."""
+    """One container per host, reached over the operator's ssh."""
 
     separate_hosts = True
 
@@ -115,7 +115,7 @@ class SshTransport(Transport):
         return f"{_expanded(self.cluster.workdir, facts)}/workspace"
 
     def image_paths(self, node: str, facts: HostFacts) -> tuple[str, str]:
-        """The node's folder on the host that an image passes through, and :meth:`images_file`, as absolute paths."""
+        """Returns the host folder for incoming image files and :meth:`images_file`, as absolute paths."""
         return f"{_expanded(self.cluster.workdir, facts)}/image.{node}", _expanded(self.images_file(node), facts)
 
     def secrets_folder(self, node: str) -> str:
@@ -130,7 +130,7 @@ class SshTransport(Transport):
         return "set container.shm_size: 2g in the settings, then tridock up"
 
     def run_command(self, node: str, image_id: str, facts: HostFacts) -> Command:
-        """``docker run`` for the node, with its recipe as a label."""
+        """Returns ``docker run`` for the node, with its recipe as a label."""
         options = self._run_options(node, image_id, facts)
         labels = {CLUSTER_LABEL: self.cluster.name, NODE_LABEL: node, RECIPE_LABEL: _hash(options)}
         labels[WORKSPACE_LABELS[0]] = self.workspace(facts)
@@ -161,19 +161,21 @@ class SshTransport(Transport):
         return [*options, *settings.extra_args, image_id, "node"]
 
     def _gpu_options(self, node: str) -> list[str]:
-        """All GPUs, or those of ``CUDA_VISIBLE_DEVICES`` in the node's env; inside they are numbered from 0."""
+        """Returns options for all GPUs, or those in the node's ``CUDA_VISIBLE_DEVICES``; the container numbers them
+        from 0.
+        """
         chosen = self.cluster.env_of(node).get(VISIBLE)
         if chosen is None:
             return ["--gpus", "all"]
         return ["--gpus", f'"device={chosen}"'] if chosen else []
 
     def _environment(self, node: str, facts: HostFacts) -> dict[str, str]:
-        """The container's environment: its node, the owner of its files, its sshd's addresses, the cluster's own."""
+        """Returns the container's environment: node name, file owner, sshd addresses, and the cluster's variables."""
         addresses = self.cluster.listen_of(node)
         listen = {environment.SSH_LISTEN: ",".join(addresses)} if addresses else {}
         env = self.cluster.env_of(node)
         devices = env.pop(VISIBLE, "")
-        # A slice has no number that a process could use: the ranks need its UUID.
+        # A MIG slice has no index that a process can use: the ranks need its UUID.
         slices = {environment.DEVICES: devices} if devices.startswith(MIG) else {}
         return {
             environment.CLUSTER: self.cluster.name,
@@ -203,7 +205,7 @@ class ComposeTransport(Transport):
 
     @property
     def project(self) -> str:
-        """The Compose project; containers and network carry its name. Every folder has its own twin."""
+        """The Compose project, which prefixes containers and network. Each folder has its own twin."""
         folder = hashlib.sha256(str(self.cluster.project_folder).encode()).hexdigest()[:8]
         return self.cluster.settings.compose.project or f"tridock-{self.cluster.name}-{folder}"
 
@@ -220,7 +222,7 @@ class ComposeTransport(Transport):
         return str(self.cluster.state_folder / "nodes.lock")
 
     def recipe(self, node: str, image_id: str, facts: HostFacts, env: Mapping[str, str] = os.environ) -> str:
-        """Changes with the files that Compose reads and the variables that these name."""
+        """Returns a digest of the files that Compose reads and the variables they reference."""
         paths = {"file": self.compose_file, ".env": self.cluster.project_folder / ".env"}
         texts = {name: path.read_text() for name, path in paths.items() if path.is_file()}
         asked = {name for text in texts.values() for name in _COMPOSE_VARIABLE.findall(text)}
@@ -236,9 +238,9 @@ class ComposeTransport(Transport):
         return f"set shm_size: 2g in {self.cluster.settings.compose.file}, then tridock up"
 
     def override(self, recipes: Mapping[str, str]) -> str:
-        """A second Compose file: each node's environment from the cluster's settings, and its recipe as a label.
+        """Returns a second Compose file: each node's environment from the settings, and its recipe as a label.
 
-        Compose reads JSON, which is YAML; ``$`` is doubled because Compose expands it.
+        The file is JSON, a subset of YAML; ``$`` is doubled because Compose expands it.
         """
         services = {
             node: {
@@ -250,9 +252,9 @@ class ComposeTransport(Transport):
         return json.dumps({"services": services}, indent=2) + "\n"
 
     def command(self, facts: HostFacts, override: str, *arguments: str) -> Command:
-        """``docker compose`` for the twin; its containers write as the operator.
+        """Returns ``docker compose`` for the twin; its containers write as the operator.
 
-        ``override`` is the path of :meth:`override`'s file.
+        ``override`` is the path of :meth:`override`'s output.
         """
         folder = str(self.cluster.project_folder)
         argv = ["docker", "compose", "--project-name", self.project, "--project-directory", folder]
@@ -273,7 +275,7 @@ TRANSPORTS: Mapping[str, type[SshTransport] | type[ComposeTransport]] = {
     "ssh": SshTransport,
     "compose": ComposeTransport,
 }
-"""By the settings' ``transport``."""
+"""Transports by the settings' ``transport``."""
 
 
 def transport_of(cluster: Cluster) -> SshTransport | ComposeTransport:

@@ -1,6 +1,6 @@
-"""What starts a run: the command line of its ranks, the first files of its folder, how its nodes are reached. Pure.
+"""Launchers: the command line of a run's ranks, the first files of its folder, access to its nodes. Pure.
 
-A launcher is a dataclass that satisfies :class:`Launcher`; its fields are what only it needs to know.
+A launcher is a dataclass that satisfies :class:`Launcher`; its fields are its own parameters.
 """
 
 from collections.abc import Mapping
@@ -12,4 +12,4 @@ from tridock.launchers.slurm.launcher import Slurm
 from tridock.launchers.ssh import Ssh
 
 LAUNCHERS: Final[Mapping[str, type[Launcher]]] = {launcher.name: launcher for launcher in (Ssh, Slurm, Local)}
-"""By the name in ``supervision.json``."""
+"""Launchers by their name in ``supervision.json``."""

@@ -1,4 +1,4 @@
-"""A run of the user's own program: the scripts of its nodes and the first files of its folder. Pure."""
+"""A run of your own program: the scripts of its nodes and the first files of its folder. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tridock.launchers.slurm.launcher import Slurm
 from tridock.launchers.ssh import Ssh
 from tridock.sink_settings import contracts
 
-# Of a step with one task per node: a program would take these for its own ranks.
+# Variables of a step with one task per node: a program would take them for its ranks.
 _OF_TASKS = (
     *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_GTIDS"),
     *("SLURM_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
@@ -29,16 +29,16 @@ _OF_TASKS = (
 
 @dataclass(frozen=True, slots=True)
 class JobStep:
-    """How a program starts in a job of Slurm's."""
+    """How a program starts in a Slurm job."""
 
     argv: Sequence[str]
-    """Runs a script on every node: its last word is the script's path, in which ``%n`` stands for the node's number."""
+    """Runs a script on every node. The last word is the script's path; ``%n`` stands for the node's number."""
     python: str
-    """What runs Tridock's own code on the nodes."""
+    """The Python that runs Tridock's own code on the nodes."""
     library: str
     """The folder that holds Tridock's package, for the program's Python."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """The site's and the job's; the experiment's wins."""
+    """Variables of the site and the job; those of the experiment take precedence."""
     on_head: bool = True
     begun: float | None = None
 
@@ -56,7 +56,7 @@ class CommandRun:
     spares: Mapping[str, Sequence[int]] = field(default_factory=dict)
     workspace: str = run_folder.WORKSPACE
     job: JobStep | None = None
-    """None where Tridock starts the program over ssh."""
+    """None if Tridock starts the program over ssh."""
 
     @property
     def path(self) -> str:
@@ -69,7 +69,7 @@ class CommandRun:
 
     @property
     def ranks(self) -> dict[str, tuple[int, ...]]:
-        """Every node's ranks, in the hostfile's order."""
+        """The ranks of each node, in hostfile order."""
         found, first = {}, 0
         for node, slots in self.slots.items():
             found[node] = tuple(range(first, first + len(slots)))
@@ -78,10 +78,10 @@ class CommandRun:
 
     @property
     def env(self) -> dict[str, str]:
-        """What every rank has beside the cluster's environment."""
+        """The variables that every rank gets in addition to the cluster's environment."""
         own = self.job.env if self.job else program_of(self.experiment.command)[0].env
         env = {**own, **self.experiment.env}
-        if "PYTHONPATH" in env:  # the image's own is where its python finds tridock
+        if "PYTHONPATH" in env:  # the image's PYTHONPATH is where its python finds tridock
             library = self.job.library if self.job else run_folder.CODE
             env["PYTHONPATH"] = ":".join(filter(None, (env["PYTHONPATH"], library)))
         return {
@@ -94,11 +94,11 @@ class CommandRun:
 
     @property
     def on_every_node(self) -> bool:
-        """Whether the program is started on every node, and not on the head alone."""
+        """Whether the program starts on every node, not only on the head."""
         return program_of(self.experiment.command)[0].runs_on_every_node(in_job=self.job is not None)
 
     def words(self, node_rank: int, *, resume: bool = False) -> tuple[str, ...]:
-        """The command line of one node; of the head for a program that reaches the other nodes by itself."""
+        """The command line of one node; of the head for a program that reaches the other nodes itself."""
         words = (resume and self.experiment.resume_command) or self.experiment.command
         hostfile = posixpath.join(self.path, run_folder.HOSTFILE)
         address = (self.master_addr, self.master_port)
@@ -110,7 +110,7 @@ class CommandRun:
         return on_node(words, place)
 
     def on_nodes(self, script: str) -> tuple[str, ...]:
-        """What runs a script of the run's folder on every node; ``{node_rank}`` stands for the node's rank."""
+        """Returns the command that runs a script of the run's folder on every node, whose rank is ``{node_rank}``."""
         if self.job is None:
             return (self.python, "-P", "-m", "tridock.node", "start-nodes", self.path, script)
         return (*self.job.argv[:-1], f"{self.path}/{script.format(node_rank=run_folder.NODE_NUMBER)}")
@@ -119,7 +119,7 @@ class CommandRun:
 def make_command_bundle(run: CommandRun) -> RunBundle:
     """Composes the head's command and the first files of the run's folder.
 
-    Raises :class:`RequestError` for options of the command line that are the cluster's to decide.
+    Raises :class:`RequestError` for command-line options that the cluster determines.
     """
     experiment, files = run.experiment, dict[str, str]()
     files[run_folder.EXPERIMENT] = dump_experiment(experiment)
@@ -139,7 +139,7 @@ def make_command_bundle(run: CommandRun) -> RunBundle:
     files[run_folder.HOSTFILE] = hostfile_text(run.slots)
     files[run_folder.DEEPSPEED_ENV] = environment_file(run.env)
     if experiment.setup is not None:
-        # Where nodes share the folder, one after another.
+        # Nodes that share the folder take turns.
         here, setup = "", f"flock . bash -c {shlex.quote(experiment.setup)}"
         if run.job is not None:
             here = f"export {environment.NODE}=${{SLURMD_NODENAME:-$(hostname)}}\n"

@@ -1,4 +1,4 @@
-"""The ``deepspeed`` command line and its environment file, quoted so that the ranks get every argument unchanged."""
+"""The ``deepspeed`` command line and its environment file, quoted so that the ranks receive each argument unchanged."""
 
 import re
 import shlex
@@ -9,7 +9,7 @@ from tridock.engines import RankProgram
 
 _EXPANDED = re.compile(r"([\\$`])")
 _STEP = re.compile(rb"(\S+: )?\[[-\d]+ [:,\d]+\] \[INFO\] \[(runner|multinode_runner|launch)\.py:\d+:")
-"""Of DeepSpeed's logger, in its launcher; pdsh puts the node before it."""
+"""A line of the DeepSpeed launcher's logger, after pdsh's node prefix."""
 _DOUBLE_QUOTED_SPECIALS = re.compile(r'([\\"$`])')
 
 
@@ -20,10 +20,10 @@ def deepspeed_command(
     master_addr: str,
     master_port: int,
 ) -> Command:
-    """The head's command. One node needs no ssh.
+    """Returns the head's command. A single node needs no ssh.
 
-    ``slots`` maps each node to the slot numbers in use; ``hostfile`` is the path of the run's own hostfile.
-    ``--master_addr`` is always given: DeepSpeed's own guess is the first word of ``hostname -I``.
+    ``slots`` maps each node to its slot numbers in use; ``hostfile`` is the path of the run's own hostfile.
+    ``--master_addr`` is always given: DeepSpeed's default is the first word of ``hostname -I``.
     """
     options = deepspeed_options(slots, hostfile, master_addr, master_port)
     arguments = program.arguments if len(slots) == 1 else tuple(map(for_pdsh, program.arguments))
@@ -33,29 +33,29 @@ def deepspeed_command(
 def deepspeed_options(
     slots: Mapping[str, Sequence[int]], hostfile: str, master_addr: str, master_port: int
 ) -> list[str]:
-    """What the cluster decides of the options of ``deepspeed``."""
+    """Returns the ``deepspeed`` options that the cluster determines."""
     argv = ["--hostfile", hostfile]
     if any(list(numbers) != list(range(len(numbers))) for numbers in slots.values()):
         argv += ["--include", "@".join(f"{node}:{','.join(map(str, numbers))}" for node, numbers in slots.items())]
     argv += ["--master_addr", master_addr, "--master_port", str(master_port)]
     if len(slots) == 1:
         return [*argv, "--no_ssh", "--node_rank", "0"]
-    # DeepSpeed's own check tries the first node only and hides ssh's message.
+    # DeepSpeed's own check tries only the first node and hides ssh's message.
     return [*argv, "--launcher", "pdsh", "--no_ssh_check"]
 
 
 def for_pdsh(argument: str) -> str:
-    """One argument of the ranks' command line, quoted for pdsh.
+    """Quotes one argument of the ranks' command line for pdsh.
 
-    DeepSpeed hands it to pdsh, which replaces ``%h`` and its like, and ssh gives it to a shell. An argument with a
-    space is in double quotes by then, with its own double quotes escaped; any other is not quoted.
+    DeepSpeed passes it to pdsh, which replaces ``%h`` and similar, and ssh passes it to a shell. By then an argument
+    with a space is in double quotes, with its own double quotes escaped; any other is unquoted.
     """
     argument = argument.replace("%", "%%")
     return _EXPANDED.sub(_escaped, argument) if " " in argument else shlex.quote(argument)
 
 
 def without_steps(output: Iterable[bytes]) -> Iterator[bytes]:
-    """The output of a run without the launcher's own steps, of which one has the whole environment: whole lines."""
+    """Yields the output of a run without the launcher's own log lines, one of which has the whole environment."""
     rest = b""
     for part in output:
         *lines, rest = (rest + part).split(b"\n")
@@ -66,10 +66,10 @@ def without_steps(output: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def environment_file(env: Mapping[str, str]) -> str:
-    """DeepSpeed's environment file (``DS_ENV_FILE``): ``NAME=value`` lines, and nothing else.
+    """Returns DeepSpeed's environment file (``DS_ENV_FILE``): ``NAME=value`` lines only.
 
-    DeepSpeed strips each value, gives it to the remote shell in double quotes, and stops at a blank or comment line.
-    What a shell expands in double quotes and what pdsh replaces is escaped here.
+    DeepSpeed strips each value, passes it to the remote shell in double quotes, and stops at a blank or comment line.
+    Characters that a shell expands in double quotes, or that pdsh replaces, are escaped here.
     """
     escaped = {name: _DOUBLE_QUOTED_SPECIALS.sub(_escaped, value).replace("%", "%%") for name, value in env.items()}
     return "".join(f"{name}={value}\n" for name, value in escaped.items())

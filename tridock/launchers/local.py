@@ -13,7 +13,7 @@ from tridock.launchers.run import Run, Start
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """Starts the ranks of the machine with this rank."""
+    """Starts the ranks of this machine, whose node rank this is."""
 
     node_rank: int = 0
 
@@ -22,7 +22,7 @@ class Local:
     reach: ClassVar[Reach] = Reach()
 
     def start(self, run: Run) -> Start:
-        """The command of this node; the supervisor reaches no other."""
+        """Returns this node's command; the supervisor reaches no other node."""
         program = run.program()
         resume = self._command(run, run.program(resume=True))
         script = run_folder.launch_script(self.node_rank)
@@ -36,9 +36,9 @@ class Local:
 
 
 def start_ranks(run: Run, program: RankProgram, nodes: Sequence[str]) -> Command:
-    """Starts a node's ranks. Imports neither torch nor DeepSpeed, unlike their own launchers, which takes seconds.
+    """Returns the command that starts a node's ranks, without the seconds that importing torch or DeepSpeed takes.
 
-    ``nodes``: the options that say which ranks these are.
+    ``nodes``: the options that identify these ranks.
     """
     request = run.request
     return Command(

@@ -1,7 +1,7 @@
-"""Programs that start ranks: torchrun, deepspeed, accelerate and mpirun, with the options that the cluster decides.
+"""Programs that start ranks (torchrun, deepspeed, accelerate, mpirun) and the options that the cluster determines.
 
-The user's words stay as they are. Tridock adds the nodes, the rendezvous and the ranks right behind the program's name,
-and refuses these options where the user gives them, too. Any other program is started once per slot.
+Your own arguments are unchanged. Tridock inserts the options for nodes, rendezvous and ranks after the program's name,
+and rejects them in your arguments. Any other program is started once per slot.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ Words = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A node of a run, as its starter has to know it."""
+    """A node of a run, as its rank starter needs it."""
 
     slots: Mapping[str, Sequence[int]]
-    """Of every node; the head comes first."""
+    """Slots of every node, the head first."""
     node_rank: int
     master_addr: str
     master_port: int
     hostfile: str
     env: Words = ()
-    """Names of the variables that every rank must have."""
+    """Names of the variables that every rank needs."""
     python: str = run_folder.PYTHON
-    """What runs Tridock's own code on every node."""
+    """The Python that runs Tridock's own code on every node."""
     in_job: bool = False
-    """Whether a scheduler has already started something on every node: no program reaches the others by ssh."""
+    """Whether a scheduler has started a task on every node, so that no program uses ssh."""
     per_node: bool = False
-    """Whether the program is started once on every node, and starts the ranks there itself."""
+    """Whether the program starts once per node and starts the node's ranks itself."""
 
     @property
     def ranks(self) -> int:
-        """Of this node."""
+        """Number of ranks on this node."""
         return len(list(self.slots.values())[self.node_rank])
 
     @property
@@ -54,26 +54,28 @@ class Program:
 
     name: str
     options: Callable[[Place, frozenset[str]], Sequence[str]]
-    """The options to add, given those that the user has set."""
+    """Returns the options to add, given those that the user has set."""
     decided: frozenset[str] = frozenset()
-    """Options that are not the user's to set, with dashes for underscores."""
+    """Options that the user may not set, with dashes for underscores."""
     on_every_node: bool = True
-    """False: on the head, and it reaches the other nodes by itself."""
+    """False if it starts only on the head and reaches the other nodes itself."""
     for_shell: bool = False
-    """Whether what follows the script goes through a shell of other nodes."""
+    """Whether the arguments after the script pass through a shell on other nodes."""
     module: str = ""
-    """The option that runs a module in place of a script; empty where the program has none."""
+    """The option that runs a module instead of a script; empty if there is none."""
     own_logs: frozenset[str] = frozenset()
-    """Options with which the program keeps logs by rank itself, or runs no Python."""
+    """Options with which the program writes per-rank logs itself, or runs no Python."""
     alone: frozenset[str] = frozenset()
-    """Options with which the program starts processes that do not know of each other."""
+    """Options with which the program starts independent processes."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """What it needs in a container, whose user is the operator: root, too."""
+    """Variables that it needs in a container, where the user is the operator, root included."""
     job_options: Callable[[Place], Sequence[str]] | None = None
-    """The options in a scheduler's job of a program that is on the head elsewhere: there it runs on every node."""
+    """Options in a scheduler's job for a program that otherwise starts only on the head: in a job it runs on every
+    node.
+    """
 
     def runs_on_every_node(self, *, in_job: bool) -> bool:
-        """Whether it is started on every node, and not on the head alone."""
+        """Whether it starts on every node, not only on the head."""
         return self.on_every_node or (in_job and self.job_options is not None)
 
 
@@ -96,7 +98,7 @@ def _deepspeed_in_job(place: Place) -> Sequence[str]:
 
 def _accelerate(place: Place, given: frozenset[str]) -> Sequence[str]:
     ranks = () if "--num-processes" in given else ("--num_processes", str(place.world_size))
-    # Without it, or a kind in the user's own words, accelerate starts one process per node, each alone.
+    # Without it, or a kind that the user names, accelerate starts one isolated process per node.
     kind = () if place.world_size == 1 or given & _ACCELERATE_KINDS else ("--multi_gpu",)
     return (
         *kind,
@@ -202,7 +204,7 @@ _BEHIND: Final = ("torchrun", "deepspeed", "mpirun", "accelerate")
 
 
 def program_of(words: Sequence[str]) -> tuple[Program, int]:
-    """The launcher at the beginning of a command line, and how many words its name takes."""
+    """Returns the launcher at the beginning of a command line and the number of words in its name."""
     first = posixpath.basename(words[0])
     if _PYTHON.fullmatch(first):
         option = 1
@@ -217,7 +219,7 @@ def program_of(words: Sequence[str]) -> tuple[Program, int]:
 
 
 def on_node(words: Sequence[str], place: Place) -> Words:
-    """The command line of one node. Raises :class:`RequestError` for options that are the cluster's to decide."""
+    """Returns one node's command line. Raises :class:`RequestError` for options that the cluster determines."""
     program, named, script = _parts(words)
     if place.per_node:
         return ("env", *_of_node(program, place), *words)
@@ -256,7 +258,7 @@ def on_node(words: Sequence[str], place: Place) -> Words:
 
 
 def _of_node(program: Program, place: Place) -> Sequence[str]:
-    """The variables of a program that starts the ranks of its node; ``PET_…`` are what torchrun reads itself."""
+    """Returns the variables of a program that starts its node's ranks; torchrun itself reads ``PET_…``."""
     if program is not _OTHER:
         what, todo = (
             "node is for programs that start the ranks of their node",
@@ -274,7 +276,7 @@ def _of_node(program: Program, place: Place) -> Sequence[str]:
 
 
 def has_rank_logs(words: Sequence[str], *, per_node: bool = False) -> bool:
-    """Whether Tridock can copy the output of each rank to its log: it has to know where the script begins."""
+    """Whether Tridock can copy each rank's output to its log, for which it must know where the script begins."""
     program, named, script = _parts(words)
     if per_node or program is _OTHER:
         return not per_node
@@ -283,7 +285,7 @@ def has_rank_logs(words: Sequence[str], *, per_node: bool = False) -> bool:
 
 
 def _parts(words: Sequence[str]) -> tuple[Program, int, int]:
-    """The launcher, where its own options begin, and where they end: at the script, or at ``-m``."""
+    """Returns the launcher and the range of its own options, which end at the script or at ``-m``."""
     program, named = program_of(words)
     if program is _MPIRUN:
         return program, named, _end_of_mpirun(words, named)
@@ -292,7 +294,7 @@ def _parts(words: Sequence[str]) -> tuple[Program, int, int]:
 
 
 def _end_of_mpirun(words: Sequence[str], place: int) -> int:
-    """Where the options of mpirun end: its program may be any, and have options of the same names."""
+    """Returns the end of mpirun's options: its program may be any, with options of the same names."""
     while place < len(words) and words[place].startswith("-") and words[place] != "--":
         option = words[place].lstrip("-")
         values = 0 if option in _MPIRUN_FLAGS else 2 if option in _MPIRUN_PAIRS else 1

@@ -1,4 +1,4 @@
-"""From a request and a launcher to the command of the head and the first files of a run's folder."""
+"""Composes the head's command and the first files of a run's folder from a request and a launcher."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RunRequest:
     manifest: Mapping[str, object]
     master_addr: str = "127.0.0.1"
     workspace: str = run_folder.WORKSPACE
-    """The folder that relative paths start from, the same on every node."""
+    """The base folder of relative paths, the same on every node."""
     spares: Mapping[str, Sequence[int]] = field(default_factory=dict)
     """Nodes that may replace a lost one."""
     addresses: Mapping[str, str] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class RunRequest:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How a launcher starts a run's ranks: the head's command, that of a restart, and the environment of both."""
+    """How a launcher starts a run's ranks: the head's command for a start and for a restart, and their environment."""
 
     command: Command
     resume: Command
@@ -49,7 +49,7 @@ class Start:
     remote: tuple[str, ...] = ()
     """The nodes that the supervisor reaches."""
     ranks: tuple[Command, Command] | None = None
-    """What these start on every node, where it is a script of the run's folder: the first time, and again."""
+    """The commands that run on every node if they are scripts of the run's folder: start and restart."""
     script: str = run_folder.LAUNCH_SCRIPT
     on_head: bool = True
     begun: float | None = None
@@ -57,16 +57,16 @@ class Start:
 
 
 class Launcher(Protocol):
-    """What starts the ranks of a run."""
+    """Starts the ranks of a run."""
 
     name: ClassVar[str]
     scheduler: ClassVar[str | None]
-    """What queues a run again that was preempted or has lost a node; None where its supervisor restarts it."""
+    """The scheduler that requeues a preempted run or one that lost a node; None if the supervisor restarts it."""
     reach: ClassVar[Reach]
     """How the supervisor runs ``python -m tridock.node`` on another node."""
 
     def start(self, run: Run) -> Start:
-        """The first command line of the run's ranks."""
+        """Returns the command lines of the run's ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class RunBundle:
     command: Command
     files: Mapping[str, bytes]
     waits_for: tuple[str, ...] | None = None
-    """Of a run in the queue: the runs that have its slots or come before it."""
+    """For a queued run, the runs that hold its slots or precede it."""
 
     def with_file(self, name: str, content: bytes) -> RunBundle:
         return replace(self, files={**self.files, name: content})
@@ -135,7 +135,7 @@ def _supervision(run: Run, launcher: Launcher, start: Start) -> Supervision:
 
 
 def _files(run: Run, start: Start, supervision: Supervision) -> Mapping[str, bytes]:
-    """The folder's first files. A run that saves no checkpoint has no script to restart from one."""
+    """Returns the folder's first files. A run that saves no checkpoint has no restart script."""
     request, env = run.request, start.env
     ranks = {name: value for name, value in env.items() if name != "DS_ENV_FILE"}
     texts = {
@@ -159,26 +159,26 @@ def _files(run: Run, start: Start, supervision: Supervision) -> Mapping[str, byt
 
 
 def hostfile_text(slots: Mapping[str, Sequence[int]]) -> str:
-    """A filter may leave slots 4 and 5 of a node: the hostfile must still declare the six that DeepSpeed counts."""
+    """Returns the run's hostfile. If filters leave slots 4 and 5 of a node, it must still declare six for DeepSpeed."""
     return "".join(f"{node} slots={max(numbers) + 1}\n" for node, numbers in slots.items())
 
 
 def default_port(run_id: str) -> int:
-    """A rendezvous port for a run that names none: from its id, so that two runs of a node rarely meet."""
+    """Returns the default rendezvous port, derived from the run id so that two runs on a node rarely collide."""
     return RENDEZVOUS_PORTS[zlib.crc32(run_id.encode()) % len(RENDEZVOUS_PORTS)]
 
 
 def _launch_script(run: Run, env: Mapping[str, str], command: Command, who: str = "the head") -> str:
-    """A readable script: one option a line, so that two runs' scripts differ where their commands do."""
+    """Returns a readable script, one option per line, so that a diff of two runs' scripts shows their differences."""
     exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in env.items())
     return (
         "#!/usr/bin/env bash\n"
         f"# Run {run.request.run_id}: what {who} executes. Started by Tridock, which records its exit code.\n"
         "set -Eeuo pipefail\n\n"
-        # A scheduler sends it to all processes of a job; it is for the ranks, which answer it.
+        # A scheduler sends it to all processes of a job; the ranks handle it.
         "trap '' USR1\n"
-        # `python -m` and DeepSpeed put the current folder first on PYTHONPATH: in the workspace, a user's folder of
-        # the same name as a package would stand in for it.
+        # `python -m` and DeepSpeed put the current folder first on PYTHONPATH: a folder in the workspace with a
+        # package's name would shadow the package.
         f"cd {shlex.quote(run.path)}\n"
         f"{exports}\n"
         f"exec {_one_option_a_line(command.argv)}\n"

@@ -1,4 +1,4 @@
-"""The launcher of ``tridock launch``: from the head over the cluster's own ssh, by DeepSpeed's pdsh or by itself."""
+"""The launcher of ``tridock launch``: starts ranks from the head over the cluster's ssh, by pdsh or Tridock."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Ssh:
     reach: ClassVar[Reach] = Reach((*cluster_ssh.SUPERVISOR, "{node}"), python=run_folder.PYTHON, as_one_argument=True)
 
     def start(self, run: Run) -> Start:
-        """As ``launch.launcher`` says; the supervisor reaches every node but the head."""
+        """Uses the starter of ``launch.launcher``; the supervisor reaches every node except the head."""
         return STARTERS[run.experiment.launch.launcher](run, run.program(), run.program(resume=True))
 
 
@@ -53,4 +53,4 @@ STARTERS: Final[Mapping[str, Callable[[Run, RankProgram, RankProgram], Start]]] 
     "deepspeed": _by_deepspeed,
     "ssh": _by_ssh,
 }
-"""By ``launch.launcher``, given the ranks' program and that of a restart."""
+"""Starters by ``launch.launcher``; arguments: the ranks' program, and that of a restart."""

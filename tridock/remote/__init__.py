@@ -1,4 +1,4 @@
-"""Commands and files on hosts: over SSH or on this machine, with a cap, time limits and one outcome a host."""
+"""Runs commands and transfers files on hosts, over SSH or on this machine, with bounded concurrency and time limits."""
 
 from tridock.cluster.settings import Cluster
 from tridock.cluster.transports import transport_of
@@ -11,7 +11,7 @@ __all__ = ["Completed", "Host", "LocalHost", "Outcome", "SshHost", "Stream", "co
 
 
 def connect(cluster: Cluster) -> dict[str, Host]:
-    """The hosts of the nodes in use and, behind them, of the spares, by node name; nothing is contacted yet."""
+    """Returns the hosts by node name: the nodes in use, then the spares. Contacts none of them."""
     if not transport_of(cluster).separate_hosts:
         return {node: LocalHost(node) for node in cluster.everywhere}
     ssh = cluster.settings.ssh

@@ -1,4 +1,4 @@
-"""The same thing on many hosts: under a cap, one outcome a host, every failure reported."""
+"""Runs one action on many hosts in parallel: bounded concurrency, one outcome per host, every failure reported."""
 
 import threading
 import time
@@ -29,10 +29,10 @@ class Outcome(Generic[T]):
 def on_all(
     hosts: Mapping[str, Host], action: Callable[[str, Host], T], cap: int, timeout: float | None = None
 ) -> dict[str, Outcome[T]]:
-    """Runs ``action`` on every host, at most ``cap`` at once; what one host does never stops the others.
+    """Runs ``action`` on every host, at most ``cap`` at once. A failure on one host does not stop the others.
 
-    A host that takes more than ``timeout`` seconds of its own is given up and its connection closed. Ctrl-C begins
-    nothing new, closes the connections in use, and reaches the caller at once.
+    A host that takes longer than ``timeout`` seconds is abandoned and its connection closed. Ctrl-C starts no further
+    action, closes the connections in use and is raised in the caller at once.
     """
     results: SimpleQueue[tuple[str, Outcome[T]]] = SimpleQueue()
     waiting, begun, outcomes = deque(hosts), dict[str, float](), dict[str, Outcome[T]]()
@@ -49,7 +49,7 @@ def on_all(
             while waiting and len(begun) < max(1, cap):
                 name = waiting.popleft()
                 begun[name] = time.monotonic()
-                # Threads that the interpreter does not wait for: a host that hangs must not hold up the way out.
+                # Daemon threads: a host that hangs must not block the exit of the interpreter.
                 threading.Thread(target=attempt, args=(name,), daemon=True).start()
             try:
                 name, outcome = results.get(timeout=_TICK_S)
@@ -76,14 +76,14 @@ def _overdue(begun: Mapping[str, float], timeout: float | None) -> list[str]:
 
 
 def raise_failures(outcomes: Mapping[str, Outcome[T]]) -> dict[str, T]:
-    """The values by host; or one error with the problems of every host that failed, and the names of the others."""
+    """Returns the values by host, or raises one error with the problem of every failed host and the others' names."""
     errors = [outcome.error for outcome in outcomes.values() if outcome.error is not None]
     for error in errors:
         if not isinstance(error, TridockError):
             raise error  # a bug of ours: its traceback says more than a list of hosts
     if errors:
         problems = [problem for error in errors if isinstance(error, TridockError) for problem in error.problems]
-        # The twin's nodes are on one machine, and say the same of it.
+        # The twin's nodes are on one machine and report the same problem.
         problems = list(dict.fromkeys(problems))
         fine = [name for name, outcome in outcomes.items() if outcome.ok]
         kinds = {type(error) for error in errors}

@@ -1,4 +1,4 @@
-"""Shell commands that write and read files on a host: POSIX sh, one round trip each. Pure."""
+"""Shell commands that write and read files on a host, in POSIX sh, with one round trip each. Pure."""
 
 import io
 import posixpath
@@ -10,11 +10,11 @@ from tridock.command import Command
 
 _SENTINEL: Final = ".all-here"
 
-# ~ is expanded by hand: every argument arrives quoted, as it must.
+# ~ is expanded here because every argument is quoted.
 _HOME: Final = "case $1 in \\~) p=$HOME;; \\~/*) p=$HOME/${1#\\~/};; *) p=$1;; esac\n"
 
-# Hosts may share the folder over the network: a process number alone would not tell two writers apart.
-# A connection that ends early looks like the end of the input: the size tells the two apart.
+# Hosts may share the folder over the network, so a pid alone does not identify a writer.
+# To the reader a lost connection looks like the end of the input; the size distinguishes them.
 _PUT: Final = (
     "set -eu\n"
     + _HOME
@@ -41,14 +41,14 @@ _GET: Final = "set -eu\n" + _HOME + 'cat -- "$p"\n'
 
 
 def put_command(content: bytes, path: str, mode: int) -> Command:
-    """Writes standard input beside its place, checks that all of it came, and renames it."""
+    """Writes standard input to a temporary file beside the target, checks its size and renames it."""
     return Command.of("sh", "-c", _PUT, "put", path, f"{mode:o}", str(len(content)), _umask(mode), stdin=content)
 
 
 def put_tree_command(files: Mapping[str, bytes], folder: str, mode: int) -> Command:
-    """Unpacks a tar from standard input beside its place, then renames file by file.
+    """Unpacks a tar from standard input beside the target folder, then renames file by file.
 
-    The folder itself stays what it is: it may be mounted into a container.
+    The folder itself is not replaced, because it may be mounted into a container.
     """
     for name in files:
         if not name or posixpath.normpath(name) != name or posixpath.isabs(name) or name.startswith(".."):
@@ -61,14 +61,14 @@ def get_command(path: str) -> Command:
 
 
 def _umask(mode: int) -> str:
-    # Private files make private folders; anything else follows the common habit.
+    # The folders of private files are private too; others get the usual mode.
     return "077" if mode & 0o077 == 0 else "022"
 
 
 def _tar(files: Mapping[str, bytes], mode: int) -> bytes:
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
-        # The sentinel comes last: a stream that was cut at a file's end unpacks without a complaint.
+        # The sentinel comes last: a stream that is cut at a file boundary unpacks without an error.
         for name, content in {**files, _SENTINEL: b""}.items():
             entry = tarfile.TarInfo(name)
             entry.size, entry.mode = len(content), mode

@@ -1,4 +1,4 @@
-"""What can be done on a host, however it is reached, and how its failures read."""
+"""The operations on a host, independent of its transport, and the messages for its failures."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,31 +13,31 @@ _LONGEST = 70
 
 
 def shortened(command: Command) -> str:
-    """A command for a message: on one line, shortened, its secrets masked."""
+    """Returns a command for a message: on one line, shortened, with secrets masked."""
     line = " ".join(str(command).split())
     return line if len(line) <= _LONGEST else line[: _LONGEST - 1] + "…"
 
 
 def timed_out(where: str, command: Command, timeout: float) -> Problem:
-    """A command that did not end in time; it was ended."""
+    """Returns the problem of a command that exceeded its time limit and was ended."""
     todo = "see what holds it up there, then try again"
     return Problem(where, f"`{shortened(command)}` did not end within {timeout:g} s", "", todo)
 
 
 def lost(where: str, doing: str, text: str) -> Problem:
-    """A connection that was good and then broke."""
+    """Returns the problem of a connection that was lost after it had been established."""
     return Problem(
         where, f"the connection was lost while {doing}", text, "check whether the host is up, then try again"
     )
 
 
 def no_session(where: str) -> Problem:
-    """A login that was let in, and may run nothing."""
+    """Returns the problem of a login that succeeds but may not run commands."""
     return Problem(where, "its sshd opens no session", "", "raise MaxSessions in its sshd_config")
 
 
 def killed(where: str, command: Command) -> Problem:
-    """A command that a signal ended: nothing that ran to its end."""
+    """Returns the problem of a command that was ended by a signal."""
     todo = "look for who ended it there (dmesg, if memory ran out), then try again"
     return Problem(where, f"`{shortened(command)}` was ended by a signal", "", todo)
 
@@ -57,7 +57,7 @@ _REMEDIES: tuple[tuple[str, str], ...] = (
 
 
 def remedy_of(exit_code: int, text: str) -> str:
-    """What to do about a command that failed, from how it ended."""
+    """Returns the remedy for a failed command, derived from how it ended."""
     if exit_code == 127:
         return "install it there, or put it on the PATH that ssh commands have"
     low = text.lower()
@@ -73,7 +73,7 @@ FILES_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """How a command ended, with all that it printed."""
+    """The result of a command: exit code and output."""
 
     exit_code: int
     stdout: bytes
@@ -81,7 +81,7 @@ class Completed:
     command: str = field(default="a command", compare=False)
 
     def checked(self, where: str) -> Self:
-        """This result, or a :class:`ClusterError` with the command's last line of output where it failed."""
+        """Returns this result, or raises a :class:`ClusterError` with the last line of output if the command failed."""
         if self.exit_code == 0:
             return self
         output = (self.stderr.strip() or self.stdout.strip()).decode(errors="replace")
@@ -91,7 +91,7 @@ class Completed:
 
 
 class Stream(Protocol):
-    """A command's output, errors included, as it comes. ``exit_code`` is known once the iteration has ended."""
+    """The output of a running command, stderr included. ``exit_code`` is set when the iteration has ended."""
 
     exit_code: int
 
@@ -102,10 +102,10 @@ class Stream(Protocol):
 
 
 class Host(ABC):
-    """A machine that commands run on. All of it may be used from several threads at once.
+    """A machine that runs commands. All methods are thread-safe.
 
-    Whatever goes wrong on the way (not a command's own failure) is a :class:`ClusterError` that names the host. Files
-    are written and read by commands: the host needs no SFTP subsystem.
+    Transport failures (as opposed to failures of the command) raise a :class:`ClusterError` that names the host. Files
+    are written and read by commands, so the host needs no SFTP subsystem.
     """
 
     name: str
@@ -119,18 +119,18 @@ class Host(ABC):
         sink: Sink,
         timeout: float | None,
     ) -> Completed:
-        """Runs a command on the chunks, its output into the sink; the result holds its exit code and its errors."""
+        """Runs a command with the chunks as input and its output passed to the sink; returns exit code and stderr."""
 
     @abstractmethod
     def stream(self, command: Command) -> Stream:
-        """Starts a command whose output is read as it comes; Ctrl-C in the reader ends the reading at once."""
+        """Starts a command and returns its output as a stream. Ctrl-C in the reader ends the iteration at once."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends what is under way and the connection, from any thread; the next use opens it again."""
+        """Aborts running commands and closes the connection, from any thread. The next use reconnects."""
 
     def run(self, command: Command, timeout: float | None = None) -> Completed:
-        """Runs to the end, with ``command.stdin`` as its input; ends it where it takes over ``timeout`` seconds."""
+        """Runs a command to its end with ``command.stdin`` as input. Ends it after ``timeout`` seconds."""
         return self.pipe(_input_of(command), command, timeout=timeout)
 
     def pipe(
@@ -140,39 +140,39 @@ class Host(ABC):
         progress: Progress | None = None,
         timeout: float | None = None,
     ) -> Completed:
-        """Runs a command on input too large for memory; ``progress`` gets the size of each chunk once it is sent."""
+        """Runs a command on input too large for memory. ``progress`` is called with the size of each chunk sent."""
         out = bytearray()
         done = self._carry_out(command, chunks, progress, out.extend, timeout)
         return replace(done, stdout=bytes(out))
 
     def read_into(self, sink: Sink, command: Command, timeout: float | None = None) -> Completed:
-        """Runs a command whose output is too large for memory: ``sink`` is called with each piece as it comes.
+        """Runs a command whose output is too large for memory; calls ``sink`` with each piece as it arrives.
 
-        The result has an empty ``stdout``. Where the sink raises, the command is ended and the error is the caller's.
+        The result has an empty ``stdout``. If the sink raises, the command is ended and the error propagates.
         """
         return self._carry_out(command, _input_of(command), None, sink, timeout)
 
     def exchange(self, chunks: Iterable[bytes], sink: Sink, command: Command) -> Completed:
-        """Runs a command that is given input while it runs; ``sink`` is called with each piece of its output.
+        """Runs a command and feeds it input while it runs; calls ``sink`` with each piece of its output.
 
-        Where the sink raises, the command is ended and the error is the caller's.
+        If the sink raises, the command is ended and the error propagates.
         """
         return self._carry_out(command, chunks, None, sink, None)
 
     def put(self, content: bytes, path: str, mode: int = 0o644) -> None:
-        """Writes a file that appears whole or not at all; ``~`` is the user's home there, missing folders are made."""
+        """Writes a file atomically. Expands ``~`` to the remote user's home and creates missing folders."""
         self._script(files_.put_command(content, path, mode), f"write {path}")
 
     def put_tree(self, files: Mapping[str, bytes], folder: str, mode: int = 0o644) -> None:
-        """Writes files (by their paths inside ``folder``) in one round trip, each whole or not at all."""
+        """Writes files (keyed by their paths inside ``folder``) in one round trip, each atomically."""
         self._script(files_.put_tree_command(files, folder, mode), f"write into {folder}")
 
     def get(self, path: str) -> bytes:
-        """The content of a file; ``~`` is the user's home there."""
+        """Returns the content of a file. Expands ``~`` to the remote user's home."""
         return self._script(files_.get_command(path), f"read {path}").stdout
 
     def _script(self, command: Command, meaning: str) -> Completed:
-        # In a message the script's text would say less than what it is for.
+        # A message shows the purpose of a script, not its text.
         done = self.run(command, timeout=FILES_TIMEOUT_S)
         return replace(done, command=meaning).checked(self.name)
 
@@ -182,5 +182,5 @@ def _input_of(command: Command) -> Iterable[bytes]:
 
 
 def completed(command: Command, exit_code: int, errors: bytes) -> Completed:
-    """The result of a command whose output went elsewhere; it names the command in its messages."""
+    """Returns the result of a command whose output was consumed elsewhere; messages name the command."""
     return Completed(exit_code, b"", errors, shortened(command))

@@ -1,4 +1,4 @@
-"""The operator's own machine as a host: for the twin, whose nodes run on the engine here."""
+"""The operator's own machine as a host, for the twin, whose nodes run on the local Docker engine."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ _GRACE_S = 2.0
 
 
 class LocalHost(Host):
-    """Commands as processes of this machine, each in a session of its own: Ctrl-C at the terminal is the caller's."""
+    """Runs commands as local processes, each in its own session, so that only the caller receives Ctrl-C."""
 
     def __init__(self, name: str = "this machine") -> None:
         self.name = name
@@ -45,7 +45,7 @@ class LocalHost(Host):
         sender = _Sender(process, chunks, progress)
         try:
             process.wait(timeout)
-            # What the command left behind in the background may hold the pipes: it shares the time limit.
+            # Background processes of the command may hold the pipes open: the time limit covers them too.
             for reader in readers:
                 reader.finish(deadline)
         except subprocess.TimeoutExpired:
@@ -72,7 +72,7 @@ class LocalHost(Host):
 
 
 class _Reader(threading.Thread):
-    """Reads a pipe to its end beside whoever writes: neither side blocks the other. A sink's error is kept."""
+    """Reads a pipe to its end in a thread, so that reader and writer do not block each other. Keeps a sink's error."""
 
     def __init__(self, process: subprocess.Popen[bytes], source: IO[bytes] | None, sink: Sink) -> None:
         super().__init__(daemon=True)
@@ -87,7 +87,7 @@ class _Reader(threading.Thread):
                 self._sink(part)
         except BaseException as error:
             self.failure = error
-            _end(self._process)  # nobody takes what it still has to say
+            _end(self._process)  # nothing reads its further output
 
     def finish(self, deadline: float | None) -> None:
         self.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
@@ -97,7 +97,7 @@ class _Reader(threading.Thread):
 
 
 class _Sender(threading.Thread):
-    """Writes the chunks; an error of their source is kept for the caller."""
+    """Writes the chunks; keeps an error of their source for the caller."""
 
     def __init__(self, process: subprocess.Popen[bytes], chunks: Iterable[bytes], progress: Progress | None) -> None:
         super().__init__(daemon=True)
@@ -119,7 +119,7 @@ class _Sender(threading.Thread):
                     self._progress(len(chunk))
         except BaseException as error:
             self.failure = error
-            _end(self._process)  # before its input closes: it must not take the part for the whole
+            _end(self._process)  # before its input closes: it must not mistake a part for the whole
         finally:
             with suppress(BrokenPipeError):
                 sink.close()
@@ -175,12 +175,12 @@ def _not_found(error: FileNotFoundError) -> bytes:
 
 
 def _code(process: subprocess.Popen[bytes]) -> int:
-    # As a shell counts it: 128 and the signal's number.
+    # As a shell reports it: 128 plus the signal number.
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process that still runs, and all that it started in its session."""
+    """Ends a process that still runs, and everything it started in its session."""
     if process.poll() is not None:
         return
     for number, patience in ((signal.SIGTERM, _GRACE_S), (signal.SIGKILL, None)):

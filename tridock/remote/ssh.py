@@ -1,8 +1,8 @@
-"""A host over ssh: one Fabric connection, opened at the first use, with a channel for each command.
+"""A host over ssh: one Fabric connection, opened at first use, with one channel per command.
 
-An sshd that allows fewer channels (MaxSessions) gets more connections.
+If the sshd's MaxSessions limit is reached, more connections are opened.
 
-Commands run on paramiko's channels: Invoke's runner would send Ctrl-C to the other side.
+Commands run on paramiko's channels, because Invoke's runner would forward Ctrl-C to the remote side.
 """
 
 import math
@@ -59,11 +59,11 @@ class _Task(threading.Thread, Generic[T]):
 
 
 def run_in_thread(work: Callable[[], T], give_up: Callable[[], object] | None = None) -> T:
-    """What ``work`` returns or raises, done in a thread of its own if this is the main thread.
+    """Returns or raises what ``work`` does; runs it in a separate thread if this is the main thread.
 
-    Ctrl-C strikes the thread that waits, never one that holds a lock: Python raises KeyboardInterrupt between any two
-    steps of the main thread, and paramiko takes its locks by hand. At Ctrl-C ``give_up`` is called, also in a thread;
-    the work has two seconds to end by it, and is then left behind.
+    Ctrl-C then interrupts the thread that waits, never one that holds a lock. Python raises KeyboardInterrupt between
+    any two bytecodes of the main thread, and paramiko acquires its locks without context managers. On Ctrl-C
+    ``give_up`` is called, also in a thread; the work has two seconds to end and is then abandoned.
     """
     if threading.current_thread() is not threading.main_thread():
         return work()
@@ -87,11 +87,11 @@ _GONE: Final = (EOFError, OSError, paramiko.SSHException)
 
 
 class OverdueError(Exception):
-    """A command's time limit is over."""
+    """A command exceeded its time limit."""
 
 
 class Sender(threading.Thread):
-    """Sends the chunks as fast as the other side takes them; an error of their source is kept for the caller."""
+    """Sends the chunks as fast as the remote side reads them; keeps an error of their source for the caller."""
 
     def __init__(self, channel: Any, chunks: Iterable[bytes], progress: Progress | None) -> None:
         super().__init__(daemon=True)
@@ -102,25 +102,26 @@ class Sender(threading.Thread):
         try:
             for chunk in self._chunks:
                 try:
-                    # In pieces: paramiko copies what is left of its argument for every packet.
+                    # In pieces: paramiko copies the rest of its argument for every packet.
                     for start in range(0, len(chunk), CHUNK):
                         self._channel.sendall(chunk[start : start + CHUNK])
                 except _GONE:
-                    return  # the command or the connection has ended: the reader learns which
+                    return  # the command or the connection has ended: the reader finds out which
                 if self._progress is not None:
                     self._progress(len(chunk))
             with suppress(OSError, EOFError):
                 self._channel.shutdown_write()
         except BaseException as error:
             self.failure = error
-            _signal(self._channel, "TERM")  # before its input closes: it must not take the part for the whole
+            _signal(self._channel, "TERM")  # before its input closes: it must not mistake a part for the whole
             close(self._channel)
 
 
 def limited(command: Command, timeout: float | None) -> str:
-    """The line to run; with a time limit that holds there too, whatever becomes of this side.
+    """Returns the command line, wrapped in a remote time limit if there is one.
 
-    sshd leaves a command running whose channel is closed, and signals none for root.
+    The limit holds even if this side is gone: sshd does not end a command when its channel closes, and signals none for
+    root.
     """
     if timeout is None:
         return command.render()
@@ -129,7 +130,7 @@ def limited(command: Command, timeout: float | None) -> str:
 
 
 class _Bell:
-    """What paramiko's buffers set when there is something to read; their clearing would hide the other one's data."""
+    """An event for both of paramiko's buffers. Neither may clear it, which would hide the other's data."""
 
     def __init__(self) -> None:
         self.rung = threading.Event()
@@ -142,14 +143,14 @@ class _Bell:
 
 
 def read_all(channel: Any, sink: Sink, deadline: float | None) -> bytes:
-    """Both outputs to their ends: one into ``sink``, the errors returned; OverdueError once the deadline is over."""
+    """Reads stdout into ``sink`` and returns stderr. Raises OverdueError after the deadline."""
     errors, bell = bytearray(), _Bell()
     # Not its fileno(): paramiko closes that under its own writer, which ends the connection.
     channel.in_buffer.set_event(bell)
     channel.in_stderr_buffer.set_event(bell)
     while True:
         bell.rung.clear()
-        # Asked first: what came before the end is read after it.
+        # Checked first: data that arrived before the end is read after this check.
         ended = channel.eof_received or channel.closed
         if channel.recv_ready():
             _take(channel, sink)
@@ -172,9 +173,10 @@ def _take(channel: Any, sink: Sink) -> None:
 
 
 def received(read: Callable[[int], bytes]) -> bytes:
-    """What a channel's ``recv`` or ``recv_stderr`` gives; nothing where the connection is lost, as its end will tell.
+    """Returns the data of a channel's ``recv`` or ``recv_stderr``; empty if the connection is lost, which the channel's
+    end reports.
 
-    Either also tells the other side that there is room again, and raises where that can no longer be sent.
+    Both calls also send a window adjustment, and raise if it cannot be sent.
     """
     try:
         return read(CHUNK)
@@ -183,7 +185,7 @@ def received(read: Callable[[int], bytes]) -> bytes:
 
 
 def close(channel: Any) -> None:
-    """Closes a channel, even if the other side is gone."""
+    """Closes a channel, even if the remote side is gone."""
     with suppress(*_GONE):
         channel.close()
 
@@ -196,7 +198,7 @@ def _signal(channel: Any, name: str) -> None:
     message.add_string("signal")
     message.add_boolean(False)
     message.add_string(name)
-    with suppress(Exception):  # it is gone already, or its sshd knows no signals
+    with suppress(Exception):  # it has ended, or its sshd does not support signals
         channel.transport._send_user_message(message)
 
 
@@ -230,7 +232,7 @@ class SshHost(Host):
         sink: Sink,
         timeout: float | None,
     ) -> Completed:
-        # The time limit is the command's: connecting has its own.
+        # The time limit covers the command; connecting has its own.
         channel = run_in_thread(lambda: self._start(command, limited(command, timeout)))
         sender = Sender(channel, chunks, progress)
 
@@ -261,12 +263,12 @@ class SshHost(Host):
         return _SshStream(self, run_in_thread(start), command)
 
     def close(self) -> None:
-        # Takes no lock: whoever holds it may be waiting for this very connection.
+        # Takes no lock: its holder may be waiting for this connection.
         for connection in self._connections:
             run_in_thread(lambda connection=connection: ssh_connection.close(connection))  # type: ignore[misc]
 
     def exit_code_of(self, channel: Any, command: Command) -> int:
-        """How the command of a channel that has ended did so; raises where nobody knows."""
+        """Returns the exit code of a channel's ended command. Raises if it is unknown."""
         code = int(channel.exit_status)
         if code >= 0:
             return code
@@ -287,7 +289,7 @@ class SshHost(Host):
             full.append(connection)
 
     def _open(self, command: Command, full: list[Connection]) -> tuple[Connection, Any]:
-        """A connection that is not full; where it is a new one, with its first channel."""
+        """Returns a connection with a free channel slot, and its first channel if the connection is new."""
         with self._lock:
             self._connections = tuple(one for one in self._connections if one.is_connected)
             for one in self._connections:
@@ -303,18 +305,18 @@ class SshHost(Host):
             return new, channel
 
     def _session(self, transport: Any) -> Any:
-        """A new channel, or None where the sshd allows no more of them on this connection."""
+        """Opens a channel. Returns None if the sshd allows no more channels on this connection."""
         try:
             return transport.open_session(timeout=self._timeout)
         except paramiko.SSHException as error:
-            # The second text comes where several were refused at once: paramiko keeps the reason of one.
+            # The second text appears if several were refused at once: paramiko keeps one reason.
             if isinstance(error, paramiko.ChannelException) or str(error) == "Unable to open channel.":
                 return None
             raise
 
     @contextmanager
     def _named(self, command: Command, transport: Any) -> Iterator[None]:
-        """What goes wrong with a connection, as the error of a command that was to start on it."""
+        """Converts connection errors into the error of the command that was about to start."""
         try:
             yield
         except (paramiko.SSHException, OSError, EOFError) as error:

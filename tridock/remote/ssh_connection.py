@@ -1,7 +1,6 @@
-"""An ssh connection as the operator's own ssh would make it: its keys, host keys and jump hosts; with retries.
+"""Opens ssh connections with the operator's own keys, host keys and jump hosts, and with retries.
 
-Nothing is trusted that the operator's ssh does not trust already: an unknown or changed host key is an error, on the
-way through a jump host too.
+Trust is the operator's ssh trust: an unknown or changed host key is an error, on jump hosts too.
 """
 
 import logging
@@ -33,13 +32,13 @@ _LONGEST_WAIT_S: Final = 4.0
 _KEEPALIVE_S: Final = 15
 _UNANSWERED_MS: Final = 60_000
 
-# Without a handler, Python prints paramiko's own tracebacks; what matters of them is in our messages.
+# Without a handler, Python prints paramiko's tracebacks; our messages contain the relevant part.
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
 
 
 @dataclass(frozen=True, slots=True)
 class Connector:
-    """Makes connections to one host; ``name`` is the node's, for messages."""
+    """Connects to one host; ``name`` is the node's name in messages."""
 
     name: str
     address: str
@@ -48,7 +47,7 @@ class Connector:
     retries: int
 
     def connect(self) -> Connection:
-        """An open connection, or a :class:`ClusterError` once the retries are used up or cannot help."""
+        """Returns an open connection. Raises :class:`ClusterError` if the retries are used up or cannot help."""
         target = resolve(self.name, self.address, self.wanted)
         wait = _FIRST_WAIT_S
         for left in range(self.retries, -1, -1):
@@ -62,19 +61,19 @@ class Connector:
                 raise
             except Exception as error:
                 close(connection)
-                # paramiko gives up a handshake that takes too long without saying so, and stumbles over it later.
+                # paramiko aborts a handshake that takes too long without an error, and fails on it later.
                 silent = str(error) == "No existing session" and time.monotonic() - begin >= 0.9 * self.timeout
                 cause = TimeoutError() if silent else error
                 if not left or not is_passing(cause):
                     problem = connection_problem(self.name, target, cause, self.timeout, self.retries + 1 - left)
                     raise ClusterError(problem) from None
-            # Jitter, so that connections that were dropped together do not come again together.
+            # Jitter, so that connections that were dropped together do not retry together.
             time.sleep(wait * random.uniform(0.5, 1.5))  # noqa: S311
             wait = min(2 * wait, _LONGEST_WAIT_S)
         raise AssertionError("the last attempt returns or raises")
 
     def _connection_to(self, target: Target, jumps: tuple[str, ...]) -> Connection:
-        """A connection that is not open yet. Everything is said: Fabric reads no configuration of its own."""
+        """Returns an unopened connection with all options set, so that Fabric reads no configuration of its own."""
         connect_kwargs = {
             "timeout": self.timeout,
             "banner_timeout": self.timeout,
@@ -97,7 +96,7 @@ class Connector:
             config=Config(ssh_config=paramiko.SSHConfig(), lazy=True),
             connect_kwargs=connect_kwargs,
         )
-        # Fabric's own policy would add whatever key a host shows.
+        # Fabric's default policy accepts every host key.
         connection.client.set_missing_host_key_policy(_Refuse(target))
         name = target.host if target.port == 22 else f"[{target.host}]:{target.port}"
         for key in known:
@@ -109,12 +108,12 @@ class Connector:
         address, port = _host_and_port(host)
         wanted = Wanted(user or None, port, None, self.wanted.config_file)
         hop = resolve(self.name, address, wanted)
-        # The hops before this one were named with it; the first one may have jumps of its own.
+        # The previous hops were listed with this one; the first hop may have jump hosts of its own.
         return self._connection_to(hop, jumps[:-1] or hop.jumps)
 
 
 class _Refuse:
-    """Refuses an unknown host key, and keeps it for the message."""
+    """Rejects an unknown host key and keeps it for the message."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -125,7 +124,7 @@ class _Refuse:
 
 
 def _transport_for(known: list[paramiko.PKey]) -> Any:
-    """Makes transports that ask first for the kinds of host key on file, as ssh does: a server has several."""
+    """Returns a factory of transports that prefer the key types on file, as ssh does: a server has several keys."""
     names = [key.get_name() for key in known]
 
     def make(*args: Any, **kwargs: Any) -> paramiko.Transport:
@@ -140,7 +139,7 @@ def _transport_for(known: list[paramiko.PKey]) -> Any:
 
 
 def _proxied(command: str) -> socket.socket:
-    """A socket whose other end is a ProxyCommand; paramiko's own stand-in for one takes its end for silence."""
+    """Returns a socket connected to a ProxyCommand; paramiko's own ProxyCommand treats its end as silence."""
     ours, its = socket.socketpair()
     with its:
         process = subprocess.Popen(
@@ -155,16 +154,16 @@ def _proxied(command: str) -> socket.socket:
 
 
 def _watch(transport: Any) -> None:
-    """Notices a host that vanished without a word, in about a minute."""
+    """Enables keepalives, which detect a vanished host within about a minute."""
     transport.set_keepalive(_KEEPALIVE_S)
-    with suppress(OSError, AttributeError):  # a jump host's channel is no socket of this machine
+    with suppress(OSError, AttributeError):  # a jump host's channel is not a local socket
         transport.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNANSWERED_MS)
 
 
 def close(connection: Connection) -> None:
-    """Ends a connection in whatever state it is, and those that it goes through."""
+    """Closes a connection in any state, and the jump host connections below it."""
     with suppress(Exception):
-        # Fabric closes nothing before the connection was made whole.
+        # Fabric does not close a connection that was not fully established.
         connection.client.close()
     if isinstance(connection.gateway, Connection):
         close(connection.gateway)

@@ -1,6 +1,6 @@
-"""Where an ssh connection goes, what it trusts, and why it could not be made.
+"""Resolves the target of an ssh connection and its trusted host keys, and explains failures to connect.
 
-``ssh -G`` is asked rather than the files read: it knows Include, Match, canonical names and the defaults.
+Uses ``ssh -G`` rather than reading the files: it handles Include, Match, canonical names and defaults.
 """
 
 import getpass
@@ -26,7 +26,7 @@ _TIMEOUT_S = 15.0
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One hop of a connection. ``jumps`` are the hosts to go through, in order; ``proxy_command`` stands instead."""
+    """One hop of a connection. ``jumps`` are the jump hosts in order; ``proxy_command`` is used instead if set."""
 
     host: str
     port: int
@@ -44,7 +44,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What the settings ask for; what is None comes from the ssh configuration."""
+    """The cluster's ssh settings; None leaves a field to the ssh configuration."""
 
     user: str | None = None
     port: int | None = None
@@ -53,7 +53,7 @@ class Wanted:
 
 
 def resolve(name: str, address: str, wanted: Wanted) -> Target:
-    """What ssh would do for ``address``; ``name`` is the node's, for messages."""
+    """Returns the target that ssh would use for ``address``; ``name`` is the node's name in messages."""
     argv = ["ssh", "-G"]
     if wanted.config_file is not None:
         argv += ["-F", _existing(wanted.config_file, "ssh.config_file")]
@@ -83,7 +83,7 @@ def resolve(name: str, address: str, wanted: Wanted) -> Target:
 
 
 def parse(text: str, address: str) -> Target:
-    """Reads what ``ssh -G`` printed for ``address``."""
+    """Parses the output of ``ssh -G`` for ``address``."""
     fields: dict[str, list[str]] = {}
     for line in text.splitlines():
         key, _, value = line.partition(" ")
@@ -113,9 +113,9 @@ def parse(text: str, address: str) -> Target:
 
 
 def known_keys(target: Target) -> list[paramiko.PKey]:
-    """The host keys on file for a target, under the names that ssh looks for; the order of the files."""
+    """Returns a target's host keys in file order, under the names that ssh looks up."""
     name = target.host_key_alias or (target.host if target.port == 22 else f"[{target.host}]:{target.port}")
-    for wanted in (name, target.host_key_alias or target.host):  # ssh falls back on the name without its port
+    for wanted in (name, target.host_key_alias or target.host):  # ssh falls back to the name without its port
         keys = [key for path in target.known_hosts_files for key in _listed(path, wanted.lower())]
         if keys:
             return keys
@@ -142,9 +142,9 @@ def _listed(path: str, name: str) -> list[paramiko.PKey]:
 
 @lru_cache
 def _lines(path: str, _changed: int) -> tuple[Mapping[str, list[str]], Sequence[tuple[bytes, bytes, str]]]:
-    """The lines of a known_hosts file: by name, and for hashed names with salt and hash.
+    """Returns the lines of a known_hosts file: plain ones by name, hashed ones with salt and hash.
 
-    Only the lines of one host are parsed for it: parsing all keys for each of a thousand hosts would take minutes.
+    Only the lines of one host are parsed later: parsing all keys for each of a thousand hosts takes minutes.
     """
     plain: dict[str, list[str]] = {}
     hashed = []
@@ -180,7 +180,7 @@ _DROPPED = (ConnectionRefusedError, ConnectionResetError, ConnectionAbortedError
 
 
 class UnknownHostKeyError(Exception):
-    """A host shows a key, and none is on file for it."""
+    """A host presents a key and no key is on file for it."""
 
     def __init__(self, target: Target, key: paramiko.PKey) -> None:
         super().__init__(str(target))
@@ -188,7 +188,7 @@ class UnknownHostKeyError(Exception):
 
 
 def is_passing(error: BaseException) -> bool:
-    """Whether trying again may help: refused or dropped connections, as of an sshd that starts or is under load."""
+    """Whether a retry may help: refused or dropped connections, as from an sshd that is starting or overloaded."""
     if isinstance(error, paramiko.AuthenticationException | paramiko.BadHostKeyException | UnknownHostKeyError):
         return False
     if any(isinstance(cause, TimeoutError) for cause in _causes(error)):
@@ -197,7 +197,7 @@ def is_passing(error: BaseException) -> bool:
 
 
 def _is_dropped(error: BaseException) -> bool:
-    # paramiko's thread ends without a word of its own where the other side goes away in mid-negotiation.
+    # paramiko's thread ends without an error if the peer disconnects during negotiation.
     return any(isinstance(cause, _DROPPED) for cause in _causes(error)) or str(error) in (
         "Negotiation failed.",
         "No existing session",
@@ -205,7 +205,7 @@ def _is_dropped(error: BaseException) -> bool:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error, those it was raised from, and those of each address that was tried."""
+    """Yields the error, its causes, and the errors of each address that was tried."""
     seen: BaseException | None = error
     while seen is not None:
         yield seen
@@ -215,7 +215,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def connection_problem(name: str, target: Target, error: BaseException, timeout: float, attempts: int) -> Problem:
-    """The failure of a connection to the host called ``name``, after so many attempts."""
+    """Returns the problem of a failed connection to host ``name`` after that many attempts."""
     again = f", {attempts} times" if attempts > 1 else ""
     match error:
         case UnknownHostKeyError():
@@ -255,7 +255,7 @@ def connection_problem(name: str, target: Target, error: BaseException, timeout:
     if _is_dropped(error):
         todo = "lower ssh.max_connections, or raise MaxStartups in its sshd_config"
         return Problem(name, f"its sshd drops connections before the login as {target}", f"no greeting{again}", todo)
-    # The innermost cause is the operating system's own; those around it only say that there was one.
+    # The innermost cause is the operating system's; the outer ones only wrap it.
     reasons = [cause.strerror for cause in causes if isinstance(cause, OSError) and cause.strerror]
     reason = reasons[-1] if reasons else str(error)
     todo = "check the address, the network between, and that the host is up"

@@ -1,1 +1,1 @@
-"""What sends a run's records to services, outside of its ranks: trackers and notifications."""
+"""Sends a run's records to services, outside its ranks: trackers and notifications."""

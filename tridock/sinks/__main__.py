@@ -1,6 +1,7 @@
 """``python -m tridock.sinks NAME FOLDER [SETTINGS]``: sends the records of a run to one service.
 
-Without SETTINGS, a tracker as JSON, it does what the run's ``supervision.json`` says, until all is delivered."""
+SETTINGS is a tracker as JSON. Without it, the run's ``supervision.json`` applies, until all is delivered.
+"""
 
 import os
 import sys
@@ -25,13 +26,13 @@ _MLFLOW: Final = {
 
 
 def make_tracker(settings: Tracker) -> TrackerSession:
-    """The tracker of this name; imports its library."""
+    """Returns the tracker of this name; imports its library."""
     if settings.name == "wandb":
         from tridock.sinks.wandb_tracker import WandbTracker
 
         return WandbTracker(settings)
     if settings.name == "mlflow":
-        for variable, value in _MLFLOW.items():  # its modules read them
+        for variable, value in _MLFLOW.items():  # MLflow's modules read them
             os.environ.setdefault(variable, value)
         from tridock.sinks.mlflow_tracker import MlflowTracker
 
@@ -42,7 +43,7 @@ def make_tracker(settings: Tracker) -> TrackerSession:
 
 
 def main() -> int:
-    """Exits with 0 where everything is delivered, with 1 where something is left, with 2 where another sends it."""
+    """Returns 0 if everything is delivered, 1 if something is not, 2 if another process is delivering it."""
     name, folder, *given = sys.argv[1], Path(sys.argv[2]), *sys.argv[3:]
     with locked(folder, name) as free:
         if not free:
@@ -52,7 +53,7 @@ def main() -> int:
             return _publish(decode(Tracker, given[0]), folder, follow=state_of(folder).is_active)
         supervision = Supervision.from_json((folder / run_folder.SUPERVISION).read_text())
         code = _follow(name, folder, supervision)
-        if state_of(folder) is RunState.LOST:  # its supervisor is not there any more to remove them
+        if state_of(folder) is RunState.LOST:  # its supervisor no longer exists to remove them
             secrets_file(folder.name).unlink(missing_ok=True)
         return code
 

@@ -1,4 +1,4 @@
-"""MLflow, by its own client: a server, or its file store."""
+"""MLflow through its own client: a server or a file store."""
 
 import os
 import time
@@ -28,7 +28,7 @@ _ENDS: Final = {
 
 
 class MlflowTracker:
-    """An MLflow run that is found by a tag with the run's id: started again, it is the same run there."""
+    """An MLflow run found by a tag with the run's id, so that a restarted process continues the same run."""
 
     name = "mlflow"
 
@@ -52,7 +52,7 @@ class MlflowTracker:
         held = {series: max(steps) for series in (TRAIN, *EVALUATIONS) if (steps := self._steps(axis_of(series)))}
         if shown := [file.path for file in client.list_artifacts(self._run, SAMPLES)]:
             held[SAMPLES] = max(int(Path(path).stem) for path in shown)
-        # Of a batch that broke off, an iteration may have some of its values: its axis comes last.
+        # An interrupted batch may contain part of an iteration's values: its axis comes last.
         names = client.get_run(self._run).data.metrics
         self._known = {
             (name, step) for name in names for step in self._steps(name) if step > held.get(series_of(name), -1)
@@ -64,7 +64,7 @@ class MlflowTracker:
         return [metric.step for metric in self._client.get_metric_history(self._run, name)]
 
     def _describe(self, subject: Subject) -> None:
-        """The configuration as parameters, which never change; a run that was laid out anew keeps the first ones."""
+        """Logs the configuration as parameters, which are immutable; a run with a new layout keeps the first ones."""
         known = self._client.get_run(self._run).data.params
         params = [
             Param(_plain(name), value[:_LONGEST_PARAM])
@@ -101,7 +101,7 @@ class MlflowTracker:
 
 
 def address_of(settings: Tracker, place: Path) -> str:
-    """The tracking URI: the address, the library's variable, or a file store in the run's folder."""
+    """Returns the tracking URI: the address, the library's variable, or a file store in the run's folder."""
     address = None if settings.offline else settings.address or os.environ.get("MLFLOW_TRACKING_URI")
     if address is None:
         return (place.absolute() / "mlflow").as_uri()
@@ -109,5 +109,5 @@ def address_of(settings: Tracker, place: Path) -> str:
 
 
 def _plain(name: str) -> str:
-    """A name with the characters that MLflow takes."""
+    """Returns the name with only the characters that MLflow accepts."""
     return "".join(sign if sign.isascii() and (sign.isalnum() or sign in "_-. /") else "_" for sign in name)

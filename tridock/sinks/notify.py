@@ -1,4 +1,4 @@
-"""Notifications of a run, by apprise: what happened, why, what to do, and how to look."""
+"""Notifications about a run, sent by apprise: the event, its cause, the remedy, and where to look."""
 
 import json
 import os
@@ -41,7 +41,7 @@ _ENDS: Final[Mapping[RunState, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What is sent. ``key`` is its identity: each is sent once."""
+    """A message. ``key`` is its identity: each is sent once."""
 
     key: str
     occasion: str
@@ -50,7 +50,7 @@ class Message:
 
 
 def messages(run_id: str, events: Sequence[Record], first: int = 0, here: str = "") -> Iterator[Message]:
-    """Yields the messages about the events from line ``first`` on; the disk of the node ``here`` is asked itself."""
+    """Yields the messages about the events from line ``first`` on; measures the disk of node ``here`` directly."""
     for number, event in enumerate(events[first:], start=first):
         node = str(event.get("node", ""))
         if event.get("event") == Event.DISK_NEARLY_FULL:
@@ -65,7 +65,7 @@ def messages(run_id: str, events: Sequence[Record], first: int = 0, here: str = 
 
 
 def end_message(run_id: str, state: RunState, exit_code: int | None, why: str) -> Message | None:
-    """The message about a run's end; None for one that somebody stopped."""
+    """Returns the message about a run's end; None for a run that a user stopped."""
     if (occasion := _ENDS.get(state)) is None:
         return None
     lost = "its supervisor is gone and left no exit code" if state is RunState.LOST else f"exit code {exit_code}"
@@ -73,26 +73,26 @@ def end_message(run_id: str, state: RunState, exit_code: int | None, why: str) -
 
 
 def disk_message(run_id: str, key: str, where: str, disk: Space) -> Message:
-    """The message about a disk with the run's folder that is nearly full."""
+    """Returns the message about a nearly full disk that holds the run's folder."""
     body = f"{where}: {disk.free / 2**30:.1f} of {disk.bytes / 2**30:.1f} GiB are free; checkpoints need space"
     return Message(key, "disk", f"{run_id}: the disk is nearly full", f"{body}: free some")
 
 
 @dataclass(slots=True)
 class Recipient:
-    """One address: what it has been sent, and what its limit holds back."""
+    """One address: the messages it has received, and those held back by its limit."""
 
     settings: Notification
     send: Callable[[str, str], bool]
     sent: list[str] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
-    """When its last messages were sent, in seconds since the epoch."""
+    """Times of its last messages, in seconds since the epoch."""
     held_back: int = 0
 
     def offer(self, message: Message, now: float) -> bool:
-        """Sends a message that it wants and has not got; whether there is nothing to try again.
+        """Sends a message that it wants and has not received; returns False if the message must be retried.
 
-        Above the messages per hour only the end of a run is sent, with the number of those that were held back.
+        Above the hourly limit only the end of a run is sent, with the number of messages held back.
         """
         if message.key in self.sent or message.occasion not in self.settings.events:
             return True
@@ -111,7 +111,7 @@ class Recipient:
 
 
 def notify(folder: Path, supervision: Supervision, clock: Callable[[], float] = time.time) -> int:
-    """Sends the messages of a run until it has ended; returns 1 where some could not be sent."""
+    """Sends the messages of a run until it has ended; returns 1 if some could not be sent."""
     position = _Position(position_file(folder, NOTIFY))
     recipients = list(_recipients(supervision.notify, read_object(position.path)))
     handled, failed = 0, False
@@ -140,7 +140,7 @@ def _disk_of(folder: Path) -> Space:
 
 
 class _Position:
-    """What each address has been sent, in a file; of a disk that is full it is written once there is room."""
+    """The messages sent to each address, kept in a file; on a full disk, written once there is space."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._written = path, b""
@@ -172,7 +172,7 @@ def _recipients(settings: Sequence[Notification], position: Mapping[str, Any]) -
 
     for number, it in enumerate(settings):
         service = apprise.Apprise()
-        if not service.add(os.environ.get(it.variable, "")):  # its log would print the address
+        if not service.add(os.environ.get(it.variable, "")):  # apprise's log would print the address
             say(f"notify[{number}]: is not an address that apprise knows; see docs/notifications.md")
             continue
 
@@ -197,7 +197,7 @@ def _reached(folder: Path) -> str:
 
 
 def explained(folder: Path) -> str:
-    """The cause and the remedy of a failed run, as ``tridock triage`` has them; else the last reason of its events."""
+    """Returns a failed run's cause and remedy as ``tridock triage`` does, or else the last reason in its events."""
     python = find_python("pydantic") or sys.executable
     argv = [python, "-P", "-m", "tridock.cli", "triage", str(folder.absolute())]
     try:

@@ -1,4 +1,4 @@
-"""The points of a run, from ``metrics.jsonl`` as it grows."""
+"""Reads the points of a run from ``metrics.jsonl`` as it grows."""
 
 import json
 import math
@@ -18,9 +18,9 @@ SAMPLES: Final = "samples"
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What a series has at an iteration: ``train`` the logged iterations, ``valid`` and ``test`` the evaluations.
+    """The values of a series at an iteration: ``train`` for logged iterations, ``valid`` and ``test`` for evaluations.
 
-    ``values`` are by their names at a tracker: ``loss``, ``phases/forward``, ``valid/loss``.
+    ``values`` are keyed by tracker names: ``loss``, ``phases/forward``, ``valid/loss``.
     """
 
     series: str
@@ -30,23 +30,23 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """How the model continued the prompts at an iteration: prompt and text of each."""
+    """The model's completions at an iteration: the prompt and text of each."""
 
     iteration: int
     rows: Sequence[tuple[str, str]]
 
 
 class Lines:
-    """The objects of a JSON lines file that are new since the last call.
+    """Reads the objects appended to a JSON lines file since the last call.
 
-    A run that resumes cuts its metrics off and writes them again as another file: it is then read from the start.
+    A run that resumes truncates its metrics and rewrites them as another file, which is read from the start.
     """
 
     def __init__(self, path: Path) -> None:
         self._path, self._offset, self._inode = path, 0, 0
 
     def new(self) -> Iterator[dict[str, Any]]:
-        """Yields them in order; a line that is still being written comes with a later call."""
+        """Yields new objects in order; an incomplete line is left for a later call."""
         try:
             file = self._path.open("rb")
         except FileNotFoundError:
@@ -69,18 +69,18 @@ class Lines:
 
 
 def series_of(name: str) -> str:
-    """The series of a value's name at a tracker."""
+    """Returns the series of a tracker's value name."""
     first, slash, _ = name.partition("/")
     return first if slash and first in (*EVALUATIONS, SAMPLES) else TRAIN
 
 
 def axis_of(series: str) -> str:
-    """The name of a series' iteration at a tracker."""
+    """Returns the name of a series' iteration axis at a tracker."""
     return ITERATION if series == TRAIN else f"{series}/{ITERATION}"
 
 
 def point_of(record: Mapping[str, Any]) -> Point | None:
-    """The point of a record of ``metrics.jsonl``; None for a record without an iteration."""
+    """Returns the point of a ``metrics.jsonl`` record; None for a record without an iteration."""
     iteration = record.get(ITERATION)
     if not isinstance(iteration, int):
         return None
@@ -104,9 +104,9 @@ def _values(prefix: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, float
 
 
 def unsent(records: Iterable[Mapping[str, Any]], sent: MutableMapping[str, int]) -> Iterator[Point]:
-    """The points beyond ``sent``, the highest iteration of each series, which it brings up to date.
+    """Yields the points after ``sent`` (the highest iteration of each series) and updates it.
 
-    What a restarted run repeats has been sent: of an iteration the first record is a tracker's.
+    Iterations that a restarted run repeats are skipped: a tracker keeps the first record.
     """
     for point in filter(None, map(point_of, records)):
         if point.iteration > sent.get(point.series, -1):
@@ -115,7 +115,7 @@ def unsent(records: Iterable[Mapping[str, Any]], sent: MutableMapping[str, int])
 
 
 def unsent_samples(events: Iterable[Mapping[str, Any]], sent: MutableMapping[str, int]) -> Iterator[Samples]:
-    """The same of the samples among a run's events."""
+    """Yields the unsent samples among a run's events."""
     for event in events:
         for iteration, rows in samples_of((event,)).items():
             if iteration > sent.get(SAMPLES, -1):

@@ -1,4 +1,4 @@
-"""A tracker and a run: points as they come, documents at the end, and again from where the tracker stands."""
+"""Publishes a run to a tracker: points as they arrive, documents at the end, resuming at the tracker's position."""
 
 import json
 import time
@@ -17,37 +17,37 @@ _POLL_S: Final = 1.0
 _BATCH: Final = 500
 _WAITS_S: Final = (2.0, 5.0, 15.0, 60.0)
 AFTER_S: Final = 900.0
-"""How long a service may be away after the run has ended before the rest is left to ``tridock track``."""
+"""Seconds that a service may be unreachable after the run's end before the rest is left to ``tridock track``."""
 
 
 class Tracker(Protocol):
-    """A service under its own library. Any call may raise: it is then opened anew."""
+    """A tracking service through its own library. Any call may raise; the tracker is then reopened."""
 
     name: str
     destination: str
 
     def open(self, subject: Subject) -> Mapping[str, int] | None:
-        """Continues the run of this id, or creates it; the highest iteration that it holds of each series.
+        """Continues the run of this id or creates it; returns the highest iteration that it holds of each series.
 
-        None where the service cannot tell: the position in the run's folder then counts.
+        Returns None if the service cannot report it: the position in the run's folder then applies.
         """
 
     def log(self, points: Sequence[Point]) -> None:
-        """Sends points, each beyond what it held."""
+        """Sends points that are newer than the tracker's."""
 
     def show(self, samples: Samples) -> None:
-        """Sends the samples of text of an iteration, beyond what it held."""
+        """Sends the text samples of an iteration, if newer than the tracker's."""
 
     def finish(self, subject: Subject, documents: Iterable[Path]) -> None:
         """Sends the documents and the summary, and marks the run as ended."""
 
     def close(self) -> None:
-        """Lets go of the service, whatever state it is in."""
+        """Closes the connection, whatever its state."""
 
 
 @dataclass(slots=True)
 class Delivered:
-    """What a call has sent."""
+    """The result of a call: what it sent."""
 
     points: int = 0
     reason: str | None = None
@@ -62,9 +62,9 @@ def publish(
     patience_s: float = AFTER_S,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Delivered:
-    """Sends the run's points until it has ended and everything is delivered; without ``follow`` those that are there.
+    """Sends the run's points until it has ended and all is delivered; without ``follow``, only the existing points.
 
-    While the service is away it tries again; once the run is over for at most ``patience_s`` seconds.
+    Retries while the service is unreachable, for at most ``patience_s`` seconds after the run's end.
     """
     delivered, failures, deadline = Delivered(), 0, None
     while True:
@@ -72,7 +72,7 @@ def publish(
             _session(subject, tracker, delivered, sleep if follow else None)
             delivered.reason = None
             return delivered
-        except Exception as error:  # of any library: the run goes on without it
+        except Exception as error:  # of any library: the run continues without it
             delivered.reason = f"{type(error).__name__}: {str(error).strip()[:500]}"
             say(f"{tracker.name}: {delivered.reason}")
         finally:
@@ -94,7 +94,7 @@ def _session(subject: Subject, tracker: Tracker, delivered: Delivered, sleep: Ca
     sent = dict(held)
     lines, events = Lines(subject.folder / run_folder.METRICS), Lines(subject.folder / run_folder.EVENTS)
     while True:
-        # Asked before the file is read: what was written before the end is then read after it.
+        # Checked before the file is read: records written before the end are then read after it.
         over = sleep is None or subject.state().is_over
         for batch in _batches(unsent(lines.new(), sent)):
             tracker.log(batch)
@@ -128,7 +128,7 @@ def _note(position: Path, tracker: Tracker, sent: Mapping[str, int]) -> None:
 
 
 def _documents(subject: Subject, name: str) -> Iterator[Path]:
-    """The run's own, and the report page: one for each tracker, as another process writes another's meanwhile."""
+    """Yields the run's documents and the report page: one page per tracker, as processes write concurrently."""
     yield from subject.documents()
     page = subject.folder / FOLDER / name / run_folder.REPORT
     if not (subject.folder / run_folder.EXPERIMENT).exists():

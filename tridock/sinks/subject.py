@@ -1,4 +1,4 @@
-"""What a tracker is told of a run beside its points: a name, settings, documents, how it ended."""
+"""A run's metadata for trackers: name, settings, documents, and how it ended."""
 
 import json
 import re
@@ -29,7 +29,7 @@ class Subject:
 
     @property
     def run_id(self) -> str:
-        """The same at every tracker and after every restart."""
+        """The run's id, the same at every tracker and after every restart."""
         return self.folder.absolute().name
 
     def state(self) -> RunState:
@@ -39,12 +39,12 @@ class Subject:
         return exit_code_of(self.folder) or 0
 
     def documents(self) -> Iterator[Path]:
-        """The files of the run that say what it is and what happened to it."""
+        """Yields the files that describe the run and its events."""
         names = (run_folder.EXPERIMENT, run_folder.PLAN, run_folder.MANIFEST, run_folder.EVENTS)
         yield from (self.folder / name for name in names if (self.folder / name).is_file())
 
     def summary(self) -> dict[str, float]:
-        """Memory against plan, in GiB per rank, the highest of all."""
+        """Returns measured and planned memory in GiB per rank, the maximum over ranks."""
         stages = read_plan(self.folder).get("memory", {}).get("stages") or []
         planned = [float(stage["total_bytes"]) for stage in stages]
         ends = events_of(self.folder, Event.RUN_FINISHED)
@@ -56,7 +56,7 @@ class Subject:
 
 
 def of_run(folder: Path) -> Subject:
-    """A run's folder, or that of a Megatron log. A variable of its environment that looks like a secret is left out."""
+    """Reads a run's folder or a Megatron log's. Leaves out environment variables that look like secrets."""
     from tridock.strict_yaml import read_text
     from tridock.yaml_text import parse_yaml
 
@@ -77,7 +77,7 @@ def of_run(folder: Path) -> Subject:
 
 
 def write_report(folder: Path, into: Path) -> str | None:
-    """Draws the run's report page into a file; returns why it could not."""
+    """Writes the run's report page to a file; returns the reason if it could not."""
     if (python := find_python("matplotlib")) is None:
         return "no Python here has matplotlib"
     argv = [python, "-P", "-m", "tridock.cli", "report", "--run", str(folder.absolute()), "-o", str(into)]
@@ -90,7 +90,7 @@ def write_report(folder: Path, into: Path) -> str | None:
 
 
 def flattened(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """The fields of a configuration by their dotted names, as text."""
+    """Yields the fields of a configuration as text, by dotted names."""
     for name, value in fields.items():
         if isinstance(value, Mapping) and value:
             yield from flattened(value, f"{prefix}{name}.")
@@ -99,5 +99,5 @@ def flattened(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def say(text: str) -> None:
-    """A line of the sink's log."""
+    """Prints a line to the sink's log."""
     print(text, flush=True, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""TensorBoard's event files, by its own writer: for programs and logs that write none."""
+"""TensorBoard's event files through its own writer, for programs and logs that write none."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ from tridock.sinks.subject import Subject
 
 
 class TensorboardTracker:
-    """Event files in a folder per run; started again, it adds a file with what the others lack."""
+    """Event files in one folder per run; a restarted process adds a file with the missing points."""
 
     name = "tensorboard"
 
@@ -40,19 +40,19 @@ class TensorboardTracker:
     def log(self, points: Sequence[Point]) -> None:
         for point in points:
             values = [Summary.Value(tag=name, simple_value=value) for name, value in point.values.items()]
-            # One record for all values of a point: it is in the file whole or not at all.
+            # One record for all values of a point makes it atomic.
             self._writer.add_event(Event(step=point.iteration, summary=Summary(value=values)))
         self._writer.flush()
 
     def show(self, samples: Samples) -> None:
-        # Markdown shows indented text as it is.
+        # Markdown renders indented text verbatim.
         texts = ["".join(f"    {line}\n" for line in f"{prompt}{text}".splitlines()) for prompt, text in samples.rows]
         values = [value for number, text in enumerate(texts) for value in text_pb(f"{SAMPLES}/{number}", text).value]
         self._writer.add_event(Event(step=samples.iteration, summary=Summary(value=values)))
         self._writer.flush()
 
     def finish(self, subject: Subject, documents: Iterable[Path]) -> None:
-        """TensorBoard shows no documents."""
+        """Does nothing: TensorBoard shows no documents."""
 
     def close(self) -> None:
         if self._writer is not None:

@@ -1,4 +1,4 @@
-"""Weights & Biases, by its own library, online or offline."""
+"""Weights & Biases through its own library, online or offline."""
 
 import json
 import os
@@ -21,7 +21,7 @@ _WHOLE, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 
 
 class WandbTracker:
-    """A W&B run with the id of the run: started again, it is the same run there."""
+    """A W&B run with the run's own id, so that a restarted process continues the same run."""
 
     name = "wandb"
 
@@ -32,7 +32,7 @@ class WandbTracker:
     def open(self, subject: Subject) -> Mapping[str, int] | None:
         offline = self._settings.offline or os.environ.get("WANDB_MODE") == "offline"
         own = self._settings.address
-        # What it copies for artifacts stays with the run, else it would be in the home of whoever runs it.
+        # Keeps W&B's artifact copies in the run's folder, not in the home folder.
         os.environ.setdefault("WANDB_DATA_DIR", str(subject.folder.absolute() / "wandb"))
         options: dict[str, Any] = {} if own is None else {"base_url": own}
         settings = wandb.Settings(
@@ -40,7 +40,7 @@ class WandbTracker:
             console="off",
             disable_git=True,
             disable_code=True,
-            x_disable_stats=True,  # of this process, not of the ranks
+            x_disable_stats=True,  # these would be of this process, not of the ranks
             x_disable_meta=True,
             init_timeout=_INIT_S,
             login_timeout=1,
@@ -90,12 +90,12 @@ class WandbTracker:
     def close(self) -> None:
         if self._run is not None:
             run, self._run = self._run, None
-            with suppress(Exception):  # the connection may be what has failed
+            with suppress(Exception):  # the connection itself may have failed
                 run.finish(exit_code=1)
 
 
 def _highest(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """The highest iteration of each series among rows of a run's history."""
+    """Returns the highest iteration of each series among the rows of a run's history."""
     found: dict[str, int] = {}
     for row in rows:
         for name, value in row.items():
@@ -106,22 +106,22 @@ def _highest(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def _rows(place: Path) -> list[dict[str, Any]]:
-    """The history that W&B's library has written below a folder, of all its processes.
+    """Returns the history that all of W&B's processes have written below a folder.
 
-    A process that was killed had points in memory that no file holds.
+    Points that a killed process had only in memory are in no file.
     """
     return [row for path in sorted(place.glob("wandb/*run-*/run-*.wandb")) for row in history(path)]
 
 
 def history(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of one ``.wandb`` file."""
+    """Yields the history rows of one ``.wandb`` file."""
     for record in records(path):
         if record.HasField("history"):
             yield {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
 
 
 def records(path: Path) -> Iterator[Any]:
-    """W&B's records of one ``.wandb`` file, in LevelDB's log format; a torn end is left out."""
+    """Yields W&B's records of one ``.wandb`` file, in LevelDB's log format; skips an incomplete end."""
     for data in _parts(path.read_bytes()):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
@@ -129,7 +129,9 @@ def records(path: Path) -> Iterator[Any]:
 
 
 def _parts(content: bytes) -> Iterator[bytes]:
-    """LevelDB's log format: blocks of 32 KiB, records of checksum, length, kind and data, split over blocks."""
+    """Yields record parts of LevelDB's log format: 32 KiB blocks; records of checksum, length, kind, data, split over
+    blocks.
+    """
     at, parts = _FILE_HEADER, b""
     while at + _HEADER <= len(content):
         if (rest := _BLOCK - at % _BLOCK) < _HEADER:

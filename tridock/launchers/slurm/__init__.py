@@ -1,1 +1,1 @@
-"""A run on a cluster with Slurm: what is asked of the scheduler, and the script that it is given. Pure."""
+"""Runs on a Slurm cluster: the request to the scheduler and the sbatch script. Pure."""

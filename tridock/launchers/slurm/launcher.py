@@ -1,4 +1,4 @@
-"""The launcher of a Slurm job: the sbatch script's own command starts the ranks, steps of the job reach the nodes."""
+"""The launcher of a Slurm job: the sbatch script's command starts the ranks, and job steps reach the nodes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +21,9 @@ _STEP = (
 class Slurm:
     """Starts the ranks with ``argv``, which ends in their program and its arguments.
 
-    ``env`` is the site's; the experiment's wins. ``on_head``: the supervisor runs on the first node; from a login node
-    it reaches that one as the others. ``begun`` (a file's time) is when the run was first prepared.
+    ``env`` holds the site's variables; those of the experiment take precedence. ``on_head``: the supervisor runs on the
+    first node; on a login node it reaches that node like the others. ``begun`` (a file time) is when the run was first
+    prepared.
     """
 
     argv: Sequence[str]
@@ -32,11 +33,11 @@ class Slurm:
 
     name: ClassVar[str] = "slurm"
     scheduler: ClassVar[str | None] = "Slurm"
-    # Slurm may take its time with a node's first step.
+    # Slurm may be slow to start a node's first step.
     reach: ClassVar[Reach] = Reach(_STEP, first_answer_s=60.0)
 
     def start(self, run: Run) -> Start:
-        """The script's command as it is."""
+        """Returns the script's command unchanged."""
         command = Command(tuple(self.argv))
         env = {**self.env, **run.program().env}
         if starts_over_ssh(self.argv):  # its ssh sessions do not have the job's environment
@@ -44,7 +45,7 @@ class Slurm:
         nodes = tuple(run.request.slots)
         return Start(
             command,
-            # Every engine's program takes the last --load.
+            # Every engine's program uses the last --load.
             command.extended(("--load", checkpoints_folder(run.experiment, run.path))),
             env,
             remote=nodes[1:] if self.on_head else nodes,
@@ -54,5 +55,5 @@ class Slurm:
 
     @staticmethod
     def requeue(job: str) -> Command:
-        """Queues the job again; it then continues from the newest checkpoint."""
+        """Returns the command that requeues the job, which then resumes from the newest checkpoint."""
         return Command.of("scontrol", "requeue", job)

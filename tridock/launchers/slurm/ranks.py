@@ -1,4 +1,4 @@
-"""The command that starts all ranks of a job from its first node, as arguments quoted for bash. Pure."""
+"""The command that starts all ranks of a job from its first node, with arguments quoted for bash. Pure."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tridock.contracts import environment, run_folder
 from tridock.contracts.devices import VISIBLE
 from tridock.launchers.deepspeed import for_pdsh
 
-if TYPE_CHECKING:  # a request is checked against what stands here
+if TYPE_CHECKING:  # request.py imports this module
     from tridock.launchers.slurm.request import Request
 
 RUN = '"$RUN"'
-"""The run's folder, as the script names it."""
+"""The run's folder as a variable of the script."""
 _RENDEZVOUS = ('--master-addr="$MASTER_ADDR"', '--master-port="$MASTER_PORT"')
 _DEEPSPEED = (
     f'--hostfile="$RUN/{run_folder.HOSTFILE}"',
@@ -23,7 +23,7 @@ _DEEPSPEED = (
     '--master_port="$MASTER_PORT"',
 )
 _PDSH: Final = "--launcher=pdsh"
-# What a container needs that does not inherit the task's environment.
+# Variables for a container that does not inherit the task's environment.
 _TASKS_OWN = (
     "SLURM_JOB_ID",
     "SLURM_STEP_ID",
@@ -44,7 +44,7 @@ _ON_ALLOCATED_GPUS: Final = (
 )
 
 Line = tuple[str, ...]
-"""Words of one line of the script: options that belong together."""
+"""The words of one line of the script: options that belong together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +52,15 @@ class RankLauncher:
     """How the script's command starts the ranks."""
 
     lines: Callable[[Request, Sequence[str]], list[Line]]
-    """The command's lines, given ``module *arguments``."""
+    """Returns the command's lines, given ``module *arguments``."""
     task_per_rank: bool = False
-    """Whether each rank is a Slurm task of its own; else a task starts all ranks of its node."""
+    """Whether each rank is its own Slurm task; otherwise one task starts all ranks of its node."""
     inside_step: bool = True
-    """Whether the script's own srun runs it on every node, in the container; else it starts on the first node."""
+    """Whether the script's srun runs it on every node, in the container; otherwise it starts on the first node."""
     label: bool = False
     """Whether each line of output starts with the number of its node."""
     quote: Callable[[str], str] = str
-    """An argument of the ranks as it must be written."""
+    """Quotes an argument of the ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +69,14 @@ class ContainerKind:
 
     srun_options: Callable[[Request], Line] = lambda _: ()
     lines: Callable[[Request, Sequence[str]], list[Line]] = lambda _request, _env: []
-    """What stands between srun and the command inside; the second argument names environment variables."""
+    """Returns the words between srun and the container's command; the second argument names environment variables."""
     needs_image: bool = True
 
 
 def launch_lines(request: Request, program: Sequence[str], env: Sequence[str]) -> list[Line]:
-    """The lines of the command, each some arguments quoted for bash, as ``program`` is (``module *arguments``).
+    """Returns the lines of the command as words quoted for bash; ``program`` (``module *arguments``) is quoted too.
 
-    ``env`` names what the ranks find in their environment beside what Slurm and Tridock set.
+    ``env`` names the ranks' variables other than those that Slurm and Tridock set.
     """
     launcher = RANK_LAUNCHERS[request.launcher]
     ranks = launcher.lines(request, program)
@@ -86,20 +86,21 @@ def launch_lines(request: Request, program: Sequence[str], env: Sequence[str]) -
 
 
 def starts_over_ssh(argv: Sequence[str]) -> bool:
-    """Whether a job's command starts its ranks over ssh, which does not pass the job's environment on."""
+    """Whether a job's command starts its ranks over ssh, which does not pass on the job's environment."""
     return _PDSH in argv
 
 
 def _srun(request: Request, launcher: RankLauncher) -> Line:
     argv = ["srun", f"--ntasks-per-node={request.ranks_per_node if launcher.task_per_rank else 1}"]
     if launcher.task_per_rank:
-        # Rank 0 to 3 on the first node, and so on, whatever the site's default; each sees all GPUs of its node.
+        # Ranks in blocks (0 to 3 on the first node, and so on), whatever the site's default; each sees all GPUs of its
+        # node.
         argv.append("--distribution=block")
         if request.gpu_request != "none":
             argv.append("--gpu-bind=none")
     if request.cpus_per_node is not None:
-        argv.append('--cpus-per-task="$SLURM_CPUS_PER_TASK"')  # srun does not take it over since Slurm 22.05
-    # The supervisor ends the others, once they have written their last lines.
+        argv.append('--cpus-per-task="$SLURM_CPUS_PER_TASK"')  # srun does not inherit it since Slurm 22.05
+    # The supervisor ends the other ranks after their last log lines.
     argv.append("--kill-on-bad-exit=0")
     if launcher.label and request.nodes > 1:
         argv.append("--label")
@@ -124,7 +125,7 @@ def _apptainer(request: Request, _env: Sequence[str]) -> list[Line]:
     image, extra = shlex.quote(container.image or ""), tuple(map(shlex.quote, container.extra_args))
     gpus = ("--nv",) if request.gpu_request != "none" else ()
     binds = tuple(f"--bind={shlex.quote(mount)}" for mount in container.mounts)
-    # The image's own code, and not that of the environment which the job was submitted from.
+    # The image's code, not that of the environment that submitted the job.
     own = f"--env=PYTHONPATH={run_folder.CODE}"
     argv = ("apptainer", "exec", *gpus, '--bind="$WORKSPACE"', *binds, f"--pwd={RUN}", own)
     return [(*argv, *extra, image)]
@@ -133,7 +134,7 @@ def _apptainer(request: Request, _env: Sequence[str]) -> list[Line]:
 def _docker(request: Request, env: Sequence[str]) -> list[Line]:
     container = request.container
     image, extra = shlex.quote(container.image or ""), tuple(map(shlex.quote, container.extra_args))
-    # Which GPUs of its node a task has is known in the task alone. Docker knows no cgroup of Slurm's.
+    # Only the task knows which GPUs of its node it has; Docker does not use Slurm's cgroup.
     run = ("bash", "-c", _ON_ALLOCATED_GPUS, "docker") if request.gpu_request != "none" else ("docker", "run")
     argv = (*run, "--rm", "--network=host", "--ipc=host", "--pid=host", '--user="$(id -u):$(id -g)"')
     limits = ("--ulimit=memlock=-1", "--ulimit=stack=67108864")
@@ -149,7 +150,7 @@ CONTAINERS: Final[Mapping[str, ContainerKind]] = {
     "pyxis": ContainerKind(srun_options=_pyxis),
     "docker": ContainerKind(lines=_docker),
 }
-"""By ``container.kind`` of a request."""
+"""Container kinds by a request's ``container.kind``."""
 
 
 def _task_per_rank(_request: Request, program: Sequence[str]) -> list[Line]:
@@ -157,13 +158,13 @@ def _task_per_rank(_request: Request, program: Sequence[str]) -> list[Line]:
 
 
 def _torchrun(request: Request, program: Sequence[str]) -> list[Line]:
-    # A task's own number is known in the task alone.
+    # Only the task knows its own number.
     first = ("bash", "-c", """'exec torchrun --node-rank="$SLURM_NODEID" "$@"'""", "torchrun")
     size = (f"--nnodes={request.nodes}", f"--nproc-per-node={request.ranks_per_node}")
     return [first, (*size, *_RENDEZVOUS), ("-m", *program)]
 
 
-# DeepSpeed numbers the node's GPUs from 0, whatever Slurm has allocated.
+# DeepSpeed numbers the node's GPUs from 0, whichever Slurm has allocated.
 _ALLOCATED = f"${{{VISIBLE}+{environment.DEVICES}=${VISIBLE}}}"
 _DEEPSPEED_ON_NODE = f"""'exec env {_ALLOCATED} deepspeed --node_rank="$SLURM_NODEID" "$@"'"""
 
@@ -178,7 +179,7 @@ def _deepspeed_slurm(request: Request, program: Sequence[str]) -> list[Line]:
     if request.cpus_per_node is not None:
         options.append("--cpus-per-task=$SLURM_CPUS_PER_TASK")
     asked = f'--launcher_args="{" ".join([*options, *request.srun])}"'
-    # It starts `python -u FILE`; -m in the file's place makes that a module.
+    # It starts `python -u FILE`; -m in place of the file runs a module.
     return [("deepspeed", *_DEEPSPEED, "--launcher=slurm", "--no_ssh_check"), (asked,), ("--", "-m", *program)]
 
 
@@ -186,7 +187,7 @@ def _deepspeed_pdsh(_request: Request, program: Sequence[str]) -> list[Line]:
     return [("deepspeed", *_DEEPSPEED, _PDSH, "--no_ssh_check"), ("--no_local_rank", "--module", *program)]
 
 
-# A node's number is known in its task alone.
+# Only a node's task knows the node's number.
 _NODE_SCRIPT = ("bash", "-c", f"""'exec bash "${{1//{run_folder.NODE_NUMBER}/$SLURM_NODEID}}"'""", "bash")
 
 
@@ -210,5 +211,6 @@ RANK_LAUNCHERS: Final[Mapping[str, RankLauncher]] = {
     OWN_PROGRAM: RankLauncher(_program, label=True),
     MPIRUN: RankLauncher(_mpirun, task_per_rank=True, inside_step=False),
 }
-"""By ``launcher`` of a request. The last two are of the user's own programs: a script that each node runs, and only
-the tasks for mpirun, which starts its ranks from the first node by srun."""
+"""Rank launchers by a request's ``launcher``. The last two are for your own programs: one runs a script on every node;
+the other creates only the tasks for mpirun, which starts its ranks by srun from the first node.
+"""

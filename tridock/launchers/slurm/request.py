@@ -14,7 +14,7 @@ from tridock.launchers.slurm.ranks import CONTAINERS, RANK_LAUNCHERS
 from tridock.strict_yaml import EnvName, EnvValue, Positive, Section, validated
 from tridock.yaml_text import parse_yaml
 
-# What stands behind "#SBATCH --option=" is cut at a space, and no shell sees it.
+# The value of "#SBATCH --option=" ends at a space, and no shell parses it.
 Plain = Annotated[str, StringConstraints(pattern=r"^[^\s\x00]+$")]
 Time = Annotated[str, StringConstraints(pattern=r"^([0-9]+-)?[0-9]+(:[0-9]+){0,2}$")]
 Memory = Annotated[str, StringConstraints(pattern=r"^[0-9]+[KMGT]?$")]
@@ -103,20 +103,20 @@ class Request(Section):
 
     @property
     def ranks_per_node(self) -> int:
-        """``gpus_per_node`` of a request that has passed :func:`make_request`."""
+        """``gpus_per_node`` of a request validated by :func:`make_request`."""
         assert self.gpus_per_node is not None
         return self.gpus_per_node
 
     @property
     def slots(self) -> dict[str, range]:
-        """What the plan is made on before Slurm has named the nodes."""
+        """The slots that the plan assumes before Slurm has named the nodes."""
         return {f"node-{number}": range(self.ranks_per_node) for number in range(self.nodes)}
 
 
 def make_request(text: str, source: str, changes: Mapping[str, object]) -> Request:
-    """A profile (YAML; empty for none) with the command line's fields over it, by their dotted names.
+    """Parses a profile (YAML; empty for none) and applies the command line's fields, keyed by dotted names.
 
-    Raises :class:`RequestError` with all that does not fit.
+    Raises :class:`RequestError` with every problem.
     """
     fields = dict(parse_yaml(text, source))
     for dotted, value in changes.items():
@@ -130,12 +130,12 @@ def make_request(text: str, source: str, changes: Mapping[str, object]) -> Reque
 
 
 def tasks_per_node(request: Request) -> int:
-    """Slurm's tasks: one a node that starts the node's ranks, or one a rank."""
+    """Slurm's tasks per node: one that starts the node's ranks, or one per rank."""
     return request.ranks_per_node if RANK_LAUNCHERS[request.launcher].task_per_rank else 1
 
 
 def seconds_of(time: str) -> int:
-    """A time limit in Slurm's forms (``90``, ``1:30:00``, ``2-12``, ``2-12:30``), in seconds."""
+    """Converts a time limit in Slurm's forms (``90``, ``1:30:00``, ``2-12``, ``2-12:30``) to seconds."""
     days, dash, rest = time.rpartition("-")
     numbers = [int(number) for number in rest.split(":")]
     if dash:  # days-hours[:minutes[:seconds]]

@@ -1,4 +1,4 @@
-"""The sbatch script: what a person would have written for this experiment on this site. Pure."""
+"""Renders the sbatch script, as a person would write it for this experiment and site. Pure."""
 
 import re
 import shlex
@@ -16,12 +16,12 @@ from tridock.launchers.slurm.request import Request, tasks_per_node
 from tridock.plan import Assessment
 
 PROGRAM: Final = "program"
-"""The file of a job array's run that holds its ranks' module and arguments, a word a line."""
+"""The file in a job array run's folder with its ranks' module and arguments, one word per line."""
 _NUMBER = {True: "%A_%a", False: "%j"}
 
 
 class Element(Protocol):
-    """One run: of a job, or of one task of a job array. Only the user's own program has no assessment."""
+    """One run, of a job or of one task of a job array. Only your own program has no assessment."""
 
     @property
     def experiment(self) -> Experiment | CommandExperiment: ...
@@ -36,10 +36,10 @@ E = TypeVar("E", bound=Element, covariant=True)
 
 @dataclass(frozen=True)
 class Script(Generic[E]):
-    """A job's runs and how each is started.
+    """A job's runs and how each starts.
 
-    ``workspace`` is the folder that holds ``data/`` and ``runs/``, the same on every node. ``source`` are the arguments
-    that tell the job where its experiment comes from, where nobody has written the run's folder before.
+    ``workspace`` is the folder with ``data/`` and ``runs/``, the same on every node. ``source`` are the arguments that
+    name the job's experiment if the run's folder was not written beforehand.
     """
 
     request: Request
@@ -47,7 +47,7 @@ class Script(Generic[E]):
     workspace: str
     source: Sequence[str] = ()
     in_allocation: bool = False
-    """For an allocation that is there: bash runs it, and Slurm has nothing to queue again."""
+    """For an existing allocation: bash runs the script, and Slurm cannot requeue it."""
 
     @property
     def is_array(self) -> bool:
@@ -70,8 +70,9 @@ def render(script: Script[Any]) -> str:
 
 
 def program_argv(script: Script[Any], element: Element) -> tuple[str, ...]:
-    """Module and arguments of the element's ranks, as the launcher is to get them; the scripts of the nodes, where
-    these are the user's own program."""
+    """Returns the module and arguments of the element's ranks as the launcher expects them; for your own program, the
+    nodes' scripts.
+    """
     path, experiment = f"{script.workspace}/runs/{element.run_id}", element.experiment
     if isinstance(experiment, CommandExperiment):
         return (f"{path}/{run_folder.node_script(run_folder.LAUNCH_SCRIPT, run_folder.NODE_NUMBER)}",)
@@ -125,7 +126,7 @@ def _options(script: Script[Any], name: str) -> Iterator[str]:
 
 
 def _output(script: Script[Any]) -> str:
-    if script.source:  # the run's folder is made by the job itself
+    if script.source:  # the job itself creates the run's folder
         return f"slurm-{_NUMBER[script.is_array]}.out"
     folder = f"{script.workspace}/runs"
     if script.is_array:
@@ -186,13 +187,13 @@ def _launch(script: Script[Any]) -> Iterator[str]:
     if own and request.container.kind != "none":
         supervise.append("--container")
     supervise += [shlex.quote(word) for word in script.source]
-    # In the place of the script: what Slurm signals is the supervisor.
+    # Replaces the script (exec), so that Slurm signals the supervisor.
     rendered = [f"exec {' '.join([*supervise, RUN, '--'])}", *(" ".join(line) for line in _short(lines))]
     yield " \\\n  ".join(rendered)
 
 
 def _quoted(word: str, script: Script[Any]) -> str:
-    """A word of the program as bash's; what lies in the run's folder or the workspace is said so."""
+    """Quotes a word of the program for bash; paths in the run's folder or the workspace use their variable."""
     run = f"{script.workspace}/runs/{script.first.run_id}"
     for folder, variable in ((run, "RUN"), (script.workspace, "WORKSPACE")):
         rest = word.removeprefix(folder)
@@ -202,7 +203,7 @@ def _quoted(word: str, script: Script[Any]) -> str:
 
 
 def _short(lines: Sequence[Sequence[str]]) -> Iterator[list[str]]:
-    """Lines that fit a screen, broken before an option."""
+    """Yields lines that fit a screen, broken before an option."""
     for line in lines:
         part: list[str] = []
         for word in line:

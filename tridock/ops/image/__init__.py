@@ -1,1 +1,1 @@
-"""The image: which one a cluster runs, and how it reaches the hosts, layer by layer, without a registry."""
+"""Image distribution: selects a cluster's image and brings it to the hosts layer by layer, without a registry."""

@@ -1,4 +1,4 @@
-"""An image in parts, and archives of them for `docker load` that hold only the layers that a host lacks."""
+"""Splits an image into parts, and builds archives for `docker load` with only the layers that a host lacks."""
 
 import hashlib
 import io
@@ -15,7 +15,7 @@ import zstandard
 _CHUNK = 1 << 20
 _LONGEST_ZSTD_HEADER = 18
 COMPRESSED: Final = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
-"""How a compressed layer begins."""
+"""The magic bytes of compressed layers."""
 _SMALLEST_PIECE, _LARGEST_PIECE = 4 << 20, 64 << 20
 
 
@@ -24,9 +24,9 @@ def digest_of(content: bytes) -> str:
 
 
 def shared_layers(diff_ids: Sequence[str], images: Iterable[Sequence[str]]) -> int:
-    """How many leading layers of an image some image of a host has too.
+    """Returns how many leading layers of an image are also in some image of a host.
 
-    An engine knows a layer by its chain, so only a common beginning counts.
+    An engine identifies a layer by its chain id, so only a common prefix counts.
     """
     return max(
         (len(list(takewhile(lambda pair: pair[0] == pair[1], zip(diff_ids, other, strict=False)))) for other in images),
@@ -44,23 +44,23 @@ class ImageParts:
 
     @property
     def ids(self) -> tuple[str, str]:
-        """The image's id in Docker's own image store, and in containerd's."""
+        """The image's id in Docker's classic image store, and in containerd's."""
         return digest_of(self.config), digest_of(self.manifest)
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The digests of the compressed layers, the base's first."""
+        """The digests of the compressed layers, base first."""
         return tuple(layer["digest"] for layer in json.loads(self.manifest)["layers"])
 
     def unpacked_size(self, held: int) -> int:
-        """About the size of the layers on a host's disk, without the first ``held``."""
+        """Returns the approximate bytes of the layers on a host's disk, without the first ``held``."""
         return sum(_unpacked_size(self.folder / digest) for digest in self.layers[held:])
 
     def archive(self, image: str, held: int, inline: int) -> "Archive":
-        """Becomes ``image`` on an engine that has the first ``held`` layers: `docker load` needs no file of those.
+        """Returns an archive that `docker load` turns into ``image`` on an engine with the first ``held`` layers.
 
-        It is a `docker save` archive and an OCI layout at once; engines with containerd's image store read the latter.
-        The smallest layers, up to ``inline`` bytes in all, go with the headers; the others in pieces.
+        It is both a `docker save` archive and an OCI layout, which engines with containerd's image store read. The
+        smallest layers, up to ``inline`` bytes in total, go with the headers; the others are split into pieces.
         """
         config, manifest = self.ids
         kind = json.loads(self.manifest)["mediaType"]
@@ -98,7 +98,7 @@ class ImageParts:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes of a compressed layer, from ``start`` on; the name is the same wherever the layer is."""
+    """Bytes of a compressed layer from offset ``start``; the name is the same on every machine."""
 
     layer: Path
     start: int
@@ -106,7 +106,7 @@ class Piece:
 
     @property
     def name(self) -> str:
-        """The layer's digest, a dot and the offset: no other characters than hexadecimal digits and one dot."""
+        """The layer's digest, a dot and the offset, so that it has only hexadecimal digits and one dot."""
         return f"{self.layer.name.rpartition(':')[2]}.{self.start}"
 
     def chunks(self) -> Iterator[bytes]:
@@ -125,7 +125,7 @@ class Piece:
 
 
 def pieces_of(layer: Path) -> tuple[Piece, ...]:
-    """A layer's file cut into about 32 pieces of 4 to 64 MiB: a host gives a piece to others once it has all of it."""
+    """Returns a layer's file as about 32 pieces of 4 to 64 MiB. A host can pass a piece on once it is complete."""
     total = layer.stat().st_size
     size = min(max(-(-total // 32), _SMALLEST_PIECE), _LARGEST_PIECE)
     return tuple(Piece(layer, start, min(size, total - start)) for start in range(0, total, size))
@@ -133,14 +133,14 @@ def pieces_of(layer: Path) -> tuple[Piece, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """A tar for `docker load`, in the order of its bytes: those of this image alone, and pieces of layers between."""
+    """A tar for `docker load` in byte order: this image's own bytes, and pieces of layers in between."""
 
     parts: tuple[bytes | Piece, ...]
     inline_layers: int
 
     @property
     def files(self) -> dict[str, bytes | Piece]:
-        """The parts by the names that they have on a host; in their order they are the archive."""
+        """The parts by their file names on a host; concatenated in order they are the archive."""
         return {
             f"part-{number}" if isinstance(part, bytes) else part.name: part for number, part in enumerate(self.parts)
         }
@@ -159,16 +159,16 @@ class Archive:
 
     @property
     def layers(self) -> int:
-        """How many layers it holds."""
+        """The number of layers in it."""
         return self.inline_layers + len({piece.layer for piece in self.pieces.values()})
 
     def layers_in(self, pieces: Container[str]) -> int:
-        """How many layers a host has whole that has these pieces."""
+        """Returns the number of complete layers that a host with these pieces has."""
         return self.layers - len({piece.layer for name, piece in self.pieces.items() if name not in pieces})
 
 
 def _full_name(image: str) -> str:
-    """An image's name with its registry, as containerd wants it."""
+    """Returns an image's name with its registry, as containerd requires."""
     first, slash, _ = image.partition("/")
     if slash and (first == "localhost" or "." in first or ":" in first):
         return image
@@ -190,7 +190,9 @@ def _header(name: str, size: int) -> bytes:
 
 
 def _unpacked_size(path: Path) -> int:
-    """What a layer's file says of its content: gzip at its end, up to 4 GiB; zstd at its beginning, if at all."""
+    """Returns the uncompressed size recorded in a layer's file: gzip's at the end (up to 4 GiB), zstd's at the start,
+    if any.
+    """
     packed = path.stat().st_size
     with path.open("rb") as file:
         start = file.read(_LONGEST_ZSTD_HEADER)

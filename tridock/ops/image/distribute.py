@@ -1,4 +1,4 @@
-"""An image to many hosts: the operator's machine sends each piece once, and hosts give it to each other."""
+"""Distributes an image: the operator's machine sends each piece once, and hosts pass it on to each other."""
 
 import threading
 from collections import Counter
@@ -19,12 +19,12 @@ _MOST_INLINE, _MOST_INLINE_OF_ALL = 4_000_000, 48_000_000
 
 
 def inline_bytes(hosts: int) -> int:
-    """How many bytes of small layers each host gets from the operator's machine, where connecting hosts costs more."""
+    """Returns the bytes of small layers that the operator's machine sends each host, as connecting hosts costs more."""
     return min(_MOST_INLINE, _MOST_INLINE_OF_ALL // max(1, hosts))
 
 
 class Distribution:
-    """One image on its way; :meth:`run` returns once each host has it or has failed."""
+    """The distribution of one image; :meth:`run` returns once each host has it or has failed."""
 
     def __init__(
         self,
@@ -36,11 +36,11 @@ class Distribution:
         note: Callable[[str], object],
         arrived: Callable[[str, Archive], object],
     ) -> None:
-        """``ids``: those of the image, which the hosts note. ``arrived`` is called with each node that has it."""
+        """``ids``: the image's ids, which the hosts record. ``arrived`` is called with each node that has the image."""
         self.session, self.deliveries, self.archives = session, deliveries, archives
         self.ids, self.bars, self.note, self.arrived = tuple(ids), bars, note, arrived
         self.sent: Counter[str] = Counter()
-        """Bytes by source."""
+        """Bytes sent, by source."""
         self._cap = session.cluster.settings.ssh.max_connections
         self._outcomes: dict[str, Outcome[None]] = {}
         self._events: SimpleQueue[Callable[[], object]] = SimpleQueue()
@@ -53,7 +53,7 @@ class Distribution:
         self._alone = False
 
     def run(self, parts: ImageParts, held: Mapping[str, int], inventories: Mapping[str, Inventory]) -> None:
-        """``held``: how many leading layers each host has. Raises :class:`ClusterError` with all failures."""
+        """``held``: the number of leading layers on each host. Raises :class:`ClusterError` with all failures."""
 
         def begin(node: str, _host: object) -> set[str]:
             delivery, archive = self.deliveries[node], self.archives[node]
@@ -79,14 +79,14 @@ class Distribution:
         raise_failures(self._outcomes)
 
     def from_hosts(self) -> int:
-        """Bytes that hosts fetched from each other."""
+        """The bytes that hosts fetched from each other."""
         return self.sent.total() - self.sent[OPERATOR]
 
     def _clear(self, node: str, _host: object) -> None:
         self.deliveries[node].clear()
 
     def _give(self, there: Mapping[str, set[str]]) -> None:
-        """Brings the pieces; ``there``: those that each node has already."""
+        """Transfers the pieces; ``there``: those that each node already has."""
         pieces = {node: self.archives[node].pieces for node in there}
         lacking = {node: [name for name in pieces[node] if name not in has] for node, has in there.items()}
         for node in there:
@@ -112,7 +112,7 @@ class Distribution:
         self._tell_the_end()
 
     def _start(self, node: str, work: Callable[[], Callable[[], object]]) -> None:
-        """Does the work in a thread, and then what it returns in this one."""
+        """Runs the work in a thread, then its returned callback in this thread."""
 
         def attempt() -> None:
             try:
@@ -152,7 +152,7 @@ class Distribution:
         self._progress_bars[node](count, f"{archive.layers_in(has)}/{archive.layers} layers")
 
     def _ended(self, transfer: Transfer, failure: str | None) -> None:
-        """A transfer has ended, and its host is well."""
+        """Handles the end of a transfer with a working host."""
         node = transfer.target
         self._schedule.finish(transfer, failure)
         if failure is None:
@@ -184,7 +184,7 @@ class Distribution:
             self._outcomes[node] = Outcome(error=error)
 
     def _gone(self, node: str) -> None:
-        """The sshd of a node has ended."""
+        """Handles the end of a node's sshd."""
         self._events.put(lambda: self._schedule.drop_source(node))
 
     def _tell_of_givers(self, problems: Mapping[str, str]) -> None:

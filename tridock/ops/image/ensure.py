@@ -1,4 +1,4 @@
-"""The cluster's image: which one it is, and what brings it to every host that lacks it, without a registry."""
+"""Ensures the cluster's image: identifies it and brings it to every host that lacks it, without a registry."""
 
 import fcntl
 import hashlib
@@ -29,7 +29,7 @@ from tridock.remote import LocalHost
 def ensure_image(session: Session) -> str:
     """Brings the image to every host that lacks it and returns its id, the same on all of them.
 
-    An image that is Tridock's layer on another one is built here first.
+    Tridock's layer on another image is built here first.
     """
     ensure_wrapped(session.cluster)
     wanted = wanted_image(session)
@@ -50,7 +50,7 @@ def _lacking(session: Session, wanted: str) -> tuple[str, ...]:
 
 
 def local_image_id(image: str) -> str | None:
-    """The image's id on the operator's machine, or None where it (or Docker) is not there."""
+    """Returns the image's id on the operator's machine, or None if the image or Docker is missing."""
     if shutil.which("docker") is None:
         return None
     command = Command.of("docker", "image", "inspect", "--format", "{{.Id}}", image)
@@ -59,7 +59,7 @@ def local_image_id(image: str) -> str | None:
 
 
 def wanted_image(session: Session) -> str:
-    """The operator's image; where there is none here, the one that all hosts already agree on."""
+    """Returns the operator's image, or if there is none here, the one that all hosts agree on."""
     image = session.cluster.settings.image
     local = local_image_id(image)
     if local is not None:
@@ -76,12 +76,12 @@ def wanted_image(session: Session) -> str:
 
 
 def _bring(session: Session, image_id: str, nodes: tuple[str, ...], folder: Path) -> tuple[str, ...]:
-    """By the registry of the settings; else asks each of ``nodes`` what it has, and sends what it cannot pull.
+    """Uses the registry of the settings if there is one; else queries ``nodes`` and sends what they cannot pull.
 
-    Returns the layers that are worth keeping here: hosts that take whole images need them after every edit.
+    Returns the layers to keep here: hosts that take only whole images need them after every edit.
     """
     transport = session.transport
-    assert isinstance(transport, SshTransport)  # elsewhere the hosts' engine is the operator's
+    assert isinstance(transport, SshTransport)  # with Compose the hosts' engine is the operator's
     paths = {
         node: (f"{arrivals}/{folder.name}", notes)
         for node in nodes
@@ -108,7 +108,7 @@ def _bring(session: Session, image_id: str, nodes: tuple[str, ...], folder: Path
 
 
 def _pull_base(session: Session, diff_ids: Sequence[str], inventories: Mapping[str, Inventory]) -> tuple[str, ...]:
-    """Has the hosts without the base image pull it from its registry, and returns those that did."""
+    """Makes the hosts without the base image pull it from its registry; returns those that succeeded."""
     policy = session.cluster.settings.image_base
     base = base_of(diff_ids) if policy != "send" else None
     if base is None:
@@ -144,7 +144,7 @@ def _send(
     folder: Path,
     image_id: str,
 ) -> ImageParts:
-    """Exports the layers that a host lacks, and brings them to all hosts."""
+    """Exports the layers that any host lacks, and sends them to all hosts."""
     image = session.cluster.settings.image
     held = {node: inventory.held(diff_ids) for node, inventory in inventories.items()}
     with bars(quiet=session.quiet) as begin:
@@ -175,9 +175,9 @@ def _send(
 
 @contextmanager
 def _cache(session: Session) -> Iterator[Path]:
-    """This cluster's folder for layers on the operator's machine, for one command at a time.
+    """Locks and yields this cluster's layer cache on the operator's machine.
 
-    An interrupted command leaves in it what the next one need not export again.
+    The layers that an interrupted command exported are reused by the next.
     """
     sender = f"{socket.gethostname()} {os.getuid()} {session.cluster.state_folder}"
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

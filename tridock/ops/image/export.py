@@ -1,4 +1,4 @@
-"""An image out of the operator's engine: the layers that hosts lack, as compressed files."""
+"""Exports an image from the operator's engine: the layers that hosts lack, as compressed files."""
 
 import hashlib
 import json
@@ -28,7 +28,7 @@ _OCI = "application/vnd.oci.image"
 _MANIFEST, _CONFIG, _LAYER = f"{_OCI}.manifest.v1+json", f"{_OCI}.config.v1+json", f"{_OCI}.layer.v1.tar"
 _ZSTD_LEVEL = 3
 _GZIP_HEADER = b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\xff"
-_LAST_BLOCK = b"\x03\x00"  # of deflate: final, and empty
+_LAST_BLOCK = b"\x03\x00"  # deflate's final, empty block
 
 Progress = Callable[[int], object]
 Layer = dict[str, object]
@@ -44,10 +44,10 @@ def export_image(
     *,
     zstd: bool = False,
 ) -> ImageParts:
-    """Puts the layers of ``image`` after the first ``held`` into ``folder``; ``progress`` gets their compressed bytes.
+    """Writes the layers of ``image`` after the first ``held`` to ``folder``; ``progress`` gets their compressed bytes.
 
-    An engine that cannot reach this machine's loopback (a remote one, Docker Desktop) saves the whole image instead;
-    ``note`` is called with the reason. Its layers are then compressed here, by ``zstd`` where all hosts can load that.
+    An engine that cannot reach this machine's loopback (remote, Docker Desktop) saves the whole image instead, and
+    ``note`` is called with the reason. Its layers are then compressed here, with ``zstd`` if all hosts can load it.
     """
     local = LocalHost()
     with LoopbackRegistry(folder, progress, local.close) as registry:
@@ -63,7 +63,7 @@ def export_image(
 def _push(
     local: LocalHost, image: str, layers: int, held: int, registry: LoopbackRegistry
 ) -> tuple[ImageParts | None, str]:
-    """The parts, or None and the reason why there are none."""
+    """Returns the parts, or None and the reason."""
     name = f"{registry.repository}:push"
     local.run(Command.of("docker", "tag", image, name), timeout=30.0).checked("docker")
     try:
@@ -87,7 +87,7 @@ def _push(
 
 
 def _save(image: str, folder: Path, progress: Progress, zstd: bool) -> ImageParts:
-    """Compresses the layers while `docker save` writes them; every release has a manifest.json."""
+    """Compresses the layers while `docker save` writes them; every Docker release writes a manifest.json."""
     layers: dict[str, Layer] = {}
     small: dict[str, bytes] = {}
     with subprocess.Popen(["docker", "save", image], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as save:
@@ -111,7 +111,7 @@ def _save(image: str, folder: Path, progress: Progress, zstd: bool) -> ImagePart
     (item,) = json.loads(small["manifest.json"])
     config = small[item["Config"]]
     diff_ids = json.loads(config)["rootfs"]["diff_ids"]
-    # A layer that an image has twice is in the archive once.
+    # A layer that occurs twice in an image is in the archive once.
     known = {diff: layers[path] for diff, path in zip(diff_ids, item["Layers"], strict=True) if path in layers}
     return ImageParts(config, _manifest(config, [known[diff] for diff in diff_ids]), folder)
 
@@ -122,9 +122,9 @@ def _manifest(config: bytes, layers: Sequence[Layer]) -> bytes:
 
 
 def _compress(content: Iterable[bytes], folder: Path, progress: Progress, size: int | None) -> Layer:
-    """Writes a compressed layer under its digest, and returns it as a manifest names it.
+    """Writes a compressed layer under its digest, and returns its manifest entry.
 
-    By zstd if its ``size`` is given, else by gzip; what is compressed already stays as it is.
+    Uses zstd if ``size`` is given, else gzip; leaves compressed layers unchanged.
     """
     chunks = iter(content)
     first = next(chunks)
@@ -146,7 +146,7 @@ def _compress(content: Iterable[bytes], folder: Path, progress: Progress, size: 
 
 
 def _zstd(chunks: Iterable[bytes], size: int) -> Iterator[bytes]:
-    """A frame that says how large its content is, compressed on all cores."""
+    """Yields a zstd frame with its content size, compressed on all cores."""
     packer = zstandard.ZstdCompressor(_ZSTD_LEVEL, threads=-1).compressobj(size)
     for chunk in chunks:
         yield packer.compress(chunk)
@@ -154,7 +154,7 @@ def _zstd(chunks: Iterable[bytes], size: int) -> Iterator[bytes]:
 
 
 def gzipped(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """A gzip file (RFC 1952) of the chunks, each deflated by itself, on all cores: zlib lets other threads run."""
+    """Yields a gzip file (RFC 1952) of the chunks, each deflated separately on all cores, as zlib releases the GIL."""
     yield _GZIP_HEADER
     checksum = size = 0
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -171,7 +171,7 @@ def gzipped(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _deflated(chunk: bytes) -> bytes:
-    """Blocks of a deflate stream that refer to nothing before them, up to a whole byte."""
+    """Returns byte-aligned deflate blocks that refer to no earlier data."""
     packer = zlib.compressobj(1, wbits=-zlib.MAX_WBITS)
     return packer.compress(chunk) + packer.flush(zlib.Z_FULL_FLUSH)
 
@@ -182,7 +182,7 @@ def _chunks(content: IO[bytes]) -> Iterator[bytes]:
 
 
 def not_written(what: str, folder: Path, reason: str) -> ClusterError:
-    """The error of layers for which this machine has no room."""
+    """Returns the error for layers that do not fit on this machine's disk."""
     free = f"{shutil.disk_usage(folder).free / 1e9:.1f} GB free in {folder}"
     todo = "free some space there, or set XDG_CACHE_HOME to a larger disk"
     return ClusterError(Problem(what, "could not be written to a file", f"{reason}, {free}", todo))

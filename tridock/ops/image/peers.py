@@ -1,7 +1,7 @@
 """Peer-to-peer transfer of image pieces between hosts: each host runs an sshd while one command runs.
 
-It runs as the ssh user, listens on a free port, knows one key, made for this command alone, and executes nothing but
-the script that prints a piece. It ends with the operator's connection, and its keys are removed with it.
+It runs as the ssh user, listens on a free port, accepts one key that is made for this command, and runs only the script
+that prints a piece. It ends with the operator's connection, and its keys are then removed.
 """
 
 import random
@@ -21,17 +21,17 @@ from tridock.ops.hosts.session import Session
 from tridock.remote import Host, on_all
 
 KEYS = "ssh"
-"""The folder with the keys, in the one with the pieces."""
+"""The folder with the keys, inside the folder with the pieces."""
 _PORTS = 8
 _START_S = 30.0
 
-# A piece's name is hexadecimal digits and a dot: no path leads out of the folder, or to the keys.
+# A piece's name is hexadecimal digits and a dot, so no path can leave the folder or reach the keys.
 _GIVE = r"""
 case ${SSH_ORIGINAL_COMMAND:-.} in .* | *[!0-9a-f.]*) echo "gives pieces only" >&2; exit 1;; esac
 cd -- "${0%/*}/.." && exec cat -- "$SSH_ORIGINAL_COMMAND"
 """
 
-# sshd writes its pid once it listens.
+# sshd writes its pid file once it listens.
 _SERVE = r"""
 set -eu; umask 077; cd -- "$1"; shift
 PATH=$PATH:/usr/sbin:/usr/local/sbin:/sbin
@@ -62,7 +62,7 @@ exit 1
 
 @dataclass(frozen=True, slots=True)
 class PieceServer:
-    """How other hosts reach a host's sshd; ``alias`` is its name in their ``known_hosts``."""
+    """How other hosts reach a host's sshd; ``alias`` is the host's name in their ``known_hosts``."""
 
     alias: str
     address: str
@@ -70,7 +70,7 @@ class PieceServer:
     user: str
 
     def command(self, keys: str) -> tuple[str, ...]:
-        """ssh to it from a host with the folder ``keys``; the name of the piece comes behind."""
+        """Returns the ssh command from a host with the key folder ``keys``; append the piece's name."""
         files = f"-oUserKnownHostsFile={keys}/known_hosts", f"-oHostKeyAlias={self.alias}"
         return (
             *(*cluster_ssh.PEER, *files, "-i", f"{keys}/id"),
@@ -79,14 +79,13 @@ class PieceServer:
 
 
 class Peers:
-    """The sshd of each host, for as long as the block runs: ``piece_servers`` has those that listen."""
+    """Runs an sshd on each host while the block runs; ``piece_servers`` has those that listen."""
 
     def __init__(self, session: Session, folders: Mapping[str, str], ended: Callable[[str], object]) -> None:
-        """``folders``: by node, the absolute path where its pieces are. ``ended`` is called with a node whose sshd
-        ends too early."""
+        """``folders``: each node's absolute path of its pieces. ``ended`` is called with a node if its sshd exits."""
         self.piece_servers: dict[str, PieceServer] = {}
         self.problems: dict[str, str] = {}
-        """Why a host cannot give pieces."""
+        """By node, the reason why it cannot serve pieces."""
         self._session, self._folders, self._ended = session, folders, ended
         self._keys = ClusterKeys.generate(folders)
         self._held: list[HeldCommand] = []
@@ -123,12 +122,12 @@ class Peers:
 
 
 def alias(nodes: Mapping[str, object], node: str) -> str:
-    """What ``known_hosts`` calls a node: its own name may have capitals, which ssh does not keep."""
+    """Returns a node's name for ``known_hosts``: its own may have capitals, which ssh lowers."""
     return f"host-{list(nodes).index(node)}"
 
 
 def key_files(cluster: Cluster, keys: ClusterKeys, folder: str, node: str) -> dict[str, bytes]:
-    """The files of :data:`KEYS` on a node's host, by name; ``folder`` is where its pieces are."""
+    """Returns the files of :data:`KEYS` for a node's host, by name; ``folder`` is where its pieces are."""
     there = f"{folder}/{KEYS}"
     listen = "".join(f"ListenAddress {address}\n" for address in cluster.listen_of(node))
     config = f"""{listen}HostKey "{there}/host_key"

@@ -1,4 +1,4 @@
-"""Removes older images of a cluster that Tridock brought to its hosts, and no others."""
+"""Removes only those older images of a cluster that Tridock brought to its hosts."""
 
 from dataclasses import dataclass, replace
 
@@ -6,7 +6,7 @@ from tridock.command import Command
 from tridock.ops.hosts.session import Session
 from tridock.remote import Host
 
-# An image that has a name again, or a container, is somebody's: `docker image rm` refuses the latter.
+# An image with a name or a container is in use: `docker image rm` refuses the latter.
 _PRUNE = r"""
 case $1 in '~'/*) list=$HOME/${1#*/};; *) list=$1;; esac
 if ! [ -e "$list" ]; then exit 0; fi
@@ -25,14 +25,14 @@ mv -f -- "$list.new" "$list"
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """Ids of one host's older images."""
+    """The ids of one host's older images."""
 
     removed: tuple[str, ...]
     kept: tuple[str, ...]
 
 
 def prune(session: Session) -> dict[str, Pruned]:
-    """Removes the images that earlier commands brought to the hosts of this cluster and that nothing uses."""
+    """Removes the unused images that earlier commands brought to the hosts of this cluster."""
     transport, image = session.transport, session.cluster.settings.image
 
     def remove(node: str, host: Host) -> Pruned:

@@ -1,4 +1,4 @@
-"""What hosts pull themselves: the base image from its own registry, or the image from one that the settings name."""
+"""Images that hosts pull themselves: the base image from its registry, or the image from the settings' registry."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from tridock.ops.hosts.session import Session
 from tridock.ops.image.archive import shared_layers
 from tridock.remote import Completed, LocalHost
 
-# The image gets its usual name, and a line in $3: the operator's id ($4) and the host's.
+# Names the image as usual, and records the operator's id ($4) and the host's in $3.
 _PULL = r"""
 set -eu
 docker pull --quiet "$1" >/dev/null
@@ -21,14 +21,14 @@ mkdir -p -- "${3%/*}"; docker image inspect --format "$4 {{.Id}}" "$2" >>"$3"
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """An image of a registry, by digest, with so many of the image's leading layers."""
+    """An image in a registry, by digest, and the number of leading layers that it shares."""
 
     reference: str
     layers: int
 
 
 def base_of(diff_ids: Sequence[str]) -> Base | None:
-    """The largest image on the operator's engine that came from a registry and begins the image with these layers."""
+    """Returns the operator engine's largest registry image whose layers are a prefix of the image's."""
     local = LocalHost()
     listed = local.run(Command.of("docker", "image", "ls", "--all", "--quiet", "--no-trunc"), timeout=60.0)
     ids = sorted(set(listed.stdout.decode().split()))
@@ -43,16 +43,16 @@ def base_of(diff_ids: Sequence[str]) -> Base | None:
 
 
 def pull(session: Session, reference: str, nodes: tuple[str, ...]) -> dict[str, str]:
-    """Pulls an image on the hosts of ``nodes``; returns the reasons of those that cannot."""
+    """Pulls an image on the hosts of ``nodes``; returns the reason for each failure."""
     command = Command.of("docker", "pull", "--quiet", reference)
     done = session.each(lambda _, host: host.run(command), only=nodes)
     return {node: _reason(result) for node, result in done.items() if result.exit_code}
 
 
 def through_registry(session: Session, image_id: str, notes: Mapping[str, str]) -> None:
-    """Pushes the image to the registry of the settings and has hosts pull it, by digest.
+    """Pushes the image to the settings' registry, and makes the hosts pull it by digest.
 
-    ``notes``: by node, the host's list of the images that it was sent.
+    ``notes``: by node, the host's file of images that it was sent.
     """
     image, local = session.cluster.settings.image, LocalHost()
     repository = f"{session.cluster.settings.registry}/{image.rpartition('/')[2].partition(':')[0]}"

@@ -1,9 +1,8 @@
-"""A registry on this machine's loopback, for one `docker push`: how the engine gives single layers away.
+"""A registry on this machine's loopback for one `docker push`, which makes the engine export single layers.
 
-`docker save` writes every layer to disk first. `docker push` asks for each layer by its digest, once it knows that, and
-compresses and sends only those that the registry lacks. In the first push this registry claims to have every layer: the
-manifest, which comes last, names the layer of each digest. A second push brings those that a host needs
-(:attr:`refused`).
+`docker save` writes every layer to disk first. `docker push` asks for each layer by digest once it knows that, and
+compresses and sends only those that the registry lacks. In the first push this registry claims to have every layer; the
+manifest, which comes last, maps layers to digests. A second push sends those that a host needs (:attr:`refused`).
 """
 
 import http.server
@@ -22,10 +21,10 @@ _TLS_HANDSHAKE = b"\x16"
 
 
 class LoopbackRegistry:
-    """Serves one repository with a secret name while its block runs; layers go into ``folder``, by their digest."""
+    """Serves one repository with a secret name while its block runs; stores layers in ``folder`` by digest."""
 
     def __init__(self, folder: Path, progress: Callable[[int], object], give_up: Callable[[], object]) -> None:
-        """``give_up`` ends the push: an engine tries again and again where a registry fails."""
+        """``give_up`` ends the push, as an engine retries repeatedly when a registry fails."""
         self.folder, self.progress, self.give_up = folder, progress, give_up
         self.refused: set[str] = set()
         self.manifests: list[bytes] = []
@@ -35,7 +34,7 @@ class LoopbackRegistry:
 
     @property
     def repository(self) -> str:
-        """What `docker push` is given: engines trust addresses of the loopback without TLS."""
+        """The repository name for `docker push`: engines allow loopback addresses without TLS."""
         return f"127.0.0.1:{self._server.server_port}{self.path.removeprefix('/v2')}"
 
     def __enter__(self) -> Self:
@@ -47,7 +46,7 @@ class LoopbackRegistry:
         self._server.server_close()
 
     def manifest(self, layers: int) -> bytes | None:
-        """The pushed manifest of an image with so many layers; an index or an attestation has others."""
+        """Returns the pushed image manifest with this many layers; an index or attestation differs."""
         found = (one for one in reversed(self.manifests) if len(json.loads(one).get("layers", ())) == layers)
         return next(found, None)
 
@@ -59,7 +58,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     registry: LoopbackRegistry
 
     def handle_one_request(self) -> None:
-        """Engines try TLS first, and plain HTTP once the answer begins with ``HTTP/``."""
+        """Handles a request. Engines try TLS first, and plain HTTP once the response begins with ``HTTP/``."""
         if self.rfile.peek(1)[:1] == _TLS_HANDSHAKE:  # type: ignore[attr-defined]
             self.wfile.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
             self.close_connection = True
@@ -112,7 +111,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return self.path.startswith(f"{self.registry.path}{kind}")
 
     def _received(self) -> Path | None:
-        """The file of an upload with this request's body behind it; None once the disk is full."""
+        """Appends this request's body to an upload's file and returns the file; None if the disk is full."""
         part = self.registry.folder / f"{urlsplit(self.path).path.rpartition('/')[2]}.part"
         try:
             with part.open("ab") as file:
@@ -132,7 +131,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
             yield from self._read(int(self.headers.get("Content-Length") or 0))
             return
-        # The line is empty where the engine has ended the connection: no number, and the request ends here.
+        # The line is empty if the engine closed the connection; parsing it fails and ends the request.
         while size := int(self.rfile.readline().partition(b";")[0], 16):
             yield from self._read(size)
             self.rfile.readline()
@@ -155,4 +154,4 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 class _Server(http.server.ThreadingHTTPServer):
     def handle_error(self, *_: Any) -> None:
-        """An engine that ends the connection: what ended it says why."""
+        """Ignores engines that close the connection: the push reports the reason."""

@@ -1,7 +1,7 @@
-"""Who sends which piece of an image to whom: the operator's machine each piece once, hosts the rest. Pure.
+"""Schedules the transfers of an image's pieces: the operator's machine sends each once, hosts the rest. Pure.
 
-Nothing is planned ahead: whenever a transfer ends, the machines with a free slot begin others. So a slow or lost host
-delays only those that are fetching from it at that moment.
+Nothing is planned ahead: when a transfer ends, machines with a free slot start others. A slow or lost host thus delays
+only the hosts that are fetching from it at that moment.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from typing import Final
 OPERATOR: Final = ""
 """The operator's machine as a source; no host has this name."""
 SLOTS: Final = 2
-"""Transfers of one machine at once, in each direction: while one connects, the other uses the link."""
+"""Concurrent transfers per machine and direction: while one connects, the other uses the link."""
 _STRIKES: Final = 2
 
 
@@ -25,7 +25,7 @@ class Transfer:
 
 
 class Schedule:
-    """The pieces that each host has, lacks and is getting."""
+    """The pieces that each host has, lacks and is receiving."""
 
     def __init__(
         self,
@@ -34,15 +34,16 @@ class Schedule:
         sources: Iterable[str],
         most_from_here: int,
     ) -> None:
-        """``lacking`` and ``held``: pieces by host; an interrupted command leaves some. ``sources``: hosts that give.
+        """``lacking`` and ``held``: pieces by host; an interrupted command leaves some. ``sources``: hosts that serve
+        pieces.
 
-        ``most_from_here``: transfers of the operator's machine at once, where hosts do not help each other.
+        ``most_from_here``: the operator's concurrent transfers if hosts do not help each other.
         """
         self.lacking = {host: set(pieces) for host, pieces in lacking.items()}
         self.has = {host: set(held.get(host, ())) for host in lacking}
         self.running: set[Transfer] = set()
         self.failures: dict[tuple[str, str], str] = {}
-        """By source and target: why the one cannot fetch from the other."""
+        """By source and target, the reason why the target cannot fetch from the source."""
         pieces = dict.fromkeys(chain.from_iterable(lacking.values()))
         self._order = {piece: place for place, piece in enumerate(pieces)}
         self._sources = set(sources)
@@ -55,13 +56,13 @@ class Schedule:
         return not self.running and not any(self.lacking.values())
 
     def sources_of(self, target: str) -> list[str]:
-        """The hosts that a host may fetch from."""
+        """Returns the hosts that a host may fetch from."""
         if target in self._cut_off:
             return []
         return [host for host in self._sources if host != target and (host, target) not in self.failures]
 
     def begin(self) -> list[Transfer]:
-        """The transfers to begin now; they count as running."""
+        """Returns the transfers to start now, which then count as running."""
         begun: list[Transfer] = []
         uploads = Counter(transfer.source for transfer in self.running)
         downloads = Counter(transfer.target for transfer in self.running)
@@ -88,7 +89,7 @@ class Schedule:
                 return begun
 
     def _from_here(self, target: str, copies: Counter[str]) -> Transfer | None:
-        """The first piece that the target will get from no host."""
+        """Returns the first piece that the target cannot get from another host."""
         sources = self.sources_of(target)
         if len(sources) == len(self._sources - {target}):
             pieces = {piece for piece in self.lacking[target] if not copies[piece]}
@@ -96,12 +97,12 @@ class Schedule:
             there = set().union(*(self.has[host] for host in sources))
             there |= {transfer.piece for transfer in self.running if transfer.target in sources}
             pieces = self.lacking[target] - there
-        if target not in self._sources:  # what it gets goes no further: a host that gives gets it first
+        if target not in self._sources:  # it passes nothing on: a host that serves pieces gets it first
             pieces = pieces.difference(*(self.lacking[host] for host in sources))
         return Transfer(OPERATOR, target, min(pieces, key=self._order.__getitem__)) if pieces else None
 
     def _from_a_host(self, target: str, uploads: Counter[str], copies: Counter[str]) -> Transfer | None:
-        """The piece that the fewest hosts have, from the host with the fewest transfers."""
+        """Returns the piece that the fewest hosts have, from the host with the fewest transfers."""
         lacking = self.lacking[target]
         found = (
             (copies[piece], uploads[source], self._order[piece], source, piece)
@@ -113,7 +114,7 @@ class Schedule:
         return Transfer(best[3], target, best[4]) if best else None
 
     def finish(self, transfer: Transfer, failure: str | None = None) -> None:
-        """A transfer has ended; ``failure`` is why a host could not fetch from another one."""
+        """Records the end of a transfer; ``failure`` is why a host could not fetch from another."""
         if transfer not in self.running:
             return
         self.running.remove(transfer)
@@ -132,11 +133,11 @@ class Schedule:
             self._cut_off.add(transfer.target)
 
     def drop_source(self, host: str) -> None:
-        """Nobody fetches from the host any more; it still gets what it lacks."""
+        """Stops fetching from the host, which still receives what it lacks."""
         self._sources.discard(host)
 
     def lose(self, host: str) -> None:
-        """The host is gone."""
+        """Removes a lost host."""
         self.drop_source(host)
         self.lacking.pop(host, None)
         self.has.pop(host, None)

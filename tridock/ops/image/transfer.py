@@ -1,4 +1,4 @@
-"""An image's way to a host: what the host has of it, whether there is room, the bytes, `docker load`."""
+"""Brings an image to a host: inventory, free space, transfer, `docker load`."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +12,7 @@ from tridock.remote import Host
 _TIMEOUT_S = 60.0
 _CONTAINERD = "io.containerd.snapshotter"
 _FIRST_WITH_ZSTD = 23
-"""Docker's release; podman's own, which it names where it stands for Docker, are lower."""
+"""Docker's release; podman, which reports its own as a stand-in for Docker, has lower ones."""
 _INVENTORY = r"""
 mkdir -p -- "$1" && cd -- "$1" || exit 1
 printf 'folder %s\n' "$(df -Pk . | tail -n 1)"
@@ -28,7 +28,7 @@ if [ -n "$images" ]; then docker image inspect --format 'layers {{json .RootFS.L
 exit 0
 """
 
-# A connection that ends early looks like the end of the input: the size tells the two apart.
+# To the reader a lost connection looks like the end of the input; the size distinguishes them.
 _RECEIVE = r"""
 set -eu; umask 077; cd -- "$1"
 part=$2.$$.part; trap 'rm -f -- "$part"' EXIT
@@ -45,7 +45,7 @@ part=$name.$$.part; trap 'rm -f -- "$part"' EXIT
 mv -f -- "$part" "$name"
 """
 
-# What an interrupted command has left and this image has no part in.
+# Files that an interrupted command left and this image does not use.
 _TIDY = r"""
 cd -- "$1" || exit 1
 for file in *; do grep -qxF -- "$file" order || [ "$file" = order ] || rm -rf -- "$file"; done
@@ -63,19 +63,19 @@ _CLEAR = 'rm -rf -- "$1"; rmdir -- "${1%/*}" 2>/dev/null || true'
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """What a host has: the layers of each image, files of an interrupted command, and free space by file system."""
+    """A host's inventory: the layers of each image, files of an interrupted command, and free bytes by file system."""
 
     images: tuple[tuple[str, ...], ...]
     whole: str
-    """Why the host takes whole images only; empty where it takes single layers."""
+    """Why the host takes whole images only; empty if it takes single layers."""
     files: dict[str, int]
     folder: tuple[str, int] | None
     root: tuple[str, int] | None
     zstd: bool = False
-    """Whether its Docker can load layers that are compressed by zstd."""
+    """Whether its Docker can load zstd-compressed layers."""
 
     def held(self, diff_ids: Sequence[str]) -> int:
-        """How many leading layers need not be sent."""
+        """Returns how many leading layers need not be sent."""
         return 0 if self.whole else shared_layers(diff_ids, self.images)
 
 
@@ -105,14 +105,14 @@ def _takes_zstd(version: str) -> bool:
 
 
 def _space(line: str) -> tuple[str, int] | None:
-    """Where a file system is mounted, and its free bytes, from a line of ``df -Pk``."""
+    """Parses a line of ``df -Pk``: mount point and free bytes."""
     columns = line.split()
     return (columns[5], int(columns[3]) * 1024) if len(columns) >= 6 and columns[3].isdecimal() else None
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """An image on its way to one host: its files come into ``folder`` there, its ids into the file ``notes``."""
+    """The delivery of an image to one host: its files go to ``folder`` there, its ids to the file ``notes``."""
 
     node: str
     host: Host
@@ -124,9 +124,10 @@ class Delivery:
         return parse_inventory(replace(done, command=f"look into {self.folder}").checked(self.node).stdout.decode())
 
     def begin(self, archive: Archive, unpacked: int, inventory: Inventory) -> set[str]:
-        """Brings what goes in no piece, if there is room for all. Returns the pieces that are there already.
+        """Sends everything outside the pieces, if there is space for all. Returns the pieces that are already there.
 
-        ``unpacked``: bytes of the layers on the host's disk."""
+        ``unpacked``: bytes of the layers on the host's disk.
+        """
         there = {name for name, piece in archive.pieces.items() if inventory.files.get(name) == piece.size}
         missing = archive.size - sum(archive.pieces[name].size for name in there)
         self._refuse_small_disks(missing, archive.size + unpacked, inventory)
@@ -137,19 +138,19 @@ class Delivery:
         return there
 
     def receive(self, piece: Piece, progress: Callable[[int], object]) -> None:
-        """Brings a piece from the operator's machine."""
+        """Sends a piece from the operator's machine."""
         script = Command.of("sh", "-c", _RECEIVE, "receive", self.folder, piece.name, str(piece.size))
         done = self.host.pipe(piece.chunks(), script, progress=progress)
         replace(done, command="receive the image").checked(self.node)
 
     def fetch(self, piece: Piece, sha256: str, command: Sequence[str]) -> str | None:
-        """Has the host fetch a piece with a command that is given its name. Returns why it could not, or None."""
+        """Makes the host fetch a piece with a command that takes its name. Returns why it failed, or None."""
         done = self.host.run(Command.of("sh", "-c", _FETCH, "fetch", self.folder, piece.name, sha256, *command))
         text = done.stderr.decode(errors="replace").strip().rpartition("\n")[2].strip()
         return None if done.exit_code == 0 else text or f"exit code {done.exit_code}"
 
     def load(self, ids: Iterable[str], *, clear: bool) -> None:
-        """Loads the image, which has these ``ids``; ``clear`` removes the folder, whether or not Docker takes it."""
+        """Loads the image, which has these ``ids``; ``clear`` removes the folder even if the load fails."""
         self._do("docker load --quiet", _LOAD, self.notes, " ".join(dict.fromkeys(ids)), "clear" if clear else "")
 
     def clear(self) -> None:
@@ -161,7 +162,7 @@ class Delivery:
         replace(done, command=what).checked(self.node)
 
     def _refuse_small_disks(self, to_receive: int, to_load: int, inventory: Inventory) -> None:
-        """Docker keeps the archive beside the unpacked layers until they are loaded."""
+        """Raises if the disk is too small: Docker keeps the archive beside the unpacked layers while loading."""
         needed: dict[str, int] = {}
         free: dict[str, int] = {}
         for space, size in ((inventory.folder, to_receive), (inventory.root, to_load)):

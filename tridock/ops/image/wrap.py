@@ -1,4 +1,4 @@
-"""Builds Tridock's layer on your own image, on this machine, if it is missing or has other code."""
+"""Builds Tridock's layer on your own image on this machine, if it is missing or has other code."""
 
 import hashlib
 import shutil
@@ -21,20 +21,20 @@ _PARTS: Final = ("Dockerfile.wrap", "entrypoint", "tridock", "tools")
 def wrap(image: str, name: str, ca: str = "") -> int:
     """Builds ``name``, Tridock's layer on ``image``, and returns the build's exit code.
 
-    Labels say what it was made from: the id of the image, where that is here already, and a digest of Tridock's code.
+    Labels record its inputs: the image's id, if it is already here, and a digest of Tridock's code.
     """
     labels = ((BASE, _label(image, "") or ""), (CODE, _code_digest()))
     return build_image(ImageOptions("wrap", image, name, ca, labels=labels), Path())
 
 
 def ensure_wrapped(cluster: Cluster) -> None:
-    """Builds the cluster's image where it is Tridock's layer on another one, and missing here or not up to date."""
+    """Builds the cluster's image if it is Tridock's layer on another one and is missing or outdated here."""
     if cluster.wraps is None:
         return
     name, base = cluster.settings.image, _label(cluster.wraps, "")
     if _label(name, CODE) == _code_digest() and base in (None, _label(name, BASE)):
         return
-    if base is None:  # its id tells later whether it has changed
+    if base is None:  # its id later shows whether it has changed
         pulled = LocalHost().run(Command.of("docker", "pull", "--quiet", cluster.wraps))
         if pulled.exit_code:
             reason = pulled.stderr.decode(errors="replace").strip().rpartition("\n")[2]
@@ -46,12 +46,12 @@ def ensure_wrapped(cluster: Cluster) -> None:
 
 
 def has_layer(image: str) -> bool:
-    """Whether an image on this machine has Tridock's layer. Without Docker here, the hosts' image is taken as it is."""
+    """Whether an image on this machine has Tridock's layer. Without Docker here, accepts the hosts' image."""
     return shutil.which("docker") is None or _label(image, TITLE) == "tridock"
 
 
 def _label(image: str, label: str) -> str | None:
-    """A label of an image on this machine, empty where it has none (without ``label``, its id); None without image."""
+    """Returns an image's label (empty if unset), or its id without ``label``; None if there is no image."""
     form = f'{{{{index .Config.Labels "{label}"}}}}' if label else "{{.Id}}"
     done = LocalHost().run(Command.of("docker", "image", "inspect", "--format", form, image), timeout=30.0)
     return done.stdout.decode().strip() if done.exit_code == 0 else None

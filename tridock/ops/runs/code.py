@@ -1,4 +1,4 @@
-"""The user's code on its way to the nodes: which files belong to it, and what of them each node lacks."""
+"""Your code for a run: which files belong to it, and which of them each node lacks."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ class Code:
     folder: Path
     files: Mapping[str, CodeFile]
     size: int
-    """Bytes of all."""
+    """The total size in bytes."""
     origin: Mapping[str, object]
-    """Where it comes from, for the run's manifest."""
+    """The code's origin, for the run's manifest."""
     diff: bytes | None = None
-    """What differs from the commit, as ``git diff`` shows it; None where nothing does, or that is too long."""
+    """The changes since the commit as ``git diff`` shows them; None if there are none or they are too long."""
 
     @property
     def index(self) -> str:
-        """As ``place-code`` reads it."""
+        """The index that ``place-code`` reads."""
         return encode(dict(self.files))
 
 
 def read_code(folder: Path) -> Code:
-    """The files of the folder that are sent: of a git repository those that git does not ignore, else all of them;
-    without those that ``.tridockignore`` (in .gitignore's syntax) names, caches, virtual environments and runs.
+    """Returns the files of the folder to send: in a git repository those that git does not ignore, else all; without
+    caches, virtual environments, runs, and what ``.tridockignore`` (in .gitignore's syntax) lists.
 
     Raises :class:`RequestError` if it is no folder, or too large to be code.
     """
@@ -90,10 +90,10 @@ def _origin(folder: Path, files: Mapping[str, CodeFile], size: int) -> dict[str,
 
 
 def code_of_run(run: Path) -> Code:
-    """The code with which a run began, from its folder. Raises :class:`RequestError` where that is not known."""
+    """Returns the code that a run started with, from its folder. Raises :class:`RequestError` if it is unknown."""
     index = read_object(run / run_folder.CODE_INDEX)
     origin = read_object(run / run_folder.MANIFEST).get("code") or {}
-    if len(index) != origin.get("files"):  # a program of the image may come without any
+    if len(index) != origin.get("files"):  # a program in the image may have no code files
         todo = "fetch the run's folder whole: tridock fetch"
         raise RequestError(Problem(str(run / run_folder.CODE_INDEX), "cannot be read", "", todo))
     files = {name: decode(CodeFile, json.dumps(entry)) for name, entry in index.items()}
@@ -108,7 +108,7 @@ def code_of_run(run: Path) -> Code:
 
 
 def _names(folder: Path) -> Iterator[str]:
-    from pathspec import GitIgnoreSpec  # of the operator's environment, which the jobs of other engines can do without
+    from pathspec import GitIgnoreSpec  # from the operator's environment; other engines' jobs do not need it
 
     ignored = GitIgnoreSpec.from_lines(_NEVER)
     own = folder / IGNORE_FILE
@@ -136,7 +136,7 @@ def _sha256(path: Path) -> str:
 
 
 def archive_of(files: Mapping[str, Path]) -> Iterator[bytes]:
-    """A tar archive of the files, piece by piece."""
+    """Yields a tar archive of the files in chunks."""
     for name, path in files.items():
         content, header = path.read_bytes(), tarfile.TarInfo(name)
         header.size = len(content)

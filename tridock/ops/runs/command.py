@@ -1,4 +1,4 @@
-"""``tridock run``: the user's own program on a cluster's nodes."""
+"""``tridock run``: your own program on a cluster's nodes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def prepare(session: Session, experiment: CommandExperiment, folder: Path) -> Pr
 
 
 def prepare_again(session: Session, run: Path) -> PreparedCommand:
-    """The program of a run, with the code with which that began."""
+    """Returns the program of a run, with the code that the run started with."""
     experiment = load_command(run / run_folder.EXPERIMENT)
     prepared = PreparedCommand(experiment, code_of_run(run), run_folder.new_run_id(experiment.name))
     preview(session, prepared)
@@ -59,7 +59,7 @@ def prepare_again(session: Session, run: Path) -> PreparedCommand:
 
 
 def preview(session: Session, prepared: PreparedCommand) -> RunBundle:
-    """The run as it would start, from what is known without contacting a host."""
+    """Returns the run as it would start, from what is known without contacting a host."""
     port = prepared.experiment.launch.master_port or default_port(prepared.run_id)
     return _bundle(session, prepared, port)
 
@@ -75,7 +75,7 @@ def launch(
 ) -> RunBundle:
     """Brings the nodes up, sends the code and the run's files to all of them, and starts the run on the head.
 
-    ``check``: the doctor's quick checks first. ``share``: also on slots that another run has in use; ``queue``: the run
+    ``check``: runs the doctor's quick checks first. ``share``: also uses slots that another run has in use; ``queue``:
     waits for them. ``approve`` is called with the manifest and the plan before anything is written.
     """
     sinks = sinks_of(prepared.experiment)
@@ -101,7 +101,7 @@ def launch(
 
 
 def _send_code(session: Session, code: Code, run_path: str) -> None:
-    """Lays out the code in the run's folder on every node; sends only what the node lacks."""
+    """Writes the code to the run's folder on every node; sends only the files that the node lacks."""
     by_content = {it.sha256: code.folder / name for name, it in code.files.items()}
     store = f"{run_folder.WORKSPACE}/runs/{run_folder.CODE_STORE}"
 

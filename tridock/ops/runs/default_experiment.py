@@ -1,4 +1,4 @@
-"""The experiment of a launch that names none: a small GPT, in 3D where the slots allow it."""
+"""The default experiment of a launch: a small GPT, with 3D parallelism if the slots allow it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Final
 
 CONFIG: Final = Path("configs/demo-3d.yaml")
 _MICRO_BATCH: Final = 4
-"""Of the file."""
+"""The micro batch size in the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class DefaultExperiment:
-    """A file, the layout, the fields that it overrides, and its reason, for people."""
+    """A file, the layout, the fields that it overrides, and the reason as text."""
 
     config: Path
     layout: str
@@ -39,7 +39,7 @@ def default_experiment(slots: Mapping[str, Sequence[int]]) -> DefaultExperiment:
     overrides = (
         f"parallel.tensor_model_parallel_size={tensor}",
         f"parallel.pipeline_model_parallel_size={pipeline}",
-        # Four steps of a pipeline, or two where there are several replicas.
+        # Four micro batches per replica, or two with several replicas.
         f"batch.global_batch_size={_MICRO_BATCH * replicas * max(2, 4 // replicas)}",
     )
     reason = "there is one slot" if ranks == 1 else f"{ranks} slots are {why}"
@@ -49,8 +49,9 @@ def default_experiment(slots: Mapping[str, Sequence[int]]) -> DefaultExperiment:
 def choose_experiment(
     config: Path | None, overrides: Sequence[str], slots: Mapping[str, Sequence[int]]
 ) -> tuple[Path, Sequence[str], str]:
-    """The experiment that is named and its overrides, or else the default's with these after its own, and a line that
-    says so."""
+    """Returns the named experiment and its overrides, or else the default one with these overrides after its own, and a
+    note.
+    """
     if config is not None:
         return config, overrides, ""
     chosen = default_experiment(slots)

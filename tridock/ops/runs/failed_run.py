@@ -1,11 +1,11 @@
-"""The error of a failed run: one line, and its cause below. Contacts no host."""
+"""The error of a failed run: one line, with the cause below. Contacts no host."""
 
 from tridock.errors import Problem, RunError
 from tridock.triage import Facts, diagnose, report
 
 
 class RunFailedError(RunError):
-    """A run that failed, in one line; beneath it, why. ``rule`` is the rule of triage that knew the failure."""
+    """A run failed. The message is one line with the cause below. ``rule`` is the triage rule that matched."""
 
     def __init__(self, problem: Problem, why: str, rule: str) -> None:
         super().__init__(problem)
@@ -16,13 +16,13 @@ class RunFailedError(RunError):
 
 
 def failed(problem: Problem, facts: Facts) -> RunFailedError:
-    """The error of a failed run with the diagnosis beneath it."""
+    """Returns the error of a failed run with the diagnosis below it."""
     diagnosis = diagnose(facts)
     return RunFailedError(problem, report(facts, diagnosis), diagnosis.rule)
 
 
 def failure_text(facts: Facts) -> str:
-    """``exit code 4, rank 1 on host-b first: …``"""
+    """Returns a line such as ``exit code 4, rank 1 on host-b first: …``."""
     code = "no exit code" if facts.exit_code is None else f"exit code {facts.exit_code}"
     return code + (f", {facts.failure}" if facts.failure else "")
 

@@ -1,4 +1,4 @@
-"""Copies a run's folder from every node that has a part of it to this machine."""
+"""Copies a run's folder to this machine from every node that has a part of it."""
 
 import sys
 import tempfile
@@ -16,13 +16,13 @@ from tridock.progress import bars
 from tridock.remote import Host
 
 if sys.version_info < (3, 11, 4):
-    from backports import tarfile  # with extraction filters
+    from backports import tarfile  # has extraction filters
 else:
     import tarfile
 
-# From here on it takes long enough for somebody to wonder.
+# From here on the user may notice the wait.
 _LARGE = 10_000_000
-# A node that had no part in the run has no folder.
+# A node without a part in the run has no folder.
 _PACK = 'if [ -d "$1" ]; then shift; exec tar "$@"; fi'
 
 
@@ -35,7 +35,7 @@ def fetch(session: Session, run: Run, destination: Path, *, checkpoints: bool = 
     home = destination / run.run_id
     there = Path(session.workspace(run.head), "runs", run.run_id)
     if not session.transport.separate_hosts and home.resolve() == there.resolve():
-        return home  # the twin's nodes write it here themselves
+        return home  # the twin's nodes write to it directly
     try:
         destination.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".fetch.", dir=destination) as folder:
@@ -48,22 +48,22 @@ def fetch(session: Session, run: Run, destination: Path, *, checkpoints: bool = 
 
 
 def _bring(session: Session, run: Run, folder: Path, checkpoints: bool) -> None:
-    """Makes the run's folder below ``folder``, out of every node's part of it."""
+    """Assembles the run's folder below ``folder`` from every node's part."""
     runs = f"{run_folder.WORKSPACE}/runs"
     exclude = () if checkpoints else (f"--exclude={run.run_id}/{run_folder.CHECKPOINTS}",)
     argv = ("sh", "-c", _PACK, "sh", f"{runs}/{run.run_id}", "-C", runs, *exclude, "-cz", run.run_id)
     archives = {node: folder / f"{node}.tar.gz" for node in session.running()}
     with ExitStack() as stack, bars(quiet=session.quiet) as begin:
-        # There is no end to compare it with: the nodes pack while they send.
+        # The total size is unknown: the nodes pack while they send.
         count = begin(f"fetch {run.run_id}", None, hidden_below=_LARGE)
-        # Opened here, not by the hosts' threads: after Ctrl-C none of them makes a file that nobody removes.
+        # Opened here, not in the hosts' threads, so that no thread leaves a file behind after Ctrl-C.
         files = {node: stack.enter_context(path.open("wb")) for node, path in archives.items()}
 
         def download(node: str, host: Host) -> None:
             _download(session, node, host, argv, files[node], count)
 
         session.each(download, only=tuple(archives))
-    # The head's files come last: they win where nodes do not share a file system.
+    # The head's files come last: they take precedence if nodes do not share a file system.
     for node in sorted(archives, key=lambda node: node == run.head):
         if archives[node].stat().st_size:
             part = folder / f"{node}.part"
@@ -83,7 +83,7 @@ def _download(
         count(len(chunk))
 
     done = host.read_into(write, session.inside(node, *argv))
-    # tar ends with 1 where a file grew while it was read: an active run may be fetched.
+    # tar exits with 1 if a file grew while it was read: an active run can be fetched.
     if done.exit_code != 1 or not file.tell():
         done.checked(node)
 
@@ -98,7 +98,7 @@ def _unpack(node: str, archive: Path, folder: Path) -> None:
 
 
 def _move(source: Path, target: Path) -> None:
-    """To a place where a part of it may be already: what is new there replaces what is old, each file in one go."""
+    """Moves a folder over an existing copy; new files replace old ones, each atomically."""
     if source.is_dir() and not source.is_symlink() and target.is_dir():
         for entry in source.iterdir():
             _move(entry, target / entry.name)

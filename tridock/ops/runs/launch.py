@@ -31,28 +31,29 @@ _DEMO_FILES = tuple(f"stdlib_text_document.{suffix}" for suffix in ("bin", "idx"
 
 
 def prepare_on(session: Session, config: Path, overrides: Sequence[str] = (), *, force: bool = False) -> Prepared:
-    """The experiment on the cluster's slots, as the settings describe them. Contacts no host."""
+    """Returns the experiment prepared for the cluster's slots, as the settings describe them. Contacts no host."""
     cluster = session.cluster
     prepared = prepare(config, cluster.slots, assumptions_for(cluster), overrides, force=force)
     return replace(prepared, experiment=with_cluster_sinks(prepared.experiment, cluster.settings))
 
 
 def on_hosts_gpus(session: Session, prepared: Prepared) -> Prepared:
-    """The same on the hosts' own GPUs, where the settings name none. Contacts the hosts."""
+    """Returns it for the hosts' own GPUs, if the settings name none. Contacts the hosts."""
     return prepared.replanned(with_hosts_gpu(prepared.assessment.assumptions, session))
 
 
 def preview(session: Session, prepared: Prepared) -> RunBundle:
-    """The run as it would start, from what is known without contacting a host."""
+    """Returns the run as it would start, from what is known without contacting a host."""
     port = prepared.experiment.launch.master_port or default_port(prepared.run_id)
     return _bundle(session, prepared, port, image_id=None)
 
 
 def bring_demo_data(session: Session) -> str:
-    """Makes the demo's data set on the head and copies it to the nodes that lack it; returns the line about it.
+    """Builds the demo data set on the head and copies it to the nodes that lack it; returns a line about it.
 
-    Brings the nodes up first: the data set is made in the head's container, and the operator's machine needs nothing
-    for it. Only for a launch that names no experiment: other data sets may be large; `tridock data sync` brings them.
+    Brings the nodes up first: the data set is built in the head's container, so the operator's machine needs no extra
+    packages. Only for a launch that names no experiment: other data sets may be large and are copied by `tridock data
+    sync`.
     """
     ensure_up(session)
     head = session.head
@@ -86,9 +87,9 @@ def launch(
 ) -> RunBundle:
     """Brings the nodes up, checks what the run needs, puts its folder on every node and starts it on the head.
 
-    ``check`` is the doctor's quick part; without it only the run's own files and its port are looked at. ``share``
-    allows slots that another run has in use; with ``queue`` the run waits for them. ``approve`` is given the run's
-    manifest and plan before anything is written, and may raise.
+    ``check`` runs the doctor's quick checks; without it only the run's own files and its port are checked. ``share``
+    allows slots that another run has in use; with ``queue`` the run waits for them. ``approve`` is called with the
+    run's manifest and plan before anything is written, and may raise.
     """
     sinks = sinks_of(prepared.experiment)
     if queue:
@@ -98,7 +99,7 @@ def launch(
     questions: list[Callable[[], object]] = []
     if not share and not queue:
         questions.append(lambda: refuse_slots_in_use(session))
-    if check and not (queue and slots_in_use(session)):  # busy devices would be findings
+    if check and not (queue and slots_in_use(session)):  # busy devices would fail the checks
         on_cpu = prepared.experiment.env.get("DS_ACCELERATOR") == "cpu"
         questions.append(lambda: check_quickly(session, on_cpu=on_cpu))
     questions.append(lambda: check_on_head(session, sinks))
@@ -114,14 +115,14 @@ def launch(
         put_files(session, bundle)
         return start(session, bundle, sinks, queue=queue)
     except TridockError:
-        # A folder on some of the nodes would be a run that never starts.
+        # Folders on only some nodes would look like a run that never starts.
         with suppress(TridockError):
             remove_files(session, bundle)
         raise
 
 
 def start(session: Session, bundle: RunBundle, sinks: Sinks, *, queue: bool = False) -> RunBundle:
-    """Starts a run on the head, or puts it into the queue; the secrets of its sinks go there by standard input."""
+    """Starts a run on the head or queues it; sends the secrets of its sinks over standard input."""
     secrets = json.dumps(dict(sinks.secrets)).encode() if sinks.secrets else None
     options = ("--secrets",) if secrets else ()
     if queue:
@@ -136,7 +137,7 @@ def start(session: Session, bundle: RunBundle, sinks: Sinks, *, queue: bool = Fa
 
 
 def _share_secrets(session: Session, bundle: RunBundle, secrets: bytes | None) -> None:
-    """Gives the secrets of a run that has started to the nodes that may supervise it if the head is lost."""
+    """Sends the secrets of a started run to the nodes that may supervise it if the head is lost."""
     supervision = Supervision.from_json(bundle.files[run_folder.SUPERVISION].decode())
     if secrets is None or not supervision.may_be_taken_over:
         return

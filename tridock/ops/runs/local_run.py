@@ -1,6 +1,6 @@
 """A run on this machine: in a container (`docker compose run trainer …`) or in a virtual environment, without ssh.
 
-Several machines can join in one run without ssh too, each started by hand with its rank (``NODE_RANK``).
+Several machines can also join one run without ssh, each started by hand with its rank (``NODE_RANK``).
 """
 
 import hashlib
@@ -44,30 +44,30 @@ from tridock.triage import facts_of
 
 HERE = "localhost"
 _DELIVERY_S = 60.0
-"""For the sinks, which end with this machine's container or job."""
+"""Seconds for the sinks, which end with this machine's container or job."""
 _RENDEZVOUS_PORT = 29500
 _GRACE_S = 10.0
 _FIRST_RANK_S = 120
-"""A signal may come before the ranks have."""
-# What says that a job's time is over.
+"""Seconds: a signal may arrive before the ranks start."""
+# The signals that announce the end of a job's time.
 _SCHEDULERS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """This machine among those of the run: ``nnodes`` of them, its rank, and where the first one is reached."""
+    """This machine's place in the run: ``nnodes`` machines, its rank, and the address of the first."""
 
     nnodes: int = 1
     node_rank: int = 0
     master_addr: str | None = None
 
     def slots(self, ranks: int) -> dict[str, range]:
-        """The slots of a run with ``ranks`` ranks on each of the machines."""
+        """Returns the slots of a run with ``ranks`` ranks on each machine."""
         names = [HERE] if self.nnodes == 1 else [f"node-{rank}" for rank in range(self.nnodes)]
         return {name: range(ranks) for name in names}
 
     def check(self) -> None:
-        """Raises :class:`RequestError` with everything that does not fit together."""
+        """Raises :class:`RequestError` with every inconsistency."""
         problems = []
         if self.nnodes < 1:
             problems.append(Problem("--nnodes", "must be at least 1", str(self.nnodes), "give the number of nodes"))
@@ -101,9 +101,9 @@ def run_here(
     quiet: bool = False,
     approve: Approve | None = None,
 ) -> Ended:
-    """Runs the experiment as this machine's ranks and follows it to its end; ``quiet`` prints only the run's folder.
+    """Runs the experiment as this machine's ranks and follows it to the end; ``quiet`` prints only the run's folder.
 
-    Ctrl-C stops the run: it belongs to this terminal, unlike one that ``tridock launch`` started. ``approve`` is given
+    Ctrl-C stops the run, which belongs to this terminal, unlike one of ``tridock launch``. ``approve`` is called with
     the run's manifest and plan before anything is written, and may raise.
     """
     workspace = workspace.resolve()
@@ -163,14 +163,14 @@ def run_here(
 
 
 def ranks_here(nproc: int | None) -> int:
-    """The ranks to start on this machine: ``nproc``, or one for each of its GPUs."""
+    """Returns the number of ranks on this machine: ``nproc``, or one per GPU."""
     if nproc is not None and nproc < 1:
         raise RequestError(Problem("--nproc", "must be at least 1", str(nproc), "give the number of ranks"))
     return nproc or default_ranks()
 
 
 def _agree(place: Place, port: int, ranks: int, prepared: Prepared) -> str:
-    """The run's id, once every node has joined and is about to run the same."""
+    """Returns the run's id once every node has joined with the same terms."""
     digest = hashlib.sha256(dump_experiment(prepared.experiment).encode()).hexdigest()
     terms = rendezvous.Terms(place.node_rank, place.nnodes, ranks, digest)
     if place.node_rank == 0:
@@ -182,7 +182,7 @@ def _agree(place: Place, port: int, ranks: int, prepared: Prepared) -> str:
 
 def _write(folder: Path, bundle: RunBundle, place: Place) -> None:
     for name, content in bundle.files.items():
-        # Nodes may share the folder: what node 0 writes is the run's.
+        # Nodes may share the folder: node 0's files are the run's.
         if place.node_rank == 0 or not (folder / name).exists():
             run_folder.write_atomic(folder / name, content)
 
@@ -202,10 +202,10 @@ def start_and_follow(
     quiet: bool = False,
     secrets: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
-    """Starts the run and prints its output, unless ``quiet``, to its end; its exit code.
+    """Starts the run and prints its output, unless ``quiet``; returns its exit code.
 
-    ``again``: it continues where it stopped, once the previous supervisor has ended, within ``patience_s``.
-    ``secrets`` are those of its sinks, which are waited for at the end.
+    ``again``: resumes the run once its previous supervisor has ended, within ``patience_s`` seconds. ``secrets`` are
+    those of its sinks, which this function waits for at the end.
     """
     env = node_environment(ranks)
     log = folder / run_folder.LAUNCHER_LOG
@@ -213,7 +213,7 @@ def start_and_follow(
     options = ["--again", "--patience", str(patience_s)] if again else []
     options += ["--secrets"] if secrets else []
     try:
-        # Each in a session of its own: Ctrl-C at the terminal is ours to answer, from here on.
+        # Each in its own session: from here on this process handles Ctrl-C.
         start = [*node_argv(), "start", str(folder), *options]
         given = json.dumps(dict(secrets)).encode()
         if code := subprocess.run(start, input=given, env=env, start_new_session=True, check=False).returncode:
@@ -234,7 +234,7 @@ def start_and_follow(
 
 
 def triage_here(folder: Path) -> RunFailedError:
-    """Why the run of a folder failed, a fetched one's too; raises :class:`RequestError` for one that did not."""
+    """Returns why the run of a folder (also a fetched one) failed. Raises :class:`RequestError` if it did not."""
     todo = "give runs/<run-id> of a run that failed"
     if not (folder / run_folder.EXPERIMENT).is_file():
         raise RequestError(Problem(str(folder), "is not a run's folder", "", todo))
@@ -258,7 +258,7 @@ def _join(folder: Path, ranks: int, node_rank: int) -> int:
     """Runs this node's ranks of a run that node 0 supervises."""
     env = {**node_environment(ranks), environment.RUN_ID: folder.name}
     script = ["bash", str(folder / run_folder.launch_script(node_rank))]
-    # A session of its own: Ctrl-C at the terminal is ours to answer.
+    # Its own session: this process handles Ctrl-C.
     with subprocess.Popen(script, stdin=subprocess.DEVNULL, env=env, start_new_session=True) as launcher:
         try:
             with _forwarding_signals(folder, env):
@@ -272,7 +272,7 @@ def _join(folder: Path, ranks: int, node_rank: int) -> int:
 
 @contextmanager
 def _forwarding_signals(folder: Path, env: Mapping[str, str]) -> Iterator[None]:
-    """A scheduler's signal is for the ranks of this node: they save, and their end is waited for."""
+    """Forwards a scheduler's signal to this node's ranks, which save and end."""
 
     def forward(number: int, _frame: object) -> None:
         argv = [*node_argv(), "save", str(folder), "--signal", str(number), "--patience", str(_FIRST_RANK_S)]
@@ -287,7 +287,7 @@ def _forwarding_signals(folder: Path, env: Mapping[str, str]) -> Iterator[None]:
 
 
 def _ignore_schedulers() -> None:
-    """In a process that a scheduler's signal reaches as well, and that has no part in it."""
+    """Ignores a scheduler's signals in a process that also receives them but has no part in the job."""
     for number in _SCHEDULERS:
         signal.signal(number, signal.SIG_IGN)
 
@@ -295,7 +295,7 @@ def _ignore_schedulers() -> None:
 def _interrupted(folder: Path, env: Mapping[str, str]) -> int:
     print(f"\nstopping run {folder.name}")
     stop = ["stop", folder.name, "--workspace", str(folder.parent.parent)]
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # an impatient second Ctrl-C would leave ranks behind
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would leave ranks behind
     try:
         subprocess.run([*node_argv(), *stop], env=env, stdout=subprocess.DEVNULL, check=False)
     finally:
@@ -310,6 +310,6 @@ def _manifest(prepared: Prepared, ranks: int) -> dict[str, object]:
         python=sys.version.split()[0],
         image_manifest=image,
         packages=packages() if image is None else None,
-        # How sums are split over threads decides about their last bits.
+        # The number of threads changes how sums are split, and so their last bits.
         machine={**machine(), "threads_per_rank": node_environment(ranks)["OMP_NUM_THREADS"]},
     )

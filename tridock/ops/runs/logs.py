@@ -17,9 +17,9 @@ _CLOSING_S: Final = 2.0
 
 
 class LogStream:
-    """What ``tridock.node follow --keepalive`` prints, without its signs of life; ``exit_code`` is the run's.
+    """The output of ``tridock.node follow --keepalive`` without keepalives; ``exit_code`` is the run's.
 
-    Raises :class:`ClusterError` where the head is not there any more, whichever way it went: paused, cut off, killed.
+    Raises :class:`ClusterError` if the head disappears: paused, disconnected or killed.
     """
 
     def __init__(self, stream: Stream, head: str, run_id: str) -> None:
@@ -28,7 +28,7 @@ class LogStream:
 
     def __iter__(self) -> Iterator[bytes]:
         chunks: SimpleQueue[bytes | TridockError | None] = SimpleQueue()
-        # In a thread: a dead connection can block its reader for longer than the timeout.
+        # In a thread: a dead connection can block its reader beyond the timeout.
         threading.Thread(target=self._read, args=(chunks,), daemon=True).start()
         ended = False
         try:
@@ -73,15 +73,15 @@ class LogStream:
 
 
 def follow(session: Session, run: Run) -> LogStream:
-    """The run's output as it comes; once it is drained, ``exit_code`` is the run's."""
+    """Streams the run's output; ``exit_code`` is set at the end."""
     command = session.inside(run.head, *NODE, "follow", "--keepalive", f"{run_folder.WORKSPACE}/runs/{run.run_id}")
     return LogStream(session.hosts[run.head].stream(command), run.head, run.run_id)
 
 
 def choose_ranks(session: Session, run: Run, ranks: str, node: str) -> dict[str, list[int]]:
-    """The ranks that are meant, by node: those of ``ranks`` (as ``0,3``), or all of a node's.
+    """Returns the selected ranks by node: those of ``ranks`` (as ``0,3``), or all of a node's.
 
-    Raises :class:`RequestError` for ranks and nodes that have no part in the run.
+    Raises :class:`RequestError` for ranks and nodes that are not part of the run.
     """
     plan = plan_of(session, run)
     if not plan.get("rank_logs", True):
@@ -107,7 +107,7 @@ def choose_ranks(session: Session, run: Run, ranks: str, node: str) -> dict[str,
 
 
 def read_rank_logs(session: Session, run: Run, chosen: Mapping[str, Sequence[int]], *, follow: bool) -> Iterator[bytes]:
-    """The ranks' logs, node by node; with ``follow`` their output as it comes, until the run ends on those nodes.
+    """Yields the ranks' logs node by node; with ``follow``, their output until the run ends on those nodes.
 
     With several ranks each line starts with its rank.
     """
@@ -129,14 +129,14 @@ def _open(session: Session, run: Run, node: str, ranks: Sequence[int], follow: b
 
 def _check(node: str, stream: Stream) -> None:
     if stream.exit_code:
-        # What is wrong there has been printed: errors come with the output.
+        # The problem has been printed: errors are part of the output.
         what = "its ranks' logs could not be read to the end"
         todo = "see the lines above, and tridock status"
         raise ClusterError(Problem(node, what, f"exit code {stream.exit_code}", todo))
 
 
 def _mixed(streams: Mapping[str, Stream]) -> Iterator[bytes]:
-    """Lines as they come, never a part of one between those of others."""
+    """Yields whole lines as they arrive, so that lines of different nodes never mix."""
     chunks: SimpleQueue[tuple[str, bytes | TridockError | None]] = SimpleQueue()
 
     def pump(node: str, stream: Stream) -> None:
@@ -162,7 +162,7 @@ def _mixed(streams: Mapping[str, Stream]) -> Iterator[bytes]:
                 yield part
                 continue
             unfinished.discard(node)
-            if part is not None:  # the other nodes still have something to say
+            if part is not None:  # the other nodes may still send output
                 failures.append(part)
     finally:
         for stream in streams.values():

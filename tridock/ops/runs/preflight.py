@@ -1,4 +1,4 @@
-"""What has to hold on the nodes before a run's first file is written there: its data, a port for the rendezvous."""
+"""Preconditions on the nodes, checked before a run's first file is written there: data, and a rendezvous port."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tridock.experiment.inputs import IMAGE_SUFFIXES, TOKENIZER, data_problems, 
 from tridock.ops.runs.this_machine import node_argv, node_environment
 from tridock.plan import Plan
 
-if TYPE_CHECKING:  # a run on one machine needs no ssh: its image is without the packages for it
+if TYPE_CHECKING:  # a run on one machine needs no ssh, and its image lacks the packages for it
     from tridock.ops.hosts.session import Session
     from tridock.remote import Host
 
@@ -29,18 +29,18 @@ _TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """What the nodes answered: the port to use on the head, the data's fingerprints, the image's manifest."""
+    """The nodes' answers: the port to use on the head, the data's fingerprints, the image's manifest."""
 
     port: int
     data: Mapping[str, Mapping[str, object]]
-    """For the run's manifest, as :func:`fingerprints`."""
+    """For the run's manifest, as in :func:`fingerprints`."""
     image_manifest: object
 
 
 def check_nodes(session: Session, config: Path, experiment: Experiment, plan: Plan) -> Preflight:
-    """Asks every node once. Raises :class:`RequestError` with all that its files cannot be.
+    """Queries every node once. Raises :class:`RequestError` with every file that does not fit.
 
-    They may be missing somewhere, differ from the head's, or not match the experiment. A port that is taken is a
+    A file may be missing on a node, differ from the head's, or not match the experiment. A port in use is a
     :class:`ClusterError`.
     """
     head = session.head
@@ -60,13 +60,13 @@ def check_nodes(session: Session, config: Path, experiment: Experiment, plan: Pl
 
 
 def refuse_other_contract(session: Session, answer: PreflightAnswer) -> None:
-    """Raises :class:`ClusterError` where the head's image could not read the files of a run that this code writes."""
+    """Raises :class:`ClusterError` if the head's image cannot read the run files that this code writes."""
     if answer.contract != contract():
         raise session.other_version(session.head, f"contract {answer.contract or 'unknown'}, {contract()} here")
 
 
 def _refuse_other_fields(session: Session, manifest: object) -> None:
-    """Raises :class:`ClusterError` where the image's code would not know the experiment that this code writes."""
+    """Raises :class:`ClusterError` if the image's code does not know the experiment that this code writes."""
     known = manifest.get("experiment_fields") if isinstance(manifest, Mapping) else None
     if known is not None and known != fields_digest():
         commit = str(manifest.get("git_commit") if isinstance(manifest, Mapping) else None)[:12]
@@ -76,7 +76,7 @@ def _refuse_other_fields(session: Session, manifest: object) -> None:
 def check_files(
     config: Path, experiment: Experiment, plan: Plan, workspace: Path
 ) -> Mapping[str, Mapping[str, object]]:
-    """As :func:`check_nodes` for the files of this machine, without a port; returns the data's fingerprints."""
+    """Like :func:`check_nodes` for this machine's files, without a port; returns the data's fingerprints."""
     argv = [*node_argv(), *preflight_argv(experiment, head=True)]
     done = subprocess.run(argv, env=node_environment(1), cwd=workspace, capture_output=True, check=True)
     answer = decode(PreflightAnswer, done.stdout)
@@ -94,7 +94,7 @@ def check_files(
 
 
 def preflight_argv(experiment: Experiment, *, head: bool) -> tuple[str, ...]:
-    """The arguments of ``tridock.node`` that ask a node for what the experiment needs; more of the head."""
+    """Returns the ``tridock.node`` arguments that query a node for the experiment's needs; the head reports more."""
     argv = ["preflight"]
     if head:
         port = experiment.launch.master_port
@@ -116,7 +116,7 @@ def _read(experiment: Experiment) -> dict[str, str]:
 
 
 def mismatches(config: Path, experiment: Experiment, plan: Plan, answer: PreflightAnswer) -> Iterator[Problem]:
-    """What the head's files cannot be: another vocabulary, too short, a checkpoint of another layout."""
+    """Yields the problems of the head's files: another vocabulary, too little data, a checkpoint of another layout."""
     read = {name: answer.read[path] for name, path in _read(experiment).items()}
     vocabulary = answer.files.get(experiment.data.vocab_file or "")
     if not answer.loads:
@@ -136,7 +136,7 @@ def mismatches(config: Path, experiment: Experiment, plan: Plan, answer: Preflig
 
 
 def data_files(experiment: Experiment) -> dict[str, str]:
-    """The files that every rank reads, each with the field that names it."""
+    """Returns the files that every rank reads, each with the field that names it."""
     data = experiment.data
     suffixes = IMAGE_SUFFIXES if experiment.model.is_vision else (".bin", ".idx")
     files = {f"{data.data_path}{suffix}": "data.data_path" for suffix in suffixes}
@@ -177,10 +177,10 @@ def _passed(head: str, config: Path, experiment: Experiment, answer: PreflightAn
 
 
 def fingerprints(experiment: Experiment, answer: PreflightAnswer) -> dict[str, dict[str, object]]:
-    """What a run's manifest says of its data, by path.
+    """Returns a run manifest's entry for its data, by path.
 
-    Hashes that were taken now (of all but the tokens themselves, which may be terabytes: their index holds every
-    length), sizes, and the hashes that the data set's own manifest gives.
+    It has current hashes (except of the tokens, which may be terabytes; their index holds every length), sizes, and the
+    hashes from the data set's own manifest.
     """
     files = {name: found for name, found in answer.files.items() if found is not None}
     prefix = experiment.data.data_path

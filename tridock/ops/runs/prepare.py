@@ -1,4 +1,4 @@
-"""A run prepared, the same way for every launcher: its experiment, its plan, what speaks against it, its bundle.
+"""Prepares a run, the same way for every launcher: its experiment, plan, problems and bundle.
 
 ``tridock launch``, ``tridock train``, ``tridock slurm`` and ``tridock replan`` all call :func:`prepare`.
 """
@@ -23,7 +23,7 @@ from tridock.ops.runs.provenance import provenance
 from tridock.plan import Assessment, Assumptions, Plan, assess
 from tridock.plan.goodput import RESTART_S, Failures
 
-if TYPE_CHECKING:  # `tridock plan` contacts nobody, and needs no ssh
+if TYPE_CHECKING:  # `tridock plan` contacts no host and needs no ssh
     from tridock.ops.hosts.session import Session
 
 Slots = Mapping[str, Sequence[int]]
@@ -39,26 +39,26 @@ class Prepared:
     slots: Slots
     run_id: str
     force: bool = False
-    """Start although the plan says that it does not fit."""
+    """Starts even if the plan does not fit."""
     data: Mapping[str, object] = field(default_factory=dict)
-    """The fingerprints of its data, for the manifest."""
+    """The data's fingerprints, for the manifest."""
 
     @property
     def plan(self) -> Plan:
         return self.assessment.laid_out
 
     def replanned(self, assumptions: Assumptions) -> Prepared:
-        """The same on other assumptions. Raises :class:`RequestError` where it does not fit them."""
+        """Returns it replanned with other assumptions. Raises :class:`RequestError` if the plan does not fit."""
         assessment = assess(self.experiment, self.slots, str(self.config), assumptions)
         assessment.checked(force=self.force)
         return replace(self, assessment=assessment)
 
     def with_files_of(self, workspace: Path) -> Prepared:
-        """The same with its data's fingerprints. Raises :class:`RequestError` where this machine's files do not fit."""
+        """Returns it with its data's fingerprints. Raises :class:`RequestError` if this machine's files do not fit."""
         return replace(self, data=preflight.check_files(self.config, self.experiment, self.plan, workspace))
 
     def manifest(self, code: Path, **own: object) -> dict[str, object]:
-        """What the run's manifest says; ``code`` is the repository."""
+        """Returns the run's manifest; ``code`` is the repository."""
         train = self.experiment.train
         about = {"config": str(self.config), "seed": train.seed, "tf32": train.tf32}
         return {**provenance(code), **about, **own, **self.data}
@@ -74,7 +74,7 @@ class Prepared:
         spares: Slots | None = None,
         addresses: Mapping[str, str] | None = None,
     ) -> RunBundle:
-        """The first command line and the first files of the run."""
+        """Returns the first command line and the first files of the run."""
         request = RunRequest(
             self.experiment,
             self.assessment,
@@ -99,9 +99,9 @@ def prepare(
     force: bool = False,
     run_id: str | None = None,
 ) -> Prepared:
-    """Loads the experiment and plans it on the slots; contacts nobody.
+    """Loads the experiment and plans it on the slots. Contacts no host.
 
-    Raises :class:`RequestError` with everything against the run: illegal fields, a plan that does not fit.
+    Raises :class:`RequestError` with every problem: invalid fields, a plan that does not fit.
     """
     experiment = load_experiment(config, overrides)
     assessment = assess(experiment, slots, str(config), assumptions)
@@ -112,7 +112,7 @@ def prepare(
 def slots_of(
     hosts: Path | None, include: str = "", exclude: str = "", nodes: int | None = None, gpus_per_node: int = 8
 ) -> tuple[Cluster | None, Slots]:
-    """The slots of a hostfile, and its cluster; or the slots of ``nodes`` nodes, and no cluster."""
+    """Returns the slots of a hostfile and its cluster, or the slots of ``nodes`` nodes and no cluster."""
     if hosts is not None and nodes is None:
         cluster = load_cluster(hosts, include=include, exclude=exclude)
         return cluster, cluster.slots
@@ -139,7 +139,7 @@ def assumptions_for(
     tokens: float | None = None,
     cost_per_gpu_hour: float | None = None,
 ) -> Assumptions:
-    """What the plan assumes: options of the command line, else the cluster's settings. Contacts nobody."""
+    """Returns the plan's assumptions from command-line options, else the cluster's settings. Contacts no host."""
     _check_numbers(
         ("--network-gbit", network_gbit, LEAST_RATE, MOST_RATE),
         ("--tflops", tflops, LEAST_RATE, MOST_RATE),
@@ -160,7 +160,7 @@ def assumptions_for(
 def failures_for(
     node_mtbf_hours: float | None, checkpoint_gb_s: float | None, restart_s: float | None
 ) -> Failures | None:
-    """What the plan assumes of failures and of the storage, where it is to count them."""
+    """Returns the plan's assumptions about failures and storage, if it is to include them."""
     _check_numbers(
         ("--node-mtbf", node_mtbf_hours, LEAST_RATE, MOST_RATE),
         ("--checkpoint-gb-s", checkpoint_gb_s, LEAST_RATE, MOST_RATE),
@@ -177,7 +177,7 @@ def failures_for(
 
 
 def _check_numbers(*options: tuple[str, float | None, float, float]) -> None:
-    """Options with their values, the least and the most of each."""
+    """Checks the options' values against their minimum and maximum."""
     problems = []
     for option, value, least, most in options:
         if value is not None and not least <= value <= most:
@@ -189,7 +189,7 @@ def _check_numbers(*options: tuple[str, float | None, float, float]) -> None:
 
 
 def with_hosts_gpu(assumptions: Assumptions, session: Session) -> Assumptions:
-    """The same; where no GPU is named, with the one of least memory that the hosts report."""
+    """Returns the same assumptions; if no GPU is named, with the hosts' GPU of least memory."""
     if assumptions.gpu is not None:
         return assumptions
     found = [state.gpu for state in session.states().values() if state.gpu is not None]

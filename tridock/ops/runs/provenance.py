@@ -1,4 +1,4 @@
-"""Where a run comes from, for its manifest: code, packages, image, machine."""
+"""The provenance of a run, for its manifest: code, packages, image, machine."""
 
 import json
 import os
@@ -15,11 +15,11 @@ from tridock import __version__
 from tridock.contracts.run_folder import CODE
 
 Approve = Callable[[Mapping[str, Any], Mapping[str, Any]], None]
-"""Looks at the manifest and the plan of a run that is about to start, and may raise."""
+"""Called with the manifest and plan of a run that is about to start; may raise."""
 
 
 def provenance(folder: Path) -> dict[str, object]:
-    """Tridock's version, the time, and the commit of the repository ``folder`` where git knows one."""
+    """Returns Tridock's version, the time, and the commit of the repository ``folder`` if git knows one."""
     commit, changes = git_output(folder, "rev-parse", "HEAD"), git_output(folder, "status", "--porcelain")
     return {
         "tridock": __version__,
@@ -30,7 +30,7 @@ def provenance(folder: Path) -> dict[str, object]:
 
 
 def packages() -> dict[str, str]:
-    """The installed versions of the packages that a run's numbers depend on."""
+    """Returns the installed versions of the packages that affect a run's numbers."""
     found = {}
     for name in ("torch", "deepspeed", "megatron-core", "numpy"):
         with suppress(metadata.PackageNotFoundError):
@@ -39,7 +39,7 @@ def packages() -> dict[str, str]:
 
 
 def image_manifest() -> object:
-    """The versions in the image that this machine is a container of; None where it is none."""
+    """Returns the manifest of the image if this is one of its containers, else None."""
     path = Path(CODE) / "manifest.json"
     return json.loads(path.read_text()) if path.is_file() else None
 
@@ -57,8 +57,8 @@ def _processor() -> str:
 
 
 def git_output(folder: Path, *arguments: str) -> str | None:
-    """What git says of a folder; None where git is missing or fails, as outside of a repository."""
-    # Without its optional locks git only reads: a dry run leaves the repository's index alone, too.
+    """Returns git's output for a folder; None if git is missing or fails, as outside a repository."""
+    # Without its optional locks git only reads: a dry run does not write the repository's index.
     argv = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     try:
         done = subprocess.run(argv, capture_output=True, text=True, errors="surrogateescape", check=False)

@@ -1,4 +1,4 @@
-"""Runs on a cluster: which there are, their logs, stopping one."""
+"""The runs of a cluster: lists them, reads their state, and stops one."""
 
 import json
 from dataclasses import dataclass, replace
@@ -18,14 +18,14 @@ _QUEUE_TIMEOUT_S = 180.0
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run by its id, and the node that leads it: not the hostfile's first where filters were in use."""
+    """A run by its id, and the node that leads it, which with filters is not the hostfile's first."""
 
     run_id: str
     head: str
 
 
 def active_runs(session: Session, nodes: tuple[str, ...]) -> dict[str, list[str]]:
-    """The ids of the runs that have processes on each of ``nodes``."""
+    """Returns the ids of the runs that have processes on each of ``nodes``."""
 
     def ask(node: str, _: Host) -> list[str]:
         processes = session.ask(node, tuple[Process, ...], "processes", timeout=_VERB_TIMEOUT_S)
@@ -35,7 +35,7 @@ def active_runs(session: Session, nodes: tuple[str, ...]) -> dict[str, list[str]
 
 
 def list_runs(session: Session) -> list[RunInfo]:
-    """The runs of the nodes that are up, oldest first."""
+    """Returns the runs of the nodes that are up, oldest first."""
 
     def ask(node: str, _: Host) -> tuple[RunInfo, ...]:
         return session.ask(node, tuple[RunInfo, ...], "runs", timeout=_VERB_TIMEOUT_S)
@@ -50,7 +50,7 @@ def list_runs(session: Session) -> list[RunInfo]:
 
 
 def slots_in_use(session: Session) -> list[tuple[RunInfo, str]]:
-    """The active runs that have slots of this cluster in use, and which."""
+    """Returns the active runs that use slots of this cluster, with those slots."""
     found = []
     for run in list_runs(session):
         shared = {node: sorted({*run.slots.get(node, ())} & {*slots}) for node, slots in session.cluster.slots.items()}
@@ -60,7 +60,7 @@ def slots_in_use(session: Session) -> list[tuple[RunInfo, str]]:
 
 
 def refuse_slots_in_use(session: Session) -> None:
-    """Raises :class:`RequestError` with the active runs that have slots of this cluster in use."""
+    """Raises :class:`RequestError` with the active runs that use slots of this cluster."""
     problems = []
     for run, slots in slots_in_use(session):
         see = f"tridock logs {session.cluster.hosts_option} --run {run.run_id}"
@@ -73,7 +73,7 @@ def refuse_slots_in_use(session: Session) -> None:
 
 
 def until(run: RunInfo, now: datetime) -> str:
-    """About when a run ends, by its last step's time and the iterations that are left; empty where that is unknown."""
+    """Returns about when a run ends, from its last step time and remaining iterations; empty if unknown."""
     metrics = run.metrics or {}
     step, done = metrics.get("step_time_s"), metrics.get("iteration")
     if not isinstance(step, int | float) or not isinstance(done, int) or run.train_iters is None:
@@ -84,7 +84,7 @@ def until(run: RunInfo, now: datetime) -> str:
 
 
 def require_queue_node(session: Session) -> None:
-    """Raises :class:`RequestError` for slots without the node that holds the queue: the hostfile's first."""
+    """Raises :class:`RequestError` if the slots exclude the node that holds the queue, the hostfile's first."""
     first = session.cluster.nodes[0].name
     if session.head != first:
         what, todo = f"is kept on {first}, which this run does not use", "use a slot of it, or launch without --queue"
@@ -92,7 +92,7 @@ def require_queue_node(session: Session) -> None:
 
 
 def queued_runs(session: Session) -> list[QueuedRun]:
-    """The runs that wait for slots, in their order; starts those whose slots have become free meanwhile."""
+    """Returns the queued runs in order; starts those whose slots have become free."""
     node = session.cluster.nodes[0].name
     if node not in session.hosts or node not in session.running():
         return []
@@ -100,7 +100,7 @@ def queued_runs(session: Session) -> list[QueuedRun]:
 
 
 def cancel(session: Session, run_id: str | None) -> str:
-    """Removes a run from the queue; the one named, or the only one that waits. Returns its id."""
+    """Removes a run from the queue: the named one, or the only one queued. Returns its id."""
     waiting = [run.run_id for run in queued_runs(session)]
     if run_id is None:
         if len(waiting) != 1:
@@ -118,9 +118,9 @@ def cancel(session: Session, run_id: str | None) -> str:
 
 
 def choose_run(session: Session, run_id: str | None, *, active: bool) -> Run:
-    """The run that a task is about: the one named, or else the only active one, or else (logs, fetch) the last.
+    """Returns the run of a command: the named one, else the only active one, else (logs, fetch) the last.
 
-    Raises :class:`RequestError` where the name is unknown or where several are active and none is named.
+    Raises :class:`RequestError` if the name is unknown, or if several are active and none is named.
     """
     runs = list_runs(session)
     known = {run.run_id: run.head for run in runs}
@@ -143,7 +143,7 @@ def choose_run(session: Session, run_id: str | None, *, active: bool) -> Run:
 
 
 def stop(session: Session, run: Run) -> dict[str, int]:
-    """Ends the run's processes on every node that is up, and nothing else; returns how many each had."""
+    """Ends only the run's processes on every node that is up; returns how many each had."""
 
     def end(node: str, _: Host) -> int:
         return session.ask(node, Stopped, "stop", run.run_id, timeout=_VERB_TIMEOUT_S).stopped
@@ -152,13 +152,13 @@ def stop(session: Session, run: Run) -> dict[str, int]:
 
 
 def plan_of(session: Session, run: Run) -> dict[str, Any]:
-    """What the run's folder holds of its plan."""
+    """Returns the plan in the run's folder."""
     path = f"{run_folder.WORKSPACE}/runs/{run.run_id}/{run_folder.PLAN}"
     return dict(json.loads(_read(session, run.head, path)))
 
 
 def folder_of(session: Session, run: Run) -> str:
-    """Where the run's folder lies, for people: a local path for the twin, ``host:path`` over ssh."""
+    """Returns the location of the run's folder for messages: a local path for the twin, ``host:path`` over ssh."""
     return session.transport.path_label(run.head, f"{session.workspace(run.head)}/runs/{run.run_id}")
 
 
@@ -169,7 +169,7 @@ def parse_rank(text: str) -> int:
 
 
 def experiment_of(session: Session, run: Run) -> Experiment:
-    """The experiment that the run's folder holds."""
+    """Returns the experiment in the run's folder."""
     path = f"{run_folder.WORKSPACE}/runs/{run.run_id}/{run_folder.EXPERIMENT}"
     return parse_experiment(_read(session, run.head, path).decode(), path)
 

@@ -1,7 +1,7 @@
-"""Nodes that were started one by one (`NODE_RANK`) agree on one run before any rank starts.
+"""Lets nodes that were started one by one (`NODE_RANK`) agree on one run before any rank starts.
 
-Node 0 listens on the port that the ranks will use afterwards; each other node says who it is and what it is about to
-run. All get the run's id, or all get every reason why this cannot be one run. One line of JSON each way.
+Node 0 listens on the port that the ranks will use afterwards. Each other node sends its rank and terms. All receive the
+run's id, or every reason why they cannot form one run. Each message is one line of JSON.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ Say = Callable[[str], object]
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a node is about to run. All but ``node_rank`` must be the same on every node."""
+    """The run that a node is about to start. All fields but ``node_rank`` must be the same on every node."""
 
     node_rank: int
     nnodes: int
@@ -34,16 +34,16 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What node 0 answers to all: the run's id, or why this cannot be one run."""
+    """Node 0's answer to all: the run's id, or why they cannot form one run."""
 
     run_id: str
     problems: tuple[Problem, ...]
 
 
 def lead(port: int, terms: Terms, run_id: str, say: Say, patience: float = PATIENCE_S) -> None:
-    """What node 0 does: waits for the others and gives them the run's id.
+    """Waits for the other nodes and sends them the run's id; called on node 0.
 
-    Raises :class:`RequestError` where their terms differ, :class:`ClusterError` where they do not come in time.
+    Raises :class:`RequestError` if their terms differ, :class:`ClusterError` if they do not join in time.
     """
     missing = set(range(1, terms.nnodes))
     deadline = time.monotonic() + patience
@@ -58,19 +58,19 @@ def lead(port: int, terms: Terms, run_id: str, say: Say, patience: float = PATIE
             try:
                 theirs = decode(Terms, _read_line(peer, time.monotonic() + _WORD_S))
             except (ValueError, OSError):
-                continue  # a port scanner, a health check: not one of us
+                continue  # a port scanner or health check, not a node
             peers.append(peer)
             problems = _differences(terms, theirs, missing)
             missing.discard(theirs.node_rank)
         for peer in peers:
-            with contextlib.suppress(OSError):  # one that has gone meanwhile is missed by the ranks
+            with contextlib.suppress(OSError):  # the ranks will notice a node that has disappeared
                 peer.sendall(f"{encode(Answer(run_id, tuple(problems)))}\n".encode())
         if problems:
             raise RequestError(problems)
 
 
 def follow(address: str, port: int, terms: Terms, say: Say, patience: float = PATIENCE_S) -> str:
-    """What every other node does: tells node 0 its terms; gives the run's id."""
+    """Sends node 0 this node's terms; returns the run's id. Called on every other node."""
     deadline = time.monotonic() + patience
     with _connect(address, port, deadline, say) as leader:
         leader.sendall(f"{encode(terms)}\n".encode())
@@ -113,7 +113,7 @@ def _values(name: str, ours: Terms, theirs: Terms) -> str:
 
 def _listen(port: int) -> socket.socket:
     try:
-        # On every address of both families, where the machine has both.
+        # On all addresses of both families, if the machine has both.
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
     except OSError:
         pass
@@ -163,6 +163,6 @@ def _read_line(connection: socket.socket, deadline: float) -> str:
 
 
 def _reason(error: OSError) -> str:
-    # A name that is not known has a number of its own, below 0.
+    # An unknown name has an error number of its own, below 0.
     number = error.errno or 0
     return (os.strerror(number) if number > 0 else error.strerror or str(error)).lower()

@@ -1,4 +1,4 @@
-"""A run that has lost nodes, laid out anew: on spares, or on what is left. Reads the run's folder, writes nothing."""
+"""Lays out a run that has lost nodes again, on spares or fewer nodes. Reads the run's folder, writes nothing."""
 
 import json
 import shlex
@@ -27,14 +27,14 @@ Slots = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Replanned:
-    """The run as it continues, and a summary of what changed."""
+    """The continuing run, and a summary of the changes."""
 
     bundle: RunBundle
     assessment: Assessment
     summary: str
 
     def to_json(self) -> str:
-        """For the run's supervisor, which brings the files to the nodes."""
+        """Serializes it for the run's supervisor, which sends the files to the nodes."""
         files = {name: content.decode() for name, content in self.bundle.files.items()}
         plan = self.assessment.laid_out
         nodes = tuple(slots_of(plan.document()))
@@ -43,7 +43,7 @@ class Replanned:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run as its folder has it."""
+    """A run as its folder records it."""
 
     folder: Path
     experiment: Experiment
@@ -57,7 +57,7 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Raises :class:`RequestError` where this is no run's folder."""
+        """Reads a run's folder. Raises :class:`RequestError` if it is none."""
         try:
             texts = {name: (folder / name).read_text(errors="replace") for name in _READ}
         except OSError as error:
@@ -85,7 +85,7 @@ class Run:
 
     @property
     def force(self) -> bool:
-        """Whether it was started although its plan did not fit."""
+        """Whether it was started with a plan that did not fit."""
         return bool(self.plan["verdict"] == "no-fit")
 
 
@@ -96,10 +96,10 @@ _READ = (run_folder.EXPERIMENT, run_folder.PLAN, run_folder.MANIFEST, run_folder
 def replan(
     folder: Path, lost: Sequence[str], ready: Sequence[str] = (), *, anew: bool = False, head: str | None = None
 ) -> Replanned:
-    """The run without the ``lost`` nodes; ``ready`` are the spares that may be used.
+    """Returns the run without the ``lost`` nodes; ``ready`` are the available spares.
 
-    ``anew``: there is no checkpoint to continue from. ``head``: the node that leads it from now on. Raises
-    :class:`RequestError` with the reasons and what would run.
+    ``anew``: there is no checkpoint to continue from. ``head``: the node that leads the run from now on. Raises
+    :class:`RequestError` with the reasons and a layout that would run.
     """
     run = Run.read(folder)
     before = slots_of(run.plan)
@@ -138,7 +138,7 @@ def _check_names(run: Run, before: Slots, lost: Sequence[str], ready: Sequence[s
 
 
 def _check_parts(run: Run, lost: Sequence[str]) -> None:
-    """ZeRO's checkpoint holds a part of every rank; those of lost nodes may have gone with them."""
+    """Raises if shards may be lost: each rank writes a part of ZeRO's checkpoint."""
     experiment, folder = run.experiment, run.supervision.checkpoints
     if folder is None or not engine_of(experiment).splits_checkpoint_by_rank(experiment):
         return
@@ -157,7 +157,7 @@ def _check_parts(run: Run, lost: Sequence[str]) -> None:
 def _with_spares(
     supervision: Supervision, before: Slots, lost: Sequence[str], ready: Sequence[str]
 ) -> tuple[Slots, dict[str, str]]:
-    """The nodes from now on, a spare of as many slots in the place of each lost one; and who stands where."""
+    """Returns the new nodes, with a spare of as many slots for each lost one, and the replacements."""
     free = {node: supervision.spares[node] for node in ready}
     after: Slots = {}
     places: dict[str, str] = {}
@@ -171,7 +171,7 @@ def _with_spares(
 
 
 def _with_fewer(run: Run, after: Slots, lost: Sequence[str], anew: bool) -> Assessment:
-    """The layout on what is left. Raises :class:`RequestError`."""
+    """Returns the layout on the remaining nodes. Raises :class:`RequestError`."""
     experiment, where = run.experiment, run.folder.name
     given = (experiment, after, where, run.assumptions)
     found = fewer_replicas(*given, force=run.force)

@@ -1,4 +1,4 @@
-"""A run done once more on this machine, from its own folder, and compared with what it was. Needs no host."""
+"""Repeats a run on this machine from its own folder, and compares both. Needs no host."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,12 +14,12 @@ from tridock.reproduction.original import Original, data_problems, environment, 
 from tridock.reproduction.outcome import Outcome, judge
 
 Tell = Callable[[Sequence[Difference], Sequence[str]], None]
-"""Called before the run starts, with what differs in the environment and what weakens the comparison."""
+"""Called before the run starts, with the differences of the environment and the caveats of the comparison."""
 
 
 @dataclass(slots=True)
 class Gate:
-    """Looks at what a new run will be made of, before it starts."""
+    """Checks the inputs of a new run before it starts."""
 
     original: Original
     tell: Tell
@@ -27,7 +27,7 @@ class Gate:
     differing: list[Difference] = field(default_factory=list)
 
     def pass_through(self, manifest: Mapping[str, object], plan: Mapping[str, object]) -> None:
-        """Tells what differs. Raises :class:`RequestError` where the data does, unless forced."""
+        """Reports differences. Raises :class:`RequestError` if the data differs, unless forced."""
         self.differing = environment(self.original, manifest, plan)
         self.tell(self.differing, notes(self.original))
         problems = list(data_problems(self.original, manifest))
@@ -38,9 +38,10 @@ class Gate:
 def reproduce_here(
     run: Path, workspace: Path, tell: Tell, *, tolerance: float | None = None, force: bool = False
 ) -> tuple[Outcome | None, int]:
-    """Runs it again on as many ranks of this machine; returns the comparison and the exit code of the new run.
+    """Repeats the run on as many ranks of this machine; returns the comparison and the new run's exit code.
 
-    No comparison where the new run failed: it has printed why. The outcome is left in the new run's folder.
+    If the new run failed, the comparison is None; the run has printed the reason. The outcome is saved in the new run's
+    folder.
     """
     check_tolerance(tolerance)
     check_run(run)
@@ -64,7 +65,7 @@ def reproduce_here(
 
 
 def compare_with(run: Path, other: Path, tell: Tell, tolerance: float | None = None) -> Outcome:
-    """Compares two runs that there are; starts none, and leaves the outcome in the folder of the second."""
+    """Compares two existing runs, and saves the outcome in the folder of the second."""
     check_tolerance(tolerance)
     original, again = read_original(run), read_original(other)
     differing = environment(original, read_object(again.folder / MANIFEST), read_plan(again.folder))
@@ -75,21 +76,21 @@ def compare_with(run: Path, other: Path, tell: Tell, tolerance: float | None = N
 
 
 def compare(original: Original, folder: Path, differing: Sequence[Difference], tolerance: float | None) -> Outcome:
-    """The new run in ``folder`` beside the original."""
-    # The precision of the user's own program is not known.
+    """Compares the new run in ``folder`` with the original."""
+    # The precision of your own program is unknown.
     precision = "bf16" if is_command(original.experiment) else load_experiment(original.experiment).precision
     return judge(original, folder, differing, precision, tolerance)
 
 
 def check_tolerance(tolerance: float | None) -> None:
-    """Raises :class:`RequestError` for one that is no distance."""
+    """Raises :class:`RequestError` if the tolerance is not a valid distance."""
     if tolerance is not None and not 0 <= tolerance < float("inf"):
         todo = "give a number of 0 or more, as 1e-4"
         raise RequestError(Problem("--tolerance", "is not a tolerance", str(tolerance), todo))
 
 
 def notes(original: Original) -> list[str]:
-    """What makes the comparison weaker than it looks."""
+    """Returns the caveats of the comparison."""
     found = []
     if not knows_data(original):
         found.append("the run's manifest does not say what its data was: whether it is the same is not known")

@@ -1,4 +1,4 @@
-"""A run done once more on a cluster: its folder comes home, the new run starts as any other, and both are compared."""
+"""Repeats a run on a cluster: fetches its folder, starts the new run as any other, and compares both."""
 
 from pathlib import Path
 
@@ -17,9 +17,9 @@ from tridock.reproduction.outcome import Outcome
 
 
 def original_of(session: Session, run_id: str | None, home: Path) -> Path:
-    """The folder of the run that is meant, fetched from the cluster as it is now.
+    """Returns the folder of the named run, freshly fetched from the cluster.
 
-    One that no node knows any more, or while none is up, may lie below ``home`` from an earlier fetch.
+    If no node knows the run or none is up, uses the copy below ``home`` from an earlier fetch.
     """
     try:
         return fetch(session, choose_run(session, run_id, active=False), home)
@@ -30,7 +30,7 @@ def original_of(session: Session, run_id: str | None, home: Path) -> Path:
 
 
 def start(session: Session, run: Path, tell: Tell, *, force: bool = False) -> tuple[RunBundle, Gate]:
-    """Starts it again; raises :class:`RequestError` before that where the data differs or the cluster does not fit."""
+    """Starts the run again. First raises :class:`RequestError` if the data differs or the cluster does not fit."""
     if is_command(run / EXPERIMENT):
         gate = Gate(read_original(run, losses=False), tell, force)
         again = command.prepare_again(session, run)
@@ -42,7 +42,7 @@ def start(session: Session, run: Path, tell: Tell, *, force: bool = False) -> tu
 
 
 def finish(session: Session, run: Run, gate: Gate, home: Path, tolerance: float | None) -> Outcome:
-    """Brings the new run home and compares it; leaves the outcome in its folder, here and on the head."""
+    """Fetches the new run and compares it; saves the outcome in its folder, here and on the head."""
     folder = fetch(session, run, home)
     outcome = compare(gate.original, folder, gate.differing, tolerance)
     outcome.write(folder)

@@ -1,4 +1,4 @@
-"""What a launch settles for trackers and notifications: their secrets, their libraries, and whether they answer."""
+"""A launch's checks of trackers and notifications: secrets, libraries, and reachability."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Sinks:
 
 
 def with_cluster_sinks(experiment: AnyExperiment, settings: Settings) -> AnyExperiment:
-    """The experiment with the cluster's trackers and notifications where it names none."""
+    """Returns the experiment with the cluster's trackers and notifications if it names none."""
     given = {"trackers": settings.trackers, "notify": settings.notify}
     return experiment.model_copy(update={name: it for name, it in given.items() if not getattr(experiment, name)})
 
@@ -49,8 +49,8 @@ def with_cluster_sinks(experiment: AnyExperiment, settings: Settings) -> AnyExpe
 def sinks_of(experiment: Experiment | CommandExperiment) -> Sinks:
     """Reads the secrets from this machine's variables and files.
 
-    Raises :class:`RequestError` for each that is named and missing, and for credentials in ``env``, which the run's
-    folder holds.
+    Raises :class:`RequestError` for each one named but missing, and for credentials in ``env``, which the run's folder
+    would contain.
     """
     secrets: dict[str, str] = {}
     problems: list[Problem] = []
@@ -80,7 +80,7 @@ def sinks_of(experiment: Experiment | CommandExperiment) -> Sinks:
 
 
 def key_of(where: str, tracker: Tracker) -> str | None:
-    """The key that a tracker's variable or file holds; None where it names none. Raises :class:`RequestError`."""
+    """Returns the key in a tracker's variable or file; None if it names none. Raises :class:`RequestError`."""
     found = _secret(where, tracker.variable, tracker.file)
     if isinstance(found, Problem):
         raise RequestError(found)
@@ -110,9 +110,9 @@ def _secret(where: str, variable: str | None, file: str | None) -> str | Problem
 
 
 def check_on_head(session: Session, sinks: Sinks) -> None:
-    """Asks the head for the libraries and the services. Raises :class:`ClusterError` for a library that is missing.
+    """Checks libraries and services from the head. Raises :class:`ClusterError` if a library is missing.
 
-    A service that does not answer is only a warning: the run's records wait for it.
+    A service that does not answer causes only a warning: the run's records wait for it.
     """
     if sinks.names:
         argv, given = _question(sinks)
@@ -122,7 +122,7 @@ def check_on_head(session: Session, sinks: Sinks) -> None:
 
 
 def check_here(sinks: Sinks) -> None:
-    """As :func:`check_on_head` for a run on this machine."""
+    """Like :func:`check_on_head`, for a run on this machine."""
     if sinks.names:
         asked, given = _question(sinks)
         argv, env = [*node_argv(), *asked], node_environment(1)
@@ -135,7 +135,7 @@ def check_here(sinks: Sinks) -> None:
 
 
 def _question(sinks: Sinks) -> tuple[tuple[str, ...], bytes | None]:
-    """What the head is asked, and its standard input: the addresses to notify."""
+    """Returns the query to the head, and its standard input: the addresses to notify."""
     reach = [f"--reach={address}" for tracker in sinks.trackers if (address := _server(tracker))]
     offline = os.environ.get("WANDB_MODE") == "offline"
     online = any(it.name == "wandb" and not (it.offline or offline) for it in sinks.trackers)

@@ -1,4 +1,4 @@
-"""This machine as a node: its GPUs, and how a verb of ``tridock.node`` runs here."""
+"""This machine as a node: its GPUs, and how to run a verb of ``tridock.node`` here."""
 
 import os
 import socket
@@ -15,36 +15,37 @@ from tridock.gpus import Gpu
 from tridock.ops.hosts.facts import smallest_gpu
 
 CODE_FOLDER: Final = Path(__file__).parents[3]
-"""What holds the package: the repository, or the image's folder."""
+"""The folder with the package: the repository, or the image's folder."""
 
 
 def node_argv() -> list[str]:
-    """The command before a verb of ``tridock.node``."""
+    """Returns the command prefix of a ``tridock.node`` verb."""
     return [sys.executable, "-P", "-m", "tridock.node"]
 
 
 def node_environment(ranks: int) -> dict[str, str]:
-    """The environment of what runs on this machine; ``ranks`` share its cores."""
+    """Returns the environment of processes on this machine; ``ranks`` share its cores."""
     devices = chosen_devices()
-    # The ranks import this package from the environment that this process runs in.
+    # The ranks import this package from this process's environment.
     return {
         **os.environ,
         **({} if devices is None else {environment.DEVICES: ",".join(devices)}),
         "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
-        # Ranks that each take all cores slow each other down.
+        # Ranks that each use all cores slow each other down.
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks))),
         "PYTHONPATH": ":".join(filter(None, [str(CODE_FOLDER), os.environ.get("PYTHONPATH")])),
     }
 
 
 def default_ranks() -> int:
-    """One rank per GPU or MIG slice of ``CUDA_VISIBLE_DEVICES``, or else of the machine; two where ranks train on the
-    CPU, enough for every code path that needs company."""
+    """Returns one rank per GPU or MIG slice of ``CUDA_VISIBLE_DEVICES``, or else of the machine; two for CPU training,
+    which covers the code paths that need several ranks.
+    """
     return gpu_count() or 2
 
 
 def free_port() -> int:
-    """A TCP port that nothing holds now."""
+    """Returns a TCP port that is free now."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         port: int = held.getsockname()[1]
@@ -52,7 +53,7 @@ def free_port() -> int:
 
 
 def chosen_devices() -> Sequence[str] | None:
-    """The devices that ``CUDA_VISIBLE_DEVICES`` names, or all MIG slices where there are some; None for all GPUs."""
+    """Returns the devices in ``CUDA_VISIBLE_DEVICES``, or all MIG slices if there are any; None for all GPUs."""
     if (visible := os.environ.get(VISIBLE)) is not None:
         return [name for name in visible.split(",") if name]
     listed = _listed()
@@ -60,9 +61,9 @@ def chosen_devices() -> Sequence[str] | None:
 
 
 def gpu_count() -> int | None:
-    """The GPUs or MIG slices that ranks here can have, each its own; None where ranks train on the CPU.
+    """Returns the number of GPUs or MIG slices for ranks here, one each; None if ranks train on the CPU.
 
-    ``CUDA_VISIBLE_DEVICES`` chooses among GPUs, and is of no meaning where there are none.
+    ``CUDA_VISIBLE_DEVICES`` selects GPUs; it has no effect on a machine without any.
     """
     if os.environ.get("DS_ACCELERATOR") == "cpu" or not _listed():
         return None
@@ -71,9 +72,9 @@ def gpu_count() -> int | None:
 
 
 def hidden_gpus(driver: Path = Path("/proc/driver/nvidia/gpus")) -> int:
-    """The GPUs that the machine's NVIDIA driver has, if ranks here would train on the CPU unasked.
+    """Returns the number of the NVIDIA driver's GPUs if ranks here would silently train on the CPU.
 
-    A container sees the driver of its host in /proc, also without the container toolkit.
+    A container sees the host's driver in /proc even without the container toolkit.
     """
     if os.environ.get("DS_ACCELERATOR") == "cpu" or os.environ.get(VISIBLE) == "" or _listed():
         return 0
@@ -81,7 +82,7 @@ def hidden_gpus(driver: Path = Path("/proc/driver/nvidia/gpus")) -> int:
 
 
 def gpu_here() -> Gpu | None:
-    """Of the GPUs that the ranks use the one with the least memory; None on the CPU, and for MIG slices."""
+    """Returns the ranks' GPU with the least memory; None on the CPU, and for MIG slices."""
     devices = chosen_devices()
     slices = devices is not None and any(name.startswith(MIG) for name in devices)
     if os.environ.get("DS_ACCELERATOR") == "cpu" or slices or devices == []:
@@ -96,7 +97,7 @@ def _listed() -> tuple[str, ...]:
 
 
 def _nvidia_smi(*options: str) -> list[str]:
-    """The lines that nvidia-smi prints; none on a machine without GPUs."""
+    """Returns the lines that nvidia-smi prints; none on a machine without GPUs."""
     try:
         done = subprocess.run(["nvidia-smi", *options], capture_output=True, text=True, check=False)
     except FileNotFoundError:

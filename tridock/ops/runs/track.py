@@ -1,4 +1,4 @@
-"""``tridock track``: a run's records to trackers, afterwards or from a copy."""
+"""``tridock track``: sends a run's records to trackers, after the run or from a copy."""
 
 import os
 import subprocess
@@ -18,10 +18,10 @@ from tridock.strict_yaml import validated
 
 
 def track(folders: Sequence[Path], names: Sequence[str], options: Mapping[str, object]) -> int:
-    """Sends each run to each tracker; 0, or 4 where something could not be sent.
+    """Sends each run to each tracker; returns 0, or 4 if something could not be sent.
 
-    ``options`` are fields of a tracker that replace the experiment's. Raises :class:`RequestError` with every problem
-    of the folders and the settings, and :class:`ClusterError` for a library that is missing.
+    ``options`` are fields of a tracker that override the experiment's. Raises :class:`RequestError` with every problem
+    of the folders and the settings, and :class:`ClusterError` if a library is missing.
     """
     problems: list[Problem] = []
     wanted: list[tuple[Path, Tracker]] = []

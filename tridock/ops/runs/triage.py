@@ -1,4 +1,4 @@
-"""What becomes of a run that failed: what all its nodes tell of it, and what that comes to."""
+"""Triage of a failed run: collects evidence from all its nodes and diagnoses the failure."""
 
 import shlex
 from typing import Final
@@ -13,7 +13,7 @@ from tridock.ops.runs.registry import Run, experiment_of, folder_of, list_runs
 from tridock.remote import Host, on_all
 from tridock.triage import Facts, facts_of
 
-# For a host's part: it may be the host itself that has gone.
+# Time limit per host: the host itself may be lost.
 _PATIENCE_S: Final = 15.0
 
 
@@ -24,7 +24,7 @@ class PreemptedError(RunError):
 
 
 def check_exit(session: Session, run: Run, exit_code: int) -> None:
-    """Raises :class:`RunError` for a run that ended badly: who failed first, why, and what to do."""
+    """Raises :class:`RunError` if a run failed: the first rank to fail, the cause, and the fix."""
     if exit_code == run_folder.EXIT_STOPPED:
         raise RunError(Problem(run.run_id, "the run was stopped", "", f"its folder is {folder_of(session, run)}"))
     if exit_code == run_folder.EXIT_PREEMPTED:
@@ -43,7 +43,7 @@ def _failed(session: Session, run: Run, facts: Facts) -> RunFailedError:
 
 
 def collect(session: Session, run: Run, exit_code: int | None) -> Facts:
-    """Asks all nodes that answer: where they share no files, each holds the logs and events of its own ranks."""
+    """Collects evidence from all nodes that answer: without shared files, each holds its own ranks' logs and events."""
     path = f"{run_folder.WORKSPACE}/runs/{run.run_id}"
 
     def ask(node: str, _: Host) -> Evidence:
@@ -55,9 +55,9 @@ def collect(session: Session, run: Run, exit_code: int | None) -> Facts:
 
 
 def triage(session: Session, run_id: str | None) -> RunFailedError:
-    """A failed run once more: the one named, or else the last that failed.
+    """Diagnoses a failed run: the named one, or else the last that failed.
 
-    Raises :class:`RequestError` where there is none, or the one named did not fail.
+    Raises :class:`RequestError` if there is none, or if the named one did not fail.
     """
     listed = {run.run_id: run for run in list_runs(session)}
     failed_ones = [name for name, run in listed.items() if run.state.has_failed]

@@ -1,4 +1,4 @@
-"""Who answers for a run that is watched: its folder on this machine, or its head over the SSH that is there."""
+"""Sources of updates about a watched run: its folder on this machine, or its head over existing SSH."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TIMEOUT_S = 120.0
 
 
 class Position(Protocol):
-    """How far a run's records are known."""
+    """The position up to which a run's records have been read."""
 
     offset: int
     inode: int
@@ -30,7 +30,7 @@ class Position(Protocol):
 
 
 def ask_folder(folder: Path) -> Callable[[Position], RunUpdate]:
-    """News from a run's folder on this machine. Raises :class:`RequestError` where it is none."""
+    """Returns a function that reads updates from a run's folder here. Raises :class:`RequestError` if it is none."""
     check_run(folder)
 
     def ask(known: Position) -> RunUpdate:
@@ -46,7 +46,7 @@ def ask_folder(folder: Path) -> Callable[[Position], RunUpdate]:
 
 
 def ask_head(session: Session, run: Run) -> Callable[[Position], RunUpdate]:
-    """News from the head of a run."""
+    """Returns a function that reads updates from the head of a run."""
     path = f"{run_folder.WORKSPACE}/runs/{run.run_id}"
 
     def ask(known: Position) -> RunUpdate:

@@ -1,4 +1,4 @@
-"""What `tridock export` and `generate` do: a run's weights, in a process that has torch."""
+"""`tridock export` and `generate`: use a run's weights in a process that has torch."""
 
 import subprocess
 import sys
@@ -13,11 +13,11 @@ from tridock.errors import ClusterError, Problem, RequestError
 EXPORT: Final = "tridock.train.huggingface.export"
 GENERATE: Final = "tridock.train.huggingface.generate"
 PRETRAINED: Final = "config.json"
-"""In a folder of transformers'."""
+"""A file that marks a transformers model folder."""
 
 
 def run_program(module: str, arguments: Sequence[str]) -> int:
-    """Runs a program of the ranks' room; returns its exit code. Raises :class:`ClusterError` without torch."""
+    """Runs a program from the ranks' environment; returns its exit code. Raises :class:`ClusterError` without torch."""
     if find_spec("torch") is None:
         todo = "use the image (docker compose run trainer tridock …), or pip install 'tridock[train]'"
         raise ClusterError(Problem("torch", "is not installed", "", todo))
@@ -25,7 +25,7 @@ def run_program(module: str, arguments: Sequence[str]) -> int:
 
 
 def check_run(run: Path, *, or_pretrained: bool = False) -> None:
-    """Raises :class:`RequestError` if ``run`` is no run's folder, nor (``or_pretrained``) one of transformers'."""
+    """Raises :class:`RequestError` if ``run`` is not a run's folder or (with ``or_pretrained``) a transformers one."""
     kinds = {EXPERIMENT: "give runs/<run-id>", **({PRETRAINED: "a folder of transformers'"} if or_pretrained else {})}
     if not any((run / file).is_file() for file in kinds):
         what = f"holds no {' and no '.join(kinds)}"

@@ -1,1 +1,1 @@
-"""``tridock slurm``: jobs rendered, submitted, followed and cancelled; and what runs inside of one."""
+"""``tridock slurm``: renders, submits, follows and cancels jobs; and the code that runs inside a job."""

@@ -1,4 +1,4 @@
-"""Submitted jobs: their state, their output, their end."""
+"""Submitted jobs: state, output, cancellation."""
 
 import json
 import subprocess
@@ -25,19 +25,19 @@ _ASK_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """A run that Slurm has, or had."""
+    """A run that was submitted to Slurm."""
 
     folder: Path
     job_id: str
 
     @property
     def exit_code(self) -> int | None:
-        """None while there is none."""
+        """The run's exit code; None until there is one."""
         return exit_code_of(self.folder)
 
 
 def submitted(workspace: Path) -> list[Submitted]:
-    """The runs of this workspace that a job was submitted for, oldest first."""
+    """Returns this workspace's runs that were submitted as jobs, oldest first."""
     found = []
     for path in (workspace.absolute() / "runs").glob(f"*/{run_folder.JOB}"):
         job_id = json.loads(path.read_text())["job_id"]
@@ -46,7 +46,7 @@ def submitted(workspace: Path) -> list[Submitted]:
 
 
 def find(workspace: Path, name: str | None) -> Submitted:
-    """The run of this id, or of this job; the newest where nothing is named."""
+    """Returns the run with this id or job id, or the newest if none is named."""
     runs = submitted(workspace)
     chosen = [run for run in runs if name is None or name in (run.folder.name, run.job_id)]
     if not chosen:
@@ -56,7 +56,7 @@ def find(workspace: Path, name: str | None) -> Submitted:
 
 
 def table(workspace: Path) -> list[dict[str, Any]]:
-    """A row a run: what the queue says of its job, and how far it is."""
+    """Returns one row per run: its job's queue state, and its progress."""
     queue = scheduler.jobs()
     argv = [*node_argv(), "runs", "--workspace", str(workspace.absolute())]
     done = subprocess.run(argv, env=node_environment(1), capture_output=True, check=True)
@@ -84,7 +84,7 @@ def _ended(run: Submitted) -> str:
 
 
 def show_logs(workspace: Path, name: str | None, ranks: Sequence[int], *, follow: bool) -> int:
-    """Prints the run's output, or the logs of ranks; with ``follow`` until the job has ended. The run's exit code."""
+    """Prints the run's output or rank logs, with ``follow`` until the job has ended; returns the run's exit code."""
     run = find(workspace, name)
     paths = [run.folder / run_folder.rank_log(rank) for rank in ranks] or [run.folder / run_folder.LAUNCHER_LOG]
     if not follow:
@@ -110,7 +110,7 @@ def _follow(run: Submitted, paths: Sequence[Path]) -> int:
             if job is not None and job.state == "PENDING" and job.reason not in (reason, "None"):
                 reason = job.reason
                 print(f"tridock: job {run.job_id} waits: {reason}", file=sys.stderr)
-        # After the question: what was written before the end is read after it.
+        # Read after the query: output written before the end is then included.
         for path in paths:
             if path not in opened and path.exists():
                 opened[path] = path.open("rb")
@@ -132,22 +132,22 @@ def _print_rest(file: IO[bytes]) -> None:
 
 
 def cancel(workspace: Path, name: str | None) -> Submitted:
-    """Ends the job of a run, saving nothing; what has ended already is an error."""
+    """Cancels the job of a run without saving. Raises if it has already ended."""
     run = find(workspace, name)
     job = scheduler.jobs().get(run.job_id)
     if job is None:
         got = "exit code unknown" if run.exit_code is None else f"exit code {run.exit_code}"
         raise RequestError(Problem(run.folder.name, "has ended already", got, "see tridock slurm status"))
-    # Before the signal: the ranks would take it for the end of their time, and save.
+    # Before the signal, which the ranks would otherwise take for the end of their time, and save.
     (run.folder / run_folder.STOPPED).touch()
     scheduler.cancel(run.job_id)
-    if job.state == "PENDING":  # nobody else will say how it ended
+    if job.state == "PENDING":  # nothing else records how it ended
         run_folder.write_atomic(run.folder / run_folder.EXIT_CODE, f"{run_folder.EXIT_STOPPED}\n".encode())
     return run
 
 
 def as_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """The runs, oldest first."""
+    """Formats the runs as a table, oldest first."""
     table = Table(
         "run", "job", Column("state", overflow="fold"), Column("nodes", overflow="fold"), "time", "step", "loss"
     )

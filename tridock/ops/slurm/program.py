@@ -1,4 +1,4 @@
-"""The user's own program in a job of Slurm's: its code and its files in the run's folder, which nodes share."""
+"""Your own program in a Slurm job: its code and files are in the run's folder, which nodes share."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PreparedProgram:
     """A program has no plan."""
 
     def write(self, folder: Path, slots: Mapping[str, Sequence[int]]) -> None:
-        """The run's first files: what the job itself cannot know, and the code."""
+        """Writes the run's first files: the code, and facts that the job itself cannot know."""
         manifest = {"code": dict(self.code.origin)}
         files = _bundle(self.experiment, folder, slots, manifest, _dry_step(folder)).files
         texts = {
@@ -62,8 +62,9 @@ class PreparedProgram:
 def prepare_program(
     experiment: CommandExperiment, source: Path | Code, slots: Mapping[str, Sequence[int]], run_id: str
 ) -> PreparedProgram:
-    """Checks the command line, and reads the code, which starts from the folder ``source`` where that is one. Raises
-    :class:`RequestError`."""
+    """Checks the command line and reads the code, relative to ``source`` if it is a folder. Raises
+    :class:`RequestError`.
+    """
     code = source if isinstance(source, Code) else read_code(source / experiment.code)
     prepared = PreparedProgram(experiment, code, run_id)
     path = Path(run_folder.WORKSPACE) / "runs" / run_id
@@ -72,7 +73,7 @@ def prepare_program(
 
 
 def request_for(program: CommandExperiment, request: Request) -> Request:
-    """The request with the tasks that the program needs. Raises :class:`RequestError` where it cannot run so."""
+    """Returns the request with the tasks that the program needs. Raises :class:`RequestError` if they do not fit."""
     is_mpi = program_of(program.command)[0].name == MPIRUN
     if is_mpi and request.container.kind != "none":
         what, todo = f"starts its ranks with srun, and cannot from within {request.container.kind}", "use torchrun"
@@ -81,7 +82,7 @@ def request_for(program: CommandExperiment, request: Request) -> Request:
 
 
 def place_code(code: Code, folder: Path) -> None:
-    """Lays out the code in a run's folder of this machine."""
+    """Writes the code to a run's folder on this machine."""
     if _placed(folder, code.index).missing:
         by_content = {it.sha256: code.folder / name for name, it in code.files.items()}
         missing = _placed(folder, code.index).missing
@@ -118,9 +119,9 @@ def write_job_files(
     on_head: bool,
     in_container: bool,
 ) -> CommandExperiment:
-    """What the run's folder lacks, on the nodes that the job has got.
+    """Writes the missing files of the run's folder, for the job's nodes.
 
-    ``config`` is the folder's own, or where Tridock did not submit the script the file that it names.
+    ``config`` is the folder's own, or if Tridock did not submit the script, the file that it names.
     """
     experiment = load_command(config, overrides)
     if not (folder / run_folder.CODE_INDEX).exists():
@@ -141,10 +142,10 @@ def _step(folder: Path, argv: Sequence[str], env: Mapping[str, str], *, on_head:
         return JobStep(argv, run_folder.PYTHON, run_folder.CODE, env, on_head, begun)
     library = folder / run_folder.LIBRARY
     library.mkdir(exist_ok=True)
-    # Nothing else of the environment that Tridock runs in: the program may have another Python, and other versions.
+    # Nothing else of Tridock's environment: the program may use another Python and other versions.
     if not (library / _PACKAGE).is_symlink():
         (library / _PACKAGE).symlink_to(CODE_FOLDER / _PACKAGE)
-    # The job's own: those of the supervisor begin with Tridock's.
+    # The job's own values: those of the supervisor begin with Tridock's paths.
     own = {name: os.environ.get(name, "") for name in ("PATH", "PYTHONPATH")}
     return JobStep(argv, sys.executable, str(library), {**own, **env}, on_head, begun)
 

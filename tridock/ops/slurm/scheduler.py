@@ -1,4 +1,4 @@
-"""Slurm's own commands: everything that is asked of a scheduler goes through here."""
+"""Slurm's commands: all access to the scheduler goes through this module."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ _SQUEUE: Final = "%i|%T|%r|%M|%l|%N"
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job as squeue has it: ``id`` is ``12`` or, of an array, ``12_0``."""
+    """A job as squeue lists it: ``id`` is ``12``, or ``12_0`` in an array."""
 
     id: str
     state: str
@@ -28,9 +28,9 @@ class Job:
 
 
 def sinfo() -> list[str] | None:
-    """Partition, nodes (allocated/idle/other/in all), GRES, memory, CPUs, time limit, features: equal nodes a line.
+    """Returns one line per group of equal nodes: partition, nodes (A/I/O/T), GRES, memory, CPUs, time limit, features.
 
-    None where there is no sinfo, or it does not answer.
+    Returns None if sinfo is missing or does not answer.
     """
     try:
         done = _run("sinfo", "--noheader", f"--format={_SINFO}")
@@ -40,13 +40,13 @@ def sinfo() -> list[str] | None:
 
 
 def refusal(script: Path) -> str | None:
-    """Slurm's error where it would refuse the script; None where it would take it."""
+    """Returns Slurm's error if it would reject the script, else None."""
     done = _run("sbatch", "--test-only", str(script))
     return _message(done.stderr) if done.returncode else None
 
 
 def submit(script: Path) -> str:
-    """Submits and returns the job's id. Raises :class:`RequestError` with Slurm's error where it refuses."""
+    """Submits a job and returns its id. Raises :class:`RequestError` with Slurm's error if it is rejected."""
     done = _run("sbatch", "--parsable", str(script))
     if done.returncode:
         todo = "correct the request; sinfo shows what the cluster has"
@@ -55,14 +55,14 @@ def submit(script: Path) -> str:
 
 
 def jobs() -> dict[str, Job]:
-    """This user's jobs that wait or run, by their ids."""
+    """Returns this user's pending and running jobs by id."""
     done = _checked("squeue", "--me", "--array", "--noheader", f"--format={_SQUEUE}")
     found = (Job(*line.split("|", 5)) for line in done.splitlines() if line.count("|") == 5)
     return {job.id: job for job in found}
 
 
 def ended_state(job: str) -> str | None:
-    """How a job has ended, where accounting tells; None where there is none."""
+    """Returns a job's final state from accounting; None without accounting."""
     try:
         done = _run("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", "--format=State")
     except ClusterError:
@@ -72,28 +72,28 @@ def ended_state(job: str) -> str | None:
 
 
 def cancel(job: str) -> None:
-    """Ends a job, or takes it out of the queue."""
+    """Cancels a running or pending job."""
     _checked("scancel", job)
 
 
 def requeue(job: str) -> str | None:
-    """Requeues a running job; returns Slurm's error where it refuses."""
+    """Requeues a running job; returns Slurm's error if it refuses."""
     done = _run(*Slurm.requeue(job).argv)
     return _message(done.stderr or done.stdout) if done.returncode else None
 
 
 def job_fields(job: str) -> dict[str, str]:
-    """What ``scontrol show job`` tells: name to value."""
+    """Returns the fields of ``scontrol show job`` by name."""
     fields = _checked("scontrol", "show", "job", job, "--oneliner").split()
     return dict(word.split("=", 1) for word in fields if "=" in word)
 
 
 class BusyError(ClusterError):
-    """Slurm's controller does not answer now, as while it looks for a node that has failed."""
+    """Slurm's controller does not answer now, for example while it looks for a failed node."""
 
 
 def is_busy(message: str) -> bool:
-    """Whether Slurm's error says that its controller does not answer."""
+    """Whether Slurm's error means that its controller does not answer."""
     return "timed out" in message or "Unable to contact slurm controller" in message
 
 
@@ -121,7 +121,7 @@ def _run(*argv: str) -> subprocess.CompletedProcess[str]:
 
 
 def _message(text: str) -> str:
-    """The stderr of a Slurm command, on one line and without the command's name."""
+    """Returns the stderr of a Slurm command on one line, without the command's name."""
     lines: Sequence[str] = [line.strip() for line in text.splitlines() if line.strip()]
     messages = [line.partition(": ")[2] if line.split(":")[0].isalpha() else line for line in lines]
     return ", ".join(dict.fromkeys(line.removeprefix("error: ") for line in messages)) or "nothing"

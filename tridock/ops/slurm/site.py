@@ -1,4 +1,4 @@
-"""What ``sinfo`` says of the cluster, and what of a request it cannot give. Pure."""
+"""The cluster as ``sinfo`` reports it, and the parts of a request that it cannot satisfy. Pure."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -15,26 +15,26 @@ _GPU = re.compile(r"gpu(?::([^:(,]+))?:(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Nodes of a partition that are alike."""
+    """Identical nodes of a partition."""
 
     partition: str
     is_default: bool
     nodes: int
     idle: int
     other: int
-    """Neither idle nor allocated: down, drained, reserved."""
+    """Nodes neither idle nor allocated: down, drained, reserved."""
     gpus: int
     gpu_types: tuple[str, ...]
     memory_mib: int
     cpus: int
     limit_s: int | None
-    """The partition's longest time; None for no limit."""
+    """The partition's time limit in seconds; None if unlimited."""
     features: tuple[str, ...]
 
     @property
     def gpu(self) -> Gpu | None:
-        """The GPU that its GRES or a feature names, if that is one that is known here."""
-        # The longest says the most: v100-32g, where v100 alone stands for the smaller one.
+        """The GPU that its GRES or a feature names, if Tridock knows it."""
+        # The longest name is the most specific: v100-32g, while v100 alone means the smaller one.
         for name in sorted((*self.gpu_types, *self.features), key=len, reverse=True):
             try:
                 return find_gpu(name, "")
@@ -44,7 +44,7 @@ class Group:
 
 
 def parse_sinfo(lines: Sequence[str]) -> list[Group]:
-    """The lines of :func:`tridock.ops.slurm.scheduler.sinfo`."""
+    """Parses the lines of :func:`tridock.ops.slurm.scheduler.sinfo`."""
     groups = []
     for line in lines:
         if line.count("|") != 6 or (counts := _COUNTS.fullmatch(line.split("|")[1])) is None:
@@ -71,7 +71,7 @@ def parse_sinfo(lines: Sequence[str]) -> list[Group]:
 
 
 def gpu_of(groups: Sequence[Group], request: Request) -> Gpu | None:
-    """Of the nodes that the job may get the GPU with the least memory, where all of them are known."""
+    """Returns the GPU with the least memory among nodes that the job may get, if all are known."""
     found = [group.gpu for group in _meant(groups, request) if _has_features(group, request) and group.gpus]
     known = [gpu for gpu in found if gpu is not None]
     return min(known, key=lambda gpu: gpu.memory_mib) if known and len(known) == len(found) else None
@@ -101,9 +101,9 @@ def site_problems(groups: Sequence[Group], request: Request, source: str) -> Ite
 
 
 def idle_nodes(groups: Sequence[Group], request: Request) -> str | None:
-    """A sentence on the nodes that the job could have now, of those that have what it asks for; None if none is known.
+    """Returns a sentence on the idle nodes that satisfy the request; None if none is known.
 
-    Nodes of two partitions count twice.
+    Nodes in two partitions count twice.
     """
     meant = _meant(groups, request)
     fit = [group for group in meant if all(has(group) for _, _, has, _ in _checks(meant, request))]
@@ -117,7 +117,7 @@ def idle_nodes(groups: Sequence[Group], request: Request) -> str | None:
 
 
 def _lacks(meant: Sequence[Group], request: Request, source: str, where: str) -> Iterator[Problem]:
-    """Fields of which not enough nodes have what is asked for."""
+    """Yields the fields that too few nodes satisfy."""
     for field, value, has, todo in _checks(meant, request):
         if value is not None and (enough := sum(g.nodes for g in meant if has(g))) < request.nodes:
             what = f"{enough} nodes of partition {where} have it, and {request.nodes} are asked for"
@@ -125,11 +125,11 @@ def _lacks(meant: Sequence[Group], request: Request, source: str, where: str) ->
 
 
 _Check = tuple[str, object, Callable[[Group], bool], str]
-"""A field, its value, whether a group's nodes have it, and what to ask for instead."""
+"""A field, its value, whether a group's nodes satisfy it, and what to request instead."""
 
 
 def _checks(meant: Sequence[Group], request: Request) -> list[_Check]:
-    """What each field of the request asks of a node."""
+    """Returns the check of each requested field."""
     features = ", ".join(sorted({name for group in meant for name in group.features})) or "none"
     most = {
         "gpus_per_node": max(group.gpus for group in meant),
@@ -158,7 +158,7 @@ def _meant(groups: Sequence[Group], request: Request) -> list[Group]:
 
 
 def _has_features(group: Group, request: Request) -> bool:
-    """Only features that are all needed (``a&b``) are held against the nodes."""
+    """Whether nodes have the features; only conjunctions (``a&b``) are checked."""
     if request.constraint is None or not re.fullmatch(r"[\w.&-]+", request.constraint):
         return True
     return set(request.constraint.split("&")) <= set(group.features)

@@ -1,4 +1,4 @@
-"""From experiments and a request to a job: the plan, the site, the script, the runs' folders, ``sbatch``."""
+"""Submits experiments as a job: the plan, the site, the script, the runs' folders, ``sbatch``."""
 
 import itertools
 import json
@@ -39,28 +39,28 @@ class SubmitOptions:
     sweeps: Sequence[str] = ()
     profile: Path | None = None
     changes: Mapping[str, object] = field(default_factory=dict)
-    """Fields of the request, by their dotted names."""
+    """Fields of the request by dotted names."""
     workspace: Path = Path()
     force: bool = False
     program: tuple[CommandExperiment, Path | Code] | None = None
-    """The user's own program, in the place of ``configs``, and its code or the folder from which that starts."""
+    """Your own program, instead of ``configs``, and its code or the folder that the code is relative to."""
 
     @property
     def source(self) -> str:
-        """What messages about the request begin with."""
+        """The prefix of messages about the request."""
         return "slurm" if self.profile is None else str(self.profile)
 
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """A job that Slurm has taken: its id, and the folder of each of its runs."""
+    """An accepted job: its id, and the folder of each of its runs."""
 
     job_id: str
     folders: tuple[Path, ...]
 
 
 def render_script(options: SubmitOptions) -> str:
-    """The script, for a person to read or to give to sbatch. Contacts nobody."""
+    """Returns the script, for a person to read or pass to sbatch. Contacts neither Slurm nor nodes."""
     script = _script(options, _request(options), [])
     if len(script.elements) > 1 or options.program is not None:
         return render(script)
@@ -70,9 +70,9 @@ def render_script(options: SubmitOptions) -> str:
 
 
 def submit(options: SubmitOptions, say: Callable[[str], None]) -> Submitted:
-    """Submits the job, and says how many nodes are idle for it.
+    """Submits the job, and reports how many suitable nodes are idle.
 
-    Raises :class:`RequestError` with all that the plan, the site or Slurm has against it.
+    Raises :class:`RequestError` with every objection of the plan, the site or Slurm.
     """
     groups = _sinfo()
     script = _checked(options, groups)
@@ -91,20 +91,21 @@ def submit(options: SubmitOptions, say: Callable[[str], None]) -> Submitted:
 
 
 def again(run: Path) -> SubmitOptions:
-    """The same job once more: a run's program, with the code with which it began. Raises :class:`RequestError` where
-    the folder does not say what its job was."""
+    """Returns a run's job again, with the run's original code. Raises :class:`RequestError` if its folder does not
+    describe it.
+    """
     request = read_object(run / run_folder.JOB).get("request")
     if not isinstance(request, dict):
         todo = "submit the program again: tridock run --slurm"
         raise RequestError(Problem(str(run / run_folder.JOB), "does not contain the job's request", "", todo))
-    # What starts the ranks is for the program to say.
+    # The program determines the launcher of the ranks.
     changes = {name: value for name, value in request.items() if name != "launcher"}
     program = (load_command(run / run_folder.EXPERIMENT), code_of_run(run))
     return SubmitOptions((), changes=changes, workspace=run.absolute().parent.parent, program=program)
 
 
 def run_in_allocation(options: SubmitOptions) -> NoReturn:
-    """Starts the run at once in the job that this shell is of (``salloc``): becomes its script."""
+    """Starts the run at once in the current allocation (``salloc``): replaces this process with its script."""
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         todo = "begin with salloc --nodes=… --gres=gpu:…, or use tridock slurm submit"
@@ -114,7 +115,7 @@ def run_in_allocation(options: SubmitOptions) -> NoReturn:
         todo = "leave --nodes out"
         raise RequestError(Problem("--nodes", f"is not the allocation's, {nodes}", str(options.changes["nodes"]), todo))
     changes = {**options.changes, "nodes": nodes}
-    if "SLURM_CPUS_PER_TASK" not in os.environ:  # salloc was not asked for any: srun has none to distribute
+    if "SLURM_CPUS_PER_TASK" not in os.environ:  # salloc was called without it: srun has none to distribute
         changes["cpus_per_node"] = None
     if "gpus_per_node" not in changes and (gpus := _allocated_gpus(scheduler.job_fields(job))):
         changes["gpus_per_node"] = gpus
@@ -130,7 +131,7 @@ def run_in_allocation(options: SubmitOptions) -> NoReturn:
 
 
 def note_job(folder: Path, job_id: str, request: Request | None = None) -> None:
-    """Writes down whose the run is."""
+    """Records the job that the run belongs to."""
     path = folder / run_folder.JOB
     known = json.loads(path.read_text()) if path.exists() else {}
     fields: dict[str, object] = {"job_id": job_id, "noted": datetime.now(UTC).isoformat(timespec="seconds")}
@@ -140,7 +141,7 @@ def note_job(folder: Path, job_id: str, request: Request | None = None) -> None:
 
 
 def _allocated_gpus(fields: Mapping[str, str]) -> int | None:
-    """A node's, of what ``scontrol show job`` says: ``TresPerNode=gres:gpu:v100:4``."""
+    """Returns a node's GPUs from ``scontrol show job``: ``TresPerNode=gres:gpu:v100:4``."""
     found = re.search(r"gpu(?:[:/][^:,=]+)??[:=](\d+)", fields.get("TresPerNode", ""))
     return int(found[1]) if found else None
 
@@ -151,7 +152,7 @@ def _sinfo() -> list[Group]:
 
 
 def _checked(options: SubmitOptions, groups: Sequence[Group]) -> Script[AnyRun]:
-    """The script, weighed against what is there; all problems at once, Slurm's own errors among them."""
+    """Returns the script, checked against the site; reports all problems at once, Slurm's own included."""
     request = _request(options)
     problems = list(site_problems(groups, request, options.source))
     try:
@@ -186,7 +187,7 @@ def _request(options: SubmitOptions) -> Request:
 def _script(
     options: SubmitOptions, request: Request, groups: Sequence[Group], *, in_allocation: bool = False
 ) -> Script[AnyRun]:
-    """The plan of every run; raises :class:`RequestError` with everything that it finds against any of them."""
+    """Plans every run and returns the script. Raises :class:`RequestError` with all problems."""
     workspace = _workspace(options.workspace)
     if programs := list(_programs(options)):
         return _programs_script(programs, request, workspace, in_allocation=in_allocation)
@@ -207,7 +208,7 @@ def _script(
 
 
 def _programs(options: SubmitOptions) -> Iterator[tuple[CommandExperiment, Path | Code]]:
-    """The user's own programs that are asked for, and the code of each or where it starts from."""
+    """Yields the requested programs of your own, with the code of each or the folder it is relative to."""
     if options.program is not None:
         yield options.program
     own = [config for config in options.configs if is_command(config)]
@@ -252,13 +253,13 @@ def _new_run_id(name: str, others: Sequence[AnyRun]) -> str:
 
 
 def _changes(options: SubmitOptions) -> list[tuple[str, ...]]:
-    """The overrides of every run: all combinations of the sweeps' values."""
+    """Returns the overrides of every run: all combinations of the sweeps' values."""
     axes = [_axis(sweep) for sweep in options.sweeps]
     return [(*options.overrides, *chosen) for chosen in itertools.product(*axes)]
 
 
 def _axis(sweep: str) -> list[str]:
-    """``field=1,2,3`` or ``field=[a, b]`` to an override a value."""
+    """Expands ``field=1,2,3`` or ``field=[a, b]`` into one override per value."""
     path, equals, text = sweep.partition("=")
     values = parse_value(text if text.startswith("[") else f"[{text}]", f"--sweep {path}") if equals and text else None
     if not path or not isinstance(values, list) or not values:
@@ -279,7 +280,7 @@ def _check_data(script: Script[AnyRun]) -> None:
 
 
 def _write(script: Script[AnyRun]) -> tuple[Path, ...]:
-    """Every run's folder, with what the job finds there; none where one cannot be written."""
+    """Writes every run's folder with the files that the job needs; writes none if one fails."""
     text = render(script)
     folders: list[Path] = []
     try:

@@ -1,4 +1,4 @@
-"""What a job's script becomes on the first node: the run's supervisor, and what is done when it has ended."""
+"""Runs on a job's first node in place of its script: the run's supervisor, and the steps after it ends."""
 
 import json
 import os
@@ -29,16 +29,16 @@ from tridock.ops.slurm.submit import note_job
 from tridock.plan import Assumptions
 
 _FRUITLESS: Final = 2
-"""Times that a run may be queued again without having come further."""
+"""How often a run may be requeued without progress."""
 _PATIENCE_S: Final = 120.0
-"""For Slurm's controller, which does not answer while it looks for a lost node."""
+"""Seconds to wait for Slurm's controller, which does not answer while it looks for a lost node."""
 _ORPHAN_S: Final = 60.0
 _SESSION: Final = re.compile(r"PATH|LD_LIBRARY_PATH|VIRTUAL_ENV|(NCCL|GLOO|TORCH|HF|DS|OMP|UCX|FI)_\w+")
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What the script says: the run's folder, the command that starts all ranks, and where its experiment lies."""
+    """The script's arguments: the run's folder, the command that starts all ranks, and the experiment's location."""
 
     folder: Path
     argv: Sequence[str]
@@ -47,14 +47,14 @@ class Job:
     env: Mapping[str, str] = field(default_factory=dict)
     requeue: bool = True
     in_container: bool = False
-    """Whether the ranks of the user's own program are in a container, which has Tridock's layer."""
+    """Whether the ranks of your own program are in a container with Tridock's layer."""
 
 
 def supervise(job: Job) -> int:
-    """Sees the run to its end, or to the end of this job's time; gives the exit code."""
+    """Supervises the run until it or the job's time ends; returns the exit code."""
     _require_job(job)
     again = (job.folder / LOCK).exists()
-    # Where Slurm follows a job's processes by their parents, the supervisor outlives a job that is killed.
+    # If Slurm tracks a job's processes by their parents, the supervisor outlives a killed job.
     patience_s = _ORPHAN_S if again and _noted_job(job.folder) == _job_name() else 0.0
     try:
         ranks, sinks = _prepare(job, again)
@@ -69,7 +69,7 @@ def supervise(job: Job) -> int:
 
 
 def _require_job(job: Job) -> None:
-    """Refuses before anything is written."""
+    """Raises before anything is written if this is not a Slurm job."""
     problems = []
     if not run_folder.is_run_id(job.folder.name):
         problems.append(Problem(str(job.folder), "is not a run's folder", job.folder.name, "give runs/<run-id>"))
@@ -87,7 +87,7 @@ def _require_job(job: Job) -> None:
 
 
 def _prepare(job: Job, again: bool) -> tuple[int, Sinks]:
-    """Writes what the run's folder lacks, on the nodes that the job has got; how many ranks a node has, its sinks."""
+    """Writes the missing files of the run's folder, for the job's nodes; returns the ranks per node and the sinks."""
     folder, workspace = job.folder, job.folder.parent.parent
     pool = parse_hostfile(run_folder.read_text(folder / run_folder.HOSTFILE), str(folder / run_folder.HOSTFILE)).pool
     slots = {node: range(count) for node, count in pool.items()}
@@ -130,7 +130,7 @@ def _is_on(node: str) -> bool:
 
 
 def _experiment(job: Job) -> tuple[Path, Sequence[str]]:
-    """The folder's; where Tridock did not submit the script, the file that it names, with its overrides."""
+    """Returns the folder's experiment, or if Tridock did not submit the script, the named file with its overrides."""
     kept = job.folder / run_folder.EXPERIMENT
     return (kept, ()) if kept.exists() or job.config is None else (job.config, job.overrides)
 
@@ -149,12 +149,12 @@ def _write(job: Job, prepared: Prepared) -> None:
         workspace=str(job.folder.parent.parent),
     )
     for name, content in bundle.files.items():
-        if name not in (run_folder.EXPERIMENT, run_folder.HOSTFILE):  # these two are there, and the word of others
+        if name not in (run_folder.EXPERIMENT, run_folder.HOSTFILE):  # these two exist and are authoritative
             run_folder.write_atomic(job.folder / name, content)
 
 
 def _for_ssh(argv: Sequence[str]) -> dict[str, str]:
-    """Of this job's environment what ranks need that are started by ssh, which knows nothing of it."""
+    """Returns the job variables for ranks started over ssh, which does not pass them on."""
     if not starts_over_ssh(argv):
         return {}
     return {name: value for name, value in os.environ.items() if _SESSION.fullmatch(name) and "\n" not in value}
@@ -180,7 +180,7 @@ def _job_manifest(job: Job, manifest: Mapping[str, object]) -> dict[str, object]
 
 
 def _job_name() -> str:
-    """The job's id as squeue shows it."""
+    """Returns the job's id as squeue shows it."""
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ["SLURM_JOB_ID"]
 
@@ -189,7 +189,7 @@ def _job_name() -> str:
 
 
 def _reason(folder: Path, code: int, begun: int) -> str | None:
-    """Why the job is to be queued again; None where it is not."""
+    """Returns why the job is to be requeued; None if it is not."""
     if code == run_folder.EXIT_PREEMPTED:
         return "its time was over" if _is_program(folder) else "its time was over, and it has saved"
     lost = events_of(folder, Event.NODE_LOST, begun)
@@ -219,7 +219,7 @@ def _queue_again(folder: Path, reason: str) -> None:
     if refusal is not None:
         _not_queued(folder, f"not queued again: {refusal}", refusal)
         return
-    # Said before: Slurm ends this job on the spot.
+    # Logged first: Slurm ends this job immediately.
     append_event(folder, Event.JOB_REQUEUED, iteration=reached, reason=reason)
     print(f"tridock: queued again: {continues}")
     deadline = time.monotonic() + _PATIENCE_S
@@ -230,7 +230,7 @@ def _queue_again(folder: Path, reason: str) -> None:
 
 
 def _job_state_once_it_answers() -> tuple[str, bool]:
-    """Asks again while Slurm's controller does not answer: it may look for the node whose loss ended the run."""
+    """Returns the job's state; retries while Slurm's controller looks for the node whose loss ended the run."""
     deadline = time.monotonic() + _PATIENCE_S
     while True:
         try:
@@ -247,9 +247,9 @@ def _not_queued(folder: Path, message: str, reason: str) -> None:
 
 
 def _job_state() -> tuple[str, bool]:
-    """The job's state, and whether Slurm itself has queued it again, as it does once it gives up one of its nodes.
+    """Returns the job's state, and whether Slurm itself has requeued it after giving up a node.
 
-    A job that was cancelled is no longer running either, but was not restarted once more than this one knows of.
+    A cancelled job is not running either, but its restart count has not increased.
     """
     fields = scheduler.job_fields(os.environ["SLURM_JOB_ID"])
     restarts = int(fields.get("Restarts", "0"))
@@ -257,7 +257,7 @@ def _job_state() -> tuple[str, bool]:
 
 
 def _queued_after_all() -> bool:
-    """Slurm refuses too where it has been quicker itself, and where its answer came too late."""
+    """Whether the job is queued although Slurm refused: Slurm was faster, or its answer was late."""
     try:
         return _job_state_once_it_answers()[1]
     except ClusterError:
@@ -270,8 +270,9 @@ def _is_program(folder: Path) -> bool:
 
 
 def _reached(folder: Path) -> int | None:
-    """The iteration of the newest checkpoint that the run has recorded; of the user's own program, whose
-    checkpoints nobody knows, the furthest that it has printed, and None for one that prints none."""
+    """Returns the iteration of the newest recorded checkpoint; for your own program, whose checkpoints are unknown, the
+    furthest iteration that it printed, or None.
+    """
     if _is_program(folder):
         printed = [record.get("iteration") for record in read_lines(folder / run_folder.METRICS)]
         return max((number for number in printed if isinstance(number, int)), default=None)

@@ -1,4 +1,4 @@
-"""Data to the hosts: each one's workspace holds what the operator's project folder holds, by hash."""
+"""Copies data to the hosts by hash, so that each workspace matches the operator's project folder."""
 
 from tridock.ops.sync.files import Chosen, choose, of_experiment
 from tridock.ops.sync.operation import Row, Synced, sync

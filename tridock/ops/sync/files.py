@@ -22,19 +22,19 @@ from tridock.errors import Problem, RequestError
 from tridock.experiment.inputs import IMAGE_SUFFIXES
 
 _HALVES: Final = ((".bin", ".idx"), IMAGE_SUFFIXES)
-"""What data sets of tokens and of images consist of."""
+"""The suffixes of the two files of a data set, of tokens and of images."""
 _SUFFIXES: Final = (*(suffix for halves in _HALVES for suffix in halves), ".json")
-# Which of them a run needs depends on the run; each node, or `--config`, makes its own.
+# The maps that a run needs depend on the run; each node, or `--config`, builds its own.
 _INDEX_MAP: Final = re.compile(r".*_indexmap(_.*\.npy|\.sha256)")
 _MAKE: Final = "make it first (tridock data preprocess, or tridock data demo), or give another"
 
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A file that was asked for.
+    """A requested file.
 
-    ``name`` is its path below the project's folder and below the workspace, ``place`` the folder there by which shared
-    mounts are distinguished.
+    ``name`` is its path below the project's folder and the workspace. ``place`` is the remote folder that identifies a
+    shared mount.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """A file with its content's fingerprint."""
+    """A file with the fingerprint of its content."""
 
     name: str
     source: Path
@@ -55,18 +55,18 @@ class DataFile:
 
 
 def choose(project: Path, paths: Sequence[str]) -> tuple[Chosen, ...]:
-    """The files of ``paths``: files, folders or data sets' prefixes below the project's folder.
+    """Returns the files of ``paths``: files, folders or data set prefixes below the project's folder.
 
-    Links are followed. Of a folder, hidden files and Megatron's index maps are left out. Raises :class:`RequestError`
-    with everything that is wrong.
+    Follows links. Skips hidden files and Megatron's index maps in folders. Raises :class:`RequestError` with every
+    problem.
     """
     return _chosen(project, [("--path", path) for path in paths])
 
 
 def of_experiment(project: Path, config: Path, data_path: str, files: Mapping[str, str]) -> tuple[Chosen, ...]:
-    """The files that an experiment reads, and the data set's manifest where there is one.
+    """Returns the files that an experiment reads, and the data set's manifest if there is one.
 
-    ``files`` maps each path, as the experiment has it, to the field that names it.
+    ``files`` maps each path, as the experiment writes it, to the field that names it.
     """
     found: list[tuple[str, str]] = []
     problems: list[Problem] = []
@@ -93,7 +93,7 @@ def _chosen(project: Path, wanted: Iterable[tuple[str, str]]) -> tuple[Chosen, .
     found: dict[str, Chosen] = {}
     problems: list[Problem] = []
     for where, text in wanted:
-        # As written: a data/ that is a link to a larger disk is below the project all the same.
+        # As written: a data/ that links to a larger disk is still below the project.
         full = Path(os.path.normpath(project / text))
         if full == project or not full.is_relative_to(project):
             todo = f"give a file, a folder or a data set's prefix below {project}"
@@ -121,7 +121,7 @@ def _is_of(source: Path, full: Path) -> bool:
 
 
 def _below(full: Path) -> Iterator[Path]:
-    """The file itself, a folder's files, or those of a data set with this prefix."""
+    """Yields the file itself, a folder's files, or those of a data set with this prefix."""
     if full.is_file():
         yield full
     elif full.is_dir():
@@ -149,14 +149,14 @@ def _unfit(where: str, source: Path, name: str) -> Iterator[Problem]:
 
 _CHUNK: Final = 1 << 20
 _KEPT: Final = "data-hashes.json"
-# A file that changed in the very moment of its last time stamp looks unchanged; later than this none can.
+# A file changed this recently may change again with the same time stamp: its hash is not reused.
 _SETTLED_NS: Final = 2_000_000_000
 
 
 def fingerprint(project: Path, chosen: Iterable[Chosen], progress: Callable[[int], object]) -> tuple[DataFile, ...]:
-    """Size and hash of each file; ``progress`` gets the number of bytes done.
+    """Returns each file's size and hash; ``progress`` gets the number of bytes done.
 
-    Raises :class:`RequestError` where a data set is not what its own manifest says: damage must not spread.
+    Raises :class:`RequestError` if a data set does not match its own manifest, to avoid copying damage.
     """
     path = project / STATE / _KEPT
     known = read_object(path)

@@ -1,4 +1,4 @@
-"""``tridock data sync``: data to every host that lacks it, by hash; Megatron's index maps too."""
+"""``tridock data sync``: copies data, and Megatron's index maps, to every host that lacks it, by hash."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from tridock.remote import Host
 
 @dataclass(slots=True)
 class Row:
-    """What was done for one node: files sent and those that were there, bytes and seconds of the sending.
+    """The result for one node: files sent, files already there, and the bytes and seconds of sending.
 
-    Of a file that was cut off before, only the rest is counted.
+    A resumed file counts only the bytes sent now.
     """
 
     node: str
@@ -45,15 +45,15 @@ class Row:
     bytes: int = 0
     seconds: float = 0.0
     free: int | None = None
-    """Bytes free before, where the data goes; the least of its folders'."""
+    """Bytes free before, at the data's location; the minimum over its folders."""
     shared_with: tuple[str, ...] = ()
-    """Nodes that some of it is shared with, and got it for both; OPERATOR for the project's own folder."""
+    """Nodes that share some of the files; OPERATOR for the project's own folder."""
     failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """A row for each node, and what went wrong on some of them."""
+    """A row for each node, and the errors of failed ones."""
 
     rows: tuple[Row, ...]
     pool: HostPool
@@ -61,17 +61,17 @@ class Synced:
 
     @property
     def failure(self) -> TridockError | None:
-        """What went wrong, on whichever hosts, up to now."""
+        """The errors of all hosts so far; None if there are none."""
         return self.pool.failure()
 
 
 def sync(
     session: Session, chosen: Sequence[Chosen], only: tuple[str, ...] | None = None, *, dry_run: bool = False
 ) -> Synced:
-    """Makes the workspaces of all nodes (or of ``only`` some) hold the files as they are here.
+    """Makes the workspaces of all nodes (or of ``only`` some) contain the files as they are here.
 
-    A host that fails does not stop the others: look at :attr:`Synced.failure`. Raises :class:`RequestError` where the
-    files here cannot be read. ``dry_run`` finds out what would be sent, and sends nothing.
+    A failed host does not stop the others; see :attr:`Synced.failure`. Raises :class:`RequestError` if the files here
+    cannot be read. ``dry_run`` determines what would be sent, and sends nothing.
     """
     project = session.cluster.project_folder
     with bars(quiet=session.quiet) as begin:
@@ -113,7 +113,7 @@ def _bring(
 
 
 def _refuse(node: str, workspace: str, files: Sequence[DataFile], there: Held, sharing: Sharing) -> None:
-    """Before the first byte is sent: what could not be written there, and data that there is no room for."""
+    """Raises before the first byte is sent if data cannot be written there or does not fit on the disk."""
     strange = [name for name in there.strange if name in {file.name for file in files}]
     problems = [
         Problem(node, "has something else where a file of the data belongs", f"{workspace}/{name}", "remove it there")
@@ -143,9 +143,9 @@ def run(
     *,
     dry_run: bool = False,
 ) -> None:
-    """Brings the data to the hosts and says what was done; what went wrong on some of them is raised at the end.
+    """Copies the data to the hosts and prints the result; raises the hosts' errors at the end.
 
-    ``paths`` are files, folders or prefixes; an experiment's files are brought where one is named, or no path is.
+    ``paths`` are files, folders or prefixes. An experiment's files are copied if it is named, or if no path is.
     """
     project = session.cluster.project_folder
     chosen: tuple[Chosen, ...] = choose(project, paths)
@@ -166,7 +166,7 @@ def run(
 
 
 def table(rows: Sequence[Row], *, dry_run: bool) -> Table:
-    """A line for each node."""
+    """Returns a table with one row per node."""
     sent = "to send" if dry_run else "sent"
     shown = Table("node", sent, "there", "MB", "seconds", "MB free", Column(overflow="fold"))
     for row in rows:
@@ -176,7 +176,7 @@ def table(rows: Sequence[Row], *, dry_run: bool) -> Table:
         free = "" if row.free is None else f"{row.free / 1e6:,.0f}"
         own = [str(row.sent), str(row.there), f"{row.bytes / 1e6:,.1f}", f"{row.seconds:.1f}", free]
         if row.shared_with and not row.sent + row.there:
-            own = [""] * 5  # another's row tells
+            own = [""] * 5  # reported in another row
         shown.add_row(row.node, *own, ", ".join(map(_whose, row.shared_with)))
     return shown
 
@@ -189,10 +189,10 @@ _TIMEOUT_S: Final = 60.0
 
 
 def bring_index_maps(synced: Synced, experiment: Experiment, plan: Plan) -> str:
-    """Makes the maps of a run on the head, where they are not there, and copies them; returns a line about it.
+    """Builds the missing index maps of a run on the head and copies them; returns a line about it.
 
-    What goes wrong on a host is kept in ``synced``. Nothing is done for engines that need none, nor while the head's
-    node is not up: a launch then has them made.
+    Host errors are kept in ``synced``. Does nothing for engines that need no maps, or while the head's node is not up:
+    a launch then builds them.
     """
     pool = synced.pool
     head = pool.nodes[0]
@@ -219,8 +219,8 @@ def bring_index_maps(synced: Synced, experiment: Experiment, plan: Plan) -> str:
 def _make(
     synced: Synced, node: str, host: Host, experiment: Experiment, program: Sequence[str]
 ) -> tuple[int, list[str]]:
-    """How many were made, and all that the run needs, by their paths below the workspace; the mark comes last."""
-    # As the ranks have it; CPU ranks are the only ones, whatever the experiment asks for.
+    """Returns how many were built, and all that the run needs, by paths below the workspace; the marker comes last."""
+    # The environment of CPU ranks, the only ones here, whatever the experiment requests.
     python = Command((*NODE[:-1], *program), env=experiment.env)
     done = host.run(synced.pool.transport.exec_command(node, synced.pool.states[node].facts, python))
     try:
@@ -236,7 +236,7 @@ def _make(
 
 
 def _copy(synced: Synced, head: str, names: Sequence[str], others: tuple[str, ...]) -> tuple[str, ...]:
-    """From the head by way of this machine, what is missing somewhere; the nodes that lacked some."""
+    """Copies missing maps from the head through this machine; returns the nodes that lacked some."""
     pool, mark = synced.pool, names[-1]
     with tempfile.TemporaryDirectory(prefix="tridock-maps-") as folder:
         wanted = [("any", name) for name in names]
@@ -246,7 +246,7 @@ def _copy(synced: Synced, head: str, names: Sequence[str], others: tuple[str, ..
         files = [_file(name, listed[head], Path(folder)) for name in names]
         there = pool.each(lambda node, host: held(node, host, pool.workspaces[node], asked(files)), others)
         missing = {node: _missing(files, it) for node, it in there.items()}
-        # Whose mark is another has maps of other data or of another split, under names that may come to be asked for.
+        # A different marker means maps of other data or another split, under names that may be needed later.
         stale = {node for node, some in missing.items() if mark in {file.name for file in some}}
         missing = {node: tuple(files) if node in stale else some for node, some in missing.items() if some}
         needed = {file.name for some in missing.values() for file in some}

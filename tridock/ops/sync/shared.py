@@ -1,4 +1,4 @@
-"""The hosts of one operation, and which of them see the same folder: a file for all of those is sent once."""
+"""The hosts of one operation, and which of them share a folder: a file is sent once per shared folder."""
 
 import secrets
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class HostPool:
-    """Hosts by node name; ``workspaces`` has those of the hosts that answered."""
+    """Hosts by node name; ``workspaces`` holds those of the hosts that answered."""
 
     def __init__(self, session: Session, only: tuple[str, ...] | None = None) -> None:
         self.cluster = session.cluster
@@ -31,19 +31,19 @@ class HostPool:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """All of them, the failed ones too, in the hostfile's order."""
+        """All nodes, failed ones included, in hostfile order."""
         return tuple(self._outcomes)
 
     def host(self, node: str) -> Host:
-        """The host of a node."""
+        """Returns the host of a node."""
         return self._hosts[node]
 
     def fit(self, node: str) -> bool:
-        """Whether nothing has gone wrong there yet."""
+        """Whether no action has failed on the host yet."""
         return node in self._outcomes and self._outcomes[node].ok
 
     def each(self, action: Callable[[str, Host], T], only: tuple[str, ...] | None = None) -> dict[str, T]:
-        """Runs an action on the hosts that are fit, at once and under the cap; the values of those that stay so."""
+        """Runs an action on the healthy hosts in parallel, under the cap; returns the values of those that succeed."""
         hosts = {node: self._hosts[node] for node in self.nodes if self.fit(node) and (only is None or node in only)}
         outcomes = on_all(hosts, action, cap=self.cluster.settings.ssh.max_connections)
         for node, outcome in outcomes.items():
@@ -52,7 +52,7 @@ class HostPool:
         return {node: outcome.value for node, outcome in outcomes.items() if outcome.ok}  # type: ignore[misc]
 
     def failure(self) -> TridockError | None:
-        """All that went wrong, in one error; what is no failure of a host's is raised here."""
+        """Combines all host errors into one; raises an error that is not a host's."""
         try:
             raise_failures(self._outcomes)
         except TridockError as failure:
@@ -61,26 +61,28 @@ class HostPool:
 
 
 OPERATOR: Final = ""
-"""Stands for the operator's own project folder among the nodes."""
+"""The name that stands for the operator's own project folder among the nodes."""
 _TIMEOUT_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """For each node and folder: whose it is (the first node's that sees it, or the operator's), and its free bytes."""
+    """For each node and folder, its keeper (the first node that sees it, or the operator) and its free bytes."""
 
     keepers: Mapping[tuple[str, str], str]
     free: Mapping[tuple[str, str], int]
 
     def keeper(self, node: str, place: str) -> str:
-        """The node that gets the files of this folder for all that see it; OPERATOR where it is the project's own."""
+        """Returns the node that receives this folder's files for all that share it; OPERATOR for the project's own
+        folder.
+        """
         return self.keepers.get((node, place), node)
 
 
 def find_shared(pool: HostPool, project: Path, places: tuple[str, ...], *, make: bool) -> Sharing:
-    """Creates probe files, looks for them on every host, and removes them. ``make`` creates missing folders on a host.
+    """Finds shared folders by probe files, which it removes. ``make`` creates missing folders on a host.
 
-    It asks for random names and not for listings, which a network file system may answer from its cache.
+    It looks up random names rather than listings, which a network file system may serve from its cache.
     """
     token = secrets.token_hex(8)
     names = {node: f".tridock-probe-{token}-{number}" for number, node in enumerate((OPERATOR, *pool.nodes))}
@@ -104,7 +106,7 @@ def find_shared(pool: HostPool, project: Path, places: tuple[str, ...], *, make:
                 (node, place)
                 for node in seen
                 for place in places
-                # The operator may see what he may not write.
+                # The operator may have read access only.
                 if (project / place / names[node]).exists()
             }
         finally:
@@ -123,7 +125,7 @@ def find_shared(pool: HostPool, project: Path, places: tuple[str, ...], *, make:
 def _keepers(
     who: tuple[str, ...], places: tuple[str, ...], sightings: set[tuple[str, str, str]]
 ) -> dict[tuple[str, str], str]:
-    """The first of those that see one folder, for each of them; one of a pair seeing the other is enough."""
+    """Maps each node's folder to the first node that shares it; one-way visibility is enough."""
     keepers: dict[tuple[str, str], str] = {}
     for place in places:
         for number, node in enumerate(who):
@@ -134,7 +136,7 @@ def _keepers(
 
 @contextmanager
 def _own_probes(project: Path, places: tuple[str, ...], name: str) -> Iterator[None]:
-    """The operator's own probe files; skips a folder that cannot be written, as the hosts' files suffice."""
+    """Creates the operator's own probe files; skips a read-only folder, as the hosts' files suffice."""
     probes = [project / place / name for place in places]
     try:
         for probe in probes:

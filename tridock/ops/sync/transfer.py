@@ -1,7 +1,7 @@
-"""Files to one host: large ones one by one and resumable, small ones together; POSIX sh does the work there.
+"""Transfers files to one host: large ones singly and resumable, small ones together, by POSIX sh on the host.
 
 All paths are below the workspace, without tabs or line breaks. Hashes are kept in a file beside the workspace, one
-`hash size stamp path` a line, the stamp being inode and times: what changes a file changes its ctime.
+`hash size stamp path` per line. The stamp is inode and times: a changed file has another ctime.
 """
 
 import os
@@ -18,11 +18,11 @@ from tridock.ops.sync.files import DataFile
 from tridock.remote import Host
 
 DAMAGED: Final = 65
-"""Exit code of what arrived otherwise than it was sent."""
+"""The exit code if the received content differs from what was sent."""
 
 _STAMP: Final = "%s\t%i %y %z"
 _SAFE: Final = "set -eu; export LC_ALL=C; umask 022\n"
-# A connection that is lost must end the script, and let its trap clean up.
+# A lost connection must end the script and let its trap clean up.
 _SIGNALS: Final = 'trap "exit 1" HUP INT TERM PIPE\n'
 
 # Empty files, so that a full disk takes them too. What a killed one left is removed an hour later.
@@ -38,7 +38,7 @@ _SEEN: Final = (
     _SAFE
     + "ws=$1 names=$2; shift 2\nfor f; do\n"
     + '  for name in $names; do [ ! -e "$ws/$f/$name" ] || printf \'seen\\t%s\\t%s\\n\' "$name" "$f"; done\n'
-    # The nearest folder that is there: a dry run makes none.
+    # The nearest existing folder: a dry run creates none.
     + '  d=$ws/$f; while [ ! -d "$d" ]; do d=$(dirname -- "$d"); done\n'
     + "  free=$(df -Pk -- \"$d\" | awk 'END { for (i = 2; i <= NF; i++) if ($i ~ /^[0-9]+%$/) print $(i - 1) }')\n"
     + '  printf \'free\\t%s\\t%s\\n\' "${free:-0}" "$f"\ndone\n'
@@ -66,7 +66,7 @@ _LIST: Final = (
     + f"xargs -0 stat -L -c '{_STAMP}\t%Z\t%F\t%n' -- >\"$work/stat\" 2>/dev/null || true\n"
     + f'awk -F "$tab" -v now="$(date +%s)" -v misses="$work/misses" -v parts="$work/parts" \'{_KNOWN}\' '
     + 'f=1 "$work/known" f=2 "$work/wanted" f=3 "$work/stat"\n'
-    # A part that somebody still writes is left to them.
+    # A part that another process writes is left alone.
     + "while IFS= read -r path; do\n  if flock -n \"$path\" true 2>/dev/null; then printf 'part\\t%s\\t%s\\n' "
     + '"$(($(wc -c <"$path")))" "$path"; else printf \'held\\t%s\\n\' "$path"; fi\ndone <"$work/parts"\n'
     + 'while IFS="$tab" read -r size stamp settled path; do\n'
@@ -77,7 +77,7 @@ _LIST: Final = (
 
 _KEEP: Final = (
     f'keep() {{ printf \'%s\\t%s\\t%s\\n\' "$1" "$(stat -L -c \'{_STAMP}\' -- "$2")" "$2" >>"$cache" || true; }}\n'
-    # More than any folder of data has files: begun anew, not searched for what is out of date.
+    # A cache larger than any data folder needs is started over rather than pruned.
     'if [ -f "$cache" ] && [ "$(wc -l <"$cache")" -gt 20000 ]; then rm -f -- "$cache"; fi\n'
 )
 
@@ -105,7 +105,7 @@ _RECEIVE: Final = (
     + f'[ "${{sum%% *}}" = "$sha" ] || {{ rm -f -- "$part"; echo "$p arrived damaged" >&2; exit {DAMAGED}; }}\n'
     + 'sync -- "$part" 2>/dev/null || sync\n'
     + _PLACE
-    # What is left of older transfers of this file, unless somebody still writes it.
+    # Removes parts of older transfers of this file, unless another process writes them.
     + 'b=.$(basename -- "$p"); for old in "$d/$b".*.part; do\n'
     + '  [ -f "$old" ] || continue\n'
     + '  if command -v flock >/dev/null && ! flock -n "$old" true 2>/dev/null; then continue; fi\n'
@@ -119,7 +119,7 @@ _UNPACK: Final = (
     + 'work=$(mktemp -d "$3/.tridock-sync.XXXXXX"); trap \'rm -rf "$work"\' EXIT\n'
     + _SIGNALS
     + 'tar -xof - -C "$work"\n'
-    # It comes last: a stream that was cut at a file's end unpacks without a complaint.
+    # It comes last: a stream that is cut at a file boundary unpacks without an error.
     + '[ -e "$work/list" ] || { echo "only part of the files for $3 arrived" >&2; exit 1; }\n'
     + 'n=0; while IFS="$tab" read -r sha retire p; do\n  n=$((n + 1)); sum=$(sha256sum <"$work/$n")\n'
     + f'  [ "${{sum%% *}}" = "$sha" ] || {{ echo "$p arrived damaged" >&2; exit {DAMAGED}; }}\n'
@@ -137,26 +137,26 @@ def _script(text: str, *arguments: str, stdin: bytes | None = None) -> Command:
 
 
 def probe_command(workspace: str, name: str, places: tuple[str, ...], *, make: bool) -> Command:
-    """Leaves an empty file of this name in each folder; missing folders are made, or passed over."""
+    """Creates an empty file of this name in each folder; creates or skips missing folders."""
     return _script(_PROBE, workspace, name, "yes" if make else "no", *places)
 
 
 def seen_command(workspace: str, names: tuple[str, ...], places: tuple[str, ...]) -> Command:
-    """Prints ``seen NAME PLACE`` for each of the names that a folder has, and ``free KIB PLACE``."""
+    """Prints ``seen NAME PLACE`` for each of the names in a folder, and ``free KIB PLACE``."""
     return _script(_SEEN, workspace, " ".join(names), *places)
 
 
 def unprobe_command(workspace: str, name: str, places: tuple[str, ...]) -> Command:
-    """Takes away what :func:`probe_command` left."""
+    """Removes the files of :func:`probe_command`."""
     return _script(_UNPROBE, workspace, name, *places)
 
 
 def list_command(workspace: str, wanted: list[tuple[str, str]]) -> Command:
-    """Says what there is of ``wanted``, pairs of a size and a path: each as one line, fields between tabs.
+    """Reports the state of ``wanted``, pairs of size and path, one tab-separated line each.
 
-    ``hash SHA256 SIZE PATH`` where it has that size (or the size asked for is ``any``), ``size SIZE PATH`` where it has
-    another, ``other PATH`` where it is no file, and nothing where it is not there. For the size ``part``, ``part SIZE
-    PATH``, or ``held PATH`` while somebody writes it.
+    ``hash SHA256 SIZE PATH`` if it has that size (or the requested size is ``any``), ``size SIZE PATH`` if it has
+    another, ``other PATH`` if it is not a file, and nothing if it is missing. For the size ``part``: ``part SIZE
+    PATH``, or ``held PATH`` while another process writes it.
     """
     lines = "".join(f"{size}\t{path}\n" for size, path in wanted)
     return _script(_LIST, workspace, _cache(workspace), stdin=lines.encode(errors="surrogateescape"))
@@ -165,16 +165,16 @@ def list_command(workspace: str, wanted: list[tuple[str, str]]) -> Command:
 def receive_command(
     workspace: str, path: str, part: str, offset: int, size: int, sha256: str, retire: str | None
 ) -> Command:
-    """Standard input becomes the file: what is left of it after ``offset`` bytes, which lie in ``part`` already.
+    """Appends standard input, the rest of the file after ``offset`` bytes, to ``part``, which then becomes the file.
 
-    A part that is cut off stays for the next try. ``retire`` is removed in the moment before the file appears.
+    An interrupted part is kept for the next attempt. ``retire`` is removed just before the file appears.
     """
     arguments = (path, part, str(offset), str(size), sha256, retire or "-")
     return _script(_RECEIVE, workspace, _cache(workspace), *arguments)
 
 
 def unpack_command(workspace: str, folder: str) -> Command:
-    """Standard input, a tar of the files ``1``, ``2``, … and of ``list``, becomes files in a folder.
+    """Unpacks standard input, a tar of the files ``1``, ``2``, … and of ``list``, into a folder.
 
     A line of the list has a file's hash, the path to retire (or ``-``) and its own path.
     """
@@ -182,7 +182,7 @@ def unpack_command(workspace: str, folder: str) -> Command:
 
 
 def drop_maps_command(workspace: str, prefix: str) -> Command:
-    """Removes the index maps beside a data set, and the file that says what they are of."""
+    """Removes the index maps beside a data set, and their marker file."""
     return _script(_DROP_MAPS, workspace, prefix)
 
 
@@ -195,29 +195,29 @@ def _cache(workspace: str) -> str:
 
 
 SMALL: Final = 4 << 20
-"""Files below this travel together; nothing of a smaller one is kept when it is cut off."""
+"""Files below this size in bytes are sent together, and are not resumable."""
 _TOGETHER: Final = 64 << 20
 _CHUNK: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a host has of some files, by their names."""
+    """A host's state of some files, by name."""
 
     sha256: Mapping[str, str]
-    """Of those with the size asked for."""
+    """Hashes of the files with the requested size."""
     sizes: Mapping[str, int]
-    """Of those and of parts that nobody writes."""
+    """Sizes of those files and of parts that no process writes."""
     busy: frozenset[str]
-    """Parts that somebody writes."""
+    """Parts that another process writes."""
     strange: tuple[str, ...]
-    """What has the name and is no file."""
+    """Names that exist but are not files."""
 
 
 def held(node: str, host: Host, workspace: str, wanted: Iterable[tuple[str, str]]) -> Held:
-    """Asks a host what it has: pairs of a size and a name (see :func:`list_command`)."""
+    """Queries a host with pairs of size and name (see :func:`list_command`)."""
     done = replace(host.run(list_command(workspace, list(wanted))), command="look at its data").checked(node)
-    # Not splitlines(): a name may hold what counts as a line's end in some language.
+    # Not splitlines(): a name may contain Unicode line separators.
     lines = [line.split("\t") for line in done.stdout.decode(errors="surrogateescape").split("\n")]
     return Held(
         sha256={fields[3]: fields[1] for fields in lines if fields[0] == "hash"},
@@ -228,14 +228,14 @@ def held(node: str, host: Host, workspace: str, wanted: Iterable[tuple[str, str]
 
 
 def part_name(file: DataFile, busy: frozenset[str] = frozenset()) -> str:
-    """The name under which a file arrives, beside its place; from its content, so that a transfer can be resumed."""
+    """Returns a file's temporary name, beside its target; derived from its content so that a transfer can resume."""
     path = PurePosixPath(file.name)
     name = str(path.with_name(f".{path.name}.{file.sha256[:16]}.part"))
     return str(path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")) if name in busy else name
 
 
 def asked(files: Iterable[DataFile]) -> Iterator[tuple[str, str]]:
-    """What to ask a host about these files: their own, and what has arrived of the large ones."""
+    """Yields the query for these files: the files themselves, and the parts of large ones."""
     for file in files:
         yield str(file.size), file.name
         if file.size >= SMALL:
@@ -243,7 +243,7 @@ def asked(files: Iterable[DataFile]) -> Iterator[tuple[str, str]]:
 
 
 def arrived(file: DataFile, there: Held) -> int:
-    """Bytes of a file that lie on the host in a part."""
+    """Returns the bytes of a file that are on the host in a part."""
     size = there.sizes.get(part_name(file), 0) if file.size >= SMALL else 0
     return size if size <= file.size else 0
 
@@ -251,7 +251,7 @@ def arrived(file: DataFile, there: Held) -> int:
 def send(
     node: str, host: Host, workspace: str, files: Sequence[DataFile], there: Held, progress: Callable[[int], object]
 ) -> None:
-    """Sends the files; each appears whole, its content checked, a data set's index after its tokens."""
+    """Sends the files; each appears atomically with verified content, a data set's index after its tokens."""
     names = {file.name for file in files}
     for step in steps(files):
         folder = str(PurePosixPath(step[0].name).parent)
@@ -266,7 +266,7 @@ def send(
 
 
 def steps(files: Iterable[DataFile]) -> list[tuple[DataFile, ...]]:
-    """In the order of sending: indexes after all else, small files of a folder together."""
+    """Returns the files in sending order: indexes last, small files of a folder together."""
     made: list[list[DataFile]] = []
     folder, size = "", 0
     for file in sorted(files, key=lambda file: (file.name.endswith(".idx"), file.name.endswith(".sha256"), file.name)):
@@ -281,7 +281,7 @@ def steps(files: Iterable[DataFile]) -> list[tuple[DataFile, ...]]:
 
 
 def _retired(file: DataFile, names: set[str]) -> str | None:
-    """The index that is not this file's any more, once the file is another: its own comes later."""
+    """Returns the index that becomes invalid when this file changes; the new index follows later."""
     index = f"{file.name.removesuffix('.bin')}.idx"
     return index if file.name.endswith(".bin") and index in names else None
 
@@ -302,7 +302,7 @@ def _send_large(
         if done.exit_code != DAMAGED or not offset:
             done.checked(node)
             return
-        # It was the part that was no good: all of it once more.
+        # The part was damaged: send the whole file again.
         progress(offset - file.size)
         offset = 0
 
@@ -321,7 +321,7 @@ def _chunks(file: DataFile, offset: int) -> Iterator[bytes]:
 
 
 def _packed(files: Sequence[DataFile], lines: str) -> Iterator[bytes]:
-    """A tar of the files by their numbers, and of the list; one of them in memory at a time."""
+    """Yields a tar of the files by number, and of the list; holds one file in memory at a time."""
     for number, file in enumerate(files, 1):
         content = b"".join(_chunks(file, 0))
         yield from _member(str(number), content)

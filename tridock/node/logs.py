@@ -1,4 +1,4 @@
-"""The logs of this node, whole or as they grow until the run ends: the launcher's, and those of the ranks.
+"""The launcher's and the ranks' logs on this node, whole or followed until the run ends.
 
 Two bytes that no log contains are control signals for a remote reader: BEAT is a keepalive, and END marks the end of
 the output.
@@ -23,9 +23,9 @@ _CHUNK: Final = 1 << 16
 _RANK_POLL_S: Final = 0.2
 _SEARCH_S: Final = 1.0
 _TAKEOVER_S: Final = 90.0
-"""The time in which another supervisor has to be there for a run that may be taken over."""
+"""Seconds in which another supervisor must take over a run that can be taken over."""
 _START_S: Final = 120.0
-"""The time in which a run that was just launched has to start on this node."""
+"""Seconds in which a newly launched run must start on this node."""
 
 
 def follow_with_keepalive(folder: Path, offset: int = 0) -> int:
@@ -51,7 +51,7 @@ def follow(folder: Path, offset: int = 0, keepalive_s: float = math.inf) -> int:
         last_output = last_alive = time.monotonic()
         patience = _TAKEOVER_S if _may_be_taken_over(folder) else 0.0
         while True:
-            # Checked before the log is read: what was written before the end is then read after it.
+            # Checked before the log is read, so that output written before the end is included.
             alive, code = is_supervised(folder), exit_code_of(folder)
             while chunk := log.read(_CHUNK):
                 _write(chunk)
@@ -94,7 +94,7 @@ def show_rank_logs(folder: Path, ranks: Sequence[int], *, follow: bool, prefix: 
         raise RequestError(Problem(f"rank {tail.rank}", "has no log here", str(tail.path), todo) for tail in missing)
     run = _RunHere(folder)
     while True:
-        # Checked before the logs are read: what was written before the end is then read after it.
+        # Checked before the logs are read, so that output written before the end is included.
         ended = not follow or run.has_ended(any(tail.path.is_file() for tail in tails))
         for tail in tails:
             tail.print_new(is_last=ended)
@@ -113,7 +113,7 @@ class _Tail:
         self._offset = 0
 
     def print_new(self, *, is_last: bool) -> None:
-        """Prints new whole lines, since other ranks' lines come between; the last time also an unfinished one."""
+        """Prints new complete lines, as other ranks' lines come between; the last call prints an incomplete one too."""
         try:
             with self.path.open("rb") as log:
                 log.seek(self._offset)
@@ -140,7 +140,7 @@ class _RunHere:
         now = time.monotonic()
         if exit_code_of(self._folder) is not None:
             return True
-        if now - self._searched >= _SEARCH_S:  # it reads all of /proc
+        if now - self._searched >= _SEARCH_S:  # the search reads all of /proc
             self._searched = now
             self._is_running = is_supervised(self._folder) or bool(find_processes(self._folder.name))
         return not self._is_running and (has_logs or now - self._created > _START_S)

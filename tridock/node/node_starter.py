@@ -13,7 +13,7 @@ from tridock.contracts.supervision import Supervision
 from tridock.node.supervisor.verdict import signal_name
 
 _OTHERS_S: Final = 3.0
-"""From the first failure on: the other nodes report their own."""
+"""Seconds after the first failure in which the other nodes report their own."""
 _SSH_FAILED: Final = 255
 """ssh's own exit code. The remote command may still run; the node agent reports that."""
 
@@ -21,8 +21,8 @@ _SSH_FAILED: Final = 255
 def start_nodes(folder: Path, script: str) -> int:
     """Runs ``bash script`` of the run's folder on every node; returns the exit code of the first that failed.
 
-    ``{node_rank}`` in ``script`` stands for the node's rank. With several nodes each line of output starts with its
-    node. Those that still run after a failure are the supervisor's to end; a session that is lost is no failure yet.
+    ``{node_rank}`` in ``script`` is replaced by the node's rank. With several nodes each line of output starts with its
+    node. The supervisor ends the nodes that still run after a failure; a lost session is not a failure yet.
     """
     supervision = Supervision.from_json((folder / run_folder.SUPERVISION).read_text())
     last: dict[str, str] = {}
@@ -51,7 +51,7 @@ def start_nodes(folder: Path, script: str) -> int:
 
 
 def set_up(folder: Path, node: str, command: list[str]) -> int:
-    """Runs the setup of a run on this node, where a scheduler has started this on every node; its exit code."""
+    """Runs a run's setup on this node, if a scheduler has started this on every node; returns its exit code."""
     ended, last = SimpleQueue[tuple[str, int]](), dict[str, str]()
     _run(node, command, b"", ended, last)
     _, returned = ended.get()
@@ -73,7 +73,7 @@ def _record_setup(folder: Path, node: str, how: str, last: dict[str, str]) -> No
 def _run(
     node: str, command: list[str], prefix: bytes, ended: "SimpleQueue[tuple[str, int]]", last: dict[str, str]
 ) -> None:
-    """``last``: takes the last line of the node's output."""
+    """``last``: receives the last line of the node's output."""
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None
     for line in process.stdout:  # a whole line in one write: those of several nodes never mix

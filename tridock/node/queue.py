@@ -72,7 +72,7 @@ def cancel(folder: Path) -> None:
 
 @contextmanager
 def _queue(folder: Path) -> Iterator[Path]:
-    """The queue's folder, for one process at a time."""
+    """Locks and yields the queue's folder."""
     queue = folder.parent / run_folder.QUEUE
     queue.mkdir(parents=True, exist_ok=True)
     with (queue / "lock").open("w") as lock:
@@ -95,7 +95,7 @@ def _start_next(queue: Path) -> None:
     taken = _in_use(queue)
     for path, folder in list(_tickets(queue)):
         slots = _slots_of(folder)
-        # The folder may be shared: each node starts its own.
+        # The folder may be shared: each node starts its own runs.
         if not _shared(slots, taken) and read_object(path).get("node") == here:
             started = _start(folder)
             path.unlink()

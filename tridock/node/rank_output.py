@@ -14,18 +14,18 @@ from pathlib import Path
 from tridock.contracts import environment, run_folder
 
 PROGRAM = "--program"
-"""First word: what follows is any program, not what Python runs."""
-# Detached, because a program may wait for all of its children, and deaf to what ends the rank: its last lines count.
+"""First argument, if the rest is any program and not arguments of Python."""
+# Detached, as a program may wait for all of its children; ignores the rank's signals, to copy its last lines.
 _COPY = 'trap "" INT TERM HUP; tee -a "$0" <&3 3<&- &'
 
 
 def main() -> None:
-    """Copies the output from here on, and becomes the program."""
+    """Copies all further output, and replaces this process with the program."""
     words = sys.argv[1:]
     local_rank = [words.pop(0)] if words and words[0].startswith(("--local_rank=", "--local-rank=")) else []
     if words[:1] == [PROGRAM]:
         command = words[1:]
-    else:  # what DeepSpeed adds comes behind the script, or behind -m and the module
+    else:  # DeepSpeed adds its arguments after the script, or after -m and the module
         script = 2 if words[:1] == ["-m"] else 1
         command = [sys.executable, "-u", *words[:script], *local_rank, *words[script:]]
     folder, rank = os.environ.get(environment.RUN_FOLDER), environment.rank_of(os.environ)
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def _not_started(program: str, why: str) -> None:
-    # Here, because the program's own Python is an older one, which has a program to run.
+    # Imported here: the program's own Python may be an older one, which only runs the program.
     from tridock.contracts.events import Cause, append_event
 
     cause, folder, rank = Cause.PROGRAM_NOT_STARTED, os.environ.get(environment.RUN_FOLDER), os.environ.get("RANK")
@@ -65,7 +65,7 @@ def copy_output(log: Path) -> None:
         print(f"tridock: {log}: cannot be written ({error.strerror}); no copy of the output", file=sys.stderr)
         return
     source, target = os.pipe()
-    # Without the rank's variables: the copy is no part of the rank.
+    # Without the rank's variables: the copying process is not part of the rank.
     env = {name: os.environ[name] for name in ("PATH", environment.RUN_ID) if name in os.environ}
     os.dup2(source, 3)
     subprocess.run(["sh", "-c", _COPY, str(log)], env=env, pass_fds=(3,), stdin=subprocess.DEVNULL, check=True)

@@ -13,9 +13,9 @@ from typing import Final
 from tridock.node.supervisor.verdict import signal_name
 
 _REPORT_S: Final = 1.0
-"""From the first failure to SIGTERM: the other ranks report their own, and the node agent reads the wait status."""
+"""Seconds from the first failure to SIGTERM: other ranks report theirs, and the node agent reads the wait status."""
 _KILLED_S: Final = 5.0
-"""After SIGKILL; a process in state D does not end."""
+"""Seconds after SIGKILL; a process in state D does not end."""
 _FORWARDED: Final = (signal.SIGTERM, signal.SIGINT)
 _AWAITED: Final = (signal.SIGCHLD, *_FORWARDED)
 _PR_SET_PDEATHSIG: Final = 1
@@ -23,12 +23,13 @@ _SI_KERNEL: Final = 0x80
 
 
 Failed = Callable[[int, int], object]
-"""Given a rank, and how it ended, as wait(2) has it."""
+"""Called with a rank and its wait(2) status."""
 
 
 def rank_environments(ranks: Sequence[int], node_rank: int, master_addr: str, master_port: int) -> list[dict[str, str]]:
-    """The variables that DeepSpeed's launcher sets for each rank of a node, torchrun's LOCAL_WORLD_SIZE, and
-    Lightning's NODE_RANK. ``ranks``: how many each node has."""
+    """Returns the variables of each rank of a node: those of DeepSpeed's launcher, torchrun's LOCAL_WORLD_SIZE, and
+    Lightning's NODE_RANK. ``ranks``: the number on each node.
+    """
     own = ranks[node_rank]
     node = {
         "MASTER_ADDR": master_addr,
@@ -49,8 +50,8 @@ def start_ranks(
 ) -> int:
     """Runs the program once per environment; returns the exit code of the first rank that failed.
 
-    SIGTERM and SIGINT are forwarded, and the end of the ranks is awaited. If one fails, the others are ended.
-    ``failed`` is called with the first one. The kernel kills the ranks if this process dies.
+    Forwards SIGTERM and SIGINT, and waits for the ranks. If one fails, ends the others and calls ``failed`` with the
+    first one. The kernel kills the ranks if this process dies.
     """
     prctl, starter = ctypes.CDLL(None).prctl, os.getpid()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
@@ -61,7 +62,7 @@ def start_ranks(
             os._exit(1)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    # Kept to the end: a Popen that is collected reaps its process.
+    # Kept until the end: a garbage-collected Popen reaps its process.
     ranks = {
         int(env["RANK"]): subprocess.Popen(program, env=os.environ | env, preexec_fn=prepare) for env in environments
     }
@@ -71,7 +72,7 @@ def start_ranks(
 def _wait(running: dict[int, int], grace_s: float, failed: Failed | None = None) -> int:
     """Waits for the processes in ``running``, which has their pids by rank; returns the exit code of the first failure.
 
-    Reaps none of them: a reaped process no longer shows its wait status to the node agent.
+    Does not reap them: a reaped process no longer shows its wait status to the node agent.
     """
     code, failed_at = 0, 0.0
     deadlines = [(_REPORT_S, signal.SIGTERM), (_REPORT_S + grace_s, signal.SIGKILL)]
@@ -84,7 +85,7 @@ def _wait(running: dict[int, int], grace_s: float, failed: Failed | None = None)
                 break
             _send(running, deadlines.pop(0)[1])
         elif received.si_signo in _FORWARDED and received.si_code != _SI_KERNEL:
-            # Ctrl-C at the terminal, which the kernel sends, has reached the ranks already.
+            # The terminal's Ctrl-C has already reached the ranks through the kernel.
             _send(running, signal.Signals(received.si_signo))
         for rank, pid in list(running.items()):
             if (ended := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is None:
@@ -93,7 +94,7 @@ def _wait(running: dict[int, int], grace_s: float, failed: Failed | None = None)
             if (status := ended.si_status) == 0:
                 continue
             left = ended.si_code == os.CLD_EXITED
-            if len(deadlines) == 2:  # later the others end because they are asked to
+            if len(deadlines) == 2:  # later ranks end because they were signaled
                 how = f"exited with code {status}" if left else f"was ended by {signal_name(status)}"
                 print(f"rank {rank} (pid {pid}) {how}", file=sys.stderr, flush=True)
             if not code:

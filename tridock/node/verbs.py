@@ -1,4 +1,4 @@
-"""What the verbs of ``python -m tridock.node`` do: each returns its answer, its exit code, or nothing.
+"""The verbs of ``python -m tridock.node``: each returns its answer, its exit code, or nothing.
 
 Each imports its own modules: every request to a node starts a new interpreter, which should start fast.
 """
@@ -53,7 +53,7 @@ def keep_secrets_of_a_shared_run(arguments: argparse.Namespace) -> None:
 def queue(arguments: argparse.Namespace) -> list[node_answers.QueuedRun]:
     from tridock.node.queue import queue_of, start_next
 
-    start_next(arguments.workspace)  # whoever should have may have been killed
+    start_next(arguments.workspace)  # the process that should have started them may have been killed
     return queue_of(arguments.workspace)
 
 
@@ -98,7 +98,7 @@ def start_ranks(arguments: argparse.Namespace) -> int:
 
 
 def _record_failure(rank: int, wait_status: int) -> None:
-    """Of a program that records nothing itself: one that fails at once is gone before the node agent sees it."""
+    """Records the failure of a program that records none itself: it may be gone before the node agent sees it."""
     from tridock.contracts.rank_status import RankStatus
     from tridock.node.supervisor.verdict import ending
 
@@ -202,7 +202,7 @@ def save(arguments: argparse.Namespace) -> node_answers.Signalled:
     from tridock.contracts.supervision import Supervision
 
     if Supervision.from_json((arguments.folder / run_folder.SUPERVISION).read_text()).observed:
-        # The supervisor tells all nodes. SIGTERM is a scheduler's to all processes of a job: the ranks have it.
+        # The supervisor signals all nodes. A scheduler's SIGTERM reaches all processes of a job, the ranks included.
         if arguments.signal == signal.SIGUSR1:
             (arguments.folder / run_folder.SIGNALLED).touch()
         return node_answers.Signalled(0)

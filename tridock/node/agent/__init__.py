@@ -1,1 +1,1 @@
-"""What watches and ends the ranks of one node, and what the node reports about its runs."""
+"""The node agent: watches and ends the ranks of one node, and reports on its runs."""

@@ -18,7 +18,7 @@ _LOG_BYTES: Final = 8000
 _LOG_LINES: Final = 60
 _PRINTED_BYTES: Final = 1 << 20
 _OF_RANK: Final = re.compile(rb"^(?:\S+: )?\[rank(\d{1,6})\]: (.*)$", re.DOTALL)
-"""Of torch, before each line of an exception that a rank does not catch; the node may come before it."""
+"""torch's prefix of each line of an uncaught exception in a rank, after an optional node prefix."""
 _METRICS_BYTES: Final = 1 << 16
 _STEPS: Final = 8
 _KERNEL_LINES: Final = 5

@@ -26,27 +26,27 @@ from tridock.node.agent.spare_lock import release
 from tridock.node.probes.limits_and_space import space
 
 SILENCE_S: Final = 25.0
-"""After this time without an order the head counts as lost."""
+"""Seconds without an order after which the head counts as lost."""
 RECONNECT_S: Final = 10.0
-"""After the connection has ended, the time in which the supervisor may open another."""
+"""Seconds that the supervisor has to reconnect after the connection ends."""
 _TICK_S: Final = 0.1
 _REPORT_S: Final = 1.0
 _GRACE_S: Final = 3.0
 
 
 def run_agent(folder: Path, node: str, ranks: Sequence[int], *, on_head: bool = False, observed: bool = False) -> bool:
-    """Runs the agent of a node to its end; returns whether that is because the head was lost.
+    """Runs a node's agent to its end; returns whether it ended because the head was lost.
 
     ``observed``: the ranks write no heartbeats.
     """
-    # A scheduler sends the latter two to all processes of its job; the agent ends when its supervisor does.
+    # A scheduler sends the latter two to all processes of its job; the agent ends with its supervisor.
     for number in (signal.SIGHUP, signal.SIGPIPE, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     return NodeAgent(folder, node, ranks, on_head=on_head, observed=observed).run()
 
 
 def own_disk(folder: Path, *, on_head: bool) -> Space | None:
-    """The disk with a run's folder; None on a node that sees the head's lease, and so its disk."""
+    """Returns the disk with a run's folder; None on a node that sees the head's lease and so shares its disk."""
     return space(folder) if on_head or not newest(folder) else None
 
 
@@ -55,7 +55,7 @@ def is_replaced(folder: Path, node: str) -> bool:
     try:
         return _pid_file(folder, node).read_bytes() != str(os.getpid()).encode()
     except OSError:
-        return False  # somebody removed the run's folder
+        return False  # the run's folder was removed
 
 
 def _pid_file(folder: Path, node: str) -> Path:
@@ -74,7 +74,7 @@ class NodeAgent:
         run_folder.write_atomic(_pid_file(folder, node), str(os.getpid()).encode())
 
     def run(self) -> bool:
-        """Whether it has lost the head."""
+        """Runs the agent; returns whether the head was lost."""
         last_order = last_round = last_report = time.monotonic()
         dead: set[int] = set()
         while True:
@@ -138,5 +138,5 @@ class NodeAgent:
             reason = f"heard nothing from the head for {silence_s:.0f} s"
             append_event(self._folder, Event.HEAD_LOST, node=self._node, cause=Cause.HEAD_SILENT, reason=reason)
             stop_processes(self._folder.name, _GRACE_S)
-            # A head that comes back must not mistake this for an end of the ranks' own.
+            # A head that returns must not take this for an exit of the ranks themselves.
             self._monitor.reset()

@@ -1,4 +1,4 @@
-"""The ranks of a program that writes no heartbeats: found by their environment, alive as long as they do something."""
+"""Observes ranks of a program without heartbeats: found by their environment, alive while they are active."""
 
 import os
 import time
@@ -14,12 +14,12 @@ from tridock.node.agent.processes import find_processes
 
 _SEARCH_S: Final = 1.0
 _WORKING: Final = 0.02
-"""Share of a core: a process that waits for others uses less."""
+"""CPU use as a share of a core: a process that waits for others uses less."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A rank's outermost process, and what it and its children have done: seconds of a core, bytes written."""
+    """A rank's outermost process, with the CPU seconds and bytes written of it and its children."""
 
     pid: int
     start_ticks: int
@@ -32,12 +32,12 @@ class _Rank:
     seen: Seen
     seen_at: float
     active_at: float
-    """When it last did something."""
+    """The time of its last activity."""
     count: int = 0
 
 
 class ObservedRanks:
-    """Finds the ranks of a run on this node, and sees when each last wrote or computed something."""
+    """Finds the ranks of a run on this node, and records when each last wrote or computed something."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -48,7 +48,7 @@ class ObservedRanks:
         self._ranks.clear()
 
     def read(self) -> dict[int, Heartbeat]:
-        """What a heartbeat would say of each rank that was ever found; ``count`` grows with its activity."""
+        """Returns a heartbeat for each rank that was ever found; ``count`` grows with its activity."""
         now = time.monotonic()
         if now - self._searched >= _SEARCH_S:
             self._searched = now
@@ -72,10 +72,10 @@ class ObservedRanks:
 
 
 def find_ranks(run_id: str) -> dict[int, Seen]:
-    """The processes of a run on this node, by rank.
+    """Returns the processes of a run on this node, by rank.
 
-    A rank's own children, such as the workers of a data loader, have its environment: the outermost process is the
-    rank, and what all of them do counts.
+    A rank's children, such as data loader workers, inherit its environment: the outermost process is the rank, and the
+    activity of all counts.
     """
     found = {process.pid: process for process in find_processes(run_id)}
     ranks = {pid: rank for pid in found if (rank := _rank_of(pid)) is not None}
@@ -99,7 +99,7 @@ def _rank_of(pid: int) -> int | None:
 
 
 def _written(pid: int) -> int:
-    """Bytes that the process has written, to files or to its output."""
+    """Returns the bytes that the process has written, to files or to its output."""
     try:
         lines = Path(f"/proc/{pid}/io").read_text().splitlines()
     except OSError:

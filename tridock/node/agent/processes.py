@@ -15,7 +15,7 @@ _MARKER = f"{environment.RUN_ID}=".encode()
 _POLL_S = 0.1
 _KILL_POLL_S = 0.01
 _PATIENCE_S = 2.0
-"""After the grace period, and after each process that is found for the first time."""
+"""Seconds after the grace period, and after each process that is found for the first time."""
 _MOST_PATIENCE_S = 8.0
 _PAGE = os.sysconf("SC_PAGESIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -29,14 +29,14 @@ def is_deepspeed_runner(argv: Sequence[str]) -> bool:
 
 
 def find_processes(run_id: str | None = None) -> list[Process]:
-    """The processes of one run, or of every run on this node, without zombies."""
+    """Returns the processes of one run, or of every run on this node, without zombies."""
     return [process for process in _all() if run_id is None or process.run_id == run_id]
 
 
 def _all(foreign: set[int] | None = None) -> Iterator[Process]:
-    """Every process of a run. Adds the others to ``foreign``, and skips those that are in it.
+    """Yields every process of a run. Adds other processes to ``foreign``, and skips those that are in it.
 
-    A process in the middle of its exec shows no environment: it may still turn out to be of a run.
+    During exec a process shows no environment, and may still turn out to belong to a run.
     """
     uptime = float((_PROC / "uptime").read_text().split()[0])
     for entry in _PROC.iterdir():

@@ -22,7 +22,7 @@ _OOM_COUNTERS: Final = (Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgro
 
 
 class RankMonitor:
-    """Reads the status of ranks; remembers when it first saw a rank dead or stopped, and its wait status."""
+    """Reads the status of ranks; remembers when it first saw a rank dead or stopped, and the rank's wait status."""
 
     def __init__(self, folder: Path, ranks: Sequence[int], *, observed: bool = False) -> None:
         self.folder, self.ranks = folder, tuple(ranks)
@@ -50,7 +50,7 @@ class RankMonitor:
         self._clear()
 
     def read(self) -> list[RankStatus]:
-        """The status of every rank that has started; once all processes of the run have ended, of all ranks."""
+        """Returns the status of every rank that has started, or of all ranks once the run's processes have ended."""
         beats = {rank: beat for rank in self.ranks if (beat := heartbeat.read(self.folder, rank)) is not None}
         if self._observed is not None:
             return [_as_observed(self._status(rank, beat)) for rank, beat in (self._observed.read() | beats).items()]
@@ -61,13 +61,13 @@ class RankMonitor:
         return found
 
     def pidfds(self) -> list[int]:
-        """Descriptors that become readable when a rank dies: its wait status is visible only until it is reaped."""
+        """Returns pidfds that become readable when a rank dies: its wait status is visible only until it is reaped."""
         return list(self._pidfds.values())
 
     def _status(self, rank: int, beat: Heartbeat) -> RankStatus:
         now = time.monotonic()
         if rank not in self._pidfds and rank not in self._dead_since:
-            with suppress(OSError):  # it has ended, or the kernel is older than 5.3: the next read tells as well
+            with suppress(OSError):  # it has ended, or the kernel is older than 5.3: the next read detects it as well
                 self._pidfds[rank] = os.pidfd_open(beat.pid)
         state, wait_status = _process_state(beat)
         if state is None:
@@ -95,7 +95,7 @@ class RankMonitor:
         )
 
     def _processes_ended(self) -> bool:
-        """Whether the run had processes here and has none now; searched every 2 s only, as it reads all of /proc."""
+        """Whether the run had processes here and has none now; checked at most every 2 s, as it reads all of /proc."""
         now = time.monotonic()
         if now - self._searched >= _SEARCH_S:
             found = bool(find_processes(self.folder.name))
@@ -105,7 +105,7 @@ class RankMonitor:
         return self._all_ended
 
     def send_signal(self, number: signal.Signals) -> None:
-        """To the ranks of the user's own program on this node: once to each, to its outermost process."""
+        """Sends a signal to the ranks of your own program on this node, once to each rank's outermost process."""
         for beat in self._observed.read().values() if self._observed is not None else ():
             process = beat.pid, beat.start_ticks
             if process not in self._signalled and _process_state(beat)[0] is not None:
@@ -135,7 +135,7 @@ class RankMonitor:
 
 
 def _as_observed(status: RankStatus) -> RankStatus:
-    """A program says nothing at its end: one that left with 0 has done its work."""
+    """Returns the status of an observed rank. A program reports no end, so exit code 0 means done."""
     if status.alive or status.wait_status:
         return status
     return replace(status, phase=heartbeat.GONE if status.wait_status is None else heartbeat.END)
@@ -145,26 +145,26 @@ _NEVER: Final = Heartbeat(0, 0, 0, 0, heartbeat.START, 0, 0.0)
 
 
 def _process_state(beat: Heartbeat) -> tuple[str | None, int | None]:
-    """The state letter of the rank's process, None once it has ended; and its wait status as long as it is visible."""
+    """Returns the process state letter (None once it has ended), and the wait status while it is visible."""
     try:
         fields = Path(f"/proc/{beat.pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return None, None
     if int(fields[19]) != beat.start_ticks:
-        return None, None  # another process that got its number
+        return None, None  # another process has reused its pid
     # A process that has ended and is not yet reaped still shows its wait status: proc(5), field 52.
     return (None, int(fields[49])) if fields[0] in "ZX" else (fields[0], None)
 
 
 def main_thread(text: str) -> tuple[str, ...]:
-    """The frames of the main thread, which faulthandler writes last, as ``file:line in function``."""
+    """Returns the main thread's frames, which faulthandler writes last, as ``file:line in function``."""
     frames = text.rpartition("(most recent call first):")[2]
     found = re.findall(r'File "(.+?)", line (\d+) in (.+)', frames)
     return tuple(f"{file}:{line} in {name}" for file, line, name in found)
 
 
 def _oom_kills() -> int:
-    """The number of processes of this container that the kernel killed for memory; 0 where no cgroup file tells."""
+    """Returns the number of OOM kills in this container; 0 without a readable cgroup file."""
     for path in _OOM_COUNTERS:
         try:
             found = re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE)

@@ -14,16 +14,17 @@ from tridock.contracts.records import Record, read_lines, read_plan
 from tridock.contracts.run_state import exit_code_of, state_of
 
 _MOST: Final = 3000
-"""Records in one answer: of each interval those with the lowest and the highest loss."""
+"""Maximum number of records in one answer: those of each interval with the lowest and the highest loss."""
 _MOST_EVENTS: Final = 200
 
 
 def run_update(folder: Path, offset: int, inode: int, events: int) -> RunUpdate:
-    """The records of ``metrics.jsonl`` after byte ``offset``, of ``events.jsonl`` after line ``events``, and the state.
+    """Returns the records of ``metrics.jsonl`` after byte ``offset``, of ``events.jsonl`` after line ``events``, and
+    the state.
 
-    ``inode`` is that of the file that was read before: a run that resumes writes another, which is read from its start.
+    ``inode`` is that of the previously read file: a resumed run writes a new one, which is read from its start.
     """
-    path, state = folder / run_folder.METRICS, state_of(folder)  # the state first: what it ended with is then read
+    path, state = folder / run_folder.METRICS, state_of(folder)  # the state first: its last records are then read
     records: list[Record] = []
     begins_anew = offset == 0
     try:
@@ -56,7 +57,7 @@ def run_update(folder: Path, offset: int, inode: int, events: int) -> RunUpdate:
 
 
 def _plan(folder: Path) -> dict[str, Any]:
-    """What a watcher shows of the plan: the ranks' nodes and stages, and the stages' memory."""
+    """Returns the parts of the plan that a watcher shows: the ranks' nodes and stages, and the stages' memory."""
     plan = read_plan(folder)
     memory = plan.get("memory")
     stages = (memory.get("stages") if isinstance(memory, dict) else None) or ()
@@ -69,7 +70,7 @@ def _plan(folder: Path) -> dict[str, Any]:
 
 
 def _ranks(folder: Path) -> Iterator[RankProgress]:
-    """Of all nodes where a supervisor has seen them; else those with a heartbeat here."""
+    """Yields the ranks of all nodes if the supervisor has written them, else those with a heartbeat here."""
     path = folder / run_folder.RANKS
     try:
         since = max(0.0, time.time() - path.stat().st_mtime)
@@ -90,7 +91,7 @@ def _age(path: Path) -> float | None:
 
 
 def _thinned(content: bytes) -> Iterator[Record]:
-    """The records; of a long part the evaluations, the first, the last, and two of each interval."""
+    """Yields the records; from a long part only evaluations, the first, the last, and two per interval."""
     lines = content.splitlines()
     if len(lines) <= _MOST:
         yield from filter(None, map(_record, lines))
@@ -111,7 +112,7 @@ def _thinned(content: bytes) -> Iterator[Record]:
 
 
 def _loss(record: Record) -> float:
-    """For the order; a loss that is not finite is the highest."""
+    """Sort key; a loss that is not finite sorts highest."""
     value = record.get("loss")
     return float(value) if isinstance(value, int | float) else math.inf
 

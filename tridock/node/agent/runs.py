@@ -1,4 +1,4 @@
-"""The runs of this node's workspace, each with its state."""
+"""Lists the runs of this node's workspace with their states."""
 
 import re
 import time
@@ -13,7 +13,7 @@ _TAIL_BYTES = 1 << 16
 
 
 def list_runs(workspace: Path) -> list[RunInfo]:
-    """The runs of a workspace, oldest first."""
+    """Returns the runs of a workspace, oldest first."""
     folders = [f for f in (workspace / "runs").glob("*") if run_folder.is_run_id(f.name) and f.is_dir()]
     return sorted(map(_describe, folders), key=lambda run: (run.created, run.run_id))
 
@@ -46,7 +46,7 @@ def _train_iters(folder: Path) -> int | None:
 
 
 def _duration(folder: Path) -> float | None:
-    """From the run's first file to its exit code, or until now; None if it ended without an exit code."""
+    """Returns the seconds from the run's first file to its exit code or to now; None if it ended without one."""
     end = _time_of(folder / run_folder.EXIT_CODE) or (time.time() if is_supervised(folder) else None)
     return _seconds(end, _time_of(folder / run_folder.EXPERIMENT))
 

@@ -17,7 +17,7 @@ _NAME: Final = "reservation.json"
 
 
 def busy_with(run_id: str, *, reserve: bool = False, folder: Path | None = None) -> tuple[str, ...]:
-    """The other runs that have processes here or have reserved this node, sorted.
+    """Returns the other runs that have processes here or have reserved this node, sorted.
 
     ``reserve``: reserves the node for ``run_id`` if there are none. A file lock in ``folder`` (the container's own
     state) orders requests that come at the same time. A reservation expires after ``RESERVED_S`` seconds.
@@ -53,7 +53,7 @@ def _locked(path: Path) -> Iterator[IO[str]]:
 
 
 def _holder(file: IO[str]) -> str | None:
-    """The run that holds the reservation now."""
+    """Returns the run that currently holds the reservation."""
     found = json.loads(file.read() or '{"run": "", "until": 0}')
     return str(found["run"]) if found["until"] > time.time() else None
 

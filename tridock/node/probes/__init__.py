@@ -1,1 +1,1 @@
-"""What a node answers about itself: devices, interfaces, ports, limits, code; asked by the doctor and the preflight."""
+"""A node's reports about itself for the doctor and the preflight: devices, interfaces, ports, limits, code."""

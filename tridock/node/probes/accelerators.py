@@ -28,7 +28,7 @@ def infiniband() -> Infiniband:
 
 
 def accelerators() -> Accelerators:
-    """The GPUs with their memory, processes and health, the driver, and the CUDA that it gives to a rank."""
+    """Returns the GPUs with their memory, processes and health, the driver, and the CUDA version that a rank gets."""
     try:
         cuda = cuda_driver().version  # first: what it opens keeps the driver loaded meanwhile
         found = parse(_smi("-q", "-x"), _smi(), _nvlinks(), _capabilities())
@@ -47,17 +47,18 @@ class CudaDriver:
     """The CUDA driver's answers to a process."""
 
     error: str | None = None
-    """Why it gives a rank no device."""
+    """Why it provides no device to a rank."""
     version: str | None = None
-    """The CUDA that it supports."""
+    """The CUDA version that it supports."""
     capabilities: tuple[str, ...] = ()
     """The compute capability of each device, such as ``9.0``."""
 
 
 def cuda_driver() -> CudaDriver:
-    """Starts CUDA's driver, which takes no memory of a GPU.
+    """Initializes the CUDA driver, which uses no GPU memory.
 
-    It is the library that a shell of the node finds: with NVIDIA's forward compatibility it is newer than the kernel's.
+    It loads the library that a shell of the node finds: with NVIDIA's forward compatibility it is newer than the kernel
+    module.
     """
     try:
         driver = ctypes.CDLL(_library())
@@ -111,7 +112,7 @@ def parse(report: str, table: str, nvlinks: str, capabilities: str = "") -> Acce
 def _devices(
     index: int, gpu: ElementTree.Element, links: dict[str, int], capabilities: dict[str, str]
 ) -> Iterator[Gpu]:
-    """The GPU, or the slices that MIG has divided it into."""
+    """Yields the GPU, or its MIG slices."""
     uuid = _text(gpu, "uuid")
     ecc = gpu.find("ecc_errors/volatile")
     errors = [] if ecc is None else [int(it.text) for it in ecc.iter() if _counts_uncorrectable(it, ecc) and it.text]
@@ -168,11 +169,11 @@ def _mib(element: ElementTree.Element, path: str) -> int | None:
 
 
 def _nvlinks() -> str:
-    return _smi_if_known("nvlink", "--status")  # not of an old driver, or of GPUs without NVLink
+    return _smi_if_known("nvlink", "--status")  # unsupported by old drivers and GPUs without NVLink
 
 
 def _capabilities() -> str:
-    return _smi_if_known("--query-gpu=uuid,compute_cap", "--format=csv,noheader")  # not of an old driver
+    return _smi_if_known("--query-gpu=uuid,compute_cap", "--format=csv,noheader")  # unsupported by old drivers
 
 
 def _smi_if_known(*options: str) -> str:
@@ -183,7 +184,7 @@ def _smi_if_known(*options: str) -> str:
 
 
 def _has_peer_memory() -> bool:
-    """Whether an InfiniBand device may read a GPU's memory: by a module, or by the DMA buffers of the open driver."""
+    """Whether an InfiniBand device can read a GPU's memory, by a kernel module or by the open driver's DMA buffers."""
     version = Path("/proc/driver/nvidia/version")
     return Path("/sys/module/nvidia_peermem").exists() or (
         version.exists() and "Open Kernel Module" in version.read_text()

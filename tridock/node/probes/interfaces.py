@@ -1,4 +1,4 @@
-"""Network interfaces of this node, and which of them Gloo and NCCL choose, by the same rules as theirs."""
+"""Network interfaces of this node, and those that Gloo and NCCL select by their own rules."""
 
 import json
 import socket
@@ -15,7 +15,7 @@ _TIMEOUT_S: Final = 5.0
 
 
 def interfaces() -> tuple[Interface, ...]:
-    """The interfaces of this node that are up and have an address; none if ``ip`` is missing or fails."""
+    """Returns this node's interfaces that are up and have an address; none if ``ip`` is missing or fails."""
     argv = ["ip", "-json", "address", "show", "up"]
     with suppress(OSError, subprocess.SubprocessError, ValueError):
         done = subprocess.run(argv, capture_output=True, check=True, timeout=_TIMEOUT_S)
@@ -35,14 +35,14 @@ def parse(links: Sequence[Mapping[str, Any]]) -> tuple[Interface, ...]:
 
 
 def holder(found: Sequence[Interface], address: str) -> Interface | None:
-    """The interface that has an address; all of 127.0.0.0/8 belongs to the loopback."""
+    """Returns the interface that has an address; all of 127.0.0.0/8 belongs to the loopback."""
     if ip_address(address).is_loopback:
         return next((it for it in found if it.name == "lo"), Interface("lo", 65536, (address,)))
     return next((it for it in found if address in it.addresses), None)
 
 
 def nccl_choice(found: Sequence[Interface], wanted: str | None) -> Interface | None:
-    """As NCCL's ``findInterfaces``: the first that matches ``NCCL_SOCKET_IFNAME``, or by its own preferences."""
+    """Selects like NCCL's ``findInterfaces``: the first match of ``NCCL_SOCKET_IFNAME``, or by NCCL's preferences."""
     ordered = _by_family(found)
     if wanted is not None and len(wanted) > 1:
         return next((it for it in ordered if _matches(it.name, wanted)), None)
@@ -59,7 +59,7 @@ def _by_family(found: Sequence[Interface]) -> list[Interface]:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """NCCL's syntax: a list of prefixes; a leading ``^`` excludes them, ``=`` matches whole names."""
+    """Matches by NCCL's syntax: a list of prefixes; a leading ``^`` excludes them, ``=`` matches whole names."""
     others = pattern.startswith("^")
     pattern = pattern.removeprefix("^")
     exact = pattern.startswith("=")
@@ -69,7 +69,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def gloo_choice(found: Sequence[Interface], wanted: str | None, own: Sequence[str]) -> tuple[Interface | None, str]:
-    """As torch creates Gloo's device: the first of ``GLOO_SOCKET_IFNAME``, else the one with the host name's address.
+    """Selects like torch for Gloo: the first of ``GLOO_SOCKET_IFNAME``, else the one with the host name's address.
 
     ``own`` holds the addresses of the host name that a socket can bind. The second value is the address.
     """
@@ -82,7 +82,7 @@ def gloo_choice(found: Sequence[Interface], wanted: str | None, own: Sequence[st
 
 
 def own_addresses() -> list[str]:
-    """The addresses of this node's host name that a socket here can bind."""
+    """Returns the addresses of this node's host name that a socket here can bind."""
     usable = []
     with suppress(OSError):
         for family, kind, protocol, _, target in socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM):
@@ -93,7 +93,7 @@ def own_addresses() -> list[str]:
 
 
 def route_to(address: str) -> tuple[str, str]:
-    """The address that a name resolves to, and the source address of the route there. Raises OSError."""
+    """Returns the address that a name resolves to, and the source address of its route. Raises OSError."""
     family, _, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:  # nothing is sent
         probe.connect(target)

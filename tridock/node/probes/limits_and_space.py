@@ -17,7 +17,7 @@ def shared_memory() -> Space | None:
 
 
 def space(folder: Path) -> Space | None:
-    """The size of a folder's file system; None if the folder is missing."""
+    """Returns the size of a folder's file system; None if the folder is missing."""
     try:
         found = os.statvfs(folder)
     except OSError:
@@ -26,7 +26,7 @@ def space(folder: Path) -> Space | None:
 
 
 def write_error(folder: Path) -> str | None:
-    """The error of writing a file with content, or None; an empty one fits on a full disk."""
+    """Returns the error of writing a non-empty file (an empty one fits on a full disk), or None."""
     probe = folder / f".tridock-space-{os.getpid()}"
     try:
         probe.write_bytes(b"\0" * 4096)
@@ -39,7 +39,7 @@ def write_error(folder: Path) -> str | None:
 
 
 def soft_limit(which: int) -> int | None:
-    """A soft limit of this process; None if it is unlimited."""
+    """Returns a soft limit of this process; None if it is unlimited."""
     soft = resource.getrlimit(which)[0]
     return None if soft == resource.RLIM_INFINITY else soft
 
@@ -49,7 +49,7 @@ def cores() -> int:
 
 
 def _quota() -> int:
-    """The container's CPU quota in cores; 1 << 20 without one."""
+    """Returns the container's CPU quota in cores; 1 << 20 without one."""
     try:
         quota, period = _QUOTA.read_text().split()
         return max(1, int(quota) // int(period))

@@ -1,4 +1,4 @@
-"""Answers the head's mesh probe on a node, over ssh: one JSON object a line in both directions, the first from here.
+"""Answers the head's mesh probe on a node, over ssh: one JSON object per line in both directions; sends the first.
 
 It ends when the caller disconnects.
 """
@@ -71,7 +71,7 @@ def _print(answer: Hello | Time | PeerProbe) -> None:
 
 
 def shared_environment(environment: Mapping[str, str], salt: str) -> dict[str, str]:
-    """The variables that should be equal on every node. A secret's value is replaced by a salted hash."""
+    """Returns the variables that should be equal on every node. A secret's value is replaced by a salted hash."""
     shared = {name: value for name, value in sorted(environment.items()) if not _OWN.fullmatch(name)}
     return {name: _masked(value, salt) if _is_secret(name, value) else value for name, value in shared.items()}
 
@@ -119,7 +119,7 @@ def _route(address: str) -> Route:
 
 
 def _connect(address: str, port: int, expected: str) -> str | None:
-    """The error of a connection, or that another program answers; None if the expected node does."""
+    """Returns the error of a connection or a wrong peer; None if the expected node answers."""
     try:
         with socket.create_connection((address, port), CONNECT_TIMEOUT_S) as connection:
             greeting = connection.makefile().readline().strip()
@@ -132,7 +132,7 @@ def _connect(address: str, port: int, expected: str) -> str | None:
 
 @contextmanager
 def _listening(greeting: bytes) -> Iterator[int]:
-    """A port on all addresses that sends ``greeting`` to every caller."""
+    """Yields a port, open on all addresses, that sends ``greeting`` to every client."""
     both = socket.has_dualstack_ipv6()
     with socket.create_server(
         ("::" if both else "", 0), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both, backlog=512
@@ -167,11 +167,11 @@ def _probe_file(workspace: Path, token: str, node: str) -> Iterator[None]:
 
 
 def command(token: str) -> str:
-    """The command line for ssh: a greeting by any shell, then this program."""
+    """Returns the command line for ssh: a greeting from the shell, then this program."""
     respond = f"{run_folder.PYTHON} -P -m tridock.node mesh-respond {token} --workspace {run_folder.WORKSPACE}"
     return f"{greeting()} && exec {respond}"
 
 
 def greeting() -> str:
-    """The command line that prints which node this sshd belongs to: a host's own sshd has no such variables."""
+    """Returns the command line that prints the sshd's node: a host's own sshd lacks these variables."""
     return f'echo "tridock-node ${{{environment.CLUSTER}:-}} ${{{environment.NODE}:-}}"'

@@ -1,4 +1,4 @@
-"""The report of this node for the doctor: everything that it can tell without the others."""
+"""The doctor's report of this node: everything that needs no other node."""
 
 import hashlib
 import os
@@ -23,7 +23,7 @@ _PYTHON: Final = (
 
 
 def node_report(workspace: Path, *, quick: bool, ssh_to: list[str]) -> QuickReport:
-    """The report of this node; ``ssh_to`` names nodes to connect to over ssh, for the head only."""
+    """Returns this node's report; ``ssh_to`` names nodes to connect to over ssh, for the head only."""
     runs, built_for = workspace / "runs", os.environ.get("DS_ACCELERATOR")
     cuda = CudaDriver() if built_for == "cpu" else cuda_driver()
     checked_always: dict[str, Any] = {
@@ -55,7 +55,7 @@ def node_report(workspace: Path, *, quick: bool, ssh_to: list[str]) -> QuickRepo
 
 
 def no_reduction() -> str | None:
-    """Why the image's own Python cannot run the all-reduce, in an image that is the user's; it imports nothing."""
+    """Returns why the Python of your own image cannot run the all-reduce, or None; imports nothing."""
     try:
         done = subprocess.run(
             ["python", "-c", _PYTHON], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
@@ -63,7 +63,7 @@ def no_reduction() -> str | None:
     except FileNotFoundError:
         return "no python on PATH"
     except subprocess.TimeoutExpired:
-        return None  # slow, and it may well be there
+        return None  # a timeout does not prove that it is missing
     version, _, torch = done.stdout.strip().partition(" ")
     if torch == "False":
         return f"no torch in its Python {version}"
@@ -75,7 +75,7 @@ def _is_old(version: str) -> bool:
 
 
 def host_key() -> HostKey:
-    """The host key that this node's sshd presents."""
+    """Returns the host key that this node's sshd presents."""
     config = Path(run_folder.SSHD_PID).with_name("sshd_config").read_text().splitlines()
     settings = dict(reversed([line.split(" ", 1) for line in config if " " in line]))
     listens = settings["ListenAddress"]
@@ -91,7 +91,7 @@ def host_key() -> HostKey:
 
 
 def code() -> Code:
-    """The hashes of this node's code, and the versions in the image's manifest."""
+    """Returns the hashes of this node's code, and the versions in the image's manifest."""
     ours = Path(run_folder.CODE)
     manifest = _manifest()
     return Code(
@@ -104,12 +104,12 @@ def code() -> Code:
 
 
 def _manifest() -> dict[str, Any]:
-    """The image's."""
+    """Returns the image's manifest."""
     return read_object(Path(run_folder.CODE) / "manifest.json")
 
 
 def digest(folders: list[Path]) -> str | None:
-    """One SHA-256 over the files' paths and contents, without ``__pycache__``; None if there is no file."""
+    """Returns one SHA-256 over the files' paths and contents, without ``__pycache__``; None if there is no file."""
     whole, count = hashlib.sha256(), 0
     for folder in folders:
         for path in sorted(folder.rglob("*")):

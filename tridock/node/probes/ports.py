@@ -14,7 +14,7 @@ _LISTEN = "0A"
 
 
 def rendezvous_port(wanted: int | None = None) -> PortAnswer:
-    """The ``wanted`` port if it is free, or any free one; or the reason why there is none."""
+    """Returns the ``wanted`` port if it is free, or any free one, or the reason why there is none."""
     try:
         if wanted is None:
             return PortAnswer(free_port())
@@ -25,7 +25,7 @@ def rendezvous_port(wanted: int | None = None) -> PortAnswer:
 
 
 def free_port() -> int:
-    """A random port on which nothing listens. Raises :class:`ClusterError` after 200 attempts."""
+    """Returns a random free port. Raises :class:`ClusterError` after 200 attempts."""
     for port in random.sample(RENDEZVOUS_PORTS, 200):
         if is_free(port):
             return port
@@ -56,9 +56,9 @@ def _can_listen(family: socket.AddressFamily, port: int) -> bool:
     try:
         probe = socket.socket(family, socket.SOCK_STREAM)
     except OSError:
-        return True  # no such addresses on this node, so nothing listens there
+        return True  # no addresses of this family, so nothing listens there
     with probe:
-        # As the rendezvous itself does: a port in TIME_WAIT may be used.
+        # Like the rendezvous itself: a port in TIME_WAIT is usable.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
@@ -69,7 +69,7 @@ def _can_listen(family: socket.AddressFamily, port: int) -> bool:
 
 
 def holder(port: int) -> str | None:
-    """``name (pid N)`` of the process that listens on the port, if this container can see it."""
+    """Returns ``name (pid N)`` of the process that listens on the port, if this container can see it."""
     inodes = {f"socket:[{inode}]" for inode in _listening_inodes(port)}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal():

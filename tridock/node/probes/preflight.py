@@ -1,4 +1,4 @@
-"""What a launch asks of a node before it writes anything there, in one answer."""
+"""A launch's query of a node before it writes anything there, in one answer."""
 
 import hashlib
 import json
@@ -21,10 +21,10 @@ def preflight(
     head: bool,
     port: int | None,
 ) -> PreflightAnswer:
-    """The fingerprints of ``files`` and the content of the JSON files ``read``; None for a file that cannot be read.
+    """Returns the fingerprints of ``files`` and the content of the JSON files ``read``; None for an unreadable file.
 
-    With ``head`` also a port for the rendezvous (``port``, or a random one for None), the image's
-    manifest, and the contract.
+    With ``head``, also returns a rendezvous port (``port``, or a random one for None), the image's manifest, and the
+    contract.
     """
     return PreflightAnswer(
         files={name: _fingerprint(Path(name)) for name in files},

@@ -1,4 +1,4 @@
-"""Whether this node has the libraries of trackers and notifications, and whether their servers answer."""
+"""Checks whether this node has the libraries of trackers and notifications, and whether their servers answer."""
 
 import json
 import socket
@@ -23,9 +23,9 @@ print(json.dumps([name for name, address in given.items() if apprise.Apprise.ins
 def reachable(
     names: Sequence[str], addresses: Sequence[str], notify: Mapping[str, str], *, asks_login: bool
 ) -> Reachable:
-    """The modules of these sinks that no Python here has, and the servers that take no connection.
+    """Returns the modules of these sinks that no Python here has, and the servers that refuse connections.
 
-    ``notify``: apprise's addresses by their variables; ``asks_login``: whether W&B's key has to be here.
+    ``notify``: apprise's addresses by variable; ``asks_login``: whether W&B's key must be here.
     """
     modules = dict.fromkeys(EXTRAS[name][0] for name in names)
     missing = tuple(module for module in modules if find_python(module) is None)
@@ -39,7 +39,7 @@ def reachable(
 
 
 def _unknown(notify: Mapping[str, str]) -> tuple[str, ...]:
-    """The variables whose address apprise does not understand; what it says of them would show secrets."""
+    """Returns the variables whose address apprise rejects; apprise's own messages would reveal secrets."""
     python = find_python(EXTRAS[NOTIFY][0]) if notify else None
     if python is None:
         return ()

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 def greet_nodes(nodes: list[str]) -> dict[str, SshAnswer]:
-    """The answer of each node's sshd."""
+    """Returns the answer of each node's sshd."""
 
     def greet(node: str) -> SshAnswer:
         try:
@@ -48,7 +48,7 @@ def greet_nodes(nodes: list[str]) -> dict[str, SshAnswer]:
 
 
 def probe_mesh(addresses: Mapping[str, str], token: str) -> dict[str, MeshAnswer]:
-    """Connects to every node, and lets those that answer probe each other: clocks, interfaces, routes, shared folders.
+    """Connects to every node, and makes those that answer probe each other: clocks, interfaces, routes, shared folders.
 
     ``addresses`` holds the address at which the others reach each node.
     """
@@ -87,7 +87,7 @@ class _Connection:
     """One ssh connection to a node; a step that exceeds its timeout kills the connection."""
 
     def __init__(self, node: str, token: str) -> None:
-        # Not a pipe, which would have to be read all the time.
+        # A file, as a pipe would have to be drained continuously.
         self._errors = TemporaryFile()  # noqa: SIM115 (closed in close)
         self._process = subprocess.Popen(
             [*cluster_ssh.PROBE, node, mesh_responder.command(token)],
@@ -104,7 +104,7 @@ class _Connection:
             timer.cancel()
 
     def greet(self) -> MeshAnswer:
-        """The greeting; of a node also the first line of its responder, and its clock."""
+        """Reads the greeting and, from a node, its responder's first line and its clock."""
         code: int | None = 0
         hello = clock = None
         with self._timeout():
@@ -117,13 +117,15 @@ class _Connection:
         return MeshAnswer(SshAnswer(code, greeting, _text(self._errors.read())), hello, clock)
 
     def probe(self, peers: Mapping[str, Peer]) -> PeerProbe | None:
-        """What this node finds out about the others."""
+        """Returns this node's findings about the others."""
         with self._timeout(), suppress(ValueError, OSError):
             return self._ask(MeshRequest(peers), PeerProbe)
         return None
 
     def _clock(self) -> Clock:
-        """The fastest of several requests; the far clock was read half a round trip after the request, as in NTP."""
+        """Returns the fastest of several requests; as in NTP, the remote clock counts as read half a round trip after
+        the request.
+        """
         samples = []
         for _ in range(_ROUNDS):
             sent = time.time()
@@ -144,7 +146,7 @@ class _Connection:
         return _text(self._process.stdout.readline())
 
     def _end(self) -> int | None:
-        """The exit code; None if it was killed."""
+        """Returns the exit code; None if it was killed."""
         with suppress(OSError):
             self._close_input()
         code = self._process.wait()

@@ -26,7 +26,7 @@ _CLOSE_S: Final = 1.0
 _EXIT_S: Final = 0.2
 _CHUNK: Final = 1 << 16
 _SLURM_VARIABLES: Final = ("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_CONF")
-"""The variables of a job that an agent keeps. The others would also be options of srun for the agent's own step."""
+"""The job variables that an agent keeps; srun would take the others as options for the agent's own step."""
 
 
 class _Connection:
@@ -129,7 +129,7 @@ def _is_for_agent(name: str) -> bool:
 
 
 def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes], IO[bytes]]:
-    """The stdin for orders, the stdout with answers, and stderr."""
+    """Returns the stdin for orders, the stdout with answers, and stderr."""
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None
@@ -149,9 +149,9 @@ class AgentConnections:
         self._pinged, self._polled = 0.0, time.monotonic()
 
     def poll(self, seconds: float) -> None:
-        """Reads messages for at most this long, and keeps the connections open.
+        """Reads messages for at most this many seconds, and keeps the connections open.
 
-        Raises :class:`LeaseLostError` if another node has taken the run: its agents are then not ours to replace.
+        Raises :class:`LeaseLostError` if another node has taken over the run: its agents must not be replaced.
         """
         self._lease.renew()
         now = self._notice_pause()
@@ -169,7 +169,7 @@ class AgentConnections:
             connection.read(self._selector, answers=answers)
 
     def _notice_pause(self) -> float:
-        """The time. After a pause of this process (paused container, suspended machine) no node counts as silent."""
+        """Returns the time. After a pause of this process (container, machine), no node counts as silent."""
         now = time.monotonic()
         if now - self._polled > _PAUSE_S:
             for connection in self._nodes.values():
@@ -183,29 +183,29 @@ class AgentConnections:
             connection.send(text)
 
     def statuses(self) -> StatusByNode:
-        """The last status of the ranks, by node."""
+        """Returns the last status of the ranks, by node."""
         return {node: connection.statuses for node, connection in self._nodes.items()}
 
     def disks(self) -> dict[str, Space]:
-        """The disk with the run's folder, of each node with one of its own."""
+        """Returns the disk with the run's folder for each node with a disk of its own."""
         return {node: connection.disk for node, connection in self._nodes.items() if connection.disk is not None}
 
     def silence_s(self) -> dict[str, float]:
-        """The time since each node's last message."""
+        """Returns the seconds since each node's last message."""
         now = time.monotonic()
         return {node: now - connection.last_message_at for node, connection in self._nodes.items()}
 
     def ssh_errors(self) -> Mapping[str, str]:
-        """The last line of ssh's stderr for each node that does not answer."""
+        """Returns the last line of ssh's stderr for each node that does not answer."""
         return {node: connection.ssh_error for node, connection in self._nodes.items()}
 
     def stacks(self, ranks: Sequence[int], patience_s: float) -> dict[int, tuple[str, ...]]:
-        """The stacks of ranks, from all nodes that answer in time."""
+        """Returns the stacks of ranks, from all nodes that answer in time."""
         answers = self._ask(f"stacks {' '.join(map(str, ranks))}", lambda message: message.stacks, patience_s)
         return {rank: frames for stacks in answers.values() for rank, frames in stacks.items()}
 
     def stop(self, grace_s: float, patience_s: float) -> dict[str, int]:
-        """Ends the run's processes on every node; how many remain on each that answered in time."""
+        """Ends the run's processes on every node; returns how many remain on each node that answers in time."""
         answers = self._ask(f"stop {grace_s}", lambda message: message.stopped, patience_s)
         for connection in self._nodes.values():
             connection.statuses = ()  # the previous statuses mean nothing for the ranks started next

@@ -1,4 +1,4 @@
-"""Disks of the nodes that a run fills: one that is nearly full is an event, before a checkpoint fails."""
+"""Watches the nodes' disks: one that is nearly full is an event, before a checkpoint fails."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,14 +8,14 @@ from tridock.contracts.node_answers import Space
 
 
 class Disks:
-    """Notes each node's disk once as nearly full, and again after it had room in between."""
+    """Records each node's nearly full disk once, and again if it had space in between."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._full: set[str] = set()
 
     def note(self, seen: Mapping[str, Space]) -> None:
-        """Takes in what the agents have seen."""
+        """Processes the agents' reports."""
         for node, disk in seen.items():
             if disk.is_nearly_full and node not in self._full:
                 self._full.add(node)

@@ -1,4 +1,4 @@
-"""Failover: asks the spares, lays the run out on other nodes, and sends them its new files."""
+"""Failover: queries the spares, lays the run out on other nodes, and sends them its new files."""
 
 import hashlib
 import io
@@ -34,7 +34,7 @@ class FailoverResult:
 
 
 def spare_status(folder: Path, *, reserve: bool = False) -> SpareStatus:
-    """The answer of a spare. ``reserve``: reserves it for this run, unless it is busy with another."""
+    """Returns a spare's answer. ``reserve``: reserves it for this run, unless it is busy with another."""
     manifest = json.loads((folder / run_folder.MANIFEST).read_text())
     supervision = Supervision.from_json((folder / run_folder.SUPERVISION).read_text())
     files = [folder.parent.parent / name for name in manifest.get("data_sha256") or ()]
@@ -43,7 +43,7 @@ def spare_status(folder: Path, *, reserve: bool = False) -> SpareStatus:
 
 
 def move(folder: Path, supervision: Supervision, lost: Sequence[str], *, anew: bool) -> FailoverResult:
-    """Lays the run out without the ``lost`` nodes and brings its files to the others; ``anew``: from its beginning."""
+    """Lays the run out without the ``lost`` nodes and sends its files to the others; ``anew``: from its beginning."""
     answers = {node: _ask(supervision.reach, folder, node) for node in supervision.spares}
     while True:
         ready = [node for node, answer in answers.items() if isinstance(answer, SpareStatus)]
@@ -54,7 +54,7 @@ def move(folder: Path, supervision: Supervision, lost: Sequence[str], *, anew: b
         reserved = {node: _ask(supervision.reach, folder, node, "--reserve") for node in ready if node in found.nodes}
         answers |= reserved
         if all(isinstance(answer, SpareStatus) for answer in reserved.values()):
-            break  # else another run was faster, and it is laid out once more without that spare
+            break  # else another run was faster: lay out again without that spare
     files = {name: text.encode() for name, text in found.files.items()}
     after = Supervision.from_json(found.files[run_folder.SUPERVISION])
     _keep(folder, files)
@@ -76,7 +76,7 @@ def move(folder: Path, supervision: Supervision, lost: Sequence[str], *, anew: b
 def _new_layout(
     folder: Path, supervision: Supervision, lost: Sequence[str], ready: Sequence[str], anew: bool
 ) -> NewLayout | str:
-    """The layout without the lost nodes; or why there is none."""
+    """Returns the layout without the lost nodes, or why there is none."""
     if supervision.observed:
         try:
             return on_spares(folder, supervision, lost, ready)
@@ -87,7 +87,7 @@ def _new_layout(
 
 
 def _ask(reach: Reach, folder: Path, node: str, *options: str) -> SpareStatus | str:
-    """The answer of a spare that can be used; or why it cannot."""
+    """Returns the answer of a usable spare, or why it is not usable."""
     done = _run(reach.command(node, "spare-status", *options, str(folder)), timeout=_ASK_S)
     if done.returncode:
         stderr = done.stderr.decode(errors="replace").strip().splitlines()
@@ -104,7 +104,7 @@ def _ask(reach: Reach, folder: Path, node: str, *options: str) -> SpareStatus | 
 def _replan(
     folder: Path, head: str, lost: Sequence[str], ready: Sequence[str], anew: bool
 ) -> subprocess.CompletedProcess[bytes]:
-    # A process of its own: the supervisor does not import the planner.
+    # In a separate process: the supervisor does not import the planner.
     argv = [sys.executable, "-P", "-m", "tridock.cli", "replan", str(folder), "--json", f"--head={head}"]
     argv += [*(f"--without={node}" for node in lost), *(f"--spare={node}" for node in ready)]
     return _run([*argv, "--anew"] if anew else argv, timeout=_REPLAN_S)
@@ -144,7 +144,7 @@ def _bring_checkpoint(supervision: Supervision, node: str, seen: str | None) -> 
 
 
 def _archive(files: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
-    """The supervision file, which a node's agent reads, comes last."""
+    """Yields the files; the supervision file, which a node's agent reads, comes last."""
     yield from sorted(files.items(), key=lambda item: item[0] == run_folder.SUPERVISION)
 
 
@@ -178,9 +178,9 @@ def _pack(files: Iterable[tuple[str, bytes | Path]], stream: IO[bytes]) -> None:
 
 
 def _keep(folder: Path, names: Iterable[str]) -> None:
-    """Copies what is about to be replaced to ``before-1``: the folder keeps every layout of the run.
+    """Copies files to be replaced to ``before-1``: the folder keeps every layout of the run.
 
-    Before anything is sent: the other nodes may share the folder.
+    Called before anything is sent: the other nodes may share the folder.
     """
     number = 1
     while (kept := folder / _BEFORE.format(number)).exists():

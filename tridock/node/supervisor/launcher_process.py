@@ -13,10 +13,10 @@ _SSH_FAILED: Final = 255
 
 
 class LauncherProcess:
-    """Begins at once, and is the parent of what runs on this node."""
+    """Starts immediately; is the parent of the run's processes on this node."""
 
     def __init__(self, folder: Path, script: str) -> None:
-        # Only the run itself carries the marker: stopping the run must not end the one who records its end.
+        # Only the run itself carries the marker: stopping the run must not end the process that records its end.
         env = {**os.environ, environment.RUN_ID: folder.name}
         self._log = folder / run_folder.LAUNCHER_LOG
         with self._log.open("ab") as log:
@@ -26,7 +26,7 @@ class LauncherProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs; negative where a signal ended it."""
+        """The exit code; None while it runs, negative if a signal ended it."""
         return self._process.poll()
 
     @property
@@ -36,7 +36,7 @@ class LauncherProcess:
 
     @property
     def tells_of_ranks(self) -> bool:
-        """Whether its exit code is the ranks': not after a signal or a failure of ssh itself."""
+        """Whether its exit code is that of the ranks: not after a signal or a failure of ssh itself."""
         return not self.was_killed and self.exit_code != _SSH_FAILED
 
     def kill(self) -> None:
@@ -45,17 +45,17 @@ class LauncherProcess:
             self._process.wait()
 
     def verdict(self) -> Verdict:
-        """Its end, before the run was done."""
+        """Returns the verdict on its early end, before the run was done."""
         code = self.exit_code or 0
         if code < 0:
             return Verdict(Cause.LAUNCHER_EXITED, f"was ended by {signal_name(-code)}", code=128 - code)
         if code == 0:
-            # DeepSpeed's runner exits 0 where its own child was killed by a signal.
+            # DeepSpeed's runner exits with 0 if a signal killed its child.
             return Verdict(Cause.LAUNCHER_EXITED, "ended with 0, but rank 0 never finished")
         return Verdict(Cause.LAUNCHER_EXITED, f"ended with exit code {code}", code=code)
 
     def lost_session(self) -> Verdict | None:
-        """The node whose ssh session it reports as lost."""
+        """Returns the verdict on the node whose ssh session it reports as lost."""
         with self._log.open("rb") as log:
             log.seek(self.log_offset)
             return lost_session(log.read())

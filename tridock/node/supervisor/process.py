@@ -1,6 +1,6 @@
-"""A run's supervisor on the head: a process of its own that sees the run to its end and writes ``exit_code``.
+"""A run's supervisor on the head: a separate process that supervises the run and writes ``exit_code``.
 
-It holds the lock of :mod:`tridock.contracts.run_state` as long as it lives.
+It holds the lock of :mod:`tridock.contracts.run_state` until it exits.
 """
 
 import fcntl
@@ -31,8 +31,8 @@ _ROOM_S: Final = 60.0
 def start(folder: Path, *, again: bool = False, patience_s: float = 0.0) -> int:
     """Starts the run of ``folder`` detached from this session; returns its supervisor's pid once it is running.
 
-    ``again``: a run that has ended or was lost continues from its newest checkpoint. A supervisor that has outlived its
-    job is asked to end within ``patience_s``; with 0 the call is refused.
+    ``again``: a run that ended or was lost continues from its newest checkpoint. A supervisor that outlived its job is
+    ended within ``patience_s`` seconds; with 0 the call raises.
     """
     run_id = folder.name
     if not run_folder.is_run_id(run_id):
@@ -75,7 +75,7 @@ def _alone(runs: Path) -> Iterator[None]:
 
 
 def _refuse_port_in_use(folder: Path) -> None:
-    """A run that started a second ago does not listen yet, so its port looks free."""
+    """Raises if the port is in use. A run started a second ago does not listen yet, so its port looks free."""
     ours = _supervision(folder)
     for other in folder.parent.iterdir():
         if other == folder or not other.is_dir() or not state_of(other).is_active:
@@ -98,7 +98,7 @@ def _taken(folder: Path) -> int:
     except FileExistsError:
         todo = "launch again: every run has an id of its own"
         raise _refused(folder.name, "has been started already", "", todo) from None
-    # Held from before the supervisor lives, and inherited by it: the lock is the open file's, not the process's.
+    # Taken before the fork and inherited by the supervisor: the lock belongs to the open file, not the process.
     fcntl.flock(lock, fcntl.LOCK_EX)
     return lock
 
@@ -130,7 +130,7 @@ def _try_lock(lock: int) -> bool:
 
 
 def take_over(folder: Path, supervision: Supervision, lease: HeldLease, previous: str) -> None:
-    """Starts the supervisor on this node, which has the lease now and no lock yet, in the place of ``previous``'s."""
+    """Starts the supervisor on this node, which has the lease but no lock yet, to replace that of ``previous``."""
 
     def work() -> int:
         _replace_lock(folder)
@@ -141,7 +141,7 @@ def take_over(folder: Path, supervision: Supervision, lease: HeldLease, previous
 
 
 def _replace_lock(folder: Path) -> None:
-    """Takes a new lock until this process ends: a file server may keep a lost node's lock for a long time."""
+    """Takes a new lock until this process exits: a file server may keep a lost node's lock for a long time."""
     partial = folder / f"{LOCK}.{secrets.token_hex(8)}.part"
     lock = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -149,7 +149,7 @@ def _replace_lock(folder: Path) -> None:
 
 
 def _detached(log: Path, work: Callable[[], int]) -> int:
-    """The supervisor's whole life, in a session of its own; whatever it says goes to the run's log."""
+    """Runs the supervisor in its own session, with its output in the run's log."""
     try:
         os.setsid()
         null, out = os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -171,7 +171,7 @@ def _refused(where: str, what: str, got: str, todo: str) -> RequestError:
 def supervise(folder: Path, ready: int, again: bool) -> int:
     """Runs the supervisor; ``ready`` is the pipe that signals :func:`start` that the run is running.
 
-    The lock that it inherited is open until it ends, and is not handed on to the run.
+    The inherited lock stays open until it exits, and is not passed on to the run.
     """
     supervision = _supervision(folder)
     begun = supervision.begun or (folder / run_folder.SUPERVISION).stat().st_mtime
@@ -188,9 +188,9 @@ def supervise(folder: Path, ready: int, again: bool) -> int:
 def _see_to_end(
     folder: Path, supervision: Supervision, lease: HeldLease, begin: Callable[[RunSupervisor], int | None]
 ) -> int:
-    """Supervises the run to its end and records it; ends alone where another node has taken the run over meanwhile.
+    """Supervises the run to its end and records it; only exits if another node has taken over the run.
 
-    ``begin`` gives the exit code of a run that cannot begin.
+    ``begin`` returns the exit code of a run that cannot begin.
     """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     sinks = SinkProcesses(folder, supervision)
@@ -199,7 +199,7 @@ def _see_to_end(
         def note(*_: object) -> None:
             supervisor.preemption_requested = True
 
-        # Somebody has to see how the run ends. Handlers, which the launcher does not inherit as it would SIG_IGN.
+        # The supervisor must outlive signals to record the end. Handlers, as the launcher would inherit SIG_IGN.
         signal.signal(signal.SIGTERM, note)
         signal.signal(signal.SIGUSR1, note)
         try:
@@ -220,7 +220,7 @@ def _see_to_end(
 
 
 def _record_end(folder: Path, code: int) -> None:
-    """Writes the exit code, waiting for space on a full disk: without the code the run would count as lost."""
+    """Writes the exit code, waiting for space on a full disk: without it the run would count as lost."""
     while True:
         try:
             if appends.flush(_ROOM_S):

@@ -1,7 +1,7 @@
-"""The user's own program on other nodes: a spare takes the place of each lost one, rank by rank.
+"""Moves your own program to other nodes: a spare replaces each lost one, rank by rank.
 
-Standard library only: the user's image has nothing else. A program is never laid out on fewer nodes, as nobody here
-knows whether it could be.
+Uses only the standard library, as your image has nothing else. A program is never laid out on fewer nodes, as Tridock
+cannot know whether that works.
 """
 
 import json
@@ -18,10 +18,9 @@ _SCRIPTS = (run_folder.LAUNCH_SCRIPT, run_folder.RESUME_SCRIPT)
 
 
 def on_spares(folder: Path, supervision: Supervision, lost: Sequence[str], ready: Sequence[str]) -> NewLayout:
-    """The run with its ``lost`` nodes replaced by those of its spares that are ``ready``.
+    """Returns the run with its ``lost`` nodes replaced by ``ready`` spares.
 
-    A spare needs the slots of the node that it replaces, which the scripts of the nodes name. Raises
-    :class:`RequestError`.
+    A spare needs the same slots as the node it replaces, which the nodes' scripts name. Raises :class:`RequestError`.
     """
     plan: dict[str, Any] = json.loads((folder / run_folder.PLAN).read_text())
     places = _places(folder, supervision, _slots_of(plan), lost, ready)
@@ -59,7 +58,7 @@ def _places(
     lost: Sequence[str],
     ready: Sequence[str],
 ) -> dict[str, str]:
-    """The spare of each lost node."""
+    """Returns the spare of each lost node."""
     places: dict[str, str] = {}
     for node in lost:
         free = [name for name in ready if name not in places.values()]

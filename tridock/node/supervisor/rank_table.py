@@ -19,14 +19,14 @@ class RankTable:
         self._written = 0.0
 
     def note(self, seen: StatusByNode) -> None:
-        """Takes in what the agents have seen."""
+        """Processes the agents' reports."""
         if (now := time.monotonic()) - self._written < _EVERY_S:
             return
         self._written = now
         rows = sorted((it.rank, it.phase, it.iteration, round(it.age_s, 1)) for them in seen.values() for it in them)
         partial = self._path.with_suffix(".part")
-        try:  # not synced: it is old in a moment
+        try:  # not synced: it is replaced every two seconds
             partial.write_text(json.dumps(rows))
             partial.replace(self._path)
-        except OSError:  # a disk that is full
+        except OSError:  # the disk is full
             return

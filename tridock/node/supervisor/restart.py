@@ -1,4 +1,4 @@
-"""Whether and how a failed run restarts: how often, from which checkpoint, and what must be in order first."""
+"""Decides whether and how a failed run restarts: how often, from which checkpoint, under which conditions."""
 
 import time
 from collections.abc import Sequence
@@ -23,14 +23,14 @@ class RestartAttempt:
 
     @property
     def helped(self) -> bool:
-        """Whether it brought the run further than it had ever been."""
+        """Whether the run advanced further than ever before."""
         return self.reached > self.before
 
 
 def previous_attempts(folder: Path, now: float) -> list[RestartAttempt]:
-    """The restarts of a run by an earlier supervisor, from its events; ``now`` is this process's clock.
+    """Returns a run's restarts by an earlier supervisor, from its events; ``now`` is this process's clock.
 
-    What one reached is the checkpoint from which the next began.
+    A restart's progress is the checkpoint from which the next one began.
     """
     events = events_of(folder, Event.RUN_RESTARTED)
     ages = [time.time() - datetime.fromisoformat(event["time"]).timestamp() for event in events]
@@ -42,7 +42,7 @@ def previous_attempts(folder: Path, now: float) -> list[RestartAttempt]:
 def refusal(supervision: Supervision, attempts: Sequence[RestartAttempt], now: float) -> str | None:
     """Returns why the run may not be restarted again, or None if it may.
 
-    One that did not bring the run further never falls out of the window: what fails at once, fails at once again.
+    A restart without progress never leaves the window: an immediate failure would repeat.
     """
     window = supervision.restart_window_s
     counted = [one for one in attempts if not one.helped or window is None or now - one.at < window]
@@ -65,8 +65,8 @@ def cannot_help(verdict: Verdict, folder: Path, events_before: int) -> str | Non
 def checkpoint_iteration(folder: Path, supervision: Supervision, since: float) -> int | None:
     """Returns the iteration of the newest checkpoint that this run has written, or None.
 
-    In a folder that is given for several runs, one from before ``since`` (a file's time) is another run's. Below the
-    run's own ``folder`` all are: no time is asked there, as clocks jump.
+    In a checkpoint folder shared by several runs, those from before ``since`` (a file time) belong to another run.
+    Below the run's own ``folder`` all count, regardless of time, as clocks jump.
     """
     if supervision.checkpoints is None:
         return None

@@ -44,18 +44,18 @@ from tridock.node.supervisor.verdict import (
 
 _TICK_S: Final = 0.1
 _OWN_END_S: Final = 3.0
-"""Time for the other ranks and the launcher to say why they end, once one has failed."""
+"""Seconds for the other ranks and the launcher to report why they end, after the first failure."""
 _TERM_S: Final = 2.5
-"""Time between SIGTERM and SIGKILL for what has not ended by then."""
+"""Seconds between SIGTERM and SIGKILL."""
 _STOP_PATIENCE_S: Final = 6.0
 _STOPPED_PATIENCE_S: Final = 20.0
 _STACKS_PATIENCE_S: Final = 3.0
 _LAST_WORD_S: Final = 1.5
 _SILENT_S: Final = 3.0
-"""Nodes speak once a second: one that has not for so long may be lost."""
+"""Seconds: nodes report once a second, so one silent for this long may be lost."""
 _FIT_PATIENCE_S: Final = 120.0
 _ROOM_BYTES: Final = 1 << 16
-"""Room on the disk that a restart needs for its logs and records."""
+"""Bytes on the disk that a restart needs for its logs and records."""
 
 
 class RunSupervisor:
@@ -73,7 +73,7 @@ class RunSupervisor:
         self._events_before = 0
         self._silent: list[str] = []
         self.preemption_requested = False
-        """Set where a scheduler has sent SIGTERM or SIGUSR1 to all processes of its job, of which this is one."""
+        """Set when a scheduler has sent SIGTERM or SIGUSR1 to all processes of its job, this one included."""
         self._preemption = ProgramPreemption(folder, supervision)
 
     def __enter__(self) -> Self:
@@ -131,7 +131,7 @@ class RunSupervisor:
                 return run_folder.EXIT_STOPPED if self._is_stopped() else self._as_failed(code)
 
     def _as_failed(self, code: int) -> int:
-        """Where the user's own program left with a code that means something else here, it has just failed."""
+        """Converts the exit code of your own program to a plain failure if the code has another meaning here."""
         own = () if self._is_preempted() else (run_folder.EXIT_PREEMPTED,)
         reserved = self._supervision.observed and code in (*own, run_folder.EXIT_STOPPED)
         return RunError.exit_code if reserved else code
@@ -139,7 +139,7 @@ class RunSupervisor:
     # ---- one attempt ----
 
     def _attempt(self) -> tuple[int, Verdict | None]:
-        """Sees the ranks to their end; the run's exit code as it stands, and what went wrong."""
+        """Runs one attempt; returns the run's provisional exit code, and the verdict if something failed."""
         verdict = self._wait()
         if verdict is None and self._is_program_preempted():
             append_event(self._folder, Event.RUN_PREEMPTED)
@@ -176,7 +176,7 @@ class RunSupervisor:
         return verdict.code, verdict
 
     def _wait(self) -> Verdict | None:
-        """Until the launcher has ended, the run is to be stopped, or something is wrong."""
+        """Waits until the launcher has ended, the run is to be stopped, or something is wrong."""
         while self._started.exit_code is None:
             self._agents.poll(_TICK_S)
             if self._is_stopped():
@@ -197,12 +197,12 @@ class RunSupervisor:
         return None
 
     def _is_program_preempted(self) -> bool:
-        """Whether a scheduler has asked the user's own program to end: however it then does, it can be resumed."""
+        """Whether a scheduler has asked your own program to end: it can then be resumed, however it ends."""
         received = self.preemption_requested
         return not self._is_stopped() and self._preemption.is_requested(self._agents, received=received)
 
     def _wait_for_ranks(self) -> Verdict | None:
-        """Until the ranks have saved and ended: whoever asked them also asked their launcher, which does not wait."""
+        """Waits until the ranks have saved and ended: the signal also reached their launcher, which does not wait."""
         while any(status.alive for statuses in self._agents.statuses().values() for status in statuses):
             self._agents.poll(_TICK_S)
             if self._is_stopped() or (verdict := first_death(self._agents.statuses())) is not None:
@@ -222,12 +222,14 @@ class RunSupervisor:
         living = [status.rank for statuses in seen.values() for status in statuses if status.alive]
         stacks = self._agents.stacks(living, _STACKS_PATIENCE_S)
         seen = self._agents.statuses()
-        # Again: the rank may have continued before the stacks arrived.
+        # Checked again: the rank may have continued before the stacks arrived.
         overdue = overdue_ranks(seen, self._steps.median, self._supervision.hang_timeout_s)
         return hung(seen, overdue, stacks) if overdue else None
 
     def _launcher_verdict(self) -> Verdict | None:
-        """Why the launcher ended before the run did: a rank's death, which its node is about to tell, or its own."""
+        """Returns why the launcher ended before the run did: a rank's death, which its node is about to report, or its
+        own.
+        """
         deadline = time.monotonic() + _LAST_WORD_S
         while not self._is_done():
             if time.monotonic() > deadline:
@@ -240,7 +242,7 @@ class RunSupervisor:
         return None
 
     def _lost_peer(self) -> Verdict | None:
-        """The node that was lost with its ranks: those of the others end with an error at once, before it is missed."""
+        """Returns the node that was lost with its ranks: other ranks fail at once, before its silence is noticed."""
         began = time.monotonic()
         while max(self._agents.silence_s().values()) >= time.monotonic() - began:
             if max(self._agents.silence_s().values()) >= _SILENT_S:
@@ -249,7 +251,7 @@ class RunSupervisor:
         return None
 
     def _silent_node(self) -> Verdict | None:
-        """The node that does not answer, if one does not; waits until that is certain."""
+        """Returns the node that does not answer, if any; waits until that is certain."""
         while max(self._agents.silence_s().values()) >= _SILENT_S:
             self._agents.poll(_TICK_S)
             if lost := lost_node(self._agents.silence_s(), self._agents.ssh_errors()):
@@ -259,8 +261,8 @@ class RunSupervisor:
     def _end_all(self) -> None:
         """Ends the run's processes on all nodes, including orphans of its launcher.
 
-        The head's own watch ends the launcher on the way, and not as DeepSpeed would: with a ``pkill`` on every node
-        that hits other runs as well.
+        The head's own agent ends the launcher too, without DeepSpeed's ``pkill`` on every node, which hits other runs
+        as well.
         """
         self._lease.check()
         remaining = self._agents.stop(_TERM_S, _STOP_PATIENCE_S)
@@ -274,7 +276,7 @@ class RunSupervisor:
             self._agents.poll(_TICK_S)
 
     def _wait_for_the_last(self, seconds: float) -> None:
-        """What has done its work ends of itself here, the launchers of further nodes on this machine too."""
+        """Waits for processes that end by themselves here, including launchers of further nodes on this machine."""
         deadline = time.monotonic() + seconds
         while find_processes(self._folder.name) and time.monotonic() < deadline:
             self._agents.poll(_TICK_S)
@@ -285,9 +287,9 @@ class RunSupervisor:
         return self._launcher
 
     def _is_done(self) -> bool:
-        """Whether the run came to its end: by the launcher's word, or by that of every rank.
+        """Whether the run finished, as reported by the launcher or by every rank.
 
-        A launcher that lost the connection to a node says that it failed, whatever its ranks did there.
+        A launcher that lost the connection to a node reports a failure, whatever its ranks did there.
         """
         if self._supervision.observed:
             return self._started.exit_code == 0

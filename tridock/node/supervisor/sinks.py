@@ -1,4 +1,4 @@
-"""The processes that send a run's records to trackers and to people, watched by the supervisor."""
+"""The processes that send a run's records to trackers and notifications, watched by the supervisor."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ _BACKOFF_S: Final = (2.0, 10.0, 60.0)
 
 
 class SinkProcesses:
-    """Starts a process for each sink, and again one that was killed. They end by themselves once the run is over."""
+    """Starts a process for each sink, and restarts one that was killed. They end by themselves after the run."""
 
     def __init__(self, folder: Path, supervision: Supervision) -> None:
         self._folder = folder
@@ -31,14 +31,14 @@ class SinkProcesses:
             self._thread.start()
 
     def close(self) -> None:
-        """Leaves them alone from here on; their secrets are in their environment, and no longer on the disk."""
+        """Stops watching them; their secrets remain in their environment, and no longer on the disk."""
         self._closed.set()
         if self._names:
             self._thread.join()
             secrets_file(self._folder.name).unlink(missing_ok=True)
 
     def end(self) -> None:
-        """Ends them: another node sends the run's records from here on."""
+        """Ends them: another node now sends the run's records."""
         self._closed.set()
         if self._names:
             self._thread.join()
@@ -75,5 +75,5 @@ class SinkProcesses:
                     env=env | read_secrets(self._folder.name),
                     start_new_session=True,
                 )
-        except OSError as error:  # a disk that is full
+        except OSError as error:  # the disk is full
             print(f"tridock: {name} cannot be started: {error.strerror}", flush=True)

@@ -1,4 +1,4 @@
-"""How long a step takes, by the ranks' own clocks, and how far they have come."""
+"""The step time by the ranks' own clocks, and the ranks' progress."""
 
 import time
 from collections import deque
@@ -8,7 +8,7 @@ from tridock.node.supervisor.verdict import StatusByNode
 
 
 class StepTimes:
-    """Of one attempt of a run."""
+    """The step times of one attempt of a run."""
 
     def __init__(self) -> None:
         self.reached = 0
@@ -16,7 +16,7 @@ class StepTimes:
         self._times: deque[float] = deque(maxlen=64)
 
     def note(self, seen: StatusByNode) -> None:
-        """Takes in what was seen."""
+        """Processes the ranks' reports."""
         now = time.monotonic()
         for status in (status for statuses in seen.values() for status in statuses if status.phase == heartbeat.TRAIN):
             at = now - status.age_s
@@ -29,6 +29,6 @@ class StepTimes:
 
     @property
     def median(self) -> float | None:
-        """Seconds; None before the second step."""
+        """The median step time in seconds; None before the second step."""
         # Not statistics.median: its module takes longer to import than all of this package.
         return sorted(self._times)[len(self._times) // 2] if self._times else None

@@ -1,7 +1,7 @@
 """Takeover: a node that has lost the head waits until the head's lease expires, then supervises the run itself.
 
-All nodes of the run do that, each a little later than the one before it; the lease goes to one. The head is among them,
-as its supervisor alone may be gone.
+All nodes of the run do that, each a little later than the previous one; one gets the lease. The head is among them, as
+it may have lost only its supervisor.
 """
 
 import time
@@ -22,13 +22,13 @@ _LATEST_S: Final = 9.0
 
 
 def stand_in(folder: Path, node: str) -> None:
-    """Takes the run over once nobody else supervises it.
+    """Takes over the run once it has no supervisor.
 
-    Returns when a supervisor is back, when the run is over, or when this node may not take it over.
+    Returns when a supervisor is back, when the run has ended, or when this node may not take over.
     """
     supervision = Supervision.from_json((folder / run_folder.SUPERVISION).read_text())
     watch = LeaseWatch(folder)
-    # Without a lease the folder is this node's alone, and what the head knows is not here.
+    # Without a lease the folder is this node's alone, and the head's records are not here.
     if not supervision.may_be_taken_over or not watch.token:
         return
     patience = EXPIRY_S + min(_LATEST_S, _STAGGER_S * supervision.watched.index(node))

@@ -15,20 +15,20 @@ from tridock.errors import RunError
 NODE_SILENCE_S: Final = 20.0
 """Seconds of silence after which a node counts as lost."""
 START_S: Final = 1800.0
-"""To import, meet, read the data, build the model, load a checkpoint and make the first step."""
+"""Seconds to import, rendezvous, read the data, build the model, load a checkpoint and make the first step."""
 SAVE_S: Final = 1800.0
-"""To write a checkpoint."""
+"""Seconds to write a checkpoint."""
 END_S: Final = 120.0
-"""To leave once all is done."""
+"""Seconds to exit once all is done."""
 LOST_S: Final = 5.0
-"""For the node of a rank that the others have lost to tell of its end."""
+"""Seconds for a lost rank's node to report the rank's end."""
 STEPS: Final = 3
-"""A rank is hung only after so many step times."""
+"""A rank counts as hung only after this many step times."""
 
 _STOPPED_S: Final = 1.0
-"""A debugger that takes a sample stops a process for less."""
+"""Seconds; a sampling debugger stops a process for less."""
 
-# 255 is ssh's own; any other is that of what it ran.
+# 255 is ssh's own exit code; any other is the remote command's.
 _LOST_SESSION: Final = re.compile(rb"^pdsh@\S+: (\S+): ssh exited with exit code 255$", re.MULTILINE)
 _WAITING: Final = ("/torch/distributed/", "/torch/autograd/", "/torch/cuda/", "/torch/_tensor.py", "/deepspeed/")
 
@@ -46,7 +46,7 @@ class Verdict:
     rank: int | None = None
     code: int = RunError.exit_code
     asked_to_end: bool = False
-    """Whether SIGTERM ended the rank: a launcher that has lost another node sends it."""
+    """Whether SIGTERM ended the rank, which a launcher sends after losing another node."""
 
     def __str__(self) -> str:
         who = f"rank {self.rank} on {self.node}" if self.rank is not None else self.node or "the launcher"
@@ -58,9 +58,9 @@ StatusByNode = Mapping[str, Sequence[RankStatus]]
 
 
 def first_death(statuses_by_node: StatusByNode) -> Verdict | None:
-    """The rank that died or failed first; None while all live, or have ended well.
+    """Returns the rank that died or failed first; None while all live or have ended with success.
 
-    Those that only lost another rank do not count as long as the other is not seen: its node may report it later.
+    Ranks that only lost a peer do not count until the peer's end is seen: its node may report it later.
     """
     found = [
         (_since(status), node, status)
@@ -80,9 +80,9 @@ def first_death(statuses_by_node: StatusByNode) -> Verdict | None:
 
 
 def first_gone(statuses_by_node: StatusByNode, since: float = 0.0, code: int = RunError.exit_code) -> Verdict | None:
-    """The first rank that ended more than ``since`` seconds ago, among those whose launcher alone saw how.
+    """Returns the first rank that ended more than ``since`` seconds ago, if only its launcher saw how.
 
-    For a launcher that then ended the others with SIGTERM, or that failed itself with ``code``.
+    Used for a launcher that then ended the others with SIGTERM, or that itself failed with ``code``.
     """
     gone = [
         (status.gone_s, -status.rank, node)
@@ -109,7 +109,7 @@ def _since(status: RankStatus) -> float:
 
 
 def ending(status: RankStatus) -> tuple[Cause, str]:
-    """Why a dead rank ended, as a code and as a sentence without its subject."""
+    """Returns why a dead rank ended, as a code and as a sentence without its subject."""
     after = f" after iteration {status.iteration}" if status.iteration else " before its first step"
     if status.phase == heartbeat.OBSERVED:
         after = ""
@@ -125,7 +125,7 @@ def ending(status: RankStatus) -> tuple[Cause, str]:
 
 
 def signal_name(number: int) -> str:
-    """``SIGKILL`` for 9."""
+    """Returns a signal's name, such as ``SIGKILL`` for 9."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -133,7 +133,7 @@ def signal_name(number: int) -> str:
 
 
 def rank_without_peer(statuses_by_node: StatusByNode) -> Verdict | None:
-    """A rank that has lost another, though none is seen to have died."""
+    """Returns a rank that has lost a peer, although no rank is seen to have died."""
     found = [
         (node, v)
         for node, statuses in statuses_by_node.items()
@@ -147,7 +147,7 @@ def rank_without_peer(statuses_by_node: StatusByNode) -> Verdict | None:
 
 
 def lost_node(silence_s: Mapping[str, float], ssh_errors: Mapping[str, str]) -> Verdict | None:
-    """The node that has been silent for longest, if that is too long; ``ssh_errors`` has the last line of each ssh."""
+    """Returns the node silent for longest, if too long; ``ssh_errors`` has the last line of each ssh."""
     overdue = [(seconds, node) for node, seconds in silence_s.items() if seconds >= NODE_SILENCE_S]
     if not overdue:
         return None
@@ -159,7 +159,7 @@ def lost_node(silence_s: Mapping[str, float], ssh_errors: Mapping[str, str]) -> 
 
 
 def lost_session(log: bytes) -> Verdict | None:
-    """The node whose ssh session a launcher lost, by pdsh's message in its log."""
+    """Returns the node whose ssh session a launcher lost, by pdsh's message in its log."""
     found = _LOST_SESSION.search(log)
     if found is None:
         return None
@@ -167,7 +167,7 @@ def lost_session(log: bytes) -> Verdict | None:
 
 
 def overdue_ranks(statuses_by_node: StatusByNode, step_s: float | None, hang_s: float) -> list[tuple[str, RankStatus]]:
-    """The ranks that live and do not get on; none where ``hang_s`` is 0. ``step_s`` is the usual step time."""
+    """Returns the live ranks without progress; none if ``hang_s`` is 0. ``step_s`` is the usual step time."""
     if not hang_s:
         return []
     usual = max(hang_s, STEPS * (step_s or 0.0))
@@ -190,9 +190,9 @@ def overdue_ranks(statuses_by_node: StatusByNode, step_s: float | None, hang_s: 
 def hung(
     statuses_by_node: StatusByNode, overdue: Sequence[tuple[str, RankStatus]], stacks: Mapping[int, Sequence[str]]
 ) -> Verdict:
-    """Which rank holds up those that are ``overdue``.
+    """Returns the verdict on the rank that holds up the ``overdue`` ones.
 
-    One that is stopped; or else one that is behind; or else one that does not wait in a collective. ``stacks`` are the
+    It is a stopped rank, or else one that is behind, or else one that does not wait in a collective. ``stacks`` are the
     frames of each rank's main thread as ``file:line in function``, the innermost first.
     """
     living = [(node, status) for node, statuses in statuses_by_node.items() for status in statuses if status.alive]
@@ -225,5 +225,5 @@ def _odd_ones(
 
 
 def waits(frames: Sequence[str]) -> bool:
-    """Whether a main thread stands where collectives are called from, or where autograd and CUDA wait for them."""
+    """Whether a main thread is in a function that calls collectives, or where autograd and CUDA wait for them."""
     return any(mark in frames[0] for mark in _WAITING)

@@ -53,15 +53,15 @@ class Transport(ABC):
 
     @abstractmethod
     def container_name(self, node: str) -> str:
-        """The name of the node's container."""
+        """Returns the name of the node's container."""
 
     @abstractmethod
     def workspace(self, facts: HostFacts) -> str:
-        """The folder on the host that the container mounts as /workspace."""
+        """Returns the folder on the host that the container mounts as /workspace."""
 
     @abstractmethod
     def secrets_folder(self, node: str) -> str:
-        """The folder on the host with the node's keys; may start with ``~``. One per node: hosts may share a home."""
+        """Returns the host folder with the node's keys; may start with ``~``. One per node: hosts may share a home."""
 
     @abstractmethod
     def recipe(self, node: str, image_id: str, facts: HostFacts, env: Mapping[str, str] = os.environ) -> str:
@@ -71,11 +71,11 @@ class Transport(ABC):
         """
 
     def images_file(self, node: str) -> str:
-        """The file on the host that lists the ids of images sent to it; may start with ``~``. One per node."""
+        """Returns the host's file with the ids of images sent to it; may start with ``~``. One per node."""
         return f"{self.cluster.workdir}/images.{node}"
 
     def lock_file(self) -> str:
-        """The file on the head's host that locks the cluster's nodes; may start with ``~``."""
+        """Returns the file on the head's host that locks the cluster's nodes; may start with ``~``."""
         return f"{self.cluster.workdir}/nodes.lock"
 
     def host_label(self, node: str) -> str:

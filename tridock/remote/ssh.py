@@ -168,7 +168,7 @@ def _take(channel: Any, sink: Sink) -> None:
     try:
         sink(received(channel.recv))
     except BaseException:
-        _signal(channel, "TERM")  # nobody takes what it still has to say
+        _signal(channel, "TERM")  # nothing reads its further output
         raise
 
 

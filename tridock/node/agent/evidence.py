@@ -27,7 +27,7 @@ _ABOUT_MEMORY: Final = re.compile(r"Out of memory|oom-kill|oom_reaper|Killed pro
 
 
 def evidence(folder: Path) -> Evidence:
-    """The evidence of this node; empty if the node had no part in the run."""
+    """Returns the evidence of this node; empty if the node had no part in the run."""
     if not folder.is_dir():
         return Evidence()
     logs = {path.stem.removeprefix("rank-"): path for path in (folder / "logs").glob("rank-*.log")}
@@ -45,7 +45,7 @@ def evidence(folder: Path) -> Evidence:
 
 
 def _log_offset(folder: Path) -> int:
-    """The offset in the launcher's log at which the last attempt begins; earlier attempts have other failures."""
+    """Returns the offset of the last attempt in the launcher's log; earlier attempts have other failures."""
     restarts = events_of(folder, Event.RUN_RESTARTED)
     return int(str(restarts[-1].get("log_bytes", 0))) if restarts else 0
 
@@ -101,7 +101,7 @@ def _kernel(folder: Path) -> tuple[str, ...]:
 
 
 def _created(folder: Path) -> float:
-    """The time at which the run was created: nothing changes its experiment afterwards."""
+    """Returns the run's creation time, that of its experiment file, which never changes afterwards."""
     path = folder / run_folder.EXPERIMENT
     return path.stat().st_mtime if path.exists() else folder.stat().st_mtime
 

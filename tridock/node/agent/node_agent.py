@@ -80,7 +80,7 @@ class NodeAgent:
         while True:
             orders = self._read_orders() if self._connected else self._wait()
             now = time.monotonic()
-            if orders or now - last_round > SILENCE_S / 2:  # this node itself was suspended: start the silence anew
+            if orders or now - last_round > SILENCE_S / 2:  # this node itself was suspended: restart the silence
                 last_order = now
             last_round = now
             for order in orders:

@@ -29,6 +29,6 @@ class StepTimes:
 
     @property
     def median(self) -> float | None:
-        """The median step time in seconds; None before the second step."""
+        """Returns the median step time in seconds; None before the second step."""
         # Not statistics.median: its module takes longer to import than all of this package.
         return sorted(self._times)[len(self._times) // 2] if self._times else None

@@ -61,6 +61,7 @@ def main(measure: Measure | None = None) -> int:
     places = enumerate(slots[given.node_rank])
     of_rank = functools.partial(measure or _measure, nodes=len(slots))
     children = [_fork(of_rank, first + place, slot, max(1, int(remaining)), why) for place, slot in places]
+    signal.alarm(0)  # the ranks have alarms of their own
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     if any(code == -signal.SIGALRM for code in codes):
         return 128 + signal.SIGALRM
@@ -91,6 +92,7 @@ def _rank(measure: Callable[[int, int, timedelta], object], rank: int, slot: int
     try:
         result = measure(rank, slot, timedelta(seconds=max(2.0, remaining - _REPORT_S)))
     except Exception as error:
+        signal.alarm(0)  # to report it takes no time
         print(json.dumps({"rank": rank, "error": reason(error) + why}), flush=True)
         return 1
     if rank == 0:

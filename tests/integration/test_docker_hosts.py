@@ -414,10 +414,7 @@ def test_stopping_one_of_two_runs_leaves_the_other_alone(held: Held) -> None:
     assert all(before.values())
 
     stopped = rack.fab("stop", "--run", second)
-    assert stopped.returncode == 0, stopped.stderr
-    counted = re.fullmatch(rf"stopped {second}: (\d+) processes on host-a, (\d+) processes on host-b\n", stopped.stdout)
-    assert counted is not None, stopped.stdout
-    assert min(int(count) for count in counted.groups()) > 0
+    assert (stopped.returncode, stopped.stdout) == (0, f"stopped {second} on host-a, host-b\n"), stopped.stderr
     assert [host.processes(second) for host in rack] == [[], []]
     assert {host.name: set(host.processes(held.run_id)) for host in rack} == before
     assert (state_of(rack, held.run_id), state_of(rack, second)) == ("running", "stopped")
@@ -475,7 +472,7 @@ def test_a_run_is_stopped_and_looked_at_where_nodes_are_left(rack_up: Up) -> Non
     wait_until(lambda: all(host.processes(run_id, "^sleep ") for host in rack), "it runs", 120)
     rack["host-b"].sh(f"docker kill {NODE}")
     stopped = rack.fab("stop", "--run", run_id)
-    assert re.fullmatch(rf"stopped {run_id}: \d+ processes on host-a\n", stopped.stdout), stopped.stderr
+    assert stopped.stdout == f"stopped {run_id} on host-a\n", stopped.stderr
     assert rack["host-a"].processes(run_id) == []
     assert rack.fab("logs", "--run", run_id).returncode == 4
     assert rack.fab("up").returncode == 0

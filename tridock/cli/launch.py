@@ -236,10 +236,9 @@ def _stop(arguments: argparse.Namespace) -> int:
 
     session, failure = reachable(open_session(arguments))
     run = choose_run(session, run_of(arguments), active=True)
-    counts = stop(session, run)
+    nodes = stop(session, run)
     if not arguments.quiet:
-        ended = ", ".join(f"{number} processes on {node}" for node, number in counts.items())
-        say(f"stopped {run.run_id}: {ended}")
+        say(f"stopped {run.run_id} on {', '.join(nodes)}")
     if failure is not None:
         say("a node that has lost the head ends its processes of the run by itself")
         return failure.exit_code

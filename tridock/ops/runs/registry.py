@@ -142,13 +142,16 @@ def choose_run(session: Session, run_id: str | None, *, active: bool) -> Run:
     return Run(*list(known.items())[-1])
 
 
-def stop(session: Session, run: Run) -> dict[str, int]:
-    """Ends only the run's processes on every node that is up; returns how many each had."""
+def stop(session: Session, run: Run) -> list[str]:
+    """Ends only the run's processes on every node that is up; returns these nodes.
 
-    def end(node: str, _: Host) -> int:
-        return session.ask(node, Stopped, "stop", run.run_id, timeout=_VERB_TIMEOUT_S).stopped
+    How many processes a node still has when it is asked is up to chance: nodes end theirs when the head is gone.
+    """
 
-    return session.each(end, only=session.running())
+    def end(node: str, _: Host) -> Stopped:
+        return session.ask(node, Stopped, "stop", run.run_id, timeout=_VERB_TIMEOUT_S)
+
+    return list(session.each(end, only=session.running()))
 
 
 def plan_of(session: Session, run: Run) -> dict[str, Any]:

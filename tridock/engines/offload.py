@@ -17,28 +17,30 @@ OFFLOAD: Final = (OPTIMIZER, PARAM)
 _KINDS: Final = {"device": ("cpu", "none"), "pin_memory": (True, False)}
 _NVME: Final = "DeepSpeed reads and writes NVMe by its op async_io, which the images lack"
 _ADAM_BYTES: Final = 30
-"""Bytes that Adam reads and writes on the host for each weight: fp32 weight, gradient and two moments (16), all but
-the gradient written back (12), and the weight in the short format (2)."""
+"""Bytes that Adam reads and writes on the host for each weight: it reads the fp32 weight, gradient and two moments
+(16), writes all but the gradient (12), and writes the weight in the 16-bit format (2)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """The states that the host keeps."""
+    """Which states ``deepspeed.zero_optimization`` keeps in the host's memory (Ren et al., 2021, ZeRO-Offload)."""
 
     optimizer: bool
     parameters: bool
 
     @classmethod
     def of(cls, experiment: Experiment) -> Self:
+        """Reads the experiment's DeepSpeed options; both are False without ``offload_*: {device: cpu}``."""
         given = experiment.deepspeed.get("zero_optimization")
         section = given if isinstance(given, Mapping) else {}
         return cls(*(_is_offloaded(section.get(path.rpartition(".")[2])) for path in OFFLOAD))
 
     def states(self, states: States, experiment: Experiment, owned: int, steps: int) -> States:
-        """Returns ``states`` without those kept on the host, for a rank that owns ``owned`` elements.
+        """Moves the offloaded bytes of ``states`` from the GPU to the host; returns the new states.
 
-        The host holds the master weights (4 bytes), Adam's moments (8), gradients of the master weights (4), and a
-        buffer of weights in the short format; in stage 2 also the gradients of earlier micro-batches.
+        The rank owns ``owned`` elements and accumulates over ``steps`` micro-batches. For each element the host holds
+        the fp32 master weight (4 bytes), Adam's moments (8), the fp32 gradient (4), and a buffer for the weight in the
+        16-bit format; in stage 2 also the gradient of earlier micro-batches.
         """
         short, stage = FORMAT_BYTES[experiment.precision], experiment.parallel.zero_stage
         if self.optimizer:
@@ -60,7 +62,7 @@ class Offload:
         return states
 
     def moved(self, experiment: Experiment, shape: Shape, owned: int) -> HostWork:
-        """Returns the transfers in an iteration of a rank that owns ``owned`` elements."""
+        """Returns the bytes that a rank with ``owned`` elements transfers in one iteration, and those of its Adam."""
         short, steps = FORMAT_BYTES[experiment.precision] * owned, shape.accumulation
         work = HostWork()
         if self.optimizer:
@@ -73,7 +75,7 @@ class Offload:
 
 
 def offload_problems(experiment: Experiment, path: str, value: object) -> Iterator[Problem]:
-    """Yields the problems of one of :data:`OFFLOAD`."""
+    """Yields the problems of ``value``, given at the option ``path``, one of :data:`OFFLOAD`."""
     where, stage = f"deepspeed.{path}", experiment.parallel.zero_stage
     if not isinstance(value, Mapping):
         yield Problem(where, "must be a mapping", repr(value), "write {device: cpu}")

@@ -1,4 +1,4 @@
-"""The experiment: one YAML file that says what is trained and how."""
+"""The experiment: one YAML file that describes what to train and how."""
 
 from tridock.experiment.load import (
     dump_experiment,

@@ -1,4 +1,4 @@
-"""The user's own program as an experiment (``engine: command``): what runs on the slots, with what code. Pure."""
+"""The user's own program as an experiment (``engine: command``): its command line, code and environment. Pure."""
 
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Final, Literal
@@ -93,7 +93,7 @@ class CommandExperiment(Section):
 
 
 def name_of(command: tuple[str, ...]) -> str:
-    """A name for a command line that has none: of its script, else of its program."""
+    """Returns a default experiment name for a command line: its script's name, else its program's."""
     script = next((word for word in command if word.endswith(".py")), command[0])
     stem = PurePosixPath(script).name.removesuffix(".py").lower()
     return "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in stem).strip("-")[:40] or "run"

@@ -1,4 +1,4 @@
-"""A user's own DeepSpeed JSON in an experiment: which of its options are fields here, and what they say. Pure."""
+"""A user's own DeepSpeed JSON in an experiment: its options, and the experiment fields that they set. Pure."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
@@ -25,14 +25,14 @@ FIELDS: Final[Mapping[str, str]] = {
     "activation_checkpointing.contiguous_memory_optimization": "model.contiguous_checkpointing",
     "activation_checkpointing.synchronize_checkpoint_boundary": "model.synchronize_each_layer",
 }
-"""Options by their paths, and the fields of an experiment that say the same."""
+"""DeepSpeed options by path, each with the equivalent field of an experiment."""
 FORMATS: Final = {"fp16.enabled": "fp16", "bf16.enabled": "bf16"}
 """Options that choose ``precision``."""
 _SECTIONS: Final = ("fp16", "bf16", "zero_optimization", "optimizer", "params", "activation_checkpointing")
 
 
 def options(given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The options by their paths; the two betas apart."""
+    """Yields each option with its dotted path, from nested sections too. Adam's ``betas`` become two options."""
     for name, value in given.items():
         if isinstance(value, Mapping) and name in _SECTIONS:
             yield from options(value, f"{prefix}{name}.")
@@ -43,7 +43,7 @@ def options(given: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def with_fields_of(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """An experiment's mapping, with the fields that only its ``deepspeed`` gives."""
+    """Returns an experiment's fields, and adds those that only its ``deepspeed`` section sets."""
     given = fields.get("deepspeed")
     if not isinstance(given, Mapping):
         return fields

@@ -1,4 +1,4 @@
-"""Whether the data and the tokenizer that an experiment names match it. The files are read elsewhere."""
+"""Checks that an experiment's data and tokenizer match it. The caller reads the files."""
 
 import posixpath
 from collections.abc import Iterator, Mapping
@@ -8,13 +8,13 @@ from tridock.errors import Problem
 from tridock.experiment.schema import Experiment
 
 IMAGE_SUFFIXES = ("_images.npy", "_labels.npy")
-"""After ``data.data_path``, of a model of images."""
+"""File name endings after ``data.data_path`` for an image model."""
 
 TOKENIZER: Final = "tokenizer.json"
 
 
 def tokenizer_folders(experiment: Experiment) -> tuple[str, ...]:
-    """Where a run looks for its tokenizer: with the weights that it began with, or beside its data."""
+    """Returns where a run looks for its tokenizer: the folder of its pretrained weights, then beside its data."""
     if experiment.train.pretrained_folder is not None:
         return (experiment.train.pretrained_folder,)
     beside = posixpath.dirname(experiment.data.data_path)
@@ -24,14 +24,14 @@ def tokenizer_folders(experiment: Experiment) -> tuple[str, ...]:
 def data_problems(
     experiment: Experiment, manifest: Mapping[str, Any] | None, tokenizer: int | None
 ) -> Iterator[Problem]:
-    """A vocabulary or a sequence that does not match the data.
+    """Yields a problem if the vocabulary or the sequence length does not match the data.
 
-    ``manifest`` is ``<data_path>.json``; without one (Megatron's own tools write none) nobody knows before the ranks
-    read. ``tokenizer`` is the number of tokens in ``data.vocab_file``, where the engine reads it.
+    ``manifest`` is the content of ``<data_path>.json``. Megatron's own tools write none; then the ranks find a mismatch
+    only when they read the data. ``tokenizer`` is the number of tokens in ``data.vocab_file``, if the engine reads it.
     """
     tokens, total = (manifest.get(name) if isinstance(manifest, Mapping) else None for name in ("vocab_size", "tokens"))
     if tokens is not None and tokenizer is not None and tokens != tokenizer:
-        # A smaller one ends deep inside an embedding; a larger one is another.
+        # With a smaller vocabulary the embedding fails on an index; a larger one belongs to another tokenizer.
         todo = "name the files of the tokenizer that made the data"
         yield Problem("data.vocab_file", f"the data was made with {tokens} tokens", f"{tokenizer} tokens", todo)
     given = experiment.model.vocab_size

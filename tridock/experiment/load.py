@@ -1,4 +1,4 @@
-"""YAML to :class:`Experiment`: every problem at once, each with its field path."""
+"""Loads YAML as :class:`Experiment`; reports every problem at once, each with its field path."""
 
 import shlex
 from collections.abc import Iterator, Sequence
@@ -16,16 +16,16 @@ from tridock.yaml_text import DEEPEST, dump_yaml, parse_value, parse_yaml, shown
 
 
 def load_experiment(path: Path, overrides: Sequence[str] = ()) -> Experiment:
-    """Reads an experiment file; each override is ``field.path=value``, the value read as YAML.
+    """Reads an experiment file. Each override is ``field.path=value``; the value is parsed as YAML.
 
-    Raises :class:`RequestError` with every problem found: a missing file, broken YAML, keys given twice,
-    unknown or missing fields, wrong types, values out of range.
+    Raises :class:`RequestError` with every problem: a missing file, broken YAML, duplicate keys, unknown or missing
+    fields, wrong types, values out of range.
     """
     return parse_experiment(read_text(path, "an experiment"), str(path), overrides)
 
 
 def parse_experiment(text: str, source: str, overrides: Sequence[str] = ()) -> Experiment:
-    """The same from text; ``source`` is the name that messages begin with."""
+    """Parses an experiment as :func:`load_experiment` does; messages begin with ``source``."""
     fields = dict(parse_yaml(text, source))
     for override in overrides:
         _override(fields, override)
@@ -38,7 +38,7 @@ def parse_experiment(text: str, source: str, overrides: Sequence[str] = ()) -> E
 
 
 def is_command(path: Path) -> bool:
-    """Whether an experiment is the user's own program."""
+    """Whether the file has ``engine: command``: the user's own program."""
     return parse_yaml(read_text(path, "an experiment"), str(path)).get("engine") == ENGINE
 
 
@@ -65,8 +65,8 @@ def _override(fields: dict[str, Any], override: str) -> None:
 
 
 def fields_digest() -> str:
-    """A digest of the names of an experiment's fields: the code that writes a run's experiment and the code that reads
-    it must have the same."""
+    """Returns a digest of the experiment's field names: the code that writes a run's ``experiment.yaml`` and the code
+    that reads it must agree on it."""
     return sha256("\n".join(sorted(_field_names(Experiment))).encode()).hexdigest()[:16]
 
 
@@ -80,5 +80,5 @@ def _field_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def dump_experiment(experiment: Experiment | CommandExperiment) -> str:
-    """YAML with every field, defaults included: what a run's folder keeps."""
+    """Returns YAML with every field, including defaults, as the run folder stores it."""
     return dump_yaml(experiment.model_dump(mode="json"))

@@ -1,4 +1,4 @@
-"""The model of an experiment: its shape, with Megatron's names, and sizes that follow from it. No I/O."""
+"""The model of an experiment: its shape, with Megatron's names, and the sizes that it implies. No I/O."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, Self
@@ -23,7 +23,7 @@ _RESNET: Final[Mapping[str, int | float]] = {
     "attention_dropout": 0.0,
 }
 _IMAGES: Final[Mapping[str, int]] = {"img_h": 224, "img_w": 224, "num_classes": 1000}
-"""What preset resnet50 has, and nothing else, with ImageNet's sizes."""
+"""Fields that only preset resnet50 has, with ImageNet's sizes as defaults."""
 
 
 class Model(Section):
@@ -158,7 +158,7 @@ class Model(Section):
 
     @property
     def attention_size(self) -> int:
-        """Width of the queries of all heads, and of the attention's output."""
+        """Width of all heads' queries together, which is also the width of attention's output."""
         return self.num_attention_heads * self.head_size
 
     @property
@@ -167,12 +167,12 @@ class Model(Section):
 
     @property
     def key_size(self) -> int:
-        """Width of the keys of all groups; so are the values."""
+        """Width of all groups' keys together; the values have the same."""
         return self.query_groups * self.head_size
 
     @property
     def usual_ffn_size(self) -> int:
-        """Megatron's default."""
+        """Megatron's default for ``ffn_hidden_size``."""
         return max(64, 8 * self.hidden_size // 3 // 64 * 64) if self.swiglu else 4 * self.hidden_size
 
     @property
@@ -182,27 +182,27 @@ class Model(Section):
 
     @property
     def experts(self) -> int:
-        """MLPs of a layer."""
+        """MLPs in a layer: 1 without a mixture of experts."""
         return self.num_moe_experts or 1
 
     @property
     def active_experts(self) -> int:
-        """MLPs of a layer that work on a token."""
+        """MLPs in a layer that process each token."""
         return self.moe_router_topk if self.num_moe_experts else 1
 
     @property
     def expert_size(self) -> int:
-        """Width of an expert, or of the only MLP."""
+        """Width of an expert, or of the layer's only MLP."""
         return (self.moe_ffn_hidden_size if self.num_moe_experts else None) or self.ffn_size
 
     @property
     def rotary_size(self) -> int:
-        """Elements of a head that are rotated; 0 without rope."""
+        """Elements of a head that rotary embeddings rotate; 0 without them."""
         return int(self.head_size * self.rotary_percent) if self.position_embedding_type == "rope" else 0
 
     @property
     def positions(self) -> int:
-        """The most tokens of a sample."""
+        """Maximum number of tokens in a sample."""
         return self.max_position_embeddings or self.seq_length
 
     @property
@@ -211,7 +211,7 @@ class Model(Section):
 
     @property
     def unit(self) -> str:
-        """What throughput counts."""
+        """Unit of throughput: ``tokens`` or ``images``."""
         return "images" if self.is_vision else "tokens"
 
     @model_validator(mode="before")

@@ -1,6 +1,6 @@
-"""Known models: their shape, by Megatron's names. Pure.
+"""Presets: the shapes of known models, with Megatron's field names. Pure.
 
-Each gives what its authors publish; a field of the experiment wins over the preset's.
+Each has the sizes that its authors published. A field of the experiment overrides the preset's.
 """
 
 from collections.abc import Mapping
@@ -88,7 +88,7 @@ PRESETS: Final[Mapping[str, Fields]] = {
     "gpt2-medium": _gpt(24, 16, 1024),
     "gpt2-large": _gpt(36, 20, 1280),
     "gpt2-xl": _gpt(48, 25, 1600),
-    # Brown et al. (2020), table 2.1. The heads of some do not share out hidden_size.
+    # Brown et al. (2020), table 2.1. In some, heads times head size is not hidden_size.
     "gpt3-125m": _gpt(12, 12, 768),
     "gpt3-350m": _gpt(24, 16, 1024),
     "gpt3-760m": _gpt(24, 16, 1536),
@@ -97,7 +97,7 @@ PRESETS: Final[Mapping[str, Fields]] = {
     "gpt3-6.7b": _gpt(32, 32, 4096),
     "gpt3-13b": _gpt(40, 40, 5140, 128),
     "gpt3-175b": _gpt(96, 96, 12288),
-    # config.json of each on Hugging Face.
+    # From each model's config.json on Hugging Face.
     "llama-3.2-1b": _llama(16, 32, 8, 2048, 8192, **_LLAMA3, rope_scaling_factor=32.0),
     "llama-3.1-8b": _llama(32, 32, 8, 4096, 14336, **_LLAMA3, **_UNTIED),
     "llama-3.1-70b": _llama(80, 64, 8, 8192, 28672, **_LLAMA3, **_UNTIED),
@@ -107,11 +107,11 @@ PRESETS: Final[Mapping[str, Fields]] = {
     "mixtral-8x7b": _llama(32, 32, 8, 4096, 14336, **_MIXTRAL, **_UNTIED),
 }
 _OF_THE_WIDTH: Final = ("kv_channels", "num_query_groups", "ffn_hidden_size", "moe_ffn_hidden_size")
-"""Sizes that go with the preset's hidden_size and heads, and not with others."""
+"""Sizes that apply only with the preset's own hidden_size and heads."""
 
 
 def preset_fields(fields: Fields) -> Fields:
-    """``fields`` of a model with what its preset gives where they leave it out."""
+    """Returns the model's ``fields`` completed with those of its preset."""
     preset = fields.get("preset")
     given = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
     if {"num_attention_heads", "hidden_size"} & fields.keys():

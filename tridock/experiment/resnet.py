@@ -1,4 +1,4 @@
-"""ResNet-50 in numbers: its convolutions, and what follows from them (He et al., 2016, table 1)."""
+"""Sizes of ResNet-50: its convolutions, parameters, FLOPs and activations (He et al., 2016, table 1)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,43 +7,43 @@ from typing import Final
 from tridock.experiment.model import Model
 
 STAGES: Final = ((3, 64, 1), (4, 128, 2), (6, 256, 2), (3, 512, 2))
-"""Of each: blocks, width of their 3x3 convolution, its stride in the first one."""
+"""Each stage's number of blocks, width of their 3x3 convolution, and its stride in the first block."""
 EXPANSION: Final = 4
 STEM: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Convolution:
-    """One convolution, followed by a batch normalization, on an image of ``height`` x ``width`` that it makes."""
+    """One convolution with its batch normalization; ``height`` and ``width`` are those of its output."""
 
     block: int
-    """0 for the stem, then from 1."""
+    """Number of its block; 0 for the stem."""
     inputs: int
     outputs: int
     kernel: int
     height: int
     width: int
     read: int
-    """Elements of its input, of one image."""
+    """Elements of its input per image."""
 
     @property
     def weights(self) -> int:
-        """Of the convolution itself."""
+        """Weights of the convolution alone."""
         return self.inputs * self.outputs * self.kernel**2
 
     @property
     def parameters(self) -> int:
-        """Its weights, and the normalization's scale and shift."""
+        """Weights of the convolution, and the normalization's scale and shift."""
         return self.weights + 2 * self.outputs
 
     @property
     def made(self) -> int:
-        """Elements of its output, of one image."""
+        """Elements of its output per image."""
         return self.outputs * self.height * self.width
 
     @property
     def products(self) -> int:
-        """Multiplications of one image's forward pass."""
+        """Multiplications in one image's forward pass."""
         return self.height * self.width * self.weights
 
 
@@ -52,7 +52,7 @@ def _half(size: int) -> int:
 
 
 def convolutions(model: Model) -> Iterator[Convolution]:
-    """All 53 in the order of the forward pass, of images of the model's size."""
+    """Yields all 53 convolutions in the order of the forward pass, for images of the model's size."""
     height, width = _half(model.img_h or 0), _half(model.img_w or 0)
     yield Convolution(0, 3, STEM, 7, height, width, 3 * (model.img_h or 0) * (model.img_w or 0))
     height, width, inputs, block = _half(height), _half(width), STEM, 0  # after the pooling
@@ -74,22 +74,22 @@ def classes_of(model: Model) -> int:
 
 
 def head_parameters(model: Model) -> int:
-    """Of the last, fully connected layer."""
+    """Returns the parameters of the last, fully connected layer."""
     return (model.hidden_size + 1) * classes_of(model)
 
 
 def parameters(model: Model) -> int:
-    """25,557,032 with 1000 classes."""
+    """Returns the number of parameters: 25,557,032 with 1000 classes."""
     return sum(one.parameters for one in convolutions(model)) + head_parameters(model)
 
 
 def cast_elements(model: Model) -> int:
-    """What autocast copies into the short format: weights of the convolutions and of the last layer."""
+    """Returns the number of weights that autocast copies to 16 bits: those of convolutions and the last layer."""
     return sum(one.weights for one in convolutions(model)) + head_parameters(model)
 
 
 def largest_block(model: Model) -> int:
-    """Weights of the block that has most."""
+    """Returns the number of weights of the largest block."""
     sizes: dict[int, int] = {}
     for one in convolutions(model):
         sizes[one.block] = sizes.get(one.block, 0) + one.parameters
@@ -97,12 +97,12 @@ def largest_block(model: Model) -> int:
 
 
 def forward_flops(model: Model) -> float:
-    """Of one image: two for each multiplication; normalizations and activation functions are not counted."""
+    """Returns the forward FLOPs per image: two per multiplication, without normalizations and activation functions."""
     return 2.0 * (sum(one.products for one in convolutions(model)) + model.hidden_size * classes_of(model))
 
 
 def kept_elements(model: Model) -> int:
-    """What one image leaves for the backward pass: each convolution's input and output (its normalization's input).
-    Activation functions work in place, and the few others are left out.
+    """Returns the elements per image that stay in memory for the backward pass: each convolution's input and output
+    (its normalization's input). Activation functions work in place; the few other tensors are not counted.
     """
     return sum(one.read + one.made for one in convolutions(model))

@@ -1,7 +1,7 @@
-"""The typed experiment: frozen, strict, with Megatron's own names; no I/O.
+"""The schema of an experiment: frozen, strict, with Megatron's field names; no I/O.
 
-Each field's description and unit stand here once; ``configs/reference.yaml`` is rendered from them.
-Checks that need more than one section live in :mod:`tridock.plan`, those of one field or section here.
+``configs/reference.yaml`` is generated from the descriptions and units here. Checks of one field or one section are
+here; checks across sections are in :mod:`tridock.plan`.
 """
 
 import posixpath
@@ -109,7 +109,7 @@ class Parallel(Section):
 
     @property
     def expert_tensor_size(self) -> int:
-        """Ranks that share one expert."""
+        """Tensor parallel size of the experts: ranks that split one expert."""
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
 
@@ -124,7 +124,7 @@ class Batch(Section):
     )
 
     def samples_per_step(self, data_parallel_size: int) -> int:
-        """``global_batch_size``, or Megatron's default for it: no accumulation."""
+        """``global_batch_size``, or Megatron's default: one micro-batch per replica, without accumulation."""
         return self.global_batch_size or self.micro_batch_size * data_parallel_size
 
 
@@ -244,13 +244,13 @@ class Train(Section):
 
     @property
     def pretrained_folder(self) -> str | None:
-        """The folder of transformers' that ``load`` names, if it does."""
+        """The transformers folder in ``load: hf:DIR``; None if ``load`` names no such folder."""
         is_one = self.load is not None and self.load.startswith(_PRETRAINED)
         return self.load.removeprefix(_PRETRAINED) if self.load is not None and is_one else None
 
     @property
     def loads_own_folder(self) -> bool:
-        """Whether it continues from the folder that it saves in, as Megatron's scripts do with --save and --load."""
+        """Whether ``load`` is the folder in which the run saves, as with --save and --load of Megatron's scripts."""
         folders = (self.checkpoint_folder, self.load)
         return None not in folders and len({posixpath.normpath(folder or "") for folder in folders}) == 1
 
@@ -330,7 +330,7 @@ class Experiment(Section):
     @model_validator(mode="before")
     @classmethod
     def _default_strategy(cls, fields: Any) -> Any:
-        # The default of one section that depends on another's value.
+        # This section's default depends on another section's value.
         engine = fields.get("engine") if isinstance(fields, dict) else None
         if isinstance(engine, str) and engine in DEFAULT_STRATEGY:
             parallel = fields.get("parallel", {})
@@ -339,9 +339,9 @@ class Experiment(Section):
         return fields
 
     def resolved(self, data_parallel_size: int) -> Self:
-        """The same experiment with what depends on the cluster filled in: what a run's folder keeps."""
+        """Returns the experiment with the values that depend on the cluster, as the run folder stores it."""
         samples = self.batch.samples_per_step(data_parallel_size)
         batch = self.batch.model_copy(update={"global_batch_size": samples})
-        # The global batch says it from here on, also where the run continues with fewer replicas.
+        # Keeps the global batch explicit: it stays the same if the run later continues with fewer replicas.
         deepspeed = {name: value for name, value in self.deepspeed.items() if name != "gradient_accumulation_steps"}
         return self.model_copy(update={"batch": batch, "deepspeed": deepspeed})

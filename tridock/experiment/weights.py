@@ -1,8 +1,8 @@
-"""Weights of a GPT, tensor by tensor: what each module of a layer has, and which of it tensor parallel ranks share.
+"""Numbers of a GPT's weights, tensor by tensor, and which of them tensor parallel ranks split.
 
-GPT-2's layer has 12 matrices of hidden x hidden (query, key, value, output, and eight of the MLP) and 13 vectors of
-that width: three biases of the attention's input, one of its output, four of the MLP's input, one of its output, and
-two norms of two.
+GPT-2's layer has 12 matrices of hidden x hidden (query, key, value, output, and eight in the MLP) and 13 vectors of
+that width: biases of attention's input (3) and output (1), of the MLP's input (4) and output (1), and two norms with
+two vectors each (4).
 """
 
 from collections.abc import Iterator
@@ -19,18 +19,18 @@ class Weight:
 
     elements: int
     is_split: bool
-    """Whether tensor parallel ranks share it."""
+    """Whether tensor parallel ranks split it."""
     is_matrix: bool
 
     def share(self, tensor_parallel_size: int) -> int:
-        """Elements on one tensor parallel rank."""
+        """Returns the number of elements on one tensor parallel rank."""
         return self.elements // tensor_parallel_size if self.is_split else self.elements
 
 
 @lru_cache(maxsize=64)
 def layer_weights(model: Model) -> tuple[Weight, ...]:
-    """The tensors of one layer; of a mixture of experts all but the experts'. A search asks for those of a few models,
-    again and again."""
+    """Returns the tensors of one layer, without the experts of a mixture. Cached: a search asks for the same few models
+    many times."""
     return tuple(_layer_weights(model))
 
 
@@ -55,7 +55,7 @@ def _layer_weights(model: Model) -> Iterator[Weight]:
 
 
 def mlp_weights(model: Model) -> Iterator[Weight]:
-    """The tensors of one expert, or of a layer's only MLP."""
+    """Yields the tensors of one expert, or of a layer's only MLP."""
     width, ffn = model.hidden_size, model.expert_size
     for _ in range(3 if model.swiglu else 2):
         yield Weight(width * ffn, True, True)
@@ -66,32 +66,32 @@ def mlp_weights(model: Model) -> Iterator[Weight]:
 
 
 def layer_elements(model: Model, experts: int) -> int:
-    """Weights of a layer with so many of its experts, if it has any."""
+    """Returns the weights of a layer; in a mixture of experts it has ``experts`` of them."""
     own = sum(weight.elements for weight in layer_weights(model))
     return own + (experts * sum(weight.elements for weight in mlp_weights(model)) if model.num_moe_experts else 0)
 
 
 def norm_vectors(model: Model) -> int:
-    """Vectors of one norm: the weight, and LayerNorm's bias."""
+    """Returns the number of vectors in a norm: the weight, and for LayerNorm the bias."""
     return 2 if model.normalization == "LayerNorm" else 1
 
 
 def layer_matrices(model: Model) -> int:
-    """Weights of a layer's matrices that work on a token."""
+    """Returns the number of matrix weights in a layer that process each token."""
     experts = mlp_weights(model) if model.num_moe_experts else ()
     own = sum(weight.elements for weight in layer_weights(model) if weight.is_matrix)
     return own + model.active_experts * sum(weight.elements for weight in experts if weight.is_matrix)
 
 
 def position_rows(model: Model) -> int:
-    """Rows of the position table; 0 without one."""
+    """Returns the rows of the position embedding table; 0 without one."""
     return model.positions if model.position_embedding_type == "learned_absolute" else 0
 
 
 def model_parameters(model: Model, rows: int, *, active: bool = False) -> int:
-    """Weights of the whole GPT, each once: its layers, its tables (the token table of ``rows``), and the last norm.
+    """Returns the parameters of the whole GPT: layers, embedding tables (``rows`` tokens) and the last norm.
 
-    ``active``: of a mixture of experts those alone that work on a token.
+    ``active`` counts only the experts that process each token.
     """
     if model.is_vision:
         return resnet.parameters(model)
